@@ -8,44 +8,66 @@ constexpr float NOTHING = -3.4e38f;  // a maximum over no keys
 
 static inline int64_t rounded(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 
-/* Scores of `count` keys of one head -> weights against the maximum so far; `sums` [width] of the
- * values so far are scaled to a maximum that rises. */
-static inline void soften(float *scores, int64_t count, float &most, float &total, float *sums,
-                          int64_t width) {
+/* N registers of scores -> weights against `most`; their sum, as they are kept, is added. */
+template <int N, typename Weight>
+XGPT_INLINE void weigh(const float *scores, float most, Weight *weights, vec &added) {
+    vec some[N];
+    for (int i = 0; i < N; ++i) some[i] = load(scores + i * W) - most;
+    exp(some);
+    for (int i = 0; i < N; ++i) {
+        store(weights + i * W, some[i]);
+        added += as_kept<Weight>(some[i]);
+    }
+}
+
+/* Scores of `count` keys of one head -> weights (at the same place, or elsewhere) against the maximum
+ * so far, 0 up to a whole register; `sums` [width] of the values so far are scaled to a maximum that
+ * rises. */
+template <typename Weight>
+static inline void soften(float *scores, int64_t count, Weight *weights, float &most, float &total,
+                          float *sums, int64_t width) {
     for (int64_t i = count; i % W != 0; ++i) scores[i] = -INFINITY;
     vec top = all(most);
     for (int64_t j = 0; j < count; j += W) top = larger(top, load(scores + j));
     const float now = largest(top);
     if (now > most) {
-        const float scale = std::exp(most - now);
-        total *= scale;
-        for (int64_t x = 0; x < width; x += W) store(sums + x, load(sums + x) * scale);
+        if (total > 0) {
+            const float scale = std::exp(most - now);
+            total *= scale;
+            for (int64_t x = 0; x < width; x += W) store(sums + x, load(sums + x) * scale);
+        }
         most = now;
     }
     vec added{};
-    for (int64_t j = 0; j < count; j += W) {
-        const vec weight = exp(load(scores + j) - most);
-        store(scores + j, weight);
-        added += weight;
-    }
+    int64_t j = 0;
+    for (; j + 4 * W <= count; j += 4 * W) weigh<4>(scores + j, most, weights + j, added);
+    for (; j < count; j += W) weigh<1>(scores + j, most, weights + j, added);
     total += sum(added);
 }
 
-/* One head of a query, scaled, as float32 in `row` [width] in the order in which keys of type E are
- * read, 0 beyond dim; `at`: elements before it. */
+/* One head of a query as float32 in `row` [width] in the order in which keys of type E are read, 0
+ * beyond dim; `at`: elements before it. */
 template <typename Q>
-static inline void widen(const Q *head, int64_t dim, float scale, float *row, int64_t width) {
+static inline void widen(const Q *head, int64_t dim, float *row, int64_t width) {
     for (int64_t x = 0; x < width; x += W)
-        store(row + x, x < dim ? load(head + x, dim - x) * scale : vec{});
+        store(row + x, x < dim ? load(head + x, dim - x) : vec{});
 }
 template <typename E>
-static inline void read_head(int dtype, const void *query, int64_t at, int64_t dim, float scale,
-                             float *row, int64_t width) {
+static inline void read_head(int dtype, const void *query, int64_t at, int64_t dim, float *row,
+                             int64_t width) {
     if (dtype == XGPT_FLOAT32)
-        widen(static_cast<const float *>(query) + at, dim, scale, row, width);
+        widen(static_cast<const float *>(query) + at, dim, row, width);
     else
-        widen(static_cast<const bfloat16 *>(query) + at, dim, scale, row, width);
+        widen(static_cast<const bfloat16 *>(query) + at, dim, row, width);
     for (int64_t x = 0; x + 2 * W <= width; x += 2 * W) ordered<E>(row + x);
+}
+
+/* The same of a query that is bfloat16 and stays that. */
+template <typename E>
+static inline void read_head(int, const void *query, int64_t at, int64_t dim, bfloat16 *row,
+                             int64_t width) {
+    memcpy(row, static_cast<const bfloat16 *>(query) + at, dim * sizeof(bfloat16));
+    memset(row + dim, 0, (width - dim) * sizeof(bfloat16));
 }
 
 template <typename E, typename Q>
@@ -73,4 +95,5 @@ static void write_out(int dtype, void *out, int64_t at, const float *sums, const
 }  // namespace xgpt
 
 #include "decode_isa.h"
+#include "turned_isa.h"
 #include "encode_isa.h"

@@ -1,6 +1,7 @@
 /* Includes XGPT_BODY (the name of a file) once for every instruction set of this build, each time in
  * a namespace XGPT_ISA of its own, after vec_isa.h, which gives `vec`: W floats, W as wide as the
- * registers of the set. The one that runs is chosen when it is called (XGPT_DISPATCH). */
+ * registers of the set. The one that runs is chosen when it is called (XGPT_DISPATCH). XGPT_HAS_DOTS:
+ * it has dot products of bfloat16 pairs. */
 #include "elements.h"
 #include "levels.h"
 
@@ -44,5 +45,19 @@
 #include XGPT_BODY
 #undef XGPT_ISA
 #undef XGPT_W
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,prefer-vector-width=512")
+#define XGPT_ISA avx512_bf16
+#define XGPT_W 16
+#define XGPT_HAS_DOTS 1
+#define XGPT_WIDE avx512  // serves what has no pairs: nothing is compiled twice to the same
+#include "vec_isa.h"
+#include XGPT_BODY
+#undef XGPT_ISA
+#undef XGPT_W
+#undef XGPT_HAS_DOTS
+#undef XGPT_WIDE
 #pragma GCC pop_options
 #endif

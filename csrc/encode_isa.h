@@ -7,109 +7,106 @@
 namespace xgpt {
 namespace XGPT_ISA {
 
-constexpr int ROWS = XGPT_W == 16 ? 12 : 6, KEYS = 2 * W;
+constexpr int ROWS = XGPT_W == 16 ? 12 : 6;
 constexpr int CHUNK = 128;
 
-/* One input and KV head as float32: keys turned [blocks, dim, KEYS], values [keys, width]. */
-struct Turned {
-    std::vector<float> keys, values;
-
-    void resize(int64_t count, int64_t width) {
-        keys.resize(rounded(count, KEYS) * width);
-        values.resize(count * width);
-    }
-    /* The keys from `first` on, a multiple of W: `count` of them, with zeros behind up to `room`. */
-    template <typename E>
-    void fill(const E *key, const E *value, int64_t stride, int64_t first, int64_t count,
-              int64_t room, int64_t dim, int64_t width) {
-        vec rows[W];
-        for (int64_t j = 0; j < room; j += W)
-            for (int64_t x = 0; x < dim; x += W) {
-                for (int64_t i = 0; i < W; ++i)
-                    rows[i] = j + i < count ? load(key + (j + i) * stride + x, dim - x) : vec{};
-                turn(rows);
-                const int64_t to = first + j;
-                float *block = keys.data() + (to / KEYS * width + x) * KEYS + to % KEYS;
-                for (int64_t i = 0; i < W; ++i) store(block + i * KEYS, rows[i]);
-            }
-        for (int64_t j = 0; j < count; ++j)
-            for (int64_t x = 0; x < width; x += W)
-                store(values.data() + (first + j) * width + x,
-                      x < dim ? load(value + j * stride + x, dim - x) : vec{});
-    }
-};
-
-/* scores [R, N W] of R rows of query [R, width] with N W of a block of turned keys [dim, KEYS]. */
-template <int R, int N>
-static inline void tile_scores(const float *query, int64_t width, const float *keys, int64_t dim,
-                               float *scores) {
-    vec dots[R][N] = {};
-    for (int64_t x = 0; x < dim; ++x) {
-        vec k[N];
-        for (int i = 0; i < N; ++i) k[i] = load(keys + x * KEYS + i * W);
-        for (int r = 0; r < R; ++r)
-            for (int i = 0; i < N; ++i) dots[r][i] += query[r * width + x] * k[i];
-    }
-    for (int r = 0; r < R; ++r)
-        for (int i = 0; i < N; ++i) store(scores + r * CHUNK + i * W, dots[r][i]);
+template <typename P>
+XGPT_INLINE vec load_many(const P *p) {
+    vec v;
+    memcpy(&v, p, sizeof v);
+    return v;
 }
 
-/* sums [R, width] += weights [R, CHUNK] x values [count, width], N registers from x on. */
-template <int R, int N>
-static inline void tile_values(float *sums, int64_t width, const float *weights,
-                               const float *values, int64_t count, int64_t x) {
+/* scores [R, N W] of R rows of query [R, width] with N W of a block of turned keys [steps, KEYS]. */
+template <int R, int N, typename P>
+static inline void tile_scores(const P *query, int64_t width, const P *keys, int64_t steps,
+                               float scale, float *scores) {
+    vec dots[R][N] = {};
+    for (int64_t x = 0; x < steps; ++x) {
+        vec k[N];
+        for (int i = 0; i < N; ++i) k[i] = load_many(keys + x * KEYS + i * W);
+        for (int r = 0; r < R; ++r)
+            for (int i = 0; i < N; ++i)
+                dots[r][i] = add_product(dots[r][i], query[r * width + x], k[i]);
+    }
+    for (int r = 0; r < R; ++r)
+        for (int i = 0; i < N; ++i) store(scores + r * CHUNK + i * W, dots[r][i] * scale);
+}
+
+/* sums [R, width] += weights [R, stride] x values [steps, width], N registers from x on. */
+template <int R, int N, typename P>
+static inline void tile_values(float *sums, int64_t width, const P *weights, int64_t stride,
+                               const P *values, int64_t steps, int64_t x) {
     vec kept[R][N];
     for (int r = 0; r < R; ++r)
         for (int i = 0; i < N; ++i) kept[r][i] = load(sums + r * width + x + i * W);
-    for (int64_t j = 0; j < count; ++j) {
+    for (int64_t j = 0; j < steps; ++j) {
         vec v[N];
-        for (int i = 0; i < N; ++i) v[i] = load(values + j * width + x + i * W);
+        for (int i = 0; i < N; ++i) v[i] = load_many(values + j * width + x + i * W);
         for (int r = 0; r < R; ++r)
-            for (int i = 0; i < N; ++i) kept[r][i] += weights[r * CHUNK + j] * v[i];
+            for (int i = 0; i < N; ++i)
+                kept[r][i] = add_product(kept[r][i], weights[r * stride + j], v[i]);
     }
     for (int r = 0; r < R; ++r)
         for (int i = 0; i < N; ++i) store(sums + r * width + x + i * W, kept[r][i]);
 }
 
 /* A tile of rows: rows [row, row + here) of the task, row r being head r % group of its token
- * r / group. */
+ * r / group. Element: of queries and weights, which are multiplied as P. */
+template <typename P>
 struct Tile {
-    float *query, *sums, *scores;  // [ROWS, width] twice, [ROWS, CHUNK]
+    using Element = std::conditional_t<std::is_same_v<P, float>, float, bfloat16>;
+    std::vector<float> sums;      // [ROWS, width]
+    std::vector<Element> query;   // [ROWS, width]
+    alignas(64) float scores[ROWS * CHUNK];
+    alignas(64) Element weights[ROWS * CHUNK];
     float most[ROWS], total[ROWS];
-    int64_t limit[ROWS];           // keys that each row sees
+    int64_t limit[ROWS];          // keys that each row sees
+
+    explicit Tile(int64_t width) : sums(ROWS * width), query(ROWS * width) {}
 };
 
+template <typename P, typename Element>
+static inline const P *products_of(const Element *elements) {
+    return reinterpret_cast<const P *>(elements);
+}
+
 /* The rows of a tile with keys j .. j + count. */
-template <typename Bias>
-static void attend_chunk(Tile &tile, const Turned &turned, int64_t j, int64_t count, int64_t dim,
-                         int64_t width, Bias &&add_bias) {
+template <typename P, typename Bias>
+static void attend_chunk(Tile<P> &tile, const Turned<P> &turned, int64_t j, int64_t count,
+                         int64_t dim, int64_t width, float scale, Bias &&add_bias) {
+    const int64_t steps = Turned<P>::of(dim), wide = Turned<P>::of(width);
+    const P *query = products_of<P>(tile.query.data()), *weights = products_of<P>(tile.weights);
     for (int64_t i = 0; i < count; i += KEYS) {
-        const float *keys = turned.keys.data() + (j + i) * width;
+        const P *keys = turned.keys.data() + (j + i) * wide;
         if (count - i > W)
-            tile_scores<ROWS, 2>(tile.query, width, keys, dim, tile.scores + i);
+            tile_scores<ROWS, 2>(query, wide, keys, steps, scale, tile.scores + i);
         else
-            tile_scores<ROWS, 1>(tile.query, width, keys, dim, tile.scores + i);
+            tile_scores<ROWS, 1>(query, wide, keys, steps, scale, tile.scores + i);
     }
     for (int64_t r = 0; r < ROWS; ++r) {
         const int64_t seen = std::clamp<int64_t>(tile.limit[r] - j, 0, count);
         float *scores = tile.scores + r * CHUNK;
+        auto *weight = tile.weights + r * CHUNK;
         if (seen > 0) {
             add_bias(r, scores, seen);
-            soften(scores, seen, tile.most[r], tile.total[r], tile.sums + r * width, width);
+            soften(scores, seen, weight, tile.most[r], tile.total[r], tile.sums.data() + r * width,
+                   width);
         }
-        for (int64_t i = rounded(seen, W); i < count; i += W) store(scores + i, vec{});
+        for (int64_t i = rounded(seen, W); i < count; i += W) store(weight + i, vec{});
     }
-    const float *values = turned.values.data() + j * width;
+    const P *values = turned.values.data() + Turned<P>::of(j) * width;
+    const int64_t stride = Turned<P>::of(CHUNK), pairs = Turned<P>::of(count);
     int64_t x = 0;
     for (; x + 2 * W <= width; x += 2 * W)
-        tile_values<ROWS, 2>(tile.sums, width, tile.scores, values, count, x);
+        tile_values<ROWS, 2>(tile.sums.data(), width, weights, stride, values, pairs, x);
     for (; x < width; x += W)
-        tile_values<ROWS, 1>(tile.sums, width, tile.scores, values, count, x);
+        tile_values<ROWS, 1>(tile.sums.data(), width, weights, stride, values, pairs, x);
 }
 
 /* All keys and values that a task's tokens see, block by block. */
-template <typename E>
-static void turn_context(const Encode &a, const Task &task, Turned &turned) {
+template <typename E, typename P>
+static void turn_context(const Encode &a, const Task &task, Turned<P> &turned) {
     const int64_t width = rounded(a.dim, 2 * W);
     const int64_t count = a.causal ? task.first + task.from + task.tokens : task.keys;
     turned.resize(count, width);
@@ -126,34 +123,28 @@ static void turn_context(const Encode &a, const Task &task, Turned &turned) {
 }
 
 /* The tokens of a task. */
-template <typename E>
-static void attend_rows(const Encode &a, const Task &task, Turned &turned,
-                        std::vector<float> &scratch) {
+template <typename E, typename P>
+static void attend_rows(const Encode &a, const Task &task, Turned<P> &turned, Tile<P> &tile) {
     const int64_t group = a.heads / a.kv_heads, dim = a.dim, width = rounded(dim, 2 * W);
     turn_context<E>(a, task, turned);
-    scratch.resize(ROWS * (2 * width + CHUNK));
-    Tile tile;
-    tile.query = scratch.data();
-    tile.sums = tile.query + ROWS * width;
-    tile.scores = tile.sums + ROWS * width;
     const int64_t rows = task.tokens * group;
     for (int64_t row = 0; row < rows; row += ROWS) {
         const int64_t here = std::min<int64_t>(ROWS, rows - row);
         auto token_of = [&](int64_t r) { return task.from + (row + r) / group; };
         auto head_of = [&](int64_t r) { return task.head * group + (row + r) % group; };
-        std::fill(tile.query, tile.scores, 0.0f);
+        std::fill(tile.sums.begin(), tile.sums.end(), 0.0f);
         for (int64_t r = 0; r < ROWS; ++r) {
             if (r < here)
                 read_head<float>(a.dtype, a.query,
                                  (task.packed + token_of(r)) * a.query_stride + head_of(r) * dim,
-                                 dim, a.scale, tile.query + r * width, width);
+                                 dim, tile.query.data() + r * width, width);
             tile.most[r] = NOTHING;
             tile.total[r] = 0;
             tile.limit[r] = r >= here ? 0 : a.causal ? task.first + token_of(r) + 1 : task.keys;
         }
         const int64_t seen = tile.limit[here - 1];
         for (int64_t j = 0; j < seen; j += CHUNK)
-            attend_chunk(tile, turned, j, std::min<int64_t>(CHUNK, seen - j), dim, width,
+            attend_chunk(tile, turned, j, std::min<int64_t>(CHUNK, seen - j), dim, width, a.scale,
                          [&](int64_t r, float *scores, int64_t count) {
                 if (!a.bias) return;
                 const float *bias = a.bias + head_of(r) * a.bias_width + a.bias_center + j -
@@ -163,23 +154,28 @@ static void attend_rows(const Encode &a, const Task &task, Turned &turned,
         for (int64_t r = 0; r < here; ++r)
             write_out<float>(a.dtype, a.out,
                              ((task.packed + token_of(r)) * a.heads + head_of(r)) * dim,
-                             tile.sums + r * width, tile.total + r, 1, width, dim);
+                             tile.sums.data() + r * width, tile.total + r, 1, width, dim);
     }
 }
 
-template <typename E>
+template <typename E, typename P>
 static int encode(const Encode &a) {
     share(std::min<int>(a.threads, static_cast<int>(a.tasks.size())), [&](int) {
-        Turned turned;
-        std::vector<float> scratch;
+        Turned<P> turned;
+        Tile<P> tile(rounded(a.dim, 2 * W));
         for (size_t i; (i = a.next.fetch_add(1)) < a.tasks.size();)
-            attend_rows<E>(a, a.tasks[i], turned, scratch);
+            attend_rows<E>(a, a.tasks[i], turned, tile);
     });
     return XGPT_OK;
 }
 
 static int encode_any(const Encode &a) {
-    return a.kv_dtype == XGPT_FLOAT32 ? encode<float>(a) : encode<bfloat16>(a);
+#ifdef XGPT_HAS_DOTS
+    const bool is_narrow = a.dtype == XGPT_BFLOAT16 && a.kv_dtype == XGPT_BFLOAT16;
+    return is_narrow ? encode<bfloat16, pair>(a) : XGPT_WIDE::encode_any(a);
+#else
+    return a.kv_dtype == XGPT_FLOAT32 ? encode<float, float>(a) : encode<bfloat16, float>(a);
+#endif
 }
 
 }  // namespace XGPT_ISA

@@ -6,11 +6,12 @@
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define XGPT_HAS_X86_LEVELS 1
-#define XGPT_DISPATCH(call)                           \
-    switch (xgpt_level()) {                           \
-        case XGPT_AVX512: return xgpt::avx512::call;  \
-        case XGPT_AVX2: return xgpt::avx2::call;      \
-        default: return xgpt::portable::call;         \
+#define XGPT_DISPATCH(call)                                     \
+    switch (xgpt_level()) {                                     \
+        case XGPT_AVX512_BF16: return xgpt::avx512_bf16::call;  \
+        case XGPT_AVX512: return xgpt::avx512::call;            \
+        case XGPT_AVX2: return xgpt::avx2::call;                \
+        default: return xgpt::portable::call;                   \
     }
 #else
 #define XGPT_DISPATCH(call) return xgpt::portable::call

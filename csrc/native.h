@@ -38,9 +38,10 @@ enum {
 
 const char *xgpt_words(int code);
 
-/* Instruction sets, each a superset of those before it. The best this processor has is used until
- * `xgpt_use_level` asks for a lesser one (as the tests do). */
-enum { XGPT_PORTABLE = 0, XGPT_AVX2 = 1, XGPT_AVX512 = 2, XGPT_NUM_LEVELS = 3 };
+/* Instruction sets, each a superset of those before it. The quickest of those that this processor has
+ * is used until `xgpt_use_level` asks for another (as the tests do); the last is the best it has. */
+enum { XGPT_PORTABLE = 0, XGPT_AVX2 = 1, XGPT_AVX512 = 2, XGPT_AVX512_BF16 = 3,
+       XGPT_NUM_LEVELS = 4 };
 int xgpt_best_level(void);
 int xgpt_level(void);
 int xgpt_use_level(int level);

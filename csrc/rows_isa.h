@@ -3,49 +3,55 @@
 namespace xgpt {
 namespace XGPT_ISA {
 
-/* hidden += added, where there is any; the row as float32 in `row` [rounded(H)], 0 beyond H. */
+/* hidden += added, where there is any; the row as float32 in `row` [rounded(H)], 0 beyond H. Adds to
+ * `total` and `squares` of what is kept: rounded to the run's type. */
 template <typename E>
-static inline void read_row(E *hidden, const E *added, int64_t size, float *row) {
+static inline void read_row(E *hidden, const E *added, int64_t size, float *row, vec &total,
+                            vec &squares) {
     for (int64_t x = 0; x < size; x += W) {
         const int64_t count = size - x;
         vec v = load(hidden + x, count);
         if (added) {
-            store(hidden + x, v + load(added + x, count), count);
-            v = load(hidden + x, count);  // as it is kept: rounded to the run's type
+            v = as_kept<E>(v + load(added + x, count));
+            store(hidden + x, v, count);
         }
         store(row + x, v);
+        total += v;
+        squares += v * v;
     }
 }
 
 /* Rows [from, to) of xgpt_add_rms_norm and, where `bias` is given, of xgpt_add_layer_norm. */
 template <typename E>
 static void norm_rows(const Norm &a, int64_t from, int64_t to) {
-    const int64_t size = a.hidden_size;
-    std::vector<float> row((size + W - 1) / W * W);
-    const E *weight = static_cast<const E *>(a.weight), *bias = static_cast<const E *>(a.bias);
+    const int64_t size = a.hidden_size, room = (size + W - 1) / W * W;
+    std::vector<float> scratch(3 * room);
+    float *row = scratch.data(), *weight = row + room, *bias = weight + room;
+    for (int64_t x = 0; x < size; x += W) {
+        store(weight + x, load(static_cast<const E *>(a.weight) + x, size - x));
+        if (a.bias) store(bias + x, load(static_cast<const E *>(a.bias) + x, size - x));
+    }
     for (int64_t t = from; t < to; ++t) {
-        E *hidden = static_cast<E *>(a.hidden) + t * size;
-        const E *added = a.added ? static_cast<const E *>(a.added) + t * size : nullptr;
         E *normed = static_cast<E *>(a.normed) + t * size;
-        read_row(hidden, added, size, row.data());
+        vec total{}, squares{};
+        read_row(static_cast<E *>(a.hidden) + t * size,
+                 a.added ? static_cast<const E *>(a.added) + t * size : nullptr, size, row, total,
+                 squares);
         float mean = 0;
-        if (bias) {
-            vec total{};
-            for (int64_t x = 0; x < size; x += W) total += load(row.data() + x);
+        if (a.bias) {  // the squares of what is off the mean: those of large numbers say little of it
             mean = sum(total) / static_cast<float>(size);
-        }
-        vec squares{};
-        for (int64_t x = 0; x < size; x += W) {
-            vec off = load(row.data() + x) - mean;
-            if (x + W > size) off = lanes() < static_cast<int32_t>(size - x) ? off : vec{};
-            squares += off * off;
+            squares = vec{};
+            for (int64_t x = 0; x < size; x += W) {
+                vec off = load(row + x) - mean;
+                if (x + W > size) off = lanes() < static_cast<int32_t>(size - x) ? off : vec{};
+                squares += off * off;
+            }
         }
         const float scale = 1.0f / std::sqrt(sum(squares) / static_cast<float>(size) + a.eps);
         for (int64_t x = 0; x < size; x += W) {
-            const int64_t count = size - x;
-            vec out = (load(row.data() + x) - mean) * scale * load(weight + x, count);
-            if (bias) out += load(bias + x, count);
-            store(normed + x, out, count);
+            vec out = (load(row + x) - mean) * scale * load(weight + x);
+            if (a.bias) out += load(bias + x);
+            store(normed + x, out, size - x);
         }
     }
 }
@@ -89,17 +95,26 @@ static void place_rows(const Place &a, int64_t from, int64_t to) {
     }
 }
 
+/* out = silu(gate) * up of N registers at once; `count` elements are left. */
+template <int N, typename E>
+XGPT_INLINE void gate_some(E *out, const E *gate, const E *up, int64_t count) {
+    vec g[N], e[N];
+    for (int i = 0; i < N; ++i) g[i] = load(gate + i * W, count - i * W);
+    for (int i = 0; i < N; ++i) e[i] = -larger(g[i], all(-88.0f));  // more is beyond float32
+    exp(e);
+    for (int i = 0; i < N; ++i)
+        store(out + i * W, g[i] / (e[i] + 1.0f) * load(up + i * W, count - i * W), count - i * W);
+}
 template <typename E>
 static void gate_rows(const Gate &a, int64_t from, int64_t to) {
+    constexpr int AT_ONCE = 4;
     for (int64_t t = from; t < to; ++t) {
         const E *gate = static_cast<const E *>(a.joint) + t * 2 * a.inner, *up = gate + a.inner;
         E *out = static_cast<E *>(a.out) + t * a.inner;
-        for (int64_t x = 0; x < a.inner; x += W) {
-            const int64_t count = a.inner - x;
-            const vec g = load(gate + x, count);
-            const vec e = exp(-larger(g, all(-88.0f)));  // more is beyond float32
-            store(out + x, g / (e + 1.0f) * load(up + x, count), count);
-        }
+        int64_t x = 0;
+        for (; x + AT_ONCE * W <= a.inner; x += AT_ONCE * W)
+            gate_some<AT_ONCE>(out + x, gate + x, up + x, AT_ONCE * W);
+        for (; x < a.inner; x += W) gate_some<1>(out + x, gate + x, up + x, a.inner - x);
     }
 }
 

@@ -32,6 +32,10 @@ static inline vec load(const bfloat16 *p) {
 }
 static inline void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
 static inline void store(bfloat16 *p, vec v) {  // to the nearest, ties to even
+#ifdef XGPT_HAS_DOTS
+    const auto h = _mm512_cvtneps_pbh(reinterpret_cast<__m512>(v));
+    memcpy(p, &h, sizeof h);
+#else
     const uvec bits = reinterpret_cast<uvec>(v);
     const uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     const uvec whole = v != v ? uvec{} + 0x7fc0 : rounded;
@@ -41,6 +45,21 @@ static inline void store(bfloat16 *p, vec v) {  // to the nearest, ties to even
     const hvec h = __builtin_convertvector(whole, hvec);
 #endif
     memcpy(p, &h, sizeof h);
+#endif
+}
+
+/* What is kept of v where it is stored as an E. */
+template <typename E>
+static inline vec as_kept(vec v) {
+    if constexpr (std::is_same_v<E, float>) return v;
+#ifdef XGPT_HAS_DOTS
+    const __m256i h = (__m256i)_mm512_cvtneps_pbh(reinterpret_cast<__m512>(v));
+    return reinterpret_cast<vec>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+#else
+    E kept[W];
+    store(kept, v);
+    return load(kept);
+#endif
 }
 
 /* The first `count` <= W elements; the others are 0 (or are left as they are). */
@@ -59,7 +78,17 @@ static inline void store(E *p, vec v, int64_t count) {
     memcpy(p, some, count * sizeof(E));
 }
 
-static inline vec larger(vec a, vec b) { return a > b ? a : b; }
+static inline vec larger(vec a, vec b) {  // b where either is no number
+#if XGPT_W == 16
+    return reinterpret_cast<vec>(_mm512_max_ps(reinterpret_cast<__m512>(a),
+                                               reinterpret_cast<__m512>(b)));
+#elif XGPT_W == 8
+    return reinterpret_cast<vec>(_mm256_max_ps(reinterpret_cast<__m256>(a),
+                                               reinterpret_cast<__m256>(b)));
+#else
+    return a > b ? a : b;
+#endif
+}
 
 /* Lane i of the result is lane I[i] of a and b, one after the other. */
 template <int... I>
@@ -144,6 +173,53 @@ XGPT_INLINE void unordered(vec &a, vec &b) {
     if constexpr (std::is_same_v<E, bfloat16>) join(vec(a), vec(b), a, b, EachLane{});
 }
 
+#ifdef XGPT_HAS_DOTS
+/* 2 W bfloat16 as they lie, 0 beyond `count`: W pairs. */
+static inline vec load_pairs(const bfloat16 *p, int64_t count) {
+    if (count >= 2 * W) return load(reinterpret_cast<const float *>(p));
+    const __mmask32 some = (__mmask32{1} << count) - 1;
+    return reinterpret_cast<vec>(_mm512_maskz_loadu_epi16(some, p));
+}
+/* The pair at p in every lane. */
+XGPT_INLINE vec each_pair(const void *p) {
+    float bits;
+    memcpy(&bits, p, sizeof bits);
+    return reinterpret_cast<vec>(_mm512_set1_ps(bits));
+}
+/* Lane i of the sums += the products of the pairs in lane i of a and b. */
+XGPT_INLINE vec add_dots(vec sums, vec a, vec b) {
+    return reinterpret_cast<vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sums),
+                                                  (__m512bh)(a), (__m512bh)(b)));
+}
+/* Of two rows of 2 W bfloat16: lane i of `low` is the pair of both rows' element i, lane i of `high`
+ * that of their element W + i. */
+XGPT_INLINE void pair_rows(vec first, vec second, vec &low, vec &high) {
+    typedef uint16_t many __attribute__((vector_size(4 * XGPT_W)));
+    many at, then;
+    for (int i = 0; i < 2 * W; ++i) {
+        at[i] = static_cast<uint16_t>(i / 2 + i % 2 * 2 * W);
+        then[i] = static_cast<uint16_t>(W + i / 2 + i % 2 * 2 * W);
+    }
+    low = reinterpret_cast<vec>(_mm512_permutex2var_epi16(
+        reinterpret_cast<__m512i>(first), reinterpret_cast<__m512i>(at),
+        reinterpret_cast<__m512i>(second)));
+    high = reinterpret_cast<vec>(_mm512_permutex2var_epi16(
+        reinterpret_cast<__m512i>(first), reinterpret_cast<__m512i>(then),
+        reinterpret_cast<__m512i>(second)));
+}
+#endif
+
+/* What products are made of: a float, or a pair of bfloat16 whose products are summed. */
+struct pair {
+    bfloat16 first, second;
+};
+XGPT_INLINE vec add_product(vec sums, float one, vec many) { return sums + one * many; }
+#ifdef XGPT_HAS_DOTS
+XGPT_INLINE vec add_product(vec sums, const pair &one, vec many) {
+    return add_dots(sums, each_pair(&one), many);
+}
+#endif
+
 template <int S, int... I>
 XGPT_INLINE vec swapped(vec v, Lanes<I...>) {
     return pick<(I ^ S)...>(v, v);
@@ -169,21 +245,32 @@ static inline ivec lanes() {
 }
 
 /* e to the x, within 2 units in the last place for x <= 88; 0 below -87 (and for -infinity).
- * x = n ln 2 + r with |r| <= ln 2 / 2; the polynomial of e^r is that of the Cephes library. */
+ * x = n ln 2 + r with |r| <= ln 2 / 2; the polynomial of e^r is that of the Cephes library.
+ * N at once, step by step: one alone keeps a processor waiting for each step's end. */
+template <int N>
+XGPT_INLINE void exp(vec (&x)[N]) {
+    constexpr float C[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                           5.0000001201e-1f};
+    vec shifted[N], r[N], p[N];
+    for (int i = 0; i < N; ++i) r[i] = larger(x[i], all(-87.0f));
+    for (int i = 0; i < N; ++i)  // 1.5 * 2^23: rounds to whole n
+        shifted[i] = r[i] * 1.44269504f + 12582912.0f;
+    for (int i = 0; i < N; ++i) r[i] -= (shifted[i] - 12582912.0f) * 0.693359375f;
+    for (int i = 0; i < N; ++i) r[i] += (shifted[i] - 12582912.0f) * 2.12194440e-4f;
+    for (int i = 0; i < N; ++i) p[i] = r[i] * 1.9875691500e-4f + C[0];
+    for (int c = 1; c < 5; ++c)
+        for (int i = 0; i < N; ++i) p[i] = p[i] * r[i] + C[c];
+    for (int i = 0; i < N; ++i) p[i] = p[i] * r[i];
+    for (int i = 0; i < N; ++i) p[i] = p[i] * r[i] + r[i] + 1.0f;
+    for (int i = 0; i < N; ++i) {
+        const ivec exponent = (reinterpret_cast<ivec>(shifted[i]) - 0x4b400000 + 127) << 23;
+        x[i] = x[i] < -87.0f ? vec{} : p[i] * reinterpret_cast<vec>(exponent);
+    }
+}
 static inline vec exp(vec x) {
-    const vec bounded = larger(x, all(-87.0f));
-    const vec shifted = bounded * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to whole n
-    const vec n = shifted - 12582912.0f;
-    const vec r = bounded - n * 0.693359375f + n * 2.12194440e-4f;
-    vec p = all(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    const ivec exponent = (reinterpret_cast<ivec>(shifted) - 0x4b400000 + 127) << 23;
-    return x < -87.0f ? vec{} : p * reinterpret_cast<vec>(exponent);
+    vec one[1] = {x};
+    exp(one);
+    return one[0];
 }
 
 }  // namespace XGPT_ISA

@@ -29,7 +29,7 @@ from xrunner.ops.build import (
 )
 
 WISHES = ("auto", "off", "require")
-LEVELS = ("portable", "avx2", "avx512")  # in the order of csrc/native.h
+LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")  # in the order of csrc/native.h
 
 # Of csrc/native.h, where the arguments have names: the result, then the arguments.
 # p: an address; i: int; l: int64_t; f: float; s: a text; v: nothing.

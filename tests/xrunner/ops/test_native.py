@@ -58,7 +58,7 @@ def test_the_table_of_operators_is_that_of_the_header() -> None:
 
 
 def test_the_levels_are_those_of_the_header() -> None:
-    found = re.search(r"enum \{ (XGPT_PORTABLE.*?) \}", HEADER)
+    found = re.search(r"enum \{ (XGPT_PORTABLE.*?) \}", HEADER, re.S)
     assert found is not None
     names = [part.split("=")[0].strip() for part in found.group(1).split(",")]
     assert names == [*(f"XGPT_{name.upper()}" for name in native.LEVELS), "XGPT_NUM_LEVELS"]
