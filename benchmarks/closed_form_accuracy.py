@@ -1,23 +1,26 @@
 """The closed forms against the replay, over random problems of the paper's models and tasks.
 
     python benchmarks/closed_form_accuracy.py [--problems 360] [--seed 0] [--out benchmarks/results]
-        [--policy "rra in chunks" --policy sarathi]
+        [--policy "rra in chunks" --policy sarathi] [--rows FILE]
 
 A problem is a model on its cluster, a task, a policy, a layout and control variables, all drawn at
 random (batch sizes log-uniform, among those that fit memory), a kind of latency bound, and whether
 attention is padded. The closed form's throughput and latency are compared with the steady state of
 one replay of random queries. Errors are |closed form / replay - 1|. Times come from the analytic
-roofline: what is compared here is arithmetic, not timing.
+roofline: what is compared here is arithmetic, not timing. `--rows` keeps each outcome as it
+comes: the same command goes on with those that are missing, in an order that is random too.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import math
+import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import Pool
 from pathlib import Path
 
@@ -45,6 +48,7 @@ CHUNKED = "rra in chunks"  # RRA with an encode_chunk: decoder-only models alone
 KINDS = (*policy_names(), CHUNKED)
 ROUNDS = 14  # queries replayed over queries in the system
 DRAWS = 60  # of control variables, until one fits memory
+Task = tuple[int, str, str, str]  # seed, policy, model, lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +117,7 @@ def roofline_of(problem: Problem, padded: bool) -> Roofline:
     return roofline
 
 
-def compare(task: tuple[int, str, str, str]) -> Row | None:
+def compare(task: Task) -> Row | None:
     """One random problem of (seed, policy, model, task)."""
     seed, policy, model, name = task
     rng = np.random.default_rng([seed, *map(ord, policy + model + name)])
@@ -171,12 +175,34 @@ def reason_of(problem: Problem, found: Estimate) -> str:
     return ""
 
 
-def tasks_of(count: int, seed: int) -> list[tuple[int, str, str, str]]:
+def tasks_of(count: int, seed: int) -> list[Task]:
     """At least `count` problems, the same number of each policy, models and tasks in turn."""
     cases = [(model, task) for model in CLUSTERS for task in TASKS]
     each = -(-count // len(KINDS))
     return [(seed + i, policy, *cases[(i * 7 + 3 * place) % len(cases)])
             for place, policy in enumerate(KINDS) for i in range(each)]
+
+
+def compared(tasks: Sequence[Task], processes: int, kept: Path | None) -> list[Row | None]:
+    """Outcomes of all tasks, in no order; those that the file has are taken from there."""
+    known: dict[Task, Row | None] = {}
+    if kept is not None and kept.is_file():
+        for line in kept.read_text(encoding="utf-8").splitlines():
+            task, row = json.loads(line)
+            known[tuple(task)] = None if row is None else Row(**row)
+    left = [task for task in tasks if task not in known]
+    random.Random(0).shuffle(left)
+    with Pool(processes) as pool:
+        for task, row in pool.imap_unordered(_with_task, left, chunksize=1):
+            known[task] = row
+            if kept is not None:
+                with kept.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps([task, None if row is None else asdict(row)]) + "\n")
+    return [known[task] for task in tasks]
+
+
+def _with_task(task: Task) -> tuple[Task, Row | None]:
+    return task, compare(task)
 
 
 def error_cells(errors: np.ndarray) -> str:
@@ -216,13 +242,13 @@ def main() -> None:
     parser.add_argument("--policy", choices=KINDS, action="append", help="may be repeated")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--rows", type=Path, metavar="FILE")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     began = time.monotonic()
     tasks = [task for task in tasks_of(options.problems, options.seed)
              if not options.policy or task[1] in options.policy]
-    with Pool(options.processes) as pool:
-        found = list(pool.imap_unordered(compare, tasks, chunksize=1))
+    found = compared(tasks, options.processes, options.rows)
     rows = sorted((row for row in found if row is not None), key=lambda r: (r.policy, r.words))
     text = report(rows, len(found) - len(rows), time.monotonic() - began)
     print(text)
