@@ -86,6 +86,15 @@ def to_host(tensor: Tensor) -> Tensor:
     return copy
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """What a GPU has left for this process; None of a CPU, whose pages are taken as they are
+    written."""
+    if device.type != "cuda":
+        return None
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + kept
+
+
 def peak_memory_bytes(device: torch.device) -> int:
     """Most this process has held at once, on its device."""
     if device.type == "cuda":

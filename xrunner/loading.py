@@ -140,6 +140,7 @@ def _couriers(replica: Replica, pool: Pool, spec: ModelSpec,
 def report_of(loaded: Loaded) -> RankReport:
     executor, weights = loaded.executor, loaded.weights
     peak = peak_memory_bytes(executor.model.device)
+    kv_bytes, kv_peak_bytes = executor.kv_bytes
     handed_bytes, handover_s = 0, 0.0
     if executor.sender is not None:
         handed_bytes, handover_s = executor.sender.num_bytes, executor.sender.seconds
@@ -150,6 +151,7 @@ def report_of(loaded: Loaded) -> RankReport:
                       role=loaded.pool.role, log=tuple(executor.log), busy_s=executor.busy_s,
                       load_s=weights.seconds, bytes_read=weights.bytes_read,
                       rows_compacted=executor.rows_compacted, peak_memory_bytes=peak,
+                      kv_bytes=kv_bytes, kv_peak_bytes=kv_peak_bytes,
                       handover_bytes=handed_bytes, handover_s=handover_s,
                       disk_bytes=weights.disk_bytes, disk_bytes_per_s=weights.disk_bytes_per_s,
                       operators=operators_in_words(executor.model.device))

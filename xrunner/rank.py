@@ -189,7 +189,9 @@ def _figures(ranks: Sequence[RankReport]) -> dict[str, Any]:
     figures = {"busy_s": max(r.busy_s for r in ranks), "load_s": max(r.load_s for r in ranks),
                "bytes_read": sum(r.bytes_read for r in ranks),
                "rows_compacted": first.rows_compacted,
-               "peak_memory_bytes": max(r.peak_memory_bytes for r in ranks)}
+               "peak_memory_bytes": max(r.peak_memory_bytes for r in ranks),
+               "kv_bytes": max(r.kv_bytes for r in ranks),
+               "kv_peak_bytes": max(r.kv_peak_bytes for r in ranks)}
     if first.role != "both":
         figures["handover_bytes"] = sum(r.handover_bytes for r in ranks)
     if first.role == "encode":

@@ -92,10 +92,15 @@ PLACE = {"stage": whole("its number, over all replicas"),
 WORK = {"busy_s": number("at work"), "load_s": number("to load the model's part"),
         "bytes_read": whole("of the model"), "rows_compacted": whole("moved in the cache"),
         "peak_memory_bytes": whole("most that was in use"),
+        "kv_bytes": whole("set aside on each rank for KV entries"),
+        "kv_peak_bytes": whole("of these, what queries had at most"),
         "handover_bytes": whole("KV entries sent or received (WAA)"),
         "handover_s": number("until they had left (WAA, who encodes)")}
 WAA_ONLY = ("handover_bytes", "handover_s")
 STAGE = of_keys({**PLACE, "ranks": array(whole("rank")), **WORK}, without=WAA_ONLY)
+PLANNED = {"kv_planned_bytes": or_none(whole("KV entries that the schedule lets each rank hold"))}
+METRICS_STAGE = of_keys({**PLACE, "ranks": array(whole("rank")), **WORK, **PLANNED},
+                        without=WAA_ONLY)
 RANK = of_keys({"rank": whole("its number"), **PLACE,
                 "disk_bytes": or_none(whole("read from storage")), **WORK}, without=WAA_ONLY)
 PERCENTILES = tuple(f"{name}_{which}_s" for name in ("latency", "ttft", "tpot")
@@ -127,7 +132,7 @@ METRICS = of_keys({
     "model_source": text("where the model came from"), "weights": text("checkpoint, or random"),
     "ranks": whole("processes"), "dtype": text("of the run"),
     "weight_dtype": text("of the weights"),
-    "date": text("ISO 8601"), "machine": {"type": "object"}, "stages": array(STAGE),
+    "date": text("ISO 8601"), "machine": {"type": "object"}, "stages": array(METRICS_STAGE),
     "others_cpu_share": or_none(number("what other processes used of the cores")),
     "beginning": or_none(text("why it began with a schedule that does not keep the bound")),
     "agreement": or_none({"type": "object"}), "rescheduling": array({"type": "object"}),

@@ -52,6 +52,9 @@ def test_submit_runs_a_baseline(tmp_path: Path, profiled: Callable[..., dict[str
     assert estimate.policy == policy
     for name, value in (pair.split(": ") for pair in more.split(", ") if pair):
         assert estimate.variables[name] == int(value)
+    for stage in metrics["stages"]:
+        assert 0 < stage["kv_peak_bytes"] <= stage["kv_bytes"] and stage["kv_planned_bytes"] > 0
+        assert stage["rows_compacted"] == 0
     steps = [s for s in read_lines(out / "steps.jsonl") if s["stage"] == 0]
     kinds = {s["kind"] for s in steps} - {"cross_kv"}
     assert kinds <= {"encode", "decode", "mixed"} and "decode" in kinds

@@ -12,6 +12,7 @@ from xgpt.app.attribution import attribute
 from xgpt.app.opened import OpenedJob
 from xgpt.app.run_files import METRICS_FILE
 from xgpt.core.json_values import write_json
+from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xgpt.launch.contention import in_words
 from xgpt.launch.launcher import threads_per_rank
@@ -22,6 +23,7 @@ from xgpt.report.results_file import write_results
 from xgpt.report.table import summary_table
 from xgpt.report.words import clean, counted
 from xprofiler.timing import TimingSource
+from xsimulator.memory import kv_bytes
 
 
 def write_metrics(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
@@ -80,6 +82,7 @@ def _measured_beside_predicted(opened: OpenedJob, schedule: Schedule, measured: 
             "ttft_p99_s", "tpot_p50_s", "tpot_p99_s", "wall_s", "load_s", "overhead_share")
     job, cluster = opened.job, opened.problem.cluster
     assert opened.files is not None
+    planned = dict(enumerate(_kv_bytes(opened.problem, schedule)))
     return {
         "version": 1, "name": job.name, "status": measured["state"], "engine": job.run.engine,
         "queries": measured["queries_before"] + measured["queries"],
@@ -100,5 +103,15 @@ def _measured_beside_predicted(opened: OpenedJob, schedule: Schedule, measured: 
                     "threads_per_rank": threads_per_rank(job, opened.problem),
                     "system": f"{platform.system()} {platform.machine()}",
                     "python": platform.python_version(), "numpy": np.__version__},
-        "stages": measured["stages"],
+        "stages": [{**stage, "kv_planned_bytes": planned.get(stage["stage"])}
+                   for stage in measured["stages"]],
     }
+
+
+def _kv_bytes(problem: Problem, schedule: Schedule) -> list[int]:
+    """What each rank of a stage may hold of KV entries by the schedule, for the stages of all
+    replicas."""
+    deployment, one = schedule.deployment, list[int]()
+    for pool in deployment.pools:
+        one += [int(held) for held in kv_bytes(problem, pool.stages, pool.kv_tokens)]
+    return one * deployment.replicas

@@ -21,10 +21,9 @@ from torch import Tensor
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.stage_model import StageModel
 from xrunner.ops import cuda_modules
-from xrunner.ops.contexts import DecodeContext
+from xrunner.ops.contexts import DecodeContext, Places
 from xrunner.ops.cuda import MAX_DIM
 from xrunner.ops.launch import DTYPES
-from xrunner.ops.rows import Places
 from xrunner.rules.buckets import bucket_of
 
 NO_SLOT = -1

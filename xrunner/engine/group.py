@@ -4,6 +4,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from xgpt.core.errors import XgptError
+from xgpt.core.units import format_bytes
+from xrunner.devices import free_bytes
+from xrunner.engine.blocks import BlockCache, Room, block_tokens
 from xrunner.engine.graphs import DecodeGraphs
 from xrunner.engine.kv import KvCache, KvShape, kv_shape
 from xrunner.models.encoder_decoder import EncoderDecoderStage
@@ -27,7 +31,7 @@ class StageGroup:
     """`cache` holds the tokens so far; `encoded`, of an encoder-decoder model, the inputs.
     `graphs`: its decode steps, where they are captured."""
 
-    def __init__(self, cache: KvCache, encoded: KvCache | None = None) -> None:
+    def __init__(self, cache: KvCache | BlockCache, encoded: KvCache | None = None) -> None:
         self.slots = GroupSlots[Joined]()
         self.cache, self._encoded = cache, encoded
         self.pending: deque[Pending] = deque()
@@ -37,6 +41,10 @@ class StageGroup:
     def encoded(self) -> KvCache:
         assert self._encoded is not None, "a decoder-only model has no encoder"
         return self._encoded
+
+    @property
+    def caches(self) -> list[KvCache | BlockCache]:
+        return [self.cache] if self._encoded is None else [self.cache, self._encoded]
 
     @property
     def choices(self) -> list[Sampling]:
@@ -85,13 +93,17 @@ class StageGroup:
 
 
 def make_groups(model: Model, message: StartMessage) -> list[StageGroup]:
-    """The groups of a stage, with caches of the sizes in `message`."""
+    """The groups of a stage, with caches of the sizes in `message`. Raises XgptError, before any
+    memory is taken, where the device has too little left."""
+    if message.budget is not None:
+        return _in_blocks(model, message, Room(message.slots, message.capacity, *message.budget))
 
     def shape(capacity: int) -> KvShape:
-        return kv_shape(model.spec, model.dtype, slots=message.slots, capacity=capacity,
-                        num_layers=len(model.layers), kv_heads=model.kv_heads)
+        return _shape_of(model, message.slots, capacity)
 
     num_bytes = message.num_groups * shape(message.capacity + message.encoded_capacity).num_bytes
+    _check_room(model, num_bytes, f"{message.num_groups * message.slots} queries of up to "
+                                  f"{message.capacity + message.encoded_capacity} tokens")
 
     def cache(capacity: int) -> KvCache:
         return KvCache(shape(capacity), model.device, is_resident=num_bytes <= message.spare_bytes)
@@ -100,3 +112,29 @@ def make_groups(model: Model, message: StartMessage) -> list[StageGroup]:
     return [StageGroup(cache(message.capacity),
                        cache(message.encoded_capacity) if is_encoder_decoder else None)
             for _ in range(message.num_groups)]
+
+
+def _in_blocks(model: Model, message: StartMessage, room: Room) -> list[StageGroup]:
+    assert not model.spec.is_encoder_decoder, f"{message = }: an encoder's entries lie in rows"
+    size = block_tokens(model.device)
+    shape = _shape_of(model, room.num_blocks(size), size)
+    num_bytes = message.num_groups * shape.num_bytes
+    _check_room(model, num_bytes, f"{message.num_groups * shape.slots} blocks of {size} tokens, as "
+                                  "many as the schedule admits,")
+    return [StageGroup(BlockCache(shape, room, model.device,
+                                  is_resident=num_bytes <= message.spare_bytes))
+            for _ in range(message.num_groups)]
+
+
+def _shape_of(model: Model, slots: int, capacity: int) -> KvShape:
+    return kv_shape(model.spec, model.dtype, slots=slots, capacity=capacity,
+                    num_layers=len(model.layers), kv_heads=model.kv_heads)
+
+
+def _check_room(model: Model, num_bytes: int, what: str) -> None:
+    free = free_bytes(model.device)
+    if free is not None and num_bytes > free:
+        raise XgptError(
+            f"the KV cache of {what} takes {format_bytes(num_bytes)} of memory, and {model.device} "
+            f"has {format_bytes(free)} left: {format_bytes(num_bytes - free)} are missing; shorten "
+            "the longest requests (or their max_tokens), or give a smaller schedule")

@@ -20,6 +20,7 @@ from torch import Tensor
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import format_bytes
+from xrunner.ops.contexts import BlockTable
 from xrunner.ops.kv import compact
 from xrunner.rules.slots import apply_moves, compaction_moves
 
@@ -62,13 +63,28 @@ class KvCache:
         """`is_resident`: take the memory now, not page by page as queries first come to it (on a
         virtual machine that was measured to add a sixth to an encode)."""
         self.lengths: list[int] = []  # tokens cached, by slot
-        self._shape = shape
-        self._store = _zeros(shape, torch.device(device), is_resident)
+        self._shape, self._most = shape, 0
+        self._store = zeros(shape, torch.device(device), is_resident)
 
     @property
     def store(self) -> Tensor:
         """[layers, 2, slots, kv_heads, capacity, head_dim]; rows 0..len(lengths)-1 are live."""
         return self._store
+
+    @property
+    def num_bytes(self) -> int:
+        """What is set aside for it."""
+        return self._shape.num_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Of the rows that queries had at a time, at most."""
+        return self._most * self._shape.num_bytes // max(self._shape.slots, 1)
+
+    def room_for(self, lengths: Sequence[int],
+                 slots: Sequence[int] | None = None) -> BlockTable | None:
+        """None: a slot has room for any query."""
+        return None
 
     def share_layers(self, num_layers: int) -> None:
         """A cache of one layer stands for `num_layers` that read and write the same entries: for
@@ -81,6 +97,7 @@ class KvCache:
         assert first + len(tokens) <= self._shape.slots, (
             f"{first = } {len(tokens) = } {self._shape}")
         self.lengths += tokens
+        self._most = max(self._most, len(self.lengths))
         return first
 
     def place(self, count: int, replaced: Sequence[int]) -> None:
@@ -113,7 +130,8 @@ class KvCache:
             f"{self.lengths = } {self._shape}")
 
 
-def _zeros(shape: KvShape, device: torch.device, is_resident: bool) -> Tensor:
+def zeros(shape: KvShape, device: torch.device, is_resident: bool) -> Tensor:
+    """A store of that shape. Raises XgptError where the device has no memory for it."""
     dimensions, dtype = shape.dimensions, shape.dtype
     if device.type != "cpu" or 0 in dimensions:  # no layers: a pool that has an encoder alone
         try:

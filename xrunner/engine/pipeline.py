@@ -58,6 +58,8 @@ class RankReport:
     bytes_read: int
     rows_compacted: int
     peak_memory_bytes: int
+    kv_bytes: int = 0  # set aside for KV entries
+    kv_peak_bytes: int = 0  # of them, what queries had at most
     pool: str = "all"
     role: Role = "both"  # of the pool
     replica: int = 0

@@ -14,7 +14,7 @@ from torch import Tensor
 from xrunner.ops.sampling import NOT_FINITE
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.slots import Departures, GroupSlots, SlotUse, Span
-from xrunner.rules.steps import BatchingRule, Step, StepKind
+from xrunner.rules.steps import BatchingRule, Step, StepKind, kv_budget
 from xrunner.transport.messages import Joined, StartMessage, StepMessage
 
 _NO_NUMBERS = ("logits not finite: the model gives no number here, or one beyond what its type "
@@ -77,7 +77,7 @@ class Roster:
             capacity = outputs + 1 + (0 if encoded else inputs)
         return StartMessage(num_groups=rule.num_groups, capacity=capacity,
                             slots=min(rule.group_max_active, max(extent.queries, 1)),
-                            encoded_capacity=encoded,
+                            encoded_capacity=encoded, budget=kv_budget(rule),
                             spare_bytes=spare_bytes)
 
     @property

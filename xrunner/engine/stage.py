@@ -11,6 +11,7 @@ from torch import Tensor
 from xrunner.devices import settle
 from xrunner.engine.graphs import Capture, DecodeGraphs, is_capturable
 from xrunner.engine.group import Model, Pending, StageGroup, make_groups
+from xrunner.engine.kv import KvCache
 from xrunner.io.beat import Beat
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
@@ -61,6 +62,13 @@ class StageExecutor:
             for group in self.groups:
                 group.graphs = DecodeGraphs(self.model, group.cache.store, self._capture)
         settle(self.model.device)
+
+    @property
+    def kv_bytes(self) -> tuple[int, int]:
+        """Set aside for KV entries, and the most that queries had of it: each group's most, of
+        which all may be at another time."""
+        caches = [cache for group in self.groups for cache in group.caches]
+        return sum(c.num_bytes for c in caches), sum(c.peak_bytes for c in caches)
 
     def close(self) -> None:
         """Returns, after the last step, when all that is handed over has been received."""
@@ -122,9 +130,10 @@ class StageExecutor:
         first, lengths = group.join(message.joined)
         if isinstance(self.model, EncoderDecoderStage):
             return self._encode_apart(self.model, group, Pending(first, lengths, message), inputs)
-        step = encode_context(whole_inputs(lengths, first), inputs.device)
+        step = encode_context(whole_inputs(lengths, first), inputs.device, group.cache.room_for([]))
         hidden = self.model.encode(inputs, group.cache.store, step, ends_only=self.model.is_last)
         if self.sender is not None:
+            assert isinstance(group.cache, KvCache), f"{message = }: rows are handed over"
             self.sender.hand_over(message, group.cache, first)
         if not self.model.is_last:
             return hidden
@@ -146,7 +155,8 @@ class StageExecutor:
         model, cache = self.model, group.cache
         if self.receiver is not None:
             self._take_over(self.receiver, group, message)
-        step = decode_context([length + 1 for length in cache.lengths], device=inputs.device)
+        lengths = [length + 1 for length in cache.lengths]
+        step = decode_context(lengths, None, inputs.device, cache.room_for(lengths))
         if isinstance(model, EncoderDecoderStage):
             assert not group.pending, f"{message.group = } decodes inputs that are not encoded"
             encoded = group.encoded
@@ -171,10 +181,12 @@ class StageExecutor:
         decoding = [] if message.kind is StepKind.ENCODE else [
             slot for slot in range(len(group.slots.seats)) if slot not in taken]
         group.place(message.joined, message.replaced)
-        step = decode_context([cache.lengths[slot] + 1 for slot in decoding], decoding,
-                              inputs.device) if decoding else None
+        lengths = [cache.lengths[slot] + 1 for slot in decoding]
+        cache.room_for(lengths, decoding)
+        table = cache.room_for([s.first + s.tokens for s in spans], [s.slot for s in spans])
+        step = decode_context(lengths, decoding, inputs.device, table) if decoding else None
         hidden = model.mixed(inputs, cache.store, step,
-                             encode_context(spans, inputs.device) if spans else None,
+                             encode_context(spans, inputs.device, table) if spans else None,
                              ends_only=model.is_last)
         for slot in decoding:
             cache.grow(slot)
@@ -200,6 +212,7 @@ class StageExecutor:
             encoded = receiver.encoded(queries).to(self.model.device)
             self.model.store_encoded(encoded, group.encoded.store, first, lengths)
             return
+        assert isinstance(group.cache, KvCache), f"{message = }: rows are handed over"
         for slot, query in enumerate(queries, start=first):
             receiver.put_into(group.cache, slot, query)
 

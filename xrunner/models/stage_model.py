@@ -15,11 +15,11 @@ from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.t5 import T5DecoderEnds, T5DecoderLayer, T5EncoderEnds, T5EncoderLayer
 from xrunner.models.weights import OnDevice, WeightSource, WideVectors
 from xrunner.ops.attention import decode_attention, encode_attention
-from xrunner.ops.contexts import DecodeContext, EncodeContext
+from xrunner.ops.contexts import DecodeContext, EncodeContext, Places
 from xrunner.ops.head import Scores
 from xrunner.ops.linear import Product, activations_of
 from xrunner.ops.residual import Residual
-from xrunner.ops.rows import Places, place
+from xrunner.ops.rows import place
 
 
 class Layer(Protocol):

@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from xrunner.ops import cuda_modules
-from xrunner.ops.contexts import Cache, DecodeContext, EncodeContext, rows_of
+from xrunner.ops.contexts import Cache, DecodeContext, EncodeContext, Places, rows_of
 from xrunner.ops.cuda import MAX_DIM, CudaOps, DistanceBias
 from xrunner.ops.native import check, dtype_code, library, serves, threads
-from xrunner.ops.rows import Places
 
 
 class Distances(NamedTuple):
@@ -112,13 +111,13 @@ def encode_attention(query: Tensor, cache: Cache, step: EncodeContext,
     tokens, heads, dim = query.shape
     num_blocks, kv_heads, size, _ = keys.shape
     if (gpu := _cuda("encode_attention", query, keys)) is not None:
-        return gpu.encode_attention(query, cache, step.spans, step.blocks,
+        return gpu.encode_attention(query, cache, step,
                                     dim ** -0.5 if scale is None else scale).flatten(1)
     if not _is_native(query, keys):
         return _encode_by_span(query, cache, step, scale)
     out, lib = query.new_empty(tokens, heads * dim), library()
     assert lib is not None
-    _, first, lengths = step.columns
+    _, first, lengths, _ = step.columns
     check(lib.xgpt_encode_attention(
         dtype_code(query), dtype_code(keys), out.data_ptr(), query.data_ptr(), query.stride(0),
         keys.data_ptr(), values.data_ptr(), step.blocks.data_ptr(), step.blocks.shape[1],

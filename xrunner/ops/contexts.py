@@ -11,16 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from xrunner.ops.rows import Places
 from xrunner.rules.slots import Span
 
 Cache = tuple[Tensor, Tensor]
+
+
+class Places(NamedTuple):
+    """Where a step's tokens go in the cache: token t to slots[t], positions[t], each [T] int64; of
+    entries that lie in blocks, a slot is a block, and a position that within it."""
+
+    slots: Tensor
+    positions: Tensor
 
 
 class BlockTable(NamedTuple):
@@ -93,7 +100,7 @@ class EncodeContext:
     """Of spans of inputs, packed one after the other."""
 
     spans: Sequence[Span]
-    columns: Tensor  # [3, spans] int64: slot, first position, tokens of each
+    columns: Tensor  # [4, spans] int64: slot, first position, tokens of each; rows before it
     blocks: Tensor  # [spans, most] int64 of each span's slot; without a table the slots
     positions: Tensor  # [T] int64 of every token
     places: Places  # of every token
@@ -103,7 +110,7 @@ class EncodeContext:
     def ends(self) -> Tensor:
         """Rows of the last token of each input whose end is among the spans."""
         last = [place for place, span in enumerate(self.spans) if span.is_last]
-        return (self.columns[2].cumsum(0) - 1)[last]
+        return (self.columns[2] + self.columns[3] - 1)[last]
 
     def pieces(self, most: int) -> Iterator[tuple[slice, EncodeContext]]:
         """The same in pieces of whole spans of at most `most` tokens, of evenly many; a span that
@@ -119,8 +126,10 @@ class EncodeContext:
         yield slice(begin, end), self._part(first, len(self.spans), slice(begin, end))
 
     def _part(self, first: int, last: int, rows: slice) -> EncodeContext:
+        columns = self.columns[:, first:last].clone()
+        columns[3] -= rows.start
         return EncodeContext(
-            spans=self.spans[first:last], columns=self.columns[:, first:last],
+            spans=self.spans[first:last], columns=columns,
             blocks=self.blocks[first:last], positions=self.positions[rows],
             places=Places(*(part[rows] for part in self.places)), in_blocks=self.in_blocks)
 
@@ -131,8 +140,10 @@ def encode_context(spans: Sequence[Span], device: torch.device | str = "cpu",
     entries lie in blocks."""
     slots = chain.from_iterable([span.slot] * span.tokens for span in spans)
     positions = chain.from_iterable(range(s.first, s.first + s.tokens) for s in spans)
-    columns = torch.tensor([[span.slot, span.first, span.tokens] for span in spans],
-                           dtype=torch.long).view(-1, 3).t().contiguous().to(device)
+    before = accumulate((span.tokens for span in spans), initial=0)
+    columns = torch.tensor([[span.slot, span.first, span.tokens, rows]
+                            for span, rows in zip(spans, before, strict=False)],
+                           dtype=torch.long).view(-1, 4).t().contiguous().to(device)
     own, at = (torch.tensor(list(part), device=device, dtype=torch.long)
                for part in (slots, positions))
     return EncodeContext(

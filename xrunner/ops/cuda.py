@@ -7,12 +7,12 @@ types raise ValueError before anything is launched. Blocks, lengths and position
 their values are not looked at here; a kernel leaves out a query whose first block is no block.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from xrunner.ops.contexts import EncodeContext
 from xrunner.ops.launch import (
     ADD_NORM,
     DECODE,
@@ -27,10 +27,8 @@ from xrunner.ops.launch import (
     check_plain,
     filled,
     is_wide,
-    numbers,
     refusal,
 )
-from xrunner.rules.slots import Span
 
 MAX_DIM = 256  # of a head, in attention
 _MAX_GRID = 65535  # blocks along y and z
@@ -107,45 +105,38 @@ class CudaOps:
                                 32 * -(-dim // 32), 0, arguments))
         return out
 
-    def encode_attention(self, query: Tensor, cache: tuple[Tensor, Tensor], spans: Sequence[Span],
-                         blocks: Tensor, scale: float) -> Tensor:
+    def encode_attention(self, query: Tensor, cache: tuple[Tensor, Tensor], step: EncodeContext,
+                         scale: float) -> Tensor:
         """Spans of inputs, packed: each token against what its query has up to it (causal), the
         entries of the spans themselves included, which are in the cache already.
 
-        query [T, h, d], its rows anywhere; blocks [spans, most] int64. Returns [T, h, d].
+        query [T, h, d], its rows anywhere. Returns [T, h, d].
         """
         tokens, heads, dim = query.shape
-        _, sizes = _check_cache(query, cache, blocks)
+        spans = step.spans
+        _, sizes = _check_cache(query, cache, step.blocks)
         if sum(s.tokens for s in spans) != tokens:
-            raise refusal(f"spans of {sum(s.tokens for s in spans)} " f"tokens for {tokens}")
-        if len(blocks) != len(spans):
-            raise refusal(f"blocks {list(blocks.shape)} for {len(spans)} spans")
+            raise refusal(f"spans of {sum(s.tokens for s in spans)} tokens for {tokens}")
         capacity = sizes["most_blocks"] * sizes["block_size"]
         for span in spans:
             if span.tokens < 1 or span.first < 0 or span.first + span.tokens > capacity:
                 raise refusal(f"{span} beyond the capacity {capacity}")
         out = torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
-        start = 0
         for at in range(0, len(spans), _MAX_GRID):
-            here = slice(at, at + _MAX_GRID)
-            start = self._encode(query, cache, spans[here], blocks[here], scale, (out, start))
+            self._encode(query, cache, step, slice(at, at + _MAX_GRID), scale, out)
         return out
 
-    def _encode(self, query: Tensor, cache: tuple[Tensor, Tensor], spans: Sequence[Span],
-                blocks: Tensor, scale: float, into: tuple[Tensor, int]) -> int:
-        """As many spans as one launch can take, to `into`: rows of it from a token on. Returns the
-        token after them."""
-        out, start = into
+    def _encode(self, query: Tensor, cache: tuple[Tensor, Tensor], step: EncodeContext,
+                here: slice, scale: float, out: Tensor) -> None:
+        """As many spans as one launch can take. What it reads of them lies on the GPU already, for
+        all layers: nothing is transferred in one."""
         _, heads, dim = query.shape
+        spans, blocks, (_, first, counts, starts) = (
+            step.spans[here], step.blocks[here], step.columns[:, here])
         kv_heads, sizes = _check_cache(query, cache, blocks)
-        starts = []
-        for span in spans:
-            starts.append(start)
-            start += span.tokens
-        table = numbers(query.device, [s.first for s in spans], [s.tokens for s in spans], starts)
         arguments = filled(
                 ENCODE, out=out, query=query, keys=cache[0], values=cache[1], blocks=blocks,
-            first=table[0], tokens_of=table[1], starts=table[2],
+            first=first, tokens_of=counts, starts=starts,
             query_stride=query.stride(0), spans=len(spans), heads=heads,
             kv_heads=kv_heads, dim=dim, **sizes,
             is_wide=is_wide(*cache, row=dim), scale=scale)
@@ -153,7 +144,6 @@ class CudaOps:
         tiles = -(-max(s.tokens for s in spans) // _ENCODE_TOKENS)
         self._launch(Launch("encode_attention", f"encode_attention_{DTYPES[query.dtype]}",
                             (tiles, heads, len(spans)), _THREADS, shared, arguments))
-        return start
 
     def add_rms_norm(self, hidden: Tensor, added: Tensor | None, weight: Tensor,
                      eps: float) -> Tensor:

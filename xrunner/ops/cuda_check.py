@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from xrunner.ops import cuda_kv, reference
+from xrunner.ops.contexts import BlockTable, encode_context
 from xrunner.ops.cuda import CudaOps, DistanceBias
 from xrunner.ops.launch import Launcher
 from xrunner.ops.reference import Cache
@@ -139,12 +140,13 @@ def _encode_case(ops: CudaOps, drawn: _Drawn, heads: int, cache: Cache, lengths:
     spans = [Span(slot, length // 2, length - length // 2, True)
              for slot, length in enumerate(lengths.tolist())]
     query = drawn.normal(sum(s.tokens for s in spans), heads, dim, dtype=cache[0].dtype)
-    blocks = torch.arange(len(spans), device=drawn.device)[:, None]
     paged, table = _in_blocks(drawn, cache)
+    in_rows = encode_context(spans, drawn.device)
+    in_blocks = encode_context(spans, drawn.device, BlockTable(table, _BLOCK))
     return Case("encode_attention", _heads_in_words(heads, cache), cache[0].dtype,
-                lambda: [reference.encode(query, cache, spans, blocks, dim ** -0.5)] * 2,
-                lambda: [ops.encode_attention(query, *where, dim ** -0.5) for where in (
-                    (cache, spans, blocks), (paged, spans, table[:len(spans)]))],
+                lambda: [reference.encode(query, cache, spans, in_rows.blocks, dim ** -0.5)] * 2,
+                lambda: [ops.encode_attention(query, *where, dim ** -0.5)
+                         for where in ((cache, in_rows), (paged, in_blocks))],
                 _entry_bytes(cache) * int(lengths.sum()) + 2 * query.nbytes)
 
 

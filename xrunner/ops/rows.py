@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xrunner.ops import cuda_modules
+from xrunner.ops.contexts import Places
 from xrunner.ops.native import check, dtype_code, library, serves, threads
 
 
@@ -18,14 +19,6 @@ class Rotation(NamedTuple):
 
     cos: Tensor
     sin: Tensor
-
-
-class Places(NamedTuple):
-    """Where a step's tokens go in the cache: token t to slots[t], positions[t], each [T] int64; of
-    entries that lie in blocks, a slot is a block, and a position that within it."""
-
-    slots: Tensor
-    positions: Tensor
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float, added: Tensor | None = None) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from xgpt.core.controls import ContinuousControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import Step, StepKind
+from xrunner.rules.steps import KvBudget, Step, StepKind
 
 
 class Turns:
@@ -70,6 +70,10 @@ class OrcaRule:
     @property
     def reserved_tokens(self) -> int:
         return sum(self._reserved)
+
+    @property
+    def kv_budget(self) -> KvBudget:
+        return KvBudget(self.group_kv_tokens, unit=1)
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
         if reserve_tokens > self.group_kv_tokens:

@@ -16,7 +16,7 @@ from xgpt.core.controls import ContinuousControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.iteration import Turns, slot_shares
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import Chunk, Step, StepKind
+from xrunner.rules.steps import Chunk, KvBudget, Step, StepKind
 
 BLOCK_TOKENS = 16
 WATERMARK = 0.01  # share of the blocks that admission leaves free, against evictions right after
@@ -130,6 +130,10 @@ class PagedRule:
     @property
     def reserved_tokens(self) -> int:
         return sum(g.num_blocks - g.free for g in self.groups) * BLOCK_TOKENS
+
+    @property
+    def kv_budget(self) -> KvBudget:
+        return KvBudget(self.groups[0].num_blocks * BLOCK_TOKENS, BLOCK_TOKENS)
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
         if blocks_of(max(reserve_tokens, input_tokens)) > self.groups[0].num_blocks:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Estimate
@@ -41,6 +41,22 @@ class Step:
     joined: tuple[int, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     evicted: tuple[int, ...] = ()
+
+
+class KvBudget(NamedTuple):
+    """What a group's queries hold at most: `tokens`, each query's counted in whole multiples of
+    `unit`."""
+
+    tokens: int
+    unit: int
+
+
+def kv_budget(rule: "BatchingRule") -> KvBudget | None:
+    """By how many tokens the rule admits queries, where their KV entries lie in blocks
+    (xrunner.engine.blocks). None: in rows, each as long as the longest query; so they do where the
+    rule has no `kv_budget` of its own."""
+    budget: KvBudget | None = getattr(rule, "kv_budget", None)
+    return budget
 
 
 class BatchingRule(Protocol):

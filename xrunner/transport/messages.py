@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from xrunner.query import FinishedQuery, PreparedQuery, Sampling
 from xrunner.rules.rra import PhaseControls
 from xrunner.rules.slots import Span
-from xrunner.rules.steps import StepKind
+from xrunner.rules.steps import KvBudget, StepKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +55,14 @@ class StartMessage:
     """The first message: the size of every group's cache, in queries and in tokens of each.
 
     `encoded_capacity`: tokens of an encoder-decoder model's longest input, which lie in a cache of
-    their own; `capacity` is then that of the outputs."""
+    their own; `capacity` is then that of the outputs. `budget`: of a group's queries, whose entries
+    lie in blocks then; None: in rows."""
 
     num_groups: int
     slots: int
     capacity: int
     encoded_capacity: int = 0
+    budget: KvBudget | None = None
     spare_bytes: int = 0  # a rank whose caches take no more than this makes them resident at once
 
 

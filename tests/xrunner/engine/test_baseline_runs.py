@@ -13,6 +13,7 @@ import pytest
 from representative import some
 from toys import FAMILIES, T5_FAMILIES, Collector, random_queries, run_in_process
 
+from xrunner.engine import blocks
 from xrunner.engine.stage import StageExecutor
 from xrunner.query import PreparedQuery, Sampling
 from xrunner.rules.iteration import OrcaRule
@@ -26,6 +27,12 @@ STATIC = [("ft", (1,), 2), ("ft", (1, 1), 2), ("dsi", (1, 1), 2), ("dsi", (1, 1,
 CONTINUOUS = [("orca", (1,), 1), ("orca", (1, 1), 2), ("vllm", (1,), 1), ("vllm", (1, 1), 2),
               ("sarathi", (1,), 1), ("sarathi", (1, 1), 2)]
 TIGHT = 6 * 16  # KV tokens of a group: six blocks, where a query may need three
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query of these has several; in those that CPUs take it would have one."""
+    monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", 16)
 
 
 def rule_of(policy: str, groups: int, *, batch: int = 5, kv_tokens: int = TIGHT) -> BatchingRule:

@@ -12,8 +12,9 @@ import pytest
 import toys
 from torch import Tensor
 
-from xrunner.engine import graphs
+from xrunner.engine import blocks, graphs
 from xrunner.engine.graphs import Captured, is_capturable
+from xrunner.rules.paged import BLOCK_TOKENS, vllm
 
 
 class Capture:
@@ -51,6 +52,19 @@ def test_captured_steps_answer_as_generate_does(tmp_path: Path, monkeypatch: pyt
     assert capture.replays == len(decodes) - sum(
         len(group.graphs._steps) for executor in executors for group in executor.groups)
     assert len(set(capture.sizes)) > 1 and set(capture.sizes) <= {1, 2, 4, 8}
+
+
+def test_captured_steps_read_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", BLOCK_TOKENS)
+    model = toys.make_model("llama", tmp_path)
+    queries, capture = toys.random_queries(9), Capture()
+    monkeypatch.setattr(toys, "executor_of", partial(toys.executor_of, capture=capture))
+    rule = vllm(num_groups=2, max_active=10, kv_tokens=2 * 7 * BLOCK_TOKENS, token_budget=40)
+    with cpu_cuda.using(cpu_cuda.CpuLauncher(cpu_cuda.built())):
+        sink, _ = toys.run_in_process(tmp_path, queries, degrees=(1,), rule=rule)
+    assert {r.query.index: list(r.output_ids) for r in sink.results} == {
+        q.index: toys.generate(model, q) for q in queries}
+    assert capture.replays > 5
 
 
 def test_batches_of_no_captured_size_are_decoded_as_ever(tmp_path: Path,

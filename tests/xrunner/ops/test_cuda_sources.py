@@ -15,6 +15,7 @@ from torch import Tensor
 
 from xrunner.ops import cuda_check, cuda_kv, launch, reference
 from xrunner.ops.build import source_folder
+from xrunner.ops.contexts import BlockTable, encode_context
 from xrunner.ops.cuda import CudaOps, DistanceBias
 from xrunner.rules.slots import Move, Span
 
@@ -69,12 +70,11 @@ class Attended:
                 array[slot, :, lengths.get(slot, 0):] = float("nan")
         return arrays
 
-    def in_blocks(self, cache: tuple[Tensor, Tensor], size: int,
-                  slots: list[int]) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """The cache in blocks of that size, in any order, with one of NaN behind; and the blocks
-        of these slots [n, most]."""
+    def in_blocks(self, cache: tuple[Tensor, Tensor],
+                  size: int) -> tuple[tuple[Tensor, Tensor], BlockTable | None]:
+        """The cache in blocks of that size, in any order, with one of NaN behind; 0: as it is."""
         if size == 0:
-            return cache, torch.tensor(slots, dtype=torch.int64)[:, None]
+            return cache, None
         most = -(-self.capacity // size)
         order = torch.randperm(self.slots * most + 1, generator=torch.Generator().manual_seed(7))
         table, parts = order[:-1].view(self.slots, most), []
@@ -84,7 +84,7 @@ class Attended:
             cut = padded.view(self.slots, self.kv_heads, most, size, self.dim).transpose(1, 2)
             parts.append(part.new_full((len(order), *cut.shape[2:]), float("nan")))
             parts[-1][table] = cut
-        return (parts[0], parts[1]), table[slots]
+        return (parts[0], parts[1]), BlockTable(table, size)
 
 
 @st.composite
@@ -104,7 +104,9 @@ def test_decode_attention(ops: CudaOps, case: Attended, data: st.DataObject) -> 
     if data.draw(st.booleans()):
         reach = data.draw(st.integers(0, case.capacity + 3))
         bias = DistanceBias(drawn(case.seed + 3, case.heads, reach + 2), reach)
-    cache, blocks = case.in_blocks(cache, data.draw(BLOCK_SIZES), slots)
+    cache, table = case.in_blocks(cache, data.draw(BLOCK_SIZES))
+    own = torch.tensor(slots, dtype=torch.int64)
+    blocks = own[:, None] if table is None else table.blocks[own]
     given_ = (query, cache, blocks, torch.tensor(lengths, dtype=torch.int64), case.dim ** -0.5,
               bias)
     parts = data.draw(st.sampled_from([None, 1, 2, 7]))
@@ -143,9 +145,10 @@ def test_encode_attention(ops: CudaOps, case: Attended, data: st.DataObject) -> 
     cache = case.cache({s.slot: s.first + s.tokens for s in spans})
     query = drawn(case.seed + 2, sum(s.tokens for s in spans), case.heads, case.dim,
                   dtype=case.dtype)
-    cache, blocks = case.in_blocks(cache, data.draw(BLOCK_SIZES), [s.slot for s in spans])
-    given_ = (query, cache, spans, blocks, case.dim ** -0.5)
-    agrees([reference.encode(*given_)], [ops.encode_attention(*given_)])
+    cache, table = case.in_blocks(cache, data.draw(BLOCK_SIZES))
+    step, scale = encode_context(spans, table=table), case.dim ** -0.5
+    agrees([reference.encode(query, cache, spans, step.blocks, scale)],
+           [ops.encode_attention(query, cache, step, scale)])
 
 
 @some
@@ -310,8 +313,7 @@ def decoded(ops: CudaOps, *, dim: int = 8, heads: int = 2, blocks: Tensor | None
 
 def encoded(ops: CudaOps, span: Span) -> Tensor:
     cache = torch.zeros(2, 2, 4, 8)
-    return ops.encode_attention(torch.zeros(1, 2, 8), (cache, cache), [span], torch.tensor([[0]]),
-                                1.0)
+    return ops.encode_attention(torch.zeros(1, 2, 8), (cache, cache), encode_context([span]), 1.0)
 
 
 @pytest.mark.parametrize(("words", "call"), [

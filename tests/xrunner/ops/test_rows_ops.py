@@ -10,7 +10,8 @@ from implementations import IMPLEMENTATIONS, TOLERANCE, Implementation, num_thre
 from token_rows import DTYPES, Rows, rows
 from torch import Tensor
 
-from xrunner.ops.rows import Places, Rotation, layer_norm, place, rms_norm, silu_mul
+from xrunner.ops.contexts import Places
+from xrunner.ops.rows import Rotation, layer_norm, place, rms_norm, silu_mul
 
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
 many = settings(deadline=None, max_examples=50)

@@ -1,0 +1,230 @@
+"""KV entries in blocks: each query finds its own, no block is had twice and none is lost, whatever
+joins, grows and goes; and what a rule admits is there, in as many blocks as it counts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from implementations import IMPLEMENTATIONS, TORCH, Implementation
+from toys import generate, random_queries, run_in_process
+
+from xgpt.core.errors import XgptError
+from xgpt.core.model import ModelSpec
+from xrunner.engine import blocks, group
+from xrunner.engine.blocks import BlockCache, BlockPool, Room
+from xrunner.engine.kv import kv_shape
+from xrunner.rules.iteration import OrcaRule
+from xrunner.rules.paged import BLOCK_TOKENS, PagedRule, blocks_of, sarathi, vllm
+from xrunner.rules.rra import RraRule
+from xrunner.rules.slots import GroupSlots
+from xrunner.rules.steps import Step, kv_budget
+
+SPEC = ModelSpec(name="toy", family="llama", num_layers=2, hidden_size=8, num_heads=2,
+                 num_kv_heads=1, vocab_size=11, intermediate_size=8)
+SLOTS, CAPACITY = 6, 70
+
+
+def cache_of(count: int, size: int = 16) -> BlockCache:
+    room = Room(SLOTS, CAPACITY, count * size, 1)
+    return BlockCache(kv_shape(SPEC, torch.float32, slots=count, capacity=size), room)
+
+
+class Written:
+    """A group's queries, and what of the cache is theirs."""
+
+    def __init__(self, cache: BlockCache) -> None:
+        self.cache, self.slots = cache, GroupSlots[int]()
+        self.expected: dict[int, torch.Tensor] = {}
+        self.next = 0
+
+    def step(self, removed: set[int], joining: int, tokens: dict[int, int]) -> None:
+        """Slots are freed, queries join them and those behind, and slots get more tokens."""
+        self.slots.vacate([self.slots.seats[slot] for slot in removed])
+        for slot in removed:
+            del self.expected[self.slots.seats[slot]]
+        new = list(range(self.next, self.next + joining))
+        self.next += joining
+        seating = self.slots.seat(new, is_reused=True)
+        self.cache.free(seating.removed)
+        self.cache.place(joining, seating.replaced)
+        for query in new:
+            self.expected[query] = torch.empty(2, 2, 1, 0, 4)
+        lengths = self.cache.lengths
+        grown = {slot: lengths[slot] + more for slot, more in tokens.items()}
+        table = self.cache.room_for(list(grown.values()), list(grown))
+        for slot, more in tokens.items():
+            query = self.slots.seats[slot]
+            at, values = torch.arange(lengths[slot], grown[slot]), torch.randn(2, 2, 1, more, 4)
+            where = table.places(torch.full_like(at, slot), at)
+            for i, (block, within) in enumerate(zip(*where, strict=True)):
+                self.cache.store[:, :, block, :, within] = values[:, :, :, i]
+            self.expected[query] = torch.cat([self.expected[query], values], dim=3)
+            self.cache.grow(slot, more)
+
+    def check(self) -> None:
+        self.cache.check_integrity(least=0)
+        (table, size), lengths = self.cache.room_for([]), self.cache.lengths
+        assert self.cache.pool.num_taken == sum(-(-n // size) for n in lengths)
+        for slot, (query, length) in enumerate(zip(self.slots.seats, lengths, strict=True)):
+            own = table[slot, :-(-length // size)]
+            found = self.cache.store[:, :, own].transpose(2, 3).flatten(3, 4)[:, :, :, :length]
+            assert torch.equal(found, self.expected[query])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.sampled_from([1, 16, 32, 128]))
+def test_each_query_finds_its_own_entries_whatever_joins_grows_and_goes(data: st.DataObject,
+                                                                        size: int) -> None:
+    width = -(-CAPACITY // size)
+    written = Written(cache_of(SLOTS * width, size))
+    for _ in range(data.draw(st.integers(1, 10))):
+        there = len(written.slots.seats)
+        removed = data.draw(st.sets(st.integers(0, there - 1))) if there else set()
+        joining = data.draw(st.integers(0, SLOTS - there + len(removed)))
+        after, kept = there - len(removed) + joining, written.cache.lengths
+        # who sits where is the cache's to say: any slot may get as many tokens as any may have
+        longest = max(kept, default=0)
+        tokens = {slot: data.draw(st.integers(0, CAPACITY - longest))
+                  for slot in data.draw(st.sets(st.integers(0, after - 1)))} if after else {}
+        written.step(removed, joining, tokens)
+        written.check()
+    assert written.cache.peak_bytes <= written.cache.num_bytes
+
+
+def test_a_pool_gives_no_block_that_is_not_there() -> None:
+    pool = BlockPool(3)
+    taken = [pool.take() for _ in range(3)]
+    assert sorted(taken) == [0, 1, 2]
+    with pytest.raises(AssertionError, match="more was admitted than planned"):
+        pool.take()
+    pool.give_back([taken[1]])
+    assert pool.take() == taken[1] and pool.most_taken == 3
+
+
+def test_blocks_are_not_copied_where_slots_move() -> None:
+    written = Written(cache_of(30))
+    written.step(set(), 4, {0: 40, 1: 17, 2: 3, 3: 33})
+    before = written.cache.store.clone()
+    written.step({0, 1}, 0, {})
+    written.check()
+    assert torch.equal(written.cache.store, before)
+
+
+@given(st.integers(1, 40), st.integers(1, 300), st.integers(0, 3000), st.sampled_from([1, 16]),
+       st.sampled_from([16, 32, 128]), st.integers(0, 2**20))
+def test_there_are_blocks_for_whatever_the_budget_admits(slots: int, capacity: int, tokens: int,
+                                                         unit: int, size: int, seed: int) -> None:
+    room, rng = Room(slots, capacity, tokens // unit * unit, unit), random.Random(seed)
+    left, taken = room.tokens, 0
+    for _ in range(slots):
+        length = rng.randint(1, capacity)
+        counted = -(-length // unit) * unit
+        if counted <= left:
+            left -= counted
+            taken += -(-length // size)
+    assert taken <= room.num_blocks(size)
+    if unit == size:
+        assert room.num_blocks(size) * size <= room.tokens, "not a token more than was planned"
+
+
+Made = Callable[[str], tuple[Path, Any]]
+TIGHT = 6 * BLOCK_TOKENS
+
+
+def rule_of(policy: str, groups: int = 1) -> OrcaRule | PagedRule:
+    if policy == "orca":
+        return OrcaRule(num_groups=groups, max_active=5 * groups, kv_tokens=100 * groups)
+    kind = vllm if policy == "vllm" else sarathi
+    return kind(num_groups=groups, max_active=5 * groups, kv_tokens=TIGHT * groups,
+                token_budget=40 if policy == "vllm" else 9)
+
+
+class Counting:
+    """A paged rule that notes, after each decision, the blocks that its groups hold."""
+
+    def __init__(self, rule: PagedRule) -> None:
+        self._rule, self.most = rule, [0] * rule.num_groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rule, name)
+
+    def decide(self) -> Step | None:
+        step = self._rule.decide()
+        for i, own in enumerate(self._rule.groups):
+            self.most[i] = max(self.most[i], own.num_blocks - own.free)
+        return step
+
+
+@pytest.mark.parametrize("policy", ["vllm", "sarathi"])
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_run_has_the_blocks_that_its_rule_counts(
+        made: Made, monkeypatch: pytest.MonkeyPatch, policy: str, num_stages: int) -> None:
+    monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", BLOCK_TOKENS)
+    rule = rule_of(policy, groups=num_stages)
+    assert isinstance(rule, PagedRule)
+    counting, queries = Counting(rule), random_queries(12)
+    sink, executors = run_in_process(made("llama")[0], queries, num_stages=num_stages,
+                                     rule=counting)
+    assert len(sink.results) == len(queries)
+    for executor in executors:
+        pools = [own.cache.pool for own in executor.groups]  # type: ignore[union-attr]
+        assert [pool.count for pool in pools] == [TIGHT // BLOCK_TOKENS] * num_stages
+        if policy == "vllm":
+            assert [pool.most_taken for pool in pools] == counting.most
+        else:  # the rule holds all of an input's blocks from its first chunk on
+            assert all(0 < pool.most_taken <= most
+                       for pool, most in zip(pools, counting.most, strict=True))
+        assert executor.rows_compacted == 0
+        most = sum(pool.most_taken for pool in pools)
+        planned, had = executor.kv_bytes
+        assert had * sum(pool.count for pool in pools) == planned * most
+
+
+@pytest.mark.parametrize("policy", ["orca", "vllm", "sarathi"])
+@pytest.mark.parametrize("implementation", [TORCH, IMPLEMENTATIONS[-1]], ids=str)
+def test_torch_and_the_cuda_sources_answer_as_generate_does(
+        made: Made, monkeypatch: pytest.MonkeyPatch, implementation: Implementation,
+        policy: str) -> None:
+    monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", BLOCK_TOKENS)
+    (directory, model), queries = made("llama"), random_queries(8)
+    with implementation.using():
+        sink, _ = run_in_process(directory, queries, num_stages=1, rule=rule_of(policy))
+    assert {r.query.index: list(r.output_ids) for r in sink.results} == {
+        query.index: generate(model, query) for query in queries}
+
+
+def test_rules_that_leave_queries_where_they_are_ask_for_blocks() -> None:
+    rra = RraRule(encode_batch=4, decode_iterations=5, num_groups=2, max_active=12, kv_tokens=999)
+    assert kv_budget(rra) is None
+    assert kv_budget(rule_of("orca", 2)) == (100, 1)
+    assert kv_budget(rule_of("vllm", 2)) == (TIGHT, BLOCK_TOKENS)
+
+
+def test_a_device_that_holds_what_is_planned_is_not_asked_for_rows(
+        made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small device: rows of the longest query do not fit, blocks of the same plan do; and what
+    is missing is said before any memory is taken."""
+    monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", BLOCK_TOKENS)
+    directory, queries = made("llama")[0], random_queries(12)
+    longest = max(query.reserve_tokens for query in queries)
+    assert 5 * longest > TIGHT > BLOCK_TOKENS * blocks_of(longest)
+    sink, (executor,) = run_in_process(directory, queries, num_stages=1, rule=rule_of("vllm"))
+    planned, _ = executor.kv_bytes
+    monkeypatch.setattr(group, "free_bytes", lambda device: planned)
+    again, _ = run_in_process(directory, queries, num_stages=1, rule=rule_of("vllm"))
+    assert sorted((r.query.index, r.output_ids) for r in again.results) == sorted(
+        (r.query.index, r.output_ids) for r in sink.results)
+    in_rows = RraRule(encode_batch=4, decode_iterations=5, num_groups=1, max_active=5,
+                      kv_tokens=999)
+    with pytest.raises(XgptError, match=f"5 queries of up to {longest} tokens .* are missing"):
+        run_in_process(directory, queries, num_stages=1, rule=in_rows)
+    monkeypatch.setattr(group, "free_bytes", lambda device: planned - 1)
+    with pytest.raises(XgptError, match="6 blocks of 16 tokens.* 1 B are missing"):
+        run_in_process(directory, queries, num_stages=1, rule=rule_of("vllm"))
