@@ -22,6 +22,9 @@ from xsimulator.replay.step_clock import StepClocks
 
 # of a replay that checks a latency: queries at least and at most, and times what is in the system
 CHECKED_QUERIES, MOST_CHECKED, CHECKED_ROUNDS = 8000, 50_000, 12
+# Where few queries decode at a time each takes many steps: so many in all are enough, of at least
+# so many queries and rounds. Of these WATCHED are as long as the bound's quantile.
+CHECKED_STEPS, LEAST_CHECKED, LEAST_ROUNDS, WATCHED = 60_000, 1500, 40, 60
 MIN_NEIGHBOURS = 8  # observed pairs near a known input among which its output is drawn
 
 
@@ -46,11 +49,35 @@ def replay_checked(problem: Problem, timing: TimingSource, estimate: Estimate, s
                    clocks: StepClocks | None = None) -> SteadyFigures | None:
     """The steady state in a replay of sampled queries that checks the bounds' figures; None where
     it has none."""
-    count = enough_queries(estimate, least=CHECKED_QUERIES, rounds=CHECKED_ROUNDS,
-                           most=MOST_CHECKED)
-    queries = planned_queries(problem, *problem.lengths.sample(count, np.random.default_rng(seed)))
-    result = replay_job(problem, timing, estimate, queries, clocks=clocks)
+    count = checked_queries(problem, estimate)
+    inputs, outputs = problem.lengths.sample(count, np.random.default_rng(seed))
+    if count < CHECKED_QUERIES and problem.constraint.kind == "sequence":
+        outputs = with_watched(outputs, problem.lengths.outputs.quantile(
+            problem.constraint.quantile))
+    result = replay_job(problem, timing, estimate, planned_queries(problem, inputs, outputs),
+                        clocks=clocks)
     return steady_figures(result, problem.constraint, problem.lengths.outputs)
+
+
+def checked_queries(problem: Problem, estimate: Estimate) -> int:
+    """Queries of a replay that checks the bounds' figures."""
+    usual = enough_queries(estimate, least=CHECKED_QUERIES, rounds=CHECKED_ROUNDS,
+                           most=MOST_CHECKED)
+    figures, groups = estimate.figures, estimate.deployment.num_groups
+    steps = groups * max(problem.lengths.outputs.mean / max(figures.decode_batch, 1.0),
+                         figures.decode_iterations / max(figures.encode_batch, 1e-9))
+    least = enough_queries(estimate, least=LEAST_CHECKED, rounds=LEAST_ROUNDS, most=usual)
+    return min(usual, max(least, math.ceil(CHECKED_STEPS / steps)))
+
+
+def with_watched(outputs: IntArray, length: int) -> IntArray:
+    """The outputs, of which those nearest to `length` and no longer (WATCHED of them) are as long:
+    a mean over queries of the bound's length takes some, and of few queries few would be."""
+    off = length - outputs
+    rows = np.argsort(np.where(off >= 0, off, np.iinfo(np.int64).max), kind="stable")[:WATCHED]
+    changed = outputs.copy()
+    changed[rows[off[rows] >= 0]] = length
+    return np.asarray(changed)
 
 
 def mean_of(results: Iterable[ReplayResult]) -> JobPrediction:
