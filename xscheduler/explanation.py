@@ -45,7 +45,7 @@ def explain_choice(schedule: Schedule, problem: Problem, timing: TimingSource | 
 
 def _why_policy(schedule: Schedule, problem: Problem) -> str:
     own_qps = schedule.figures.throughput_qps
-    start = f"{schedule.estimate.policy.upper()} ({_how(schedule)})"
+    start = f"{policy(schedule.estimate.policy).title} ({_how(schedule)})"
     rows = [row for row in schedule.rejected
             if row.label.startswith(POLICY_ROW) and not row.reason.startswith(LEFT_OUT)]
     if not rows:
@@ -92,7 +92,8 @@ def _compared(own_qps: float, row: Rejected) -> str:
 
 
 def _policy_of(row: Rejected) -> str:
-    return row.label.removeprefix(POLICY_ROW).partition(":")[0].strip().upper()
+    names = row.label.removeprefix(POLICY_ROW).partition(":")[0].split(",")
+    return ", ".join(policy(name.strip()).title for name in names)
 
 
 def _why_variables(schedule: Schedule) -> str:

@@ -63,4 +63,5 @@ class Watch:
         found = ("none found yet" if self._best <= 0 else
                  f"best {self._best:.4g} queries/s, at most {self._upper:.4g} possible")
         limit = "" if math.isinf(self._most_s) else f", ends after {format_seconds(self._most_s)}"
-        return f"{self._nodes:,} groups of configurations, {found}{limit}"
+        groups = "1 group" if self._nodes == 1 else f"{self._nodes:,} groups"
+        return f"{groups} of configurations, {found}{limit}"

@@ -129,11 +129,11 @@ _ROWS = (
     _static("ft", "FT", "FasterTransformer: static batches, each until its longest query is done"),
     _static("dsi", "DSI", "DeepSpeed-Inference: static batches, encoded in smaller micro-batches "
             "than they are decoded in", _PARTS),
-    _continuous("orca", "ORCA", "iteration-level scheduling: a query joins as soon as one leaves",
+    _continuous("orca", "Orca", "iteration-level scheduling: a query joins as soon as one leaves",
                 "iteration:orca_rule"),
-    _continuous("vllm", "VLLM", "vLLM: iteration-level scheduling with paged memory; steps encode "
+    _continuous("vllm", "vLLM", "iteration-level scheduling with paged memory; steps encode "
                 "or decode", "paged:vllm_rule", _BUDGET),
-    _continuous("sarathi", "SARATHI", "Sarathi: every step decodes and encodes chunks beside it, "
+    _continuous("sarathi", "Sarathi", "every step decodes and encodes chunks beside it, "
                 "within a budget of tokens", "paged:sarathi_rule", _BUDGET, turn=0),
 )
 _OWN: Mapping[str, Policy] = {row.name: row for row in _ROWS}

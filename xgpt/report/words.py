@@ -138,8 +138,15 @@ def bounds_words(schedule: Schedule) -> str:
     text = f"{plain(most)} queries/s by {policy(name).title}{f', {rest}' if rest else ''}"
     if not others or most <= own * (1 + WIDE):
         return text
-    return (f"{text}: it is {policy(name).title}'s own bound that leaves "
-            f"{percent(most / own - 1, 1)} open")
+    wide = [(other, qps / own - 1) for other, qps in proof.policy_bounds if qps > own * (1 + WIDE)]
+    parts = [f"{policy(other).title}'s leaves {percent(left, 1)} open" for other, left in wide]
+    settled = [policy(other).title for other, qps in proof.policy_bounds
+               if qps <= own * (1 + WIDE)]
+    are = "are" if settled[1:] else "is"
+    most_more = percent(WIDE, 0)
+    rest = (f"; {', '.join(settled)} {are} proved to be at most {most_more} better"
+            if settled else "")
+    return f"{text}. These are bounds, not schedules: {', '.join(parts)}{rest}"
 
 
 def hardware_words(schedule: Schedule) -> str:

@@ -39,12 +39,12 @@ def test_every_help_fits(words: list[str]) -> None:
 
 def test_a_last_column_of_words_goes_on_below_and_loses_none() -> None:
     words = "188 at a time, 219 tokens, 2 groups, TP 8 on 16, and " + "more " * 20
-    shown = table(("policy", "queries/s", "configuration"), [("SARATHI", "4.96", words),
+    shown = table(("policy", "queries/s", "configuration"), [("Sarathi", "4.96", words),
                                                              ("FT", "2.1", "")], right=(1,))
     check_width(shown)
     lines = shown.splitlines()
     assert " ".join(line[20:] for line in lines[2:-1]).split() == words.split()
-    assert lines[2].startswith("SARATHI ") and lines[3].startswith(" " * 20)
+    assert lines[2].startswith("Sarathi ") and lines[3].startswith(" " * 20)
     assert lines[-1] == "FT             2.1"
     check_width(table(("a", "b"), [("x" * 90, "y")], right=(0,)))
 

@@ -31,5 +31,5 @@ def test_a_sweep_over_copies_draws_a_line_for_each_policy_and_number() -> None:
     assert line_of(rows[0]) == "RRA, 1 copy" and line_of({"policy": "auto"}) == "best of all"
     (chart,) = [one for one in sweep_charts(rows) if one.name == "scenario-0"]
     assert [own.label for own in chart.series] == [
-        "RRA, 1 copy", "RRA, 4 copies", "SARATHI, 1 copy", "SARATHI, 4 copies"]
+        "RRA, 1 copy", "RRA, 4 copies", "Sarathi, 1 copy", "Sarathi, 4 copies"]
     assert list(chart.series[1].columns["copies of the model"]) == [4, 4]

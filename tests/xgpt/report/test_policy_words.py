@@ -39,9 +39,9 @@ CASES: list[tuple[Controls, str, str]] = [
     (StaticControls(policy="dsi", encode_batch=16, decode_micro_batches=2, encode_micro_batches=4),
      "DSI: encode 16 together in 4 micro-batches, in 2 micro-batches",
      "16 encoded in 4, 2 groups"),
-    (ContinuousControls(policy="orca", max_active=1), "ORCA: up to 1 query at a time, in 2 "
+    (ContinuousControls(policy="orca", max_active=1), "Orca: up to 1 query at a time, in 2 "
      "micro-batches", "1 at a time, 2 groups"),
-    (ContinuousControls(policy="vllm", max_active=30, token_budget=512), "VLLM: up to 30 queries "
+    (ContinuousControls(policy="vllm", max_active=30, token_budget=512), "vLLM: up to 30 queries "
      "at a time, 512 tokens a step, in 2 micro-batches", "30 at a time, 512 tokens, 2 groups")]
 
 
