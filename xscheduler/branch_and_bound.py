@@ -20,6 +20,9 @@ from dataclasses import dataclass
 
 from xgpt.core.schedule import Status
 
+# Boxes after which the gap widens, in proportion to all looked at: where thousands of points are as
+# good as each other, closing them one by one proves little more.
+MANY_NODES = 4000
 BATCH = 64  # best boxes split at a time, so that `examine` can work on arrays
 
 
@@ -94,32 +97,55 @@ def maximise(roots: Sequence[Box], examine: Callable[[Sequence[Box]], Sequence[N
              gap: float, max_nodes: int | None = None,
              split: Callable[[Box], Sequence[Box]] = Box.split, floor: float = 0.0,
              ends: Callable[[int, float, float], bool] | None = None) -> Outcome:
-    """The best admissible point of the roots, within the relative `gap` of the optimum.
+    """The best admissible point of the roots, within the relative `gap` of the optimum (more, after
+    MANY_NODES boxes: the outcome's upper bound says how much).
 
     roots: numbered 0, 1, ... by their `root`. They are always examined; `max_nodes` is looked at
     after each batch of boxes. floor: an objective that is had elsewhere: boxes that are no better
     are given up too, so that a best point worse than it is the best only of those looked at. ends:
     told after each batch of (boxes looked at, best objective, upper bound); True: stop here, as at
     `max_nodes`."""
-    assert gap >= 0, f"{gap = }"
-    assert [box.root for box in roots] == list(range(len(roots))), f"{roots = }"
-    search = _SearchTree(gap, len(roots), floor)
-    search.add(examine(roots) if roots else [])
-    while search.is_open:
-        if (max_nodes is not None and search.nodes >= max_nodes) or (
-                ends is not None and ends(search.nodes, search.incumbent, search.upper_bound)):
-            return search.outcome(Status.LIMIT)
-        children = [child for box in search.pop(BATCH) for child in split(box)]
-        search.add(examine(children))
-    return search.outcome(Status.INFEASIBLE if search.best is None else Status.OPTIMAL)
+    return Maximisation(roots, examine, gap=gap, split=split).go_on(
+        max_nodes=max_nodes, floor=floor, ends=ends)
+
+
+class Maximisation:
+    """A search that can be gone on with where it was left, perhaps for a higher floor."""
+
+    def __init__(self, roots: Sequence[Box],
+                 examine: Callable[[Sequence[Box]], Sequence[NodeResult]], *, gap: float,
+                 split: Callable[[Box], Sequence[Box]] = Box.split) -> None:
+        """See `maximise`."""
+        assert gap >= 0, f"{gap = }"
+        assert [box.root for box in roots] == list(range(len(roots))), f"{roots = }"
+        self._roots, self._examine, self._split = roots, examine, split
+        self._tree = _SearchTree(gap, len(roots))
+        self._has_begun = False
+
+    def go_on(self, *, max_nodes: int | None = None, floor: float = 0.0,
+              ends: Callable[[int, float, float], bool] | None = None) -> Outcome:
+        """What `maximise` returns; `max_nodes` is of all boxes looked at so far. Boxes that were
+        given up for a floor stay so."""
+        tree = self._tree
+        tree.raise_floor(floor)
+        if not self._has_begun:
+            self._has_begun = True
+            tree.add(self._examine(self._roots) if self._roots else [])
+        while tree.is_open:
+            if (max_nodes is not None and tree.nodes >= max_nodes) or (
+                    ends is not None and ends(tree.nodes, tree.incumbent, tree.upper_bound)):
+                return tree.outcome(Status.LIMIT)
+            children = [child for box in tree.pop(BATCH) for child in self._split(box)]
+            tree.add(self._examine(children))
+        return tree.outcome(Status.INFEASIBLE if tree.best is None else Status.OPTIMAL)
 
 
 class _SearchTree:
     """Open boxes, the incumbent, and what was closed and why."""
 
-    def __init__(self, gap: float, num_roots: int, floor: float) -> None:
+    def __init__(self, gap: float, num_roots: int) -> None:
         self.best: Candidate | None = None
-        self._floor = floor if floor > 0 else -math.inf
+        self._floor = -math.inf
         self.nodes = 0
         self._gap = gap
         self._queue: list[tuple[float, int, Box]] = []  # (-upper bound, age, box)
@@ -144,8 +170,13 @@ class _SearchTree:
 
     @property
     def _cutoff(self) -> float:
-        most = self.incumbent
-        return most * (1 + self._gap) if most > 0 else most
+        most, widened = self.incumbent, max(self.nodes / MANY_NODES, 1.0)
+        return most * (1 + self._gap * widened) if most > 0 else most
+
+    def raise_floor(self, floor: float) -> None:
+        """So much is had elsewhere."""
+        if floor > 0:
+            self._floor = max(self._floor, floor)
 
     def add(self, results: Sequence[NodeResult]) -> None:
         for result in results:
@@ -170,14 +201,16 @@ class _SearchTree:
         return boxes
 
     def outcome(self, status: Status) -> Outcome:
+        """The books as they would be with what is open closed."""
         reason = "left open" if status is Status.LIMIT else "no better than the incumbent"
+        closed, bounds = self._closed.copy(), self._root_bound.copy()
         for bound, _, box in self._queue:
-            self._close(box, -bound, reason)
+            closed[reason] += 1
+            bounds[box.root] = max(bounds[box.root], -bound)
         incumbent = -math.inf if self.best is None else self.best.objective
         return Outcome(status=status, best=self.best, nodes=self.nodes,
-                       upper_bound=max(incumbent, *self._root_bound),
-                       closed=tuple(sorted(self._closed.items())),
-                       per_root=tuple(zip(self._root_best, self._root_bound, strict=True)))
+                       upper_bound=max(incumbent, *bounds), closed=tuple(sorted(closed.items())),
+                       per_root=tuple(zip(self._root_best, bounds, strict=True)))
 
     def _close(self, box: Box, upper_bound: float, reason: str) -> None:
         self._closed[reason] += 1

@@ -55,18 +55,25 @@ class ProblemSearch:
             raise found
         return found
 
-    def glance(self, latency_bound_s: float) -> Schedule:
-        """The best that is seen at first, with an upper bound on all there is. Raises
-        InfeasibleError, and BeatenError where there may be something, but nothing was seen."""
+    def glance(self, latency_bound_s: float, floor_qps: float) -> Schedule:
+        """The best that is seen at first, with an upper bound on all there is; only a policy or two
+        are looked at for what is no better than the floor. Raises InfeasibleError, and BeatenError
+        where there may be something, but nothing was seen."""
         if isinstance(self._search, BaselineSearch):
             return self.find(latency_bound_s)
         if latency_bound_s not in self._glances:
-            seen = self._search.find(latency_bound_s, compares=False, is_glance=True)
+            seen = self._search.find(latency_bound_s, compares=False, is_glance=True,
+                                     floor_qps=floor_qps)
             self._glances[latency_bound_s] = seen
-            if seen.proof.status != Status.LIMIT:  # there is no more to be found
+            if seen.proof.status != Status.LIMIT and not floor_qps:  # there is no more to be found
                 self._known[latency_bound_s] = seen, 0.0
                 self.found.append(seen)
         return self._glances[latency_bound_s]
+
+    def rows_beside(self, found: Schedule) -> tuple[Rejected, ...]:
+        """The alternatives to one of those `found`, the paper's own policies looked into."""
+        return found.rejected if isinstance(self._search, BaselineSearch) else (
+            self._search.rows_beside(found.bound.limit_s))
 
     def without_bound(self, floor_qps: float) -> Rejected | None:
         """See Scheduler.without_bound; of a baseline nothing is compared with."""
@@ -159,14 +166,24 @@ class CopyPlanner:
         """The schedule planned, its alternatives beside it in the same currency: a schedule found
         under a margin was searched for longer outputs, and so were they. `free`: the best without
         a margin, of any number of copies."""
-        schedule = planned.schedule
+        schedule = self.completed(planned.schedule)
         if schedule.estimate == free.estimate:
             return schedule
-        found = [one for search in (*reversed(self._tighter), self.own, *self._longer)
-                 for one in search.found]
-        origin = next(one for one in found if one.rejected is schedule.rejected)
+        _, origin = self._origin_of(planned.schedule)
+        origin = origin.changed(rejected=schedule.rejected)
         status = Status.LIMIT if schedule.proof.status == Status.LIMIT else Status.WITHIN_GAP
         return schedule.changed(rejected=rows_with_margin(schedule, free, origin), status=status)
+
+    def completed(self, schedule: Schedule) -> Schedule:
+        """A schedule found here, beside the best of the paper's own policies."""
+        search, origin = self._origin_of(schedule)
+        return schedule.changed(rejected=search.rows_beside(origin))
+
+    def _origin_of(self, schedule: Schedule) -> tuple[ProblemSearch, Schedule]:
+        """(who found it, as it was found)"""
+        searches = (*reversed(self._tighter), self.own, *self._longer)
+        return next((search, one) for search in searches for one in search.found
+                    if one.rejected is schedule.rejected)
 
     def explained(self, schedule: Schedule, asked: FixedSchedule) -> tuple[str, ...]:
         """Why the schedule, in sentences. `asked`: what the job fixes."""
@@ -176,11 +193,16 @@ class CopyPlanner:
                       min(schedule.figures.latency_s, bound_s))
         problem = replace(self.problem, fixed=asked,
                           constraint=self.problem.constraint.with_latency(limit_s=bound_s))
-        return tuple(sentence[:1].upper() + sentence[1:] for sentence in explain_choice(
-            schedule, problem, self._timing, latency_limit_s=limit_s))
+        return tuple(map(_capital, explain_choice(
+            schedule, problem, self._timing, latency_limit_s=limit_s)))
 
 
 def _better(schedule: Schedule, floor_qps: float) -> Schedule:
     if schedule.figures.throughput_qps <= floor_qps:
         raise BeatenError(schedule.proof.bound_qps)
     return schedule
+
+
+def _capital(sentence: str) -> str:
+    """The sentence as one begins, but for a name that is not written so."""
+    return sentence if sentence.startswith("vLLM") else sentence[:1].upper() + sentence[1:]

@@ -5,10 +5,13 @@ one after the other. Bounds hold for step times as they are, monotone or not, wi
 that xsimulator.policies.{rra,waa}.bounds state; the reported gap is what is left between the best
 schedule found and the highest bound of any box that was given up."""
 
+from __future__ import annotations
+
 import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from xgpt.core.errors import BeatenError, InfeasibleError, wrong
 from xgpt.core.policies import able_policies, policy, searched_policies
@@ -25,11 +28,18 @@ from xscheduler.alternatives import (
     row_without_bound,
     rows_beside,
 )
-from xscheduler.spaces.space import Effort, Searched, Selection, Space, search_space
+from xscheduler.branch_and_bound import Outcome
+from xscheduler.spaces.space import (
+    Effort,
+    Searched,
+    Selection,
+    Space,
+    SpaceSearch,
+    search_space,
+)
 from xscheduler.spaces.tensor_plans import tensor_plans
 
 GAP = 0.005
-SHORT_OUTPUTS = 150  # tokens in the mean
 BRIEF_NODES = 200  # boxes of a policy that is known to lose
 FREE_GAP = 0.02  # of the search without a latency bound, which is only compared with
 
@@ -61,19 +71,24 @@ class Scheduler:
                         f"x {problem.cluster.device.name}) cannot be divided into an encode and a "
                         "decode pool for this model and tensor plan")
         self._free: dict[str, Searched] = {}
+        self._begun = _Begun(math.nan, 0.0, {}, {})
+        self._results: dict[float, dict[str, Searched]] = {}  # by latency bound
+        self._limits: dict[str, list[tuple[float, float]]] = {}  # (latency bound, upper bound)
 
     def find(self, latency_bound_s: float | None = None, *, compares: bool = True,
              floor_qps: float = 0.0, is_glance: bool = False) -> Schedule:
         """The best schedule within a bound, by default the problem's. `compares`: also with the
         best without a bound. `floor_qps`, had elsewhere: what is no better is not looked into, and
-        a schedule below it is the best of those looked at. `is_glance`: no box is divided. Raises
-        InfeasibleError, and BeatenError where there may be one, but none was seen for these."""
+        a schedule below it is the best of those looked at. `is_glance`: no box is divided, and the
+        first policy looked at whatever the floor; a search under the same bound goes on from there.
+        Raises InfeasibleError, and BeatenError where there may be one, but none was seen for
+        these."""
         began, constraint = time.monotonic(), self.problem.constraint
         bound_s = constraint.latency_s if latency_bound_s is None else latency_bound_s
         copies = self.problem.copies
-        effort = replace(self._effort, max_nodes=1) if is_glance else self._effort
-        results = self._search_all(bound_s, effort, floor_qps / copies)
-        if compares or not (is_glance or floor_qps):
+        results = self._search_all(bound_s, floor_qps / copies, is_glance=is_glance)
+        self._results[bound_s] = results
+        if compares:
             self._complete(results, bound_s)
         upper = max(one.outcome.upper_bound for one in results.values())
         admissible = [best for space in self.spaces for best in best_in(space, results[space.name])]
@@ -102,6 +117,15 @@ class Scheduler:
                          for reason, count in one.outcome.closed),
             policy_bounds=_bounds_of(results, copies))
 
+    def rows_beside(self, latency_bound_s: float) -> tuple[Rejected, ...]:
+        """The alternatives to what was found under a bound, after a look into those of the paper's
+        own policies that were given up for another's sake."""
+        results = self._results[latency_bound_s]
+        self._complete(results, latency_bound_s)
+        best = max((best for space in self.spaces for best in best_in(space, results[space.name])),
+                   key=lambda one: one.candidate.objective)
+        return (*rows_beside(best, self.spaces, results, None, latency_bound_s), *self._left_out)
+
     def without_bound(self, floor_qps: float = 0.0) -> Rejected | None:
         """The best without a latency bound, as an alternative; None where nothing is admissible.
         What is no better than `floor_qps`, had elsewhere, is not looked into."""
@@ -112,20 +136,45 @@ class Scheduler:
         """Configurations of each policy all over its space, for a job of so many queries."""
         return [space.selection(num_queries) for space in self.spaces]
 
-    def _search_all(self, bound_s: float, effort: Effort,
-                    floor_qps: float) -> dict[str, Searched]:
+    def _search_all(self, bound_s: float, floor_qps: float, *,
+                    is_glance: bool) -> dict[str, Searched]:
         """Each policy in turn. One that is shown not to win, against the others or against
         `floor_qps`, is not searched to its own best: its runner-up is the best seen, and its upper
         bound says how much better it may be."""
-        results: dict[str, Searched] = {}
-        # what is likely to win comes first, for it spares the others' searches: WAA before RRA
-        # where outputs are short (paper section 4.1). A wrong guess costs time alone.
-        is_short = self.problem.lengths.outputs.mean <= SHORT_OUTPUTS
-        for space in sorted(reversed(self.spaces) if is_short else self.spaces,
-                            key=lambda space: policy(space.name).turn):
-            seen = [one.outcome.best.objective for one in results.values() if one.outcome.best]
-            results[space.name] = search_space(space, bound_s, effort, max((floor_qps, *seen)))
-        return results
+        begun = self._begun
+        if begun.bound_s != bound_s or begun.floor_qps > floor_qps:
+            begun = _Begun(bound_s, floor_qps, {}, {})
+        begun = self._begun = begun._replace(floor_qps=floor_qps)
+        effort = replace(self._effort, max_nodes=1) if is_glance else self._effort
+        results = begun.results
+        for number, space in enumerate(self._in_turn(results)):
+            name = space.name
+            others = [_best_qps(one) for other, one in results.items() if other != name]
+            floor = max((0.0 if is_glance and not number else floor_qps, *others))
+            results[name] = self._searched(space, begun, effort, floor)
+            if not is_glance:
+                self._limits.setdefault(name, []).append(
+                    (bound_s, results[name].outcome.upper_bound))
+        return dict(results)
+
+    def _searched(self, space: Space, begun: _Begun, effort: Effort, floor: float) -> Searched:
+        """One policy's search begun, or gone on with; what is known of a wider bound may spare
+        it."""
+        name = space.name
+        if name not in begun.searches:
+            most = min((upper for wider_s, upper in self._limits.get(name, ())
+                        if wider_s >= begun.bound_s), default=math.inf)
+            if most <= floor * (1 + self._effort.gap) and floor > 0:
+                return _spared(space, most)
+            begun.searches[name] = SpaceSearch(space, begun.bound_s, self._effort.gap)
+        return begun.searches[name].go_on(effort, floor)
+
+    def _in_turn(self, results: Mapping[str, Searched]) -> list[Space]:
+        """What is likely to win comes first, for it spares the others' searches: those that have
+        most so far; WAA, whose boxes are few, before RRA. A wrong guess costs time alone."""
+        backwards = list(reversed(self.spaces))
+        return sorted(backwards, key=lambda space: (
+            -_best_qps(results.get(space.name)), policy(space.name).turn))
 
     def _complete(self, results: dict[str, Searched], bound_s: float) -> None:
         """The paper's own policies that were given up for another's sake are looked into, briefly,
@@ -154,6 +203,29 @@ class Scheduler:
             seen += [best for searched in (self._free[space.name], results.get(space.name))
                      if searched is not None for best in best_in(space, searched)]
         return max(seen, key=lambda one: one.candidate.objective, default=None)
+
+
+class _Begun(NamedTuple):
+    """Searches under one bound, and what they have found so far. `floor_qps`: the highest floor
+    that they were gone on with."""
+
+    bound_s: float
+    floor_qps: float
+    searches: dict[str, SpaceSearch]
+    results: dict[str, Searched]
+
+
+def _best_qps(searched: Searched | None) -> float:
+    return 0.0 if searched is None or searched.outcome.best is None else (
+        searched.outcome.best.objective)
+
+
+def _spared(space: Space, upper_qps: float) -> Searched:
+    """A policy that is known to have nothing better than `upper_qps` under a wider bound."""
+    count = len(space.plans)
+    return Searched(Outcome(
+        status=Status.INFEASIBLE, best=None, upper_bound=upper_qps, nodes=0, closed=(),
+        per_root=((None, upper_qps),) * count), tuple(range(count)))
 
 
 def _policies_of(problem: Problem) -> tuple[tuple[str, ...], tuple[Rejected, ...]]:

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xscheduler.branch_and_bound import Box, Candidate, NodeResult, Status, maximise
+from xscheduler.branch_and_bound import (
+    Box,
+    Candidate,
+    Maximisation,
+    NodeResult,
+    Status,
+    maximise,
+)
 
 
 def examiner(objective, limit, counter=None):
@@ -98,3 +105,36 @@ def test_same_input_same_order_of_boxes():
     for run in runs:
         maximise([Box(root=0, lower=(1, 1), upper=(30, 30))], examiner(product, 40, run), gap=0.0)
     assert runs[0] == runs[1]
+
+
+def test_a_search_that_is_gone_on_with_looks_at_no_box_twice():
+    root = [Box(root=0, lower=(1, 1), upper=(40, 40))]
+    looked: list[Box] = []
+    search = Maximisation(root, examiner(product, 90, looked), gap=0.0)
+    seen = search.go_on(max_nodes=1)
+    assert seen.status is Status.LIMIT and seen.upper_bound == product(40, 40)
+    done = search.go_on()
+    assert done == maximise(root, examiner(product, 90), gap=0.0)
+    assert len(looked) == len(set(looked)) == done.nodes
+    assert search.go_on() == done, "what is done stays so"
+
+
+def test_a_higher_floor_closes_what_is_no_better():
+    root = [Box(root=0, lower=(1, 1), upper=(40, 40))]
+    whole = maximise(root, examiner(product, 90), gap=0.0)
+    search = Maximisation(root, examiner(product, 90), gap=0.0)
+    search.go_on(max_nodes=1)
+    floored = search.go_on(floor=whole.best.objective * 1.01)
+    assert floored.nodes < whole.nodes
+    assert whole.best.objective <= floored.upper_bound <= whole.best.objective * 1.01
+
+
+def test_the_gap_widens_with_many_boxes_and_the_outcome_says_so(monkeypatch):
+    root = [Box(root=0, lower=(1, 1), upper=(40, 40))]
+    exact = maximise(root, examiner(product, 90), gap=0.005)
+    monkeypatch.setattr("xscheduler.branch_and_bound.MANY_NODES", exact.nodes // 8)
+    wide = maximise(root, examiner(product, 90), gap=0.005)
+    assert wide.nodes < exact.nodes
+    assert wide.best.objective * 1.005 < wide.upper_bound, "wider than was asked for"
+    assert wide.best.objective <= exact.best.objective <= wide.upper_bound
+    assert exact.upper_bound <= exact.best.objective * 1.005

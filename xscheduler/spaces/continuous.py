@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import NamedTuple, cast
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray
+from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
@@ -109,18 +110,33 @@ class ContinuousSpace:
             figures.throughput_qps.tolist(), figures.latency_s.tolist(),
             map(Limit, limits.tolist()), strict=True)]
 
-    def limits(self, latency_bound_s: float) -> tuple[FloatArray, FloatArray]:
+    def limits(self, latency_bound_s: float,
+               floor_qps: float = 0.0) -> tuple[FloatArray, FloatArray]:
         """[lines] throughput that no point within the bound exceeds, and the max_active at which
-        that would be."""
-        qps, active = (np.zeros(len(self.lines)) for _ in range(2))
-        of_plan = np.array([line.plan for line in self.lines])
-        for plan, own in enumerate(self.plans):
-            rows = np.flatnonzero(of_plan == plan)
-            lines = [self.lines[row] for row in rows.tolist()]
-            qps[rows], active[rows] = self.bounds.limit(self.form.plans.both(*own), Lines(
-                np.full(len(rows), float(self.active[1])),
-                np.array([line.least for line in lines], float),
-                np.array([line.most for line in lines], float)), latency_bound_s)
+        that would be. Of a line that is no better than `floor_qps` under any bound no more is
+        said."""
+        if math.isinf(latency_bound_s):
+            return self._free_limits
+        qps, active = (own.copy() for own in self._free_limits)
+        rows = np.flatnonzero(qps > floor_qps)
+        qps[rows], active[rows] = self._limits_of(rows, latency_bound_s)
+        return qps, active
+
+    @cached_property
+    def _free_limits(self) -> tuple[FloatArray, FloatArray]:
+        return self._limits_of(np.arange(len(self.lines)), math.inf)
+
+    def _limits_of(self, rows: IntArray, latency_bound_s: float) -> tuple[FloatArray, FloatArray]:
+        qps, active = (np.zeros(len(rows)) for _ in range(2))
+        of_plan = np.array([self.lines[row].plan for row in rows.tolist()])
+        for plan in np.unique(of_plan).tolist():
+            places = np.flatnonzero(of_plan == plan)
+            lines = [self.lines[row] for row in rows[places].tolist()]
+            qps[places], active[places] = self.bounds.limit(
+                self.form.plans.both(*self.plans[plan]), Lines(
+                    np.full(len(places), float(self.active[1])),
+                    np.array([line.least for line in lines], float),
+                    np.array([line.most for line in lines], float)), latency_bound_s)
         return qps, active
 
     def beyond(self, tight: Tight) -> str:
@@ -176,9 +192,13 @@ class ContinuousExaminer:
                       for root, line in enumerate(space.lines)]
         self.plan_of_root = [line.plan for line in space.lines]
         self._limit, self._active = np.empty(0), np.empty(0)  # [lines] once asked for
-        self._num_looked_at, self._climbed_qps = 0, floor_qps
+        self._num_looked_at = 0
+        self._own_qps, self._climbed_qps = 0.0, 0.0  # of this policy; the same when last climbed
         # of each line: figures by max_active and token_budget
         self._seen: list[dict[tuple[int, int], Point]] = [{} for _ in space.lines]
+
+    def raise_floor(self, floor_qps: float) -> None:
+        self._best_qps = max(self._best_qps, floor_qps)
 
     def split(self, box: Box) -> list[Box]:
         """A line is looked into whole, once it is its turn."""
@@ -188,7 +208,8 @@ class ContinuousExaminer:
         """Bounds of all lines and a few points at first, then points of those given, the most
         promising first."""
         if not len(self._limit):
-            self._limit, self._active = self._space.limits(self._bound_s)
+            self._limit, self._active = self._space.limits(
+                self._bound_s, self._best_qps * (1 + self._gap))
             self._look((row, _around(self._active[row], self._space.active)) for row in np.argsort(
                 -self._limit, kind="stable")[:FIRST_LINES].tolist()
                 if self._limit[row] > self._best_qps * (1 + self._gap))
@@ -203,8 +224,9 @@ class ContinuousExaminer:
             for _ in range(ROUNDS):
                 lines = [row for row in lines if self._is_worth(row)]
                 self._look((row, self._frontier(row)) for row in lines)
-        top = self._climb() if self._best_qps > self._climbed_qps else None
-        self._climbed_qps = self._best_qps
+        # also from what is below that of another policy: neighbours may be better by a third
+        top = self._climb() if self._own_qps > self._climbed_qps else None
+        self._climbed_qps = self._own_qps
         return [self._result(box, top if place == 0 else None)
                 for place, box in enumerate(boxes)]
 
@@ -220,7 +242,7 @@ class ContinuousExaminer:
         """A better point may still be near those of this line that were looked at."""
         best, limit = self._best(row), self._limit[row]
         own = limit if best is None else self._seen[row][best].throughput_qps
-        return limit > self._best_qps * (1 + self._gap) and own >= WORTH * self._best_qps
+        return limit > self._best_qps * (1 + self._gap) and own >= WORTH * self._own_qps
 
     def _frontier(self, row: int) -> list[int]:
         """Values of max_active around the best of a line, and where the latency, linear between
@@ -256,16 +278,14 @@ class ContinuousExaminer:
         points = self._space.evaluate([(lines[row].plan, *point) for row, *point in new])
         for (row, *point), figures in zip(new, points, strict=True):
             self._seen[row][point[0], point[1]] = figures
-            if self._is_admissible(figures):
-                self._best_qps = max(self._best_qps, figures.throughput_qps)
-
-    def _is_admissible(self, point: Point) -> bool:
-        return not point.limit and point.throughput_qps > 0 and point.latency_s <= self._bound_s
+            if _is_admissible(figures, self._bound_s):
+                self._own_qps = max(self._own_qps, figures.throughput_qps)
+        self._best_qps = max(self._best_qps, self._own_qps)
 
     def _best(self, row: int) -> tuple[int, int] | None:
         """The best admissible point of a line; of equals the smaller."""
         own = [(-point.throughput_qps, key) for key, point in self._seen[row].items()
-               if self._is_admissible(point)]
+               if _is_admissible(point, self._bound_s)]
         return min(own)[1] if own else None
 
     def _climb(self) -> Candidate | None:
@@ -277,14 +297,14 @@ class ContinuousExaminer:
             plan = self._space.lines[row].plan
             worth = WORTH if place < CLIMBERS else PLAN_WORTH if plan not in seen_plans else 2.0
             seen_plans.add(plan)
-            if -qps >= worth * self._best_qps:
+            if -qps >= worth * self._own_qps:
                 self._evaluate(self._beside(row, *_far(best)))
         for _ in range(CLIMBS):
-            best_qps = self._best_qps
+            own_qps = self._own_qps
             top = self._top()
             if top is not None:
                 self._evaluate(self._beside(top.root, *_near(top.point)))
-            if self._best_qps == best_qps:
+            if self._own_qps == own_qps:
                 break
         return self._top()
 
@@ -312,6 +332,10 @@ class ContinuousExaminer:
         best, limit = top or self._candidate(box.root), float(self._limit[box.root])
         return NodeResult(upper_bound=limit, best=best, box=box,
                           reason="bounded by the least work of a query")
+
+
+def _is_admissible(point: Point, latency_bound_s: float) -> bool:
+    return not point.limit and point.throughput_qps > 0 and point.latency_s <= latency_bound_s
 
 
 def _around(active: float, limits: tuple[int, int]) -> list[int]:

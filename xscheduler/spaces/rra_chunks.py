@@ -101,7 +101,7 @@ class ChunkPoints:
         self.roots, self.bottoms = [root for root, _ in held], [first for _, first in held]
         self._limits = Limits.of(problem.constraint, queries=problem.num_queries or np.inf)
         self._known: dict[tuple[int, int], tuple[float, float, int]] = {}
-        self._tops: list[int] | None = None
+        self._tops: dict[int, int] = {}
 
     @property
     def num_evaluated(self) -> int:
@@ -128,23 +128,29 @@ class ChunkPoints:
         columns = np.array([self._known[key] for key in keys]).reshape(-1, 3)
         return columns[:, 0], columns[:, 1], columns[:, 2].astype(np.int64)
 
-    def tops(self) -> list[int]:
-        """The highest rung of each root that there is room for, and whose tokens its chunks hold;
-        -1 where there is none. What is needed grows with the rate."""
-        if self._tops is None:
-            count, mean = len(self.ladder.batch), self.points.rra.encode_tokens.mean
-            low = np.full(len(self.roots), -1)
-            high = np.array([max(int(np.searchsorted(
-                self.ladder.rate, root.chunk * self._groups[root.plan] / mean)), 1)
-                for root in self.roots], np.int64).clip(max=count)
-            while len(rows := np.flatnonzero(high - low > 1)):
-                middle = (low[rows] + high[rows]) // 2
-                bytes_, present, stretch = self.points.rra.chunked.room(self.configs(rows, middle))
-                has_room = crowding(bytes_ <= self.points.rra.capacity_bytes, present, stretch,
-                                    self._most_present) == 0
-                low[rows[has_room]], high[rows[~has_room]] = middle[has_room], middle[~has_room]
-            self._tops = low.tolist()
-        return self._tops
+    def tops(self, root: IntArray) -> IntArray:
+        """[boxes] the highest rung of a root that there is room for, and whose tokens its chunks
+        hold; -1 where there is none. What is needed grows with the rate."""
+        new = sorted({each for each in root.tolist() if each not in self._tops})
+        if new:
+            self._tops.update(zip(new, self._find_tops(np.array(new, np.int64)).tolist(),
+                                  strict=True))
+        return np.array([self._tops[each] for each in root.tolist()], np.int64)
+
+    def _find_tops(self, root: IntArray) -> IntArray:
+        count, mean = len(self.ladder.batch), self.points.rra.encode_tokens.mean
+        low = np.full(len(root), -1)
+        high = np.array([max(int(np.searchsorted(
+            self.ladder.rate, self.roots[each].chunk * self._groups[self.roots[each].plan] / mean)),
+            1) for each in root.tolist()], np.int64).clip(max=count)
+        while len(rows := np.flatnonzero(high - low > 1)):
+            middle = (low[rows] + high[rows]) // 2
+            bytes_, present, stretch = self.points.rra.chunked.room(
+                self.configs(root[rows], middle))
+            has_room = crowding(bytes_ <= self.points.rra.capacity_bytes, present, stretch,
+                                self._most_present) == 0
+            low[rows[has_room]], high[rows[~has_room]] = middle[has_room], middle[~has_room]
+        return low
 
     def limits(self, root: IntArray, low: IntArray, high: IntArray, *,
                is_latency: bool) -> FloatArray:
@@ -182,14 +188,21 @@ class ChunkExaminer:
                       for place, bottom in enumerate(points.bottoms)]
 
     def examine(self, boxes: Sequence[Box]) -> list[NodeResult]:
-        points, tops = self._points, self._points.tops()
+        points, reasons = self._points, np.full(len(boxes), "", object)
         root = np.array([box.root - self._first for box in boxes], np.int64)
         low = np.array([box.lower[0] for box in boxes], np.int64)
-        high = np.minimum([box.upper[0] for box in boxes], [tops[r] for r in root.tolist()])
-        reasons = np.where(high < low, Limit.MEMORY.words, "").astype(object)
-        high, limit = self._cut(root, low, high, reasons), np.full(len(boxes), -np.inf)
-        if len(rows := np.flatnonzero(reasons == "")):
+        high = np.array([box.upper[0] for box in boxes], np.int64)
+        limit = points.limits(root, low, high, is_latency=False)
+        # what is no better than the best at any memory and latency need not be cut
+        rows = np.flatnonzero(limit > self.best_qps * (1 + self._gap))
+        high[rows] = np.minimum(high[rows], points.tops(root[rows]))
+        reasons[rows[high[rows] < low[rows]]] = Limit.MEMORY.words
+        rows = rows[high[rows] >= low[rows]]
+        high[rows] = self._cut(root, low, high, reasons, rows)
+        rows = rows[reasons[rows] == ""]
+        if len(rows):
             limit[rows] = points.limits(root[rows], low[rows], high[rows], is_latency=False)
+        limit[reasons != ""] = -np.inf
         results = []
         seen = self._look(root, low, high, limit)
         for row, box in enumerate(boxes):
@@ -213,11 +226,11 @@ class ChunkExaminer:
         return [Box(root=box.root, lower=(first,), upper=(last - 1,))
                 for first, last in zip(borders[:-1], borders[1:], strict=True)]
 
-    def _cut(self, root: IntArray, low: IntArray, high: IntArray, reasons: np.ndarray) -> IntArray:
-        """[boxes] no higher rung keeps the latency bound, by a lower bound of the latency."""
-        rows = np.flatnonzero(reasons == "")
+    def _cut(self, root: IntArray, low: IntArray, high: IntArray, reasons: np.ndarray,
+             rows: IntArray) -> IntArray:
+        """[rows] no higher rung keeps the latency bound, by a lower bound of the latency."""
         if not np.isfinite(self._bound_s) or not len(rows):
-            return high
+            return np.asarray(high[rows])
         tried = np.rint(np.linspace(low[rows], high[rows], CUTS)).astype(np.int64)
         least_s = self._points.limits(
             np.tile(root[rows], CUTS), tried.ravel(), np.tile(high[rows], CUTS),
@@ -228,7 +241,7 @@ class ChunkExaminer:
         is_cut = too_long.any(axis=0) & (first > 0)
         high = high.copy()
         high[rows[is_cut]] = tried[first, np.arange(len(rows))][is_cut] - 1
-        return high
+        return np.asarray(high[rows])
 
     def _look(self, root: IntArray, low: IntArray, high: IntArray,
               limit: FloatArray) -> list[tuple[Candidate | None, bool]]:

@@ -32,6 +32,9 @@ class FamilyExaminer:
                     [boxes[k] for k in places], is_chunked), strict=True))
         return [results[k] for k in range(len(boxes))]
 
+    def raise_floor(self, floor_qps: float) -> None:
+        self._best_qps = max(self._best_qps, floor_qps)
+
     def split(self, box: Box) -> list[Box]:
         if box.root >= self._count or self._between is None:
             return self._chunks.split(box)

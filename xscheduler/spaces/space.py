@@ -11,7 +11,7 @@ import numpy as np
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xscheduler.admissible import Limit
-from xscheduler.branch_and_bound import Box, Candidate, NodeResult, Outcome, maximise
+from xscheduler.branch_and_bound import Box, Candidate, Maximisation, NodeResult, Outcome
 from xscheduler.spaces.tensor_plans import TensorPlan
 from xscheduler.watch import Watch
 
@@ -27,6 +27,9 @@ class Examiner(Protocol):
     def examine(self, boxes: Sequence[Box]) -> list[NodeResult]: ...
 
     def split(self, box: Box) -> list[Box]: ...
+
+    def raise_floor(self, floor_qps: float) -> None:
+        """So much is had elsewhere: what is no better is not to be looked into."""
 
 
 class Tight(NamedTuple):
@@ -107,17 +110,32 @@ class Effort:
     watch: Watch | None = None
 
 
+class SpaceSearch:
+    """The search of one policy's space under one bound, which can be gone on with."""
+
+    def __init__(self, space: Space, latency_bound_s: float, gap: float) -> None:
+        self._examiner = space.examiner(latency_bound_s, gap, 0.0)
+        self._copies = space.problem.copies
+        self._search = Maximisation(self._examiner.roots, self._examiner.examine, gap=gap,
+                                    split=self._examiner.split)
+
+    def go_on(self, effort: Effort, floor_qps: float = 0.0) -> Searched:
+        """The best point found until the effort is spent; what is no better than `floor_qps`, had
+        elsewhere, is not looked into."""
+        watch, copies = effort.watch, self._copies
+        self._examiner.raise_floor(floor_qps)
+        outcome = self._search.go_on(
+            max_nodes=effort.max_nodes, floor=floor_qps,
+            ends=None if watch is None else lambda nodes, best, upper: watch.ends(
+                nodes, copies * best, copies * upper))
+        return Searched(outcome, tuple(self._examiner.plan_of_root))
+
+
 def search_space(space: Space, latency_bound_s: float, effort: Effort,
                  floor_qps: float = 0.0) -> Searched:
     """The best point within the bound; what is no better than `floor_qps`, had by another policy,
     is not looked into."""
-    own = space.examiner(latency_bound_s, effort.gap, floor_qps)
-    watch, copies = effort.watch, space.problem.copies
-    outcome = maximise(
-        own.roots, own.examine, gap=effort.gap, max_nodes=effort.max_nodes, split=own.split,
-        floor=floor_qps, ends=None if watch is None else lambda nodes, best, upper: watch.ends(
-            nodes, copies * best, copies * upper))
-    return Searched(outcome, tuple(own.plan_of_root))
+    return SpaceSearch(space, latency_bound_s, effort.gap).go_on(effort, floor_qps)
 
 
 def words_of(space: Space, plan: int, point: tuple[int, ...]) -> str:

@@ -132,6 +132,9 @@ class WaaExaminer:
                 self.roots.append(Box(root=len(self.roots), lower=part.lower, upper=part.upper))
                 self.plan_of_root.append(plan)
 
+    def raise_floor(self, floor_qps: float) -> None:
+        self._best_qps = max(self._best_qps, floor_qps)
+
     def split(self, box: Box) -> list[Box]:
         """Either side into parts of even ratio."""
         return _grid(box, (SIDE_PARTS, SIDE_PARTS))

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.core.lengths import BoolArray, FloatArray
+from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xsimulator.convex_steps import ConvexSteps
 from xsimulator.plans import StagePlan
 from xsimulator.policies.continuous import load as loads
@@ -34,7 +34,7 @@ from xsimulator.policies.continuous.load import one_at_a_time
 
 PRESENT, EVICTIONS, SLACK = 1.03, 1.0, 1.001
 LARGEST = 1.1  # times the budget: vLLM's steps of parts of a batch scatter
-RATES, PASSES = 14, 3  # values of y looked at together, and how often
+RATES, PASSES = 40, 2  # values of y looked at together, and how often
 LEAST_RATE = 2.0**-14  # of the largest y
 _COUNTS = np.unique(np.concatenate([
     np.arange(1.0, 65.0), np.rint(2.0 ** np.arange(6, 17, 1 / 16))]))
@@ -87,8 +87,22 @@ class ContinuousBounds:
             self._iterations - EVICTIONS, self._iterations / 2), self._iterations)
         top = self._most_rate(held, lines.most, iterations)
         at = _Lines(plan, groups, held, lines.most, iterations, is_crowded)
+        # most lines keep the bound at any rate, or at none: neither needs a look at several
+        high, is_able = top.copy(), self._least_latency_s(at, top[:, None])[:, 0] <= latency_bound_s
+        if len(rows := np.flatnonzero(~is_able)):
+            high[rows], is_able[rows] = self._largest_kept(at.take(rows), top[rows],
+                                                           latency_bound_s)
+        rates = high[:, None]
+        qps = (groups * rates / np.maximum(self._interval_s(at, rates), 1e-300))[:, 0]
+        qps = np.where((held > 0) & is_able, qps, 0.0)
+        return Limit(qps, np.minimum(groups * high * (self._iterations + 1), lines.most_active))
+
+    def _largest_kept(self, at: "_Lines", top: FloatArray,
+                      latency_bound_s: float) -> tuple[FloatArray, BoolArray]:
+        """[lines] (a rate up to `top` that no rate which keeps the bound exceeds, whether there is
+        one that does)."""
         shares = LEAST_RATE ** (1 - np.arange(RATES) / (RATES - 1))
-        low, high = np.zeros(len(top)), top
+        low, high, place = np.zeros(len(top)), top, np.arange(len(top))
         for number in range(PASSES):
             rates = low[:, None] + (high - low)[:, None] * (
                 np.linspace(0.0, 1.0, RATES) if number else shares)
@@ -96,12 +110,8 @@ class ContinuousBounds:
             is_kept = self._least_latency_s(at, rates) <= latency_bound_s
             last = RATES - 1 - np.argmax(is_kept[:, ::-1], axis=1)  # the largest that is kept
             last = np.where(is_kept.any(axis=1), last, 0)
-            place = np.arange(len(rates))
             low, high = rates[place, last], rates[place, np.minimum(last + 1, RATES - 1)]
-        rates = high[:, None]
-        qps = (groups * rates / np.maximum(self._interval_s(at, rates), 1e-300))[:, 0]
-        qps = np.where((held > 0) & is_kept.any(axis=1), qps, 0.0)
-        return Limit(qps, np.minimum(groups * high * (self._iterations + 1), lines.most_active))
+        return high, np.asarray(is_kept.any(axis=1))
 
     def _most_rate(self, held: FloatArray, budget: FloatArray,
                    iterations: FloatArray) -> FloatArray:
@@ -212,3 +222,8 @@ class _Lines(NamedTuple):
     budget: FloatArray
     iterations: FloatArray
     is_crowded: BoolArray
+
+    def take(self, rows: IntArray) -> "_Lines":
+        """Some of the lines."""
+        return _Lines(self.plan, self.groups, self.held[rows], self.budget[rows],
+                      self.iterations[rows], self.is_crowded[rows])

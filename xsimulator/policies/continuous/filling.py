@@ -13,7 +13,7 @@ from xsimulator.policies.continuous.in_flight import Intervals
 from xsimulator.policies.continuous.load import Load
 from xsimulator.policies.continuous.paged_walk import Walk, WalkedQueries
 from xsimulator.policies.continuous.query_sizes import SIZES, QuerySizes
-from xsimulator.policies.continuous.walk_table import WalkTable
+from xsimulator.policies.continuous.walk_table import shared_table
 
 DEFAULT_TOKEN_BUDGET = 2048  # of one step; vLLM's default, and never less than the longest input
 LEAST_DECODING = 1e-3  # share of the queries that decode at all, in vLLM's closed form
@@ -179,7 +179,7 @@ class _Paged:
         self.iterations = max(queries.present.iterations, 1e-9)
         # tokens in blocks of a query present, before a step adds one
         self._tokens_held = float(loads.blocks_tokens(queries.present.context - 1))
-        self.walks = WalkTable(WalkedQueries(
+        self.walks = shared_table(WalkedQueries(
             iterations=self.iterations, held=self._tokens_held, is_chunked=is_chunked,
             input_sizes=queries.input_sizes, last_sizes=queries.last_sizes), SIZES)
 

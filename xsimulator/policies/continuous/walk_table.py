@@ -21,6 +21,22 @@ _MOST_OCTAVES = 64
 _TOGETHER = 1024  # points walked at a time
 
 
+_MOST_TABLES = 8  # kept
+_tables: dict[tuple[object, ...], "WalkTable"] = {}
+
+
+def shared_table(queries: WalkedQueries, sizes: int) -> "WalkTable":
+    """The table of a workload, which does not depend on the devices: copies on parts of any size
+    look into the same one. The latest _MOST_TABLES are kept."""
+    key = (queries.iterations, queries.held, queries.is_chunked, sizes,
+           queries.input_sizes.tobytes(), queries.last_sizes.tobytes())
+    table = _tables.pop(key, None) or WalkTable(queries, sizes)
+    while len(_tables) >= _MOST_TABLES:
+        del _tables[next(iter(_tables))]
+    _tables[key] = table  # the latest is the last
+    return table
+
+
 class WalkTable:
     """The table has walks of one workload as a function of (slots, room, budget)."""
 

@@ -1,0 +1,162 @@
+"""How long planning takes: seconds of one core for every problem of hand_problems.py, the cases
+that users began with, and the largest scenario of the paper.
+
+    python benchmarks/planning_time.py [--only 8b ...] [--out benchmarks/results]
+
+A row is the first schedule that a fresh planner is asked for, as `xgpt schedule` asks for it: all
+policies and numbers of copies, margin, explanation, and what there would be without a bound. The
+paper's scenarios have no margin, as in jobs/paper-scenarios.yaml. Seconds are the processor's, of
+one thread; those of replays, which check a latency, are told apart.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy loads: one core is what is asked for
+
+import argparse
+import datetime
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from closed_form_speed import cpu
+from hand_problems import SCENARIOS, HandScenario
+from paper_scenarios import Scenario, scenarios
+
+import xscheduler.evaluator
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.schedule import Schedule
+from xscheduler.copies_shown import configuration
+from xscheduler.planner import PlanOptions, plan
+
+CASES = (("llama-3.1-8b/1x8 H100/D", 30.0), ("llama-3.1-70b/2x8 H100/D", 30.0),
+         ("opt-13b/1x4 A40/S", 11.5))
+LARGEST = "gpt3-341b"
+BOUNDS_S = {"G": (99.9, 143.0, 231.0), "C1": (52.2, 99.3, 192.0), "C2": (136.0, 177.0, 263.0)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A problem to plan, and which of the three tables it belongs to."""
+
+    scenario: HandScenario | Scenario
+    bound_s: float
+    table: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """`found` None: no schedule keeps the bound."""
+
+    asked: Asked
+    seconds: float
+    replay_s: float
+    replays: int
+    found: Schedule | None
+
+
+class ReplayTimer:
+    """Counts the replays that check a latency, and their seconds."""
+
+    def __init__(self) -> None:
+        self.seconds, self.count = 0.0, 0
+        self._replay = xscheduler.evaluator.replay_checked
+        xscheduler.evaluator.replay_checked = self._timed  # type: ignore[assignment]
+
+    def _timed(self, *given: object) -> object:
+        began = time.process_time()
+        found = self._replay(*given)  # type: ignore[arg-type]
+        self.seconds += time.process_time() - began
+        self.count += 1
+        return found
+
+    def start(self) -> None:
+        self.seconds, self.count = 0.0, 0
+
+
+def all_asked() -> Iterator[Asked]:
+    """Every problem once."""
+    for one in SCENARIOS:
+        for bound_s in one.bounds():
+            yield Asked(scenario=one, bound_s=bound_s, table="hand")
+    for paper in scenarios():
+        if paper.model == LARGEST:
+            for bound_s in (*BOUNDS_S[paper.task], math.inf):
+                yield Asked(scenario=paper, bound_s=bound_s, table="paper")
+
+
+def planned(asked: Asked, timer: ReplayTimer) -> Row:
+    problem, timing = asked.scenario.problem(asked.bound_s), asked.scenario.timing()
+    timer.start()
+    began = time.process_time()
+    try:
+        found: Schedule | None = plan(problem, timing, PlanOptions(
+            has_margin=asked.table != "paper"))
+    except InfeasibleError:
+        found = None
+    return Row(asked=asked, seconds=time.process_time() - began, replay_s=timer.seconds,
+               replays=timer.count, found=found)
+
+
+def line_of(row: Row) -> str:
+    bound = "none" if math.isinf(row.asked.bound_s) else f"{row.asked.bound_s:.3g}"
+    if row.found is None:
+        words = "- | no schedule keeps the bound | -"
+    else:
+        proof, copies = row.found.proof, row.found.deployment.replicas
+        what = configuration(row.found.estimate)
+        words = (f"{row.found.figures.throughput_qps:.4g} | "
+                 f"{what if copies == 1 else f'{copies} copies of {what}'} | {proof.gap:.1%}")
+    return (f"| {row.asked.scenario.name} | {bound} | {row.seconds:.2f} | {row.replay_s:.2f} "
+            f"| {row.replays} | {words} |")
+
+
+def summary(label: str, rows: Sequence[Row]) -> str:
+    seconds = np.array([row.seconds for row in rows])
+    return (f"- {label}, {len(rows)} problems: median {np.median(seconds):.2f} s, longest "
+            f"{seconds.max():.2f} s; {int((seconds < 1).sum())} under 1 s, "
+            f"{int((seconds < 2).sum())} under 2 s, {int((seconds > 5).sum())} over 5 s.")
+
+
+def page(rows: Sequence[Row]) -> list[str]:
+    """The summaries and the table."""
+    hand = [row for row in rows if row.asked.table == "hand"]
+    paper = [row for row in rows if row.asked.table == "paper"]
+    cases = [row for row in hand if (row.asked.scenario.name, row.asked.bound_s) in CASES]
+    lines = ["# Planning time", "", *(__doc__ or "").split("\n\n", 2)[2].strip().splitlines(), ""]
+    lines += [summary(label, own) for label, own in (
+        ("Problems of hand_problems.py", hand), ("The paper's largest model (no margin)", paper))
+        if own]
+    lines += [f"- {row.asked.scenario.name}, {row.asked.bound_s:g} s: {row.seconds:.2f} s."
+              for row in cases]
+    return [*lines, "", "| problem | bound s | s | of which replays | replays | queries/s | chosen "
+            "| gap |", f"|{'---|' * 8}", *map(line_of, rows), "",
+            f"One thread of {cpu()}, {datetime.date.today()}, beside other work: seconds of the "
+            "processor, which other work lengthens by some tenths."]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="*", default=[],
+                        help="problems whose model/cluster/task contains one of these")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    timer, rows = ReplayTimer(), []
+    for asked in all_asked():
+        if not arguments.only or any(part in asked.scenario.name for part in arguments.only):
+            rows.append(planned(asked, timer))
+            print(line_of(rows[-1]), flush=True)
+    text = "\n".join(page(rows))
+    print(text)
+    if arguments.out is not None:
+        path = arguments.out / f"planning-time-{datetime.date.today()}.md"
+        path.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

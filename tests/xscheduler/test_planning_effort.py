@@ -1,0 +1,135 @@
+"""How much work a plan costs, counted: boxes, walks and replayed queries, not seconds."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from toy_jobs import roofline_of, toy_problem
+
+from xgpt.core.errors import BeatenError
+from xgpt.core.job import FixedSchedule
+from xscheduler.planner import Planner, PlanOptions
+from xscheduler.search import Scheduler
+from xscheduler.spaces import space as spaces
+from xscheduler.spaces.continuous import ContinuousSpace
+from xscheduler.spaces.tensor_plans import tensor_plans
+from xsimulator.policies import make_policy
+from xsimulator.policies.rra.config import RraConfig
+from xsimulator.replay.predict import (
+    CHECKED_QUERIES,
+    LEAST_CHECKED,
+    WATCHED,
+    checked_queries,
+    with_watched,
+)
+
+BARE = PlanOptions(horizon="steady", has_margin=False)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+
+
+def test_a_search_goes_on_from_the_glance_before_it(monkeypatch):
+    begun: list[str] = []
+    usual = spaces.SpaceSearch.__init__
+
+    def counted(self, space, latency_bound_s, gap):
+        begun.append(space.name)
+        usual(self, space, latency_bound_s, gap)
+
+    monkeypatch.setattr(spaces.SpaceSearch, "__init__", counted)
+    problem = toy_problem(latency_s=math.inf, per_node=2)
+    scheduler = Scheduler(problem, roofline_of(problem))
+    glanced = scheduler.find(math.inf, compares=False, is_glance=True)
+    once = len(begun)
+    found = scheduler.find(math.inf, compares=False)
+    assert len(begun) == once, begun
+    assert found.figures.throughput_qps >= glanced.figures.throughput_qps
+    fresh = Scheduler(problem, roofline_of(problem)).find(math.inf, compares=False)
+    assert found.figures.throughput_qps == pytest.approx(fresh.figures.throughput_qps, rel=0.005)
+    assert found.proof.bound_qps <= glanced.proof.bound_qps * (1 + 1e-9)
+    scheduler.find(math.inf, compares=False, floor_qps=found.figures.throughput_qps / 2)
+    scheduler.find(math.inf, compares=False)
+    assert len(begun) > once, "what was given up for a floor is looked at again without it"
+
+
+def test_what_a_wider_bound_rules_out_is_not_looked_at_under_a_tighter_one(monkeypatch):
+    problem = toy_problem(latency_s=math.inf, per_node=2)
+    scheduler = Scheduler(problem, roofline_of(problem))
+    wide = scheduler.find(math.inf, compares=False)
+    begun: list[str] = []
+    monkeypatch.setattr(spaces.SpaceSearch, "go_on",
+                        lambda self, *given: begun.append("looked at"))
+    most = max(bound for _, bound in wide.proof.policy_bounds)
+    with pytest.raises(BeatenError):
+        scheduler.find(wide.figures.latency_s, compares=False, floor_qps=2 * most)
+    assert not begun
+
+
+def test_copies_on_parts_of_any_size_look_into_one_table_of_walks():
+    problem = toy_problem(per_node=4)
+    timing = roofline_of(problem)
+    forms = [make_policy("sarathi", own, timing) for own in (
+        problem, replace(problem, cluster=problem.cluster.with_nodes(devices_per_node=2)))]
+    tables = [form.filling._paged.walks for form in forms]
+    assert tables[0] is tables[1]
+    longer = replace(problem, lengths=problem.lengths, default_max_tokens=1)
+    vllm = make_policy("vllm", longer, timing)
+    assert vllm.filling._paged.walks is not tables[0], "its inputs are not encoded in parts"
+
+
+def test_lines_that_are_no_better_under_any_bound_are_not_bounded_under_one():
+    problem = toy_problem(per_node=2)
+    timing = roofline_of(problem)
+    space = ContinuousSpace("sarathi", problem, timing, tensor_plans(problem, timing))
+    free, _ = space.limits(math.inf)
+    floor = float(np.median(free))
+    bound_s = 2 * min(one.latency_s for one in space.easiest())
+    exact, _ = space.limits(bound_s)
+    floored, _ = space.limits(bound_s, floor)
+    above = free > floor
+    assert above.any() and not above.all()
+    assert np.array_equal(floored[above], exact[above])
+    assert np.array_equal(floored[~above], free[~above]) and (exact <= free * (1 + 1e-9)).all()
+
+
+def test_a_replay_of_many_steps_a_query_has_fewer_queries():
+    problem = toy_problem(per_node=2, latency_s=100.0)
+    rra = make_policy("rra", problem, roofline_of(problem))
+    full, lone = (rra.estimate(RraConfig(encode_batch=batch, decode_iterations=n, tp_degree=1,
+                                         tp_gpus=0, decode_micro_batches=None))
+                  for batch, n in ((64, 2), (1, problem.lengths.outputs.max)))
+    assert checked_queries(problem, full) >= CHECKED_QUERIES
+    assert LEAST_CHECKED <= checked_queries(problem, lone) < CHECKED_QUERIES
+
+
+def test_the_queries_nearest_below_a_length_become_as_long():
+    outputs = np.random.default_rng(0).integers(1, 500, 3000)
+    changed = with_watched(outputs, 450)
+    assert (changed == 450).sum() >= WATCHED and (changed >= outputs).all()
+    assert np.array_equal(changed[outputs > 450], outputs[outputs > 450])
+    assert changed.mean() <= outputs.mean() * 1.001
+    assert np.array_equal(with_watched(np.array([9, 9]), 5), [9, 9]), "longer ones stay"
+
+
+@pytest.mark.slow
+def test_sarathi_s_best_of_a_far_tensor_plan_is_found():
+    from hand_problems import HandScenario
+
+    one = HandScenario(model="llama-3.1-70b", device="H100", nodes=1, per_node=8, task="D")
+    problem = replace(one.problem(30.0), fixed=FixedSchedule(policies=("sarathi",), replicas=1))
+    assert Planner(problem, one.timing(), BARE).plan().figures.throughput_qps >= 20.9
+
+
+@pytest.mark.slow
+def test_what_another_policy_has_does_not_keep_sarathi_from_climbing():
+    from paper_scenarios import scenarios
+
+    (one,) = [one for one in scenarios() if one.name == "gpt3-341b/a40-48/G"]
+    problem = replace(one.problem(143.0), fixed=FixedSchedule(
+        policies=("sarathi", "rra"), replicas=2))
+    found = Planner(problem, one.timing(), replace(BARE, is_brief=True)).plan()
+    assert found.estimate.policy == "sarathi" and found.figures.throughput_qps >= 1.46
