@@ -40,7 +40,7 @@ torch.set_num_threads(1)  # ranks are threads or processes already; more than co
 
 T = TypeVar("T")
 VOCAB, EOS = 97, 5
-FAMILIES = ("llama", "llama-tied", "llama3-rope", "qwen2", "opt", "gpt2", "gpt2-untied")
+FAMILIES = ("llama", "llama-tied", "llama3-rope", "qwen2", "mistral", "opt", "gpt2", "gpt2-untied")
 T5_FAMILIES = ("t5", "t5-1.1")
 
 
@@ -61,6 +61,8 @@ def make_model(family: str, directory: Path) -> Any:
         GPT2LMHeadModel,
         LlamaConfig,
         LlamaForCausalLM,
+        MistralConfig,
+        MistralForCausalLM,
         OPTConfig,
         OPTForCausalLM,
         Qwen2Config,
@@ -84,6 +86,8 @@ def make_model(family: str, directory: Path) -> Any:
             tie_word_embeddings=family == "gpt2"))
     elif family == "qwen2":
         model = Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=False))
+    elif family == "mistral":
+        model = MistralForCausalLM(MistralConfig(**shape, sliding_window=None, head_dim=10))
     elif family == "llama3-rope":
         scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
                    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,

@@ -77,6 +77,9 @@ def check_model(opened: OpenedJob) -> None:
     """Raises InputError where the model's files are broken, before anything is measured for it."""
     files = opened.files
     assert files is not None, "a run needs the model's files"
+    if why := files.spec.planned_only:
+        raise wrong(opened.job.source, "model", opened.job.model,
+                    f"one that is executed: {why} is planned for and not executed")
     if opened.job.run.weights == "random" or shape_to_make(files.directory) is not None:
         return
     check_weights(files.directory, files.spec)

@@ -77,6 +77,7 @@ class ModelCheck:
         facts += [fact("is", _shape_words(self.spec)), fact("planned", "yes")]
         by = ", ".join(name for name, why in self.engines if not why)
         facts.append(fact("executed", "no: " + self.weights if self.weights else
+                          "no" if not by else
                           f"yes, by {by}" + ("; `xgpt submit` fetches its weights, once"
                                              if self.is_fetched else "")))
         facts += [fact("", f"not by {name}: {why}") for name, why in self.engines if why]

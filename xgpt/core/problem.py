@@ -87,6 +87,9 @@ def resolve(job: Job, *, model: ModelSpec | None = None,
     assert requests or job.workload.requests is None, f"{job.workload.requests} is to be read first"
     shape = model or known_model(job)
     cluster = resolve_cluster(job)
+    if shape.planned_only and (job.cluster == LOCAL_CLUSTER or job.slurm is not None):
+        raise wrong(job.source, "model", job.model, f"one that is executed: {shape.planned_only} "
+                    "is planned for, on clusters of GPUs that are not here, and not executed")
     constraint = until_clock(job.constraint, datetime.now())
     if (job.schedule.replicas or 1) > cluster.num_devices:
         raise wrong(job.source, "schedule.replicas", job.schedule.replicas,

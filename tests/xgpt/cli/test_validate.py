@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,21 @@ def test_the_table_fits_a_terminal_and_says_what_a_row_is_of(tmp_path: Path) -> 
     assert max(map(len, lines)) <= 80
     assert any("TPOT" in line and "H100, vllm" in line for line in lines)
     assert any(line.startswith("as a chooser") for line in lines)
+
+
+def test_the_page_draws_every_point_beside_the_diagonal(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    shown = validated("--measured", exact(tmp_path), tmp_path, "--html", page)
+    assert shown.exit_code == 0 and "as a chooser" in shown.stdout
+    text = page.read_text(encoding="utf-8")
+    found = re.search(r'<script[^>]*application/json[^>]*>(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    figures = json.loads(found.group(1))
+    plots = [figure for name, figure in figures.items() if name.startswith("compared")]
+    dots = [trace for plot in plots for trace in plot["data"] if trace.get("mode") == "markers"]
+    assert sum(len(trace["x"]) for trace in dots) == 2 * 3 * 8  # the file is read twice
+    assert all(trace["x"] == pytest.approx(trace["y"], rel=1e-4) for trace in dots)
+    assert "H100, vllm" in text and "calibration" in figures and "choosers" in figures
 
 
 def test_a_narrow_terminal_has_fewer_columns_and_whole_words(
