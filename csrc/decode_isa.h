@@ -44,25 +44,10 @@ XGPT_INLINE void dots_of(const float *query, int64_t width, const E *key, int64_
     }
 }
 
-#ifdef XGPT_HAS_DOTS
-/* The same of a query that is kept as bfloat16. */
-template <typename E, int G, int N>
-XGPT_INLINE void dots_of(const bfloat16 *query, int64_t width, const E *key, int64_t dim,
-                         vec *dots) {
-    const int64_t whole = N > 0 ? N * 2 * W : dim;
-    for (int g = 0; g < G; ++g) dots[g] = vec{};
-    for (int64_t x = 0; x < whole; x += 2 * W) {
-        const vec pairs = load_pairs(key + x, whole - x);
-        for (int g = 0; g < G; ++g)
-            dots[g] = add_dots(dots[g], load_pairs(query + g * width + x, 2 * W), pairs);
-    }
-}
-#endif
-
 /* dots[g]: lane i is head g's product with key first + i, of COUNT keys. Keys beyond the last are
  * the last one. `ahead`: as many keys, or values, to be asked for. */
-template <typename E, int G, int N, int COUNT, typename Q>
-XGPT_INLINE void dots_of_keys(const Q *query, int64_t width, const E *keys, int64_t first,
+template <typename E, int G, int N, int COUNT>
+XGPT_INLINE void dots_of_keys(const float *query, int64_t width, const E *keys, int64_t first,
                               int64_t last, int64_t dim, const E *ahead, vec *dots) {
     if constexpr (COUNT == 1) {
         ask_for(ahead, (N ? N * 2 * W : dim) * sizeof(E));
@@ -77,9 +62,9 @@ XGPT_INLINE void dots_of_keys(const Q *query, int64_t width, const E *keys, int6
 }
 
 /* scores [G, BLOCK] of `count` keys [count, dim], some more beyond them; `values` are read next. */
-template <typename E, int G, int N, typename Q>
-static void scores_of(const Q *query, int64_t width, const E *keys, const E *values, int64_t dim,
-                      int64_t count, float scale, float *scores) {
+template <typename E, int G, int N>
+static void scores_of(const float *query, int64_t width, const E *keys, const E *values,
+                      int64_t dim, int64_t count, float scale, float *scores) {
     const int64_t whole = rounded(count, W);
     for (int64_t j = 0; j < count; j += W) {
         const E *ahead = j + AHEAD < whole ? keys + (j + AHEAD) * dim
@@ -119,60 +104,17 @@ static void add_values(float *sums, int64_t width, const float *weights, const E
         for (int i = 0; i < 2 * N; ++i) store(sums + g * width + x + i * W, kept[g][i]);
 }
 
-#ifdef XGPT_HAS_DOTS
-/* kept[g] += weights [G, BLOCK] (pairs) x two rows of values, of which `left` elements are there. */
-template <int G, int N, bool BOTH>
-XGPT_INLINE void add_two(vec (&kept)[G][2 * N], const bfloat16 *weights, const bfloat16 *value,
-                         int64_t dim, int64_t left) {
-    for (int i = 0; i < N; ++i) {
-        const int64_t x = i * 2 * W;
-        vec low, high;
-        pair_rows(load_pairs(value + x, left - x),
-                  BOTH ? load_pairs(value + dim + x, left - x) : vec{}, low, high);
-        for (int g = 0; g < G; ++g) {
-            const vec both = each_pair(weights + g * BLOCK);
-            kept[g][2 * i] = add_dots(kept[g][2 * i], both, low);
-            kept[g][2 * i + 1] = add_dots(kept[g][2 * i + 1], both, high);
-        }
-    }
-}
-/* The same with weights of bfloat16, 0 beyond the last; two keys at once. */
-template <typename E, int G, int N>
-static void add_values(float *sums, int64_t width, const bfloat16 *weights, const E *values,
-                       const E *next, int64_t dim, int64_t count, int64_t x) {
-    vec kept[G][2 * N];
-    for (int g = 0; g < G; ++g)
-        for (int i = 0; i < 2 * N; ++i) kept[g][i] = load(sums + g * width + x + i * W);
-    const int64_t here = N * 2 * W, left = x + here <= dim ? here : dim - x;
-    int64_t j = 0;
-    for (; j + 1 < count; j += 2) {
-        const E *value = values + j * dim + x;
-        const E *ahead = j + AHEAD < count ? value + AHEAD * dim
-                                           : next + (j + AHEAD - count) * dim + x;
-        ask_for(ahead, here * sizeof(E));
-        ask_for(ahead + dim, here * sizeof(E));
-        if (left == here)
-            add_two<G, N, true>(kept, weights + j, value, dim, here);
-        else
-            add_two<G, N, true>(kept, weights + j, value, dim, left);
-    }
-    if (j < count) add_two<G, N, false>(kept, weights + j, values + j * dim + x, dim, left);
-    for (int g = 0; g < G; ++g)
-        for (int i = 0; i < 2 * N; ++i) store(sums + g * width + x + i * W, kept[g][i]);
-}
-#endif
-
-/* G heads of one query over `count` keys of one KV head. query [G, width]; most, total [G] and sums
- * [G, width] go on from what they are; `bias` [G, bias_width] or null. */
-template <typename E, int G, typename Q>
-static void attend_heads(const Q *query, int64_t width, const E *keys, const E *values, int64_t dim,
-                         int64_t count, float scale, const float *bias, int64_t bias_width,
-                         float *most, float *total, float *sums, const E *after) {
+/* G heads of one query over `count` keys of one KV head. query [G, width]; most,
+ * total [G] and sums [G, width] go on from what they are; `bias` [G, bias_width] or null. */
+template <typename E, int G>
+static void attend_heads(const float *query, int64_t width, const E *keys, const E *values,
+                         int64_t dim, int64_t count, float scale, const float *bias,
+                         int64_t bias_width, float *most, float *total, float *sums,
+                         const E *after) {
     alignas(64) float scores[G * BLOCK];
-    alignas(64) Q weights[G * BLOCK];
-    const auto score = dim == 4 * W   ? scores_of<E, G, 2, Q>
-                       : dim == 8 * W ? scores_of<E, G, 4, Q>
-                                      : scores_of<E, G, 0, Q>;
+    const auto score = dim == 4 * W   ? scores_of<E, G, 2>
+                       : dim == 8 * W ? scores_of<E, G, 4>
+                                      : scores_of<E, G, 0>;
     for (int64_t from = 0; from < count; from += BLOCK) {
         const int64_t here = count - from < BLOCK ? count - from : BLOCK;
         score(query, width, keys + from * dim, values + from * dim, dim, here, scale,
@@ -181,16 +123,16 @@ static void attend_heads(const Q *query, int64_t width, const E *keys, const E *
             if (bias)
                 for (int64_t j = 0; j < here; ++j)
                     scores[g * BLOCK + j] += bias[g * bias_width + from + j];
-            soften(scores + g * BLOCK, here, weights + g * BLOCK, most[g], total[g],
+            soften(scores + g * BLOCK, here, scores + g * BLOCK, most[g], total[g],
                    sums + g * width, width);
         }
         const E *value = values + from * dim;
         const E *next = from + BLOCK < count ? keys + (from + BLOCK) * dim : after;
         int64_t x = 0;
         for (; x + TILE * 2 * W <= width; x += TILE * 2 * W)
-            add_values<E, G, TILE>(sums, width, weights, value, next, dim, here, x);
+            add_values<E, G, TILE>(sums, width, scores, value, next, dim, here, x);
         for (; x < width; x += 2 * W)
-            add_values<E, G, 1>(sums, width, weights, value, next, dim, here, x);
+            add_values<E, G, 1>(sums, width, scores, value, next, dim, here, x);
     }
 }
 
@@ -200,10 +142,8 @@ struct Part {
     const float *most, *total, *sums;  // [group], [group], [group, width]
 };
 
-/* Q: as what queries and weights are multiplied, float or (beside such keys) bfloat16. */
-template <typename E, typename Q>
+template <typename E>
 static int decode(const Decode &a) {
-    using Order = std::conditional_t<std::is_same_v<Q, float>, E, float>;  // that of the sums
     const int64_t group = a.heads / a.kv_heads, width = rounded(a.dim, 2 * W);
     const int64_t pairs = a.n * a.kv_heads;
     std::vector<int64_t> start(pairs + 1, 0);  // where a pair's keys begin in the long row of all
@@ -211,16 +151,14 @@ static int decode(const Decode &a) {
         start[pair + 1] = start[pair] + a.lengths[pair / a.kv_heads];
     const int64_t all_keys = start[pairs];
     const int threads = static_cast<int>(std::min<int64_t>(a.threads, all_keys / 256 + 1));
-    const int64_t kept = group * (width + 2), room = 2 * kept;
+    const int64_t kept = group * (width + 2), room = group * width + 2 * kept;
     std::vector<float> scratch(threads * room);
-    std::vector<Q> queries(threads * group * width);
     std::vector<Part> parts(threads * 2, Part{-1, nullptr, nullptr, nullptr});
 
     share(threads, [&](int thread) {
         const int64_t first = begin(all_keys, threads, thread);
         const int64_t last = begin(all_keys, threads, thread + 1);
-        Q *query = queries.data() + thread * group * width;
-        float *sums = scratch.data() + thread * room;
+        float *query = scratch.data() + thread * room, *sums = query + group * width;
         int cut = 0;
         int64_t pair = std::upper_bound(start.begin(), start.end(), first) - start.begin() - 1;
         for (; pair < pairs && start[pair] < last; ++pair) {
@@ -254,16 +192,16 @@ static int decode(const Decode &a) {
                     const float *bias = a.bias ? a.bias + (head * group + g) * a.bias_width +
                                                      a.bias_center - (a.lengths[i] - 1) + at
                                                : nullptr;
-                    const auto attend = heads == 1   ? attend_heads<E, 1, Q>
-                                        : heads == 2 ? attend_heads<E, 2, Q>
-                                        : heads == 3 ? attend_heads<E, 3, Q>
-                                                     : attend_heads<E, 4, Q>;
+                    const auto attend = heads == 1   ? attend_heads<E, 1>
+                                        : heads == 2 ? attend_heads<E, 2>
+                                        : heads == 3 ? attend_heads<E, 3>
+                                                     : attend_heads<E, 4>;
                     attend(query + g * width, width, keys, values, a.dim, count, a.scale, bias,
                            a.bias_width, most + g, total + g, sums + g * width, after);
                 }
             });
             if (to - from == a.lengths[i]) {
-                write_out<Order>(a.dtype, a.out, (i * a.heads + head * group) * a.dim, sums, total,
+                write_out<E>(a.dtype, a.out, (i * a.heads + head * group) * a.dim, sums, total,
                              group, width, a.dim);
             } else {  // kept until all parts are there; a thread has two of them at most
                 parts[thread * 2 + cut++] = Part{pair, most, total, sums};
@@ -296,18 +234,17 @@ static int decode(const Decode &a) {
             }
         }
         const int64_t i = pair / a.kv_heads, head = pair % a.kv_heads;
-        write_out<Order>(a.dtype, a.out, (i * a.heads + head * group) * a.dim, sums, total, group,
+        write_out<E>(a.dtype, a.out, (i * a.heads + head * group) * a.dim, sums, total, group,
                      width, a.dim);
     }
     return XGPT_OK;
 }
 
 static int decode_any(const Decode &a) {
-#ifdef XGPT_HAS_DOTS
-    const bool is_narrow = a.dtype == XGPT_BFLOAT16 && a.kv_dtype == XGPT_BFLOAT16;
-    return is_narrow ? decode<bfloat16, bfloat16>(a) : XGPT_WIDE::decode_any(a);
+#ifdef XGPT_HAS_DOTS  // no quicker by pairs (0.91 to 0.97): it waits for memory, not for products
+    return XGPT_WIDE::decode_any(a);
 #else
-    return a.kv_dtype == XGPT_FLOAT32 ? decode<float, float>(a) : decode<bfloat16, float>(a);
+    return a.kv_dtype == XGPT_FLOAT32 ? decode<float>(a) : decode<bfloat16>(a);
 #endif
 }
 
