@@ -58,6 +58,8 @@ class RunPlan:
     requests_digest: str = ""
     cuda_graphs: bool = False  # decode steps are captured where they can be
     model_files: Mapping[str, str] = field(default_factory=dict)  # xrunner.checkpoint.identity
+    engine_version: str = ""  # of another engine, where its own numbers decide the answers
+    engine_args: Mapping[str, Any] = field(default_factory=dict)  # its own arguments, by name
 
     @property
     def fingerprint(self) -> str:

@@ -9,11 +9,11 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -38,6 +38,7 @@ from xprofiler.profile import TRANSFER, Profile, ProfileMetadata
 from xprofiler.profile_file import load_profile
 from xprofiler.verdict import judge
 from xrunner.checkpoint.source import cache_dir
+from xrunner.engines.engine import Engine, engine_of, program_of
 from xrunner.ops.build import why_not_native
 
 DEFAULT_BUDGET_S = 45.0
@@ -64,13 +65,18 @@ class WantedProfile:
     links: tuple[str, str]  # inside a node, between nodes
     launcher: Launcher  # of the ranks that measure
     output: Path  # of the job: a run of it that is asked to stop stops measuring, too
+    engine: Engine  # whose times
+    program: Callable[[Path], tuple[str, ...]]  # starts its profiler on a request; (): as ours is
+    engine_settings: Mapping[str, object]  # what that is told besides
 
 
-def wanted_profile(job: Job, problem: Problem,
-                   degrees: Sequence[int] | None = None) -> WantedProfile:
+def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = None,
+                   folder: Path | None = None) -> WantedProfile:
     """The profile this job is planned with on this machine. `degrees`: tensor-parallel degrees,
-    also more than there are devices (a shard needs but one); None: what the job can use."""
+    also more than there are devices (a shard needs but one); None: what the job can use. `folder`:
+    the model's, which other engines than ours measure with."""
     cluster, fixed = problem.cluster, problem.fixed.tp_degree
+    engine = engine_of(job)
     if degrees is None:
         # ranks outside the groups are stages of degree 1
         has_single = problem.fixed.tp_gpus != cluster.num_devices
@@ -87,7 +93,11 @@ def wanted_profile(job: Job, problem: Problem,
                          needs=needs, own=_own_sizes(problem, needs), degrees=possible,
                          refused=refused,
                          links=(cluster.intra_link.name, cluster.inter_link.name),
-                         launcher=launcher_of(job, problem), output=job.output)
+                         launcher=launcher_of(job, problem), output=job.output, engine=engine,
+                         program=partial(program_of, job, engine.profiler),
+                         engine_settings={
+                             "model_dir": str(folder), "arguments": job.run.engine_args,
+                             "device_kind": cluster.device.kind})
 
 
 def local_profile(wanted: WantedProfile, tell: Teller, *, budget_s: float | None = None,
@@ -265,6 +275,7 @@ def why_no_operators() -> str:
 def profile_metadata(job: Job, problem: Problem) -> ProfileMetadata:
     """What a profile must be of to speak of this job's run on this machine."""
     device, threads = problem.cluster.device, threads_per_rank(job, problem)
+    identity = engine_of(job).identity  # of another engine
     # threads of a host's ranks for each of its cores, at least 1; GPUs are shared otherwise
     sharing = 1.0 if device.kind != "cpu" else max(
         problem.cluster.devices_per_node * threads / usable_cores(), 1.0)
@@ -272,10 +283,10 @@ def profile_metadata(job: Job, problem: Problem) -> ProfileMetadata:
         model=problem.model.name, model_shape=model_shape(problem.model), device=device.name,
         dtype=problem.dtype, weight_dtype=problem.weight_dtype, ranks=problem.cluster.num_devices,
         nodes=problem.cluster.num_nodes, threads_per_rank=threads, sharing=sharing,
-        kernels=kernels_fingerprint(),
+        kernels=kernels_fingerprint() if identity is None else identity(job),
         libraries=_libraries(device),
         sampling="drawn" if job.run.temperature > 0 else "greedy",
-        is_padded=device.kind != "cpu" or bool(why_no_operators()),
+        is_padded=identity is None and (device.kind != "cpu" or bool(why_no_operators())),
         clock=core_clock(), date=date.today().isoformat(), commit=_commit())
 
 
@@ -328,7 +339,8 @@ def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: T
             "refused": wanted.refused, "needs": asdict(wanted.needs), "own": asdict(wanted.own),
             "is_quick": session.is_quick, "skeleton_s": session.skeleton_s,
             "budget_s": session.budget_s, "near": near, "far": far, "target": str(target),
-            "progress": str(progress), "stop": str(stop)}), encoding="utf-8")
+            "progress": str(progress), "stop": str(stop), "engine": dict(wanted.engine_settings)}),
+            encoding="utf-8")
 
         def watch() -> None:
             tell_share(tell, "profiling", progress)
@@ -336,7 +348,8 @@ def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: T
                 stop.touch()
 
         try:
-            ranks = RankProgram(module="xprofiler.measure.worker", argument=request, count=of.ranks)
+            ranks = RankProgram(module=wanted.engine.profiler, argument=request, count=of.ranks,
+                                command=wanted.program(request))
             wanted.launcher.run(ranks, watch=watch, ask_to_stop=stop.touch)
         finally:
             tell.end_progress()

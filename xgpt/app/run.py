@@ -36,7 +36,7 @@ from xgpt.report.words import counted
 from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
-from xrunner.engines.engine import engine_of
+from xrunner.engines.engine import engine_of, program_of
 from xrunner.io.beat import BEATS
 from xrunner.io.intake import hand_on
 from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
@@ -169,8 +169,10 @@ def _start(opened: OpenedJob, schedule: Schedule, run_file: Path, lock: int,
             tell.end_progress()  # what it has to say gets lines of its own
             tell.say(paragraph(rescheduler.decisions[-1].sentence))
 
+    engine = engine_of(opened.job)
     program = RankProgram(
-        module=engine_of(opened.job).worker, argument=run_file, inherited=(lock,),
+        module=engine.worker, argument=run_file, inherited=(lock,),
+        command=program_of(opened.job, engine.worker, run_file),
         standby=opened.standby, holds=weights_key(load_plan(run_file), schedule),
         count=schedule.deployment.num_devices, per_node=ranks_per_node(
             schedule.deployment, opened.problem.cluster.devices_per_node))

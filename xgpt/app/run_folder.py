@@ -19,6 +19,7 @@ from xgpt.core.spool import SpoolWriter, num_queries
 from xgpt.launch.launcher import threads_per_rank
 from xrunner.checkpoint.identity import changed_files, model_files
 from xrunner.checkpoint.source import write_random_model
+from xrunner.engines.engine import engine_of
 from xrunner.io.beat import BEATS
 from xrunner.io.intake import make
 from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
@@ -59,7 +60,9 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule, digest: str) -> RunPla
         query_kv_tokens=query_tokens, most_input_tokens=most_input, engine=job.run.engine,
         shuffle_window=window_of(job.adjustment.shuffle, schedule.estimate.figures.encode_batch),
         mean_output_tokens=opened.problem.lengths.outputs.mean,
-        device_kind=opened.problem.cluster.device.kind, cuda_graphs=job.run.cuda_graphs)
+        device_kind=opened.problem.cluster.device.kind, cuda_graphs=job.run.cuda_graphs,
+        engine_version=identity(job) if (identity := engine_of(job).identity) else "",
+        engine_args=dict(job.run.engine_args))
 
 
 def _longest(opened: OpenedJob) -> tuple[int, int] | None:

@@ -18,6 +18,7 @@ from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xprofiler.verdict import judge
+from xrunner.engines.engine import engine_of
 
 
 def timing_of(opened: OpenedJob) -> TimingSource:
@@ -31,8 +32,12 @@ def timing_of(opened: OpenedJob) -> TimingSource:
     if opened.is_local:
         kind = problem.cluster.device.kind
         why = why_no_torch(kind)
+        folder = None if opened.files is None else opened.files.directory
+        if folder is None and engine_of(job).identity is not None:
+            why = f"the files of {job.model} are not here, with which {job.run.engine} is timed"
         if why is None:
-            return ProfileTiming(quick_profile(wanted_profile(job, problem), opened.tell))
+            return ProfileTiming(quick_profile(
+                wanted_profile(job, problem, folder=folder), opened.tell))
         of = "a generic CPU" if kind == "cpu" else problem.cluster.device.name
         opened.tell.say(
             f"note: {why}, so nothing can be measured here; times come from the roofline of {of} "
@@ -46,7 +51,8 @@ def refined_timing(opened: OpenedJob, timing: TimingSource, job_s: float, *,
     measuring more for (`layouts`: on so many); None where it is not."""
     if not (isinstance(timing, ProfileTiming) and opened.is_local and opened.job.profile is None):
         return None
-    wanted = wanted_profile(opened.job, opened.problem)
+    folder = None if opened.files is None else opened.files.directory
+    wanted = wanted_profile(opened.job, opened.problem, folder=folder)
     most_s = refining_s(timing.profile, wanted, job_s, layouts=layouts)
     return ProfileTiming(refined_profile(wanted, opened.tell, most_s)) if most_s else None
 

@@ -94,8 +94,9 @@ def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path
         check_writable(out, "--out")
     # of the layouts that a job leaves open, the one of fewest ranks
     opened = next(iter(on_open_layouts(opened).values()))
-    measured = local_profile(wanted_profile(opened.job, opened.problem, degrees), opened.tell,
-                             budget_s=budget, again=again)
+    folder = None if opened.files is None else opened.files.directory
+    measured = local_profile(wanted_profile(opened.job, opened.problem, degrees, folder),
+                             opened.tell, budget_s=budget, again=again)
     if out is not None:
         save_profile(measured, out)
         say(f"profile: written to {out}")

@@ -7,7 +7,10 @@ from xgpt.core.plugins import rows_of_others
 
 OWN_ENGINE = "xgpt"
 _GROUP = "xgpt.engines"
-_ROWS = {OWN_ENGINE: "xrunner.engines.engine:OWN", "deepspeed": "xrunner.engines.deepspeed:ENGINE"}
+_ROWS = {OWN_ENGINE: "xrunner.engines.engine:OWN", "deepspeed": "xrunner.engines.deepspeed:ENGINE",
+         "vllm": "xrunner.engines.vllm.row:ENGINE"}
+# Engines of one process, whatever that starts itself: all cores of a machine are one rank's.
+ONE_PROCESS = ("vllm",)
 
 
 def engine_names() -> tuple[str, ...]:

@@ -5,7 +5,8 @@ xgpt.core.job_file reads one; xgpt.core.problem resolves it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,6 +102,8 @@ class RunSpec:
     reschedule: float | None = RESCHEDULE
     engine: str = OWN_ENGINE  # one of xgpt.core.engines.engine_names()
     cuda_graphs: bool = False  # on GPUs: decode steps captured, where they can be
+    engine_python: str | None = None  # the interpreter of another engine; None: this one
+    engine_args: Mapping[str, Any] = field(default_factory=dict)  # its own arguments, by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-from xgpt.core.engines import OWN_ENGINE
+from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE
 from xgpt.core.job import Job
 from xgpt.core.local import MAX_DEFAULT_WORKERS, gpus_here, usable_cores
 from xgpt.core.run_section import LOCAL_CLUSTER
@@ -35,10 +35,12 @@ def open_layouts(job: Job) -> tuple[Layout, ...]:
     """The layouts that a job leaves open: none where it names its ranks, is not for this machine's
     cores alone, or is another engine's. Threads that it names leave one."""
     run = job.run
-    if (job.cluster != LOCAL_CLUSTER or run.ranks is not None or run.hosts
-            or run.engine != OWN_ENGINE or gpus_here()):
+    if job.cluster != LOCAL_CLUSTER or run.ranks is not None or run.hosts or (
+            run.engine != OWN_ENGINE and run.engine not in ONE_PROCESS) or gpus_here():
         return ()
     cores = usable_cores()
+    if run.engine in ONE_PROCESS:
+        return (Layout(1, run.threads_per_rank or cores),)
     if run.threads_per_rank is not None:
         ranks = min(max(cores // run.threads_per_rank, 1), MAX_DEFAULT_WORKERS)
         return (Layout(ranks, run.threads_per_rank),)

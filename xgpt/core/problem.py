@@ -15,7 +15,7 @@ import numpy as np
 from xgpt.core import catalog, local
 from xgpt.core.cluster import Cluster, Device
 from xgpt.core.constraint import Constraint
-from xgpt.core.engines import OWN_ENGINE
+from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE
 from xgpt.core.errors import wrong
 from xgpt.core.inline_cluster import build_cluster
 from xgpt.core.job import Adjustment, FixedSchedule, Job
@@ -150,7 +150,8 @@ def _resolved_cluster(job: Job) -> Cluster:
     if isinstance(job.cluster, dict):
         cluster = build_cluster(job.cluster)
     elif job.cluster == LOCAL_CLUSTER:
-        return limited(local.detect(job.run.ranks, len(job.run.hosts) or 1), job.constraint)
+        ranks = 1 if job.run.engine in ONE_PROCESS and job.run.ranks is None else job.run.ranks
+        return limited(local.detect(ranks, len(job.run.hosts) or 1), job.constraint)
     else:
         cluster = catalog.cluster(job.cluster)
     if job.run.ranks is not None:

@@ -19,7 +19,7 @@ class RankProgram:
     """`count` ranks of `python -m MODULE ARGUMENT`. They keep the descriptors `inherited` open (the
     output folder's lock). `per_node`: ranks on a node, where they are fewer than the launcher's
     own. `standby`: who may serve as these ranks. `holds`: what they will have in memory, by what
-    may differ, in words."""
+    may differ, in words. `command`: what starts the only rank, in an interpreter of its own."""
 
     module: str
     argument: Path
@@ -28,6 +28,7 @@ class RankProgram:
     inherited: tuple[int, ...] = ()
     standby: Ahead | None = None
     holds: Mapping[str, str] = field(default_factory=dict)
+    command: tuple[str, ...] = ()
 
 
 class Ahead(Protocol):

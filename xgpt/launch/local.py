@@ -16,6 +16,9 @@ class LocalLauncher:
     is_here = True
 
     def command(self, ranks: RankProgram) -> list[str]:
+        if ranks.command:
+            assert ranks.count == 1, f"{ranks = }"
+            return [*ranks.command]
         if ranks.count == 1:
             return [sys.executable, "-m", ranks.module, str(ranks.argument)]
         return mpi_command(ranks)

@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,8 @@ class MeasureRequest:
     target: str
     progress: str
     stop: str
+    # of another engine: its folder of the model, its own arguments, on which kind of device
+    engine: dict[str, Any] = field(default_factory=dict)
 
 
 def main(arguments: list[str]) -> int:
@@ -78,15 +80,15 @@ def main(arguments: list[str]) -> int:
     ranks = connect(int(request.metadata["ranks"]), float(request.metadata["sharing"]))
     torch.set_num_threads(int(request.metadata["threads_per_rank"]))
     with torch.inference_mode():
-        _Measuring(request, ranks).run()
+        Measuring(request, ranks).run()
     return 0
 
 
-class _Measuring:
+class Measuring:
     """The ranks' common course through the points."""
 
     def __init__(self, request: MeasureRequest, ranks: Ranks) -> None:
-        self._request, self._ranks = request, ranks
+        self.request, self._ranks = request, ranks
         metadata, spec = ProfileMetadata(**request.metadata), model_from_json(request.model)
         target = Path(request.target)
         known = load_profile(target) if target.is_file() else Profile(
@@ -98,40 +100,45 @@ class _Measuring:
         self._device = own_device(metadata.device, ranks)
         self._known, self._recorder = known, Recorder(known)
         self._sampling = DRAWN if metadata.sampling == "drawn" else GREEDY
-        self._begin_s = self._saved_s = time.monotonic()
+        self.begin_s = self._saved_s = time.monotonic()
         self._host_s: list[float] = []
         self._effort = _quick_effort if request.is_quick else _effort
         self._left = 0.0  # work of the skeleton still to do (_effort)
 
     def run(self) -> None:
-        is_quick = self._request.is_quick
+        is_quick = self.request.is_quick
         if self._known.peaks is None and not is_quick:
             self._measure_peaks()
         self._host_s = self._ranks.together(head_overhead)
         self._measure_network()
-        needs = Needs(**self._request.needs)
-        points = (quick_points(self._spec, needs, Needs(**self._request.own)) if is_quick
+        needs = Needs(**self.request.needs)
+        points = (quick_points(self._spec, needs, Needs(**self.request.own)) if is_quick
                   else skeleton(self._spec, needs))
-        degrees, ranks = self._request.degrees, self._known.metadata.ranks
+        degrees = self.request.degrees
         again = {d: {one.point for one in noisy(self._known, d, points)} for d in degrees}
         todo = [(d, p) for d in degrees for p in points
                 if not self._recorder.has(p, d) or p in again[d]]
         self._total = self._left = sum(map(self._effort, (p for _, p in todo)))
         self._worked_s = 0.0  # at points of the skeleton
         for index, degree in enumerate(degrees):
-            bench = (EncoderDecoderBench if self._spec.is_encoder_decoder else LayerBench)(
-                self._bench_spec(degree), self._dtype, num_stages=ranks, tp_degree=degree,
-                device=self._device, sampling=self._sampling, weight_dtype=self._weight_dtype)
+            bench = self.bench_of(degree)
             mine = [p for d, p in todo if d == degree]
             share = (index + 1) / len(degrees)  # of the budget, when this degree is through
             if not self._measure_degree(bench, degree, mine, share):
                 break
         self._save(force=True)
 
+    def bench_of(self, degree: int) -> Bench:
+        """What executes this degree's points."""
+        make = EncoderDecoderBench if self._spec.is_encoder_decoder else LayerBench
+        return make(self._bench_spec(degree), self._dtype, tp_degree=degree,
+                    num_stages=self._known.metadata.ranks, device=self._device,
+                    sampling=self._sampling, weight_dtype=self._weight_dtype)
+
     def _bench_spec(self, degree: int) -> ModelSpec:
         """The model; of a quick profile with no more layers in a stage than it takes."""
         spec, ranks = self._spec, self._known.metadata.ranks
-        if not self._request.is_quick:
+        if not self.request.is_quick:
             return spec
         layer_bytes = spec.decoder_layer_params * self._dtype.itemsize // degree
         most = ranks * max(_QUICK_WEIGHT_BYTES // layer_bytes, 1)
@@ -144,7 +151,7 @@ class _Measuring:
         for point in points:
             if self._is_stopped():
                 return False
-            if not self._ranks.agree(self._spent_s() < self._request.skeleton_s * share):
+            if not self._ranks.agree(self._spent_s() < self.request.skeleton_s * share):
                 return True
             begin_s = time.monotonic()
             self._measure(bench, degree, point)
@@ -175,17 +182,17 @@ class _Measuring:
             return
         lengths = _lengths(point, self._spec.max_positions, self._known.metadata.is_padded)
         rows = len(lengths) if point.kind in (Kind.DECODE, Kind.CROSS) else sum(lengths)
-        most_layers = self._most_layers(bench, point)
+        most_layers = self.most_layers(bench, point)
         steps = self._ranks.steady(_step(bench, point.kind, lengths, most_layers),
-                                   is_brief=self._request.is_quick)
+                                   is_brief=self.request.is_quick)
         self._recorder.add_step(point, degree, rows, len(lengths), steps,
                                 min(bench.num_layers, most_layers or bench.num_layers))
 
-    def _most_layers(self, bench: Bench, point: Point) -> int | None:
+    def most_layers(self, bench: Bench, point: Point) -> int | None:
         """Layers that a step goes through; None: all of the bench."""
         if point.kind is Kind.ENCODE:
             return _ATTENTION_LAYERS
-        if not self._request.is_quick or isinstance(bench, EncoderDecoderBench):
+        if not self.request.is_quick or isinstance(bench, EncoderDecoderBench):
             return None
         if point.kind is Kind.REST:
             return _rows_layers(point.x)
@@ -200,7 +207,7 @@ class _Measuring:
         self._recorder = Recorder(replace(self._known, peaks=best))
 
     def _measure_network(self) -> None:
-        request, ranks = self._request, self._ranks
+        request, ranks = self.request, self._ranks
         if ranks.size == 1:
             return
         nodes = self._known.metadata.nodes
@@ -215,11 +222,11 @@ class _Measuring:
             degrees=degrees, near=request.near, far=request.far))
 
     def _spent_s(self) -> float:
-        return self._known.spent_s + time.monotonic() - self._begin_s
+        return self._known.spent_s + time.monotonic() - self.begin_s
 
     def _has_time(self, share: float) -> bool:
         # what earlier sessions spent counts, so the same command with the same budget is done
-        return self._spent_s() < self._request.budget_s * share
+        return self._spent_s() < self.request.budget_s * share
 
     def _save(self, *, force: bool = False) -> None:
         now = time.monotonic()
@@ -227,21 +234,21 @@ class _Measuring:
             return
         self._saved_s = now
         save_profile(self._recorder.profile(spent_s=self._spent_s(), host_s=self._host_s),
-                     Path(self._request.target))
+                     Path(self.request.target))
         share, left_s = self._outlook()
-        Path(self._request.progress).write_text(f"{share:.3f} {left_s:.1f}\n", encoding="utf-8")
+        Path(self.request.progress).write_text(f"{share:.3f} {left_s:.1f}\n", encoding="utf-8")
 
     def _outlook(self) -> tuple[float, float]:
         """(share done, seconds left) of the skeleton and what the budget leaves after it."""
         done, spent_s = 1 - self._left / self._total if self._total else 1.0, self._spent_s()
         skeleton_s = min(self._worked_s * (1 / done - 1) if done > 0 else 0.0,
-                         self._request.skeleton_s - spent_s)
-        left_s = max(skeleton_s, self._request.budget_s - spent_s, 0.0)
-        elapsed_s = time.monotonic() - self._begin_s
+                         self.request.skeleton_s - spent_s)
+        left_s = max(skeleton_s, self.request.budget_s - spent_s, 0.0)
+        elapsed_s = time.monotonic() - self.begin_s
         return elapsed_s / max(elapsed_s + left_s, 1e-9), left_s
 
     def _is_stopped(self) -> bool:
-        return self._ranks.agree(Path(self._request.stop).exists())
+        return self._ranks.agree(Path(self.request.stop).exists())
 
 
 def messages_between(request: MeasureRequest, ranks: int, nodes: int) -> list[TableKey]:

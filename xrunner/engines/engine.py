@@ -3,6 +3,7 @@ runner's own (xrunner.worker) executes every policy and every layout."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import cast
 
 from xgpt.core.engines import OWN_ENGINE, engine_place
@@ -25,21 +26,34 @@ class Engine:
     restricted: a job's problem as this engine executes it, its policy and layout among those that
     the engine knows, for planning or for the schedule given; raises InputError with every mistake.
     refusals: what is wrong by the job file alone, before anything is fetched.
-    check_installed: raises XgptError where something is missing."""
+    check_installed: raises XgptError where something is missing.
+    command: what starts its only process, of (job, module, argument), in an interpreter of its own;
+    None: its ranks are started as ours are.
+    profiler: measures its times, as `python -m PROFILER REQUEST.json`. identity: what these depend
+    on besides the model and the machine; None: our own code."""
 
     name: str
     worker: str
     restricted: Restriction
     refusals: Callable[[Job], Iterable[Mistake]] = lambda job: ()
     check_installed: Callable[[Job], None] = lambda job: None
-    is_predicted: bool = False  # by the times that xgpt measures: those of its own kernels
+    is_predicted: bool = False  # by times that are measured of it
     is_changeable: bool = False  # takes up another schedule while it runs
     note: str = ""  # of every schedule, where it is not predicted
+    command: Callable[[Job, str, str], list[str]] | None = None
+    profiler: str = "xprofiler.measure.worker"
+    identity: Callable[[Job], str] | None = None
 
 
 def engine_of(job: Job) -> Engine:
     """The engine that the job names."""
     return cast(Engine, load_row(engine_place(job.run.engine)))
+
+
+def program_of(job: Job, module: str, argument: Path) -> tuple[str, ...]:
+    """What starts a module as the only process of the job's engine; () where ours are started."""
+    command = engine_of(job).command
+    return () if command is None else tuple(command(job, module, str(argument)))
 
 
 def mistake(job: Job, key: str, value: object, allowed: str) -> Mistake:

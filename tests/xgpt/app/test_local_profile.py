@@ -48,14 +48,14 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counter[Point]:
     """How often each point was measured. None is noisy, however busy the machine is."""
     monkeypatch.setattr("xprofiler.noise.NOISE_LIMIT", math.inf)
     counts: Counter[Point] = Counter()
-    measure = worker._Measuring._measure
+    measure = worker.Measuring._measure
 
-    def counting(session: worker._Measuring, bench: worker.Bench, degree: int,
+    def counting(session: worker.Measuring, bench: worker.Bench, degree: int,
                  point: Point) -> None:
         counts[point] += 1
         measure(session, bench, degree, point)
 
-    monkeypatch.setattr(worker._Measuring, "_measure", counting)
+    monkeypatch.setattr(worker.Measuring, "_measure", counting)
     for name, value in (("_MAX_STEPS", 5), ("_ATTEMPTS", 1), ("_PAUSE_S", 0.0)):
         monkeypatch.setattr(ranks, name, value)
     monkeypatch.setattr(clock, "_SIDE", 64)
@@ -137,16 +137,16 @@ def test_the_time_left_is_true_when_points_take_as_long_as_they_should(
     now, told = [100.0], []
     effort = worker._quick_effort
 
-    def measure(session: worker._Measuring, _bench: worker.Bench, _degree: int,
+    def measure(session: worker.Measuring, _bench: worker.Bench, _degree: int,
                 point: Point) -> None:
         now[0] += 0.07 * effort(point)
 
-    def save(session: worker._Measuring, *, force: bool = False) -> None:
+    def save(session: worker.Measuring, *, force: bool = False) -> None:
         told.append((now[0], session._outlook()[1]))
 
     monkeypatch.setattr(worker.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(worker._Measuring, "_measure", measure)
-    monkeypatch.setattr(worker._Measuring, "_save", save)
+    monkeypatch.setattr(worker.Measuring, "_measure", measure)
+    monkeypatch.setattr(worker.Measuring, "_save", save)
     monkeypatch.setattr(app, "load_profile", lambda _: Profile(metadata=wanted.metadata, tables={}))
     monkeypatch.setattr(app.os, "replace", lambda *_: None)
     quick_profile(wanted, LogTeller())

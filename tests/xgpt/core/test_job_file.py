@@ -91,7 +91,7 @@ def test_times_are_those_of_the_engine_that_runs_unless_the_job_plans_for_anothe
 def test_the_engine_is_xgpts_own_unless_the_job_names_another(folder: Path) -> None:
     assert _load(folder, MINIMAL).run.engine == "xgpt"
     assert _load(folder, MINIMAL, "run.engine=deepspeed").run.engine == "deepspeed"
-    (mistake,) = _mistakes(folder, MINIMAL, "run.engine=vllm")
+    (mistake,) = _mistakes(folder, MINIMAL, "run.engine=vlm")
     assert "xgpt, deepspeed" in mistake
 
 
@@ -203,7 +203,7 @@ def test_the_three_required_keys_are_all_missed(folder: Path) -> None:
     ("constraint.kind=mean", "constraint.kind"), ("constraint.latency_s=0", "constraint.latency_s"),
     ("constraint.latency_s=.nan", "constraint.latency_s"),
     ("constraint.latency_s=true", "constraint.latency_s"), ("constraint=5", "constraint"),
-    ("run.engine=vllm", "run.engine"), ("run.engine=true", "run.engine"),
+    ("run.engine=sglang", "run.engine"), ("run.engine=true", "run.engine"),
     ("run.dtype=half", "run.dtype"), ("run.ranks=0", "run.ranks"), ("run.ranks=2.0", "run.ranks"),
     ("run.seed=-1", "run.seed"), ("run.temperature=-0.1", "run.temperature"),
     ("run.temperature=.inf", "run.temperature"), ("run.top_p=0", "run.top_p"),

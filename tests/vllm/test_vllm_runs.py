@@ -1,0 +1,106 @@
+"""vLLM executes our schedules: greedy float32 tokens are `generate`'s, steps are the replay's, and
+a killed engine loses nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the reference needs the extra `run`")
+import toys  # noqa: E402
+from job_folder import XGPT, as_requests, read_lines, write_job  # noqa: E402
+
+from xgpt.core.schedule_file import load_schedule  # noqa: E402
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+QUERIES = toys.random_queries(30)
+
+
+def written(folder: Path, model: Path, python: str, schedule: str, **more: Any) -> Path:
+    requests: list[dict[str, Any]] = as_requests(QUERIES)
+    requests.insert(3, {"id": "bad", "tokens": []})
+    job = write_job(folder, model, requests, schedule=schedule, ranks=1)
+    text = job.read_text().replace("run: {", f"run: {{engine: vllm, engine_python: {python}, ")
+    job.write_text(text)
+    return job
+
+
+def command(job: Path, *overrides: str) -> list[str]:
+    return [*XGPT, "submit", str(job), "--json",
+            *(part for override in overrides for part in ("--set", override))]
+
+
+def submit(job: Path, environment: dict[str, str], *overrides: str) -> dict[str, Any]:
+    done = subprocess.run(command(job, *overrides), capture_output=True, text=True,
+                          env=environment, timeout=800, check=False)
+    assert done.returncode == 0, done.stderr
+    metrics: dict[str, Any] = json.loads(done.stdout)
+    return metrics
+
+
+def answers(out: Path) -> dict[str, list[int]]:
+    return {line["id"]: line["output_ids"] for line in read_lines(out / "results.jsonl")}
+
+
+@pytest.mark.parametrize("schedule", [
+    "policy: rra, encode_batch: 5, decode_iterations: 4, decode_micro_batches: 2, encode_chunk: 0",
+    "policy: sarathi, max_active: 7, token_budget: 16",
+    "policy: orca, max_active: 6"])
+def test_a_schedule_is_executed_exactly(tmp_path: Path, toy: tuple[Path, Any], vllm_python: str,
+                                        cache: dict[str, str], schedule: str) -> None:
+    folder, model = toy
+    metrics = submit(written(tmp_path, folder, vllm_python, schedule), cache)
+    assert metrics["status"] == "done" and metrics["engine"] == "vllm"
+    assert answers(tmp_path / "out") == {q.id: toys.generate(model, q) for q in QUERIES}
+    assert [line["id"] for line in read_lines(tmp_path / "out" / "errors.jsonl")] == ["bad"]
+    assert metrics["throughput_qps"]["predicted"] > 0  # by times that were measured of vLLM
+    assert load_schedule(tmp_path / "out" / "schedule.json").controls.policy in schedule
+    profile = json.loads((tmp_path / "out" / "profile.json").read_text())
+    assert profile["metadata"]["kernels"].startswith("vllm")
+
+
+def test_a_killed_engine_loses_nothing(tmp_path: Path, toy: tuple[Path, Any], vllm_python: str,
+                                       cache: dict[str, str]) -> None:
+    folder, model = toy
+    job = written(tmp_path, folder, vllm_python, "policy: sarathi, max_active: 2, token_budget: 8")
+    started = subprocess.Popen(command(job), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True, env=cache)
+    results = tmp_path / "out" / "results.jsonl"
+    while not results.is_file() or len(results.read_bytes().splitlines()) < 3:
+        assert started.poll() is None, started.communicate()
+        time.sleep(0.01)
+    os.kill(_engine_of(started.pid), signal.SIGKILL)
+    _, said = started.communicate(timeout=120)
+    assert started.returncode != 0 and "Traceback" not in said
+    first = results.read_bytes()
+    again = submit(job, cache)
+    assert again["status"] == "done" and results.read_bytes().startswith(first)
+    assert answers(tmp_path / "out") == {q.id: toys.generate(model, q) for q in QUERIES}
+
+
+def _engine_of(launcher: int) -> int:
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "cmdline").read_bytes().split(b"\0")
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            continue
+        if parent == launcher and b"xrunner.engines.vllm.worker" in words:
+            return int(path.name)
+    raise AssertionError("no engine under way")
+
+
+def test_arguments_are_held_to_those_of_the_installed_version(
+        tmp_path: Path, toy: tuple[Path, Any], vllm_python: str, cache: dict[str, str]) -> None:
+    job = written(tmp_path, toy[0], vllm_python, "policy: rra")
+    done = subprocess.run(command(job, "run.engine_args={enforce_eagr: true, block_size: 32}"),
+                          capture_output=True, text=True, env=cache, timeout=300, check=False)
+    assert done.returncode == 2 and "run.engine_args.enforce_eagr" in done.stderr
+    assert "did you mean 'enforce_eager'?" in done.stderr and "block_size" not in done.stderr

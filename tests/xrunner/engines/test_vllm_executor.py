@@ -1,0 +1,154 @@
+"""Every batching rule's steps as passes of a vLLM engine core, here one that stands in for vLLM's;
+tests/vllm has the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+
+import pytest
+
+pytest.importorskip("torch", reason="the head needs the extra `run`")
+from toys import VOCAB, Collector, random_queries  # noqa: E402
+
+from xrunner.engine.head import Head  # noqa: E402
+from xrunner.engine.pipeline import ALONE, Neighbours  # noqa: E402
+from xrunner.engine.roster import Vocabulary  # noqa: E402
+from xrunner.engines.vllm.core import Token  # noqa: E402
+from xrunner.engines.vllm.executor import VllmExecutor, passes  # noqa: E402
+from xrunner.query import PreparedQuery, Sampling  # noqa: E402
+from xrunner.rules.iteration import OrcaRule  # noqa: E402
+from xrunner.rules.paged import sarathi, vllm  # noqa: E402
+from xrunner.rules.rra import RraRule  # noqa: E402
+from xrunner.rules.static import StaticRule  # noqa: E402
+from xrunner.rules.steps import BatchingRule  # noqa: E402
+from xrunner.transport.comm import local_comms  # noqa: E402
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    return (7 * sum(tokens) + len(tokens)) % VOCAB
+
+
+class CountingCore:
+    """Answers by all tokens of a request, and holds each pass to what vLLM would allow."""
+
+    def __init__(self, max_pass: int, longest: int = 10_000) -> None:
+        self.max_pass, self._longest = max_pass, longest
+        self._requests: dict[str, tuple[list[int], int]] = {}  # tokens, and how many are computed
+        self.largest, self.most_requests = 0, 0
+
+    def add(self, name: str, tokens: Sequence[int], sampling: Sampling) -> None:
+        assert name not in self._requests
+        self._requests[name] = list(tokens), 0
+
+    def end(self, names: Sequence[str]) -> None:
+        for name in names:
+            del self._requests[name]
+
+    def step(self, tokens: Mapping[str, int]) -> dict[str, Token]:
+        self.largest = max(self.largest, sum(tokens.values()))
+        self.most_requests = max(self.most_requests, len(self._requests))
+        assert 0 < sum(tokens.values()) <= self.max_pass
+        given = {}
+        for name, more in tokens.items():
+            known, computed = self._requests[name]
+            assert 0 < more <= len(known) - computed, f"{name = } {more = }"
+            self._requests[name] = known, computed + more
+            if computed + more == len(known):
+                known.append(next_token(known))
+                given[name] = Token(known[-1], is_end=len(known) >= self._longest)
+        for name, token in given.items():
+            if token.is_end:
+                del self._requests[name]
+        return given
+
+
+def expected(query: PreparedQuery) -> list[int]:
+    tokens = list(query.input_ids)
+    for _ in range(query.max_new_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(query.input_ids):]
+
+
+def run(rule: BatchingRule, queries: Sequence[PreparedQuery],
+        core: CountingCore) -> tuple[Collector, VllmExecutor]:
+    heads: list[Head] = []
+    numbers = count()
+    executor = VllmExecutor(lambda message: core, lambda query, n: heads[0].roster.active[
+        query].tokens(0, n), clock=lambda: float(next(numbers)))
+    sink = Collector()
+    head = Head(rule=rule, executor=executor, sink=sink,
+                neighbours=Neighbours(local_comms(1)[0], ALONE),
+                vocabulary=Vocabulary(eos_ids=frozenset(), decode_text=lambda ids: ""))
+    heads.append(head)
+    for query in queries:
+        assert head.submit(query)
+    head.start()
+    assert head.run()
+    return sink, executor
+
+
+RULES = {
+    "rra": lambda: RraRule(encode_batch=5, decode_iterations=4, num_groups=1, max_active=14,
+                           kv_tokens=900),
+    "rra, three groups": lambda: RraRule(encode_batch=7, decode_iterations=3, num_groups=3,
+                                         max_active=15, kv_tokens=1200),
+    "rra in chunks": lambda: RraRule(encode_batch=5, decode_iterations=4, num_groups=1,
+                                     max_active=14, kv_tokens=900, encode_chunk=6),
+    "orca": lambda: OrcaRule(num_groups=2, max_active=9, kv_tokens=900),
+    "vllm, short of memory": lambda: vllm(num_groups=1, max_active=9, kv_tokens=160,
+                                          token_budget=50),
+    "sarathi": lambda: sarathi(num_groups=1, max_active=9, kv_tokens=900, token_budget=12),
+    "sarathi, short of memory": lambda: sarathi(num_groups=2, max_active=12, kv_tokens=224,
+                                                token_budget=12),
+    "ft": lambda: StaticRule(encode_batch=8, num_groups=2, kv_tokens=10_000,
+                             encode_micro_batches=2),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("max_pass", [10_000, 16])
+def test_every_rule_gets_every_querys_own_tokens(name: str, max_pass: int) -> None:
+    queries = random_queries(40)
+    core = CountingCore(max_pass)
+    sink, executor = run(RULES[name](), queries, core)
+    assert {r.query.index: list(r.output_ids) for r in sink.results} == {
+        q.index: expected(q) for q in queries}
+    assert core.largest <= max_pass
+    if max_pass > 1000:  # a step is a pass
+        assert executor.passes == len(executor.log)
+    else:
+        assert executor.passes > len(executor.log) or "sarathi" in name or name == "orca"
+
+
+@pytest.mark.parametrize("name", ["vllm, short of memory", "sarathi, short of memory"])
+def test_evicted_queries_were_there(name: str) -> None:
+    """Else the rules short of memory would show nothing."""
+    rule, seen = RULES[name](), list[int]()
+    decide = rule.decide
+
+    def watched() -> object:
+        step = decide()
+        seen.extend(step.evicted if step is not None else ())
+        return step
+
+    rule.decide = watched  # type: ignore[method-assign]
+    run(rule, random_queries(40), CountingCore(10_000))
+    assert seen
+
+
+def test_a_request_that_is_full_costs_nothing_more_in_a_batch_that_goes_on() -> None:
+    queries = [PreparedQuery(index=0, id="a", input_ids=(7,) * 10, max_new_tokens=2),
+               PreparedQuery(index=1, id="b", input_ids=(8, 9), max_new_tokens=18)]
+    rule = StaticRule(encode_batch=2, num_groups=1, kv_tokens=10_000, encode_micro_batches=1)
+    sink, _ = run(rule, queries, CountingCore(100, longest=20))
+    assert [list(r.output_ids) for r in sink.results] == [expected(q) for q in queries]
+
+
+def test_passes_hold_all_tokens_in_order_and_no_more_than_the_most() -> None:
+    wanted = [("a", 1), ("b", 1), ("c", 7), ("d", 3), ("e", 9)]
+    split = list(passes(wanted, 5))
+    assert all(sum(one.values()) <= 5 for one in split)
+    assert [sum(one.get(name, 0) for one in split) for name, _ in wanted] == [1, 1, 7, 3, 9]
+    assert [*dict.fromkeys(name for one in split for name in one)] == ["a", "b", "c", "d", "e"]
+    assert list(passes([], 5)) == []

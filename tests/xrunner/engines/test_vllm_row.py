@@ -1,0 +1,59 @@
+"""What the engine vllm refuses before anything is started, and what it plans."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from xgpt.core.errors import InputError, XgptError
+from xgpt.core.job_file import load_job
+from xrunner.engines.engine import engine_of
+from xrunner.engines.vllm.installed import version_in
+
+
+def job_of(folder: Path, run: str, schedule: str = "auto") -> Path:
+    (folder / "requests.jsonl").write_text('{"id": "1", "prompt": "a"}\n')
+    job = folder / "job.yaml"
+    job.write_text(f"""
+model: opt-13b
+cluster: local
+workload:
+  requests: requests.jsonl
+  output_tokens: {{mean: 15, std: 8, max: 40}}
+schedule: {schedule}
+run: {{engine: vllm, {run}}}
+output: out
+""")
+    return job
+
+
+@pytest.mark.parametrize(("run", "schedule", "keys"), [
+    ("ranks: 1", "{policy: [waa-c, rra]}", ["schedule.policy"]),
+    ("ranks: 2", "auto", ["run.ranks"]),
+    ("weights: random, cuda_graphs: auto", "auto", ["run.weights", "run.cuda_graphs"]),
+    ("engine_args: {max_num_seqs: 9, dtype: float16, block_size: 16}", "auto",
+     ["run.engine_args.max_num_seqs", "run.engine_args.dtype"])])
+def test_what_it_does_not_do_is_refused_by_key(tmp_path: Path, run: str, schedule: str,
+                                               keys: list[str]) -> None:
+    job = load_job(job_of(tmp_path, run, schedule))
+    assert [mistake.key for mistake in engine_of(job).refusals(job)] == keys
+
+
+@pytest.mark.parametrize("key", ["engine_python: /opt/python", "engine_args: {a: 1}"])
+def test_its_keys_are_its_own(tmp_path: Path, key: str) -> None:
+    path = job_of(tmp_path, key)
+    assert load_job(path).run.engine == "vllm"
+    path.write_text(path.read_text().replace("engine: vllm", "engine: xgpt"))
+    with pytest.raises(InputError, match="only with run.engine: vllm"):
+        load_job(path)
+
+
+def test_without_vllm_the_error_says_where_it_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(XgptError, match="is no program: run.engine_python"):
+        version_in(str(tmp_path / "python"))
+    try:
+        version_in(sys.executable)
+    except XgptError as error:
+        assert "there is no vLLM in the environment of" in str(error)

@@ -1,0 +1,72 @@
+"""Measures vLLM's steps: `PYTHON -m xprofiler.measure.vllm_worker REQUEST.json`, in the interpreter
+that has vLLM. The points, the noise and the profile are those of any source."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from xgpt.core.errors import XgptError
+from xgpt.core.units import DTYPE_BYTES
+from xprofiler.measure.bench import DRAWN, GREEDY
+from xprofiler.measure.ranks import connect
+from xprofiler.measure.vllm_bench import SHORT, VllmBench
+from xprofiler.measure.worker import MeasureRequest, Measuring
+from xprofiler.points import Needs, Point
+from xprofiler.profile_file import model_from_json
+from xrunner.engines.vllm.core import CoreSettings, EngineCore
+from xrunner.rank import leave
+
+_FILLED = {"kv_connector": "FilledCache", "kv_role": "kv_both",
+           "kv_connector_module_path": "xrunner.engines.vllm.filled"}
+
+
+class _OfVllm(Measuring):
+    """The points of a profile, by a vLLM engine core."""
+
+    def bench_of(self, degree: int) -> Any:
+        request = self.request
+        needs, drawn = Needs(**request.needs), request.metadata["sampling"] == "drawn"
+        settings = settings_of(request, needs)
+        core, started_s = EngineCore(settings), time.monotonic()
+        sampling = DRAWN if drawn else GREEDY
+        self.begin_s += time.monotonic() - started_s  # to load it is not to measure
+        return VllmBench(core, model_from_json(request.model).num_layers, sampling)
+
+    def most_layers(self, bench: Any, point: Point) -> int | None:
+        return None  # a step of vLLM's goes through all of them
+
+
+def settings_of(request: MeasureRequest, needs: Needs) -> CoreSettings:
+    """What vLLM is started with to take any step of these sizes."""
+    spec, engine, dtype = model_from_json(request.model), request.engine, request.metadata["dtype"]
+    queries = max(needs.queries, -(-needs.tokens // SHORT) + 1)
+    kv_bytes = spec.kv_elements_per_token_layer * spec.num_layers * DTYPE_BYTES[dtype]
+    # contexts scatter around their mean, by a third; a decode step is measured one token on
+    longest = max(4 * needs.context_tokens // 3, needs.input_tokens) + 4
+    held = max(needs.queries * (needs.context_tokens + 2), needs.tokens + 2 * queries)
+    return CoreSettings(
+        model_dir=Path(engine["model_dir"]), dtype=dtype, is_random=True,
+        threads=int(request.metadata["threads_per_rank"]), max_queries=queries,
+        max_tokens=min(longest, spec.max_positions or longest),
+        kv_tokens=held,
+        kv_token_bytes=kv_bytes, device_kind=engine["device_kind"], most_tokens=needs.tokens,
+        arguments={**engine["arguments"], "kv_transfer_config": _FILLED})
+
+
+def main(arguments: list[str]) -> int:
+    request = MeasureRequest(**json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
+    torch.set_num_threads(int(request.metadata["threads_per_rank"]))
+    try:
+        _OfVllm(request, connect(1)).run()
+    except XgptError as error:
+        print(f"xgpt: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))

@@ -1,0 +1,145 @@
+"""vLLM's engine core, in this process: started with what a schedule needs, fed and stepped.
+
+Imports vLLM when it starts one, in whose interpreter this runs."""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from xgpt.core.errors import XgptError
+from xrunner.query import Sampling
+
+SCHEDULER = "xrunner.engines.vllm.scheduler.StepScheduler"
+# Tokens of one pass at most: a step of more goes through the model in several. vLLM tries its
+# largest pass when it starts, and keeps memory for it.
+MOST_TOKENS = 4096
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoreSettings:
+    """What one engine core is started with. `max_tokens`: positions of the longest query;
+    `kv_tokens`: that all queries together hold at most, of so many bytes each; `most_tokens`: of
+    one pass. `is_random`: weights of the model's shape. `arguments`: vLLM's own (run.engine_args),
+    which win."""
+
+    model_dir: Path
+    dtype: str
+    threads: int
+    max_queries: int
+    max_tokens: int
+    kv_tokens: int
+    kv_token_bytes: int
+    device_kind: str = "cpu"
+    is_random: bool = False
+    most_tokens: int = MOST_TOKENS
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a KV block: vLLM's own choice on CPUs and on GPUs."""
+        return int(self.arguments.get("block_size") or (
+            128 if self.device_kind == "cpu" else 16))
+
+    @property
+    def num_blocks(self) -> int:
+        """Every query's last block is filled in part; one block is vLLM's own."""
+        return self.kv_tokens // self.block_tokens + self.max_queries + 1
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_blocks * self.block_tokens * self.kv_token_bytes
+
+
+class Token(NamedTuple):
+    """What a pass gave one request: its next token. `is_finite`: its logits were numbers.
+    `is_end`: the request has all the tokens it can hold, and is gone."""
+
+    value: int
+    is_finite: bool = True
+    is_end: bool = False
+
+
+def environment(settings: CoreSettings) -> dict[str, str]:
+    """What vLLM reads when it is imported: one process, threads of its own on this process's
+    cores, no use of the network, and a count of logits that are no numbers."""
+    values = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
+              "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_COMPUTE_NANS_IN_LOGITS": "1",
+              "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CONFIGURE_LOGGING": "1"}
+    if settings.device_kind == "cpu":
+        cores = sorted(os.sched_getaffinity(0))[:settings.threads]
+        # its default binding reserves a core, and takes the others' hyperthreads
+        values |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+                   "VLLM_CPU_KVCACHE_SPACE": str(-(-settings.kv_bytes // _GIB))}
+    return values
+
+
+class EngineCore:
+    """One vLLM engine core: requests by name, passes by the tokens wanted of each."""
+
+    def __init__(self, settings: CoreSettings) -> None:
+        """Loads the model. Raises XgptError with vLLM's reason where it does not."""
+        os.environ.update(environment(settings))
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.engine import EngineCoreRequest
+        from vllm.v1.engine.core import EngineCore as Core
+        from vllm.v1.executor import Executor
+
+        self._request, self._sampling = EngineCoreRequest, SamplingParams
+        self.max_pass = MOST_TOKENS
+        try:
+            config = EngineArgs(**self._arguments(settings)).create_engine_config()
+            self.max_pass = config.scheduler_config.max_num_batched_tokens
+            self._core = Core(config, Executor.get_class(config), log_stats=False)
+        except (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError) as cause:
+            raise XgptError(f"vLLM does not start: {cause}") from cause
+        self.max_tokens = config.model_config.max_model_len
+
+    def add(self, name: str, tokens: Sequence[int], sampling: Sampling) -> None:
+        """A request that waits from now on; it ends when it is told to, and not before."""
+        given: dict[str, Any] = {"temperature": 0.0}
+        if sampling.is_drawn:
+            given = {"temperature": sampling.temperature, "top_k": sampling.top_k or 0,
+                     "top_p": sampling.top_p, "seed": sampling.seed % 2**63}
+        request = self._request(
+            request_id=name, prompt_token_ids=list(tokens), mm_features=None,
+            sampling_params=self._sampling(
+                **given, max_tokens=self.max_tokens, ignore_eos=True, detokenize=False),
+            pooling_params=None, arrival_time=time.time(), lora_request=None, cache_salt=None,
+            data_parallel_rank=None)
+        self._core.add_request(self._core.preprocess_add_request(request)[0])
+
+    def end(self, names: Sequence[str]) -> None:
+        """These requests are done, or evicted: their blocks are free."""
+        if names:
+            self._core.abort_requests(list(names))
+
+    def step(self, tokens: Mapping[str, int]) -> dict[str, Token]:
+        """One pass, of so many tokens of each request: the next token of each whose input it
+        ended. Raises XgptError where vLLM does anything else."""
+        self._core.scheduler.want(tokens)
+        outputs, _ = self._core.step()
+        return {one.request_id: Token(one.new_token_ids[0], not one.num_nans_in_logits,
+                                      one.finish_reason is not None)
+                for client in outputs.values() for one in client.outputs if one.new_token_ids}
+
+    def close(self) -> None:
+        self._core.shutdown()
+
+    def _arguments(self, settings: CoreSettings) -> dict[str, Any]:
+        """vLLM's arguments: ours beneath the user's."""
+        return {"model": str(settings.model_dir), "dtype": settings.dtype, "seed": 0,
+                "skip_tokenizer_init": True, "trust_remote_code": False,
+                "max_model_len": settings.max_tokens, "max_num_seqs": settings.max_queries,
+                "max_num_batched_tokens": max(settings.most_tokens, settings.max_queries),
+                "enable_prefix_caching": False, "num_gpu_blocks_override": settings.num_blocks,
+                "load_format": "dummy" if settings.is_random else "auto",
+                "enforce_eager": settings.device_kind == "cpu", "disable_log_stats": True,
+                "block_size": settings.block_tokens, **settings.arguments,
+                # what the batching rule relies on
+                "scheduler_cls": SCHEDULER, "async_scheduling": False}

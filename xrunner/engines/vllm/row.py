@@ -1,0 +1,136 @@
+"""vLLM's row of the table of engines: its kernels, models and distribution, our schedules."""
+
+import difflib
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from xgpt.core.errors import InputError, Mistake
+from xgpt.core.job import Job
+from xgpt.core.policies import policies, policy
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Schedule
+from xrunner.engines.engine import Engine, mistake
+from xrunner.engines.vllm.installed import command_of, installed_in, version_in
+
+NAME = "vllm"
+_KEY = "run.engine"
+# Arguments that are ours to give: by a key of the job file, or as the batching rule needs them.
+_OURS = {
+    "model": "`model`", "tokenizer": "the model's own", "dtype": "`run.dtype`",
+    "seed": "`run.seed`", "trust_remote_code": "never: no code of a model's folder runs",
+    "max_model_len": "the job's longest query", "max_num_seqs": "the schedule",
+    "num_gpu_blocks_override": "the schedule", "scheduler_cls": "the schedule's own rule",
+    "async_scheduling": "off: the rule decides step by step", "load_format": "`run.weights`",
+    "data_parallel_size": "`schedule.replicas`", "skip_tokenizer_init": "xgpt's own tokenizer",
+    "enable_prefix_caching": "off: queries are planned, and counted, without",
+    "tensor_parallel_size": "1 so far", "pipeline_parallel_size": "1 so far",
+    "speculative_config": "none: a step gives a query one token",
+    "kv_transfer_config": "none: one instance", "worker_cls": "vLLM's own",
+}
+
+
+def runs_here(name: str) -> bool:
+    """Whether it executes a policy: one pool of queries, in one process."""
+    return len(policy(name).pools) == 1
+
+
+def python_of(job: Job) -> str:
+    """The interpreter that the engine is to run in."""
+    return job.run.engine_python or sys.executable
+
+
+def _refusals(job: Job) -> Iterator[Mistake]:
+    able = ", ".join(row.name for row in policies() if runs_here(row.name))
+    for name in job.schedule.policies:
+        if not runs_here(name):
+            yield mistake(job, "schedule.policy", name, f"one of {able}: {name} hands queries from "
+                          "one instance of the engine to another, which no connector of vLLM's "
+                          "does on one host of CPUs")
+    if (job.run.ranks or 1) > 1:
+        yield mistake(job, "run.ranks", job.run.ranks, "1 (or left out) with the engine vllm: it "
+                      "is one process, and its own tensor parallelism is not planned for yet")
+    if job.slurm is not None:
+        yield mistake(job, "slurm", None, "left out: the engine vllm runs on this machine alone")
+    if job.run.hosts:
+        yield mistake(job, "run.hosts", ", ".join(job.run.hosts), "this machine alone: the engine "
+                      "vllm was never tried over several")
+    if job.run.weights == "random":
+        yield mistake(job, "run.weights", "random", "checkpoint: vLLM loads the model from its "
+                      "files")
+    if job.run.cuda_graphs:
+        yield mistake(job, "run.cuda_graphs", "auto", "left out: vLLM captures its own (engine_args"
+                      ": {enforce_eager: false})")
+    for name in job.run.engine_args:
+        if name in _OURS:
+            yield mistake(job, f"run.engine_args.{name}", job.run.engine_args[name],
+                          f"left out: {_OURS[name]}")
+
+
+def _check_installed(job: Job) -> None:
+    """Raises XgptError where there is no vLLM, InputError for arguments that it has not."""
+    if not job.run.engine_args:
+        version_in(python_of(job))
+        return
+    found = installed_in(python_of(job))
+    strange = [name for name in job.run.engine_args if name not in found.arguments]
+    if strange:
+        raise InputError([mistake(
+            job, f"run.engine_args.{name}", job.run.engine_args[name],
+            f"an argument of {found.words}{_nearest(name, found.arguments)}")
+            for name in strange])
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=1)
+    return f": did you mean {close[0]!r}?" if close else ""
+
+
+def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Problem:
+    """One instance, without tensor parallelism, by any policy of one pool."""
+    mistakes, fixed = list(_unknown(job, problem)), problem.fixed
+    if schedule is not None:
+        estimate = schedule.estimate
+        if not runs_here(estimate.policy) or estimate.deployment.num_devices > 1:
+            mistakes.append(mistake(job, "schedule", estimate.policy, "a policy of one pool on one "
+                                    "device: the engine vllm is one process"))
+        fixed = replace(fixed, policies=(estimate.policy,))
+    if mistakes:
+        raise InputError(mistakes)
+    able = [row.name for row in policies() if runs_here(row.name) and row.is_searched]
+    named = fixed.policies or tuple(able)
+    return replace(problem, fixed=replace(fixed, policies=named, replicas=1, tp_degree=1,
+                                          tp_gpus=0))
+
+
+def _unknown(job: Job, problem: Problem) -> Iterator[Mistake]:
+    fixed = problem.fixed
+    if problem.cluster.num_devices > 1:
+        yield mistake(job, "cluster", job.cluster, "one device with the engine vllm (`run: {ranks: "
+                      "1}`): its own tensor parallelism is not planned for yet")
+    if problem.model.is_encoder_decoder:
+        yield mistake(job, "model", job.model, "a decoder-only model: vLLM has no encoder-decoder "
+                      "models of text")
+    for key, value, only in (("replicas", fixed.replicas, 1), ("tp_degree", fixed.tp_degree, 1),
+                             ("tp_gpus", fixed.tp_gpus, 0)):
+        if value not in (None, only):
+            yield mistake(job, f"schedule.{key}", value, f"left out, or {only}, with the engine "
+                          "vllm")
+
+
+def command(job: Job, module: str, argument: str) -> list[str]:
+    """What starts the engine's process."""
+    return command_of(python_of(job), module, argument)
+
+
+def identity(job: Job) -> str:
+    """What its step times depend on, besides the model and the machine. Raises XgptError where it
+    is not installed."""
+    distribution, version = version_in(python_of(job))
+    arguments = ", ".join(f"{k}={v}" for k, v in sorted(job.run.engine_args.items()))
+    return f"{distribution} {version}" + (f" ({arguments})" if arguments else "")
+
+
+ENGINE = Engine(name=NAME, worker="xrunner.engines.vllm.worker", restricted=_restricted,
+                refusals=_refusals, check_installed=_check_installed, is_predicted=True,
+                command=command, identity=identity, profiler="xprofiler.measure.vllm_worker")

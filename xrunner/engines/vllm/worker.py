@@ -1,0 +1,94 @@
+"""vLLM at work on a run: `PYTHON -m xrunner.engines.vllm.worker OUT/run.json`, in the interpreter
+that has vLLM. One process, whatever vLLM starts itself; it decides by the schedule's rule, steps
+vLLM, and writes what every engine's first rank writes."""
+
+import resource
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import load_schedule
+from xgpt.core.units import DTYPE_BYTES
+from xrunner.checkpoint.source import read_spec
+from xrunner.engine.head import Head
+from xrunner.engine.pipeline import ALONE, Neighbours, RankReport
+from xrunner.engine.roster import Vocabulary
+from xrunner.engines.vllm.core import CoreSettings, EngineCore
+from xrunner.engines.vllm.executor import VllmExecutor
+from xrunner.io.beat import Beat
+from xrunner.io.sink import RunSink
+from xrunner.io.tokenizer import TextTokenizer, eos_ids
+from xrunner.plan import RunPlan, load_plan
+from xrunner.rank import Stopwatch, conduct, leave, order_of, read_work, to_the_end
+from xrunner.rules.steps import rules_for
+from xrunner.transport.messages import StartMessage
+from xrunner.world import World, connect
+
+
+def main(arguments: list[str]) -> int:
+    return to_the_end(load_plan(Path(arguments[0])), connect, run)
+
+
+def run(plan: RunPlan, world: World) -> None:
+    """The run of the schedule in the plan's folder, from its first query to its last."""
+    schedule = load_schedule(plan.output / "schedule.json")
+    (rule,) = rules_for(schedule.estimate)  # of one pool: the engine's row refuses others
+    queries, num_errors, before = read_work(plan)
+    clock, sink = Stopwatch(), RunSink(plan, num_queries=len(queries), before=before)
+    heads: list[Head] = []
+
+    def tokens_of(query: int, count: int) -> Sequence[int]:
+        return heads[0].roster.active[query].tokens(0, count)
+
+    def make_core(message: StartMessage) -> EngineCore:
+        return EngineCore(settings_of(plan, schedule, message))
+
+    executor = VllmExecutor(make_core, tokens_of, clock=clock, beat=Beat(
+        plan.output, rank=0, stage=0, pool=schedule.deployment.pools[0].name))
+    head = Head(rule=rule, executor=executor, sink=sink, clock=clock,
+                neighbours=Neighbours(world.comm, ALONE),
+                vocabulary=Vocabulary(eos_ids=eos_ids(plan.model_dir),
+                                      decode_text=TextTokenizer(plan.model_dir).decode))
+    heads.append(head)
+    for place in order_of(len(queries), plan, before):
+        query = queries[place]
+        assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
+    started_s = clock()
+    head.start()
+    load_s = clock() - started_s
+    conduct(head, sink, world, clock, queries_before=before.total, num_errors=num_errors,
+            report=lambda: _report(plan, executor, load_s))
+
+
+def settings_of(plan: RunPlan, schedule: Schedule, message: StartMessage) -> CoreSettings:
+    """What vLLM is started with: room for what the rule lets be there at once."""
+    queries = message.slots * message.num_groups
+    spec = read_spec(plan.model_dir, plan.model_name)
+    return CoreSettings(
+        model_dir=plan.model_dir, dtype=plan.dtype, threads=plan.threads_per_rank,
+        max_queries=queries, device_kind=plan.device_kind,
+        max_tokens=min(message.capacity + 1, spec.max_positions or message.capacity + 1),
+        kv_token_bytes=(spec.kv_elements_per_token_layer * spec.num_layers
+                        * DTYPE_BYTES[plan.dtype]),
+        kv_tokens=min(schedule.deployment.kv_tokens, queries * message.capacity),
+        arguments=plan.engine_args)
+
+
+def _report(plan: RunPlan, executor: VllmExecutor, load_s: float) -> RankReport:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    files = [path.stat().st_size for path in plan.model_dir.glob("*.safetensors")]
+    return RankReport(rank=0, stage=0, log=tuple(executor.log), busy_s=executor.busy_s,
+                      load_s=load_s, bytes_read=sum(files), rows_compacted=0,
+                      peak_memory_bytes=peak, operators=version_words())
+
+
+def version_words() -> str:
+    """Whose kernels served, in a line."""
+    import vllm
+
+    return f"vLLM {vllm.__version__}"
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))
