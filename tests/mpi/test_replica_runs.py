@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,18 +17,13 @@ import pytest
 pytest.importorskip("torch", reason="runs need the extra `run`")
 import job_folder  # noqa: E402
 import toys  # noqa: E402
+from given_runs import await_results, given, rank_of, run  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 from replayed import problem_of, replayed_steps  # noqa: E402
 
 from xgpt.app.opened import open_file  # noqa: E402
-from xgpt.core.problem import Problem  # noqa: E402
 from xgpt.core.queries import QueryLengths  # noqa: E402
-from xgpt.core.schedule import Estimate  # noqa: E402
-from xgpt.core.schedule_file import save_schedule, schedule_from_flat  # noqa: E402
-from xgpt.launch.launcher import RankProgram  # noqa: E402
-from xgpt.launch.local import LocalLauncher  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
-from xrunner.plan import RunPlan  # noqa: E402
 from xsimulator.policies import make_policy  # noqa: E402
 from xsimulator.policies.rra.config import RraConfig  # noqa: E402
 from xsimulator.policies.waa.config import WaaConfig  # noqa: E402
@@ -85,20 +78,6 @@ def test_two_replicas_of_two_ranks(llama: tuple[Path, Any], tmp_path: Path, poli
         assert all(s["replica"] == replica for s in steps if s["stage"] == first)
 
 
-def run(directory: Path, out: Path, requests: list[dict[str, Any]], ranks: int) -> None:
-    """The ranks alone, without the command around them."""
-    file = out.parent / "requests.jsonl"
-    file.write_text("".join(json.dumps(request) + "\n" for request in requests))
-    plan = RunPlan(
-        name="toy", output=out, model_dir=directory, model_name="toy", served_by="test",
-        requests="test", is_chat=False, max_tokens=40, dtype="float32", weight_dtype="float32",
-        seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
-        query_kv_tokens=200)
-    toys.write_spool(plan, file)
-    LocalLauncher().run(RankProgram(module="xrunner.worker", argument=plan.save(), count=ranks),
-                        watch=lambda: None)
-
-
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds ranks in /proc")
 def test_a_job_of_two_replicas_goes_on_after_one_was_killed(
         llama: tuple[Path, Any], tmp_path: Path, profiled: Callable[..., dict[str, str]]) -> None:
@@ -143,36 +122,3 @@ def two_copies(job: Path) -> Path:
     estimate = make_policy("rra", part, timing).estimate(
         RraConfig(encode_batch=3, decode_iterations=8)).in_copies(2)
     return given(estimate, problem, job.with_name("two.json"))
-
-
-def given(estimate: Estimate, problem: Problem, path: Path) -> Path:
-    save_schedule(schedule_from_flat(
-        estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
-        status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
-        fingerprint=problem.fingerprint), path)
-    return path
-
-
-def await_results(process: subprocess.Popen[str], results: Path, count: int) -> None:
-    deadline = time.monotonic() + 200
-    while not (results.is_file() and results.read_bytes().count(b"\n") >= count):
-        assert process.poll() is None, process.stderr and process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def rank_of(beats: Path, rank: int) -> int:
-    """The process of a rank, one of those that run the worker beside these beats."""
-    plan, found = str(beats.parent / "run.json").encode(), []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                command = (entry / "cmdline").read_bytes().split(b"\0")
-                environment = (entry / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if b"xrunner.worker" in command and plan in command and (
-                    f"PMI_RANK={rank}".encode() in environment):
-                found.append(int(entry.name))
-    assert len(found) == 1, f"{found = }"
-    return found[0]

@@ -1,0 +1,67 @@
+"""Runs of a schedule that a test gives, on real ranks: what starts them, waits for their results,
+and finds one of them to kill."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import toys
+
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
+from xgpt.core.schedule_file import save_schedule, schedule_from_flat
+from xgpt.launch.launcher import RankProgram
+from xgpt.launch.local import LocalLauncher
+from xrunner.plan import RunPlan
+
+
+def given(estimate: Estimate, problem: Problem, path: Path) -> Path:
+    save_schedule(schedule_from_flat(
+        estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
+        status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
+        fingerprint=problem.fingerprint), path)
+    return path
+
+
+def await_results(process: subprocess.Popen[str], results: Path, count: int) -> None:
+    deadline = time.monotonic() + 200
+    while not (results.is_file() and results.read_bytes().count(b"\n") >= count):
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def rank_of(beats: Path, rank: int) -> int:
+    """The process of a rank, one of those that run the worker beside these beats."""
+    plan, found = str(beats.parent / "run.json").encode(), []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().split(b"\0")
+                environment = (entry / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if b"xrunner.worker" in command and plan in command and (
+                    f"PMI_RANK={rank}".encode() in environment):
+                found.append(int(entry.name))
+    assert len(found) == 1, f"{found = }"
+    return found[0]
+
+
+def run(directory: Path, out: Path, requests: list[dict[str, Any]], ranks: int) -> None:
+    """The ranks alone, without the command around them."""
+    file = out.parent / "requests.jsonl"
+    file.write_text("".join(json.dumps(request) + "\n" for request in requests))
+    plan = RunPlan(
+        name="toy", output=out, model_dir=directory, model_name="toy", served_by="test",
+        requests="test", is_chat=False, max_tokens=40, dtype="float32", weight_dtype="float32",
+        seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
+        query_kv_tokens=200)
+    toys.write_spool(plan, file)
+    LocalLauncher().run(RankProgram(module="xrunner.worker", argument=plan.save(), count=ranks),
+                        watch=lambda: None)
