@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.model import ModelSpec
-from xgpt.core.whole_file import write_atomically
+from xgpt.core.whole_file import read_text, write_atomically
 from xprofiler.profile import Peaks, Profile, ProfileMetadata, Sample, TableKey
 from xprofiler.timing import Operator
 from xprofiler.verdict import judge
@@ -61,7 +61,7 @@ def save_profile(profile: Profile, path: Path) -> None:
 def load_profile(path: Path) -> Profile:
     """Raises InputError for a file that is no profile of a known version, naming every fault."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as cause:
         raise _bad(path, [("", None, f"not a readable profile: {cause}")]) from None
     if not isinstance(raw, dict):

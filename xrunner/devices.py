@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from xgpt.core.errors import XgptError
+from xrunner.transport.exchange import all_gather
 
 Kind = Literal["cpu", "gpu"]
 CPU = torch.device("cpu")
@@ -59,7 +60,7 @@ def has_own_gpu_each(comm: Any, device: torch.device) -> bool:
     name, since a launcher may show each rank its own as number 0. Collective."""
     if device.type != "cuda":
         return False
-    names = comm.allgather(str(torch.cuda.get_device_properties(device).uuid))
+    names = all_gather(comm, str(torch.cuda.get_device_properties(device).uuid), str)
     return len(set(names)) == len(names)
 
 

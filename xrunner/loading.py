@@ -28,7 +28,7 @@ from xrunner.engine.stage import StageExecutor
 from xrunner.io.beat import Beat
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
-from xrunner.ops import cuda_modules, native
+from xrunner.ops import cuda_modules, invariant, native
 from xrunner.ops.int8 import is_int8_served
 from xrunner.plan import RunPlan, weights_key
 from xrunner.rank import Stopwatch
@@ -87,6 +87,7 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     replica = replica_of(schedule.deployment, rank)
     pool, stage = next((pool, stage) for pool in replica.pools for stage in pool.stages
                        if rank in stage.ranks)
+    invariant.ask(plan.deterministic)
     key = weights_key(plan, schedule)
     if shelf.holds(key):
         restart_peak_memory(world.device)  # what an earlier run took is not this one's

@@ -22,7 +22,10 @@ PLAN_VERSION = 3
 # What decides no token: names and places, how the work is shared out, and in which order.
 _NOT_DECISIVE = ("name", "output", "model_dir", "model_name", "served_by", "requests",
                  "threads_per_rank", "device_kind", "is_watched", "slots", "shuffle_window",
-                 "routing", "mean_output_tokens", "cuda_graphs")
+                 "routing", "mean_output_tokens", "cuda_graphs", "private")
+# Keys that came later, with what held before: runs of that time go on.
+_AS_BEFORE = (("deterministic", False),)
+OWN_ALONE = 0o077  # the umask of a private run
 AGREEMENT_FILE = "agreement.json"  # of a run of 8-bit products (xrunner.agreement)
 
 
@@ -57,6 +60,8 @@ class RunPlan:
     engine: str = OWN_ENGINE
     requests_digest: str = ""
     cuda_graphs: bool = False  # decode steps are captured where they can be
+    private: bool = False  # what is written is the user's alone to read
+    deterministic: bool = False  # xrunner.ops.invariant
     model_files: Mapping[str, str] = field(default_factory=dict)  # xrunner.checkpoint.identity
     engine_version: str = ""  # of another engine, where its own numbers decide the answers
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # its own arguments, by name
@@ -65,7 +70,7 @@ class RunPlan:
     def fingerprint(self) -> str:
         """Stands for all that decides the answers: a stopped run goes on only if it is the same."""
         decisive = {k: v if isinstance(v, dict) else str(v) for k, v in asdict(self).items()
-                    if k not in _NOT_DECISIVE}
+                    if k not in _NOT_DECISIVE and (k, v) not in _AS_BEFORE}
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]
 
     def save(self) -> Path:
@@ -85,6 +90,7 @@ def weights_key(plan: RunPlan, schedule: Schedule) -> dict[str, str]:
     return {"model": json.dumps(files) if files else str(plan.model_dir), "engine": plan.engine,
             "dtype": plan.dtype, "weight_dtype": plan.weight_dtype, "device": plan.device_kind,
             "layout of ranks and stages": json.dumps([deployment, schedule.deployment.replicas]),
+            "kind of products": "deterministic" if plan.deterministic else "usual",
             "number of threads": str(plan.threads_per_rank)}
 
 

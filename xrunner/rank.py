@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -18,15 +18,16 @@ from typing import Any, NoReturn
 
 from xgpt.core.errors import XgptError
 from xgpt.core.spool import Spool
+from xgpt.core.visible import visible
 from xgpt.core.whole_file import write_atomically
 from xrunner.engine.head import Head
 from xrunner.engine.pipeline import RankReport
-from xrunner.io.intake import queries_of
+from xrunner.io.intake import SpooledQueries
 from xrunner.io.results import Answered, answered, count_results
 from xrunner.io.sink import Progress, RunSink, Tally, write_progress
-from xrunner.plan import RunPlan
+from xrunner.plan import OWN_ALONE, RunPlan
 from xrunner.query import PreparedQuery
-from xrunner.rules.order import run_order
+from xrunner.rules.order import in_run_order
 from xrunner.world import World
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -37,6 +38,8 @@ def to_the_end(plan: RunPlan, join: Callable[[], World],
     """One rank's `work` among the others that it joins, whatever comes in between; its exit
     code."""
     world = None
+    if plan.private:
+        os.umask(OWN_ALONE)  # on other hosts the launcher's own does not count
     try:
         world = join()
         work(plan, world)
@@ -64,7 +67,7 @@ def leave(code: int) -> NoReturn:
 def _end(error: XgptError, world: World | None) -> int:
     """Says why this rank cannot go on, and ends them all."""
     where = "" if world is None else f"rank {world.comm.rank}: "
-    print(f"xgpt: {where}{error}", file=sys.stderr, flush=True)
+    print(visible(f"xgpt: {where}{error}"), file=sys.stderr, flush=True)
     if world is not None:
         world.abort(error.exit_code)
     return error.exit_code
@@ -83,20 +86,21 @@ class Stopwatch:
         return time.perf_counter() - self._start
 
 
-def read_work(plan: RunPlan) -> tuple[list[PreparedQuery], int, Answered]:
-    """(all queries, number of error records, those of the queries that an earlier run answered)"""
+def read_work(plan: RunPlan) -> tuple[Sequence[PreparedQuery], int, Answered]:
+    """(all queries, read as they are asked for; number of error records; those of the queries that
+    an earlier run answered)"""
     write_progress(plan.output / "progress.json", Progress(
         state="loading", total=0, done=0, output_tokens=0, elapsed_s=0.0, latency_p50_s=None,
         latency_p99_s=None))
     spool, results = Spool(plan.output), plan.output / "results.jsonl"
     count_results(results)
-    return list(queries_of(spool, plan)), spool.num_errors, answered(results)
+    return SpooledQueries(spool, plan), spool.num_errors, answered(results)
 
 
-def order_of(num_queries: int, plan: RunPlan, before: Answered) -> list[int]:
-    """Places of the queries that are left, as they are taken up."""
-    return run_order(num_queries, plan.shuffle_window, plan.seed, first=before.written,
-                     without=before.held)
+def order_of(num_queries: int, plan: RunPlan, before: Answered) -> Iterator[int]:
+    """Yields places of the queries that are left, as they are taken up."""
+    return in_run_order(num_queries, plan.shuffle_window, plan.seed, first=before.written,
+                        without=before.held)
 
 
 def conduct(head: Head, sink: RunSink, world: World, clock: Stopwatch, *,

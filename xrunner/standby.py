@@ -18,6 +18,7 @@ from xrunner.loading import Shelf
 from xrunner.plan import load_plan
 from xrunner.rank import leave, to_the_end
 from xrunner.transport.comm import wait_politely
+from xrunner.transport.exchange import broadcast
 from xrunner.world import World, connect
 
 _MOST_BYTES, _MOST_FILES = 2**16, 16
@@ -69,7 +70,7 @@ def _hear(line: socket.socket, ranks: Any) -> tuple[str | None, list[int]]:
     if ranks is not None:
         request = ranks.Ibarrier()
         wait_politely(lambda: bool(request.Test()))
-        word = ranks.bcast(word, root=0)
+        return broadcast(ranks, word.decode(), str) or None, files
     return word.decode() or None, files
 
 

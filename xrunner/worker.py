@@ -4,7 +4,8 @@ All ranks run this; what differs is the replica and the stage they belong to, an
 `-m mpi4py` makes an uncaught error on one rank end them all."""
 
 import sys
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from xrunner.engine.links import FromEncodePool, ToDecodePool
 from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage
 from xrunner.engine.replicas import FromRankZero, OfEveryReplica, ToReplicas
 from xrunner.engine.roster import Extent, Vocabulary
+from xrunner.engine.supply import FromSpool
 from xrunner.io.intake import query_of
 from xrunner.io.launcher_link import LauncherLink
+from xrunner.io.results import Answered
 from xrunner.io.sink import RunSink
 from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.loading import Loaded, Shelf, load, report_of
@@ -99,7 +102,7 @@ def _lead_replica(plan: RunPlan, schedule: Schedule, world: World, loaded: Loade
                 link=_link(rule, schedule, loaded.replica, world.comm, supply))
     if isinstance(rule, RraRule):
         rule.make_room(plan.slots)
-    head.roster.extent = _extent(spool)
+    head.roster.extent = _extent(spool, Answered(0, frozenset()))
     head.start(_spare_bytes(schedule))
     _serve(head, world, clock)
 
@@ -120,24 +123,24 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     sink, order = RunSink(plan, num_queries=len(queries), before=before), order_of(
         len(queries), plan, before)
     rule = _rule_of(loaded.pool, schedule)
+    num_left = len(queries) - before.total
     others = _other_replicas(plan, schedule, world.comm, sink, queries, order)
+    supply = others or FromSpool(
+        queries, order, num_left, least=2 * window_of(schedule.estimate).waiting,
+        begin=lambda given: sink.launcher.begin(given) if sink.launcher is not None else None)
     head = Head(rule=rule, executor=loaded.executor, sink=others or sink, clock=clock,
                 neighbours=Neighbours(world.comm, loaded.route),
                 vocabulary=_vocabulary(plan, loaded),
-                link=_link(rule, schedule, loaded.replica, world.comm, others))
+                link=_link(rule, schedule, loaded.replica, world.comm, supply))
     if isinstance(rule, RraRule):
         rule.make_room(plan.slots)
     if plan.is_watched:
-        is_as_read = plan.shuffle_window <= 1 and not before.held
         sink.launcher = LauncherLink(plan.output, first_query=before.total,
-                                     order=None if is_as_read or others is not None else order,
                                      **_followed(head, schedule, others))
+    head.roster.extent = _extent(Spool(plan.output), before)
     if others is None:
-        for place in order:
-            query = queries[place]
-            assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
+        supply.look(head)
     else:
-        head.roster.extent = _extent(Spool(plan.output))
         others.start(head)
     head.start(_spare_bytes(schedule))
 
@@ -150,19 +153,20 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
 
 
 def _other_replicas(plan: RunPlan, schedule: Schedule, comm: Comm, sink: RunSink,
-                    queries: Sequence[PreparedQuery], order: Sequence[int]) -> ToReplicas | None:
+                    queries: Sequence[PreparedQuery], order: Iterator[int]) -> ToReplicas | None:
     """Rank 0's end of the links to them; None where there is one replica."""
     heads = [replica.head for replica in replicas_of(schedule.deployment)[1:]]
     if not heads:
         return None
-    own = [queries[place] for place in order]
-    tokens = expected_tokens(
-        np.array([len(query.input_ids) for query in own], np.int64),
-        np.array([query.max_new_tokens for query in own], np.int64), plan.mean_output_tokens,
-        np.array([query.is_forced for query in own], bool))
+    spool, places = Spool(plan.output), array("q", order)
+    is_forced = np.fromiter((plan.ignore_eos or record.is_forced for record in spool.records()),
+                            bool, len(spool))
+    rows = np.array(places, np.int64)
+    tokens = expected_tokens(spool.input_tokens[rows], spool.most_outputs[rows],
+                             plan.mean_output_tokens, is_forced[rows])
     router = Router(tokens, replicas=1 + len(heads), window=window_of(schedule.estimate),
                     routing=plan.routing)
-    return ToReplicas(comm, sink, router, queries, order, heads)
+    return ToReplicas(comm, sink, router, queries, places, heads)
 
 
 def _followed(head: Head, schedule: Schedule, others: ToReplicas | None) -> dict[str, Any]:
@@ -178,10 +182,12 @@ def _followed(head: Head, schedule: Schedule, others: ToReplicas | None) -> dict
             "at_work": lambda: head.lengths_so_far() | others.lengths_so_far()}
 
 
-def _extent(spool: Spool) -> Extent:
-    """Of the whole job: any of its queries may come to any replica."""
-    inputs, outputs = spool.input_tokens, spool.most_outputs
-    return Extent(queries=len(spool), longest_input=int(inputs.max(initial=1)),
+def _extent(spool: Spool, before: Answered) -> Extent:
+    """Of all that is left of the job: any of its queries may come to any replica."""
+    is_left = np.arange(len(spool)) >= before.written
+    is_left[list(before.held)] = False
+    inputs, outputs = spool.input_tokens[is_left], spool.most_outputs[is_left]
+    return Extent(queries=len(inputs), longest_input=int(inputs.max(initial=1)),
                   longest_output=int(outputs.max(initial=1)),
                   longest=int((inputs + outputs).max(initial=1)))
 

@@ -12,6 +12,7 @@ from xrunner.engine.pipeline import RankReport
 from xrunner.transport.collective import Group, MpiGroup, TorchGroup
 from xrunner.transport.comm import Comm, MpiComm, local_comms, wait_politely
 from xrunner.transport.courier import LOOK_S
+from xrunner.transport.exchange import gather
 
 
 class World(NamedTuple):
@@ -62,7 +63,7 @@ def connect(kind: Kind = "cpu") -> World:
                 group.close()
 
     return World(MpiComm(world), barrier=barrier, abort=world.Abort,
-                 gather=lambda report: world.gather(report, root=0),
+                 gather=lambda report: gather(world, report, RankReport),
                  split=split, duplicate=duplicate, device=device, close=close)
 
 

@@ -28,9 +28,11 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(given.threads)
-    is_t5 = transformers.AutoConfig.from_pretrained(given.model).is_encoder_decoder
+    is_t5 = transformers.AutoConfig.from_pretrained(
+        given.model, trust_remote_code=False).is_encoder_decoder
     family = transformers.AutoModelForSeq2SeqLM if is_t5 else transformers.AutoModelForCausalLM
-    model = family.from_pretrained(given.model, dtype=getattr(torch, given.dtype),
+    model = family.from_pretrained(given.model, trust_remote_code=False,
+                                   dtype=getattr(torch, given.dtype),
                                    attn_implementation="sdpa").eval()
     run = static if given.mode == "static" else continuous
     counts = run(model, given, report)

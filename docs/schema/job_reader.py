@@ -14,7 +14,7 @@ import yaml
 
 from xgpt.core.errors import InputError
 from xgpt.core.job_file import load_job
-from xgpt.core.sections import Section
+from xgpt.core.sections import LARGEST, LARGEST_NUMBER, Section
 
 Json = dict[str, Any]
 _TEXT_OR_NUMBER = ["number", "string"]
@@ -91,9 +91,10 @@ def _integer(default: object, minimum: int, maximum: int | None = None) -> Json:
 # what each method of Section asks of a key; those of a mapping follow from their dotted names
 _SCHEMAS: dict[str, Callable[..., Json | None]] = {
     "integer": _integer,
-    "number": lambda *rest: {"type": "number"},
+    "number": lambda *rest: {"type": "number", "maximum": LARGEST_NUMBER},
     "amount": lambda default, parse, is_allowed, allowed, types=(str, int, float): {
-        "type": _TEXT_OR_NUMBER if str in types else "number"},
+        "type": _TEXT_OR_NUMBER if str in types else "number",
+        "maximum": LARGEST.get(parse, LARGEST_NUMBER)},
     "text": lambda *rest: {"type": "string", "minLength": 1},
     "choice": lambda default, choices: {"enum": [*choices]} if choices else None,
     "flag": lambda *rest: {"type": "boolean"},

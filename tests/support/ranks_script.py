@@ -1,8 +1,10 @@
 """What every rank of test_rank_messages.py runs: checks by arithmetic, on all ranks alike, for
-every size of group up to all of them. Usage: ranks_script.py mpi|gloo|nccl ..."""
+every size of group up to all of them. Pickles are refused.
+Usage: ranks_script.py mpi|gloo|nccl ..."""
 
 from __future__ import annotations
 
+import pickle
 import sys
 
 import torch
@@ -10,6 +12,48 @@ from mpi4py import MPI
 
 from xrunner.devices import CPU, has_own_gpu_each, local_rank, own_device
 from xrunner.transport.collective import MpiGroup, TorchGroup
+from xrunner.transport.comm import MpiComm
+from xrunner.transport.exchange import all_gather, broadcast, gather
+from xrunner.transport.messages import TokensMessage
+from xrunner.transport.wire import ForeignMessage
+
+
+def check_messages(world: MPI.Comm) -> None:
+    """What the ranks say to each other, and what a program that is none of ours might."""
+    rank, size = world.Get_rank(), world.Get_size()
+    assert all_gather(world, (rank, "x" * rank), tuple[int, str]) == [
+        (other, "x" * other) for other in range(size)]
+    assert gather(world, float(rank), float) == (
+        [float(other) for other in range(size)] if rank == 0 else None)
+    assert broadcast(world, "of the first" if rank == 0 else None, str) == "of the first"
+    comm, tag_header, tag_tensor = MpiComm(world), 1, 2
+    if rank == 1:
+        comm.send(0, TokensMessage(group=3), torch.arange(6).view(2, 3))
+        for header in (pickle.dumps(TokensMessage(group=3)), b'[["TokensMessage",["3"]],null]',
+                       b'[["Other",[3]],null]', b'[["TokensMessage",[3]],[[-1],"int64"]]'):
+            world.Send(bytearray(header), dest=0, tag=tag_header)
+        # announces a terabyte, and sends one number
+        world.Send(bytearray(b'[["TokensMessage",[3]],[[137438953472],"int64"]]'), dest=0,
+                   tag=tag_header)
+        world.Send(bytearray(8), dest=0, tag=tag_tensor)
+    if rank == 0:
+        message, tensor = comm.receive(1)
+        assert message == TokensMessage(group=3)
+        assert tensor is not None and tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
+        for _ in range(5):
+            try:
+                raise AssertionError(f"taken: {comm.receive(1)}")
+            except ForeignMessage as cause:
+                print(f"refused: {cause}", flush=True)
+    comm.flush()
+    world.Barrier()
+
+
+def refuse(*anything: object) -> bytes:
+    raise AssertionError(f"a pickle between ranks: {anything}")
+
+
+MPI.pickle.__init__(refuse, refuse)
 
 
 def check_sums(world: MPI.Comm, group: MpiGroup | TorchGroup, dtypes: tuple[torch.dtype, ...],
@@ -33,12 +77,13 @@ def check_sums(world: MPI.Comm, group: MpiGroup | TorchGroup, dtypes: tuple[torc
                 assert gathered is not None and torch.equal(gathered.cpu(), torch.stack(parts))
             else:
                 assert gathered is None
-            bits = world.allgather(total.float().numpy().tobytes())
+            bits = all_gather(world, total.float().numpy().tobytes().hex(), str)
             assert len(set(bits)) == 1, f"ranks disagree: {dtype = } {shape = }"
 
 
 def check(world: MPI.Comm, over: str) -> None:
     if over == "mpi":
+        check_messages(world)
         check_sums(world, MpiGroup(world), (torch.float32, torch.bfloat16, torch.float16))
         # a group of one, beside others that have work
         own = world.Split(world.Get_rank(), 0)

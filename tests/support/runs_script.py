@@ -95,6 +95,13 @@ def run_waa(case: dict[str, Any], pools: list[Pool], route: Route, messages: Mpi
     return None
 
 
+def refuse(*anything: object) -> bytes:
+    raise AssertionError(f"a pickle between ranks: {anything}")
+
+
+MPI.pickle.__init__(refuse, refuse)
+
+
 def main() -> None:
     world = MPI.COMM_WORLD
     answers = []

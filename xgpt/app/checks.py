@@ -7,6 +7,7 @@ from pathlib import Path
 from xgpt.app.opened import OpenedJob
 from xgpt.app.telling import Teller
 from xgpt.core.cluster import Cluster
+from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.errors import InputError, Mistake, wrong
 from xgpt.core.job import Job
 from xgpt.core.local import detect, usable_cores, why_no_torch
@@ -20,6 +21,7 @@ from xrunner.engines.engine import engine_of, mistake
 from xrunner.io.lock import is_locked
 from xrunner.io.stop import StopRequest
 from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
+from xrunner.plan import OWN_ALONE
 
 _RANKS_PER_CORE = 4  # more would only take turns, and each loads its own libraries
 
@@ -42,7 +44,7 @@ def refuse_what_cannot_run(job: Job, tell: Teller) -> None:
 
 def refuse_what_no_machine_runs(job: Job) -> None:
     """Raises InputError for a job that is executed nowhere, by its file alone."""
-    mistakes = [*_without_requests(job), *engine_of(job).refusals(job)]
+    mistakes = [*_without_requests(job), *_not_deterministic(job), *engine_of(job).refusals(job)]
     if mistakes:
         raise InputError(mistakes)
 
@@ -51,6 +53,12 @@ def _without_requests(job: Job) -> Iterator[Mistake]:
     if job.workload.requests is None and job.workload.count is None:
         yield mistake(job, "workload.requests", None,
                       "a run needs files of requests, or {count: N}")
+
+
+def _not_deterministic(job: Job) -> Iterator[Mistake]:
+    if job.run.deterministic and job.run.engine != OWN_ENGINE:
+        yield mistake(job, "run.deterministic", True, f"only with `engine: {OWN_ENGINE}`: what "
+                      "another's products depend on is not known")
 
 
 def _refusals(job: Job, gpus: Cluster | None) -> Iterator[Mistake]:
@@ -62,6 +70,9 @@ def _refusals(job: Job, gpus: Cluster | None) -> Iterator[Mistake]:
         yield mistake(job, "cluster", job.cluster, "`local`: this version executes on this "
                       "machine's GPUs or, where it has none, cores; `xgpt schedule`, `simulate` "
                       "and `sweep` plan for any cluster")
+    if gpus is not None and job.run.deterministic:
+        yield mistake(job, "run.deterministic", True, "on CPU ranks alone: cuBLAS chooses by the "
+                      "number of rows; to run on those set CUDA_VISIBLE_DEVICES to nothing")
     if gpus is not None and (why := why_no_torch("gpu")) is not None:
         yield mistake(job, "cluster", job.cluster, f"this machine has GPUs, but {why}: install a "
                       "build with it or, to run on CPU ranks, set CUDA_VISIBLE_DEVICES to nothing")
@@ -82,7 +93,7 @@ def check_model(opened: OpenedJob) -> None:
                     f"one that is executed: {why} is planned for and not executed")
     if opened.job.run.weights == "random" or shape_to_make(files.directory) is not None:
         return
-    check_weights(files.directory, files.spec)
+    check_weights(files.directory, files.spec, may_unpickle=opened.job.run.pickles)
     TextTokenizer(files.directory)
     eos_ids(files.directory)
     if files.spec.is_encoder_decoder:
@@ -94,7 +105,11 @@ def make_folder(job: Job) -> None:
     inside an allocation a user may ask as soon as it has one. Raises InputError where the folder
     cannot be written to."""
     try:
+        if job.run.private:  # from here on, in this process and those it starts
+            os.umask(OWN_ALONE)
         job.output.mkdir(parents=True, exist_ok=True)
+        if job.run.private:
+            job.output.chmod(0o777 & ~OWN_ALONE)
         (job.output / ".lock").touch()
         stop = StopRequest(job.output)
         if not is_locked(job.output) and not (stop.is_by_user and job.slurm is not None

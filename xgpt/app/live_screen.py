@@ -11,6 +11,7 @@ from typing import Any
 
 from xgpt.app.live import Glance
 from xgpt.core.errors import MissingExtraError
+from xgpt.core.visible import visible
 
 _LOOK_S = 1.0
 _SPARKS = " .:-=+*#"
@@ -60,7 +61,7 @@ def screen(now: Glance, paces: list[float]) -> Any:
                                               completed=now.progress.done))
     for label, words in now.facts:
         style = "red" if label == "latency" and now.is_late else ""
-        facts.add_row(label, Text(words, style=style))
+        facts.add_row(label, Text(visible(words), style=style))
     if len(paces) > 1:
         facts.add_row("tokens/s", Text(_spark(paces[-40:]), no_wrap=True))
     parts.append(facts)
@@ -76,11 +77,13 @@ def screen(now: Glance, paces: list[float]) -> Any:
         if len(now.ranks) > _most_ranks():
             parts.append(Text(f"and {len(now.ranks) - _most_ranks()} more ranks", style="dim"))
     if now.remark:
-        parts += [Text(""), Text(now.remark, style="yellow")]
+        parts += [Text(""), Text(visible(now.remark), style="yellow")]
     if now.messages:
         parts += [Text(""), Text("last messages", style="bold"), *(
-            Text(line, no_wrap=True, overflow="ellipsis", style="dim") for line in now.messages)]
-    return Panel(Group(*parts), title=Text(f"{now.name}: {now.state}", style=f"bold {colour}"),
+            Text(visible(line), no_wrap=True, overflow="ellipsis", style="dim")
+            for line in now.messages)]
+    title = Text(visible(f"{now.name}: {now.state}"), style=f"bold {colour}")
+    return Panel(Group(*parts), title=title,
                  subtitle="q leaves; the job goes on")
 
 

@@ -62,7 +62,8 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule, digest: str) -> RunPla
         mean_output_tokens=opened.problem.lengths.outputs.mean,
         device_kind=opened.problem.cluster.device.kind, cuda_graphs=job.run.cuda_graphs,
         engine_version=identity(job) if (identity := engine_of(job).identity) else "",
-        engine_args=dict(job.run.engine_args))
+        engine_args=dict(job.run.engine_args),
+        deterministic=job.run.deterministic, private=job.run.private)
 
 
 def _longest(opened: OpenedJob) -> tuple[int, int] | None:

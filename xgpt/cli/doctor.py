@@ -9,7 +9,7 @@ import click
 from xgpt.app.doctor import DifferingKernels, GpuVerdict, compare_on_gpu, examine
 from xgpt.app.remedies import Remedy, remedies
 from xgpt.cli.options import json_option, print_json
-from xgpt.cli.terminal import Terminal
+from xgpt.cli.terminal import Terminal, show
 from xgpt.report.figures import percent
 from xgpt.report.table import fact, table
 
@@ -26,12 +26,12 @@ def doctor(gpu: bool, as_json: bool) -> None:
         if as_json:
             print_json({**found, "missing": [asdict(remedy) for remedy in missing]})
         else:
-            click.echo("\n".join(fact(label, words) for label, words in found.items()))
-            click.echo("\n" + _verdict(missing))
+            show("\n".join(fact(label, words) for label, words in found.items()))
+            show("\n" + _verdict(missing))
         return
     verdict = compare_on_gpu(Terminal(), Path.cwd())
     if not as_json:
-        click.echo(_gpu_table(verdict))
+        show(_gpu_table(verdict))
     if verdict.differing:
         raise DifferingKernels(verdict)
     if as_json:

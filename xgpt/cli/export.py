@@ -7,7 +7,7 @@ import click
 from xgpt.app.export import FORMATS
 from xgpt.app.export import export as export_job
 from xgpt.cli.options import check_writable, job_arguments, print_json
-from xgpt.cli.terminal import Terminal
+from xgpt.cli.terminal import Terminal, show
 from xgpt.core.job_file import load_job
 from xgpt.core.whole_file import write_atomically
 
@@ -33,4 +33,4 @@ def export(job_file: Path, overrides: tuple[str, ...], as_json: bool, to: str, i
     if as_json:
         print_json({"to": to, "text": text, "file": out})
     elif out is None:
-        click.echo(text, nl=False)
+        show(text, nl=False)

@@ -27,7 +27,7 @@ from xgpt.app.prompts_look import (
     tell_delimiters,
 )
 from xgpt.cli.options import json_option, print_json
-from xgpt.cli.terminal import Terminal, is_terminal, say
+from xgpt.cli.terminal import Terminal, is_terminal, say, show
 from xgpt.core.errors import wrong
 from xgpt.core.units import parse_seconds
 from xgpt.report.table import paragraph, table
@@ -81,11 +81,11 @@ def init(job_file: Path, prompts: Path | None, column: str | None, model: str | 
         print_json({"job": job_file, "model": check.name, "prompts": look.count,
                     "max_tokens": cap, "latency_s": latency_s, "is_executed": check.is_executed})
         return
-    click.echo(f"{job_file} is written: look at it, every key is explained.")
+    show(f"{job_file} is written: look at it, every key is explained.")
     if check.is_executed:
-        click.echo(f"Next:  xgpt submit {_word(job_file)}")
+        show(f"Next:  xgpt submit {_word(job_file)}")
     else:
-        click.echo(f"Next:  xgpt schedule {_word(job_file)}   (this model is not run here: "
+        show(f"Next:  xgpt schedule {_word(job_file)}   (this model is not run here: "
                    f"xgpt models --check {_word(check.name)})")
 
 

@@ -1,5 +1,6 @@
 """Entry point: the command group, and the one place where errors become exit codes."""
 
+import io
 import sys
 import traceback
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from typing import Any
 import click
 
 from xgpt.cli.options import print_json
-from xgpt.cli.terminal import say
+from xgpt.cli.terminal import say, show
 from xgpt.core.errors import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
@@ -83,7 +84,9 @@ def main() -> None:
     except click.exceptions.Exit as leave:
         sys.exit(leave.exit_code)
     except click.ClickException as error:
-        error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        show(shown.getvalue(), err=True, nl=False)
         _leave(error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         click.echo("xgpt: interrupted", err=True)
@@ -91,7 +94,7 @@ def main() -> None:
     except BrokenPipeError:
         sys.exit(EXIT_FAILED)
     except Exception as error:
-        traceback.print_exc()
+        show(traceback.format_exc(), err=True)
         click.echo("xgpt: this is a fault of xgpt, not of your job; please report the lines above",
                    err=True)
         _leave(f"a fault of xgpt: {type(error).__name__}: {error}", EXIT_FAILED)

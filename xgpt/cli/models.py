@@ -6,6 +6,7 @@ import click
 
 from xgpt.app.model_check import UnsupportedModel, check_model_named
 from xgpt.cli.options import json_option, print_json
+from xgpt.cli.terminal import show
 from xgpt.core import catalog
 from xgpt.core.units import format_bytes
 from xgpt.report.table import shown_width, table
@@ -27,13 +28,13 @@ def models(checked: str | None, as_json: bool) -> None:
             "clusters": {n: catalog.cluster(n) for n in catalog.names("cluster")},
             "tasks": {n: catalog.task_row(n) for n in catalog.names("task")}})
         return
-    click.echo(_tables())
+    show(_tables())
 
 
 def _check(name: str, as_json: bool) -> None:
     check = check_model_named(name)
     if not as_json:
-        click.echo(str(check))
+        show(str(check))
     if not check.is_planned:
         raise UnsupportedModel(check)
     if as_json:

@@ -14,6 +14,7 @@ from xgpt.app.local_profile import local_profile, wanted_profile
 from xgpt.app.opened import open_file
 from xgpt.cli.options import check_writable, job_arguments, json_option, print_json
 from xgpt.cli.terminal import Terminal, say
+from xgpt.cli.terminal import show as show_text
 from xgpt.core import catalog
 from xgpt.core.errors import InputError, XgptError, wrong
 from xgpt.core.run_section import DTYPES
@@ -152,7 +153,7 @@ def import_(source: str, folder: Path, model: str, device: str, dtype: str, out:
     imported = import_folder(source, folder, _row("model", model), _row("device", device), dtype)
     save_profile(imported, out)
     say(f"profile: written to {out}; use it with `profile: {out}` in a job file")
-    click.echo(profile_tables(imported))
+    show_text(profile_tables(imported))
 
 
 def _row(kind: Any, name: str) -> Any:
@@ -164,7 +165,7 @@ def _row(kind: Any, name: str) -> Any:
 
 def _print(shown: Profile, as_json: bool) -> None:
     if not as_json:
-        click.echo(profile_tables(shown))
+        show_text(profile_tables(shown))
         return
     verdict = judge(shown)
     told = {**asdict(verdict), "sentence": verdict.sentence}

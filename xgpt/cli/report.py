@@ -8,7 +8,7 @@ import click
 from xgpt.app.place import place_of
 from xgpt.app.report import Form, write_reports, write_tables
 from xgpt.cli.options import check_writable, job_options, print_json
-from xgpt.cli.terminal import say
+from xgpt.cli.terminal import say, show
 from xgpt.core.errors import wrong
 from xgpt.report.image import can_draw
 
@@ -42,7 +42,7 @@ def report(where: tuple[Path, ...], wanted: str, out: Path | None, overrides: tu
         print_json({"report": paths[0], "files": paths})
     else:
         for path in paths:
-            click.echo(str(path))
+            show(str(path))
 
 
 def _forms(wanted: str, out: Path | None) -> list[Form]:

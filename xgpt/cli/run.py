@@ -16,7 +16,7 @@ from xgpt.cli.options import (
     with_seconds,
     within_seconds,
 )
-from xgpt.cli.terminal import Terminal
+from xgpt.cli.terminal import Terminal, show
 from xgpt.core.errors import BoundMissed, StoppedEarly
 from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
@@ -75,7 +75,7 @@ def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: boo
         if as_json:
             print_json(shown)
         elif dry_run:
-            click.echo(shown["script"])
+            show(shown["script"])
         return
     jobs = [job for job, _ in wanted]
     if dry_run:
@@ -108,7 +108,7 @@ def _show_plans(jobs: Sequence[Job], as_json: bool) -> None:
         print_json(shown[0] if len(jobs) == 1 else {"schedules": shown})
         return
     for job, plan in zip(jobs, plans, strict=True):
-        click.echo(str(plan) if len(jobs) == 1 else f"== {job.name}\n{plan}\n")
+        show(str(plan) if len(jobs) == 1 else f"== {job.name}\n{plan}\n")
 
 
 def _wanted(path: Path, overrides: tuple[str, ...], through_slurm: bool,

@@ -14,7 +14,7 @@ from xgpt.cli.options import (
     with_seconds,
     within_seconds,
 )
-from xgpt.cli.terminal import Terminal, say
+from xgpt.cli.terminal import Terminal, say, show
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.job_file import load_job
 from xgpt.core.json_values import plain
@@ -69,7 +69,7 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
         save_schedule(recommended, out)
         say(f"schedule written to {out}")
     if not as_json and (text := str(answers)):
-        click.echo(text)
+        show(text)
     if answers.infeasible is not None:
         refusal = InfeasibleError(f"{answers.infeasible}{answers.hint}")
         refusal.details = plain(answers.to_dict())

@@ -14,7 +14,7 @@ from xgpt.cli.options import (
     with_seconds,
     within_seconds,
 )
-from xgpt.cli.terminal import Terminal, say
+from xgpt.cli.terminal import Terminal, say, show
 from xgpt.core.errors import MissingExtraError
 from xgpt.core.schedule_file import load_schedule
 from xgpt.report.image import SUFFIXES, can_draw
@@ -46,7 +46,7 @@ def simulate(job_file: Path, overrides: tuple[str, ...], as_json: bool,
     if as_json:
         print_json(simulation.to_dict())
         return
-    click.echo(str(simulation))
+    show(str(simulation))
     for path in pictures:
         say(f"written: {path}")
 

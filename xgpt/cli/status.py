@@ -14,6 +14,7 @@ from xgpt.app.status import how_to_go_on
 from xgpt.app.telling import progress_line
 from xgpt.app.time_left import time_left_s
 from xgpt.cli.options import print_json, run_arguments
+from xgpt.cli.terminal import show
 from xgpt.core.errors import XgptError
 from xgpt.report.table import paragraph
 
@@ -35,14 +36,14 @@ def status(where: Path, overrides: tuple[str, ...], as_json: bool) -> None:
                     "num_results": 0 if run is None else run.num_results,
                     "num_held": 0 if run is None else run.num_held, "slurm": status.to_dict()})
         return
-    click.echo(f"{place.name}: {status.state}, {output}")
+    show(f"{place.name}: {status.state}, {output}")
     if run is not None and (run.progress.total or status.state == "loading"):
-        click.echo(progress_line(run.progress, place.bound_s,
+        show(progress_line(run.progress, place.bound_s,
                                  time_left_s(run.progress, output)))
     if status.is_active and status.state == "starting" and (what := doing(output)):
-        click.echo(paragraph(what))
+        show(paragraph(what))
     words = None if run is None or status.is_active else how_to_go_on(run, output)
     for sentence in filter(None, (status.in_words, words)):
-        click.echo(paragraph(sentence))
+        show(paragraph(sentence))
     if (cause := status.cause) is not None:
-        click.echo(textwrap.indent(cause, "  "))
+        show(textwrap.indent(cause, "  "))

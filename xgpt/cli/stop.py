@@ -7,6 +7,7 @@ import click
 from xgpt.app.place import place_of
 from xgpt.app.stop import stop_job
 from xgpt.cli.options import print_json, run_arguments
+from xgpt.cli.terminal import show
 
 
 @click.command()
@@ -22,4 +23,4 @@ def stop(where: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         print_json({"output": output, "message": said})
     else:
-        click.echo(said)
+        show(said)

@@ -7,7 +7,7 @@ import click
 from xgpt.app.sweeps.formats import FORMATS
 from xgpt.app.sweeps.sweep import refusal_of, sweep_points
 from xgpt.cli.options import job_options, print_json, with_seconds, within_seconds
-from xgpt.cli.terminal import Terminal
+from xgpt.cli.terminal import Terminal, show
 from xgpt.core.errors import wrong
 from xgpt.core.sweep_file import SweepFlags, load_sweep
 
@@ -53,7 +53,7 @@ def sweep(file: Path, overrides: tuple[str, ...], as_json: bool, bounds: str | N
     if as_json and refusal is None:
         print_json(facts)
     elif not as_json:
-        click.echo(str(swept))
+        show(str(swept))
         for path in swept.files:
             terminal.say(f"written: {path}")
     if refusal is not None:

@@ -9,13 +9,22 @@ import time
 
 import click
 
+from xgpt.core.visible import visible
+
 _PLAIN_EVERY_S = 5.0
 _REDRAW_EVERY_S = 0.2
 
 
+def show(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Prints text, whatever it is made of: the only way out of a command but JSON's, whose own
+    escapes serve."""
+    click.echo(visible(text), err=err, nl=nl)
+
+
 def say(message: str) -> None:
     """A progress or log line: stderr, so that stdout holds only what was asked for."""
-    click.echo(to_fit(message) if is_terminal() else message, err=True)
+    shown = visible(message)
+    show(to_fit(shown) if is_terminal() else shown, err=True)
 
 
 def to_fit(message: str) -> str:
@@ -53,7 +62,7 @@ class Terminal:
             say(line)
             return
         limit = shutil.get_terminal_size((80, 24)).columns - 1
-        line = line[:limit]
+        line = visible(line)[:limit]
         click.echo("\r" + line.ljust(min(self._width, limit)), err=True, nl=False)
         self._width = len(line)
 

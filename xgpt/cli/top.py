@@ -9,6 +9,7 @@ from xgpt.app.live import NowAndThen, glance
 from xgpt.app.live_screen import follow
 from xgpt.app.place import place_of
 from xgpt.cli.options import JobFile
+from xgpt.cli.terminal import show
 from xgpt.core.errors import XgptError
 
 
@@ -23,4 +24,4 @@ def top(where: Path) -> None:
     last = follow(lambda before: glance(place, before, ask)) if is_live else glance(place)
     if last is None:
         raise XgptError(f"{place.output}: no run has started there")
-    click.echo(str(last))
+    show(str(last))

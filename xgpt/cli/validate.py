@@ -7,7 +7,7 @@ import click
 from xgpt.app.validate import SOURCES
 from xgpt.app.validate import validate as validate_folder
 from xgpt.cli.options import json_option, print_json
-from xgpt.cli.terminal import Terminal
+from xgpt.cli.terminal import Terminal, show
 from xgpt.report.validation_page import write_validation_page
 from xgpt.report.validation_table import chooser_table, validation_table
 
@@ -34,6 +34,6 @@ def validate(folder: Path | None, sources: tuple[str, ...], measured: Path | Non
     if as_json:
         print_json(found.to_dict())
         return
-    click.echo(validation_table(found.compared, by_model=by_model))
+    show(validation_table(found.compared, by_model=by_model))
     if found.choosers:
-        click.echo("\n" + chooser_table(found.choosers, found.calibration))
+        show("\n" + chooser_table(found.choosers, found.calibration))

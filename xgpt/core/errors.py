@@ -35,7 +35,7 @@ class Mistake:
 
     def __str__(self) -> str:
         where = self.file if self.line is None else f"{self.file}:{self.line}"
-        shown = "" if self.value is None else f" = {_shorten(self.value)}"
+        shown = "" if self.value is None else f" = {shorten(self.value)}"
         return ": ".join(part for part in (where, f"{self.key}{shown}", self.allowed) if part)
 
 
@@ -112,6 +112,9 @@ def nearest(name: str, known: Sequence[str]) -> str:
     return f"{hint}known: {', '.join(known)}"
 
 
-def _shorten(value: object, limit: int = 60) -> str:
-    text = repr(value)
+def shorten(value: object, limit: int = 60) -> str:
+    """`value` as messages show it: on one line, without control characters, its end left off."""
+    text = repr(value[:limit]) if isinstance(value, str) and len(value) > limit else repr(value)
+    if isinstance(value, str) and len(value) > limit:
+        return text[: limit - 3] + "..."
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -98,6 +98,10 @@ class RunSpec:
     weights: str = "checkpoint"  # or "random": of the model's shape, for performance work
     hosts: tuple[str, ...] = ()  # over which the ranks are spread evenly; (): this machine
     launcher: str | None = None  # a program that is called as ssh is; None: ssh itself
+    pickles: bool = False  # weights in PyTorch's pickled files are read, too
+    private: bool = False  # what is written is the user's alone to read
+    deterministic: bool = False  # answers that do not depend on the batch, bit for bit
+    interface: str | None = None  # the hosts' network interface for messages; None: MPI chooses
     # share by which output lengths must leave the plan for it to be made anew; None: never
     reschedule: float | None = RESCHEDULE
     engine: str = OWN_ENGINE  # one of xgpt.core.engines.engine_names()

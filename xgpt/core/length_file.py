@@ -12,6 +12,7 @@ import numpy as np
 
 from xgpt.core.errors import InputError, Mistake, wrong
 from xgpt.core.lengths import IntArray
+from xgpt.core.whole_file import read_text
 
 Side: TypeAlias = Literal["input", "output"]
 MAX_LENGTH_TOKENS = 2**20  # longest sequence a distribution is made for
@@ -72,11 +73,13 @@ def _length(value: object) -> int | None:
 
 def _read_rows(path: Path) -> list[_Row]:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_text(path, "utf-8-sig")
     except UnicodeDecodeError as cause:
         raise wrong(path, "lengths", None, f"not UTF-8 text: {cause.reason}") from None
     except OSError as cause:
         raise wrong(path, "lengths", None, f"cannot be read: {cause.strerror}") from None
+    except ValueError as cause:
+        raise wrong(path, "lengths", None, f"cannot be read: {cause}") from None
     is_json = text.lstrip().startswith("{")
     rows = list(_json_rows(path, text) if is_json else _csv_rows(path, text))
     if not rows or not rows[0][1]:

@@ -12,15 +12,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from xgpt.core.errors import InputError, Mistake, wrong
+from xgpt.core.whole_file import read_text
 
 _SIZE = "a whole number >= 1"
+_MOST_NUMBER = 1e30  # of what is no size: beyond are slips and numbers that overflow
 _T = TypeVar("_T")
 
 
 def load_json(path: Path) -> dict[str, Any]:
     """A JSON object. Raises InputError."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_text(path))
     except OSError as cause:
         raise wrong_file(path, f"cannot be read: {cause.strerror}") from None
     except (ValueError, RecursionError) as cause:
@@ -57,7 +59,8 @@ class ConfigValues:
     def number(self, key: str, default: float) -> float:
         """A number above 0; `default` where the key is absent."""
         value = self.values.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not (
+                0 < value <= _MOST_NUMBER):
             self.reject(key, "null: a number above 0" if value is None else "a number above 0")
             return default
         return float(value)

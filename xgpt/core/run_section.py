@@ -17,6 +17,7 @@ WEIGHTS = ("checkpoint", "random")
 
 # no option of ssh or mpiexec, no list within a list
 _HOST = re.compile(r"[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w.-]*)?")
+_INTERFACE = re.compile(r"[A-Za-z0-9][\w.:-]{0,14}")  # Linux's names have no more
 
 
 def read_run(top: Section) -> RunSpec:
@@ -36,6 +37,12 @@ def read_run(top: Section) -> RunSpec:
         weights=section.choice("weights", "checkpoint", WEIGHTS),
         hosts=_read_names(section, "hosts") or (),
         launcher=section.text("launcher", None, "a program called as `PROGRAM HOST COMMAND...`"),
+        pickles=section.flag("pickles", False),
+        private=section.flag("private", False),
+        deterministic=section.flag("deterministic", False),
+        interface=section.read(
+            "interface", None, lambda value: value if isinstance(value, str)
+            and _INTERFACE.fullmatch(value) else None, "a network interface's name, such as eth1"),
         reschedule=_read_reschedule(section),
         cuda_graphs=_read_cuda_graphs(section),
         engine_python=section.text("engine_python", None, "the Python of an environment that has "
@@ -58,6 +65,8 @@ def _check_hosts(section: Section, run: RunSpec, top: Section) -> None:
     if count == 0:
         if run.launcher is not None:
             section.reject("launcher", "needs run.hosts: it starts the ranks there")
+        if run.interface is not None:
+            section.reject("interface", "needs run.hosts: on one machine it is loopback alone")
         return
     strange = [name for name in run.hosts if not _HOST.fullmatch(name)]
     if strange or len(set(run.hosts)) < count:

@@ -24,11 +24,16 @@ _SHARES = frozenset({"adjustment", "quantile"})
 Wrong = tuple[str, object, str]  # key, value, what is allowed
 
 
+_MOST_WHOLE = 2**63
+
+
 def mistakes_in(schedule: Schedule, file: object) -> list[Mistake]:
     """What is wrong with a schedule of `file`; empty for one that can be executed."""
     found = list(_of(Schedule, schedule, ""))
     if not found:  # what must agree is told of values that are possible each
         found = list(_of_deployment(schedule.estimate.deployment))
+        if not any(bound.metric == "latency" for bound in schedule.bounds):
+            found.append(("bounds", None, "one of them on the latency"))
     return [Mistake(file=str(file), line=None, key=key.removeprefix(".estimate").removeprefix("."),
                     value=value, allowed=allowed) for key, value, allowed in found]
 
@@ -70,8 +75,10 @@ def _allowed(kind: Any, name: str) -> str | None:
 def _is_in_range(kind: Any, name: str, value: object) -> bool:
     if kind in (str, bool):
         return isinstance(value, kind)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
+    if (isinstance(value, int) and abs(value) > _MOST_WHOLE) or math.isnan(value):
+        return False  # such a whole number is none that a float can be compared with
     if kind is int:
         return value == value // 1 and (name in _POSITIVE) <= value <= MAX_COUNT
     if name in _SHARES:

@@ -17,6 +17,7 @@ from xgpt.core.json_values import plain, write_json
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Deployment, Estimate, Figures, Margin, Pool, Proof, Schedule
 from xgpt.core.schedule_check import mistakes_in
+from xgpt.core.whole_file import read_text
 
 # History of the file format.
 #   1: first version (no longer read)
@@ -33,19 +34,20 @@ def save_schedule(schedule: Schedule, path: Path) -> None:
 def load_schedule(path: Path) -> Schedule:
     """Raises InputError for a file that is no schedule of a known version."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as cause:
         raise wrong(path, "schedule", None, f"not a readable schedule file: {cause}") from None
     version = raw.get("version") if isinstance(raw, dict) else None
     readers = {2: _of_flat, 3: from_json, SCHEDULE_VERSION: from_json}
-    if isinstance(version, bool) or version not in readers:
+    if type(version) is not int or version not in readers:
         raise wrong(path, "version", version,
                    f"this xgpt reads versions {', '.join(map(str, readers))}")
     try:
         schedule = readers[version](raw)
     except UnknownNameError as cause:
         raise wrong(path, "policy", cause.name, f"one of {', '.join(cause.known)}") from None
-    except (KeyError, TypeError, ValueError, AttributeError) as cause:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError,
+            RecursionError) as cause:
         raise wrong(path, "schedule", None, f"missing or wrong key: {cause}") from None
     if mistakes := mistakes_in(schedule, path):
         raise InputError(mistakes)

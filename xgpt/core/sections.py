@@ -10,10 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from xgpt.core.errors import Mistake, nearest
+from xgpt.core.units import parse_bytes, parse_seconds, parse_share
 from xgpt.core.yaml_tree import Field
 
 T = TypeVar("T")
 V = TypeVar("V")
+
+# What no quantity of a job file exceeds: beyond lies a slip of the hand, and numbers that overflow.
+LARGEST_NUMBER = 1e18  # FLOP/s of an exascale machine
+LARGEST: dict[Callable[[Any], float], float] = {
+    parse_bytes: 1e18, parse_seconds: 1e9, parse_share: 1.0}  # 1e9 s are 32 years
 
 
 class Section:
@@ -111,22 +117,32 @@ class Section:
 
     def number(self, key: str, default: T, is_allowed: Callable[[float], bool],
                allowed: str) -> float | T:
-        """A finite number for which `is_allowed` holds."""
+        """A finite number for which `is_allowed` holds, within what any quantity may be."""
         return self.amount(key, default, float, lambda x: math.isfinite(x) and is_allowed(x),
                            allowed, (int, float))
 
     def amount(self, key: str, default: T, parse: Callable[[Any], float],
                is_allowed: Callable[[float], bool], allowed: str,
                types: tuple[type, ...] = (str, int, float)) -> float | T:
-        """A number, or text with a unit, as `parse` of xgpt.core.units reads it."""
+        """A number, or text with a unit, as `parse` of xgpt.core.units reads it, for which
+        `is_allowed` holds; no larger than LARGEST says, but for an infinite one."""
+        largest = LARGEST.get(parse, LARGEST_NUMBER)
+
         def value_of(value: Any) -> float | None:
             try:
                 number = parse(value) if is_one_of(value, *types) else math.nan
             except (ValueError, OverflowError):
                 return None
-            return number if is_allowed(number) else None  # false for nan
+            is_too_large.append(largest < number < math.inf)
+            return number if is_allowed(number) and not is_too_large[-1] else None  # false for nan
 
-        return self.read(key, default, value_of, allowed)
+        is_too_large = list[bool]()
+        field = self.get(key)
+        value = None if field is None else value_of(field.value)
+        if field is not None and value is None:
+            self.reject_type(key, f"{allowed}; at most {largest:g}" if any(is_too_large)
+                             else allowed)
+        return default if value is None else value
 
 
 def is_text(value: object) -> bool:

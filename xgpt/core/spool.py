@@ -14,6 +14,7 @@ report and resume read these files; nobody opens the file of requests again.
 import json
 import os
 import shutil
+import sys
 import tempfile
 import weakref
 from array import array
@@ -30,6 +31,7 @@ from xgpt.core.spool_columns import ColumnsWriter
 SPOOL_VERSION = 1
 NUM_PROMPTS = 200  # of the first requests, whose texts are kept
 _TOKEN = np.dtype("<i4")
+_PLACE_BYTES = 16
 _BYTES_IN_MEMORY = 2**26  # of what is not in a folder yet; more lies in a temporary file
 
 
@@ -74,18 +76,22 @@ class SpoolWriter:
     def __init__(self, columns: ColumnsWriter | None = None) -> None:
         """`columns`: what the results take over of the requests, kept beside them."""
         self.columns = columns
-        self._records, self._tokens = _temporary(), _temporary()
-        for file in (self._records, self._tokens):
+        self._records, self._tokens, self._places = _temporary(), _temporary(), _temporary()
+        for file in (self._records, self._tokens, self._places):
             weakref.finalize(self, file.close)
-        self._places = array("q", (0, 0))
+        self._end = array("q", (0, 0))  # of both
+        self._places.write(self._end.tobytes())
 
     def add(self, record: Record, ids: Sequence[int] | IntArray) -> None:
-        place = self._places[-2] + self._records.write(record.to_json())
+        self._end[0] += self._records.write(record.to_json())
         self._tokens.write(np.asarray(ids, _TOKEN).tobytes())
-        self._places.extend((place, self._places[-1] + len(ids)))
+        self._end[1] += len(ids)
+        self._places.write(self._end.tobytes())
 
     def record(self, request: int) -> Record:
-        self._records.seek(self._places[2 * request])
+        """To be asked for after the last one was added."""
+        self._places.seek(_PLACE_BYTES * request)
+        self._records.seek(int.from_bytes(self._places.read(8), sys.byteorder))
         return _record(self._records.readline())
 
     def save(self, output: Path, queries: IntArray, num_errors: int,
@@ -99,7 +105,7 @@ class SpoolWriter:
             source.seek(0)
             with (new / name).open("wb") as file:
                 shutil.copyfileobj(source, file)
-        np.save(new / "places.npy", np.array(self._places).reshape(-1, 2))
+        _save_pairs(self._places, new / "places.npy")
         np.save(new / "queries.npy", queries)
         if self.columns is not None:
             self.columns.save(new)
@@ -108,6 +114,17 @@ class SpoolWriter:
         (new / "spool.json").write_text(json.dumps(header) + "\n", encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         new.rename(folder)
+
+
+def _save_pairs(source: IO[bytes], path: Path) -> None:
+    """int64 [rows, 2] from a file of them to one of numpy's, not all in memory at once."""
+    rows = source.seek(0, os.SEEK_END) // _PLACE_BYTES
+    source.seek(0)
+    with path.open("wb") as file:
+        np.lib.format.write_array_header_1_0(file, {
+            "descr": np.lib.format.dtype_to_descr(np.dtype(np.int64)), "fortran_order": False,
+            "shape": (rows, 2)})
+        shutil.copyfileobj(source, file)
 
 
 class Tokens(Sequence[int]):

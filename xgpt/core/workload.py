@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from xgpt.core.errors import shorten
 from xgpt.core.length_file import MAX_LENGTH_TOKENS
 from xgpt.core.lengths import IntArray, JointLengths
 from xgpt.core.openai_body import not_honoured
@@ -26,6 +27,7 @@ Message: TypeAlias = "dict[str, str]"  # role, content
 ROLES = ("system", "developer", "user", "assistant", "tool")
 URLS = ("/v1/chat/completions", "/v1/completions")
 MAX_INT = 2**31 - 1
+MAX_ID_CHARS, MAX_STOPS, MAX_STOP_CHARS = 1024, 64, 1000
 _FOREIGN = {"/v1/chat/completions": "prompt", "/v1/completions": "messages"}
 
 _MISSPELT = {"max_new_tokens": "max_tokens"}
@@ -106,7 +108,10 @@ def id_of(record: Mapping[str, Any], default: str) -> str:
         return default
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise BadRecord(f"{key} must be text")
-    return _text(str(value), key)
+    text = _text(str(value), key)
+    if len(text) > MAX_ID_CHARS:
+        raise BadRecord(f"{key} has {len(text)} characters, of at most {MAX_ID_CHARS}")
+    return text
 
 
 def is_openai(record: Mapping[str, Any]) -> bool:
@@ -127,7 +132,7 @@ def refuse_misspelt(keys: Iterable[str]) -> None:
         meant = misspelt_option(key) or next(iter(
             difflib.get_close_matches(key, ("messages",), n=1, cutoff=0.8)), None)
         if meant is not None:
-            raise BadRecord(f"unknown key {key!r}: did you mean {meant!r}?")
+            raise BadRecord(f"unknown key {shorten(key)}: did you mean {meant!r}?")
 
 
 def synthetic_lengths(lengths: JointLengths, count: int, seed: int) -> tuple[IntArray, IntArray]:
@@ -149,16 +154,18 @@ def _openai_body(record: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(body, dict):
         raise BadRecord("body must be an object")
     if record.get("method", "POST") != "POST":
-        raise BadRecord(f"method = {record['method']!r}: only POST is known")
+        raise BadRecord(f"method = {shorten(record['method'])}: only POST is known")
     if url is not None and url not in URLS:
-        raise BadRecord(f"url = {url!r}: known: {', '.join(URLS)}")
+        raise BadRecord(f"url = {shorten(url)}: known: {', '.join(URLS)}")
     if body.get("n", 1) not in (1, None):
-        raise BadRecord(f"n = {body['n']!r}: only one choice a request is supported")
+        raise BadRecord(f"n = {shorten(body['n'])}: only one choice a request is supported")
     foreign = _FOREIGN.get(str(url))
     if foreign is not None and body.get(foreign) is not None:
         raise BadRecord(f"url = {url!r} takes no {foreign}")
     if asked := sorted(not_honoured(body)):
-        raise BadRecord(f"{', '.join(asked)}: not supported, and an answer without would look like "
+        names = ", ".join(key if key.isidentifier() and len(key) < 60 else shorten(key)
+                          for key in asked[:20])
+        raise BadRecord(f"{names}: not supported, and an answer without would look like "
                         "one with; leave it out to have the line answered")
     return body
 
@@ -187,7 +194,7 @@ def _message(item: object) -> Message:
         raise BadRecord("a message must be an object with role and content")
     role, content = item.get("role"), item.get("content")
     if role not in ROLES:
-        raise BadRecord(f"role = {role!r}: known: {', '.join(ROLES)}")
+        raise BadRecord(f"role = {shorten(role)}: known: {', '.join(ROLES)}")
     if isinstance(content, list):  # OpenAI's list of parts, of which we know text
         if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(
                 part.get("text"), str) for part in content):
@@ -252,4 +259,7 @@ def _stop(body: Mapping[str, Any]) -> tuple[str, ...]:
     value = body.get("stop")
     if value is None:
         return ()
-    return tuple(_text(item, "stop") for item in (value if isinstance(value, list) else [value]))
+    texts = tuple(_text(item, "stop") for item in (value if isinstance(value, list) else [value]))
+    if len(texts) > MAX_STOPS or any(len(text) > MAX_STOP_CHARS for text in texts):
+        raise BadRecord(f"stop takes at most {MAX_STOPS} texts of {MAX_STOP_CHARS} characters")
+    return texts

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xgpt.core.errors import InputError, Mistake, wrong
+from xgpt.launch.isolated import TRANSPORTS
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.local import mpi_command
 from xgpt.launch.process import run_watched
@@ -35,6 +36,7 @@ class HostsLauncher:
     threads_per_rank: int
     program: str | None
     source: Path
+    interface: str | None = None  # over which they talk
 
     @property
     def is_here(self) -> bool:
@@ -45,6 +47,11 @@ class HostsLauncher:
         options = ["-launcher", _SSH]
         if self.program is not None:
             options += ["-launcher-exec", _path_of(self.program)]
+        if (interface := self.interface) is not None:
+            options += ["-iface", interface]
+            for transport in TRANSPORTS:  # RDMA's devices have other names: the user's word counts
+                if transport not in os.environ:
+                    options += ["-genv", transport, interface]
         return mpi_command(ranks, [*options, "-hosts", ",".join(self.names), "-ppn",
                                    str(ranks.per_node or self.ranks_each)])
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from xgpt.launch.launcher import RankProgram
-from xgpt.launch.local import mpi_command
+from xgpt.launch.local import local_mpi_command
 from xgpt.launch.process import Started, start
 from xgpt.launch.standby import PROGRAM, SERVES
 
@@ -75,6 +75,6 @@ class KeptRanks:
             descriptor = other_end.fileno()
             program = RankProgram(module=PROGRAM, argument=Path(str(descriptor)), count=ranks.count)
             alone = [sys.executable, "-m", PROGRAM, str(descriptor)]
-            started = start(alone if ranks.count == 1 else mpi_command(program),
+            started = start(alone if ranks.count == 1 else local_mpi_command(program),
                             inherited=(descriptor,))
         self._started, self._held = started._replace(line=self._line), ranks.holds

@@ -1,4 +1,5 @@
-"""Ranks on this machine: `mpiexec -n N python -m mpi4py -m MODULE`."""
+"""Ranks on this machine: `mpiexec -n N python -m mpi4py -m MODULE`, in a network namespace of its
+own where the system permits one (xgpt.launch.isolated)."""
 
 import shutil
 import sys
@@ -21,7 +22,7 @@ class LocalLauncher:
             return [*ranks.command]
         if ranks.count == 1:
             return [sys.executable, "-m", ranks.module, str(ranks.argument)]
-        return mpi_command(ranks)
+        return local_mpi_command(ranks)
 
     def run(self, ranks: RankProgram, *, watch: Callable[[], None],
             ask_to_stop: Callable[[], None] | None = None) -> None:
@@ -35,6 +36,13 @@ def mpi_command(ranks: RankProgram, options: Sequence[str] = ()) -> list[str]:
     # `-m mpi4py` aborts every rank when one fails; without it the others would wait for ever
     return [find_mpiexec(), *options, "-n", str(ranks.count), sys.executable, "-m", "mpi4py", "-m",
             ranks.module, str(ranks.argument)]
+
+
+def local_mpi_command(ranks: RankProgram) -> list[str]:
+    """The same for ranks that nobody beyond this machine is to reach."""
+    # -I -S: neither the user's folders nor site-packages, which would take longer than the command
+    return [sys.executable, "-I", "-S", str(Path(__file__).with_name("isolated.py")),
+            *mpi_command(ranks)]
 
 
 def find_mpiexec() -> str:

@@ -26,7 +26,7 @@ def _hosts(job: Job, problem: Problem) -> Launcher | None:
     return HostsLauncher(
         names=job.run.hosts[:cluster.num_nodes], ranks_each=cluster.devices_per_node,
         threads_per_rank=threads_per_rank(job, problem), program=job.run.launcher,
-        source=job.source)
+        source=job.source, interface=job.run.interface)
 
 
 LAUNCHERS: dict[str, Callable[[Job, Problem], Launcher | None]] = {

@@ -10,6 +10,7 @@ from xgpt.core.constraint import Metric
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Prospect, Schedule, StageAssignment, Status
 from xgpt.core.units import format_seconds
+from xgpt.core.visible import visible
 from xgpt.report.figures import lost_to_bound, percent, plain
 from xgpt.report.output import Output, number, text_at
 
@@ -26,10 +27,6 @@ _REASONS = {
     "each point evaluated": "evaluated point by point",
     "bounded by the least work of a query": "bounded by the least work of a query"}
 WIDE = 0.02  # share above a schedule from which on a bound counts as wide
-# C0 controls but tab and newline, DEL and C1 controls, what turns the direction of text, lone
-# surrogates, non-characters
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e"
-                          "\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
 # a number and its unit stay on one line
 _NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=(?:%|ms|us|s|[KMGT]iB|B|queries/s|tokens/s)(?:\W|$))")
 _FENCED = re.compile(r"(```.*?(?:```|\Z))", re.DOTALL)  # the last one may be open
@@ -39,15 +36,10 @@ MAX_TEXT = 20_000
 def clean(text: str, limit: int = MAX_TEXT) -> str:
     """`text` as any UTF-8 page can hold it: what has no glyph, or turns the direction of what
     follows, is shown as an escape."""
-    shown = _UNPRINTABLE.sub(_escaped, text.replace("\r\n", "\n"))
+    shown = visible(text)
     if len(shown) <= limit:
         return shown
     return f"{shown[:limit]} [{len(shown) - limit:,} more characters are in results.jsonl]"
-
-
-def _escaped(found: re.Match[str]) -> str:
-    code = ord(found.group())
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def code_and_prose(text: str) -> list[tuple[bool, str]]:

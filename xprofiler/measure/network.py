@@ -24,6 +24,7 @@ from xrunner.devices import has_own_gpu_each
 from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.transport.collective import MpiGroup, TorchGroup
 from xrunner.transport.comm import MpiComm, wait_politely
+from xrunner.transport.exchange import all_gather, broadcast
 from xrunner.transport.handover import pack, unpack
 from xrunner.transport.messages import TokensMessage
 
@@ -68,9 +69,9 @@ def places(world: Any) -> RankNodes:
     from mpi4py import MPI
 
     shared = world.Split_type(MPI.COMM_TYPE_SHARED)
-    leader = shared.bcast(world.Get_rank(), root=0)
+    leader = broadcast(shared, world.Get_rank(), int)
     shared.Free()
-    leaders = world.allgather(leader)
+    leaders = all_gather(world, leader, int)
     order = sorted(set(leaders))
     return RankNodes(node_of=tuple(order.index(name) for name in leaders))
 
@@ -137,7 +138,7 @@ def _on_groups(world: Any, groups: list[tuple[int, ...]], num_bytes: int,
     request = world.Ibarrier()
     wait_politely(lambda: bool(request.Test()))
     comm.Free()
-    gathered = [s for each in world.allgather(samples) for s in each]
+    gathered = [s for each in all_gather(world, samples, list[float]) for s in each]
     return Sample(x=num_bytes, samples_s=tuple(gathered))
 
 

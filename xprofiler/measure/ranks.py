@@ -14,6 +14,7 @@ from xprofiler.profile import NOISE_LIMIT
 from xprofiler.verdict import SPREAD_LIMIT
 from xrunner import devices
 from xrunner.transport.comm import wait_politely
+from xrunner.transport.exchange import all_gather, broadcast
 
 _ATTEMPTS = 3
 _POINT_S = 0.15  # a point is measured for about so long, and never fewer times than
@@ -53,36 +54,38 @@ class Ranks:
                 mine = measure()
         return mine
 
-    def gather(self, mine: Any) -> list[Any]:
-        """Every rank's, on every rank."""
-        return [mine] if self.world is None else list(self.world.allgather(mine))
+    def gather(self, mine: Any, kind: Any) -> list[Any]:
+        """Every rank's, which is of type `kind`, on every rank."""
+        return [mine] if self.world is None else all_gather(self.world, mine, kind)
 
     def agree(self, mine: bool) -> bool:
         """Rank 0's answer, on every rank: clocks and files are not read by each."""
-        return mine if self.world is None else bool(self.world.bcast(mine, root=0))
+        return mine if self.world is None else bool(broadcast(self.world, mine, bool))
 
-    def together(self, measure: Callable[[], Sequence[Any]]) -> list[Any]:
-        """What all ranks measured at the same time, or in as few turns as there must be."""
+    def together(self, measure: Callable[[], Sequence[Any]], kind: Any = float) -> list[Any]:
+        """What all ranks measured, each a value of `kind`, at the same time, or in as few turns as
+        there must be."""
         mine = list(self._in_turn(measure))
         time.sleep(_PAUSE_S)
-        return [s for each in self.gather(mine) for s in each]
+        return [s for each in self.gather(mine, list[kind]) for s in each]
 
     def steady(self, step: Callable[[], StepParts], *, is_brief: bool = False) -> list[StepParts]:
         """A step on all ranks, timed until it has been seen often enough; again where the times
         disagree: the least disturbed attempt counts. `is_brief`: as seldom as will do, and again
         only where they disagree by more than a profile is left at."""
-        first, count = self.gather(self._in_turn(step)), _SLOW_STEPS
+        first, count = self.gather(self._in_turn(step), StepParts), _SLOW_STEPS
         is_slow = max(parts.whole_s for parts in first) >= _SLOW_STEP_S
         if is_brief and not is_slow:
             once_s = max(parts.whole_s for parts in first)
             count = int(np.clip(_BRIEF_POINT_S / once_s, _BRIEF_STEPS, _MAX_STEPS))
         elif not is_slow:  # the first was a warm-up
-            once_s = max(parts.whole_s for parts in self.gather(self._in_turn(step)))
+            once_s = max(parts.whole_s for parts in self.gather(
+                self._in_turn(step), StepParts))
             count = int(np.clip(_POINT_S / once_s, _MIN_STEPS, _MAX_STEPS))
         attempts: list[list[StepParts]] = []
         most = NOISE_LIMIT if is_brief else SPREAD_LIMIT
         for _ in range(_ATTEMPTS):
-            steps = self.together(lambda: [step() for _ in range(count)])
+            steps = self.together(lambda: [step() for _ in range(count)], StepParts)
             attempts.append([*first, *steps] if is_slow else steps)
             if _spread(attempts[-1]) <= most:
                 break

@@ -200,7 +200,7 @@ class Measuring:
 
     def _measure_peaks(self) -> None:
         self._ranks.barrier()
-        peaks = self._ranks.gather(measure_peaks(self._dtype, self._device))
+        peaks = self._ranks.gather(measure_peaks(self._dtype, self._device), Peaks)
         # a disturbed rank must not make the device look smaller than it is
         best = Peaks(flops_per_s=max(p.flops_per_s for p in peaks), source=peaks[0].source,
                      bandwidth_bytes_per_s=max(p.bandwidth_bytes_per_s for p in peaks))

@@ -141,9 +141,15 @@ def _norm(name: str, hidden: int) -> Iterator[tuple[str, Shape]]:
 _FAMILIES = {"llama": _llama, "opt": _opt, "gpt2": _gpt2, "t5": _t5}
 
 
-def check_weights(directory: Path, spec: ModelSpec) -> None:
-    """Raises InputError with every file and tensor that is missing or wrong."""
+def check_weights(directory: Path, spec: ModelSpec, *, may_unpickle: bool = False) -> None:
+    """Raises InputError with every file and tensor that is missing or wrong. `may_unpickle`: the
+    user trusts who made PyTorch's own files, which are pickles."""
     files, mistakes = _files(directory)
+    if not may_unpickle:
+        mistakes += [_mistake(path, None, "a pickle, which can run code where it is read: convert "
+                              "it to safetensors (its model's page often has one) or, if you trust "
+                              "who made it, say `run: {pickles: true}`; even then tensors alone "
+                              "are read") for path in files if path.suffix != ".safetensors"]
     tensors: dict[str, StoredTensor] = {}
     for path, names in files.items():
         if path.suffix != ".safetensors":
@@ -194,7 +200,7 @@ def header(path: Path) -> dict[str, StoredTensor]:
             tensors = {name: StoredTensor(tuple(entry["shape"]), str(entry["dtype"]))
                        for name, entry in table.items()}
             end = max((entry["data_offsets"][1] for entry in table.values()), default=0)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise ValueError("no safetensors file: its header cannot be read") from None
     if size != (expected := _LENGTH_BYTES + length + end):
         what = "cut off" if size < expected else "longer than it should be"
@@ -222,7 +228,10 @@ def _listed(listing: Path) -> tuple[dict[Path, list[str] | None], list[Mistake]]
     files: dict[Path, list[str] | None] = {}
     mistakes = []
     for file, names in held.items():
-        if (listing.parent / file).is_file():
+        if Path(file).name != file:
+            mistakes.append(_mistake(listing, "weight_map", "the name of a file of this folder",
+                                     file))
+        elif (listing.parent / file).is_file():
             files[listing.parent / file] = names
         else:
             mistakes.append(_mistake(listing, "weight_map", "this file is missing from the folder; "

@@ -29,6 +29,7 @@ from xrunner.io.tokenizer import TextTokenizer, eos_ids
 from xrunner.plan import RunPlan, load_plan
 from xrunner.rank import Stopwatch, conduct, order_of, read_work, to_the_end
 from xrunner.rules.static import static_rule
+from xrunner.transport.exchange import broadcast
 from xrunner.world import World, connect
 
 _ALL_REDUCE = "deepspeed_shm_comm"  # what DeepSpeed compiles at first use
@@ -114,7 +115,8 @@ def join_ranks() -> dict[str, str]:
         local = world.Split_type(MPI.COMM_TYPE_SHARED)
         rank, size = world.Get_rank(), world.Get_size()
         local_rank, local_size = local.Get_rank(), local.Get_size()
-        address, port = world.bcast((socket.gethostname() if local_size < size else address, port))
+        address, port = broadcast(
+            world, (socket.gethostname() if local_size < size else address, port), tuple[str, int])
     return {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local_rank),
             "LOCAL_SIZE": str(local_size), "MASTER_ADDR": address, "MASTER_PORT": str(port),
             "DS_ACCELERATOR": "cpu", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import IO, Protocol
+from typing import IO, Protocol, overload
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from xrunner.plan import RunPlan
 from xrunner.query import PreparedQuery, Sampling
 
 _LINES_AT_A_TIME = 4096
+_CHARS_AT_A_TIME = 2**22  # and tokens, which take more room: what is in memory at once
 _FILE_BITS = 40  # no file has as many lines
 
 Tokenised = Sequence[int] | str  # or the sentence that says why there are none
@@ -53,7 +54,7 @@ def take_in(files: RequestFiles, tokeniser: Tokeniser, spool: SpoolWriter | None
     bad_lines, are_tokenised = list[RequestError](), True
     source = read_requests(files, lambda file, raw: digests[file].update(raw),
                            spool.columns if spool is not None else None, stdin, divided)
-    while lines := list(islice(source, _LINES_AT_A_TIME)):
+    while lines := _next_lines(source):
         bad_lines += [line for line in lines if isinstance(line, RequestError)]
         requests = [line for line in lines if isinstance(line, Request)]
         tokenised: Sequence[Sequence[int] | str | None] | None
@@ -67,6 +68,19 @@ def take_in(files: RequestFiles, tokeniser: Tokeniser, spool: SpoolWriter | None
     return replace(rows.requests(), bad_lines=tuple(bad_lines), are_tokenised=are_tokenised,
                    digest=_digest(files, found), file_digests=found,
                    labels=files.labels if len(files.paths) > 1 else ())
+
+
+def _next_lines(source: Iterator[Request | RequestError]) -> list[Request | RequestError]:
+    """The next ones, fewer where they are long; none at the end."""
+    lines, size = list[Request | RequestError](), 0
+    for line in islice(source, _LINES_AT_A_TIME):
+        lines.append(line)
+        if isinstance(line, Request):
+            size += len(line.prompt or "") + 8 * len(line.tokens or ()) + sum(
+                len(message["content"]) for message in line.messages or ())
+        if size >= _CHARS_AT_A_TIME:
+            break
+    return lines
 
 
 def _digest(files: RequestFiles, of_each: Sequence[str]) -> str:
@@ -127,7 +141,8 @@ class _RequestColumns:
 
     def __init__(self, spool: SpoolWriter | None) -> None:
         self._spool = spool
-        self._inputs, self._caps, self._forced = array("q"), array("q"), array("q")
+        # of 4 bytes: no file, line or number of tokens has more (xgpt.core.workload.MAX_INT)
+        self._inputs, self._caps, self._forced = array("i"), array("i"), array("i")
         self._may_stop, self._unusable = array("b"), dict[int, str]()
 
     def add(self, request: Request, ids: Sequence[int] | str | None,
@@ -147,7 +162,8 @@ class _RequestColumns:
 
     def requests(self) -> Requests:
         def column(values: array[int]) -> IntArray:
-            return np.array(values, np.int64)
+            return np.frombuffer(values, np.int32).astype(np.int64) if values else np.zeros(
+                0, np.int64)
 
         are_known = len(self._inputs) == len(self._caps)
         return Requests(input_tokens=column(self._inputs) if are_known else None,
@@ -221,6 +237,27 @@ def queries_of(spool: Spool, plan: RunPlan) -> Iterator[PreparedQuery]:
     """Yields the job's queries in their order, indexed from 0 without gaps."""
     for index, record in enumerate(spool.records()):
         yield _prepared(spool, plan, index, record)
+
+
+class SpooledQueries(Sequence[PreparedQuery]):
+    """The job's queries by their index, each read when it is asked for."""
+
+    def __init__(self, spool: Spool, plan: RunPlan) -> None:
+        self.spool, self._plan = spool, plan
+
+    def __len__(self) -> int:
+        return len(self.spool)
+
+    @overload
+    def __getitem__(self, index: int) -> PreparedQuery: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[PreparedQuery]: ...
+    def __getitem__(self, index: int | slice) -> PreparedQuery | list[PreparedQuery]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return query_of(self.spool, self._plan, index)
 
 
 def query_of(spool: Spool, plan: RunPlan, index: int) -> PreparedQuery:

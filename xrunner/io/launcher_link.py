@@ -88,7 +88,8 @@ class LauncherLink:
         nothing is. `order`: the queries as they are taken up, where that is not by their index, as
         far as it is known (`begin`); the state names queries by their places in it, counted from
         `first_query`."""
-        self._place: dict[int, int] = {}
+        self._place: dict[int, int] = {}  # of queries that are not done
+        self._num_begun = 0
         self._first_query = first_query
         self.begin(order or ())
         self._output, self._at_work, self._rule = output, at_work, rule
@@ -102,11 +103,12 @@ class LauncherLink:
     def begin(self, queries: Sequence[int]) -> None:
         """These are taken up next, after all that it has been told of."""
         for index in queries:
-            self._place[index] = self._first_query + len(self._place)
+            self._place[index] = self._first_query + self._num_begun
+            self._num_begun += 1
 
     def finished(self, result: FinishedQuery) -> None:
         lengths = len(result.query.input_ids), len(result.output_ids)
-        place = self._place.get(result.query.index, result.query.index)
+        place = self._place.pop(result.query.index, result.query.index)
         if self._at_work is not None:
             self._finished[place] = lengths
             return

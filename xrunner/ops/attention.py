@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from xrunner.ops import cuda_modules
+from xrunner.ops import cuda_modules, invariant
 from xrunner.ops.contexts import Cache, DecodeContext, EncodeContext, Places, rows_of
 from xrunner.ops.cuda import MAX_DIM, CudaOps, DistanceBias
 from xrunner.ops.native import check, dtype_code, library, serves, threads
@@ -56,8 +56,13 @@ def decode_attention(query: Tensor, cache: Cache, step: DecodeContext, scale: fl
         dtype_code(query), dtype_code(keys), out.data_ptr(), query.data_ptr(), query.stride(0),
         keys.data_ptr(), values.data_ptr(), step.blocks.data_ptr(), step.blocks.shape[1],
         step.lengths.data_ptr(), n, heads, kv_heads, dim, num_blocks, size,
-        dim ** -0.5 if scale is None else scale, table, width, center, threads()))
+        dim ** -0.5 if scale is None else scale, table, width, center, _decode_threads()))
     return out
+
+
+def _decode_threads() -> int:
+    """Threads divide all queries' entries evenly, wherever that cuts a query's; one cuts none."""
+    return 1 if invariant.is_asked() else threads()
 
 
 def _masked_decode(query: Tensor, cache: Cache, step: DecodeContext, scale: float | None,

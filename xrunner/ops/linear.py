@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from xrunner.ops import invariant
 from xrunner.ops.int8 import Int8Weight
 from xrunner.ops.mkl import MklWeight, is_mkl_served
 
@@ -34,6 +35,7 @@ class Product:
         self.bias, self._activation = bias, activation
         self.shape = tuple(weight.shape)
         self._packed: Tensor | None = None
+        self._tile: int | None = None  # rows of a product, where batches must not matter
         self._other: Int8Weight | MklWeight | None = None
 
     @property
@@ -48,6 +50,11 @@ class Product:
         weight = self.weight
         if weight is None:
             return
+        self._lay_out(weight, dtype)
+        if invariant.is_asked() and 0 not in weight.shape:
+            self._tile = invariant.tile_of(self._product, self.shape[1], activations_of(dtype))
+
+    def _lay_out(self, weight: Tensor, dtype: torch.dtype) -> None:
         if dtype == torch.int8:
             dtype = activations_of(dtype)
             if 0 not in weight.shape:
@@ -59,7 +66,8 @@ class Product:
         if not weight.is_cpu or not is_packable(dtype) or 0 in weight.shape:
             return
         # MKL has no activations; oneDNN does them in the product's pass
-        if dtype == torch.float32 and self._activation == "none" and is_mkl_served():
+        is_mkl = self._activation == "none" and not invariant.is_asked()
+        if dtype == torch.float32 and is_mkl and is_mkl_served():
             self._other = MklWeight(self.weight)
         else:
             self._packed = _PACKED._reorder_linear_weight(self.weight.contiguous(), None)
@@ -67,6 +75,10 @@ class Product:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out], of the dtype that `activations_of` gives the weight's."""
+        return self._product(x) if self._tile is None else invariant.in_tiles(
+            self._product, x, self._tile)
+
+    def _product(self, x: Tensor) -> Tensor:
         if self._other is not None:
             return ACTIVATIONS[self._activation](self._other(x, self.bias))
         if self._packed is None:

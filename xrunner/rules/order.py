@@ -6,7 +6,8 @@ the input's order all the same, so those of a window wait until its first querie
 why the order is random within windows, and not over the whole job."""
 
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from itertools import islice
 
 WINDOW_BATCHES = 16  # encode batches in a window of the usual size
 LEAST_WINDOW = 64
@@ -23,13 +24,17 @@ def run_order(count: int, window: int, seed: int, *, first: int = 0,
               without: Collection[int] = frozenset()) -> list[int]:
     """Places in the input, of those from `first` on and not `without` (the others are answered), in
     the order in which they are taken up. No place leaves its window."""
-    places = [place for place in range(first, count) if place not in without]
+    return list(in_run_order(count, window, seed, first=first, without=without))
+
+
+def in_run_order(count: int, window: int, seed: int, *, first: int = 0,
+                 without: Collection[int] = frozenset()) -> Iterator[int]:
+    """Yields the same places, a window's in memory at once."""
+    places = (place for place in range(first, count) if place not in without)
     source = random.Random(seed)
     if window <= 1:
-        return places
-    ordered: list[int] = []
-    for begin in range(0, len(places), window):
-        part = places[begin:begin + window]
+        yield from places
+        return
+    while part := list(islice(places, window)):
         source.shuffle(part)
-        ordered += part
-    return ordered
+        yield from part

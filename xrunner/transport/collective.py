@@ -20,6 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from xrunner.devices import to_host
 from xrunner.transport.comm import as_bytes, wait_politely
+from xrunner.transport.exchange import all_gather, broadcast
 
 _GATHER_UP_TO_BYTES = 32 * 1024  # below this the second exchange costs more than its bytes save
 
@@ -129,12 +130,12 @@ class TorchGroup:
 
 def _common_store(comm: Any) -> Any:
     """The store where ranks find each other: the first one's, whose address goes round by MPI."""
-    hosts = comm.allgather(socket.gethostname())
+    hosts = all_gather(comm, socket.gethostname(), str)
     # a host's own name may not resolve; within one host nobody needs it
     host, port = "127.0.0.1" if len(set(hosts)) == 1 else hosts[0], 0
     store = None
     if comm.Get_rank() == 0:
         store = TCPStore(host, port, is_master=True, wait_for_workers=False)
         port = store.port
-    port = comm.bcast(port, root=0)
+    port = broadcast(comm, port, int)
     return store or TCPStore(host, port, is_master=False)

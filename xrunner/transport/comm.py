@@ -17,8 +17,14 @@ from torch import Tensor
 
 from xrunner.devices import host_buffer, to_host
 from xrunner.transport.messages import Message
+from xrunner.transport.wire import MOST_BYTES, ForeignMessage, from_bytes, to_bytes
 
 _TAG_HEADER, _TAG_TENSOR = 1, 2
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
+    torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8,
+    torch.uint8, torch.bool)}
+_Shape = tuple[tuple[int, ...], str]  # of a tensor, and its dtype
+_HEADER = tuple[Message, _Shape | None]
 _SPIN_S = 50e-6  # a partner that answers at once costs no sleep
 _SLEEP_S = 50e-6
 
@@ -55,8 +61,9 @@ def wait_politely(is_done: Callable[[], bool], sleep_s: float = _SLEEP_S) -> Non
 
 
 class MpiComm:
-    """Messages over mpi4py. Headers are pickled (small); tensors go as raw bytes, without a copy of
-    what lies in the host's memory."""
+    """Messages over mpi4py. Headers are JSON, checked on arrival (xrunner.transport.wire); tensors
+    go as raw bytes, without a copy of what lies in the host's memory, and are as long as their
+    header says or nothing is made of them."""
 
     def __init__(self, comm: Any, sleep_s: float = _SLEEP_S) -> None:
         """`sleep_s`: between two looks for a message."""
@@ -73,8 +80,10 @@ class MpiComm:
 
     def send(self, target: int, message: Message, tensor: Tensor | None = None) -> None:
         self._reap()
-        shape = None if tensor is None else (tuple(tensor.shape), tensor.dtype)
-        self._keep(self._comm.isend((message, shape), dest=target, tag=_TAG_HEADER), message)
+        shape = None if tensor is None else (
+            tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        header = to_bytes((message, shape), _HEADER)
+        self._keep(self._comm.Isend(header, dest=target, tag=_TAG_HEADER), header)
         if tensor is not None:
             data = as_bytes(to_host(tensor).contiguous())
             self._keep(self._comm.Isend(data, dest=target, tag=_TAG_TENSOR), data)
@@ -89,14 +98,31 @@ class MpiComm:
         return None if source is None else self._take(source)
 
     def _take(self, source: int) -> tuple[Message, Tensor | None]:
-        message, shape = self._comm.recv(source=source, tag=_TAG_HEADER)
+        size = self._arrived(source, _TAG_HEADER)
+        if size > MOST_BYTES:
+            raise ForeignMessage(f"it has {size} bytes, of at most {MOST_BYTES}")
+        header = bytearray(size)
+        self._comm.Recv(header, source=source, tag=_TAG_HEADER)
+        message, shape = from_bytes(header, _HEADER)
         self._reap()
         if shape is None:
             return message, None
-        tensor = host_buffer(*shape)
+        # what has come is counted before memory is taken for what was announced
+        num_bytes, announced = self._arrived(source, _TAG_TENSOR), _num_bytes(*shape)
+        if num_bytes != announced:
+            raise ForeignMessage(f"a tensor of {announced} bytes was announced, {num_bytes} came")
+        tensor = host_buffer(shape[0], _DTYPES[shape[1]])
         request = self._comm.Irecv(as_bytes(tensor), source=source, tag=_TAG_TENSOR)
         wait_politely(lambda: bool(request.Test()))
         return message, tensor
+
+    def _arrived(self, source: int, tag: int) -> int:
+        """The bytes of the next message of this kind, once it is there."""
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        wait_politely(lambda: bool(self._comm.Iprobe(source=source, tag=tag, status=status)))
+        return int(status.Get_count(MPI.BYTE))
 
     def _next_source(self, sources: Sequence[int], until_s: float = math.inf) -> int | None:
         """Who has sent something; None where nobody has by `until_s`."""
@@ -182,6 +208,12 @@ def as_bytes(tensor: Tensor) -> Any:
     return tensor.view(-1).view(torch.uint8).numpy()
 
 
+def _num_bytes(shape: Sequence[int], dtype: str) -> int:
+    """Of a tensor. Raises ForeignMessage for what is none."""
+    if dtype not in _DTYPES or any(size < 0 for size in shape):
+        raise ForeignMessage(f"a tensor {list(shape)} of {dtype[:40]!r} was announced")
+    return math.prod(shape) * _DTYPES[dtype].itemsize
+
+
 def _is_sent(request: Any) -> bool:
-    # NOTE: pickled sends return mpi4py's Request whose test() differs from Test(); both exist.
     return bool(request.Test())

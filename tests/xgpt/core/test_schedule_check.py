@@ -76,3 +76,34 @@ def test_json_that_is_nested_without_end_is_no_schedule(tmp_path: Path) -> None:
     path.write_text("[" * 100_000)
     with pytest.raises(InputError, match="not a readable schedule"):
         load_schedule(path)
+
+
+@pytest.mark.parametrize("version", [[3], {"a": 1}, True, 3.0, "3", None, 2**70])
+def test_a_version_that_is_no_whole_number_is_refused(tmp_path: Path, version: object) -> None:
+    path = tmp_path / "schedule.json"
+    path.write_text(json.dumps({"version": version}))
+    with pytest.raises(InputError, match="this xgpt reads versions"):
+        load_schedule(path)
+
+
+def _deep() -> list[Any]:
+    value: list[Any] = []
+    for _ in range(950):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("change", [
+    lambda raw: raw.update(bounds=[]), lambda raw: raw.update(rejected=_deep()),
+    lambda raw: raw["figures"].update(throughput_qps=10**400),
+    lambda raw: raw["figures"].update(throughput_qps=-10**400)],
+    ids=["no bound", "deep", "large", "small"])
+def test_what_the_fuzzer_found_is_refused(tmp_path: Path, change: Change) -> None:
+    problem = toy_problem()
+    raw = to_json(schedule_of(problem, estimate_of(
+        problem, encode_batch=4, decode_iterations=4)))
+    change(raw)
+    path = tmp_path / "schedule.json"
+    path.write_text(json.dumps(raw))
+    with pytest.raises(InputError):
+        load_schedule(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,8 @@ def test_hosts_make_a_cluster_of_as_many_nodes_which_share_the_ranks(tmp_path: P
 
 @pytest.mark.parametrize(("run", "cluster", "key", "message"), [
     ("ranks: 3, hosts: [h1, h2]", "local", "run.ranks", "multiple of the 2 hosts"),
+    ("ranks: 2, interface: eth0", "local", "run.interface", "needs run.hosts"),
+    ("hosts: [h1], interface: '-x'", "local", "run.interface", "network interface's name"),
     ("ranks: 2, hosts: [h1, h1]", "local", "run.hosts", "each once"),
     ("hosts: [h1, '-oProxyCommand=x']", "local", "run.hosts", "'-oProxyCommand=x' is none"),
     ("hosts: ['h1,h2']", "local", "run.hosts", "'h1,h2' is none"),
@@ -84,12 +87,18 @@ def test_mpiexec_is_told_of_the_hosts_and_without_them_of_nothing(
     argument, launcher = tmp_path / "run.json", fake_ssh(tmp_path)
     module = [sys.executable, "-m", "mpi4py", "-m", "worker", str(argument)]
     four, one = (RankProgram(module="worker", argument=argument, count=count) for count in (4, 1))
-    assert LocalLauncher().command(four) == ["mpiexec", "-n", "4", *module]
+    # what follows it runs without a network
+    isolated = [sys.executable, "-I", "-S", str(Path(local.__file__).with_name("isolated.py"))]
+    assert LocalLauncher().command(four) == [*isolated, "mpiexec", "-n", "4", *module]
     hosts = hosts_for(launcher, ("h1", "h2"))
     assert hosts.command(four) == [
         "mpiexec", "-launcher", "ssh", "-launcher-exec", str(launcher), "-hosts", "h1,h2", "-ppn",
         "2", "-n", "4", *module]
     assert "mpiexec" in hosts.command(one), "the host is another one"
+    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0:1")
+    over = " ".join(replace(hosts, interface="ib0").command(four))
+    assert "-iface ib0" in over and "-genv FI_TCP_IFACE ib0" in over
+    assert "UCX_NET_DEVICES" not in over, "the user's own word"
     assert "mpiexec" not in LocalLauncher().command(one)
 
 

@@ -15,7 +15,7 @@ from toys import FAMILIES, T5_FAMILIES, make_model, spec_of, split_stages
 from xgpt.core.errors import InputError, Mistake
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.checkpoint.source import read_spec
-from xrunner.checkpoint.tensors import MAX_SHOWN, check_weights, wanted_tensors
+from xrunner.checkpoint.tensors import MAX_SHOWN, check_weights, header, wanted_tensors
 from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.models.encoder_decoder import load_stage
 
@@ -173,3 +173,20 @@ def test_a_template_that_fails_refuses_the_request_and_not_the_job(tmp_path: Pat
         (tmp_path / "chat_template.jinja").write_text(template)
         with pytest.raises(ValueError, match="chat template"):
             TextTokenizer(tmp_path).render_chat([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize("offsets", [[], [3], {}, None])
+def test_a_header_whose_offsets_are_none_is_refused(tmp_path: Path, offsets: object) -> None:
+    head = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": offsets}}).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(head).to_bytes(8, "little") + head + bytes(4))
+    with pytest.raises(ValueError, match="its header cannot be read"):
+        header(path)
+
+
+def test_a_number_beyond_all_floats_is_refused(tmp_path: Path) -> None:
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 100,
+              "n_positions": 64, "layer_norm_epsilon": 10**400}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="layer_norm_epsilon"):
+        read_spec(tmp_path, "gpt2")

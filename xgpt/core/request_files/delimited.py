@@ -45,6 +45,28 @@ def _first_rows(text: str, delimiter: str) -> list[list[str]]:
     return found
 
 
+class _Lines:
+    """The lines of a text; in the place of one that is too long an error, which costs its row."""
+
+    def __init__(self, text: io.TextIOWrapper) -> None:
+        self._text = text
+        self.number = 0  # of the last one, from 1
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        line = self._text.readline(MAX_CELL_CHARS + 1)
+        if not line:
+            raise StopIteration
+        self.number += 1
+        if len(line) > MAX_CELL_CHARS and not line.endswith("\n"):
+            while (part := self._text.readline(2**20)) and not part.endswith("\n"):
+                pass
+            raise csv.Error(f"a line is longer than {MAX_CELL_CHARS // 2**20} MiB")
+        return line
+
+
 def read_delimited(stream: IO[bytes], files: RequestFiles, path: Path, usual: str,
                    divided: Divided) -> Iterator[Row]:
     """Yields a row a request; blank lines are skipped. `usual`: the delimiter that the file's name
@@ -55,8 +77,9 @@ def read_delimited(stream: IO[bytes], files: RequestFiles, path: Path, usual: st
         divided(path, delimiter)
     # bytes that are no UTF-8 are kept apart, so that they cost their row alone
     text = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
+    lines = _Lines(text)
     # strict: a quote in the wrong place is told, not guessed at
-    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     try:
         header = next((row for row in reader if row), None)
     except csv.Error as cause:
@@ -67,14 +90,14 @@ def read_delimited(stream: IO[bytes], files: RequestFiles, path: Path, usual: st
     roles = roles_of(header, files, path)
     number = 0
     while True:
-        line = reader.line_num + 1
+        line = lines.number + 1
         try:
             values = next(reader)
         except StopIteration:
             break
         except csv.Error as cause:
             number += 1
-            yield Row(line, _why(cause, line, reader.line_num), number=number)
+            yield Row(line, _why(cause, line, lines.number), number=number)
             continue
         if not values:
             continue

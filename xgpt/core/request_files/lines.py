@@ -3,24 +3,27 @@ and so is read as a whole. Blank lines are skipped."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from xgpt.core.request_files.files import RequestFiles
-from xgpt.core.request_files.rows import Row, of_object
+from xgpt.core.request_files.rows import Row, of_object, parsed
 from xgpt.core.request_files.source import unreadable
 from xgpt.core.workload import BadRecord
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+MAX_LINE_BYTES = 2**24  # of a request; more is another file by mistake, or an attack
+MAX_ARRAY_BYTES = 2**27  # of a JSON array, which is in memory as a whole
+_TOO_LONG = f"longer than {MAX_LINE_BYTES // 2**20} MiB, the most that a line may have"
+_SKIPPED_BYTES = 2**20
 
 
 def read_jsonl(stream: IO[bytes], files: RequestFiles) -> Iterator[Row]:
     """Yields a row a line."""
     for number, line in _lines(stream):
         try:
-            yield Row(number, *of_object(_object(line), files))
+            yield Row(number, *of_object(_object(_whole(line)), files))
         except BadRecord as cause:
             yield Row(number, str(cause))
 
@@ -29,7 +32,7 @@ def read_text(stream: IO[bytes]) -> Iterator[Row]:
     """Yields a prompt a line, without what ends it."""
     for number, line in _lines(stream):
         try:
-            yield Row(number, {"prompt": _decoded(line).removesuffix("\r")})
+            yield Row(number, {"prompt": _decoded(_whole(line)).removesuffix("\r")})
         except BadRecord as cause:
             yield Row(number, str(cause))
 
@@ -38,11 +41,15 @@ def read_array(stream: IO[bytes], files: RequestFiles, path: Path) -> Iterator[R
     """Yields a row an item: an object, or a text, which is a prompt. Raises InputError for a file
     that is not whole."""
     try:
-        items = json.loads(stream.read().removeprefix(BYTE_ORDER_MARK).decode("utf-8"))
+        raw = stream.read(MAX_ARRAY_BYTES + 1)
+        if len(raw) > MAX_ARRAY_BYTES:
+            raise unreadable(path, f"a JSON array of more than {MAX_ARRAY_BYTES // 2**20} MiB: "
+                             "write so many requests as one object a line, whose format is jsonl")
+        items = parsed(raw.removeprefix(BYTE_ORDER_MARK).decode("utf-8"))
     except UnicodeDecodeError as cause:
         raise unreadable(path, f"not UTF-8: {cause.reason} at byte {cause.start}") from None
-    except RecursionError:
-        raise unreadable(path, "nested too deeply") from None
+    except BadRecord as cause:
+        raise unreadable(path, str(cause)) from None
     except ValueError as cause:
         raise unreadable(path, f"no whole JSON array: {cause}. Is it cut off? Of a file of one "
                          "object a line the format is jsonl") from None
@@ -61,12 +68,26 @@ def read_array(stream: IO[bytes], files: RequestFiles, path: Path) -> Iterator[R
                 yield Row(number, str(cause))
 
 
-def _lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yields those that are not blank, with their numbers from 1."""
-    for number, raw in enumerate(stream, start=1):
+def _lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
+    """Yields those that are not blank, with their numbers from 1; None of one that is too long,
+    which is never in memory as a whole."""
+    number = 0
+    while raw := stream.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n"):
+            while (part := stream.readline(_SKIPPED_BYTES)) and not part.endswith(b"\n"):
+                pass
+            yield number, None
+            continue
         line = raw.removesuffix(b"\n").removeprefix(BYTE_ORDER_MARK if number == 1 else b"")
         if line.strip():
             yield number, line
+
+
+def _whole(line: bytes | None) -> bytes:
+    if line is None:
+        raise BadRecord(_TOO_LONG)
+    return line
 
 
 def _decoded(line: bytes) -> str:
@@ -78,11 +99,9 @@ def _decoded(line: bytes) -> str:
 
 def _object(line: bytes) -> dict[str, Any]:
     try:
-        record = json.loads(_decoded(line))
+        record = parsed(_decoded(line))
     except ValueError as cause:  # JSONDecodeError, or a number of more than 4,300 digits
         raise BadRecord(f"not JSON: {cause}") from None
-    except RecursionError:
-        raise BadRecord("not usable: JSON nested too deeply") from None
     if not isinstance(record, dict):
         raise BadRecord("not a JSON object")
     return record

@@ -8,11 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from xgpt.core.errors import shorten
 from xgpt.core.request_files.delimited import USUAL, Divided, read_delimited
 from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.request_files.lines import read_array, read_jsonl, read_text
 from xgpt.core.request_files.parquet import read_parquet
 from xgpt.core.request_files.rows import Row
+from xgpt.core.request_files.seen_ids import SeenIds
 from xgpt.core.request_files.source import opened
 from xgpt.core.spool_columns import ColumnsWriter
 from xgpt.core.workload import BadRecord, Request, RequestError, id_of, read_record
@@ -30,7 +32,7 @@ def read_requests(files: RequestFiles,
     and which file it is, `columns` what the results take over. `stdin`: what came there.
     `divided` is told what divides the cells of a file whose name says something else. Raises
     InputError for a file that cannot be read at all."""
-    seen: dict[str, int] = {}
+    seen = SeenIds()
     are_several = len(files.paths) > 1
     labels = files.labels if are_several else ("",)
     for index, path in enumerate(files.paths):
@@ -54,7 +56,7 @@ def _rows(stream: IO[bytes], known: str, files: RequestFiles, path: Path,
     return read_text(stream) if known == "text" else read_jsonl(stream, files)
 
 
-def _taken(row: Row, file: int, default: str, seen: dict[str, int], files: RequestFiles,
+def _taken(row: Row, file: int, default: str, seen: SeenIds, files: RequestFiles,
            ) -> Request | RequestError:
     name: str | None = None
     try:
@@ -62,11 +64,11 @@ def _taken(row: Row, file: int, default: str, seen: dict[str, int], files: Reque
             name = row.name
             raise BadRecord(row.record)
         name = id_of(row.record, default)
-        if name in seen:
-            place = files.place(seen[name] >> _FILE_BITS, seen[name] & ((1 << _FILE_BITS) - 1))
-            raise BadRecord(f"id {name!r} is already that of {place}")
+        if (first := seen.place(name)) is not None:
+            place = files.place(first >> _FILE_BITS, first & ((1 << _FILE_BITS) - 1))
+            raise BadRecord(f"id {shorten(name)} is already that of {place}")
         request = read_record(row.record, row.line, name, file)
     except BadRecord as cause:
         return RequestError(line=row.line, id=name, error=str(cause), file=file)
-    seen[name] = file << _FILE_BITS | row.line
+    seen.add(name, file << _FILE_BITS | row.line)
     return request

@@ -17,6 +17,28 @@ from xgpt.core.workload import BadRecord, is_openai, misspelt_option, refuse_mis
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # lone, which no file takes
 NO_OTHERS: Mapping[str, Any] = {}
+MAX_DEPTH = 100  # of what is nested in a request's JSON
+
+
+def parsed(text: str) -> Any:
+    """The JSON value. Raises ValueError, and BadRecord for one nested too deeply, which would end
+    in the depth of Python's own calls wherever it is looked at."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise BadRecord("not usable: JSON nested too deeply") from None
+    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+        raise BadRecord(f"not usable: JSON nested more than {MAX_DEPTH} deep")
+    return value
+
+
+def _depth(value: Any) -> int:
+    depth, level = 0, [value]
+    while level := [one for one in level if isinstance(one, (dict, list))]:
+        depth += 1
+        level = [child for one in level for child in (
+            one.values() if isinstance(one, dict) else one)]
+    return depth
 
 
 def without_surrogates(text: str) -> str:
@@ -127,10 +149,8 @@ def _of_text(role: str, text: str) -> Any:
         return text
     try:
         if is_json:
-            return json.loads(text)
+            return parsed(text)
         return float(text) if role in ("temperature", "top_p") else int(text)
-    except RecursionError:
-        raise BadRecord(f"{role} is nested too deeply") from None
     except ValueError as cause:
         if is_json:
             raise BadRecord(f"{role} is not JSON: {cause}") from None

@@ -1,0 +1,73 @@
+"""Nobody beyond this machine can talk to the ranks of a run on it, or to what starts them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="ranks need the extra `run`")
+from job_folder import SUPPORT, read_lines  # noqa: E402
+
+from xgpt.launch import isolated  # noqa: E402
+from xgpt.launch.launcher import RankProgram  # noqa: E402
+from xgpt.launch.local import LocalLauncher  # noqa: E402
+
+pytestmark = pytest.mark.mpi
+LOOPBACK = "0100007F"  # 127.0.0.1 as /proc/net/tcp has it
+
+
+@pytest.fixture(autouse=True)
+def ranks_find_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(
+        [str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    for name in isolated.LOOPBACK:
+        monkeypatch.delenv(name, raising=False)
+
+
+def program(tmp_path: Path) -> RankProgram:
+    return RankProgram(module="listening", argument=tmp_path / "seen.jsonl", count=2)
+
+
+def may_isolate() -> bool:
+    seen = subprocess.run([sys.executable, isolated.__file__, "readlink", "/proc/self/ns/net"],
+                          capture_output=True, text=True, check=True)
+    return seen.stdout.strip() != os.readlink("/proc/self/ns/net")
+
+
+def test_ranks_are_in_a_network_of_their_own(tmp_path: Path) -> None:
+    if not may_isolate():
+        pytest.skip("this system permits no network namespace")
+    LocalLauncher().run(program(tmp_path), watch=lambda: None)
+    ranks = read_lines(tmp_path / "seen.jsonl")
+    assert len(ranks) == 2 and ranks[0]["namespace"] == ranks[1]["namespace"]
+    assert ranks[0]["namespace"] != os.readlink("/proc/self/ns/net")
+    assert ranks[0]["rank"], "the transport listens, on what is there"
+
+
+def test_without_such_a_network_ranks_listen_on_loopback_alone(tmp_path: Path) -> None:
+    """The launcher's own port is bound to every interface (docs/security.md); the ranks inherit
+    it."""
+    refused = ("import sys; from xgpt.launch import isolated; "
+               "isolated._is_permitted = lambda: False; isolated.main(sys.argv[1:])")
+    command = LocalLauncher().command(program(tmp_path))
+    started = command.index(isolated.__file__) + 1
+    subprocess.run([sys.executable, "-c", refused, *command[started:]], check=True, timeout=100)
+    ranks = read_lines(tmp_path / "seen.jsonl")
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert rank["namespace"] == os.readlink("/proc/self/ns/net")
+        own = set(rank["rank"]) - set(rank["mpiexec"])
+        assert own and all(address.startswith(LOOPBACK) for address in own), rank
+        assert len(rank["mpiexec"]) == 1
+
+
+def test_the_users_own_interface_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_NET_DEVICES", "eth7")
+    seen = subprocess.run([sys.executable, isolated.__file__, "sh", "-c",
+                           "readlink /proc/self/ns/net; echo $UCX_NET_DEVICES"],
+                          capture_output=True, text=True, check=True)
+    assert seen.stdout.split() == [os.readlink("/proc/self/ns/net"), "eth7"]

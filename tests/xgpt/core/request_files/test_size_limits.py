@@ -1,0 +1,90 @@
+"""What is too long or too deep is an error record of its own line, and takes no memory."""
+
+from __future__ import annotations
+
+import io
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from xgpt.core.errors import InputError
+from xgpt.core.request_files import lines
+from xgpt.core.request_files.files import RequestFiles
+from xgpt.core.request_files.reader import read_requests
+from xgpt.core.request_files.seen_ids import SeenIds
+from xgpt.core.workload import Request, RequestError
+
+
+def read(path: Path) -> list[Request | RequestError]:
+    return list(read_requests(RequestFiles(paths=(path,))))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".txt", ".csv"])
+def test_a_line_of_50_megabytes_costs_itself_alone(tmp_path: Path, suffix: str) -> None:
+    path, long = tmp_path / f"requests{suffix}", "x" * 50_000_000
+    texts = {".jsonl": ['{"prompt": "a"}', json.dumps({"prompt": long}), '{"prompt": "b"}'],
+             ".txt": ["a", long, "b"], ".csv": ["prompt", "a", long, "b"]}
+    path.write_text("\n".join(texts[suffix]) + "\n")
+    del long, texts
+    tracemalloc.start()
+    first, bad, last = read(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert isinstance(first, Request) and first.prompt == "a"
+    assert isinstance(bad, RequestError) and "longer than 16 MiB" in bad.error
+    assert isinstance(last, Request) and last.prompt == "b"
+    assert last.line == bad.line + 1
+    assert peak < 120e6, f"{peak / 1e6:.0f} MB"
+
+
+def test_an_array_beyond_what_is_held_in_memory_is_refused(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "MAX_ARRAY_BYTES", 2**20)
+    path = tmp_path / "requests.json"
+    path.write_text(json.dumps(["x" * 2**20]))
+    with pytest.raises(InputError, match="more than 1 MiB: .*jsonl"):
+        read(path)
+
+
+@pytest.mark.parametrize("value", ["[" * 500 + "]" * 500, '{"a":' * 500 + "1" + "}" * 500])
+def test_what_is_nested_too_deeply_is_an_error_record(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_text(f'{{"prompt": "a", "extra": {value}}}\n{{"prompt": "b"}}\n')
+    bad, good = read(path)
+    assert isinstance(bad, RequestError) and "nested more than 100 deep" in bad.error
+    assert isinstance(good, Request)
+
+
+@pytest.mark.parametrize("line", [
+    {"prompt": "a", "id": "i" * 2000}, {"prompt": "a", "stop": ["s"] * 65},
+    {"prompt": "a", "stop": "s" * 1001}, {"prompt": "a", "max_tokens": 2**63 - 1},
+    {"prompt": "a", "top_k": 2**63 - 1}, {"prompt": "a", "forced_tokens": 2**63 - 1},
+    {"prompt": "a", "seed": 2**63}, {"prompt": "a", "temperature": 1e300},
+    {"prompt": "a", "temperature": float("inf")}, {"tokens": [2**63 - 1]},
+    {"messages": [{"role": "r" * 10**6, "content": "a"}]}])
+def test_every_number_and_text_of_a_request_has_a_range(tmp_path: Path,
+                                                        line: dict[str, object]) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_text(json.dumps(line) + "\n")
+    [bad] = read(path)
+    assert isinstance(bad, RequestError) and len(bad.error) < 300, bad
+
+
+def test_ids_are_told_apart_in_few_bytes_each() -> None:
+    seen = SeenIds()
+    tracemalloc.start()
+    for place in range(50_000):
+        name = f"a rather long id of a request, number {place}"
+        assert seen.place(name) is None
+        seen.add(name, place)
+    grown = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert [seen.place(f"a rather long id of a request, number {n}") for n in (0, 49_999, 50_000)
+            ] == [0, 49_999, None]
+    assert len(seen) == 50_000 and grown / 50_000 < 72, f"{grown / 50_000:.0f} bytes an id"
+
+
+def test_a_stream_without_line_ends_is_one_line() -> None:
+    assert list(lines.read_text(io.BytesIO(b"x" * (2**24 + 2))))[0].record == lines._TOO_LONG

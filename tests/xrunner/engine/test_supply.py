@@ -1,0 +1,78 @@
+"""A job of many queries: so many wait in memory, all are taken up in their order, and the launcher
+holds a few bytes a line."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from million import Characters
+
+from xgpt.core.request_files.files import RequestFiles
+from xgpt.core.spool import SpoolWriter
+from xrunner.engine.supply import LEAST_WAITING, FromSpool
+from xrunner.io.intake import take_in
+from xrunner.rules.order import in_run_order, run_order
+
+
+class Counted:
+    """Queries that count how often each is read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        return SimpleNamespace(id=str(index), index=index, reserve_tokens=1)
+
+
+def test_queries_come_in_their_order_and_no_more_wait_than_need_to() -> None:
+    count, queries, told, waiting = 5 * LEAST_WAITING, Counted(), list[int](), list[Any]()
+    roster = SimpleNamespace(num_waiting=0)
+
+    def submit(query: Any) -> bool:
+        waiting.append(query)
+        roster.num_waiting = len(waiting)
+        return True
+
+    head: Any = SimpleNamespace(roster=roster, submit=submit)
+    order = run_order(count, 100, 3)
+    supply = FromSpool(queries, in_run_order(count, 100, 3), count,  # type: ignore[arg-type]
+                       least=10, begin=told.extend)
+    taken, most = [], 0
+    while True:
+        supply.look(head)
+        most = max(most, len(waiting))
+        if not waiting:
+            break
+        assert supply.is_open or len(queries.read) == count
+        taken += [query.index for query in waiting[:1000]]
+        del waiting[:1000]
+        roster.num_waiting = len(waiting)
+    assert taken == queries.read == told == order and supply.close(head)
+    assert most == 2 * LEAST_WAITING
+
+
+def test_the_launcher_holds_few_bytes_a_line(tmp_path: Path,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    """12 of columns, and up to 72 of the ids' table while it grows; texts and tokens are in
+    files."""
+    monkeypatch.setattr("xgpt.core.spool._BYTES_IN_MEMORY", 2**16)
+
+    def held(lines: int) -> int:
+        path = tmp_path / f"{lines}.jsonl"
+        path.write_text("".join(json.dumps({"id": f"request-{n:040}", "prompt": "x" * 500}) + "\n"
+                                for n in range(lines)))
+        tracemalloc.start()
+        spool = SpoolWriter()
+        take_in(RequestFiles(paths=(path,)), Characters(), spool)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak
+
+    few, many = held(16_000), held(32_000)
+    assert (many - few) / 16_000 < 150, f"{(many - few) / 16_000:.0f} bytes"

@@ -1,0 +1,101 @@
+"""What travels between ranks is JSON of stated types: it comes back as it was, and what is none of
+it is refused."""
+
+from __future__ import annotations
+
+import ast
+import math
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from xrunner.query import FinishedQuery, PreparedQuery, Sampling
+from xrunner.rules.rra import PhaseControls
+from xrunner.rules.slots import Span
+from xrunner.rules.steps import StepKind
+from xrunner.transport.messages import (
+    ArrivedMessage,
+    BlockMessage,
+    EncodedMessage,
+    FinishedMessage,
+    HandedMessage,
+    HandedQuery,
+    HeldMessage,
+    Joined,
+    Message,
+    PortionMessage,
+    ReplicaMessage,
+    StartMessage,
+    StepMessage,
+    StopMessage,
+    TokensMessage,
+)
+from xrunner.transport.wire import ForeignMessage, from_bytes, to_bytes
+
+ROOT = Path(__file__).resolve().parents[3]
+QUERY = PreparedQuery(index=3, id="é\ud800\"", input_ids=(1, 2), max_new_tokens=9,
+                      sampling=Sampling(temperature=0.1, top_k=5, seed=2**62), stop=("a", "b"))
+RESULT = FinishedQuery(query=QUERY, output_ids=(7, 8), finish_reason="stop", text="\x1b[31m",
+                       encode_start_s=0.1 + 0.2, first_token_s=math.inf, last_token_s=1e-300,
+                       error=None, replica=1)
+MESSAGES: list[Message] = [
+    StepMessage(kind=StepKind.MIXED, group=0, phase=1, iteration=2, removed=(1, 5), ended=(4,),
+                joined=(Joined(query=1, input_tokens=4, sampling=QUERY.sampling, goes_on=True),),
+                replaced=(0,), spans=(Span(0, 1, 2, True),), resting=(3,)),
+    StartMessage(num_groups=1, slots=2, capacity=3), StopMessage(), EncodedMessage(group=1),
+    TokensMessage(group=2), ArrivedMessage(batch=1), HeldMessage(batch=1),
+    HandedMessage(batch=1, queries=(HandedQuery(
+        query=QUERY, input_tokens=2, output_ids=(1,), encode_start_s=0.5, first_token_s=None),)),
+    FinishedMessage(results=(RESULT,), output_tokens=5),
+    BlockMessage(batch=0, queries=(1, 2), lengths=(3, 4)),
+    PortionMessage(queries=(1,), change=PhaseControls(
+        encode_batch=1, decode_iterations=2, group_max_active=3, group_kv_tokens=4)),
+    ReplicaMessage(replica=1, begun=2, output_tokens=3, results=(RESULT,),
+                   at_work={4: (5, 6)}, changed=(7, 8), has_ended=True)]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_comes_back_as_it_was(message: Message) -> None:
+    again = from_bytes(to_bytes(message, Message), Message)
+    assert again == message and type(again) is type(message)
+
+
+def test_every_kind_of_message_is_tried() -> None:
+    assert {type(message) for message in MESSAGES} == set(get_args(Message))
+
+
+def test_whole_numbers_of_numpy_arrive_as_plain_ones() -> None:
+    again = from_bytes(to_bytes(TokensMessage(group=np.int64(3)), Message), Message)  # type: ignore[arg-type]
+    assert type(again.group) is int
+
+
+@pytest.mark.parametrize("data", [
+    b"", b"\x80\x04K\x01.", b"3", b"{}", b"[]", b'["TokensMessage"]', b'["TokensMessage",[]]',
+    b'["TokensMessage",[1,2]]', b'["TokensMessage",["1"]]', b'["TokensMessage",[true]]',
+    b'["TokensMessage",[1.0]]', b'["TokensMessage",[null]]', b'["os.system",["true"]]',
+    b'[["TokensMessage"],[1]]', b'["BlockMessage",[1,[1,"2"],[3]]]',
+    b'["BlockMessage",[1,[1,[2]],[3]]]', b'["StepMessage",["eat",0,1,2,[],[],[],[],[],[]]]',
+    b'["StepMessage",[{},0,1,2,[],[],[],[],[],[]]]', b"[" * 100_000])
+def test_what_is_none_of_ours_is_refused(data: bytes) -> None:
+    with pytest.raises(ForeignMessage, match="same version"):
+        from_bytes(data, Message)
+
+
+# mpi4py's methods for any object, which pickle it; those for memory are capitalised
+PICKLING = frozenset({"bcast", "allgather", "alltoall", "allreduce", "isend", "issend", "ibsend",
+                      "irecv", "ssend", "bsend", "sendrecv", "mprobe", "improbe", "recv"})
+
+
+def test_no_rank_pickles() -> None:
+    """The few others that are called so: a socket's recv, and those of the sweep's own processes,
+    which are no ranks."""
+    found = []
+    for path in (path for package in ("xrunner", "xprofiler") for path in
+                 (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and node.attr in PICKLING and not (
+                    isinstance(node.value, ast.Name) and node.value.id == "distributed"):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {node.attr}")
+    assert not found
