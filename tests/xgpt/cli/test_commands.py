@@ -189,5 +189,5 @@ def test_the_options_are_frozen() -> None:
                  "--yes", "--json"},
         "doctor": {"--gpu", "--json"},
         "export": shared | {"--to", "--image", "--claim", "--out"},
-        "validate": {"--source", "--measured", "--by-model", "--json"},
+        "validate": {"--source", "--measured", "--by-model", "--html", "--json"},
     }
