@@ -51,7 +51,7 @@ class RunPlan:
     threads_per_rank: int
     query_kv_tokens: int  # what the schedule holds for one query: decides which requests can run
     device_kind: Literal["cpu", "gpu"] = "cpu"  # what a rank works on
-    is_watched: bool = False  # the launcher follows output lengths, and may change an RRA schedule
+    is_watched: bool = False  # the launcher follows lengths and steps, and may change the schedule
     slots: int = 0  # queries that a group's cache has room for, for such changes; 0: as planned
     shuffle_window: int = 1  # queries that are taken in random order among themselves
     routing: str = DEFAULT_ROUTING  # of queries to replicas

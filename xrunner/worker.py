@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from xgpt.core.controls import RraControls
+from xgpt.core.controls import EvenBatches
 from xgpt.core.errors import XgptError
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Pool, Schedule
@@ -35,6 +35,7 @@ from xrunner.plan import RunPlan, load_plan
 from xrunner.query import PreparedQuery
 from xrunner.rank import Stopwatch, conduct, leave, order_of, read_work, to_the_end
 from xrunner.replica import Replica, replicas_of
+from xrunner.rules.changes import Changeable
 from xrunner.rules.routing import Router, expected_tokens, window_of
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import BatchingRule, EncodingRule, rules_for
@@ -170,16 +171,17 @@ def _other_replicas(plan: RunPlan, schedule: Schedule, comm: Comm, sink: RunSink
 
 
 def _followed(head: Head, schedule: Schedule, others: ToReplicas | None) -> dict[str, Any]:
-    """What the launcher changes while the job runs, and what it is told of the queries at work;
-    nothing of either under WAA."""
-    rule, controls = head.rule, schedule.controls
-    if not isinstance(rule, RraRule):
+    """What the launcher changes while the job runs, and, under RRA, what it is told of the queries
+    at work."""
+    rule = head.rule
+    if not isinstance(rule, Changeable):
         return {}
+    tells = isinstance(rule, RraRule)
     if others is None:
-        return {"rule": rule, "at_work": head.lengths_so_far}
-    assert isinstance(controls, RraControls), f"{controls = }"
-    return {"rule": OfEveryReplica(rule, others, controls.even),
-            "at_work": lambda: head.lengths_so_far() | others.lengths_so_far()}
+        return {"rule": rule, "at_work": head.lengths_so_far if tells else None}
+    even = getattr(schedule.controls, "even", EvenBatches())
+    return {"rule": OfEveryReplica(rule, others, even), "at_work": (
+        lambda: head.lengths_so_far() | others.lengths_so_far()) if tells else None}
 
 
 def _extent(spool: Spool, before: Answered) -> Extent:

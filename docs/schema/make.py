@@ -35,8 +35,8 @@ from xgpt.report.lanes import KINDS  # noqa: E402
 from xgpt.report.sweep_rows import COLUMNS  # noqa: E402
 from xprofiler.profile import Peaks, ProfileMetadata  # noqa: E402
 from xprofiler.profile_file import AXES, PROFILE_VERSION  # noqa: E402
-from xrunner.engine.stage import StepRecord  # noqa: E402
 from xrunner.io.sink import Progress  # noqa: E402
+from xrunner.step_record import StepRecord  # noqa: E402
 
 Json = dict[str, Any]
 _NONE = {"type": "null"}

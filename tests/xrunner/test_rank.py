@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from xrunner.engine.pipeline import RankReport
-from xrunner.engine.stage import StepRecord
 from xrunner.io.sink import Tally
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rank import RunOutcome, write_measured
+from xrunner.step_record import StepRecord
 
 
 def report(rank: int, stage: int, *, late_s: float = 0.0, iterations: int = 2) -> RankReport:

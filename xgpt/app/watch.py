@@ -1,6 +1,6 @@
-"""The launcher's eye on a running job: output lengths as they come, and what they mean for the
-schedule (xscheduler.live.decisions). Plans are made beside the run, in a thread of lower priority,
-since the cores are the ranks'.
+"""The launcher's eye on a running job: output lengths as they come, how long steps take, and what
+both mean for the schedule (xscheduler.live.decisions). Plans are made beside the run, in a thread
+of lower priority, since the cores are the ranks'.
 """
 
 import math
@@ -17,10 +17,12 @@ from xgpt.core.policies import policy
 from xgpt.core.schedule import Schedule
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
+from xrunner.io.beat import read_beats
 from xrunner.io.launcher_link import ChangeOrder, read_observed
-from xrunner.rules.rra import phase_controls
+from xrunner.rules.changes import changes_of
 from xscheduler.beginning import can_settle
 from xscheduler.live.decisions import LEAST_QUERIES, Decider, Decision, Followed, Look
+from xscheduler.live.slowed import StepLook
 from xscheduler.room import HEADROOM, headroom, slots_for
 
 LOOK_S = 0.5
@@ -36,7 +38,7 @@ class Rescheduler:
         self.decider, self._output, self._waits = Decider(followed, timing), output, waits
         self._looked_s = -math.inf
         self._thread: threading.Thread | None = None
-        self._look: Look | None = None  # of the thread
+        self._look: Look | StepLook | None = None  # of the thread
         self._decision: Decision | None = None
         self._is_over = False
         self.decisions: list[Decision] = []
@@ -53,7 +55,8 @@ class Rescheduler:
             return False
         self._looked_s = now
         if self._thread is None and (written := read_observed(self._output)) is not None:
-            self._look = self.decider.look(written)
+            self._hear()
+            self._look = self.decider.look(written) or self.decider.look_at_steps(written)
             if self._look is not None:
                 self._thread = threading.Thread(target=self._decide, args=(self._look,),
                                                 daemon=True)
@@ -62,7 +65,14 @@ class Rescheduler:
             self._thread.join()
         return self._thread is not None and not self._thread.is_alive() and self._take_up()
 
-    def _decide(self, look: Look) -> None:
+    def _hear(self) -> None:
+        """What ranks tell of their steps."""
+        if self.decider.pace is None:
+            return
+        for rank in read_beats(self._output):
+            self.decider.pace.hear(rank.rank, rank.stage, rank.elapsed_s, rank.steps)
+
+    def _decide(self, look: Look | StepLook) -> None:
         if sys.platform == "linux" and not self._waits:  # there a thread has its own priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         self._decision = self.decider.decide(look)
@@ -76,7 +86,7 @@ class Rescheduler:
         if not self.decider.take(self._look, decision):
             return False
         if decision.schedule is not None:
-            ChangeOrder(revision=self.decider.revision, controls=phase_controls(
+            ChangeOrder(revision=self.decider.revision, controls=changes_of(
                 decision.schedule.estimate, slots=self.slots)).save(self._output)
         self.decisions.append(decision)
         return True
@@ -88,24 +98,31 @@ def rescheduler_of(opened: OpenedJob, timing: TimingSource,
     observe or to change."""
     job, problem, estimate = opened.job, opened.problem, schedule.estimate
     known, fixed, row = problem.queries, job.schedule, policy(estimate.policy)
-    is_fixed = fixed.encode_batch is not None and (
+    is_fixed = (fixed.encode_batch is not None or fixed.max_active is not None) and (
         not row.is_changeable or fixed.decode_iterations is not None)
-    is_known = job.workload.output_tokens.kind == "from_requests"
     if job.run.reschedule is None or not engine_of(job).is_changeable or (
-            not row.is_searched or is_fixed or is_known):
+            not row.is_searched or is_fixed):
         return None
     is_observing = job.workload.output_tokens.kind == "observe"
     is_few = (problem.num_queries or 0) <= LEAST_QUERIES
-    if known is None or (is_few and not can_settle(problem)):
+    if (known is None and not problem.is_synthetic) or (is_few and not can_settle(problem)):
         return None
-    # longer requests than the schedule can hold become error records
-    held = known.reserves[known.reserves <= estimate.deployment.group_kv_tokens]
-    longest = int(held.max(initial=1))
+    is_known = known is None or job.workload.output_tokens.kind == "from_requests"
+    # of a policy elsewhere it is not known what may change
+    is_timed = row.is_changeable or row.limits is not None
+    step_threshold = job.run.step_times if is_timed else None
+    if is_known and step_threshold is None:
+        return None
+    longest = problem.lengths.inputs.max + problem.lengths.outputs.max
+    if known is not None:  # longer ones than the schedule can hold become error records
+        held = known.reserves[known.reserves <= estimate.deployment.group_kv_tokens]
+        longest = int(held.max(initial=1))
     slots = 0 if not row.is_changeable else slots_for(
         estimate, problem, longest,
         headroom(estimate, problem, timing) if is_observing else HEADROOM)
     return Rescheduler(Followed(
-        problem=problem, schedule=schedule, threshold=job.run.reschedule,
+        problem=problem, schedule=schedule, step_threshold=step_threshold,
+        threshold=None if is_known else job.run.reschedule,
         is_observing=is_observing, slots=slots, longest=longest), timing, job.output)
 
 

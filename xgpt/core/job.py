@@ -16,6 +16,7 @@ from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.slurm import SlurmSpec
 
 RESCHEDULE = 0.1  # run.reschedule: auto
+STEP_TIMES = 0.15  # run.step_times: auto
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +105,8 @@ class RunSpec:
     interface: str | None = None  # the hosts' network interface for messages; None: MPI chooses
     # share by which output lengths must leave the plan for it to be made anew; None: never
     reschedule: float | None = RESCHEDULE
+    # share by which steps must be slower or quicker than planned for the same; None: never
+    step_times: float | None = STEP_TIMES
     engine: str = OWN_ENGINE  # one of xgpt.core.engines.engine_names()
     cuda_graphs: bool = False  # on GPUs: decode steps captured, where they can be
     engine_python: str | None = None  # the interpreter of another engine; None: this one

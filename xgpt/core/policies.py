@@ -54,6 +54,9 @@ class Policy:
     is_papers: bool = False  # one of those that the paper proposes
     has_even_batches: bool = False  # encode batches are kept even while a job runs
     is_changeable: bool = False  # control variables may change while a job runs
+    # function from an Estimate to what its rule takes up while it runs, within the caches there
+    # are, where steps take other times; None: nothing (RRA has its own, xrunner.rules.changes)
+    limits: str | None = None
     # One pass encodes some queries beside decoding others, or encodes a query again with what it
     # has generated: an encoder-decoder model would need two passes, through different layers.
     is_decoder_only: bool = False
@@ -62,7 +65,8 @@ class Policy:
     def variable_names(self) -> tuple[str, ...]:
         return tuple(variable.name for variable in self.variables)
 
-    def load(self, part: Literal["controls", "rules", "closed_form", "config", "space"]) -> Any:
+    def load(self, part: Literal["controls", "rules", "closed_form", "config", "space",
+                              "limits"]) -> Any:
         """One of its parts, imported; None for a policy that has none."""
         where: str | None = getattr(self, part)
         if where is None:
@@ -90,6 +94,7 @@ def _waa(name: str, title: str, words: str) -> Policy:
         closed_form=f"{_FORMS}.waa.closed_form:{name.replace('-', '_')}",
         config=f"{_FORMS}.waa.config:WaaConfig",
         space="xscheduler.spaces.waa:WaaSpace",
+        limits="xrunner.rules.waa:system_limits",
         pools=("encode", "decode"), is_searched=True, is_papers=True, has_even_batches=True)
 
 
@@ -109,6 +114,7 @@ def _continuous(name: str, title: str, words: str, rules: str, *more: Variable,
         closed_form=f"{_FORMS}.continuous.closed_form:{name}",
         config=f"{_FORMS}.continuous.config:ContinuousConfig",
         space="xscheduler.spaces.continuous:ContinuousSpace", is_searched=True, turn=turn,
+        limits="xrunner.rules.iteration:step_limits",
         is_decoder_only=True)
 
 

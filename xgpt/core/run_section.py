@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, engine_names
-from xgpt.core.job import RESCHEDULE, RunSpec
+from xgpt.core.job import RESCHEDULE, STEP_TIMES, RunSpec
 from xgpt.core.sections import Section, is_text
 from xgpt.core.units import FP8, INT8, parse_share
 from xgpt.core.workload import MAX_INT
@@ -43,7 +43,8 @@ def read_run(top: Section) -> RunSpec:
         interface=section.read(
             "interface", None, lambda value: value if isinstance(value, str)
             and _INTERFACE.fullmatch(value) else None, "a network interface's name, such as eth1"),
-        reschedule=_read_reschedule(section),
+        reschedule=_read_share(section, "reschedule", RESCHEDULE, "of the mean output length"),
+        step_times=_read_share(section, "step_times", STEP_TIMES, "of the time of a step"),
         cuda_graphs=_read_cuda_graphs(section),
         engine_python=section.text("engine_python", None, "the Python of an environment that has "
                                    "the engine, such as /opt/vllm/bin/python"),
@@ -80,15 +81,16 @@ def _check_hosts(section: Section, run: RunSpec, top: Section) -> None:
         section.reject("hosts", f"only with `cluster: {LOCAL_CLUSTER}`")
 
 
-def _read_reschedule(section: Section) -> float | None:
-    field = section.get("reschedule")
+def _read_share(section: Section, key: str, usual: float, of: str) -> float | None:
+    """How far something must leave the plan; None: whatever it does."""
+    field = section.get(key)
     value = "auto" if field is None else field.value
     if value == "off" or value is False:  # YAML reads `off` as false
         return None
     if value in ("auto", "on") or value is True:
-        return RESCHEDULE
-    return section.amount("reschedule", RESCHEDULE, parse_share, lambda x: 0 < x <= 1,
-                          "auto, off, or a share of the mean output length, '15%' or 0.15")
+        return usual
+    return section.amount(key, usual, parse_share, lambda x: 0 < x <= 1,
+                          f"auto, off, or a share {of}, '15%' or 0.15")
 
 
 def _read_cuda_graphs(section: Section) -> bool:

@@ -248,15 +248,24 @@ def change_rows(metrics: Mapping[str, Any]) -> list[dict[str, str]]:
 def _change_row(row: Mapping[str, Any]) -> dict[str, str]:
     after, phase = number(row, "after_queries"), number(row, "phase")
     mean = [number(row, "mean_output_tokens", key) for key in ("planned", "observed")]
+    steps = row.get("step_times")
+    seen = _step_factors(steps) if isinstance(steps, Mapping) else (
+        " to ".join("-" if value is None else plain(value) for value in mean))
     changed = _changed(row.get("from"), row.get("to"))
     done = {"keep": "kept as it is", "adjust": changed,
             "redeploy": f"re-deployment recommended: {changed}"}
     return {"after": "-" if after is None else words.counted(after, "query"),
-            "mean": " to ".join("-" if value is None else plain(value) for value in mean),
+            "mean": seen,
             "what": done.get(text_at(row, "choice") or "", "no schedule does"),
             "why": text_at(row, "reason") or "",
             # a change that came after the last phase was taken up by none
             "phase": "-" if phase is None else f"{phase:.0f}"}
+
+
+def _step_factors(steps: Mapping[str, Any]) -> str:
+    """What steps of each kind take against the profile, before and as seen."""
+    return ", ".join(f"{kind} steps x {number(steps, kind, 'planned') or 1.0:.2f} to "
+                     f"{number(steps, kind, 'observed') or 1.0:.2f}" for kind in steps)
 
 
 def _changed(old: object, new: object) -> str:

@@ -17,8 +17,8 @@ from typing import Protocol
 from torch import Tensor
 
 from xgpt.core.schedule import Pool, Role
-from xrunner.engine.stage import StepRecord
 from xrunner.rules.steps import StepKind
+from xrunner.step_record import StepRecord
 from xrunner.transport.comm import Comm
 from xrunner.transport.messages import (
     EncodedMessage,

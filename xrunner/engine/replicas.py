@@ -15,8 +15,9 @@ from xgpt.core.controls import EvenBatches
 from xrunner.engine.head import Head
 from xrunner.io.sink import RunSink
 from xrunner.query import FinishedQuery, PreparedQuery
+from xrunner.rules.changes import Changeable, Changes
 from xrunner.rules.routing import Router, Window, rra_window
-from xrunner.rules.rra import PhaseControls, RraRule
+from xrunner.rules.rra import PhaseControls
 from xrunner.transport.comm import Comm
 from xrunner.transport.messages import Message, PortionMessage, ReplicaMessage, StopMessage
 
@@ -117,9 +118,9 @@ class ToReplicas:
         return {index: lengths for replica in self._replicas[1:]
                 for index, lengths in replica.at_work.items()}
 
-    def change(self, controls: PhaseControls, window: Window) -> None:
-        """The other replicas' rules are to obey these too."""
-        self._router.window = window
+    def change(self, controls: Changes, window: Window | None) -> None:
+        """The other replicas' rules are to obey these too. `window` None: it stays."""
+        self._router.window = window or self._router.window
         launcher = self._sink.launcher
         assert launcher is not None, "who changes"
         for rank in self.sources:
@@ -167,17 +168,21 @@ class OfEveryReplica:
     """What the launcher changes while a job runs: the rules of all replicas, each from the next
     phase of its own on."""
 
-    def __init__(self, rule: RraRule, others: ToReplicas, even: EvenBatches) -> None:
+    def __init__(self, rule: Changeable, others: ToReplicas, even: EvenBatches) -> None:
+        """`rule`: rank 0's; `even`: its encode batches."""
         self._rule, self._others, self._even = rule, others, even
+        self.num_groups = rule.num_groups
 
     @property
     def next_phase(self) -> int:
         return self._rule.next_phase
 
-    def change(self, controls: PhaseControls, *, phase: int) -> None:
+    def change(self, controls: Changes, *, phase: int) -> None:
         self._rule.change(controls, phase=phase)
+        # smaller limits need no smaller window: what has been given out waits there
         self._others.change(controls, rra_window(
-            controls.encode_batch, self._rule.num_groups, self._even))
+            controls.encode_batch, self.num_groups, self._even) if isinstance(
+                controls, PhaseControls) else None)
 
 
 class FromRankZero:
@@ -215,7 +220,7 @@ class FromRankZero:
         self._is_last, self._is_to_stop = (self._is_last or message.is_last,
                                            self._is_to_stop or message.stops)
         if message.change is not None:
-            assert isinstance(head.rule, RraRule), f"{head.rule = }"
+            assert isinstance(head.rule, Changeable), f"{head.rule = }"
             phase = head.rule.next_phase
             head.rule.change(message.change, phase=phase)
             self._changed = message.revision, phase

@@ -3,7 +3,6 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,24 +17,13 @@ from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
 from xrunner.ops.sampling import sample_shards, unless_finite
 from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
+from xrunner.step_record import NO_SIZES, StepRecord, StepSizes
+from xrunner.threads import Threads
 from xrunner.transport.courier import EntryReceiver, EntrySender
 from xrunner.transport.messages import StartMessage, StepMessage
 
 # Steps kept for the report; a longer job keeps its last ones.
 _LOG_LIMIT = 200_000
-
-
-class StepRecord(NamedTuple):
-    """One executed step, times in seconds since the run's common start."""
-
-    kind: str
-    group: int
-    phase: int
-    iteration: int
-    queries: int
-    tokens: int
-    start_s: float
-    end_s: float
 
 
 class StageExecutor:
@@ -49,6 +37,7 @@ class StageExecutor:
         entries that WAA's encode and decode pools hand over. `beat`: is told of every step.
         `capture`: what captures decode steps where they can be."""
         self.model, self._clock, self._check = model, clock, check
+        self.threads: Threads | None = None  # of a run on a CPU: looked after, step by step
         self.sender, self.receiver, self._beat, self._capture = sender, receiver, beat, capture
         self.groups: list[StageGroup] = []
         self.log: deque[StepRecord] = deque(maxlen=_LOG_LIMIT)
@@ -96,13 +85,15 @@ class StageExecutor:
         if message.removed:
             self.rows_compacted += group.remove(message.removed)
         if message.spans or message.resting:
-            queries, out = self._mix(group, message, inputs)
+            queries, out, sizes = self._mix(group, message, inputs)
         elif message.kind is StepKind.ENCODE:
             queries, out = len(message.joined), self._encode(group, message, inputs)
+            sizes = StepSizes(input_tokens=_even_input(
+                [(0, joined.input_tokens) for joined in message.joined]))
         else:
             out = self._decode(group, message, inputs)
-            queries = len(group.slots.seats)
-        self._record(message.kind.value, message, queries, len(inputs), start_s)
+            queries, sizes = len(group.slots.seats), _decoded(group.cache.lengths)
+        self._record(message.kind.value, message, queries, len(inputs), start_s, sizes)
         return out
 
     @torch.inference_mode()
@@ -115,14 +106,17 @@ class StageExecutor:
         self._record("cross_kv", message, len(lengths), len(encoded), start_s)
 
     def _record(self, kind: str, message: StepMessage, queries: int, tokens: int,
-                start_s: float) -> None:
+                start_s: float, sizes: StepSizes = NO_SIZES) -> None:
         settle(self.model.device)  # else the step would end before its work does
-        self.log.append(StepRecord(kind, message.group, message.phase, message.iteration, queries,
-                                   tokens, start_s, self._clock()))
-        end_s = self.log[-1].end_s
-        self.busy_s += end_s - start_s
+        record = StepRecord(kind, message.group, message.phase, message.iteration, queries,
+                            tokens, start_s, self._clock(), *sizes)
+        self.log.append(record)
+        self.busy_s += record.seconds
         if self._beat is not None:
-            self._beat(end_s, self.busy_s, sum(len(own.slots.seats) for own in self.groups))
+            self._beat(record.end_s, self.busy_s,
+                       sum(len(own.slots.seats) for own in self.groups), record)
+        if self.threads is not None:
+            self.threads.look()
         if self._check:
             self.groups[message.group].check_integrity()
 
@@ -172,9 +166,9 @@ class StageExecutor:
         return self._sample(hidden, group.choices, cache.lengths)
 
     def _mix(self, group: StageGroup, message: StepMessage,
-             inputs: Tensor) -> tuple[int, Tensor | None]:
+             inputs: Tensor) -> tuple[int, Tensor | None, StepSizes]:
         """A step of continuous batching: who decodes, then what is encoded, in one pass. How many
-        queries get a token, and what `execute` returns."""
+        queries get a token, what `execute` returns, and what the step's time depends on."""
         model, cache, spans = self.model, group.cache, message.spans
         assert not isinstance(model, EncoderDecoderStage), f"{message.kind = }: two passes"
         taken = {*message.replaced, *message.resting}
@@ -190,16 +184,20 @@ class StageExecutor:
                              ends_only=model.is_last)
         for slot in decoding:
             cache.grow(slot)
+        sizes = _decoded([cache.lengths[slot] for slot in decoding])._replace(
+            input_tokens=_even_input([(span.first, span.tokens) for span in spans]))
         for span in spans:
             cache.grow(span.slot, span.tokens)
         given = decoding + [span.slot for span in spans if span.is_last]
         if not model.is_last:
-            return len(given), hidden
+            return len(given), hidden, sizes
         if not given:  # an input that is encoded in part gives no token
-            return 0, None if model.shard.index else torch.empty(0, dtype=torch.long)
+            nothing = None if model.shard.index else torch.empty(0, dtype=torch.long)
+            return 0, nothing, sizes
         seats = group.slots.seats
-        return len(given), self._sample(hidden, [seats[slot].sampling for slot in given],
-                                        [cache.lengths[slot] for slot in given])
+        tokens = self._sample(hidden, [seats[slot].sampling for slot in given],
+                              [cache.lengths[slot] for slot in given])
+        return len(given), tokens, sizes
 
     def _take_over(self, receiver: EntryReceiver, group: StageGroup, message: StepMessage) -> None:
         """Takes over those who join with a decode step: another pool has encoded their inputs."""
@@ -222,3 +220,17 @@ class StageExecutor:
         tokens = sample_shards(model.scores(hidden), choices, positions, model.shard,
                                model.spec.vocab_size)
         return None if tokens is None else unless_finite(tokens, hidden)
+
+
+def _decoded(contexts: Sequence[int]) -> StepSizes:
+    """`contexts`: tokens of each decoded row, the new one included."""
+    count = len(contexts)
+    return StepSizes(count, sum(contexts) / count, max(contexts)) if count else NO_SIZES
+
+
+def _even_input(spans: Sequence[tuple[int, int]]) -> float:
+    """Tokens of each of equal inputs that attend to as many pairs as these (first token, tokens)
+    and are as many tokens together; 0 without any."""
+    tokens = sum(count for _, count in spans)
+    pairs = sum((first + count) ** 2 - first**2 for first, count in spans)
+    return pairs / tokens if tokens else 0.0

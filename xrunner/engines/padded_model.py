@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from xrunner.engine.stage import StepRecord
 from xrunner.ops.head import WholeScores
 from xrunner.ops.sampling import sample
 from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
+from xrunner.step_record import StepRecord
 from xrunner.transport.messages import StartMessage, StepMessage
 
 LOG_LIMIT = 200_000  # steps kept for the report; a longer job keeps its last ones

@@ -3,6 +3,8 @@
     observed.json   head -> launcher   (input, output) of the queries done, and of those at work
     adjust.json     launcher -> head   control variables from the next phase on
 
+(How long their steps take, all ranks say in what they tell of themselves: xrunner.io.beat.)
+
 The runner never imports the planner: it says what it sees, and obeys. Both files are replaced
 whole, so that a reader sees one state of them."""
 
@@ -10,11 +12,11 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from xgpt.core.whole_file import write_atomically
 from xrunner.query import FinishedQuery
-from xrunner.rules.rra import PhaseControls
+from xrunner.rules.changes import Changeable, Changes, from_json, to_json
 
 OBSERVED_FILE, ADJUST_FILE = "observed.json", "adjust.json"
 _INTERVAL_S = 0.5  # between states written, and between looks for a change
@@ -29,11 +31,11 @@ class ChangeOrder:
     """What holds from the next phase on. `revision` counts from 1."""
 
     revision: int
-    controls: PhaseControls
+    controls: Changes
 
     def save(self, output: Path) -> None:
         write_atomically(output / ADJUST_FILE, json.dumps(
-            {"revision": self.revision, **asdict(self.controls)}) + "\n")
+            {"revision": self.revision, **to_json(self.controls)}) + "\n")
 
 
 def load_change_order(output: Path) -> ChangeOrder | None:
@@ -42,7 +44,7 @@ def load_change_order(output: Path) -> ChangeOrder | None:
         values = json.loads((output / ADJUST_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    return ChangeOrder(revision=values.pop("revision"), controls=PhaseControls(**values))
+    return ChangeOrder(revision=values.pop("revision"), controls=from_json(values))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,16 +66,6 @@ def read_observed(output: Path) -> ObservedState | None:
     finished, active = ({query: (inputs, outputs) for query, inputs, outputs in raw[key]}
                         for key in ("finished", "active"))
     return ObservedState(first=raw["first"], finished=finished, active=active)
-
-
-class Changeable(Protocol):
-    """A rule that takes up other control variables between two phases, or those of all replicas."""
-
-    @property
-    def next_phase(self) -> int:
-        """The first phase that a change can still be made for."""
-
-    def change(self, controls: PhaseControls, *, phase: int) -> None: ...
 
 
 class LauncherLink:

@@ -7,6 +7,7 @@ reserved at admission (input and most output tokens), and a query leaves with it
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from xgpt.core.controls import ContinuousControls
 from xgpt.core.schedule import Estimate
@@ -31,6 +32,11 @@ class Turns:
                 return group
         return None
 
+    @property
+    def next_step(self) -> int:
+        """Number of the next step of the group whose turn it is."""
+        return self._steps[self.group]
+
     def end(self) -> int:
         """The current turn is over; number of the group's step, from 0."""
         group = self.group
@@ -44,6 +50,22 @@ def slot_shares(max_active: int, num_groups: int) -> list[int]:
     assert max_active >= num_groups >= 1, f"{max_active = } {num_groups = }"
     base, odd = divmod(max_active, num_groups)
     return [base + (group < odd) for group in range(num_groups)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """What of continuous batching can change while it runs: how many queries are at work over all
+    groups, and the tokens of a step (None: without limit), within the caches there are."""
+
+    max_active: int
+    token_budget: int | None = None
+
+
+def step_limits(estimate: Estimate) -> StepLimits:
+    """What turns a rule of the same groups into that of `estimate`."""
+    controls = estimate.controls
+    assert isinstance(controls, ContinuousControls), f"{estimate.policy = }"
+    return StepLimits(max_active=controls.max_active, token_budget=controls.token_budget)
 
 
 class OrcaRule:
@@ -62,10 +84,22 @@ class OrcaRule:
         self._reserved = [0] * num_groups
         self._group_of: dict[int, int] = {}
         self._turns = Turns(num_groups)
+        self._most = max_active
 
     @property
     def group_max_active(self) -> int:
-        return self._slots[0]
+        return slot_shares(self._most, self.num_groups)[0]
+
+    @property
+    def next_phase(self) -> int:
+        """The first step of the group whose turn it is that a change can still be made for."""
+        return self._turns.next_step
+
+    def change(self, controls: StepLimits, *, phase: int) -> None:
+        """These hold from now on. Queries at work stay: where they are more than may be, none
+        joins until enough have ended. No limit may exceed that of the beginning."""
+        assert self.num_groups <= controls.max_active <= self._most, f"{controls = } {phase = }"
+        self._slots = slot_shares(controls.max_active, self.num_groups)
 
     @property
     def reserved_tokens(self) -> int:

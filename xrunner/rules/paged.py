@@ -14,7 +14,7 @@ from functools import partial
 
 from xgpt.core.controls import ContinuousControls
 from xgpt.core.schedule import Estimate
-from xrunner.rules.iteration import Turns, slot_shares
+from xrunner.rules.iteration import StepLimits, Turns, slot_shares
 from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import Chunk, KvBudget, Step, StepKind
 
@@ -119,13 +119,29 @@ class PagedRule:
         self.turns, self.waiting = Turns(num_groups), deque[tuple[int, int]]()  # (query, tokens)
         self._decide = decide
         self._slots = slot_shares(max_active, num_groups)
+        self._most = StepLimits(max_active=max_active, token_budget=token_budget)
         num_blocks = kv_tokens // num_groups // BLOCK_TOKENS
         self.groups = [_PagedGroup(num_blocks) for _ in range(num_groups)]
         self._group_of: dict[int, _PagedGroup] = {}
 
     @property
     def group_max_active(self) -> int:
-        return self._slots[0]
+        return slot_shares(self._most.max_active, self.num_groups)[0]
+
+    @property
+    def next_phase(self) -> int:
+        """The first step of the group whose turn it is that a change can still be made for."""
+        return self.turns.next_step
+
+    def change(self, controls: StepLimits, *, phase: int) -> None:
+        """These hold from now on. Queries at work stay: where they are more than may be, none
+        joins until enough have ended. No limit may exceed that of the beginning."""
+        budget, most = controls.token_budget, self._most.token_budget
+        assert self.num_groups <= controls.max_active <= self._most.max_active, f"{controls = }"
+        assert budget is not None and most is not None and 1 <= budget <= most, f"{controls = }"
+        assert phase >= 0, f"{phase = }"
+        self.token_budget = budget
+        self._slots = slot_shares(controls.max_active, self.num_groups)
 
     @property
     def reserved_tokens(self) -> int:

@@ -8,12 +8,23 @@ which also holds a decode batch that the encode pool could let grow at its mean.
 
 import math
 from collections import deque
+from dataclasses import dataclass
 
 from xgpt.core.controls import WaaControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import BatchSizer, sizer_of
 from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import Step, StepKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemLimits:
+    """How many queries are encoded together, and how many may be in the system: what of WAA can
+    change while it runs, within the caches there are. `target_active`: as for the rule."""
+
+    encode_batch: int
+    max_in_system: int
+    target_active: float = 0.0
 
 
 class WaaEncodeRule:
@@ -33,6 +44,7 @@ class WaaEncodeRule:
         self.encode_batch, self.num_groups = encode_batch, num_groups
         self.max_in_system, self.kv_tokens = max_in_system, kv_tokens
         self.encode_kv_tokens = encode_kv_tokens
+        self._most = SystemLimits(encode_batch=encode_batch, max_in_system=max_in_system)
         self._sizer, self._target_active = sizer, target_active
         self._waiting: deque[tuple[int, int, int]] = deque()  # (query, reserve, input)
         self._in_system: dict[int, int] = {}  # query -> reserve
@@ -45,7 +57,22 @@ class WaaEncodeRule:
 
     @property
     def group_max_active(self) -> int:
-        return self._sizer.most(self.encode_batch)
+        return self._sizer.most(self._most.encode_batch)
+
+    @property
+    def next_phase(self) -> int:
+        """The first encode step that a change can still be made for."""
+        return self._steps
+
+    def change(self, controls: SystemLimits, *, phase: int) -> None:
+        """These hold from now on, which is encode step `phase`. Queries that are in the system
+        stay: where they are more than may be, encoding waits. No limit may exceed what caches were
+        sized by, at the beginning."""
+        assert phase == self._steps, f"{phase = } {self._steps = }"
+        assert 1 <= controls.encode_batch <= self._most.encode_batch, f"{controls = }"
+        assert 1 <= controls.max_in_system <= self._most.max_in_system, f"{controls = }"
+        self.encode_batch, self.max_in_system = controls.encode_batch, controls.max_in_system
+        self._target_active, self._next = controls.target_active, None
 
     @property
     def reserved_tokens(self) -> int:
@@ -178,3 +205,11 @@ def waa_rules(estimate: Estimate) -> tuple[WaaEncodeRule, WaaDecodeRule]:
                           target_active=controls.even.target_active),
             WaaDecodeRule(num_groups=groups,
                           group_max_active=math.ceil(controls.max_in_system / groups)))
+
+
+def system_limits(estimate: Estimate) -> SystemLimits:
+    """What turns the encode rule of the same pools into that of `estimate`."""
+    controls = estimate.controls
+    assert isinstance(controls, WaaControls), f"{estimate.policy = }"
+    return SystemLimits(encode_batch=controls.encode_batch, max_in_system=controls.max_in_system,
+                        target_active=controls.even.target_active)

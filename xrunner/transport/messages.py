@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from xrunner.query import FinishedQuery, PreparedQuery, Sampling
-from xrunner.rules.rra import PhaseControls
+from xrunner.rules.changes import Changes
 from xrunner.rules.slots import Span
 from xrunner.rules.steps import KvBudget, StepKind
 
@@ -154,7 +154,7 @@ class PortionMessage:
     queries: tuple[int, ...] = ()
     is_last: bool = False
     stops: bool = False
-    change: PhaseControls | None = None
+    change: Changes | None = None
     revision: int = 0
 
 

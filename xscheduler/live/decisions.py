@@ -1,9 +1,11 @@
 """What is decided while a job runs, by the output lengths that it has shown (paper sections 7.6 and
-7.7).
+7.7), and by how long its steps take.
 
-RRA changes its batch sizes in place. WAA's would need other buffers and, mostly, other layers; the
-continuous policies' take up queries as others end, whatever their lengths, and have caches of one
-size: for them what is decided is what a re-deployment would bring, and the job goes on."""
+To other lengths RRA changes its batch sizes in place. WAA's would need other buffers and, mostly,
+other layers; the continuous policies' take up queries as others end, whatever their lengths, and
+have caches of one size: for them what is decided is what a re-deployment would bring, and the job
+goes on. To other step times all of them change, WAA and the continuous policies within the caches
+that they have."""
 
 import time
 from collections.abc import Mapping
@@ -17,6 +19,7 @@ from xgpt.core.lengths import IntArray
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
+from xprofiler.retimed import Retimed
 from xprofiler.timing import TimingSource
 from xscheduler.beginning import FIRST_QUERIES
 from xscheduler.live.observed import (
@@ -27,13 +30,18 @@ from xscheduler.live.observed import (
     joint_of,
     observed_lengths,
 )
-from xscheduler.live.reschedule import Reschedule, Revised, reschedule, revise
+from xscheduler.live.pace import Pace
+from xscheduler.live.reschedule import WORTH_CHANGING, Reschedule, Revised, reschedule, revise
+from xscheduler.live.slowed import StepLook
 from xscheduler.room import mean_present, with_room_for
 
 LEAST_QUERIES, MOST_QUERIES, SHARE = 50, 200, 0.1  # done before lengths count: a share of the job
 # Of fewer queries the long ones are seldom seen: what they lead to is planned for this share of the
 # bound.
 CAUTION = 0.5
+# Share of throughput that a change must bring where steps take other times and the bound is kept as
+# it is: steps scatter, and a change costs a few phases.
+STEPS_WORTH = 0.05
 MOST_UNKNOWN = 0.02  # of the outputs longer than any query was watched for
 
 
@@ -53,16 +61,18 @@ class Written(Protocol):
 class Followed:
     """A run that is followed, of a job by a schedule.
 
-    threshold: share of the mean output length that counts as drift. is_observing: the plan is no
-    expectation, but every query's cap. longest: KV tokens that a query may need. slots: of a
-    group's cache."""
+    threshold: share of the mean output length that counts as drift; None: lengths are known, or
+    not looked at. is_observing: the plan is no expectation, but every query's cap. longest: KV
+    tokens that a query may need. slots: of a group's cache. step_threshold: share by which steps
+    must take longer, or less long, than planned; None: they are not looked at."""
 
     problem: Problem
     schedule: Schedule
-    threshold: float
+    threshold: float | None
     is_observing: bool
     longest: int
     slots: int
+    step_threshold: float | None = None
 
     @property
     def num_queries(self) -> int:
@@ -123,6 +133,10 @@ class Decider:
     def __init__(self, followed: Followed, timing: TimingSource) -> None:
         self.followed, self._timing = followed, timing
         self.running = followed.schedule
+        self.pace = None if followed.step_threshold is None else Pace(
+            followed.problem, timing, followed.schedule.estimate, longest=followed.longest,
+            threshold=followed.step_threshold)
+        self._known = followed.problem  # with the lengths that were seen last
         self.is_observing = followed.is_observing
         self.needed = followed.enough  # queries done, for the next look
         if self.is_observing and policy(self.running.estimate.policy).is_changeable:
@@ -134,6 +148,8 @@ class Decider:
     def look(self, written: Written) -> Look | None:
         """What there is to decide on by what the run has written; None where nothing is, yet."""
         problem, since = self.followed.problem, max(self._since, written.first)
+        if self.followed.threshold is None:
+            return None
         finished, active = (_rows(part, since) for part in (written.finished, written.active))
         admitted = max((*written.finished, *written.active), default=-1) + 1
         waiting = self.followed.num_queries - admitted
@@ -157,28 +173,65 @@ class Decider:
         return Look(seen=seen, observed=observed, drift=drift, is_observing=self.is_observing,
                     left=self.followed.num_queries - done, done=done, admitted=admitted)
 
-    def decide(self, look: Look) -> Decision:
-        """Plans for the lengths that were seen and the queries that are left."""
-        began_s, planned = time.monotonic(), self.followed.problem
-        problem = replace(
-            planned, num_queries=look.left, lengths=joint_of(look.seen, look.observed,
-                                                             planned.lengths),
-            default_max_tokens=max(planned.default_max_tokens, look.observed.outputs.max))
+    def look_at_steps(self, written: Written) -> StepLook | None:
+        """What there is to decide on by the steps that `pace` has heard of; None where they are as
+        planned, or nobody waits any more whom a change would concern."""
+        drift = None if self.pace is None else self.pace.drift()
+        admitted = max((*written.finished, *written.active), default=-1) + 1
+        if drift is None or admitted >= self.followed.num_queries:
+            return None
+        done = admitted - len(written.active)
+        return StepLook(drift=drift, left=self.followed.num_queries - done, done=done)
+
+    @property
+    def timing(self) -> TimingSource:
+        """What is planned with: the source's times, as steps were seen to take them."""
+        factors = None if self.pace is None else self.pace.factors
+        return Retimed(self._timing, factors) if factors else self._timing
+
+    def decide(self, look: Look | StepLook) -> Decision:
+        """Plans for the lengths, or the step times, that were seen and the queries that are
+        left."""
+        began_s = time.monotonic()
         is_changeable = policy(self.running.estimate.policy).is_changeable
-        decision = self._change(problem, look) if is_changeable else self._ask(problem, look)
+        if isinstance(look, StepLook):
+            problem = replace(self._known, num_queries=look.left)
+            timing = Retimed(self._timing, {
+                **(self.pace.factors if self.pace else {}), **look.drift.now})
+            decision = self._change(problem, look, timing)
+        else:
+            problem = self._observed(look)
+            decision = (self._change(problem, look, self.timing) if is_changeable
+                        else self._ask(problem, look))
         decision.record["search_s"] = time.monotonic() - began_s
         return decision
 
-    def take(self, look: Look, decision: Decision) -> bool:
+    def _observed(self, look: Look) -> Problem:
+        planned = self.followed.problem
+        return replace(
+            planned, num_queries=look.left, lengths=joint_of(look.seen, look.observed,
+                                                             planned.lengths),
+            default_max_tokens=max(planned.default_max_tokens, look.observed.outputs.max))
+
+    def take(self, look: Look | StepLook, decision: Decision) -> bool:
         """Goes on with what was decided; whether there is anything to tell."""
+        if isinstance(look, StepLook):
+            assert self.pace is not None, "who saw them"
+            self.pace.take(look.drift)
+            self._run_on(decision)
+            return True
         enough = self.followed.enough
         # an early look that changes nothing has nothing to tell, nor has the same once more
         is_awaited = self.needed <= enough <= look.seen.num_finished
         is_settled = self._learn(look, decision)
+        self._run_on(decision)
+        self._known = self._observed(look)
+        return decision.schedule is not None or is_settled or is_awaited
+
+    def _run_on(self, decision: Decision) -> None:
         if decision.schedule is not None:
             self.running = decision.schedule
             self.revision += 1
-        return decision.schedule is not None or is_settled or is_awaited
 
     def _learn(self, look: Look, decision: Decision) -> bool:
         """What the next look is about; whether lengths count as known from now on. A job that
@@ -196,20 +249,28 @@ class Decider:
         self._planned, self.needed = look.observed.outputs, enough
         return True
 
-    def _change(self, problem: Problem, look: Look) -> Decision:
-        """RRA changes its batch sizes on the stages there are, if that is worth it."""
+    def _change(self, problem: Problem, look: Look | StepLook, timing: TimingSource) -> Decision:
+        """Batch sizes change on the stages there are, if that is worth it."""
         now, record = self.running.estimate, look.record()
-        is_early = look.is_observing and look.seen.num_finished < LEAST_QUERIES
-        revised = revise(self.running, problem, self._timing, caution=CAUTION if is_early else 1.0,
-                         most_present=now.deployment.num_groups * mean_present(self.followed.slots))
+        is_early = isinstance(look, Look) and look.is_observing and (
+            look.seen.num_finished < LEAST_QUERIES)
+        is_rra = policy(now.policy).is_changeable
+        began = self.followed.schedule.estimate
+        revised = revise(
+            self.running, problem, timing, caution=CAUTION if is_early else 1.0,
+            worth=STEPS_WORTH if isinstance(look, StepLook) else WORTH_CHANGING,
+            began=None if is_rra else began, most_present=(
+                now.deployment.num_groups * mean_present(self.followed.slots) if is_rra
+                else max_in_system(began.controls) or None))
         record |= {"choice": "keep", "reason": revised.reason, "from": _variables(now),
                    "throughput_qps": {"before": revised.keep.qps or None}}
         if revised.estimate is None:
             return self._unchanged(look, record, revised)
-        changed = with_room_for(replace(self.running, estimate=revised.estimate), problem,
-                                self.followed.longest)
+        changed = replace(self.running, estimate=revised.estimate)
+        if is_rra:
+            changed = with_room_for(changed, problem, self.followed.longest)
         groups = changed.estimate.deployment.num_groups
-        if changed.estimate.deployment.kv_tokens // groups < self.followed.longest:
+        if is_rra and changed.estimate.deployment.kv_tokens // groups < self.followed.longest:
             record["reason"] = "other batch sizes leave no room for the longest request"
             return Decision(sentence=f"{look.sentence}; the schedule stays: {record['reason']}",
                             record=record)
@@ -219,7 +280,8 @@ class Decider:
         return Decision(schedule=changed, record=record, is_kept=revised.is_kept, sentence=(
             f"{look.sentence}; {_changed(now, changed.estimate)} ({revised.reason})"))
 
-    def _unchanged(self, look: Look, record: dict[str, Any], revised: Revised) -> Decision:
+    def _unchanged(self, look: Look | StepLook, record: dict[str, Any],
+                   revised: Revised) -> Decision:
         """The schedule stays; but of a job that observes, one that few queries led to and that
         does not keep the bound makes way for the one it began with."""
         now, first = self.running.estimate, self.followed.schedule.estimate

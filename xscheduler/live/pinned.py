@@ -132,14 +132,15 @@ class PinnedSearch:
     all alike."""
 
     def __init__(self, deployed: Estimate, problem: Problem, timing: TimingSource,
-                 latency_limit_s: float) -> None:
+                 latency_limit_s: float, *, most_batch: int = MAX_BATCH) -> None:
+        """most_batch: the largest encode_batch that caches have room for."""
         problem = problem_for(problem, deployed)
         self._deployed, self._problem, self._limit_s = deployed, problem, latency_limit_s
         self._policy: Any = pinned_policy(deployed, problem, timing)
         decoding, fixed = deployed.deployment.decoding, problem.fixed.encode_batch
         self._groups = sorted({*group_counts(len(decoding.stages)), decoding.num_groups})
         self._batches = (fixed, fixed) if fixed else (1, min(problem.num_queries or MAX_BATCH,
-                                                             MAX_BATCH))
+                                                             most_batch))
         self._has_iterations = "decode_iterations" in policy(deployed.policy).variable_names
         self._deployed_config, missing = make_config(deployed.policy, deployed)
         assert not missing, f"{missing = }"

@@ -27,7 +27,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from xgpt.core.controls import ContinuousControls
+from xgpt.core.controls import ContinuousControls, max_in_system
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
@@ -36,7 +36,7 @@ from xgpt.core.units import format_bytes, format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.copies import problem_for
 from xscheduler.evaluator import Evaluator
-from xscheduler.live.as_it_is import way_as_it_is
+from xscheduler.live.as_it_is import way_as_it_is, way_within_limits
 from xscheduler.live.deployment import Loading, redeployment
 from xscheduler.live.pinned import PinnedSearch, Way, fits_the_job, variables_words
 from xscheduler.over_copies import CopiesSearch
@@ -185,12 +185,15 @@ class Revised:
 
 
 def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
-           most_present: int | None = None, caution: float = 1.0) -> Revised:
+           most_present: int | None = None, caution: float = 1.0, worth: float = WORTH_CHANGING,
+           began: Estimate | None = None) -> Revised:
     """What to change for `problem`, which has the new lengths and the queries that are left, while
     `running` is executed. `most_present`: queries that the caches of a copy hold. `caution`: share
-    of the bound that a change is planned for."""
+    of the bound that a change is planned for. `worth`: share of throughput that a change must bring
+    where the bound is kept without. `began`: whose caches are there, of a policy whose limits may
+    only fall; None: RRA's, which may rise within `most_present`."""
     now = running.estimate
-    assert policy(now.policy).is_changeable, f"{now.policy = }"
+    assert policy(now.policy).is_changeable or began is not None, f"{now.policy = }"
     fixed = replace(problem.fixed, policies=(now.policy,), tp_degree=now.deployment.tp_degree,
                     tp_gpus=now.deployment.tp_gpus, decode_micro_batches=now.deployment.num_groups)
     problem = problem_for(problem, now)
@@ -200,7 +203,7 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
     keep = _keep(now, evaluator)
 
     def find(other: Problem) -> Schedule:
-        way = PinnedSearch(now, other, timing, other.constraint.latency_s).best()
+        way = _best(now, began, other, timing)
         if way.estimate is None or way.reason is not None:
             raise InfeasibleError(way.reason or "nothing is admissible")
         return running.changed(estimate=way.estimate, bound_qps=way.qps, unbounded_qps=None)
@@ -218,8 +221,8 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
     except InfeasibleError as cause:
         return stays(f"no other batch sizes do: {cause}")
     estimate = planned.schedule.estimate
-    if keep.qps and estimate.figures.throughput_qps <= keep.qps * (1 + WORTH_CHANGING):
-        return stays(f"other batch sizes bring no more than {WORTH_CHANGING:.0%}")
+    if keep.qps and estimate.figures.throughput_qps <= keep.qps * (1 + worth):
+        return stays(f"other batch sizes bring no more than {worth:.0%}")
     kept_s = math.inf if keep.estimate is None else keep.estimate.figures.latency_s
     if not keep.qps and not planned.is_safe and estimate.figures.latency_s >= kept_s:
         return stays(f"no other batch sizes do: {planned.margin.sentence}")
@@ -228,11 +231,29 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
     return Revised(keep=keep, estimate=estimate, reason=gain, is_kept=planned.is_safe)
 
 
+def _best(now: Estimate, began: Estimate | None, problem: Problem, timing: TimingSource) -> Way:
+    """The best on the stages there are, and where `began` says what caches hold within that."""
+    limit_s = problem.constraint.latency_s
+    if began is None:
+        return PinnedSearch(now, problem, timing, limit_s).best()
+    if isinstance(began.controls, ContinuousControls):
+        return way_within_limits(began, problem, timing, limit_s)
+    way = PinnedSearch(began, problem, timing, limit_s,
+                       most_batch=began.figures.encode_batch).best()
+    if way.estimate is None:
+        return way
+    most = max_in_system(began.controls)
+    return replace(way, estimate=way.estimate.changed(
+        max_in_system=min(max_in_system(way.estimate.controls), most)))
+
+
 def _keep(now: Estimate, evaluator: Evaluator) -> Way:
     """The control variables as they are, held to the bound's confidence too."""
     problem = evaluator.problem
     bound_s = problem.constraint.latency_s
-    keep = PinnedSearch(now, problem, evaluator.timing, bound_s).current()
+    keep = (way_as_it_is(now, problem, evaluator.timing, bound_s)
+            if isinstance(now.controls, ContinuousControls)
+            else PinnedSearch(now, problem, evaluator.timing, bound_s).current())
     if keep.estimate is None or keep.reason is not None:
         return keep
     own = Doubts(problem, evaluator).margin(keep.estimate)

@@ -188,7 +188,9 @@ def test_waa_is_told_what_a_redeployment_would_bring(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("given", "is_followed"), [
     ({}, True), ({"run": "reschedule: off"}, False), ({"run": "reschedule: 20%"}, True),
     ({"count": 50}, False), ({"outputs": "observe"}, True),
-    ({"outputs": "from_requests", "request": ', "forced_tokens": 9'}, False),
+    ({"outputs": "from_requests", "request": ', "forced_tokens": 9'}, True),  # its steps
+    ({"outputs": "from_requests", "request": ', "forced_tokens": 9', "run": "step_times: off"},
+     False),
     ({"schedule": "encode_batch: 8, decode_iterations: 4"}, False),
     ({"schedule": "encode_batch: 8"}, True)])
 def test_what_is_followed(tmp_path: Path, given: dict[str, Any], is_followed: bool,

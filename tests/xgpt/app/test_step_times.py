@@ -1,0 +1,146 @@
+"""What the launcher makes of steps that take other times than planned: when it plans anew, what it
+hands to the run, and what it says. No ranks: steps are told of as ranks tell of them, each as long
+as the profile says times a factor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from told_steps import Factors, steps_of, tell_all
+from watched_jobs import follow, session_of, write_state
+
+from xgpt.app.opened import OpenedJob
+from xgpt.app.plan import plan_job
+from xgpt.app.timing import timing_of
+from xgpt.app.watch import Rescheduler, rescheduler_of
+from xgpt.core.schedule import Schedule
+from xprofiler.retimed import Factor, Retimed
+from xrunner.io.launcher_link import load_change_order
+from xscheduler.evaluator import Evaluator
+
+Planned = tuple[OpenedJob, Schedule]
+POLICIES = {"rra": "6", "waa-c": "6", "sarathi": "6"}
+
+
+@pytest.fixture(scope="module", params=[
+    "rra", "waa-c", pytest.param("sarathi", marks=pytest.mark.slow)])
+def planned(request: pytest.FixtureRequest,
+            tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planned]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("xsimulator.replay.predict.CHECKED_QUERIES", 1500)
+        session = session_of(tmp_path_factory.mktemp("job"), bound=POLICIES[request.param],
+                             schedule=f"policy: {request.param}")
+        yield session, plan_job(session, timing_of(session)).schedule
+
+
+class Run:
+    """A run of the schedule, and what its launcher makes of it."""
+
+    def __init__(self, planned: Planned, **changes: object) -> None:
+        self.session, self.schedule = planned
+        self.output = self.session.job.output
+        (self.output / "adjust.json").unlink(missing_ok=True)
+        self.own: Rescheduler = follow(self.session, self.schedule, **changes)
+        outputs = self.session.problem.lengths.outputs
+        write_state(self.session, [round(outputs.mean)] * 3000, phases=4)
+        self._now_s = 0.0
+
+    def tell(self, factor: Factors, times: int = 3) -> list[bool]:
+        steps = steps_of(self.session.problem, timing_of(self.session), self.schedule.estimate,
+                         factor)
+        if self.schedule.estimate.policy == "sarathi":  # one kind of step, which does both
+            steps = {stage: [step for step in own if step.kind == "decode"]
+                     for stage, own in steps.items()}
+        began_s, self._now_s = self._now_s, self._now_s + times
+        return tell_all(self.output, self.schedule.estimate, steps,
+                        [began_s + 1 + i for i in range(times)], self.own.update)
+
+    def latency_s(self, schedule: Schedule, factor: float) -> float:
+        """By the closed form, with every step so many times as long."""
+        slow = Retimed(timing_of(self.session), {
+            kind: Factor(rows=rows, factor=factor)
+            for kind, rows in (("encode", 500.0), ("decode", 10.0))})
+        return Evaluator(self.session.problem, slow).latency_s(schedule.estimate)
+
+
+def test_as_planned_nothing_happens(planned: Planned) -> None:
+    run = Run(planned)
+    assert run.tell(lambda kind, stage: 1.0, times=6) == [False] * 6
+    assert run.tell(lambda kind, stage: 1.1, times=6) == [False] * 6, "within the threshold"
+    assert not run.own.decisions and load_change_order(run.output) is None
+
+
+def test_a_slowed_run_is_planned_anew_and_keeps_its_bound(planned: Planned) -> None:
+    run = Run(planned)
+    assert run.tell(lambda kind, stage: 1.0) == [False] * 3
+    looks = run.tell(lambda kind, stage: 1.4, times=5)
+    assert sum(looks) >= 1, "steps are 40 % slower"
+    found = run.own.decisions[-1]
+    assert found.record["cause"] == "step times" and found.record["choice"] == "adjust"
+    assert found.record["step_times"]["decode"]["observed"] == pytest.approx(1.4, rel=0.05)
+    assert "steps are slower than planned with: " in found.sentence
+    assert found.schedule is not None
+    limit_s = run.session.problem.constraint.latency_s
+    assert run.latency_s(run.schedule, 1.4) > limit_s, "else why change"
+    assert run.latency_s(found.schedule, 1.4) <= limit_s
+    now, old = found.schedule.estimate, run.schedule.estimate
+    assert (now.deployment.stages, now.deployment.num_groups) == (
+        old.deployment.stages, old.deployment.num_groups)
+    told = load_change_order(run.output)
+    assert told is not None and told.revision == run.own.decider.revision
+    for name in ("max_in_system", "max_active"):  # within the caches there are
+        if (most := getattr(old.controls, name, None)) is not None:
+            assert getattr(told.controls, name) < most
+    count = len(run.own.decisions)
+    assert run.tell(lambda kind, stage: 1.4, times=4) == [False] * 4, "that is known now"
+    # what slowed it has gone: back up, and no further than the caches of the beginning
+    assert any(run.tell(lambda kind, stage: 1.0, times=5))
+    back = run.own.decisions[-1]
+    assert len(run.own.decisions) > count and "steps are quicker" in back.sentence
+    assert back.schedule is not None
+    assert back.schedule.figures.throughput_qps > found.schedule.figures.throughput_qps
+    assert run.latency_s(back.schedule, 1.0) <= limit_s
+
+
+def test_a_burst_changes_nothing(planned: Planned) -> None:
+    run = Run(planned)
+    for factor in (1.0, 1.0, 3.0, 1.0, 1.0):
+        mixed = iter(range(10**6))
+        assert run.tell(lambda kind, stage, f=factor, n=mixed: (  # type: ignore[misc]
+            f if next(n) % 2 else 1.0), times=1) == [False]
+    assert not run.own.decisions
+
+
+def test_switched_off(tmp_path: Path) -> None:
+    session = session_of(tmp_path, run="step_times: off")
+    schedule = plan_job(session, timing_of(session)).schedule
+    assert follow(session, schedule).decider.pace is None
+    for key in ("reschedule: off", "reschedule: off, step_times: 20%"):
+        session = session_of(tmp_path, run=key)
+        assert rescheduler_of(session, timing_of(session), schedule) is None
+    session = session_of(tmp_path, run="step_times: 30%")
+    pace = follow(session, schedule).decider.pace
+    assert pace is not None and pace._threshold == 0.3
+
+
+def test_steps_are_watched_where_lengths_are_known(tmp_path: Path) -> None:
+    session = session_of(tmp_path, outputs="from_requests", request=', "forced_tokens": 30')
+    schedule = plan_job(session, timing_of(session)).schedule
+    own = follow(session, schedule)
+    assert own.decider.followed.threshold is None and own.decider.pace is not None
+    write_state(session, [30] * 3000, phases=6)
+    assert own.update() is False, "nothing to say of lengths"
+
+
+def test_the_slowest_stage_tells(planned: Planned) -> None:
+    run = Run(planned)
+    last = run.schedule.deployment.stages[-1].index
+    looks = run.tell(lambda kind, stage: 1.5 if stage == last else 1.0, times=5)
+    assert any(looks)
+    record = run.own.decisions[0].record
+    assert record["step_times"]["decode"]["stage"] == last
+    assert record["step_times"]["decode"]["observed"] == pytest.approx(1.5, rel=0.05)
+    json.dumps(record)

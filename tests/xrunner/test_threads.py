@@ -1,0 +1,117 @@
+"""How many threads a rank computes with while others take its cores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="ranks need the extra `run`")
+
+from xrunner.threads import HOLD_S, LOOK_S, Threads, WaitedForCores
+
+
+class Machine:
+    """A clock, and threads that wait for a core where more of them are at work than it has."""
+
+    def __init__(self, cores: int) -> None:
+        self.cores, self.now_s, self.waited_s = cores, 0.0, 0.0
+        self.applied: list[int] = []
+        self.threads: Threads | None = None
+
+    def start(self, most: int) -> Threads:
+        self.threads = Threads(most, waited_s=lambda: self.waited_s, apply=self.applied.append,
+                               clock=lambda: self.now_s)
+        return self.threads
+
+    def work(self, looks: int) -> None:
+        assert self.threads is not None
+        for _ in range(looks):
+            self.now_s += LOOK_S
+            if self.threads.count > self.cores:
+                self.waited_s += 0.5 * LOOK_S * (self.threads.count - self.cores)
+            self.threads.look()
+
+
+def test_nothing_changes_while_nobody_disturbs() -> None:
+    machine = Machine(cores=4)
+    machine.start(4)
+    machine.work(200)
+    assert machine.applied == []
+
+
+def test_a_taken_core_costs_a_thread_and_comes_back() -> None:
+    machine = Machine(cores=4)
+    threads = machine.start(4)
+    machine.cores = 3
+    machine.work(2)
+    assert machine.applied == [3], "two looks, one after the other"
+    machine.cores = 4
+    machine.work(int(HOLD_S / LOOK_S) + 2)
+    assert machine.applied == [3, 4] and threads.count == 4
+
+
+def test_tries_in_vain_become_seldom() -> None:
+    machine = Machine(cores=3)
+    machine.start(4)
+    machine.work(int(60 / LOOK_S))
+    assert machine.applied[:4] == [3, 4, 3, 4]
+    tries = machine.applied.count(4)
+    assert tries <= 6, "after 2, 4, 8, 16, 32 s"
+    machine.cores = 4
+    machine.work(int(40 / LOOK_S))
+    assert machine.applied[-1] == 4
+
+
+def test_several_taken_cores_and_never_none() -> None:
+    machine = Machine(cores=1)
+    threads = machine.start(4)
+    machine.work(6)
+    assert machine.applied == [3, 2, 1]
+    machine.cores = 0
+    machine.work(4)
+    assert threads.count == 1
+
+
+def test_one_interval_of_waiting_is_none() -> None:
+    machine = Machine(cores=2)
+    machine.start(2)
+    for _ in range(20):
+        machine.cores = 1
+        machine.work(1)
+        machine.cores = 2
+        machine.work(1)
+    assert machine.applied == []
+
+
+def test_one_thread_has_nothing_to_change() -> None:
+    machine = Machine(cores=0)
+    machine.start(1)
+    machine.work(50)
+    assert machine.applied == []
+
+
+def test_what_the_system_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupted = [0]
+    monkeypatch.setattr("xrunner.threads._interrupted", lambda: interrupted[0])
+    task = tmp_path / "7"
+    task.mkdir()
+    (task / "schedstat").write_text("100 2000000000 5\n")
+    waited = WaitedForCores(tmp_path)
+    assert waited() == 0.0, "what it waited before is not counted"
+    (task / "schedstat").write_text("100 3000000000 5\n")
+    assert waited() == 0.0, "not asked where no thread was interrupted"
+    interrupted[0] += 10**9
+    assert waited() == pytest.approx(1.0)
+    other = tmp_path / "8"
+    other.mkdir()
+    (other / "schedstat").write_text("0 9000000000 0\n")
+    interrupted[0] += 10**9
+    assert waited() == pytest.approx(1.0), "a new thread has waited since it began"
+    (tmp_path / "9").mkdir()
+    interrupted[0] += 10**9
+    assert waited() >= 1.0, "a thread that has ended"
+
+
+def test_a_system_that_counts_nothing(tmp_path: Path) -> None:
+    assert WaitedForCores(tmp_path / "none")() == 0.0

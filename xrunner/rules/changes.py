@@ -1,0 +1,52 @@
+"""What of a schedule may change while it runs, by policy, and the rules that take it up.
+
+Caches are sized once, for the schedule that a run begins with. RRA's have room to grow
+(`RraRule.make_room`); the others' limits may fall, and rise again to what they were."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Protocol, runtime_checkable
+
+from xgpt.core.policies import policy
+from xgpt.core.schedule import Estimate
+from xrunner.rules.iteration import StepLimits
+from xrunner.rules.rra import PhaseControls, phase_controls
+from xrunner.rules.waa import SystemLimits
+
+Changes = PhaseControls | SystemLimits | StepLimits
+_KINDS: Mapping[str, type[Changes]] = {
+    kind.__name__: kind for kind in (PhaseControls, SystemLimits, StepLimits)}
+
+
+@runtime_checkable
+class Changeable(Protocol):
+    """A rule that takes up other control variables between two phases, or those of all replicas.
+    What it is told is of its policy's kind of Changes."""
+
+    num_groups: int
+
+    @property
+    def next_phase(self) -> int:
+        """The first phase that a change can still be made for."""
+
+    def change(self, controls: Any, *, phase: int) -> None: ...
+
+
+def changes_of(estimate: Estimate, *, slots: int) -> Changes:
+    """What turns the rule that runs into that of `estimate`, on the same stages and groups.
+    `slots`: of a group's caches (RRA)."""
+    row = policy(estimate.policy)
+    if row.is_changeable:
+        return phase_controls(estimate, slots=slots)
+    limits: Changes = row.load("limits")(estimate)
+    return limits
+
+
+def to_json(changes: Changes) -> dict[str, Any]:
+    return {"kind": type(changes).__name__, **asdict(changes)}
+
+
+def from_json(values: Mapping[str, Any]) -> Changes:
+    """What `to_json` made of it."""
+    own = dict(values)
+    return _KINDS[own.pop("kind")](**own)
