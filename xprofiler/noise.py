@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from xprofiler.points import OWN_TABLE, Kind, Point
-from xprofiler.profile import NOISE_LIMIT, Profile, Sample
+from xprofiler.profile import DISTURBED_LIMIT, NOISE_LIMIT, Profile, Sample
 from xprofiler.timing import Operator
 
 _NAMED = 3  # points that a sentence names
@@ -36,8 +36,7 @@ def noisy(profile: Profile, degree: int, points: Iterable[Point]) -> list[NoisyP
     rest = profile.table(Operator.LAYER_REST.value, degree)
     found = []
     for point in points:
-        own = next((one for one in profile.table(OWN_TABLE[point.kind].value, degree)
-                    if (one.x, one.y) == (point.x, point.y)), None)
+        own = _own(profile, degree, point)
         if own is None or point.kind is Kind.COMPACTION:
             continue
         layer_s, apart = (own.median_s, own.spread) if point.kind is Kind.REST else (
@@ -45,6 +44,32 @@ def noisy(profile: Profile, degree: int, points: Iterable[Point]) -> list[NoisyP
         if apart > NOISE_LIMIT and layer_s >= _SHORT_S:
             found.append(NoisyPoint(point, apart))
     return sorted(found, key=lambda one: -one.apart)
+
+
+def disturbed(profile: Profile, degree: int, points: Iterable[Point]) -> list[NoisyPoint]:
+    """Those of the points that `profile` has from times when more of the machine was missing than
+    DISTURBED_LIMIT, the worst first; `apart` is that share."""
+    found = [NoisyPoint(point, own.missing) for point in points
+             if point.kind is not Kind.COMPACTION and (own := _own(profile, degree, point)) is not (
+                 None) and own.is_disturbed]
+    return sorted(found, key=lambda one: -one.apart)
+
+
+def disturbed_words(found: Sequence[NoisyPoint]) -> str | None:
+    """What was disturbed, in a sentence; None where nothing was."""
+    if not found:
+        return None
+    named = ", ".join(one.words for one in found[:_NAMED])
+    more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    count = f"{len(found)} {'sizes were' if len(found) > 1 else 'size was'}"
+    return (f"{count} measured while others had more than {DISTURBED_LIMIT:.0%} of the machine, or "
+            f"it was so much slower than at its best: {named}{more}; the next run measures them "
+            "again, if it finds the machine quieter")
+
+
+def _own(profile: Profile, degree: int, point: Point) -> Sample | None:
+    return next((one for one in profile.table(OWN_TABLE[point.kind].value, degree)
+                 if (one.x, one.y) == (point.x, point.y)), None)
 
 
 def noise_words(found: Sequence[NoisyPoint]) -> str | None:

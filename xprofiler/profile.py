@@ -28,6 +28,9 @@ _SHOULD_HERE = ("libraries",)
 
 # A point whose quartiles lie further apart than this share of its median is measured again.
 NOISE_LIMIT = 0.25
+# A point during which more of the machine than this was missing is measured again, at the next run
+# too.
+DISTURBED_LIMIT = 0.10
 
 # Tables that are no Operator. Their x is bytes, and they belong to a link; a step's overhead has
 # one point.
@@ -87,11 +90,15 @@ class TableKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One measured point: raw seconds, each the mean over one repetition's layers."""
+    """One measured point: raw seconds, each the mean over one repetition's layers. `date`: of the
+    day; `missing`: share of the machine that others had meanwhile, or that it was slower than at
+    its best (xprofiler.measure.disturbance)."""
 
     x: float
     y: float = 0.0
     samples_s: tuple[float, ...]
+    date: str = ""
+    missing: float = 0.0
 
     @property
     def median_s(self) -> float:
@@ -106,6 +113,11 @@ class Sample:
         return float(high - low) / self.median_s
 
     @property
+    def is_disturbed(self) -> bool:
+        """Whether so much of the machine was missing that it is to be measured again."""
+        return self.missing > DISTURBED_LIMIT
+
+    @property
     def is_noisy(self) -> bool:
         """Whether its repeats are so far apart that it says little."""
         return self.spread > NOISE_LIMIT
@@ -118,6 +130,19 @@ class Sample:
         if len(self.samples_s) < 3:
             return math.inf
         return 1.25 * self.spread / 1.35 / math.sqrt(len(self.samples_s))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnedSteps:
+    """What a run's steps of one kind took against the profile's own times: `factor` times as long
+    in the median, at `rows` tokens, their quartiles `spread` of it apart."""
+
+    kind: str  # encode, decode, mixed
+    rows: float
+    factor: float
+    spread: float
+    steps: int
+    date: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +161,8 @@ Tables = Mapping[TableKey, tuple[Sample, ...]]
 class Profile:
     """Measured points by table. `refused`: tensor-parallel degrees this model cannot be split by,
     with the reason. `spent_s`: seconds of measuring that went into it. `model` and `peaks`, where
-    known, let a reader say what share of the device a time reaches."""
+    known, let a reader say what share of the device a time reaches. `learned`: what runs on this
+    machine measured since, the latest last."""
 
     metadata: ProfileMetadata
     tables: Tables
@@ -144,6 +170,7 @@ class Profile:
     spent_s: float = 0.0
     model: ModelSpec | None = None
     peaks: Peaks | None = None
+    learned: tuple[LearnedSteps, ...] = ()
 
     @property
     def tp_degrees(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.model import ModelSpec
 from xgpt.core.whole_file import read_text, write_atomically
-from xprofiler.profile import Peaks, Profile, ProfileMetadata, Sample, TableKey
+from xprofiler.profile import LearnedSteps, Peaks, Profile, ProfileMetadata, Sample, TableKey
 from xprofiler.timing import Operator
 from xprofiler.verdict import judge
 
@@ -18,7 +18,9 @@ SCHEMA_HISTORY = {
     1: "operators of one rank, one transfer table; `torch_version` in the metadata",
     2: "tables by tensor-parallel degree and link (`layer_rest tp=2`); metadata of libraries, "
        "sampling, padding and origin; the model's shape and the device's peaks; refused degrees; "
-       "seconds spent; y of encode_attention"}
+       "seconds spent; y of encode_attention",
+    3: "of a point, where they are known: its date, and the share of the machine that was "
+       "missing; what runs took since"}
 PROFILE_VERSION = max(SCHEMA_HISTORY)
 
 # name -> (x, y) in words; every value is in seconds
@@ -32,7 +34,7 @@ AXES = {
     "all_reduce": ("bytes", ""), "transfer": ("bytes", ""), "kv_handover": ("bytes", ""),
     "kv_handover_direct": ("bytes", ""), "step_overhead": ("", "")}
 Faults = list[tuple[str, object, str]]  # key, value, what is allowed
-_COLUMNS = ["x", "y", "samples_s"]
+_COLUMNS = ["x", "y", "samples_s", "date and missing, where known"]
 _MOST_SIZE = 1e18  # bytes, tokens, queries
 _MOST_S = 86_400.0  # a day: no operator of one layer, no message takes as long
 # Imported formulas leave out embedding and head, and attention to nothing is free; the products of
@@ -48,6 +50,7 @@ def save_profile(profile: Profile, path: Path) -> None:
             "refused": {str(degree): why for degree, why in profile.refused.items()},
             "model": asdict(profile.model) if profile.model else None,
             "peaks": asdict(profile.peaks) if profile.peaks else None,
+            "learned": [asdict(own) for own in profile.learned],
             "units": {name: {"x": AXES[name][0], "y": AXES[name][1], "samples_s": "seconds"}
                       for name in sorted({key.name for key in profile.tables})},
             "columns": _COLUMNS}
@@ -83,10 +86,11 @@ def load_profile(path: Path) -> Profile:
     spent_s = raw.get("spent_s", 0.0)
     if not _is_number(spent_s, _MOST_SIZE):
         faults.append(("spent_s", spent_s, "seconds >= 0"))
+    learned = _learned(raw.get("learned", []), faults)
     if faults or metadata is None:
         raise _bad(path, faults)
     return Profile(metadata=metadata, tables=tables, refused=refused, model=model, peaks=peaks,
-                   spent_s=float(spent_s))
+                   spent_s=float(spent_s), learned=learned)
 
 
 def model_from_json(raw: Mapping[str, Any]) -> ModelSpec:
@@ -101,7 +105,9 @@ def _line(point: Sample) -> str:
         return int(value) if value == int(value) else value
 
     samples_s = [float(f"{s:.4g}") for s in point.samples_s]
-    return json.dumps([short(point.x), short(point.y), samples_s])
+    marks = {**({"date": point.date} if point.date else {}),
+             **({"missing": round(point.missing, 3)} if point.missing else {})}
+    return json.dumps([short(point.x), short(point.y), samples_s, *([marks] if marks else [])])
 
 
 def _metadata(raw: object, faults: Faults) -> ProfileMetadata | None:
@@ -145,6 +151,22 @@ def _peaks(raw: object, faults: Faults) -> Peaks | None:
             return None
 
 
+def _learned(raw: object, faults: Faults) -> tuple[LearnedSteps, ...]:
+    """What runs measured, each as an object of its fields."""
+    found = []
+    for own in raw if isinstance(raw, list) else [raw]:
+        match own:
+            case {"kind": str() as kind, "rows": rows, "factor": factor, "spread": spread,
+                  "steps": int() as steps, "date": str() as day} if (
+                    _is_number(rows, _MOST_SIZE) and _is_number(factor, 1e3) and factor > 0
+                    and _is_number(spread, 1e3)):
+                found.append(LearnedSteps(kind=kind, rows=float(rows), factor=float(factor),
+                                          spread=float(spread), steps=steps, date=day))
+            case _:
+                faults.append(("learned", own, "kind, rows, factor (> 0), spread, steps and date"))
+    return tuple(found)
+
+
 def _mapping(raw: Mapping[str, Any], key: str, faults: Faults) -> dict[str, Any]:
     value = raw.get(key, {} if key == "refused" else None)
     if not isinstance(value, dict):
@@ -170,7 +192,8 @@ def _points(name: str, rows: object, faults: Faults) -> tuple[Sample, ...]:
     for row in rows if isinstance(rows, list) else [rows]:
         point = _point(row)
         if point is None:
-            faults.append((f"tables.{name}", row, "points [x, y, [seconds, ...]], sizes of at most "
+            faults.append((f"tables.{name}", row, "points [x, y, [seconds, ...], {date, missing}], "
+                           "the last left out where it is not known, sizes of at most "
                            f"{_MOST_SIZE:.0e}, seconds of at most {_MOST_S:.0f}"))
         elif min(point.samples_s) == 0 and name.split(" ")[0] in _NEVER_ZERO:
             faults.append((f"tables.{name}", row, "seconds above 0: nothing takes no time"))
@@ -186,12 +209,24 @@ def _points(name: str, rows: object, faults: Faults) -> tuple[Sample, ...]:
 
 def _point(row: Any) -> Sample | None:
     match row:
-        case [x, y, [_, *_] as samples] if (
-                all(_is_number(size, _MOST_SIZE) for size in (x, y))
+        case [x, y, [_, *_] as samples, *marks] if (
+                len(marks) <= 1 and all(map(_are_marks, marks))
+                and all(_is_number(size, _MOST_SIZE) for size in (x, y))
                 and all(_is_number(seconds, _MOST_S) for seconds in samples)):
-            return Sample(x=float(x), y=float(y), samples_s=tuple(float(s) for s in samples))
+            known = marks[0] if marks else {}
+            return Sample(x=float(x), y=float(y), samples_s=tuple(float(s) for s in samples),
+                          date=known.get("date", ""), missing=float(known.get("missing", 0.0)))
         case _:
             return None
+
+
+def _are_marks(marks: object) -> bool:
+    """What is known of a point's measurement."""
+    match marks:
+        case dict() if marks.keys() <= {"date", "missing"}:
+            return isinstance(marks.get("date", ""), str) and _is_number(marks.get("missing", 0), 1)
+        case _:
+            return False
 
 
 def _is_number(value: object, most: float) -> bool:

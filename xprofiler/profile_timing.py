@@ -1,6 +1,7 @@
 """A Profile as a `TimingSource`: interpolation between its points, never far beyond them."""
 
 import math
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,12 +22,14 @@ from xprofiler.profile import (
     Sample,
     TableKey,
 )
+from xprofiler.retimed import Factor, Factors
 from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts, TimingSource
 
 # a query's share of a batch settles as the batch grows
 _SHARES = Shape(grows_with_x=False, grows_with_y=False, is_power=True)
 _MESSAGE = Shape(through_zero=False)
 MOST_NOISE = 0.1  # of a table's medians that is reckoned with: more is another program's doing
+LEARNED_KEPT = 5  # runs of a kind of step that count
 _PIECES = 16  # of the largest measured size, as many times over
 _IN_PIECES = (Operator.LAYER_REST.value, Operator.EMBED.value)
 # A table's error of interpolation is at least this where points of the skeleton are left out: its
@@ -78,6 +81,7 @@ class ProfileTiming:
         self._grids = {key: _grid(key, points, in_pieces and key.name in _IN_PIECES)
                        for key, points in profile.tables.items()}
         self._sharing = profile.metadata.sharing
+        self._learned = Factors(learned) if (learned := learned_factors(profile)) else None
         self.facts = TimingFacts(
             step_overhead_s=self._step_overhead_s(), is_padded=profile.metadata.is_padded,
             sharing=self._sharing,
@@ -86,7 +90,9 @@ class ProfileTiming:
     def operator_s(self, operator: Operator, x: ArrayLike, y: ArrayLike = 0.0, *,
                    tp_degree: int = 1) -> FloatArray:
         """See TimingSource. Raises XgptError for a degree or operator that was not measured."""
-        return self._grid(operator, tp_degree)(x, y) * self._sharing
+        seconds = self._grid(operator, tp_degree)(x, y) * self._sharing
+        return seconds if self._learned is None else np.asarray(
+            seconds * self._learned.of(operator, x))
 
     def message_s(self, kind: MessageKind, num_bytes: ArrayLike, link: Link, *,
                   tp_degree: int = 1) -> FloatArray:
@@ -133,6 +139,8 @@ class ProfileTiming:
         m = self.profile.metadata
         text = (f"{m.origin} on {m.device}, {m.dtype}, "
                 f"{Layout(m.ranks, m.threads_per_rank).words}, {m.date}")
+        if self._learned is not None:
+            text += f"; as runs here took since: {self._learned.words}"
         if self._fallback is not None and self._borrowed:
             text += f"; {', '.join(sorted(self._borrowed))}: {self._fallback.provenance()}"
         if self._marks:
@@ -160,6 +168,17 @@ class ProfileTiming:
         links = sorted({k.link for k in self.profile.tables if k.name == name and k.link})
         raise XgptError(f"this profile has no {name} over {link.name!r} at degree {tp_degree}; "
                         f"it has: {', '.join(links) or 'none'}")
+
+
+def learned_factors(profile: Profile) -> dict[str, Factor]:
+    """By kind of step, what the latest LEARNED_KEPT runs took against the profile's own times, in
+    the median."""
+    found = {}
+    for kind in dict.fromkeys(own.kind for own in profile.learned):
+        latest = [own for own in profile.learned if own.kind == kind][-LEARNED_KEPT:]
+        found[kind] = Factor(rows=statistics.median(own.rows for own in latest),
+                             factor=statistics.median(own.factor for own in latest))
+    return found
 
 
 def _grid(key: TableKey, points: Sequence[Sample], is_in_pieces: bool) -> Grid:

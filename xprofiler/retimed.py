@@ -30,19 +30,41 @@ class Factor(NamedTuple):
     factor: float
 
 
+class Factors:
+    """What steps of each kind take, against a source's times, as a factor on each operator's."""
+
+    def __init__(self, by_kind: Mapping[str, Factor]) -> None:
+        """`by_kind`: of step, at least one."""
+        assert by_kind and all(own.factor > 0 for own in by_kind.values()), f"{by_kind = }"
+        self.by_kind = dict(by_kind)
+        nodes = sorted(by_kind.values())
+        self._rows = np.log([max(node.rows, 1.0) for node in nodes])
+        self._factors = np.log([node.factor for node in nodes])
+        self.encode, self.decode = (
+            next(by_kind[kind].factor for kind in (own, MIXED, other) if kind in by_kind)
+            for own, other in ((ENCODE, DECODE), (DECODE, ENCODE)))
+
+    def of(self, operator: Operator, x: ArrayLike) -> FloatArray | float:
+        """The factor on the seconds of `operator` at x."""
+        if operator in _ENCODED:
+            return self.encode
+        if operator in _DECODED:
+            return self.decode
+        rows = np.log(np.maximum(np.asarray(x, float), 1.0))
+        return np.asarray(np.exp(np.interp(rows, self._rows, self._factors)))
+
+    @property
+    def words(self) -> str:
+        return ", ".join(f"{kind} steps x {own.factor:.2f}"
+                         for kind, own in sorted(self.by_kind.items()))
+
+
 class Retimed:
     """`source`, its times multiplied by what steps of each kind take against them."""
 
     def __init__(self, source: TimingSource, factors: Mapping[str, Factor]) -> None:
         """`factors`: by kind of step, at least one."""
-        assert factors and all(own.factor > 0 for own in factors.values()), f"{factors = }"
-        self.source, self.factors = source, dict(factors)
-        nodes = sorted(factors.values())
-        self._rows = np.log([max(node.rows, 1.0) for node in nodes])
-        self._factors = np.log([node.factor for node in nodes])
-        self._encode, self._decode = (
-            next(factors[kind].factor for kind in (own, MIXED, other) if kind in factors)
-            for own, other in ((ENCODE, DECODE), (DECODE, ENCODE)))
+        self.source, self.factors = source, Factors(factors)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.source, name)
@@ -51,18 +73,13 @@ class Retimed:
                    tp_degree: int = 1) -> FloatArray:
         """See TimingSource."""
         seconds = self.source.operator_s(operator, x, y, tp_degree=tp_degree)
-        if operator in _ENCODED:
-            return seconds * self._encode
-        if operator in _DECODED:
-            return seconds * self._decode
-        rows = np.log(np.maximum(np.asarray(x, float), 1.0))
-        return np.asarray(seconds * np.exp(np.interp(rows, self._rows, self._factors)))
+        return np.asarray(seconds * self.factors.of(operator, x))
 
     def message_s(self, kind: MessageKind, num_bytes: ArrayLike, link: Link, *,
                   tp_degree: int = 1) -> FloatArray:
         """See TimingSource. All-reduces are part of steps, other messages are not."""
         seconds = self.source.message_s(kind, num_bytes, link, tp_degree=tp_degree)
-        return seconds * self._decode if kind is MessageKind.ALL_REDUCE else seconds
+        return seconds * self.factors.decode if kind is MessageKind.ALL_REDUCE else seconds
 
     def reach(self, operator: Operator, tp_degree: int) -> Reach:
         """See TimingSource."""
@@ -70,12 +87,10 @@ class Retimed:
 
     def provenance(self) -> str:
         """See TimingSource."""
-        scaled = ", ".join(f"{kind} steps x {own.factor:.2f}"
-                           for kind, own in sorted(self.factors.items()))
-        return f"{self.source.provenance()}; as steps were seen to take: {scaled}"
+        return f"{self.source.provenance()}; as steps were seen to take: {self.factors.words}"
 
     @property
     def facts(self) -> TimingFacts:
         """See TimingSource."""
         facts = self.source.facts
-        return replace(facts, step_overhead_s=facts.step_overhead_s * self._decode)
+        return replace(facts, step_overhead_s=facts.step_overhead_s * self.factors.decode)

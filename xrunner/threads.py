@@ -73,8 +73,10 @@ class WaitedForCores:
     """Seconds that the threads of this process waited for a core, since it was made: 0 where the
     system does not count them."""
 
-    def __init__(self, tasks: Path = Path("/proc/self/task")) -> None:
+    def __init__(self, tasks: Path = Path("/proc/self/task"), *, is_always: bool = False) -> None:
+        """is_always: threads are asked whether any was interrupted or not."""
         self._tasks, self._waited_s = tasks, 0.0
+        self._least = 0.0 if is_always else LEAST_INTERRUPTED
         self._known = _delays(tasks)
         self._interrupted, self._asked_s = _interrupted(), time.monotonic()
 
@@ -82,7 +84,7 @@ class WaitedForCores:
         now_s, interrupted = time.monotonic(), _interrupted()
         rate = (interrupted - self._interrupted) / max(now_s - self._asked_s, 1e-9)
         self._interrupted, self._asked_s = interrupted, now_s
-        if rate >= LEAST_INTERRUPTED:
+        if rate >= self._least:
             delays = _delays(self._tasks)
             # a thread that is new has waited since it began, which may be long ago: not counted
             self._waited_s += sum(delay - self._known.get(task, delay)

@@ -33,7 +33,7 @@ from xgpt.core.sweep_axes import AXES as AXES_OF_SWEEP  # noqa: E402
 from xgpt.report.expected import VERSION as EXPECTED_VERSION  # noqa: E402
 from xgpt.report.lanes import KINDS  # noqa: E402
 from xgpt.report.sweep_rows import COLUMNS  # noqa: E402
-from xprofiler.profile import Peaks, ProfileMetadata  # noqa: E402
+from xprofiler.profile import LearnedSteps, Peaks, ProfileMetadata  # noqa: E402
 from xprofiler.profile_file import AXES, PROFILE_VERSION  # noqa: E402
 from xrunner.io.sink import Progress  # noqa: E402
 from xrunner.step_record import StepRecord  # noqa: E402
@@ -231,14 +231,18 @@ def schedule_json() -> Json:
 
 
 def profile_schema() -> Json:
-    point = {"type": "array", "prefixItems": [NUMBER, NUMBER, array(NUMBER)], "minItems": 3,
-             "maxItems": 3}
+    marks = {"type": "object", "additionalProperties": False, "properties": {
+        "date": text("of its measurement"),
+        "missing": number("share of the machine that was missing meanwhile")}}
+    point = {"type": "array", "prefixItems": [NUMBER, NUMBER, array(NUMBER), marks], "minItems": 3,
+             "maxItems": 4}
     names = "|".join(AXES)
     return of_keys({
         "version": {"const": PROFILE_VERSION}, "metadata": of_fields(ProfileMetadata),
         "verdict": text("how noisy it is"), "spent_s": number("of measuring"),
         "refused": {"type": "object", "description": "tensor-parallel degree -> why it has none"},
         "model": or_none(of_fields(ModelSpec)), "peaks": or_none(of_fields(Peaks)),
+        "learned": array(of_fields(LearnedSteps)),
         "units": {"type": "object"}, "columns": array(text("of a point")),
         "tables": {"type": "object", "additionalProperties": False, "patternProperties": {
             rf"^({names}) tp=[1-9]\d*( link=\S.*)?$": array(point)}}},

@@ -3,8 +3,8 @@ open."""
 
 from dataclasses import replace
 
-from xgpt.app.local_profile import profile_metadata
 from xgpt.app.opened import OpenedJob
+from xgpt.app.profile_identity import profile_metadata
 from xgpt.core.errors import wrong
 from xgpt.core.layout import Layout, laid_out, open_layouts
 from xgpt.core.local import usable_cores

@@ -6,40 +6,35 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import date
-from functools import cache, partial
-from importlib import metadata
+from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from xgpt.app.profile_identity import profile_metadata
 from xgpt.app.stop import is_asked_to_stop
 from xgpt.app.telling import Teller, tell_share
-from xgpt.core.cluster import Device
 from xgpt.core.errors import InputError, MissingExtraError, Mistake, StoppedEarly, wrong
 from xgpt.core.job import Job
 from xgpt.core.layout import Layout
-from xgpt.core.local import core_clock, usable_cores
 from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xgpt.core.problem import Problem
 from xgpt.core.units import DTYPE_BYTES, format_seconds
-from xgpt.launch.contention import Contention, in_words
-from xgpt.launch.launcher import Launcher, RankProgram, threads_per_rank
+from xgpt.launch.contention import LARGE_SHARE, Contention, in_words
+from xgpt.launch.launcher import Launcher, RankProgram
 from xgpt.launch.rows import launcher_of
-from xprofiler.cache import cached_profile_path, kernels_fingerprint, model_shape
-from xprofiler.noise import noise_words, noisy
-from xprofiler.points import Needs, lacking, missing, quick_points
+from xprofiler.cache import cached_profile_path
+from xprofiler.noise import disturbed, disturbed_words, noise_words, noisy
+from xprofiler.points import OWN_TABLE, Needs, Point, lacking, missing, quick_points
 from xprofiler.profile import TRANSFER, Profile, ProfileMetadata
 from xprofiler.profile_file import load_profile
 from xprofiler.verdict import judge
 from xrunner.checkpoint.source import cache_dir
 from xrunner.engines.engine import Engine, engine_of, program_of
-from xrunner.ops.build import why_not_native
 
 DEFAULT_BUDGET_S = 45.0
 _GPU_NEEDS = Needs(input_tokens=2060, context_tokens=4120, queries=520, tokens=8240)
@@ -49,6 +44,8 @@ _GPU_NEEDS = Needs(input_tokens=2060, context_tokens=4120, queries=520, tokens=8
 _SHARE, _WORTH = 0.1, 2.0
 _KV_SHARE = 4  # a decode step is measured with caches of at most this part of a rank's memory
 _LEAST_QUERIES = 9
+QUICK_PATIENCE_S, PATIENCE_SHARE = 3.0, 0.2  # for others: of a quick profile, and of a budget
+REACH = 2.0  # see _lacks
 _LOOK_S = 0.2  # between looks whether another process has ended measuring
 
 
@@ -119,11 +116,41 @@ def quick_profile(wanted: WantedProfile, tell: Teller) -> Profile:
     disagree, these are measured briefly. Raises StoppedEarly as `local_profile`."""
     def is_enough(profile: Profile) -> bool:
         points = quick_points(wanted.model, wanted.needs, wanted.own)
-        return not any(lacking(profile, degree, points) or noisy(profile, degree, points)
-                       for degree in wanted.degrees)
+        if any(_lacks(profile, degree, points) for degree in wanted.degrees):
+            return False
+        if profile.learned:  # runs have told what its times are worth
+            return True
+        worst = max((own[0].apart for degree in wanted.degrees
+                     if (own := disturbed(profile, degree, points))), default=0.0)
+        return not any(noisy(profile, degree, points) for degree in wanted.degrees) and (
+            worst == 0.0 or _is_as_busy(worst))
 
     session = _Measurement(is_quick=True, why="the sizes that this job has")
     return _profile(wanted, tell, session, is_enough)
+
+
+def _lacks(profile: Profile, degree: int, points: Sequence[Point]) -> bool:
+    """Whether a job of these points needs more than the profile has. Of one that runs have added
+    to, sizes up to REACH times the largest are as good as measured: it says how far its lines go
+    on, and the next run adds what it sees there."""
+    missed = lacking(profile, degree, points)
+    if not profile.learned:
+        return bool(missed)
+    for point in missed:
+        own = profile.table(OWN_TABLE[point.kind].value, degree)
+        if not own or point.x > REACH * max(one.x for one in own) or (
+                point.y > REACH * max(max(one.y for one in own), 1)):
+            return True
+    return False
+
+
+def _is_as_busy(missing: float) -> bool:
+    """Whether others have as much of the machine now as when it was measured, or too much to
+    measure anything better."""
+    contention = Contention()
+    time.sleep(_LOOK_S)
+    share = contention.others_share()
+    return share is not None and share >= min(missing, LARGE_SHARE)
 
 
 def refined_profile(wanted: WantedProfile, tell: Teller, most_s: float) -> Profile:
@@ -140,6 +167,8 @@ def refining_s(profile: Profile, wanted: WantedProfile, job_s: float, *, layouts
     """Seconds of measuring, in all, that a quick profile is worth for a job that takes `job_s`
     (infinite: one without end), where so many layouts are to have as much; 0 where it is best left
     as it is, or has the whole skeleton."""
+    if profile.learned:
+        return 0.0  # runs have told, and the next one adds to it
     most_s = _SHARE * job_s / layouts
     return most_s if most_s >= _WORTH * profile.spent_s and not _is_whole(profile, wanted) else 0.0
 
@@ -159,10 +188,18 @@ class _Measurement(NamedTuple):
     again: bool = False  # anew, whatever is cached
 
     @property
+    def patience_s(self) -> float:
+        """Seconds that may go on waiting for other programs, and on measuring again what they
+        disturbed."""
+        return QUICK_PATIENCE_S if self.is_quick else max(
+            QUICK_PATIENCE_S, PATIENCE_SHARE * min(self.budget_s, DEFAULT_BUDGET_S))
+
+    @property
     def words(self) -> str:
         """How long it takes, and why."""
         how_long = f"about {format_seconds(self.budget_s)}" if self.budget_s else "briefly"
-        return f"{how_long}, once: {self.why}"
+        return (f"{how_long}, once: {self.why}; up to {format_seconds(self.patience_s)} more where "
+                "other programs disturb it")
 
 
 def _profile(wanted: WantedProfile, tell: Teller, session: _Measurement,
@@ -203,6 +240,10 @@ def _warnings(profile: Profile, wanted: WantedProfile, others_share: float | Non
     found = noise_words([one for degree in wanted.degrees
                          for one in noisy(profile, degree, points)])
     others = in_words(others_share)
+    marked = disturbed_words([one for degree in wanted.degrees
+                              for one in disturbed(profile, degree, points)])
+    if found is None and marked is not None:
+        return [marked if others is None else f"{marked} ({others})"]
     if found is None:
         return [] if others is None else [
             f"{others} (then measure it anew with `xgpt profile --again`)"]
@@ -265,31 +306,6 @@ def _wait_for(file: IO[str], output: Path) -> None:
             time.sleep(_LOOK_S)
 
 
-@cache
-def why_no_operators() -> str:
-    """Why torch serves on this machine's CPU instead of the native operators; empty where they
-    do."""
-    return why_not_native(cache_dir() / "native")
-
-
-def profile_metadata(job: Job, problem: Problem) -> ProfileMetadata:
-    """What a profile must be of to speak of this job's run on this machine."""
-    device, threads = problem.cluster.device, threads_per_rank(job, problem)
-    identity = engine_of(job).identity  # of another engine
-    # threads of a host's ranks for each of its cores, at least 1; GPUs are shared otherwise
-    sharing = 1.0 if device.kind != "cpu" else max(
-        problem.cluster.devices_per_node * threads / usable_cores(), 1.0)
-    return ProfileMetadata(
-        model=problem.model.name, model_shape=model_shape(problem.model), device=device.name,
-        dtype=problem.dtype, weight_dtype=problem.weight_dtype, ranks=problem.cluster.num_devices,
-        nodes=problem.cluster.num_nodes, threads_per_rank=threads, sharing=sharing,
-        kernels=kernels_fingerprint() if identity is None else identity(job),
-        libraries=_libraries(device),
-        sampling="drawn" if job.run.temperature > 0 else "greedy",
-        is_padded=identity is None and (device.kind != "cpu" or bool(why_no_operators())),
-        clock=core_clock(), date=date.today().isoformat(), commit=_commit())
-
-
 def _needs(problem: Problem) -> Needs:
     """The job's own sizes where they are larger than usual ones."""
     usual = Needs() if problem.cluster.device.kind == "cpu" else _GPU_NEEDS
@@ -338,7 +354,8 @@ def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: T
             "metadata": asdict(of), "model": asdict(wanted.model), "degrees": wanted.degrees,
             "refused": wanted.refused, "needs": asdict(wanted.needs), "own": asdict(wanted.own),
             "is_quick": session.is_quick, "skeleton_s": session.skeleton_s,
-            "budget_s": session.budget_s, "near": near, "far": far, "target": str(target),
+            "budget_s": session.budget_s, "patience_s": session.patience_s,
+            "near": near, "far": far, "target": str(target),
             "progress": str(progress), "stop": str(stop), "engine": dict(wanted.engine_settings)}),
             encoding="utf-8")
 
@@ -357,36 +374,3 @@ def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: T
             raise StoppedEarly("stopped; what was measured is kept, and the same command goes on")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _libraries(device: Device) -> str:
-    """Versions of what decides the kernels and the messages."""
-    versions = [f"{name} {version}" for name in ("torch", "mpi4py", "mpich")
-                if (version := _version(name)) is not None]
-    if device.kind == "gpu":
-        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        versions.append("driver " + (_first_line(command) or "unknown"))
-    return ", ".join(versions)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str:
-    """The commit of the source that this runs from, or the installed version."""
-    root = Path(__file__).resolve().parents[2]
-    commit = (_first_line(["git", "-C", str(root), "rev-parse", "--short", "HEAD"])
-              if (root / ".git").exists() else "")
-    return commit or f"version {metadata.version('xgpt')}"
-
-
-def _first_line(command: Sequence[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout else ""

@@ -11,6 +11,7 @@ from xgpt.app.allocation import in_allocation
 from xgpt.app.checks import check_model, make_folder, refuse_what_cannot_run
 from xgpt.app.finished import asked_of
 from xgpt.app.laid_out import on_ranks
+from xgpt.app.learn import learn
 from xgpt.app.metrics import write_metrics
 from xgpt.app.opened import OpenedJob, open_job
 from xgpt.app.plan import Plan, executable
@@ -119,6 +120,10 @@ def execute_locked(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
         beginning=beginning, agreement=agreement,
         rescheduling=[] if rescheduler is None else decisions_with_phases(
             rescheduler.decisions, measured["changes"]))
+    if measured["state"] == "done" and engine_of(opened.job).is_predicted and (
+            learned := learn(opened, timing, schedule, others_share)):
+        opened.tell.say("profile: this run's steps are added to it, " + ", ".join(
+            f"{own.kind} x {own.factor:.2f}" for own in learned))
     result = {**metrics, **kept(opened.job)}
     if metrics["failed"] and metrics["failed"] == measured["queries"]:
         nothing = XgptError(f"none of the {metrics['failed']} queries has an answer: the model's "

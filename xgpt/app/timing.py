@@ -3,13 +3,13 @@
 from pathlib import Path
 
 from xgpt.app.local_profile import (
-    profile_metadata,
     quick_profile,
     refined_profile,
     refining_s,
     wanted_profile,
 )
 from xgpt.app.opened import OpenedJob
+from xgpt.app.profile_identity import profile_metadata
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.local import why_no_torch
 from xprofiler.profile import match

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from xgpt.core.busy import busy_s
+
 NOTICEABLE_SHARE = 0.10  # below it times are off by less than profiles' own points scatter
 LARGE_SHARE = 0.30  # above it nothing tells by how much times are off
 
@@ -18,16 +20,16 @@ class Contention:
     def __init__(self, stat: Path = Path("/proc/stat"),
                  alive: Callable[[], Iterable[int]] = lambda: ()) -> None:
         self._stat, self._alive = stat, alive
-        self._busy_s, self._start_s = _busy_s(stat), time.monotonic()
+        self._busy_s, self._start_s = busy_s(stat), time.monotonic()
         self._own_s = self._used_by_us_s()
 
     def others_share(self) -> float | None:
         """Share of all cores that was neither idle nor ours (a host's other guests included); None
         where the system does not say."""
-        busy_s, elapsed_s = _busy_s(self._stat), time.monotonic() - self._start_s
-        if busy_s is None or self._busy_s is None or elapsed_s <= 0:
+        now_s, elapsed_s = busy_s(self._stat), time.monotonic() - self._start_s
+        if now_s is None or self._busy_s is None or elapsed_s <= 0:
             return None
-        others_s = busy_s - self._busy_s - (self._used_by_us_s() - self._own_s)
+        others_s = now_s - self._busy_s - (self._used_by_us_s() - self._own_s)
         return max(others_s, 0.0) / elapsed_s / (os.cpu_count() or 1)
 
     def _used_by_us_s(self) -> float:
@@ -42,16 +44,6 @@ def in_words(share: float | None) -> str | None:
     if share >= LARGE_SHARE:
         return f"{text}mean little unless the machine is quiet"
     return f"{text}may be up to {share / (1 - share):.0%} longer than on a quiet machine"
-
-
-def _busy_s(stat: Path) -> float | None:
-    """Seconds all cores together were not idle since boot."""
-    try:
-        fields = stat.read_text(encoding="utf-8").splitlines()[0].split()[1:9]
-        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields)
-    except (OSError, ValueError, IndexError):
-        return None
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def _used_s(process: int) -> float:

@@ -1,5 +1,6 @@
 """A Profile in the terminal: what was measured on what, and every table beside its floor."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -7,8 +8,9 @@ from xgpt.core.units import DTYPE_BYTES, format_bytes, format_seconds
 from xgpt.report.table import fact, paragraph, table
 from xgpt.report.words import clean, counted
 from xprofiler.points import left_out
-from xprofiler.profile import STEP_OVERHEAD, Profile, Sample, TableKey
+from xprofiler.profile import DISTURBED_LIMIT, STEP_OVERHEAD, Profile, Sample, TableKey
 from xprofiler.profile_file import AXES
+from xprofiler.profile_timing import learned_factors
 from xprofiler.timing import Operator
 from xprofiler.verdict import SPREAD_LIMIT, judge
 from xprofiler.work import bound_by, floor_s, work
@@ -76,6 +78,8 @@ def profile_facts(profile: Profile) -> list[tuple[str, str]]:
         ("date", on),
         ("verdict", judge(profile).sentence),
         ("extent", _extent(profile)),
+        ("age", _age(profile)), ("disturbed", _disturbed(profile)),
+        *((f"runs, {kind}", words) for kind, words in _learned(profile)),
         ("degrees", ", ".join(str(d) for d in profile.tp_degrees) or "none"),
         *((f"refused {degree}", reason) for degree, reason in profile.refused.items()),
         ("peaks", "" if peaks is None else
@@ -91,6 +95,31 @@ def _extent(profile: Profile) -> str:
     return "" if not count else (
         f"measured briefly, at the sizes that a job had: {counted(count, 'point')} between them "
         "are left out, which jobs that are long enough add, or `xgpt profile JOB.yaml`")
+
+
+def _age(profile: Profile) -> str:
+    """When its points were measured, by the day; empty where that is not known."""
+    days = Counter(p.date for table in profile.tables.values() for p in table if p.date)
+    return ", ".join(f"{counted(count, 'point')} of {day}" for day, count in sorted(days.items()))
+
+
+def _disturbed(profile: Profile) -> str:
+    """Which tables have points that others disturbed; empty where none was."""
+    by_table = {str(key): [p.missing for p in points if p.is_disturbed]
+                for key, points in profile.tables.items()}
+    named = [f"{len(shares)} of {name} (up to {max(shares):.0%})"
+             for name, shares in by_table.items() if shares]
+    return "" if not named else (
+        f"measured while more than {DISTURBED_LIMIT:.0%} of the machine was missing: "
+        + ", ".join(named) + "; measured again at the next run")
+
+
+def _learned(profile: Profile) -> list[tuple[str, str]]:
+    """By kind of step, what runs took since against these times."""
+    return [(kind, f"x {factor.factor:.3f} at about {factor.rows:.0f} rows; " + ", ".join(
+        f"{own.date} x {own.factor:.3f} (quartiles {own.spread:.0%} apart, {own.steps:,} steps)"
+        for own in profile.learned if own.kind == kind))
+        for kind, factor in learned_factors(profile).items()]
 
 
 def no_floor_reason(profile: Profile) -> str | None:

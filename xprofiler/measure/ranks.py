@@ -4,13 +4,13 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from xprofiler.measure.probe import StepParts
-from xprofiler.profile import NOISE_LIMIT
+from xprofiler.profile import DISTURBED_LIMIT, NOISE_LIMIT
 from xprofiler.verdict import SPREAD_LIMIT
 from xrunner import devices
 from xrunner.transport.comm import wait_politely
@@ -23,6 +23,25 @@ _MIN_STEPS, _MAX_STEPS = 5, 40
 _BRIEF_POINT_S, _BRIEF_STEPS = 0.02, 3
 _SLOW_STEP_S, _SLOW_STEPS = 0.3, 2  # a step this slow hardly scatters: the first one counts too
 _PAUSE_S = 0.02  # lets ranks that finished a point early stop spinning in the next barrier
+
+
+class Watch(Protocol):
+    """Sees who else is at work (xprofiler.measure.disturbance). Every call is collective."""
+
+    def begin(self) -> None:
+        """What follows is measured."""
+
+    def missing(self) -> float:
+        """Share of the machine that was missing since."""
+
+    def has_patience(self) -> bool:
+        """Whether to measure once more, after waiting for the others to end."""
+
+
+class Steps(list[StepParts]):
+    """Of one point. `missing`: share of the machine that others had meanwhile."""
+
+    missing = 0.0
 
 
 class Ranks:
@@ -69,10 +88,12 @@ class Ranks:
         time.sleep(_PAUSE_S)
         return [s for each in self.gather(mine, list[kind]) for s in each]
 
-    def steady(self, step: Callable[[], StepParts], *, is_brief: bool = False) -> list[StepParts]:
+    def steady(self, step: Callable[[], StepParts], *, is_brief: bool = False,
+               watch: Watch | None = None) -> Steps:
         """A step on all ranks, timed until it has been seen often enough; again where the times
-        disagree: the least disturbed attempt counts. `is_brief`: as seldom as will do, and again
-        only where they disagree by more than a profile is left at."""
+        disagree, or others were at work: the least disturbed attempt counts. `is_brief`: as seldom
+        as will do, and again only where they disagree by more than a profile is left at. `watch`:
+        who sees the others; None: nobody."""
         first, count = self.gather(self._in_turn(step), StepParts), _SLOW_STEPS
         is_slow = max(parts.whole_s for parts in first) >= _SLOW_STEP_S
         if is_brief and not is_slow:
@@ -82,14 +103,21 @@ class Ranks:
             once_s = max(parts.whole_s for parts in self.gather(
                 self._in_turn(step), StepParts))
             count = int(np.clip(_POINT_S / once_s, _MIN_STEPS, _MAX_STEPS))
-        attempts: list[list[StepParts]] = []
+        attempts: list[Steps] = []
         most = NOISE_LIMIT if is_brief else SPREAD_LIMIT
         for _ in range(_ATTEMPTS):
+            if watch is not None:
+                watch.begin()
             steps = self.together(lambda: [step() for _ in range(count)], StepParts)
-            attempts.append([*first, *steps] if is_slow else steps)
-            if _spread(attempts[-1]) <= most:
+            attempts.append(Steps([*first, *steps] if is_slow else steps))
+            if watch is not None:
+                attempts[-1].missing = watch.missing()
+            is_alone = attempts[-1].missing <= DISTURBED_LIMIT
+            if _spread(attempts[-1]) <= most and (is_alone or watch is None
+                                                  or not watch.has_patience()):
                 break
-        return min(attempts, key=_spread)
+        return min(attempts, key=lambda own: (
+            own.missing if own.missing > DISTURBED_LIMIT else 0.0, _spread(own)))
 
 
 def connect(ranks: int, sharing: float = 1.0) -> Ranks:

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import date
 
 import numpy as np
 
 from xprofiler.measure.probe import StepParts
 from xprofiler.points import OWN_TABLE, Kind, Point
-from xprofiler.profile import STEP_OVERHEAD, Profile, Sample, TableKey
+from xprofiler.profile import DISTURBED_LIMIT, STEP_OVERHEAD, Profile, Sample, TableKey
 from xprofiler.timing import Operator
 
 MAX_SAMPLES = 15  # more are kept as so many order statistics, evenly spaced
@@ -22,6 +23,11 @@ class Recorder:
         self._tables: dict[TableKey, dict[tuple[float, float], list[float]]] = {
             key: {(p.x, p.y): list(p.samples_s) for p in points}
             for key, points in profile.tables.items() if key.name != STEP_OVERHEAD}
+        # (date, share of the machine that was missing) of each place
+        self._marks: dict[tuple[TableKey, float, float], tuple[str, float]] = {
+            (key, p.x, p.y): (p.date, p.missing) for key, points in profile.tables.items()
+            for p in points}
+        self._touched: set[tuple[TableKey, float, float]] = set()  # of the group under way
 
     def has(self, point: Point, degree: int) -> bool:
         """Whether the point was measured, here or in the profile given."""
@@ -32,15 +38,33 @@ class Recorder:
         return {Point(kind, int(x), int(y)) for kind, operator in OWN_TABLE.items()
                 for x, y in self._tables.get(TableKey(operator.value, degree), {})}
 
-    def add(self, key: TableKey, x: float, y: float, samples_s: Iterable[float]) -> None:
-        """Samples of one place; those of the same place measured before stay, but where their
-        repeats disagree: then those that agree better do."""
+    def add(self, key: TableKey, x: float, y: float, samples_s: Iterable[float],
+            missing: float = 0.0) -> None:
+        """Samples of one place; those of the same place measured before stay, but where they were
+        disturbed, or their repeats disagree: then those do that were less disturbed, or agree
+        better. `missing`: share of the machine, see Sample."""
         places, new = self._tables.setdefault(key, {}), list(samples_s)
-        known = places.setdefault((x, y), [])
-        if known and _sample(x, y, known).is_noisy:
-            places[x, y] = min(known, new, key=lambda own: _sample(x, y, own).spread)
+        known, mark = places.setdefault((x, y), []), (date.today().isoformat(), missing)
+        before = self._marks.get((key, x, y), ("", 0.0))
+        self._touched.add((key, x, y))
+        is_either = max(missing, before[1]) > DISTURBED_LIMIT
+        if known and is_either and missing != before[1]:
+            if missing < before[1]:
+                places[x, y], self._marks[key, x, y] = new, mark
+        elif known and _sample(x, y, known).is_noisy:
+            if _sample(x, y, new).spread < _sample(x, y, known).spread:
+                places[x, y], self._marks[key, x, y] = new, mark
         else:
             known.extend(new)
+            self._marks[key, x, y] = (mark[0], max(missing, before[1]))
+
+    def end_group(self, missing: float) -> None:
+        """Of the points added since the last group's end so much of the machine was missing, if
+        that is more than each was known to lack."""
+        for place in self._touched:
+            day, known = self._marks.get(place, ("", 0.0))
+            self._marks[place] = day, max(known, missing)
+        self._touched.clear()
 
     def add_network(self, tables: Mapping[TableKey, tuple[Sample, ...]]) -> None:
         for key, points in tables.items():
@@ -52,8 +76,10 @@ class Recorder:
     def add_step(self, point: Point, degree: int, rows: int, queries: int,
                  steps: Sequence[StepParts], num_layers: int) -> None:
         """One point's steps, taken apart. `rows`: tokens that went through the layers."""
+        missing = getattr(steps, "missing", 0.0)
+
         def put(operator: Operator, x: float, y: float, values: Iterable[float]) -> None:
-            self.add(TableKey(operator.value, degree), x, y, values)
+            self.add(TableKey(operator.value, degree), x, y, values, missing)
 
         is_decode = point.kind in (Kind.DECODE, Kind.CROSS)
         if is_decode:
@@ -79,8 +105,8 @@ class Recorder:
     def profile(self, *, spent_s: float, host_s: Sequence[float]) -> Profile:
         """The profile of everything so far. `host_s`: the head's own seconds a step, added to what
         a step takes besides its parts."""
-        tables = {key: _samples(places) for key, places in sorted(self._tables.items())
-                  if key.name != STEP_OVERHEAD}
+        tables = {key: tuple(self._marked(key, sample) for sample in _samples(places))
+                  for key, places in sorted(self._tables.items()) if key.name != STEP_OVERHEAD}
         overhead = TableKey(STEP_OVERHEAD)
         besides = [s for key, places in self._tables.items() if key.name == STEP_OVERHEAD
                    for values in places.values() for s in values]
@@ -89,6 +115,10 @@ class Recorder:
         if samples_s := [*known, *_ordered([host + s for s in besides])]:
             tables[overhead] = (Sample(x=0, samples_s=_ordered(samples_s)),)
         return replace(self._profile, tables=tables, spent_s=spent_s)
+
+    def _marked(self, key: TableKey, sample: Sample) -> Sample:
+        day, missing = self._marks.get((key, sample.x, sample.y), ("", 0.0))
+        return replace(sample, date=day, missing=missing)
 
 
 def _sample(x: float, y: float, values: Sequence[float]) -> Sample:

@@ -26,12 +26,13 @@ from xprofiler.measure.bench import (
     ragged,
 )
 from xprofiler.measure.clock import measure_peaks
+from xprofiler.measure.disturbance import Calibration, Disturbance
 from xprofiler.measure.encoder_decoder import EncoderDecoderBench
 from xprofiler.measure.host import head_overhead
 from xprofiler.measure.network import Subject, measure_network, places
 from xprofiler.measure.ranks import Ranks, connect, own_device
 from xprofiler.measure.recorder import Recorder
-from xprofiler.noise import noisy
+from xprofiler.noise import disturbed, noisy
 from xprofiler.points import Kind, Needs, Point, quick_points, refinement, skeleton
 from xprofiler.profile import ALL_REDUCE, TRANSFER, Peaks, Profile, ProfileMetadata, TableKey
 from xprofiler.profile_file import load_profile, model_from_json, save_profile
@@ -48,6 +49,7 @@ _ATTENTION_LAYERS = 2  # of a step that is taken for its attention alone
 # layers of an encode step that is taken for its rows.
 _QUICK_WEIGHT_BYTES, _QUICK_KV_BYTES, _QUICK_ROWS = 2**26, 2**28, 4200
 _LEAST_LAYERS, _MOST_LAYERS = 2, 6
+_GROUP = 8  # points between two calibrations
 Bench = LayerBench | EncoderDecoderBench  # one shard: a stage's layers
 
 
@@ -66,6 +68,7 @@ class MeasureRequest:
     # for another session; those of earlier sessions count.
     skeleton_s: float
     budget_s: float
+    patience_s: float  # for other programs: waiting for them, measuring again what they disturbed
     near: str  # names of the links inside a node and between nodes
     far: str
     target: str
@@ -104,6 +107,10 @@ class Measuring:
         self._host_s: list[float] = []
         self._effort = _quick_effort if request.is_quick else _effort
         self._left = 0.0  # work of the skeleton still to do (_effort)
+        is_cpu = self._device.type == "cpu"
+        self._watch = Disturbance(ranks, request.patience_s) if is_cpu else None
+        self._calibration = Calibration(ranks, target.parent, _like(metadata)) if is_cpu else None
+        self._in_group, self._slowed = 0, 1.0
 
     def run(self) -> None:
         is_quick = self.request.is_quick
@@ -115,17 +122,20 @@ class Measuring:
         points = (quick_points(self._spec, needs, Needs(**self.request.own)) if is_quick
                   else skeleton(self._spec, needs))
         degrees = self.request.degrees
-        again = {d: {one.point for one in noisy(self._known, d, points)} for d in degrees}
+        again = {d: {one.point for found in (noisy, disturbed)
+                     for one in found(self._known, d, points)} for d in degrees}
         todo = [(d, p) for d in degrees for p in points
                 if not self._recorder.has(p, d) or p in again[d]]
         self._total = self._left = sum(map(self._effort, (p for _, p in todo)))
         self._worked_s = 0.0  # at points of the skeleton
+        self._calibrate()
         for index, degree in enumerate(degrees):
             bench = self.bench_of(degree)
             mine = [p for d, p in todo if d == degree]
             share = (index + 1) / len(degrees)  # of the budget, when this degree is through
             if not self._measure_degree(bench, degree, mine, share):
                 break
+        self._calibrate()
         self._save(force=True)
 
     def bench_of(self, degree: int) -> Bench:
@@ -134,6 +144,15 @@ class Measuring:
         return make(self._bench_spec(degree), self._dtype, tp_degree=degree,
                     num_stages=self._known.metadata.ranks, device=self._device,
                     sampling=self._sampling, weight_dtype=self._weight_dtype)
+
+    def _calibrate(self) -> None:
+        """The end of a group of points, and the beginning of the next: how slow the machine was
+        meanwhile, against its best."""
+        if self._calibration is None:
+            return
+        before, self._slowed = self._slowed, self._calibration.slowed()
+        self._recorder.end_group(1 - 1 / max(before, self._slowed))
+        self._in_group = 0
 
     def _bench_spec(self, degree: int) -> ModelSpec:
         """The model; of a quick profile with no more layers in a stage than it takes."""
@@ -173,6 +192,9 @@ class Measuring:
         return True
 
     def _measure(self, bench: Bench, degree: int, point: Point) -> None:
+        self._in_group += 1
+        if self._in_group > _GROUP:
+            self._calibrate()
         if point.kind is Kind.COMPACTION:
             move = bench.compaction(point.x, point.y)
             move()
@@ -184,7 +206,7 @@ class Measuring:
         rows = len(lengths) if point.kind in (Kind.DECODE, Kind.CROSS) else sum(lengths)
         most_layers = self.most_layers(bench, point)
         steps = self._ranks.steady(_step(bench, point.kind, lengths, most_layers),
-                                   is_brief=self.request.is_quick)
+                                   is_brief=self.request.is_quick, watch=self._watch)
         self._recorder.add_step(point, degree, rows, len(lengths), steps,
                                 min(bench.num_layers, most_layers or bench.num_layers))
 
@@ -268,6 +290,11 @@ def _step(bench: Bench, kind: Kind, lengths: list[int], most_layers: int | None)
                 else bench.encode(lengths))
     return (bench.decode if kind is Kind.DECODE else bench.encode)(
         lengths, most_layers=most_layers)
+
+
+def _like(metadata: ProfileMetadata) -> str:
+    """Names what must be equal for the best of a calibration to be compared with."""
+    return f"{metadata.device} {metadata.ranks}x{metadata.threads_per_rank}"
 
 
 def _rows_layers(rows: int) -> int:

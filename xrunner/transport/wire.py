@@ -157,7 +157,7 @@ def _dataclass(kind: Any, parts: Mapping[str, Codec]) -> Codec:
 
 
 def _union(kinds: Sequence[Any]) -> Codec:
-    """Of dataclasses, told apart by their names; or of a type and None."""
+    """Of dataclasses, told apart by their names; or of a type and None; or of both."""
     others = [kind for kind in kinds if kind is not NoneType]
     if len(others) == 1:
         one = codec(others[0])
@@ -166,10 +166,14 @@ def _union(kinds: Sequence[Any]) -> Codec:
     known = {kind.__name__: codec(kind) for kind in others}
 
     def encode(value: Any) -> Any:
+        if value is None and NoneType in kinds:
+            return None
         name = type(value).__name__
         return [name, known[name].encode(value)]
 
     def decode(raw: Any) -> Any:
+        if raw is None and NoneType in kinds:
+            return None
         name, content = _list(raw, 2, "one of several")
         if not isinstance(name, str) or name not in known:
             raise ForeignMessage(f"{str(name)[:40]!r} is none of {', '.join(known)}")

@@ -84,6 +84,28 @@ class PaceDrift:
                          for kind in KINDS if kind in self.now)
 
 
+class Ratios:
+    """What steps of a run of `estimate` take against `timing`."""
+
+    def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate, *,
+                 longest: int) -> None:
+        """longest: tokens that a query ever has at most."""
+        self._clocks = StepClocks(problem_for(problem, estimate), timing)
+        self._pools, self._longest = estimate.deployment.pools, longest
+        self._num_stages = len(estimate.deployment.stages)
+
+    def of(self, stage: int, step: Step) -> Ratio | None:
+        """A step on a stage, counted over all replicas; None where the source says nothing."""
+        stage %= self._num_stages
+        pool = next(pool for pool in self._pools
+                    if stage in [own.index for own in pool.stages])
+        seconds = expected_s(self._clocks.of(pool.stages, self._longest), step)
+        expected = seconds[[own.index for own in pool.stages].index(stage)]
+        if not (math.isfinite(expected) and expected > 0 and step.seconds > 0):
+            return None
+        return Ratio(math.log(step.seconds / expected), step.tokens, expected)
+
+
 class Pace:
     """Follows the steps of one run of `estimate`, timed by `timing`."""
 
@@ -91,10 +113,7 @@ class Pace:
                  threshold: float, longest: int) -> None:
         """threshold: share by which a kind's steps must be slower or quicker to count. longest:
         tokens that a query ever has at most."""
-        self._clocks = StepClocks(problem_for(problem, estimate), timing)
-        self._pools = estimate.deployment.pools
-        self._num_stages = len(estimate.deployment.stages)
-        self._longest = longest
+        self._ratios = Ratios(problem, timing, estimate, longest=longest)
         self._threshold, self._overhead_s = threshold, timing.facts.step_overhead_s
         self._windows: dict[tuple[int, str], deque[Ratio]] = {}
         self._told: dict[int, float] = {}  # rank -> of its state that was taken up last
@@ -107,10 +126,8 @@ class Pace:
             return
         self._told[rank] = told_s
         for step in steps:
-            expected_s = self._expected_s(stage % self._num_stages, step)
-            if math.isfinite(expected_s) and expected_s > 0 < step.seconds:
-                window = self._windows.setdefault((stage, step.kind), deque(maxlen=WINDOW))
-                window.append(Ratio(math.log(step.seconds / expected_s), step.tokens, expected_s))
+            if step.kind in KINDS and (ratio := self._ratios.of(stage, step)) is not None:
+                self._windows.setdefault((stage, step.kind), deque(maxlen=WINDOW)).append(ratio)
 
     def drift(self) -> PaceDrift | None:
         """How steps have left what is planned with; None while they have not."""
@@ -151,15 +168,6 @@ class Pace:
 
     def _planned(self, kind: str) -> float:
         return self.factors[kind].factor if kind in self.factors else 1.0
-
-    def _expected_s(self, stage: int, step: Step) -> float:
-        """Seconds that the timing source says of such a step on a stage of a replica."""
-        for pool in self._pools:
-            places = [own.index for own in pool.stages]
-            if stage in places:
-                clock = self._clocks.of(pool.stages, self._longest)
-                return expected_s(clock, step)[places.index(stage)]
-        raise AssertionError(f"{stage = } of {self._num_stages}")
 
 
 def expected_s(clock: StepClock, step: Step) -> list[float]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from laid_out import Law, amdahl, profile_of
 
-from xgpt.app import local_profile
+from xgpt.app import profile_identity
 from xgpt.app.laid_out import on_open_layouts, on_ranks
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.plan import JobPlanner, plan_job, settled
@@ -33,7 +33,7 @@ class Machine:
                  spread: float = 0.0) -> None:
         self.measured: list[str] = []
         self.law, self._spread = law, spread
-        for module in (layout, local, launcher, local_profile):
+        for module in (layout, local, launcher, profile_identity):
             patch.setattr(module, "usable_cores", lambda *_: cores)
         for module in (layout, local):
             patch.setattr(module, "gpus_here", list)

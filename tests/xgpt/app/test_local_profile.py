@@ -23,9 +23,13 @@ from xgpt.app.opened import open_file
 from xgpt.app.telling import LogTeller
 from xgpt.core.model import ModelSpec
 from xgpt.launch.launcher import RankProgram
+from xprofiler.cache import cached_profile_path
 from xprofiler.measure import clock, ranks, worker
 from xprofiler.points import Kind, Needs, Point, left_out, quick_points, skeleton
-from xprofiler.profile import Profile
+from xprofiler.profile import LearnedSteps, Profile, TableKey
+from xprofiler.profile_file import load_profile, save_profile
+from xprofiler.profile_timing import ProfileTiming
+from xprofiler.timing import Operator
 
 TOY = ModelSpec(name="toy", family="llama", num_layers=2, hidden_size=32, num_heads=2,
                 num_kv_heads=1, vocab_size=64, intermediate_size=48, max_positions=200)
@@ -45,8 +49,11 @@ class Here:
 
 @pytest.fixture()
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counter[Point]:
-    """How often each point was measured. None is noisy, however busy the machine is."""
+    """How often each point was measured. None is noisy or disturbed, however busy the machine
+    is."""
     monkeypatch.setattr("xprofiler.noise.NOISE_LIMIT", math.inf)
+    monkeypatch.setattr("xprofiler.measure.disturbance.missing_share", lambda *_: 0.0)
+    monkeypatch.setattr("xprofiler.measure.disturbance.Calibration.slowed", lambda _: 1.0)
     counts: Counter[Point] = Counter()
     measure = worker.Measuring._measure
 
@@ -104,6 +111,55 @@ def test_a_job_begins_with_few_points_and_later_ones_add_to_them(
     assert whole.spent_s > quick.spent_s
     assert max(measured.values()) == 1, "no point was measured twice"
     assert local_profile(wanted, LogTeller()) == whole == quick_profile(wanted, LogTeller())
+
+
+def _kept(wanted: WantedProfile, change: Callable[[Profile], Profile]) -> None:
+    """Changes the cached profile."""
+    path = cached_profile_path(app.cache_dir() / "profiles", wanted.metadata)
+    save_profile(change(load_profile(path)), path)
+
+
+def test_a_profile_that_runs_have_added_to_is_measured_no_further(
+        wanted: WantedProfile, measured: Counter[Point]) -> None:
+    quick_profile(wanted, LogTeller())
+    before = sum(measured.values())
+    learned = LearnedSteps(kind="decode", rows=8.0, factor=1.1, spread=0.1, steps=99,
+                           date="2026-11-23")
+    _kept(wanted, lambda profile: replace(profile, learned=(learned,)))
+    larger = replace(wanted, own=replace(wanted.own, queries=33, tokens=700))
+    found = quick_profile(larger, LogTeller())
+    assert sum(measured.values()) == before and found.learned == (learned,)
+    assert refining_s(found, larger, math.inf) == 0.0
+    timing, plain = ProfileTiming(found), ProfileTiming(replace(found, learned=()))
+    ratio = timing.operator_s(Operator.LAYER_REST, 8.0) / plain.operator_s(
+        Operator.LAYER_REST, 8.0)
+    assert ratio == pytest.approx(1.1) and "as runs here took since" in timing.provenance()
+    beyond = replace(wanted, needs=replace(wanted.needs, queries=130, tokens=2080),
+                     own=replace(wanted.own, queries=130, tokens=2080))
+    quick_profile(beyond, LogTeller())
+    assert sum(measured.values()) > before, "more than twice what was measured"
+
+
+def test_what_others_disturbed_is_measured_again_once_it_is_quieter(
+        wanted: WantedProfile, measured: Counter[Point],
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = quick_profile(wanted, LogTeller())
+    key = TableKey("decode_attention")
+    place = next(p for p in quick.table(key.name) if p.x > 1)
+
+    def disturb(profile: Profile) -> Profile:
+        return replace(profile, tables={**profile.tables, key: tuple(
+            replace(p, missing=0.4) if p == place else p for p in profile.table(key.name))})
+
+    _kept(wanted, disturb)
+    before = Counter(measured)
+    monkeypatch.setattr(app, "_is_as_busy", lambda missing: True)
+    quick_profile(wanted, LogTeller())
+    assert measured == before, "no better now"
+    monkeypatch.setattr(app, "_is_as_busy", lambda missing: False)
+    again = quick_profile(wanted, LogTeller())
+    assert measured - before == Counter({Point(Kind.DECODE, int(place.x), int(place.y)): 1})
+    assert not any(p.is_disturbed for p in again.table(key.name))
 
 
 def test_measuring_a_profile_measures_it_whole(

@@ -176,7 +176,8 @@ def test_transfers_wanted_are_those_that_the_ranks_can_measure() -> None:
     def wanted(ranks: int, nodes: int) -> list[str]:
         request = MeasureRequest(
             metadata={}, model={}, refused={}, degrees=[1, 2], needs={}, own={}, is_quick=False,
-            skeleton_s=0.0, budget_s=0.0, near="near", far="far", target="", progress="", stop="")
+            skeleton_s=0.0, budget_s=0.0, patience_s=0.0, near="near", far="far", target="",
+            progress="", stop="")
         return [f"{k.name} {k.tp_degree} {k.link}"
                 for k in messages_between(request, ranks, nodes)]
 
@@ -215,3 +216,24 @@ def test_a_point_that_is_measured_briefly_is_measured_again_where_its_repeats_di
 
 def replace_whole(seconds: float) -> StepParts:
     return parts()._replace(whole_s=seconds)
+
+
+def test_what_was_disturbed_makes_way_for_what_was_not_and_is_dated() -> None:
+    key = TableKey("layer_rest")
+    recorder = Recorder(EMPTY)
+
+    def known() -> Sample:
+        return recorder.profile(spent_s=0.0, host_s=[]).table("layer_rest")[0]
+
+    recorder.add(key, 9, 0, [3.0, 3.0, 3.0], 0.5)
+    assert (known().missing, known().is_disturbed, len(known().date)) == (0.5, True, 10)
+    recorder.add(key, 9, 0, [4.0, 4.0, 4.0], 0.8)
+    assert known().samples_s == (3.0, 3.0, 3.0), "what is more disturbed changes nothing"
+    recorder.add(key, 9, 0, [1.0, 1.0, 1.0], 0.0)
+    assert (known().samples_s, known().missing) == ((1.0, 1.0, 1.0), 0.0)
+    recorder.add(key, 9, 0, [1.1, 1.1, 1.1], 0.05)
+    assert len(known().samples_s) == 6 and not known().is_disturbed
+    recorder.end_group(0.3)
+    assert known().missing == 0.3, "an even slowdown, told afterwards"
+    recorder.end_group(0.9)
+    assert known().missing == 0.3, "of the group that has ended"

@@ -1,0 +1,243 @@
+"""Does a run that is slowed in the middle keep a bound that it could keep, and does the same run
+miss it where nothing is planned anew?
+
+    python benchmarks/slowed_run.py [--policies rra,waa-c] [--out benchmarks/results]
+
+SmolLM2-135M on two ranks of this machine, one thread each. The bound is BOUND times the tightest
+that each policy can meet: so it could be kept by a run slowed to two thirds. The run is slowed
+when a quarter of its queries are done, by
+  throttled   every rank is stopped for STOPPED of each tenth of a second (a processor that is
+              clocked down, a container's quota)
+  core taken  another process computes on core 0
+and stays slowed to its end. Each is run with `run.step_times: auto` and with `run.reschedule: off`.
+Counted are queries over the bound: of those begun after the slowing by more than the slowed
+latency (those at work when it came keep their places), and of all. (The machine must be otherwise
+idle.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from xgpt.core.local import cpu_cluster
+
+XGPT = [sys.executable, "-c", "from xgpt.cli.main import main; main()"]
+SPIN = "import os\nos.sched_setaffinity(0, {0})\nwhile True: pass"
+STOPPED, PERIOD_S = 0.35, 0.1
+BOUND = 2.2  # times the tightest bound that the policy can meet
+BEGINS = 0.25  # of the queries are done when the run is slowed
+JOB = """\
+name: slowed
+model: smollm2-135m
+cluster: local
+workload:
+  requests: {{count: {queries}}}
+  input_tokens: {{mean: 48, std: 16, max: 96}}
+  output_tokens: {{mean: 20, std: 6, max: 40}}
+constraint: {{latency_s: {bound}, kind: queries, quantile: {quantile}, confidence: 0.9}}
+schedule: {{policy: {policy}}}
+run: {{ranks: 2, threads_per_rank: 1, seed: 1, {run}}}
+output: {output}
+"""
+AUTO, OFF = "step_times: auto", "reschedule: off"
+THROTTLED, TAKEN = "throttled", "core taken"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """One run. Shares are of queries over the bound: of all, of those begun in time and before the
+    run was slowed, and of those begun well after."""
+
+    policy: str
+    slowed_by: str
+    is_watched: bool
+    bound_s: float
+    over: float
+    over_after: float
+    p_after_s: float
+    decisions: list[str]
+    wall_s: float
+
+    @property
+    def line(self) -> str:
+        return (f"| {self.policy} | {self.slowed_by} | {'on' if self.is_watched else 'off'} | "
+                f"{self.bound_s:.2f} s | {self.p_after_s:.2f} s | {self.over_after:.1%} | "
+                f"{self.over:.1%} | {self.wall_s:.1f} s |")
+
+
+def call(*arguments: str) -> dict[str, Any]:
+    done = subprocess.run([*XGPT, *arguments, "--json"], capture_output=True, text=True,
+                          check=False)
+    assert done.returncode in (0, 4), done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+class Slower(threading.Thread):
+    """Slows the run in `output` once enough of its queries are done, until it is told to end."""
+
+    def __init__(self, output: Path, by: str, queries: int) -> None:
+        super().__init__(daemon=True)
+        self._output, self._by, self._queries = output, by, queries
+        self._is_over = threading.Event()
+        self.began_s: float | None = None  # on the run's own clock
+
+    def run(self) -> None:
+        while not self._is_over.wait(0.1):
+            elapsed_s = self._elapsed_s()
+            if elapsed_s is not None:
+                self.began_s = elapsed_s
+                break
+        if self._by == TAKEN and self.began_s is not None:
+            other = subprocess.Popen([sys.executable, "-c", SPIN])
+            self._is_over.wait()
+            other.kill()
+            other.wait()
+        elif self.began_s is not None:
+            self._throttle()
+
+    def end(self) -> None:
+        self._is_over.set()
+        self.join()
+
+    def _throttle(self) -> None:
+        ranks = list(_ranks(str(self._output)))
+        while not self._is_over.is_set():
+            _signal(ranks, signal.SIGSTOP)
+            time.sleep(STOPPED * PERIOD_S)
+            _signal(ranks, signal.SIGCONT)
+            time.sleep((1 - STOPPED) * PERIOD_S)
+
+    def _elapsed_s(self) -> float | None:
+        try:
+            raw = json.loads((self._output / "progress.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        is_due = raw["state"] == "running" and raw["done"] >= BEGINS * self._queries
+        return float(raw["elapsed_s"]) if is_due else None
+
+
+def _ranks(output: str) -> Iterator[int]:
+    """The run's own processes: those of ours whose command names its folder."""
+    for folder in Path("/proc").iterdir():
+        try:
+            command = (folder / "cmdline").read_bytes().decode().split("\0")
+        except (OSError, UnicodeDecodeError):
+            continue
+        if "xrunner.worker" in command and any(part.startswith(output) for part in command) and (
+                "python" in command[0]):
+            yield int(folder.name)
+
+
+def _signal(ranks: Sequence[int], number: int) -> None:
+    for rank in ranks:
+        try:
+            os.kill(rank, number)
+        except ProcessLookupError:
+            continue
+
+
+def outcome(folder: Path, policy: str, by: str, *, is_watched: bool, bound_s: float,
+            options: argparse.Namespace) -> Outcome:
+    output = folder / f"{policy}-{by.replace(' ', '-')}-{is_watched}"
+    job = folder / "job.yaml"
+    job.write_text(JOB.format(queries=options.queries, bound=bound_s, policy=policy,
+                              quantile=options.quantile, run=AUTO if is_watched else OFF,
+                              output=output))
+    slower = Slower(output, by, options.queries)
+    slower.start()
+    metrics = call("submit", str(job))
+    slower.end()
+    assert slower.began_s is not None, "the run was over before it was slowed"
+    results = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
+    late = np.array([row["latency_s"] > bound_s for row in results])
+    latency_s = np.array([row["latency_s"] for row in results])
+    # those at work when it came, and those begun until word of it led to a change, are what a
+    # change cannot help
+    after = np.array([row["encode_start_s"] > slower.began_s + 2 * bound_s + SETTLING_S
+                      for row in results])
+    return Outcome(
+        policy=policy, slowed_by=by, is_watched=is_watched, bound_s=bound_s, over=late.mean(),
+        over_after=float(late[after].mean()) if after.any() else float("nan"),
+        p_after_s=float(np.quantile(latency_s[after], options.quantile)) if after.any() else (
+            float("nan")), wall_s=metrics["wall_s"]["measured"],
+        decisions=[own["sentence"] for own in metrics["rescheduling"]])
+
+
+SETTLING_S = 5.0  # a run looks once a second, wants two halves of a window, and plans
+
+
+def bound_of(folder: Path, policy: str, options: argparse.Namespace) -> float:
+    job = folder / "free.yaml"
+    job.write_text(JOB.format(queries=options.queries, bound=0.001, policy=policy, run=AUTO,
+                              quantile=options.quantile, output=folder / "free"))
+    call("profile", str(job), "--budget", "10s")
+    refused = subprocess.run([*XGPT, "schedule", str(job)], capture_output=True, text=True,
+                             check=False)
+    found = re.search(r"tightest that can be met is ([0-9.]+) s", " ".join(refused.stderr.split()))
+    assert found is not None, refused.stderr
+    return round(options.bound * float(found[1]), 2)
+
+
+def page(found: Sequence[Outcome], options: argparse.Namespace) -> str:
+    share = f"{options.quantile:.0%}"
+    lines = [f"# Runs that are slowed in the middle ({cpu_cluster(None).device.name}, "
+             f"{datetime.date.today()})", "",
+             f"SmolLM2-135M, 2 ranks, {options.queries} queries, {share} of them to keep the "
+             f"bound; slowed from a quarter of the queries on: *throttled*, every rank stopped for "
+             f"{STOPPED:.0%} of the time (a processor at two thirds); *core taken*, another "
+             "process on core 0. *after*: queries begun once the run had had time to see it "
+             f"(twice the bound and {SETTLING_S:.0f} s). `benchmarks/slowed_run.py`.", "",
+             f"| policy | slowed by | watched | bound | {share} of those after | over the bound, "
+             "after | over the bound, of all | run |", "|---|---|---|---|---|---|---|---|"]
+    lines += [own.line for own in found]
+    lines += ["", "What the runs said:", ""]
+    lines += [f"- {own.policy}, {own.slowed_by}: {sentence}" for own in found
+              for sentence in own.decisions]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--policies", default="rra,waa-c")
+    parser.add_argument("--by", default=f"{THROTTLED},{TAKEN}")
+    parser.add_argument("--queries", type=int, default=1500)
+    parser.add_argument("--quantile", type=float, default=0.95)
+    parser.add_argument("--bound", type=float, default=BOUND)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for policy in options.policies.split(","):
+            bound_s = bound_of(Path(folder), policy, options)
+            for by in options.by.split(","):
+                for is_watched in (True, False):
+                    found.append(outcome(Path(folder), policy, by, is_watched=is_watched,
+                                         bound_s=bound_s, options=options))
+                    print(found[-1].line, *found[-1].decisions, sep="\n", file=sys.stderr,
+                          flush=True)
+    text = page(found, options)
+    print(text)
+    if options.out:
+        (options.out / f"slowed-run-{datetime.date.today()}.md").write_text(
+            text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""What a run measured goes back into the cached profile, so that a second job of the same model on
+the same machine measures nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="runs need the extra `run`")
+import toys  # noqa: E402
+from in_process import xgpt  # noqa: E402
+from job_folder import write_job  # noqa: E402
+
+from xprofiler.profile import Profile  # noqa: E402
+from xprofiler.profile_file import load_profile  # noqa: E402
+
+pytestmark = pytest.mark.mpi
+
+
+def submitted(folder: Path, model: Path, *, count: int, longest: int, outputs: int) -> Any:
+    folder.mkdir()
+    queries = toys.random_queries(20, seed=count, longest=longest)
+    requests = [{"id": f"q{i}", "tokens": list(queries[i % 20].input_ids),
+                 "forced_tokens": 1 + (i * 7) % outputs} for i in range(count)]
+    job = write_job(folder, model, requests, schedule="policy: rra", ranks=2)
+    done = xgpt("submit", job, "--json", "--set", "workload.output_tokens=from_requests")
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def cached(home: Path) -> Profile:
+    (path,) = (p for p in (home / "xgpt" / "profiles").glob("*x1-*.json"))
+    return load_profile(path)
+
+
+def test_the_second_job_measures_nothing(tmp_path: Path, cache: dict[str, str],
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "home"
+    (home / "xgpt").mkdir(parents=True)
+    native = Path(cache["XDG_CACHE_HOME"]) / "xgpt" / "native"
+    (home / "xgpt" / "native").symlink_to(native.resolve())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.setenv("PYTHONPATH", cache["PYTHONPATH"])
+    monkeypatch.setattr("xgpt.app.learn.NOTICEABLE_SHARE", 2.0)  # tests run beside one another
+    model = tmp_path / "model"
+    toys.make_model("llama", model)
+    first = submitted(tmp_path / "first", model, count=120, longest=8, outputs=20)
+    assert "profile: timing" in first.stderr and "this run's steps are added" in first.stderr
+    before = cached(home)
+    assert {own.kind for own in before.learned} == {"encode", "decode"} or before.learned
+    assert all(own.steps >= 30 and own.factor > 0 for own in before.learned)
+    second = submitted(tmp_path / "second", model, count=150, longest=12, outputs=28)
+    after = cached(home)
+    assert after.tables == before.tables and after.spent_s == before.spent_s, "points measured: 0"
+    assert "profile: timing" not in second.stderr and "profile: from the cache" in second.stderr
+    assert len(after.learned) > len(before.learned), "and this one adds to it, too"
+    shown = xgpt("profile", "show", next((home / "xgpt" / "profiles").glob("*x1-*.json")))
+    assert "runs, decode" in shown.stdout and "age" in shown.stdout
+    json.loads(second.stdout)
+    assert os.environ["XDG_CACHE_HOME"] == str(home)

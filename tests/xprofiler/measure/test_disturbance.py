@@ -1,0 +1,107 @@
+"""What is noticed of others while something is measured, and what becomes of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="measuring needs the extra `run`")
+
+from xprofiler.measure import disturbance, ranks
+from xprofiler.measure.disturbance import Calibration, Disturbance, _Seen, missing_share
+from xprofiler.measure.probe import StepParts
+from xprofiler.profile import DISTURBED_LIMIT
+
+
+def seen(busy_s: float | None = 2.0, own_s: float = 1.0, waited_s: float = 0.0,
+         elapsed_s: float = 1.0, host: str = "a") -> _Seen:
+    return _Seen(host, busy_s, own_s, waited_s, elapsed_s)
+
+
+def test_alone_nothing_is_missing() -> None:
+    assert missing_share([seen(), seen()], cores=2) == 0.0
+    assert missing_share([seen(busy_s=2.02), seen(busy_s=2.02)], cores=2) == 0.0, "rounding"
+    assert missing_share([seen(busy_s=None)], cores=2) == 0.0, "the system does not say"
+
+
+def test_others_time_waiting_and_the_worst_host() -> None:
+    assert missing_share([seen(busy_s=2.0, own_s=1.0)], cores=2) == pytest.approx(0.5)
+    assert missing_share([seen(waited_s=0.3), seen()], cores=2) == pytest.approx(0.3)
+    hosts = [seen(), seen(), seen(host="b", busy_s=1.4)]
+    assert missing_share(hosts, cores=2) == pytest.approx(0.2)
+
+
+class Watch:
+    """Others have this share at each attempt."""
+
+    def __init__(self, shares: list[float], patience: int) -> None:
+        self._shares, self.patience, self.waits = iter(shares), patience, 0
+
+    def begin(self) -> None:
+        """It counts."""
+
+    def missing(self) -> float:
+        return next(self._shares)
+
+    def has_patience(self) -> bool:
+        self.waits += 1
+        self.patience -= 1
+        return self.patience >= 0
+
+
+def steps_of(seconds: float) -> Iterator[StepParts]:
+    while True:
+        yield StepParts(seconds, seconds, 0.0, 0.0, 0.0)
+
+
+def test_what_others_disturbed_is_measured_again_and_the_least_disturbed_counts() -> None:
+    steps = steps_of(0.4)
+    watch = Watch([0.5, 0.0], patience=5)
+    got = ranks.Ranks(None).steady(lambda: next(steps), watch=watch)
+    assert got.missing == 0.0 and watch.waits == 1
+    watch = Watch([0.5, 0.3, 0.4], patience=5)
+    assert ranks.Ranks(None).steady(lambda: next(steps), watch=watch).missing == 0.3
+    watch = Watch([0.5, 0.0], patience=0)
+    got = ranks.Ranks(None).steady(lambda: next(steps), watch=watch)
+    assert got.missing == 0.5, "no patience is left: it is marked"
+    assert got.missing > DISTURBED_LIMIT
+
+
+def test_patience_is_spent_on_waiting_and_on_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = iter([0.9, 0.9, 0.0, *[0.9] * 50])
+    slept: list[float] = []
+    monkeypatch.setattr(disturbance, "missing_share", lambda *_: next(shares))
+    monkeypatch.setattr(disturbance.time, "sleep", slept.append)
+    own = Disturbance(ranks.Ranks(None), 2.0)
+    assert own.missing() == 0.9 and own.has_patience(), "the second look found it quiet"
+    assert len(slept) == 2
+    assert not own.has_patience() and 0 < len(slept) - 2 <= 6, "within two seconds in all"
+    assert not own.has_patience() and len(slept) <= 8
+
+
+def test_a_calibration_is_compared_with_the_best_of_the_machine(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    takes = {"s": 1.0}
+    monkeypatch.setattr(disturbance, "_seconds", lambda kernel: takes["s"])
+    own = Calibration(ranks.Ranks(None), tmp_path, "cpu 2x1")
+    assert own.slowed() == 1.0, "nothing to compare with"
+    takes["s"] = 1.5
+    assert own.slowed() == pytest.approx(1.5)
+    takes["s"] = 0.8
+    assert own.slowed() == 1.0
+    kept = json.loads((tmp_path / disturbance.CALIBRATION_FILE).read_text())
+    assert kept["cpu 2x1"]["product_s"] == 0.8 and len(kept["cpu 2x1"]["date"]) == 10
+    takes["s"] = 1.0
+    again = Calibration(ranks.Ranks(None), tmp_path, "cpu 2x1")
+    assert again.slowed() == pytest.approx(1.25), "another day's best counts"
+    assert Calibration(ranks.Ranks(None), tmp_path, "cpu 1x2").slowed() == 1.0
+    (tmp_path / disturbance.CALIBRATION_FILE).write_text("no json")
+    assert Calibration(ranks.Ranks(None), tmp_path, "cpu 2x1").slowed() == 1.0
+
+
+def test_a_real_calibration_on_one_rank(tmp_path: Path) -> None:
+    assert Calibration(ranks.Ranks(None), tmp_path, "cpu").slowed() >= 1.0
+    assert (tmp_path / disturbance.CALIBRATION_FILE).is_file()

@@ -1,0 +1,83 @@
+"""What a run measured goes back into the cached profile that it was planned with.
+
+Its steps, by kind, against the profile's own times: so that the next job on this machine measures
+nothing, and one that began with a quick profile knows better afterwards. Only of a run that was
+whole, and that others left alone: a disturbed one says nothing of the machine."""
+
+import json
+import math
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+
+from xgpt.app.opened import OpenedJob
+from xgpt.core.schedule import Schedule
+from xgpt.launch.contention import NOTICEABLE_SHARE
+from xprofiler.cache import cached_profile_path
+from xprofiler.profile import LearnedSteps, Profile
+from xprofiler.profile_file import load_profile, save_profile
+from xprofiler.profile_timing import LEARNED_KEPT, ProfileTiming
+from xprofiler.timing import TimingSource
+from xrunner.checkpoint.source import cache_dir
+from xrunner.io.beat import ToldStep
+from xscheduler.live.pace import KINDS, Ratios
+
+LEAST_STEPS = 30  # of a kind on a stage that a run must have taken for it to tell
+_MOST_STEPS = 2000  # of a stage, the latest, that are looked at
+
+
+def learn(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
+          others_share: float | None) -> tuple[LearnedSteps, ...]:
+    """Adds what the run in the job's folder took to the cached profile; what was added: nothing
+    where the profile is another's, or the run was disturbed."""
+    if not (isinstance(timing, ProfileTiming) and opened.is_local and opened.job.profile is None):
+        return ()
+    if others_share is not None and others_share >= NOTICEABLE_SHARE:
+        return ()
+    path = cached_profile_path(cache_dir() / "profiles", timing.profile.metadata)
+    if not path.is_file():  # derived from two others: there is none of this layout
+        return ()
+    found = learned_of(opened, timing.profile, schedule, opened.job.output / "steps.jsonl")
+    if found:
+        known = load_profile(path)
+        kept = [own for kind in KINDS for own in (
+            *(own for own in known.learned if own.kind == kind),
+            *(own for own in found if own.kind == kind))[-LEARNED_KEPT:]]
+        save_profile(replace(known, learned=tuple(kept)), path)
+    return found
+
+
+def learned_of(opened: OpenedJob, profile: Profile, schedule: Schedule,
+               steps: Path) -> tuple[LearnedSteps, ...]:
+    """What the run's steps took against the profile's own times, of the slowest stage by kind."""
+    own = ProfileTiming(replace(profile, learned=()))
+    known = opened.problem.queries
+    longest = opened.problem.lengths.inputs.max + opened.problem.lengths.outputs.max
+    if known is not None:
+        longest = max(longest, int(known.reserves.max(initial=1)))
+    ratios = Ratios(opened.problem, own, schedule.estimate, longest=longest)
+    by_place: dict[tuple[int, str], list[tuple[float, int]]] = {}
+    for line in steps.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row["kind"] not in KINDS:
+            continue
+        step = ToldStep(
+            row["kind"], row["queries"], row["tokens"], row["decoded"], row["context_tokens"],
+            row["longest_context"], row["input_tokens"], row["end_s"] - row["start_s"])
+        if (ratio := ratios.of(row["stage"], step)) is not None:
+            by_place.setdefault((row["stage"], step.kind), []).append((ratio.log, ratio.rows))
+    found = []
+    for kind in KINDS:
+        stages = [np.array(taken[-_MOST_STEPS:]) for (_, own_kind), taken in by_place.items()
+                  if own_kind == kind and len(taken) >= LEAST_STEPS]
+        if not stages:
+            continue
+        slowest = max(stages, key=lambda rows: float(np.median(rows[:, 0])))
+        low, middle, high = np.quantile(slowest[:, 0], (0.25, 0.5, 0.75))
+        found.append(LearnedSteps(
+            kind=kind, rows=float(np.median(slowest[:, 1])), factor=round(math.exp(middle), 4),
+            spread=round(float(math.exp(high) - math.exp(low)) / math.exp(middle), 4),
+            steps=len(slowest), date=date.today().isoformat()))
+    return tuple(found)
