@@ -192,8 +192,8 @@ def _points(name: str, rows: object, faults: Faults) -> tuple[Sample, ...]:
     for row in rows if isinstance(rows, list) else [rows]:
         point = _point(row)
         if point is None:
-            faults.append((f"tables.{name}", row, "points [x, y, [seconds, ...], {date, missing}], "
-                           "the last left out where it is not known, sizes of at most "
+            faults.append((f"tables.{name}", row, "points [x, y, [seconds, ...]], with "
+                           "{date, missing} behind them where they are known, sizes of at most "
                            f"{_MOST_SIZE:.0e}, seconds of at most {_MOST_S:.0f}"))
         elif min(point.samples_s) == 0 and name.split(" ")[0] in _NEVER_ZERO:
             faults.append((f"tables.{name}", row, "seconds above 0: nothing takes no time"))
