@@ -29,7 +29,7 @@ from xgpt.launch.launcher import Launcher, RankProgram
 from xgpt.launch.rows import launcher_of
 from xprofiler.cache import cached_profile_path
 from xprofiler.noise import disturbed, disturbed_words, noise_words, noisy
-from xprofiler.points import OWN_TABLE, Needs, Point, lacking, missing, quick_points
+from xprofiler.points import OWN_TABLE, Kind, Needs, Point, lacking, missing, quick_points
 from xprofiler.profile import TRANSFER, Profile, ProfileMetadata
 from xprofiler.profile_file import load_profile
 from xprofiler.verdict import judge
@@ -116,7 +116,7 @@ def quick_profile(wanted: WantedProfile, tell: Teller) -> Profile:
     disagree, these are measured briefly. Raises StoppedEarly as `local_profile`."""
     def is_enough(profile: Profile) -> bool:
         points = quick_points(wanted.model, wanted.needs, wanted.own)
-        if any(_lacks(profile, degree, points) for degree in wanted.degrees):
+        if any(_lacks(profile, degree, points, wanted.own) for degree in wanted.degrees):
             return False
         if profile.learned:  # runs have told what its times are worth
             return True
@@ -129,17 +129,21 @@ def quick_profile(wanted: WantedProfile, tell: Teller) -> Profile:
     return _profile(wanted, tell, session, is_enough)
 
 
-def _lacks(profile: Profile, degree: int, points: Sequence[Point]) -> bool:
+def _lacks(profile: Profile, degree: int, points: Sequence[Point], own: Needs) -> bool:
     """Whether a job of these points needs more than the profile has. Of one that runs have added
     to, sizes up to REACH times the largest are as good as measured: it says how far its lines go
     on, and the next run adds what it sees there."""
     missed = lacking(profile, degree, points)
     if not profile.learned:
         return bool(missed)
+    # the job's own sizes count, and not the points beyond them
+    most = {Kind.DECODE: (own.queries, own.context_tokens), Kind.REST: (own.tokens, 0),
+            Kind.CROSS: (own.queries, own.input_tokens), Kind.COMPACTION: (0, own.context_tokens)}
     for point in missed:
-        own = profile.table(OWN_TABLE[point.kind].value, degree)
-        if not own or point.x > REACH * max(one.x for one in own) or (
-                point.y > REACH * max(max(one.y for one in own), 1)):
+        table = profile.table(OWN_TABLE[point.kind].value, degree)
+        x, y = most.get(point.kind, (own.input_tokens, 0))
+        if not table or min(point.x, x) > REACH * max(one.x for one in table) or (
+                min(point.y, y) > REACH * max(max(one.y for one in table), 1)):
             return True
     return False
 

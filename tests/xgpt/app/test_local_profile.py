@@ -126,7 +126,7 @@ def test_a_profile_that_runs_have_added_to_is_measured_no_further(
     learned = LearnedSteps(kind="decode", rows=8.0, factor=1.1, spread=0.1, steps=99,
                            date="2026-11-23")
     _kept(wanted, lambda profile: replace(profile, learned=(learned,)))
-    larger = replace(wanted, own=replace(wanted.own, queries=33, tokens=700))
+    larger = replace(wanted, own=replace(wanted.own, queries=17, tokens=500))
     found = quick_profile(larger, LogTeller())
     assert sum(measured.values()) == before and found.learned == (learned,)
     assert refining_s(found, larger, math.inf) == 0.0
