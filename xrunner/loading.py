@@ -33,7 +33,7 @@ from xrunner.ops.int8 import is_int8_served
 from xrunner.plan import RunPlan, weights_key
 from xrunner.rank import Stopwatch
 from xrunner.replica import Replica, replica_of
-from xrunner.threads import Threads
+from xrunner.threads import threads_of
 from xrunner.transport.courier import EntryReceiver, EntrySender
 from xrunner.transport.handover import transfers
 from xrunner.world import World
@@ -99,8 +99,7 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     is_captured = plan.cuda_graphs and world.device.type == "cuda"
     executor = StageExecutor(weights.model, clock=clock, sender=sender, receiver=receiver,
                              beat=beat, capture=CudaCapture() if is_captured else None)
-    if world.device.type == "cpu":
-        executor.threads = Threads(plan.threads_per_rank)
+    executor.threads = threads_of(world.device.type, plan.dtype, plan.threads_per_rank)
     return Loaded(executor, routes(replica.pools)[rank], replica, pool, stage, weights)
 
 

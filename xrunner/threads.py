@@ -69,6 +69,13 @@ class Threads:
         self._apply(count)
 
 
+def threads_of(device_kind: str, dtype: str, most: int) -> Threads | None:
+    """What looks after a rank's threads; None where their number stays. It does in float32: another
+    number adds products up in another order, and its answers are not to depend on what else the
+    machine does."""
+    return Threads(most) if device_kind == "cpu" and dtype != "float32" else None
+
+
 class WaitedForCores:
     """Seconds that the threads of this process waited for a core, since it was made: 0 where the
     system does not count them."""

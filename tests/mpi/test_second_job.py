@@ -49,9 +49,10 @@ def test_the_second_job_measures_nothing(tmp_path: Path, cache: dict[str, str],
     model = tmp_path / "model"
     toys.make_model("llama", model)
     first = submitted(tmp_path / "first", model, count=120, longest=8, outputs=20)
-    assert "profile: timing" in first.stderr and "this run's steps are added" in first.stderr
+    assert "profile: timing" in first.stderr, first.stderr
+    assert "this run's steps are added" in first.stderr, first.stderr
     before = cached(home)
-    assert {own.kind for own in before.learned} == {"encode", "decode"} or before.learned
+    assert before.learned
     assert all(own.steps >= 30 and own.factor > 0 for own in before.learned)
     second = submitted(tmp_path / "second", model, count=150, longest=12, outputs=28)
     after = cached(home)

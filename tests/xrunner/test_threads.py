@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch", reason="ranks need the extra `run`")
 
-from xrunner.threads import HOLD_S, LOOK_S, Threads, WaitedForCores
+from xrunner.threads import HOLD_S, LOOK_S, Threads, WaitedForCores, threads_of
 
 
 class Machine:
@@ -89,6 +89,13 @@ def test_one_thread_has_nothing_to_change() -> None:
     machine.start(1)
     machine.work(50)
     assert machine.applied == []
+
+
+def test_answers_in_float32_do_not_depend_on_what_else_the_machine_does() -> None:
+    assert threads_of("cpu", "float32", 4) is None, "another number adds up in another order"
+    assert threads_of("gpu", "bfloat16", 4) is None
+    found = threads_of("cpu", "bfloat16", 4)
+    assert found is not None and found.most == 4
 
 
 def test_what_the_system_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ MOST_STEPS = 24  # of a kind, the latest ones, that a state tells of
 
 
 class ToldStep(NamedTuple):
-    """A step as it is told of: see xrunner.engine.stage.StepRecord."""
+    """A step as it is told of: see xrunner.step_record.StepRecord."""
 
     kind: str
     queries: int

@@ -10,13 +10,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from xrunner.engine.stage import StepRecord
 from xrunner.engines.vllm.core import Token
 from xrunner.io.beat import Beat
 from xrunner.ops.sampling import NOT_FINITE
 from xrunner.query import Sampling
 from xrunner.rules.slots import GroupSlots
 from xrunner.rules.steps import StepKind
+from xrunner.step_record import StepRecord
 from xrunner.transport.messages import StartMessage, StepMessage
 
 LOG_LIMIT = 200_000  # steps kept for the report; a longer job keeps its last ones
