@@ -26,7 +26,8 @@ def submitted(folder: Path, model: Path, *, count: int, longest: int, outputs: i
     queries = toys.random_queries(20, seed=count, longest=longest)
     requests = [{"id": f"q{i}", "tokens": list(queries[i % 20].input_ids),
                  "forced_tokens": 1 + (i * 7) % outputs} for i in range(count)]
-    job = write_job(folder, model, requests, schedule="policy: rra", ranks=2)
+    job = write_job(folder, model, requests,
+                    schedule="policy: rra, encode_batch: 4, decode_iterations: 4", ranks=2)
     done = xgpt("submit", job, "--json", "--set", "workload.output_tokens=from_requests")
     assert done.returncode == 0, done.stderr
     return done
