@@ -99,7 +99,8 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     is_captured = plan.cuda_graphs and world.device.type == "cuda"
     executor = StageExecutor(weights.model, clock=clock, sender=sender, receiver=receiver,
                              beat=beat, capture=CudaCapture() if is_captured else None)
-    executor.threads = threads_of(world.device.type, plan.dtype, plan.threads_per_rank)
+    executor.threads = threads_of(world.device.type, plan.dtype, plan.threads_per_rank,
+                                  is_deterministic=plan.deterministic)
     return Loaded(executor, routes(replica.pools)[rank], replica, pool, stage, weights)
 
 

@@ -69,11 +69,14 @@ class Threads:
         self._apply(count)
 
 
-def threads_of(device_kind: str, dtype: str, most: int) -> Threads | None:
-    """What looks after a rank's threads; None where their number stays. It does in float32: another
+def threads_of(device_kind: str, dtype: str, most: int, *,
+               is_deterministic: bool = False) -> Threads | None:
+    """What looks after a rank's threads; None where their number stays. It does in float32, and
+    where answers are to be the same bit for bit (run.deterministic): another
     number adds products up in another order, and its answers are not to depend on what else the
     machine does."""
-    return Threads(most) if device_kind == "cpu" and dtype != "float32" else None
+    is_free = device_kind == "cpu" and dtype != "float32" and not is_deterministic
+    return Threads(most) if is_free else None
 
 
 class WaitedForCores:

@@ -93,6 +93,7 @@ def test_one_thread_has_nothing_to_change() -> None:
 
 def test_answers_in_float32_do_not_depend_on_what_else_the_machine_does() -> None:
     assert threads_of("cpu", "float32", 4) is None, "another number adds up in another order"
+    assert threads_of("cpu", "bfloat16", 4, is_deterministic=True) is None
     assert threads_of("gpu", "bfloat16", 4) is None
     found = threads_of("cpu", "bfloat16", 4)
     assert found is not None and found.most == 4
