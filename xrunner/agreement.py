@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from xgpt.core.errors import XgptError
+from xgpt.core.lifeline import end_with_launcher
 from xgpt.core.model import ModelSpec
 from xgpt.core.schedule import StageAssignment
 from xgpt.core.spool import Spool
@@ -82,4 +83,5 @@ def _chosen(plan: RunPlan, spec: ModelSpec, inputs: list[list[int]], weight_dtyp
 
 
 if __name__ == "__main__":
+    end_with_launcher()
     sys.exit(main(sys.argv[1:]))

@@ -89,13 +89,14 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     pool, stage = next((pool, stage) for pool in replica.pools for stage in pool.stages
                        if rank in stage.ranks)
     invariant.ask(plan.deterministic)
+    beat = Beat(plan.output, rank=rank, stage=replica.world_stage(stage.index), pool=pool.name,
+                replica=replica.number)
+    beat.start()
     key = weights_key(plan, schedule)
     if shelf.holds(key):
         restart_peak_memory(world.device)  # what an earlier run took is not this one's
     weights = shelf.weights(key, lambda: _read(plan, replica, pool, stage, world))
     sender, receiver = _couriers(replica, pool, weights.model.spec, world)
-    beat = Beat(plan.output, rank=rank, stage=replica.world_stage(stage.index), pool=pool.name,
-                replica=replica.number)
     is_captured = plan.cuda_graphs and world.device.type == "cuda"
     executor = StageExecutor(weights.model, clock=clock, sender=sender, receiver=receiver,
                              beat=beat, capture=CudaCapture() if is_captured else None)

@@ -22,7 +22,8 @@ PLAN_VERSION = 3
 # What decides no token: names and places, how the work is shared out, and in which order.
 _NOT_DECISIVE = ("name", "output", "model_dir", "model_name", "served_by", "requests",
                  "threads_per_rank", "device_kind", "is_watched", "slots", "shuffle_window",
-                 "routing", "mean_output_tokens", "cuda_graphs", "private")
+                 "routing", "mean_output_tokens", "cuda_graphs", "private",
+                 "sync_s", "aside")
 # Keys that came later, with what held before: runs of that time go on.
 _AS_BEFORE = (("deterministic", False),)
 OWN_ALONE = 0o077  # the umask of a private run
@@ -65,6 +66,8 @@ class RunPlan:
     model_files: Mapping[str, str] = field(default_factory=dict)  # xrunner.checkpoint.identity
     engine_version: str = ""  # of another engine, where its own numbers decide the answers
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # its own arguments, by name
+    sync_s: float = 5.0  # between two times that results are put on the disk
+    aside: tuple[int, ...] = ()  # queries that this run leaves out (xgpt.app.deaths)
 
     @property
     def fingerprint(self) -> str:
@@ -100,6 +103,7 @@ def load_plan(path: Path) -> RunPlan:
     raw.pop("fingerprint")
     paths = ("output", "model_dir")
     values: dict[str, Any] = {k: Path(v) if k in paths else v for k, v in raw.items()}
+    values["aside"] = tuple(values["aside"])
     return RunPlan(**values)
 
 

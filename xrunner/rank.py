@@ -5,7 +5,6 @@ steps.jsonl (every stage's steps).
 A stage of several ranks is as busy as its busiest one, and holds what its ranks hold together; its
 steps are those of its first rank, since all of a group take the same ones at the same time."""
 
-import errno
 import json
 import os
 import sys
@@ -18,6 +17,7 @@ from typing import Any, NoReturn
 
 from xgpt.core.errors import XgptError
 from xgpt.core.spool import Spool
+from xgpt.core.troubles import in_words
 from xgpt.core.visible import visible
 from xgpt.core.whole_file import write_atomically
 from xrunner.engine.head import Head
@@ -29,8 +29,6 @@ from xrunner.plan import OWN_ALONE, RunPlan
 from xrunner.query import PreparedQuery
 from xrunner.rules.order import in_run_order
 from xrunner.world import World
-
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def to_the_end(plan: RunPlan, join: Callable[[], World],
@@ -46,11 +44,10 @@ def to_the_end(plan: RunPlan, join: Callable[[], World],
         world.close()
     except XgptError as error:
         return _end(error, world)
-    except OSError as error:
-        if error.errno not in _NO_ROOM:
+    except (OSError, MemoryError, RuntimeError, ImportError) as error:
+        if (words := in_words(error, plan.output)) is None:
             raise
-        return _end(XgptError(f"{plan.output}: {error.strerror}; what is done is kept, and with "
-                              "room made the same command goes on from there"), world)
+        return _end(XgptError(words), world)
     return 0
 
 
@@ -100,7 +97,7 @@ def read_work(plan: RunPlan) -> tuple[Sequence[PreparedQuery], int, Answered]:
 def order_of(num_queries: int, plan: RunPlan, before: Answered) -> Iterator[int]:
     """Yields places of the queries that are left, as they are taken up."""
     return in_run_order(num_queries, plan.shuffle_window, plan.seed, first=before.written,
-                        without=before.held)
+                        without=before.held | set(plan.aside))
 
 
 def conduct(head: Head, sink: RunSink, world: World, clock: Stopwatch, *,
@@ -110,7 +107,8 @@ def conduct(head: Head, sink: RunSink, world: World, clock: Stopwatch, *,
     clock.restart()
     is_complete = head.run()
     wall_s = clock()
-    state = "done" if is_complete else "stopped"
+    # queries that are left for the end are not done
+    state = "done" if is_complete and not sink.leaves_some else "stopped"
     sink.close(wall_s, state)
     world.comm.flush()
     reports = world.gather(report()) or []

@@ -6,6 +6,11 @@ standard input. `... xrunner.standby N` is any rank of several or one, for run a
 to rank 0 over the socket of descriptor N, and after each run a byte goes back. World and weights
 stay. They end when the socket is closed."""
 
+if __name__ == "__main__":  # before what takes seconds to import
+    from xgpt.core.lifeline import end_with_launcher
+
+    end_with_launcher()
+
 import os
 import socket
 import sys

@@ -3,6 +3,11 @@
 All ranks run this; what differs is the replica and the stage they belong to, and their place in it.
 `-m mpi4py` makes an uncaught error on one rank end them all."""
 
+if __name__ == "__main__":  # before what takes seconds to import
+    from xgpt.core.lifeline import end_with_launcher
+
+    end_with_launcher()
+
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
@@ -124,7 +129,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     sink, order = RunSink(plan, num_queries=len(queries), before=before), order_of(
         len(queries), plan, before)
     rule = _rule_of(loaded.pool, schedule)
-    num_left = len(queries) - before.total
+    num_left = len(queries) - before.total - len(plan.aside)
     others = _other_replicas(plan, schedule, world.comm, sink, queries, order)
     supply = others or FromSpool(
         queries, order, num_left, least=2 * window_of(schedule.estimate).waiting,
@@ -140,6 +145,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
                                      **_followed(head, schedule, others))
     head.roster.extent = _extent(Spool(plan.output), before)
     if others is None:
+        head.roster.on_begin = sink.underway.begin
         supply.look(head)
     else:
         others.start(head)

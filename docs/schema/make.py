@@ -162,7 +162,9 @@ PROGRESS = of_type(Progress)
 STATUS = of_keys({
     "output": text("folder"), **PROGRESS["properties"], "is_alive": or_none({"type": "boolean"}),
     "results": text("file"), "num_results": whole("lines of it"),
-    "num_held": whole("results held back"), "slurm": or_none({"type": "object"})},
+    "num_held": whole("results held back"),
+    "sign_of_life_s": or_none(number("age of the oldest of the ranks' last signs of life")),
+    "ranks": array({"type": "object"}), "slurm": or_none({"type": "object"})},
     words="What `xgpt status --json` prints.",
     without=tuple(set(PROGRESS["properties"]) - {"state"}))
 MISTAKE = of_keys({"file": text("where"), "line": or_none(whole("from 1")), "key": text("dotted"),

@@ -176,8 +176,9 @@ def start_long_run(folder: Path, directory: Path, cache: dict[str, str],
                    more: str = "") -> subprocess.Popen[str]:
     requests = [{"id": f"q{i}", "tokens": [7, 8, 9], "forced_tokens": 40} for i in range(400)]
     job = write_job(folder, directory, requests, ranks=2, more=more)
-    process = subprocess.Popen([*XGPT, "submit", str(job), "--json"], stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True, env=cache)
+    process = subprocess.Popen([*XGPT, "submit", str(job), "--json", "--set", "run.restarts=0"],
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               env=cache)
     results = folder / "out" / "results.jsonl"
     deadline = time.monotonic() + 200
     while not (results.is_file() and results.read_bytes().count(b"\n") >= 12):

@@ -70,8 +70,8 @@ def test_a_killed_engine_loses_nothing(tmp_path: Path, toy: tuple[Path, Any], vl
                                        cache: dict[str, str]) -> None:
     folder, model = toy
     job = written(tmp_path, folder, vllm_python, "policy: sarathi, max_active: 2, token_budget: 8")
-    started = subprocess.Popen(command(job), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               text=True, env=cache)
+    started = subprocess.Popen(command(job, "run.restarts=0"), stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True, env=cache)
     results = tmp_path / "out" / "results.jsonl"
     while not results.is_file() or len(results.read_bytes().splitlines()) < 3:
         assert started.poll() is None, started.communicate()

@@ -28,6 +28,7 @@ DONE = "already done"  # the status that `--json` prints
 _WIDTH = 80
 # keys that decide nothing of answers
 _LABELS = ("name", "source", "output", "slurm", "results", "max_search_s")
+_GUARDS = ("sync_s", "restarts", "stall_timeout_s")  # of the section run
 
 
 def asked_of(job: Job, digests: Sequence[str] | None = None) -> dict[str, Any]:
@@ -35,6 +36,7 @@ def asked_of(job: Job, digests: Sequence[str] | None = None) -> dict[str, Any]:
     Requests that can be read but once have no digest, and are never the same. `digests`: of the
     files of requests, where they were read."""
     job_keys = {key: value for key, value in plain(job).items() if key not in _LABELS}
+    job_keys["run"] = {key: value for key, value in job_keys["run"].items() if key not in _GUARDS}
     files = job.workload.requests
     paths = () if files is None else files.paths
     found = [_digest(job, path) for path in paths] if digests is None else digests

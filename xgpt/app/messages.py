@@ -34,7 +34,8 @@ class KeptTeller:
         if now - self._written_s >= _INTERVAL_S:
             self._written_s = now
             with suppress(OSError):
-                write_atomically(self._output / DOING_FILE, line + "\n")
+                write_atomically(self._output / DOING_FILE, line + "\n",
+                                 is_durable=False)
 
     def end_progress(self) -> None:
         self._tell.end_progress()

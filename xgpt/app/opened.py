@@ -177,6 +177,8 @@ class _Model:
         try:
             self._known = self._known or ModelTokeniser(
                 TextTokenizer(files.directory), workload.chat, files.spec.vocab_size)
+            if texts and self._need != "run" and not self._known.tokenizer.is_there:
+                raise XgptError("its folder has no tokenizer")  # a run has errors in their places
             return self._known.tokenise(requests)
         except XgptError as cause:
             if self._need == "run":

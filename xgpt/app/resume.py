@@ -69,10 +69,12 @@ def _times_s(results: Path) -> dict[str, list[float]]:
     return times
 
 
-def take_over(opened: OpenedJob, timing: TimingSource, schedule: Schedule) -> dict[str, Any]:
-    """What `execute` returns, of results that are all there."""
+def take_over(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
+              why: str = TAKEN_OVER) -> dict[str, Any]:
+    """What `execute` returns, of results that are all there; `why`: is told."""
     output = opened.job.output
-    opened.tell.say(paragraph(TAKEN_OVER))
+    if why:
+        opened.tell.say(paragraph(why))
     measured, executed = _account(output), load_schedule(output / "schedule.json")
     is_same = _executed(executed) == _executed(schedule) and engine_of(opened.job).is_predicted
     # of another schedule, or by other times, it would not be what this run was expected to take

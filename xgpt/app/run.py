@@ -2,24 +2,30 @@
 
 import json
 import shutil
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from xgpt.app.agreement import agreement_of
 from xgpt.app.allocation import in_allocation
 from xgpt.app.checks import check_model, make_folder, refuse_what_cannot_run
+from xgpt.app.deaths import Leg, run_through
 from xgpt.app.finished import asked_of
+from xgpt.app.guard import Guard
 from xgpt.app.laid_out import on_ranks
 from xgpt.app.learn import learn
 from xgpt.app.metrics import write_metrics
 from xgpt.app.opened import OpenedJob, open_job
 from xgpt.app.plan import Plan, executable
 from xgpt.app.resume import is_left_whole, take_over
-from xgpt.app.run_files import RESULTS_FILE, kept
+from xgpt.app.run_files import kept
 from xgpt.app.run_folder import make_room, plan_for_ranks, requests_of, write_job
+from xgpt.app.stall import StallWatch
 from xgpt.app.telling import Teller, tell_run
 from xgpt.app.timing import timing_of
+from xgpt.app.troubles import troubles_told
 from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of
 from xgpt.core.errors import StoppedEarly, XgptError, wrong
 from xgpt.core.job import Job
@@ -27,13 +33,11 @@ from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import save_schedule
 from xgpt.launch.contention import Contention
 from xgpt.launch.launcher import Ahead, RankProgram, ranks_per_node
-from xgpt.launch.process import RanksFailed
 from xgpt.launch.rows import launcher_of
 from xgpt.launch.slurm import allocation_here
 from xgpt.report.expected import EXPECTED_FILE, write_expected
 from xgpt.report.table import paragraph
 from xgpt.report.timeline import replay_lanes
-from xgpt.report.words import counted
 from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
@@ -42,9 +46,9 @@ from xrunner.io.beat import BEATS
 from xrunner.io.intake import hand_on
 from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.lock import output_lock
-from xrunner.io.results import HELD_FILE, answered
+from xrunner.io.results import HELD_FILE
 from xrunner.io.stop import StopRequest
-from xrunner.plan import load_plan, weights_key
+from xrunner.plan import RunPlan, weights_key
 from xscheduler.beginning import said_of
 from xscheduler.evaluator import replays_of
 from xsimulator.replay.predict import JobPrediction, mean_of
@@ -82,7 +86,7 @@ def execute(opened: OpenedJob, timing: TimingSource, schedule: Schedule) -> dict
     """Runs `schedule`; returns what metrics.json holds, and where the results are. Raises
     StoppedEarly after a polite stop, XgptError if another run is writing in the folder."""
     # held from the first file to the last: what the ranks read must be what was written here
-    with output_lock(opened.job.output) as lock:
+    with troubles_told(opened.job.output), output_lock(opened.job.output) as lock:
         return execute_locked(opened, timing, schedule, lock)
 
 
@@ -112,8 +116,15 @@ def execute_locked(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     agreement = agreement_of(opened, plan, run_file, lock)
     standby = opened.standby
     contention = Contention(alive=lambda: () if standby is None else standby.processes)
-    _start(opened, schedule, run_file, lock, rescheduler)
+    try:
+        run_through(plan, partial(_start, opened, plan, schedule, lock, rescheduler),
+                    restarts=opened.job.run.restarts, tell=opened.tell)
+    except XgptError as error:
+        error.details = kept(opened.job)
+        raise
     others_share = contention.others_share()
+    if not (output / "measured.json").is_file() and is_left_whole(plan):  # the last was given up
+        return take_over(opened, timing, schedule, why="")
     measured = json.loads((output / "measured.json").read_text(encoding="utf-8"))
     metrics = write_metrics(
         opened, timing, schedule, measured, prediction, others_cpu_share=others_share,
@@ -140,11 +151,6 @@ def execute_locked(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     return result
 
 
-def _goes_on(count: int) -> str:
-    return (f"{counted(count, 'answer')} {'is' if count == 1 else 'are'} kept; the same command "
-            "goes on from there")
-
-
 def _predicted(opened: OpenedJob, timing: TimingSource,
                schedule: Schedule) -> JobPrediction | None:
     """What the run is expected to measure, one replay of it left in the folder; None where what is
@@ -164,21 +170,30 @@ def _predicted(opened: OpenedJob, timing: TimingSource,
     return mean_of(replayed)
 
 
-def _start(opened: OpenedJob, schedule: Schedule, run_file: Path, lock: int,
-           rescheduler: Rescheduler | None) -> None:
+def _start(opened: OpenedJob, plan: RunPlan, schedule: Schedule, lock: int,
+           rescheduler: Rescheduler | None, leg: Leg) -> None:
     output, tell = opened.job.output, opened.tell
+    if not leg.is_first:  # what was observed before a death is not what is observed now
+        rescheduler = None
+    plan = replace(plan, aside=leg.aside, is_watched=rescheduler is not None)
+    run_file = plan.save()
+    (output / "measured.json").unlink(missing_ok=True)
+    figures, engine = schedule.estimate.figures, engine_of(opened.job)
+    guard = Guard(output, None if not engine.tells_steps else StallWatch(
+        output, ranks=schedule.deployment.num_devices, limit_s=opened.job.run.stall_timeout_s,
+        step_s=figures.encode_s))
 
     def watch() -> None:
+        guard.look()
         tell_run(tell, output / "progress.json", schedule.bound.limit_s)
         if rescheduler is not None and rescheduler.update():
             tell.end_progress()  # what it has to say gets lines of its own
             tell.say(paragraph(rescheduler.decisions[-1].sentence))
 
-    engine = engine_of(opened.job)
     program = RankProgram(
         module=engine.worker, argument=run_file, inherited=(lock,),
         command=program_of(opened.job, engine.worker, run_file),
-        standby=opened.standby, holds=weights_key(load_plan(run_file), schedule),
+        standby=opened.standby, holds=weights_key(plan, schedule),
         count=schedule.deployment.num_devices, per_node=ranks_per_node(
             schedule.deployment, opened.problem.cluster.devices_per_node))
     try:
@@ -187,16 +202,9 @@ def _start(opened: OpenedJob, schedule: Schedule, run_file: Path, lock: int,
         if not (output / "measured.json").is_file():
             raise StoppedEarly("ended before the run could stop in good order; what was done is "
                                "kept, and the same command goes on from there")
-    except RanksFailed as error:
-        results = answered(output / RESULTS_FILE)
-        failed = XgptError(f"{error}\n{paragraph(_goes_on(results.total))}")
-        failed.details = kept(opened.job)
-        raise failed from None
-    except XgptError as error:
-        error.details = kept(opened.job)
-        raise
     finally:
         tell.end_progress()
-        for name in (OBSERVED_FILE, ADJUST_FILE):
-            (output / name).unlink(missing_ok=True)
+        with suppress(OSError):  # of a folder that cannot be written to, what ended the run says so
+            for name in (OBSERVED_FILE, ADJUST_FILE):
+                (output / name).unlink(missing_ok=True)
         shutil.rmtree(output / BEATS, ignore_errors=True)  # measured.json has it all

@@ -9,14 +9,17 @@ from xgpt.core.spool import num_queries
 from xgpt.report.expected import EXPECTED_FILE
 from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.results import HELD_FILE, answered
+from xrunner.io.underway import UNDERWAY_FILE
 from xrunner.plan import AGREEMENT_FILE
 
 RESULTS_FILE, METRICS_FILE = "results.jsonl", "metrics.json"
+DEATHS_FILE = "deaths.json"  # at which queries' work ranks died (xgpt.app.deaths)
 # All that one run leaves. Results that were kept of others have names of their own, and what Slurm
 # wrote bears its job's number.
 OF_A_RUN = (RESULTS_FILE, HELD_FILE, "errors.jsonl", "spool", "schedule.json", "profile.json",
             "job.json", "run.json", METRICS_FILE, "measured.json", "steps.jsonl", "progress.json",
-            AGREEMENT_FILE, OBSERVED_FILE, ADJUST_FILE, EXPECTED_FILE, MESSAGES_FILE,
+            AGREEMENT_FILE, DEATHS_FILE, UNDERWAY_FILE, OBSERVED_FILE, ADJUST_FILE, EXPECTED_FILE,
+            MESSAGES_FILE,
             "report.html", *(f"results.{table}" for table in TABLES))
 
 

@@ -16,6 +16,7 @@ from xgpt.core.json_values import write_json
 from xgpt.core.queries import Requests
 from xgpt.core.schedule import Schedule
 from xgpt.core.spool import SpoolWriter, num_queries
+from xgpt.core.whole_file import sync_folder
 from xgpt.launch.launcher import threads_per_rank
 from xrunner.checkpoint.identity import changed_files, model_files
 from xrunner.checkpoint.source import write_random_model
@@ -63,7 +64,8 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule, digest: str) -> RunPla
         device_kind=opened.problem.cluster.device.kind, cuda_graphs=job.run.cuda_graphs,
         engine_version=identity(job) if (identity := engine_of(job).identity) else "",
         engine_args=dict(job.run.engine_args),
-        deterministic=job.run.deterministic, private=job.run.private)
+        deterministic=job.run.deterministic, private=job.run.private,
+        sync_s=job.run.sync_s)
 
 
 def _longest(opened: OpenedJob) -> tuple[int, int] | None:
@@ -112,6 +114,7 @@ def make_room(output: Path, plan: RunPlan, tell: Teller, table: Path | None = No
         if path.is_file() and path.stat().st_size > 0:
             kept = _free_name(path)
             path.rename(kept)
+            sync_folder(output)
             tell.say(f"results of an earlier run kept as {kept.name}")
 
 

@@ -3,7 +3,9 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from xgpt.app.stall import age_s
 from xgpt.core.spool import num_queries
+from xrunner.io.beat import RankState, read_beats
 from xrunner.io.lock import is_locked
 from xrunner.io.results import answered
 from xrunner.io.sink import Progress, read_progress
@@ -22,6 +24,12 @@ class RunStatus:
     is_alive: bool | None  # None: cannot be told
     num_results: int  # in results.jsonl
     num_held: int = 0  # in held.jsonl
+    ranks: tuple[RankState, ...] = ()  # of a run that is alive: what each told last
+
+    @property
+    def silent_s(self) -> float | None:
+        """Seconds since the last sign of life of the rank that gave none for longest."""
+        return max(map(age_s, self.ranks), default=None)
 
 
 def run_status(output: Path) -> RunStatus | None:
@@ -39,7 +47,8 @@ def run_status(output: Path) -> RunStatus | None:
         progress = replace(progress, done=results.total,
                            total=progress.total or num_queries(output) or 0)
     return RunStatus(progress=progress, is_alive=is_alive, num_results=results.written,
-                     num_held=len(results.held))
+                     num_held=len(results.held),
+                     ranks=tuple(read_beats(output)) if is_alive is not False else ())
 
 
 def how_to_go_on(status: RunStatus, output: Path) -> str | None:

@@ -11,6 +11,7 @@ from xgpt.app.opened import OpenedJob, open_job
 from xgpt.app.plan import Plan, plan_job
 from xgpt.app.run import execute_locked, open_to_run, to_run
 from xgpt.app.telling import Teller
+from xgpt.app.troubles import troubles_told
 from xgpt.app.warning import warned_in_good_order
 from xgpt.core.job import Job
 from xgpt.core.schedule_file import load_schedule
@@ -24,7 +25,7 @@ def at_work(opened: OpenedJob) -> Iterator[tuple[OpenedJob, int]]:
     """The job as one that works in its output folder, what it says kept there, and the folder's
     lock: held while it is profiled, too, so that `xgpt status`, `top` and `stop` find it."""
     output = opened.job.output
-    with output_lock(output) as lock:
+    with troubles_told(output), output_lock(output) as lock:
         yield replace(opened, tell=KeptTeller(opened.tell, output)), lock
 
 

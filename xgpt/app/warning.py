@@ -1,5 +1,6 @@
-"""A warning before a time limit (SIGUSR1) that comes while no ranks run: while ranks do, it asks
-them to stop (xgpt/launch/process.py)."""
+"""What asks a run to stop (a warning before a time limit, a scheduler's SIGTERM, a terminal that is
+closed) and comes while no ranks run: while ranks do, it asks them to stop
+(xgpt/launch/process.py)."""
 
 import signal
 from collections.abc import Iterator
@@ -7,17 +8,25 @@ from contextlib import contextmanager
 from types import FrameType
 
 from xgpt.core.errors import StoppedEarly
+from xgpt.launch.process import to_be_heard
 
 
 @contextmanager
 def warned_in_good_order() -> Iterator[None]:
-    """The signal raises StoppedEarly. For a main thread whose files are written whole."""
+    """The first such signal raises StoppedEarly, others that follow it change nothing; Ctrl-C is
+    Python's own. For a main thread whose files are written whole."""
     def stop(number: int, frame: FrameType | None) -> None:
-        raise StoppedEarly("the time limit is near; what was done is kept, and the same command "
-                           "goes on from there")
+        for other in previous:
+            signal.signal(other, signal.SIG_IGN)
+        raise StoppedEarly(f"{signal.Signals(number).name} came while no ranks were at work; "
+                           "nothing that was done is lost, and the same command goes on from there")
 
-    previous = signal.signal(signal.SIGUSR1, stop)
+    previous = {number: signal.getsignal(number) or signal.SIG_DFL for number in to_be_heard()
+                if number != signal.SIGINT}
+    for number in previous:
+        signal.signal(number, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGUSR1, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -20,6 +20,7 @@ from xgpt.core.errors import (
     nearest,
 )
 from xgpt.core.plugins import load_row
+from xgpt.core.troubles import is_of_memory
 
 # name -> (module:attribute, one line for --help). A table, so that --help imports no command.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -94,6 +95,11 @@ def main() -> None:
     except BrokenPipeError:
         sys.exit(EXIT_FAILED)
     except Exception as error:
+        if isinstance(error, MemoryError) or is_of_memory(str(error)):
+            short = XgptError(f"memory ran out ({type(error).__name__}: {error}): look at "
+                              "`ulimit -v` and the container's limit")
+            _tell(short)
+            _leave(str(short), EXIT_FAILED)
         show(traceback.format_exc(), err=True)
         click.echo("xgpt: this is a fault of xgpt, not of your job; please report the lines above",
                    err=True)

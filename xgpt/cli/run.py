@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from xgpt.app.warning import warned_in_good_order
 from xgpt.cli.options import (
     JobFile,
     job_arguments,
@@ -123,7 +124,8 @@ def _wanted(path: Path, overrides: tuple[str, ...], through_slurm: bool,
 
 def _do(use_case: str, job: Job, as_json: bool, is_strict: bool, **more: Any) -> None:
     try:
-        with standby_for(job) as standby:
+        # from here on: importing what does it takes a second, and planning more
+        with warned_in_good_order(), standby_for(job) as standby:
             metrics = getattr(import_module(_USE_CASES), use_case)(
                 job, Terminal(), standby, **more)
     except KeyboardInterrupt:  # while ranks work, it asks them to stop (xgpt.launch.process)

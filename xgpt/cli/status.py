@@ -10,6 +10,7 @@ import click
 from xgpt.app.joined_status import job_status
 from xgpt.app.messages import doing
 from xgpt.app.place import place_of
+from xgpt.app.stall import age_s, signs_of_life
 from xgpt.app.status import how_to_go_on
 from xgpt.app.telling import progress_line
 from xgpt.app.time_left import time_left_s
@@ -17,6 +18,8 @@ from xgpt.cli.options import print_json, run_arguments
 from xgpt.cli.terminal import show
 from xgpt.core.errors import XgptError
 from xgpt.report.table import paragraph
+
+_SILENT_S = 10.0  # a rank tells of itself every second
 
 
 @click.command()
@@ -34,12 +37,20 @@ def status(where: Path, overrides: tuple[str, ...], as_json: bool) -> None:
                     "state": status.state, "is_alive": None if run is None else run.is_alive,
                     "results": output / "results.jsonl",
                     "num_results": 0 if run is None else run.num_results,
-                    "num_held": 0 if run is None else run.num_held, "slurm": status.to_dict()})
+                    "num_held": 0 if run is None else run.num_held,
+                    "sign_of_life_s": None if run is None else run.silent_s,
+                    "ranks": [] if run is None else [
+                        {**asdict(rank), "sign_of_life_s": age_s(rank)} for rank in run.ranks],
+                    "slurm": status.to_dict()})
         return
     show(f"{place.name}: {status.state}, {output}")
     if run is not None and (run.progress.total or status.state == "loading"):
+        # who waits for a rank that is silent has no time left that could be told
+        is_silent = (run.silent_s or 0.0) > _SILENT_S
         show(progress_line(run.progress, place.bound_s,
-                                 time_left_s(run.progress, output)))
+                           None if is_silent else time_left_s(run.progress, output)))
+    if run is not None and status.is_active and (signs := signs_of_life(run.ranks)) is not None:
+        show(paragraph(signs))
     if status.is_active and status.state == "starting" and (what := doing(output)):
         show(paragraph(what))
     words = None if run is None or status.is_active else how_to_go_on(run, output)

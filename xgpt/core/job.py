@@ -111,6 +111,10 @@ class RunSpec:
     cuda_graphs: bool = False  # on GPUs: decode steps captured, where they can be
     engine_python: str | None = None  # the interpreter of another engine; None: this one
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # its own arguments, by name
+    sync_s: float = 5.0  # what was reported done so long ago is on the disk
+    restarts: int = 2  # after a rank's death, of one command
+    # without progress, after which the run is ended; None: by the longest step known
+    stall_timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, engine_names
 from xgpt.core.job import RESCHEDULE, STEP_TIMES, RunSpec
 from xgpt.core.sections import Section, is_text
-from xgpt.core.units import FP8, INT8, parse_share
+from xgpt.core.units import FP8, INT8, parse_seconds, parse_share
 from xgpt.core.workload import MAX_INT
 from xgpt.core.yaml_tree import Field
 
@@ -49,6 +49,12 @@ def read_run(top: Section) -> RunSpec:
         engine_python=section.text("engine_python", None, "the Python of an environment that has "
                                    "the engine, such as /opt/vllm/bin/python"),
         engine_args=_read_engine_args(section),
+        sync_s=section.amount("sync_s", 5.0, parse_seconds, lambda x: 0.1 <= x <= 3600,
+                              "seconds, from 0.1 to 3600: 5 or '1m'"),
+        restarts=section.integer("restarts", 2, 0, 1000),
+        stall_timeout_s=section.amount(
+            "stall_timeout", None, parse_seconds, lambda x: 5 <= x <= 7 * 86400,
+            "seconds, from 5 to 604800 (7 days): 600 or '10m'"),
         engine=section.choice(
             "engine", OWN_ENGINE, engine_names() if section.get("engine") else ()))
     _check_hosts(section, run, top)

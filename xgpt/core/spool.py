@@ -27,6 +27,7 @@ import numpy as np
 
 from xgpt.core.lengths import IntArray
 from xgpt.core.spool_columns import ColumnsWriter
+from xgpt.core.whole_file import sync_files, sync_folder
 
 SPOOL_VERSION = 1
 NUM_PROMPTS = 200  # of the first requests, whose texts are kept
@@ -112,8 +113,10 @@ class SpoolWriter:
         header = {"version": SPOOL_VERSION, "queries": len(queries), "errors": num_errors,
                   "files": list(files)}
         (new / "spool.json").write_text(json.dumps(header) + "\n", encoding="utf-8")
+        sync_files(new)
         shutil.rmtree(folder, ignore_errors=True)
         new.rename(folder)
+        sync_folder(output)
 
 
 def _save_pairs(source: IO[bytes], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Files that a reader finds whole, whenever he looks."""
+"""Files that a reader finds whole, whenever he looks, and that are there after a power cut."""
 
 import os
 from pathlib import Path
@@ -19,8 +19,46 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
     return raw.decode(encoding)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes `text` so that a reader sees the old content or the new, never half of it."""
+def write_atomically(path: Path, text: str, *, is_durable: bool = True) -> None:
+    """Writes `text` so that a reader sees the old content or the new, never half of it; so does who
+    reads after a power cut, and once this returns it is the new. `is_durable` False: for what is
+    replaced every second, and worth nothing after its run."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    if is_durable:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Returns when the names in the folder are on the disk: a new file, or a new name of one, is
+    not there after a power cut otherwise, whatever was done for its content."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:  # may be read by nobody, or gone
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError:  # a file system that keeps names by itself
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def sync_files(folder: Path) -> None:
+    """The same of all files of a folder, then of their names."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        elif path.is_dir():
+            sync_folder(path)
+    sync_folder(folder)

@@ -60,6 +60,8 @@ class KeptRanks:
             process.kill()
             process.wait()
         self._started.messages.close()
+        if self._started.lifeline is not None:
+            self._started.lifeline.close()
         self._line = self._started = None
 
     def _why_not(self, started: Started, ranks: RankProgram) -> str | None:

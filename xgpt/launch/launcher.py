@@ -56,8 +56,9 @@ class Launcher(Protocol):
         """Starts the ranks, and returns when all have ended; calls `watch` ten times a second
         meanwhile.
 
-        SIGINT, SIGTERM and SIGUSR1 call `ask_to_stop` (None: end the ranks at once) and let the
-        ranks finish in their own time; a second signal, or a grace period that runs out, ends them.
+        SIGINT, SIGTERM, SIGUSR1, SIGHUP and SIGQUIT call `ask_to_stop` (None: end the ranks at
+        once) and let the ranks finish in their own time; a second signal, or a grace period that
+        runs out, ends them. What `watch` raises ends them, too.
         Raises XgptError with the end of the ranks' messages if they fail, StoppedEarly if they were
         ended at once, InputError where they cannot be started.
         """

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from xgpt.core.errors import MissingExtraError
 from xgpt.launch.launcher import RankProgram
+from xgpt.launch.leftovers import remove_leftovers
 from xgpt.launch.process import start, watch_to_end
 
 
@@ -26,6 +27,8 @@ class LocalLauncher:
 
     def run(self, ranks: RankProgram, *, watch: Callable[[], None],
             ask_to_stop: Callable[[], None] | None = None) -> None:
+        if ranks.count > 1:
+            remove_leftovers()
         started = None if ranks.standby is None else ranks.standby.serves(ranks)
         watch_to_end(started or start(self.command(ranks), inherited=ranks.inherited),
                      watch=watch, ask_to_stop=ask_to_stop)

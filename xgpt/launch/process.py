@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import socket
@@ -15,19 +16,25 @@ from types import FrameType
 from typing import IO, NamedTuple
 
 from xgpt.core.errors import StoppedEarly, XgptError
+from xgpt.core.lifeline import Lifeline
+from xgpt.core.troubles import is_of_memory
 from xgpt.launch.environment import environment_of_ranks
 
 _POLL_S = 0.1
 _GRACE_S = 20.0  # between asking a run to stop and ending it
+_END_S = 5.0  # between telling ranks to end and killing them
+# What asks a run to stop: Slurm's warning is SIGUSR1, and a terminal that is closed sends SIGHUP.
+TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Started(NamedTuple):
     """A command at work, and what it and its children print. `line`: over which a byte comes when
-    ranks that stay for another run are done with one."""
+    ranks that stay for another run are done with one. `lifeline`: closed, it ends the ranks."""
 
     process: subprocess.Popen[bytes]
     messages: IO[bytes]
     line: socket.socket | None = None
+    lifeline: Lifeline | None = None
 
 
 def start(command: Sequence[str], *, stdin: int = subprocess.DEVNULL,
@@ -35,10 +42,12 @@ def start(command: Sequence[str], *, stdin: int = subprocess.DEVNULL,
     """Starts the command of ranks."""
     messages = tempfile.TemporaryFile()  # noqa: SIM115 (closed by who waits for the end)
     # a session of its own: the terminal's Ctrl-C must reach us, not kill the ranks mid-line
+    lifeline = Lifeline()
     process = subprocess.Popen(command, stdout=messages, stderr=subprocess.STDOUT,
-                               stdin=stdin, env=environment_of_ranks(),
-                               start_new_session=True, pass_fds=inherited)
-    return Started(process, messages)
+                               stdin=stdin, env={**environment_of_ranks(), **lifeline.name},
+                               start_new_session=True, pass_fds=(*inherited, lifeline.end))
+    lifeline.is_handed_on()
+    return Started(process, messages, lifeline=lifeline)
 
 
 def run_watched(command: Sequence[str], *, watch: Callable[[], None],
@@ -52,7 +61,7 @@ def watch_to_end(started: Started, *, watch: Callable[[], None],
                  ask_to_stop: Callable[[], None] | None) -> None:
     """Returns when the ranks have ended, as a Launcher promises; or when those that stay for
     another run are done with this one."""
-    process, messages, line = started
+    process, messages, line, lifeline = started
     is_done = False
     with ExitStack() as stack:
         stack.enter_context(messages)
@@ -66,8 +75,10 @@ def watch_to_end(started: Started, *, watch: Callable[[], None],
                     is_done = line is not None and _has_word(line)
             watch()
         finally:
-            if process.poll() is None and not is_done:
+            if not is_done:
                 stopper.kill()
+                if lifeline is not None:  # those whose own launcher was killed know of nobody's end
+                    lifeline.close()
         if is_done:
             stack.pop_all()  # the next run's messages go there too
             return
@@ -105,14 +116,32 @@ def _ended(process: subprocess.Popen[bytes],
 
 
 class RanksFailed(XgptError):
-    """The ranks ended by themselves, or something ended them."""
+    """The ranks ended by themselves, or something ended them. `is_told`: they said why, and it
+    would be so again."""
 
     def __init__(self, code: int, printed: str) -> None:
+        told = re.findall(r"^xgpt: (.*(?:\n(?!xgpt: |Abort\().*)*)", printed, re.M)
+        self.is_told = bool(told) or is_of_memory(printed)
+        if told:
+            super().__init__("\n".join(dict.fromkeys(line.strip() for line in told)))
+            return
+        if self.is_told:
+            said = [line for line in printed.splitlines() if is_of_memory(line)][-1].strip()
+            super().__init__(f"memory ran out in a rank ({said}): look at `ulimit -v` and the "
+                             "container's limit, or use fewer ranks or queries at a time")
+            return
         # a launcher of ranks tells a signal as a shell does, as itself, or in words alone
         is_killed = code in (-signal.SIGKILL, signal.SIGKILL, 128 + signal.SIGKILL)
         why = ("\nSignal 9 ended a rank from outside: often the system does, when memory runs out "
                "(`dmesg` tells)" if is_killed else "")
         super().__init__(f"the ranks failed (exit code {code}):\n{printed}{why}")
+
+
+def to_be_heard() -> list[signal.Signals]:
+    """TO_STOP, without a closing terminal's where the command was started to outlive it
+    (`nohup`)."""
+    return [number for number in TO_STOP
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 class _Stopper:
@@ -124,7 +153,7 @@ class _Stopper:
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> _Stopper:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # Slurm's warning
+        for number in to_be_heard():
             self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
@@ -148,7 +177,7 @@ class _Stopper:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGTERM)
             try:
-                self._process.wait(timeout=5)
+                self._process.wait(timeout=_END_S)
             except subprocess.TimeoutExpired:
                 os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()

@@ -4,6 +4,11 @@ Every rank times the same point at the same time; a point's samples are those of
 profile is saved as it grows: a stopped measurement goes on from its last point.
 """
 
+if __name__ == "__main__":  # before what takes seconds to import
+    from xgpt.core.lifeline import end_with_launcher
+
+    end_with_launcher()
+
 import json
 import sys
 import time

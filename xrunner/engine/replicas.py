@@ -154,6 +154,8 @@ class ToReplicas:
         given = [self._order[place] for place in self._router.top_up(
             replica, waiting=account.waiting, active=account.active)]
         account.given += given
+        if given:
+            self._sink.underway.begin(given)  # which of them have begun, others know
         if replica and given:
             self._comm.send(self._heads[replica - 1], PortionMessage(queries=tuple(given)))
         for query in () if replica else map(self._queries.__getitem__, given):

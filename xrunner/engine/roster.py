@@ -44,6 +44,7 @@ class Roster:
         self.active: dict[int, ActiveQuery] = {}  # at work, or done in a batch that is not
         self.in_vain: list[int] = []  # they ended elsewhere, but their entries were handed over
         self._use, self._start_token = slot_use, start_token
+        self.on_begin: Callable[[Sequence[int]], None] | None = None  # told whose work begins
         self.extent: Extent | None = None  # where not all queries wait here from the beginning
         self._new: dict[int, PreparedQuery] = {}
         self._begun: dict[int, ActiveQuery] = {}  # waiting: evicted, or from another pool
@@ -99,6 +100,8 @@ class Roster:
         spans = [(c.query, c.first, c.tokens) for c in step.chunks]
         entering = ([query for query, first, _ in spans if first == 0] if spans
                     else list(step.joined))
+        if entering and self.on_begin is not None:
+            self.on_begin(entering)
         joined = tuple(self._join(index, now, kind) for index in entering)
         if kind is not StepKind.DECODE and not spans:
             spans = [(new.query, 0, new.input_tokens) for new in joined]
@@ -199,6 +202,10 @@ class Ending(NamedTuple):
     error: str | None = None  # why there is no more of it
 
 
+def _no_text(cause: Exception) -> str:
+    return f"its tokens cannot be made a text: {type(cause).__name__}: {cause}"
+
+
 class ActiveQuery:
     """A query in flight, owned by the head. `ending` is set with its last token."""
 
@@ -240,7 +247,11 @@ class ActiveQuery:
             reason = "stop"
         elif len(self.output_ids) >= query.max_new_tokens:
             reason = "length"
-        text = self._stopped_text(vocabulary.decode_text) if query.stop else None
+        try:
+            text = self._stopped_text(vocabulary.decode_text) if query.stop else None
+        except Exception as cause:  # a tokenizer's: no other query is to suffer for it
+            self.ending = Ending("error", "", _no_text(cause))
+            return True
         if text is not None:
             reason = "stop"
         if reason is not None:
@@ -252,11 +263,16 @@ class ActiveQuery:
         assert self.ending is not None, f"{self.query.index = } is not done"
         assert self.first_token_s is not None, "who has ended has a token"
         reason, text, error = self.ending
-        ids = self.output_ids if error is None else self.output_ids[:-1]
+        ids = self.output_ids[:-1] if error == _NO_NUMBERS else self.output_ids
+        if text is None:
+            try:
+                text = decode_text(ids)
+            except Exception as cause:
+                reason, text, error = "error", "", _no_text(cause)
         return FinishedQuery(query=self.query, output_ids=tuple(ids),
                              finish_reason=reason, encode_start_s=self.encode_start_s,
                              first_token_s=self.first_token_s, last_token_s=now, error=error,
-                             text=decode_text(ids) if text is None else text)
+                             text=text)
 
     def _stopped_text(self, decode_text: Callable[[Sequence[int]], str]) -> str | None:
         """The text up to the first stop string, once one has appeared. To be asked after every

@@ -64,6 +64,8 @@ class StageExecutor:
         for courier in (self.sender, self.receiver):
             if courier is not None:
                 courier.close()
+        if self._beat is not None:
+            self._beat.stop()
 
     def gives_tokens(self, message: StepMessage) -> bool:
         """Whether the step ends with a token of each query: an encoder's does not."""
@@ -80,6 +82,8 @@ class StageExecutor:
         """inputs: tokens [rows] on the first stage, hidden [rows, H] after it. Returns hidden
         [rows, H]; on the last stage the encoder's output, or the sampled tokens of the step's
         queries, [n] (None on all but the first rank of a tensor-parallel group)."""
+        if self._beat is not None:
+            self._beat.begin(message)
         start_s = self._clock()
         inputs, group = inputs.to(self.model.device), self.groups[message.group]
         if message.removed:

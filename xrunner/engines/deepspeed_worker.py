@@ -4,6 +4,11 @@
 DeepSpeed's AutoTP divides a Hugging Face model over all ranks, one tensor-parallel group; rank 0
 decides, draws the tokens and writes."""
 
+if __name__ == "__main__":  # before what takes seconds to import
+    from xgpt.core.lifeline import end_with_launcher
+
+    end_with_launcher()
+
 import fcntl
 import os
 import resource
@@ -56,6 +61,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
                 neighbours=Neighbours(world.comm, routes(schedule.deployment.pools)[0]),
                 vocabulary=Vocabulary(eos_ids=eos_ids(plan.model_dir),
                                       decode_text=TextTokenizer(plan.model_dir).decode))
+    head.roster.on_begin = sink.underway.begin
     for place in order_of(len(queries), plan, before):
         query = queries[place]
         assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"

@@ -39,6 +39,7 @@ class Engine:
     check_installed: Callable[[Job], None] = lambda job: None
     is_predicted: bool = False  # by times that are measured of it
     is_changeable: bool = False  # takes up another schedule while it runs
+    tells_steps: bool = False  # its ranks tell what they do (xrunner.io.beat)
     note: str = ""  # of every schedule, where it is not predicted
     command: Callable[[Job, str, str], list[str]] | None = None
     profiler: str = "xprofiler.measure.worker"
@@ -90,4 +91,4 @@ def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Proble
 
 
 OWN = Engine(name=OWN_ENGINE, worker="xrunner.worker", restricted=_restricted,
-             is_predicted=True, is_changeable=True)
+             is_predicted=True, is_changeable=True, tells_steps=True)

@@ -29,6 +29,8 @@ from xrunner.query import PreparedQuery, Sampling
 
 _LINES_AT_A_TIME = 4096
 _CHARS_AT_A_TIME = 2**22  # and tokens, which take more room: what is in memory at once
+NO_TOKENIZER = ("the model's folder has no tokenizer: give this request as `tokens`, or put the "
+                "tokenizer.json of the model beside its weights")
 _FILE_BITS = 40  # no file has as many lines
 
 Tokenised = Sequence[int] | str  # or the sentence that says why there are none
@@ -129,6 +131,10 @@ class ModelTokeniser:
                 chat.append((i, self.tokenizer.render_chat(messages)))
             except (ValueError, XgptError) as cause:
                 result[i] = str(cause)
+        if not self.tokenizer.is_there:
+            for i, _ in (*plain, *chat):
+                result[i] = NO_TOKENIZER
+            return result
         for batch, special in ((plain, True), (chat, False)):  # a template brings its own specials
             tokens = self.tokenizer.encode_many([text for _, text in batch], special=special)
             for (i, _), ids in zip(batch, tokens, strict=True):

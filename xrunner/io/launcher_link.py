@@ -35,7 +35,7 @@ class ChangeOrder:
 
     def save(self, output: Path) -> None:
         write_atomically(output / ADJUST_FILE, json.dumps(
-            {"revision": self.revision, **to_json(self.controls)}) + "\n")
+            {"revision": self.revision, **to_json(self.controls)}) + "\n", is_durable=False)
 
 
 def load_change_order(output: Path) -> ChangeOrder | None:
@@ -119,7 +119,8 @@ class LauncherLink:
         self._forget(len(active))
         write_atomically(self._output / OBSERVED_FILE, json.dumps({"first": self._first, **{
             key: [(query, *lengths) for query, lengths in sorted(state.items())]
-            for key, state in (("finished", self._finished), ("active", active))}}) + "\n")
+            for key, state in (("finished", self._finished), ("active", active))}}) + "\n",
+            is_durable=False)
         if self._rule is not None:
             self._take_up(self._rule, elapsed_s)
 

@@ -4,15 +4,20 @@ lies in held.jsonl from that moment, so that a run that is stopped or killed kee
 
 import json
 import os
+import threading
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from xgpt.core.whole_file import write_atomically
+from xgpt.core.whole_file import sync_folder, write_atomically
 from xgpt.core.workload import RequestError
+from xrunner.io.durable import Keeper, is_still, put_back
 from xrunner.query import FinishedQuery
 
 HELD_FILE = "held.jsonl"
+_LOOK_S = 1.0  # between looks whether the file has its name
 _DEAD_CHARS = 2**20  # of lines that are in results.jsonl by now, before the file is written anew
 
 
@@ -34,22 +39,32 @@ class ResultWriter:
     beside `path` meanwhile, and what an earlier run left there is taken up. Opens for appending
     after `count_results`."""
 
-    def __init__(self, path: Path, *, first_index: int, model: str) -> None:
-        held_path = path.with_name(HELD_FILE)
-        self._file: IO[str] = path.open("a", encoding="utf-8")
+    def __init__(self, path: Path, *, first_index: int, model: str,
+                 sync_s: float | None = None) -> None:
+        """`sync_s`: what has been written for so long is on the disk; None: with `close`."""
+        self._path, held_path = path, path.with_name(HELD_FILE)
+        self._lock = threading.Lock()  # held where a file is opened or closed
+        # to be read, too, where it loses its name
+        self._file: IO[str] = path.open("a+", encoding="utf-8")
         self._next, self._model = first_index, model
         self._held = read_held(held_path, first_index)
         self._held_file = HeldFile(held_path)
         self._write_next()
         self._tidy()
+        sync_folder(path.parent)
+        self._looked_s = time.monotonic()
+        self._keeper = None if sync_s is None else Keeper(path.parent, self._open_files, self._lock,
+                                                          sync_s)
 
     def write(self, result: FinishedQuery) -> None:
         index = result.query.index
         assert index >= self._next and index not in self._held, f"{index = } {self._next = }"
-        line = json.dumps(_line(result, self._model), ensure_ascii=False)
+        self._check()
+        line = _text(result, self._model)
         self._held[index] = line
         if index > self._next:
-            self._held_file.add(line)
+            with self._lock:
+                self._held_file.add(line)
             return
         self._write_next()
         if self._held_file.is_untidy(self._held):
@@ -65,17 +80,40 @@ class ResultWriter:
 
     def _tidy(self) -> None:
         os.fsync(self._file.fileno())
-        self._held_file.tidy(self._held)
+        with self._lock:
+            self._held_file.tidy(self._held)
+
+    def _check(self, *, is_last: bool = False) -> None:
+        """Raises OSError where results do not reach the disk, XgptError where their file lost its
+        name."""
+        if self._keeper is not None:
+            self._keeper.check()
+        if is_last or time.monotonic() - self._looked_s >= _LOOK_S:
+            self._looked_s = time.monotonic()
+            if not is_still(self._path, self._file.fileno()):
+                self._file.flush()
+                raise put_back(self._path, self._file.fileno())
+
+    def _open_files(self) -> list[int]:
+        held = self._held_file.descriptor
+        return [self._file.fileno(), *(() if held is None else (held,))]
 
     @property
     def num_held(self) -> int:
         return len(self._held)
 
     def close(self) -> None:
-        self._file.flush()
-        self._tidy()
-        self._held_file.close()
-        self._file.close()
+        """All that was written is on the disk then."""
+        try:
+            if self._keeper is not None:
+                self._keeper.close()
+            self._file.flush()
+            self._check(is_last=True)
+            self._tidy()
+        finally:
+            self._held_file.close()
+            self._file.close()
+        sync_folder(self._path.parent)
 
 
 def answered(path: Path) -> Answered:
@@ -121,6 +159,19 @@ def write_errors(path: Path, errors: Sequence[RequestError], labels: Sequence[st
                          "id": e.id, "error": e.error}, ensure_ascii=False)
              for e in sorted(errors, key=lambda e: (e.file, e.line))]
     write_atomically(path, "\n".join(lines) + "\n")
+
+
+def _text(result: FinishedQuery, model: str) -> str:
+    """Its line. What cannot be written as one (an id with half of a surrogate pair, say) is an
+    error of this query's, not the end of all."""
+    try:
+        text = json.dumps(_line(result, model), ensure_ascii=False)
+        text.encode()
+    except (ValueError, TypeError, RecursionError) as cause:
+        text = json.dumps(_line(replace(
+            result, text="", finish_reason="error",
+            error=f"its answer cannot be written: {type(cause).__name__}: {cause}"), model))
+    return text
 
 
 def _line(result: FinishedQuery, model: str) -> dict[str, Any]:
@@ -194,6 +245,12 @@ class HeldFile:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, self._path)
+        sync_folder(self._path.parent)
+
+    @property
+    def descriptor(self) -> int | None:
+        """Of the file while it is open."""
+        return None if self._file is None else self._file.fileno()
 
     def close(self) -> None:
         if self._file is not None:

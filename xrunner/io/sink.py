@@ -18,6 +18,7 @@ from xgpt.core.whole_file import write_atomically
 from xrunner.io.launcher_link import LauncherLink
 from xrunner.io.results import Answered, ResultWriter
 from xrunner.io.stop import StopRequest
+from xrunner.io.underway import Underway
 from xrunner.plan import RunPlan
 from xrunner.query import FinishedQuery
 
@@ -35,8 +36,10 @@ class RunSink:
         """`before`: what earlier runs answered, after which this one goes on."""
         self.output, self._stop = plan.output, StopRequest(plan.output)
         self._writer = ResultWriter(plan.output / "results.jsonl", first_index=before.written,
-                                    model=plan.model_name)
+                                    model=plan.model_name, sync_s=plan.sync_s)
         self._total, self._done_before = num_queries, before.total
+        self.leaves_some = bool(plan.aside)
+        self.underway = Underway(plan.output)
         self._latencies: deque[float] = deque(maxlen=_WINDOW)
         self._last_done_s: float | None = None
         self._written_s = -_INTERVAL_S  # when progress.json was
@@ -72,6 +75,7 @@ class RunSink:
     def close(self, wall_s: float, state: str) -> None:
         """`state`: "done" or "stopped"."""
         self._writer.close()
+        self.underway.close()
         self._write_progress(wall_s, self.tally.output_tokens, state)
 
     def _write_progress(self, elapsed_s: float, output_tokens: int, state: str) -> None:
@@ -99,7 +103,9 @@ class Progress:
 
 
 def write_progress(path: Path, progress: Progress) -> None:
-    write_atomically(path, json.dumps(asdict(progress)) + "\n")
+    """It is durable where it says that something is."""
+    write_atomically(path, json.dumps(asdict(progress)) + "\n",
+                     is_durable=progress.state in ("done", "stopped"))
 
 
 def read_progress(path: Path) -> Progress | None:

@@ -36,6 +36,11 @@ class TextTokenizer:
             for k, v in settings.items() if k.endswith("_token")}
         self._chat: Any = None  # the template, compiled once
 
+    @property
+    def is_there(self) -> bool:
+        """Whether texts can be made tokens, and tokens texts."""
+        return self._backend is not None
+
     def encode_many(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         """Tokens of several texts at once (the library works them in parallel)."""
         if not texts:

@@ -103,7 +103,7 @@ def test_made_requests_have_the_lengths_that_are_planned_for(tmp_path: Path) -> 
 
 def test_a_prompt_of_openais_completions_never_gets_the_chat_template() -> None:
     class Templated:
-        template = "chat"
+        template, is_there = "chat", True
 
         def render_chat(self, messages: Sequence[dict[str, str]]) -> str:
             return f"<{messages[0]['content']}>"

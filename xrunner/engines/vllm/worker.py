@@ -2,6 +2,11 @@
 that has vLLM. One process, whatever vLLM starts itself; it decides by the schedule's rule, steps
 vLLM, and writes what every engine's first rank writes."""
 
+if __name__ == "__main__":  # before what takes seconds to import
+    from xgpt.core.lifeline import end_with_launcher
+
+    end_with_launcher()
+
 import resource
 import sys
 from collections.abc import Sequence
@@ -50,6 +55,7 @@ def run(plan: RunPlan, world: World) -> None:
                 neighbours=Neighbours(world.comm, ALONE),
                 vocabulary=Vocabulary(eos_ids=eos_ids(plan.model_dir),
                                       decode_text=TextTokenizer(plan.model_dir).decode))
+    head.roster.on_begin = sink.underway.begin
     heads.append(head)
     for place in order_of(len(queries), plan, before):
         query = queries[place]

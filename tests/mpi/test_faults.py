@@ -1,0 +1,278 @@
+"""What happens to real commands with real ranks when something dies, hangs, or fills up: everybody
+ends, the message says what is to be done, and the same command goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="runs need the extra `run`")
+import power_cut  # noqa: E402
+from faults import FAULTS, ToyJob, alive, await_lines, below, wait  # noqa: E402
+from soak import SHAPES, one_job, undisturbed  # noqa: E402
+
+from xgpt.app.status import run_status  # noqa: E402
+
+pytestmark = pytest.mark.mpi
+RRA = "policy: rra, encode_batch: 6, decode_iterations: 4, tp_degree: 1, replicas: 1"
+TOGETHER_S = 10.0
+
+
+def start(folder: Path, *, ranks: int = 2, count: int = 1500, after: int = 20,
+          **more: Any) -> tuple[ToyJob, subprocess.Popen[str], dict[str, list[int]]]:
+    """A job at work: (it, its command, what that started)."""
+    job = ToyJob(folder=folder, schedule=RRA, ranks=ranks, count=count, **more).write()
+    process = job.start()
+    assert await_lines(job, process, after), process.communicate()
+    return job, process, below(process.pid)
+
+
+def end(process: subprocess.Popen[str], own: dict[str, list[int]]) -> dict[str, Any]:
+    """What `--json` printed, once all are gone."""
+    printed, told = process.communicate(timeout=200)
+    wait(lambda: not alive([pid for pids in own.values() for pid in pids]), "all ends", TOGETHER_S)
+    assert "Traceback" not in told, told
+    facts: dict[str, Any] = json.loads(printed) if printed else {}
+    return {**facts, "code": process.returncode, "told": told}
+
+
+@pytest.mark.parametrize("kind", ["kill the launcher", *(
+    pytest.param(kind, marks=pytest.mark.slow) for kind in ("SIGHUP", "SIGUSR1", "SIGTERM"))])
+def test_ranks_end_with_their_launcher(kind: str, tmp_path: Path) -> None:
+    job, process, own = start(tmp_path)
+    assert len(own["rank"]) == 2 and own["mpiexec"]
+    FAULTS[kind](job, process, own, random.Random(0))
+    facts = end(process, own)
+    assert facts["code"] == (-9 if kind == "kill the launcher" else 75)
+    done = job.lines()
+    assert 20 <= len(done) < job.count
+    state = json.loads(job.command("status", "--json").stdout)
+    assert state["is_alive"] is False and state["num_results"] + state["num_held"] == len(done)
+
+
+def test_a_rank_that_hangs_ends_the_run_by_its_name(tmp_path: Path) -> None:
+    job, process, own = start(tmp_path, run=", stall_timeout: 10")
+    os.kill(own["rank"][-1], signal.SIGSTOP)
+
+    def silent_s() -> float:
+        status = run_status(job.output)
+        return (status and status.silent_s) or 0.0
+
+    wait(lambda: silent_s() > 3, "status says how old the last sign of life is", 60)
+    facts = end(process, own)
+    assert facts["code"] == 1
+    assert "the run hangs: rank 1 (stage 1) has given no sign of life" in facts["error"]
+    assert "it was last told to " in facts["error"] and facts["queries"] == len(job.lines())
+
+
+@pytest.mark.slow
+def test_a_stop_ends_ranks_that_do_not_hear_of_it(tmp_path: Path) -> None:
+    job, process, own = start(tmp_path)
+    os.kill(own["rank"][0], signal.SIGSTOP)
+    assert job.command("stop").returncode == 0
+    facts = end(process, own)
+    assert facts["code"] == 75 and "asked to stop, and the ranks did not" in facts["message"]
+
+
+@pytest.mark.parametrize("number", [
+    signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
+def test_a_signal_before_the_ranks_start_says_so(number: signal.Signals, tmp_path: Path) -> None:
+    job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=20).write()
+    process = job.start()
+    time.sleep(0.2)
+    wait(lambda: _hears(process.pid, number), "the signal would be heard")
+    process.send_signal(number)
+    facts = end(process, {})
+    assert facts["code"] == facts["exit_code"] == 75 and facts["status"] == "stopped"
+    assert f"{number.name} came while no ranks were at work" in facts["message"]
+
+
+def _hears(pid: int, number: int) -> bool:
+    """Whether the process has a handler for the signal."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    caught = int(next(line for line in text.splitlines() if line.startswith("SigCgt")).split()[1],
+                 16)
+    return bool(caught >> (number - 1) & 1)
+
+
+def test_ranks_that_die_are_started_again_and_nothing_is_lost(tmp_path: Path) -> None:
+    job, process, own = start(tmp_path, count=300)
+    done = job.lines()
+    os.kill(own["rank"][-1], signal.SIGKILL)
+    facts = end(process, own)
+    assert facts["code"] == 0 and facts["status"] == "done", facts
+    assert "the ranks start again (1 more restart after this)" in " ".join(facts["told"].split())
+    assert [line for line, _ in job.answers()] == [f"q{i}" for i in range(300)]
+    assert job.lines().items() >= done.items()
+
+
+# A rank that dies whenever this query is at work in its first stage: what a fault in a kernel does.
+_POISON = """
+import os, sys
+if {"xrunner.worker", "xrunner.standby"} & set(sys.orig_argv):
+    from xrunner.engine import roster
+    join = roster.Roster._join
+    def deadly(self, index, now, kind):
+        if index == int(os.environ["POISON"]):
+            os.kill(os.getpid(), 9)
+        return join(self, index, now, kind)
+    roster.Roster._join = deadly
+"""
+
+
+@pytest.mark.slow  # four starts of the ranks
+def test_a_query_that_kills_its_rank_is_isolated(tmp_path: Path) -> None:
+    (tmp_path / "poison").mkdir()
+    (tmp_path / "poison" / "sitecustomize.py").write_text(_POISON)
+    path = os.pathsep.join([str(tmp_path / "poison"), os.environ.get("PYTHONPATH", "")])
+    schedule = "policy: rra, encode_batch: 2, decode_iterations: 4"
+    job = ToyJob(folder=tmp_path, schedule=schedule, count=12,
+                 environ={"PYTHONPATH": path, "POISON": "3"}).write()
+    done = job.run_to_end()
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    rows = [json.loads(line) for line in (job.output / "results.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in rows] == [f"q{i}" for i in range(12)]
+    assert [row["index"] for row in rows if "error" in row] == [3]
+    assert "the last time alone" in rows[3]["error"] and rows[3]["finish_reason"] == "error"
+    assert not (job.output / "deaths.json").exists()
+
+
+def test_results_that_are_removed_are_put_back(tmp_path: Path) -> None:
+    job, process, own = start(tmp_path)
+    done = job.lines()
+    (job.output / "results.jsonl").unlink()
+    facts = end(process, own)
+    assert facts["code"] == 1 and "results.jsonl was removed while a run wrote" in facts["error"]
+    assert job.lines().items() >= done.items()
+
+
+@pytest.mark.slow
+def test_a_folder_that_is_renamed_ends_the_run_and_has_everything(tmp_path: Path) -> None:
+    job, process, own = start(tmp_path)
+    done = job.lines()
+    job.output.rename(tmp_path / "moved")
+    facts = end(process, own)
+    assert facts["code"] == 1 and "was removed or renamed while a run wrote" in facts["told"]
+    shutil.rmtree(job.output, ignore_errors=True)
+    (tmp_path / "moved").rename(job.output)
+    assert job.lines().items() >= done.items()
+
+
+def test_a_job_whose_command_dies_at_its_very_end_is_done(tmp_path: Path) -> None:
+    job = ToyJob(folder=tmp_path, schedule=RRA, ranks=1, count=60).write()
+    process = job.start()
+    wait((job.output / "metrics.json").is_file, "metrics.json")
+    process.kill()
+    process.communicate()
+    results = (job.output / "results.jsonl").read_bytes()
+    done = job.run_to_end()
+    assert done.returncode == 0 and json.loads(done.stdout)["status"] == "already done"
+    assert (job.output / "results.jsonl").read_bytes() == results
+
+
+def _is_tmpfs_possible(folder: Path) -> bool:
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)],
+                          capture_output=True, check=False)
+    if done.returncode == 0:
+        subprocess.run(["umount", str(folder)], check=False)
+    return done.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trouble", ["full", "read-only"])
+def test_a_disk_that_takes_no_more_is_one_message(trouble: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    if not _is_tmpfs_possible(out):
+        pytest.skip("mounting a file system needs root")
+    size = "700k" if trouble == "full" else "50m"
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(out)], check=True)
+    try:
+        if trouble == "full":
+            job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=1500).write()
+            process, own = job.start(), dict[str, list[int]]()
+        else:
+            job, process, own = start(tmp_path, count=1500)
+            subprocess.run(["mount", "-o", "remount,ro,force", str(out)], check=False)
+        facts = end(process, own)
+        assert facts["code"] == 1, facts
+        said = "No space left on device" if trouble == "full" else "Read-only file system"
+        assert said in facts["error"] and "the same command goes on" in facts["error"]
+        done = job.lines()
+        subprocess.run(["mount", "-o", "remount,rw,size=50m", str(out)], check=True)
+        again = job.run_to_end()
+        assert again.returncode == 0, again.stderr
+        assert [line for line, _ in job.answers()] == [f"q{i}" for i in range(1500)]
+        assert job.lines().items() >= done.items()
+    finally:
+        subprocess.run(["umount", "-l", str(out)], check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gigabytes", [1, 3, 5])
+def test_memory_that_runs_out_is_one_message(gigabytes: int, tmp_path: Path) -> None:
+    job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=60,
+                 prefix=("prlimit", f"--as={gigabytes * 10**9}")).write()
+    done = job.run_to_end()
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 0 or "memory ran out" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("number", [0, pytest.param(6, marks=pytest.mark.slow),
+                                    pytest.param(7, marks=pytest.mark.slow)])
+def test_a_short_soak(number: int, tmp_path: Path) -> None:
+    library = power_cut.compiled(tmp_path)
+    expected = undisturbed(tmp_path / "undisturbed", count=60)
+    outcome = one_job(SHAPES[number], "power cut", number, tmp_path / "job", library, expected,
+                      count=60)
+    assert not outcome.trouble, outcome
+
+
+# The second rank goes into a group of little memory before it has any.
+_CONFINED = """
+import os, sys
+if "xrunner.worker" in sys.orig_argv and os.environ.get("PMI_RANK") == "1":
+    with open(os.environ["GROUP"] + "/cgroup.procs", "w") as file:
+        file.write(str(os.getpid()))
+"""
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A control group of 60 MB."""
+    base = Path("/sys/fs/cgroup/memory")
+    base = base if base.is_dir() else base.parent
+    limit = "memory.limit_in_bytes" if base.name == "memory" else "memory.max"
+    folder = base / f"xgpt-test-{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / limit).write_text(str(60 * 10**6))
+    except OSError as cause:
+        pytest.skip(f"no control groups of memory here: {cause}")
+    yield folder
+    wait(lambda: not (folder / "cgroup.procs").read_text(), "the group is empty")
+    folder.rmdir()
+
+
+@pytest.mark.slow
+def test_a_rank_that_the_system_kills_for_its_memory_is_told(group: Path, tmp_path: Path) -> None:
+    (tmp_path / "confined").mkdir()
+    (tmp_path / "confined" / "sitecustomize.py").write_text(_CONFINED)
+    path = os.pathsep.join([str(tmp_path / "confined"), os.environ.get("PYTHONPATH", "")])
+    job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=20, run=", restarts: 1",
+                 environ={"PYTHONPATH": path, "GROUP": str(group)}).write()
+    done = job.run_to_end()
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    error = json.loads(done.stdout)["error"]
+    assert "Signal 9 ended a rank" in error and "when memory runs out" in error
+    assert done.stderr.count("the ranks start again") == 1

@@ -1,0 +1,70 @@
+"""The tie between ranks and the process that started them: a pipe that nobody writes to. Its end
+comes when that process ends, however it ends, and then the ranks end themselves: nobody would take
+up what they do, and they would keep the output folder's lock.
+
+It holds on one machine. On others a rank ends with the process there that started it, which MPI's
+and Slurm's own launchers see to."""
+
+import ctypes
+import os
+import signal
+import stat
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+_NAME = "XGPT_LIFELINE"  # descriptor:inode, in a rank's environment
+_PR_SET_PDEATHSIG = 1
+EXIT_ORPHANED = 86  # of a rank whose launcher is gone
+
+
+class Lifeline:
+    """The launcher's end. `end` is the ranks', which they inherit; `name` tells them of it."""
+
+    def __init__(self) -> None:
+        self.end, self._held = os.pipe()  # which no child inherits unless it is told to
+        self.name = {_NAME: f"{self.end}:{os.fstat(self.end).st_ino}"}
+
+    def is_handed_on(self) -> None:
+        """The ranks have theirs."""
+        os.close(self.end)
+        self.end = -1
+
+    def close(self) -> None:
+        """Ends the ranks that are left."""
+        if self._held >= 0:
+            os.close(self._held)
+            self._held = -1
+
+    def __del__(self) -> None:
+        with suppress(OSError):
+            self.close()
+
+
+def end_with_launcher(leave: Callable[[int], object] = os._exit) -> None:
+    """For a rank, before anything else: it ends with its launcher, though it hangs in a library,
+    and with the process that started it, though it is stopped."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    descriptor, _, inode = os.environ.pop(_NAME, "").partition(":")
+    if not inode or not _is_pipe(int(descriptor), int(inode)):
+        return  # on another host than the launcher, or under Slurm's
+    end = int(descriptor)
+    os.set_inheritable(end, False)
+
+    def await_end() -> None:
+        while os.read(end, 1):
+            pass
+        leave(EXIT_ORPHANED)
+
+    threading.Thread(target=await_end, name="lifeline", daemon=True).start()
+
+
+def _is_pipe(descriptor: int, inode: int) -> bool:
+    """Whether the descriptor is that pipe: on another host the number may be of something else."""
+    try:
+        found = os.fstat(descriptor)
+    except OSError:
+        return False
+    return stat.S_ISFIFO(found.st_mode) and found.st_ino == inode
