@@ -99,7 +99,7 @@ def measured_llama(tmp_path_factory: pytest.TempPathFactory, cache: dict[str, st
     job, target = _toy_job(folder, "llama", ranks=2), folder / "profile.json"
     environment = {**cache, "XDG_CACHE_HOME": str(own)}
     stopped = _stopped_profile(job, own, {**os.environ, "XDG_CACHE_HOME": str(own)})
-    for kept in (own / "xgpt" / "profiles").glob("*.json"):
+    for kept in _profiles_in(own):
         shutil.copy(kept, folder / "kept.json")
     done = subprocess.run(
         [*XGPT, "profile", str(job), "--budget", "1s", "--tp", "1,2,3", "--out", str(target)],
@@ -144,13 +144,18 @@ def _new_cache(folder: Path) -> Path:
     return folder
 
 
+def _profiles_in(cache: Path) -> list[Path]:
+    """Beside them lies what the machine was able to do at best."""
+    return [path for path in cache.glob("xgpt/profiles/*.json") if path.name != "calibration.json"]
+
+
 def _stopped_profile(job: Path, cache: Path, environment: dict[str, str],
                      ) -> subprocess.CompletedProcess[str]:
     """A measurement that is interrupted as soon as something of it is kept."""
     command = [*XGPT, "profile", str(job), "--budget", "120s", "--tp", "1,2"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
     deadline = time.monotonic() + 100
-    while time.monotonic() < deadline and not list(cache.glob("xgpt/profiles/*.json")):
+    while time.monotonic() < deadline and not _profiles_in(cache):
         time.sleep(0.1)  # the first save comes with the first points
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)

@@ -23,7 +23,7 @@ def test_schedule_plans_what_the_engine_executes(with_package: Command) -> None:
 
 @pytest.mark.parametrize(("wanted", "message"), [
     ("schedule.policy=rra", "ft: the engine toy works static batches"),
-    ("run.engine=other", "allowed: xgpt, deepspeed, toy")])
+    ("run.engine=other", "allowed: xgpt, deepspeed, vllm, toy")])
 def test_what_it_does_not_execute_is_refused(with_package: Command, wanted: str,
                                              message: str) -> None:
     with pytest.raises(AssertionError, match=message):

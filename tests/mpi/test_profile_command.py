@@ -84,8 +84,8 @@ def test_the_same_command_takes_it_from_the_cache_and_a_larger_budget_goes_on(
     for key, points in profile.tables.items():
         if key.name == "decode_attention":
             found = {(p.x, p.y): p for p in grown.tables[key]}
-            # A point whose repeats disagreed is measured anew, and those that agree better stay.
-            assert all(found[p.x, p.y] == p or (p.is_noisy and found[p.x, p.y].spread < p.spread)
+            # A point whose repeats disagreed, or that other work disturbed, is measured anew.
+            assert all(found[p.x, p.y] == p or p.is_noisy or p.is_disturbed
                        for p in points), "what was measured stays"
     # On a machine that other work disturbs, the whole budget may go into points that disagree.
     assert (sum(map(len, grown.tables.values())) > sum(map(len, profile.tables.values()))
@@ -103,4 +103,5 @@ def test_a_stopped_measurement_is_kept_and_gone_on_with(measured_llama: Measured
     assert not missing(profile, 1, Needs()) and profile.spent_s > kept.spent_s
     for key, points in kept.tables.items():
         if key.name in ("decode_attention", "transfer"):
-            assert set(points) <= set(profile.tables[key])
+            quiet = {p for p in points if not (p.is_noisy or p.is_disturbed)}
+            assert quiet <= set(profile.tables[key])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -154,10 +155,10 @@ def test_a_write_that_fails_leaves_the_old_file(path: Path, monkeypatch: pytest.
     with pytest.raises(KeyError):
         save_profile(profile(tables=unwritable), path)
 
-    def full(self: Path, text: str, encoding: str) -> int:
+    def full(descriptor: int) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="no space"):
         save_profile(profile(spent_s=1.0), path)
     assert path.read_text() == before

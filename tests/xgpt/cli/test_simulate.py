@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from xgpt.cli.simulate import simulate
 from xgpt.core.errors import InputError
+from xgpt.core.policies import policy as row_of
 
 OPT_13B = """
 model: opt-13b
@@ -48,7 +49,7 @@ def test_every_policy_agrees_with_its_replay_and_stays_within_80_columns(job, po
     done = run(job, policy=policy, **CONTROLS[policy])
     assert done.exit_code == 0
     assert max(map(len, done.stdout.splitlines())) <= 80
-    assert f"{policy.upper()}: " in done.stdout and "queries/s" in done.stdout
+    assert f"{row_of(policy).title}: " in done.stdout and "queries/s" in done.stdout
     found = json.loads(run(job, "--json", policy=policy, **CONTROLS[policy]).stdout)
     assert found["policy"] == policy
     replayed = found["replay"]
@@ -91,7 +92,7 @@ def test_the_best_of_each_policy_beside_the_schedule(job) -> None:
     table = run(job, "--baselines", **CONTROLS["rra"]).stdout.splitlines()
     assert max(map(len, table)) <= 80
     for name in found:
-        assert any(line.startswith(f"{name.upper()} ") for line in table), name
+        assert any(line.startswith(f"{row_of(name).title} ") for line in table), name
 
 
 def test_variables_that_are_missing_are_named(job) -> None:

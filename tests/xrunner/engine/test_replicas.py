@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +133,24 @@ class Job:
         return head
 
 
+class Begun:
+    """What is kept of the queries under way."""
+
+    def __init__(self) -> None:
+        self.queries: list[int] = []
+
+    def begin(self, queries: Iterable[int]) -> None:
+        self.queries += queries
+
+
 class Told(Collector):
     """What a RunSink is to rank 0's end of the replicas; `launcher`: who follows the run."""
 
     launcher: LauncherLink | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.underway = Begun()
 
     def finished(self, result: FinishedQuery) -> None:
         super().finished(result)

@@ -167,8 +167,8 @@ SIZES = {"arrays": 4, "stride": 2 * 4 * 8, "heads": 2, "entry": 8, "slots": 3, "
 
 @pytest.mark.skipif(native.library() is None, reason=native.describe())
 @pytest.mark.parametrize(("slots", "lengths", "tokens", "sizes", "words"), [
-    ([3], [1], 1, {}, "slot lies outside"), ([-1], [1], 1, {}, "slot lies outside"),
-    ([0, 0], [1, 1], 2, {}, "slot lies outside"), ([0], [5], 5, {}, "beyond the capacity"),
+    ([3], [1], 1, {}, "lies outside"), ([-1], [1], 1, {}, "lies outside"),
+    ([0, 0], [1, 1], 2, {}, "lies outside"), ([0], [5], 5, {}, "beyond the capacity"),
     ([0], [-1], 1, {}, "beyond the capacity"), ([0], [2], 1, {}, "beyond the capacity"),
     ([0], [1], 1, {"heads": 0}, "a size"), ([0], [1], 1, {"entry": 0}, "a size"),
     ([0], [1], 1, {"stride": 63}, "a size"), ([0], [1], 1, {"arrays": -1}, "a size"),
