@@ -128,9 +128,6 @@ class EngineCore:
                                       one.finish_reason is not None)
                 for client in outputs.values() for one in client.outputs if one.new_token_ids}
 
-    def close(self) -> None:
-        self._core.shutdown()
-
     def _arguments(self, settings: CoreSettings) -> dict[str, Any]:
         """vLLM's arguments: ours beneath the user's."""
         return {"model": str(settings.model_dir), "dtype": settings.dtype, "seed": 0,

