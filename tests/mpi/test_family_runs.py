@@ -148,7 +148,8 @@ def test_a_run_goes_on_after_a_rank_was_killed(
     one = estimated(policy, part, config)
     file = given(one.in_copies(copies) if copies > 1 else one, problem, tmp_path / "given.json")
     cache, out = profiled("llama", ranks), tmp_path / "out"
-    command = [*XGPT, "run", str(job), "--schedule", str(file), "--json"]
+    command = [*XGPT, "run", str(job), "--schedule", str(file), "--json", "--set",
+               "run.restarts=0"]
     begun = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
                              env=cache)
     await_results(begun, out / "results.jsonl", 12)
