@@ -2,14 +2,15 @@
 searches and a static batch, each in its best configuration that keeps the bound, by the same ranks
 and kernels.
 
-    python benchmarks/bounds.py FOLDER [--turns 3] [--ranks 2] [--out benchmarks/results]
+    python benchmarks/bounds.py FOLDER [--turns 3] [--ranks 2] [--most 8]
+        [--out benchmarks/results]
 
 32 queries of forced lengths (inputs about N(64, 40) on [1, 140], outputs about N(32, 15) on
 [1, 80]), all there at the start. The bounds are a quarter, half and twice the latency of what auto
 chooses without a bound, for 99 % of all queries. Every configuration is planned from one profile,
 measured first, with the same confidence; what counts is what the runs measured. They are run in
 turns: every policy under every bound once, then all again. FOLDER keeps what was run: the same
-command goes on. The machine must be otherwise idle.
+command goes on, and `--most` ends it after so many runs. The machine must be otherwise idle.
 """
 
 from __future__ import annotations
@@ -58,19 +59,22 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--most", type=int, help="runs, after which it ends")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     several = SeveralRuns(arguments.folder)
     job = job_of(arguments.folder, arguments.ranks)
     bounds = bounds_of(several, arguments.folder, job)
-    several.submit((name_of(bound_s, policy), turn, with_bound(job, bound_s, policy))
-                   for turn in range(1, arguments.turns + 1) for bound_s in bounds
-                   for policy in POLICIES)
-    text = table([Row(bound_s, policy, several.runs(name_of(bound_s, policy)))
-                  for bound_s in bounds for policy in POLICIES], arguments.ranks)
+    several.submit(((name_of(bound_s, policy), turn, with_bound(job, bound_s, policy))
+                    for turn in range(1, arguments.turns + 1) for bound_s in bounds
+                    for policy in POLICIES), most=arguments.most)
+    rows = [Row(bound_s, policy, runs) for bound_s in bounds for policy in POLICIES
+            if (runs := several.runs(name := name_of(bound_s, policy)))
+            or several.keeps_no_bound(name)]
+    text = table(rows, arguments.ranks)
     print(text)
     if arguments.out is not None:
-        device = several.runs(name_of(bounds[-1], AUTO))[0].metrics["machine"]["device"]
+        device = next(run for one in rows for run in one.runs).metrics["machine"]["device"]
         path = arguments.out / f"bounds-{device}-{time.strftime('%Y-%m-%d')}.md"
         path.write_text(text + "\n", encoding="utf-8")
 
@@ -146,9 +150,9 @@ def table(rows: list[Row], ranks: int) -> str:
 def _verdict(rows: list[Row]) -> str:
     """Auto beside the best of the others, of those that kept the bound in most of their runs."""
     head = f"Bound {rows[0].bound_s:.2f} s: "
-    auto = next(one for one in rows if one.policy == AUTO)
+    auto = next((one for one in rows if one.policy == AUTO), None)
     kept = [one for one in rows if one.keeps and one is not auto]
-    if not auto.keeps or not kept:
+    if auto is None or not auto.keeps or not kept:
         return head + (f"kept in most runs by {', '.join(r.policy for r in rows if r.keeps)}."
                        if any(r.keeps for r in rows) else "kept in most runs by none.")
     best = max(kept, key=lambda one: one.measured_qps)

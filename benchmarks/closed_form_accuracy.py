@@ -1,14 +1,19 @@
 """The closed forms against the replay, over random problems of the paper's models and tasks.
 
     python benchmarks/closed_form_accuracy.py [--problems 360] [--seed 0] [--out benchmarks/results]
-        [--policy "rra in chunks" --policy sarathi] [--rows FILE]
+        [--policy "rra in chunks" --policy sarathi] [--rows FILE [--so-far]]
 
 A problem is a model on its cluster, a task, a policy, a layout and control variables, all drawn at
 random (batch sizes log-uniform, among those that fit memory), a kind of latency bound, and whether
 attention is padded. The closed form's throughput and latency are compared with the steady state of
 one replay of random queries. Errors are |closed form / replay - 1|. Times come from the analytic
-roofline: what is compared here is arithmetic, not timing. `--rows` keeps each outcome as it
-comes: the same command goes on with those that are missing, in an order that is random too.
+roofline: what is compared here is arithmetic, not timing.
+
+A replay is of ROUNDS times the queries in the system, and of 3,000 at least; where these would take
+more than MOST_STEPS steps of a stage, of as many as take so many, and of 1,000 at least: a long
+pipeline that decodes a handful of queries takes a million of steps for a second's worth of others'.
+`--rows` keeps each outcome as it comes: the same command goes on with those that are missing, in an
+order that is random too. `--so-far` writes the page of those that are there.
 """
 
 from __future__ import annotations
@@ -36,6 +41,7 @@ from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
 from xsimulator.policies import make_config, make_policy
 from xsimulator.replay.job import planned_queries, replay_job
+from xsimulator.replay.predict import with_watched
 from xsimulator.replay.steady import steady_figures
 
 # The paper's models on its clusters (its Table 2).
@@ -47,6 +53,8 @@ MOST_QUERIES = 24_000
 CHUNKED = "rra in chunks"  # RRA with an encode_chunk: decoder-only models alone
 KINDS = (*policy_names(), CHUNKED)
 ROUNDS = 14  # queries replayed over queries in the system
+USUAL_QUERIES, LEAST_QUERIES = 3000, 1000
+MOST_STEPS = 500_000  # of stages, in a replay of more than the least queries
 DRAWS = 60  # of control variables, until one fits memory
 Task = tuple[int, str, str, str]  # seed, policy, model, lengths
 
@@ -130,9 +138,10 @@ def compare(task: Task) -> Row | None:
     else:
         return None
     problem, padded, found = drawn
-    present = max(found.most_in_system, found.variables.get("max_active") or 0)
-    count = int(min(max(ROUNDS * present, 3000), MOST_QUERIES))
+    count = queries_of(problem, found)
     inputs, outputs = problem.lengths.sample(count, rng)
+    if count < USUAL_QUERIES and problem.constraint.kind == "sequence":
+        outputs = with_watched(outputs, problem.lengths.outputs.quantile(QUANTILE))
     result = replay_job(problem, roofline_of(problem, padded), found,
                         planned_queries(problem, inputs, outputs))
     steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
@@ -155,6 +164,18 @@ def compare(task: Task) -> Row | None:
     return Row(policy=policy, words=words, queries=steady.queries, reason=reason_of(problem, found),
                throughput=found.figures.throughput_qps / steady.throughput_qps,
                latency=found.figures.latency_s / steady.latency_s)
+
+
+def queries_of(problem: Problem, found: Estimate) -> int:
+    """Queries replayed: see the module's docstring."""
+    figures, stages = found.figures, len(found.deployment.stages)
+    present = max(found.most_in_system, found.variables.get("max_active") or 0)
+    usual = int(min(max(ROUNDS * present, USUAL_QUERIES), MOST_QUERIES))
+    steps = stages * found.deployment.num_groups * max(  # that a query brings
+        problem.lengths.outputs.mean / max(figures.decode_batch, 1.0),
+        figures.decode_iterations / max(figures.encode_batch, 1e-9))
+    least = max(LEAST_QUERIES, int(ROUNDS * present))
+    return min(usual, max(least, int(MOST_STEPS / steps)))
 
 
 def reason_of(problem: Problem, found: Estimate) -> str:
@@ -183,14 +204,18 @@ def tasks_of(count: int, seed: int) -> list[Task]:
             for place, policy in enumerate(KINDS) for i in range(each)]
 
 
-def compared(tasks: Sequence[Task], processes: int, kept: Path | None) -> list[Row | None]:
-    """Outcomes of all tasks, in no order; those that the file has are taken from there."""
+def compared(tasks: Sequence[Task], processes: int, kept: Path | None, *,
+             so_far: bool = False) -> list[Row | None]:
+    """Outcomes of all tasks, in no order; those that the file has are taken from there. `so_far`:
+    of these alone."""
     known: dict[Task, Row | None] = {}
     if kept is not None and kept.is_file():
         for line in kept.read_text(encoding="utf-8").splitlines():
             task, row = json.loads(line)
             known[tuple(task)] = None if row is None else Row(**row)
     left = [task for task in tasks if task not in known]
+    if so_far:
+        return [known[task] for task in tasks if task in known]
     random.Random(0).shuffle(left)
     with Pool(processes) as pool:
         for task, row in pool.imap_unordered(_with_task, left, chunksize=1):
@@ -243,12 +268,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rows", type=Path, metavar="FILE")
+    parser.add_argument("--so-far", action="store_true", help="of --rows, and no more")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     began = time.monotonic()
     tasks = [task for task in tasks_of(options.problems, options.seed)
              if not options.policy or task[1] in options.policy]
-    found = compared(tasks, options.processes, options.rows)
+    found = compared(tasks, options.processes, options.rows, so_far=options.so_far)
     rows = sorted((row for row in found if row is not None), key=lambda r: (r.policy, r.words))
     text = report(rows, len(found) - len(rows), time.monotonic() - began)
     print(text)

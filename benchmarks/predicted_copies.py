@@ -20,10 +20,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from several_runs import Run, SeveralRuns, range_words
+from several_runs import DISTURBED, Run, SeveralRuns, is_quiet, range_words
 
 WORST = 0.15  # by which the makespan may be off, at the median
-DISTURBED = 0.05  # share of the cores that others used, above which a run does not count
 QUERIES = 32
 JOB = {"model": "smollm2-135m", "cluster": "local",
        "workload": {"requests": {"count": QUERIES},
@@ -62,11 +61,12 @@ def main() -> None:
     parser.add_argument("--round", type=int)
     parser.add_argument("--ranks", type=int, default=2, choices=(2, 4))
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--most", type=int, help="runs, after which the round waits for another")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     if arguments.round is not None:
         one_round(arguments.folder / f"round-{arguments.round:02d}", arguments.turns,
-                  arguments.ranks)
+                  arguments.ranks, arguments.most)
     every = [(case, runs_of(case, arguments.folder)) for case in CASES]
     found = [(case, own) for case, runs in every if (own := [*filter(is_quiet, runs)])]
     if not found:
@@ -80,11 +80,11 @@ def main() -> None:
         path.write_text(text + "\n", encoding="utf-8")
 
 
-def one_round(folder: Path, turns: int, ranks: int) -> None:
-    SeveralRuns(folder).submit(
+def one_round(folder: Path, turns: int, ranks: int, most: int | None) -> None:
+    SeveralRuns(folder).submit((
         (case.folder, turn, {**JOB, "schedule": case.schedule, "run": {
             "ranks": ranks, "dtype": "bfloat16", "weights": "random"}})
-        for turn in range(1, turns + 1) for case in CASES if case.ranks == ranks)
+        for turn in range(1, turns + 1) for case in CASES if case.ranks == ranks), most=most)
 
 
 def runs_of(case: Case, folder: Path) -> list[Run]:
@@ -95,10 +95,6 @@ def runs_of(case: Case, folder: Path) -> list[Run]:
         if run.schedule.estimate.policy != case.wants:
             sys.exit(f"{case.name}: {run.words} was chosen, not {case.wants}")
     return found
-
-
-def is_quiet(run: Run) -> bool:
-    return (run.metrics.get("others_cpu_share") or 0.0) <= DISTURBED
 
 
 def ratio(run: Run) -> float:

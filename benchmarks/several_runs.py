@@ -23,12 +23,14 @@ from xgpt.core.schedule_file import load_schedule
 from xrunner.checkpoint.source import cache_dir
 
 XGPT = [sys.executable, "-c", "from xgpt.cli.main import main; main()"]
+DISTURBED = 0.05  # share of the cores that others used, above which a run does not count
 _NO_SCHEDULE = 3  # the exit code where none keeps the bound
 
 
 class Run(NamedTuple):
     schedule: Schedule
     metrics: dict[str, Any]
+    place: Path  # its folder
 
     @property
     def words(self) -> str:
@@ -51,12 +53,15 @@ class SeveralRuns:
         if compiled.is_dir() and not (self._cache / "xgpt" / "native").is_dir():
             shutil.copytree(compiled, self._cache / "xgpt" / "native")
 
-    def submit(self, jobs: Iterable[tuple[str, int, Mapping[str, Any]]]) -> None:
-        """Runs those of (name, turn, job) that were not run to their end, in one command. A job
-        that was cut off is begun anew: of half a run nothing is predicted. Ends the program where
-        one failed, but for a bound that no schedule keeps."""
+    def submit(self, jobs: Iterable[tuple[str, int, Mapping[str, Any]]], *,
+               most: int | None = None) -> None:
+        """Runs those of (name, turn, job) that were not run to their end, in one command; `most`:
+        the first so many of them. A job that was cut off is begun anew: of half a run nothing is
+        predicted. Ends the program where one failed, but for a bound that no schedule keeps."""
         waiting = []
         for name, turn, job in jobs:
+            if most is not None and len(waiting) >= most:
+                break
             own = self._place(name, turn)
             if not (own / "out" / "metrics.json").is_file() and not self.keeps_no_bound(name):
                 shutil.rmtree(own, ignore_errors=True)
@@ -87,11 +92,16 @@ class SeveralRuns:
     def runs(self, name: str) -> list[Run]:
         """Those that came to their end, in turn."""
         return [Run(load_schedule(path.with_name("schedule.json")),
-                    json.loads(path.read_text(encoding="utf-8")))
+                    json.loads(path.read_text(encoding="utf-8")), path.parents[1])
                 for path in sorted(self._folder.glob(f"{name}-[0-9][0-9]/out/metrics.json"))]
 
     def _place(self, name: str, turn: int) -> Path:
         return self._folder / f"{name}-{turn:02d}"
+
+
+def is_quiet(run: Run) -> bool:
+    """Whether others left it alone."""
+    return (run.metrics.get("others_cpu_share") or 0.0) <= DISTURBED
 
 
 def range_words(values: Iterable[str]) -> str:
