@@ -102,16 +102,30 @@ class RowKernels:
         attention's output projection, the MLP, and the elementwise kernels around them."""
         model, gemm_s = self._model, self._kernels.layer_product_s
         hidden, width = model.hidden_size, self._width / tp_degree
-        inner = model.intermediate_size / tp_degree
+        inner = model.mlp_columns / tp_degree
         qkv = width + model.kv_elements_per_token_layer / tp_degree
-        products = (gemm_s(tokens, qkv, hidden) + attentions * gemm_s(tokens, hidden, width)
-                    + gemm_s(tokens, inner * (2 if model.is_gated_mlp else 1), hidden)
-                    + gemm_s(tokens, hidden, inner))
+        products = gemm_s(tokens, qkv, hidden) + attentions * gemm_s(tokens, hidden, width)
+        for product_s in self._mlp_s(tokens, tp_degree):
+            products = products + product_s
         # elements touched per token: norms and residual adds on every rank, the rest sharded
         elements = 5 * hidden * (attentions + 1) + 4 * attentions * width + 3 * inner
         elementwise_s = self._kernels.copied_s(tokens * elements * self._kernels.item_bytes)
         launches = 2 * (attentions + 1) + 3  # norm and add per block, rotary, activation, append
         return products + elementwise_s + launches * self._constants.elementwise_launch_s
+
+    def _mlp_s(self, tokens: FloatArray, tp_degree: int) -> tuple[FloatArray, ...]:
+        """The MLP's products. Of a mixture of experts: the router's, and those of the experts that
+        the tokens go to in the mean, each with its even share of them, launched as one."""
+        model, gemm_s = self._model, self._kernels.layer_product_s
+        hidden, joint, experts = (model.hidden_size, 2 if model.is_gated_mlp else 1,
+                                  model.decoder.experts)
+        if experts is None:
+            inner = model.intermediate_size / tp_degree
+            return gemm_s(tokens, inner * joint, hidden), gemm_s(tokens, hidden, inner)
+        inner, hit = experts.inner / tp_degree, np.maximum(experts.hit(tokens), 1e-9)
+        rows, launch_s = tokens * experts.per_token / hit, self._constants.gemm_launch_s
+        each = (gemm_s(rows, inner * joint, hidden) + gemm_s(rows, hidden, inner) - 2 * launch_s)
+        return gemm_s(tokens, experts.count, hidden), hit * each + 2 * launch_s
 
     def cross_kv_s(self, tokens: FloatArray, tp_degree: int) -> FloatArray:
         """The encoder's output as one decoder layer's keys and values."""

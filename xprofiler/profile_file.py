@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from xgpt.core.errors import InputError, Mistake
-from xgpt.core.model import ModelSpec
+from xgpt.core.model import ModelSpec, model_from_dict
 from xgpt.core.whole_file import read_text, write_atomically
 from xprofiler.profile import LearnedSteps, Peaks, Profile, ProfileMetadata, Sample, TableKey
 from xprofiler.timing import Operator
@@ -93,13 +93,6 @@ def load_profile(path: Path) -> Profile:
                    spent_s=float(spent_s), learned=learned)
 
 
-def model_from_json(raw: Mapping[str, Any]) -> ModelSpec:
-    """A ModelSpec written by dataclasses.asdict through JSON. Raises TypeError for other keys."""
-    scaling = raw.get("rope_scaling")
-    pairs = tuple((str(k), v) for k, v in scaling) if scaling else None
-    return ModelSpec(**{**raw, "rope_scaling": pairs})
-
-
 def _line(point: Sample) -> str:
     def short(value: float) -> float | int:
         return int(value) if value == int(value) else value
@@ -129,7 +122,7 @@ def _model(raw: object, faults: Faults) -> ModelSpec | None:
     if raw is None:
         return None
     try:
-        model = model_from_json(raw)  # type: ignore[arg-type]
+        model = model_from_dict(raw)  # type: ignore[arg-type]
     except (TypeError, ValueError, AttributeError) as cause:
         faults.append(("model", None, f"a model's shape: {cause}"))
         return None

@@ -80,7 +80,8 @@ def _layer_rest(model: ModelSpec, x: FloatArray, _y: FloatArray, t: int) -> Leas
     """M = H (2 A + K) + (2 or, gated, 3) H I weights, with cross-attention 2 H A more: 2 x M / t
     operations. Bytes: weights b M / t; the residual stream in and out, 2 b x H on every rank;
     queries, keys and values out and attention's result in, b x (2 A + K) / t (with
-    cross-attention, 2 A more)."""
+    cross-attention, 2 A more). Of a mixture of experts a token's own are counted as operations,
+    and as bytes those that x tokens go to in the mean."""
     return _layer(model, x, t, attentions=2 if model.is_encoder_decoder else 1)
 
 
@@ -92,10 +93,12 @@ def _encoder_rest(model: ModelSpec, x: FloatArray, _y: FloatArray, t: int) -> Le
 def _layer(model: ModelSpec, x: FloatArray, t: int, attentions: int) -> LeastWork:
     hidden = model.hidden_size
     passing = 2 * attentions * _heads_width(model) + model.kv_elements_per_token_layer
-    matrices = 3 if model.is_gated_mlp else 2
-    weights = hidden * (passing + matrices * model.intermediate_size)
-    moved = weights / t + x * (2 * hidden + passing / t)
-    return LeastWork(flops=2 * x * weights / t, num_bytes=moved)
+    matrices, experts = 3 if model.is_gated_mlp else 2, model.decoder.experts
+    active = hidden * (passing + matrices * model.mlp_columns)
+    read = active if experts is None else hidden * (
+        passing + matrices * experts.inner * experts.hit(x))
+    moved = read / t + x * (2 * hidden + passing / t)
+    return LeastWork(flops=2 * x * active / t, num_bytes=moved)
 
 
 def _cross_kv(model: ModelSpec, x: FloatArray, _y: FloatArray, t: int) -> LeastWork:

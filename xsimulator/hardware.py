@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from xgpt.core.lengths import FloatArray
+from xgpt.core.model import active_layer_params
 from xgpt.core.problem import Problem
 from xgpt.core.units import DTYPE_BYTES
 from xsimulator.occupancy import inputs_given_output
@@ -47,12 +48,12 @@ def work_of_a_query(problem: Problem) -> QueryWork:
         cross = 2 * model.hidden_size * model.kv_heads * model.head_dim  # weights of keys, values
         flops = heads + model.num_encoder_layers * (
             2 * model.encoder_layer_params * tokens + 4 * width * mean(second))
-        flops += model.num_layers * (2 * (model.decoder_layer_params - cross) * steps
+        flops += model.num_layers * (2 * (active_layer_params(model) - cross) * steps
                                      + 2 * cross * tokens + 4 * width * read)
     else:
         causal = mean(second + first) / 2  # tokens that the input's rows attend to
         flops = heads + model.num_layers * (
-            2 * model.decoder_layer_params * (tokens + steps) + 4 * width * (causal + read))
+            2 * active_layer_params(model) * (tokens + steps) + 4 * width * (causal + read))
     entry = model.num_layers * model.kv_elements_per_token_layer * DTYPE_BYTES[problem.dtype]
     return QueryWork(flops=flops, kv_bytes=entry * (tokens + steps + read))
 

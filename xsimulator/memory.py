@@ -82,14 +82,14 @@ def step_bytes(problem: Problem, stages: Sequence[StageAssignment], *, rows: Arr
                heads: ArrayLike) -> FloatArray:
     """[..., stages] bytes of one step: its rows through a layer, of the type that weights are
     multiplied as, the logits of `heads` of them on the last stage (all are drawn, at worst), and
-    where attention is not fused (CPU) the scores of the longest input."""
+    where attention is not fused (CPU; windows, capped scores) the scores of the longest input."""
     model, degrees = problem.model, np.array([stage.tp_degree for stage in stages], float)
     width = (LIVE_HIDDEN_COPIES * model.hidden_size
-             + (LIVE_MLP_COPIES * model.intermediate_size * (2 if model.is_gated_mlp else 1)
+             + (LIVE_MLP_COPIES * model.mlp_columns * (2 if model.is_gated_mlp else 1)
                 + (model.num_heads + 2 * model.kv_heads) * model.head_dim) / degrees)
     held: FloatArray = np.asarray(rows, float)[..., None] * (
         width * ACTIVATION_BYTES[problem.weight_dtype])
-    if problem.cluster.device.kind == "cpu":
+    if problem.cluster.device.kind == "cpu" or not model.decoder.is_native:
         held = held + model.num_heads / degrees * problem.lengths.inputs.max**2 * 4
     held[..., -1] += (np.asarray(heads, float) * model.vocab_size
                       / stages[-1].tp_degree * LOGIT_BYTES)

@@ -95,7 +95,7 @@ def make_model(family: str, directory: Path) -> Any:
         model = LlamaForCausalLM(LlamaConfig(**shape, rope_parameters=scaling))
     else:
         model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=family == "llama-tied"))
-    _stir_norms_and_biases(model)
+    stir_norms_and_biases(model)
     model.eval().save_pretrained(directory)
     return model
 
@@ -120,7 +120,7 @@ def make_t5(version: str, directory: Path, *, encoder_layers: int = 3,
         torch.nn.init.normal_(parameter, 0.0, 0.4)
     if is_new:
         model.lm_head.weight = torch.nn.Parameter(torch.randn(VOCAB, 32))
-    _stir_norms_and_biases(model, centre=1.0)
+    stir_norms_and_biases(model, centre=1.0)
     model.eval().save_pretrained(directory)
     written = json.loads((directory / "config.json").read_text())
     # transformers 5 tells the versions apart by this key, the hub's files by the tied head
@@ -129,7 +129,7 @@ def make_t5(version: str, directory: Path, *, encoder_layers: int = 3,
     return model
 
 
-def _stir_norms_and_biases(model: Any, centre: float | None = None) -> None:
+def stir_norms_and_biases(model: Any, centre: float | None = None) -> None:
     """Away from 1 and 0, or they go unseen. `centre` None: the one they are near."""
     for parameter in model.parameters():
         if parameter.ndim == 1:

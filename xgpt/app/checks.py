@@ -7,7 +7,7 @@ from pathlib import Path
 from xgpt.app.opened import OpenedJob
 from xgpt.app.telling import Teller
 from xgpt.core.cluster import Cluster
-from xgpt.core.engines import OWN_ENGINE
+from xgpt.core.engines import OWN_ENGINE, VLLM
 from xgpt.core.errors import InputError, Mistake, wrong
 from xgpt.core.job import Job
 from xgpt.core.local import detect, usable_cores, why_no_torch
@@ -88,9 +88,10 @@ def check_model(opened: OpenedJob) -> None:
     """Raises InputError where the model's files are broken, before anything is measured for it."""
     files = opened.files
     assert files is not None, "a run needs the model's files"
-    if why := files.spec.planned_only:
+    if (why := files.spec.planned_only) and opened.job.run.engine != VLLM:
         raise wrong(opened.job.source, "model", opened.job.model,
-                    f"one that is executed: {why} is planned for and not executed")
+                    f"one that is executed: {why} is planned for and not executed by the engine "
+                    f"{opened.job.run.engine}; `run: {{engine: {VLLM}}}` hands it to vLLM")
     if opened.job.run.weights == "random" or shape_to_make(files.directory) is not None:
         return
     check_weights(files.directory, files.spec, may_unpickle=opened.job.run.pickles)

@@ -5,12 +5,12 @@ name = module:attribute."""
 from xgpt.core.errors import UnknownNameError
 from xgpt.core.plugins import rows_of_others
 
-OWN_ENGINE = "xgpt"
+OWN_ENGINE, VLLM = "xgpt", "vllm"
 _GROUP = "xgpt.engines"
 _ROWS = {OWN_ENGINE: "xrunner.engines.engine:OWN", "deepspeed": "xrunner.engines.deepspeed:ENGINE",
-         "vllm": "xrunner.engines.vllm.row:ENGINE"}
+         VLLM: "xrunner.engines.vllm.row:ENGINE"}
 # Engines of one process, whatever that starts itself: all cores of a machine are one rank's.
-ONE_PROCESS = ("vllm",)
+ONE_PROCESS = (VLLM,)
 
 
 def engine_names() -> tuple[str, ...]:

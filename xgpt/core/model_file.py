@@ -56,25 +56,53 @@ class ConfigValues:
         """A count, or None where the key is absent or null."""
         return self._given(key, None, lambda value: type(value) is int and value >= 1, _SIZE)
 
-    def number(self, key: str, default: float) -> float:
+    def number(self, key: str, default: float | None) -> float:
         """A number above 0; `default` where the key is absent."""
         value = self.values.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not (
                 0 < value <= _MOST_NUMBER):
             self.reject(key, "null: a number above 0" if value is None else "a number above 0")
-            return default
+            return 1.0 if default is None else default
         return float(value)
+
+    def number_or_none(self, key: str, default: float | None = None) -> float | None:
+        """A number above 0; `default` where the key is absent, None where it is null."""
+        if key in self.values and self.values[key] is None:
+            return None
+        return self.number(key, default) if default is not None or key in self.values else None
+
+    def whole(self, key: str, default: int) -> int:
+        """A count that may be 0."""
+        return int(self._given(key, default, lambda value: type(value) is int and value >= 0,
+                               "a whole number >= 0"))
+
+    def each(self, key: str, count: int, known: tuple[_T, ...]) -> list[_T]:
+        """At least `count` of the `known`, of which the first so many are taken; none where the key
+        is absent, null or empty."""
+        values: list[_T] = self._given(key, [], lambda value: isinstance(value, list), "a list")
+        if not values:
+            return []
+        for value in values:
+            if value not in known:
+                self.reject(key, f"one of {', '.join(map(str, known))} for each layer", value)
+                return []
+        if len(values) < count:
+            self.reject(key, f"one of {', '.join(map(str, known))} for each of {count} layers")
+            return []
+        return list(values[:count])
 
     def flag(self, key: str, default: bool) -> bool:
         """`default` where the key is absent or null."""
         return self._given(key, default, lambda value: isinstance(value, bool), "true or false")
 
-    def text(self, key: str, default: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
-        """One of the `known`; `default` where the key is absent."""
+    def text(self, key: str, default: str, known: Mapping[str, object] | tuple[str, ...],
+             more: str = "") -> str:
+        """One of the `known`; `default` where the key is absent. `more`: what is said behind
+        them."""
         value = self.values.get(key, default)
         if not isinstance(value, str) or value not in known:
             self.reject(key, f"{'missing' if value == '' else 'is not supported'}: known: "
-                             f"{', '.join(known)}")
+                             f"{', '.join(known)}{more}")
             return default
         return value
 

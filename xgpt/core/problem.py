@@ -15,13 +15,14 @@ import numpy as np
 from xgpt.core import catalog, local
 from xgpt.core.cluster import Cluster, Device
 from xgpt.core.constraint import Constraint
-from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE
+from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, VLLM
 from xgpt.core.errors import wrong
+from xgpt.core.hf_config import read_shape
 from xgpt.core.inline_cluster import build_cluster
 from xgpt.core.job import Adjustment, FixedSchedule, Job
 from xgpt.core.job_lengths import default_max_tokens, resolve_lengths
 from xgpt.core.lengths import JointLengths
-from xgpt.core.model import ModelSpec, read_shape
+from xgpt.core.model import ModelSpec
 from xgpt.core.queries import QueryLengths, Requests
 from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.units import DTYPE_BYTES, FP8, INT8
@@ -87,9 +88,11 @@ def resolve(job: Job, *, model: ModelSpec | None = None,
     assert requests or job.workload.requests is None, f"{job.workload.requests} is to be read first"
     shape = model or known_model(job)
     cluster = resolve_cluster(job)
-    if shape.planned_only and (job.cluster == LOCAL_CLUSTER or job.slurm is not None):
+    if shape.planned_only and job.run.engine != VLLM and (
+            job.cluster == LOCAL_CLUSTER or job.slurm is not None):
         raise wrong(job.source, "model", job.model, f"one that is executed: {shape.planned_only} "
-                    "is planned for, on clusters of GPUs that are not here, and not executed")
+                    "is planned for, on clusters of GPUs that are not here, and not executed by "
+                    f"the engine {job.run.engine}; `run: {{engine: {VLLM}}}` hands it to vLLM")
     constraint = until_clock(job.constraint, datetime.now())
     if (job.schedule.replicas or 1) > cluster.num_devices:
         raise wrong(job.source, "schedule.replicas", job.schedule.replicas,

@@ -17,7 +17,7 @@ from xprofiler.measure.probe import StepParts
 from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.models.shard import Shard
 from xrunner.models.stage_model import ENCODER_DECODER_CLASSES, packed, residual
-from xrunner.models.t5 import SCALE
+from xrunner.models.t5 import SCALE, SCORING
 from xrunner.models.weights import OnDevice, RandomWeights, WideVectors
 from xrunner.ops.attention import decode_attention, packed_attention, store_packed
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
@@ -99,10 +99,10 @@ class EncoderDecoderBench:
                 query = watch("attention", place, joint, layer.heads, (keys, values),
                               context.places)
                 attended = watch("attention", decode_attention, query, (keys, values), context,
-                                 SCALE, bias)
+                                 SCORING, bias)
                 query = watch("rest", layer.cross_query, hidden, attended)
                 attended = watch("cross", decode_attention, query, (cross_keys, cross_values),
-                                 across, SCALE)
+                                 across, SCORING)
                 watch("rest", layer.finish, hidden, attended)
             watch("head", lambda: sample(self._decoder_ends.scores(hidden.total()), choices,
                                          positions))

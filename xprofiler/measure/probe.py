@@ -42,7 +42,7 @@ class Probe:
         for layer in model.layers:
             layer.qkv = self._timed(layer.qkv, self._rest)  # type: ignore[method-assign]
             layer.finish = self._timed(layer.finish, self._rest)  # type: ignore[method-assign]
-        ends = model.ends
+        ends: Any = model.ends
         ends.embed = self._timed(ends.embed, self._embed)
         ends.rotation = self._timed(ends.rotation, self._shared)
         ends.scores = self._begins(ends.scores)

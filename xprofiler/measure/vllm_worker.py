@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from xgpt.core.errors import XgptError
+from xgpt.core.model import model_from_dict
 from xgpt.core.units import DTYPE_BYTES
 from xprofiler.measure.bench import DRAWN, GREEDY
 from xprofiler.measure.ranks import connect
 from xprofiler.measure.vllm_bench import SHORT, VllmBench
 from xprofiler.measure.worker import MeasureRequest, Measuring
 from xprofiler.points import Needs, Point
-from xprofiler.profile_file import model_from_json
 from xrunner.engines.vllm.core import CoreSettings, EngineCore
 from xrunner.rank import leave
 
@@ -34,7 +34,7 @@ class _OfVllm(Measuring):
         core, started_s = EngineCore(settings), time.monotonic()
         sampling = DRAWN if drawn else GREEDY
         self.begin_s += time.monotonic() - started_s  # to load it is not to measure
-        return VllmBench(core, model_from_json(request.model).num_layers, sampling)
+        return VllmBench(core, model_from_dict(request.model).num_layers, sampling)
 
     def most_layers(self, bench: Any, point: Point) -> int | None:
         return None  # a step of vLLM's goes through all of them
@@ -42,7 +42,7 @@ class _OfVllm(Measuring):
 
 def settings_of(request: MeasureRequest, needs: Needs) -> CoreSettings:
     """What vLLM is started with to take any step of these sizes."""
-    spec, engine, dtype = model_from_json(request.model), request.engine, request.metadata["dtype"]
+    spec, engine, dtype = model_from_dict(request.model), request.engine, request.metadata["dtype"]
     queries = max(needs.queries, -(-needs.tokens // SHORT) + 1)
     kv_bytes = spec.kv_elements_per_token_layer * spec.num_layers * DTYPE_BYTES[dtype]
     # contexts scatter around their mean, by a third; a decode step is measured one token on

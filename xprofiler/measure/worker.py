@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from xgpt.core.errors import XgptError
-from xgpt.core.model import ModelSpec
+from xgpt.core.model import ModelSpec, model_from_dict
 from xprofiler.measure.bench import (
     DRAWN,
     GREEDY,
@@ -40,7 +40,7 @@ from xprofiler.measure.recorder import Recorder
 from xprofiler.noise import disturbed, noisy
 from xprofiler.points import Kind, Needs, Point, quick_points, refinement, skeleton
 from xprofiler.profile import ALL_REDUCE, TRANSFER, Peaks, Profile, ProfileMetadata, TableKey
-from xprofiler.profile_file import load_profile, model_from_json, save_profile
+from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.timing import Operator
 
 STEADY_ERROR = 0.01  # intervals whose middle is estimated closer than this are left alone
@@ -97,7 +97,7 @@ class Measuring:
 
     def __init__(self, request: MeasureRequest, ranks: Ranks) -> None:
         self.request, self._ranks = request, ranks
-        metadata, spec = ProfileMetadata(**request.metadata), model_from_json(request.model)
+        metadata, spec = ProfileMetadata(**request.metadata), model_from_dict(request.model)
         target = Path(request.target)
         known = load_profile(target) if target.is_file() else Profile(
             metadata=metadata, tables={}, model=spec)

@@ -21,7 +21,8 @@ from typing import Any
 
 from xgpt.core import catalog
 from xgpt.core.errors import MissingExtraError, XgptError
-from xgpt.core.model import ModelSpec, from_hf_config
+from xgpt.core.hf_config import from_hf_config
+from xgpt.core.model import ModelSpec, model_from_dict
 from xgpt.core.model_file import load_json
 from xgpt.core.whole_file import write_atomically
 
@@ -240,10 +241,7 @@ def random_shape(config: dict[str, Any]) -> ModelSpec | None:
     """The shape that a config.json of `write_random_model` states; None for any other."""
     if config.get("model_type") != _KIND:
         return None
-    shape = dict(config["shape"])
-    scaling = shape["rope_scaling"]
-    shape["rope_scaling"] = None if scaling is None else tuple((k, v) for k, v in scaling)
-    return ModelSpec(**shape)
+    return model_from_dict(config["shape"])
 
 
 def shape_to_make(folder: Path) -> ModelSpec | None:

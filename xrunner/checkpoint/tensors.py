@@ -1,6 +1,5 @@
-"""Names and shapes of the tensors that a model of a given shape takes of its checkpoint, as the
-layers of xrunner.models ask for them (a test compares the two); and whether its files are whole and
-hold these, from their headers alone. Free of torch.
+"""Whether a model's files are whole and hold the tensors that it takes of them
+(xrunner.checkpoint.layout), from their headers alone. Free of torch.
 
 A run finds out too, but on every rank, and after the model's layers have been timed. Of PyTorch's
 own files only their presence is checked: they have no header that can be read without torch."""
@@ -13,12 +12,11 @@ from pathlib import Path
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.model import ModelSpec
 from xgpt.core.model_file import load_json
+from xrunner.checkpoint.layout import HEAD, Shape, wanted_tensors
 
-Shape = tuple[int, ...]
 # safetensors' names of the types that a tensor is read in; any other (F8_E4M3, I8, I32, ...) holds
 # weights that are wrong without their scales
 READ_TYPES = ("F64", "F32", "F16", "BF16")
-HEAD = "lm_head.weight"  # where it is absent, the embedding serves
 
 # Published checkpoints differ in how deep the decoder is nested; tried in this order.
 _PREFIXES = ("", "model.", "transformer.")
@@ -26,7 +24,6 @@ _PREFIXES = ("", "model.", "transformer.")
 # T5's second names of its one embedding, and what its first converter left behind.
 _NOT_WEIGHTS = (".inv_freq", ".attn.bias", ".attn.masked_bias", ".position_ids", ".version",
                 "coder.embed_tokens.weight", "EncDecAttention.relative_attention_bias.weight", HEAD)
-_OPT_PADDING_ROWS = 2  # of its position table
 MAX_SHOWN = 6  # a wrong size in config.json concerns every layer
 _LENGTH_BYTES, _MOST_HEADER_BYTES = 8, 100_000_000
 _LFS = b"version https://git-lfs"
@@ -47,98 +44,6 @@ def locate(name: str, files: Mapping[str, object]) -> str | None:
             if candidate in files:
                 return candidate
     return None
-
-
-def wanted_tensors(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
-    """(name, shape) of each, those of the first layer first. An untied head is among them."""
-    yield from _FAMILIES[spec.family](spec)
-    if not spec.tied_embeddings:
-        yield HEAD, (spec.vocab_size, spec.hidden_size)
-
-
-def _llama(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    width, kv_width = spec.num_heads * spec.head_dim, spec.kv_heads * spec.head_dim
-    yield "model.embed_tokens.weight", (spec.vocab_size, hidden)
-    for index in range(spec.num_layers):
-        layer = f"model.layers.{index}."
-        for name, out in (("q", width), ("k", kv_width), ("v", kv_width)):
-            yield f"{layer}self_attn.{name}_proj.weight", (out, hidden)
-            if spec.qkv_bias:
-                yield f"{layer}self_attn.{name}_proj.bias", (out,)
-        yield f"{layer}self_attn.o_proj.weight", (hidden, width)
-        for name in ("gate", "up"):
-            yield f"{layer}mlp.{name}_proj.weight", (inner, hidden)
-        yield f"{layer}mlp.down_proj.weight", (hidden, inner)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{layer}{name}.weight", (hidden,)
-    yield "model.norm.weight", (hidden,)
-
-
-def _opt(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
-    hidden, ffn = spec.hidden_size, spec.intermediate_size
-    assert spec.max_positions is not None
-    yield "model.decoder.embed_tokens.weight", (spec.vocab_size, hidden)
-    yield "model.decoder.embed_positions.weight", (spec.max_positions + _OPT_PADDING_ROWS, hidden)
-    for index in range(spec.num_layers):
-        layer = f"model.decoder.layers.{index}."
-        for name, out, into in (
-                *((f"self_attn.{n}_proj", hidden, hidden) for n in ("q", "k", "v", "out")),
-                ("fc1", ffn, hidden), ("fc2", hidden, ffn)):
-            yield f"{layer}{name}.weight", (out, into)
-            if spec.has_bias:
-                yield f"{layer}{name}.bias", (out,)
-        for name in ("self_attn_layer_norm", "final_layer_norm"):
-            yield from _norm(layer + name, hidden)
-    yield from _norm("model.decoder.final_layer_norm", hidden)
-
-
-def _gpt2(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    assert spec.max_positions is not None
-    yield "wte.weight", (spec.vocab_size, hidden)
-    yield "wpe.weight", (spec.max_positions, hidden)
-    for index in range(spec.num_layers):
-        for name, into, out in (("attn.c_attn", hidden, 3 * hidden),
-                                ("attn.c_proj", hidden, hidden), ("mlp.c_fc", hidden, inner),
-                                ("mlp.c_proj", inner, hidden)):
-            yield f"h.{index}.{name}.weight", (into, out)
-            yield f"h.{index}.{name}.bias", (out,)
-        for name in ("ln_1", "ln_2"):
-            yield from _norm(f"h.{index}.{name}", hidden)
-    yield from _norm("ln_f", hidden)
-
-
-def _t5(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
-    hidden, inner, width = spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim
-    ups = ("wi_0", "wi_1") if spec.is_gated_mlp else ("wi",)
-    yield "shared.weight", (spec.vocab_size, hidden)
-    for side, count, attentions in (
-            ("encoder", spec.num_encoder_layers, ("SelfAttention",)),
-            ("decoder", spec.num_layers, ("SelfAttention", "EncDecAttention"))):
-        yield (f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
-               (spec.relative_buckets, spec.num_heads))
-        for index in range(count):
-            for place, attention in enumerate(attentions):
-                block = f"{side}.block.{index}.layer.{place}."
-                for name in ("q", "k", "v"):
-                    yield f"{block}{attention}.{name}.weight", (width, hidden)
-                yield f"{block}{attention}.o.weight", (hidden, width)
-                yield f"{block}layer_norm.weight", (hidden,)
-            block = f"{side}.block.{index}.layer.{len(attentions)}."
-            for name in ups:
-                yield f"{block}DenseReluDense.{name}.weight", (inner, hidden)
-            yield f"{block}DenseReluDense.wo.weight", (hidden, inner)
-            yield f"{block}layer_norm.weight", (hidden,)
-        yield f"{side}.final_layer_norm.weight", (hidden,)
-
-
-def _norm(name: str, hidden: int) -> Iterator[tuple[str, Shape]]:
-    yield f"{name}.weight", (hidden,)
-    yield f"{name}.bias", (hidden,)
-
-
-_FAMILIES = {"llama": _llama, "opt": _opt, "gpt2": _gpt2, "t5": _t5}
 
 
 def check_weights(directory: Path, spec: ModelSpec, *, may_unpickle: bool = False) -> None:

@@ -62,6 +62,9 @@ def is_capturable(model: StageModel | EncoderDecoderStage) -> TypeGuard[StageMod
     if model.work_dtype != model.dtype or model.dtype not in DTYPES or (
             model.spec.head_dim > MAX_DIM):
         return False
+    decoder = model.spec.decoder
+    if decoder.experts is not None or not decoder.is_native or decoder.qk_norm == "all":
+        return False  # they take sizes from the host
     gpu = cuda_modules.gpu_of(model.device)
     return gpu.ops is not None and not gpu.differing & _OPERATORS
 

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 
+from xgpt.core.decoder import Decoder
 from xgpt.core.errors import InputError, MissingExtraError, Mistake, XgptError
 from xgpt.core.job import Job
 from xgpt.core.model import refuse_tp_degree
@@ -88,6 +89,9 @@ def _unknown(job: Job, problem: Problem) -> Iterator[Mistake]:
     if model.is_encoder_decoder:
         yield mistake(job, "model", job.model, "a decoder-only model: the engine deepspeed does "
                       "not execute encoder-decoder models")
+    elif model.decoder != Decoder():
+        yield mistake(job, "model", job.model, "OPT, GPT-2, Llama or Qwen2 in their plainest form: "
+                      "the engine deepspeed was checked with no other")
     elif model.family == "gpt2" and ranks > 1:
         yield mistake(job, "model", job.model, "OPT, Llama or Qwen2 on more than one rank: "
                       "DeepSpeed's AutoTP does not divide GPT-2 (`run: {ranks: 1}` takes it)")

@@ -20,7 +20,7 @@ from xrunner.models.stage_model import (
     packed,
     residual,
 )
-from xrunner.models.t5 import SCALE
+from xrunner.models.t5 import SCALE, SCORING
 from xrunner.models.weights import OnDevice, WeightSource, WideVectors
 from xrunner.ops.attention import decode_attention, packed_attention, store_packed
 from xrunner.ops.contexts import DecodeContext, encode_context, whole_inputs
@@ -115,9 +115,9 @@ class EncoderDecoderStage:
         for layer, (keys, values), (cross_keys, cross_values) in zip(
                 self.layers, cache, encoded, strict=True):
             query = place(layer.qkv(hidden), layer.heads, (keys, values), step.places)
-            attended = decode_attention(query, (keys, values), step, SCALE, bias)
+            attended = decode_attention(query, (keys, values), step, SCORING, bias)
             query = layer.cross_query(hidden, attended)
-            attended = decode_attention(query, (cross_keys, cross_values), across, SCALE)
+            attended = decode_attention(query, (cross_keys, cross_values), across, SCORING)
             layer.finish(hidden, attended)
         return hidden.total() if self.is_last else hidden.total().to(self.dtype)
 

@@ -4,28 +4,22 @@ A checkpoint stores each linear weight as [in, out] (transformers' Conv1D), and 
 as one such matrix; here they are turned to [out, in] once, when they are loaded.
 """
 
-from functools import partial
-
 import torch
 
 from xgpt.core.model import ModelSpec
-from xrunner.models.pre_norm import (
-    EndNames,
-    PreNormEnds,
-    PreNormLayer,
-    PreNormWeights,
-    read_norm,
-)
+from xrunner.models.decoder import DecoderLayer, LayerWeights
+from xrunner.models.learned import EndNames, ends_of, read_norm
+from xrunner.models.mlp import PlainMlp
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.weights import TensorPart, WeightSource
 from xrunner.ops.linear import Product
 
-gpt2_ends = partial(PreNormEnds, names=EndNames(
+gpt2_ends = ends_of(EndNames(
     tokens="wte.weight", positions="wpe.weight", norm="ln_f"))
 
 
 def gpt2_layer(spec: ModelSpec, weights: WeightSource, index: int,
-               shard: Shard = WHOLE) -> PreNormLayer:
+               shard: Shard = WHOLE) -> DecoderLayer:
     """Makes a layer that computes what transformers' GPT2Block does."""
     hidden, inner = spec.hidden_size, spec.intermediate_size
     prefix = f"h.{index}."
@@ -44,13 +38,13 @@ def gpt2_layer(spec: ModelSpec, weights: WeightSource, index: int,
 
     # a shard's heads lie in three places of the joint matrix: in query's, key's and value's
     joint = [shard.part(1, hidden, first=i * hidden) for i in range(3)]
-    return PreNormLayer(spec, shard, PreNormWeights(
-        input_norm=read_norm(weights, f"{prefix}ln_1", hidden),
+    return DecoderLayer(spec, shard, index, LayerWeights(
+        input_norm=read_norm(spec, weights, f"{prefix}ln_1"),
         qkv=columns("attn.c_attn", 3 * hidden, joint if shard.degree > 1 else [None]),
         out=rows("attn.c_proj", hidden),
-        mlp_norm=read_norm(weights, f"{prefix}ln_2", hidden),
-        up=columns("mlp.c_fc", inner, [shard.part(1, inner)], "gelu"),
-        down=rows("mlp.c_proj", inner)))
+        mlp_norm=read_norm(spec, weights, f"{prefix}ln_2"),
+        mlp=PlainMlp(columns("mlp.c_fc", inner, [shard.part(1, inner)], "gelu"),
+                     rows("mlp.c_proj", inner))))
 
 
 def _of_bias(columns: TensorPart | None) -> TensorPart | None:

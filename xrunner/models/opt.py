@@ -1,30 +1,24 @@
 """OPT layers: learned positions (offset 2), pre-layer-norm, biases, ReLU."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from xgpt.core.model import ModelSpec
-from xrunner.models.pre_norm import (
-    EndNames,
-    PreNormEnds,
-    PreNormLayer,
-    PreNormWeights,
-    read_norm,
-)
+from xrunner.models.decoder import DecoderLayer, LayerWeights
+from xrunner.models.learned import EndNames, ends_of, read_norm
+from xrunner.models.mlp import PlainMlp
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.weights import TensorPart, WeightSource
 from xrunner.ops.linear import Product
 
 POSITION_OFFSET = 2  # the first two rows of OPT's position table belong to padding
-opt_ends = partial(PreNormEnds, names=EndNames(
+opt_ends = ends_of(EndNames(
     tokens="model.decoder.embed_tokens.weight", positions="model.decoder.embed_positions.weight",
     norm="model.decoder.final_layer_norm", position_offset=POSITION_OFFSET))
 
 
 def opt_layer(spec: ModelSpec, weights: WeightSource, index: int,
-              shard: Shard = WHOLE) -> PreNormLayer:
+              shard: Shard = WHOLE) -> DecoderLayer:
     """Makes a layer that computes what transformers' OPTDecoderLayer does, with
     do_layer_norm_before."""
     hidden, ffn = spec.hidden_size, spec.intermediate_size
@@ -43,11 +37,11 @@ def opt_layer(spec: ModelSpec, weights: WeightSource, index: int,
 
     parts = [columns(f"self_attn.{n}_proj", hidden, hidden) for n in "qkv"]
     biases = [bias for _, bias in parts if bias is not None]
-    return PreNormLayer(spec, shard, PreNormWeights(
-        input_norm=read_norm(weights, f"{prefix}self_attn_layer_norm", hidden),
+    return DecoderLayer(spec, shard, index, LayerWeights(
+        input_norm=read_norm(spec, weights, f"{prefix}self_attn_layer_norm"),
         qkv=Product(torch.cat([weight for weight, _ in parts]),
                     torch.cat(biases) if biases else None),
         out=rows("self_attn.out_proj", hidden, hidden),
-        mlp_norm=read_norm(weights, f"{prefix}final_layer_norm", hidden),
-        up=Product(*columns("fc1", ffn, hidden), activation="relu"),
-        down=rows("fc2", hidden, ffn)))
+        mlp_norm=read_norm(spec, weights, f"{prefix}final_layer_norm"),
+        mlp=PlainMlp(Product(*columns("fc1", ffn, hidden), activation="relu"),
+                     rows("fc2", hidden, ffn))))

@@ -39,6 +39,7 @@ class Shard:
     degree: int = 1
     all_reduce: Callable[[Tensor], Tensor] = _identity
     gather: Callable[[Tensor], Tensor | None] = _alone
+    unrounded: Callable[[Tensor], Tensor] | None = None  # all_reduce, before it rounded
 
     def __post_init__(self) -> None:
         assert 0 <= self.index < self.degree, f"{self.index = } {self.degree = }"
@@ -54,7 +55,13 @@ class Shard:
 
     def rounding(self, dtype: torch.dtype) -> Self:
         """The same, whose sums are of `dtype` on their way between ranks, whatever the tensors."""
-        return replace(self, all_reduce=partial(_sum_as, self.all_reduce, dtype))
+        return replace(self, all_reduce=partial(_sum_as, self.all_reduce, dtype),
+                       unrounded=self.all_reduce)
+
+    @property
+    def exact_sum(self) -> Callable[[Tensor], Tensor]:
+        """all_reduce of few numbers that must not be rounded on their way."""
+        return self.unrounded or self.all_reduce
 
     def share(self, count: int) -> int:
         """This rank's part of `count` heads or columns, which the degree divides."""
@@ -77,7 +84,6 @@ class Shard:
         share = self.vocabulary_share(vocab_size)
         start = min(self.index * share, vocab_size)
         return TensorPart(0, start, min(start + share, vocab_size))
-
 
     def vocabulary_share(self, vocab_size: int) -> int:
         """Tokens of the vocabulary on every rank but the last ones, which may have fewer."""

@@ -1,6 +1,7 @@
 """The slice of a model that one stage holds: its layers, and the ends where it has them."""
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -8,8 +9,9 @@ from torch import Tensor
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xgpt.core.schedule import StageAssignment
+from xrunner.models.decoder import DecoderEnds, DecoderLayer
+from xrunner.models.gated import gated_ends, gated_layer
 from xrunner.models.gpt2 import gpt2_ends, gpt2_layer
-from xrunner.models.llama import LlamaEnds, LlamaLayer
 from xrunner.models.opt import opt_ends, opt_layer
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.t5 import T5DecoderEnds, T5DecoderLayer, T5EncoderEnds, T5EncoderLayer
@@ -17,31 +19,22 @@ from xrunner.models.weights import OnDevice, WeightSource, WideVectors
 from xrunner.ops.attention import decode_attention, encode_attention
 from xrunner.ops.contexts import DecodeContext, EncodeContext, Places
 from xrunner.ops.head import Scores
-from xrunner.ops.linear import Product, activations_of
+from xrunner.ops.linear import activations_of
 from xrunner.ops.residual import Residual
 from xrunner.ops.rows import place
 
 
-class Layer(Protocol):
-    """A decoder layer, or a shard of one, without its attention kernel, which is the same for all
-    families. `heads`, `kv_heads`: this shard's; `dim`: the size of each."""
+class Family(NamedTuple):
+    """Reads a checkpoint's layers and ends, by its names and layout."""
 
-    heads: int
-    kv_heads: int
-    dim: int
-
-    @property
-    def products(self) -> tuple[Product, ...]: ...
-
-    def qkv(self, hidden: Residual) -> Tensor: ...
-
-    def finish(self, hidden: Residual, attended: Tensor) -> None: ...
+    layer: Callable[[ModelSpec, WeightSource, int, Shard], DecoderLayer]
+    ends: Callable[..., DecoderEnds]
 
 
-LAYER_CLASSES: dict[str, tuple[Any, Any]] = {
-    "llama": (LlamaLayer, LlamaEnds),
-    "opt": (opt_layer, opt_ends),
-    "gpt2": (gpt2_layer, gpt2_ends),
+FAMILIES: dict[str, Family] = {
+    "llama": Family(gated_layer, gated_ends),
+    "opt": Family(opt_layer, opt_ends),
+    "gpt2": Family(gpt2_layer, gpt2_ends),
 }
 
 
@@ -92,10 +85,10 @@ class StageModel:
         """`shard`: this rank's part of every layer and of the head; weights go to `device`, and
         are multiplied as `weight_dtype` (None: `dtype`). Activations are of that type, too (int8:
         of float32, 8-bit within a product); the cache, and what goes to other ranks, of `dtype`."""
-        assert spec.family in LAYER_CLASSES, f"{spec.family = } is not decoder-only"
+        assert spec.family in FAMILIES, f"{spec.family = } is not decoder-only"
         if (reason := refuse_tp_degree(spec, shard.degree)) is not None:
             raise XgptError(f"model {spec.name!r}: {reason}")
-        layer_class, ends_class = LAYER_CLASSES[spec.family]
+        family = FAMILIES[spec.family]
         self.spec, self.dtype, self.shard, self.device = spec, dtype, shard, torch.device(device)
         self.is_first = stage.first_layer == 0
         self.is_last = stage.first_layer + stage.num_layers == spec.num_layers
@@ -103,11 +96,11 @@ class StageModel:
         as_type = weight_dtype or dtype
         self.work_dtype = activations_of(as_type)
         placed, shard = WideVectors(placed, self.work_dtype), shard.rounding(dtype)
-        self.layers: list[Layer] = [
-            packed(layer_class(spec, placed, stage.first_layer + i, shard), as_type)
+        self.layers: list[DecoderLayer] = [
+            packed(family.layer(spec, placed, stage.first_layer + i, shard), as_type)
             for i in range(stage.num_layers)]
-        self.ends = ends_class(spec, placed, first=self.is_first, last=self.is_last, shard=shard)
-        if self.is_last:
+        self.ends = family.ends(spec, placed, first=self.is_first, last=self.is_last, shard=shard)
+        if self.ends.head is not None:
             self.ends.head.pack(as_type)
 
     @property
@@ -159,14 +152,17 @@ class StageModel:
         places = Places(*where)
         hidden = residual(self.ends.embed(inputs, self._within(positions))
                           if self.is_first else inputs, self.work_dtype, is_own=self.is_first)
-        rotation = self.ends.rotation(positions)
+        rotations = self.ends.rotation(positions)
         for layer, (keys, values) in zip(self.layers, cache, strict=True):
-            query = place(layer.qkv(hidden), layer.heads, (keys, values), places, rotation)
+            query = place(layer.qkv(hidden), layer.heads, (keys, values), places,
+                          None if layer.rotary is None else rotations[layer.rotary])
             attended = []
             if decoded is not None:
-                attended.append(decode_attention(query[:n], (keys, values), decoded))
+                attended.append(decode_attention(query[:n], (keys, values), decoded,
+                                                 layer.scoring))
             if encoded is not None:
-                attended.append(encode_attention(query[n:], (keys, values), encoded))
+                attended.append(encode_attention(query[n:], (keys, values), encoded,
+                                                 layer.scoring))
             every = attended[0] if len(attended) == 1 else torch.cat(attended)
             if kept is not None and layer is self.layers[-1] and self.narrows:
                 hidden, every, kept = Residual(hidden.total()[kept]), every[kept], None
@@ -183,5 +179,4 @@ class StageModel:
 
     def scores(self, hidden: Tensor) -> Scores:
         """hidden [n, H] -> the logits [n, V_local] of this shard's tokens; last stage only."""
-        scores: Scores = self.ends.scores(hidden)
-        return scores
+        return self.ends.scores(hidden)

@@ -15,13 +15,14 @@ from torch.nn import functional as F
 from xgpt.core.model import ModelSpec
 from xrunner.models.shard import WHOLE, Shard, head_weight
 from xrunner.models.weights import WeightSource
-from xrunner.ops.attention import Distances
+from xrunner.ops.attention import Distances, Scoring
 from xrunner.ops.head import HeadScores, OutputHead
 from xrunner.ops.linear import Product
 from xrunner.ops.residual import Residual
 from xrunner.ops.rows import rms_norm
 
 SCALE = 1.0  # of the attention scores: T5's initialisation stands in for 1 / sqrt(d)
+SCORING = Scoring(SCALE)
 _EMBEDDING = "shared.weight"
 
 

@@ -24,6 +24,20 @@ from xrunner.ops.cuda import MAX_DIM, CudaOps, DistanceBias
 from xrunner.ops.native import check, dtype_code, library, serves, threads
 
 
+class Scoring(NamedTuple):
+    """How a layer's scores are made, and of what: a query's entry times a key's, times `scale`
+    (None: 1 / sqrt(d)); with a `cap` the result s becomes cap * tanh(s / cap); of the last
+    `window` entries alone, the token's own among them (None: of all)."""
+
+    scale: float | None = None
+    window: int | None = None
+    cap: float | None = None
+
+
+PLAIN = Scoring()
+_NO_WEIGHT = -1e30
+
+
 class Distances(NamedTuple):
     """A score's bias by the key's position less the query's: table [h, width] float32, whose column
     `center` is of distance 0."""
@@ -32,22 +46,28 @@ class Distances(NamedTuple):
     center: int
 
 
-def decode_attention(query: Tensor, cache: Cache, step: DecodeContext, scale: float | None = None,
-                     bias: Distances | None = None) -> Tensor:
+def decode_attention(query: Tensor, cache: Cache, step: DecodeContext,
+                     scoring: Scoring = PLAIN, bias: Distances | None = None) -> Tensor:
     """One token of each of n queries against its own entries, the last of which is its own.
 
-    query [n, h, d], rows contiguous; `scale` None: 1 / sqrt(d). Returns [n, h * d].
+    query [n, h, d], rows contiguous. Returns [n, h * d].
     """
     keys, values = cache
     n, heads, dim = query.shape
     num_blocks, kv_heads, size, _ = keys.shape
+    scale = dim ** -0.5 if scoring.scale is None else scoring.scale
+    if scoring.window is not None and scoring.window < step.longest:
+        assert bias is None, "no family has both"
+        bias = _window_bias(heads, scoring.window, step.longest, query.device)
+    if scoring.cap is not None:
+        return _by_rows(query, cache, step, scoring._replace(scale=scale), bias)
     if (gpu := _cuda("decode_attention", query, keys)) is not None:
         return gpu.decode_attention(
-            query, cache, step.blocks, step.lengths, dim ** -0.5 if scale is None else scale,
+            query, cache, step.blocks, step.lengths, scale,
             None if bias is None else DistanceBias(*bias)).flatten(1)
     if not _is_native(query, keys):
         if step.in_blocks:
-            return _masked_blocks(query, cache, step, scale, bias)
+            return _by_rows(query, cache, step, Scoring(scale), bias)
         return _masked_decode(query, cache, step, scale, bias)
     out, lib = query.new_empty(n, heads * dim), library()
     assert lib is not None
@@ -55,8 +75,8 @@ def decode_attention(query: Tensor, cache: Cache, step: DecodeContext, scale: fl
     check(lib.xgpt_decode_attention(
         dtype_code(query), dtype_code(keys), out.data_ptr(), query.data_ptr(), query.stride(0),
         keys.data_ptr(), values.data_ptr(), step.blocks.data_ptr(), step.blocks.shape[1],
-        step.lengths.data_ptr(), n, heads, kv_heads, dim, num_blocks, size,
-        dim ** -0.5 if scale is None else scale, table, width, center, _decode_threads()))
+        step.lengths.data_ptr(), n, heads, kv_heads, dim, num_blocks, size, scale,
+        table, width, center, _decode_threads()))
     return out
 
 
@@ -65,7 +85,16 @@ def _decode_threads() -> int:
     return 1 if invariant.is_asked() else threads()
 
 
-def _masked_decode(query: Tensor, cache: Cache, step: DecodeContext, scale: float | None,
+def _window_bias(heads: int, window: int, longest: int, device: torch.device) -> Distances:
+    """That leaves entries farther than a window out of account: a score that low has no weight
+    beside the token's own. Not an infinity, which the kernels would subtract from itself where it
+    is the largest score so far."""
+    table = torch.zeros(heads, longest, device=device)
+    table[:, :longest - window] = _NO_WEIGHT
+    return Distances(table, longest - 1)
+
+
+def _masked_decode(query: Tensor, cache: Cache, step: DecodeContext, scale: float,
                    bias: Distances | None) -> Tensor:
     """By torch. What lies between the slots is read along and dropped: gathering the rows would
     copy them all."""
@@ -89,37 +118,56 @@ def _masked_decode(query: Tensor, cache: Cache, step: DecodeContext, scale: floa
     return (out if is_dense else out[step.slots]).reshape(n, heads * dim)
 
 
-def _masked_blocks(query: Tensor, cache: Cache, step: DecodeContext, scale: float | None,
-                   bias: Distances | None) -> Tensor:
-    """By torch, of entries in blocks: copied into rows. A block that another query has left may
-    hold what is no number, which a masked score would still multiply."""
+def _by_rows(query: Tensor, cache: Cache, step: DecodeContext, scoring: Scoring,
+             bias: Distances | None) -> Tensor:
+    """By torch, of entries copied into rows. A block that another query has left may hold what is
+    no number, which a masked score would still multiply."""
     n, heads, dim = query.shape
-    kv_heads, mask = cache[0].shape[1], step.mask(query.dtype)
-    beyond = step.mask(query.dtype).view(n, 1, step.longest, 1) != 0
+    kv_heads = cache[0].shape[1]
+    at = torch.arange(step.longest, device=query.device)
+    mask = torch.zeros(n, 1, 1, step.longest, dtype=query.dtype, device=query.device).masked_fill_(
+        (at >= step.lengths[:, None])[:, None, None, :], float("-inf"))
+    beyond = mask.view(n, 1, step.longest, 1) != 0
     keys, values = (part.to(query.dtype).masked_fill(beyond, 0)
                     for part in rows_of(cache, step.blocks, step.longest))
     if bias is not None:
-        distances = torch.arange(step.longest, device=mask.device) - step.positions[:, None]
+        distances = at - step.positions[:, None]
         own = bias.table[:, (distances + bias.center).clamp(max=bias.table.shape[1] - 1)]
         added = own.transpose(0, 1)[:, :, None, :].to(mask.dtype)
         mask = (mask + added).view(n, kv_heads, -1, step.longest)
-    out = scaled_dot_product_attention(query.reshape(n, kv_heads, heads // kv_heads, dim), keys,
-                                       values, attn_mask=mask, scale=scale)
+    out = _attended(query.reshape(n, kv_heads, heads // kv_heads, dim), keys, values, mask, scoring)
     return out.reshape(n, heads * dim)
 
 
+def _attended(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
+              scoring: Scoring) -> Tensor:
+    """query [..., m, d], keys and values [..., s, d], `mask` added to the scores [..., m, s]:
+    [..., m, d]."""
+    if scoring.cap is None:
+        return scaled_dot_product_attention(query, keys, values, attn_mask=mask,
+                                            scale=scoring.scale)
+    scale = query.shape[-1] ** -0.5 if scoring.scale is None else scoring.scale
+    scores = query @ keys.transpose(-1, -2) * scale
+    scores = scoring.cap * torch.tanh(scores / scoring.cap)
+    scores = scores if mask is None else scores + mask
+    return scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ values
+
+
 def encode_attention(query: Tensor, cache: Cache, step: EncodeContext,
-                     scale: float | None = None) -> Tensor:
+                     scoring: Scoring = PLAIN) -> Tensor:
     """Causal: a token attends to its query's entries up to its own. query [T, h, d], rows
-    contiguous; `scale` None: 1 / sqrt(d). Returns [T, h * d]."""
+    contiguous. Returns [T, h * d]."""
     keys, values = cache
     tokens, heads, dim = query.shape
     num_blocks, kv_heads, size, _ = keys.shape
+    scale = dim ** -0.5 if scoring.scale is None else scoring.scale
+    if scoring.cap is not None or (scoring.window is not None
+                                   and scoring.window < step.longest):
+        return _encode_by_span(query, cache, step, scoring._replace(scale=scale))
     if (gpu := _cuda("encode_attention", query, keys)) is not None:
-        return gpu.encode_attention(query, cache, step,
-                                    dim ** -0.5 if scale is None else scale).flatten(1)
+        return gpu.encode_attention(query, cache, step, scale).flatten(1)
     if not _is_native(query, keys):
-        return _encode_by_span(query, cache, step, scale)
+        return _encode_by_span(query, cache, step, Scoring(scale))
     out, lib = query.new_empty(tokens, heads * dim), library()
     assert lib is not None
     _, first, lengths, _ = step.columns
@@ -127,23 +175,33 @@ def encode_attention(query: Tensor, cache: Cache, step: EncodeContext,
         dtype_code(query), dtype_code(keys), out.data_ptr(), query.data_ptr(), query.stride(0),
         keys.data_ptr(), values.data_ptr(), step.blocks.data_ptr(), step.blocks.shape[1],
         first.data_ptr(), lengths.data_ptr(), len(step.spans), heads, kv_heads, dim, num_blocks,
-        size, dim ** -0.5 if scale is None else scale, threads()))
+        size, scale, threads()))
     return out
 
 
-def _encode_by_span(query: Tensor, cache: Cache, step: EncodeContext,
-                    scale: float | None) -> Tensor:
+def _encode_by_span(query: Tensor, cache: Cache, step: EncodeContext, scoring: Scoring) -> Tensor:
     outs = []
     ends = list(accumulate(span.tokens for span in step.spans))
     for i, ((slot, first, tokens, _), end) in enumerate(zip(step.spans, ends, strict=True)):
         at = torch.arange(first + tokens, device=query.device)
-        mask = None if first == 0 else at[None, :] <= at[first:, None]
+        mask = _causal(at, first, tokens, scoring, query.dtype)
         rows = ([part[0] for part in rows_of(cache, step.blocks[i:i + 1], first + tokens)]
                 if step.in_blocks else [part[slot, :, :first + tokens] for part in cache])
         key, value = (part.to(query.dtype) for part in rows)
-        outs.append(_attend_one(query[end - tokens:end], key, value, mask, scale,
-                                is_causal=first == 0))
+        outs.append(_attend_one(query[end - tokens:end], key, value, mask, scoring,
+                                is_causal=mask is None))
     return torch.cat(outs) if outs else query.flatten(1)
+
+
+def _causal(at: Tensor, first: int, tokens: int, scoring: Scoring,
+            dtype: torch.dtype) -> Tensor | None:
+    """Added to the scores [t, s] of the tokens from `first` on; None: torch knows it itself."""
+    window = scoring.window or first + tokens
+    if first == 0 and window >= tokens and scoring.cap is None:
+        return None
+    seen = (at[None, :] <= at[first:, None]) & (at[None, :] > at[first:, None] - window)
+    return torch.zeros(seen.shape, dtype=dtype, device=at.device).masked_fill_(
+        ~seen, float("-inf"))
 
 
 def packed_attention(joint: Tensor, heads: int, lengths: Sequence[int], scale: float | None = None,
@@ -179,21 +237,22 @@ def _packed_by_input(query: Tensor, key: Tensor, value: Tensor, lengths: Sequenc
             mask = bias.table[:, at[None, :] - at[:, None] + bias.center].to(query.dtype).view(
                 heads, 1, length, length)
         outs.append(_attend_one(query[here], key[here].transpose(0, 1),
-                                value[here].transpose(0, 1), mask, scale))
+                                value[here].transpose(0, 1), mask, Scoring(scale)))
     return torch.cat(outs) if outs else query.flatten(1)
 
 
 def _attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-                scale: float | None, *, is_causal: bool = False) -> Tensor:
+                scoring: Scoring, *, is_causal: bool = False) -> Tensor:
     """Tokens [t, h, d] of one query against keys and values [k, s, d], each of which serves h / k
     heads. Returns [t, h * d]."""
     tokens, heads, dim = query.shape
     kv_heads, context = key.shape[:2]
     group = (kv_heads, heads // kv_heads, context, dim)
-    attended = scaled_dot_product_attention(
-        query.reshape(tokens, kv_heads, -1, dim).permute(1, 2, 0, 3),
-        key.unsqueeze(1).expand(group), value.unsqueeze(1).expand(group), attn_mask=mask,
-        scale=scale, is_causal=is_causal)
+    rows = query.reshape(tokens, kv_heads, -1, dim).permute(1, 2, 0, 3)
+    keys, values = key.unsqueeze(1).expand(group), value.unsqueeze(1).expand(group)
+    attended = (scaled_dot_product_attention(rows, keys, values, scale=scoring.scale,
+                                             is_causal=True) if is_causal else
+                _attended(rows, keys, values, mask, scoring))
     return attended.permute(2, 0, 1, 3).reshape(tokens, heads * dim)
 
 

@@ -107,6 +107,11 @@ class EncodeContext:
     in_blocks: bool  # a table names them
 
     @property
+    def longest(self) -> int:
+        """Entries that one token reads at most."""
+        return max((span.first + span.tokens for span in self.spans), default=0)
+
+    @property
     def ends(self) -> Tensor:
         """Rows of the last token of each input whose end is among the spans."""
         last = [place for place, span in enumerate(self.spans) if span.is_last]

@@ -84,6 +84,23 @@ class HeadScores:
         return self._x if len(rows) == len(self._x) else self._x[list(rows)]
 
 
+class CappedScores:
+    """Scores each of which, s, becomes cap * tanh(s / cap): their order stays."""
+
+    def __init__(self, scores: Scores, cap: float) -> None:
+        self._scores, self._cap = scores, cap
+
+    def best(self, rows: Sequence[int]) -> BestTokens:
+        best = self._scores.best(rows)
+        return BestTokens(self._capped(best.logits), best.tokens)
+
+    def of(self, rows: Sequence[int]) -> Tensor:
+        return self._capped(self._scores.of(rows))
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        return self._cap * torch.tanh(logits / self._cap)
+
+
 class WholeScores:
     """Scores of logits that are there: [n, V_local]."""
 

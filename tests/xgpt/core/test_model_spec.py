@@ -9,7 +9,8 @@ import pytest
 
 from xgpt.core import catalog
 from xgpt.core.errors import InputError
-from xgpt.core.model import ModelSpec, from_hf_config
+from xgpt.core.hf_config import from_hf_config
+from xgpt.core.model import ModelSpec
 
 OPT_125M = {
     "model_type": "opt", "num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12,
@@ -53,7 +54,7 @@ def test_a_config_reads_as_the_catalogs_row(config: dict[str, Any], row: str) ->
     ({**OPT_125M, "do_layer_norm_before": False}, "do_layer_norm_before"),
     ({**OPT_125M, "word_embed_proj_dim": 512}, "word_embed_proj_dim"),
     ({**LLAMA_31, "rope_scaling": {"rope_type": "yarn"}}, "rope_type"),
-    ({**QWEN, "use_sliding_window": True}, "use_sliding_window"),
+    ({**QWEN, "use_sliding_window": "yes"}, "use_sliding_window"),
     ({k: v for k, v in OPT_125M.items() if k != "ffn_dim"}, "ffn_dim")])
 def test_what_cannot_run_is_refused_by_its_key(config: dict[str, Any], key: str) -> None:
     with pytest.raises(InputError, match=key):

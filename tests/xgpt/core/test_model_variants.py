@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from xgpt.core.errors import InputError
+from xgpt.core.hf_config import from_hf_config
 from xgpt.core.job_file import load_job
-from xgpt.core.model import from_hf_config
 from xgpt.core.problem import resolve
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2,
@@ -20,7 +20,11 @@ OPT = {"model_type": "opt", "num_hidden_layers": 2, "hidden_size": 8, "num_atten
 
 
 @pytest.mark.parametrize(("config", "key", "value"), [
-    (LLAMA, "attention_bias", True), (LLAMA, "mlp_bias", True), (LLAMA, "hidden_act", "gelu"),
+    (LLAMA, "mlp_bias", True),
+    ({**LLAMA, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+      "moe_intermediate_size": 4}, "mlp_only_layers", [1]),
+    ({**LLAMA, "model_type": "qwen3"}, "layer_types", ["full_attention", "chunked_attention"]),
+    ({**LLAMA, "model_type": "gemma2"}, "use_bidirectional_attention", True),
     (OPT, "activation_function", "gelu"), (OPT, "do_layer_norm_before", False)])
 def test_a_variant_nobody_implements_is_refused(config: dict[str, Any], key: str,
                                                 value: object) -> None:
@@ -46,19 +50,43 @@ SHAPE = LLAMA | {"num_key_value_heads": 1, "head_dim": 6, "max_position_embeddin
 
 
 @pytest.mark.parametrize(("config", "why"), [
-    ({"model_type": "qwen3", "sliding_window": None, "use_sliding_window": False}, "norms of"),
-    ({"model_type": "mistral", "sliding_window": 16}, "the last 16 tokens"),
-    ({"model_type": "phi3", "rope_scaling": {"type": "longrope", "long_factor": [1.0]}}, "as one"),
-    ({"model_type": "gemma2", "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 8},
-     "window")])
+    ({"hidden_act": "relu2"}, "hidden_act 'relu2'"),
+    ({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, "rope_type 'mrope'"),
+    ({"model_type": "gemma2", "hidden_activation": "xielu"}, "hidden_activation 'xielu'")])
 def test_shapes_that_are_only_planned_are_read_and_say_what_is_not_executed(
         config: dict[str, Any], why: str) -> None:
-    """The shape is Llama's; of Gemma the head is the embedding though its config leaves it out."""
-    spec, llama = (from_hf_config({**SHAPE, **own}, "x") for own in (config, {}))
-    assert why in spec.planned_only and not llama.planned_only
-    assert spec.head_dim == 6 and spec.kv_elements_per_token_layer == 12
-    assert spec.decoder_layer_params == llama.decoder_layer_params
-    assert spec.tied_embeddings == (config["model_type"] == "gemma2")
+    spec = from_hf_config({**SHAPE, **config}, "x")
+    assert why in spec.planned_only and spec.kv_elements_per_token_layer == 12
+    plain = {key: value for key, value in config.items() if key == "model_type"}
+    assert not from_hf_config({**SHAPE, **plain}, "x").planned_only
+
+
+def test_a_family_nobody_knows_is_refused_by_its_name_with_who_has_it() -> None:
+    with pytest.raises(InputError, match="model_type: 'mamba2'|mamba2.*vLLM"):
+        from_hf_config({**SHAPE, "model_type": "mamba2"}, "x")
+
+
+@pytest.mark.parametrize(("config", "windows"), [
+    ({"model_type": "gemma2", "sliding_window": 8}, (8, None)),
+    ({"model_type": "gemma3_text", "sliding_window": 8, "sliding_window_pattern": 2}, (8, None)),
+    ({"model_type": "gemma3_text", "sliding_window": 8}, (8, 8)),
+    ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": False}, ()),
+    ({"model_type": "qwen2", "sliding_window": 8, "use_sliding_window": True,
+      "max_window_layers": 1}, (None, 8)),
+    ({"model_type": "mistral", "sliding_window": 8, "max_position_embeddings": 8}, ())])
+def test_windows_are_of_the_layers_that_the_config_says(
+        config: dict[str, Any], windows: tuple[int | None, ...]) -> None:
+    assert from_hf_config({**SHAPE, **config}, "x").decoder.windows == windows
+
+
+def test_longrope_is_executed_within_the_positions_of_its_short_factors() -> None:
+    rope = {"type": "longrope", "short_factor": [1.0, 1.0, 2.0], "long_factor": [1.0, 2.0, 3.0]}
+    config = {**SHAPE, "model_type": "phi3", "rope_scaling": rope,
+              "original_max_position_embeddings": 16}
+    spec = from_hf_config(config, "x")
+    assert spec.max_positions == 16 and dict(spec.rope_scaling or ())["factor"] == 4.0
+    with pytest.raises(InputError, match=r"rope_scaling\.short_factor"):
+        from_hf_config({**config, "rope_scaling": {"type": "longrope"}}, "x")
 
 
 def test_a_mistral_whose_window_holds_all_positions_is_executed() -> None:
@@ -70,13 +98,13 @@ def test_a_mistral_whose_window_holds_all_positions_is_executed() -> None:
 def test_a_model_that_is_only_planned_is_planned_elsewhere_and_refused_here(
         tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({
-        **SHAPE, "model_type": "qwen3", "max_position_embeddings": 1024}))
+        **SHAPE, "hidden_act": "relu2", "max_position_embeddings": 1024}))
     words = "model: {model}\ncluster: {cluster}\nworkload: {{task: S, requests: {{count: 5}}}}\n"
     for cluster in ("h100-8", "local"):
         job = tmp_path / f"{cluster}.yaml"
         job.write_text(words.format(model=tmp_path, cluster=cluster), encoding="utf-8")
         if cluster == "local":
-            with pytest.raises(InputError, match="norms of queries and keys is planned for"):
+            with pytest.raises(InputError, match="relu2' is planned for.*engine: vllm"):
                 resolve(load_job(job))
         else:
             assert resolve(load_job(job)).model.planned_only

@@ -26,6 +26,7 @@ from toys import (
 
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.models.encoder_decoder import EncoderDecoderStage
+from xrunner.models.mlp import GatedMlp, PlainMlp
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import StageModel
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
@@ -202,9 +203,7 @@ def assert_as_near(ours: torch.Tensor, exact: torch.Tensor, theirs: torch.Tensor
 
 def _count(executor: Any) -> int:
     """Parameters that its layers and ends hold."""
-    # NOTE: inverse_frequency is computed, not loaded
-    return sum(_numbers(value) for owner in (*executor.model.layers, executor.model.ends)
-               for name, value in vars(owner).items() if name != "inverse_frequency")
+    return sum(_numbers(owner.weights) for owner in (*executor.model.layers, executor.model.ends))
 
 
 def _numbers(value: Any) -> int:
@@ -212,6 +211,10 @@ def _numbers(value: Any) -> int:
         assert value.tensors
         bias = value.bias if isinstance(value, Product) else None
         return math.prod(value.shape) + (0 if bias is None else bias.numel())
+    if isinstance(value, PlainMlp):
+        return _numbers((value.up, value.down))
+    if isinstance(value, GatedMlp):
+        return _numbers((value.gate_up, value.down))
     if isinstance(value, tuple):
         return sum(_numbers(part) for part in value)
     return value.numel() if isinstance(value, torch.Tensor) else 0

@@ -13,7 +13,7 @@ import torch
 from toys import make_model, spec_of, split_stages
 
 from xgpt.core.errors import InputError
-from xgpt.core.model import from_hf_config
+from xgpt.core.hf_config import from_hf_config
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.models.gpt2 import gpt2_ends, gpt2_layer
 from xrunner.models.shard import Shard

@@ -13,11 +13,12 @@ from torch import Tensor
 from toys import VOCAB, logits_of, make_t5, spec_of
 
 from xgpt.core.errors import InputError
-from xgpt.core.model import ModelSpec, from_hf_config
+from xgpt.core.hf_config import from_hf_config
+from xgpt.core.model import ModelSpec
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import ENCODER_DECODER_CLASSES
-from xrunner.models.t5 import SCALE
+from xrunner.models.t5 import SCALE, SCORING
 from xrunner.models.weights import WeightSource
 from xrunner.ops.attention import decode_attention, packed_attention, store_packed
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
@@ -64,9 +65,9 @@ class Runner:
         hidden = Residual(self.decoder_ends.embed(tokens, contexts))
         for layer, own, theirs in zip(self.decoder, self.self_cache, self.cross_cache, strict=True):
             query = place(layer.qkv(hidden), layer.heads, tuple(own), step.places)
-            attended = decode_attention(query, tuple(own), step, SCALE, bias)
+            attended = decode_attention(query, tuple(own), step, SCORING, bias)
             query = layer.cross_query(hidden, attended)
-            attended = decode_attention(query, tuple(theirs), cross, SCALE)
+            attended = decode_attention(query, tuple(theirs), cross, SCORING)
             layer.finish(hidden, attended)
         return logits_of(self.decoder_ends, hidden.total())
 

@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from implementations import IMPLEMENTATIONS, TOLERANCE, Implementation, num_threads
 from torch import Tensor
 
-from xrunner.ops.attention import Distances, decode_attention, encode_attention, packed_attention
+from xrunner.ops.attention import (
+    Distances,
+    Scoring,
+    decode_attention,
+    encode_attention,
+    packed_attention,
+)
 from xrunner.ops.contexts import BlockTable, decode_context, encode_context
 from xrunner.rules.slots import Span
 
@@ -143,7 +149,8 @@ def test_a_token_that_is_decoded_attends_to_its_own_query_alone(
         cache, table = in_blocks(cache, dict(zip(slots, lengths, strict=True)), size, shape.seed)
     with implementation.using(), num_threads(shape.threads):
         step = decode_context(lengths, slots, implementation.device, table)
-        got = decode_attention(query.to(implementation.device), cache, step, shape.scale, bias)
+        got = decode_attention(query.to(implementation.device), cache, step,
+                               Scoring(shape.scale), bias)
     assert_near(got.cpu(), torch.cat(expected), shape.dtype)
 
 
@@ -184,7 +191,8 @@ def test_a_token_that_is_encoded_attends_to_what_came_before_it(
         cache, table = in_blocks(cache, ends, size, shape.seed)
     with implementation.using(), num_threads(shape.threads):
         step = encode_context(parts, implementation.device, table)
-        got = encode_attention(query.to(implementation.device), cache, step, shape.scale)
+        got = encode_attention(query.to(implementation.device), cache, step,
+                               Scoring(shape.scale))
     assert_near(got.cpu(), torch.cat(expected), shape.dtype)
 
 

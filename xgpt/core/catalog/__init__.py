@@ -20,7 +20,7 @@ from xgpt.core.cluster import (
 )
 from xgpt.core.errors import UnknownNameError
 from xgpt.core.lengths import JointLengths, truncated_normal
-from xgpt.core.model import ModelSpec
+from xgpt.core.model import ModelSpec, model_from_dict
 
 Kind = Literal["model", "device", "link", "cluster", "task", "wheel", "engine"]
 
@@ -92,10 +92,7 @@ def names(kind: Kind) -> list[str]:
 
 @cache
 def model(name: str) -> ModelSpec:
-    row = _row("model", name)
-    scaling = row.get("rope_scaling")
-    pairs = tuple(sorted(scaling.items())) if scaling else None
-    return ModelSpec(**{"name": name, **row, "rope_scaling": pairs})
+    return model_from_dict({"name": name, **_row("model", name)})
 
 
 @cache

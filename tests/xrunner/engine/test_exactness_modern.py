@@ -1,0 +1,150 @@
+"""Greedy float32 tokens of the gated families of today equal transformers' `generate`: norms around
+and after each block, norms of queries and keys, windows shorter than the sequences, soft-capping,
+rotary positions of every kind, fused tensors, multipliers, experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import modern
+import pytest
+import torch
+from toys import (
+    VOCAB,
+    generate,
+    logits_of,
+    random_queries,
+    run_in_process,
+    run_waa_in_process,
+    spec_of,
+    stages_of,
+    toy_waa_rules,
+    waa_pools,
+)
+
+from xrunner.checkpoint.layout import wanted_tensors
+from xrunner.checkpoint.reader import CheckpointReader
+from xrunner.checkpoint.tensors import check_weights, header
+from xrunner.models.stage_model import StageModel
+from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
+from xrunner.query import PreparedQuery
+
+Made = Callable[[str], tuple[Path, Any]]
+QUICK = (2, 1)  # tensor-parallel degrees of the stages
+LAYOUTS = [(1,), (1, 1), (1, 1, 1), (2,)]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """(directory, transformers' model) of a family, made when first asked for."""
+
+    @cache
+    def make(family: str) -> tuple[Path, Any]:
+        directory = tmp_path_factory.mktemp(family)
+        return directory, modern.make_modern(family, directory)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def expected(toy: Made) -> Callable[[str], dict[int, list[int]]]:
+    @cache
+    def answers(family: str) -> dict[int, list[int]]:
+        return {q.index: generate(toy(family)[1], q) for q in queries()}
+
+    return answers
+
+
+def queries() -> list[PreparedQuery]:
+    return random_queries(8)
+
+
+@pytest.mark.parametrize("family", modern.FAMILIES)
+def test_tokens_equal_generate_on_two_stages_of_which_one_is_divided(
+        toy: Made, expected: Callable[[str], dict[int, list[int]]], family: str) -> None:
+    sink, _ = run_in_process(toy(family)[0], queries(), degrees=QUICK, num_groups=2)
+    assert {r.query.index: list(r.output_ids) for r in sink.results} == expected(family)
+    assert max(map(len, expected(family).values())) > modern.WINDOW
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", LAYOUTS)
+@pytest.mark.parametrize("family", modern.FAMILIES)
+def test_tokens_equal_generate_in_every_layout(
+        toy: Made, expected: Callable[[str], dict[int, list[int]]], family: str,
+        degrees: tuple[int, ...]) -> None:
+    for groups, (batch, iterations) in ((1, (3, 2)), (3, (4, 5))):
+        sink, _ = run_in_process(toy(family)[0], queries(), degrees=degrees, num_groups=groups,
+                                 encode_batch=batch, decode_iterations=iterations)
+        assert {r.query.index: list(r.output_ids) for r in sink.results} == expected(family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pools", [((1,), (1,)), ((1,), (2,)), ((2,), (1, 1))])
+@pytest.mark.parametrize("family", modern.FAMILIES)
+def test_tokens_equal_generate_where_pools_hand_over(
+        toy: Made, expected: Callable[[str], dict[int, list[int]]], family: str,
+        pools: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    directory = toy(family)[0]
+    sink, _ = run_waa_in_process(directory, queries(), waa_pools(directory, *pools),
+                                 toy_waa_rules(len(pools[0])))
+    assert {r.query.index: list(r.output_ids) for r in sink.results} == expected(family)
+
+
+@pytest.mark.parametrize("family", modern.FAMILIES)
+def test_logits_of_an_input_and_of_its_next_tokens_equal_transformers(toy: Made,
+                                                                      family: str) -> None:
+    directory, model = toy(family)
+    spec, (stage,) = spec_of(directory), stages_of(directory, [1])
+    ours = StageModel(spec, CheckpointReader(directory, torch.float32), stage, torch.float32)
+    tokens = torch.arange(6, 30) * 11 % (VOCAB - 6) + 6
+    cache = torch.zeros(spec.num_layers, 2, 1, spec.kv_heads, 24, spec.head_dim)
+    with torch.inference_mode():
+        whole = encode_context(whole_inputs([18]))
+        rows = [logits_of(ours, ours.encode(tokens[:18], cache, whole))]
+        rows += [logits_of(ours, ours.decode(tokens[at:at + 1], cache, decode_context([at + 1])))
+                 for at in range(18, 24)]
+        theirs = model(tokens[None]).logits[0]
+    torch.testing.assert_close(torch.cat(rows), theirs, rtol=1e-3, atol=1e-3)
+    assert theirs.std() > 0.1
+
+
+@pytest.mark.parametrize("family", modern.FAMILIES)
+def test_the_tensors_that_are_asked_for_are_those_of_the_file(toy: Made, family: str) -> None:
+    directory, model = toy(family)
+    spec = spec_of(directory)
+    check_weights(directory, spec)
+    wanted = dict(wanted_tensors(spec))
+    held = header(directory / "model.safetensors")
+    assert wanted.keys() - {"lm_head.weight"} == held.keys() - {"lm_head.weight"}
+    assert spec.num_params == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("family", "unlike"), [
+    ("gemma2", {"windows": ()}), ("gemma2", {"attention_cap": None}),
+    ("gemma2", {"logit_cap": None}),
+    ("gemma3", {"local_rope_theta": None}), ("gemma3", {"query_scale": None}),
+    ("mistral-window", {"windows": ()}), ("phi4-mini", {"rotary_dim": None}),
+    ("smollm3", {"unrotated": ()}), ("granite", {"residual_scale": 1.0}),
+    ("granite", {"logit_scale": 1.0}), ("granite", {"embedding_scale": 1.0})])
+def test_what_a_config_states_changes_the_logits(toy: Made, family: str,
+                                                 unlike: dict[str, Any]) -> None:
+    """Else the tests above could not fail for want of it."""
+    directory, _ = toy(family)
+    spec = spec_of(directory)
+    assert getattr(spec.decoder, next(iter(unlike))) != next(iter(unlike.values()))
+    scaling = None if "rotary_dim" in unlike else spec.rope_scaling
+    other = replace(spec, decoder=replace(spec.decoder, **unlike), rope_scaling=scaling)
+    tokens, logits = torch.arange(6, 30), []
+    for own in (spec, other):
+        model = StageModel(own, CheckpointReader(directory, torch.float32),
+                           stages_of(directory, [1])[0], torch.float32)
+        cache = torch.zeros(spec.num_layers, 2, 1, spec.kv_heads, 24, spec.head_dim)
+        with torch.inference_mode():
+            logits.append(logits_of(model, model.encode(
+                tokens, cache, encode_context(whole_inputs([24]))))[-1])
+    assert (logits[0] - logits[1]).abs().max() > 1e-2

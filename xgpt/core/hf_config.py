@@ -1,0 +1,99 @@
+"""A Hugging Face `config.json` as a ModelSpec: one reader a kind of model, in a table by the
+`model_type` that the file states."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from xgpt.core.hf_gated import GATED_READERS
+from xgpt.core.model import ModelSpec
+from xgpt.core.model_file import ConfigValues, load_json
+
+ELSEWHERE = "vLLM (`vllm serve`) executes many others, which xgpt does not plan"
+
+
+def read_shape(folder: Path, name: str) -> ModelSpec:
+    """The shape in `folder`/config.json. Raises InputError."""
+    path = folder / "config.json"
+    return from_hf_config(load_json(path), name, path)
+
+
+def from_hf_config(config: Mapping[str, Any], name: str,
+                   path: Path = Path("config.json")) -> ModelSpec:
+    """A Hugging Face `config.json`, which came from `path`, as a ModelSpec. Raises InputError for a
+    family or variant that xgpt can neither execute nor plan, naming every key at fault."""
+    values = ConfigValues(config, path)
+    reader = _READERS.get(values.text("model_type", "", _READERS, more=f"; {ELSEWHERE}"))
+    if reader is None:
+        values.finish()
+    assert reader is not None
+    for key in ("quantization_config", "compression_config"):
+        _refuse_quantised(values, key)
+    spec = replace(reader(values, name), source="config.json")
+    values.finish()
+    return spec
+
+
+def _refuse_quantised(values: ConfigValues, key: str) -> None:
+    """Weights stored in fewer bits come with scales that nothing here multiplies them by: read as
+    if they were plain they give wrong tokens, and planned as plain wrong figures."""
+    if stored := values.section(key).values:
+        method = stored.get("quant_method", stored.get("format", "a method that is not named"))
+        values.reject(key, f"weights quantised by {method} are neither planned nor executed: take "
+                           "the checkpoint they were made from, in float32, float16 or bfloat16",
+                      value=method)
+
+
+def _read_opt(config: ConfigValues, name: str) -> ModelSpec:
+    config.only("activation_function", "relu")
+    config.only("do_layer_norm_before", True, " (the other is OPT-350M's layout)")
+    hidden = config.size("hidden_size")
+    if config.size_or_none("word_embed_proj_dim") not in (None, hidden):
+        config.reject("word_embed_proj_dim", "only the hidden_size is supported")
+    config.divides("num_attention_heads", "hidden_size")
+    return ModelSpec(
+        name=name, family="opt", num_layers=config.size("num_hidden_layers"), hidden_size=hidden,
+        num_heads=config.size("num_attention_heads"), vocab_size=config.size("vocab_size"),
+        intermediate_size=config.size("ffn_dim"), has_bias=config.flag("enable_bias", True),
+        max_positions=config.size("max_position_embeddings"), has_learned_positions=True,
+        activation="relu", tied_embeddings=config.flag("tie_word_embeddings", True))
+
+
+def _read_gpt2(config: ConfigValues, name: str) -> ModelSpec:
+    config.only("activation_function", "gelu_new")
+    config.only("scale_attn_weights", True)
+    for variant in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn",
+                    "add_cross_attention"):
+        config.only(variant, False)
+    config.divides("n_head", "n_embd")
+    hidden = config.size("n_embd")
+    return ModelSpec(
+        name=name, family="gpt2", num_layers=config.size("n_layer"), hidden_size=hidden,
+        num_heads=config.size("n_head"), vocab_size=config.size("vocab_size"),
+        intermediate_size=config.size_or_none("n_inner") or 4 * hidden,
+        max_positions=config.size("n_positions"), has_learned_positions=True,
+        activation="gelu_new", norm_eps=config.number("layer_norm_epsilon", 1e-5),
+        tied_embeddings=config.flag("tie_word_embeddings", True))
+
+
+def _read_t5(config: ConfigValues, name: str) -> ModelSpec:
+    projection = config.text("feed_forward_proj", "relu", _T5_ACTIVATIONS)
+    # Version 1.1 is known by its untied head; transformers 5 says `scale_decoder_outputs` instead
+    is_tied = config.flag("scale_decoder_outputs", config.flag("tie_word_embeddings", True))
+    layers = config.size("num_layers")
+    return ModelSpec(
+        name=name, family="t5", num_layers=config.size_or_none("num_decoder_layers") or layers,
+        num_encoder_layers=layers, hidden_size=config.size("d_model"),
+        num_heads=config.size("num_heads"), head_size=config.size("d_kv"),
+        vocab_size=config.size("vocab_size"), intermediate_size=config.size("d_ff"),
+        is_gated_mlp=projection.startswith("gated-"), has_bias=False,
+        activation=_T5_ACTIVATIONS[projection],
+        norm_eps=config.number("layer_norm_epsilon", 1e-6), tied_embeddings=is_tied,
+        relative_buckets=config.size_or_none("relative_attention_num_buckets") or 32,
+        relative_max_distance=config.size_or_none("relative_attention_max_distance") or 128)
+
+
+_T5_ACTIVATIONS = {"relu": "relu", "gated-gelu": "gelu_new"}
+_READERS = {"opt": _read_opt, "gpt2": _read_gpt2, **GATED_READERS, "t5": _read_t5}
+MODEL_TYPES = tuple(_READERS)

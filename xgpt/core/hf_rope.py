@@ -1,0 +1,94 @@
+"""Rotary positions by a `config.json`: transformers 5 writes `rope_parameters` (of Gemma 3 one a
+kind of layer), 4 `rope_theta` and `rope_scaling`, and each states a part of a head to rotate."""
+
+from typing import Any, NamedTuple
+
+from xgpt.core.model import RopeValue
+from xgpt.core.model_file import ConfigValues
+
+FULL, WINDOWED = "full_attention", "sliding_attention"  # transformers' names
+# kinds of rotary positions, and the numbers that each is made of
+_NUMBERS: dict[str, tuple[str, ...]] = {
+    "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor",
+               "original_max_position_embeddings"),
+    "longrope": ()}
+_OPTIONAL = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+             "longrope": ("factor", "attention_factor")}
+_ORIGINAL = "original_max_position_embeddings"
+_NO_SCALING = ("rope_theta", "partial_rotary_factor")
+
+
+class Rope(NamedTuple):
+    """`share` of a head's elements is rotated; `local_theta`: of layers with a window;
+    `most_positions`: beyond them the kind would change its frequencies in the middle of a query."""
+
+    theta: float
+    scaling: tuple[tuple[str, RopeValue], ...] | None
+    share: float = 1.0
+    local_theta: float | None = None
+    most_positions: int | None = None
+    unknown: list[str] = []  # noqa: RUF012 (a NamedTuple's field is never changed here)
+
+
+def read_rope(config: ConfigValues, default_theta: float) -> Rope:
+    """What a config states; a kind that we do not know is among `unknown`."""
+    both = config.section("rope_parameters")
+    local_theta = None
+    if FULL in both.values or WINDOWED in both.values:
+        rope, local = both.section(FULL), both.section(WINDOWED)
+        local_theta = local.number("rope_theta", 10000.0)
+        local.only("rope_type", "default")
+    else:
+        rope = both
+    if "rope_local_base_freq" in config.values:
+        local_theta = config.number("rope_local_base_freq", 10000.0)
+    theta = (rope if "rope_theta" in rope.values else config).number("rope_theta", default_theta)
+    share = (rope if "partial_rotary_factor" in rope.values else config).number(
+        "partial_rotary_factor", 1.0)
+    scaling = {k: v for k, v in rope.values.items() if k not in _NO_SCALING}
+    if not scaling:
+        rope = config.section("rope_scaling")
+        scaling = dict(rope.values)
+    key = "rope_type" if "rope_type" in scaling else "type"
+    kind = str(scaling.get(key, "default"))
+    if config.values.get("model_type") == "phi3" and kind in ("su", "yarn"):
+        kind = "longrope"  # as older files of Phi-3 call it
+    plain = Rope(theta, None, share, local_theta)
+    if kind not in _NUMBERS:
+        return plain._replace(unknown=[f"rotary positions of {key} {kind!r}"])
+    for number in _NUMBERS[kind]:
+        if number in scaling:
+            rope.number(number, 1.0)
+        else:
+            rope.reject(number, f"missing: a number above 0, which {key} {kind} needs")
+    for number in _OPTIONAL.get(kind, ()):
+        if scaling.get(number) is not None:
+            rope.number(number, 1.0)
+    if kind in ("default", "dynamic"):  # the latter is as the former up to its positions
+        return plain
+    return _scaled(config, rope, kind, scaling, plain)
+
+
+def _scaled(config: ConfigValues, rope: ConfigValues, kind: str, scaling: dict[str, Any],
+            plain: Rope) -> Rope:
+    given = {k: v for k, v in scaling.items() if v is not None and k not in ("type", "rope_type")}
+    if kind in ("yarn", "longrope"):
+        positions = config.size_or_none("max_position_embeddings")
+        original = given.get(_ORIGINAL) or config.size_or_none(_ORIGINAL) or positions
+        if not isinstance(original, int) or original < 1:
+            rope.reject(_ORIGINAL, f"missing: a whole number >= 1, which rope_type {kind} needs")
+            return plain
+        given[_ORIGINAL] = original
+        if kind == "longrope":
+            factors = rope.values.get("short_factor")
+            if not isinstance(factors, list) or not all(
+                    isinstance(f, (int, float)) and f > 0 for f in factors):
+                rope.reject("short_factor", "a list of numbers above 0, one for each rotated pair")
+                return plain
+            given["short_factor"] = tuple(float(f) for f in factors)
+            given.pop("long_factor", None)
+            given["factor"] = given.get("factor") or (positions or original) / original
+            plain = plain._replace(most_positions=original)
+    given["rope_type"] = kind
+    return plain._replace(scaling=tuple(sorted(given.items())))
