@@ -56,7 +56,7 @@ def test_a_folder_without_weights_says_so(tmp_path: Path) -> None:
 
 
 def test_keys_that_are_not_supported_are_named_and_end_with_exit_code_2(tmp_path: Path) -> None:
-    toy = folder_of(tmp_path / "toy", mlp_bias=True, hidden_act="gelu",
+    toy = folder_of(tmp_path / "toy", mlp_bias=True, attention_bias="yes",
                     quantization_config={"quant_method": "awq"})
     result = shown(toy)
     assert isinstance(result.exception, UnsupportedModel)
@@ -64,8 +64,8 @@ def test_keys_that_are_not_supported_are_named_and_end_with_exit_code_2(tmp_path
     words = " ".join(result.stdout.split())
     assert "planned no" in words
     named = str(result.exception)
-    assert all(key in named for key in ("mlp_bias", "hidden_act", "quantization_config", "awq"))
-    assert set(result.exception.details["not_supported"]) >= {"mlp_bias", "hidden_act"}
+    assert all(key in named for key in ("mlp_bias", "attention_bias", "quantization_config", "awq"))
+    assert set(result.exception.details["not_supported"]) >= {"mlp_bias", "attention_bias"}
 
 
 def test_a_name_that_is_nothing_is_refused(tmp_path: Path) -> None:
