@@ -2,22 +2,43 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 _GREEDY_BELOW = 1e-5  # logits divided by less overflow float32; the draw is the largest anyway
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How one query's tokens are chosen. temperature 0: greedy."""
+    """How one query's tokens are chosen, and what is told of them. temperature 0: greedy.
+
+    top_logprobs: with each token come its log-likelihood and the likeliest so many; None: the token
+    alone. targets: tokens that are scored instead, of which all but the last end the input
+    (`xgpt score`). barred: tokens that are not chosen at a position before `barred_until`."""
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float = 1.0
     seed: int = 0
+    top_logprobs: int | None = None
+    targets: tuple[int, ...] = ()
+    barred: tuple[int, ...] = ()
+    barred_until: int = 0
 
     @property
     def is_drawn(self) -> bool:
         return self.temperature > _GREEDY_BELOW
+
+    def is_barred(self, position: int) -> bool:
+        """Whether some tokens may not be chosen after so many."""
+        return bool(self.barred) and position < self.barred_until
+
+
+class TokenLikelihood(NamedTuple):
+    """The natural logarithm of a token's probability by the model alone, before temperature, top-k
+    and top-p; and (token, the same of it) of the likeliest ones, in that order."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +54,7 @@ class PreparedQuery:
     stop: tuple[str, ...] = ()
     is_openai: bool = False
     is_chat: bool = False  # asked as messages: answered as one
+    sample: int = 0  # which of several answers to one request it is
 
     @property
     def reserve_tokens(self) -> int:
@@ -55,6 +77,8 @@ class FinishedQuery:
     arrival_s: float = 0.0
     error: str | None = None  # why it has no answer, or no more of one
     replica: int | None = None  # which answered it, where there are several
+    # of each output token (xrunner.ops.likelihoods); of a query that is scored, of each target
+    likelihoods: tuple[TokenLikelihood, ...] = ()
 
     @property
     def latency_s(self) -> float:

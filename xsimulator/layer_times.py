@@ -28,8 +28,9 @@ class LayerTimes:
     within a node, joined by `link`. `inputs`: the lengths of the queries' inputs."""
 
     def __init__(self, model: ModelSpec, timing: TimingSource, link: Link, dtype: str,
-                 inputs: Lengths) -> None:
-        self.model, self.timing = model, timing
+                 inputs: Lengths, head_rows: float = 1.0) -> None:
+        """`head_rows`: rows of each input that go through the last layer's end and the head."""
+        self.model, self.timing, self.head_rows = model, timing, head_rows
         self.row_bytes = model.hidden_size * DTYPE_BYTES[dtype]
         self._link, self._inputs, self._mean_input = link, inputs, inputs.mean
         self._shares: dict[int, FloatArray] = {}  # mean attention by degree, at TOGETHER
@@ -38,7 +39,7 @@ class LayerTimes:
     def of(cls, problem: Problem, timing: TimingSource) -> LayerTimes:
         """The layers of the problem's model on its cluster."""
         return cls(problem.model, timing, problem.cluster.intra_link, problem.dtype,
-                   problem.lengths.inputs)
+                   problem.lengths.inputs, problem.head_rows)
 
     @property
     def after_attention(self) -> float:

@@ -119,8 +119,9 @@ class StageTimes:
         return head + self._transfer_s(np.asarray(queries, float) * TOKEN_BYTES, self._links[-1])
 
     def ends_s(self, queries: ArrayLike) -> FloatArray:
-        """The last stage's work for the last tokens of so many inputs alone: the last layer after
-        its attention, the head, and the tokens' way back."""
+        """The last stage's work for the last tokens of so many inputs alone, or for as many of each
+        as are scored: the last layer after its attention, the head, and the tokens' way back."""
+        queries = np.asarray(queries, float) * self.layers.head_rows
         if not self._narrowed:
             return self.first_tokens_s(queries)
         rest_s = self.layers.decode_rest_s(queries, self.stages[-1].tp_degree)

@@ -68,13 +68,22 @@ TIMES = {"latency_s": number("from the start of its encoding to its last token")
          "ttft_s": number("to the first token, from the run's start"),
          "tpot_s": or_none(number("mean of each token after the first; null for a single one"))}
 REPLICA = {"replica": whole("of the model, which answered it, where there are several")}
+LIKELIHOODS = {
+    "sample": whole("of a request of several, from 1; 0 is left out"),
+    "logprobs": array(or_none(number("log-likelihood of each token of the answer, or of the "
+                                     "continuation"))),
+    "top_logprobs": array(array({"type": "array"})),
+    "continuation_ids": array(whole("token that is scored")),
+    "log_likelihood": or_none(number("of the continuation: the sum of its logprobs")),
+    "is_greedy": {"type": "boolean", "description": "whether each token of it is the likeliest"}}
 RESULT = of_keys({
     "id": text("of the request"), "index": whole("place in the file, from 0"),
     "text": text("the answer"), "output_ids": array(whole("token")),
     "input_tokens": whole("of the prompt"), "output_tokens": whole("of the answer"),
-    "finish_reason": FINISH, **TIMES, **REPLICA, "error": text("why there is no answer")},
+    "finish_reason": FINISH, **TIMES, **REPLICA, **LIKELIHOODS,
+    "error": text("why there is no answer")},
     words="A result, or one that is held back until those before it are done.",
-    without=("error", *REPLICA))
+    without=("error", *REPLICA, *LIKELIHOODS))
 OPENAI_RESULT = of_keys({
     "id": text("of the batch request"), "custom_id": text("of the request"),
     "error": or_none({"type": "object"}), "response": or_none({"type": "object"}),

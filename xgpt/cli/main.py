@@ -32,6 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
                  "Estimate a given schedule: closed form and replay."),
     "sweep": ("xgpt.cli.sweep:sweep", "Throughput against the latency bound."),
     "run": ("xgpt.cli.run:run", "Execute a schedule on the real model."),
+    "score": ("xgpt.cli.run:score", "How likely the model finds given continuations."),
     "export": ("xgpt.cli.export:export", "The job as a file for Kubernetes or SkyPilot."),
     "report": ("xgpt.cli.report:report", "Report a run or a sweep; compare runs."),
     "status": ("xgpt.cli.status:status", "How far a run is, here or under Slurm."),

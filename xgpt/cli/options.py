@@ -22,6 +22,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "model": (_CATALOG, "model"), "cluster": (_CATALOG, "cluster"),
     "workload.task": (_CATALOG, "task"), "workload.requests": (), "workload.max_tokens": (),
     "workload.output_tokens": ("observe",), "workload.chat": ("true", "false"),
+    "workload.score": ("true", "false"),
     "constraint.latency_s": ("inf",), "constraint.kind": ("sequence", "queries"),
     "constraint.quantile": (), "constraint.confidence": (), "constraint.drift": (),
     "constraint.ttft_s": (), "constraint.tpot_s": (), "constraint.makespan_s": (),

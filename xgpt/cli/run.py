@@ -102,6 +102,25 @@ def run(job_file: Path, overrides: tuple[str, ...], as_json: bool,
     _do("run", load_job(job_file, overrides), as_json, is_strict, schedule_file=schedule_file)
 
 
+@click.command()
+@job_arguments
+@click.option("--again", "is_again", is_flag=True,
+              help="Score a job that is done, or half done, from its beginning.")
+@click.option("--dry-run", is_flag=True, help="Print the schedule; start nothing.")
+@_strict_option
+def score(job_file: Path, overrides: tuple[str, ...], as_json: bool, is_again: bool, dry_run: bool,
+          is_strict: bool) -> None:
+    """Log-likelihood per token of given continuations: `submit` with `workload.score: true`."""
+    job = load_job(job_file, (*overrides, "workload.score=true"))
+    if dry_run:
+        _show_plans([job], as_json)
+    elif (found := import_module(_FINISHED).done_already(
+            job, Terminal(), is_again=is_again)) is None:
+        _do("submit", job, as_json, is_strict)
+    else:
+        _done(found, [found], as_json, is_strict)
+
+
 def _show_plans(jobs: Sequence[Job], as_json: bool) -> None:
     plans = [import_module(_USE_CASES).planned(job, Terminal()) for job in jobs]
     if as_json:

@@ -41,6 +41,7 @@ class WorkloadSpec:
     output_tokens: LengthSpec
     max_tokens: int | None = None  # cap on generated tokens of requests that name none
     chat: bool = True  # apply the tokenizer's chat template, if it has one
+    score: bool = False  # continuations are scored, and nothing is written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

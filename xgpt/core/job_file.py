@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +31,7 @@ from xgpt.core.yaml_tree import Field, apply_override, read_tree
 SWEEP_KEYS = ("base", "grid", "cases")  # any of which makes a file a sweep's
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+SCORING_POLICIES = ("rra", "ft", "dsi")  # which encode whole inputs, without decoding beside them
 _NO_DISTRIBUTION = LengthSpec(kind="observe")  # stands in for one that could not be read
 
 
@@ -74,6 +76,8 @@ def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
     model, cluster, workload = _read_model(top, folder), _read_cluster(top), _read_workload(
         top, folder)
     output, run = absolute(top.text("output", "out", "a folder"), folder), read_run(top)
+    if workload.requests is not None and run.engine != OWN_ENGINE:
+        workload = replace(workload, requests=replace(workload.requests, engine=run.engine))
     job = Job(
         name=top.text("name", path.stem, "a name of printable characters"),
         model=model, cluster=cluster, workload=workload, constraint=read_constraint(top),
@@ -85,6 +89,10 @@ def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
         profile=_read_file(top, "profile", folder, "a profile file, from `xgpt profile --out`"),
         max_search_s=_read_search(top))
     _check_objective(top, job)
+    if workload.score:
+        _check_scored(top, job)
+        job = replace(job, schedule=replace(
+            job.schedule, policies=job.schedule.policies or SCORING_POLICIES[:1], encode_chunk=0))
     top.finish()
     return job
 
@@ -142,13 +150,44 @@ def _read_workload(top: Section, folder: Path) -> WorkloadSpec:
         return WorkloadSpec(requests=None, count=None, input_tokens=_NO_DISTRIBUTION,
                             output_tokens=_NO_DISTRIBUTION)
     requests, count = read_requests_key(section, folder)
-    inputs, outputs = _read_both_lengths(section, folder)
+    score = section.flag("score", False)
+    inputs, outputs = _read_scored(section, folder) if score else _read_both_lengths(
+        section, folder)
     workload = WorkloadSpec(
-        requests=requests, count=count, input_tokens=inputs, output_tokens=outputs,
+        requests=requests if requests is None or not score else replace(
+            requests, purpose="score"),
+        count=count, input_tokens=inputs, output_tokens=outputs,
         max_tokens=section.integer("max_tokens", None, 1, MAX_LENGTH_TOKENS),
-        chat=section.flag("chat", True))
+        chat=section.flag("chat", not score), score=score)
     section.finish()
     return workload
+
+
+def _read_scored(section: Section, folder: Path) -> tuple[LengthSpec, LengthSpec]:
+    """Lengths of a job that scores: inputs are prompts with their continuations, and each query
+    ends with its first token, which counts as its output."""
+    for key in ("output_tokens", "max_tokens", "task"):
+        if section.has(key):
+            section.reject(key, "left out where continuations are scored: nothing is written")
+    inner = section.mapping("requests")
+    has_file = inner.has("file") if inner is not None else section.has("requests")
+    return (_read_length(section, "input_tokens", folder, has_file, "from_requests"),
+            LengthSpec(kind="normal", mean=1, std=0, maximum=1))
+
+
+def _check_scored(top: Section, job: Job) -> None:
+    """What scores encodes whole inputs, and hands none on."""
+    section, workload = top.mapping("schedule"), top.mapping("workload")
+    if workload is not None and job.workload.requests is None:
+        workload.reject("requests", "a file of prompts and continuations, which are scored")
+    for name in job.schedule.policies:
+        if section is not None and name not in SCORING_POLICIES:
+            section.reject("policy", f"one of {', '.join(SCORING_POLICIES)} where continuations "
+                           f"are scored: {name} encodes an input in parts, or hands it on")
+    if section is not None and job.schedule.encode_chunk:
+        section.reject("encode_chunk", "0 (or left out) where continuations are scored")
+    if job.run.engine != OWN_ENGINE:
+        top.reject("run", f"engine: {OWN_ENGINE} where continuations are scored")
 
 
 def _read_plan(top: Section, run_engine: str) -> str:

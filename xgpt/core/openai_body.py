@@ -8,22 +8,31 @@ from typing import Any
 # asked of the request, and given: see xgpt.core.workload
 _GIVEN = frozenset({
     "messages", "prompt", "tokens", "max_tokens", "max_completion_tokens", "forced_tokens", "seed",
-    "temperature", "top_k", "top_p", "stop", "n"})
+    "temperature", "top_k", "top_p", "stop", "n", "logprobs", "min_tokens"})
+# of a chat alone
+_OF_CHATS = frozenset({"tools", "top_logprobs"})
 # of the service that would answer, not of the answer; `model` is that of the job
 _ELSEWHERE = frozenset({
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 # key -> values that ask for nothing; by null, false and what is empty no key asks for anything
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,),
-    "top_logprobs": (0,), "best_of": (1,), "min_tokens": (0,), "min_p": (0,),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "tool_choice": ("none",),
+    "top_logprobs": (0,), "best_of": (1,), "min_p": (0,),
+    "response_format": ({"type": "text"},), "modalities": (["text"],),
+    "tool_choice": ("none", "auto"),
     "function_call": ("none",), "parallel_tool_calls": (True,), "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,), "length_penalty": (1,), "verbosity": ("medium",)}
 
 
 def not_honoured(body: Mapping[str, Any]) -> Iterator[str]:
     """The keys of a request's body that ask for what it would not get."""
-    for key, value in body.items():
-        asks = value is not None and value is not False and value not in ("", [], {})
-        if key not in _GIVEN | _ELSEWHERE and asks and value not in _NEUTRAL.get(key, ()):
-            yield key
+    given = _GIVEN | _ELSEWHERE
+    if body.get("messages") is not None:
+        given |= _OF_CHATS
+    return (key for key in body if key not in given and _asks(body, key))
+
+
+def _asks(body: Mapping[str, Any], key: str) -> bool:
+    value = body[key]
+    asks = value is not None and value is not False and value not in ("", [], {})
+    return asks and value not in _NEUTRAL.get(key, ())

@@ -59,6 +59,8 @@ class Problem:
     is_revised: bool = False
     # standard deviation of the logarithm by which all inputs may be longer: they were estimated
     input_error: float = 0.0
+    # rows of an input whose logits are asked for: one, or of a job that scores its targets
+    head_rows: float = 1.0
     copies: int = 1  # of the model, that work like this one: cluster and queries are of one of them
     weight_dtype: str = ""  # as which weights are held and multiplied; "": as `dtype`
 
@@ -111,6 +113,7 @@ def resolve(job: Job, *, model: ModelSpec | None = None,
         is_synthetic=requests is None and job.workload.count is not None, seed=job.run.seed,
         observes=job.workload.output_tokens.kind == "observe",
         is_revised=job.run.reschedule is not None,
+        head_rows=max(requests.mean_targets, 1.0) if requests is not None else 1.0,
         input_error=requests.input_error if requests is not None and (
             job.workload.input_tokens.kind == "from_requests") else 0.0)
 

@@ -27,6 +27,7 @@ class Requests:
     input_error: float = 0.0
     # request -> why it cannot run, whatever the schedule
     unusable: Mapping[int, str] = field(default_factory=dict)
+    mean_targets: float = 0.0  # tokens of each that are scored, of a job that scores
     digest: str = ""  # of all that was read, and how
     file_digests: tuple[str, ...] = ()  # of the bytes of each file
     labels: tuple[str, ...] = ()  # of the files, where there are several

@@ -52,6 +52,10 @@ class Record:
     is_openai: bool = False
     is_chat: bool = False  # asked as messages
     prompt: str | None = None
+    top_logprobs: int | None = None
+    min_tokens: int | None = None
+    sample: int = 0  # which of several answers to one request
+    targets: tuple[int, ...] = ()  # that are scored; all but the last end the tokens
 
     def to_json(self) -> bytes:
         values = {name: value for name, default in _DEFAULTS.items()
@@ -64,7 +68,8 @@ _DEFAULTS = {one.name: None if one.default is MISSING else one.default for one i
 
 def _record(line: bytes) -> Record:
     values = json.loads(line)
-    return Record(**{**values, "stop": tuple(values.get("stop", ()))})
+    return Record(**{**values, "stop": tuple(values.get("stop", ())),
+                     "targets": tuple(values.get("targets", ()))})
 
 
 def _temporary() -> IO[bytes]:

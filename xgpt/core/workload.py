@@ -3,6 +3,7 @@
 Forms of a record, OpenAI's batch and ours:
     {"custom_id", "method", "url", "body": {"messages" | "prompt", "max_tokens", ...}}
     {"id", "prompt" | "messages" | "tokens", "max_tokens", ...}
+    the same with "continuation" (or "continuation_tokens"), of a job that scores
 A record that cannot be used becomes a RequestError: one bad line of 200,000 must not cost the
 others. Of an OpenAI body every key counts: what it asks for and would not get is refused
 (xgpt.core.openai_body). Elsewhere keys that mean nothing to us are ignored (a data set has columns
@@ -14,20 +15,20 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from xgpt.core.chat import BadRecord, Message, check_encodable, messages_of, tools_of
 from xgpt.core.errors import shorten
 from xgpt.core.length_file import MAX_LENGTH_TOKENS
 from xgpt.core.lengths import IntArray, JointLengths
 from xgpt.core.openai_body import not_honoured
 
-Message: TypeAlias = "dict[str, str]"  # role, content
-ROLES = ("system", "developer", "user", "assistant", "tool")
 URLS = ("/v1/chat/completions", "/v1/completions")
 MAX_INT = 2**31 - 1
 MAX_ID_CHARS, MAX_STOPS, MAX_STOP_CHARS = 1024, 64, 1000
+MAX_LOGPROBS, MAX_SAMPLES = 20, 128  # as OpenAI's
 _FOREIGN = {"/v1/chat/completions": "prompt", "/v1/completions": "messages"}
 
 _MISSPELT = {"max_new_tokens": "max_tokens"}
@@ -53,6 +54,12 @@ class Request:
     top_p: float | None = None
     stop: tuple[str, ...] = ()
     is_openai: bool = False
+    top_logprobs: int | None = None  # likeliest tokens told beside each chosen one; None: nothing
+    min_tokens: int | None = None  # before them no end-of-sequence is chosen
+    samples: int = 1  # answers to it
+    tools: str = ""  # that a chat may call, as JSON
+    continuation: str | None = None  # of the prompt, to be scored; or its tokens
+    continuation_tokens: tuple[int, ...] | None = None
 
     def output_cap(self, default: int) -> int:
         """Most tokens this request may generate; `default` where it names no limit."""
@@ -69,17 +76,26 @@ class RequestError:
     file: int = 0
 
 
-_KNOWN = frozenset(Request.__dataclass_fields__) | {"max_completion_tokens"}
+_KNOWN = frozenset(Request.__dataclass_fields__) | {"max_completion_tokens", "logprobs"}
 
 
-class BadRecord(Exception):
-    """Says why a record cannot be used."""
+class Terms(NamedTuple):
+    """What a job makes of its requests: whether they are scored, and by whom."""
+
+    is_scored: bool = False
+    engine: str | None = None  # None: ours
 
 
-def read_record(record: Mapping[str, Any], line: int, name: str, file: int = 0) -> Request:
+
+def read_record(record: Mapping[str, Any], line: int, name: str, file: int = 0,
+                terms: Terms = Terms()) -> Request:  # noqa: B008 (immutable)
     """The request that a record makes, called `name`. Raises BadRecord."""
     openai = is_openai(record)
+    if terms.is_scored:
+        return _scored(record, Request(line=line, id=name, file=file, max_tokens=1,
+                                       forced_tokens=1))
     body = _openai_body(record) if openai else record
+    _check_engine(body, terms.engine)
     if not openai:
         refuse_misspelt(record)
     # OpenAI's newer name wins where both are given
@@ -93,11 +109,52 @@ def read_record(record: Mapping[str, Any], line: int, name: str, file: int = 0) 
         temperature=_number(body, "temperature", lambda x: x >= 0, "a number >= 0"),
         top_k=_integer(body, "top_k", 1, MAX_INT),
         top_p=_number(body, "top_p", lambda x: 0 < x <= 1, "above 0 and at most 1"),
-        stop=_stop(body))
+        stop=_stop(body), top_logprobs=_top_logprobs(body, is_chat=openai and (
+            body.get("messages") is not None)),
+        min_tokens=_integer(body, "min_tokens", 0, MAX_INT),
+        samples=1 if openai else _integer(body, "samples", 1, MAX_SAMPLES) or 1,
+        tools=tools_of(body) if openai and body.get("messages") is not None else "")
     forced, limit = request.forced_tokens, request.max_tokens
     if forced is not None and limit is not None and forced > limit:
         raise BadRecord(f"forced_tokens = {forced} exceeds max_tokens = {limit}")
+    if limit is not None and (request.min_tokens or 0) > limit:
+        raise BadRecord(f"min_tokens = {request.min_tokens} exceeds max_tokens = {limit}")
     return _with_content(request, body)
+
+
+def _scored(record: Mapping[str, Any], request: Request) -> Request:
+    if is_openai(record):
+        raise BadRecord("OpenAI's batch format has no continuations to score: give "
+                        '{"id", "prompt", "continuation"}')
+    refuse_misspelt(record)
+    given = [key for key in ("continuation", "continuation_tokens") if record.get(key) is not None]
+    if len(given) != 1:
+        raise BadRecord("needs exactly one of continuation, continuation_tokens: what is scored")
+    if (given[0] == "continuation") == (record.get("tokens") is not None):
+        raise BadRecord("continuation goes with a prompt or messages, continuation_tokens with "
+                        "tokens")
+    value = record[given[0]]
+    request = replace(request, continuation=_text(value, given[0])) if (
+        given[0] == "continuation") else replace(
+            request, continuation_tokens=_tokens(value, given[0]))
+    return _with_content(request, record)
+
+
+def _top_logprobs(body: Mapping[str, Any], *, is_chat: bool) -> int | None:
+    """How many of the likeliest tokens are told beside each chosen one; None: nothing is. A chat of
+    OpenAI's says `logprobs: true` and `top_logprobs`, others `logprobs` and the number."""
+    value = body.get("logprobs")
+    if is_chat:
+        if value not in (None, True, False):
+            raise BadRecord("logprobs of a chat must be true or false; how many likeliest tokens "
+                            "is top_logprobs")
+        top = _integer(body, "top_logprobs", 0, MAX_LOGPROBS)
+        if top and not value:
+            raise BadRecord("top_logprobs needs logprobs: true")
+        return (top or 0) if value else None
+    if value is None or isinstance(value, bool):
+        return 0 if value else None
+    return _integer(body, "logprobs", 0, MAX_LOGPROBS)
 
 
 def id_of(record: Mapping[str, Any], default: str) -> str:
@@ -149,6 +206,13 @@ def synthetic_requests(lengths: JointLengths, count: int, seed: int,
         yield rng.integers(vocab_size, size=int(inputs)), int(outputs)
 
 
+def _check_engine(body: Mapping[str, Any], engine: str | None) -> None:
+    """Another engine's sampler is not asked for these yet."""
+    asked = [key for key in ("logprobs", "min_tokens") if body.get(key)] if engine else []
+    if asked:
+        raise BadRecord(f"{', '.join(asked)}: not supported with the engine {engine}")
+
+
 def _openai_body(record: Mapping[str, Any]) -> Mapping[str, Any]:
     body, url = record.get("body"), record.get("url")
     if not isinstance(body, dict):
@@ -177,33 +241,10 @@ def _with_content(request: Request, body: Mapping[str, Any]) -> Request:
                        + (f"; has {', '.join(given)}" if given else ""))
     value = body[given[0]]
     if given[0] == "messages":
-        return replace(request, messages=_messages(value))
+        return replace(request, messages=messages_of(value))
     if given[0] == "tokens" or (request.is_openai and isinstance(value, list)):
         return replace(request, tokens=_tokens(value, given[0]))
     return replace(request, prompt=_text(value, "prompt"))
-
-
-def _messages(value: object) -> tuple[Message, ...]:
-    if not isinstance(value, list) or not value:
-        raise BadRecord("messages must be a list of at least one message")
-    return tuple(_message(item) for item in value)
-
-
-def _message(item: object) -> Message:
-    if not isinstance(item, dict):
-        raise BadRecord("a message must be an object with role and content")
-    role, content = item.get("role"), item.get("content")
-    if role not in ROLES:
-        raise BadRecord(f"role = {shorten(role)}: known: {', '.join(ROLES)}")
-    if isinstance(content, list):  # OpenAI's list of parts, of which we know text
-        if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(
-                part.get("text"), str) for part in content):
-            raise BadRecord("content parts other than text are not supported")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise BadRecord("content of a message must be text")
-    _check_encodable(content, "content")
-    return {"role": str(role), "content": content}
 
 
 def _tokens(value: object, key: str) -> tuple[int, ...]:
@@ -218,16 +259,8 @@ def _tokens(value: object, key: str) -> tuple[int, ...]:
 def _text(value: object, key: str) -> str:
     if not isinstance(value, str) or not value:
         raise BadRecord(f"{key} must be text that is not empty")
-    _check_encodable(value, key)
+    check_encodable(value, key)
     return value
-
-
-def _check_encodable(value: str, key: str) -> None:
-    # JSON's "\ud800" makes a lone surrogate, which no tokenizer and no file takes
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        raise BadRecord(f"{key} holds a lone surrogate, which is no character") from None
 
 
 def _integer(body: Mapping[str, Any], key: str, minimum: int, maximum: int) -> int | None:

@@ -16,12 +16,12 @@ from datetime import date, datetime, time
 from pathlib import Path
 from typing import IO, Any, cast
 
+from xgpt.core.chat import BadRecord
 from xgpt.core.errors import XgptError
 from xgpt.core.request_files.files import COMPRESSED, format_of
 from xgpt.core.request_files.parquet import arrow, values_of
 from xgpt.core.request_files.rows import without_surrogates
 from xgpt.core.spool_columns import BOOLEAN, INTEGER, NUMBER, TEXT, Columns
-from xgpt.core.workload import BadRecord
 from xgpt.report.results_rows import (
     ANSWER,
     COUNTS,

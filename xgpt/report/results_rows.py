@@ -91,6 +91,8 @@ def _answers(output: Path, spool: Spool) -> Iterator[tuple[tuple[int, int], dict
     results = _objects(output / "results.jsonl")
     for record in spool.records():
         result = next(results, None)
+        if record.sample and result is not None:
+            continue  # a table has a row for each of the input's
         row = None if result is None else _answer(result)
         yield (record.file, record.line), None if row is None else {"id": record.id, **row}
 

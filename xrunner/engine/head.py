@@ -13,6 +13,7 @@ from torch import Tensor
 
 from xrunner.engine.pipeline import Executor, Neighbours
 from xrunner.engine.roster import ActiveQuery, Roster, Vocabulary
+from xrunner.ops.likelihoods import unpacked
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.steps import BatchingRule, Step
 from xrunner.transport.messages import Message, StartMessage
@@ -181,14 +182,18 @@ class Head:
     def commit(self, group: int) -> None:
         """Takes up the tokens of the group's steps, all of which are here."""
         active, vocabulary = self.roster.active, self._vocabulary
-        for queries, tokens in self.returns.take(group):
+        for queries, given in self.returns.take(group):
+            tokens, told = unpacked(given, len(queries))
             assert len(queries) == len(tokens), f"{group = } {len(queries) = } {len(tokens) = }"
             now, done, dead = self.clock(), [], 0
-            for index, token in zip(queries, tokens, strict=True):
+            for place, (index, token) in enumerate(zip(queries, tokens, strict=True)):
                 query = active.get(index)
                 if query is None or query.ending is not None:
                     dead += 1  # its row is decoded on, or by one step too many (SlotUse.KEPT)
-                elif query.take(token, now, vocabulary):
+                    continue
+                if told:
+                    query.likelihoods += told[place]
+                if query.take(token, now, vocabulary):
                     self.rule.finish(index)
                     done.append(index)
             self.output_tokens += len(queries) - dead
@@ -226,7 +231,7 @@ class Returns:
         self._expected.setdefault(group, deque()).append(queries)
 
     def arrive(self, group: int, tokens: Tensor) -> None:
-        """tokens [queries] of the group's oldest step still without."""
+        """Tokens of the group's oldest step still without (xrunner.ops.likelihoods.unpacked)."""
         self._arrived.setdefault(group, deque()).append(tokens)
 
     def groups(self) -> list[int]:
@@ -234,11 +239,12 @@ class Returns:
         return [group for group, steps in self._expected.items()
                 if steps and not self._is_missing(group)]
 
-    def take(self, group: int) -> Iterator[tuple[list[int], list[int]]]:
-        """(queries, tokens) of each step of `group`, none of which is missing."""
+    def take(self, group: int) -> Iterator[tuple[list[int], Tensor]]:
+        """(queries, their tokens as the last stage gave them) of each step of `group`, none of
+        which is missing."""
         assert not self._is_missing(group), f"{group = }"
         while steps := self._expected.get(group):
-            yield steps.popleft(), self._arrived[group].popleft().tolist()
+            yield steps.popleft(), self._arrived[group].popleft()
 
     def await_group(self, group: int) -> None:
         """Returns when all that the group's steps yield is here, an encoder's output included."""

@@ -146,7 +146,7 @@ class ToDecodePool:
         query = active.query
         self._away[query.index] = query
         return HandedQuery(query=replace(query, input_ids=()), input_tokens=active.input_tokens,
-                           output_ids=tuple(active.output_ids),
+                           output_ids=tuple(active.output_ids), likelihoods=active.likelihoods,
                            encode_start_s=active.encode_start_s, first_token_s=active.first_token_s)
 
 
@@ -206,6 +206,7 @@ class FromEncodePool:
         for handed in message.queries:
             active = ActiveQuery(handed.query, handed.encode_start_s, handed.input_tokens)
             active.output_ids += handed.output_ids
+            active.likelihoods = handed.likelihoods
             active.first_token_s = handed.first_token_s
             head.roster.add(active)
             index = handed.query.index

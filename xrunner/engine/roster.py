@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from xrunner.ops.sampling import NOT_FINITE
-from xrunner.query import FinishedQuery, PreparedQuery
+from xrunner.query import FinishedQuery, PreparedQuery, TokenLikelihood
 from xrunner.rules.slots import Departures, GroupSlots, SlotUse, Span
 from xrunner.rules.steps import BatchingRule, Step, StepKind, kv_budget
 from xrunner.transport.messages import Joined, StartMessage, StepMessage
@@ -210,7 +210,7 @@ class ActiveQuery:
     """A query in flight, owned by the head. `ending` is set with its last token."""
 
     __slots__ = ("_recent", "encode_start_s", "ending", "first_token_s", "input_tokens",
-                 "output_ids", "query")
+                 "likelihoods", "output_ids", "query")
 
     def __init__(self, query: PreparedQuery, encode_start_s: float,
                  input_tokens: int | None = None) -> None:
@@ -219,6 +219,7 @@ class ActiveQuery:
         self.input_tokens = len(query.input_ids) if input_tokens is None else input_tokens
         self.first_token_s: float | None = None
         self.output_ids: list[int] = []
+        self.likelihoods: tuple[TokenLikelihood, ...] = ()  # of them, or of what is scored
         self.ending: Ending | None = None
         self._recent = 0  # a stop string that has not appeared ends behind this many tokens' text
 
@@ -269,7 +270,7 @@ class ActiveQuery:
                 text = decode_text(ids)
             except Exception as cause:
                 reason, text, error = "error", "", _no_text(cause)
-        return FinishedQuery(query=self.query, output_ids=tuple(ids),
+        return FinishedQuery(query=self.query, output_ids=tuple(ids), likelihoods=self.likelihoods,
                              finish_reason=reason, encode_start_s=self.encode_start_s,
                              first_token_s=self.first_token_s, last_token_s=now, error=error,
                              text=text)

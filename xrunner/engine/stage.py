@@ -11,10 +11,10 @@ from xrunner.devices import settle
 from xrunner.engine.graphs import Capture, DecodeGraphs, is_capturable
 from xrunner.engine.group import Model, Pending, StageGroup, make_groups
 from xrunner.engine.kv import KvCache
+from xrunner.engine.last_stage import next_tokens, scored_tokens
 from xrunner.io.beat import Beat
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
-from xrunner.ops.sampling import sample_shards, unless_finite
 from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
 from xrunner.step_record import NO_SIZES, StepRecord, StepSizes
@@ -128,14 +128,20 @@ class StageExecutor:
         first, lengths = group.join(message.joined)
         if isinstance(self.model, EncoderDecoderStage):
             return self._encode_apart(self.model, group, Pending(first, lengths, message), inputs)
-        step = encode_context(whole_inputs(lengths, first), inputs.device, group.cache.room_for([]))
+        choices = [j.sampling for j in message.joined]
+        # of a query that is scored every row which predicts a target is asked for
+        tails = [len(c.targets) for c in choices] if choices[0].targets else ()
+        step = encode_context(whole_inputs(lengths, first), inputs.device, group.cache.room_for([]),
+                              tails)
         hidden = self.model.encode(inputs, group.cache.store, step, ends_only=self.model.is_last)
         if self.sender is not None:
             assert isinstance(group.cache, KvCache), f"{message = }: rows are handed over"
             self.sender.hand_over(message, group.cache, first)
         if not self.model.is_last:
             return hidden
-        return self._sample(hidden, [j.sampling for j in message.joined], lengths)
+        if tails:
+            return scored_tokens(self.model, hidden, choices)
+        return self._sample(hidden, choices, lengths)
 
     def _encode_apart(self, model: EncoderDecoderStage, group: StageGroup, new: Pending,
                       inputs: Tensor) -> Tensor:
@@ -220,10 +226,7 @@ class StageExecutor:
 
     def _sample(self, hidden: Tensor, choices: Sequence[Sampling],
                 positions: Sequence[int]) -> Tensor | None:
-        model = self.model
-        tokens = sample_shards(model.scores(hidden), choices, positions, model.shard,
-                               model.spec.vocab_size)
-        return None if tokens is None else unless_finite(tokens, hidden)
+        return next_tokens(self.model, hidden, choices, positions)
 
 
 def _decoded(contexts: Sequence[int]) -> StepSizes:

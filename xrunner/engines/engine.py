@@ -66,6 +66,10 @@ def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Proble
     """Every policy that its own kind of model allows, every layout. What else is named is left out
     by the search, which says so."""
     fixed = problem.fixed
+    if job.workload.score and problem.model.is_encoder_decoder:
+        raise wrong(job.source, "workload.score", True, "false (or left out) for an "
+                    "encoder-decoder model: continuations are scored by decoder-only models alone "
+                    "so far")
     named = fixed.policies if schedule is None else (schedule.estimate.policy,)
     is_able = [not (row_of(name).is_decoder_only and problem.model.is_encoder_decoder)
                for name in named]

@@ -9,6 +9,7 @@ what was counted for the first, 1.00 for the second, 0.43 at the worst (Korean);
 benchmarks/results/characters-per-token-2026-11-23.md."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from xgpt.core.workload import Request
 
@@ -29,8 +30,8 @@ class CharacterTokens:
 
     vocab_size = None
 
-    def tokenise(self, requests: Sequence[Request]) -> list[Sequence[int] | str]:
+    def tokenise(self, requests: Sequence[Request]) -> list[Any]:
         """As many ids as each request has tokens, which stand for nothing."""
         return [request.tokens if request.tokens is not None else range(estimated_tokens(
-            request.prompt or "\n".join(message["content"] for message in request.messages or ())))
-            for request in requests]
+            (request.prompt or "\n".join(m["content"] for m in request.messages or ()))
+            + (request.continuation or ""))) for request in requests]

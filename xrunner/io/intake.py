@@ -5,15 +5,19 @@ those up as queries; what cannot run becomes an error record, and the job goes o
 from __future__ import annotations
 
 import hashlib
+import json
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import islice
-from typing import IO, Protocol, overload
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Protocol, overload
 
 import numpy as np
 
 from xgpt.core.errors import XgptError
+from xgpt.core.hf_config import read_shape
 from xgpt.core.lengths import BoolArray, IntArray, JointLengths
 from xgpt.core.model import ModelSpec
 from xgpt.core.queries import Requests
@@ -23,7 +27,7 @@ from xgpt.core.request_files.reader import read_requests
 from xgpt.core.spool import NUM_PROMPTS, Record, Spool, SpoolWriter
 from xgpt.core.workload import Request, RequestError, synthetic_requests
 from xrunner.io.results import write_errors
-from xrunner.io.tokenizer import TextTokenizer
+from xrunner.io.tokenizer import TextTokenizer, eos_ids
 from xrunner.plan import RunPlan
 from xrunner.query import PreparedQuery, Sampling
 
@@ -32,8 +36,17 @@ _CHARS_AT_A_TIME = 2**22  # and tokens, which take more room: what is in memory 
 NO_TOKENIZER = ("the model's folder has no tokenizer: give this request as `tokens`, or put the "
                 "tokenizer.json of the model beside its weights")
 _FILE_BITS = 40  # no file has as many lines
+_SAMPLE_SEED = 0x9E3779B97F4A7C15 >> 2  # between the seeds of a request's samples
 
-Tokenised = Sequence[int] | str  # or the sentence that says why there are none
+
+class Scored(NamedTuple):
+    """A request to be scored: what is encoded, and its targets, the last of which is not."""
+
+    ids: Sequence[int]
+    targets: tuple[int, ...]
+
+
+Tokenised = Scored | Sequence[int] | str  # or the sentence that says why there are none
 
 
 class Tokeniser(Protocol):
@@ -59,13 +72,14 @@ def take_in(files: RequestFiles, tokeniser: Tokeniser, spool: SpoolWriter | None
     while lines := _next_lines(source):
         bad_lines += [line for line in lines if isinstance(line, RequestError)]
         requests = [line for line in lines if isinstance(line, Request)]
-        tokenised: Sequence[Sequence[int] | str | None] | None
+        tokenised: Sequence[Tokenised | None] | None
         tokenised = tokeniser.tokenise(requests) if requests else ()
         are_tokenised &= tokenised is not None
         if tokenised is None:
             tokenised = [request.tokens for request in requests]
         for request, ids in zip(requests, tokenised, strict=True):
-            rows.add(request, ids, tokeniser.vocab_size)
+            for sample in range(request.samples):
+                rows.add(request, ids, tokeniser.vocab_size, sample)
     found = tuple(digest.hexdigest() for digest in digests)
     return replace(rows.requests(), bad_lines=tuple(bad_lines), are_tokenised=are_tokenised,
                    digest=_digest(files, found), file_digests=found,
@@ -79,7 +93,8 @@ def _next_lines(source: Iterator[Request | RequestError]) -> list[Request | Requ
         lines.append(line)
         if isinstance(line, Request):
             size += len(line.prompt or "") + 8 * len(line.tokens or ()) + sum(
-                len(message["content"]) for message in line.messages or ())
+                len(message["content"]) for message in line.messages or ()) + len(
+                    line.continuation or "")
         if size >= _CHARS_AT_A_TIME:
             break
     return lines
@@ -116,6 +131,16 @@ class ModelTokeniser:
 
     def tokenise(self, requests: Sequence[Request]) -> list[Tokenised]:
         """Token ids of each request, or the sentence that says why there are none."""
+        result = self._inputs(requests)
+        for i, request in enumerate(requests):
+            ids = result[i]
+            if isinstance(ids, (str, Scored)):
+                continue
+            if request.continuation_tokens is not None:
+                result[i] = _scored(ids, [*ids, *request.continuation_tokens])
+        return result
+
+    def _inputs(self, requests: Sequence[Request]) -> list[Tokenised]:
         result: list[Tokenised] = [list(r.tokens or ()) for r in requests]
         plain, chat = [], []
         is_chat = self.is_chat and self.tokenizer.template is not None
@@ -128,7 +153,8 @@ class ModelTokeniser:
                 continue
             messages = request.messages or ({"role": "user", "content": request.prompt or ""},)
             try:
-                chat.append((i, self.tokenizer.render_chat(messages)))
+                chat.append((i, self.tokenizer.render_chat(
+                    messages, json.loads(request.tools) if request.tools else None)))
             except (ValueError, XgptError) as cause:
                 result[i] = str(cause)
         if not self.tokenizer.is_there:
@@ -137,9 +163,23 @@ class ModelTokeniser:
             return result
         for batch, special in ((plain, True), (chat, False)):  # a template brings its own specials
             tokens = self.tokenizer.encode_many([text for _, text in batch], special=special)
-            for (i, _), ids in zip(batch, tokens, strict=True):
-                result[i] = ids
+            whole = self.tokenizer.encode_many(
+                [text + (requests[i].continuation or "") for i, text in batch],
+                special=special) if any(requests[i].continuation for i, _ in batch) else tokens
+            for (i, _), ids, all_ids in zip(batch, tokens, whole, strict=True):
+                result[i] = ids if requests[i].continuation is None else _scored(ids, all_ids)
         return result
+
+
+def _scored(before: Sequence[int], whole: Sequence[int]) -> Scored | str:
+    """The continuation is what the whole text's tokens have beyond as many as the prompt's: a token
+    across the border counts as the prompt's."""
+    targets = tuple(whole[len(before):])
+    if not before:
+        return "the prompt has no tokens: nothing says how likely the first of its continuation is"
+    if not targets:
+        return "the continuation adds no token to its prompt"
+    return Scored(whole[:-1], targets)
 
 
 class _RequestColumns:
@@ -150,10 +190,18 @@ class _RequestColumns:
         # of 4 bytes: no file, line or number of tokens has more (xgpt.core.workload.MAX_INT)
         self._inputs, self._caps, self._forced = array("i"), array("i"), array("i")
         self._may_stop, self._unusable = array("b"), dict[int, str]()
+        self._num_targets = 0
 
-    def add(self, request: Request, ids: Sequence[int] | str | None,
-            vocab_size: int | None) -> None:
+    def add(self, request: Request, ids: Tokenised | None, vocab_size: int | None,
+            sample: int = 0) -> None:
+        """One request, or one of the samples that it asks for."""
         row = len(self._caps)
+        targets: tuple[int, ...] = ()
+        if isinstance(ids, Scored):
+            ids, targets = ids
+            self._num_targets += len(targets)
+            if (why := _why_unusable(targets, vocab_size)) is not None:
+                self._unusable[row] = why
         if ids is not None and (why := _why_unusable(ids, vocab_size)) is not None:
             self._unusable[row] = why
         tokens = () if isinstance(ids, str) else ids
@@ -164,7 +212,9 @@ class _RequestColumns:
         self._forced.append(request.forced_tokens or 0)
         self._may_stop.append(bool(request.stop))
         if self._spool is not None and tokens is not None:
-            self._spool.add(_record(request, is_shown=row < NUM_PROMPTS), tokens)
+            self._spool.add(replace(
+                _record(request, is_shown=row < NUM_PROMPTS), sample=sample, targets=targets),
+                tokens)
 
     def requests(self) -> Requests:
         def column(values: array[int]) -> IntArray:
@@ -174,7 +224,8 @@ class _RequestColumns:
         are_known = len(self._inputs) == len(self._caps)
         return Requests(input_tokens=column(self._inputs) if are_known else None,
                         caps=column(self._caps), forced=column(self._forced),
-                        may_stop=np.array(self._may_stop, bool), unusable=self._unusable)
+                        may_stop=np.array(self._may_stop, bool), unusable=self._unusable,
+                        mean_targets=self._num_targets / max(len(self._caps), 1))
 
 
 def _why_unusable(ids: Sequence[int] | str, vocab_size: int | None) -> str | None:
@@ -193,11 +244,14 @@ def _record(request: Request, *, is_shown: bool) -> Record:
     text = request.prompt
     if request.messages is not None:
         text = "\n\n".join(message["content"] for message in request.messages)
+    if text is not None and request.continuation is not None:
+        text += request.continuation
     return Record(id=request.id, line=request.line, file=request.file,
                   is_forced=request.forced_tokens is not None, seed=request.seed,
                   temperature=request.temperature, top_k=request.top_k, top_p=request.top_p,
                   stop=request.stop, is_openai=request.is_openai,
-                  is_chat=request.messages is not None, prompt=text if is_shown else None)
+                  is_chat=request.messages is not None, prompt=text if is_shown else None,
+                  top_logprobs=request.top_logprobs, min_tokens=request.min_tokens)
 
 
 def runnable(requests: Requests, plan: RunPlan, spec: ModelSpec) -> tuple[IntArray, dict[int, str]]:
@@ -233,7 +287,8 @@ def hand_on(requests: Requests, spool: SpoolWriter, plan: RunPlan, spec: ModelSp
     errors.jsonl."""
     queries, why = runnable(requests, plan, spec)
     errors = [RequestError(line=record.line, file=record.file, id=record.id, error=sentence)
-              for request, sentence in why.items() for record in [spool.record(request)]]
+              for request, sentence in why.items() for record in [spool.record(request)]
+              if record.sample == 0]
     write_errors(plan.output / "errors.jsonl", [*requests.bad_lines, *errors],
                  requests.labels)
     spool.save(plan.output, queries, len(requests.bad_lines) + len(errors), requests.labels)
@@ -277,9 +332,32 @@ def _prepared(spool: Spool, plan: RunPlan, index: int, record: Record) -> Prepar
         top_k=plan.top_k if record.top_k is None else record.top_k,
         top_p=plan.top_p if record.top_p is None else record.top_p,
         # queries without a seed of their own must not all draw the same numbers
-        seed=(plan.seed * 1_000_003 + record.line + (record.file << _FILE_BITS)
-              if record.seed is None else record.seed))
+        seed=_SAMPLE_SEED * record.sample + (
+            plan.seed * 1_000_003 + record.line + (record.file << _FILE_BITS)
+            if record.seed is None else record.seed),
+        top_logprobs=record.top_logprobs, targets=record.targets,
+        **_barred(spool, plan, index, record.min_tokens))
     return PreparedQuery(index=index, id=record.id, input_ids=spool.tokens(index),
                         max_new_tokens=spool.most_output_tokens(index),
                         is_forced=record.is_forced or plan.ignore_eos, sampling=sampling,
-                        stop=record.stop, is_openai=record.is_openai, is_chat=record.is_chat)
+                        stop=record.stop, is_openai=record.is_openai, is_chat=record.is_chat,
+                        sample=record.sample)
+
+
+def _barred(spool: Spool, plan: RunPlan, index: int, min_tokens: int | None) -> dict[str, Any]:
+    """What bars the end of a query's sequence before so many tokens of output."""
+    if not min_tokens:
+        return {}
+    # positions of an encoder-decoder model's decoder count from the token that it is fed first
+    before = 1 if _is_encoder_decoder(plan.model_dir) else len(spool.tokens(index))
+    return {"barred": tuple(sorted(_ends_of(plan.model_dir))), "barred_until": before + min_tokens}
+
+
+@lru_cache(4)
+def _ends_of(model_dir: Path) -> frozenset[int]:
+    return eos_ids(model_dir)
+
+
+@lru_cache(4)
+def _is_encoder_decoder(model_dir: Path) -> bool:
+    return read_shape(model_dir, model_dir.name).is_encoder_decoder

@@ -6,14 +6,15 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 from xgpt.core.whole_file import sync_folder, write_atomically
 from xgpt.core.workload import RequestError
 from xrunner.io.durable import Keeper, is_still, put_back
+from xrunner.io.result_line import result_line
 from xrunner.query import FinishedQuery
 
 HELD_FILE = "held.jsonl"
@@ -40,13 +41,15 @@ class ResultWriter:
     after `count_results`."""
 
     def __init__(self, path: Path, *, first_index: int, model: str,
-                 sync_s: float | None = None) -> None:
-        """`sync_s`: what has been written for so long is on the disk; None: with `close`."""
+                 sync_s: float | None = None,
+                 token_text: Callable[[int], str] = str) -> None:
+        """`sync_s`: what has been written for so long is on the disk; None: with `close`.
+        `token_text`: the text of a token, where likelihoods of some are told."""
         self._path, held_path = path, path.with_name(HELD_FILE)
         self._lock = threading.Lock()  # held where a file is opened or closed
         # to be read, too, where it loses its name
         self._file: IO[str] = path.open("a+", encoding="utf-8")
-        self._next, self._model = first_index, model
+        self._next, self._model, self._token_text = first_index, model, token_text
         self._held = read_held(held_path, first_index)
         self._held_file = HeldFile(held_path)
         self._write_next()
@@ -60,7 +63,7 @@ class ResultWriter:
         index = result.query.index
         assert index >= self._next and index not in self._held, f"{index = } {self._next = }"
         self._check()
-        line = _text(result, self._model)
+        line = _text(result, self._model, self._token_text)
         self._held[index] = line
         if index > self._next:
             with self._lock:
@@ -161,55 +164,18 @@ def write_errors(path: Path, errors: Sequence[RequestError], labels: Sequence[st
     write_atomically(path, "\n".join(lines) + "\n")
 
 
-def _text(result: FinishedQuery, model: str) -> str:
+def _text(result: FinishedQuery, model: str, token_text: Callable[[int], str]) -> str:
     """Its line. What cannot be written as one (an id with half of a surrogate pair, say) is an
     error of this query's, not the end of all."""
     try:
-        text = json.dumps(_line(result, model), ensure_ascii=False)
+        text = json.dumps(result_line(result, model, token_text), ensure_ascii=False)
         text.encode()
     except (ValueError, TypeError, RecursionError) as cause:
-        text = json.dumps(_line(replace(
+        text = json.dumps(result_line(replace(
             result, text="", finish_reason="error",
-            error=f"its answer cannot be written: {type(cause).__name__}: {cause}"), model))
+            error=f"its answer cannot be written: {type(cause).__name__}: {cause}"), model,
+            token_text))
     return text
-
-
-def _line(result: FinishedQuery, model: str) -> dict[str, Any]:
-    query, tpot_s = result.query, result.tpot_s
-    times: dict[str, float | None] = {
-        "latency_s": round(result.latency_s, 6), "encode_start_s": round(result.encode_start_s, 6),
-        "ttft_s": round(result.ttft_s, 6), "tpot_s": None if tpot_s is None else round(tpot_s, 6)}
-    if result.replica is not None:
-        times["replica"] = result.replica
-    if query.is_openai:
-        return _openai_line(result, model, times)
-    return {"id": query.id, "index": query.index, "text": result.text,
-            "output_ids": list(result.output_ids), "input_tokens": len(query.input_ids),
-            "output_tokens": len(result.output_ids), "finish_reason": result.finish_reason, **times,
-            **({} if result.error is None else {"error": result.error})}
-
-
-def _openai_line(result: FinishedQuery, model: str, times: Mapping[str, float | None],
-                 ) -> dict[str, Any]:
-    """The batch response object of the OpenAI batch format, our figures under `xgpt`."""
-    query = result.query
-    input_tokens, output_tokens = len(query.input_ids), len(result.output_ids)
-    choice: dict[str, Any] = {"index": 0, "finish_reason": result.finish_reason, "logprobs": None}
-    if query.is_chat:
-        choice["message"] = {"role": "assistant", "content": result.text}
-    else:
-        choice["text"] = result.text
-    body = {"id": f"xgpt-{query.index}", "model": model, "choices": [choice],
-            "object": "chat.completion" if query.is_chat else "text_completion",
-            "usage": {"prompt_tokens": input_tokens, "completion_tokens": output_tokens,
-                      "total_tokens": input_tokens + output_tokens}}
-    request = f"xgpt-{query.index}"
-    answer: dict[str, Any] = {
-        "error": None, "response": {"status_code": 200, "request_id": request, "body": body}}
-    if result.error is not None:
-        answer = {"error": {"code": "no_answer", "message": result.error}, "response": None}
-    return {"id": f"batch_req_{query.index}", "custom_id": query.id, **answer,
-            "xgpt": {"index": query.index, "output_ids": list(result.output_ids), **times}}
 
 
 class HeldFile:

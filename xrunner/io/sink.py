@@ -9,8 +9,9 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from xgpt.core.whole_file import write_atomically
 from xrunner.io.launcher_link import LauncherLink
 from xrunner.io.results import Answered, ResultWriter
 from xrunner.io.stop import StopRequest
+from xrunner.io.tokenizer import TextTokenizer
 from xrunner.io.underway import Underway
 from xrunner.plan import RunPlan
 from xrunner.query import FinishedQuery
@@ -35,8 +37,10 @@ class RunSink:
     def __init__(self, plan: RunPlan, *, num_queries: int, before: Answered) -> None:
         """`before`: what earlier runs answered, after which this one goes on."""
         self.output, self._stop = plan.output, StopRequest(plan.output)
+        self._model_dir, self._tokenizer = plan.model_dir, cast("TextTokenizer | None", None)
         self._writer = ResultWriter(plan.output / "results.jsonl", first_index=before.written,
-                                    model=plan.model_name, sync_s=plan.sync_s)
+                                    model=plan.model_name, sync_s=plan.sync_s,
+                                    token_text=lru_cache(65_536)(self._token_text))
         self._total, self._done_before = num_queries, before.total
         self.leaves_some = bool(plan.aside)
         self.underway = Underway(plan.output)
@@ -46,6 +50,11 @@ class RunSink:
         self._looked_s, self._is_to_stop = -math.inf, False
         self.launcher: LauncherLink | None = None  # where the launcher follows the output lengths
         self.tally = Tally()
+
+    def _token_text(self, token: int) -> str:
+        if self._tokenizer is None:  # few jobs ask for it
+            self._tokenizer = TextTokenizer(self._model_dir)
+        return self._tokenizer.token_text(token)
 
     def finished(self, result: FinishedQuery) -> None:
         self._writer.write(result)

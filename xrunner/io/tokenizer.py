@@ -49,17 +49,22 @@ class TextTokenizer:
             raise XgptError(f"{self.directory} has no tokenizer: requests must give tokens")
         return [e.ids for e in self._backend.encode_batch(list(texts), add_special_tokens=special)]
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """`messages` in the model's chat template, up to where the assistant begins to speak.
-        Raises XgptError without a template, ValueError if the template refuses the messages."""
+    def render_chat(self, messages: Sequence[Mapping[str, Any]],
+                    tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """`messages` in the model's chat template, up to where the assistant begins to speak, with
+        the `tools` that it may call. Raises XgptError without a template, ValueError if the
+        template refuses the messages or knows no tools."""
         if self.template is None:
             raise XgptError(f"{self.directory}: the tokenizer has no chat template")
+        if tools and "tools" not in self.template:
+            raise ValueError("tools: the model's chat template knows none, and would leave them "
+                             "out; leave them out to have the line answered")
         from jinja2 import TemplateError
 
         try:
             self._chat = self._chat or _environment().from_string(self.template)
-            text: str = self._chat.render(messages=messages, add_generation_prompt=True,
-                                          **self._special_tokens)
+            text: str = self._chat.render(messages=messages, tools=tools,
+                                          add_generation_prompt=True, **self._special_tokens)
         except (TemplateError, *_IN_TEMPLATES) as cause:
             raise ValueError(f"chat template: {cause}") from None
         return text
@@ -68,6 +73,15 @@ class TextTokenizer:
         if self._backend is None:
             return ""
         text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        return text
+
+
+    def token_text(self, token: int) -> str:
+        """The text of a single token, special ones included; a name of it where there is no
+        tokenizer."""
+        if self._backend is None:
+            return f"token_id:{token}"
+        text: str = self._backend.decode([token], skip_special_tokens=False)
         return text
 
 

@@ -105,6 +105,7 @@ class EncodeContext:
     positions: Tensor  # [T] int64 of every token
     places: Places  # of every token
     in_blocks: bool  # a table names them
+    tails: Sequence[int] = ()  # of each span, rows at its end that are asked for; (): one of each
 
     @property
     def longest(self) -> int:
@@ -113,9 +114,14 @@ class EncodeContext:
 
     @property
     def ends(self) -> Tensor:
-        """Rows of the last token of each input whose end is among the spans."""
+        """Rows that predict what is asked for: the last token of each input whose end is among the
+        spans, or as many of its last ones as `tails` says."""
         last = [place for place, span in enumerate(self.spans) if span.is_last]
-        return (self.columns[2] + self.columns[3] - 1)[last]
+        ends = (self.columns[2] + self.columns[3] - 1)[last]
+        if not self.tails:
+            return ends
+        return torch.cat([torch.arange(end - self.tails[place] + 1, end + 1, device=ends.device)
+                          for place, end in zip(last, ends.tolist(), strict=True)])
 
     def pieces(self, most: int) -> Iterator[tuple[slice, EncodeContext]]:
         """The same in pieces of whole spans of at most `most` tokens, of evenly many; a span that
@@ -136,13 +142,14 @@ class EncodeContext:
         return EncodeContext(
             spans=self.spans[first:last], columns=columns,
             blocks=self.blocks[first:last], positions=self.positions[rows],
-            places=Places(*(part[rows] for part in self.places)), in_blocks=self.in_blocks)
+            places=Places(*(part[rows] for part in self.places)), in_blocks=self.in_blocks,
+            tails=self.tails[first:last])
 
 
 def encode_context(spans: Sequence[Span], device: torch.device | str = "cpu",
-                   table: BlockTable | None = None) -> EncodeContext:
+                   table: BlockTable | None = None, tails: Sequence[int] = ()) -> EncodeContext:
     """A span's tokens are those from `first` on of the query in its slot; `table`: where their
-    entries lie in blocks."""
+    entries lie in blocks; `tails`: see EncodeContext."""
     slots = chain.from_iterable([span.slot] * span.tokens for span in spans)
     positions = chain.from_iterable(range(s.first, s.first + s.tokens) for s in spans)
     before = accumulate((span.tokens for span in spans), initial=0)
@@ -152,7 +159,7 @@ def encode_context(spans: Sequence[Span], device: torch.device | str = "cpu",
     own, at = (torch.tensor(list(part), device=device, dtype=torch.long)
                for part in (slots, positions))
     return EncodeContext(
-        spans=spans, columns=columns, positions=at, in_blocks=table is not None,
+        spans=spans, columns=columns, positions=at, in_blocks=table is not None, tails=tails,
         blocks=columns[0][:, None] if table is None else table.blocks[columns[0]],
         places=Places(own, at) if table is None else table.places(own, at))
 

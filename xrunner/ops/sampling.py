@@ -29,17 +29,34 @@ def sample(scores: Scores, choices: Sequence[Sampling], positions: Sequence[int]
     tokens = torch.empty(len(choices), dtype=torch.long, device=logits.device)
     if greedy:
         tokens[greedy] = _likeliest(*scores.best(greedy))
+    logits = _without_barred(logits.float(), drawn, choices, positions, first_token=0)
     for row, row_logits in zip(drawn, logits, strict=True):
-        tokens[row] = _draw(row_logits.float(), choices[row], positions[row])
+        tokens[row] = _draw(row_logits, choices[row], positions[row])
     return tokens
 
 
 def _parted(choices: Sequence[Sampling], positions: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The rows that are greedy, and those that are drawn."""
+    """The rows whose largest logit is all that counts, and those that are drawn, or from which
+    tokens are barred."""
     assert len(choices) == len(positions), f"{len(choices) = } {len(positions) = }"
+    is_whole = [choice.is_drawn or choice.is_barred(position)
+                for choice, position in zip(choices, positions, strict=True)]
     rows = range(len(choices))
-    return ([row for row in rows if not choices[row].is_drawn],
-            [row for row in rows if choices[row].is_drawn])
+    return [row for row in rows if not is_whole[row]], [row for row in rows if is_whole[row]]
+
+
+def _without_barred(logits: Tensor, rows: Sequence[int], choices: Sequence[Sampling],
+                    positions: Sequence[int], first_token: int) -> Tensor:
+    """logits [rows, V_local] of the tokens from `first_token` on, -inf where one is barred."""
+    own = [(place, token - first_token) for place, row in enumerate(rows)
+           if choices[row].is_barred(positions[row]) for token in choices[row].barred
+           if 0 <= token - first_token < logits.shape[1]]
+    if not own:
+        return logits
+    logits = logits.clone()
+    places, tokens = (list(part) for part in zip(*own, strict=True))
+    logits[places, tokens] = float("-inf")
+    return logits
 
 
 def sample_shards(scores: Scores, choices: Sequence[Sampling], positions: Sequence[int],
@@ -55,9 +72,10 @@ def sample_shards(scores: Scores, choices: Sequence[Sampling], positions: Sequen
     greedy, drawn = _parted(choices, positions)
     first, share = shard.index * shard.vocabulary_share(vocab_size), shard.vocabulary_share(
         vocab_size)
-    most = max((min(choices[row].top_k or share, share) for row in drawn), default=0)
+    most = max((min(_kept(choices[row]) or share, share) for row in drawn), default=0)
     best = shard.gather(_best(scores.best(greedy), first)) if greedy else None
-    kept = shard.gather(_candidates(scores.of(drawn), most, first)) if drawn else None
+    kept = shard.gather(_candidates(_without_barred(
+        scores.of(drawn), drawn, choices, positions, first), most, first)) if drawn else None
     if shard.index:
         return None
     received = kept if best is None else best
@@ -121,8 +139,17 @@ def uniform(seed: int, position: int) -> float:
     return ((state ^ (state >> 31)) >> 11) / (1 << 53)
 
 
+def _kept(choice: Sampling) -> int | None:
+    """How many of the likeliest tokens count; None: all."""
+    return choice.top_k if choice.is_drawn else 1
+
+
 def _draw(logits: Tensor, choice: Sampling, position: int) -> int:
-    """Inverse-CDF draw over the tokens kept by top-k, then top-p, in order of probability."""
+    """Inverse-CDF draw over the tokens kept by top-k, then top-p, in order of probability; the
+    likeliest of who is greedy."""
+    if not choice.is_drawn:
+        largest = logits.max(dim=-1)
+        return int(largest.indices) if largest.values.isfinite() else NOT_FINITE
     kept = choice.top_k or logits.numel()
     values, tokens = torch.topk(logits / choice.temperature, min(kept, logits.numel()))
     if not values[0].isfinite():  # what is no number comes first

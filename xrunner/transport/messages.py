@@ -10,7 +10,7 @@ of them (xrunner.engine.replicas)."""
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from xrunner.query import FinishedQuery, PreparedQuery, Sampling
+from xrunner.query import FinishedQuery, PreparedQuery, Sampling, TokenLikelihood
 from xrunner.rules.changes import Changes
 from xrunner.rules.slots import Span
 from xrunner.rules.steps import KvBudget, StepKind
@@ -93,6 +93,7 @@ class HandedQuery:
     query: PreparedQuery
     input_tokens: int
     output_ids: tuple[int, ...]  # so far: one token, none of an encoder-decoder model
+    likelihoods: tuple[TokenLikelihood, ...]  # of it, where they are asked for
     encode_start_s: float
     first_token_s: float | None  # None of an encoder-decoder model
 

@@ -189,6 +189,7 @@ def test_the_options_are_frozen() -> None:
         "init": {"--prompts", "--column", "--model", "--max-tokens", "--latency", "--force",
                  "--yes", "--json"},
         "doctor": {"--gpu", "--json"},
+            "score": shared | {"--again", "--dry-run", "--strict"},
         "export": shared | {"--to", "--image", "--claim", "--out"},
         "validate": {"--source", "--measured", "--by-model", "--html", "--json"},
     }

@@ -8,8 +8,8 @@ from xgpt.core.openai_body import not_honoured
 
 
 @pytest.mark.parametrize(("key", "value"), [
-    ("response_format", {"type": "json_object"}), ("tools", [{"type": "function"}]),
-    ("logprobs", True), ("logprobs", 3), ("frequency_penalty", 0.5), ("presence_penalty", -1),
+    ("response_format", {"type": "json_object"}), ("tool_choice", "required"),
+    ("frequency_penalty", 0.5), ("presence_penalty", -1),
     ("logit_bias", {"50256": -100}), ("stream", True), ("echo", True), ("best_of", 3),
     ("reasoning_effort", "high"), ("a_key_of_tomorrow", 1)])
 def test_what_is_asked_for_and_not_given_is_named(key: str, value: object) -> None:

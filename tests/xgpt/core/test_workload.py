@@ -102,7 +102,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
     ({"custom_id": "a", "body": {"input": "x"}, "url": "/v1/embeddings"}, "url"),
     ({"custom_id": "a", "body": {"prompt": "x"}, "method": "GET"}, "method"),
     ({"custom_id": "a", "body": {"prompt": "x", "n": 2}}, "one choice"),
-    ({"custom_id": "a", "body": {"prompt": "x", "tools": [{}], "logprobs": 2}}, "logprobs, tools"),
+    ({"custom_id": "a", "body": {"prompt": "x", "tools": [{}], "echo": True}}, "echo, tools"),
     ({"custom_id": "a", "url": "/v1/completions", "body": {"messages": []}}, "no messages"),
     ({"custom_id": "a", "url": "/v1/chat/completions", "body": {"prompt": "x"}}, "no prompt"),
     ({"prompt": "x", "max_new_tokens": 5}, "did you mean 'max_tokens'"),

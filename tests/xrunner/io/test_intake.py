@@ -105,7 +105,8 @@ def test_a_prompt_of_openais_completions_never_gets_the_chat_template() -> None:
     class Templated:
         template, is_there = "chat", True
 
-        def render_chat(self, messages: Sequence[dict[str, str]]) -> str:
+        def render_chat(self, messages: Sequence[dict[str, str]],
+                        tools: object = None) -> str:
             return f"<{messages[0]['content']}>"
 
         def encode_many(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:

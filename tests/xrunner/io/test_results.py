@@ -67,7 +67,8 @@ def test_an_openai_request_is_answered_with_a_batch_response(tmp_path: Path) -> 
     line = json.loads(path.read_text())
     body = line["response"]["body"]
     assert line["custom_id"] == "id0" and line["response"]["status_code"] == 200
-    assert body["choices"][0]["message"] == {"role": "assistant", "content": "Hello"}
+    assert body["choices"][0]["message"] == {
+        "role": "assistant", "content": "Hello", "refusal": None}
     assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
     assert line["xgpt"]["latency_s"] == 1.25
     assert (line["xgpt"]["ttft_s"], line["xgpt"]["tpot_s"]) == (1.5, 0.25)

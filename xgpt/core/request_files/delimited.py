@@ -11,10 +11,10 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, TypeAlias, cast
 
+from xgpt.core.chat import BadRecord
 from xgpt.core.errors import wrong
 from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.request_files.rows import Row, roles_of
-from xgpt.core.workload import BadRecord
 
 # Of one cell. A quote that is never closed takes up the rest of the file.
 MAX_CELL_CHARS = 2**24

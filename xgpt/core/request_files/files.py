@@ -8,6 +8,8 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from xgpt.core.workload import Terms
+
 STDIN = Path("-")
 
 # format -> how its files' names end; each but the last may be compressed besides (.gz)
@@ -22,7 +24,9 @@ _ENTRIES = {"json": "item", "parquet": "row"}
 
 CONTENTS = ("prompt", "messages", "tokens")  # of a table that has several, the first is taken
 OPTIONS = ("max_tokens", "max_completion_tokens", "forced_tokens", "seed", "temperature", "top_k",
-           "top_p", "stop")
+           "top_p", "stop", "min_tokens")
+# of a job that scores
+CONTINUATIONS = ("continuation", "continuation_tokens")
 
 
 def format_of(path: Path) -> str | None:
@@ -49,6 +53,8 @@ class RequestFiles:
     delimiter: str | None = None  # None: a comma, of TSV a tab, or as the header shows
     has_options: bool = True  # False: max_tokens, seed and the like are columns like any other
     carry: tuple[str, ...] | None = None  # columns that go into the results; None: all others
+    purpose: str | None = None  # "score": of continuations; None: they are answered
+    engine: str | None = None  # which honours keys of its own; None: ours
 
     def __str__(self) -> str:
         first = "standard input" if self.is_stdin else str(self.paths[0])
@@ -58,6 +64,16 @@ class RequestFiles:
     @property
     def is_stdin(self) -> bool:
         return self.paths == (STDIN,)
+
+    @property
+    def terms(self) -> Terms:
+        """What is made of them."""
+        return Terms(self.purpose == "score", self.engine)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Keys of a request besides its content and its id."""
+        return (*OPTIONS, *CONTINUATIONS) if self.purpose == "score" else OPTIONS
 
     @property
     def table(self) -> str | None:

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from xgpt.core.chat import BadRecord
 from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.request_files.rows import Row, of_object, parsed
 from xgpt.core.request_files.source import unreadable
-from xgpt.core.workload import BadRecord
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 MAX_LINE_BYTES = 2**24  # of a request; more is another file by mistake, or an attack

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from xgpt.core.chat import BadRecord
 from xgpt.core.errors import MissingExtraError, wrong
 from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.request_files.rows import Roles, Row, roles_of
 from xgpt.core.request_files.source import unreadable
 from xgpt.core.spool_columns import ROWS_COLUMN, ColumnsWriter
-from xgpt.core.workload import BadRecord
 
 EXTRA = "parquet"
 _ROWS_AT_A_TIME = 1024

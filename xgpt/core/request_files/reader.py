@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from xgpt.core.chat import BadRecord
 from xgpt.core.errors import shorten
 from xgpt.core.request_files.delimited import USUAL, Divided, read_delimited
 from xgpt.core.request_files.files import RequestFiles
@@ -17,7 +18,7 @@ from xgpt.core.request_files.rows import Row
 from xgpt.core.request_files.seen_ids import SeenIds
 from xgpt.core.request_files.source import opened
 from xgpt.core.spool_columns import ColumnsWriter
-from xgpt.core.workload import BadRecord, Request, RequestError, id_of, read_record
+from xgpt.core.workload import Request, RequestError, id_of, read_record
 
 _FILE_BITS = 40  # above them which file a line is of
 
@@ -67,7 +68,7 @@ def _taken(row: Row, file: int, default: str, seen: SeenIds, files: RequestFiles
         if (first := seen.place(name)) is not None:
             place = files.place(first >> _FILE_BITS, first & ((1 << _FILE_BITS) - 1))
             raise BadRecord(f"id {shorten(name)} is already that of {place}")
-        request = read_record(row.record, row.line, name, file)
+        request = read_record(row.record, row.line, name, file, files.terms)
     except BadRecord as cause:
         return RequestError(line=row.line, id=name, error=str(cause), file=file)
     seen.add(name, file << _FILE_BITS | row.line)

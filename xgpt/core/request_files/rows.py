@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from xgpt.core.chat import BadRecord
 from xgpt.core.errors import nearest, wrong
-from xgpt.core.request_files.files import CONTENTS, OPTIONS, RequestFiles
-from xgpt.core.workload import BadRecord, is_openai, misspelt_option, refuse_misspelt
+from xgpt.core.request_files.files import CONTENTS, RequestFiles
+from xgpt.core.workload import is_openai, misspelt_option, refuse_misspelt
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # lone, which no file takes
 NO_OTHERS: Mapping[str, Any] = {}
@@ -98,7 +99,8 @@ def roles_of(header: Sequence[str], files: RequestFiles, path: Path) -> Roles:
     if "id" in names:
         roles.setdefault("id", "id")
     if files.has_options:
-        roles |= {name: name for name in OPTIONS if name in names and name not in roles.values()}
+        roles |= {name: name for name in files.options
+                  if name in names and name not in roles.values()}
         for name in names:
             if name not in roles.values() and (meant := misspelt_option(name)) is not None:
                 raise wrong(path, "requests", name, f"did you mean the column {meant!r}? rename "
@@ -144,8 +146,9 @@ def _cell(role: str, value: Any) -> Any:
 
 
 def _of_text(role: str, text: str) -> Any:
-    is_json = role in ("messages", "tokens") or (role == "stop" and text.lstrip().startswith("["))
-    if role == "stop" and not is_json:
+    is_json = role in ("messages", "tokens", "continuation_tokens") or (
+        role == "stop" and text.lstrip().startswith("["))
+    if role in ("stop", "continuation") and not is_json:
         return text
     try:
         if is_json:
@@ -167,7 +170,7 @@ def of_object(record: Mapping[str, Any], files: RequestFiles) -> tuple[
     names_content = bool(given.keys() & set(CONTENTS))
     taken = {role: record[name] for role, name in given.items() if name in record}
     own = [*(CONTENTS if not names_content else ()), *(("id",) if "id" not in given else ()),
-           *(OPTIONS if files.has_options else ())]
+           *(files.options if files.has_options else ())]
     used = {*given.values(), *own}
     others = {key: value for key, value in record.items() if key not in used} if (
         files.carry is None) else {key: record[key] for key in files.carry if key in record}

@@ -1,0 +1,51 @@
+"""`xgpt score`: 200 continuations on two real ranks are as likely as transformers finds them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch", reason="ranks need the extra `run`")
+import torch
+import toys
+from job_folder import XGPT, read_lines, write_job
+
+pytestmark = pytest.mark.mpi
+COUNT = 200
+
+
+def test_continuations_are_as_likely_as_transformers_finds_them(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    model = toys.make_model("llama", folder)
+    texts = [[*query.input_ids, 7, 11, 3] for query in toys.random_queries(COUNT, seed=3)]
+    requests: list[dict[str, object]] = []
+    for i, ids in enumerate(texts):
+        own = min(1 + i % 6, len(ids) - 1)
+        requests.append({"id": f"q{i}", "tokens": ids[:-own], "continuation_tokens": ids[-own:]})
+    requests.insert(5, {"id": "bad", "tokens": [4]})
+    job = write_job(tmp_path, folder, requests, ranks=2,
+                    schedule="policy: rra, tp_degree: 1, encode_batch: 16, decode_iterations: 1")
+    text = job.read_text().replace("  output_tokens: {mean: 15, std: 8, max: 40}\n", "")
+    job.write_text(text)
+    done = subprocess.run([*XGPT, "score", str(job), "--json"], capture_output=True, text=True,
+                          timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads(done.stdout)
+    assert metrics["status"] == "done" and metrics["ranks"] == 2
+    assert metrics["throughput_qps"]["predicted"] > 0
+    assert [error["id"] for error in read_lines(tmp_path / "out" / "errors.jsonl")] == ["bad"]
+    results = read_lines(tmp_path / "out" / "results.jsonl")
+    assert [result["id"] for result in results] == [f"q{i}" for i in range(COUNT)]
+    for ids, result in zip(texts, results, strict=True):
+        targets = result["continuation_ids"]
+        assert targets == ids[-len(targets):]
+        with torch.no_grad():
+            rows = torch.log_softmax(model(torch.tensor([ids])).logits[0], dim=-1)
+        rows = rows[-len(targets) - 1:-1]
+        expected = rows.gather(1, torch.tensor(targets)[:, None])[:, 0].tolist()
+        assert result["logprobs"] == pytest.approx(expected, abs=1e-4)
+        assert result["log_likelihood"] == pytest.approx(sum(expected), abs=1e-3)
+        assert result["is_greedy"] == (rows.argmax(dim=1).tolist() == targets)

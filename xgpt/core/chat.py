@@ -1,0 +1,100 @@
+"""The messages of a chat and the tools that it may call, as requests give them and as templates
+take them: OpenAI's forms, of which we know text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from xgpt.core.errors import shorten
+
+Message: TypeAlias = "dict[str, Any]"  # role, content, which is text; tool_calls, tool_call_id
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_TOOLS = 128  # as OpenAI's
+
+
+class BadRecord(Exception):
+    """Says why a record cannot be used."""
+
+
+def check_encodable(value: str, key: str) -> None:
+    """Raises BadRecord for half of a surrogate pair (JSON's "\\ud800"), which no tokenizer and no
+    file takes."""
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise BadRecord(f"{key} holds a lone surrogate, which is no character") from None
+
+
+def messages_of(value: object) -> tuple[Message, ...]:
+    """The messages of a request. Raises BadRecord."""
+    if not isinstance(value, list) or not value:
+        raise BadRecord("messages must be a list of at least one message")
+    return tuple(_message(item) for item in value)
+
+
+def tools_of(body: Mapping[str, Any]) -> str:
+    """The functions that a request's answer may call, as JSON; "" where there are none, or
+    `tool_choice` rules them out. Raises BadRecord."""
+    value = body.get("tools")
+    if value in (None, []) or body.get("tool_choice") == "none":
+        return ""
+    if not isinstance(value, list) or len(value) > MAX_TOOLS or not all(map(_is_function, value)):
+        raise BadRecord(f"tools must be a list of at most {MAX_TOOLS} functions: "
+                        '{"type": "function", "function": {"name": ..., "parameters": {...}}}')
+    text = json.dumps(value)
+    check_encodable(json.dumps(value, ensure_ascii=False), "tools")
+    return text
+
+
+def _is_function(item: object) -> bool:
+    function = item.get("function") if isinstance(item, dict) else None
+    return (isinstance(item, dict) and item.get("type") == "function"
+            and isinstance(function, dict) and isinstance(function.get("name"), str)
+            and isinstance(function.get("parameters", {}), dict))
+
+
+def _message(item: object) -> Message:
+    if not isinstance(item, dict):
+        raise BadRecord("a message must be an object with role and content")
+    role, content = item.get("role"), item.get("content")
+    if role not in ROLES:
+        raise BadRecord(f"role = {shorten(role)}: known: {', '.join(ROLES)}")
+    calls = item.get("tool_calls") if role == "assistant" else None
+    if isinstance(content, list):  # OpenAI's list of parts, of which we know text
+        if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(
+                part.get("text"), str) for part in content):
+            raise BadRecord("content parts other than text are not supported")
+        content = "".join(part["text"] for part in content)
+    if content is None and calls:
+        content = ""
+    if not isinstance(content, str):
+        raise BadRecord("content of a message must be text")
+    check_encodable(content, "content")
+    more: Message = {"tool_calls": _calls(calls)} if calls else {}
+    for key in ("tool_call_id", "name"):
+        if isinstance(item.get(key), str) and (key == "name" or role == "tool"):
+            check_encodable(item[key], key)
+            more[key] = item[key]
+    return {"role": str(role), "content": content, **more}
+
+
+def _calls(value: object) -> list[dict[str, Any]]:
+    """Calls that an assistant has made before, the arguments as an object: templates write them as
+    JSON themselves."""
+    if not isinstance(value, list):
+        raise BadRecord("tool_calls must be a list")
+    calls = []
+    for item in value:
+        function = item.get("function") if isinstance(item, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadRecord("a tool call must have a function with a name")
+        arguments = function.get("arguments", {})
+        try:
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except ValueError as cause:
+            raise BadRecord(f"arguments of a tool call are no JSON: {cause}") from None
+        calls.append({"id": str(item.get("id", "")), "type": "function",
+                      "function": {"name": function["name"], "arguments": arguments}})
+    return calls

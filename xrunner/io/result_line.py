@@ -1,0 +1,99 @@
+"""One line of results.jsonl: in our form, in that of a scored continuation, or as OpenAI's batch
+response object. A likelihood that is no number is null: JSON has none for it."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from xrunner.query import FinishedQuery
+
+TokenText = Callable[[int], str]
+
+
+def result_line(result: FinishedQuery, model: str, token_text: TokenText) -> dict[str, Any]:
+    """`model`: what an OpenAI response calls it; `token_text`: the text of a single token."""
+    query, tpot_s = result.query, result.tpot_s
+    times: dict[str, float | None] = {
+        "latency_s": round(result.latency_s, 6), "encode_start_s": round(result.encode_start_s, 6),
+        "ttft_s": round(result.ttft_s, 6), "tpot_s": None if tpot_s is None else round(tpot_s, 6)}
+    if result.replica is not None:
+        times["replica"] = result.replica
+    if query.is_openai:
+        return _openai_line(result, model, times, token_text)
+    return {"id": query.id, "index": query.index, "text": result.text,
+            "output_ids": list(result.output_ids), "input_tokens": len(query.input_ids),
+            "output_tokens": len(result.output_ids), "finish_reason": result.finish_reason, **times,
+            **({"sample": query.sample} if query.sample else {}), **_likelihoods(result),
+            **({} if result.error is None else {"error": result.error})}
+
+
+def _likelihoods(result: FinishedQuery) -> dict[str, Any]:
+    """Of chosen tokens, or of a continuation; nothing where they were not asked for."""
+    sampling, told = result.query.sampling, result.likelihoods
+    logprobs = [_number(one.logprob) for one in told]
+    if sampling.targets:
+        is_whole = result.error is None and None not in logprobs
+        return {"continuation_ids": list(sampling.targets), "logprobs": logprobs,
+                "log_likelihood": math.fsum(one.logprob for one in told) if is_whole else None,
+                "is_greedy": is_whole and all(
+                    one.top[0][0] == target
+                    for one, target in zip(told, sampling.targets, strict=True))}
+    if sampling.top_logprobs is None:
+        return {}
+    return {"logprobs": logprobs,
+            "top_logprobs": [[[token, _number(value)] for token, value in one.top] for one in told]}
+
+
+def _openai_line(result: FinishedQuery, model: str, times: Mapping[str, float | None],
+                 token_text: TokenText) -> dict[str, Any]:
+    """The batch response object of the OpenAI batch format, our figures under `xgpt`."""
+    query = result.query
+    input_tokens, output_tokens = len(query.input_ids), len(result.output_ids)
+    choice: dict[str, Any] = {"index": 0, "finish_reason": result.finish_reason, "logprobs": None}
+    is_told = query.sampling.top_logprobs is not None
+    if query.is_chat:
+        choice["message"] = {"role": "assistant", "content": result.text, "refusal": None}
+        if is_told:
+            choice["logprobs"] = {"content": list(_of_chat(result, token_text)), "refusal": None}
+    else:
+        choice["text"] = result.text
+        if is_told:
+            choice["logprobs"] = _of_completion(result, token_text)
+    body = {"id": f"xgpt-{query.index}", "created": 0, "model": model, "choices": [choice],
+            "object": "chat.completion" if query.is_chat else "text_completion",
+            "usage": {"prompt_tokens": input_tokens, "completion_tokens": output_tokens,
+                      "total_tokens": input_tokens + output_tokens}}
+    request = f"xgpt-{query.index}"
+    answer: dict[str, Any] = {
+        "error": None, "response": {"status_code": 200, "request_id": request, "body": body}}
+    if result.error is not None:
+        answer = {"error": {"code": "no_answer", "message": result.error}, "response": None}
+    return {"id": f"batch_req_{query.index}", "custom_id": query.id, **answer,
+            "xgpt": {"index": query.index, "output_ids": list(result.output_ids), **times}}
+
+
+def _of_chat(result: FinishedQuery, token_text: TokenText) -> Iterator[dict[str, Any]]:
+    """Yields what a chat response's logprobs say of each token."""
+    for token, told in zip(result.output_ids, result.likelihoods, strict=False):
+        yield {**_named(token_text(token), told.logprob), "top_logprobs": [
+            _named(token_text(other), value) for other, value in told.top]}
+
+
+def _named(text: str, logprob: float) -> dict[str, Any]:
+    # a part of a character has no bytes of its own that the text would tell
+    has_bytes = "\ufffd" not in text
+    return {"token": text, "logprob": _number(logprob),
+            "bytes": list(text.encode()) if has_bytes else None}
+
+
+def _of_completion(result: FinishedQuery, token_text: TokenText) -> dict[str, Any]:
+    texts = [token_text(token) for token in result.output_ids]
+    offsets = [sum(map(len, texts[:place])) for place in range(len(texts))]
+    return {"tokens": texts, "text_offset": offsets,
+            "token_logprobs": [_number(one.logprob) for one in result.likelihoods],
+            "top_logprobs": [{token_text(token): _number(value) for token, value in one.top}
+                             for one in result.likelihoods]}
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,114 @@
+"""Log-likelihoods of given tokens, and the likeliest ones beside them: of chosen tokens
+(`logprobs`), and of the tokens of a given text (`xgpt score`).
+
+They are the log-softmax of the logits as the model gives them, in float32: before temperature,
+top-k, top-p and tokens that are barred, as in OpenAI's API. A rank of a tensor-parallel group
+brings the logarithm of its share's sum, the target's logit where it has it, and its own likeliest;
+the first rank puts them together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from xrunner.models.shard import Shard
+from xrunner.ops.head import Scores
+from xrunner.query import Sampling, TokenLikelihood
+
+# Logits of so many rows are in memory at a time: of 150,000 tokens 154 MB.
+_ROWS_AT_A_TIME = 256
+
+
+def likelihoods(scores: Scores, rows: Sequence[int], targets: Tensor, top: int, shard: Shard,
+                vocab_size: int) -> Tensor | None:
+    """rows: places in `scores`, rising; targets: [rows] int64, the same on every rank of the group;
+    top: how many of the likeliest tokens of each row. Returns [rows, 1 + 2 top] float32: the
+    target's log-likelihood, then the likeliest tokens, then their log-likelihoods; None on all but
+    the group's first rank."""
+    parts = []
+    for first in range(0, len(rows), _ROWS_AT_A_TIME):
+        end = first + _ROWS_AT_A_TIME
+        part = _of_rows(scores.of(rows[first:end]).float(), targets[first:end], top, shard,
+                        vocab_size)
+        if part is not None:
+            parts.append(part)
+    return torch.cat(parts) if parts else None
+
+
+def _of_rows(logits: Tensor, targets: Tensor, top: int, shard: Shard,
+             vocab_size: int) -> Tensor | None:
+    """logits [n, V_local] -> [n, 1 + 2 top]; None on all but the first rank."""
+    before = shard.index * shard.vocabulary_share(vocab_size)
+    held = logits.shape[1]
+    local = targets.to(logits.device) - before
+    is_own = (local >= 0) & (local < held)
+    own = torch.full((len(logits), 2 + 2 * top), float("-inf"), device=logits.device)
+    if held:
+        own[:, 0] = torch.logsumexp(logits, dim=1)
+        found = logits.gather(1, local.clamp(0, held - 1)[:, None])[:, 0]
+        own[:, 1] = torch.where(is_own, found, own[:, 1])
+        most = min(top, held)
+        values, tokens = torch.topk(logits, most)
+        own[:, 2:2 + most] = values
+        own[:, 2 + top:2 + top + most] = tokens + before  # float32 holds every token exactly
+    gathered = shard.gather(own)
+    if gathered is None:
+        return None
+    total = torch.logsumexp(gathered[:, :, 0], dim=0)
+    out = torch.empty((len(logits), 1 + 2 * top), device=logits.device)
+    out[:, 0] = gathered[:, :, 1].amax(dim=0) - total
+    values, tokens = (part.permute(1, 0, 2).flatten(1) for part in (
+        gathered[:, :, 2:2 + top], gathered[:, :, 2 + top:]))
+    largest = values.topk(top, dim=1)
+    out[:, 1:1 + top] = tokens.gather(1, largest.indices)
+    out[:, 1 + top:] = largest.values - total[:, None]
+    return out
+
+
+def targets_of(tokens: Tensor | None, count: int, shard: Shard, device: torch.device) -> Tensor:
+    """The `count` tokens that the group's first rank has chosen, on every rank of it: [count]."""
+    if shard.degree == 1:
+        assert tokens is not None, "a rank alone chooses"
+        return tokens.to(device)
+    own = torch.zeros((count, 1), device=device) if tokens is None else (
+        tokens.to(device).float()[:, None])
+    # a sum of one rank's and zeros: the one collective that every group has
+    return shard.all_reduce(own)[:, 0].long()
+
+
+def packed(tokens: Tensor, told: Sequence[Tensor | None]) -> Tensor:
+    """tokens [n] with what is told of each, a [rows, columns] tensor or nothing: one float32 tensor
+    of n tokens, n numbers of rows, n numbers of columns, and the values. `unpacked` reads it."""
+    shapes = [(0, 0) if one is None else tuple(one.shape) for one in told]
+    header = torch.tensor([[rows for rows, _ in shapes], [columns for _, columns in shapes]],
+                          dtype=torch.float32).flatten()
+    return torch.cat([tokens.cpu().float(), header,
+                      *(one.cpu().flatten() for one in told if one is not None)])
+
+
+def unpacked(tensor: Tensor, count: int) -> tuple[list[int], list[tuple[TokenLikelihood, ...]]]:
+    """Tokens of `count` queries, and what is told of each: of a tensor of tokens alone nothing."""
+    if tensor.dtype == torch.int64:
+        return tensor.tolist(), []
+    head = tensor[:3 * count].long().tolist()
+    tokens, rows, columns = (head[part * count:(part + 1) * count] for part in range(3))
+    values, first = tensor[3 * count:].tolist(), 0
+    told = []
+    for own_rows, width in zip(rows, columns, strict=True):
+        top = (width - 1) // 2
+        own = []
+        for _ in range(own_rows):
+            row = values[first:first + width]
+            own.append(TokenLikelihood(row[0], tuple(
+                (int(token), logprob) for token, logprob in zip(
+                    row[1:1 + top], row[1 + top:], strict=True) if logprob > float("-inf"))))
+            first += width
+        told.append(tuple(own))
+    return tokens, told
+
+
+def asks(choices: Sequence[Sampling]) -> bool:
+    """Whether anything is to be told of their tokens."""
+    return any(choice.targets or choice.top_logprobs is not None for choice in choices)
