@@ -14,7 +14,7 @@ below the largest before it by more than the tolerance: a share of the 70th-perc
 latency, of the best throughput under that bound for throughput (the footnote of Table 5). Readings
 besides: `neighbours`, below the one before it; `one division`, below the largest before it of those
 whose devices are divided between WAA's pools alike. Closed forms, timed by the roofline with PCIe
-as the paper's nodes have it (paper_scenarios.with_peer_access).
+as the catalog has the paper's nodes.
 """
 
 from __future__ import annotations

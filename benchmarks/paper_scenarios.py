@@ -25,7 +25,6 @@ from xgpt.core.constraint import latency_constraint
 from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
-from xprofiler.links import link_kind
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xsimulator.policies.static.closed_form import ft
@@ -39,7 +38,7 @@ SMALL_TASKS, LARGE_TASKS = ("S", "T", "C1"), ("G", "C1", "C2")
 PERCENTILES = (10, 30, 70)  # of FT's latencies; the fourth bound is infinite
 BATCH_STEP = 4
 QUANTILE = 0.99
-PEER_ACCESS = 4.0  # bandwidth of PCIe cards with peer access over those without
+STAGED = "pcie4-x16"  # copies go through the host's memory
 _MOST_BATCHES = 4096  # steps of FT's batch that are looked at
 
 
@@ -66,20 +65,26 @@ class Scenario:
 
     @property
     def has_pcie(self) -> bool:
-        return link_kind(catalog.cluster(self.cluster).intra_link) == "pcie"
+        return catalog.cluster(self.cluster).intra_link.has_peer_access
 
     def problem(self, latency_s: float = math.inf, quantile: float = QUANTILE) -> Problem:
         lengths = catalog.task(self.task)
         return Problem(
-            model=catalog.model(self.model), cluster=catalog.cluster(self.cluster), lengths=lengths,
+            model=catalog.model(self.model), cluster=self._cluster(), lengths=lengths,
             dtype="float16", num_queries=None, fixed=FixedSchedule(),
             constraint=latency_constraint(latency_s=latency_s, quantile=quantile),
             default_max_tokens=lengths.outputs.max)
 
     def timing(self) -> Roofline:
         problem = self.problem()
-        roofline = Roofline(problem.model, problem.cluster.device, problem.dtype)
-        return with_peer_access(roofline) if self.has_peer_access else roofline
+        return Roofline(problem.model, problem.cluster.device, problem.dtype)
+
+    def _cluster(self) -> Cluster:
+        """The catalog's, or the same without peer access between its PCIe cards."""
+        cluster = catalog.cluster(self.cluster)
+        if self.has_peer_access or not self.has_pcie:
+            return cluster
+        return cluster.with_nodes(intra_link=catalog.link(STAGED))
 
 
 def scenarios(*, has_peer_access: bool = False) -> list[Scenario]:
@@ -88,17 +93,6 @@ def scenarios(*, has_peer_access: bool = False) -> list[Scenario]:
              for rows, tasks in ((SMALL, SMALL_TASKS), (LARGE, LARGE_TASKS))
              for model, cluster in rows for task in tasks]
     return list(dict.fromkeys(found))
-
-
-def with_peer_access(roofline: Roofline) -> Roofline:
-    """PCIe four times as quick, as measured of cards that reach each other's memory; the roofline's
-    figures are those of an A40 node whose cards do not (xprofiler.constants). The paper's cards do:
-    only so do its bounds and FT's latencies come out."""
-    pcie = roofline.constants.pcie
-    return roofline.with_constants(replace(roofline.constants, pcie=replace(
-        pcie, transfer_share=PEER_ACCESS * pcie.transfer_share,
-        all_reduce_shares=tuple((degree, PEER_ACCESS * share)
-                                for degree, share in pcie.all_reduce_shares))))
 
 
 def ft_plan(cluster: Cluster) -> tuple[int, int]:

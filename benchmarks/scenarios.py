@@ -5,7 +5,8 @@
 FT is run as the paper runs it: tensor parallelism within a machine, its best batch and
 micro-batches for which an output of *maximum* length meets the bound (7.1). "Gain" is over that.
 The second gain is over FT at its best: any tensor-parallel plan, and judged like ours, by the
-length at the 99th percentile. A40 scenarios are run twice, see paper_scenarios.with_peer_access.
+length at the 99th percentile. A40 scenarios are run twice, with and without
+peer access between the cards.
 The grid is every configuration that memory holds. Seconds are the processor's, of one thread.
 """
 

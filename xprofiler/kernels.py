@@ -57,6 +57,15 @@ class Kernels:
         memory_s = self.streamed_s(n * k + m * (k * operands + n * self.item_bytes))
         return self._overlapped(2 * padded / (rate * share), memory_s) + launch_s
 
+    def scaled_product_s(self, rows: ArrayLike, n: ArrayLike, k: ArrayLike) -> FloatArray:
+        """The same of fp8, with its operand's scale found and the operand converted beforehand, as
+        engines do where a checkpoint gives no scales."""
+        c = self.constants
+        converted = np.asarray(rows, float) * np.asarray(k, float) * (self.item_bytes + 1)
+        seconds: FloatArray = (self.layer_product_s(rows, n, k) + c.fp8_scaling_launch_s
+                               + converted / (self._bandwidth * c.fp8_scaling_bytes_share))
+        return seconds
+
     def _overlapped(self, compute_s: FloatArray, memory_s: FloatArray) -> FloatArray:
         return joined(compute_s, memory_s, self.constants.gemm_overlap)
 

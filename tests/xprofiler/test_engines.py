@@ -86,6 +86,18 @@ def test_fp8_halves_the_weights_that_decoding_streams_and_doubles_the_rate_of_en
         wide.operator_s(Operator.LAYER_REST, 8192), rel=0.02)
 
 
+@pytest.mark.parametrize("engine", ["vllm", "tensorrt-llm"])
+def test_finding_an_operands_scale_costs_by_rows_and_depth_whatever_the_columns(
+        engine: str) -> None:
+    kernels = Roofline(MODEL, catalog.device("H200"), "bfloat16", engine=engine,
+                       weight_dtype=FP8).kernels
+    rows, depth = np.array([1.0, 128.0, 8192.0]), np.array([128.0, 4096.0, 8192.0])
+    more = [kernels.scaled_product_s(rows, n, depth) - kernels.layer_product_s(rows, n, depth)
+            for n in (128, 65536)]
+    np.testing.assert_allclose(more[0], more[1], rtol=1e-6)
+    assert more[0][0] > 2e-6 and (np.diff(more[0]) > 0).all()
+
+
 def test_a_processors_constants_are_the_same_whatever_the_engine() -> None:
     with pytest.raises(UnknownNameError, match="vllm"):
         engine_constants(catalog.device("H100"), "vlm")

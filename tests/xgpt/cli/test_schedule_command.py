@@ -23,9 +23,10 @@ from xscheduler.alternatives import in_the_same_lengths
 from xscheduler.planner import Planner, PlanOptions
 from xscheduler.price import Offer, price
 
+# Cards without peer access: bounds and gains below are those of slow links.
 OPT_13B = """
 model: opt-13b
-cluster: a40-4
+cluster: {device: A40, num_nodes: 1, devices_per_node: 4, intra_link: pcie4-x16}
 workload: {requests: {count: 1500}, task: S}
 constraint: {latency_s: 8}
 """

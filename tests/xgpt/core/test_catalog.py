@@ -113,7 +113,7 @@ def test_clusters_have_the_sizes_of_their_names(name: str, nodes: int, devices: 
 
 def test_the_papers_links_join_its_clusters() -> None:
     a40, a100 = catalog.cluster("a40-48"), catalog.cluster("a100-16")
-    assert a40.link_between(0, 7).name == "pcie4-x16"
+    assert a40.link_between(0, 7).name == "pcie4-x16-p2p"
     assert a40.link_between(7, 8).bandwidth_bytes_per_s * 8 == pytest.approx(100e9)
     assert a100.link_between(0, 7).bandwidth_bytes_per_s * 2 == pytest.approx(600e9)
     assert a100.link_between(7, 8).bandwidth_bytes_per_s * 8 == pytest.approx(1.6e12)

@@ -2,7 +2,8 @@
 
 Symbols: B_E = encode_batch, G = decode_micro_batches, S = output tokens of a query, D = its decode
 iterations, lambda = queries a second, B_D = decode_batch, T_E = time between two encode steps (the
-encode pool's slowest stage, or the handover), T_iter(B_D) = time between two tokens of a query. The
+encode pool's slowest stage, or the handover, and what uneven batches of three queries or fewer add:
+xsimulator.policies.waa.unevenness), T_iter(B_D) = time between two tokens of a query. The
 decode batch is meant to be B_E E[S] (one encode batch for each iteration, as in the paper) and is
 never more. Where the encode pool is too slow for that, it is what Little's law gives:
 

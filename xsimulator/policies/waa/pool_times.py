@@ -14,6 +14,7 @@ from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import PlanSource
 from xsimulator.policies.waa.config import WaaConfigs
 from xsimulator.policies.waa.plans import WaaPlan
+from xsimulator.policies.waa.unevenness import Unevenness
 from xsimulator.stage_times import HandoverCost, StageTimes
 
 ROWS_RATIO = 1.03  # between the group sizes at which decode steps are tabulated
@@ -43,6 +44,8 @@ class PoolTimes:
         # of the queries, is not done with its first token, and is handed over
         self._decoding_share = float(problem.lengths.outputs.pmf[flow.iterations_fewer:].sum())
         self.mean_iterations = max(flow.mean_iterations, 1e-9)
+        self._uneven = Unevenness(self._inputs, adjustment)
+        self._lengthened = cache(self._lengthened_of)  # by plan
         self.decode_table = cache(partial(DecodeTable, self))  # by plan
 
     def encode_steps(self, plan: WaaPlan, batch: FloatArray, share: float = 1.0) -> FloatArray:
@@ -50,10 +53,22 @@ class PoolTimes:
         return self._encode_s(plan.encode.times, batch, share)
 
     def encode(self, plan: WaaPlan, batch: FloatArray) -> EncodeTimes:
-        handover = self.handover_s(plan, batch)
-        slowest = self.encode_steps(plan, batch).max(axis=1)
         longest = self.encode_steps(plan, batch, 1 + self._adjustment).sum(axis=1)
-        return EncodeTimes(np.maximum(slowest, handover), longest, handover)
+        return EncodeTimes(self.between_s(plan, batch), longest, self.handover_s(plan, batch))
+
+    def between_s(self, plan: WaaPlan, batch: FloatArray) -> FloatArray:
+        """An encode step follows the one before it in such seconds [batches]: those of the slowest
+        stage, or of the handover, and what uneven batches add."""
+        slowest = self.encode_steps(plan, batch).max(axis=1)
+        return np.asarray(np.maximum(slowest, self.handover_s(plan, batch))
+                          * self._uneven.interpolated(self._lengthened(plan), batch))
+
+    def _lengthened_of(self, plan: WaaPlan) -> FloatArray:
+        few = self._uneven.batches
+        steps = self.encode_steps(plan, few)
+        with np.errstate(invalid="ignore"):  # refused sizes are infinite
+            rises = 2 * (self.encode_steps(plan, few, 1.5) - steps)
+        return self._uneven.lengthened(steps, rises, self.handover_s(plan, few))
 
     def handover_s(self, plan: WaaPlan, batch: FloatArray) -> FloatArray:
         """The queries that are not done with their first token are handed over in such seconds
@@ -139,10 +154,11 @@ def pool_rates(times: PoolTimes, plan: WaaPlan, configs: WaaConfigs,
     steps = times.encode_steps(plan, batch)  # [configs, stages]
     handover = times.handover_s(plan, batch)
     slowest = np.maximum(steps.max(axis=1), handover)
+    paced = times.between_s(plan, batch)
     table = times.decode_table(plan)
     most = batch * mean_outputs
     is_timed = np.isfinite(slowest) & np.isfinite(table.iteration_s(most, groups))
-    between = np.where(is_timed, slowest, 1.0)
+    between = np.where(is_timed, paced, 1.0)
 
     def wanted(decoding: FloatArray) -> FloatArray:
         return batch / between * times.mean_iterations * np.where(
