@@ -15,6 +15,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Rejected, Schedule, Status
 from xprofiler.timing import TimingSource
 from xscheduler.alternatives import rows_with_margin
+from xscheduler.by_policy import plan_by_policy
 from xscheduler.copies import has_room
 from xscheduler.evaluator import Evaluator
 from xscheduler.explanation import explain_choice
@@ -29,25 +30,48 @@ from xscheduler.within import PlannedWithin, plan_within
 class ProblemSearch:
     """The search of one copy's problem, and what it found."""
 
-    def __init__(self, problem: Problem, timing: TimingSource, effort: Effort) -> None:
-        """Raises InputError for fixed values that the model or the devices cannot hold."""
-        self.problem = problem
-        self._search = (BaselineSearch(problem, timing) if problem.fixed.policy in baselines()
-                        else Scheduler(problem, timing, effort))
+    def __init__(self, problem: Problem, search: BaselineSearch | Scheduler,
+                 whole: ProblemSearch | None = None) -> None:
+        """whole: of all policies, where this is the search of one of them."""
+        self.problem, self._search, self._whole = problem, search, whole
+        self._alone: dict[str, ProblemSearch] = {}
         self.found: list[Schedule] = []
         self._known: dict[float, tuple[Schedule | InfeasibleError, float]] = {}
         self._glances: dict[float, Schedule] = {}
 
+    @classmethod
+    def of(cls, problem: Problem, timing: TimingSource, effort: Effort) -> ProblemSearch:
+        """Raises InputError for fixed values that the model or the devices cannot hold."""
+        return cls(problem, BaselineSearch(problem, timing) if problem.fixed.policy in baselines()
+                   else Scheduler(problem, timing, effort))
+
+    def alone(self, name: str) -> ProblemSearch:
+        """The search of one policy; of a baseline, and of the only one, this."""
+        if isinstance(self._search, BaselineSearch) or len(self._search.spaces) == 1:
+            return self
+        if name not in self._alone:
+            self._alone[name] = ProblemSearch(self.problem, self._search.alone(name), self)
+        return self._alone[name]
+
+    @property
+    def all_found(self) -> list[Schedule]:
+        """What was found here and policy by policy."""
+        return [*self.found, *(found for one in self._alone.values() for found in one.found)]
+
     @property
     def nodes(self) -> int:
-        """Configurations evaluated, up to the last schedule found."""
-        if isinstance(self._search, BaselineSearch):
-            return self._search.num_evaluated
-        return self.found[-1].proof.nodes if self.found else 0
+        """Configurations evaluated so far."""
+        return self._search.num_evaluated
 
     def find(self, latency_bound_s: float, floor_qps: float = 0.0) -> Schedule:
         """See Scheduler.find. What was found for a lower floor, or beats its floor, is not looked
         for again."""
+        if self._whole is not None:  # what won against the others is its policy's best
+            won, least_qps = self._whole._known.get(latency_bound_s, (None, math.inf))
+            if (isinstance(won, Schedule) and least_qps <= floor_qps
+                    and isinstance(self._search, Scheduler)
+                    and won.estimate.policy == self._search.spaces[0].name):
+                return won
         if self._known.get(latency_bound_s, (None, math.inf))[1] > floor_qps:
             self._known[latency_bound_s] = self._found(latency_bound_s, floor_qps)
         found, _ = self._known[latency_bound_s]
@@ -72,8 +96,12 @@ class ProblemSearch:
 
     def rows_beside(self, found: Schedule) -> tuple[Rejected, ...]:
         """The alternatives to one of those `found`, the paper's own policies looked into."""
-        return found.rejected if isinstance(self._search, BaselineSearch) else (
-            self._search.rows_beside(found.bound.limit_s))
+        if isinstance(self._search, BaselineSearch):
+            return found.rejected
+        for one in self._alone.values():
+            if isinstance(one._search, Scheduler) and any(own is found for own in one.found):
+                return self._search.rows_beside_alone(one._search, found.bound.limit_s)
+        return self._search.rows_beside(found.bound.limit_s)
 
     def without_bound(self, floor_qps: float) -> Rejected | None:
         """See Scheduler.without_bound; of a baseline nothing is compared with."""
@@ -111,7 +139,7 @@ class CopyPlanner:
     @cached_property
     def own(self) -> ProblemSearch:
         """Raises InputError for fixed values that the model or the devices cannot hold."""
-        return ProblemSearch(self.problem, self._timing, self._effort)
+        return ProblemSearch.of(self.problem, self._timing, self._effort)
 
     @property
     def is_able(self) -> bool:
@@ -134,33 +162,55 @@ class CopyPlanner:
         return sum(search.nodes for search in (*own, *self._longer, *self._tighter))
 
     def within(self, latency_bound_s: float, floor_qps: float = 0.0) -> PlannedWithin:
-        """The best schedule that keeps the bound with the constraint's confidence. Raises
-        BeatenError where none is better than `floor_qps`, and InfeasibleError."""
-
-        def find(bound_s: float) -> Schedule:
-            return _better(self.own.find(bound_s, floor_qps), floor_qps)
-
-        def of_problem(other: Problem) -> Schedule:
-            if not self._longer or self._longer[-1].problem.lengths is not other.lengths:
-                self._longer.append(ProblemSearch(other, self._timing, self._effort))
-            return self._longer[-1].find(other.constraint.latency_s)
-
+        """The best schedule of any policy that keeps the bound with the constraint's confidence.
+        Raises BeatenError where none is better than `floor_qps`, and InfeasibleError."""
         problem = replace(self.problem, constraint=self.problem.constraint.with_latency(
             limit_s=latency_bound_s))
         doubts = Doubts(problem, self._evaluator, replays=True)
-        watch, is_baseline = self._effort.watch, problem.fixed.policy in baselines()
+        watch = self._effort.watch
+        return plan_by_policy(
+            _better(self.own.find(latency_bound_s, floor_qps), floor_qps),
+            lambda name, least_qps: self._of_policy(name, doubts, least_qps),
+            gap=self._effort.gap, floor_qps=floor_qps,
+            cuts=watch.cuts if watch is not None else lambda: False)
+
+    def _of_policy(self, name: str, doubts: Doubts, floor_qps: float) -> PlannedWithin:
+        """The best of one policy that keeps the bound with its margin; see `within`."""
+        watch = self._effort.watch
         cuts = watch.cuts if watch is not None else lambda: False
+
+        def find(bound_s: float) -> Schedule:
+            return _better(self.own.alone(name).find(bound_s, floor_qps), floor_qps)
+
+        def of_problem(other: Problem) -> Schedule:
+            # a schedule's queries with longer outputs take longer, at most as their square
+            share = (doubts.problem.lengths.outputs.mean / other.lengths.outputs.mean) ** 2
+            least_qps = min(share, 1.0) * floor_qps
+            return _better(self._search_like(self._longer, other).alone(name).find(
+                other.constraint.latency_s, least_qps), least_qps)
 
         def of_constraint(constraint: Constraint) -> PlannedWithin:
             if constraint == doubts.problem.constraint:
+                is_baseline = doubts.problem.fixed.policy in baselines()
                 return plan_within(doubts, find, cuts=cuts,
                                    search_problem=None if is_baseline else of_problem)
-            tighter = ProblemSearch(replace(doubts.problem, constraint=constraint), self._timing,
-                                    self._effort)
-            self._tighter.append(tighter)
-            return plan_within(doubts, tighter.find, cuts=cuts)
+            search = self._search_like(self._tighter, replace(
+                doubts.problem, constraint=constraint)).alone(name)
+            return plan_within(doubts, lambda bound_s: _better(
+                search.find(bound_s, floor_qps), floor_qps), cuts=cuts)
 
         return plan_jointly(doubts, of_constraint)
+
+    def _search_like(self, searches: list[ProblemSearch], problem: Problem) -> ProblemSearch:
+        """That one of the searches, or a new one among them, which is of the problem under any
+        latency bound."""
+        latency_s = problem.constraint.latency_s
+        for one in reversed(searches):
+            if one.problem.lengths is problem.lengths and problem.constraint == (
+                    one.problem.constraint.with_latency(limit_s=latency_s)):
+                return one
+        searches.append(ProblemSearch.of(problem, self._timing, self._effort))
+        return searches[-1]
 
     def compared(self, planned: PlannedWithin, free: Schedule) -> Schedule:
         """The schedule planned, its alternatives beside it in the same currency: a schedule found
@@ -182,8 +232,9 @@ class CopyPlanner:
     def _origin_of(self, schedule: Schedule) -> tuple[ProblemSearch, Schedule]:
         """(who found it, as it was found)"""
         searches = (*reversed(self._tighter), self.own, *self._longer)
-        return next((search, one) for search in searches for one in search.found
-                    if one.rejected is schedule.rejected)
+        return next((search, one) for search in searches for one in search.all_found
+                    if one.rejected is schedule.rejected
+                    and one.proof.pruned is schedule.proof.pruned)
 
     def explained(self, schedule: Schedule, asked: FixedSchedule) -> tuple[str, ...]:
         """Why the schedule, in sentences. `asked`: what the job fixes."""

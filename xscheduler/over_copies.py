@@ -252,13 +252,7 @@ def _safest(looked: Sequence[Looked], tried: dict[int, PlannedWithin | Infeasibl
     planned = {index: one for index, one in tried.items() if isinstance(one, PlannedWithin)}
     if not planned:
         raise next(one for one in tried.values() if isinstance(one, InfeasibleError))
-
-    def rank(index: int) -> tuple[bool, float]:
-        figures, own = planned[index].schedule.figures, planned[index]
-        return own.is_safe, (figures.throughput_qps if own.is_safe
-                             else -figures.latency_s * own.margin.factor)
-
-    best = max(planned, key=rank)
+    best = max(planned, key=lambda index: planned[index].rank())
     return looked[best].planner, planned[best]
 
 

@@ -7,6 +7,7 @@ schedule found and the highest bound of any box that was given up."""
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Mapping
@@ -102,15 +103,14 @@ class Scheduler:
         # of equals the policy that comes first
         best = max(admissible, key=lambda one: one.candidate.objective)
         estimate = best.space.estimate(best.plan, best.candidate.point)
-        nodes = sum(space.num_evaluated for space in self.spaces)
         seconds = time.monotonic() - began
         free = self._unbounded(bound_s, results) if compares else None
         return schedule_from_flat(
             estimate=estimate.in_copies(copies), latency_bound_s=bound_s,
             constraint_kind=constraint.kind, quantile=constraint.quantile,
             status=_status(results, upper, best), bound_qps=upper * copies,
-            gap=upper / estimate.figures.throughput_qps - 1, nodes=nodes, seconds=seconds,
-            fingerprint=self.problem.fingerprint,
+            gap=upper / estimate.figures.throughput_qps - 1, nodes=self.num_evaluated,
+            seconds=seconds, fingerprint=self.problem.fingerprint,
             unbounded_qps=None if free is None else free.candidate.objective * copies,
             rejected=(*rows_beside(best, self.spaces, results, free, bound_s), *self._left_out),
             pruned=tuple((f"{name}: {reason}", count) for name, one in results.items()
@@ -125,6 +125,31 @@ class Scheduler:
         best = max((best for space in self.spaces for best in best_in(space, results[space.name])),
                    key=lambda one: one.candidate.objective)
         return (*rows_beside(best, self.spaces, results, None, latency_bound_s), *self._left_out)
+
+    def alone(self, name: str) -> Scheduler:
+        """The search of one of the policies, which shares what was evaluated, and what is known of
+        its bounds."""
+        one = copy.copy(self)
+        one.spaces = [space for space in self.spaces if space.name == name]
+        one._begun, one._results, one._left_out = _Begun(math.nan, 0.0, {}, {}), {}, ()
+        return one
+
+    def rows_beside_alone(self, alone: Scheduler, latency_bound_s: float) -> tuple[Rejected, ...]:
+        """The alternatives to what the search of one policy found under a bound: the others at
+        first sight, the paper's own looked into."""
+        own = alone._results[latency_bound_s]
+        (space,) = alone.spaces
+        (best,) = best_in(space, own[space.name])
+        others = self._results.get(latency_bound_s) or self._search_all(
+            latency_bound_s, best.candidate.objective, is_glance=True)
+        results = {**others, **own}
+        self._complete(results, latency_bound_s)
+        return (*rows_beside(best, self.spaces, results, None, latency_bound_s), *self._left_out)
+
+    @property
+    def num_evaluated(self) -> int:
+        """Configurations evaluated so far."""
+        return sum(space.num_evaluated for space in self.spaces)
 
     def without_bound(self, floor_qps: float = 0.0) -> Rejected | None:
         """The best without a latency bound, as an alternative; None where nothing is admissible.

@@ -163,6 +163,7 @@ class Doubts:
         ratio = self._evaluator.replayed_s(estimate, metric) / expected_s if expected_s else 1.0
         return ratio if ratio > 1 + NEGLIGIBLE else 1.0  # nan counts as none
 
+    @cached_property
     def longer(self) -> JointLengths:
         """Outputs as long as they may have to be reckoned with: drifted up, and moved so that the
         bound's quantile comes to lie at the upper limit of its replicates."""

@@ -31,6 +31,12 @@ class PlannedWithin:
     cost: float
     is_safe: bool = True
 
+    def rank(self) -> tuple[bool, float]:
+        """Higher is better: safe ones by their throughput, others by how near they come."""
+        figures = self.schedule.figures
+        return self.is_safe, (figures.throughput_qps if self.is_safe
+                              else -figures.latency_s * self.margin.factor)
+
 
 def plan_within(doubts: Doubts, search: Callable[[float], Schedule], *,
                 search_problem: Callable[[Problem], Schedule] | None = None,
@@ -60,7 +66,7 @@ def plan_within(doubts: Doubts, search: Callable[[float], Schedule], *,
     begin_s, find = _tighter_s(bound_s, free.estimate.figures.latency_s, first.factor), search
     if search_problem is not None and first.lengths * first.drift > 1:
         begin_s = _tighter_s(bound_s, free.estimate.figures.latency_s, first.timing * first.model)
-        longer = replace(problem, lengths=doubts.longer())
+        longer = replace(problem, lengths=doubts.longer)
 
         def find(target_s: float) -> Schedule:
             return search_problem(replace(
