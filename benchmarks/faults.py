@@ -64,7 +64,9 @@ output: out
         return self
 
     def start(self) -> subprocess.Popen[str]:
-        return subprocess.Popen([*self.prefix, *XGPT, "submit", str(self.file), "--json"],
+        # what was begun with nohup is deaf to SIGHUP, and would leave that to its children
+        words = ["env", "--default-signal=HUP", *self.prefix, *XGPT, "submit", str(self.file)]
+        return subprocess.Popen([*words, "--json"],
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
                                 start_new_session=True, env={**os.environ, **self.environ})
 
@@ -78,13 +80,17 @@ output: out
                               timeout=WAIT_S, check=False, env={**os.environ, **self.environ})
 
     def lines(self) -> dict[int, str]:
-        """Query -> its line, in results.jsonl or held.jsonl."""
+        """Query -> its line, in results.jsonl or held.jsonl, up to one that a power cut tore."""
         found: dict[int, str] = {}
         for name in ("held.jsonl", "results.jsonl"):
             path = self.output / name
             for line in path.read_text().splitlines(keepends=True) if path.is_file() else ():
-                if line.endswith("\n"):
+                try:
                     found[json.loads(line)["index"]] = line
+                except ValueError:
+                    break
+                if not line.endswith("\n"):
+                    del found[json.loads(line)["index"]]
         return found
 
     def answers(self) -> list[tuple[str, tuple[int, ...]]]:

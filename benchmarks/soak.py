@@ -1,11 +1,16 @@
 """Jobs on toy models, each killed or stopped once or twice on its way: every line is there once, it
 is what an undisturbed run gives (float32), and nothing that was done is run again.
 
-    python soak.py --jobs 150 --seed 0 --out results/"""
+    python soak.py --jobs 150 --rows soak.jsonl --out results/
+
+Each job's outcome is a line of --rows: the same command goes on after those that are there. The
+folder of a job that went wrong is kept, and printed."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 import platform
 import random
@@ -16,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import NamedTuple
@@ -41,6 +46,7 @@ SHAPES = (
     Shape("rra, 1 rank", 1, _PLAIN),
     Shape("rra, 2 stages", 2, f"{_PLAIN}, {_ONE}"),
     Shape("rra shuffled, 3 stages", 3, f"{_PLAIN}, shuffle: 20, {_ONE}"),
+    Shape("rra in chunks, 2 stages", 2, f"{_PLAIN}, encode_chunk: 8, {_ONE}"),
     Shape("rra, TP 2", 2, f"{_PLAIN}, replicas: 1, tp_degree: 2, tp_gpus: 2"),
     Shape("rra, 2 stages of TP 2", 4, f"{_PLAIN}, replicas: 1, tp_degree: 2, tp_gpus: 4"),
     Shape("rra, 2 copies", 2, f"{_PLAIN}, replicas: 2, tp_degree: 1"),
@@ -48,23 +54,28 @@ SHAPES = (
     Shape("waa-c, 2 ranks", 2, f"policy: waa-c, encode_batch: 6, {_ONE}"),
     Shape("waa-m, 3 ranks", 3, f"policy: waa-m, encode_batch: 6, {_ONE}"),
     Shape("waa-c, 2 copies", 4, "policy: waa-c, encode_batch: 6, replicas: 2, tp_degree: 1"),
+    Shape("waa-m, 2 ranks", 2, f"policy: waa-m, encode_batch: 6, {_ONE}"),
     Shape("ft, 2 stages", 2, f"policy: ft, encode_batch: 8, {_ONE}"),
     Shape("dsi, 2 stages", 2, f"policy: dsi, encode_batch: 8, {_ONE}"),
     Shape("orca, 2 stages", 2, f"policy: orca, max_active: 8, {_ONE}"),
     Shape("vllm, 2 stages", 2, f"policy: vllm, max_active: 8, token_budget: 40, {_ONE}"),
     Shape("sarathi, 2 stages", 2, f"policy: sarathi, max_active: 8, token_budget: 16, {_ONE}"))
 POWER_CUT, AT_THE_END = "power cut", "kill the launcher at metrics.json"
+LATE = "too late"
 KINDS = (*FAULTS, POWER_CUT, AT_THE_END)
+assert math.gcd(len(SHAPES), len(KINDS)) == 1
 
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """What came of one job. `together_s`: from the longest death of one to the end of all."""
+    """What came of one job. `together_s`: the longest from a death to the end of all."""
 
+    number: int = 0
     shape: str
     faults: list[str] = field(default_factory=list)
     kept: int = 0  # answers that were there at the last fault
     together_s: float = 0.0
+    wall_s: float = 0.0
     trouble: str = ""
 
 
@@ -73,15 +84,14 @@ def one_job(shape: Shape, kind: str, seed: int, folder: Path, library: Path,
             environ: Mapping[str, str] | None = None) -> Outcome:
     """Runs one job through its faults to its end, and looks at what it left."""
     chance, outcome = random.Random(seed), Outcome(shape=shape.name)
-    log = folder / "log"
+    log, began_s = folder / "log", time.monotonic()
     recorded = power_cut.environment(library, folder / "out", log) if kind == POWER_CUT else {}
     job = ToyJob(folder=folder, schedule=shape.schedule, ranks=shape.ranks, count=count,
                  run=", sync_s: 0.2, restarts: 1", prefix=("nice",),
                  environ={**(environ or {}), **recorded}).write()
     try:
         done = _disturb(job, kind, chance, outcome, log)
-        job = ToyJob(folder=job.folder, schedule=job.schedule, ranks=job.ranks, count=job.count,
-                     run=job.run, prefix=job.prefix, environ=environ or {})
+        job = replace(job, environ=environ or {})
         end = job.run_to_end()
         if end.returncode != 0 or "Traceback" in end.stderr:
             outcome.trouble = f"exit code {end.returncode}: {end.stderr[-600:]}"
@@ -91,13 +101,14 @@ def one_job(shape: Shape, kind: str, seed: int, folder: Path, library: Path,
             outcome.trouble = "something that was done was run again"
     except Exception as trouble:
         outcome.trouble = f"{type(trouble).__name__}: {trouble}"
+    outcome.wall_s = time.monotonic() - began_s
     return outcome
 
 
 def _disturb(job: ToyJob, kind: str, chance: random.Random, outcome: Outcome,
              log: Path) -> dict[int, str]:
     """The lines that were there after the last fault."""
-    for _ in range(1 if kind in (POWER_CUT, AT_THE_END) else chance.choice((1, 1, 2))):
+    for _ in range(1 if kind in (POWER_CUT, AT_THE_END) else chance.choice((1, 1, 1, 1, 2))):
         process = job.start()
         if kind == AT_THE_END:
             is_at_work = await_metrics(job, process)
@@ -121,7 +132,7 @@ def _disturb(job: ToyJob, kind: str, chance: random.Random, outcome: Outcome,
                 outcome.together_s = max(outcome.together_s, time.monotonic() - began_s)
         else:
             process.communicate()
-            outcome.faults.append("too late")
+            outcome.faults.append(LATE)
     if kind == POWER_CUT:
         _cut(job.output, log, chance)
     done = job.lines()
@@ -149,30 +160,40 @@ def undisturbed(folder: Path, count: int = COUNT, environ: Mapping[str, str] | N
     return job.answers()
 
 
-def page(outcomes: Sequence[Outcome], seconds: float, seed: int) -> str:
+def page(outcomes: Sequence[Outcome], seed: int) -> str:
     shapes = Counter(outcome.shape for outcome in outcomes)
     faults = Counter(fault for outcome in outcomes for fault in outcome.faults)
     troubles = [outcome for outcome in outcomes if outcome.trouble]
     lines = [
         "# Jobs through faults", "",
         f"`python soak.py --jobs {len(outcomes)} --seed {seed}`: {len(outcomes)} jobs of {COUNT} "
-        f"queries of a toy model (float32, random weights), {sum(faults.values())} faults, in "
-        f"{seconds / 60:.0f} minutes on {os.cpu_count()} cores ({platform.machine()}) that others "
-        "used too.", "",
+        f"queries of a toy model (float32, random weights), {faults.total() - faults[LATE]} "
+        f"faults, {sum(o.wall_s for o in outcomes) / 60:.0f} minutes of jobs, several at a time, "
+        f"on {os.cpu_count()} cores ({platform.machine()}) that others used too.", "",
         f"**{len(outcomes) - len(troubles)} of {len(outcomes)} jobs ended with every line once, "
         "with the tokens of an undisturbed run, and with every line that was there after the last "
         "fault as it was.** From the end of the command, or of who was killed, to the end of all "
-        f"its processes it took {max(o.together_s for o in outcomes):.1f} s at most.", "",
+        f"its processes it took {max(o.together_s for o in outcomes):.1f} s at most. "
+        f"{sum(0 < o.kept < COUNT for o in outcomes)} jobs went on from the middle, "
+        f"{sum(o.kept == COUNT for o in outcomes)} had all their results when they went on, and "
+        f"{sum(o.kept == 0 for o in outcomes)} none.", "",
         "| fault | times |", "|---|---|", *(f"| {name} | {n} |" for name, n in
                                           sorted(faults.items())), "",
         "A power cut is a kill after which the folder is what a disk may have of it at some "
         "operation of the recorded run: what was synced, and a random choice of what was not. "
-        "`too late`: the job was done before its fault.", "",
+        f"`{LATE}`: the job was done before its fault.", "",
         "| job | times |", "|---|---|", *(f"| {name} | {n} |" for name, n in shapes.items()), ""]
     if troubles:
         lines += ["What went wrong:", "", *(
-            f"- {o.shape}, {', '.join(o.faults)}: {' '.join(o.trouble.split())}" for o in troubles)]
+            f"- {o.number}: {o.shape}, {', '.join(o.faults)}: {' '.join(o.trouble.split())}"
+            for o in troubles)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def read_rows(path: Path | None) -> dict[int, Outcome]:
+    """Number of a job -> its last outcome."""
+    lines = () if path is None or not path.is_file() else path.read_text().splitlines()
+    return {row["number"]: Outcome(**row) for row in map(json.loads, lines)}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -181,34 +202,46 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--at-a-time", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=600)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rows", type=Path, help="outcomes, a line each; those there stay")
+    parser.add_argument("--again", action="store_true", help="run those that went wrong once more")
+    parser.add_argument("--out", type=Path, help="folder of the page")
     asked = parser.parse_args(arguments)
-    begin_s = time.monotonic()
-    outcomes: list[Outcome] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        library, expected = power_cut.compiled(folder), undisturbed(folder / "undisturbed")
+    begin_s, outcomes = time.monotonic(), read_rows(asked.rows)
+    due = [number for number in range(asked.jobs) if number not in outcomes or (
+        asked.again and outcomes[number].trouble)]
+    folder = Path(tempfile.mkdtemp(prefix="xgpt-soak-"))
+    # start-up is most of what such a job takes: what is compiled is kept, and nothing is measured
+    environ = {"PYTHONPYCACHEPREFIX": str(folder / "pyc"), "PYTHONDONTWRITEBYTECODE": ""}
+    library = power_cut.compiled(folder)
+    expected = undisturbed(folder / "undisturbed", environ=environ) if due else []
 
-        def run(number: int) -> None:
-            if time.monotonic() - begin_s > 60 * asked.minutes:
-                return
-            shape = SHAPES[number % len(SHAPES)]
-            # every kind comes to every shape
-            kind = KINDS[(number + number // len(SHAPES)) % len(KINDS)]
-            own = folder / f"job{number}"
-            outcome = one_job(shape, kind, asked.seed + number, own, library, expected)
-            outcomes.append(outcome)
-            if not outcome.trouble:
-                shutil.rmtree(own, ignore_errors=True)
-            print(f"{len(outcomes)} {time.monotonic() - begin_s:.0f} s: {outcome}", flush=True)
-            if asked.out is not None:
-                asked.out.mkdir(exist_ok=True)
-                (asked.out / f"soak-{date.today()}.md").write_text(
-                    page(outcomes, time.monotonic() - begin_s, asked.seed))
+    def run(number: int) -> None:
+        if time.monotonic() - begin_s > 60 * asked.minutes:
+            return
+        # every kind comes to every shape: the two numbers have no common divisor
+        shape, kind = SHAPES[number % len(SHAPES)], KINDS[number % len(KINDS)]
+        own = folder / f"job{number}"
+        outcome = one_job(shape, kind, asked.seed + number, own, library, expected, environ=environ)
+        outcome.number = number
+        outcomes[number] = outcome
+        print(f"{len(outcomes)} {time.monotonic() - begin_s:.0f} s: {outcome}"
+              + (f" (see {own})" if outcome.trouble else ""), flush=True)
+        if asked.rows is not None:
+            with asked.rows.open("a") as file:
+                file.write(json.dumps(asdict(outcome)) + "\n")
+        if not outcome.trouble:
+            shutil.rmtree(own, ignore_errors=True)
 
-        with ThreadPoolExecutor(asked.at_a_time) as pool:
-            list(pool.map(run, range(asked.jobs)))
-    return any(outcome.trouble for outcome in outcomes)
+    with ThreadPoolExecutor(asked.at_a_time) as pool:
+        list(pool.map(run, due))
+    if asked.out is not None and outcomes:
+        asked.out.mkdir(exist_ok=True)
+        (asked.out / f"soak-{date.today()}.md").write_text(
+            page([outcomes[number] for number in sorted(outcomes)], asked.seed))
+    is_well = not any(outcome.trouble for outcome in outcomes.values())
+    if is_well:
+        shutil.rmtree(folder, ignore_errors=True)
+    return not is_well
 
 
 if __name__ == "__main__":
