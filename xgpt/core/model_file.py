@@ -15,6 +15,10 @@ from xgpt.core.errors import InputError, Mistake, wrong
 from xgpt.core.whole_file import read_text
 
 _SIZE = "a whole number >= 1"
+# Of layers, which are planned one by one, and of any other size: no model has as many, and what a
+# slip of the pen makes of a number would be searched for hours or asked of memory at once.
+_MOST_LAYERS, _MOST_SIZE = 10_000, 2**31 - 1
+_LAYERS = frozenset({"num_hidden_layers", "num_layers", "num_decoder_layers", "n_layer"})
 _MOST_NUMBER = 1e30  # of what is no size: beyond are slips and numbers that overflow
 _T = TypeVar("_T")
 
@@ -54,7 +58,11 @@ class ConfigValues:
 
     def size_or_none(self, key: str) -> int | None:
         """A count, or None where the key is absent or null."""
-        return self._given(key, None, lambda value: type(value) is int and value >= 1, _SIZE)
+        most = _MOST_LAYERS if key in _LAYERS else _MOST_SIZE
+        value = self.values.get(key)
+        return self._given(
+            key, None, lambda value: type(value) is int and 1 <= value <= most,
+            f"{_SIZE}, at most {most:,}" if type(value) is int and value > most else _SIZE)
 
     def number(self, key: str, default: float | None) -> float:
         """A number above 0; `default` where the key is absent."""

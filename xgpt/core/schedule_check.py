@@ -88,7 +88,12 @@ def _is_in_range(kind: Any, name: str, value: object) -> bool:
 
 
 def _of_deployment(deployment: Deployment) -> Iterator[Wrong]:
-    """Ranks that are named twice, and layers that are left out or held twice in a pool."""
+    """Ranks that are named twice, phases that no pool or two of them work, and layers that are left
+    out or held twice in a pool."""
+    roles = sorted(pool.role for pool in deployment.pools)
+    if roles not in (["both"], ["decode", "encode"]):
+        yield ("deployment.pools", roles,
+               "one pool of the role both, or one that encodes and one that decodes")
     ranks = [rank for pool in deployment.pools for stage in pool.stages for rank in stage.ranks]
     if sorted(ranks) != list(range(len(ranks))):
         yield "deployment.pools", ranks, "each rank from 0 on in one stage"

@@ -52,6 +52,15 @@ def test_every_size_that_is_no_size_is_named_at_once(tmp_path: Path,
                 key, None)
 
 
+@pytest.mark.parametrize(("config", "key", "most"), [
+    (LLAMA, "num_hidden_layers", 10_000), (GPT2, "n_layer", 10_000), (T5, "num_layers", 10_000),
+    (LLAMA, "vocab_size", 2**31 - 1)])
+def test_a_size_beyond_all_models_is_refused_and_not_planned(
+        tmp_path: Path, config: dict[str, Any], key: str, most: int) -> None:
+    assert refused(tmp_path, {**config, key: 2**31}) == [
+        (key, 2**31, f"a whole number >= 1, at most {most:,}")]
+
+
 @pytest.mark.parametrize(("config", "key"), [
     ({**LLAMA, "rms_norm_eps": "1e-5"}, "rms_norm_eps"), ({**LLAMA, "rope_theta": 0}, "rope_theta"),
     ({**LLAMA, "tie_word_embeddings": "yes"}, "tie_word_embeddings"),

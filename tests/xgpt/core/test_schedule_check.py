@@ -92,8 +92,10 @@ _DEEP = "[" * 950 + "]" * 950  # text: Python's own encoder need not reach that 
 @pytest.mark.parametrize("change", [
     lambda raw: raw.update(bounds=[]), lambda raw: raw.update(rejected="DEEP"),
     lambda raw: raw["figures"].update(throughput_qps=10**400),
-    lambda raw: raw["figures"].update(throughput_qps=-10**400)],
-    ids=["no bound", "deep", "large", "small"])
+    lambda raw: raw["figures"].update(throughput_qps=-10**400),
+    lambda raw: raw["deployment"].update(pools=[]),
+    lambda raw: raw["deployment"]["pools"][0].update(role="encode")],
+    ids=["no bound", "deep", "large", "small", "no pool", "nobody decodes"])
 def test_what_the_fuzzer_found_is_refused(tmp_path: Path, change: Change) -> None:
     problem = toy_problem()
     raw = to_json(schedule_of(problem, estimate_of(
