@@ -135,7 +135,8 @@ class Sample:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnedSteps:
     """What a run's steps of one kind took against the profile's own times: `factor` times as long
-    in the median, at `rows` tokens, their quartiles `spread` of it apart."""
+    in all, without the extreme tenth, at `rows` tokens; the quartiles of single steps' ratios lie
+    `spread` of it apart."""
 
     kind: str  # encode, decode, mixed
     rows: float

@@ -81,7 +81,8 @@ class ProfileTiming:
         self._grids = {key: _grid(key, points, in_pieces and key.name in _IN_PIECES)
                        for key, points in profile.tables.items()}
         self._sharing = profile.metadata.sharing
-        self._learned = Factors(learned) if (learned := learned_factors(profile)) else None
+        learned = learned_factors(profile)
+        self._learned = Factors(learned, leaves_unseen=True) if learned else None
         self.facts = TimingFacts(
             step_overhead_s=self._step_overhead_s(), is_padded=profile.metadata.is_padded,
             sharing=self._sharing,

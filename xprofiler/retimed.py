@@ -3,7 +3,11 @@
 A step's kind says which operators it is made of, and its rows where on their curves it lies. So
 attention is scaled by the kinds that have it, and what depends on rows by the factor seen at as
 many rows; between the rows of two kinds the factor goes over along their logarithm, beyond them it
-stays."""
+stays.
+
+Of a kind that was not seen there are two opinions. During a run it is taken to be as the others:
+what slows a machine slows everything. What is learned for later jobs leaves it as it was: a table
+that is off for one kind of step says nothing of another's."""
 
 from __future__ import annotations
 
@@ -21,6 +25,7 @@ from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts, TimingSo
 ENCODE, DECODE, MIXED = "encode", "decode", "mixed"  # xrunner.rules.steps.StepKind
 _ENCODED = frozenset({Operator.ENCODE_ATTENTION, Operator.ENCODER_REST, Operator.CROSS_KV})
 _DECODED = frozenset({Operator.DECODE_ATTENTION, Operator.CROSS_ATTENTION, Operator.KV_COMPACTION})
+_UNSEEN_RATIO = 4.0  # see Factors: a choice, for nobody saw what lies between
 
 
 class Factor(NamedTuple):
@@ -33,11 +38,19 @@ class Factor(NamedTuple):
 class Factors:
     """What steps of each kind take, against a source's times, as a factor on each operator's."""
 
-    def __init__(self, by_kind: Mapping[str, Factor]) -> None:
-        """`by_kind`: of step, at least one."""
+    def __init__(self, by_kind: Mapping[str, Factor], *, leaves_unseen: bool = False) -> None:
+        """`by_kind`: of step, at least one. `leaves_unseen`: whether encoding, or decoding, keeps
+        a factor of 1 where neither steps of its own nor mixed ones are among them. What depends on
+        rows alone then goes back to 1 within _UNSEEN_RATIO times the rows towards the kind that is
+        missing: encode steps have more rows than decode steps."""
         assert by_kind and all(own.factor > 0 for own in by_kind.values()), f"{by_kind = }"
         self.by_kind = dict(by_kind)
         nodes = sorted(by_kind.values())
+        if leaves_unseen and len(by_kind) == 1 and MIXED not in by_kind:
+            (own,) = nodes
+            ratio = _UNSEEN_RATIO if DECODE in by_kind else 1 / _UNSEEN_RATIO
+            nodes = sorted((own, Factor(max(own.rows, 1.0) * ratio, 1.0)))
+            by_kind = {ENCODE: Factor(own.rows, 1.0), DECODE: Factor(own.rows, 1.0), **by_kind}
         self._rows = np.log([max(node.rows, 1.0) for node in nodes])
         self._factors = np.log([node.factor for node in nodes])
         self.encode, self.decode = (

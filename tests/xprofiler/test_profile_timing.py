@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +18,14 @@ from xprofiler.profile import (
     HANDOVER_DIRECT,
     STEP_OVERHEAD,
     TRANSFER,
+    LearnedSteps,
     Profile,
     ProfileMetadata,
     Sample,
     TableKey,
 )
 from xprofiler.profile_timing import ProfileTiming, table_shape
+from xprofiler.retimed import Factor, Retimed
 from xprofiler.roofline import Roofline
 from xprofiler.timing import MessageKind, Operator
 
@@ -194,3 +197,42 @@ def test_rows_that_go_in_pieces_count_as_measured(
     if times > 1:
         assert source.operator_s(Operator.LAYER_REST, 8 * rows) == pytest.approx(80.0)
         assert np.isinf(source.operator_s(Operator.LAYER_REST, 4.1 * times * rows))
+
+
+def learned(**by_kind: tuple[float, float]) -> ProfileTiming:
+    """As runs took since: by kind of step, (rows, factor)."""
+    return ProfileTiming(Profile(metadata=METADATA, tables=TABLES, learned=tuple(
+        LearnedSteps(kind=kind, rows=rows, factor=factor, spread=0.1, steps=99, date="2026-11-23")
+        for kind, (rows, factor) in by_kind.items())))
+
+
+def factors(source: ProfileTiming, operator: Operator, x: Any, y: Any = 0) -> list[float]:
+    return [round(float(f), 6) for f in np.atleast_1d(
+        source.operator_s(operator, x, y) / timing().operator_s(operator, x, y))]
+
+
+@pytest.mark.parametrize(("by_kind", "encode", "decode", "rows_2_to_32"), [
+    # a kind of which nothing was learned keeps its times; mixed steps are made of both
+    ({"decode": (4, 0.5)}, 1.0, 0.5, [0.5, 0.5, math.sqrt(0.5), 1.0, 1.0]),
+    ({"encode": (16, 2.0)}, 2.0, 1.0, [1.0, 1.0, math.sqrt(2), 2.0, 2.0]),
+    ({"mixed": (8, 2.0)}, 2.0, 2.0, [2.0] * 5),
+    ({"decode": (4, 0.5), "mixed": (16, 2.0)}, 2.0, 0.5, [0.5, 0.5, 1.0, 2.0, 2.0]),
+    ({"encode": (16, 2.0), "mixed": (4, 0.5)}, 2.0, 0.5, [0.5, 0.5, 1.0, 2.0, 2.0]),
+    ({"decode": (4, 0.5), "encode": (16, 2.0)}, 2.0, 0.5, [0.5, 0.5, 1.0, 2.0, 2.0]),
+    ({"decode": (0.5, 0.5)}, 1.0, 0.5, [math.sqrt(0.5), 1.0, 1.0, 1.0, 1.0])])
+def test_kinds_of_steps_that_no_run_told_of_keep_their_times(
+        by_kind: dict[str, tuple[float, float]], encode: float, decode: float,
+        rows_2_to_32: list[float]) -> None:
+    source = learned(**by_kind)
+    assert factors(source, Operator.ENCODE_ATTENTION, 20, 1) == [encode]
+    assert factors(source, Operator.DECODE_ATTENTION, 2, 20) == [decode]
+    assert factors(source, Operator.LAYER_REST, [2, 4, 8, 16, 32]) == pytest.approx(
+        rows_2_to_32, abs=1e-6)
+    assert "as runs here took since" in source.provenance()
+
+
+def test_what_slows_a_run_slows_the_kinds_that_were_not_seen() -> None:
+    slowed = Retimed(timing(), {"decode": Factor(rows=4, factor=2.0)})
+    assert slowed.operator_s(Operator.ENCODE_ATTENTION, 20, 1) == 8.0
+    assert slowed.operator_s(Operator.LAYER_REST, 32) == 2 * timing().operator_s(
+        Operator.LAYER_REST, 32)

@@ -5,7 +5,7 @@ nothing, and one that began with a quick profile knows better afterwards. Only o
 whole, and that others left alone: a disturbed one says nothing of the machine."""
 
 import json
-import math
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -22,10 +22,11 @@ from xprofiler.profile_timing import LEARNED_KEPT, ProfileTiming
 from xprofiler.timing import TimingSource
 from xrunner.checkpoint.source import cache_dir
 from xrunner.io.beat import ToldStep
-from xscheduler.live.pace import KINDS, Ratios
+from xscheduler.live.pace import KINDS, Ratio, Ratios
 
 LEAST_STEPS = 30  # of a kind on a stage that a run must have taken for it to tell
 _MOST_STEPS = 2000  # of a stage, the latest, that are looked at
+_EXTREME = 0.1  # of a kind's steps, those whose ratios are farthest out, half at each end
 
 
 def learn(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
@@ -58,7 +59,7 @@ def learned_of(opened: OpenedJob, profile: Profile, schedule: Schedule,
     if known is not None:
         longest = max(longest, int(known.reserves.max(initial=1)))
     ratios = Ratios(opened.problem, own, schedule.estimate, longest=longest)
-    by_place: dict[tuple[int, str], list[tuple[float, int]]] = {}
+    by_place: dict[tuple[int, str], list[Ratio]] = {}
     for line in steps.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         if row["kind"] not in KINDS:
@@ -67,17 +68,27 @@ def learned_of(opened: OpenedJob, profile: Profile, schedule: Schedule,
             row["kind"], row["queries"], row["tokens"], row["decoded"], row["context_tokens"],
             row["longest_context"], row["input_tokens"], row["end_s"] - row["start_s"])
         if (ratio := ratios.of(row["stage"], step)) is not None:
-            by_place.setdefault((row["stage"], step.kind), []).append((ratio.log, ratio.rows))
+            by_place.setdefault((row["stage"], step.kind), []).append(ratio)
     found = []
     for kind in KINDS:
-        stages = [np.array(taken[-_MOST_STEPS:]) for (_, own_kind), taken in by_place.items()
+        stages = [taken[-_MOST_STEPS:] for (_, own_kind), taken in by_place.items()
                   if own_kind == kind and len(taken) >= LEAST_STEPS]
         if not stages:
             continue
-        slowest = max(stages, key=lambda rows: float(np.median(rows[:, 0])))
-        low, middle, high = np.quantile(slowest[:, 0], (0.25, 0.5, 0.75))
+        slowest = max(stages, key=factor_of)
+        factor = factor_of(slowest)
+        low, high = np.exp(np.quantile([own.log for own in slowest], (0.25, 0.75)))
         found.append(LearnedSteps(
-            kind=kind, rows=float(np.median(slowest[:, 1])), factor=round(math.exp(middle), 4),
-            spread=round(float(math.exp(high) - math.exp(low)) / math.exp(middle), 4),
+            kind=kind, rows=float(np.median([own.rows for own in slowest])),
+            factor=round(factor, 4), spread=round(float(high - low) / factor, 4),
             steps=len(slowest), date=date.today().isoformat()))
     return tuple(found)
+
+
+def factor_of(ratios: Sequence[Ratio]) -> float:
+    """Seconds that these steps took, together, over those they were expected to take, without the
+    extreme tenth of them: a job's time is their sum, of which long steps are the larger part."""
+    logs, expected_s = np.array([(own.log, own.expected_s) for own in ratios]).T
+    low, high = np.quantile(logs, (_EXTREME / 2, 1 - _EXTREME / 2))
+    kept = (logs >= low) & (logs <= high)
+    return float(np.sum(expected_s[kept] * np.exp(logs[kept])) / np.sum(expected_s[kept]))

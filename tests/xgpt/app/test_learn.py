@@ -1,0 +1,99 @@
+"""What a run's log of steps teaches the profile that it was planned with."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+import pytest
+from laid_out import amdahl, profile_of
+
+from xgpt.app.learn import LEAST_STEPS, learned_of
+from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.plan import executable, plan_job
+from xgpt.core.schedule import Schedule
+from xprofiler.profile import LearnedSteps, Profile
+from xprofiler.profile_timing import ProfileTiming
+from xrunner.io.beat import ToldStep
+from xscheduler.live.pace import Ratios
+
+SHORT = ToldStep("decode", 2, 2, 2, 45.0, 60, 0.0, 1.0)
+LONG = ToldStep("decode", 64, 64, 64, 45.0, 60, 0.0, 1.0)
+ENCODE = ToldStep("encode", 4, 160, 0, 0.0, 0, 40.0, 1.0)
+
+
+@dataclass
+class Ran:
+    """A job that was planned, and the log of what its steps took."""
+
+    opened: OpenedJob
+    profile: Profile
+    schedule: Schedule
+
+    def expected_s(self, step: ToldStep) -> float:
+        ratio = Ratios(self.opened.problem, ProfileTiming(self.profile), self.schedule.estimate,
+                       longest=104).of(0, step)
+        assert ratio is not None
+        return ratio.expected_s
+
+    def learned(self, *took: tuple[ToldStep, float, int]) -> dict[str, LearnedSteps]:
+        """By kind, from steps that took so many times what was expected, each so often."""
+        rows = []
+        for step, factor, count in took:
+            row = {**step._asdict(), "stage": 0, "start_s": 3.0,
+                   "end_s": 3.0 + factor * self.expected_s(step)}
+            del row["seconds"]
+            rows += [json.dumps(row)] * count
+        log = self.opened.job.output / "steps.jsonl"
+        log.parent.mkdir(exist_ok=True)
+        log.write_text("\n".join(rows) + "\n")
+        return {own.kind: own for own in learned_of(
+            self.opened, self.profile, self.schedule, log)}
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    path = tmp_path_factory.mktemp("job") / "job.yaml"
+    path.write_text("""
+model: opt-125m
+cluster: local
+workload: {requests: {count: 80}, input_tokens: {mean: 40, std: 20, max: 80},
+           output_tokens: {mean: 12, std: 5, max: 24}}
+schedule: {policy: rra, replicas: 1, encode_batch: 16, decode_iterations: 4}
+run: {dtype: float32, ranks: 1, threads_per_rank: 1}
+output: out
+""")
+    opened = executable(open_file(path))
+    profile = profile_of(opened.problem.model, 1, 1, amdahl(0.0))
+    return Ran(opened, profile, plan_job(opened, ProfileTiming(profile)).schedule)
+
+
+def test_the_ratio_of_sums_is_learned(ran: Ran) -> None:
+    own = ran.learned((SHORT, 0.9, 80), (LONG, 1.1, 60))["decode"]
+    short_s, long_s = 80 * ran.expected_s(SHORT), 60 * ran.expected_s(LONG)
+    assert own.factor == pytest.approx((0.9 * short_s + 1.1 * long_s) / (short_s + long_s),
+                                       abs=1e-4)
+    assert own.factor > 1.01, "most steps are short, and most time is that of the long"
+    assert own.steps == 140 and own.rows == 2.0
+    assert own.spread == pytest.approx(0.2 / own.factor, abs=1e-3)
+
+
+@pytest.mark.parametrize("outlier", [50.0, 0.02])
+def test_a_few_steps_far_out_teach_nothing(ran: Ran, outlier: float) -> None:
+    own = ran.learned((LONG, 1.1, 97), (LONG, outlier, 3))["decode"]
+    assert own.factor == pytest.approx(1.1, abs=1e-4) and own.steps == 100
+
+
+def test_a_kind_with_few_steps_is_not_learned_and_keeps_its_times(ran: Ran) -> None:
+    found = ran.learned((LONG, 0.92, 200), (ENCODE, 1.03, LEAST_STEPS - 1))
+    assert set(found) == {"decode"}
+    both = ran.learned((LONG, 0.92, 200), (ENCODE, 1.03, LEAST_STEPS))
+    assert set(both) == {"decode", "encode"}
+    knows = Ran(ran.opened, replace(ran.profile, learned=tuple(
+        replace(own, rows=8.0) for own in found.values())), ran.schedule)
+    # but for the head, which is that of decode steps with as few queries
+    assert knows.expected_s(ENCODE) == pytest.approx(ran.expected_s(ENCODE), rel=0.006)
+    at_8 = SHORT._replace(queries=8, tokens=8, decoded=8)
+    overhead_s = ProfileTiming(ran.profile).facts.step_overhead_s
+    assert knows.expected_s(at_8) - overhead_s == pytest.approx(
+        0.92 * (ran.expected_s(at_8) - overhead_s), rel=0.002)
