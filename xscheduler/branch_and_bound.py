@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from xgpt.core.schedule import Status
 
-# Boxes after which the gap widens, in proportion to all looked at: where thousands of points are as
-# good as each other, closing them one by one proves little more.
+# Boxes after which a gap that nobody asked for widens, in proportion to all looked at: where
+# thousands of points are as good as each other, closing them one by one proves little more.
 MANY_NODES = 4000
 BATCH = 64  # best boxes split at a time, so that `examine` can work on arrays
 
@@ -114,12 +114,13 @@ class Maximisation:
 
     def __init__(self, roots: Sequence[Box],
                  examine: Callable[[Sequence[Box]], Sequence[NodeResult]], *, gap: float,
+                 keeps_gap: bool = False,
                  split: Callable[[Box], Sequence[Box]] = Box.split) -> None:
-        """See `maximise`."""
+        """See `maximise`. keeps_gap: the gap is the same after any number of boxes."""
         assert gap >= 0, f"{gap = }"
         assert [box.root for box in roots] == list(range(len(roots))), f"{roots = }"
         self._roots, self._examine, self._split = roots, examine, split
-        self._tree = _SearchTree(gap, len(roots))
+        self._tree = _SearchTree(gap, len(roots), keeps_gap=keeps_gap)
         self._has_begun = False
 
     def go_on(self, *, max_nodes: int | None = None, floor: float = 0.0,
@@ -143,11 +144,11 @@ class Maximisation:
 class _SearchTree:
     """Open boxes, the incumbent, and what was closed and why."""
 
-    def __init__(self, gap: float, num_roots: int) -> None:
+    def __init__(self, gap: float, num_roots: int, *, keeps_gap: bool) -> None:
         self.best: Candidate | None = None
         self._floor = -math.inf
         self.nodes = 0
-        self._gap = gap
+        self._gap, self._keeps_gap = gap, keeps_gap
         self._queue: list[tuple[float, int, Box]] = []  # (-upper bound, age, box)
         self._closed: Counter[str] = Counter()
         self._root_best: list[Candidate | None] = [None] * num_roots
@@ -170,7 +171,8 @@ class _SearchTree:
 
     @property
     def _cutoff(self) -> float:
-        most, widened = self.incumbent, max(self.nodes / MANY_NODES, 1.0)
+        most = self.incumbent
+        widened = 1.0 if self._keeps_gap else max(self.nodes / MANY_NODES, 1.0)
         return most * (1 + self._gap * widened) if most > 0 else most
 
     def raise_floor(self, floor: float) -> None:

@@ -38,7 +38,8 @@ Horizon = Literal["job", "steady"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """`gap`: share by which a schedule may be better than the one found. `max_nodes`: boxes of
+    """`gap`: share by which a schedule may be better than the one found, however many boxes that
+    takes; None: GAP, and more where a policy's search takes many. `max_nodes`: boxes of
     configurations that each policy's search may look at; None: as many as it takes. `horizon`: plan
     for the problem's own queries, where it has any, or for the steady state of a job without end.
     `untimed`: why the times are not those of what will run ("" where they are). `has_margin`: the
@@ -48,7 +49,7 @@ class PlanOptions:
     is about how good it is. `max_seconds`: after so many it ends with what it has found and proved
     until then; None: when it is done."""
 
-    gap: float = GAP
+    gap: float | None = None
     max_nodes: int | None = None
     horizon: Horizon = "job"
     untimed: str = ""
@@ -186,7 +187,9 @@ class Planner:
         return self._search_of(self._narrowed)
 
     def _search_of(self, problem: Problem) -> CopiesSearch:
-        effort = Effort(gap=self.options.gap, max_nodes=self.options.max_nodes, watch=self._watch)
+        asked = self.options.gap
+        effort = Effort(gap=GAP if asked is None else asked, keeps_gap=asked is not None,
+                        max_nodes=self.options.max_nodes, watch=self._watch)
         return CopiesSearch(problem, self.timing, effort, is_brief=self.options.is_brief,
                             asked=self.problem.fixed)
 

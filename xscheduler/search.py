@@ -191,7 +191,7 @@ class Scheduler:
                         if wider_s >= begun.bound_s), default=math.inf)
             if most <= floor * (1 + self._effort.gap) and floor > 0:
                 return _spared(space, most)
-            begun.searches[name] = SpaceSearch(space, begun.bound_s, self._effort.gap)
+            begun.searches[name] = SpaceSearch(space, begun.bound_s, effort)
         return begun.searches[name].go_on(effort, floor)
 
     def _in_turn(self, results: Mapping[str, Searched]) -> list[Space]:
@@ -209,7 +209,7 @@ class Scheduler:
             own = 0.0 if first.best is None else first.best.objective
             if policy(space.name).is_papers and first.upper_bound > own * (1 + FREE_GAP):
                 again = search_space(space, bound_s, replace(
-                    self._effort, gap=FREE_GAP, max_nodes=BRIEF_NODES))
+                    self._effort, gap=FREE_GAP, keeps_gap=False, max_nodes=BRIEF_NODES))
                 results[space.name] = again._replace(outcome=replace(
                     again.outcome, status=first.status,
                     upper_bound=min(first.upper_bound, again.outcome.upper_bound)))
@@ -219,7 +219,7 @@ class Scheduler:
         """The best without a latency bound, of any policy."""
         if math.isinf(bound_s):
             self._free.update(results)
-        effort = replace(self._effort, gap=FREE_GAP)
+        effort = replace(self._effort, gap=FREE_GAP, keeps_gap=False)
         seen: list[BestPoint] = []
         for space in sorted(self.spaces, key=lambda space: policy(space.name).turn):
             if space.name not in self._free:

@@ -138,3 +138,11 @@ def test_the_gap_widens_with_many_boxes_and_the_outcome_says_so(monkeypatch):
     assert wide.best.objective * 1.005 < wide.upper_bound, "wider than was asked for"
     assert wide.best.objective <= exact.best.objective <= wide.upper_bound
     assert exact.upper_bound <= exact.best.objective * 1.005
+
+
+def test_a_gap_that_was_asked_for_does_not_widen(monkeypatch):
+    root = [Box(root=0, lower=(1, 1), upper=(40, 40))]
+    exact = maximise(root, examiner(product, 90), gap=0.005)
+    monkeypatch.setattr("xscheduler.branch_and_bound.MANY_NODES", exact.nodes // 8)
+    kept = Maximisation(root, examiner(product, 90), gap=0.005, keeps_gap=True).go_on()
+    assert kept == exact

@@ -14,7 +14,7 @@ from toy_jobs import roofline_of, toy_problem
 from xgpt.core.errors import BeatenError
 from xgpt.core.job import FixedSchedule
 from xscheduler.planner import Planner, PlanOptions
-from xscheduler.search import Scheduler
+from xscheduler.search import GAP, Scheduler
 from xscheduler.spaces import space as spaces
 from xscheduler.spaces.continuous import ContinuousSpace
 from xscheduler.spaces.tensor_plans import tensor_plans
@@ -36,9 +36,9 @@ def test_a_search_goes_on_from_the_glance_before_it(monkeypatch):
     begun: list[str] = []
     usual = spaces.SpaceSearch.__init__
 
-    def counted(self, space, latency_bound_s, gap):
+    def counted(self, space, latency_bound_s, effort):
         begun.append(space.name)
-        usual(self, space, latency_bound_s, gap)
+        usual(self, space, latency_bound_s, effort)
 
     monkeypatch.setattr(spaces.SpaceSearch, "__init__", counted)
     problem = toy_problem(latency_s=math.inf, per_node=2)
@@ -54,6 +54,21 @@ def test_a_search_goes_on_from_the_glance_before_it(monkeypatch):
     scheduler.find(math.inf, compares=False, floor_qps=found.figures.throughput_qps / 2)
     scheduler.find(math.inf, compares=False)
     assert len(begun) > once, "what was given up for a floor is looked at again without it"
+
+
+def test_only_the_gap_that_nobody_asked_for_widens(monkeypatch):
+    problem = toy_problem(latency_s=0.05, fixed=FixedSchedule(policies=("rra",), replicas=1))
+
+    def planned(gap=None):
+        return Planner(problem, roofline_of(problem), replace(
+            BARE, is_brief=True, gap=gap)).plan().proof
+
+    usual = planned()
+    monkeypatch.setattr("xscheduler.branch_and_bound.MANY_NODES", 2)
+    wide, kept, exact = planned(), planned(GAP), planned(0.0)
+    boxes = [sum(count for _, count in one.pruned) for one in (wide, kept, exact)]
+    assert wide.gap > GAP >= usual.gap == kept.gap > exact.gap
+    assert boxes[0] < boxes[1] < boxes[2] and exact.status == "optimal"
 
 
 def test_what_a_wider_bound_rules_out_is_not_looked_at_under_a_tighter_one(monkeypatch):

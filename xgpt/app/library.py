@@ -19,7 +19,6 @@ from xgpt.core.sweep_file import SweepFlags, load_sweep
 from xgpt.report.page import write_report as write_page
 from xgpt.report.results_file import write_results
 from xscheduler.planner import Horizon, PlanOptions
-from xscheduler.search import GAP
 
 
 def load(path: str | PathLike[str], overrides: Mapping[str, object] | None = None, *,
@@ -31,12 +30,13 @@ def load(path: str | PathLike[str], overrides: Mapping[str, object] | None = Non
     return open_file(Path(path), sets, tell, "lengths")
 
 
-def plan(job: OpenedJob, *, horizon: Horizon | None = None, gap: float = GAP,
+def plan(job: OpenedJob, *, horizon: Horizon | None = None, gap: float | None = None,
          max_nodes: int | None = None, max_seconds: float | None = None) -> Plan:
     """Plans the job: the schedule of highest throughput within its latency bound. `horizon`: "job",
     for its own queries (by default, where it has any), or "steady", for a job without end. `gap`:
-    share by which a schedule may be better than the one found. `max_nodes`, `max_seconds`: where
-    the search ends, with what it has proved until then. Raises InfeasibleError."""
+    share by which a schedule may be better than the one found, however long that takes (by default
+    0.005, and more after 4,000 boxes of one policy). `max_nodes`, `max_seconds`: where the search
+    ends, with what it has proved until then. Raises InfeasibleError."""
     options = PlanOptions(gap=gap, max_nodes=max_nodes, max_seconds=max_seconds,
                           horizon=horizon or default_horizon(job.job))
     return plan_job(job, options=options)

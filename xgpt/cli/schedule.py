@@ -20,11 +20,14 @@ from xgpt.core.job_file import load_job
 from xgpt.core.json_values import plain
 from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.core.units import parse_share
+from xscheduler.branch_and_bound import MANY_NODES
 from xscheduler.planner import Horizon, PlanOptions
 from xscheduler.search import GAP
 
 
-def _share(_context: click.Context, _parameter: click.Parameter, text: str) -> float:
+def _share(_context: click.Context, _parameter: click.Parameter, text: str | None) -> float | None:
+    if text is None:
+        return None
     try:
         share = parse_share(text)
     except ValueError:
@@ -45,8 +48,9 @@ def _share(_context: click.Context, _parameter: click.Parameter, text: str) -> f
               help="What becomes of it when output lengths change (replays: a minute or two).")
 @click.option("--from", "from_file", type=click.Path(path_type=Path), metavar="FILE",
               help="A schedule that is deployed: keep it, adjust it, or deploy another?")
-@click.option("--gap", default=f"{GAP:.1%}", show_default=True, metavar="SHARE", callback=_share,
-              help="Stop once no schedule can be better by more than this.")
+@click.option("--gap", metavar="SHARE", callback=_share,
+              show_default=f"{GAP:.1%}, widening after {MANY_NODES:,} boxes of a policy",
+              help="Stop once no schedule can be better by more than this, however long it takes.")
 @click.option("--max-nodes", type=click.IntRange(min=1), metavar="N",
               help="Stop each policy's search after N boxes of configurations.")
 @within_seconds
@@ -54,7 +58,7 @@ def _share(_context: click.Context, _parameter: click.Parameter, text: str) -> f
               help="Plan for the job's own queries, as submit does (default, where it has any), or "
               "for the steady state of a job without end.")
 def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path | None,
-             with_price: bool, with_drift: bool, from_file: Path | None, gap: float,
+             with_price: bool, with_drift: bool, from_file: Path | None, gap: float | None,
              max_nodes: int | None, max_seconds: float | None, horizon: Horizon | None) -> None:
     """Find the schedule with the highest throughput within the job's latency bound."""
     if out is not None:

@@ -103,21 +103,25 @@ class Searched(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """How far a search goes: until no admissible point is better by more than the share `gap`, so
-    many boxes were looked at, or the `watch` is over."""
+    many boxes were looked at, or the `watch` is over. `keeps_gap`: the gap is what somebody asked
+    for, and does not widen however many boxes are looked at."""
 
     gap: float
+    keeps_gap: bool = False
     max_nodes: int | None = None
     watch: Watch | None = None
 
 
 class SpaceSearch:
-    """The search of one policy's space under one bound, which can be gone on with."""
+    """The search of one policy's space under one bound, to the gap of one effort, which can be gone
+    on with."""
 
-    def __init__(self, space: Space, latency_bound_s: float, gap: float) -> None:
-        self._examiner = space.examiner(latency_bound_s, gap, 0.0)
+    def __init__(self, space: Space, latency_bound_s: float, effort: Effort) -> None:
+        self._examiner = space.examiner(latency_bound_s, effort.gap, 0.0)
         self._copies = space.problem.copies
-        self._search = Maximisation(self._examiner.roots, self._examiner.examine, gap=gap,
-                                    split=self._examiner.split)
+        self._search = Maximisation(
+            self._examiner.roots, self._examiner.examine, gap=effort.gap,
+            keeps_gap=effort.keeps_gap, split=self._examiner.split)
 
     def go_on(self, effort: Effort, floor_qps: float = 0.0) -> Searched:
         """The best point found until the effort is spent; what is no better than `floor_qps`, had
@@ -135,7 +139,7 @@ def search_space(space: Space, latency_bound_s: float, effort: Effort,
                  floor_qps: float = 0.0) -> Searched:
     """The best point within the bound; what is no better than `floor_qps`, had by another policy,
     is not looked into."""
-    return SpaceSearch(space, latency_bound_s, effort.gap).go_on(effort, floor_qps)
+    return SpaceSearch(space, latency_bound_s, effort).go_on(effort, floor_qps)
 
 
 def words_of(space: Space, plan: int, point: tuple[int, ...]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from xgpt.app import what_if
+from xgpt.app import library, what_if
 from xgpt.app.opened import open_file
 from xgpt.app.timing import timing_of
 from xgpt.cli import schedule as command
@@ -230,6 +230,18 @@ def test_a_limit_in_nodes_is_said_and_repeatable(job: Path) -> None:
     session = open_file(job)
     wide = Planner(session.problem, timing_of(session), PlanOptions(gap=0.2)).steady()
     assert wide.proof.gap <= 0.2 and wide.proof.nodes <= full["nodes"]
+
+
+def test_a_gap_that_is_given_is_kept_however_many_boxes_it_takes(
+        job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xscheduler.branch_and_bound.MANY_NODES", 2)
+    fixed: dict[str, Any] = {"schedule__policy": "rra", "schedule__replicas": 1}
+    steady = ("--horizon", "steady", "--json")
+    wide, kept = (json.loads(run(job, *steady, *gap, **fixed).stdout)
+                  for gap in ((), ("--gap", "0.5%")))
+    assert wide["gap"] > 0.005 >= kept["gap"]
+    session = open_file(job, [f"{key.replace('__', '.')}={value}" for key, value in fixed.items()])
+    assert library.plan(session, horizon="steady", gap=0.005).schedule.proof.gap == kept["gap"]
 
 
 @pytest.mark.parametrize("arguments", [
