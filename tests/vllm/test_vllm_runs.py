@@ -104,3 +104,40 @@ def test_arguments_are_held_to_those_of_the_installed_version(
                           capture_output=True, text=True, env=cache, timeout=300, check=False)
     assert done.returncode == 2 and "run.engine_args.enforce_eagr" in done.stderr
     assert "did you mean 'enforce_eager'?" in done.stderr and "block_size" not in done.stderr
+
+
+def test_exported_flags_are_those_of_its_own_parser(tmp_path: Path, vllm_python: str) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("""
+model: opt-13b
+cluster: a40-4
+workload: {requests: {count: 1500}, task: S}
+constraint: {latency_s: 11.5}
+schedule: {policy: sarathi}
+plan: {engine: vllm}
+""")
+    done = subprocess.run([*XGPT, "schedule", str(job), "--export", "vllm", "--json"], check=True,
+                          capture_output=True, text=True)
+    found = json.loads(done.stdout)
+    words = found["export"]["words"]
+    parsed = subprocess.run(
+        [vllm_python, "-c", _PARSE, *words[2:]], check=True, capture_output=True, text=True)
+    told = json.loads(parsed.stdout.splitlines()[-1])
+    assert told["data_parallel_size"] == found["replicas"]
+    assert told["tensor_parallel_size"] == found["tp_degree"]
+    assert told["max_num_seqs"] == found["max_active"]
+    assert told["max_num_batched_tokens"] == found["token_budget"]
+    assert told["enable_chunked_prefill"] is True and told["dtype"] == "bfloat16"
+
+
+_PARSE = """
+import json, sys
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+parser.add_argument("model_tag")
+told = vars(parser.parse_args(sys.argv[1:]))
+print(json.dumps({key: told[key] for key in (
+    "data_parallel_size", "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens",
+    "enable_chunked_prefill", "dtype")}))
+"""

@@ -1,5 +1,6 @@
 """`xgpt schedule`: the best schedule within the bound, and what was proved about it."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -16,10 +17,13 @@ from xgpt.cli.options import (
 )
 from xgpt.cli.terminal import Terminal, say, show
 from xgpt.core.errors import InfeasibleError
+from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
 from xgpt.core.json_values import plain
+from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.core.units import parse_share
+from xgpt.launch.engine_commands import ENGINES, engine_command
 from xscheduler.branch_and_bound import MANY_NODES
 from xscheduler.planner import Horizon, PlanOptions
 from xscheduler.search import GAP
@@ -35,6 +39,13 @@ def _share(_context: click.Context, _parameter: click.Parameter, text: str | Non
     if not 0 <= share < 1:
         raise click.BadParameter(f"{text!r} is not between 0% and 100%")
     return share
+
+
+def _times_of(job: Job) -> str:
+    if job.profile is not None:
+        return f"the profile {job.profile.name}"
+    # of this machine they are measured with what is to execute
+    return job.run.engine if job.cluster == LOCAL_CLUSTER else job.plan_engine
 
 
 @click.command()
@@ -53,13 +64,16 @@ def _share(_context: click.Context, _parameter: click.Parameter, text: str | Non
               help="Stop once no schedule can be better by more than this, however long it takes.")
 @click.option("--max-nodes", type=click.IntRange(min=1), metavar="N",
               help="Stop each policy's search after N boxes of configurations.")
+@click.option("--export", "engine", type=click.Choice(sorted(ENGINES)),
+              help="Also the command of another engine with the flags nearest to the schedule.")
 @within_seconds
 @click.option("--horizon", type=click.Choice(("job", "steady")),
               help="Plan for the job's own queries, as submit does (default, where it has any), or "
               "for the steady state of a job without end.")
 def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path | None,
              with_price: bool, with_drift: bool, from_file: Path | None, gap: float | None,
-             max_nodes: int | None, max_seconds: float | None, horizon: Horizon | None) -> None:
+             max_nodes: int | None, max_seconds: float | None, horizon: Horizon | None,
+             engine: str | None) -> None:
     """Find the schedule with the highest throughput within the job's latency bound."""
     if out is not None:
         check_writable(out, "--out")
@@ -78,5 +92,12 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
         refusal = InfeasibleError(f"{answers.infeasible}{answers.hint}")
         refusal.details = plain(answers.to_dict())
         raise refusal
+    exported = None
+    if engine is not None and (found := answers.recommended) is not None:
+        exported = engine_command(engine, found, answers.opened.problem, model=job.model,
+                                  times_of=_times_of(job))
     if as_json:
-        print_json(answers.to_dict())
+        also = {} if exported is None else {"export": plain(asdict(exported))}
+        print_json(answers.to_dict() | also)
+    elif exported is not None:
+        show(f"\n{exported}")
