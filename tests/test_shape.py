@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -88,6 +89,11 @@ def test_a_function_has_few_parameters(sources: dict[str, Path]) -> None:
 def test_our_own_modules_are_imported_at_the_top(sources: dict[str, Path]) -> None:
     late = {(name, module) for name, path in sources.items() for module in late_imports(path)}
     assert not late - LATE_IMPORTS.keys()
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    names = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert not [name for name, times in names.items() if times > 1], "pytest collects one of them"
 
 
 def test_every_exception_is_still_needed() -> None:

@@ -125,7 +125,8 @@ def test_asking_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
 def test_the_time_left_is_that_of_this_run(tmp_path: Path) -> None:
     resumed = replace(RUNNING, done=200, done_before=190)  # 10 queries in a minute
     assert "20m00s left" in progress_line(resumed, 5.0, time_left_s(resumed, tmp_path))
-    plan: Any = SimpleNamespace(output=tmp_path, model_name="toy", sync_s=5.0, aside=())
+    plan: Any = SimpleNamespace(output=tmp_path, model_name="toy", model_dir=None, sync_s=5.0,
+                                aside=())
     sink = RunSink(plan, num_queries=400, before=Answered(190, frozenset()))
     sink.progress(1.0, 10)
     assert json.loads((tmp_path / "progress.json").read_text())["done_before"] == 190
@@ -146,7 +147,8 @@ out, kill_after = Path(sys.argv[1]), int(sys.argv[2])
 with output_lock(out):
     count_results(out / "results.jsonl")
     before = answered(out / "results.jsonl")
-    plan = SimpleNamespace(output=out, model_name="toy", sync_s=5.0, aside=())
+    plan = SimpleNamespace(output=out, model_name="toy", model_dir=None, sync_s=5.0,
+                           aside=())
     sink = RunSink(plan, num_queries=400, before=before)
     for count, index in enumerate(run_order(400, 64, 3, first=before.written,
                                             without=before.held)):

@@ -47,7 +47,8 @@ MESSAGES: list[Message] = [
     StartMessage(num_groups=1, slots=2, capacity=3), StopMessage(), EncodedMessage(group=1),
     TokensMessage(group=2), ArrivedMessage(batch=1), HeldMessage(batch=1),
     HandedMessage(batch=1, queries=(HandedQuery(
-        query=QUERY, input_tokens=2, output_ids=(1,), encode_start_s=0.5, first_token_s=None),)),
+        query=QUERY, input_tokens=2, output_ids=(1,), encode_start_s=0.5, first_token_s=None,
+        likelihoods=()),)),
     FinishedMessage(results=(RESULT,), output_tokens=5),
     BlockMessage(batch=0, queries=(1, 2), lengths=(3, 4)),
     PortionMessage(queries=(1,), change=PhaseControls(
