@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -24,6 +24,8 @@ _NOT_DECISIVE = ("name", "output", "model_dir", "model_name", "served_by", "requ
                  "threads_per_rank", "device_kind", "is_watched", "slots", "shuffle_window",
                  "routing", "mean_output_tokens", "cuda_graphs", "private",
                  "sync_s", "aside")
+# What a schedule holds: which requests can run by it follows, and nothing of their answers.
+_HELD_BY_SCHEDULE = ("query_kv_tokens", "most_input_tokens")
 # Keys that came later, with what held before: runs of that time go on.
 _AS_BEFORE = (("deterministic", False),)
 OWN_ALONE = 0o077  # the umask of a private run
@@ -120,6 +122,17 @@ def saved_differences(plan: RunPlan) -> list[str]:
     now = json.loads(json.dumps(asdict(plan), default=str))
     return [key for key in now if key not in (*_NOT_DECISIVE, "model_files")
             and key in saved and saved[key] != now[key]]
+
+
+def as_begun(plan: RunPlan) -> RunPlan:
+    """The plan for the very requests that the run which last wrote into its folder took for ones
+    that can run, where the two differ in nothing else that decides the answers; else the plan."""
+    saved = _saved(plan.output)
+    limits: dict[str, Any] = {key: saved.get(key) for key in _HELD_BY_SCHEDULE}
+    if not all(isinstance(value, int) for value in limits.values()):
+        return plan
+    begun = replace(plan, **limits)
+    return begun if saved.get("fingerprint") == begun.fingerprint else plan
 
 
 class SavedModel(NamedTuple):

@@ -181,6 +181,37 @@ def test_a_job_whose_command_dies_at_its_very_end_is_done(tmp_path: Path) -> Non
     assert (job.output / "results.jsonl").read_bytes() == results
 
 
+_DIES_BEFORE_ITS_ACCOUNT = """
+import os, sys
+if "submit" in sys.argv or "submit" in sys.orig_argv:
+    from xgpt.app import run
+    def deadly(*_, **__):
+        os.kill(os.getpid(), 9)
+    run.write_metrics = deadly
+"""
+
+
+def test_a_job_whose_command_dies_before_its_account_is_done_whatever_is_planned_now(
+        tmp_path: Path) -> None:
+    (tmp_path / "deadly").mkdir()
+    (tmp_path / "deadly" / "sitecustomize.py").write_text(_DIES_BEFORE_ITS_ACCOUNT)
+    path = os.pathsep.join([str(tmp_path / "deadly"), os.environ.get("PYTHONPATH", "")])
+    job = ToyJob(folder=tmp_path, schedule=RRA, environ={"PYTHONPATH": path}).write()
+    made = "requests: {count: 40}, input_tokens: {mean: 5, std: 2, max: 9}"
+    job.file.write_text(job.file.read_text().replace("requests: requests.jsonl", made))
+    assert job.run_to_end().returncode == -9
+    assert len(job.lines()) == 40 and not (job.output / "metrics.json").exists()
+    results = (job.output / "results.jsonl").read_bytes()
+    # stands for times that changed since: what would be planned is another schedule
+    job.file.write_text(job.file.read_text().replace("encode_batch: 6", "encode_batch: 3"))
+    done = ToyJob(folder=tmp_path, schedule=RRA).run_to_end()
+    assert done.returncode == 0 and "nothing is run again" in " ".join(done.stderr.split())
+    facts = json.loads(done.stdout)
+    assert (facts["status"], facts["queries"]) == ("done", 40)
+    assert (job.output / "results.jsonl").read_bytes() == results
+    assert not list(job.output.glob("results-*"))
+
+
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
     """A file system of a job's output folder alone."""

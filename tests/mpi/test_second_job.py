@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,22 @@ def submitted(folder: Path, model: Path, *, count: int, longest: int, outputs: i
     done = xgpt("submit", job, "--json", "--set", "workload.output_tokens=from_requests")
     assert done.returncode == 0, done.stderr
     return done
+
+
+def told_done(folder: Path, home: Path) -> None:
+    """A job that is done is not run, measured or planned again, though the profile that it was
+    planned with has learned since, or is gone."""
+    job, results = folder / "job.yaml", folder / "out" / "results.jsonl"
+    lines, asked = results.read_bytes(), "workload.output_tokens=from_requests"
+    again = xgpt("submit", job, "--json", "--set", asked)
+    assert json.loads(again.stdout)["status"] == "already done"
+    shutil.rmtree(home / "xgpt" / "profiles")
+    (folder / "out" / "metrics.json").unlink()  # as a launcher leaves it that dies before
+    taken = xgpt("submit", job, "--json", "--set", asked)
+    assert taken.returncode == 0 and "nothing is run again" in " ".join(taken.stderr.split())
+    assert "profile: " not in taken.stderr and not (home / "xgpt" / "profiles").exists()
+    assert json.loads(taken.stdout)["throughput_qps"]["predicted"] > 0
+    assert results.read_bytes() == lines and not list((folder / "out").glob("results-*"))
 
 
 def cached(home: Path) -> Profile:
@@ -64,3 +81,4 @@ def test_the_second_job_measures_nothing(tmp_path: Path, cache: dict[str, str],
     assert "runs, decode" in shown.stdout and "age" in shown.stdout
     json.loads(second.stdout)
     assert os.environ["XDG_CACHE_HOME"] == str(home)
+    told_done(tmp_path / "second", home)

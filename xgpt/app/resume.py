@@ -7,7 +7,7 @@ from typing import Any
 
 from xgpt.app.metrics import write_metrics
 from xgpt.app.opened import OpenedJob
-from xgpt.app.run_files import kept
+from xgpt.app.run_files import is_told_done, kept
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
@@ -17,7 +17,7 @@ from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
 from xrunner.io.results import ResultWriter, answered, count_results
 from xrunner.io.sink import TIMES, percentiles_of
-from xrunner.plan import RunPlan, saved_fingerprint
+from xrunner.plan import RunPlan, as_begun, saved_fingerprint
 from xscheduler.evaluator import predict
 
 TAKEN_OVER = ("every query was answered by an earlier run, whose command was killed before it "
@@ -31,8 +31,9 @@ def is_left_whole(plan: RunPlan) -> bool:
     are held but could be in results.jsonl are put there. For who has the folder's lock."""
     output = plan.output
     results, total = output / "results.jsonl", num_queries(output)
-    if not total or (output / "metrics.json").is_file() or (
-            saved_fingerprint(output) != plan.fingerprint or answered(results).total < total):
+    if not total or is_told_done(output) or (
+            saved_fingerprint(output) != as_begun(plan).fingerprint
+            or answered(results).total < total):
         return False
     written = count_results(results)
     ResultWriter(results, first_index=written, model=plan.model_name).close()

@@ -21,7 +21,7 @@ from xgpt.app.opened import OpenedJob, open_job
 from xgpt.app.plan import Plan, executable
 from xgpt.app.resume import is_left_whole, take_over
 from xgpt.app.run_files import kept
-from xgpt.app.run_folder import make_room, plan_for_ranks, requests_of, write_job
+from xgpt.app.run_folder import going_on, make_room, plan_for_ranks, requests_of, write_job
 from xgpt.app.stall import StallWatch
 from xgpt.app.telling import Teller, tell_run
 from xgpt.app.timing import timing_of
@@ -95,9 +95,10 @@ def execute_locked(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     """The same, of who holds the folder's lock."""
     output = opened.job.output
     requests, spool = requests_of(opened)
-    plan = plan_for_ranks(opened, schedule, requests.digest)
+    plan = plan_for_ranks(opened, schedule, requests)
     if is_left_whole(plan):
         return take_over(opened, timing, schedule)
+    plan = going_on(plan, schedule) or plan
     rescheduler = rescheduler_of(opened, timing, schedule)
     if rescheduler is not None:
         plan = replace(plan, is_watched=True, slots=rescheduler.slots)

@@ -1,5 +1,7 @@
 """The files of a run in its output folder, by name, and how far they say that it came."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 from xgpt.app.messages import MESSAGES_FILE
@@ -21,6 +23,16 @@ OF_A_RUN = (RESULTS_FILE, HELD_FILE, "errors.jsonl", "spool", "schedule.json", "
             AGREEMENT_FILE, DEATHS_FILE, UNDERWAY_FILE, OBSERVED_FILE, ADJUST_FILE, EXPECTED_FILE,
             MESSAGES_FILE,
             "report.html", *(f"results.{table}" for table in TABLES))
+
+
+def is_told_done(output: Path) -> bool:
+    """Whether metrics.json says that the run in the folder is done; one that was stopped as its
+    last query ended may have all results and say otherwise."""
+    try:
+        metrics = json.loads((output / METRICS_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(metrics, dict) and metrics.get("status") == "done"
 
 
 def kept(job: Job) -> dict[str, Any]:

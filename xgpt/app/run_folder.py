@@ -25,19 +25,23 @@ from xrunner.io.beat import BEATS
 from xrunner.io.intake import make
 from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.results import HELD_FILE, answered
-from xrunner.plan import RunPlan, saved_differences, saved_fingerprint, saved_model
+from xrunner.plan import RunPlan, as_begun, saved_differences, saved_fingerprint, saved_model
 from xrunner.rules.order import window_of
 
 # What decides the answers, as a job file has it. Two more follow from the schedule and the requests
-# together: a run begins anew where they differ alone.
+# together.
 _IN_WORDS = {"requests_digest": "the requests", "is_chat": "workload.chat",
-             "max_tokens": "workload.max_tokens", "engine": "run.engine", **{
+             "max_tokens": "workload.max_tokens", "engine": "run.engine",
+             "engine_version": "the engine's version",
+             "query_kv_tokens": "the longest request that the schedule holds",
+             "most_input_tokens": "the longest input that the schedule encodes", **{
                  name: f"run.{name}" for name in ("dtype", "weight_dtype", "seed", "temperature",
-                                                  "top_k", "top_p", "ignore_eos")}}
+                                                  "top_k", "top_p", "ignore_eos", "engine_args",
+                                                  "deterministic")}}
 
 
-def plan_for_ranks(opened: OpenedJob, schedule: Schedule, digest: str) -> RunPlan:
-    """What the ranks are told besides the schedule. `digest`: of the requests."""
+def plan_for_ranks(opened: OpenedJob, schedule: Schedule, requests: Requests) -> RunPlan:
+    """What the ranks are told besides the schedule. `requests`: the job's, or those made for it."""
     job, files = opened.job, opened.files
     assert files is not None, "a run needs the model's files"
     if job.run.weights == "random":
@@ -45,14 +49,14 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule, digest: str) -> RunPla
     query_tokens = schedule.estimate.deployment.group_kv_tokens
     most_input = schedule.estimate.deployment.encoding.kv_tokens
     # what no request needs decides nothing: a run may go on by another schedule
-    if (longest := _longest(opened)) is not None:
+    if (longest := _longest(opened, requests)) is not None:
         longest_input, longest_reserve = longest
         query_tokens = min(query_tokens, longest_reserve)
         most_input = 0 if most_input >= longest_input else most_input
     return RunPlan(
         name=job.name, output=job.output, model_dir=files.directory, model_name=job.model,
         served_by=files.served_by, requests=str(job.workload.requests or "synthetic"),
-        requests_digest=digest, model_files=model_files(files.directory),
+        requests_digest=requests.digest, model_files=model_files(files.directory),
         is_chat=job.workload.chat, max_tokens=opened.problem.default_max_tokens,
         dtype=opened.problem.dtype, weight_dtype=opened.problem.weight_dtype, seed=job.run.seed,
         temperature=job.run.temperature,
@@ -68,17 +72,16 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule, digest: str) -> RunPla
         sync_s=job.run.sync_s)
 
 
-def _longest(opened: OpenedJob) -> tuple[int, int] | None:
+def _longest(opened: OpenedJob, requests: Requests) -> tuple[int, int] | None:
     """The most tokens that the input of any request has that can be answered, and the most that any
     reserves; None where lengths are not known. The other requests become error records whatever the
     schedule is."""
-    known = opened.problem.queries
-    if known is None:
+    if (inputs := requests.input_tokens) is None:
         return None
-    requests, inputs, reserves = opened.requests, known.inputs, known.reserves
-    assert requests is not None, "their lengths are known"
-    least = inputs + np.maximum(requests.forced, 1)
-    fits = least <= (opened.problem.model.max_positions or np.inf)
+    positions = opened.problem.model.max_positions or np.inf
+    reserves = np.minimum(inputs + requests.output_caps(opened.problem.default_max_tokens),
+                          positions)
+    fits = inputs + np.maximum(requests.forced, 1) <= positions
     fits[list(requests.unusable)] = False
     return int(inputs[fits].max(initial=1)), int(reserves[fits].max(initial=1))
 
@@ -92,6 +95,22 @@ def requests_of(opened: OpenedJob) -> tuple[Requests, SpoolWriter]:
                     problem.model.vocab_size)
     assert opened.spool is not None, "a run has its requests at hand"
     return opened.requests, opened.spool
+
+
+def going_on(plan: RunPlan, schedule: Schedule) -> RunPlan | None:
+    """The plan for the very requests of the unfinished run of this job that is in its folder: a new
+    schedule may hold longer ones. None where this schedule does not hold them all. The plan itself
+    where there is no such run."""
+    before, total = answered(plan.output / RESULTS_FILE), num_queries(plan.output)
+    begun = as_begun(plan)
+    if begun is plan or not before.total or (total is not None and before.total >= total):
+        return plan
+    # where a schedule holds more than query_kv_tokens, that is the longest request
+    holds_longest = plan.query_kv_tokens < schedule.estimate.deployment.group_kv_tokens
+    holds_queries = holds_longest or begun.query_kv_tokens <= plan.query_kv_tokens
+    holds_inputs = not plan.most_input_tokens or (  # 0: any input
+        0 < begun.most_input_tokens <= plan.most_input_tokens)
+    return begun if holds_queries and holds_inputs else None
 
 
 def make_room(output: Path, plan: RunPlan, tell: Teller, table: Path | None = None) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from xgpt.app.begun import goes_on, taken_over
 from xgpt.app.messages import KeptTeller
 from xgpt.app.opened import OpenedJob, open_job
 from xgpt.app.plan import Plan, plan_job
@@ -30,10 +31,13 @@ def at_work(opened: OpenedJob) -> Iterator[tuple[OpenedJob, int]]:
 
 
 def submit(job: Job, tell: Teller, standby: Ahead | None = None) -> dict[str, Any]:
-    """Profiles, plans and runs the job; returns what metrics.json holds. `standby`: may serve as
-    its ranks. Raises StoppedEarly where it was asked to stop."""
+    """Profiles, plans and runs the job; returns what metrics.json holds: at once, of a run
+    whose command was killed with all results there. `standby`: may serve as its ranks. Raises
+    StoppedEarly where it was asked to stop."""
     with warned_in_good_order(), at_work(open_to_run(job, tell, standby)) as (opened, lock):
-        plan = plan_job(opened)
+        if (found := taken_over(opened)) is not None:
+            return found
+        plan = goes_on(opened, plan_job(opened))
         opened.tell.say(paragraph(f"times: {plan.timing.provenance()}"))
         opened.tell.say(schedule_table(plan.schedule))
         return execute_locked(plan.opened, plan.timing, plan.schedule, lock)
@@ -48,6 +52,8 @@ def run(job: Job, tell: Teller, standby: Ahead | None = None,
         schedule_file: Path | None = None) -> dict[str, Any]:
     """Does the same by the schedule of a file, by default the one in the job's output folder."""
     with warned_in_good_order(), at_work(open_to_run(job, tell, standby)) as (opened, lock):
+        if (found := taken_over(opened)) is not None:
+            return found
         path = schedule_file or opened.job.output / "schedule.json"
         plan = to_run(opened, load_schedule(path), path)
         return execute_locked(plan.opened, plan.timing, plan.schedule, lock)

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ import pytest
 pytest.importorskip("torch", reason="runs need the extra `run`")
 
 from xgpt.app import run as execution  # noqa: E402
+from xgpt.app.begun import BY_WHAT_WAS_BEGUN, goes_on  # noqa: E402
 from xgpt.app.opened import OpenedJob, open_file  # noqa: E402
-from xgpt.app.plan import executable, plan_job  # noqa: E402
+from xgpt.app.plan import Plan, executable, plan_job  # noqa: E402
 from xgpt.app.resume import TAKEN_OVER  # noqa: E402
 from xgpt.app.run_folder import plan_for_ranks  # noqa: E402
 from xgpt.cli.terminal import Terminal  # noqa: E402
@@ -36,6 +38,7 @@ CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_
           "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
           "hidden_act": "silu"}
 COUNT = 24
+WORKLOAD = {"requests": "requests: requests.jsonl"}
 POLICIES = {"rra": "encode_batch: 3, decode_iterations: 4, shuffle: 12",
             "waa-c": "encode_batch: 3", "orca": "max_active: 5", "ft": "encode_batch: 6",
             "vllm": "max_active: 5, token_budget: 32"}
@@ -56,7 +59,7 @@ def opened(folder: Path, policy: str = "rra", ranks: int = 1) -> OpenedJob:
     (folder / "job.yaml").write_text(f"""
 model: {folder / "model"}
 cluster: local
-workload: {{requests: requests.jsonl, output_tokens: {{mean: 9, std: 8, max: 40}}, max_tokens: 40}}
+workload: {{{WORKLOAD["requests"]}, output_tokens: {{mean: 9, std: 8, max: 40}}, max_tokens: 40}}
 schedule: {{policy: {policy}, {POLICIES[policy]}}}
 run: {{ranks: {ranks}, dtype: float32, threads_per_rank: 1, weights: random}}
 output: out
@@ -78,7 +81,8 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
                   split=lambda *_: pytest.fail("in no group"), duplicate=lambda: local_comms(1)[0])
     monkeypatch.setattr(worker, "connect", lambda kind: alone)
 
-    def once(stop_after: int = COUNT + 1, ranks_work: bool = True) -> dict[str, Any]:
+    def once(stop_after: int = COUNT + 2, ranks_work: bool = True,
+             plan: Plan | None = None) -> dict[str, Any]:
         class InProcess:
             is_here = True
 
@@ -90,7 +94,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         monkeypatch.setattr("xrunner.io.sink.RunSink.should_stop",
                             lambda sink: len(sink.tally) >= stop_after)
         session = opened(folder)
-        plan = plan_job(session, roofline(session))
+        plan = plan or plan_job(session, roofline(session))
         return execution.execute(plan.opened, plan.timing, plan.schedule)
 
     return once
@@ -162,7 +166,7 @@ def test_a_folder_that_was_moved_goes_on(folder: Path) -> None:
     for place in (folder, moved):
         session = opened(place)
         prints.append(plan_for_ranks(
-            session, plan_job(session, roofline(session)).schedule, "digest").fingerprint)
+            session, plan_job(session, roofline(session)).schedule, session.requests).fingerprint)
     assert prints[0] == prints[1]
 
 
@@ -178,6 +182,66 @@ def test_another_schedule_goes_on_with_what_is_held(folder: Path, run: Run,
     assert list(final) == list(range(COUNT)) and final.items() >= done.items()
 
 
+def test_a_job_that_makes_its_requests_goes_on_by_another_schedule(
+        folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its schedule holds changes with every plan, and none of its requests is longer."""
+    monkeypatch.setitem(WORKLOAD, "requests",
+                        "requests: {count: 24}, input_tokens: {mean: 5, std: 2, max: 9}")
+    with pytest.raises(StoppedEarly):
+        run(6)
+    out = folder / "out"
+    done = lines(out / "results.jsonl") | lines(out / HELD_FILE)
+    monkeypatch.setitem(POLICIES, "rra", "encode_batch: 2, decode_iterations: 9")
+    metrics = run()
+    assert (metrics["queries"], metrics["queries_before"]) == (COUNT, len(done))
+    assert lines(out / "results.jsonl").items() >= done.items()
+    assert not list(out.glob("results-*"))
+
+
+def by_kv_tokens(folder: Path, tokens: int) -> Plan:
+    """The job with one long request more, by a schedule of so many."""
+    requests = (folder / "requests.jsonl").read_text()
+    if "long" not in requests:
+        long = json.dumps({"id": "long", "tokens": [7, 8, 9], "forced_tokens": 80})
+        (folder / "requests.jsonl").write_text(f"{long}\n{requests}")
+    session = opened(folder)
+    plan = plan_job(session, roofline(session))
+    groups = plan.schedule.estimate.deployment.num_groups
+    return replace(plan, schedule=plan.schedule.changed(kv_tokens=tokens * groups))
+
+
+@pytest.mark.parametrize("first", [60, 400])
+def test_a_run_goes_on_with_the_requests_that_it_was_begun_with(
+        folder: Path, run: Run, first: int, capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    out, second = folder / "out", 460 - first
+    plan = by_kv_tokens(folder, first)
+    monkeypatch.setattr("xgpt.app.run.timing_of", roofline)  # as the command by data sheets
+    with pytest.raises(StoppedEarly):
+        run(6, plan=plan)
+    done = lines(out / "results.jsonl") | lines(out / HELD_FILE)
+    errors = (out / "errors.jsonl").read_bytes() if first == 60 else b""
+    total = COUNT + (first == 400)
+    replanned = by_kv_tokens(folder, second)
+    if second == 60:
+        asked = (out / "run.json").read_bytes()
+        with pytest.raises(InputError, match="the longest request that the schedule holds"):
+            run(plan=replanned, ranks_work=False)
+        assert (out / "run.json").read_bytes() == asked, "nothing is touched"
+    capsys.readouterr()
+    chosen = goes_on(opened(folder), replanned)
+    said = " ".join(capsys.readouterr().err.split())
+    assert (BY_WHAT_WAS_BEGUN in said) == (second == 60) == (chosen is not replanned)
+    metrics = run(plan=chosen)
+    assert (metrics["queries"], metrics["queries_before"]) == (total, len(done))
+    assert metrics["errors"] == COUNT + 1 - total
+    final = lines(out / "results.jsonl")
+    assert list(final) == list(range(total)) and final.items() >= done.items()
+    assert not list(out.glob("results-*"))
+    if errors:
+        assert (out / "errors.jsonl").read_bytes() == errors
+
+
 def test_what_a_killed_command_left_is_taken_over(folder: Path, run: Run,
                                                   capsys: pytest.CaptureFixture[str]) -> None:
     out, first = folder / "out", run()
@@ -191,6 +255,8 @@ def test_what_a_killed_command_left_is_taken_over(folder: Path, run: Run,
     assert not list(out.glob("results-*"))
     differ = {key for key in metrics if metrics[key] != first[key]}
     assert differ <= {"date", "others_cpu_share"}, "figures, predictions and their explanation"
+    (out / "metrics.json").write_text('{"status": "stopped"}')  # at its last query
+    assert run(ranks_work=False)["status"] == "done"
     # killed before the ranks wrote their account, and as the last results were put in order
     for name in ("metrics.json", "measured.json", "steps.jsonl"):
         (out / name).unlink()
@@ -238,7 +304,7 @@ def test_lines_that_no_schedule_answers_do_not_keep_another_from_going_on(folder
     for policy in POLICIES:
         session = opened(folder, policy, ranks=2)
         schedule = plan_job(session, roofline(session)).schedule
-        plan = plan_for_ranks(session, schedule, "digest")
+        plan = plan_for_ranks(session, schedule, session.requests)
         prints[policy] = plan.fingerprint
         assert (plan.query_kv_tokens, plan.most_input_tokens) == (33, 0), policy
     assert len(set(prints.values())) == 1, prints

@@ -248,9 +248,10 @@ def test_a_stopped_run_may_go_on_by_another_schedule(planned: tuple[OpenedJob, S
     session = replace(session, files=ModelFiles(
         directory=tmp_path, spec=spec, served_by="test"))
     kv_tokens = schedule.estimate.deployment.kv_tokens
-    prints = {plan_for_ranks(session, schedule.changed(kv_tokens=tokens), "of them").fingerprint
+    prints = {plan_for_ranks(
+        session, schedule.changed(kv_tokens=tokens), session.requests).fingerprint
               for tokens in (kv_tokens, kv_tokens // 2, 3 * kv_tokens)}
     assert len(prints) == 1
     groups = schedule.estimate.deployment.num_groups
     small = schedule.changed(kv_tokens=100 * groups)
-    assert plan_for_ranks(session, small, "of them").fingerprint not in prints
+    assert plan_for_ranks(session, small, session.requests).fingerprint not in prints
