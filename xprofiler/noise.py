@@ -59,12 +59,15 @@ def disturbed_words(found: Sequence[NoisyPoint]) -> str | None:
     """What was disturbed, in a sentence; None where nothing was."""
     if not found:
         return None
-    named = ", ".join(one.words for one in found[:_NAMED])
-    more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
     count = f"{len(found)} {'sizes were' if len(found) > 1 else 'size was'}"
     return (f"{count} measured while others had more than {DISTURBED_LIMIT:.0%} of the machine, or "
-            f"it was so much slower than at its best: {named}{more}; the next run measures them "
+            f"it was so much slower than at its best: {_named(found)}; the next run measures them "
             "again, if it finds the machine quieter")
+
+
+def _named(found: Sequence[NoisyPoint]) -> str:
+    more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+    return ", ".join(one.words for one in found[:_NAMED]) + more
 
 
 def _own(profile: Profile, degree: int, point: Point) -> Sample | None:
@@ -76,11 +79,9 @@ def noise_words(found: Sequence[NoisyPoint]) -> str | None:
     """What is noisy, in a sentence; None where nothing is."""
     if not found:
         return None
-    named = ", ".join(one.words for one in found[:_NAMED])
-    more = f", and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
     count = f"{len(found)} {'sizes' if len(found) > 1 else 'size'}"
     return (f"{count} could not be timed well: repeats of the same step lie "
-            f"further apart than {NOISE_LIMIT:.0%}: {named}{more}")
+            f"further apart than {NOISE_LIMIT:.0%}: {_named(found)}")
 
 
 def _layer(point: Point, own: Sample, rest: Sequence[Sample]) -> tuple[float, float]:

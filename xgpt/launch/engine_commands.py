@@ -30,27 +30,30 @@ class Flags:
     dtype: Mapping[str, str]  # of ours -> the words that say it
     kv_tokens: str | None = None  # entries of the cache, of a copy
     chunked: tuple[str, ...] = ()  # inputs in chunks beside decoding
+    chunked_note: str = ""  # what they need besides
     whole: tuple[str, ...] = ()  # inputs as a whole
 
 
 ENGINES: dict[str, Flags] = {
-    # vLLM 0.32: `vllm serve --help=all`
+    # read back by the parser of vLLM 0.32 in tests/vllm
     "vllm": Flags(
         start=("vllm", "serve"), tp="--tensor-parallel-size", pp="--pipeline-parallel-size",
         copies="--data-parallel-size", queries="--max-num-seqs",
         tokens="--max-num-batched-tokens", length="--max-model-len",
         dtype={name: f"--dtype={name}" for name in ("float32", "bfloat16", "float16")},
         chunked=("--enable-chunked-prefill",), whole=("--no-enable-chunked-prefill",)),
-    # TensorRT-LLM 1.0: `trtllm-serve serve --help`; the type is the checkpoint's
+    # the page of trtllm-serve in TensorRT-LLM's documents; the type is the checkpoint's
     "tensorrt-llm": Flags(
-        start=("trtllm-serve", "serve"), tp="--tp_size", pp="--pp_size", copies=None,
-        queries="--max_batch_size", tokens="--max_num_tokens", length="--max_seq_len", dtype={}),
-    # SGLang 0.5: sglang/srt/server_args.py
+        start=("trtllm-serve",), tp="--tp_size", pp="--pp_size", copies=None,
+        queries="--max_batch_size", tokens="--max_num_tokens", length="--max_seq_len", dtype={},
+        chunked_note="Chunks need `enable_chunked_prefill: true` in its file of options."),
+    # SGLang's own parser; without mixing, a chunk and decoding are steps apart
     "sglang": Flags(
         start=("python", "-m", "sglang.launch_server", "--model-path"), tp="--tp-size",
         pp="--pp-size", copies="--dp-size", queries="--max-running-requests",
         tokens="--chunked-prefill-size", length="--context-length",
-        kv_tokens="--max-total-tokens", whole=("--chunked-prefill-size", "-1"),
+        kv_tokens="--max-total-tokens", chunked=("--enable-mixed-chunk",),
+        whole=("--chunked-prefill-size", "-1"),
         dtype={name: f"--dtype={name}" for name in ("float32", "bfloat16", "float16")}),
 }
 
@@ -94,6 +97,7 @@ def engine_command(engine: str, schedule: Schedule, problem: Problem, *, model: 
     is_chunked = bool(chunk) or estimate.policy == "sarathi"
     if is_chunked:
         words += [flags.tokens, str(budget), *flags.chunked]
+        notes += [flags.chunked_note] if flags.chunked_note else []
     else:
         words += flags.whole
         notes.append("Inputs are planned to be encoded whole"

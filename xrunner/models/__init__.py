@@ -1,5 +1,6 @@
 """Model families as plain layers: `qkv` before the attention kernel, `finish` after it.
 
-XProfiler times these very layers. A family is one module and one row of
-`stage_model.LAYER_CLASSES`.
+XProfiler times these very layers. A decoder's layer is one class, told by
+`xgpt.core.decoder.Decoder`; a family is a reader of its tensors' names, and a row of
+`stage_model.FAMILIES`.
 """

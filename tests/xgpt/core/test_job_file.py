@@ -386,19 +386,3 @@ def test_a_job_names_policies_to_choose_among(folder: Path, value: str,
 def test_a_list_of_policies_has_known_names(folder: Path, value: str) -> None:
     (mistake,) = _mistakes(folder, MINIMAL, f"schedule.policy={value}")
     assert "schedule.policy" in mistake and "in a list" in mistake
-
-
-def test_a_job_that_scores_encodes_whole_inputs_by_our_own_engine(tmp_path: Path) -> None:
-    (tmp_path / "r.jsonl").write_text('{"prompt": "a", "continuation": " b"}\n')
-    path = tmp_path / "job.yaml"
-    path.write_text("model: opt-13b\ncluster: a40-4\nworkload: {requests: r.jsonl, score: true}\n")
-    job = load_job(path)
-    assert job.schedule.policies == ("rra",) and job.schedule.encode_chunk == 0
-    assert not job.workload.chat and job.workload.output_tokens.maximum == 1
-    for override, key in (("schedule.policy=waa-c", "schedule.policy"),
-                          ("workload.max_tokens=3", "workload.max_tokens"),
-                          ("run.engine=vllm", "run"),
-                          ("workload.requests={count: 3}", "workload.requests")):
-        with pytest.raises(InputError) as caught:
-            load_job(path, (override,))
-        assert key in [mistake.key for mistake in caught.value.mistakes], override

@@ -36,6 +36,7 @@ def test_flags_say_the_schedules_numbers(engine: str) -> None:
     schedule, flags = continuous(), ENGINES[engine]
     command = of(engine, schedule)
     assert value(command, flags.queries) == "12" and value(command, flags.tokens) == "64"
+    assert set(flags.chunked) <= set(command.words) and flags.chunked_note in str(command)
     assert value(command, flags.pp) == str(len(schedule.deployment.stages))
     assert value(command, flags.tp) == str(schedule.deployment.tp_degree)
     assert int(value(command, flags.length)) >= PROBLEM.lengths.inputs.max
