@@ -42,6 +42,7 @@ T = TypeVar("T")
 VOCAB, EOS = 97, 5
 FAMILIES = ("llama", "llama-tied", "llama3-rope", "qwen2", "mistral", "opt", "gpt2", "gpt2-untied")
 T5_FAMILIES = ("t5", "t5-1.1")
+ENCODER_DECODER_FAMILIES = (*T5_FAMILIES, "mt5")
 
 
 def logits_of(model: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -53,9 +54,9 @@ def logits_of(model: Any, hidden: torch.Tensor) -> torch.Tensor:
 def make_model(family: str, directory: Path) -> Any:
     """Writes a model of `family`, of 5 layers (T5: 5 and 4), to `directory`; returns transformers'
     own instance."""
-    if family in T5_FAMILIES:
-        return make_t5("1.1" if family == "t5-1.1" else "1.0", directory, encoder_layers=5,
-                       decoder_layers=4)
+    if family in ENCODER_DECODER_FAMILIES:
+        version = {"t5": "1.0", "t5-1.1": "1.1"}.get(family, family)
+        return make_t5(version, directory, encoder_layers=5, decoder_layers=4)
     from transformers import (
         GPT2Config,
         GPT2LMHeadModel,
@@ -102,20 +103,25 @@ def make_model(family: str, directory: Path) -> Any:
 
 def make_t5(version: str, directory: Path, *, encoder_layers: int = 3,
             decoder_layers: int = 2) -> Any:
-    """Writes a T5 to `directory`, of version "1.0" or "1.1", as published checkpoints of it are;
-    returns transformers' own instance."""
-    from transformers import T5Config, T5ForConditionalGeneration
+    """Writes a T5 to `directory`, of version "1.0" or "1.1", or an "mt5", as published checkpoints
+    of it are; returns transformers' own instance."""
+    from transformers import (
+        MT5Config,
+        MT5ForConditionalGeneration,
+        T5Config,
+        T5ForConditionalGeneration,
+    )
 
     torch.manual_seed(0)
-    is_new = version == "1.1"
+    is_new, is_mt5 = version != "1.0", version == "mt5"
     # few buckets and a short reach, so that all kinds of distance occur in short inputs
-    config = T5Config(
+    config = (MT5Config if is_mt5 else T5Config)(
         vocab_size=VOCAB, d_model=32, d_kv=4, d_ff=36, num_layers=encoder_layers,
         num_decoder_layers=decoder_layers,
         num_heads=6, relative_attention_num_buckets=8, relative_attention_max_distance=10,
         feed_forward_proj="gated-gelu" if is_new else "relu", tie_word_embeddings=not is_new,
         decoder_start_token_id=0, eos_token_id=EOS, pad_token_id=0)
-    model = T5ForConditionalGeneration(config)
+    model: Any = (MT5ForConditionalGeneration if is_mt5 else T5ForConditionalGeneration)(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.0, 0.4)
     if is_new:
@@ -124,7 +130,7 @@ def make_t5(version: str, directory: Path, *, encoder_layers: int = 3,
     model.eval().save_pretrained(directory)
     written = json.loads((directory / "config.json").read_text())
     # transformers 5 tells the versions apart by this key, the hub's files by the tied head
-    written["tie_word_embeddings"] = written.pop("scale_decoder_outputs")
+    written["tie_word_embeddings"] = written.pop("scale_decoder_outputs", False)
     (directory / "config.json").write_text(json.dumps(written))
     return model
 

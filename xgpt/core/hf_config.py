@@ -78,9 +78,19 @@ def _read_gpt2(config: ConfigValues, name: str) -> ModelSpec:
 
 
 def _read_t5(config: ConfigValues, name: str) -> ModelSpec:
-    projection = config.text("feed_forward_proj", "relu", _T5_ACTIVATIONS)
     # Version 1.1 is known by its untied head; transformers 5 says `scale_decoder_outputs` instead
     is_tied = config.flag("scale_decoder_outputs", config.flag("tie_word_embeddings", True))
+    return _t5(config, name, "relu", is_tied=is_tied)
+
+
+def _read_mt5(config: ConfigValues, name: str) -> ModelSpec:
+    """T5 1.1's layout. Nothing scales what goes into its head, whatever `tie_word_embeddings` says:
+    published files say false, and transformers 5 writes true of any."""
+    return _t5(config, name, "gated-gelu", is_tied=False)
+
+
+def _t5(config: ConfigValues, name: str, usual_projection: str, *, is_tied: bool) -> ModelSpec:
+    projection = config.text("feed_forward_proj", usual_projection, _T5_ACTIVATIONS)
     layers = config.size("num_layers")
     return ModelSpec(
         name=name, family="t5", num_layers=config.size_or_none("num_decoder_layers") or layers,
@@ -95,5 +105,6 @@ def _read_t5(config: ConfigValues, name: str) -> ModelSpec:
 
 
 _T5_ACTIVATIONS = {"relu": "relu", "gated-gelu": "gelu_new"}
-_READERS = {"opt": _read_opt, "gpt2": _read_gpt2, **GATED_READERS, "t5": _read_t5}
+_READERS = {"opt": _read_opt, "gpt2": _read_gpt2, **GATED_READERS, "t5": _read_t5,
+            "mt5": _read_mt5}
 MODEL_TYPES = tuple(_READERS)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from toys import FAMILIES, T5_FAMILIES, make_model, spec_of, split_stages
+from toys import ENCODER_DECODER_FAMILIES, FAMILIES, make_model, spec_of, split_stages
 
 from xgpt.core.errors import InputError, Mistake
 from xrunner.checkpoint.reader import CheckpointReader
@@ -32,7 +32,7 @@ class Asked(CheckpointReader):
         return super().get(name, shape, *rest)
 
 
-@pytest.mark.parametrize("family", (*FAMILIES, *T5_FAMILIES))
+@pytest.mark.parametrize("family", (*FAMILIES, *ENCODER_DECODER_FAMILIES))
 def test_what_is_checked_is_what_the_layers_ask_for(family: str, tmp_path: Path) -> None:
     make_model(family, tmp_path)
     spec, reader = spec_of(tmp_path), Asked(tmp_path)

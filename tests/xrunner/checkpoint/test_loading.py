@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from toys import FAMILIES, T5_FAMILIES, make_model, spec_of, split_stages
+from toys import ENCODER_DECODER_FAMILIES, FAMILIES, make_model, spec_of, split_stages
 
 from xrunner import loading
 from xrunner.checkpoint.reader import CheckpointReader
@@ -41,7 +41,7 @@ def load(directory: Path, dtype: torch.dtype, num_stages: int) -> list[Noting]:
     return readers
 
 
-@pytest.mark.parametrize("family", (*FAMILIES, *T5_FAMILIES))
+@pytest.mark.parametrize("family", (*FAMILIES, *ENCODER_DECODER_FAMILIES))
 def test_half_precision_and_sharded_directories_load_and_each_tensor_once(
         family: str, tmp_path: Path) -> None:
     model = make_model(family, tmp_path / "float32")
