@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.schedule import Schedule
 from xgpt.core.whole_file import write_atomically
+from xrunner.checkpoint.identity import changed_files
 from xrunner.rules.routing import DEFAULT_ROUTING
 
 # History of the file format.
@@ -23,7 +24,7 @@ PLAN_VERSION = 3
 _NOT_DECISIVE = ("name", "output", "model_dir", "model_name", "served_by", "requests",
                  "threads_per_rank", "device_kind", "is_watched", "slots", "shuffle_window",
                  "routing", "mean_output_tokens", "cuda_graphs", "private",
-                 "sync_s", "aside")
+                 "sync_s", "aside", "weights_whole")  # the last stands beside `model_files`
 # What a schedule holds: which requests can run by it follows, and nothing of their answers.
 _HELD_BY_SCHEDULE = ("query_kv_tokens", "most_input_tokens")
 # Keys that came later, with what held before: runs of that time go on.
@@ -66,6 +67,7 @@ class RunPlan:
     private: bool = False  # what is written is the user's alone to read
     deterministic: bool = False  # xrunner.ops.invariant
     model_files: Mapping[str, str] = field(default_factory=dict)  # xrunner.checkpoint.identity
+    weights_whole: Mapping[str, str] = field(default_factory=dict)  # where every byte was read
     engine_version: str = ""  # of another engine, where its own numbers decide the answers
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # its own arguments, by name
     sync_s: float = 5.0  # between two times that results are put on the disk
@@ -140,13 +142,23 @@ class SavedModel(NamedTuple):
 
     directory: Path
     files: Mapping[str, str]
+    weights_whole: Mapping[str, str]  # empty where not every byte was read
+    weight_dtype: str | None
+
+    def changed(self, files: Mapping[str, str], weights_whole: Mapping[str, str]) -> list[str]:
+        """The names of files that are others now, as far as both sides were read."""
+        common = self.weights_whole.keys() & weights_whole.keys()
+        return sorted({*changed_files(self.files, files), *(
+            name for name in common if self.weights_whole[name] != weights_whole[name])})
 
 
 def saved_model(output: Path) -> SavedModel | None:
     """The model of that run; None where it is not known."""
     values = _saved(output)
     directory, files = values.get("model_dir"), values.get("model_files")
-    return (SavedModel(Path(directory), files)
+    whole, dtype = values.get("weights_whole"), values.get("weight_dtype")
+    return (SavedModel(Path(directory), files, whole if isinstance(whole, dict) else {},
+                       dtype if isinstance(dtype, str) else None)
             if isinstance(directory, str) and isinstance(files, dict) else None)
 
 

@@ -19,7 +19,7 @@ from xgpt.core.json_values import plain
 from xgpt.core.request_files.files import STDIN
 from xgpt.core.spool import num_queries
 from xgpt.report.results_file import write_results
-from xrunner.checkpoint.identity import changed_files, model_files
+from xrunner.checkpoint.identity import model_files, weights_whole
 from xrunner.io.lock import output_lock
 from xrunner.io.results import answered
 from xrunner.plan import saved_model
@@ -28,7 +28,7 @@ DONE = "already done"  # the status that `--json` prints
 _WIDTH = 80
 # keys that decide nothing of answers
 _LABELS = ("name", "source", "output", "slurm", "results", "max_search_s")
-_GUARDS = ("sync_s", "restarts", "stall_timeout_s")  # of the section run
+_GUARDS = ("sync_s", "restarts", "stall_timeout_s", "verify")  # of the section run
 
 
 def asked_of(job: Job, digests: Sequence[str] | None = None) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def done_already(job: Job, tell: Teller, *, is_again: bool = False) -> dict[str,
     asked = None if metrics is None else _asked_then(job.output)
     if metrics is None or asked is None:
         return None
-    if changed := sorted([*_differences(asked, asked_of(job)), *_model_changes(job.output)]):
+    if changed := sorted([*_differences(asked, asked_of(job)), *_model_changes(job)]):
         tell.say(textwrap.fill(
             f"note: {shown(job.output)} has the finished results of another job (changed since: "
             f"{', '.join(changed)}): this one is run, and they are kept", _WIDTH,
@@ -144,12 +144,13 @@ def _of_keys(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str) -> It
             yield f"{prefix}{key}"
 
 
-def _model_changes(output: Path) -> list[str]:
+def _model_changes(job: Job) -> list[str]:
     """The files that the model of the run had, or has now, and that differ."""
-    then = saved_model(output)
+    then = saved_model(job.output)
     if then is None or not then.directory.is_dir():
         return []
-    return changed_files(then.files, model_files(then.directory))
+    whole = weights_whole(then.directory) if job.run.verify else {}
+    return then.changed(model_files(then.directory), whole)
 
 
 def _digest(job: Job, path: Path) -> str | None:

@@ -21,7 +21,15 @@ from xgpt.app.opened import OpenedJob, open_job
 from xgpt.app.plan import Plan, executable
 from xgpt.app.resume import is_left_whole, take_over
 from xgpt.app.run_files import kept
-from xgpt.app.run_folder import going_on, make_room, plan_for_ranks, requests_of, write_job
+from xgpt.app.run_folder import (
+    as_its_weights_were_held,
+    going_on,
+    make_room,
+    plan_for_ranks,
+    requests_of,
+    with_what_was_read,
+    write_job,
+)
 from xgpt.app.stall import StallWatch
 from xgpt.app.telling import Teller, tell_run
 from xgpt.app.timing import timing_of
@@ -67,7 +75,8 @@ def open_to_run(job: Job, tell: Teller, standby: Ahead | None = None) -> OpenedJ
     check_model(opened)
     make_folder(job)
     digests = () if opened.requests is None else opened.requests.file_digests
-    return executable(replace(opened, standby=standby, asked=asked_of(as_asked, digests)))
+    return executable(as_its_weights_were_held(
+        replace(opened, standby=standby, asked=asked_of(as_asked, digests))))
 
 
 def to_run(opened: OpenedJob, schedule: Schedule, source: Path) -> Plan:
@@ -98,7 +107,7 @@ def execute_locked(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     plan = plan_for_ranks(opened, schedule, requests)
     if is_left_whole(plan):
         return take_over(opened, timing, schedule)
-    plan = going_on(plan, schedule) or plan
+    plan = with_what_was_read(going_on(plan, schedule) or plan, opened.tell)
     rescheduler = rescheduler_of(opened, timing, schedule)
     if rescheduler is not None:
         plan = replace(plan, is_watched=True, slots=rescheduler.slots)

@@ -2,7 +2,7 @@
 runs."""
 
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 
@@ -13,12 +13,14 @@ from xgpt.app.run_files import METRICS_FILE, RESULTS_FILE
 from xgpt.app.telling import Teller
 from xgpt.core.errors import wrong
 from xgpt.core.json_values import write_json
+from xgpt.core.problem import open_weight_dtypes
 from xgpt.core.queries import Requests
 from xgpt.core.schedule import Schedule
 from xgpt.core.spool import SpoolWriter, num_queries
 from xgpt.core.whole_file import sync_folder
 from xgpt.launch.launcher import threads_per_rank
-from xrunner.checkpoint.identity import changed_files, model_files
+from xgpt.report.table import paragraph
+from xrunner.checkpoint.identity import model_files, weights_whole
 from xrunner.checkpoint.source import write_random_model
 from xrunner.engines.engine import engine_of
 from xrunner.io.beat import BEATS
@@ -57,6 +59,7 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule, requests: Requests) ->
         name=job.name, output=job.output, model_dir=files.directory, model_name=job.model,
         served_by=files.served_by, requests=str(job.workload.requests or "synthetic"),
         requests_digest=requests.digest, model_files=model_files(files.directory),
+        weights_whole=weights_whole(files.directory) if job.run.verify else {},
         is_chat=job.workload.chat, max_tokens=opened.problem.default_max_tokens,
         dtype=opened.problem.dtype, weight_dtype=opened.problem.weight_dtype, seed=job.run.seed,
         temperature=job.run.temperature,
@@ -113,13 +116,44 @@ def going_on(plan: RunPlan, schedule: Schedule) -> RunPlan | None:
     return begun if holds_queries and holds_inputs else None
 
 
+def with_what_was_read(plan: RunPlan, tell: Teller) -> RunPlan:
+    """The plan, with what an unfinished run in its folder knows of every byte of its weights, where
+    this one did not read them all."""
+    before = saved_model(plan.output) if _is_half_done(plan.output) else None
+    if before is None:
+        return plan
+    if plan.weights_whole and not before.weights_whole:
+        tell.say(paragraph("note: the run in the folder was begun without `--verify`: that these "
+                           "are its weights is known by samples of them; from here on, by every "
+                           "byte"))
+    return plan if plan.weights_whole else replace(plan, weights_whole=before.weights_whole)
+
+
+def as_its_weights_were_held(opened: OpenedJob) -> OpenedJob:
+    """The job by the type of weights that an unfinished run in its folder was begun with, where the
+    job leaves that open: what is found depends on the memory that is free."""
+    job, problem = opened.job, opened.problem
+    before = saved_model(job.output) if _is_half_done(job.output) else None
+    if before is None or job.run.weight_dtype != "auto" or before.weight_dtype not in (
+            open_weight_dtypes(problem, job.run.engine)):
+        return opened
+    return replace(opened, job=replace(job, run=replace(job.run, weight_dtype=before.weight_dtype)),
+                   problem=replace(problem, weight_dtype=before.weight_dtype))
+
+
+def _is_half_done(output: Path) -> bool:
+    """Whether an earlier run left answers there, and not all of them."""
+    before, total = answered(output / RESULTS_FILE), num_queries(output)
+    return before.total > 0 and (total is None or before.total < total)
+
+
 def make_room(output: Path, plan: RunPlan, tell: Teller, table: Path | None = None) -> None:
     """A stopped run of the same job goes on; any other results are kept under another name.
     `table`: the file that the job wants its results in besides. Raises InputError for a run that
     was stopped and whose model, requests or sampling have changed since."""
     results = output / RESULTS_FILE
     before, total = answered(results), num_queries(output)
-    if before.total and (total is None or before.total < total):
+    if _is_half_done(output):
         _refuse_another_job(output, plan)
     for name in ("measured.json", METRICS_FILE, "steps.jsonl", "progress.json", ADJUST_FILE,
                  OBSERVED_FILE):
@@ -140,7 +174,7 @@ def make_room(output: Path, plan: RunPlan, tell: Teller, table: Path | None = No
 def _refuse_another_job(output: Path, plan: RunPlan) -> None:
     """Answers of two jobs in one file would look like those of one. Raises InputError."""
     before = saved_model(output)
-    changed = changed_files(before.files, plan.model_files) if before else []
+    changed = before.changed(plan.model_files, plan.weights_whole) if before else []
     if changed:
         raise wrong(plan.model_dir, ", ".join(changed), None,
                     f"the files with which the run in {output} was begun, and not finished: these "

@@ -101,6 +101,7 @@ class RunSpec:
     hosts: tuple[str, ...] = ()  # over which the ranks are spread evenly; (): this machine
     launcher: str | None = None  # a program that is called as ssh is; None: ssh itself
     pickles: bool = False  # weights in PyTorch's pickled files are read, too
+    verify: bool = False  # weights are known again by every byte, not by samples
     private: bool = False  # what is written is the user's alone to read
     deterministic: bool = False  # answers that do not depend on the batch, bit for bit
     interface: str | None = None  # the hosts' network interface for messages; None: MPI chooses

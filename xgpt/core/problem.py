@@ -213,6 +213,12 @@ def resolve_weight_dtype(job: Job, dtype: str, model: ModelSpec, cluster: Cluste
     return "float32" if is_quicker and has_room else dtype
 
 
+def open_weight_dtypes(problem: Problem, engine: str) -> list[str]:
+    """As which weights `run.weight_dtype: auto` may hold them, by the memory that there is."""
+    allowed = _weight_dtypes(problem.dtype, problem.model, problem.cluster.device, engine)
+    return [dtype for dtype in allowed if dtype in (problem.dtype, "float32")]
+
+
 def _weight_dtypes(dtype: str, model: ModelSpec, device: Device, engine: str) -> list[str]:
     """As which weights can be held for a run of `dtype`, that first."""
     allowed = [dtype]

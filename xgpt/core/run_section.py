@@ -38,6 +38,7 @@ def read_run(top: Section) -> RunSpec:
         hosts=_read_names(section, "hosts") or (),
         launcher=section.text("launcher", None, "a program called as `PROGRAM HOST COMMAND...`"),
         pickles=section.flag("pickles", False),
+        verify=section.flag("verify", False),
         private=section.flag("private", False),
         deterministic=section.flag("deterministic", False),
         interface=section.read(

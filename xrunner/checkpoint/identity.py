@@ -4,10 +4,11 @@ decides its answers, whatever the folder is called and whenever it was written. 
 Small files are read whole. Of weights, which may be hundreds of gigabytes, the size, the beginning
 (where a safetensors file has its header) and blocks at even distances are: other weights, another
 training step or another type differ in all of them. A change of a few bytes between two blocks is
-not seen."""
+seen by `weights_whole` alone, for which all is read."""
 
 import hashlib
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 _WEIGHTS = (".safetensors", ".bin", ".gguf")
@@ -20,6 +21,23 @@ def model_files(directory: Path) -> dict[str, str]:
     """The files that decide a model's answers: name -> 16 hexadecimal digits. Raises OSError."""
     return {path.name: _digest(path) for path in sorted(directory.iterdir())
             if path.suffix in (*_WEIGHTS, *_OTHERS) and path.is_file()}
+
+
+def weights_whole(directory: Path) -> dict[str, str]:
+    """The files of weights: name -> SHA-256 of all their bytes. One that this process has read is
+    read again where its size or time has changed. Raises OSError."""
+    found = {}
+    for path in sorted(directory.iterdir()):
+        if path.suffix in _WEIGHTS and path.is_file():
+            state = path.stat()
+            found[path.name] = _whole(path, state.st_size, state.st_mtime_ns)
+    return found
+
+
+@lru_cache(1024)
+def _whole(path: Path, size: int, mtime_ns: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def changed_files(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -21,9 +21,11 @@ from xgpt.app.begun import BY_WHAT_WAS_BEGUN, goes_on  # noqa: E402
 from xgpt.app.opened import OpenedJob, open_file  # noqa: E402
 from xgpt.app.plan import Plan, executable, plan_job  # noqa: E402
 from xgpt.app.resume import TAKEN_OVER  # noqa: E402
-from xgpt.app.run_folder import plan_for_ranks  # noqa: E402
+from xgpt.app.run import open_to_run  # noqa: E402
+from xgpt.app.run_folder import make_room, plan_for_ranks  # noqa: E402
 from xgpt.cli.terminal import Terminal  # noqa: E402
 from xgpt.core.errors import InputError, StoppedEarly, XgptError  # noqa: E402
+from xgpt.core.job_file import load_job  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xgpt.launch.process import run_watched  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
@@ -39,6 +41,7 @@ CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_
           "hidden_act": "silu"}
 COUNT = 24
 WORKLOAD = {"requests": "requests: requests.jsonl"}
+RUN = {"dtype": "dtype: float32"}
 POLICIES = {"rra": "encode_batch: 3, decode_iterations: 4, shuffle: 12",
             "waa-c": "encode_batch: 3", "orca": "max_active: 5", "ft": "encode_batch: 6",
             "vllm": "max_active: 5, token_budget: 32"}
@@ -61,7 +64,7 @@ model: {folder / "model"}
 cluster: local
 workload: {{{WORKLOAD["requests"]}, output_tokens: {{mean: 9, std: 8, max: 40}}, max_tokens: 40}}
 schedule: {{policy: {policy}, {POLICIES[policy]}}}
-run: {{ranks: {ranks}, dtype: float32, threads_per_rank: 1, weights: random}}
+run: {{ranks: {ranks}, {RUN["dtype"]}, threads_per_rank: 1, weights: random}}
 output: out
 """)
     (folder / "out").mkdir(exist_ok=True)
@@ -157,6 +160,93 @@ def test_a_stopped_run_whose_requests_changed_is_refused_untouched(folder: Path,
     assert (out / "results.jsonl").read_bytes() == done and not list(out.glob("results-*"))
     assert (out / "run.json").read_bytes() == asked, "nothing is touched"
     assert run()["queries_before"] >= 6
+
+
+def test_a_stopped_run_whose_products_changed_is_refused_untouched(
+        folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StoppedEarly):
+        run(6)
+    out = folder / "out"
+    done, asked = (out / "results.jsonl").read_bytes(), (out / "run.json").read_bytes()
+    monkeypatch.setitem(RUN, "dtype", "dtype: float32, deterministic: true")
+    with pytest.raises(InputError, match=r"run.deterministic: changed .*`xgpt submit --again`"):
+        run(ranks_work=False)
+    assert (out / "results.jsonl").read_bytes() == done
+    assert (out / "run.json").read_bytes() == asked, "nothing is touched"
+    monkeypatch.setitem(RUN, "dtype", "dtype: float32")
+    assert run()["queries_before"] >= 6
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"engine_args": {"max_num_seqs": 8}}, "run.engine_args"),
+    ({"engine_version": "0.9.2"}, "the engine's version"), ({"engine": "vllm"}, "run.engine"),
+    ({"seed": 3, "top_k": 5}, "run.seed, run.top_k"), ({"max_tokens": 7}, "workload.max_tokens")])
+def test_what_else_decides_the_answers_is_refused_by_its_key(
+        folder: Path, run: Run, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(StoppedEarly):
+        run(6)
+    out, session = folder / "out", opened(folder)
+    plan = plan_for_ranks(session, plan_job(session, roofline(session)).schedule, session.requests)
+    asked = (out / "run.json").read_bytes()
+    with pytest.raises(InputError, match=f"{re.escape(said)}: changed since the run"):
+        make_room(out, replace(plan, **changes), Terminal())
+    assert (out / "run.json").read_bytes() == asked and (out / HELD_FILE).exists()
+
+
+def test_a_byte_between_the_samples_is_seen_by_who_reads_them_all(
+        folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    weights = folder / "out" / "model" / "model.safetensors"
+    weights.parent.mkdir(parents=True)
+    weights.write_bytes(bytes(4 * 2**20))
+    verified = "dtype: float32, verify: true"
+    monkeypatch.setitem(RUN, "dtype", verified)
+    with pytest.raises(StoppedEarly):
+        run(6)
+    monkeypatch.setitem(RUN, "dtype", "dtype: float32")
+    with pytest.raises(StoppedEarly):  # what was read stays known
+        run(3)
+    with weights.open("r+b") as file:
+        file.seek(2**20 + 2**15)  # behind the beginning and before the first block
+        file.write(b"x")
+    monkeypatch.setitem(RUN, "dtype", verified)
+    with pytest.raises(InputError, match=r"model.safetensors: .*begin anew with `--again`"):
+        run(ranks_work=False)
+    capsys.readouterr()
+    monkeypatch.setitem(RUN, "dtype", "dtype: float32")
+    run()
+    assert "begun without `--verify`" not in capsys.readouterr().err
+
+
+def test_what_was_begun_without_reading_all_says_so(
+        folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "out" / "model").mkdir(parents=True)
+    (folder / "out" / "model" / "model.safetensors").write_bytes(bytes(2**20))
+    with pytest.raises(StoppedEarly):
+        run(6)
+    monkeypatch.setitem(RUN, "dtype", "dtype: float32, verify: true")
+    run()
+    assert "begun without `--verify`" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_goes_on_with_the_weights_that_it_was_begun_with(
+        folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `auto` takes depends on the memory that is free."""
+    monkeypatch.setitem(RUN, "dtype", "dtype: bfloat16, weight_dtype: float32")
+    with pytest.raises(StoppedEarly):
+        run(6)
+    monkeypatch.setitem(RUN, "dtype", "dtype: bfloat16")
+    for module in ("xgpt.core.problem", "xgpt.app.laid_out"):
+        monkeypatch.setattr(f"{module}.resolve_weight_dtype", lambda job, dtype, *_: (
+            dtype if job.run.weight_dtype == "auto" else job.run.weight_dtype))
+    assert opened(folder).problem.weight_dtype == "bfloat16", "as where there is little memory"
+    session = open_to_run(load_job(folder / "job.yaml", ()), Terminal())
+    plan = plan_job(session, roofline(session))
+    assert plan.opened.problem.weight_dtype == session.problem.weight_dtype == "float32"
+    assert run(plan=plan)["queries_before"] >= 6
+    session = open_to_run(load_job(folder / "job.yaml", ()), Terminal())
+    assert session.problem.weight_dtype == "bfloat16", "of a job that is done nothing is kept"
 
 
 def test_a_folder_that_was_moved_goes_on(folder: Path) -> None:

@@ -173,7 +173,7 @@ def test_the_options_are_frozen() -> None:
     shared = {"--set", "--json"}
     assert flags == {
         "submit": shared | {"--slurm", "--dry-run", "--again", "--results", "--max-seconds",
-                            "--strict"},
+                            "--strict", "--verify"},
         "schedule": shared | {"--out", "--price", "--drift", "--from", "--gap", "--max-nodes",
                               "--max-seconds", "--horizon", "--export"},
         "profile measure": shared | {"--out", "--again", "--budget", "--tp"},
@@ -182,14 +182,15 @@ def test_the_options_are_frozen() -> None:
         "simulate": shared | {"--schedule", "--timeline", "--baselines", "--max-seconds"},
         "sweep": shared | {"--bounds", "--over", "--out", "--format", "--horizon", "--cores",
                            "--max-seconds", "--run"},
-        "run": shared | {"--schedule", "--strict"}, "report": shared | {"--format", "--out"},
+        "run": shared | {"--schedule", "--strict", "--verify"},
+        "report": shared | {"--format", "--out"},
         "status": shared, "stop": shared,
         "models": {"--check", "--json"},
         "top": set(), "completion": set(),
         "init": {"--prompts", "--column", "--model", "--max-tokens", "--latency", "--force",
                  "--yes", "--json"},
         "doctor": {"--gpu", "--json"},
-            "score": shared | {"--again", "--dry-run", "--strict"},
+            "score": shared | {"--again", "--dry-run", "--strict", "--verify"},
         "export": shared | {"--to", "--image", "--claim", "--out"},
         "validate": {"--source", "--measured", "--by-model", "--html", "--json"},
     }
