@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from compiled import keep_compiled
 from job_folder import SUPPORT, XGPT, MeasuredToy, write_job
 
 _STARTS_RANKS = ("tests/mpi/", "tests/gpu/", "tests/extending/", "tests/slurm/")
@@ -25,9 +25,8 @@ _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if _WORKERS > 1:  # before numpy and torch load: each worker has its share of the cores
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // _WORKERS, 1)))
 
-if sys.dont_write_bytecode:  # processes that tests start compile our modules once, elsewhere
-    _compiled = tempfile.TemporaryDirectory()
-    os.environ.update(PYTHONDONTWRITEBYTECODE="", PYTHONPYCACHEPREFIX=_compiled.name)
+if sys.dont_write_bytecode:  # the workers of this process too
+    keep_compiled(Path(__file__).parents[1] / ".pytest_cache" / "compiled")
 
 # how long an example takes says how busy the machine is
 hypothesis.settings.register_profile("unhurried", deadline=None)

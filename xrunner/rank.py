@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from xgpt.core.errors import XgptError
+from xgpt.core.lifeline import all_imported
 from xgpt.core.spool import Spool
 from xgpt.core.troubles import in_words
 from xgpt.core.visible import visible
@@ -36,6 +37,7 @@ def to_the_end(plan: RunPlan, join: Callable[[], World],
     """One rank's `work` among the others that it joins, whatever comes in between; its exit
     code."""
     world = None
+    all_imported()
     if plan.private:
         os.umask(OWN_ALONE)  # on other hosts the launcher's own does not count
     try:

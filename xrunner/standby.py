@@ -7,9 +7,9 @@ to rank 0 over the socket of descriptor N, and after each run a byte goes back. 
 stay. They end when the socket is closed."""
 
 if __name__ == "__main__":  # before what takes seconds to import
-    from xgpt.core.lifeline import end_with_launcher
+    from xgpt.core.lifeline import begin_rank
 
-    end_with_launcher()
+    begin_rank()
 
 import os
 import socket

@@ -4,9 +4,9 @@ All ranks run this; what differs is the replica and the stage they belong to, an
 `-m mpi4py` makes an uncaught error on one rank end them all."""
 
 if __name__ == "__main__":  # before what takes seconds to import
-    from xgpt.core.lifeline import end_with_launcher
+    from xgpt.core.lifeline import begin_rank
 
-    end_with_launcher()
+    begin_rank()
 
 import sys
 from array import array

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from xgpt.core import lifeline
 from xrunner.engine.pipeline import RankReport
 from xrunner.io.sink import Tally
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rank import RunOutcome, write_measured
 from xrunner.step_record import StepRecord
+
+
+def test_the_collector_rests_until_all_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifeline, "end_with_launcher", lambda: None)
+    frozen = gc.get_freeze_count()
+    try:
+        lifeline.begin_rank()
+        assert not gc.isenabled()
+        lifeline.all_imported()
+        assert gc.isenabled() and (after := gc.get_freeze_count()) > frozen
+        later = [[1], [2]]
+        lifeline.all_imported()  # a rank of many runs: what these leave is collected
+        assert len(later) == 2 and gc.get_freeze_count() == after
+    finally:
+        gc.unfreeze()
+        gc.enable()
 
 
 def report(rank: int, stage: int, *, late_s: float = 0.0, iterations: int = 2) -> RankReport:

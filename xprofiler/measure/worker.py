@@ -5,9 +5,9 @@ profile is saved as it grows: a stopped measurement goes on from its last point.
 """
 
 if __name__ == "__main__":  # before what takes seconds to import
-    from xgpt.core.lifeline import end_with_launcher
+    from xgpt.core.lifeline import begin_rank
 
-    end_with_launcher()
+    begin_rank()
 
 import json
 import sys
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from xgpt.core.errors import XgptError
+from xgpt.core.lifeline import all_imported
 from xgpt.core.model import ModelSpec, model_from_dict
 from xprofiler.measure.bench import (
     DRAWN,
@@ -84,6 +85,7 @@ class MeasureRequest:
 
 
 def main(arguments: list[str]) -> int:
+    all_imported()
     request = MeasureRequest(**json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
     ranks = connect(int(request.metadata["ranks"]), float(request.metadata["sharing"]))
     torch.set_num_threads(int(request.metadata["threads_per_rank"]))

@@ -5,9 +5,9 @@ DeepSpeed's AutoTP divides a Hugging Face model over all ranks, one tensor-paral
 decides, draws the tokens and writes."""
 
 if __name__ == "__main__":  # before what takes seconds to import
-    from xgpt.core.lifeline import end_with_launcher
+    from xgpt.core.lifeline import begin_rank
 
-    end_with_launcher()
+    begin_rank()
 
 import fcntl
 import os

@@ -3,9 +3,9 @@ that has vLLM. One process, whatever vLLM starts itself; it decides by the sched
 vLLM, and writes what every engine's first rank writes."""
 
 if __name__ == "__main__":  # before what takes seconds to import
-    from xgpt.core.lifeline import end_with_launcher
+    from xgpt.core.lifeline import begin_rank
 
-    end_with_launcher()
+    begin_rank()
 
 import resource
 import sys
