@@ -4,6 +4,7 @@ the tests, and profiles of toy models, which are measured once."""
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import shutil
 import signal
@@ -18,6 +19,8 @@ import hypothesis
 import pytest
 from compiled import keep_compiled
 from job_folder import SUPPORT, XGPT, MeasuredToy, write_job
+
+gc.disable()  # until all is collected: it would go through torch and the tests again and again
 
 _STARTS_RANKS = ("tests/mpi/", "tests/gpu/", "tests/extending/", "tests/slurm/")
 _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -45,6 +48,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "ranks" if file.startswith(_STARTS_RANKS) else file
 
     return ByFile(config, log) if config.option.dist == "loadfile" else None
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

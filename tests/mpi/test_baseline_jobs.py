@@ -18,19 +18,19 @@ from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 from xgpt.core.schedule_file import load_schedule  # noqa: E402
 
 pytestmark = pytest.mark.mpi
-slow = pytest.mark.slow
 
 
+@pytest.mark.slow  # test_family_runs.py has real ranks under what `auto` chooses of these
 @pytest.mark.parametrize(("policy", "family", "more"), [
     ("vllm", "llama", "max_active: 6, token_budget: 64"),
-    pytest.param("vllm", "opt", "max_active: 6, token_budget: 64", marks=slow),
-    pytest.param("orca", "llama", "max_active: 5", marks=slow),
-    pytest.param("orca", "opt", "tp_degree: 2, tp_gpus: 2", marks=slow),
-    pytest.param("sarathi", "gpt2", "max_active: 8, token_budget: 16", marks=slow),
-    pytest.param("ft", "llama", "encode_batch: 6", marks=slow),
-    pytest.param("ft", "t5", "encode_batch: 6", marks=slow),
-    pytest.param("dsi", "opt", "encode_batch: 8, encode_micro_batches: 4", marks=slow),
-    pytest.param("dsi", "t5", "", marks=slow)])
+    ("vllm", "opt", "max_active: 6, token_budget: 64"),
+    ("orca", "llama", "max_active: 5"),
+    ("orca", "opt", "tp_degree: 2, tp_gpus: 2"),
+    ("sarathi", "gpt2", "max_active: 8, token_budget: 16"),
+    ("ft", "llama", "encode_batch: 6"),
+    ("ft", "t5", "encode_batch: 6"),
+    ("dsi", "opt", "encode_batch: 8, encode_micro_batches: 4"),
+    ("dsi", "t5", "")])
 def test_submit_runs_a_baseline(tmp_path: Path, profiled: Callable[..., dict[str, str]],
                                 policy: str, family: str, more: str) -> None:
     directory = tmp_path / "model"

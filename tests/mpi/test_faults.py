@@ -291,8 +291,8 @@ def test_memory_that_runs_out_is_one_message(gigabytes: int, tmp_path: Path) -> 
     assert done.returncode == 0 or "memory ran out" in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("number", [0, pytest.param(6, marks=pytest.mark.slow),
-                                    pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 6, 7])
 def test_a_short_soak(number: int, tmp_path: Path) -> None:
     library = power_cut.compiled(tmp_path)
     expected = undisturbed(tmp_path / "undisturbed", count=60)

@@ -204,6 +204,7 @@ def rank_pids(folder: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow  # test_faults.py has ranks that die, and are started again by the same command
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds ranks in /proc")
 def test_a_killed_rank_ends_the_run_with_a_valid_prefix_and_the_rest_can_follow(
         tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, profiled: Profiled) -> None:

@@ -78,6 +78,7 @@ def test_two_replicas_of_two_ranks(llama: tuple[Path, Any], tmp_path: Path, poli
         assert all(s["replica"] == replica for s in steps if s["stage"] == first)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds ranks in /proc")
 def test_a_job_of_two_replicas_goes_on_after_one_was_killed(
         llama: tuple[Path, Any], tmp_path: Path, profiled: Callable[..., dict[str, str]]) -> None:

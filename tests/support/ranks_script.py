@@ -4,12 +4,18 @@ Usage: ranks_script.py mpi|gloo|nccl ..."""
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before what takes seconds to import
+    from xgpt.core.lifeline import begin_rank
+
+    begin_rank()
+
 import pickle
 import sys
 
 import torch
 from mpi4py import MPI
 
+from xgpt.core.lifeline import all_imported
 from xrunner.devices import CPU, has_own_gpu_each, local_rank, own_device
 from xrunner.transport.collective import MpiGroup, TorchGroup
 from xrunner.transport.comm import MpiComm
@@ -110,6 +116,7 @@ def check(world: MPI.Comm, over: str) -> None:
 
 
 def main() -> None:
+    all_imported()
     world = MPI.COMM_WORLD
     for over in sys.argv[1:]:
         for size in range(min(2, world.Get_size()), world.Get_size() + 1):

@@ -4,6 +4,11 @@ many of the ranks as its stages have. A case may ask for GPUs (`device`), and fo
 
 from __future__ import annotations
 
+if __name__ == "__main__":  # before what takes seconds to import
+    from xgpt.core.lifeline import begin_rank
+
+    begin_rank()
+
 import json
 import sys
 from pathlib import Path
@@ -12,6 +17,7 @@ from typing import Any
 import toys
 from mpi4py import MPI
 
+from xgpt.core.lifeline import all_imported
 from xgpt.core.schedule import Pool
 from xrunner.devices import has_own_gpu_each, local_rank, own_device
 from xrunner.engine.links import ToDecodePool
@@ -103,6 +109,7 @@ MPI.pickle.__init__(refuse, refuse)
 
 
 def main() -> None:
+    all_imported()
     world = MPI.COMM_WORLD
     answers = []
     for case in json.loads(Path(sys.argv[1]).read_text()):

@@ -108,8 +108,8 @@ def safe_qps(problem: Problem) -> float:
 @pytest.mark.usefixtures("short_replays")
 # 31: the best without a margin is Sarathi's, with it RRA's. Not 12: with one copy on one of two
 # devices, the smaller part is looked at only where the larger has nothing at all.
-@pytest.mark.parametrize("seed", [1, 3, *(
-    pytest.param(seed, marks=pytest.mark.slow) for seed in (2, *range(4, 12), 13, 14, 15, 31))])
+@pytest.mark.parametrize("seed", [3, *(
+    pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, *range(4, 12), 13, 14, 15, 31))])
 def test_all_policies_together_are_no_worse_than_any_alone(seed: int) -> None:
     problem = replace(doubtful(seed), fixed=FixedSchedule(replicas=1))
     together = safe_qps(problem)
