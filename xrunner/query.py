@@ -13,7 +13,9 @@ class Sampling:
 
     top_logprobs: with each token come its log-likelihood and the likeliest so many; None: the token
     alone. targets: tokens that are scored instead, of which all but the last end the input
-    (`xgpt score`). barred: tokens that are not chosen at a position before `barred_until`."""
+    (`xgpt score`). barred: tokens that are not chosen at a position before `barred_until`.
+    passed: what another engine's sampler is told besides (xgpt.core.passed); where that is a form
+    of the output, `barred` are the tokens that may end it."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -23,6 +25,7 @@ class Sampling:
     targets: tuple[int, ...] = ()
     barred: tuple[int, ...] = ()
     barred_until: int = 0
+    passed: str = ""
 
     @property
     def is_drawn(self) -> bool:
@@ -55,12 +58,20 @@ class PreparedQuery:
     is_openai: bool = False
     is_chat: bool = False  # asked as messages: answered as one
     sample: int = 0  # which of several answers to one request it is
+    tools: str = ""  # that a chat may call, as JSON
 
     @property
     def reserve_tokens(self) -> int:
         """KV entries it may need at most, as the planner counts them. (A decoder-only model's last
         token leaves none; an encoder-decoder model's first is fed a token of its own.)"""
         return len(self.input_ids) + self.max_new_tokens
+
+
+class ToolCall(NamedTuple):
+    """A call of a tool that an answer makes; its arguments are JSON."""
+
+    name: str
+    arguments: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +90,7 @@ class FinishedQuery:
     replica: int | None = None  # which answered it, where there are several
     # of each output token (xrunner.ops.likelihoods); of a query that is scored, of each target
     likelihoods: tuple[TokenLikelihood, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
 
     @property
     def latency_s(self) -> float:

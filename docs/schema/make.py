@@ -95,6 +95,12 @@ REQUEST_ERROR = of_keys({"line": whole("of the file of requests, from 1"),
                          "id": or_none(text("of the request, where it has one")),
                          "file": text("where there are several"),
                          "error": text("why it cannot run")}, without=("file",))
+OPENAI_ERROR = of_keys({
+    "id": text("of the batch request"), "custom_id": or_none(text("of the request")),
+    "error": or_none({"type": "object"}), "response": or_none({"type": "object"}),
+    "xgpt": of_keys({key: REQUEST_ERROR["properties"][key] for key in ("line", "file")},
+                    without=("file",))},
+    words="A line of the file of errors of OpenAI's batch format, with its place under `xgpt`.")
 ROLE = {"enum": ["both", "encode", "decode"]}
 PLACE = {"stage": whole("its number, over all replicas"),
          "replica": whole("of the model, from 0"), "pool": text("its pool"), "role": ROLE}
@@ -269,7 +275,8 @@ def schemas(folder: Path) -> dict[str, Json]:
     return {"job": job, "sweep": sweep_schema(job), "sweep-line": sweep_row(),
             "schedule": schedule_schema(),
             "schedule-json": schedule_json(), "profile": profile_schema(),
-            "results-line": {"anyOf": [RESULT, OPENAI_RESULT]}, "errors-line": REQUEST_ERROR,
+            "results-line": {"anyOf": [RESULT, OPENAI_RESULT]}, "errors-line": {"anyOf": [
+                REQUEST_ERROR, OPENAI_ERROR]},
             "steps-line": steps, "metrics": METRICS, "measured": MEASURED, "progress": PROGRESS,
             "expected": EXPECTED,
             "status-json": STATUS, "failure-json": FAILURE}

@@ -64,6 +64,8 @@ def _times_s(results: Path) -> dict[str, list[float]]:
         for line in file:
             row = json.loads(line)
             own = row.get("xgpt", row)
+            if not own.get("output_ids"):
+                continue  # refused, or failed at once: see Tally
             for name, values in times.items():
                 if (value := own.get(f"{name}_s")) is not None:
                     values.append(float(value))

@@ -17,6 +17,12 @@ MAX_TOOLS = 128  # as OpenAI's
 class BadRecord(Exception):
     """Says why a record cannot be used."""
 
+    def __init__(self, why: str, code: str | None = None) -> None:
+        """`code`: what OpenAI's batch service calls it, of a line that is no request at all; None:
+        of one that a request's own endpoint would refuse."""
+        super().__init__(why)
+        self.code = code
+
 
 def check_encodable(value: str, key: str) -> None:
     """Raises BadRecord for half of a surrogate pair (JSON's "\\ud800"), which no tokenizer and no

@@ -11,6 +11,15 @@ _ROWS = {OWN_ENGINE: "xrunner.engines.engine:OWN", "deepspeed": "xrunner.engines
          VLLM: "xrunner.engines.vllm.row:ENGINE"}
 # Engines of one process, whatever that starts itself: all cores of a machine are one rank's.
 ONE_PROCESS = (VLLM,)
+# What an engine gives of a request besides plain sampling: log-likelihoods of chosen tokens, a
+# least number of them, and what its own sampler has (xgpt.core.passed).
+_GIVES = {OWN_ENGINE: frozenset({"logprobs", "min_tokens"}),
+          VLLM: frozenset({"logprobs", "min_tokens", "passed"})}
+
+
+def gives(engine: str | None, what: str) -> bool:
+    """Whether an engine, None being ours, gives something beyond plain sampling."""
+    return what in _GIVES.get(engine or OWN_ENGINE, ())
 
 
 def engine_names() -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 without it would look like one with it. A value that asks for nothing (no tools, a penalty of 0) is
 fine."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 # asked of the request, and given: see xgpt.core.workload
@@ -24,9 +24,10 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (True,), "length_penalty": (1,), "verbosity": ("medium",)}
 
 
-def not_honoured(body: Mapping[str, Any]) -> Iterator[str]:
-    """The keys of a request's body that ask for what it would not get."""
-    given = _GIVEN | _ELSEWHERE
+def not_honoured(body: Mapping[str, Any], besides: Collection[str] = ()) -> Iterator[str]:
+    """The keys of a request's body that ask for what it would not get. `besides`: keys that the
+    engine itself honours."""
+    given = {*_GIVEN, *_ELSEWHERE, *besides}
     if body.get("messages") is not None:
         given |= _OF_CHATS
     return (key for key in body if key not in given and _asks(body, key))

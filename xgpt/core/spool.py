@@ -56,6 +56,8 @@ class Record:
     min_tokens: int | None = None
     sample: int = 0  # which of several answers to one request
     targets: tuple[int, ...] = ()  # that are scored; all but the last end the tokens
+    passed: str = ""  # what the engine's own sampler is told (xgpt.core.passed)
+    tools: str = ""  # that a chat may call, as JSON
 
     def to_json(self) -> bytes:
         values = {name: value for name, default in _DEFAULTS.items()

@@ -20,10 +20,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xgpt.core.chat import BadRecord, Message, check_encodable, messages_of, tools_of
+from xgpt.core.engines import OWN_ENGINE, gives
 from xgpt.core.errors import shorten
 from xgpt.core.length_file import MAX_LENGTH_TOKENS
 from xgpt.core.lengths import IntArray, JointLengths
 from xgpt.core.openai_body import not_honoured
+from xgpt.core.passed import KEYS as PASSED_KEYS
+from xgpt.core.passed import has_form, passed_of
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 MAX_INT = 2**31 - 1
@@ -58,6 +61,7 @@ class Request:
     min_tokens: int | None = None  # before them no end-of-sequence is chosen
     samples: int = 1  # answers to it
     tools: str = ""  # that a chat may call, as JSON
+    passed: str = ""  # what the engine's own sampler is told, as JSON (xgpt.core.passed)
     continuation: str | None = None  # of the prompt, to be scored; or its tokens
     continuation_tokens: tuple[int, ...] | None = None
 
@@ -74,6 +78,8 @@ class RequestError:
     id: str | None
     error: str
     file: int = 0
+    is_openai: bool | None = None  # None: nothing on the line tells
+    code: str | None = None  # see BadRecord
 
 
 _KNOWN = frozenset(Request.__dataclass_fields__) | {"max_completion_tokens", "logprobs"}
@@ -94,7 +100,7 @@ def read_record(record: Mapping[str, Any], line: int, name: str, file: int = 0,
     if terms.is_scored:
         return _scored(record, Request(line=line, id=name, file=file, max_tokens=1,
                                        forced_tokens=1))
-    body = _openai_body(record) if openai else record
+    body = _openai_body(record, terms.engine) if openai else record
     _check_engine(body, terms.engine)
     if not openai:
         refuse_misspelt(record)
@@ -113,12 +119,16 @@ def read_record(record: Mapping[str, Any], line: int, name: str, file: int = 0,
             body.get("messages") is not None)),
         min_tokens=_integer(body, "min_tokens", 0, MAX_INT),
         samples=1 if openai else _integer(body, "samples", 1, MAX_SAMPLES) or 1,
-        tools=tools_of(body) if openai and body.get("messages") is not None else "")
+        tools=tools_of(body) if openai and body.get("messages") is not None else "",
+        passed=passed_of(body) if gives(terms.engine, "passed") else "")
     forced, limit = request.forced_tokens, request.max_tokens
     if forced is not None and limit is not None and forced > limit:
         raise BadRecord(f"forced_tokens = {forced} exceeds max_tokens = {limit}")
     if limit is not None and (request.min_tokens or 0) > limit:
         raise BadRecord(f"min_tokens = {request.min_tokens} exceeds max_tokens = {limit}")
+    if (forced or request.min_tokens) and has_form(request.passed):
+        raise BadRecord(f"{'forced' if forced else 'min'}_tokens goes with no form of the output, "
+                        "which says itself where it ends")
     return _with_content(request, body)
 
 
@@ -207,26 +217,30 @@ def synthetic_requests(lengths: JointLengths, count: int, seed: int,
 
 
 def _check_engine(body: Mapping[str, Any], engine: str | None) -> None:
-    """Another engine's sampler is not asked for these yet."""
-    asked = [key for key in ("logprobs", "min_tokens") if body.get(key)] if engine else []
+    """Raises BadRecord for what the engine's sampler does not give."""
+    asked = [key for key in ("logprobs", "min_tokens") if body.get(key) and not gives(engine, key)]
+    if not gives(engine, "passed") and passed_of(body):
+        asked += sorted(key for key in body if key in PASSED_KEYS and body[key])
     if asked:
-        raise BadRecord(f"{', '.join(asked)}: not supported with the engine {engine}")
+        raise BadRecord(f"{', '.join(asked)}: not supported with the engine "
+                        f"{engine or OWN_ENGINE}")
 
 
-def _openai_body(record: Mapping[str, Any]) -> Mapping[str, Any]:
+def _openai_body(record: Mapping[str, Any], engine: str | None) -> Mapping[str, Any]:
     body, url = record.get("body"), record.get("url")
     if not isinstance(body, dict):
         raise BadRecord("body must be an object")
     if record.get("method", "POST") != "POST":
-        raise BadRecord(f"method = {shorten(record['method'])}: only POST is known")
+        raise BadRecord(f"method = {shorten(record['method'])}: only POST is known",
+                        "invalid_method")
     if url is not None and url not in URLS:
-        raise BadRecord(f"url = {shorten(url)}: known: {', '.join(URLS)}")
+        raise BadRecord(f"url = {shorten(url)}: known: {', '.join(URLS)}", "invalid_url")
     if body.get("n", 1) not in (1, None):
         raise BadRecord(f"n = {shorten(body['n'])}: only one choice a request is supported")
     foreign = _FOREIGN.get(str(url))
     if foreign is not None and body.get(foreign) is not None:
         raise BadRecord(f"url = {url!r} takes no {foreign}")
-    if asked := sorted(not_honoured(body)):
+    if asked := sorted(not_honoured(body, PASSED_KEYS if gives(engine, "passed") else ())):
         names = ", ".join(key if key.isidentifier() and len(key) < 60 else shorten(key)
                           for key in asked[:20])
         raise BadRecord(f"{names}: not supported, and an answer without would look like "

@@ -96,7 +96,8 @@ def read_output(directory: Path, max_answers: int = 100) -> Output:
         queries=tuple(queries),
         answers=tuple(replace(answer, prompt=prompts[query] if query < len(prompts) else None)
                       for query, answer in answers.items()),
-        errors=tuple(_read_lines(directory / "errors.jsonl", remarks, is_optional=True)),
+        errors=tuple(map(flat_error, _read_lines(directory / "errors.jsonl", remarks,
+                                                 is_optional=True))),
         steps=tuple(_read_steps(directory / "steps.jsonl", remarks)),
         expected=read_expected(directory / EXPECTED_FILE),
         queries_before=_queries_before(directory, metrics),
@@ -228,6 +229,15 @@ def flat_result(row: dict[str, Any]) -> dict[str, Any]:
             "finish_reason": choice.get("finish_reason"),
             "input_tokens": usage.get("prompt_tokens"),
             "output_tokens": usage.get("completion_tokens")}
+
+
+def flat_error(row: dict[str, Any]) -> dict[str, Any]:
+    """An OpenAI line of errors.jsonl as one of ours (docs/job-file.md); ours as it is."""
+    if "custom_id" not in row:
+        return row
+    body = _mapping(_mapping(row.get("response")).get("body"))
+    why = _mapping(row.get("error")) or _mapping(body.get("error"))
+    return {**_mapping(row.get("xgpt")), "id": row["custom_id"], "error": why.get("message")}
 
 
 def _mapping(value: object) -> dict[str, Any]:

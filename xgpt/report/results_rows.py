@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from xgpt.core.errors import XgptError
 from xgpt.core.spool import Spool
 from xgpt.core.spool_columns import Columns
-from xgpt.report.output import flat_result
+from xgpt.report.output import flat_error, flat_result
 
 COUNTS = ("input_tokens", "output_tokens")
 TIMES = ("latency_s", "encode_start_s", "ttft_s", "tpot_s")
@@ -106,7 +106,7 @@ def _answer(result: dict[str, Any]) -> dict[str, Any]:
 
 def _errors(output: Path, spool: Spool) -> Iterator[tuple[tuple[int, int], dict[str, Any] | None]]:
     places = {name: place for place, name in enumerate(spool.files)}
-    for error in _objects(output / "errors.jsonl"):
+    for error in map(flat_error, _objects(output / "errors.jsonl")):
         yield (places.get(str(error.get("file")), 0), error["line"]), {
             "id": error["id"], **dict.fromkeys(ANSWER), "error": error["error"]}
 

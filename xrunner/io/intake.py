@@ -20,6 +20,7 @@ from xgpt.core.errors import XgptError
 from xgpt.core.hf_config import read_shape
 from xgpt.core.lengths import BoolArray, IntArray, JointLengths
 from xgpt.core.model import ModelSpec
+from xgpt.core.passed import has_form
 from xgpt.core.queries import Requests
 from xgpt.core.request_files.delimited import Divided
 from xgpt.core.request_files.files import RequestFiles
@@ -67,11 +68,13 @@ def take_in(files: RequestFiles, tokeniser: Tokeniser, spool: SpoolWriter | None
     on standard input, where that is the file. `divided`: see read_requests."""
     rows, digests = _RequestColumns(spool), [hashlib.sha256() for _ in files.paths]
     bad_lines, are_tokenised = list[RequestError](), True
+    openai_files = set[int]()
     source = read_requests(files, lambda file, raw: digests[file].update(raw),
                            spool.columns if spool is not None else None, stdin, divided)
     while lines := _next_lines(source):
         bad_lines += [line for line in lines if isinstance(line, RequestError)]
         requests = [line for line in lines if isinstance(line, Request)]
+        openai_files.update(line.file for line in lines if line.is_openai)
         tokenised: Sequence[Tokenised | None] | None
         tokenised = tokeniser.tokenise(requests) if requests else ()
         are_tokenised &= tokenised is not None
@@ -80,6 +83,9 @@ def take_in(files: RequestFiles, tokeniser: Tokeniser, spool: SpoolWriter | None
         for request, ids in zip(requests, tokenised, strict=True):
             for sample in range(request.samples):
                 rows.add(request, ids, tokeniser.vocab_size, sample)
+    # a line that tells nothing is one of its neighbours'
+    bad_lines = [line if line.is_openai is not None else replace(
+        line, is_openai=line.file in openai_files) for line in bad_lines]
     found = tuple(digest.hexdigest() for digest in digests)
     return replace(rows.requests(), bad_lines=tuple(bad_lines), are_tokenised=are_tokenised,
                    digest=_digest(files, found), file_digests=found,
@@ -251,7 +257,8 @@ def _record(request: Request, *, is_shown: bool) -> Record:
                   temperature=request.temperature, top_k=request.top_k, top_p=request.top_p,
                   stop=request.stop, is_openai=request.is_openai,
                   is_chat=request.messages is not None, prompt=text if is_shown else None,
-                  top_logprobs=request.top_logprobs, min_tokens=request.min_tokens)
+                  top_logprobs=request.top_logprobs, min_tokens=request.min_tokens,
+                  passed=request.passed, tools=request.tools)
 
 
 def runnable(requests: Requests, plan: RunPlan, spec: ModelSpec) -> tuple[IntArray, dict[int, str]]:
@@ -286,7 +293,8 @@ def hand_on(requests: Requests, spool: SpoolWriter, plan: RunPlan, spec: ModelSp
     """Puts the requests that can run into the spool of the output folder, the others into its
     errors.jsonl."""
     queries, why = runnable(requests, plan, spec)
-    errors = [RequestError(line=record.line, file=record.file, id=record.id, error=sentence)
+    errors = [RequestError(line=record.line, file=record.file, id=record.id, error=sentence,
+                           is_openai=record.is_openai)
               for request, sentence in why.items() for record in [spool.record(request)]
               if record.sample == 0]
     write_errors(plan.output / "errors.jsonl", [*requests.bad_lines, *errors],
@@ -336,21 +344,23 @@ def _prepared(spool: Spool, plan: RunPlan, index: int, record: Record) -> Prepar
             plan.seed * 1_000_003 + record.line + (record.file << _FILE_BITS)
             if record.seed is None else record.seed),
         top_logprobs=record.top_logprobs, targets=record.targets,
-        **_barred(spool, plan, index, record.min_tokens))
+        passed=record.passed, **_barred(spool, plan, index, record))
     return PreparedQuery(index=index, id=record.id, input_ids=spool.tokens(index),
                         max_new_tokens=spool.most_output_tokens(index),
                         is_forced=record.is_forced or plan.ignore_eos, sampling=sampling,
                         stop=record.stop, is_openai=record.is_openai, is_chat=record.is_chat,
-                        sample=record.sample)
+                        sample=record.sample, tools=record.tools)
 
 
-def _barred(spool: Spool, plan: RunPlan, index: int, min_tokens: int | None) -> dict[str, Any]:
-    """What bars the end of a query's sequence before so many tokens of output."""
-    if not min_tokens:
+def _barred(spool: Spool, plan: RunPlan, index: int, record: Record) -> dict[str, Any]:
+    """What ends a query's sequence, and bars that before so many tokens of output; nothing where
+    neither is asked for."""
+    if not record.min_tokens and not has_form(record.passed):
         return {}
     # positions of an encoder-decoder model's decoder count from the token that it is fed first
     before = 1 if _is_encoder_decoder(plan.model_dir) else len(spool.tokens(index))
-    return {"barred": tuple(sorted(_ends_of(plan.model_dir))), "barred_until": before + min_tokens}
+    return {"barred": tuple(sorted(_ends_of(plan.model_dir))),
+            "barred_until": before + record.min_tokens if record.min_tokens else 0}
 
 
 @lru_cache(4)

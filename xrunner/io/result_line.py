@@ -1,13 +1,16 @@
 """One line of results.jsonl: in our form, in that of a scored continuation, or as OpenAI's batch
-response object. A likelihood that is no number is null: JSON has none for it."""
+response object; and one of errors.jsonl. A likelihood that is no number is null: JSON has none for
+it, OpenAI's form a number of its own."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from xgpt.core.workload import RequestError
 from xrunner.query import FinishedQuery
 
 TokenText = Callable[[int], str]
+_VERY_UNLIKELY = -9999.0  # what OpenAI writes for a likelihood that it has no number for
 
 
 def result_line(result: FinishedQuery, model: str, token_text: TokenText) -> dict[str, Any]:
@@ -25,6 +28,24 @@ def result_line(result: FinishedQuery, model: str, token_text: TokenText) -> dic
             "output_tokens": len(result.output_ids), "finish_reason": result.finish_reason, **times,
             **({"sample": query.sample} if query.sample else {}), **_likelihoods(result),
             **({} if result.error is None else {"error": result.error})}
+
+
+def error_line(error: RequestError, file: str | None) -> dict[str, Any]:
+    """Of a line that cannot run. `file`: what its file is called, where there are several. Of
+    OpenAI's lines it is as in the service's file of errors: a request that its endpoint would
+    refuse has its response, of status 400; what is no request has none, but an error."""
+    place: dict[str, Any] = {**({} if file is None else {"file": file}), "line": error.line}
+    if not error.is_openai:
+        return {**place, "id": error.id, "error": error.error}
+    name = f"{'' if file is None else file + ':'}{error.line}"
+    answer: dict[str, Any] = {"response": None, "error": {"code": error.code,
+                                                          "message": error.error}}
+    if error.code is None:
+        answer = {"response": {
+            "status_code": 400, "request_id": f"xgpt-error-{name}", "body": {"error": {
+                "message": error.error, "type": "invalid_request_error", "param": None,
+                "code": None}}}, "error": None}
+    return {"id": f"batch_req_error_{name}", "custom_id": error.id, **answer, "xgpt": place}
 
 
 def _likelihoods(result: FinishedQuery) -> dict[str, Any]:
@@ -53,6 +74,11 @@ def _openai_line(result: FinishedQuery, model: str, times: Mapping[str, float | 
     is_told = query.sampling.top_logprobs is not None
     if query.is_chat:
         choice["message"] = {"role": "assistant", "content": result.text, "refusal": None}
+        if result.tool_calls:
+            choice["message"] |= {"content": result.text or None, "tool_calls": [
+                {"id": f"call_{query.index}_{place}", "type": "function",
+                 "function": call._asdict()} for place, call in enumerate(result.tool_calls)]}
+            choice["finish_reason"] = "tool_calls"
         if is_told:
             choice["logprobs"] = {"content": list(_of_chat(result, token_text)), "refusal": None}
     else:
@@ -82,7 +108,7 @@ def _of_chat(result: FinishedQuery, token_text: TokenText) -> Iterator[dict[str,
 def _named(text: str, logprob: float) -> dict[str, Any]:
     # a part of a character has no bytes of its own that the text would tell
     has_bytes = "\ufffd" not in text
-    return {"token": text, "logprob": _number(logprob),
+    return {"token": text, "logprob": _openai_number(logprob),
             "bytes": list(text.encode()) if has_bytes else None}
 
 
@@ -90,9 +116,13 @@ def _of_completion(result: FinishedQuery, token_text: TokenText) -> dict[str, An
     texts = [token_text(token) for token in result.output_ids]
     offsets = [sum(map(len, texts[:place])) for place in range(len(texts))]
     return {"tokens": texts, "text_offset": offsets,
-            "token_logprobs": [_number(one.logprob) for one in result.likelihoods],
-            "top_logprobs": [{token_text(token): _number(value) for token, value in one.top}
+            "token_logprobs": [_openai_number(one.logprob) for one in result.likelihoods],
+            "top_logprobs": [{token_text(token): _openai_number(value) for token, value in one.top}
                              for one in result.likelihoods]}
+
+
+def _openai_number(value: float) -> float:
+    return value if math.isfinite(value) else _VERY_UNLIKELY
 
 
 def _number(value: float) -> float | None:

@@ -14,7 +14,7 @@ from typing import IO, NamedTuple
 from xgpt.core.whole_file import sync_folder, write_atomically
 from xgpt.core.workload import RequestError
 from xrunner.io.durable import Keeper, is_still, put_back
-from xrunner.io.result_line import result_line
+from xrunner.io.result_line import error_line, result_line
 from xrunner.query import FinishedQuery
 
 HELD_FILE = "held.jsonl"
@@ -158,8 +158,7 @@ def write_errors(path: Path, errors: Sequence[RequestError], labels: Sequence[st
     if not errors:
         path.unlink(missing_ok=True)
         return
-    lines = [json.dumps({**({"file": labels[e.file]} if labels else {}), "line": e.line,
-                         "id": e.id, "error": e.error}, ensure_ascii=False)
+    lines = [json.dumps(error_line(e, labels[e.file] if labels else None), ensure_ascii=False)
              for e in sorted(errors, key=lambda e: (e.file, e.line))]
     write_atomically(path, "\n".join(lines) + "\n")
 

@@ -7,7 +7,7 @@ import math
 import time
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -34,8 +34,10 @@ TIMES = ("latency", "ttft", "tpot")
 class RunSink:
     """Results, progress and the wish to stop, as files of the output folder."""
 
-    def __init__(self, plan: RunPlan, *, num_queries: int, before: Answered) -> None:
-        """`before`: what earlier runs answered, after which this one goes on."""
+    def __init__(self, plan: RunPlan, *, num_queries: int, before: Answered,
+                 parsed: Callable[[FinishedQuery], FinishedQuery] = lambda result: result) -> None:
+        """`before`: what earlier runs answered, after which this one goes on. `parsed`: a result
+        as it is written."""
         self.output, self._stop = plan.output, StopRequest(plan.output)
         self._model_dir, self._tokenizer = plan.model_dir, cast("TextTokenizer | None", None)
         self._writer = ResultWriter(plan.output / "results.jsonl", first_index=before.written,
@@ -49,7 +51,7 @@ class RunSink:
         self._written_s = -_INTERVAL_S  # when progress.json was
         self._looked_s, self._is_to_stop = -math.inf, False
         self.launcher: LauncherLink | None = None  # where the launcher follows the output lengths
-        self.tally = Tally()
+        self.tally, self._parsed = Tally(), parsed
 
     def _token_text(self, token: int) -> str:
         if self._tokenizer is None:  # few jobs ask for it
@@ -57,9 +59,10 @@ class RunSink:
         return self._tokenizer.token_text(token)
 
     def finished(self, result: FinishedQuery) -> None:
-        self._writer.write(result)
+        self._writer.write(self._parsed(result))
         self.tally.add(result)
-        self._latencies.append(result.latency_s)
+        if result.output_ids:
+            self._latencies.append(result.latency_s)
         self._last_done_s = max(self._last_done_s or 0.0, result.last_token_s)
         if self.launcher is not None:
             self.launcher.finished(result)
@@ -136,6 +139,8 @@ class Tally:
     def add(self, result: FinishedQuery) -> None:
         self._output_tokens.append(len(result.output_ids))
         self.num_failed += result.error is not None
+        if not result.output_ids:
+            return  # refused, or failed at once: its times would be others' without any work
         for name, column in self._times.items():
             if (value := getattr(result, f"{name}_s")) is not None:
                 column.append(value)

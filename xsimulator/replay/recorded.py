@@ -124,8 +124,12 @@ class _Result(NamedTuple):
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> _Result:
-        """Of a result, an OpenAI batch response or our own line."""
+        """Of a result, an OpenAI batch response or our own line. Raises XgptError for a query that
+        failed: its tokens are not those of its steps."""
         own = line.get("xgpt", line)
+        if line.get("error") is not None:
+            raise XgptError(f"query {own['index']} failed: the run's steps are not those of its "
+                            "results")
         if "response" in line:
             usage = line["response"]["body"]["usage"]
             lengths = usage["prompt_tokens"], usage["completion_tokens"]

@@ -124,7 +124,8 @@ def test_columns_of_a_data_set_are_ignored(tmp_path: Path) -> None:
 def test_a_repeated_id_is_an_error_of_the_later_line(tmp_path: Path) -> None:
     requests, errors = _read(tmp_path, {"id": "2", "prompt": "x"}, {"prompt": "y"})
     assert [r.id for r in requests] == ["2"]
-    assert errors == [RequestError(line=2, id="2", error="id '2' is already that of line 1")]
+    assert errors == [RequestError(line=2, id="2", error="id '2' is already that of line 1",
+                                   is_openai=False, code="duplicate_custom_id")]
 
 
 def test_the_id_of_a_bad_line_is_free_again_and_named_in_its_record(tmp_path: Path) -> None:

@@ -37,8 +37,9 @@ class CountingCore:
         self._requests: dict[str, tuple[list[int], int]] = {}  # tokens, and how many are computed
         self.largest, self.most_requests = 0, 0
 
-    def add(self, name: str, tokens: Sequence[int], sampling: Sampling) -> None:
-        assert name not in self._requests
+    def add(self, name: str, tokens: Sequence[int], sampling: Sampling,
+            generated: int = 0) -> None:
+        assert name not in self._requests and generated < len(tokens)
         self._requests[name] = list(tokens), 0
 
     def end(self, names: Sequence[str]) -> None:
@@ -74,8 +75,11 @@ def run(rule: BatchingRule, queries: Sequence[PreparedQuery],
         core: CountingCore) -> tuple[Collector, VllmExecutor]:
     heads: list[Head] = []
     numbers = count()
-    executor = VllmExecutor(lambda message: core, lambda query, n: heads[0].roster.active[
-        query].tokens(0, n), clock=lambda: float(next(numbers)))
+    def tokens_of(query: int, count: int) -> tuple[Sequence[int], int]:
+        active = heads[0].roster.active[query]
+        return active.tokens(0, count), count - active.input_tokens
+
+    executor = VllmExecutor(lambda message: core, tokens_of, clock=lambda: float(next(numbers)))
     sink = Collector()
     head = Head(rule=rule, executor=executor, sink=sink,
                 neighbours=Neighbours(local_comms(1)[0], ALONE),

@@ -128,3 +128,17 @@ def test_each_copy_of_the_model_has_a_record_of_its_own(tmp_path: Path) -> None:
 def read(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text("utf-8").split("\n")
             if line]
+
+
+@pytest.mark.parametrize("line", [
+    {"index": 3, "input_tokens": 5, "output_tokens": 0, "error": "no numbers"},
+    {"custom_id": "a", "response": None, "error": {"code": "no_answer", "message": "no numbers"},
+     "xgpt": {"index": 3, "output_ids": []}}])
+def test_a_run_in_which_a_query_failed_is_no_source_of_times(tmp_path: Path,
+                                                             line: dict[str, Any]) -> None:
+    _, estimate, _ = made(RRA, tmp_path)
+    results = tmp_path / "results.jsonl"
+    lines = results.read_text(encoding="utf-8").split("\n")
+    results.write_text("\n".join([*lines[:3], json.dumps(line), *lines[4:]]), encoding="utf-8")
+    with pytest.raises(XgptError, match="query 3 failed"):
+        load_recordings(tmp_path, estimate.deployment)

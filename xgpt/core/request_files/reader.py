@@ -18,7 +18,7 @@ from xgpt.core.request_files.rows import Row
 from xgpt.core.request_files.seen_ids import SeenIds
 from xgpt.core.request_files.source import opened
 from xgpt.core.spool_columns import ColumnsWriter
-from xgpt.core.workload import Request, RequestError, id_of, read_record
+from xgpt.core.workload import Request, RequestError, id_of, is_openai, read_record
 
 _FILE_BITS = 40  # above them which file a line is of
 
@@ -63,13 +63,16 @@ def _taken(row: Row, file: int, default: str, seen: SeenIds, files: RequestFiles
     try:
         if isinstance(row.record, str):
             name = row.name
-            raise BadRecord(row.record)
+            raise BadRecord(row.record, "invalid_json_line")
         name = id_of(row.record, default)
         if (first := seen.place(name)) is not None:
             place = files.place(first >> _FILE_BITS, first & ((1 << _FILE_BITS) - 1))
-            raise BadRecord(f"id {shorten(name)} is already that of {place}")
+            raise BadRecord(f"id {shorten(name)} is already that of {place}",
+                            "duplicate_custom_id")
         request = read_record(row.record, row.line, name, file, files.terms)
     except BadRecord as cause:
-        return RequestError(line=row.line, id=name, error=str(cause), file=file)
+        return RequestError(line=row.line, id=name, error=str(cause), file=file, code=cause.code,
+                            is_openai=None if isinstance(row.record, str) else is_openai(
+                                row.record))
     seen.add(name, file << _FILE_BITS | row.line)
     return request

@@ -7,6 +7,8 @@ from dataclasses import MISSING, fields
 import torch
 from vllm.engine.arg_utils import EngineArgs
 
+from xrunner.engines.vllm.tool_calls import known_parsers
+
 
 def arguments() -> dict[str, str]:
     """name -> its type in words, of every argument of an engine."""
@@ -15,4 +17,5 @@ def arguments() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({"torch": torch.__version__, "arguments": arguments()}))
+    print(json.dumps({"torch": torch.__version__, "arguments": arguments(),
+                      "tool_parsers": known_parsers()}))

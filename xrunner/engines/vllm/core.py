@@ -10,12 +10,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from xgpt.core.errors import XgptError
+from xrunner.engines.vllm.sampling import await_form, parameters_of
+from xrunner.engines.vllm.tool_calls import engine_arguments
 from xrunner.query import Sampling
 
 SCHEDULER = "xrunner.engines.vllm.scheduler.StepScheduler"
 # Tokens of one pass at most: a step of more goes through the model in several. vLLM tries its
 # largest pass when it starts, and keeps memory for it.
 MOST_TOKENS = 4096
+# What vLLM reads when it is imported: errors alone are told, and nothing to nobody.
+QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
+         "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CONFIGURE_LOGGING": "1"}
 _GIB = 2**30
 
 
@@ -24,7 +29,7 @@ class CoreSettings:
     """What one engine core is started with. `max_tokens`: positions of the longest query;
     `kv_tokens`: that all queries together hold at most, of so many bytes each; `most_tokens`: of
     one pass. `is_random`: weights of the model's shape. `arguments`: vLLM's own (run.engine_args),
-    which win."""
+    which win. `needs_tokenizer`: some outputs are held to a form."""
 
     model_dir: Path
     dtype: str
@@ -36,8 +41,8 @@ class CoreSettings:
     device_kind: str = "cpu"
     is_random: bool = False
     most_tokens: int = MOST_TOKENS
+    needs_tokenizer: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
-
 
     @property
     def block_tokens(self) -> int:
@@ -57,19 +62,19 @@ class CoreSettings:
 
 class Token(NamedTuple):
     """What a pass gave one request: its next token. `is_finite`: its logits were numbers.
-    `is_end`: the request has all the tokens it can hold, and is gone."""
+    `is_end`: the request has all the tokens it can hold, and is gone. `told`: the token's
+    log-likelihood, the likeliest tokens, and theirs, where they are asked for."""
 
     value: int
     is_finite: bool = True
     is_end: bool = False
+    told: tuple[float, ...] = ()
 
 
 def environment(settings: CoreSettings) -> dict[str, str]:
-    """What vLLM reads when it is imported: one process, threads of its own on this process's
-    cores, no use of the network, and a count of logits that are no numbers."""
-    values = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
-              "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "VLLM_COMPUTE_NANS_IN_LOGITS": "1",
-              "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CONFIGURE_LOGGING": "1"}
+    """What vLLM reads when it starts: one process, threads of its own on this process's cores, no
+    use of the network, and a count of logits that are no numbers."""
+    values = {**QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_COMPUTE_NANS_IN_LOGITS": "1"}
     if settings.device_kind == "cpu":
         cores = sorted(os.sched_getaffinity(0))[:settings.threads]
         # its default binding reserves a core, and takes the others' hyperthreads
@@ -85,12 +90,11 @@ class EngineCore:
         """Loads the model. Raises XgptError with vLLM's reason where it does not."""
         os.environ.update(environment(settings))
         from vllm.engine.arg_utils import EngineArgs
-        from vllm.sampling_params import SamplingParams
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.engine.core import EngineCore as Core
         from vllm.v1.executor import Executor
 
-        self._request, self._sampling = EngineCoreRequest, SamplingParams
+        self._request = EngineCoreRequest
         self.max_pass = MOST_TOKENS
         try:
             config = EngineArgs(**self._arguments(settings)).create_engine_config()
@@ -100,19 +104,20 @@ class EngineCore:
             raise XgptError(f"vLLM does not start: {cause}") from cause
         self.max_tokens = config.model_config.max_model_len
 
-    def add(self, name: str, tokens: Sequence[int], sampling: Sampling) -> None:
-        """A request that waits from now on; it ends when it is told to, and not before."""
-        given: dict[str, Any] = {"temperature": 0.0}
-        if sampling.is_drawn:
-            given = {"temperature": sampling.temperature, "top_k": sampling.top_k or 0,
-                     "top_p": sampling.top_p, "seed": sampling.seed % 2**63}
-        request = self._request(
+    def add(self, name: str, tokens: Sequence[int], sampling: Sampling, generated: int = 0) -> None:
+        """A request that waits from now on; it ends when it is told to, and not before. The last
+        `generated` tokens are output of its own, from before it was evicted."""
+        request, _ = self._core.preprocess_add_request(self._request(
             request_id=name, prompt_token_ids=list(tokens), mm_features=None,
-            sampling_params=self._sampling(
-                **given, max_tokens=self.max_tokens, ignore_eos=True, detokenize=False),
+            sampling_params=parameters_of(sampling, len(tokens), self._core.vllm_config,
+                                          self.max_tokens),
             pooling_params=None, arrival_time=time.time(), lora_request=None, cache_salt=None,
-            data_parallel_rank=None)
-        self._core.add_request(self._core.preprocess_add_request(request)[0])
+            data_parallel_rank=None))
+        await_form(request)
+        form = request.structured_output_request
+        if generated and form is not None:
+            form.grammar.accept_tokens(name, list(tokens)[-generated:])
+        self._core.add_request(request)
 
     def end(self, names: Sequence[str]) -> None:
         """These requests are done, or evicted: their blocks are free."""
@@ -125,18 +130,27 @@ class EngineCore:
         self._core.scheduler.want(tokens)
         outputs, _ = self._core.step()
         return {one.request_id: Token(one.new_token_ids[0], not one.num_nans_in_logits,
-                                      one.finish_reason is not None)
+                                      one.finish_reason is not None, _told(one.new_logprobs))
                 for client in outputs.values() for one in client.outputs if one.new_token_ids}
 
     def _arguments(self, settings: CoreSettings) -> dict[str, Any]:
         """vLLM's arguments: ours beneath the user's."""
         return {"model": str(settings.model_dir), "dtype": settings.dtype, "seed": 0,
-                "skip_tokenizer_init": True, "trust_remote_code": False,
+                "skip_tokenizer_init": not settings.needs_tokenizer, "trust_remote_code": False,
                 "max_model_len": settings.max_tokens, "max_num_seqs": settings.max_queries,
                 "max_num_batched_tokens": max(settings.most_tokens, settings.max_queries),
                 "enable_prefix_caching": False, "num_gpu_blocks_override": settings.num_blocks,
                 "load_format": "dummy" if settings.is_random else "auto",
                 "enforce_eager": settings.device_kind == "cpu", "disable_log_stats": True,
-                "block_size": settings.block_tokens, **settings.arguments,
+                "block_size": settings.block_tokens,
+                **engine_arguments(settings.arguments),
                 # what the batching rule relies on
                 "scheduler_cls": SCHEDULER, "async_scheduling": False}
+
+
+def _told(logprobs: Any) -> tuple[float, ...]:
+    """Of vLLM's lists for one token, [1, 1 + likeliest], the chosen token first."""
+    if logprobs is None:
+        return ()
+    tokens, values = (part[0].tolist() for part in (logprobs.logprob_token_ids, logprobs.logprobs))
+    return (values[0], *map(float, tokens[1:]), *values[1:])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from xrunner.engines.vllm.core import Token
 from xrunner.io.beat import Beat
+from xrunner.ops.likelihoods import packed
 from xrunner.ops.sampling import NOT_FINITE
 from xrunner.query import Sampling
 from xrunner.rules.slots import GroupSlots
@@ -31,7 +32,8 @@ class Core(Protocol):
     def max_pass(self) -> int:
         """Tokens of one pass at most."""
 
-    def add(self, name: str, tokens: Sequence[int], sampling: Sampling) -> None: ...
+    def add(self, name: str, tokens: Sequence[int], sampling: Sampling,
+            generated: int = 0) -> None: ...
 
     def end(self, names: Sequence[str]) -> None: ...
 
@@ -43,10 +45,11 @@ class VllmExecutor:
     comes back as a new one whose input is all that it had."""
 
     def __init__(self, make_core: Callable[[StartMessage], Core],
-                 tokens_of: Callable[[int, int], Sequence[int]], *,
+                 tokens_of: Callable[[int, int], tuple[Sequence[int], int]], *,
                  clock: Callable[[], float] = time.perf_counter, beat: Beat | None = None) -> None:
         """`make_core`: for caches of the sizes that the start says. `tokens_of`: the first so many
-        tokens of a query, which steps bring in chunks and vLLM wants at once."""
+        tokens of a query, which steps bring in chunks and vLLM wants at once, and how many of them
+        are its own output."""
         self._make_core, self._tokens_of, self._clock = make_core, tokens_of, clock
         self._beat, self._numbers = beat, count()
         self._core: Core
@@ -70,7 +73,8 @@ class VllmExecutor:
 
     def execute(self, message: StepMessage, inputs: Tensor) -> Tensor:
         """inputs: tokens, which the core has already of those who decode. Returns the next token
-        of each who decodes, slot by slot, then of each whose encoding ends, [n]."""
+        of each who decodes, slot by slot, then of each whose encoding ends, [n]; with what is told
+        of them (xrunner.ops.likelihoods.packed), where anything is."""
         start_s, slots = self._clock(), self._groups[message.group]
         self._leave(slots, message.removed)
         decoding = self._decoding(message, slots)
@@ -86,16 +90,20 @@ class VllmExecutor:
         else:
             ends = []
         gained, was_ended = dict[str, Token](), frozenset(self._ended)
-        for tokens in passes([one for one in wanted if one[0] not in self._ended],
-                             self._core.max_pass):
-            gained |= self._core.step(tokens)
+        for wanted_of in passes([one for one in wanted if one[0] not in self._ended],
+                                self._core.max_pass):
+            gained |= self._core.step(wanted_of)
             self.passes += 1
         self._ended.update(name for name, token in gained.items() if token.is_end)
         given = [slots.seats[slot] for slot in decoding] + ends
         self._record(message, len(given), len(inputs), start_s)
         tokens_given = [_DEAD if name in was_ended else gained[name] for name in given]
-        return torch.tensor([token.value if token.is_finite else NOT_FINITE
-                             for token in tokens_given], dtype=torch.long)
+        tokens = torch.tensor([token.value if token.is_finite else NOT_FINITE
+                               for token in tokens_given], dtype=torch.long)
+        if not any(token.told for token in tokens_given):
+            return tokens
+        return packed(tokens, [torch.tensor([token.told]) if token.told else None
+                               for token in tokens_given])
 
     def _leave(self, slots: GroupSlots[str], removed: Sequence[int]) -> None:
         self._end([slots.seats[slot] for slot in removed])
@@ -117,7 +125,8 @@ class VllmExecutor:
         names = []
         for new in message.joined:
             names.append(f"{new.query}.{next(self._numbers)}")
-            self._core.add(names[-1], self._tokens_of(new.query, new.input_tokens), new.sampling)
+            tokens, generated = self._tokens_of(new.query, new.input_tokens)
+            self._core.add(names[-1], tokens, new.sampling, generated)
         slots.place(names, message.replaced)
         return names
 

@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,13 +33,15 @@ for name in {DISTRIBUTIONS!r}:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """`arguments`: what run.engine_args may name, and the type of each in words."""
+    """`arguments`: what run.engine_args may name, and the type of each in words; `tool_parsers`:
+    what it may name to find calls of tools in answers."""
 
     python: str
     distribution: str
     version: str
     torch: str
     arguments: Mapping[str, str]
+    tool_parsers: Sequence[str]
 
     @property
     def words(self) -> str:

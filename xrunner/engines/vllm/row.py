@@ -12,6 +12,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xrunner.engines.engine import Engine, mistake
 from xrunner.engines.vllm.installed import command_of, installed_in, version_in
+from xrunner.engines.vllm.tool_calls import ARGUMENT as TOOL_PARSER
 
 NAME = "vllm"
 _KEY = "run.engine"
@@ -73,12 +74,18 @@ def _check_installed(job: Job) -> None:
         version_in(python_of(job))
         return
     found = installed_in(python_of(job))
-    strange = [name for name in job.run.engine_args if name not in found.arguments]
+    strange = [name for name in job.run.engine_args
+               if name not in found.arguments and name != TOOL_PARSER]
     if strange:
         raise InputError([mistake(
             job, f"run.engine_args.{name}", job.run.engine_args[name],
             f"an argument of {found.words}{_nearest(name, found.arguments)}")
             for name in strange])
+    parser = job.run.engine_args.get(TOOL_PARSER)
+    if parser is not None and parser not in found.tool_parsers:
+        raise InputError([mistake(
+            job, f"run.engine_args.{TOOL_PARSER}", parser, "one of "
+            f"{', '.join(found.tool_parsers)}{_nearest(str(parser), found.tool_parsers)}")])
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -127,7 +134,8 @@ def identity(job: Job) -> str:
     """What its step times depend on, besides the model and the machine. Raises XgptError where it
     is not installed."""
     distribution, version = version_in(python_of(job))
-    arguments = ", ".join(f"{k}={v}" for k, v in sorted(job.run.engine_args.items()))
+    arguments = ", ".join(f"{k}={v}" for k, v in sorted(job.run.engine_args.items())
+                          if k != TOOL_PARSER)
     return f"{distribution} {version}" + (f" ({arguments})" if arguments else "")
 
 

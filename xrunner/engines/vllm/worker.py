@@ -7,10 +7,12 @@ if __name__ == "__main__":  # before what takes seconds to import
 
     begin_rank()
 
+import os
 import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
@@ -19,12 +21,16 @@ from xrunner.checkpoint.source import read_spec
 from xrunner.engine.head import Head
 from xrunner.engine.pipeline import ALONE, Neighbours, RankReport
 from xrunner.engine.roster import Vocabulary
-from xrunner.engines.vllm.core import CoreSettings, EngineCore
+from xrunner.engines.vllm.core import QUIET, CoreSettings, EngineCore
 from xrunner.engines.vllm.executor import VllmExecutor
+from xrunner.engines.vllm.refusals import Refusals
+from xrunner.engines.vllm.tool_calls import ARGUMENT as TOOL_PARSER
+from xrunner.engines.vllm.tool_calls import CallsFinder
 from xrunner.io.beat import Beat
 from xrunner.io.sink import RunSink
 from xrunner.io.tokenizer import TextTokenizer, eos_ids
 from xrunner.plan import RunPlan, load_plan
+from xrunner.query import FinishedQuery
 from xrunner.rank import Stopwatch, conduct, leave, order_of, read_work, to_the_end
 from xrunner.rules.steps import rules_for
 from xrunner.transport.messages import StartMessage
@@ -39,15 +45,20 @@ def run(plan: RunPlan, world: World) -> None:
     """The run of the schedule in the plan's folder, from its first query to its last."""
     schedule = load_schedule(plan.output / "schedule.json")
     (rule,) = rules_for(schedule.estimate)  # of one pool: the engine's row refuses others
+    os.environ.update(QUIET)
     queries, num_errors, before = read_work(plan)
-    clock, sink = Stopwatch(), RunSink(plan, num_queries=len(queries), before=before)
+    clock = Stopwatch()
+    sink = RunSink(plan, num_queries=len(queries), before=before, **_parsed(plan))
     heads: list[Head] = []
+    refusals = Refusals(plan)
 
-    def tokens_of(query: int, count: int) -> Sequence[int]:
-        return heads[0].roster.active[query].tokens(0, count)
+    def tokens_of(query: int, count: int) -> tuple[Sequence[int], int]:
+        active = heads[0].roster.active[query]
+        return active.tokens(0, count), count - active.input_tokens
 
     def make_core(message: StartMessage) -> EngineCore:
-        return EngineCore(settings_of(plan, schedule, message))
+        return EngineCore(settings_of(plan, schedule, message,
+                                      needs_tokenizer=refusals.are_forms))
 
     executor = VllmExecutor(make_core, tokens_of, clock=clock, beat=Beat(
         plan.output, rank=0, stage=0, pool=schedule.deployment.pools[0].name))
@@ -59,6 +70,11 @@ def run(plan: RunPlan, world: World) -> None:
     heads.append(head)
     for place in order_of(len(queries), plan, before):
         query = queries[place]
+        if (why := refusals.of(query)) is not None:
+            sink.finished(FinishedQuery(
+                query=query, output_ids=(), finish_reason="error", text="", encode_start_s=0.0,
+                first_token_s=0.0, last_token_s=0.0, error=why))
+            continue
         assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
     started_s = clock()
     head.start()
@@ -67,7 +83,14 @@ def run(plan: RunPlan, world: World) -> None:
             report=lambda: _report(plan, executor, load_s))
 
 
-def settings_of(plan: RunPlan, schedule: Schedule, message: StartMessage) -> CoreSettings:
+def _parsed(plan: RunPlan) -> dict[str, Any]:
+    """What finds calls of tools, where the job names a parser of vLLM's."""
+    parser = plan.engine_args.get(TOOL_PARSER)
+    return {} if parser is None else {"parsed": CallsFinder(parser, plan.model_dir)}
+
+
+def settings_of(plan: RunPlan, schedule: Schedule, message: StartMessage, *,
+                needs_tokenizer: bool = False) -> CoreSettings:
     """What vLLM is started with: room for what the rule lets be there at once."""
     queries = message.slots * message.num_groups
     spec = read_spec(plan.model_dir, plan.model_name)
@@ -78,7 +101,7 @@ def settings_of(plan: RunPlan, schedule: Schedule, message: StartMessage) -> Cor
         kv_token_bytes=(spec.kv_elements_per_token_layer * spec.num_layers
                         * DTYPE_BYTES[plan.dtype]),
         kv_tokens=min(schedule.deployment.kv_tokens, queries * message.capacity),
-        arguments=plan.engine_args)
+        needs_tokenizer=needs_tokenizer, arguments=plan.engine_args)
 
 
 def _report(plan: RunPlan, executor: VllmExecutor, load_s: float) -> RankReport:

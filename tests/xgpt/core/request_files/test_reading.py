@@ -295,7 +295,8 @@ def test_ids_are_unique_over_all_files_and_missing_ones_name_theirs(tmp_path: Pa
     requests, errors = read(first, second)
     assert [(r.file, r.line, r.id) for r in requests] == [
         (0, 1, "x"), (0, 2, "a.jsonl:2"), (1, 3, "b.csv:2")]
-    assert errors == [RequestError(file=1, line=2, id="x",
+    assert errors == [RequestError(file=1, line=2, id="x", is_openai=False,
+                                   code="duplicate_custom_id",
                                    error="id 'x' is already that of line 1 of a.jsonl")]
     third = write(tmp_path / "more" / "a.jsonl", [{"prompt": "5"}])
     assert [r.id for r in read(first, third)[0]] == ["x", "a.jsonl:2", "more/a.jsonl:1"]

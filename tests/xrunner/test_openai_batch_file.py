@@ -1,0 +1,52 @@
+"""A file of OpenAI's batch format through our own runner: every line is answered or refused as
+OpenAI promises, and what is refused is only what the runner lacks, by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="runs need the extra `run`")
+pytest.importorskip("openai", reason="its types are in the extra `dev`")
+import openai_batch  # noqa: E402
+import toys  # noqa: E402
+from given_runs import given  # noqa: E402
+from replayed import problem_of  # noqa: E402
+
+from xprofiler.roofline import Roofline  # noqa: E402
+from xrunner.loading import Shelf  # noqa: E402
+from xrunner.plan import RunPlan  # noqa: E402
+from xrunner.worker import work  # noqa: E402
+from xrunner.world import connect  # noqa: E402
+from xsimulator.policies import make_policy  # noqa: E402
+from xsimulator.policies.rra.config import RraConfig  # noqa: E402
+
+
+def test_every_line_is_what_openai_promises(tmp_path: Path) -> None:
+    model, out, requests = tmp_path / "model", tmp_path / "out", tmp_path / "requests.jsonl"
+    out.mkdir()
+    openai_batch.write_model(model)
+    openai_batch.write_lines(requests)
+    problem = problem_of(model, np.array([[30, 12], [60, 60]]), 1)
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    estimate = make_policy("rra", problem, timing).estimate(
+        RraConfig(encode_batch=3, decode_iterations=4))
+    given(estimate.changed(kv_tokens=20_000), problem, out / "schedule.json")
+    plan = RunPlan(
+        name="toy", output=out, model_dir=model, model_name="toy", served_by="test",
+        requests="test", is_chat=True, max_tokens=40, dtype="float32", weight_dtype="float32",
+        seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
+        query_kv_tokens=256)
+    toys.write_spool(plan, requests)
+    work(plan, connect("cpu"), Shelf())
+    by_name = openai_batch.checked(out)
+    openai_batch.check_plain(by_name)
+    lacking = {"schema": "response_format", "choice": "structured_outputs",
+               "pattern": "guided_regex", "bias": "logit_bias", "call": "structured_outputs",
+               "no schema": "response_format"}
+    for name, key in lacking.items():
+        assert key in openai_batch.why_not(by_name[name])
+    # calls are not looked for: the answer is what the model wrote
+    assert "tool_calls" not in openai_batch.choice_of(by_name["tools"])["message"]
