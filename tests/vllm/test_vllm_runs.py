@@ -11,13 +11,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="the reference needs the extra `run`")
 import toys  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines, write_job  # noqa: E402
 
+from xgpt.app.opened import open_file  # noqa: E402
+from xgpt.core.queries import QueryLengths  # noqa: E402
 from xgpt.core.schedule_file import load_schedule  # noqa: E402
+from xprofiler.roofline import Roofline  # noqa: E402
+from xsimulator.replay.job import replay_job  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 QUERIES = toys.random_queries(30)
@@ -52,11 +57,13 @@ def answers(out: Path) -> dict[str, list[int]]:
 @pytest.mark.parametrize("schedule", [
     "policy: rra, encode_batch: 5, decode_iterations: 4, decode_micro_batches: 2, encode_chunk: 0",
     "policy: sarathi, max_active: 7, token_budget: 16",
+    "policy: vllm, max_active: 6, token_budget: 24",
     "policy: orca, max_active: 6"])
 def test_a_schedule_is_executed_exactly(tmp_path: Path, toy: tuple[Path, Any], vllm_python: str,
                                         cache: dict[str, str], schedule: str) -> None:
     folder, model = toy
-    metrics = submit(written(tmp_path, folder, vllm_python, schedule), cache)
+    job = written(tmp_path, folder, vllm_python, schedule)
+    metrics = submit(job, cache)
     assert metrics["status"] == "done" and metrics["engine"] == "vllm"
     assert answers(tmp_path / "out") == {q.id: toys.generate(model, q) for q in QUERIES}
     assert [line["id"] for line in read_lines(tmp_path / "out" / "errors.jsonl")] == ["bad"]
@@ -64,6 +71,28 @@ def test_a_schedule_is_executed_exactly(tmp_path: Path, toy: tuple[Path, Any], v
     assert load_schedule(tmp_path / "out" / "schedule.json").controls.policy in schedule
     profile = json.loads((tmp_path / "out" / "profile.json").read_text())
     assert profile["metadata"]["kernels"].startswith("vllm")
+    assert logged(tmp_path / "out") == replayed(job)
+
+
+def logged(out: Path) -> list[tuple[Any, ...]]:
+    """The steps that the engine took."""
+    return [(s["kind"], s["group"], s["phase"], s["iteration"], s["queries"], s["tokens"])
+            for s in read_lines(out / "steps.jsonl")]
+
+
+def replayed(job: Path) -> list[tuple[Any, ...]]:
+    """The steps of a replay of the job's schedule, with the lengths that its run had."""
+    problem, results = open_file(job).problem, read_lines(job.parent / "out" / "results.jsonl")
+    estimate = load_schedule(job.parent / "out" / "schedule.json").estimate
+    pool, = replay_job(problem, Roofline(problem.model, problem.cluster.device, problem.dtype),
+                       estimate, QueryLengths(
+        inputs=np.array([line["input_tokens"] for line in results]),
+        outputs=np.array([line["output_tokens"] for line in results]),
+        most_outputs=np.array([q.max_new_tokens for q in QUERIES]))).pools
+    return [(step.kind.value, step.group, step.phase, step.iteration, encoded + decoded,
+             tokens + decoded) for step, encoded, decoded, tokens in zip(
+        pool.steps, pool.encoded.tolist(), pool.decoded.tolist(), pool.tokens.tolist(),
+        strict=True)]
 
 
 def test_a_killed_engine_loses_nothing(tmp_path: Path, toy: tuple[Path, Any], vllm_python: str,
