@@ -14,7 +14,7 @@ from xgpt.core.lengths import FloatArray, Lengths
 from xgpt.core.model import ModelSpec
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import StageAssignment
-from xgpt.core.units import ACTIVATION_BYTES, DTYPE_BYTES, WEIGHT_BYTES
+from xgpt.core.units import DTYPE_BYTES, WEIGHT_BYTES, activation_item_bytes
 
 # Share of a device's memory that may be planned: the rest is the runtime's context, kernels,
 # communication buffers and the allocator's fragmentation (vLLM plans 0.9 too).
@@ -88,7 +88,7 @@ def step_bytes(problem: Problem, stages: Sequence[StageAssignment], *, rows: Arr
              + (LIVE_MLP_COPIES * model.mlp_columns * (2 if model.is_gated_mlp else 1)
                 + (model.num_heads + 2 * model.kv_heads) * model.head_dim) / degrees)
     held: FloatArray = np.asarray(rows, float)[..., None] * (
-        width * ACTIVATION_BYTES[problem.weight_dtype])
+        width * activation_item_bytes(problem.weight_dtype, problem.dtype))
     if problem.cluster.device.kind == "cpu" or not model.decoder.is_native:
         held = held + model.num_heads / degrees * problem.lengths.inputs.max**2 * 4
     held[..., -1] += (np.asarray(heads, float) * model.vocab_size

@@ -191,15 +191,18 @@ def resolve_dtype(dtype: str, device: Device) -> str:
 
 
 def resolve_weight_dtype(job: Job, dtype: str, model: ModelSpec, cluster: Cluster) -> str:
-    """`auto`: `dtype`, but float32 for bfloat16 on a CPU that multiplies float32 quicker, where
-    that takes no more than half of its memory. Raises InputError for what cannot be executed."""
+    """`auto`: `dtype`, but for bfloat16 on a CPU the one of float16 and float32 that it multiplies
+    quickest, where that is quicker and no more than half of its memory would hold float32 (which
+    serves where the native operators are not there). Raises InputError for what cannot be
+    executed."""
     wish, device, engine = job.run.weight_dtype, cluster.device, job.run.engine
     allowed = _weight_dtypes(dtype, model, device, engine)
     if device.kind == "gpu" and job.cluster != LOCAL_CLUSTER and job.slurm is None:
         allowed.append(FP8)  # planned; no engine here executes it
     if wish != "auto" and wish not in allowed:
         raise wrong(job.source, "run.weight_dtype", wish, f"auto or {' or '.join(allowed)} here; "
-                    f"float32 for bfloat16, and {INT8} (decoder-only models, VNNI), on CPUs by "
+                    f"float32 or float16 (AVX512-FP16) for bfloat16, and {INT8} (decoder-only "
+                    "models, VNNI), on CPUs by "
                     f"run.engine: {OWN_ENGINE}; {FP8} is planned for on clusters of GPUs that are "
                     "not here, and executed nowhere")
     if wish != "auto":
@@ -207,10 +210,11 @@ def resolve_weight_dtype(job: Job, dtype: str, model: ModelSpec, cluster: Cluste
     if dtype != "bfloat16" or "float32" not in allowed:
         return dtype
     rates = dict(device.flops_per_s)
+    quickest = max((other for other in ("float16", "float32") if other in allowed), key=rates.get)
     widened = model.num_params * DTYPE_BYTES["float32"]
-    is_quicker = rates["float32"] > rates.get("bfloat16", np.inf)
+    is_quicker = rates[quickest] > rates.get("bfloat16", np.inf)
     has_room = widened <= cluster.num_devices * device.memory_bytes / 2
-    return "float32" if is_quicker and has_room else dtype
+    return quickest if is_quicker and has_room else dtype
 
 
 def open_weight_dtypes(problem: Problem, engine: str) -> list[str]:
@@ -225,6 +229,8 @@ def _weight_dtypes(dtype: str, model: ModelSpec, device: Device, engine: str) ->
     if engine == OWN_ENGINE and device.kind == "cpu":
         if dtype == "bfloat16":
             allowed.append("float32")
+            if "float16" in dict(device.flops_per_s):
+                allowed.append("float16")
         if INT8 in dict(device.flops_per_s) and not model.is_encoder_decoder:
             allowed.append(INT8)
     return allowed

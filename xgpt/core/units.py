@@ -13,7 +13,14 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 INT8 = "int8"
 FP8 = "fp8"  # E4M3, of weights alone or of both operands; planned for, not executed
 WEIGHT_BYTES = {**DTYPE_BYTES, INT8: 1, FP8: 1}  # of an element; scales apart
-ACTIVATION_BYTES = {**DTYPE_BYTES, INT8: 4, FP8: 2}  # of an activation, by what weights are held as
+_ACTIVATION_BYTES = {**DTYPE_BYTES, INT8: 4, FP8: 2}  # by what weights are held as
+
+
+def activation_item_bytes(weight_dtype: str, dtype: str) -> int:
+    """Of an activation, where weights of a run of `dtype` are held as `weight_dtype`: those that
+    have scales are multiplied by float32."""
+    is_scaled = weight_dtype == "float16" != dtype
+    return DTYPE_BYTES["float32"] if is_scaled else _ACTIVATION_BYTES[weight_dtype]
 
 
 def parse_bytes(text: str | int | float) -> int:

@@ -21,6 +21,7 @@ from xrunner.models.t5 import SCALE, SCORING
 from xrunner.models.weights import OnDevice, RandomWeights, WideVectors
 from xrunner.ops.attention import decode_attention, packed_attention, store_packed
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
+from xrunner.ops.linear import activations_of
 from xrunner.ops.residual import Residual
 from xrunner.ops.rows import place
 from xrunner.ops.sampling import sample
@@ -42,8 +43,9 @@ class EncoderDecoderBench:
         self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
         self._sampling, self._clock = sampling, clock_of(self.device)
         classes, shard = ENCODER_DECODER_CLASSES[spec.family], Shard(degree=tp_degree)
-        self._work_dtype = as_type = weight_dtype or dtype
-        weights = WideVectors(OnDevice(RandomWeights(dtype), self.device), as_type)
+        as_type = weight_dtype or dtype
+        self._work_dtype = activations_of(as_type, dtype)
+        weights = WideVectors(OnDevice(RandomWeights(dtype), self.device), self._work_dtype)
         self._encoder: list[Any] = [packed(classes.encoder_layer(spec, weights, i, shard), as_type)
                                     for i in range(self.num_encoder_layers)]
         self._decoder: list[Any] = [packed(classes.decoder_layer(spec, weights, i, shard), as_type)

@@ -25,6 +25,7 @@ from xrunner.models.weights import OnDevice, WeightSource, WideVectors
 from xrunner.ops.attention import decode_attention, packed_attention, store_packed
 from xrunner.ops.contexts import DecodeContext, encode_context, whole_inputs
 from xrunner.ops.head import Scores
+from xrunner.ops.linear import activations_of
 from xrunner.ops.rows import place
 
 
@@ -53,8 +54,9 @@ class EncoderDecoderStage:
             stage.first_layer + stage.num_layers == spec.num_layers if decodes else
             stage.first_encoder_layer + stage.num_encoder_layers == spec.num_encoder_layers)
         placed = weights if self.device.type == "cpu" else OnDevice(weights, self.device)
-        self.work_dtype = as_type = weight_dtype or self.dtype
-        placed, shard = WideVectors(placed, as_type), shard.rounding(self.dtype)
+        as_type = weight_dtype or self.dtype
+        self.work_dtype = activations_of(as_type, self.dtype)
+        placed, shard = WideVectors(placed, self.work_dtype), shard.rounding(self.dtype)
         self.encoder_layers: list[Any] = [
             packed(classes.encoder_layer(spec, placed, stage.first_encoder_layer + i, shard),
                    as_type) for i in range(stage.num_encoder_layers)]

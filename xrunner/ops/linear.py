@@ -4,8 +4,9 @@ processor.
 A weight is a view of the checkpoint until `pack` copies it into a library's own blocked layout,
 which spares that from doing it at every call (benchmarks/floor.py measures all; oneDNN's bfloat16
 on an Intel Xeon without AMX: 1.05 to 2.4 times as quick at 1 to 128 rows).
-A bfloat16 weight may be kept as float32: some processors multiply that twice as fast. Activations
-are float32 then, too, so that nothing is widened before a product or rounded after it.
+A bfloat16 weight may be kept as float32, or as float16 with a scale for each output: some
+processors multiply these two to four times as fast. Activations are float32 then, so that nothing
+is widened before a product or rounded after it.
 """
 
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xrunner.ops import invariant
+from xrunner.ops.float16 import Float16Weight, is_float16_served
 from xrunner.ops.int8 import Int8Weight
 from xrunner.ops.mkl import MklWeight, is_mkl_served
 
@@ -36,7 +38,7 @@ class Product:
         self.shape = tuple(weight.shape)
         self._packed: Tensor | None = None
         self._tile: int | None = None  # rows of a product, where batches must not matter
-        self._other: Int8Weight | MklWeight | None = None
+        self._other: Float16Weight | Int8Weight | MklWeight | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -52,15 +54,16 @@ class Product:
             return
         self._lay_out(weight, dtype)
         if invariant.is_asked() and 0 not in weight.shape:
-            self._tile = invariant.tile_of(self._product, self.shape[1], activations_of(dtype))
+            work = activations_of(dtype, weight.dtype)
+            self._tile = invariant.tile_of(self._product, self.shape[1], work)
 
     def _lay_out(self, weight: Tensor, dtype: torch.dtype) -> None:
-        if dtype == torch.int8:
-            dtype = activations_of(dtype)
-            if 0 not in weight.shape:
-                self._other, self.weight = Int8Weight(weight), None
-                self.bias = None if self.bias is None else self.bias.to(dtype)
-                return
+        narrow = self._narrow(dtype, weight.dtype)
+        dtype = activations_of(dtype, weight.dtype)
+        if narrow is not None and 0 not in weight.shape:
+            self._other, self.weight = narrow(weight), None
+            self.bias = None if self.bias is None else self.bias.to(dtype)
+            return
         self.weight = weight.to(dtype)
         self.bias = None if self.bias is None else self.bias.to(dtype)
         if not weight.is_cpu or not is_packable(dtype) or 0 in weight.shape:
@@ -72,6 +75,16 @@ class Product:
         else:
             self._packed = _PACKED._reorder_linear_weight(self.weight.contiguous(), None)
         self.weight = None
+
+    @staticmethod
+    def _narrow(dtype: torch.dtype, own: torch.dtype) -> (
+            type[Int8Weight] | type[Float16Weight] | None):
+        """What holds a weight of `own` type as `dtype` with scales; None where it has none, or is
+        float32 as well: where no product in float16 is served."""
+        if dtype == torch.int8:
+            return Int8Weight
+        is_scaled = is_scaled_float16(dtype, own) and is_float16_served()
+        return Float16Weight if is_scaled else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out], of the dtype that `activations_of` gives the weight's."""
@@ -91,9 +104,16 @@ class Product:
         return result
 
 
-def activations_of(weight_dtype: torch.dtype) -> torch.dtype:
-    """The type of what a product takes and gives where weights are held as `weight_dtype`."""
-    return torch.float32 if weight_dtype == torch.int8 else weight_dtype
+def activations_of(weight_dtype: torch.dtype, own: torch.dtype) -> torch.dtype:
+    """The type of what a product takes and gives where weights of `own` type are held as
+    `weight_dtype`."""
+    is_scaled = weight_dtype == torch.int8 or is_scaled_float16(weight_dtype, own)
+    return torch.float32 if is_scaled else weight_dtype
+
+
+def is_scaled_float16(weight_dtype: torch.dtype, own: torch.dtype) -> bool:
+    """Whether weights held as `weight_dtype` have scales beside float16: those of another type."""
+    return weight_dtype == torch.float16 != own
 
 
 def is_packable(dtype: torch.dtype) -> bool:

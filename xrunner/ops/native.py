@@ -49,6 +49,8 @@ OPERATORS = {
     "xgpt_keep_best": "i ipppllli",
     "xgpt_quantise_rows": "i ippplli",
     "xgpt_rescale_rows": "i ppplli",
+    "xgpt_has_float16": "i",
+    "xgpt_float16_product": "i pppppllli",
     "xgpt_kv_compact": "i pllpppllllli",
     "xgpt_kv_gather": "i plpllppllllli",
     "xgpt_kv_scatter": "i plpllppllllli",
@@ -81,7 +83,8 @@ def describe() -> str:
     native = _native or _load_once()
     if native.library is None:
         return f"native operators: none, torch's serve: {native.reason}"
-    return f"native operators: {LEVELS[native.library.xgpt_level()]}, {native.origin}"
+    products = ", products in float16" if native.library.xgpt_has_float16() else ""
+    return f"native operators: {LEVELS[native.library.xgpt_level()]}{products}, {native.origin}"
 
 
 def check(code: int) -> None:
