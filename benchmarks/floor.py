@@ -8,8 +8,9 @@ layers for its rows (where it encodes, those of the last layer that come after i
 queries alone) and of the head for its queries; every decode step the keys and values of its
 queries, read once. A product's time is the best of several ways (WAYS), the layers' weights taken
 in turn as in a step, a head's whole or in the runner's pieces; of a run with weights of int8 the
-products of 8-bit codes are one more way. Left out: the scores of encoding (a few per cent), norms,
-activations, making codes and scaling their sums back, and all else that a fused kernel could hide.
+products of 8-bit codes are one more way, with weights of float16 those of our own operator. Left
+out: the scores of encoding (a few per cent), norms, activations, making codes and scaling their
+sums back, and all else that a fused kernel could hide.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.nn import functional as F
 from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec
 from xrunner.checkpoint.source import read_spec
+from xrunner.ops.float16 import Float16Weight, is_float16_served
 from xrunner.ops.head import PIECE_TOKENS
 from xrunner.ops.int8 import Int8Weight, quantise
 from xrunner.ops.mkl import MklWeight, is_mkl_served
@@ -41,7 +43,8 @@ ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256
 # exact, and quicker where a processor's bfloat16 products are slow; MKL's with packed weights of
 # float32 (where MKL does not serve, oneDNN's again)
 WAYS = ("plain", "packed", "packed as float32", "packed as float32 for MKL")
-INT8_WAY = "packed as int8"  # codes by codes to sums, of a run whose weights are that
+# of a run whose weights are held as that: codes by codes to sums, or our own products
+NARROW_WAYS = {"int8": "packed as int8", "float16": "as float16 with scales"}
 _LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_S = 2, 6, 0.4  # of which the best counts
 _FEW_LAYERS, _MANY_ROWS = 6, 128  # from so many rows on, so many layers stand for all
 _READ_BYTES = 2**30  # past every cache
@@ -52,12 +55,12 @@ class Numbers(NamedTuple):
     """What a run reckons in."""
 
     dtype: torch.dtype
-    is_int8: bool = False  # its weights
+    narrow: str = ""  # of NARROW_WAYS, if that is what its weights are held as
 
     @property
     def ways(self) -> tuple[str, ...]:
         """How its products can be made."""
-        return (*WAYS, INT8_WAY) if self.is_int8 else WAYS
+        return (*WAYS, NARROW_WAYS[self.narrow]) if self.narrow else WAYS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,8 +109,11 @@ def main() -> None:
 def model_of(folder: Path) -> tuple[ModelSpec, Numbers]:
     """The model that the run in `folder` was of, and what it reckoned in."""
     run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    held = run.get("weight_dtype", "")
+    is_narrow = held in NARROW_WAYS and held != run["dtype"] and (
+        held != "float16" or is_float16_served())
     return read_spec(Path(run["model_dir"]), run["model_name"]), Numbers(
-        getattr(torch, run["dtype"]), is_int8=run.get("weight_dtype") == "int8")
+        getattr(torch, run["dtype"]), held if is_narrow else "")
 
 
 def parts_of(spec: ModelSpec) -> dict[str, Part]:
@@ -238,11 +244,11 @@ def part_seconds(part: Part, numbers: Numbers, rows: Sequence[int] = ROWS) -> Fl
     pieces = [[piece for weight in layer for piece in torch.split(weight, PIECE_TOKENS)]
               for layer in layers]  # whose weights are split, a head's, has them in pieces, too
     cuts = (layers,) if len(pieces[0]) == len(layers[0]) else (layers, pieces)
-    return np.array([np.min([_products_s(cut, count, is_int8=numbers.is_int8) for cut in cuts],
+    return np.array([np.min([_products_s(cut, count, narrow=numbers.narrow) for cut in cuts],
                             axis=0) for count in rows]).T
 
 
-def _products_s(layers: Sequence[Sequence[Tensor]], rows: int, *, is_int8: bool) -> list[float]:
+def _products_s(layers: Sequence[Sequence[Tensor]], rows: int, *, narrow: str) -> list[float]:
     """In the order of `Numbers.ways`."""
     used = layers[:_FEW_LAYERS] if rows >= _MANY_ROWS else layers
     weights, dtype = [weight for layer in used for weight in layer], layers[0][0].dtype
@@ -252,8 +258,8 @@ def _products_s(layers: Sequence[Sequence[Tensor]], rows: int, *, is_int8: bool)
     wide, wide_inputs = [w.float() for w in weights], {n: x.float() for n, x in inputs.items()}
     widened_s = packed_s if dtype is torch.float32 else _packed_s(wide, wide_inputs)
     mkl_s = _mkl_s(wide, wide_inputs) if is_mkl_served() else widened_s
-    int8_s = [_int8_s(wide, wide_inputs)] if is_int8 else []
-    return [s * len(layers) / len(used) for s in (plain_s, packed_s, widened_s, mkl_s, *int8_s)]
+    narrow_s = [_NARROW[narrow](wide, wide_inputs)] if narrow else []
+    return [s * len(layers) / len(used) for s in (plain_s, packed_s, widened_s, mkl_s, *narrow_s)]
 
 
 def _packed_s(weights: Sequence[Tensor], inputs: dict[int, Tensor]) -> float:
@@ -277,6 +283,14 @@ def _int8_s(weights: Sequence[Tensor], inputs: dict[int, Tensor]) -> float:
     return best_s(lambda: [torch.ops.onednn.qlinear_pointwise(
         x, 1.0, 128, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], "")
         for x, packed, scales, zeros in held])
+
+
+def _float16_s(weights: Sequence[Tensor], inputs: dict[int, Tensor]) -> float:
+    held = [(inputs[w.shape[1]], Float16Weight(w)) for w in weights]
+    return best_s(lambda: [weight(x) for x, weight in held])
+
+
+_NARROW = {"int8": _int8_s, "float16": _float16_s}
 
 
 def read_bytes_per_s() -> float:

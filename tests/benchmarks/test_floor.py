@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from floor import (
-    INT8_WAY,
+    NARROW_WAYS,
     ROWS,
     WAYS,
     Machine,
@@ -24,6 +24,7 @@ from floor import (
 )
 
 from xgpt.core import catalog
+from xrunner.ops.float16 import is_float16_served
 
 BFLOAT16 = Numbers(torch.bfloat16)
 
@@ -74,28 +75,32 @@ def test_a_step_counts_once_however_many_stages_took_it() -> None:
     assert whole_steps(records) == [("encode", 2, 9), ("decode", 2, 2)]
 
 
-def test_a_run_with_weights_of_int8_has_their_products_as_one_of_the_ways(tmp_path: Path) -> None:
+@pytest.mark.parametrize("held", ["int8", pytest.param("float16", marks=pytest.mark.skipif(
+    not is_float16_served(), reason="this processor has no AVX512-FP16"))])
+def test_a_run_with_narrow_weights_has_their_products_as_one_of_the_ways(
+        tmp_path: Path, held: str) -> None:
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32,
               "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
               "intermediate_size": 64, "vocab_size": 64, "max_position_embeddings": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    for weight_dtype, is_int8 in (("int8", True), ("float32", False), ("bfloat16", False)):
+    for weight_dtype, narrow in ((held, held), ("float32", ""), ("bfloat16", "")):
         (tmp_path / "run.json").write_text(json.dumps({
             "model_dir": str(tmp_path), "model_name": "toy", "dtype": "bfloat16",
             "weight_dtype": weight_dtype}))
-        assert model_of(tmp_path)[1] == Numbers(torch.bfloat16, is_int8=is_int8)
-    numbers = Numbers(torch.bfloat16, is_int8=True)
+        assert model_of(tmp_path)[1] == Numbers(torch.bfloat16, narrow)
+    numbers = Numbers(torch.bfloat16, held)
     machine = machine_of("smollm2-135m", numbers, 1e9)
     rows = [1, 50, 5000]
     assert machine.part_s("layer", rows) == pytest.approx(
         machine_of("smollm2-135m", BFLOAT16, 2e9).part_s("layer", rows))
     table = rates(machine)
-    assert sum(INT8_WAY in line for line in table) == 2, "layers and head"
-    assert not any(INT8_WAY in line for line in rates(machine_of("smollm2-135m", BFLOAT16, 1e9)))
+    assert sum(NARROW_WAYS[held] in line for line in table) == 2, "layers and head"
+    own = rates(machine_of("smollm2-135m", BFLOAT16, 1e9))
+    assert not any(NARROW_WAYS[held] in line for line in own)
 
 
 def test_products_are_timed_in_every_way_and_all_layers_count() -> None:
-    part, numbers = Part(shapes=((48, 32), (32, 48)), count=7), Numbers(torch.float32, is_int8=True)
+    part, numbers = Part(shapes=((48, 32), (32, 48)), count=7), Numbers(torch.float32, "int8")
     seconds = part_seconds(part, numbers, rows=(3, 200))
     assert seconds.shape == (len(numbers.ways), 2) and (seconds > 0).all()
     assert part_seconds(part, Numbers(torch.float32), rows=(3,)).shape == (len(WAYS), 1)

@@ -210,7 +210,8 @@ def resolve_weight_dtype(job: Job, dtype: str, model: ModelSpec, cluster: Cluste
     if dtype != "bfloat16" or "float32" not in allowed:
         return dtype
     rates = dict(device.flops_per_s)
-    quickest = max((other for other in ("float16", "float32") if other in allowed), key=rates.get)
+    quickest = max((other for other in ("float16", "float32") if other in allowed),
+                   key=lambda other: rates[other])
     widened = model.num_params * DTYPE_BYTES["float32"]
     is_quicker = rates[quickest] > rates.get("bfloat16", np.inf)
     has_room = widened <= cluster.num_devices * device.memory_bytes / 2

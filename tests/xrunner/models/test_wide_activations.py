@@ -1,5 +1,6 @@
-"""Weights of a bfloat16 model held as float32, or as float16 with scales: activations are float32, what is kept and what goes
-to other ranks stays bfloat16, and the logits come nearer to those of float32."""
+"""Weights of a bfloat16 model held as float32, or as float16 with scales: activations are float32,
+what is kept and what goes to other ranks stays bfloat16, and the logits come nearer to those of
+float32."""
 
 from dataclasses import replace
 
