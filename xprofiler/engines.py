@@ -13,6 +13,7 @@ from xgpt.core import catalog
 from xgpt.core.cluster import Device
 from xgpt.core.engines import OWN_ENGINE
 from xprofiler.constants import BY_KIND, RooflineConstants
+from xprofiler.source_errors import UNCALIBRATED, SourceErrors, errors_from
 
 LINK_FIELDS = ("nvlink", "pcie", "pcie_peer", "network")
 # Which measured generation stands in for another, the nearest first.
@@ -33,11 +34,24 @@ def engine_constants(device: Device, engine: str = OWN_ENGINE) -> RooflineConsta
         return base
     for name in _with_those_it_is_like(engine):
         constants = catalog.engine(name).constants
-        generation = next((g for g in (device.generation, *_NEAREST.get(device.generation, ()))
-                           if g in constants), None)
+        generation = _nearest(device.generation, constants)
         if generation is not None:
             base = changed(base, constants[generation])
     return base
+
+
+def engine_errors(device: Device, engine: str = OWN_ENGINE) -> SourceErrors:
+    """How far off what is computed with these constants is: the errors of the engine's own row, or
+    of the one that it is like. Raises UnknownNameError."""
+    rows = [row for name in _with_those_it_is_like(engine)
+            if (row := catalog.engine(name)).errors]
+    if device.kind != "gpu" or not rows:
+        return UNCALIBRATED
+    generation = _nearest(device.generation, rows[-1].errors)
+    if generation is None:
+        return UNCALIBRATED
+    return errors_from(rows[-1].errors[generation], f"{rows[-1].name} on {generation}",
+                       is_carried=generation != device.generation)
 
 
 def changed(constants: RooflineConstants, row: Mapping[str, Any]) -> RooflineConstants:
@@ -51,6 +65,11 @@ def changed(constants: RooflineConstants, row: Mapping[str, Any]) -> RooflineCon
         else:
             values[name] = _plain(value)
     return replace(constants, **values)
+
+
+def _nearest(generation: str, rows: Mapping[str, Any]) -> str | None:
+    """The generation among the rows that stands in for this one: itself, if it is there."""
+    return next((g for g in (generation, *_NEAREST.get(generation, ())) if g in rows), None)
 
 
 def _with_those_it_is_like(engine: str) -> list[str]:

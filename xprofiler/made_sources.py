@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 from xgpt.core.cluster import Link
 from xgpt.core.lengths import FloatArray
 from xprofiler.profile import HANDOVER, HANDOVER_DIRECT, STEP_OVERHEAD, TableKey
+from xprofiler.source_errors import OperatorGroup, group_of
 from xprofiler.timing import MessageKind, Operator, TimingSource
 
 MOST_SIZES = 4096  # of an array that is remembered
@@ -19,11 +20,13 @@ MOST_ANSWERS = 4096  # after that it begins anew
 
 
 class Raised:
-    """`source`, with the times of the table `key` multiplied by `factor`."""
+    """`source`, with the times of a table, or of all tables of a group, multiplied by `factor`."""
 
-    def __init__(self, source: TimingSource, key: TableKey, factor: float) -> None:
-        name = HANDOVER if key.name == HANDOVER_DIRECT else key.name  # the quicker way counts
-        self._source, self._key, self._factor = source, key._replace(name=name), factor
+    def __init__(self, source: TimingSource, what: TableKey | OperatorGroup,
+                 factor: float) -> None:
+        if isinstance(what, TableKey) and what.name == HANDOVER_DIRECT:
+            what = what._replace(name=HANDOVER)  # the quicker way counts
+        self._source, self._what, self._factor = source, what, factor
         self.reach, self.provenance = source.reach, source.provenance
         overhead_s = source.facts.step_overhead_s * self._of(TableKey(STEP_OVERHEAD))
         self.facts = replace(source.facts, step_overhead_s=overhead_s)
@@ -41,7 +44,9 @@ class Raised:
             kind, num_bytes, link, tp_degree=tp_degree)
 
     def _of(self, key: TableKey) -> float:
-        return self._factor if key == self._key else 1.0
+        is_meant = (group_of(key.name) is self._what if isinstance(self._what, OperatorGroup) else
+                    key == self._what)
+        return self._factor if is_meant else 1.0
 
 
 class Remembered:

@@ -23,6 +23,7 @@ from xprofiler.profile import (
     TableKey,
 )
 from xprofiler.retimed import Factor, Factors
+from xprofiler.source_errors import IMPORTED
 from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts, TimingSource
 
 # a query's share of a batch settles as the batch grows
@@ -135,6 +136,12 @@ class ProfileTiming:
                           for operator in _TABLES_OF[kind]}
         return {key: _table_error(key, points, least.get(key))
                 for key, points in self.profile.tables.items() if points}
+
+    @property
+    def common_error(self) -> float:
+        """By how much all tables together may be off, beyond what each is: others' tables against
+        the runs of another engine. What was measured here is of what runs here."""
+        return IMPORTED if self.profile.metadata.origin.startswith("imported") else 0.0
 
     def provenance(self) -> str:
         m = self.profile.metadata

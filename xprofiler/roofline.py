@@ -9,16 +9,16 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike
 
-from xgpt.core import catalog
 from xgpt.core.cluster import Device, Link
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import DTYPE_BYTES, FP8
 from xprofiler.constants import RooflineConstants
-from xprofiler.engines import engine_constants
+from xprofiler.engines import engine_constants, engine_errors
 from xprofiler.kernels import AttentionKernels, Kernels, RowKernels
 from xprofiler.links import LinkTimes
+from xprofiler.source_errors import SourceErrors
 from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts
 
 
@@ -80,14 +80,9 @@ class Roofline:
         """No measurements, so no limit to them."""
         return Reach(math.inf, math.inf)
 
-    def latency_factor(self, confidence: float) -> float | None:
-        """Factor on computed latencies that this share of the engine's measured ones stayed below
-        (1 at least); None for engines of which none were compared."""
-        ratios = catalog.engine(self._engine).latency_ratios
-        if self._of[1].kind != "gpu" or not ratios:
-            return None
-        shares, factors = zip(*sorted(ratios.items()), strict=True)
-        return max(float(np.interp(confidence, shares, factors)), 1.0)
+    def errors(self) -> SourceErrors:
+        """How far off these times are, by group of operators."""
+        return engine_errors(self._of[1], self._engine)
 
     def provenance(self) -> str:
         """One line for reports."""

@@ -4,13 +4,14 @@ A schedule is planned for bound / factor, with the factor such that P(latency <=
 the constraint's `confidence`, as far as the causes below are known:
 
 - *times*: each table of a measured profile is off by one relative error, common to all steps that
-  use it and independent of other tables' (xprofiler.profile_timing.TableError). Their effects on
-  the latency, each found by asking again with that table's times raised, add as squares; the sum
-  is taken as log-normal. Of a profile that was measured briefly a least error is taken. How single
-  steps scatter is no matter: a query is hundreds of them. A computed source (the roofline) has
-  measured nothing. Of an engine whose whole requests were compared with it, one factor is taken
-  for all steps: as many of those requests' latencies were below it as the confidence says. Of
-  others the error is not covered, and said not to be.
+  use it and independent of other tables' (xprofiler.profile_timing.TableError), and all of them
+  together, where they are others', by one more. Their effects on the latency, each
+  found by asking again with that table's times raised, add as squares; the sum is taken as
+  log-normal. Of a profile that was measured briefly a least error is taken. How single steps
+  scatter is no matter: a query is hundreds of them. A computed source (the roofline) is off by
+  groups of operators, as it was from measurements that others published (xprofiler.source_errors):
+  what is common to all steps, each group's own by its share of the latency, and what sizes differ
+  in. The law has longer tails, since it was read off engines' requests.
 - *lengths*: the observed lengths are a sample. REPLICATES resampled distributions (smoothed
   bootstrap, fixed seed) are put in its place. Given distributions are taken as true.
 - *inputs*: where they were estimated from characters, all of them may be longer or shorter by
@@ -26,10 +27,10 @@ decode batch grow with longer outputs, which in a run its `max_in_system` preven
 too large rather than too small there."""
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -48,6 +49,7 @@ from xgpt.core.units import format_seconds
 from xprofiler.made_sources import Raised
 from xprofiler.profile import TableKey
 from xprofiler.profile_timing import MOST_NOISE, TableError
+from xprofiler.source_errors import OperatorGroup, SourceErrors, sizes_of
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import Evaluator
 from xsimulator.replay.predict import JobPrediction
@@ -61,17 +63,19 @@ _SEED = 20240427
 
 @runtime_checkable
 class Measured(Protocol):
-    """A timing source that knows how far off it may be."""
+    """A timing source that knows how far off it may be: each table, and all of them together."""
 
     def table_errors(self) -> Mapping[TableKey, TableError]: ...
+
+    @property
+    def common_error(self) -> float: ...
 
 
 @runtime_checkable
 class Computed(Protocol):
-    """A timing source that was compared with whole requests, or was not (None): the factor on
-    latencies that such a share of them stayed below."""
+    """A timing source that measured nothing, and knows how far off such times were elsewhere."""
 
-    def latency_factor(self, confidence: float) -> float | None: ...
+    def errors(self) -> SourceErrors: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +104,10 @@ class Doubts:
         self.problem, self._evaluator, self._replays = problem, evaluator, replays
         timing = evaluator.timing
         self._errors = timing.table_errors() if isinstance(timing, Measured) else {}
-        self._computed = (timing.latency_factor(problem.constraint.confidence)
-                          if isinstance(timing, Computed) else None)
+        self._common = timing.common_error if isinstance(timing, Measured) else 0.0
+        # as likely as not is what computed times are by themselves
+        self._computed = timing.errors() if (
+            isinstance(timing, Computed) and problem.constraint.confidence > 0.5) else None
         self._variants: dict[Hashable, Evaluator] = {}  # with other times or lengths
         lengths = problem.lengths
         self._counts = [part.num_samples for part in (lengths.inputs, lengths.outputs)
@@ -125,6 +131,10 @@ class Doubts:
         if expected_s <= 0:  # outputs of one token have no second one
             return MarginParts(factor=1.0, sentence="")
         of_times, unmeasured = self._timing_spread(estimate, metric)
+        computed = _computed_margin(
+            self._computed, self.problem, metric, expected_s, lambda group: self._variant(
+                group, timing=Raised(self._evaluator.timing, group, 1 + LEAST_STEP)
+            ).seconds(estimate, metric))
         of_inputs = self._input_spread(estimate, metric)
         spread = math.hypot(of_times, of_inputs)
         ratios = np.array([shrunk * math.log(
@@ -133,13 +143,13 @@ class Doubts:
         drift = max((self._variant(("drift", change), lengths).seconds(estimate, metric)
                      / expected_s for change, lengths in self._drifted.items()), default=1.0)
         return self._worded(MarginParts(
-            factor=(model * drift * (self._computed or 1.0)
+            factor=(model * drift * computed.factor
                     * max(math.exp(upper_limit(ratios, spread, confidence)), 1.0)),
-            timing=(self._computed or 1.0) * math.exp(
+            timing=computed.factor * math.exp(
                 upper_limit(np.zeros(1), of_times, confidence)), drift=drift,
             inputs=math.exp(upper_limit(np.zeros(1), of_inputs, confidence)), model=model,
             lengths=max(math.exp(upper_limit(ratios, 0.0, confidence)), 1.0), sentence=""),
-            unmeasured)
+            unmeasured, computed.weakest)
 
     def expected_s(self, estimate: Estimate, metric: Metric) -> float:
         """What a bound on the metric is of, by the closed form."""
@@ -183,7 +193,7 @@ class Doubts:
         """(standard deviation of the metric's logarithm, share of it that no table explains)."""
         expected_s = self._evaluator.seconds(estimate, metric)
         degrees = {stage.tp_degree for stage in estimate.deployment.stages}
-        square, explained = 0.0, 0.0
+        square, explained = self._common**2, 0.0
         for key, error in self._errors.items():
             if not key.link and key.tp_degree not in degrees:
                 continue
@@ -228,14 +238,16 @@ class Doubts:
                                              timing or self._evaluator.timing)
         return self._variants[name]
 
-    def _worded(self, parts: MarginParts, unmeasured: float) -> MarginParts:
+    def _worded(self, parts: MarginParts, unmeasured: float,
+                weakest: OperatorGroup | None = None) -> MarginParts:
         """The same parts with their sentence."""
         constraint = self.problem.constraint
         if math.isinf(constraint.latency_s):
             return replace(parts, sentence="there is no bound, so none can be broken")
         causes = []
         if self._errors:
-            causes.append(f"{parts.timing - 1:.1%} since measured times may be off")
+            kind = "imported" if self._common else "measured"
+            causes.append(f"{parts.timing - 1:.1%} since {kind} times may be off")
             if any(error.is_brief for error in self._errors.values()):
                 causes[-1] += " (they were measured briefly, at few sizes)"
             if unmeasured > 0.01:
@@ -247,8 +259,9 @@ class Doubts:
             if float(np.mean([error.unknown for error in self._errors.values()])) > 0.5:
                 causes[-1] += " (most points have too few samples to tell their noise)"
         if self._computed:
-            causes.append(f"{parts.timing - 1:.1%} since computed times may be off (as they were "
-                          "of this engine's requests that others measured)")
+            most = "" if weakest is None else f"; most of it for {weakest.words}"
+            causes.append(f"{parts.timing - 1:.1%} since computed times may be off "
+                          f"({self._computed.kind}: {self._computed.checked}{most})")
         if self._counts:
             causes.append(f"{parts.lengths - 1:.1%} since only {min(self._counts)} queries tell "
                           "how long they are")
@@ -267,6 +280,28 @@ class Doubts:
             f"{format_seconds(constraint.latency_s)} is kept: {', '.join(causes)}")
         return replace(parts, sentence=text if self._errors or self._computed else (
             f"{text}; the times are computed, not measured: how far they are off is not covered"))
+
+
+class _ComputedMargin(NamedTuple):
+    """`weakest`: the group of operators that contributes most."""
+
+    factor: float
+    weakest: OperatorGroup | None
+
+
+def _computed_margin(errors: SourceErrors | None, problem: Problem, metric: Metric,
+                     expected_s: float, raised_s: Callable[[OperatorGroup], float]
+                     ) -> _ComputedMargin:
+    """For what computed times may be off, by the groups' shares of the metric. `raised_s`: what it
+    is with a group's times a LEAST_STEP longer."""
+    if errors is None:
+        return _ComputedMargin(1.0, None)
+    shares = {group: math.log(raised_s(group) / expected_s) / math.log1p(LEAST_STEP)
+              for group in errors.groups}
+    lengths = problem.lengths
+    sizes = 1.0 if metric == "ttft" else sizes_of(lengths.inputs.mean, lengths.outputs.mean)
+    return _ComputedMargin(errors.factor(shares, problem.constraint.confidence, sizes),
+                           errors.weakest(shares, sizes))
 
 
 def upper_limit(logarithms: FloatArray, spread: float, confidence: float) -> float:

@@ -9,7 +9,9 @@ fixed, requests that start together stay together (convoys), as they do in such 
 import bisect
 import heapq
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +20,7 @@ from xgpt.core.cluster import Link
 from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import DTYPE_BYTES
+from xprofiler.source_errors import OperatorGroup
 from xprofiler.timing import MessageKind, Operator, TimingSource
 from xsimulator.layer_times import ALL_REDUCES_PER_LAYER
 
@@ -46,11 +49,23 @@ class Loop:
 
 
 class Served(NamedTuple):
-    """Means over all requests. `tpot_s` of each token after the first."""
+    """Means over all requests. `tpot_s` of each token after the first. `shares`: of all steps'
+    time, by group of operators."""
 
     ttft_s: float
     tpot_s: float
     latency_s: float
+    shares: Mapping[OperatorGroup, float] = MappingProxyType({})
+
+
+class StepParts(NamedTuple):
+    """Seconds of one step of a whole model, by group of operators."""
+
+    products: float
+    encode_attention: float
+    decode_attention: float
+    all_reduce: float
+    host: float
 
 
 class StepSeconds:
@@ -65,8 +80,9 @@ class StepSeconds:
             MessageKind.ALL_REDUCE, rows * model.hidden_size * DTYPE_BYTES[dtype], link,
             tp_degree=tp_degree)
         ends_s = timing.operator_s(Operator.EMBED, rows, tp_degree=tp_degree)
-        rows_s = model.num_layers * (layer_s + ALL_REDUCES_PER_LAYER * reduce_s) + ends_s
-        self._rows = _Line(rows, rows_s + timing.facts.step_overhead_s)
+        self._rows = _Line(rows, model.num_layers * layer_s + ends_s)
+        self._reduces = _Line(rows, model.num_layers * ALL_REDUCES_PER_LAYER * reduce_s)
+        self._host_s = timing.facts.step_overhead_s
         self._heads = _Line(rows, timing.operator_s(Operator.HEAD, rows, tp_degree=tp_degree))
         queries = np.unique(np.round(np.geomspace(1, _MOST_QUERIES, 24)))
         contexts = np.geomspace(1, _MOST_CONTEXT, 40)
@@ -84,14 +100,15 @@ class StepSeconds:
                 Operator.ENCODE_ATTENTION, tokens, together, tp_degree=self._degree))
         return self._prompts[key]
 
-    def step_s(self, encoded: int, prompts: int, decoding: int, context: float,
-               encode_attention_s: float) -> float:
+    def parts(self, encoded: int, prompts: int, decoding: int, context: float,
+              encode_attention_s: float) -> StepParts:
         """A step that encodes `encoded` tokens, ends `prompts` of the prompts, and decodes for
         `decoding` queries with `context` tokens each."""
-        seconds = self._rows(encoded + decoding) + encode_attention_s
-        if prompts + decoding:
-            seconds += self._heads(prompts + decoding)
-        return seconds + (self._decode_attention_s(decoding, context) if decoding else 0.0)
+        ends_s = self._heads(prompts + decoding) if prompts + decoding else 0.0
+        return StepParts(
+            products=self._rows(encoded + decoding) + ends_s, encode_attention=encode_attention_s,
+            decode_attention=self._decode_attention_s(decoding, context) if decoding else 0.0,
+            all_reduce=self._reduces(encoded + decoding), host=self._host_s)
 
     def _decode_attention_s(self, queries: float, context: float) -> float:
         at = min(max(bisect.bisect_right(self._of_queries, queries) - 1, 0),
@@ -146,6 +163,7 @@ class _Play:
         self._context = 0  # tokens of all that run
         self._held = 0.0  # entries of the cache that running and encoding queries need
         self._done: list[tuple[float, float]] = []  # (time to first token, time per token after)
+        self._spent = [0.0] * len(StepParts._fields)  # seconds of all steps, by group
 
     def run(self, requests: int) -> Served:
         while len(self._done) < requests:
@@ -155,7 +173,10 @@ class _Play:
             else:
                 self._decode_on()
         ttft_s, tpot_s = np.array(self._done[:requests]).mean(axis=0).tolist()
-        return Served(ttft_s, tpot_s, ttft_s + tpot_s * (self._loop.output_tokens - 1))
+        return Served(
+            ttft_s, tpot_s, ttft_s + tpot_s * (self._loop.output_tokens - 1),
+            {OperatorGroup(name): spent / sum(self._spent)
+             for name, spent in zip(StepParts._fields, self._spent, strict=True)})
 
     def _arrival(self) -> _Request:
         loop = self._loop
@@ -196,7 +217,7 @@ class _Play:
                 request.input_tokens, len(pieces))
             request.left -= tokens
             ended += request.left == 0
-        self._now_s += self._sent_on_s(ended + decoding, self._steps.step_s(
+        self._work(1, ended + decoding, self._steps.parts(
             sum(pieces), ended, decoding, self._context / decoding if decoding else 0.0,
             attention_s))
         if decoding:
@@ -220,9 +241,14 @@ class _Play:
         assert self._running, "a loop without a request"
         number, steps = len(self._running), self._running[0][0] - self._step
         context = self._context / number + (steps - 1) / 2
-        self._now_s += steps * self._sent_on_s(
-            number, self._steps.step_s(0, 0, number, context, 0.0))
+        self._work(steps, number, self._steps.parts(0, 0, number, context, 0.0))
         self._advance(steps)
+
+    def _work(self, steps: int, tokens: int, parts: StepParts) -> None:
+        """So many steps alike, of which each sends on `tokens`."""
+        self._now_s += steps * self._sent_on_s(tokens, sum(parts))
+        for index, seconds in enumerate(parts):
+            self._spent[index] += steps * seconds
 
     def _sent_on_s(self, tokens: int, step_s: float) -> float:
         """A step and the sending of its tokens, which overlap but for a part: the longer counts,

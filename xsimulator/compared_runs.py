@@ -26,8 +26,10 @@ from xgpt.core.model import ModelSpec
 from xgpt.core.units import DTYPE_BYTES, FP8, WEIGHT_BYTES
 from xprofiler.compared import Compared
 from xprofiler.constants import RooflineConstants
+from xprofiler.engines import engine_errors
 from xprofiler.roofline import Roofline
-from xprofiler.timing import MessageKind, Operator
+from xprofiler.source_errors import sizes_of
+from xprofiler.timing import MessageKind, Operator, TimingSource
 from xsimulator.closed_loop import Loop, Served, StepSeconds, served
 from xsimulator.layer_times import ALL_REDUCES_PER_LAYER
 
@@ -106,7 +108,7 @@ class Shape(NamedTuple):
     output_tokens: int
 
 
-def static_batch_s(source: Roofline, model: ModelSpec, link: str, shape: Shape) -> float:
+def static_batch_s(source: TimingSource, model: ModelSpec, link: str, shape: Shape) -> float:
     """One batch without early termination: encode, then output_tokens - 1 decode iterations."""
     degree, batch, inputs, outputs = shape
     encode_s, decode_s = _parts(source, model, link, degree)
@@ -262,6 +264,14 @@ def predicted(point: ServingPoint, constants: RooflineConstants | None = None,
         StepSeconds(model, timing, link, "bfloat16", point.tp_degree))
 
 
+def margin_of(point: ServingPoint, played: Served, confidence: float) -> float:
+    """The factor on a point's predicted latency that planning for its engine takes at this
+    confidence, by the operators that the latency is made of."""
+    errors = engine_errors(catalog.device(point.device), point.row)
+    return errors.factor(played.shares, confidence,
+                         sizes_of(point.input_tokens, point.output_tokens))
+
+
 def of_serving(points: Iterable[ServingPoint], times: Mapping[ServingPoint, Served]
                ) -> Iterator[Compared]:
     """TPOT, TTFT and latency of requests, by model, GPU, engine, dtype and half."""
@@ -294,7 +304,7 @@ class _StepsOf(NamedTuple):
     decode_s: Callable[[int, FloatArray], FloatArray]
 
 
-def _parts(source: Roofline, model: ModelSpec, link: str, degree: int) -> _StepsOf:
+def _parts(source: TimingSource, model: ModelSpec, link: str, degree: int) -> _StepsOf:
     """A whole model as one stage; each step ends with the head and the host's cost."""
     joined = catalog.link(link)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from taken_as_true import TakenAsTrue
+
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.job import FixedSchedule
@@ -31,6 +33,6 @@ def problem_of(model="opt-13b", cluster=None, lengths: JointLengths | str = "S",
 
 def roofline_of(problem: Problem, *, padded=False) -> Roofline:
     """`padded`: with decode attention as of kernels that read padded caches."""
-    roofline = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    roofline = TakenAsTrue(problem.model, problem.cluster.device, problem.dtype)
     roofline.facts = replace(roofline.facts, is_padded=padded)
     return roofline

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from taken_as_true import TakenAsTrue
 
 from xgpt.core import catalog
 from xgpt.core import lengths as lengths_module
@@ -131,7 +132,7 @@ def _sizes(rng: np.random.Generator, least: int, most: int) -> tuple[int, ...]:
 
 
 def roofline_of(problem: Problem) -> Roofline:
-    return Roofline(problem.model, problem.cluster.device, problem.dtype)
+    return TakenAsTrue(problem.model, problem.cluster.device, problem.dtype)
 
 
 def toy_cluster(*, devices=4, memory=6e8, link=FAST, nodes=1) -> Cluster:

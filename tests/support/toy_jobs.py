@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from taken_as_true import TakenAsTrue
+
 from xgpt.core.cluster import Device, Link, uniform_cluster
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.job import FixedSchedule
@@ -39,7 +41,7 @@ def toy_problem(*, latency_s=math.inf, memory=MEMORY, kind="gpu", nodes=1, per_n
 
 
 def roofline_of(problem: Problem) -> Roofline:
-    return Roofline(problem.model, problem.cluster.device, problem.dtype)
+    return TakenAsTrue(problem.model, problem.cluster.device, problem.dtype)
 
 
 def estimate_of(problem: Problem, policy="rra", **variables):

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from taken_as_true import TakenAsTrue
 
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.job import Adjustment, FixedSchedule
 from xgpt.core.problem import Problem
 from xgpt.core.queries import QueryLengths
-from xprofiler.roofline import Roofline
 from xrunner.rules.order import run_order
 from xscheduler import evaluator
 from xsimulator.policies.rra.closed_form import Rra
@@ -30,7 +30,7 @@ def test_a_prediction_has_the_runs_order(monkeypatch: pytest.MonkeyPatch, shuffl
         model=catalog.model("opt-13b"), cluster=catalog.cluster("a40-4"), lengths=joint,
         dtype="float16", num_queries=200, fixed=FixedSchedule(), default_max_tokens=80,
         constraint=latency_constraint(latency_s=math.inf), adjustment=Adjustment(shuffle=shuffle))
-    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    timing = TakenAsTrue(problem.model, problem.cluster.device, problem.dtype)
     inputs = np.arange(1, 201)
     inputs[17] = 10**6  # cannot run, and so has no place in the order
     most = np.arange(200) % 7 + 1 if forced else np.full(200, 80)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from taken_as_true import TakenAsTrue
 
 from xgpt.core import catalog
 from xgpt.core.errors import InfeasibleError
@@ -33,7 +34,7 @@ def problem_of(num_queries: int | None = 100, latency_s: float = 12.0, *, observ
 
 
 def timing_of(problem: Problem) -> Roofline:
-    return Roofline(problem.model, problem.cluster.device, problem.dtype)
+    return TakenAsTrue(problem.model, problem.cluster.device, problem.dtype)
 
 
 def test_a_short_job_is_planned_for_its_own_queries_unless_the_steady_state_is_asked_for() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from xgpt.core import catalog
 from xprofiler.roofline import Roofline
+from xprofiler.source_errors import OperatorGroup
 from xprofiler.timing import Operator
 from xsimulator.closed_loop import Loop, StepSeconds, served
 
@@ -19,10 +20,14 @@ LOOP = Loop(concurrency=1, input_tokens=1000, output_tokens=11, step_tokens=8192
             kv_tokens=1e6)
 
 
+def step_s(*what: float) -> float:
+    return sum(STEPS.parts(*what))
+
+
 def test_one_request_at_a_time_takes_its_own_steps() -> None:
     found = served(LOOP, STEPS)
-    encode_s = STEPS.step_s(1000, 1, 0, 0.0, STEPS.encode_attention_s(1000, 1))
-    decode_s = 10 * STEPS.step_s(0, 0, 1, 1001 + 4.5, 0.0)
+    encode_s = step_s(1000, 1, 0, 0.0, STEPS.encode_attention_s(1000, 1))
+    decode_s = 10 * step_s(0, 0, 1, 1001 + 4.5, 0.0)
     assert found.ttft_s == pytest.approx(encode_s)
     assert found.tpot_s * 10 == pytest.approx(decode_s)
     assert found.latency_s == pytest.approx(encode_s + decode_s)
@@ -34,7 +39,7 @@ def test_a_step_is_the_sum_of_its_operators() -> None:
                                                      tp_degree=2))
     ends = (TIMING.operator_s(Operator.HEAD, 40.0, tp_degree=2) + TIMING.facts.step_overhead_s)
     without_messages = float(layers + ends)
-    assert without_messages < STEPS.step_s(0, 0, 40, 700.0, 0.0) < 2 * without_messages
+    assert without_messages < step_s(0, 0, 40, 700.0, 0.0) < 2 * without_messages
 
 
 @pytest.mark.parametrize("mixes", [True, False])
@@ -71,7 +76,7 @@ def test_what_the_cache_holds_of_an_input_is_not_encoded_but_attended_to() -> No
     to all: 1 - 0.8^2 of the pairs."""
     found = served(replace(LOOP, cached=0.8), STEPS)
     attention_s = (1 - 0.8**2) * STEPS.encode_attention_s(1000, 1)
-    assert found.ttft_s == pytest.approx(STEPS.step_s(200, 1, 0, 0.0, attention_s))
+    assert found.ttft_s == pytest.approx(step_s(200, 1, 0, 0.0, attention_s))
     assert found.tpot_s == pytest.approx(served(LOOP, STEPS).tpot_s)
 
 
@@ -81,3 +86,13 @@ def test_a_front_end_that_sends_on_slower_than_the_device_decodes_sets_the_pace(
                           for stream_s in (0.0, 1e-6, 1e-3))
     assert quick.tpot_s == pytest.approx(alone.tpot_s, rel=1e-3)
     assert slow.tpot_s == pytest.approx(64e-3, rel=0.05)
+
+
+def test_what_is_spent_is_told_by_group_of_operators() -> None:
+    """One request alone: a step that encodes, then as many as it has tokens left."""
+    found = served(replace(LOOP, concurrency=1), STEPS)
+    assert sum(found.shares.values()) == pytest.approx(1.0)
+    assert min(found.shares.values()) > 0
+    many = served(replace(LOOP, concurrency=64), STEPS)
+    host = OperatorGroup.HOST
+    assert many.shares[host] < found.shares[host]  # shared by 64

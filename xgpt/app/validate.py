@@ -15,6 +15,7 @@ from xsimulator.chooser import Choices, choices
 from xsimulator.closed_loop import Served
 from xsimulator.compared_runs import (
     ServingPoint,
+    margin_of,
     of_fastertransformer,
     of_serving,
     of_splitwise,
@@ -34,7 +35,6 @@ SERVING = "serving"  # published closed loops, and those of measurements*.csv
 SOURCES = (*_TABLES, SERVING)
 CONFIDENCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 CHOOSER_CONFIDENCE = 0.9
-_FEW = 10  # points of an engine's half `fit` that tell its ninth decile
 
 
 class Chooser(NamedTuple):
@@ -48,7 +48,7 @@ class Chooser(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
     """`calibration`: (confidence promised, share of the test half's latencies that were kept).
-    `margins`: by engine, for CHOOSER_CONFIDENCE."""
+    `margins`: by engine, the median factor for CHOOSER_CONFIDENCE."""
 
     folder: Path
     compared: tuple[Compared, ...]
@@ -90,25 +90,9 @@ def validate(folder: Path | None, tell: Teller, *, sources: Sequence[str] = (),
     times = {point: predicted(point) for point in points}
     return Validation(
         folder=given, compared=(*compared, *of_serving(points, times)),
-        choosers=tuple(_choosers(points, times)), margins=margin_of(
-            points, times, CHOOSER_CONFIDENCE),
+        choosers=tuple(_choosers(points, times)), margins=_median_margins(points, times),
         calibration=tuple((confidence, _kept(points, times, confidence))
                           for confidence in CONFIDENCES))
-
-
-def margin_of(points: Sequence[ServingPoint], times: Mapping[ServingPoint, Served],
-              confidence: float) -> dict[str, float]:
-    """Factor by engine under which that share of its latencies was, measured over predicted, in the
-    half that constants may be fitted to; that of all engines for one of few points there."""
-    off: dict[str, list[float]] = {}
-    for point in points:
-        if point.is_fitted:
-            off.setdefault(point.row, []).append(point.latency_s / times[point].latency_s)
-    off = off or {"": [1.0]}
-    whole = [ratio for ratios in off.values() for ratio in ratios]
-    return {engine: float(np.quantile(off[engine] if len(off.get(engine, ())) >= _FEW else whole,
-                                      confidence))
-            for engine in {point.row for point in points}}
 
 
 def _of_tables(folder: Path, wanted: Sequence[str], tell: Teller) -> Iterator[Compared]:
@@ -130,18 +114,23 @@ def _points(folder: Path, wanted: Sequence[str], measured: Path | None) -> list[
 
 def _choosers(points: Sequence[ServingPoint],
               times: Mapping[ServingPoint, Served]) -> Iterator[Chooser]:
-    margins = margin_of(points, times, CHOOSER_CONFIDENCE)
     for half, own in (("all", list(points)),
                       ("test", [point for point in points if not point.is_fitted])):
         yield Chooser(half, "none", choices(own, times, lambda _: 1.0))
         yield Chooser(half, f"confidence {CHOOSER_CONFIDENCE:g}", choices(
-            own, times, lambda point: margins[point.row]))
+            own, times, lambda point: margin_of(point, times[point], CHOOSER_CONFIDENCE)))
+
+
+def _median_margins(points: Sequence[ServingPoint],
+                    times: Mapping[ServingPoint, Served]) -> dict[str, float]:
+    return {row: float(np.median([margin_of(point, times[point], CHOOSER_CONFIDENCE)
+                                  for point in points if point.row == row]))
+            for row in sorted({point.row for point in points})}
 
 
 def _kept(points: Sequence[ServingPoint], times: Mapping[ServingPoint, Served],
           confidence: float) -> float:
     """Share of the test half's latencies that are within prediction and margin."""
-    margins = margin_of(points, times, confidence)
-    kept = [point.latency_s <= times[point].latency_s * margins[point.row]
+    kept = [point.latency_s <= times[point].latency_s * margin_of(point, times[point], confidence)
             for point in points if not point.is_fitted]
     return float(np.mean(kept)) if kept else float("nan")

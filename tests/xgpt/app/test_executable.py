@@ -107,7 +107,8 @@ def test_a_baseline_keeps_the_bound_or_says_that_it_cannot(tmp_path: Path) -> No
 
     def bounded(latency_s: float) -> OpenedJob:
         constraint = session.problem.constraint.with_latency(limit_s=latency_s)
-        return replace(session, problem=replace(session.problem, constraint=constraint))
+        return replace(session, problem=replace(
+            session.problem, constraint=replace(constraint, confidence=0.5)))  # without a margin
 
     found = plan_job(bounded(bound_s), timing).schedule
     assert found.estimate.figures.latency_s * found.margin.factor <= bound_s

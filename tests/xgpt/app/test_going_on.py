@@ -16,6 +16,8 @@ import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
 
+from taken_as_true import TakenAsTrue
+
 from xgpt.app import run as execution  # noqa: E402
 from xgpt.app.begun import BY_WHAT_WAS_BEGUN, goes_on  # noqa: E402
 from xgpt.app.opened import OpenedJob, open_file  # noqa: E402
@@ -73,7 +75,7 @@ output: out
 
 def roofline(session: OpenedJob) -> Roofline:
     problem = session.problem
-    return Roofline(problem.model, problem.cluster.device, problem.dtype)
+    return TakenAsTrue(problem.model, problem.cluster.device, problem.dtype)
 
 
 @pytest.fixture

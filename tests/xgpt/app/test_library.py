@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from in_process import xgpt as command
 from schemas import faults, faults_of_folder
+from taken_as_true import TakenAsTrue
 
 import xgpt
 from xgpt.app.opened import OpenedJob
@@ -69,7 +70,7 @@ def test_keys_are_overridden_by_values_of_python() -> None:
 
 def roofline(opened: OpenedJob) -> Roofline:
     problem = opened.problem
-    return Roofline(problem.model, problem.cluster.device, problem.dtype)
+    return TakenAsTrue(problem.model, problem.cluster.device, problem.dtype)
 
 
 def test_every_block_of_code_is_an_example() -> None:

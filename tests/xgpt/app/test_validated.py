@@ -45,7 +45,8 @@ def test_no_group_is_predicted_worse_than_the_committed_page_by_a_tenth(source: 
 def test_serving_points_that_were_not_fitted_are_within_the_promised_errors() -> None:
     """The half `test`: TPOT and request latency within 14 % and without bias, no part of them worse
     than 20 %, time to first token within 35 %; nine of ten latencies within the margin of a
-    confidence of 0.9, give or take a tenth. The chooser answers, and keeps what it is asked."""
+    confidence of 0.9, and so for others, give or take a twentieth. The chooser answers, and keeps
+    what it is asked."""
     found = validate(DATA, Silent(), sources=[SERVING])
     means = {}
     for name in ("TPOT", "request", "TTFT"):
@@ -57,9 +58,11 @@ def test_serving_points_that_were_not_fitted_are_within_the_promised_errors() ->
             own = errors_of(joined([c for c in parts if (c.gpu, c.engine) == of]))
             assert name == "TTFT" or own.mean < 0.2, (name, of)
     assert means["TPOT"] < 0.14 and means["request"] < 0.14 and means["TTFT"] < 0.35
-    assert dict(found.calibration)[0.9] == pytest.approx(0.9, abs=0.1)
-    chosen = {c.margin: c.choices for c in found.choosers if c.half == "all"}["confidence 0.9"]
-    assert chosen.none < 0.101 and chosen.broken < 0.1 and chosen.regret < 0.08
+    for promised, kept in found.calibration:
+        assert kept == pytest.approx(promised, abs=0.05), promised
+    for half in ("all", "test"):
+        chosen = {c.margin: c.choices for c in found.choosers if c.half == half}["confidence 0.9"]
+        assert chosen.none < 0.1 and chosen.broken < 0.05 and chosen.regret < 0.08, half
 
 
 @needs_data

@@ -16,7 +16,7 @@ OPT_13B = """
 model: opt-13b
 cluster: a40-4
 workload: {requests: {count: 2000}, task: S}
-constraint: {latency_s: 11.5}
+constraint: {latency_s: 11.5, confidence: 0.5}
 """
 
 

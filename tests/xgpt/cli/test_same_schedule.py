@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from taken_as_true import TakenAsTrue
 
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.plan import executable, plan_job
@@ -25,7 +26,7 @@ CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_
 
 def roofline(opened: OpenedJob) -> Roofline:
     problem = opened.problem
-    return Roofline(problem.model, problem.cluster.device, problem.dtype)
+    return TakenAsTrue(problem.model, problem.cluster.device, problem.dtype)
 
 
 @pytest.mark.parametrize(("controls", "engine", "policy"), [

@@ -18,7 +18,7 @@ OPT_13B = """
 model: opt-13b
 cluster: a40-4
 workload: {requests: {count: 1500}, task: S}
-constraint: {latency_s: 11.5}
+constraint: {latency_s: 11.5, confidence: 0.5}
 """
 CONTROLS = {
     "rra": {"encode_batch": 30, "decode_iterations": 9},

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from taken_as_true import TakenAsTrue
 
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
-from xprofiler.roofline import Roofline
 from xscheduler.spaces import grid as baselines
 from xscheduler.spaces.tensor_plans import all_tensor_plans
 from xsimulator.policies.continuous.closed_form import orca, sarathi, vllm
@@ -34,7 +34,7 @@ def problem_of(num_queries, kind="sequence"):
 
 def static_of(policy, num_queries, kind="sequence"):
     problem = problem_of(num_queries, kind)
-    return policy(problem, Roofline(problem.model, problem.cluster.device, problem.dtype))
+    return policy(problem, TakenAsTrue(problem.model, problem.cluster.device, problem.dtype))
 
 
 def all_static(policy, num_queries):

@@ -66,10 +66,10 @@ class EngineRow:
     ones (xprofiler.constants), by the names of their fields; `like`: the engine whose constants
     these are but for that. As it serves by itself: `step_tokens`, the most of one step; `mixes`,
     whether it encodes beside decoding; `memory_share` and `reserve_gb`, how much of a device's
-    memory it takes, and what of that it keeps for itself; `fp8_cache`, whether it holds the cache
-    of models in fp8 as fp8; `stream_s`, what its front end takes for each token that it sends on.
-    `latency_ratios`: by share, the ratio of measured to computed latency below which so many of the
-    requests compared were."""
+    memory it takes, and what of that it keeps for itself; `has_fp8`, whether it executes weights
+    and caches of fp8 where it is asked to; `fp8_cache`, whether it holds the cache of models in fp8
+    as fp8; `stream_s`, what its front end takes for each token that it sends on.
+    `errors`: by GPU generation, how far off computed times are (xprofiler.source_errors)."""
 
     name: str
     versions: str
@@ -79,10 +79,11 @@ class EngineRow:
     step_tokens: int = 8192
     memory_share: float = 0.9
     reserve_gb: float = 0.0
+    has_fp8: bool = False
     fp8_cache: bool = True
     stream_s: float = 0.0
     constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    latency_ratios: Mapping[float, float] = field(default_factory=dict)
+    errors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def names(kind: Kind) -> list[str]:
