@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from xgpt.core.model import ModelSpec
@@ -19,7 +19,8 @@ def model_shape(spec: ModelSpec) -> str:
     """Fingerprint of what a layer's cost depends on; names and sources do not."""
     # norm_eps: a checkpoint's config rounds it differently, and it costs nothing
     labels = ("name", "hub_id", "wheel", "source", "norm_eps")
-    shape = {k: v for k, v in asdict(spec).items() if k not in labels}
+    # stored_as: weights of fewer bits are executed as any others
+    shape = {k: v for k, v in asdict(replace(spec, stored_as="")).items() if k not in labels}
     return _digest(json.dumps(shape, sort_keys=True))
 
 

@@ -13,6 +13,7 @@ from xgpt.core.errors import EXIT_BAD_INPUT, InputError, Mistake, XgptError, nea
 from xgpt.core.job import FixedSchedule, Job, LengthSpec, RunSpec, WorkloadSpec
 from xgpt.core.local import available_memory_bytes, detect
 from xgpt.core.model import ModelSpec
+from xgpt.core.model_file import gguf_in
 from xgpt.core.plugins import load_row
 from xgpt.core.problem import resolve
 from xgpt.core.run_section import LOCAL_CLUSTER
@@ -75,6 +76,9 @@ class ModelCheck:
             return "\n".join([*facts, fact("planned", f"no: not supported is {keys} (below)"),
                               fact("executed", "no")])
         facts += [fact("is", _shape_words(self.spec)), fact("planned", "yes")]
+        if self.spec.stored_as:
+            facts.append(fact("stored", f"as {self.spec.stored_as}; widened when they are loaded: "
+                                        "executed, and planned, as one of the types below"))
         by = ", ".join(name for name, why in self.engines if not why)
         facts.append(fact("executed", "no: " + self.weights if self.weights else
                           "no" if not by else
@@ -107,6 +111,8 @@ def check_model_named(name: str) -> ModelCheck:
     local = Path(name).expanduser()
     if (local / "config.json").is_file():
         return _of_folder(name, local, f"a folder, {local}")
+    if gguf_in(local) is not None and (files := model_at_hand(name)) is not None:
+        return _of_folder(name, files.directory, f"a {files.served_by}")
     if local.is_dir():
         raise wrong("command line", "model", name,
                     "there is no config.json in this folder, which every model's folder has")

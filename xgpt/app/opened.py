@@ -12,15 +12,18 @@ from xgpt.app.prompts_look import tell_delimiters
 from xgpt.app.standard_input import standard_input
 from xgpt.app.telling import LogTeller, Teller
 from xgpt.core import catalog
+from xgpt.core.engines import VLLM
 from xgpt.core.errors import InputError, MissingExtraError, XgptError, wrong
 from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
+from xgpt.core.model_file import gguf_in
 from xgpt.core.problem import Problem, known_model, resolve
 from xgpt.core.queries import Requests
 from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.spool import SpoolWriter
 from xgpt.core.spool_columns import ColumnsWriter
+from xgpt.core.units import format_bytes
 from xgpt.core.workload import Request, RequestError
 from xgpt.launch.launcher import Ahead
 from xgpt.report.table import WIDTH, paragraph
@@ -29,6 +32,7 @@ from xrunner.checkpoint.source import SERVED_BY, ModelFiles, find_model, model_a
 from xrunner.io.estimated import ASCII_PER_TOKEN, OTHERS_PER_TOKEN, SPREAD, CharacterTokens
 from xrunner.io.intake import ModelTokeniser, Tokenised, take_in
 from xrunner.io.tokenizer import TextTokenizer
+from xsimulator.memory import least_weight_bytes
 
 # What a command needs of the model: its shape; the lengths of the requests too, as far as what is
 # on this machine tells them; or its files, fetched if need be, to run it.
@@ -85,8 +89,21 @@ def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
     if requests is not None:
         requests = replace(requests, input_error=model.input_error)
     problem = resolve(job, model=found.spec if found else None, requests=requests)
+    if problem.model.stored_as and need != "shape" and job.run.weights != "random":
+        tell.say(paragraph("note: " + stored_words(problem, job.run.engine)))
     return OpenedJob(job=job, problem=problem, files=found, requests=requests, spool=spool,
                      tell=tell)
+
+
+def stored_words(problem: Problem, engine: str) -> str:
+    """What weights of fewer bits are executed as, and the memory that is planned for them."""
+    model, held = problem.model, problem.weight_dtype
+    planned = format_bytes(least_weight_bytes(problem))
+    if engine == VLLM:
+        return (f"the weights are stored as {model.stored_as}, as which vLLM executes them; "
+                f"planned for are {planned}, as if they were {held}")
+    return (f"the weights are stored as {model.stored_as}, and executed as {held}: {planned} are "
+            "planned for them")
 
 
 def _first(files: RequestFiles, bad: Sequence[RequestError]) -> str:
@@ -110,7 +127,8 @@ class _Model:
     def __init__(self, job: Job, tell: Teller, need: Need) -> None:
         self._job, self._tell, self._need = job, tell, need
         self._is_random = job.run.weights == "random"
-        is_unknown = catalog.model_named(job.model) is None and not Path(job.model).is_absolute()
+        is_unknown = gguf_in(Path(job.model)) is not None or (
+            catalog.model_named(job.model) is None and not Path(job.model).is_absolute())
         self._is_needed = need == "run" or self._is_random or is_unknown
         self._files: ModelFiles | None = None
         self._known: ModelTokeniser | None = None

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.core.hf_gated import GATED_READERS
+from xgpt.core.hf_quantised import read_quantised
 from xgpt.core.model import ModelSpec
 from xgpt.core.model_file import ConfigValues, load_json
 
@@ -28,21 +29,10 @@ def from_hf_config(config: Mapping[str, Any], name: str,
     if reader is None:
         values.finish()
     assert reader is not None
-    for key in ("quantization_config", "compression_config"):
-        _refuse_quantised(values, key)
-    spec = replace(reader(values, name), source="config.json")
+    spec = reader(values, name)
+    stored = read_quantised(values, spec.family)
     values.finish()
-    return spec
-
-
-def _refuse_quantised(values: ConfigValues, key: str) -> None:
-    """Weights stored in fewer bits come with scales that nothing here multiplies them by: read as
-    if they were plain they give wrong tokens, and planned as plain wrong figures."""
-    if stored := values.section(key).values:
-        method = stored.get("quant_method", stored.get("format", "a method that is not named"))
-        values.reject(key, f"weights quantised by {method} are neither planned nor executed: take "
-                           "the checkpoint they were made from, in float32, float16 or bfloat16",
-                      value=method)
+    return replace(spec, source="config.json", stored_as="" if stored is None else str(stored))
 
 
 def _read_opt(config: ConfigValues, name: str) -> ModelSpec:

@@ -19,6 +19,7 @@ from xgpt.core.errors import InputError, Mistake, nearest, wrong
 from xgpt.core.inline_cluster import read_inline_cluster
 from xgpt.core.job import Job, LengthSpec, WorkloadSpec
 from xgpt.core.length_file import MAX_LENGTH_TOKENS
+from xgpt.core.model_file import gguf_in
 from xgpt.core.request_files.files import format_of
 from xgpt.core.requests_section import absolute, is_file, read_requests_key, read_results_key
 from xgpt.core.run_section import LOCAL_CLUSTER, read_run
@@ -123,7 +124,7 @@ def _read_model(top: Section, folder: Path) -> str:
     if text in known:
         return text
     local = absolute(text, folder)
-    if is_file(local / "config.json"):
+    if is_file(local / "config.json") or gguf_in(local) is not None:
         return str(local)
     if text.startswith((".", "/", "~")):
         top.reject("model", f"no config.json in {local}")

@@ -36,6 +36,17 @@ def load_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def gguf_in(path: Path) -> Path | None:
+    """The GGUF file that a path of a model names: itself, or the only one of a folder without a
+    config.json."""
+    if path.suffix == ".gguf":
+        return path if path.is_file() else None
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    files = sorted(path.glob("*.gguf"))
+    return files[0] if len(files) == 1 else None
+
+
 def wrong_file(path: Path, reason: str) -> InputError:
     """A file of a model that cannot be used."""
     return wrong(path.parent, path.name, None, reason)
@@ -118,7 +129,7 @@ class ConfigValues:
         """The values under `key`; none where it is absent or null."""
         values: dict[str, Any] = self._given(key, {}, lambda value: isinstance(value, dict),
                                              "a mapping of keys to values")
-        return ConfigValues(values, self._path, f"{key}.", self._mistakes)
+        return ConfigValues(values, self._path, f"{self._prefix}{key}.", self._mistakes)
 
     def _given(self, key: str, default: _T, is_allowed: Callable[[Any], bool],
                allowed: str) -> Any | _T:

@@ -2,45 +2,55 @@
 
 A rank opens every file it needs but maps and copies only its own stage's tensors, and of those
 only its own rows or columns, so that no rank ever holds the whole model; `bytes_read` counts what
-was taken."""
+was taken. Weights of fewer bits are widened on the way, some rows at a time."""
 
-import pickle
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from xgpt.core.errors import XgptError
+from xgpt.core.hf_quantised import Quantised, quantised_of
 from xgpt.core.model import ModelSpec
-from xgpt.core.model_file import load_json, wrong_file
+from xgpt.core.model_file import load_json
+from xrunner.checkpoint.files import GgufTensors, TensorFiles, open_files
+from xrunner.checkpoint.quantised.formats import FORMATS, misfits, parts_of
+from xrunner.checkpoint.quantised.parts import WEIGHT, Part, Window
 from xrunner.checkpoint.source import shape_to_make
-from xrunner.checkpoint.tensors import NO_WEIGHTS, locate, serving_file
 from xrunner.models.weights import RandomWeights, TensorPart
 
-_READ_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_DAMAGED = (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError)
+_WIDENED_ELEMENTS = 2**22  # at a time, in float32
+_WHOLE_ROWS = 32  # of which each format's words hold a whole number
 
 
 class CheckpointReader:
-    """WeightSource over safetensors (single or sharded) or PyTorch's own files."""
+    """WeightSource over a folder's files."""
 
     def __init__(self, directory: Path, dtype: torch.dtype) -> None:
-        self.directory, self.dtype, self.bytes_read = directory, dtype, 0
-        self._files = _index(directory)
-        self._open: dict[Path, Any] = {}
+        self.directory, self.dtype = directory, dtype
+        self._files, self._quantised = open_files(directory), _stored_as(directory)
+
+    @property
+    def bytes_read(self) -> int:
+        """As they are stored."""
+        return self._files.bytes_read
 
     def has(self, name: str) -> bool:
-        return self._locate(name) is not None
+        if self._files.find(name) is not None:
+            return True
+        endings = FORMATS[self._quantised.format].endings if self._quantised is not None else ()
+        module = name.removesuffix(WEIGHT)
+        return any(self._files.find(f"{module}.{ending}") for ending in endings)
 
     def get(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
-        place = self._locate(name)
-        if place is None:
-            raise XgptError(f"{self.directory}: no tensor {name!r} among {len(self._files)}")
-        tensor = self._map(*place, shape, part)
-        self.bytes_read += tensor.numel() * tensor.element_size()
-        taken = tensor.to(self.dtype, copy=True, memory_format=torch.contiguous_format)
+        widened = self._widened(name, shape, part)
+        if widened is None:
+            taken = self._map(name, shape, part).to(self.dtype, copy=True,
+                                                    memory_format=torch.contiguous_format)
+        else:
+            taken = widened
         # one pass over what was just written: cheaper than the copy
         if taken.numel() and not all(bound.isfinite() for bound in torch.aminmax(taken)):
             raise XgptError(f"{self.directory}: {name!r} holds values that are not finite as "
@@ -48,36 +58,66 @@ class CheckpointReader:
         return taken
 
     def close(self) -> None:
-        self._open.clear()
+        self._files.close()
 
-    def _locate(self, name: str) -> tuple[Path, str] | None:
-        stored = locate(name, self._files)
-        return None if stored is None else (self._files[stored], stored)
-
-    def _map(self, path: Path, name: str, shape: tuple[int, ...],
-             part: TensorPart | None) -> Tensor:
-        """A view of the file's tensor, or of part of it: of pages that are never touched only those
-        are read that the system reads ahead (up to some MiB a piece)."""
-        if path not in self._open:
-            self._open[path] = _opened(path)
-        handle = self._open[path]
-        is_torch = isinstance(handle, dict)
-        held = handle[name] if is_torch else handle.get_slice(name)
-        own_shape = list(held.shape) if is_torch else held.get_shape()
-        if own_shape != list(shape):
-            raise XgptError(f"{self.directory}: {name!r} has shape {own_shape}, "
+    def _map(self, name: str, shape: tuple[int, ...], part: TensorPart | None) -> Tensor:
+        """A view of the file's tensor, or of part of it."""
+        stored = self._files.find(name)
+        if stored is None:
+            raise XgptError(f"{self.directory}: no tensor {name!r} among {len(self._files)}")
+        if stored.shape != tuple(shape):
+            raise XgptError(f"{self.directory}: {name!r} has shape {list(stored.shape)}, "
                             f"config.json says {list(shape)}")
-        if is_torch and held.dtype not in _READ_TYPES:  # the others' headers were read before
-            raise XgptError(f"{self.directory}: {name!r} is of {held.dtype}: weights of fewer bits "
-                            "need scales, which are not read")
+        if not stored.is_plain:
+            raise XgptError(f"{self.directory}: {name!r} is of {stored.type}: weights of fewer "
+                            "bits need scales, and config.json states none of it")
         if part is None:
-            whole: Tensor = held if is_torch else handle.get_tensor(name)
-            return whole
-        if is_torch:
-            return part.of(held)
-        wanted = slice(part.start, part.stop)
-        sliced: Tensor = held[wanted] if part.dim == 0 else held[:, wanted]
-        return sliced
+            return self._files.read(name)
+        wanted = range(part.start, part.stop)
+        return self._files.read(name, **{"rows" if part.dim == 0 else "columns": wanted})
+
+    def _widened(self, name: str, shape: tuple[int, ...],
+                 part: TensorPart | None) -> Tensor | None:
+        """What is stored in fewer bits, as the run's type; None of what is stored plainly."""
+        quantised, files = self._quantised, self._files
+        if quantised is None:
+            return None
+        try:
+            if (parts := parts_of(quantised, name, shape, files.find)) is None:
+                return None
+            for own, allowed, value in misfits(parts, quantised, files.find):
+                raise ValueError(f"{own}: {allowed}" + (f"; it is {value}" if value else ""))
+            rows, columns = range(shape[0]), range(shape[1])
+            if part is not None:
+                wanted = range(part.start, part.stop)
+                rows, columns = (wanted, columns) if part.dim == 0 else (rows, wanted)
+            held = _Held(files, name.removesuffix(WEIGHT), parts)
+            of_rows = FORMATS[quantised.format].open(quantised, shape, held, Window(rows, columns))
+        except ValueError as cause:
+            raise XgptError(f"{self.directory}: {name!r} is not stored as {quantised}: "
+                            f"{cause}") from None
+        taken = torch.empty(len(rows), len(columns), dtype=self.dtype)
+        step = max(_WIDENED_ELEMENTS // max(len(columns), 1) // _WHOLE_ROWS, 1) * _WHOLE_ROWS
+        for first in range(0, len(rows), step):
+            last = min(first + step, len(rows))
+            taken[first:last] = of_rows(first, last)
+        return taken
+
+
+class _Held(NamedTuple):
+    """The tensors of one weight, of which `parts` may be there."""
+
+    files: TensorFiles | GgufTensors
+    module: str
+    parts: Mapping[str, Part]
+
+    def has(self, ending: str) -> bool:
+        name = f"{self.module}.{ending}"
+        return name in self.parts and self.files.find(name) is not None
+
+    def read(self, ending: str, rows: range | None = None,
+             columns: range | None = None) -> Tensor:
+        return self.files.read(f"{self.module}.{ending}", rows, columns)
 
 
 class MadeWeights:
@@ -106,22 +146,6 @@ def open_weights(directory: Path, dtype: torch.dtype) -> CheckpointReader | Made
     return CheckpointReader(directory, dtype) if spec is None else MadeWeights(spec, dtype)
 
 
-def _opened(path: Path) -> Any:
-    """A handle on a file's tensors: safetensors', or a mapping. Raises InputError."""
-    try:
-        if path.suffix == ".safetensors":
-            return safe_open(path, framework="pt")
-        return torch.load(path, mmap=True, weights_only=True)
-    except _DAMAGED as cause:
-        raise wrong_file(path, f"cannot be read: {cause}") from None
-
-
-def _index(directory: Path) -> dict[str, Path]:
-    """Tensor name -> file that holds it. Raises XgptError for a directory without weights."""
-    path = serving_file(directory)
-    if path is None:
-        raise XgptError(f"{directory}: {NO_WEIGHTS}")
-    if path.suffix != ".json":
-        return dict.fromkeys(_opened(path).keys(), path)
-    table = load_json(path).get("weight_map", {})
-    return {name: directory / file for name, file in table.items()}
+def _stored_as(directory: Path) -> Quantised | None:
+    path = directory / "config.json"
+    return quantised_of(load_json(path), path) if path.is_file() else None

@@ -23,8 +23,9 @@ from xgpt.core import catalog
 from xgpt.core.errors import MissingExtraError, XgptError
 from xgpt.core.hf_config import from_hf_config
 from xgpt.core.model import ModelSpec, model_from_dict
-from xgpt.core.model_file import load_json
+from xgpt.core.model_file import gguf_in, load_json
 from xgpt.core.whole_file import write_atomically
+from xrunner.checkpoint.gguf_folder import folder_of
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _HUB_OLDER_WEIGHTS = "pytorch_model*.bin"  # only for a repository without safetensors
@@ -73,6 +74,8 @@ def model_at_hand(name: str) -> ModelFiles | None:
     local = Path(name).expanduser()
     if (local / "config.json").is_file():
         return _described(local, name, f"local directory {local}")
+    if (gguf := gguf_in(local)) is not None:
+        return _described(folder_of(gguf, cache_dir() / "gguf"), name, f"GGUF file {gguf}")
     row, hub_id = _row(name)
     if hub_id is not None and (snapshot := _from_hub(hub_id, [], local_only=True)):
         return _described(snapshot, name, f"hub cache ({hub_id})")

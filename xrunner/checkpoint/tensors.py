@@ -6,25 +6,26 @@ own files only their presence is checked: they have no header that can be read w
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from xgpt.core.errors import InputError, Mistake
+from xgpt.core.hf_quantised import quantised_of
 from xgpt.core.model import ModelSpec
 from xgpt.core.model_file import load_json
+from xrunner.checkpoint.gguf_file import FREQUENCIES, NAME, GgufFile
 from xrunner.checkpoint.layout import HEAD, Shape, wanted_tensors
-
-# safetensors' names of the types that a tensor is read in; any other (F8_E4M3, I8, I32, ...) holds
-# weights that are wrong without their scales
-READ_TYPES = ("F64", "F32", "F16", "BF16")
+from xrunner.checkpoint.quantised.formats import UNUSED, misfits, parts_of
+from xrunner.checkpoint.quantised.parts import PLAIN_TYPES, Stored
 
 # Published checkpoints differ in how deep the decoder is nested; tried in this order.
 _PREFIXES = ("", "model.", "transformer.")
 # Stored by some and used by nobody: tables of positions and masks that the model's own code makes,
 # T5's second names of its one embedding, and what its first converter left behind.
 _NOT_WEIGHTS = (".inv_freq", ".attn.bias", ".attn.masked_bias", ".position_ids", ".version",
-                "coder.embed_tokens.weight", "EncDecAttention.relative_attention_bias.weight", HEAD)
+                "coder.embed_tokens.weight", "EncDecAttention.relative_attention_bias.weight", HEAD,
+                FREQUENCIES)
 MAX_SHOWN = 6  # a wrong size in config.json concerns every layer
+_WITH_HEADER = (".safetensors", ".gguf")
 _LENGTH_BYTES, _MOST_HEADER_BYTES = 8, 100_000_000
 _LFS = b"version https://git-lfs"
 NO_WEIGHTS = "no model.safetensors, pytorch_model.bin or index of either"
@@ -32,8 +33,8 @@ NO_WEIGHTS = "no model.safetensors, pytorch_model.bin or index of either"
 
 def serving_file(directory: Path) -> Path | None:
     """The file that holds a model's weights, or the index (.json) of those that do."""
-    names = (f"{stem}{more}" for stem in ("model.safetensors", "pytorch_model.bin")
-             for more in (".index.json", ""))
+    names = (*(f"{stem}{more}" for stem in ("model.safetensors", "pytorch_model.bin")
+               for more in (".index.json", "")), NAME)
     return next((path for name in names if (path := directory / name).is_file()), None)
 
 
@@ -54,10 +55,11 @@ def check_weights(directory: Path, spec: ModelSpec, *, may_unpickle: bool = Fals
         mistakes += [_mistake(path, None, "a pickle, which can run code where it is read: convert "
                               "it to safetensors (its model's page often has one) or, if you trust "
                               "who made it, say `run: {pickles: true}`; even then tensors alone "
-                              "are read") for path in files if path.suffix != ".safetensors"]
-    tensors: dict[str, StoredTensor] = {}
+                              "are read") for path in files if path.suffix not in _WITH_HEADER]
+    tensors: dict[str, Stored] = {}
+    places: dict[str, Path] = {}
     for path, names in files.items():
-        if path.suffix != ".safetensors":
+        if path.suffix not in _WITH_HEADER:
             continue
         try:
             held = header(path)
@@ -65,10 +67,11 @@ def check_weights(directory: Path, spec: ModelSpec, *, may_unpickle: bool = Fals
             mistakes.append(_mistake(path, None, str(cause)))
             continue
         tensors.update(held if names is None else {n: held[n] for n in names if n in held})
+        places.update(dict.fromkeys(held, path))
         mistakes += [_mistake(path, name, "no such tensor there, but the index says so")
                      for name in names or () if name not in held]
-    if not mistakes and all(path.suffix == ".safetensors" for path in files):
-        mistakes = list(_misfits(directory, spec, tensors))
+    if not mistakes and all(path.suffix in _WITH_HEADER for path in files):
+        mistakes = list(_misfits(directory, spec, tensors, places))
     if len(mistakes) > MAX_SHOWN:
         rest = len(mistakes) - MAX_SHOWN
         mistakes = [*mistakes[:MAX_SHOWN],
@@ -77,17 +80,12 @@ def check_weights(directory: Path, spec: ModelSpec, *, may_unpickle: bool = Fals
         raise InputError(mistakes)
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """What a file's header says of a tensor; `type` by safetensors' names."""
-
-    shape: Shape
-    type: str
-
-
-def header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file by name. Raises ValueError where the file is none, or
-    shorter or longer than its header says."""
+def header(path: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors or GGUF file by name. Raises ValueError where the file is none,
+    or shorter or longer than its header says."""
+    if path.suffix == ".gguf":
+        held = GgufFile(path)
+        return {name: held.stored(name) for name in held.places}
     size = path.stat().st_size
     with path.open("rb") as file:
         begin = file.read(max(_LENGTH_BYTES, len(_LFS)))
@@ -102,7 +100,7 @@ def header(path: Path) -> dict[str, StoredTensor]:
                 raise ValueError
             table = json.loads(file.read(length))
             table.pop("__metadata__", None)
-            tensors = {name: StoredTensor(tuple(entry["shape"]), str(entry["dtype"]))
+            tensors = {name: Stored(tuple(entry["shape"]), str(entry["dtype"]))
                        for name, entry in table.items()}
             end = max((entry["data_offsets"][1] for entry in table.values()), default=0)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
@@ -145,25 +143,59 @@ def _listed(listing: Path) -> tuple[dict[Path, list[str] | None], list[Mistake]]
 
 
 def _misfits(directory: Path, spec: ModelSpec,
-             tensors: Mapping[str, StoredTensor]) -> Iterator[Mistake]:
-    taken = {HEAD}
+             tensors: Mapping[str, Stored], places: Mapping[str, Path]) -> Iterator[Mistake]:
+    config = directory / "config.json"
+    quantised = quantised_of(load_json(config), config)
+    taken, unused = {HEAD}, _NOT_WEIGHTS + (UNUSED if quantised is not None else ())
+
+    def find(name: str) -> Stored | None:
+        return None if (stored := locate(name, tensors)) is None else tensors[stored]
+
     for name, wanted in wanted_tensors(spec):
-        stored = locate(name, tensors)
-        taken.add(stored or name)
-        if stored is None and name != HEAD:
-            yield _mistake(directory, name, "the weights hold no such tensor; by config.json "
-                                            f"there is one of shape {list(wanted)}")
-        elif stored is not None and tensors[stored].shape != wanted:
-            yield _mistake(directory, name, f"by config.json its shape is {list(wanted)}",
-                           list(tensors[stored].shape))
-        elif stored is not None and tensors[stored].type not in READ_TYPES:
-            yield _mistake(directory, name, "weights of fewer bits need scales, which are not "
-                           f"read: one of {', '.join(READ_TYPES)}", tensors[stored].type)
+        try:
+            parts = None if quantised is None else parts_of(quantised, name, wanted, find)
+        except ValueError as cause:
+            yield _mistake(directory, name, f"it cannot be stored as {quantised}, as config.json "
+                                            f"says: of shape {list(wanted)}, {cause}")
+            taken |= {own for own in tensors if own.startswith(name.removesuffix("weight"))}
+            continue
+        taken |= {locate(own, tensors) or own for own in parts or (name,)}
+        if parts is not None and quantised is not None:
+            for own, allowed, value in misfits(parts, quantised, find):
+                yield _mistake(directory, own, allowed, value)
+        else:
+            yield from _plain_misfit(directory, name, wanted, find(name))
     for name in sorted(tensors.keys() - taken):
-        if not name.endswith(_NOT_WEIGHTS):
+        # AutoGPTQ gave every layer a bias, of zeros where the model has none
+        is_nought = quantised is not None and quantised.format == "gptq" and name.endswith(
+            ".bias") and _is_zero(places[name], name)
+        if not name.endswith(unused) and not is_nought:
             yield _mistake(directory, name, f"no layer of the {spec.family} family takes it: its "
                            "answers would be wrong without it (scales of quantised weights, or a "
                            "variant that is not executed)")
+
+
+def _is_zero(path: Path, name: str) -> bool:
+    """Whether all bytes of a tensor of a safetensors file are 0."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        first, last = json.loads(file.read(length))[name]["data_offsets"]
+        file.seek(_LENGTH_BYTES + length + first)
+        return not any(file.read(last - first))
+
+
+def _plain_misfit(directory: Path, name: str, wanted: Shape,
+                  stored: Stored | None) -> Iterator[Mistake]:
+    if stored is None:
+        if name != HEAD:
+            yield _mistake(directory, name, "the weights hold no such tensor; by config.json "
+                                            f"there is one of shape {list(wanted)}")
+    elif stored.shape != wanted:
+        yield _mistake(directory, name, f"by config.json its shape is {list(wanted)}",
+                       list(stored.shape))
+    elif not stored.is_plain:
+        yield _mistake(directory, name, "weights of fewer bits need scales, and config.json states "
+                       f"none of it: one of {', '.join(PLAIN_TYPES)}", stored.type)
 
 
 def _mistake(path: Path, key: str | None, allowed: str, value: object = None) -> Mistake:

@@ -92,6 +92,9 @@ def _unknown(job: Job, problem: Problem) -> Iterator[Mistake]:
     elif model.decoder != Decoder():
         yield mistake(job, "model", job.model, "OPT, GPT-2, Llama or Qwen2 in their plainest form: "
                       "the engine deepspeed was checked with no other")
+    elif model.stored_as:
+        yield mistake(job, "model", job.model, f"plain weights: these are stored as "
+                      f"{model.stored_as}, and the engine deepspeed was checked with none of it")
     elif model.family == "gpt2" and ranks > 1:
         yield mistake(job, "model", job.model, "OPT, Llama or Qwen2 on more than one rank: "
                       "DeepSpeed's AutoTP does not divide GPT-2 (`run: {ranks: 1}` takes it)")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
 from xgpt.app import model_check
 from xgpt.app.model_check import UnsupportedModel, check_model_named
+from xgpt.app.opened import open_file
 from xgpt.cli.main import cli
 from xgpt.core.errors import EXIT_BAD_INPUT, XgptError
 
@@ -55,16 +58,46 @@ def test_a_folder_without_weights_says_so(tmp_path: Path) -> None:
     assert told["is_planned"] is True and told["is_executed"] is False
 
 
+def test_weights_of_fewer_bits_are_said_and_planned_as_they_are_executed(tmp_path: Path) -> None:
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+    stored = check_model_named(str(folder_of(tmp_path / "toy", quantization_config=awq)))
+    plain = check_model_named(str(folder_of(tmp_path / "plain")))
+    assert stored.memory == plain.memory and stored.is_planned
+    words = " ".join(str(stored).split())
+    assert "stored as 4 bits (AWQ, groups of 32); widened when they are loaded" in words
+    assert "plain weights" in dict(stored.engines)["deepspeed"] and not dict(stored.engines)["xgpt"]
+
+
+@pytest.mark.parametrize(("engine", "words"), [
+    ("xgpt", "and executed as float32: 545 KiB are planned for them"),
+    ("vllm", "as which vLLM executes them; planned for are 545 KiB, as if they were float32")])
+def test_a_job_says_as_what_its_weights_are_stored_and_planned(
+        tmp_path: Path, engine: str, words: str) -> None:
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+    for name, stored in (("toy", awq), ("plain", None)):
+        folder = folder_of(tmp_path / name, quantization_config=stored,
+                           max_position_embeddings=1024)
+        job, said = tmp_path / f"{name}.yaml", list[str]()
+        job.write_text(f"model: {folder}\ncluster: local\n"
+                       "workload: {task: S, requests: {count: 5}}\n"
+                       f"run: {{engine: {engine}, dtype: float32, ranks: 1}}\n")
+        tell: Any = SimpleNamespace(say=said.append)
+        open_file(job, tell=tell, need="lengths")
+        joint = " ".join(" ".join(said).split())
+        assert (f"the weights are stored as 4 bits (AWQ, groups of 32), {words}" in joint) == (
+            name == "toy")
+
+
 def test_keys_that_are_not_supported_are_named_and_end_with_exit_code_2(tmp_path: Path) -> None:
     toy = folder_of(tmp_path / "toy", mlp_bias=True, attention_bias="yes",
-                    quantization_config={"quant_method": "awq"})
+                    quantization_config={"quant_method": "hqq"})
     result = shown(toy)
     assert isinstance(result.exception, UnsupportedModel)
     assert result.exception.exit_code == EXIT_BAD_INPUT
     words = " ".join(result.stdout.split())
     assert "planned no" in words
     named = str(result.exception)
-    assert all(key in named for key in ("mlp_bias", "attention_bias", "quantization_config", "awq"))
+    assert all(key in named for key in ("mlp_bias", "attention_bias", "quantization_config", "hqq"))
     assert set(result.exception.details["not_supported"]) >= {"mlp_bias", "attention_bias"}
 
 

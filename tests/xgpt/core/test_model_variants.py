@@ -34,16 +34,84 @@ def test_a_variant_nobody_implements_is_refused(config: dict[str, Any], key: str
 
 
 @pytest.mark.parametrize(("key", "stored", "named"), [
-    ("quantization_config", {"quant_method": "fp8", "activation_scheme": "dynamic"}, "fp8"),
-    ("quantization_config", {"quant_method": "awq", "bits": 4}, "awq"),
-    ("quantization_config", {"quant_method": "gptq", "bits": 4}, "gptq"),
-    ("compression_config", {"format": "int-quantized"}, "int-quantized"),
+    ("quantization_config", {"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+    ("quantization_config", {"quant_method": "hqq"}, "hqq"),
+    ("compression_config", {"format": "sparse-24"}, "sparse-24"),
+    ("quantization_config", {"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt"),
     ("quantization_config", {"bits": 8}, "not named")])
-def test_a_quantised_checkpoint_is_refused_by_its_methods_name(
+def test_weights_of_an_unknown_method_are_refused_by_its_name(
         key: str, stored: dict[str, Any], named: str) -> None:
-    with pytest.raises(InputError, match=f"{key}.*quantised by.*{named}"):
+    with pytest.raises(InputError, match=f"{key}.*quantised by .*{named}.*known are.*awq, gptq"):
         from_hf_config({**LLAMA, key: stored}, "variant")
-    assert from_hf_config({**LLAMA, key: None}, "plain").num_layers == 2
+    assert not from_hf_config({**LLAMA, key: None}, "plain").stored_as
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": -1, "desc_act": True, "sym": False}
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def compressed(form: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
+    own = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 64}
+    return {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"],
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": {**own, **weights}}}}
+
+
+def mixed() -> dict[str, Any]:
+    one, other = compressed(), compressed(num_bits=8)
+    return {**one, "config_groups": {**one["config_groups"],
+                                     "group_1": other["config_groups"]["group_0"]}}
+
+
+@pytest.mark.parametrize(("stored", "words"), [
+    (FP8, "8 bits (fp8, blocks of 128 x 128; activations stay plain)"),
+    (compressed(), "4 bits (compressed-tensors pack-quantized, groups of 64)"),
+    (compressed("int-quantized", num_bits=8, strategy="channel", group_size=None),
+     "8 bits (compressed-tensors int-quantized, a scale a row)"),
+    (compressed("float-quantized", num_bits=8, type="float", strategy="tensor", group_size=None),
+     "8 bits (compressed-tensors float-quantized, a scale a tensor)"),
+    (AWQ, "4 bits (AWQ, groups of 128)"), (GPTQ, "4 bits (GPTQ, a scale a row)"),
+    ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "GEMM"},
+     "4 bits (AWQ, groups of 64)"),
+    ({**GPTQ, "bits": 8, "checkpoint_format": "gptq_v2", "dynamic": {"-:.*down.*": {}}},
+     "8 bits (GPTQ, a scale a row)")])
+def test_weights_of_fewer_bits_are_planned_and_said(stored: dict[str, Any], words: str) -> None:
+    spec = from_hf_config({**LLAMA, "quantization_config": stored}, "x")
+    assert spec.stored_as == words and spec.num_params == from_hf_config(LLAMA, "x").num_params
+
+
+@pytest.mark.parametrize(("stored", "key", "allowed"), [
+    (compressed("marlin-24"), "format", "pack-quantized"),
+    (compressed("mixed-precision"), "format", "pack-quantized"),
+    (compressed("nvfp4-pack-quantized"), "format", "pack-quantized"),
+    (compressed(num_bits=3), r"config_groups\.group_0\.weights\.num_bits", "4 or 8 bits"),
+    (compressed(type="float"), r"config_groups\.group_0\.weights\.type", "int"),
+    (compressed(group_size=None), r"config_groups.*weights\.group_size", "of the strategy"),
+    (mixed(), "config_groups", "store weights alike"),
+    ({**compressed(), "transform_config": {"config_groups": {}}}, "transform_config", "none"),
+    ({**FP8, "weight_block_size": [128]}, "weight_block_size", "two whole numbers"),
+    ({**FP8, "fmt": "e5m2"}, "fmt", "e4m3"),
+    ({**AWQ, "bits": 8}, "bits", "4 bits"), ({**AWQ, "version": "gemv"}, "version", "gemm"),
+    ({**AWQ, "zero_point": False}, "zero_point", "only true"),
+    ({**AWQ, "group_size": 0}, "group_size", "whole number"),
+    ({**GPTQ, "bits": 5}, "bits", "2 or 3 or 4 or 8"),
+    ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format", "gptq_v2"),
+    ({**GPTQ, "is_marlin_format": True}, "is_marlin_format", "only false"),
+    ({**GPTQ, "dynamic": {"+:.*up.*": {"bits": 8}}}, "dynamic", "left out")])
+def test_what_a_method_is_not_read_with_is_named(stored: dict[str, Any], key: str,
+                                                 allowed: str) -> None:
+    with pytest.raises(InputError, match=f"quantization_config.{key}.*{allowed}"):
+        from_hf_config({**LLAMA, "quantization_config": stored}, "x")
+
+
+def test_gpt2s_weights_of_fewer_bits_are_refused() -> None:
+    config = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 11,
+              "n_positions": 16}
+    with pytest.raises(InputError, match="quantization_config.*gpt2 family"):
+        from_hf_config({**config, "quantization_config": GPTQ}, "x")
+    assert from_hf_config(config, "x").family == "gpt2"
 
 
 SHAPE = LLAMA | {"num_key_value_heads": 1, "head_dim": 6, "max_position_embeddings": 64}

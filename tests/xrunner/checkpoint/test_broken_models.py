@@ -64,7 +64,7 @@ def test_every_shard_that_is_missing_or_cut_off_is_named(sharded: Path) -> None:
     found = {m.value or Path(m.file).name: m.allowed for m in refused(sharded)}
     assert "missing from the folder" in found[first.name]
     assert "cut off" in found[second.name] and "cut off" in found[third.name]
-    for name, file in CheckpointReader(sharded, torch.float32)._files.items():
+    for name, file in CheckpointReader(sharded, torch.float32)._files.places.items():
         if file == second:
             with pytest.raises(InputError, match=f"{file.name}: cannot be read"):
                 CheckpointReader(sharded, torch.float32).get(name, (1,))

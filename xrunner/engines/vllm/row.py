@@ -118,6 +118,9 @@ def _unknown(job: Job, problem: Problem) -> Iterator[Mistake]:
     if problem.model.is_encoder_decoder:
         yield mistake(job, "model", job.model, "a decoder-only model: vLLM has no encoder-decoder "
                       "models of text")
+    if problem.model.stored_as.startswith("GGUF"):
+        yield mistake(job, "model", job.model, "a folder of safetensors: the engine vllm was not "
+                      "tried with GGUF")
     for key, value, only in (("replicas", fixed.replicas, 1), ("tp_degree", fixed.tp_degree, 1),
                              ("tp_gpus", fixed.tp_gpus, 0)):
         if value not in (None, only):
