@@ -285,13 +285,19 @@ def _with_room(policy: str, problem: Problem, timing: TimingSource,
 
 def paper_cases(first_seed: int = 0, **options) -> Iterator[Case]:
     """Six models, five tasks, each under one policy, in turn; where WAA has no room, RRA."""
-    for place, (model, task) in enumerate((m, t) for m in PAPER for t in TASKS):
-        seed = first_seed + place
-        policy = POLICIES[(place + first_seed // 30) % 3]
-        case = (paper_case(model, task, policy, seed, **options)
-                or paper_case(model, task, "rra", seed, **options))
-        assert case is not None
-        yield case
+    for place in range(len(PAPER) * len(TASKS)):
+        yield paper_case_at(place, first_seed, **options)
+
+
+def paper_case_at(place: int, first_seed: int = 0, **options) -> Case:
+    """One of `paper_cases`."""
+    model, task = [(m, t) for m in PAPER for t in TASKS][place]
+    seed = first_seed + place
+    policy = POLICIES[(place + first_seed // 30) % 3]
+    case = (paper_case(model, task, policy, seed, **options)
+            or paper_case(model, task, "rra", seed, **options))
+    assert case is not None
+    return case
 
 
 def bounds_of(grid, seed: int) -> list[float]:

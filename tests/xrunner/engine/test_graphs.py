@@ -35,7 +35,8 @@ class Capture:
         return Captured(replay, out)
 
 
-@pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", *(
+    pytest.param(family, marks=pytest.mark.slow) for family in ("opt", "gpt2"))])
 def test_captured_steps_answer_as_generate_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                 family: str) -> None:
     model = toys.make_model(family, tmp_path)

@@ -57,6 +57,7 @@ def test_queries_come_in_their_order_and_no_more_wait_than_need_to() -> None:
     assert most == 2 * LEAST_WAITING
 
 
+@pytest.mark.slow  # every line of 48,000 is traced
 def test_the_launcher_holds_few_bytes_a_line(tmp_path: Path,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
     """12 of columns, and up to 72 of the ids' table while it grows; texts and tokens are in

@@ -181,10 +181,13 @@ def started(path: Path, least_rows: int) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_killed_sweep_goes_on_and_ends_as_an_undisturbed_one(tmp_path: Path) -> None:
-    path = tmp_path / "killed.yaml"
+@pytest.mark.parametrize("tasks", ["S", pytest.param("S, T", marks=pytest.mark.slow)])
+def test_a_killed_sweep_goes_on_and_ends_as_an_undisturbed_one(tmp_path: Path,
+                                                               tasks: str) -> None:
+    count, path = 12 * len(tasks.split()), tmp_path / "killed.yaml"
     path.write_text("base: {model: opt-13b, cluster: a40-4, workload: {task: S}}\nmargin: false\n"
-                    "grid: {task: [S, T], policy: [rra, waa-c, ft, dsi], bound: [30%, 60%, inf]}\n")
+                    f"grid: {{task: [{tasks}], policy: [rra, waa-c, ft, dsi], "
+                    "bound: [30%, 60%, inf]}\n")
     interrupted = started(path, 1)
     interrupted.send_signal(signal.SIGINT)
     _, said = interrupted.communicate(timeout=60)
@@ -193,13 +196,13 @@ def test_a_killed_sweep_goes_on_and_ends_as_an_undisturbed_one(tmp_path: Path) -
     killed.kill()
     killed.communicate(timeout=60)
     kept = len(read_sweep(tmp_path / "out" / "killed").rows)
-    assert 3 <= kept < 24
+    assert 3 <= kept < count
     ended = sweep_points(load_sweep(path), told := Told(), cores=1)
-    assert told.lines[0] == f"going on: {kept} of 24 points are there"
+    assert told.lines[0] == f"going on: {kept} of {count} points are there"
     fresh = sweep_points(load_sweep(path, SweepFlags(out=tmp_path / "fresh")), Told(), cores=1)
     assert without_effort(ended.rows) == without_effort(fresh.rows)
-    assert len({row["key"] for row in ended.rows}) == len(ended.rows) == 24
-    assert (ended.folder / "sweep.jsonl").read_text().count("\n") == 24
+    assert len({row["key"] for row in ended.rows}) == len(ended.rows) == count
+    assert (ended.folder / "sweep.jsonl").read_text().count("\n") == count
 
 
 def test_rows_go_through_csv_and_parquet(job: Path) -> None:
