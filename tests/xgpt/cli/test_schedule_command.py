@@ -23,8 +23,8 @@ from xscheduler.alternatives import in_the_same_lengths
 from xscheduler.planner import Planner, PlanOptions
 from xscheduler.price import Offer, price
 
-# Cards without peer access: bounds and gains below are those of slow links. As likely as not, so that
-# computed times have no margin.
+# Cards without peer access: bounds and gains below are those of slow links. As likely as not, so
+# that computed times have no margin.
 OPT_13B = """
 model: opt-13b
 cluster: {device: A40, num_nodes: 1, devices_per_node: 4, intra_link: pcie4-x16}
