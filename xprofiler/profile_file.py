@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -128,8 +128,20 @@ def _model(raw: object, faults: Faults) -> ModelSpec | None:
         return None
     wrong = [(f"model.{field}", getattr(model, field), "a whole number >= 1") for field in _COUNTS
              if type(getattr(model, field)) is not int or getattr(model, field) < 1]
+    wrong += [(f"model.{one.name}", None, "a value of a model's shape, none with others in it")
+              for one in fields(model) if not _is_shallow(getattr(model, one.name))]
     faults += wrong
     return None if wrong else model
+
+
+def _is_shallow(value: object, depth: int = 3) -> bool:
+    """Whether it is a number, a text, a flag, or a few of these (the variant of a decoder, pairs
+    of a scaling), and not nested beyond that."""
+    if isinstance(value, tuple):
+        return depth > 0 and all(_is_shallow(one, depth - 1) for one in value)
+    if is_dataclass(value):
+        return all(_is_shallow(getattr(value, one.name), depth - 1) for one in fields(value))
+    return value is None or isinstance(value, (str, int, float))
 
 
 def _peaks(raw: object, faults: Faults) -> Peaks | None:
