@@ -4,12 +4,13 @@ problem's finite job is expected to measure, its lengths as far as they are know
 import math
 from collections.abc import Hashable, Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from xgpt.core.constraint import Metric
 from xgpt.core.errors import XgptError
+from xgpt.core.lengths import IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate
@@ -22,6 +23,7 @@ from xsimulator.policies.figures import EstimateArrays
 from xsimulator.replay.copies import replayer_of
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.predict import (
+    MOST_PREDICTED,
     JobPrediction,
     job_replays,
     mean_of,
@@ -121,32 +123,50 @@ def predict(problem: Problem, timing: TimingSource, estimate: Estimate, *, repla
             clocks: StepClocks | None = None) -> JobPrediction | None:
     """What the job measures with fill and drain, the mean of so many replays where lengths are not
     all known; None without queries."""
-    results = list(replays_of(problem, timing, estimate, replays=replays, clocks=clocks))
-    return mean_of(results) if results else None
+    replayed = replays_of(problem, timing, estimate, replays=replays, clocks=clocks)
+    return None if replayed is None else mean_of(replayed.results, replayed.num_queries)
+
+
+class JobReplays(NamedTuple):
+    """What `predict` takes the mean of, of a job of `num_queries`; `is_whole`: each replays them
+    all."""
+
+    results: Iterator[ReplayResult]
+    num_queries: int
+    is_whole: bool
 
 
 def replays_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, replays: int = 5,
-               clocks: StepClocks | None = None) -> Iterator[ReplayResult]:
-    """What `predict` takes the mean of; none without queries."""
-    known = _known_lengths(problem, estimate)
-    return iter(()) if known is None else job_replays(
-        replayer_of(problem, timing, estimate, clocks), known[0],
-        np.random.default_rng(problem.seed), known=known[1], replays=replays)
-
-
-def _known_lengths(problem: Problem, estimate: Estimate) -> tuple[int, QueryLengths | None] | None:
-    """(how many queries run, their lengths as far as they are known); None without queries."""
+               clocks: StepClocks | None = None) -> JobReplays | None:
+    """The replays of the problem's own queries, of many of some; None without queries."""
     if problem.num_queries is None:
         return None
-    known = job_lengths(problem, estimate)
-    count = problem.num_queries if known is None else len(known.inputs)
-    return (count, known) if count else None
+    found = _runnable(problem, estimate)
+    total = problem.num_queries if found is None else len(found[1])
+    count, known = min(total, MOST_PREDICTED), None
+    if not total:
+        return None
+    if found is not None:
+        lengths, rows = found
+        rows = rows if count == total else rows[np.linspace(0, total - 1, count).astype(np.int64)]
+        known = lengths.take(rows[in_run_order(problem, estimate, count)])
+    results = job_replays(replayer_of(problem, timing, estimate, clocks), count,
+                          np.random.default_rng(problem.seed), known=known, replays=replays)
+    return JobReplays(results, total, count == total)
 
 
 def job_lengths(problem: Problem, estimate: Estimate) -> QueryLengths | None:
     """Lengths of the queries that the schedule can run (the others become error records, and take
     no time), in the order in which it takes them up; None where a model's tokenizer would have to
     say how long they are."""
+    found = _runnable(problem, estimate)
+    return None if found is None else found[0].take(
+        found[1][in_run_order(problem, estimate, len(found[1]))])
+
+
+def _runnable(problem: Problem, estimate: Estimate) -> tuple[QueryLengths, IntArray] | None:
+    """(lengths of the problem's queries, which of them the schedule can run); None where nobody
+    knows their lengths."""
     known = problem.queries
     if problem.is_synthetic and problem.num_queries is not None:
         inputs, outputs = synthetic_lengths(problem.lengths, problem.num_queries, problem.seed)
@@ -156,8 +176,7 @@ def job_lengths(problem: Problem, estimate: Estimate) -> QueryLengths | None:
     runs = known.reserves <= estimate.deployment.group_kv_tokens
     runs &= known.inputs < (problem.model.max_positions or np.inf)
     runs &= known.inputs <= (estimate.deployment.encoding.kv_tokens or np.inf)
-    rows = np.flatnonzero(runs)
-    return known.take(rows[in_run_order(problem, estimate, len(rows))])
+    return known, np.flatnonzero(runs)
 
 
 def in_run_order(problem: Problem, estimate: Estimate, count: int) -> list[int]:

@@ -21,6 +21,7 @@ from xgpt.core.schedule import Schedule
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import in_run_order, job_lengths
 from xsimulator.replay.job import Replayer
+from xsimulator.replay.predict import MOST_PREDICTED
 from xsimulator.replay.recorded import Recording, load_recordings
 
 
@@ -50,9 +51,11 @@ class Attribution:
 def attribute(problem: Problem, timing: TimingSource, schedule: Schedule, output: Path,
               predicted_s: float) -> Attribution | None:
     """Attributes the time of the whole run in `output`; None where its record does not tell: it was
-    stopped or resumed, or is longer than the log. Of several copies of the model the last to be
-    done decides, each with the queries that it took."""
+    stopped or resumed, is longer than the log, or of more queries than a prediction replays. Of
+    several copies of the model the last to be done decides, each with the queries that it took."""
     estimate = schedule.estimate
+    if (problem.num_queries or 0) > MOST_PREDICTED:
+        return None
     try:
         recordings = load_recordings(output, estimate.deployment)
         count = sum(len(recording.queries) for recording in recordings)

@@ -11,14 +11,15 @@ import numpy as np
 from xgpt.app.attribution import attribute
 from xgpt.app.opened import OpenedJob
 from xgpt.app.run_files import METRICS_FILE
-from xgpt.core.json_values import write_json
+from xgpt.core.json_values import plain, write_json
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xgpt.launch.contention import in_words
 from xgpt.launch.launcher import threads_per_rank
 from xgpt.report.bounds import check_bounds, kept_facts
 from xgpt.report.output import Output, read_output
-from xgpt.report.page import write_report
+from xgpt.report.page import MAX_ANSWERS, write_page
+from xgpt.report.queries import columns_of
 from xgpt.report.results_file import write_results
 from xgpt.report.table import summary_table
 from xgpt.report.words import clean, counted
@@ -37,11 +38,12 @@ def write_metrics(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
         opened.problem, timing, schedule, opened.job.output, prediction.wall_s)
     metrics["attribution"] = None if why is None else {**asdict(why), "sentence": why.sentence}
     output, tell = opened.job.output, opened.tell
-    left = replace(read_output(output, 0), metrics=metrics, schedule=schedule,
+    # read once: the figures of ten million queries are not to be there twice
+    left = replace(read_output(output, MAX_ANSWERS), metrics=metrics, schedule=schedule,
                    queries_before=measured["queries_before"])
     metrics |= kept_facts(check_bounds(left))
     write_json(output / METRICS_FILE, metrics)
-    write_report(output)
+    write_page(replace(left, metrics=plain(metrics)))
     tell.say(summary_table(metrics, tuple(_ends(opened, left))))
     if (warning := in_words(metrics["others_cpu_share"])) is not None:
         tell.say(f"note: {warning}")
@@ -57,7 +59,7 @@ def _ends(opened: OpenedJob, output: Output) -> Iterator[str]:
     yield from (check.sentence for check in check_bounds(output) if check.is_kept is not None)
     known = opened.problem.queries
     is_wished = opened.job.run.ignore_eos or (known is not None and known.outputs is not None)
-    cut = 0 if is_wished else sum(query.finish_reason == "length" for query in output.queries)
+    cut = 0 if is_wished else columns_of(output.queries).reasons()["length"]
     if cut:
         yield (f"{counted(cut, 'answer')} of {len(output.queries):,} reached the most tokens that "
                "were allowed, and may end in mid-sentence")

@@ -2,6 +2,7 @@
 results, and no metrics.json. Nothing is run again."""
 
 import json
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,9 @@ def _account(output: Path) -> dict[str, Any]:
             **dict.fromkeys(_FIGURES)}
 
 
-def _times_s(results: Path) -> dict[str, list[float]]:
+def _times_s(results: Path) -> "dict[str, array[float]]":
     """Reads the times of all queries, as far as their results tell them."""
-    times: dict[str, list[float]] = {name: [] for name in TIMES}
+    times = {name: array("d") for name in TIMES}
     with results.open(encoding="utf-8") as file:
         for line in file:
             row = json.loads(line)

@@ -5,6 +5,7 @@ import shutil
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -173,11 +174,13 @@ def _predicted(opened: OpenedJob, timing: TimingSource,
     if not engine_of(opened.job).is_predicted:
         return None
     problem, estimate = opened.problem, schedule.estimate
-    replayed = list(replays_of(problem, timing, estimate))
-    if not replayed:
+    replayed = replays_of(problem, timing, estimate)
+    if replayed is None:
         return None
-    write_expected(expected, replay_lanes(replayed[0]), replayed[0].times)
-    return mean_of(replayed)
+    first = next(replayed.results)
+    if replayed.is_whole:  # some of many queries have other curves than all
+        write_expected(expected, replay_lanes(first), first.times)
+    return mean_of(chain([first], replayed.results), replayed.num_queries)
 
 
 def _start(opened: OpenedJob, plan: RunPlan, schedule: Schedule, lock: int,

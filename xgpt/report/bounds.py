@@ -7,8 +7,10 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from xgpt.core.constraint import METRIC_WORDS, Bound, BoundKind, Metric
+from xgpt.core.lengths import FloatArray
 from xgpt.core.units import format_seconds
-from xgpt.report.output import Output, QueryFigures, number
+from xgpt.report.output import Output, number
+from xgpt.report.queries import QueryColumns, QueryFigures, columns_of, told
 
 
 class BoundCheck(NamedTuple):
@@ -107,36 +109,35 @@ def _check_makespan(output: Output, bound: Bound) -> BoundCheck:
                       f"{format_seconds(took_s)}", bound, int(not is_kept), 1, took_s)
 
 
-def _seconds(query: QueryFigures, metric: Metric) -> float | None:
-    """What a bound on the metric counts of a query; None where its result does not tell."""
+def _seconds(queries: QueryColumns, metric: Metric) -> FloatArray:
+    """What a bound on the metric counts of each query whose result tells."""
     if metric == "ttft":  # a result counts it from the run's start, the bound from the encoding's
-        return None if query.ttft_s is None else query.ttft_s - query.encode_start_s
-    return query.tpot_s if metric == "tpot" else query.latency_s
+        return told(queries.times("ttft_s") - queries.times("encode_start_s"))
+    return told(queries.times("tpot_s" if metric == "tpot" else "latency_s"))
 
 
 def _check_queries(queries: Sequence[QueryFigures], bound: Bound, kept: str) -> BoundCheck:
-    values = [value for query in queries
-              if (value := _seconds(query, bound.metric)) is not None]
-    if not values:
+    values = _seconds(columns_of(queries), bound.metric)
+    if not len(values):
         return BoundCheck(None, f"{_named(bound)}: the results do not tell", bound)
-    over = sum(value > bound.limit_s for value in values)
+    over, slowest = int((values > bound.limit_s).sum()), float(values.max())
     share = 1 - over / len(values)
     verb = kept if share >= bound.quantile else "missed"
     # rounded down: 98.99 % must not read as the 99 % that were asked for
     shown = f"{math.floor(share * 1000) / 10:g} %"
-    worst = f"; {over} of {len(values):,} took longer, the slowest {format_seconds(max(values))}"
+    worst = f"; {over} of {len(values):,} took longer, the slowest {format_seconds(slowest)}"
     return BoundCheck(share >= bound.quantile, (
         f"{_named(bound)} {verb}: {shown} of the queries stayed within it, "
         f"{bound.quantile * 100:g} % were asked for{worst if over else ''}"),
-        bound, over, len(values), max(values))
+        bound, over, len(values), slowest)
 
 
 def _check_sequences(queries: Sequence[QueryFigures], bound: Bound, kept: str) -> BoundCheck:
-    lengths = np.sort([q.output_tokens for q in queries])
+    lengths = columns_of(queries).counts("output_tokens")
     place = min(math.ceil(bound.quantile * len(lengths)) - 1, len(lengths) - 1)
-    longest = int(lengths[place])
-    latencies = [q.latency_s for q in queries if q.output_tokens <= longest]
-    late, slowest = sum(latency > bound.limit_s for latency in latencies), max(latencies)
+    longest = int(np.partition(lengths, place)[place])
+    latencies = columns_of(queries).times("latency_s")[lengths <= longest]
+    late, slowest = int((latencies > bound.limit_s).sum()), float(latencies.max())
     found = BoundCheck(not late, "", bound, late, len(latencies), slowest)
     if late:
         return found._replace(sentence=(

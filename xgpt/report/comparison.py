@@ -16,6 +16,7 @@ from xgpt.report.figures import percent, quantity
 from xgpt.report.html_page import render_page
 from xgpt.report.output import Output, number, read_output, text_at
 from xgpt.report.policy_words import controls_cell, row_of
+from xgpt.report.queries import columns_of, ends_since_first
 
 _FIGURES = (("throughput_qps", "Throughput", "queries/s"),
             ("output_tokens_per_s", "Output tokens", "tokens/s"),
@@ -161,15 +162,15 @@ def _latencies(runs: Sequence[Run]) -> Chart:
         x=Axis(label="seconds from a query's encoding to its last token", from_zero=True),
         y=Axis(label="share of the queries", as_percent=True, from_zero=True),
         series=[Series(label=run.name, kind="steps", colour=PALETTE[place % len(PALETTE)],
-                       x=np.quantile([q.latency_s for q in run.output.queries], shares).tolist(),
+                       x=np.quantile(columns_of(run.output.queries).times("latency_s"),
+                                     shares).tolist(),
                        y=shares.tolist()) for place, run in enumerate(runs)])
 
 
 def _done(runs: Sequence[Run]) -> Chart:
     series = []
     for place, run in enumerate(runs):
-        origin_s = min(query.encode_start_s for query in run.output.queries)
-        ends_s = np.sort([query.end_s - origin_s for query in run.output.queries])
+        ends_s = ends_since_first(columns_of(run.output.queries))
         shown = np.unique(np.linspace(0, len(ends_s) - 1, 400).astype(np.int64))
         series.append(Series(label=run.name, kind="steps", colour=PALETTE[place % len(PALETTE)],
                              x=[0.0, *ends_s[shown].tolist()], y=[0.0, *(shown + 1.0).tolist()]))

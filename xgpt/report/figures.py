@@ -9,7 +9,8 @@ import numpy as np
 
 from xgpt.core.schedule import Rejected, Schedule, Status
 from xgpt.core.units import format_seconds
-from xgpt.report.output import LoggedStep, Output, QueryFigures, number, text_at
+from xgpt.report.output import LoggedStep, Output, number, text_at
+from xgpt.report.queries import QueryFigures, columns_of, ends_since_first, told
 
 # A prediction within 15 % is what the project promises of itself.
 GOOD_WITHIN, FAIR_WITHIN = 0.15, 0.30
@@ -128,18 +129,16 @@ def metrics_so_far(queries: Sequence[QueryFigures], num_errors: int) -> dict[str
     """What metrics.json would say at this point, of a run that has written none."""
     if not queries:
         return {"queries": 0, "errors": num_errors}
-    times: dict[str, list[float | None]] = {
-        "latency": [q.latency_s for q in queries], "ttft": [q.ttft_s for q in queries],
-        "tpot": [q.tpot_s for q in queries]}
-    span_s = max(q.end_s for q in queries) - min(q.encode_start_s for q in queries)
+    own = columns_of(queries)
+    span_s = float(ends_since_first(own)[-1])
     figures: dict[str, Any] = {"wall_s": {"measured": span_s}}
-    for name, values in times.items():
-        if known := [value for value in values if value is not None]:
+    for name in ("latency", "ttft", "tpot"):
+        if len(known := told(own.times(f"{name}_s"))):
             figures |= {f"{name}_{label}_s": {"measured": float(np.quantile(known, share))}
                         for label, share in (("p50", 0.5), ("p99", 0.99))}
     if span_s > 0:
         figures["throughput_qps"] = {"measured": len(queries) / span_s}
-        tokens = sum(q.output_tokens for q in queries)
+        tokens = int(own.counts("output_tokens").sum(dtype=np.int64))
         figures["output_tokens_per_s"] = {"measured": tokens / span_s}
     return {"queries": len(queries), "errors": num_errors, **figures}
 

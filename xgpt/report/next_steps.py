@@ -2,7 +2,6 @@
 
 import math
 import shlex
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from xgpt.core.schedule import Schedule
 from xgpt.report.bounds import BoundCheck
 from xgpt.report.figures import lost_to_bound, percent, plain
 from xgpt.report.output import Output, number, text_at
+from xgpt.report.queries import columns_of
 from xgpt.report.words import counted
 
 _MATTERS = 0.05  # share of the time or throughput that is worth a change
@@ -60,7 +60,7 @@ def _after_misses(output: Output, metrics: Mapping[str, Any], check: BoundCheck)
     if check.is_kept is False:
         yield Hint("The bound was missed. Plan with more margin:",
                    "submit JOB.yaml --set constraint.confidence=0.99")
-    reasons = Counter(query.finish_reason for query in output.queries)
+    reasons = columns_of(output.queries).reasons()
     cut, cap = reasons["length"], number(output.job, "workload", "max_tokens")
     if cap and cut > 0.1 * len(output.queries):
         yield Hint(f"{counted(cut, 'answer')} of {len(output.queries)} were cut at the cap of "
@@ -89,7 +89,7 @@ def _of_the_choice(schedule: Schedule) -> Iterator[Hint]:
 
 
 def _observed(output: Output) -> str:
-    lengths = np.array([query.output_tokens for query in output.queries] or [1])
+    lengths = columns_of(output.queries).counts("output_tokens") if output.queries else np.ones(1)
     moments = f"mean: {lengths.mean():.0f}, std: {max(lengths.std(), 1):.0f}, max: {lengths.max()}"
     return f"schedule JOB.yaml --set 'workload.output_tokens={{{moments}}}'"
 

@@ -2,7 +2,7 @@
 
 Every file may be missing and the last line of a `.jsonl` may be torn; each such thing becomes a
 sentence in `Output.remarks`. Texts of results are kept for the first `max_answers` queries only,
-so that a job of a million lines still fits in memory."""
+and the figures of all in columns, so that a job of millions of lines still fits in memory."""
 
 import json
 import math
@@ -16,25 +16,9 @@ from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
 from xgpt.core.spool import Spool
 from xgpt.report.expected import EXPECTED_FILE, Expected, read_expected
+from xgpt.report.queries import QueryColumns, QueryFigures, are_counts
 
 ALONE = "both"  # the pool that works both phases: there is no other
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueryFigures:
-    """The figures of one finished query. `end_s` is on the clock of `encode_start_s`."""
-
-    input_tokens: int
-    output_tokens: int
-    finish_reason: str
-    latency_s: float
-    encode_start_s: float
-    ttft_s: float | None = None  # to its first token; None of a run that did not tell
-    tpot_s: float | None = None  # a token after the first; None of one token alone
-
-    @property
-    def end_s(self) -> float:
-        return self.encode_start_s + self.latency_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +54,7 @@ class Output:
     schedule: Schedule | None = None
     metrics: Mapping[str, Any] | None = None
     profile: Mapping[str, Any] | None = None
-    queries: tuple[QueryFigures, ...] = ()
+    queries: Sequence[QueryFigures] = ()
     answers: tuple[Answer, ...] = ()
     errors: tuple[Mapping[str, Any], ...] = ()
     steps: tuple[LoggedStep, ...] = ()
@@ -93,7 +77,7 @@ def read_output(directory: Path, max_answers: int = 100) -> Output:
         directory=directory, job=job, metrics=metrics,
         schedule=_read_schedule(directory / "schedule.json", remarks),
         profile=_read_object(directory / "profile.json", remarks, is_optional=True),
-        queries=tuple(queries),
+        queries=queries,
         answers=tuple(replace(answer, prompt=prompts[query] if query < len(prompts) else None)
                       for query, answer in answers.items()),
         errors=tuple(map(flat_error, _read_lines(directory / "errors.jsonl", remarks,
@@ -194,9 +178,9 @@ def _read_lines(path: Path, remarks: list[str], is_optional: bool = False,
 
 
 def _read_results(path: Path, max_answers: int, remarks: list[str],
-                  ) -> tuple[list[QueryFigures], dict[int, Answer]]:
+                  ) -> tuple[QueryColumns, dict[int, Answer]]:
     """Reads (the figures of all; the first answers, by their query)."""
-    queries: list[QueryFigures] = []
+    queries = QueryColumns()
     answers: dict[int, Answer] = {}
     foreign = 0
     for row in _read_lines(path, remarks):
@@ -204,7 +188,7 @@ def _read_results(path: Path, max_answers: int, remarks: list[str],
         if (figures := _query_figures(flat)) is None:
             foreign += 1
             continue
-        queries.append(figures)
+        queries.add(figures)
         if len(answers) < max_answers:
             index = number(flat, "index")
             answers[len(queries) - 1 if index is None else int(index)] = Answer(
@@ -250,11 +234,12 @@ def _query_figures(row: Mapping[str, Any]) -> QueryFigures | None:
              if (value := number(row, key)) is not None and math.isfinite(value)}
     if not known.keys() >= set(needed):
         return None
-    return QueryFigures(
+    figures = QueryFigures(
         input_tokens=int(known["input_tokens"]), output_tokens=int(known["output_tokens"]),
         finish_reason=str(row.get("finish_reason")), latency_s=known["latency_s"],
         encode_start_s=known["encode_start_s"], ttft_s=known.get("ttft_s"),
         tpot_s=known.get("tpot_s"))
+    return figures if are_counts(figures) else None
 
 
 def _read_steps(path: Path, remarks: list[str]) -> Iterator[LoggedStep]:

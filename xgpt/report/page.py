@@ -23,6 +23,7 @@ from xgpt.report.html_page import render_page
 from xgpt.report.next_steps import next_steps
 from xgpt.report.output import Output, number, read_output, text_at
 from xgpt.report.policy_words import row_of, schedule_sentences
+from xgpt.report.queries import columns_of, told
 
 REPORT_NAME = "report.html"
 MAX_ANSWERS = 100
@@ -36,9 +37,13 @@ def write_report(output_dir: Path, path: Path | None = None) -> Path:
 
     Works on a run that was cut off. Raises InputError if `output_dir` is no folder, and
     MissingExtraError without jinja2."""
-    page = render(read_output(output_dir, MAX_ANSWERS))
-    path = path or output_dir / REPORT_NAME
-    write_atomically(path, page)
+    return write_page(read_output(output_dir, MAX_ANSWERS), path)
+
+
+def write_page(output: Output, path: Path | None = None) -> Path:
+    """The same of what was read with MAX_ANSWERS answers."""
+    path = path or output.directory / REPORT_NAME
+    write_atomically(path, render(output))
     return path
 
 
@@ -57,20 +62,21 @@ def run_charts(output: Output, metrics: Mapping[str, Any]) -> list[Chart]:
     bound_s = schedule.bound.limit_s if schedule else number(output.job, "constraint", "latency_s")
     is_own = text_at(metrics, "engine") in (None, OWN_ENGINE)  # else nothing was predicted
     lanes, expected_lanes = charts.step_lanes(output.steps), expected.lanes if expected else ()
+    queries = columns_of(output.queries)
     made = (
         charts.distribution(
             "latency", "Latency", "seconds from a query's encoding to its last token",
-            [q.latency_s for q in output.queries], expected.latency_s if expected else None,
+            queries.times("latency_s"), expected.latency_s if expected else None,
             bound_s, whose=whose),
         charts.distribution(
             "ttft", "First token", "seconds from the start to a query's first token",
-            [q.ttft_s for q in output.queries if q.ttft_s is not None],
+            told(queries.times("ttft_s")),
             expected.ttft_s if expected else None, whose=whose),
         None if output.queries_before else charts.done_curve(  # each run has a clock of its own
-            output.queries, expected.done if expected else (),
+            queries, expected.done if expected else (),
             schedule.figures.throughput_qps if schedule and is_own else None),
         charts.causes(metrics),
-        charts.output_lengths(output.queries, expected_output_lengths(output.job)),
+        charts.output_lengths(queries, expected_output_lengths(output.job)),
         charts.utilisation(lanes, expected_lanes),
         charts.memory(schedule, metrics) if schedule else None,
         charts.choice(schedule) if schedule else None,

@@ -12,8 +12,9 @@ from xgpt.core.units import GIB, format_bytes, format_seconds
 from xgpt.report.chart import PALETTE, Axis, Chart, Mark, Series
 from xgpt.report.figures import busy_shares, middle_window, percent, plain
 from xgpt.report.lanes import KINDS, Lane, lanes_chart, stage_label, thinned
-from xgpt.report.output import LoggedStep, Output, QueryFigures, number
+from xgpt.report.output import LoggedStep, Output, number
 from xgpt.report.policy_words import controls_cell
+from xgpt.report.queries import QueryColumns, ends_since_first
 
 _CURVE, _BINS = 200, 60  # points of a curve; spans of time that a stage's work is counted in
 # what xrunner.devices.peak_memory_bytes counts: no measurement of what was predicted
@@ -23,12 +24,12 @@ _PEAK = (" Measured: the most that its process held since loading began. On a GP
 _FAR = 3.0  # a bound further off than so many times what is drawn is only said
 
 
-def distribution(name: str, title: str, label: str, measured: Sequence[float],
+def distribution(name: str, title: str, label: str, measured: FloatArray,
                  expected: FloatArray | None, bound_s: float | None = None, *,
                  whose: str = "") -> Chart | None:
     """The share of the queries that took at most so long, as measured and as expected (quantiles
     from 0 to 1), with the bound. `whose`: the queries' runs."""
-    if not measured:
+    if not len(measured):
         return None
     shares = np.linspace(0, 1, _CURVE + 1)
     known_s = np.quantile(measured, shares)
@@ -53,14 +54,13 @@ def distribution(name: str, title: str, label: str, measured: Sequence[float],
                 f"{len(measured):,} queries{whose}.{caption}")
 
 
-def done_curve(queries: Sequence[QueryFigures], expected: Sequence[tuple[float, float]],
+def done_curve(queries: QueryColumns, expected: Sequence[tuple[float, float]],
                predicted_qps: float | None = None) -> Chart | None:
     """Queries done over time, beside what the replay of the job expected, or else the pace of the
     steady state from the start on."""
     if len(queries) < 2:
         return None
-    origin_s = min(q.encode_start_s for q in queries)
-    ends_s = np.sort([q.end_s - origin_s for q in queries])
+    ends_s = ends_since_first(queries)
     shown = np.unique(np.linspace(0, len(ends_s) - 1, 600).astype(np.int64))
     series = [Series(label="measured", kind="steps", x=[0.0, *ends_s[shown].tolist()],
                      y=[0.0, *(shown + 1.0).tolist()])]
@@ -80,11 +80,11 @@ def done_curve(queries: Sequence[QueryFigures], expected: Sequence[tuple[float, 
                  if expected else "")
 
 
-def output_lengths(queries: Sequence[QueryFigures], expected: Lengths | None) -> Chart | None:
+def output_lengths(queries: QueryColumns, expected: Lengths | None) -> Chart | None:
     """Observed output lengths, and the distribution the schedule was computed for."""
     if not queries:
         return None
-    lengths = np.array([q.output_tokens for q in queries])
+    lengths = queries.counts("output_tokens")
     highest = max(int(lengths.max()), expected.max if expected else 1)
     width = max(1, math.ceil(highest / 24))
     edges = np.arange(0, highest + width, width)  # bins of whole lengths: (0, width], ...

@@ -285,7 +285,9 @@ def runnable(requests: Requests, plan: RunPlan, spec: ModelSpec) -> tuple[IntArr
     refuse(inputs > (plan.most_input_tokens or np.inf), lambda row: (
         f"{inputs[row]} input tokens; the schedule was planned to encode "
         f"{plan.most_input_tokens} at a time: state the workload's longest lengths in the job"))
-    rows = np.array([row for row in range(len(requests)) if row not in why], np.int64)
+    can_run = np.ones(len(requests), bool)
+    can_run[list(why)] = False
+    rows = np.flatnonzero(can_run)
     return np.stack([rows, most[rows]], axis=1), why
 
 

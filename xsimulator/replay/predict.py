@@ -25,6 +25,10 @@ CHECKED_QUERIES, MOST_CHECKED, CHECKED_ROUNDS = 8000, 50_000, 12
 # Where few queries decode at a time each takes many steps: so many in all are enough, of at least
 # so many queries and rounds. Of these WATCHED are as long as the bound's quantile.
 CHECKED_STEPS, LEAST_CHECKED, LEAST_ROUNDS, WATCHED = 60_000, 1500, 40, 60
+# Of a longer job so many queries, spread evenly over it, are replayed for its prediction; the rest
+# goes at the pace of their middle.
+MOST_PREDICTED = 50_000
+_MIDDLE = (0.2, 0.8)  # of the queries, by their ends
 MIN_NEIGHBOURS = 8  # observed pairs near a known input among which its output is drawn
 
 
@@ -80,9 +84,10 @@ def with_watched(outputs: IntArray, length: int) -> IntArray:
     return np.asarray(changed)
 
 
-def mean_of(results: Iterable[ReplayResult]) -> JobPrediction:
-    """The prediction that replays of one job come to."""
-    figures = [_figures(result) for result in results]
+def mean_of(results: Iterable[ReplayResult], num_queries: int | None = None) -> JobPrediction:
+    """The prediction that replays of one job come to. `num_queries`: of the job, where the replays
+    are of some that stand for them all."""
+    figures = [_figures(result, num_queries) for result in results]
     mean: dict[str, Any] = {name: float(np.mean([of[name] for of in figures]))
                             for name in figures[0]}
     for name in ("tpot_p50_s", "tpot_p99_s"):
@@ -111,13 +116,18 @@ def job_replays(replayer: JobReplayer, num_queries: int, rng: np.random.Generato
             inputs=inputs, most_outputs=most, outputs=np.minimum(outputs, most)))
 
 
-def _figures(result: ReplayResult) -> dict[str, float]:
+def _figures(result: ReplayResult, num_queries: int | None = None) -> dict[str, float]:
     """A JobPrediction's figures of one replay."""
-    times, wall_s = result.times, result.makespan_s
-    figures = {"throughput_qps": len(times.arrival_s) / wall_s, "wall_s": wall_s,
-               "output_tokens_per_s": result.output_tokens.sum() / wall_s}
+    times, wall_s, replayed = result.times, result.makespan_s, len(result.times.arrival_s)
+    count = replayed if num_queries is None else num_queries
+    if count > replayed:
+        first_s, last_s = np.quantile(times.last_token_s, _MIDDLE)
+        wall_s += (count - replayed) * (last_s - first_s) / (replayed * (_MIDDLE[1] - _MIDDLE[0]))
+    figures = {"throughput_qps": count / wall_s, "wall_s": wall_s,
+               "output_tokens_per_s": result.output_tokens.mean() * count / wall_s}
     for name, values in (
-            ("latency", times.latency_s), ("ttft", times.ttft_s),
+            ("latency", times.latency_s),
+            ("ttft", times.ttft_s * (wall_s / result.makespan_s)),  # all arrive at the beginning
             ("tpot", times.tpot_s(result.output_tokens))):
         p50, p99 = np.quantile(values, [0.5, 0.99]) if len(values) else (np.nan, np.nan)
         figures |= {f"{name}_p50_s": p50, f"{name}_p99_s": p99}

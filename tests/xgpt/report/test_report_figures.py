@@ -19,7 +19,22 @@ from xgpt.report.figures import (
     middle_window,
     plain,
 )
-from xgpt.report.output import LoggedStep, Output, QueryFigures
+from xgpt.report.output import LoggedStep, Output
+from xgpt.report.queries import QueryColumns, QueryFigures, told
+
+
+def test_columns_hold_what_was_put_in() -> None:
+    queries = [query(1.5, 7, 2.0), dataclasses.replace(query(9.0, 2**31 - 1), ttft_s=0.25),
+               dataclasses.replace(query(3.0), finish_reason="length", tpot_s=0.125)]
+    columns = QueryColumns(queries)
+    assert list(columns) == queries == columns[:] and columns[1] == queries[1]
+    assert columns.times("latency_s").tolist() == [1.5, 9.0, 3.0]
+    assert told(columns.times("ttft_s")).tolist() == [0.25]
+    assert columns.counts("output_tokens").tolist() == [7, 2**31 - 1, 10]
+    assert columns.reasons() == {"stop": 2, "length": 1}
+    assert not QueryColumns().reasons() and not len(QueryColumns().times("ttft_s"))
+    odd = QueryColumns(dataclasses.replace(queries[0], finish_reason=str(i)) for i in range(400))
+    assert sum(odd.reasons().values()) == 400 and odd[3].finish_reason == "3"
 
 
 def query(latency_s: float, output_tokens: int = 10, start_s: float = 0.0) -> QueryFigures:

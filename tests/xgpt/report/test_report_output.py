@@ -62,7 +62,7 @@ def test_rows_without_their_figures_are_no_results(run_dir: Path) -> None:
 
 def test_an_empty_folder_is_read_with_remarks_only(tmp_path: Path) -> None:
     output = read_output(tmp_path)
-    assert output.queries == () and output.schedule is None and output.metrics is None
+    assert not output.queries and output.schedule is None and output.metrics is None
     assert output.remarks == ("job.json is missing.", "results.jsonl is missing.",
                               "schedule.json is missing.")
 
