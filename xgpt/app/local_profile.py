@@ -342,8 +342,10 @@ def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: T
             raise MissingExtraError(package, "run", "measuring a profile")
     of = wanted.metadata
     degrees = ", ".join(str(d) for d in wanted.degrees)
+    timed = (f"{of.model}'s layers" if wanted.engine.identity is None
+             else f"the steps of {wanted.engine.name} with {of.model}")
     tell.say(
-        f"profile: {'timing' if is_new else 'timing more of'} {of.model}'s layers on "
+        f"profile: {'timing' if is_new else 'timing more of'} {timed} on "
         f"{Layout(of.ranks, of.threads_per_rank).words} ({of.dtype}, tensor-parallel degree "
         f"{degrees}), {session.words}")
     for reason in wanted.refused.values():

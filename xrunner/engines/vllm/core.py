@@ -95,6 +95,7 @@ class EngineCore:
         from vllm.v1.executor import Executor
 
         self._request = EngineCoreRequest
+        self._tops: dict[str, int] = {}  # likeliest tokens that each request asks for
         self.max_pass = MOST_TOKENS
         try:
             config = EngineArgs(**self._arguments(settings)).create_engine_config()
@@ -114,6 +115,7 @@ class EngineCore:
             pooling_params=None, arrival_time=time.time(), lora_request=None, cache_salt=None,
             data_parallel_rank=None))
         await_form(request)
+        self._tops[name] = sampling.top_logprobs or 0
         form = request.structured_output_request
         if generated and form is not None:
             form.grammar.accept_tokens(name, list(tokens)[-generated:])
@@ -121,6 +123,8 @@ class EngineCore:
 
     def end(self, names: Sequence[str]) -> None:
         """These requests are done, or evicted: their blocks are free."""
+        for name in names:
+            del self._tops[name]
         if names:
             self._core.abort_requests(list(names))
 
@@ -129,9 +133,14 @@ class EngineCore:
         ended. Raises XgptError where vLLM does anything else."""
         self._core.scheduler.want(tokens)
         outputs, _ = self._core.step()
-        return {one.request_id: Token(one.new_token_ids[0], not one.num_nans_in_logits,
-                                      one.finish_reason is not None, _told(one.new_logprobs))
-                for client in outputs.values() for one in client.outputs if one.new_token_ids}
+        given = {one.request_id: Token(
+            one.new_token_ids[0], not one.num_nans_in_logits, one.finish_reason is not None,
+            _told(one.new_logprobs, self._tops[one.request_id]))
+            for client in outputs.values() for one in client.outputs if one.new_token_ids}
+        for name, token in given.items():
+            if token.is_end:
+                del self._tops[name]
+        return given
 
     def _arguments(self, settings: CoreSettings) -> dict[str, Any]:
         """vLLM's arguments: ours beneath the user's."""
@@ -148,9 +157,10 @@ class EngineCore:
                 "scheduler_cls": SCHEDULER, "async_scheduling": False}
 
 
-def _told(logprobs: Any) -> tuple[float, ...]:
-    """Of vLLM's lists for one token, [1, 1 + likeliest], the chosen token first."""
+def _told(logprobs: Any, top: int) -> tuple[float, ...]:
+    """Of vLLM's lists for one token, [1, 1 + likeliest], the chosen token first; there are as many
+    likeliest as any request of the pass asks for."""
     if logprobs is None:
         return ()
     tokens, values = (part[0].tolist() for part in (logprobs.logprob_token_ids, logprobs.logprobs))
-    return (values[0], *map(float, tokens[1:]), *values[1:])
+    return (values[0], *map(float, tokens[1:1 + top]), *values[1:1 + top])
