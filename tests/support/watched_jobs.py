@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from taken_as_true import timing_of
 
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.plan import executable
-from xgpt.app.timing import timing_of
 from xgpt.app.watch import Rescheduler, rescheduler_of
 from xgpt.core.problem import resolve
 from xgpt.core.schedule import Schedule

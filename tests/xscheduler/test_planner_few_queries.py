@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from taken_as_true import timing_of
 
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.plan import executable, plan_job
-from xgpt.app.timing import timing_of
 from xgpt.cli.schedule import schedule
 from xgpt.cli.terminal import Terminal
 from xgpt.core.errors import InfeasibleError

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from taken_as_true import timing_of
 
 from xgpt.app.opened import open_file
 from xgpt.app.plan import plan_job
-from xgpt.app.timing import timing_of
 from xscheduler.room import with_room_for
 
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from taken_as_true import timing_of
 from told_steps import Factors, steps_of, tell_all
 from watched_jobs import follow, session_of, write_state
 
 from xgpt.app.opened import OpenedJob
 from xgpt.app.plan import plan_job
-from xgpt.app.timing import timing_of
 from xgpt.app.watch import Rescheduler, rescheduler_of
 from xgpt.core.schedule import Schedule
 from xprofiler.retimed import Factor, Retimed

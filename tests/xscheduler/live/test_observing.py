@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from taken_as_true import timing_of
 from watched_jobs import follow, outputs_of, session_of, write_state
 
 import xgpt.cli.schedule as command
 from xgpt.app.opened import OpenedJob
 from xgpt.app.plan import plan_job
-from xgpt.app.timing import timing_of
 from xgpt.app.watch import Rescheduler, rescheduler_of
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths, empirical
