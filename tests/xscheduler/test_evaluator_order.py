@@ -57,7 +57,7 @@ def test_of_many_queries_some_stand_for_all(monkeypatch: pytest.MonkeyPatch, for
         model=catalog.model("opt-13b"), cluster=catalog.cluster("a40-4"), lengths=joint,
         dtype="float16", num_queries=6000, fixed=FixedSchedule(), default_max_tokens=80,
         constraint=latency_constraint(latency_s=math.inf), adjustment=Adjustment())
-    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    timing = TakenAsTrue(problem.model, problem.cluster.device, problem.dtype)
     inputs, outputs = joint.sample(6000, np.random.default_rng(3))
     inputs = np.sort(inputs)  # the first ones are not like all
     problem = replace(problem, queries=QueryLengths(
