@@ -21,6 +21,13 @@ def model_shape(spec: ModelSpec) -> str:
     labels = ("name", "hub_id", "wheel", "source", "norm_eps")
     # stored_as: weights of fewer bits are executed as any others
     shape = {k: v for k, v in asdict(replace(spec, stored_as="")).items() if k not in labels}
+    # what came later counts where it says something: profiles of before stay
+    if shape["decoder"]["latent"] is None:
+        del shape["decoder"]["latent"]
+    if (experts := shape["decoder"]["experts"]) is not None:
+        for later in ("shared", "dense_layers", "dense_inner"):
+            if not experts[later]:
+                del experts[later]
     return _digest(json.dumps(shape, sort_keys=True))
 
 

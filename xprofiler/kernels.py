@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from xgpt.core.cluster import Device
 from xgpt.core.lengths import FloatArray
-from xgpt.core.model import ModelSpec
+from xgpt.core.model import ModelSpec, kv_elements_of_rank
 from xgpt.core.units import DTYPE_BYTES, FP8, WEIGHT_BYTES
 from xprofiler.constants import RooflineConstants
 
@@ -112,8 +112,7 @@ class RowKernels:
         model, gemm_s = self._model, self._kernels.layer_product_s
         hidden, width = model.hidden_size, self._width / tp_degree
         inner = model.mlp_columns / tp_degree
-        qkv = width + model.kv_elements_per_token_layer / tp_degree
-        products = gemm_s(tokens, qkv, hidden) + attentions * gemm_s(tokens, hidden, width)
+        products = self._inputs_s(tokens, tp_degree) + attentions * gemm_s(tokens, hidden, width)
         for product_s in self._mlp_s(tokens, tp_degree):
             products = products + product_s
         # elements touched per token: norms and residual adds on every rank, the rest sharded
@@ -121,6 +120,21 @@ class RowKernels:
         elementwise_s = self._kernels.copied_s(tokens * elements * self._kernels.item_bytes)
         launches = 2 * (attentions + 1) + 3  # norm and add per block, rotary, activation, append
         return products + elementwise_s + launches * self._constants.elementwise_launch_s
+
+    def _inputs_s(self, tokens: FloatArray, tp_degree: int) -> FloatArray:
+        """What goes into attention. Compressed queries, keys and values are projected down on every
+        rank, and up to its own heads."""
+        model, gemm_s = self._model, self._kernels.layer_product_s
+        hidden, latent = model.hidden_size, model.decoder.latent
+        if latent is None:
+            columns = self._width / tp_degree + kv_elements_of_rank(model, tp_degree)
+            return gemm_s(tokens, columns, hidden)
+        heads = model.num_heads / tp_degree
+        queries = heads * (latent.nope_dim + latent.rope_dim)
+        down = model.kv_elements_per_token_layer + (latent.query_rank or 0)
+        up_s = gemm_s(tokens, heads * (latent.nope_dim + latent.value_dim), latent.kv_rank)
+        return gemm_s(tokens, down, hidden) + up_s + gemm_s(
+            tokens, queries, latent.query_rank or hidden)
 
     def _mlp_s(self, tokens: FloatArray, tp_degree: int) -> tuple[FloatArray, ...]:
         """The MLP's products. Of a mixture of experts: the router's, and those of the experts that
@@ -134,7 +148,20 @@ class RowKernels:
         inner, hit = experts.inner / tp_degree, np.maximum(experts.hit(tokens), 1e-9)
         rows, launch_s = tokens * experts.per_token / hit, self._constants.gemm_launch_s
         each = (gemm_s(rows, inner * joint, hidden) + gemm_s(rows, hidden, inner) - 2 * launch_s)
-        return gemm_s(tokens, experts.count, hidden), hit * each + 2 * launch_s
+        found = [gemm_s(tokens, experts.count, hidden), hit * each + 2 * launch_s]
+        found += self._plain_s(tokens, experts.shared / tp_degree)
+        if not experts.dense_layers:
+            return tuple(found)
+        dense = experts.dense_layers / model.num_layers  # layers are taken as their mean
+        return (*((1 - dense) * one for one in found),
+                *(dense * one for one in self._plain_s(tokens, experts.dense_inner / tp_degree)))
+
+    def _plain_s(self, tokens: FloatArray, inner: float) -> tuple[FloatArray, ...]:
+        """A gated MLP of so many columns on a rank; nothing of none."""
+        if not inner:
+            return ()
+        gemm_s, hidden = self._kernels.layer_product_s, self._model.hidden_size
+        return gemm_s(tokens, 2 * inner, hidden), gemm_s(tokens, hidden, inner)
 
     def cross_kv_s(self, tokens: FloatArray, tp_degree: int) -> FloatArray:
         """The encoder's output as one decoder layer's keys and values."""
@@ -165,29 +192,35 @@ class AttentionKernels:
         """One query's share of a batch of `together`: its own work, and of what the batch does
         once (launch, the last tiles' pass over their keys) its part."""
         model, c = self._model, self._constants
-        width = self._width / tp_degree
+        width, latent = self._width / tp_degree, model.decoder.latent
         pairs = 1.0 if model.is_encoder_decoder else 0.5  # causal attention skips half of them
+        keys = width if latent is None else (
+            model.num_heads * (latent.nope_dim + latent.rope_dim) / tp_degree)
         # tokens^2 / (tokens / (tokens + half)) = tokens * (tokens + half): linear when short
-        flops = 4 * pairs * width * tokens * (tokens + c.encode_attention_half_tokens)
-        elements = tokens * (2 * width + model.kv_elements_per_token_layer / tp_degree)
+        flops = 2 * pairs * (keys + width) * tokens * (tokens + c.encode_attention_half_tokens)
+        held = kv_elements_of_rank(model, tp_degree) if latent is None else keys + width
+        elements = tokens * (width + keys + held)
         memory_s = self._kernels.streamed_s(elements * self._kernels.item_bytes)
         once_s = c.encode_attention_launch_s + tokens * c.encode_attention_tail_s
         return (np.maximum(flops / self._flops_per_s, memory_s)
                 + once_s / np.maximum(together, 1.0))
 
     def cache_s(self, queries: FloatArray, context: FloatArray, tp_degree: int) -> FloatArray:
-        """Queries of one token each against a cache of `context` tokens each."""
-        model, c = self._model, self._constants
-        pairs = queries * (context + c.decode_attention_extra_tokens) / tp_degree
-        kv_bytes = pairs * model.kv_elements_per_token_layer * self._kernels.kv_item_bytes
-        compute_s = 4 * pairs * self._width / self._flops_per_s
-        fixed_s = (c.decode_attention_launch_s
-                   + c.decode_attention_item_s * queries * model.kv_heads / tp_degree)
+        """Queries of one token each against a cache of `context` tokens each. A latent cache is
+        read whole by every rank; heads multiply the compressed vectors themselves."""
+        model, c, latent = self._model, self._constants, self._model.decoder.latent
+        pairs = queries * (context + c.decode_attention_extra_tokens)
+        kv_bytes = pairs * kv_elements_of_rank(model, tp_degree) * self._kernels.kv_item_bytes
+        width, items = 2 * self._width, model.kv_heads / tp_degree
+        if latent is not None:
+            width, items = model.num_heads * (2 * latent.kv_rank + latent.rope_dim), 1.0
+        compute_s = 2 * pairs * width / tp_degree / self._flops_per_s
+        fixed_s = c.decode_attention_launch_s + c.decode_attention_item_s * queries * items
         return joined(fixed_s, np.maximum(self._kernels.cache_read_s(kv_bytes), compute_s),
                       c.decode_attention_overlap)
 
     def compaction_s(self, moved: FloatArray, tokens: FloatArray, tp_degree: int) -> FloatArray:
         """Cache rows copied within a rank: read and written once."""
-        elements = moved * tokens * self._model.kv_elements_per_token_layer / tp_degree
+        elements = moved * tokens * kv_elements_of_rank(self._model, tp_degree)
         copy_s = self._kernels.copied_s(2 * elements * self._kernels.item_bytes)
         return copy_s + self._constants.elementwise_launch_s

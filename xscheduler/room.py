@@ -8,7 +8,6 @@ from dataclasses import replace
 from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
-from xgpt.core.units import DTYPE_BYTES
 from xprofiler.timing import TimingSource
 from xrunner.rules.paged import BLOCK_TOKENS
 from xrunner.rules.rra import most_active
@@ -83,4 +82,4 @@ def mean_present(slots: int) -> int:
 
 def _layer_bytes(problem: Problem) -> int:
     """Bytes of one token's KV entries in a layer."""
-    return problem.model.kv_elements_per_token_layer * DTYPE_BYTES[problem.dtype]
+    return problem.model.kv_elements_per_token_layer * problem.kv_item_bytes

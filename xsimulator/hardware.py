@@ -17,7 +17,6 @@ import numpy as np
 from xgpt.core.lengths import FloatArray
 from xgpt.core.model import active_layer_params
 from xgpt.core.problem import Problem
-from xgpt.core.units import DTYPE_BYTES
 from xsimulator.occupancy import inputs_given_output
 
 
@@ -54,7 +53,7 @@ def work_of_a_query(problem: Problem) -> QueryWork:
         causal = mean(second + first) / 2  # tokens that the input's rows attend to
         flops = heads + model.num_layers * (
             2 * active_layer_params(model) * (tokens + steps) + 4 * width * (causal + read))
-    entry = model.num_layers * model.kv_elements_per_token_layer * DTYPE_BYTES[problem.dtype]
+    entry = model.num_layers * model.kv_elements_per_token_layer * problem.kv_item_bytes
     return QueryWork(flops=flops, kv_bytes=entry * (tokens + steps + read))
 
 

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from xgpt.core.cluster import Link
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import FloatArray, Lengths
-from xgpt.core.model import ModelSpec, active_layer_params
+from xgpt.core.model import ModelSpec, active_layer_params, input_projection_params
 from xgpt.core.problem import Problem
 from xgpt.core.units import DTYPE_BYTES
 from xprofiler.timing import MessageKind, Operator, TimingSource
@@ -45,8 +45,7 @@ class LayerTimes:
     def after_attention(self) -> float:
         """The share of a decoder-only layer, by its products, that comes after its attention."""
         model = self.model
-        before = model.num_heads * model.head_dim + model.kv_elements_per_token_layer
-        return 1 - model.hidden_size * before / active_layer_params(model)
+        return 1 - input_projection_params(model) / active_layer_params(model)
 
     def encode_rest_s(self, tokens: ArrayLike, degree: int) -> FloatArray:
         """The part of a layer's encoding that depends on the number of tokens alone; of an encoder

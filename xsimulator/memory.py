@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from xgpt.core.cluster import Device
 from xgpt.core.lengths import FloatArray, Lengths
-from xgpt.core.model import ModelSpec
+from xgpt.core.model import ModelSpec, kv_elements_of_rank
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import StageAssignment
 from xgpt.core.units import DTYPE_BYTES, WEIGHT_BYTES, activation_item_bytes
@@ -58,9 +58,9 @@ def kv_bytes(problem: Problem, stages: Sequence[StageAssignment],
              kv_tokens: ArrayLike) -> FloatArray:
     """[..., stages] bytes of KV cache on each rank. In an encoder-decoder model a query's input
     lies in the cross-attention's cache and its output in the self-attention's: as much together."""
-    per_token = problem.model.kv_elements_per_token_layer * DTYPE_BYTES[problem.dtype]
-    share = np.array([s.num_layers / s.tp_degree for s in stages])
-    return np.asarray(np.asarray(kv_tokens, float)[..., None] * share * per_token)
+    per_token = np.array([s.num_layers * kv_elements_of_rank(problem.model, s.tp_degree)
+                          for s in stages]) * problem.kv_item_bytes
+    return np.asarray(np.asarray(kv_tokens, float)[..., None] * per_token)
 
 
 def activation_bytes(problem: Problem, stages: Sequence[StageAssignment], *,

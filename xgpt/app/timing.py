@@ -26,7 +26,8 @@ def timing_of(opened: OpenedJob) -> TimingSource:
     is measured briefly, else the roofline of the device."""
     job, problem = opened.job, opened.problem
     roofline = Roofline(problem.model, problem.cluster.device, problem.dtype,
-                        engine=job.plan_engine, weight_dtype=problem.weight_dtype)
+                        engine=job.plan_engine, weight_dtype=problem.weight_dtype,
+                        kv_dtype=problem.kv_dtype)
     if job.profile is not None:
         return _given_timing(opened, job.profile, roofline)
     if opened.is_local:

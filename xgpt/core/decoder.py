@@ -21,11 +21,36 @@ class Experts:
     inner: int
     is_normed: bool = True  # the weights of a token's experts are made to sum to 1
     names: Literal["mixtral", "qwen"] = "mixtral"  # whose the tensors' names are
+    shared: int = 0  # inner columns that every token goes through beside its own experts'
+    dense_layers: int = 0  # layers with one gated MLP of `dense_inner` columns instead
+    dense_inner: int = 0
 
     def hit(self, tokens: Any) -> Any:
         """Experts that so many tokens (a number or an array) go to in the mean, if all experts are
         as likely: their weights are read."""
         return self.count * (1 - (1 - self.per_token / self.count) ** tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): the cache holds, for all heads
+    together, a compressed vector of `kv_rank` elements and a rotated key of `rope_dim`. Of each
+    head, queries and keys have `nope_dim` elements beside the rotated, values `value_dim`."""
+
+    kv_rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    query_rank: int | None = None  # queries are compressed, too; None: not
+
+    def attention_params(self, hidden: int, heads: int) -> int:
+        """Of one layer: what is projected down with its norms, up, and out."""
+        key_dim = self.nope_dim + self.rope_dim
+        query = hidden * heads * key_dim if self.query_rank is None else (
+            self.query_rank * (hidden + 1 + heads * key_dim))
+        keys = hidden * (self.kv_rank + self.rope_dim) + self.kv_rank * (
+            1 + heads * (self.nope_dim + self.value_dim))
+        return query + keys + heads * self.value_dim * hidden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +73,7 @@ class Decoder:
     unrotated: tuple[int, ...] = ()  # layers without rotary positions
     is_fused: bool = False  # query, key, value are stored as one tensor; gate and up as another
     experts: Experts | None = None
+    latent: Latent | None = None
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
@@ -63,6 +89,8 @@ def decoder_from_dict(raw: Mapping[str, Any]) -> Decoder:
     values = dict(raw)
     if values.get("experts") is not None:
         values["experts"] = Experts(**values["experts"])
+    if values.get("latent") is not None:
+        values["latent"] = Latent(**values["latent"])
     for key in ("windows", "unrotated"):
         if key in values:
             values[key] = tuple(values[key])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.core.hf_gated import GATED_READERS
+from xgpt.core.hf_planned import PLANNED_READERS
 from xgpt.core.hf_quantised import read_quantised
 from xgpt.core.model import ModelSpec
 from xgpt.core.model_file import ConfigValues, load_json
@@ -25,12 +26,15 @@ def from_hf_config(config: Mapping[str, Any], name: str,
     """A Hugging Face `config.json`, which came from `path`, as a ModelSpec. Raises InputError for a
     family or variant that xgpt can neither execute nor plan, naming every key at fault."""
     values = ConfigValues(config, path)
-    reader = _READERS.get(values.text("model_type", "", _READERS, more=f"; {ELSEWHERE}"))
+    readers = _READERS | PLANNED_READERS
+    kind = values.text("model_type", "", readers, more=f"; {ELSEWHERE}")
+    reader = readers.get(kind)
     if reader is None:
         values.finish()
     assert reader is not None
     spec = reader(values, name)
-    stored = read_quantised(values, spec.family)
+    # of what is planned alone nothing is loaded: run.weight_dtype says as what it is planned
+    stored = None if kind in PLANNED_READERS else read_quantised(values, spec.family)
     values.finish()
     return replace(spec, source="config.json", stored_as="" if stored is None else str(stored))
 
@@ -98,3 +102,4 @@ _T5_ACTIVATIONS = {"relu": "relu", "gated-gelu": "gelu_new"}
 _READERS = {"opt": _read_opt, "gpt2": _read_gpt2, **GATED_READERS, "t5": _read_t5,
             "mt5": _read_mt5}
 MODEL_TYPES = tuple(_READERS)
+PLANNED_TYPES = tuple(PLANNED_READERS)  # alone, not executed

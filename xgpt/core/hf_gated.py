@@ -20,7 +20,7 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Defaults:
+class Defaults:
     """What an absent key means for a family."""
 
     head_size: int | None = None  # None: hidden_size / num_attention_heads
@@ -43,25 +43,25 @@ class _Unknown:
 
 
 def _read_llama(config: ConfigValues, name: str) -> ModelSpec:
-    return _read(config, name, _Defaults(), Decoder())
+    return read_gated(config, name, Defaults(), Decoder())
 
 
 def _read_qwen2(config: ConfigValues, name: str) -> ModelSpec:
-    return _read(config, name, _Defaults(has_qkv_bias=True), _with_windows(config, Decoder()))
+    return read_gated(config, name, Defaults(has_qkv_bias=True), _with_windows(config, Decoder()))
 
 
 def _read_qwen3(config: ConfigValues, name: str) -> ModelSpec:
     decoder = _with_windows(config, Decoder(qk_norm="head"))
-    return _read(config, name, _Defaults(head_size=128), decoder)
+    return read_gated(config, name, Defaults(head_size=128), decoder)
 
 
 def _read_mistral(config: ConfigValues, name: str) -> ModelSpec:
-    return _read(config, name, _Defaults(), Decoder(windows=_everywhere(config)))
+    return read_gated(config, name, Defaults(), Decoder(windows=_everywhere(config)))
 
 
 def _read_mixtral(config: ConfigValues, name: str) -> ModelSpec:
     experts = _experts(config, "num_local_experts", config.size("intermediate_size"))
-    return _read(config, name, _Defaults(eps=1e-5, theta=1e6), Decoder(
+    return read_gated(config, name, Defaults(eps=1e-5, theta=1e6), Decoder(
         windows=_everywhere(config), experts=experts))
 
 
@@ -73,13 +73,13 @@ def _read_qwen3_moe(config: ConfigValues, name: str) -> ModelSpec:
     experts = _experts(config, key, config.size("moe_intermediate_size"),
                        names="qwen", is_normed=config.flag("norm_topk_prob", False))
     windows = _everywhere(config) if config.flag("use_sliding_window", False) else ()
-    return _read(config, name, _Defaults(), Decoder(
+    return read_gated(config, name, Defaults(), Decoder(
         qk_norm="head", experts=experts, windows=windows))
 
 
 def _read_phi3(config: ConfigValues, name: str) -> ModelSpec:
     """Phi-3 and Phi-4."""
-    return _read(config, name, _Defaults(eps=1e-5), Decoder(
+    return read_gated(config, name, Defaults(eps=1e-5), Decoder(
         is_fused=True, windows=_everywhere(config)))
 
 
@@ -105,22 +105,22 @@ def _read_gemma(config: ConfigValues, name: str, layers: list[str], theta: float
                 **variant: object) -> ModelSpec:
     if config.flag("use_bidirectional_attention", False):
         config.reject("use_bidirectional_attention", "is not supported, only false is")
-    defaults = _Defaults(head_size=256, theta=theta, is_tied=True,
+    defaults = Defaults(head_size=256, theta=theta, is_tied=True,
                          activation_key="hidden_activation", activation="gelu_pytorch_tanh")
     decoder = Decoder(
         norm_place="both", norm_adds_one=True, embedding_scale=config.size("hidden_size") ** 0.5,
         query_scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
         windows=_by_layer(config, layers, config.size_or_none("sliding_window") or 4096),
         **variant)  # type: ignore[arg-type]
-    return _read(config, name, defaults, decoder)
+    return read_gated(config, name, defaults, decoder)
 
 
 def _read_olmo2(config: ConfigValues, name: str) -> ModelSpec:
-    return _read(config, name, _Defaults(eps=1e-5), Decoder(norm_place="after", qk_norm="all"))
+    return read_gated(config, name, Defaults(eps=1e-5), Decoder(norm_place="after", qk_norm="all"))
 
 
 def _read_granite(config: ConfigValues, name: str) -> ModelSpec:
-    return _read(config, name, _Defaults(), Decoder(
+    return read_gated(config, name, Defaults(), Decoder(
         query_scale=config.number("attention_multiplier", 1.0),
         embedding_scale=config.number("embedding_multiplier", 1.0),
         residual_scale=config.number("residual_multiplier", 1.0),
@@ -137,12 +137,12 @@ def _read_smollm3(config: ConfigValues, name: str) -> ModelSpec:
     window = config.size_or_none("sliding_window")
     is_used = config.flag("use_sliding_window", False) and window is not None
     kinds = [WINDOWED if is_used and not rotates else FULL for rotates in rotated]
-    return _read(config, name, _Defaults(theta=2e6, is_tied=True), Decoder(
+    return read_gated(config, name, Defaults(theta=2e6, is_tied=True), Decoder(
         unrotated=tuple(index for index, rotates in enumerate(rotated) if not rotates),
         windows=_by_layer(config, kinds, window)))
 
 
-def _read(config: ConfigValues, name: str, defaults: _Defaults, decoder: Decoder) -> ModelSpec:
+def read_gated(config: ConfigValues, name: str, defaults: Defaults, decoder: Decoder) -> ModelSpec:
     """What all of them have in common."""
     unknown = _Unknown()
     head_size = config.size_or_none("head_dim") or defaults.head_size
@@ -175,7 +175,7 @@ def _read(config: ConfigValues, name: str, defaults: _Defaults, decoder: Decoder
         rope_scaling=rope.scaling, decoder=decoder, planned_only=str(unknown))
 
 
-def _activation(config: ConfigValues, defaults: _Defaults, unknown: _Unknown) -> str:
+def _activation(config: ConfigValues, defaults: Defaults, unknown: _Unknown) -> str:
     given = config.values.get(defaults.activation_key, defaults.activation)
     if not isinstance(given, str):
         config.reject(defaults.activation_key, f"one of {', '.join(ACTIVATIONS)}")

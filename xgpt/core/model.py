@@ -70,13 +70,19 @@ class ModelSpec:
 
     @property
     def mlp_columns(self) -> int:
-        """Inner columns that a token goes through; of gate and up each as many."""
+        """Inner columns that a token goes through; of gate and up each as many. Where layers
+        differ, their mean."""
         experts = self.decoder.experts
-        return self.intermediate_size if experts is None else experts.per_token * experts.inner
+        if experts is None:
+            return self.intermediate_size
+        return _mean_of_layers(self, experts.dense_inner,
+                               experts.per_token * experts.inner + experts.shared)
 
     @property
     def attention_params(self) -> int:
         """Weights of one self-attention block: query, key, value and output projections."""
+        if self.decoder.latent is not None:
+            return self.decoder.latent.attention_params(self.hidden_size, self.num_heads)
         width, kv_width = self.num_heads * self.head_dim, self.kv_heads * self.head_dim
         weights = 2 * self.hidden_size * width + 2 * self.hidden_size * kv_width
         biases = (width + 2 * kv_width) * self.qkv_bias + self.hidden_size * self.out_bias
@@ -84,10 +90,12 @@ class ModelSpec:
 
     @property
     def mlp_params(self) -> int:
-        """Of a mixture of experts all of them, and the router."""
+        """Of a mixture of experts all of them, and the router; where layers differ, their mean."""
         experts = self.decoder.experts
         if experts is not None:
-            return self.hidden_size * experts.count * (3 * experts.inner + 1)
+            dense, mixed = 3 * experts.dense_inner, (
+                experts.count * (3 * experts.inner + 1) + 3 * experts.shared)
+            return self.hidden_size * _mean_of_layers(self, dense, mixed)
         matrices = 3 if self.is_gated_mlp else 2
         biases = (self.intermediate_size * (matrices - 1) + self.hidden_size) * self.has_bias
         return matrices * self.hidden_size * self.intermediate_size + biases
@@ -128,6 +136,9 @@ class ModelSpec:
     @property
     def kv_elements_per_token_layer(self) -> int:
         """Key and value elements one token leaves in one layer's self-attention cache."""
+        latent = self.decoder.latent
+        if latent is not None:
+            return latent.kv_rank + latent.rope_dim
         return 2 * self.kv_heads * self.head_dim
 
     def _norm_params(self, norms: int) -> int:
@@ -135,12 +146,44 @@ class ModelSpec:
         return norms * per_norm
 
 
+def _mean_of_layers(spec: ModelSpec, dense: int, mixed: int) -> int:
+    """Of layers with one MLP, where a mixture of experts leaves some, and of the others."""
+    experts = spec.decoder.experts
+    if experts is None or not experts.dense_layers:
+        return mixed
+    total = experts.dense_layers * dense + (spec.num_layers - experts.dense_layers) * mixed
+    return round(total / spec.num_layers)
+
+
+def kv_elements_of_rank(spec: ModelSpec, tp_degree: int) -> float:
+    """Of the elements that a token leaves in a layer's cache, what each rank of a group holds: its
+    own heads' part. A latent vector is of all heads together, so every rank holds it whole."""
+    shared_by = tp_degree if spec.decoder.latent is None else 1
+    return spec.kv_elements_per_token_layer / shared_by
+
+
+def input_projection_params(spec: ModelSpec) -> int:
+    """Weights of one attention block before its attention; no biases."""
+    width = spec.num_heads * spec.head_dim
+    if spec.decoder.latent is not None:
+        return spec.attention_params - width * spec.hidden_size
+    return spec.hidden_size * (width + spec.kv_elements_per_token_layer)
+
+
+def active_params(spec: ModelSpec) -> int:
+    """Those that a token is multiplied by, and the embedding."""
+    return spec.num_params - spec.num_layers * (
+        spec.decoder_layer_params - active_layer_params(spec))
+
+
 def active_layer_params(spec: ModelSpec) -> int:
     """Those of a decoder layer that a token is multiplied by: of a mixture its experts' own."""
     experts = spec.decoder.experts
-    idle = 0 if experts is None else (
-        3 * spec.hidden_size * experts.inner * (experts.count - experts.per_token))
-    return spec.decoder_layer_params - idle
+    if experts is None:
+        return spec.decoder_layer_params
+    idle = 3 * spec.hidden_size * experts.inner * (experts.count - experts.per_token)
+    mixtures = 1 - experts.dense_layers / spec.num_layers
+    return spec.decoder_layer_params - round(mixtures * idle)
 
 
 def refuse_tp_degree(spec: ModelSpec, degree: int) -> str | None:
@@ -149,6 +192,9 @@ def refuse_tp_degree(spec: ModelSpec, degree: int) -> str | None:
     parts = {"attention heads": spec.num_heads, "key-value heads": spec.kv_heads,
              "MLP columns": (spec.intermediate_size if spec.decoder.experts is None else
                              spec.decoder.experts.inner)}
+    if spec.decoder.experts is not None:
+        parts |= {"columns of the shared experts": spec.decoder.experts.shared,
+                  "columns of the dense layers": spec.decoder.experts.dense_inner}
     for what, count in parts.items():
         if count % degree:
             return f"tp_degree {degree} does not divide the model's {count} {what}"

@@ -25,7 +25,7 @@ from xgpt.core.lengths import JointLengths
 from xgpt.core.model import ModelSpec
 from xgpt.core.queries import QueryLengths, Requests
 from xgpt.core.run_section import LOCAL_CLUSTER
-from xgpt.core.units import DTYPE_BYTES, FP8, INT8
+from xgpt.core.units import DTYPE_BYTES, FP8, INT8, WEIGHT_BYTES
 
 # The sizes that decide which layers and heads a schedule can place where. Defaults are resolved
 # (kv_heads, head_dim), so that a catalog row and the model's own config.json agree.
@@ -63,10 +63,17 @@ class Problem:
     head_rows: float = 1.0
     copies: int = 1  # of the model, that work like this one: cluster and queries are of one of them
     weight_dtype: str = ""  # as which weights are held and multiplied; "": as `dtype`
+    kv_dtype: str = ""  # as which entries of the cache are held; "": as `dtype`
 
     def __post_init__(self) -> None:
-        if not self.weight_dtype:
-            object.__setattr__(self, "weight_dtype", self.dtype)
+        for name in ("weight_dtype", "kv_dtype"):
+            if not getattr(self, name):
+                object.__setattr__(self, name, self.dtype)
+
+    @property
+    def kv_item_bytes(self) -> int:
+        """Of an element of the cache."""
+        return WEIGHT_BYTES[self.kv_dtype]
 
     @property
     def fingerprint(self) -> str:
@@ -107,6 +114,7 @@ def resolve(job: Job, *, model: ModelSpec | None = None,
         model=shape, cluster=cluster, lengths=lengths, constraint=constraint,
         fixed=job.schedule, dtype=dtype,
         weight_dtype=resolve_weight_dtype(job, dtype, shape, cluster),
+        kv_dtype=_resolve_kv_dtype(job, dtype, cluster),
         num_queries=job.workload.count if requests is None else len(requests),
         default_max_tokens=most_outputs, adjustment=job.adjustment,
         queries=_query_lengths(requests, most_outputs, shape),
@@ -197,14 +205,12 @@ def resolve_weight_dtype(job: Job, dtype: str, model: ModelSpec, cluster: Cluste
     executed."""
     wish, device, engine = job.run.weight_dtype, cluster.device, job.run.engine
     allowed = _weight_dtypes(dtype, model, device, engine)
-    if device.kind == "gpu" and job.cluster != LOCAL_CLUSTER and job.slurm is None:
-        allowed.append(FP8)  # planned; no engine here executes it
+    if _is_fp8_planned(job, device):
+        allowed.append(FP8)
     if wish != "auto" and wish not in allowed:
         raise wrong(job.source, "run.weight_dtype", wish, f"auto or {' or '.join(allowed)} here; "
                     f"float32 or float16 (AVX512-FP16) for bfloat16, and {INT8} (decoder-only "
-                    "models, VNNI), on CPUs by "
-                    f"run.engine: {OWN_ENGINE}; {FP8} is planned for on clusters of GPUs that are "
-                    "not here, and executed nowhere")
+                    f"models, VNNI), on CPUs by run.engine: {OWN_ENGINE}; {_fp8_words()}")
     if wish != "auto":
         return wish
     if dtype != "bfloat16" or "float32" not in allowed:
@@ -216,6 +222,30 @@ def resolve_weight_dtype(job: Job, dtype: str, model: ModelSpec, cluster: Cluste
     is_quicker = rates[quickest] > rates.get("bfloat16", np.inf)
     has_room = widened <= cluster.num_devices * device.memory_bytes / 2
     return quickest if is_quicker and has_room else dtype
+
+
+def _resolve_kv_dtype(job: Job, dtype: str, cluster: Cluster) -> str:
+    """`auto`: `dtype`. Raises InputError where nobody would hold the cache so."""
+    wish = job.run.kv_dtype
+    if wish == "auto":
+        return dtype
+    if not _is_fp8_planned(job, cluster.device):
+        raise wrong(job.source, "run.kv_dtype", wish, f"auto here; {_fp8_words()}")
+    return wish
+
+
+def _is_fp8_planned(job: Job, device: Device) -> bool:
+    """On GPUs that are not here, as an engine takes it that executes it; by no profile, which would
+    be of another type."""
+    return (device.kind == "gpu" and job.cluster != LOCAL_CLUSTER and job.slurm is None
+            and job.profile is None and catalog.engine(job.plan_engine).has_fp8)
+
+
+def _fp8_words() -> str:
+    engines = [name for name in catalog.names("engine") if catalog.engine(name).has_fp8]
+    return (f"{FP8} is planned for on clusters of GPUs that are not here, as others execute it "
+            f"(plan.engine: {', '.join(engines)}), and no runner under xgpt does; other types of 8 "
+            "bits are not planned on GPUs, since nothing that was measured tells their times")
 
 
 def open_weight_dtypes(problem: Problem, engine: str) -> list[str]:

@@ -28,6 +28,7 @@ def read_run(top: Section) -> RunSpec:
         ranks=section.integer("ranks", None, 1, 100_000),
         dtype=section.choice("dtype", "auto", DTYPES),
         weight_dtype=section.choice("weight_dtype", "auto", (*DTYPES, INT8, FP8)),
+        kv_dtype=section.choice("kv_dtype", "auto", ("auto", FP8)),
         seed=section.integer("seed", 0, 0, 2**63 - 1),
         temperature=section.number("temperature", 0.0, lambda x: x >= 0, "a number >= 0"),
         top_k=section.integer("top_k", None, 1, MAX_INT),

@@ -18,7 +18,11 @@ from xgpt.core.job_lengths import DEFAULT_MAX_TOKENS
 from xgpt.core.problem import Problem, resolve, resolve_dtype
 from xgpt.core.queries import Requests
 from xgpt.core.request_files.reader import read_requests
+from xgpt.core.schedule import StageAssignment
 from xgpt.core.workload import Request
+from xprofiler.roofline import Roofline
+from xprofiler.timing import Operator
+from xsimulator.memory import kv_bytes
 
 BASE = "model: opt-13b\ncluster: a40-4\nworkload: {task: S}\n"
 LINES = [{"id": "a", "tokens": [1, 2, 3], "forced_tokens": 4},
@@ -212,15 +216,32 @@ def test_int8_is_for_processors_that_multiply_bytes(
 
 def test_int8_is_refused_on_gpus_and_by_other_engines(folder: Path) -> None:
     assert "VNNI" in _refused(folder, "run.weight_dtype=int8")
-    assert "auto or bfloat16 or fp8 here" in _refused(folder, "run.weight_dtype=int8")
+    refusal = _refused(folder, "run.weight_dtype=int8", "plan.engine=vllm")
+    assert "auto or bfloat16 or fp8 here" in refusal and "not planned on GPUs" in refusal
 
 
-def test_fp8_is_planned_for_gpus_that_are_not_here_and_refused_where_it_would_be_run(
-        folder: Path) -> None:
-    problem = _resolve(folder, "run.weight_dtype=fp8")
-    assert problem.weight_dtype == "fp8" and problem.dtype == "bfloat16"
-    for asked in (("slurm={partition: gpu, nodes: 1}",), ("cluster=local", "run.ranks=1")):
-        assert "executed nowhere" in _refused(folder, "run.weight_dtype=fp8", *asked)
+@pytest.mark.parametrize("key", ["weight_dtype", "kv_dtype"])
+def test_fp8_is_planned_as_engines_execute_it_and_refused_where_it_would_be_run(
+        folder: Path, key: str) -> None:
+    problem = _resolve(folder, f"run.{key}=fp8", "plan.engine=vllm")
+    assert getattr(problem, key) == "fp8" and problem.dtype == "bfloat16"
+    for asked in ((), ("plan.engine=fastertransformer",),
+                  ("plan.engine=vllm", "slurm={partition: gpu, nodes: 1}"),
+                  ("cluster=local", "run.ranks=1")):
+        assert "no runner under xgpt does" in _refused(folder, f"run.{key}=fp8", *asked)
+
+
+def test_entries_of_fp8_take_half_the_memory_and_half_the_bytes_of_a_step(folder: Path) -> None:
+    plain, narrow = (_resolve(folder, "plan.engine=vllm", *more)
+                     for more in ((), ("run.kv_dtype=fp8",)))
+    assert plain.kv_dtype == plain.dtype and plain.kv_item_bytes == 2 * narrow.kv_item_bytes
+    stage = StageAssignment(index=0, ranks=(0,), first_layer=0, num_layers=4)
+    held = [kv_bytes(problem, (stage,), 100.0)[0] for problem in (plain, narrow)]
+    assert held[0] == 2 * held[1]
+    times = [Roofline(plain.model, plain.cluster.device, "bfloat16", engine="vllm",
+                      kv_dtype=problem.kv_dtype).operator_s(
+        Operator.DECODE_ATTENTION, 256.0, 4000.0) for problem in (plain, narrow)]
+    assert 1.7 < times[0] / times[1] < 2.0
 
 
 def test_requests_give_joint_lengths(folder: Path) -> None:

@@ -98,7 +98,7 @@ def _timing(opened: OpenedJob) -> TimingSource:
     asked."""
     job, problem = opened.job, opened.problem
     key = (job.model, repr(job.cluster), problem.cluster.num_devices, problem.dtype,
-           problem.weight_dtype, job.profile, job.run.engine, job.plan_engine)
+           problem.weight_dtype, problem.kv_dtype, job.profile, job.run.engine, job.plan_engine)
     if key not in _KEPT:
         _KEPT.clear()  # points come in the order of the grid: a model and a cluster at a time
         _KEPT[key] = timing_of(opened)
