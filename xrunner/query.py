@@ -15,7 +15,10 @@ class Sampling:
     alone. targets: tokens that are scored instead, of which all but the last end the input
     (`xgpt score`). barred: tokens that are not chosen at a position before `barred_until`.
     passed: what another engine's sampler is told besides (xgpt.core.passed); where that is a form
-    of the output, `barred` are the tokens that may end it."""
+    of the output, `barred` are the tokens that may end it. fixed: (position, token) of what is
+    given whatever the model finds, of one position the last. unrepeated: so many tokens in a row
+    are not said twice, that which an encoder-decoder model's decoder is fed first, the second
+    number, among them."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -26,6 +29,8 @@ class Sampling:
     barred: tuple[int, ...] = ()
     barred_until: int = 0
     passed: str = ""
+    fixed: tuple[tuple[int, int], ...] = ()
+    unrepeated: tuple[int, int] | None = None
 
     @property
     def is_drawn(self) -> bool:
@@ -34,6 +39,10 @@ class Sampling:
     def is_barred(self, position: int) -> bool:
         """Whether some tokens may not be chosen after so many."""
         return bool(self.barred) and position < self.barred_until
+
+    def fixed_at(self, position: int) -> int | None:
+        """The token that is given after so many."""
+        return dict(self.fixed).get(position)
 
 
 class TokenLikelihood(NamedTuple):

@@ -11,6 +11,7 @@ import numpy as np
 from xgpt.core.constraint import Metric
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray
+from xgpt.core.positions import output_room
 from xgpt.core.problem import Problem
 from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate
@@ -174,7 +175,7 @@ def _runnable(problem: Problem, estimate: Estimate) -> tuple[QueryLengths, IntAr
     if known is None:
         return None
     runs = known.reserves <= estimate.deployment.group_kv_tokens
-    runs &= known.inputs < (problem.model.max_positions or np.inf)
+    runs &= output_room(problem.model, known.inputs) >= 1
     runs &= known.inputs <= (estimate.deployment.encoding.kv_tokens or np.inf)
     return known, np.flatnonzero(runs)
 

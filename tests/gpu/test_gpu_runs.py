@@ -38,7 +38,7 @@ from xrunner.transport.messages import Joined, StartMessage, StepMessage  # noqa
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
     not torch.cuda.is_available(), reason="this PyTorch can use no CUDA device")]
-FAMILIES = (*toys.FAMILIES, *toys.T5_FAMILIES)
+FAMILIES = (*toys.FAMILIES, *toys.ENCODER_DECODER_FAMILIES)
 QUERIES = 9
 Made = Callable[[str], tuple[Path, Any]]
 

@@ -42,7 +42,7 @@ T = TypeVar("T")
 VOCAB, EOS = 97, 5
 FAMILIES = ("llama", "llama-tied", "llama3-rope", "qwen2", "mistral", "opt", "gpt2", "gpt2-untied")
 T5_FAMILIES = ("t5", "t5-1.1")
-ENCODER_DECODER_FAMILIES = (*T5_FAMILIES, "mt5")
+ENCODER_DECODER_FAMILIES = (*T5_FAMILIES, "mt5", "bart", "mbart")
 
 
 def logits_of(model: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -52,8 +52,10 @@ def logits_of(model: Any, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def make_model(family: str, directory: Path) -> Any:
-    """Writes a model of `family`, of 5 layers (T5: 5 and 4), to `directory`; returns transformers'
-    own instance."""
+    """Writes a model of `family`, of 5 layers (encoder-decoders: 5 and 4), to `directory`; returns
+    transformers' own instance."""
+    if family in ("bart", "mbart"):
+        return make_bart(family, directory)
     if family in ENCODER_DECODER_FAMILIES:
         version = {"t5": "1.0", "t5-1.1": "1.1"}.get(family, family)
         return make_t5(version, directory, encoder_layers=5, decoder_layers=4)
@@ -132,6 +134,41 @@ def make_t5(version: str, directory: Path, *, encoder_layers: int = 3,
     # transformers 5 tells the versions apart by this key, the hub's files by the tied head
     written["tie_word_embeddings"] = written.pop("scale_decoder_outputs", False)
     (directory / "config.json").write_text(json.dumps(written))
+    return model
+
+
+def make_bart(family: str, directory: Path, **generation: Any) -> Any:
+    """Writes a "bart" or "mbart" to `directory`; returns transformers' own instance. `generation`:
+    what its generation_config.json says beside the tokens that begin and end."""
+    import transformers
+
+    torch.manual_seed(0)
+    is_mbart = family == "mbart"
+    prefix = "MBart" if is_mbart else "Bart"
+    own: dict[str, Any] = {"forced_eos_token_id": None, **generation}
+    model = getattr(transformers, f"{prefix}ForConditionalGeneration")(
+        getattr(transformers, f"{prefix}Config")(
+            vocab_size=VOCAB, d_model=48, encoder_layers=5, decoder_layers=4,
+            encoder_attention_heads=6, decoder_attention_heads=6, encoder_ffn_dim=80,
+            decoder_ffn_dim=80, max_position_embeddings=32, init_std=0.3,
+            scale_embedding=is_mbart, activation_function="relu" if is_mbart else "gelu",
+            pad_token_id=0, bos_token_id=1, eos_token_id=EOS, decoder_start_token_id=2))
+    for key, value in own.items():
+        setattr(model.generation_config, key, value)
+    torch.nn.init.normal_(model.final_logits_bias, 0.0, 0.5)
+    model.final_logits_bias[0, EOS] += 1.0
+    stir_norms_and_biases(model)
+    decoder = model.model.decoder
+    # of either sign, or every token is likeliest behind itself: the head is the embedding
+    last = decoder.layer_norm if is_mbart else decoder.layers[-1].final_layer_norm
+    torch.nn.init.normal_(last.weight)
+    # norms of sums forget what large blocks are added to: every token would be the same
+    shares = {"self_attn.out_proj": 0.05, "encoder_attn.out_proj": 0.2, "fc2": 0.2,
+              "norm.bias": 0.3}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter *= next((shares[part] for part in shares if part in name), 1.0)
+    model.eval().save_pretrained(directory)
     return model
 
 

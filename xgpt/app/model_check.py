@@ -22,6 +22,7 @@ from xgpt.report.table import fact, table
 from xrunner.checkpoint.source import config_from_hub, model_at_hand, read_spec
 from xrunner.checkpoint.tensors import check_weights
 from xrunner.engines.engine import Engine
+from xrunner.io.generation import given_tokens
 
 _TOKENS = 1000  # of KV cache, in the table
 
@@ -153,6 +154,8 @@ def _of_folder(name: str, folder: Path, found: str, *, is_fetched: bool = False)
     if not is_fetched:
         try:
             check_weights(folder, spec)
+            if spec.is_encoder_decoder:
+                given_tokens(folder)
         except InputError as error:
             weights = "; ".join(f"{m.key}: {m.allowed}" if m.key else m.allowed
                                 for m in error.mistakes)

@@ -19,6 +19,7 @@ from xgpt.core.errors import wrong
 from xgpt.core.job_file import load_job
 from xgpt.core.local import available_memory_bytes, detect, usable_cores
 from xgpt.core.model import ModelSpec
+from xgpt.core.positions import output_room
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.core.whole_file import write_atomically
 from xgpt.report.table import paragraph
@@ -63,7 +64,7 @@ def usual_max_tokens(spec: ModelSpec, look: PromptsLook) -> int:
     """A cap on answers that leaves room for the longest prompt in the model's positions."""
     if spec.max_positions is None:
         return USUAL_MOST_TOKENS
-    room = spec.max_positions - math.ceil(look.most_chars / _CHARS_A_TOKEN)
+    room = int(output_room(spec, math.ceil(look.most_chars / _CHARS_A_TOKEN)))
     if room < LEAST_MOST_TOKENS:  # that prompt may be refused: the others should not suffer
         room = spec.max_positions // 2
     return min(USUAL_MOST_TOKENS, room)

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from xgpt.app.engine_choice import on_every_engine
 from xgpt.app.opened import OpenedJob
 from xgpt.app.plan import JobPlanner, Plan
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.json_values import flat
 from xgpt.core.schedule import Schedule
+from xgpt.report.engine_table import EngineRow, engine_table
 from xgpt.report.what_if_tables import drift_table, offers_table, reschedule_table
 from xscheduler.beginning import hint
 from xscheduler.drift import DriftRow, drift_rows
@@ -32,6 +34,7 @@ class Answers:
     offers: Sequence[Offer] | None
     drift: Sequence[DriftRow] | None
     ways: Reschedule | None
+    engines: Sequence[EngineRow] | None = None
 
     def __str__(self) -> str:
         parts = [] if self.plan is None else [str(self.plan)]
@@ -41,6 +44,8 @@ class Answers:
             parts.append(offers_table(self.offers))
         if self.drift is not None:
             parts.append(drift_table(self.drift, self.opened.problem.constraint))
+        if self.engines is not None:
+            parts.append(engine_table(self.engines, self.opened.problem.constraint.latency))
         return "\n\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
@@ -49,7 +54,9 @@ class Answers:
         keys["horizon"] = self.horizon
         if self.infeasible is not None:
             keys["infeasible"] = str(self.infeasible)
-        asked = (("price", self.offers), ("drift", self.drift), ("reschedule", self.ways))
+        asked = (("price", self.offers), ("drift", self.drift), ("reschedule", self.ways),
+                 ("engines", None if self.engines is None else [
+                     row.to_dict() for row in self.engines]))
         return keys | {key: value for key, value in asked if value is not None}
 
     @property
@@ -66,7 +73,8 @@ class Answers:
 
 
 def answers_for(opened: OpenedJob, options: PlanOptions, *, with_price: bool = False,
-                with_drift: bool = False, deployed: Schedule | None = None) -> Answers:
+                with_drift: bool = False, with_engines: bool = False,
+                deployed: Schedule | None = None) -> Answers:
     """Plans the job, and answers what is asked about it. `deployed`: the schedule to go on from."""
     plans = JobPlanner(opened, options)
     plan: Plan | None = None
@@ -75,6 +83,9 @@ def answers_for(opened: OpenedJob, options: PlanOptions, *, with_price: bool = F
         plan = plans.plan()
     except InfeasibleError as why:
         infeasible = why
+    outcome = infeasible or plan
+    assert outcome is not None, "a plan, or why there is none"
+    engines = on_every_engine(opened, options, outcome) if with_engines else None
     opened, planner = plans.of(plan)
     offers: Sequence[Offer] | None = None
     if with_price:
@@ -84,7 +95,7 @@ def answers_for(opened: OpenedJob, options: PlanOptions, *, with_price: bool = F
     return Answers(
         hint="" if infeasible is None else hint(opened.problem, planner.timing), opened=opened,
         horizon=options.horizon, plan=plan, infeasible=infeasible, offers=offers,
-        ways=None if deployed is None else _ways(planner, deployed),
+        engines=engines, ways=None if deployed is None else _ways(planner, deployed),
         drift=_drift(planner, plan) if with_drift and plan is not None else None)
 
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-NormPlace = Literal["before", "after", "both"]  # of attention and MLP: what goes in, what comes out
+# Of attention and MLP: what goes in, what comes out, both, or the sum it is added to
+NormPlace = Literal["before", "after", "both", "sum"]
 QkNorm = Literal["", "head", "all"]  # of queries and keys: each head alone, or all heads together
 
 

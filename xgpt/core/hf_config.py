@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from xgpt.core.decoder import Decoder, NormPlace
 from xgpt.core.hf_gated import GATED_READERS
 from xgpt.core.hf_planned import PLANNED_READERS
 from xgpt.core.hf_quantised import read_quantised
@@ -98,8 +99,34 @@ def _t5(config: ConfigValues, name: str, usual_projection: str, *, is_tied: bool
         relative_max_distance=config.size_or_none("relative_attention_max_distance") or 128)
 
 
+def _read_bart(config: ConfigValues, name: str) -> ModelSpec:
+    return _bart(config, name, "sum")
+
+
+def _read_mbart(config: ConfigValues, name: str) -> ModelSpec:
+    return _bart(config, name, "before")
+
+
+def _bart(config: ConfigValues, name: str, norm_place: NormPlace) -> ModelSpec:
+    for part in ("attention_heads", "ffn_dim"):
+        if config.values.get(f"decoder_{part}") != config.values.get(f"encoder_{part}"):
+            config.reject(f"decoder_{part}", f"only the encoder_{part} is supported")
+    config.only("tie_word_embeddings", True)
+    config.divides("encoder_attention_heads", "d_model")
+    hidden = config.size("d_model")
+    scale = hidden ** 0.5 if config.flag("scale_embedding", False) else 1.0
+    return ModelSpec(
+        name=name, family="bart", num_layers=config.size("decoder_layers"),
+        num_encoder_layers=config.size("encoder_layers"), hidden_size=hidden,
+        num_heads=config.size("encoder_attention_heads"), vocab_size=config.size("vocab_size"),
+        intermediate_size=config.size("encoder_ffn_dim"),
+        max_positions=config.size("max_position_embeddings"), has_learned_positions=True,
+        activation=config.text("activation_function", "gelu", ("gelu", "gelu_new", "relu")),
+        decoder=Decoder(norm_place=norm_place, embedding_scale=scale))
+
+
 _T5_ACTIVATIONS = {"relu": "relu", "gated-gelu": "gelu_new"}
 _READERS = {"opt": _read_opt, "gpt2": _read_gpt2, **GATED_READERS, "t5": _read_t5,
-            "mt5": _read_mt5}
+            "mt5": _read_mt5, "bart": _read_bart, "mbart": _read_mbart}
 MODEL_TYPES = tuple(_READERS)
 PLANNED_TYPES = tuple(PLANNED_READERS)  # alone, not executed

@@ -21,6 +21,7 @@ from xgpt.core.lengths import (
     truncated_normal,
 )
 from xgpt.core.model import ModelSpec
+from xgpt.core.positions import output_room
 from xgpt.core.queries import Requests
 
 # Cap on the output where neither the request, the job nor a distribution of outputs gives one.
@@ -64,20 +65,20 @@ def _joint_of_requests(job: Job, model: ModelSpec, requests: Requests) -> JointL
     is_observed = job.workload.output_tokens.kind == "observe"
     outputs = _caps(job, requests) if is_observed else _forced(job, requests)
     pairs = np.stack([_input_lengths(job, requests), outputs], axis=1)
-    pairs = pairs[_can_run(job, pairs[:, 0], model.max_positions)]
-    if is_observed and model.max_positions is not None:
-        # a cap beyond the positions ends where they do; a forced length cannot
-        pairs[:, 1] = np.minimum(pairs[:, 1], model.max_positions - pairs[:, 0])
+    pairs = pairs[_can_run(job, pairs[:, 0], model)]
+    if is_observed:  # a cap beyond the positions ends where they do; a forced length cannot
+        pairs[:, 1] = np.minimum(pairs[:, 1], output_room(model, pairs[:, 0]))
     note = f"of {len(pairs)} requests"
     return JointLengths(inputs=empirical(pairs[:, 0], note),
                         outputs=empirical(pairs[:, 1], _OBSERVE_NOTE if is_observed else note),
                         pairs=pairs)
 
 
-def _can_run(job: Job, input_lengths: IntArray, max_positions: int | None) -> NDArray[np.bool_]:
+def _can_run(job: Job, input_lengths: IntArray, model: ModelSpec) -> NDArray[np.bool_]:
     """Which prompts have a token and leave room for one; the run reports the others as errors."""
-    limit = MAX_LENGTH_TOKENS + 1 if max_positions is None else max_positions
-    mask = (input_lengths > 0) & (input_lengths < limit)
+    limit = model.max_positions or MAX_LENGTH_TOKENS + 1
+    mask = (input_lengths > 0) & (input_lengths <= MAX_LENGTH_TOKENS) & (
+        output_room(model, input_lengths) >= 1)
     if not mask.any():
         raise wrong(job.source, "workload.requests", str(job.workload.requests),
                     f"no prompt has a token and is shorter than the model's {limit} positions")
@@ -89,7 +90,7 @@ def _inputs(job: Job, model: ModelSpec, requests: Requests | None) -> Lengths:
     if spec.kind != "from_requests":
         return _marginal(spec, is_input=True)
     lengths = _input_lengths(job, _needed(requests))
-    lengths = lengths[_can_run(job, lengths, model.max_positions)]
+    lengths = lengths[_can_run(job, lengths, model)]
     return empirical(lengths, note=f"of {len(lengths)} requests")
 
 
@@ -100,7 +101,8 @@ def _outputs(job: Job, model: ModelSpec, requests: Requests | None) -> Lengths:
     if spec.kind == "observe":
         caps = _caps(job, _needed(requests))
         if model.max_positions is not None:
-            room = model.max_positions - _marginal(job.workload.input_tokens, is_input=True).max
+            longest = _marginal(job.workload.input_tokens, is_input=True).max
+            room = int(output_room(model, longest))
             caps = np.minimum(caps, max(room, 1))
         return empirical(caps, note=_OBSERVE_NOTE)
     return _marginal(spec, is_input=False)
@@ -152,12 +154,17 @@ def _caps(job: Job, requests: Requests) -> IntArray:
 def _check_positions(job: Job, model: ModelSpec, lengths: JointLengths) -> None:
     if model.max_positions is None:
         return
-    if lengths.pairs is not None:
+    together = ""
+    if model.is_encoder_decoder:
+        longest = max(lengths.inputs.max, lengths.outputs.max)
+    elif lengths.pairs is not None:
         longest = int(lengths.pairs.sum(axis=1).max())
     else:
         longest = lengths.inputs.max + lengths.outputs.max
+    if not model.is_encoder_decoder:
+        together = f", together {longest}"
     if longest > model.max_positions:
         raise wrong(job.source, "workload", None,
                     f"the longest input and output ({lengths.inputs.max} and {lengths.outputs.max} "
-                    f"tokens, together {longest}) exceed the {model.max_positions} positions of "
+                    f"tokens{together}) exceed the {model.max_positions} positions of "
                     f"{model.name}")

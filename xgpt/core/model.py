@@ -116,8 +116,9 @@ class ModelSpec:
 
     @property
     def embedding_params(self) -> int:
-        """Token embedding, plus learned positions."""
-        positions = (self.max_positions or 0) if self.has_learned_positions else 0
+        """Token embedding, plus learned positions: an encoder has a table of its own."""
+        tables = self.has_learned_positions * (2 if self.is_encoder_decoder else 1)
+        positions = (self.max_positions or 0) * tables
         return (self.vocab_size + positions) * self.hidden_size
 
     @property

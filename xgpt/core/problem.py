@@ -23,6 +23,7 @@ from xgpt.core.job import Adjustment, FixedSchedule, Job
 from xgpt.core.job_lengths import default_max_tokens, resolve_lengths
 from xgpt.core.lengths import JointLengths
 from xgpt.core.model import ModelSpec
+from xgpt.core.positions import output_room
 from xgpt.core.queries import QueryLengths, Requests
 from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.units import DTYPE_BYTES, FP8, INT8, WEIGHT_BYTES
@@ -132,10 +133,7 @@ def _query_lengths(requests: Requests | None, most_outputs: int,
     more positions than the model has; one whose input alone does becomes an error record."""
     if requests is None or requests.input_tokens is None or not requests.are_tokenised:
         return None
-    total = requests.input_tokens + requests.output_caps(most_outputs)
-    if model.max_positions is not None:
-        total = np.minimum(total, model.max_positions)
-    caps = total - requests.input_tokens
+    caps = np.minimum(requests.output_caps(most_outputs), output_room(model, requests.input_tokens))
     return QueryLengths(inputs=requests.input_tokens, most_outputs=caps,
                         outputs=caps if requests.are_forced else None)
 

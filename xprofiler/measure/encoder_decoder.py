@@ -1,7 +1,7 @@
 """The bench of an encoder-decoder model: one stage's encoder and decoder layers, taken apart.
 
-The layers and kernels are XRunner's; their order here is the model's own (T5: each decoder layer
-attends to itself, then to the encoder's output).
+The layers and kernels are XRunner's; their order here is the models' own: each decoder layer
+attends to itself, then to the encoder's output.
 """
 
 import math
@@ -17,7 +17,6 @@ from xprofiler.measure.probe import StepParts
 from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.models.shard import Shard
 from xrunner.models.stage_model import ENCODER_DECODER_CLASSES, packed, residual
-from xrunner.models.t5 import SCALE, SCORING
 from xrunner.models.weights import OnDevice, RandomWeights, WideVectors
 from xrunner.ops.attention import decode_attention, packed_attention, store_packed
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
@@ -43,6 +42,7 @@ class EncoderDecoderBench:
         self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
         self._sampling, self._clock = sampling, clock_of(self.device)
         classes, shard = ENCODER_DECODER_CLASSES[spec.family], Shard(degree=tp_degree)
+        self._scoring = classes.scoring
         as_type = weight_dtype or dtype
         self._work_dtype = activations_of(as_type, dtype)
         weights = WideVectors(OnDevice(RandomWeights(dtype), self.device), self._work_dtype)
@@ -70,8 +70,8 @@ class EncoderDecoderBench:
             bias = watch("rest", self._encoder_ends.bias, max(lengths))
             for layer in self._encoder:
                 joint = watch("rest", layer.qkv, hidden)
-                attended = watch("attention", packed_attention, joint, layer.heads, lengths, SCALE,
-                                 bias)
+                attended = watch("attention", packed_attention, joint, layer.heads, lengths,
+                                 self._scoring.scale, bias)
                 watch("rest", layer.finish, hidden, attended)
             encoded = watch("rest", self._encoder_ends.finish, hidden.total())
             for layer, (keys, values) in zip(self._decoder, cache.store, strict=True):
@@ -101,10 +101,10 @@ class EncoderDecoderBench:
                 query = watch("attention", place, joint, layer.heads, (keys, values),
                               context.places)
                 attended = watch("attention", decode_attention, query, (keys, values), context,
-                                 SCORING, bias)
+                                 self._scoring, bias)
                 query = watch("rest", layer.cross_query, hidden, attended)
                 attended = watch("cross", decode_attention, query, (cross_keys, cross_values),
-                                 across, SCORING)
+                                 across, self._scoring)
                 watch("rest", layer.finish, hidden, attended)
             watch("head", lambda: sample(self._decoder_ends.scores(hidden.total()), choices,
                                          positions))

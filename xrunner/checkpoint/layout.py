@@ -8,7 +8,8 @@ from xgpt.core.model import ModelSpec
 
 Shape = tuple[int, ...]
 HEAD = "lm_head.weight"  # where it is absent, the embedding serves
-_OPT_PADDING_ROWS = 2  # of its position table
+OPTIONAL = (HEAD, "final_logits_bias")  # may be absent: the latter is of zeros then
+_PADDING_ROWS = 2  # of OPT's and BART's position tables
 
 
 class ExpertNames(NamedTuple):
@@ -95,7 +96,7 @@ def _opt(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
     hidden, ffn = spec.hidden_size, spec.intermediate_size
     assert spec.max_positions is not None
     yield "model.decoder.embed_tokens.weight", (spec.vocab_size, hidden)
-    yield "model.decoder.embed_positions.weight", (spec.max_positions + _OPT_PADDING_ROWS, hidden)
+    yield "model.decoder.embed_positions.weight", (spec.max_positions + _PADDING_ROWS, hidden)
     for index in range(spec.num_layers):
         layer = f"model.decoder.layers.{index}."
         for name, out, into in (
@@ -149,9 +150,31 @@ def _t5(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
         yield f"{side}.final_layer_norm.weight", (hidden,)
 
 
+def _bart(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
+    hidden, ffn = spec.hidden_size, spec.intermediate_size
+    assert spec.max_positions is not None
+    yield "shared.weight", (spec.vocab_size, hidden)
+    for side, count, attentions in (("encoder", spec.num_encoder_layers, ("self_attn",)),
+                                    ("decoder", spec.num_layers, ("self_attn", "encoder_attn"))):
+        yield f"{side}.embed_positions.weight", (spec.max_positions + _PADDING_ROWS, hidden)
+        yield from _norm(f"{side}.layernorm_embedding", hidden)
+        for index in range(count):
+            layer = f"{side}.layers.{index}."
+            for name, out, into in (
+                    *((f"{attention}.{n}_proj", hidden, hidden) for attention in attentions
+                      for n in ("q", "k", "v", "out")), ("fc1", ffn, hidden), ("fc2", hidden, ffn)):
+                yield f"{layer}{name}.weight", (out, into)
+                yield f"{layer}{name}.bias", (out,)
+            for name in (*attentions, "final"):
+                yield from _norm(f"{layer}{name}_layer_norm", hidden)
+        if spec.decoder.norm_place != "sum":
+            yield from _norm(f"{side}.layer_norm", hidden)
+    yield "final_logits_bias", (1, spec.vocab_size)
+
+
 def _norm(name: str, hidden: int) -> Iterator[tuple[str, Shape]]:
     yield f"{name}.weight", (hidden,)
     yield f"{name}.bias", (hidden,)
 
 
-_FAMILIES = {"llama": _gated, "opt": _opt, "gpt2": _gpt2, "t5": _t5}
+_FAMILIES = {"llama": _gated, "opt": _opt, "gpt2": _gpt2, "t5": _t5, "bart": _bart}

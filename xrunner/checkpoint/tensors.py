@@ -13,7 +13,7 @@ from xgpt.core.hf_quantised import quantised_of
 from xgpt.core.model import ModelSpec
 from xgpt.core.model_file import load_json
 from xrunner.checkpoint.gguf_file import FREQUENCIES, NAME, GgufFile
-from xrunner.checkpoint.layout import HEAD, Shape, wanted_tensors
+from xrunner.checkpoint.layout import HEAD, OPTIONAL, Shape, wanted_tensors
 from xrunner.checkpoint.quantised.formats import UNUSED, misfits, parts_of
 from xrunner.checkpoint.quantised.parts import PLAIN_TYPES, Stored
 
@@ -187,7 +187,7 @@ def _is_zero(path: Path, name: str) -> bool:
 def _plain_misfit(directory: Path, name: str, wanted: Shape,
                   stored: Stored | None) -> Iterator[Mistake]:
     if stored is None:
-        if name != HEAD:
+        if name not in OPTIONAL:
             yield _mistake(directory, name, "the weights hold no such tensor; by config.json "
                                             f"there is one of shape {list(wanted)}")
     elif stored.shape != wanted:

@@ -10,6 +10,7 @@ from xrunner.devices import free_bytes
 from xrunner.engine.blocks import BlockCache, Room, block_tokens
 from xrunner.engine.graphs import DecodeGraphs
 from xrunner.engine.kv import KvCache, KvShape, kv_shape
+from xrunner.engine.spoken import Spoken
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.stage_model import StageModel
 from xrunner.query import Sampling
@@ -36,6 +37,7 @@ class StageGroup:
         self.cache, self._encoded = cache, encoded
         self.pending: deque[Pending] = deque()
         self.graphs: DecodeGraphs | None = None
+        self.spoken = Spoken()
 
     @property
     def encoded(self) -> KvCache:

@@ -11,7 +11,7 @@ from torch import Tensor
 from xrunner.engine.group import Model
 from xrunner.ops.head import WholeScores
 from xrunner.ops.likelihoods import likelihoods, packed, targets_of
-from xrunner.ops.sampling import NOT_FINITE, sample_shards, unless_finite
+from xrunner.ops.sampling import NOT_FINITE, sample_shards, unless_finite, with_fixed
 from xrunner.query import Sampling
 
 
@@ -26,7 +26,7 @@ def next_tokens(model: Model, hidden: Tensor, choices: Sequence[Sampling],
         scores = WholeScores(scores.of(range(len(hidden))))  # computed once for both
     tokens = sample_shards(scores, choices, positions, shard, vocab_size)
     if tokens is not None:
-        tokens = unless_finite(tokens, hidden)
+        tokens = unless_finite(with_fixed(tokens, choices, positions), hidden)
     if not rows:
         return tokens
     tops = [choices[row].top_logprobs or 0 for row in rows]

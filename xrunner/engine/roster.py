@@ -244,9 +244,12 @@ class ActiveQuery:
             return True
         query, reason = self.query, None
         self.output_ids.append(token)
-        if token in vocabulary.eos_ids and not query.is_forced:
+        is_full = len(self.output_ids) >= query.max_new_tokens
+        # an end that is given where there is no more room is none that the model chose
+        is_given = is_full and query.sampling.fixed_at(query.max_new_tokens) is not None
+        if token in vocabulary.eos_ids and not query.is_forced and not is_given:
             reason = "stop"
-        elif len(self.output_ids) >= query.max_new_tokens:
+        elif is_full:
             reason = "length"
         try:
             text = self._stopped_text(vocabulary.decode_text) if query.stop else None

@@ -15,6 +15,7 @@ from xrunner.engine.last_stage import next_tokens, scored_tokens
 from xrunner.io.beat import Beat
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
+from xrunner.ops.likelihoods import targets_of
 from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
 from xrunner.step_record import NO_SIZES, StepRecord, StepSizes
@@ -173,7 +174,15 @@ class StageExecutor:
         cache.extend()
         if not model.is_last:
             return hidden
-        return self._sample(hidden, group.choices, cache.lengths)
+        if not any(choice.unrepeated for choice in group.choices):
+            return self._sample(hidden, group.choices, cache.lengths)
+        seats = group.slots.seats
+        tokens = self._sample(hidden, group.spoken.barring(seats, cache.lengths), cache.lengths)
+        # every rank of a tensor-parallel group bars tokens of its share of the vocabulary
+        chosen = targets_of(None if tokens is None else tokens[:len(seats)], len(seats),
+                            model.shard, hidden.device)
+        group.spoken.take(seats, chosen.tolist())
+        return tokens
 
     def _mix(self, group: StageGroup, message: StepMessage,
              inputs: Tensor) -> tuple[int, Tensor | None, StepSizes]:

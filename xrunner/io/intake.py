@@ -17,18 +17,20 @@ from typing import IO, Any, NamedTuple, Protocol, overload
 import numpy as np
 
 from xgpt.core.errors import XgptError
-from xgpt.core.hf_config import read_shape
 from xgpt.core.lengths import BoolArray, IntArray, JointLengths
 from xgpt.core.model import ModelSpec
 from xgpt.core.passed import has_form
+from xgpt.core.positions import output_room
 from xgpt.core.queries import Requests
 from xgpt.core.request_files.delimited import Divided
 from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.request_files.reader import read_requests
 from xgpt.core.spool import NUM_PROMPTS, Record, Spool, SpoolWriter
 from xgpt.core.workload import Request, RequestError, synthetic_requests
+from xrunner.checkpoint.source import read_spec
+from xrunner.io.generation import given_tokens
 from xrunner.io.results import write_errors
-from xrunner.io.tokenizer import TextTokenizer, eos_ids
+from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.plan import RunPlan
 from xrunner.query import PreparedQuery, Sampling
 
@@ -266,7 +268,7 @@ def runnable(requests: Requests, plan: RunPlan, spec: ModelSpec) -> tuple[IntArr
     generate, [queries, 2]; why each other request cannot run)"""
     assert requests.input_tokens is not None, "a run tokenises its requests"
     inputs, caps = requests.input_tokens, requests.output_caps(plan.max_tokens)
-    room = np.maximum(caps, 1) if spec.max_positions is None else spec.max_positions - inputs
+    room = output_room(spec, inputs)
     most = np.minimum(caps, room)
     why = dict(requests.unusable)
 
@@ -346,7 +348,7 @@ def _prepared(spool: Spool, plan: RunPlan, index: int, record: Record) -> Prepar
             plan.seed * 1_000_003 + record.line + (record.file << _FILE_BITS)
             if record.seed is None else record.seed),
         top_logprobs=record.top_logprobs, targets=record.targets,
-        passed=record.passed, **_barred(spool, plan, index, record))
+        passed=record.passed, **_ruled(spool, plan, index, record))
     return PreparedQuery(index=index, id=record.id, input_ids=spool.tokens(index),
                         max_new_tokens=spool.most_output_tokens(index),
                         is_forced=record.is_forced or plan.ignore_eos, sampling=sampling,
@@ -354,15 +356,28 @@ def _prepared(spool: Spool, plan: RunPlan, index: int, record: Record) -> Prepar
                         sample=record.sample, tools=record.tools)
 
 
-def _barred(spool: Spool, plan: RunPlan, index: int, record: Record) -> dict[str, Any]:
-    """What ends a query's sequence, and bars that before so many tokens of output; nothing where
-    neither is asked for."""
-    if not record.min_tokens and not has_form(record.passed):
-        return {}
+def _ruled(spool: Spool, plan: RunPlan, index: int, record: Record) -> dict[str, Any]:
+    """What ends a query's sequence, and bars that before so many tokens of output, and which of its
+    tokens are given: what the request says counts before what the model's files do. Nothing where
+    none is asked for."""
+    rules: dict[str, Any] = {}
+    before, least = 0, record.min_tokens or 0
     # positions of an encoder-decoder model's decoder count from the token that it is fed first
-    before = 1 if _is_encoder_decoder(plan.model_dir) else len(spool.tokens(index))
-    return {"barred": tuple(sorted(_ends_of(plan.model_dir))),
-            "barred_until": before + record.min_tokens if record.min_tokens else 0}
+    if _is_encoder_decoder(plan.model_dir):
+        before, given = 1, given_tokens(plan.model_dir)
+        least = least or given.least - before
+        if record.is_forced or plan.ignore_eos:
+            given = replace(given, last=None)
+        if given.unrepeated:
+            rules["unrepeated"] = given.unrepeated, start_token(plan.model_dir)
+        if fixed := given.fixed(spool.most_output_tokens(index)):
+            rules["fixed"] = fixed
+    elif least:
+        before = len(spool.tokens(index))
+    if least > 0 or has_form(record.passed):
+        rules |= {"barred": tuple(sorted(_ends_of(plan.model_dir))),
+                  "barred_until": before + least if least > 0 else 0}
+    return rules
 
 
 @lru_cache(4)
@@ -372,4 +387,4 @@ def _ends_of(model_dir: Path) -> frozenset[int]:
 
 @lru_cache(4)
 def _is_encoder_decoder(model_dir: Path) -> bool:
-    return read_shape(model_dir, model_dir.name).is_encoder_decoder
+    return read_spec(model_dir, model_dir.name).is_encoder_decoder

@@ -89,7 +89,7 @@ def eos_ids(directory: Path) -> frozenset[int]:
     """End-of-sequence tokens: generation_config.json's, else config.json's."""
     for path, value in _configured(directory, "eos_token_id"):
         tokens = value if isinstance(value, list) else [value]
-        if not all(_is_token(token) for token in tokens):
+        if not all(is_token(token) for token in tokens):
             raise wrong(path, "eos_token_id", value, "a token id, or a list of them")
         return frozenset(tokens)
     return frozenset()
@@ -100,7 +100,7 @@ def start_token(directory: Path) -> int:
     config.json's, else the padding token (T5's). Raises XgptError where none is named."""
     for key in ("decoder_start_token_id", "pad_token_id"):
         for path, value in _configured(directory, key):
-            if not _is_token(value):
+            if not is_token(value):
                 raise wrong(path, key, value, "a token id")
             return int(value)
     raise wrong(directory / "config.json", "decoder_start_token_id", None,
@@ -114,7 +114,8 @@ def _configured(directory: Path, key: str) -> Iterator[tuple[Path, Any]]:
             yield path, value
 
 
-def _is_token(value: object) -> bool:
+def is_token(value: object) -> bool:
+    """Whether it is a whole number from 0 on."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 

@@ -20,7 +20,6 @@ from xrunner.models.stage_model import (
     packed,
     residual,
 )
-from xrunner.models.t5 import SCALE, SCORING
 from xrunner.models.weights import OnDevice, WeightSource, WideVectors
 from xrunner.ops.attention import decode_attention, packed_attention, store_packed
 from xrunner.ops.contexts import DecodeContext, encode_context, whole_inputs
@@ -47,6 +46,7 @@ class EncoderDecoderStage:
             raise XgptError(f"model {spec.name!r}: {reason}")
         classes = ENCODER_DECODER_CLASSES[spec.family]
         self.spec, self.dtype, self.shard = spec, weights.dtype, shard
+        self._scoring = classes.scoring
         self.device = torch.device(device)
         encodes, decodes = role != "decode", role != "encode"
         self.is_first = (stage.first_layer if decodes else stage.first_encoder_layer) == 0
@@ -72,9 +72,8 @@ class EncoderDecoderStage:
                 self.ends.head.pack(as_type)
         if encodes:
             self.encoder_ends = classes.encoder_ends(
-                spec, placed, first=self.is_first and not decodes, last=self.is_last, shard=shard)
-        if encodes and decodes:
-            self.encoder_ends.embedding = self.ends.embedding  # one table serves both
+                spec, placed, first=self.is_first, last=self.is_last, shard=shard,
+                embedding=self.ends.embedding if decodes else None)  # one table serves both
 
     @property
     def kv_heads(self) -> int:
@@ -91,7 +90,8 @@ class EncoderDecoderStage:
         if self.encoder_layers:
             bias = self.encoder_ends.bias(max(lengths))
             for layer in self.encoder_layers:
-                attended = packed_attention(layer.qkv(hidden), layer.heads, lengths, SCALE, bias)
+                attended = packed_attention(layer.qkv(hidden), layer.heads, lengths,
+                                            self._scoring.scale, bias)
                 layer.finish(hidden, attended)
         out: Tensor = hidden.total()
         return (self.encoder_ends.finish(out) if self.is_last else out).to(self.dtype)
@@ -117,9 +117,10 @@ class EncoderDecoderStage:
         for layer, (keys, values), (cross_keys, cross_values) in zip(
                 self.layers, cache, encoded, strict=True):
             query = place(layer.qkv(hidden), layer.heads, (keys, values), step.places)
-            attended = decode_attention(query, (keys, values), step, SCORING, bias)
+            attended = decode_attention(query, (keys, values), step, self._scoring, bias)
             query = layer.cross_query(hidden, attended)
-            attended = decode_attention(query, (cross_keys, cross_values), across, SCORING)
+            attended = decode_attention(query, (cross_keys, cross_values), across,
+                                            self._scoring)
             layer.finish(hidden, attended)
         return hidden.total() if self.is_last else hidden.total().to(self.dtype)
 

@@ -9,14 +9,14 @@ from torch import Tensor
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xgpt.core.schedule import StageAssignment
+from xrunner.models import bart, t5
 from xrunner.models.decoder import DecoderEnds, DecoderLayer
 from xrunner.models.gated import gated_ends, gated_layer
 from xrunner.models.gpt2 import gpt2_ends, gpt2_layer
 from xrunner.models.opt import opt_ends, opt_layer
 from xrunner.models.shard import WHOLE, Shard
-from xrunner.models.t5 import T5DecoderEnds, T5DecoderLayer, T5EncoderEnds, T5EncoderLayer
 from xrunner.models.weights import OnDevice, WeightSource, WideVectors
-from xrunner.ops.attention import decode_attention, encode_attention
+from xrunner.ops.attention import Scoring, decode_attention, encode_attention
 from xrunner.ops.contexts import DecodeContext, EncodeContext, Places
 from xrunner.ops.head import Scores
 from xrunner.ops.linear import activations_of
@@ -39,8 +39,10 @@ FAMILIES: dict[str, Family] = {
 
 
 class EncoderDecoder(NamedTuple):
-    """The classes of an encoder-decoder family; its two kinds of layer are called differently."""
+    """The classes of an encoder-decoder family, whose two kinds of layer are called differently,
+    and how the scores of all its attention are made."""
 
+    scoring: Scoring
     encoder_layer: Any
     encoder_ends: Any
     decoder_layer: Any
@@ -49,7 +51,10 @@ class EncoderDecoder(NamedTuple):
 
 # Executed by xrunner.models.encoder_decoder.
 ENCODER_DECODER_CLASSES: dict[str, EncoderDecoder] = {
-    "t5": EncoderDecoder(T5EncoderLayer, T5EncoderEnds, T5DecoderLayer, T5DecoderEnds),
+    "t5": EncoderDecoder(t5.SCORING, t5.T5EncoderLayer, t5.T5EncoderEnds, t5.T5DecoderLayer,
+                         t5.T5DecoderEnds),
+    "bart": EncoderDecoder(bart.SCORING, bart.BartEncoderLayer, bart.BartEncoderEnds,
+                           bart.BartDecoderLayer, bart.BartDecoderEnds),
 }
 
 

@@ -2,7 +2,7 @@
 
 The attention kernels are apart from the layers, as in the other families: `packed_attention` with
 the encoder's bias; `decode_attention` with the decoder's, then again, without, over the encoded
-input; all with SCALE. The ends make that bias; its table is the first layer's and serves all.
+input; all with SCORING. The ends make that bias; its table is the first layer's and serves all.
 """
 
 import math
@@ -21,8 +21,7 @@ from xrunner.ops.linear import Product
 from xrunner.ops.residual import Residual
 from xrunner.ops.rows import rms_norm
 
-SCALE = 1.0  # of the attention scores: T5's initialisation stands in for 1 / sqrt(d)
-SCORING = Scoring(SCALE)
+SCORING = Scoring(1.0)  # T5's initialisation stands in for a scale of 1 / sqrt(d)
 _EMBEDDING = "shared.weight"
 
 
@@ -146,10 +145,11 @@ class T5EncoderEnds:
     """Embedding (first encoder stage), position biases (every one), final norm (last one)."""
 
     def __init__(self, spec: ModelSpec, weights: WeightSource, *, first: bool, last: bool,
-                 shard: Shard = WHOLE) -> None:
+                 shard: Shard = WHOLE, embedding: Tensor | None = None) -> None:
+        """`embedding`: of tokens [V, H], where the decoder's ends hold it."""
         self.eps, self._max_distance = spec.norm_eps, spec.relative_max_distance
-        self.embedding = (weights.get(_EMBEDDING, (spec.vocab_size, spec.hidden_size))
-                          if first else None)
+        self.embedding = embedding if embedding is not None or not first else (
+            weights.get(_EMBEDDING, (spec.vocab_size, spec.hidden_size)))
         self.bias_table = _bias_table(spec, weights, "encoder", shard)
         self.norm = (weights.get("encoder.final_layer_norm.weight", (spec.hidden_size,))
                      if last else None)

@@ -80,6 +80,8 @@ class RandomWeights:
         wanted = part if part is not None else TensorPart(0, 0, shape[0])
         if _is_norm(name):
             return torch.ones(wanted.shape(shape), dtype=self.dtype)
+        if name.endswith("logits_bias"):  # of zeros in published checkpoints, and then never added
+            return torch.zeros(wanted.shape(shape), dtype=self.dtype)
         out = torch.empty(wanted.shape(shape), dtype=self.dtype)
         rows = TensorPart(0, 0, shape[0]) if wanted.dim != 0 else wanted
         block_rows = min(max(_BLOCK_ELEMENTS // math.prod(shape[1:]), 1), shape[0])

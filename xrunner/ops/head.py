@@ -101,6 +101,21 @@ class CappedScores:
         return self._cap * torch.tanh(logits / self._cap)
 
 
+class BiasedScores:
+    """Scores to which a number of each token, `bias` [V_local], is added: whole rows are made."""
+
+    def __init__(self, scores: Scores, bias: Tensor) -> None:
+        self._scores, self._bias = scores, bias
+
+    def best(self, rows: Sequence[int]) -> BestTokens:
+        logits = self.of(rows)
+        return keep_best(no_tokens(len(logits), logits.device), logits, 0)
+
+    def of(self, rows: Sequence[int]) -> Tensor:
+        logits = self._scores.of(rows)
+        return logits + self._bias.to(logits.dtype)
+
+
 class WholeScores:
     """Scores of logits that are there: [n, V_local]."""
 

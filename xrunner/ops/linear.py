@@ -23,7 +23,11 @@ from xrunner.ops.mkl import MklWeight, is_mkl_served
 
 _PACKED = torch.ops.mkldnn
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda x: x, "relu": F.relu, "gelu": partial(F.gelu, approximate="tanh")}
+    "none": lambda x: x, "relu": F.relu, "gelu": partial(F.gelu, approximate="tanh"),
+    "gelu_erf": F.gelu}
+# -> oneDNN's name, and its algorithm
+_ONEDNN = {"none": ("none", ""), "relu": ("relu", ""), "gelu": ("gelu", "tanh"),
+           "gelu_erf": ("gelu", "none")}
 
 
 class Product:
@@ -98,9 +102,9 @@ class Product:
             assert self.weight is not None
             out = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
             return ACTIVATIONS[self._activation](out)
-        algorithm = "tanh" if self._activation == "gelu" else ""
+        name, algorithm = _ONEDNN[self._activation]
         result: Tensor = _PACKED._linear_pointwise(
-            x.to(self._packed.dtype), self._packed, self.bias, self._activation, [], algorithm)
+            x.to(self._packed.dtype), self._packed, self.bias, name, [], algorithm)
         return result
 
 

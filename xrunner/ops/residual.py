@@ -35,6 +35,12 @@ class Residual:
         added = self._taken()
         return self._hidden if added is None else self._hidden.add_(added)
 
+    def become(self, rows: Tensor) -> None:
+        """`rows` [T, H], which belong to the stream from now on, are what goes on; of a norm that
+        is of the sum."""
+        assert self._added is None, "something is still to be added"
+        self._hidden = rows
+
     def _taken(self) -> Tensor | None:
         added, self._added = self._added, None
         return added

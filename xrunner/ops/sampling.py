@@ -93,6 +93,14 @@ def sample_shards(scores: Scores, choices: Sequence[Sampling], positions: Sequen
     return tokens
 
 
+def with_fixed(tokens: Tensor, choices: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
+    """The `tokens` [n] that were sampled, but where one is given."""
+    for row, (choice, position) in enumerate(zip(choices, positions, strict=True)):
+        if choice.fixed and (given := choice.fixed_at(position)) is not None:
+            tokens[row] = given
+    return tokens
+
+
 def unless_finite(tokens: Tensor, hidden: Tensor) -> Tensor:
     """The `tokens` [n] sampled from `hidden` [n, H], NOT_FINITE where a row of that is not: the
     largest of its logits may look like a number all the same."""

@@ -175,7 +175,7 @@ def test_the_options_are_frozen() -> None:
         "submit": shared | {"--slurm", "--dry-run", "--again", "--results", "--max-seconds",
                             "--strict", "--verify"},
         "schedule": shared | {"--out", "--price", "--drift", "--from", "--gap", "--max-nodes",
-                              "--max-seconds", "--horizon", "--export"},
+                              "--max-seconds", "--horizon", "--export", "--engines"},
         "profile measure": shared | {"--out", "--again", "--budget", "--tp"},
         "profile show": {"--plots", "--json"}, "profile merge": {"--out"},
         "profile import": {"--model", "--device", "--dtype", "--out"},

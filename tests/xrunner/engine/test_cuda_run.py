@@ -10,15 +10,18 @@ import pytest
 import toys
 from representative import some
 
-FAMILIES = (*toys.FAMILIES, *toys.T5_FAMILIES)
+FAMILIES = (*toys.FAMILIES, *toys.ENCODER_DECODER_FAMILIES)
 EVERY = {"decode_attention", "encode_attention", "place", "kv_compact"}
 T5 = EVERY - {"encode_attention"}  # its encoder has no cache
-OF_FAMILY = {"llama": EVERY | {"add_rms_norm", "silu_mul"}, "t5": T5, "t5-1.1": T5}
+BART = T5 | {"add_layer_norm"}
+OF_FAMILY = {"llama": EVERY | {"add_rms_norm", "silu_mul"}, "t5": T5, "t5-1.1": T5,
+             "mt5": T5, "bart": BART, "mbart": BART}
 
 
 # the others have no launch of their own
 @pytest.mark.parametrize("family", some(
-    FAMILIES, lambda family: family not in ("llama-tied", "llama3-rope", "gpt2-untied")))
+    FAMILIES, lambda family: family not in (
+        "llama-tied", "llama3-rope", "gpt2-untied", "mt5", "mbart")))
 def test_every_family_answers_as_generate_does(tmp_path: Path, family: str) -> None:
     model = toys.make_model(family, tmp_path)
     queries = toys.random_queries(5)

@@ -18,7 +18,7 @@ from xgpt.core.model import ModelSpec
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import ENCODER_DECODER_CLASSES
-from xrunner.models.t5 import SCALE, SCORING
+from xrunner.models.t5 import SCORING
 from xrunner.models.weights import WeightSource
 from xrunner.ops.attention import decode_attention, packed_attention, store_packed
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
@@ -51,7 +51,8 @@ class Runner:
         hidden = Residual(self.encoder_ends.embed(tokens, places.positions))
         bias = self.encoder_ends.bias(max(LENGTHS))
         for layer in self.encoder:
-            attended = packed_attention(layer.qkv(hidden), layer.heads, LENGTHS, SCALE, bias)
+            attended = packed_attention(layer.qkv(hidden), layer.heads, LENGTHS, SCORING.scale,
+                                        bias)
             layer.finish(hidden, attended)
         encoded = self.encoder_ends.finish(hidden.total())
         for layer, (keys, values) in zip(self.decoder, self.cross_cache, strict=True):

@@ -1,0 +1,87 @@
+"""`xgpt schedule --engines`: every engine's best schedule side by side, by whose times, and what
+each does not execute."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from xgpt.app import engine_choice
+from xgpt.app.opened import open_file
+from xgpt.cli import schedule as command
+from xgpt.core.engines import engine_names
+from xgpt.core.errors import InfeasibleError
+from xgpt.report.engine_table import EngineRow, engine_table
+from xscheduler.planner import PlanOptions
+
+JOB = """
+model: opt-1.3b
+cluster: {device: A40, num_nodes: 1, devices_per_node: 1, intra_link: pcie4-x16}
+workload: {requests: {count: 300}, task: S}
+constraint: {latency_s: 8}
+schedule: {policy: rra, encode_batch: 16, decode_iterations: 8}
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    return path
+
+
+def run(job: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(command.schedule, [str(job), "--engines", *arguments])
+
+
+def test_engines_stand_side_by_side_with_whose_times_they_were_planned(job: Path) -> None:
+    done = run(job)
+    assert done.exit_code == 0 and max(map(len, done.stdout.splitlines())) <= 80
+    table = done.stdout.partition("\nEngines, each")[2].splitlines()
+    assert table[1].split() == ["engine", "queries/s", "latency", "within", "8.00", "s", "policy",
+                                "times"]
+    assert [line.split()[0] for line in table[3:6]] == list(engine_names()[:3])
+    found = json.loads(run(job, "--json").stdout)
+    rows = {row["engine"]: row for row in found["engines"]}
+    own, vllm, deepspeed = rows["xgpt"], rows["vllm"], rows["deepspeed"]
+    # ours is the plan that is printed above; the other's is by constants of its own
+    assert own["throughput_qps"] == found["throughput_qps"] and own["times_of"] == "roofline"
+    assert own["latency_s"] == found["latency_s"] <= own["bound_s"] == 8 and own["is_kept"]
+    assert vllm["times_of"] == "roofline of vllm" and vllm["is_kept"]
+    assert vllm["throughput_qps"] != own["throughput_qps"]
+    assert vllm["policy"] == own["policy"] == "rra"
+    alone = json.loads(CliRunner().invoke(command.schedule, [
+        str(job), "--json", "--set=run.engine=vllm"]).stdout)
+    assert vllm["throughput_qps"] == alone["throughput_qps"]
+    # by its own reason, that of the policy named, and nothing else of the table
+    (refused,) = deepspeed["refused"]
+    assert refused.startswith("schedule.policy: ft or dsi")
+    assert "throughput_qps" not in deepspeed and deepspeed["is_kept"] is None
+
+
+def test_a_bound_that_no_engine_keeps_is_told_of_each(job: Path) -> None:
+    done = run(job, "--set=constraint.latency_s=0.01")
+    assert isinstance(done.exception, InfeasibleError)
+    rows = {row["engine"]: row for row in done.exception.details["engines"]}
+    assert [rows[name]["is_kept"] for name in ("xgpt", "vllm")] == [False, False]
+    assert "tightest" in rows["vllm"]["infeasible"]
+    assert done.stdout.count("no schedule  ") == 2
+
+
+def test_what_is_not_installed_is_planned_by_its_constants_and_says_so(
+        job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_choice, "_missing", lambda engine, opened: "there is none here")
+    opened = open_file(job, ["cluster=local", "run.ranks=1", "constraint.latency_s=inf"])
+    row = engine_choice._row(opened, "vllm", PlanOptions(horizon="steady"))
+    assert row.schedule is not None and row.times_of == "roofline of vllm"
+    assert row.missing == "there is none here" and not row.note
+    assert row.is_kept is None, "there is no bound"
+    text = engine_table([row, EngineRow(engine="other", refused=("a: b",))],
+                        replace(opened.problem.constraint.latency, limit_s=math.inf))
+    assert "cannot run here as it is: there is none here" in text
+    assert "does not execute this job: a: b" in text

@@ -1,0 +1,100 @@
+"""What an encoder-decoder model's files say of its tokens is done as transformers' `generate` does
+it, or refused by key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toys
+from test_intake_queries import plan_of, spooled
+
+from xgpt.core.errors import InputError
+from xrunner.io.generation import GivenTokens, given_tokens
+from xrunner.io.intake import queries_of
+
+FIRST = 7
+INPUTS = (3, 8, 30, 17, 5, 32)  # of 32 positions, of which an output takes none
+MOST = (14, 1, 20, 9, 2, 32)
+
+
+def greedy(model: Any, tokens: list[int], most: int, least: int | None) -> list[int]:
+    inputs = torch.tensor([tokens])
+    with torch.no_grad():
+        out = model.generate(inputs, attention_mask=torch.ones_like(inputs), do_sample=False,
+                             max_new_tokens=most, min_new_tokens=least)
+    answer: list[int] = out[0, 1:].tolist()
+    return answer
+
+
+@pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
+@pytest.mark.parametrize(("family", "degrees", "unrepeated"), [
+    ("bart", (1,), 0), ("bart", (1, 1), 3), ("mbart", (1, 2), 2), ("mbart", (2,), 1)])
+def test_what_a_models_files_say_is_as_generate_has_it(
+        tmp_path: Path, family: str, degrees: tuple[int, ...], unrepeated: int) -> None:
+    model = toys.make_bart(family, tmp_path, forced_bos_token_id=FIRST,
+                           forced_eos_token_id=toys.EOS, min_length=9,
+                           no_repeat_ngram_size=unrepeated)
+    plan = plan_of(tmp_path, tmp_path, temperature=0.0, query_kv_tokens=100)
+    inputs = [[(11 * i * n + 6) % toys.VOCAB for i in range(1, n + 1)] for n in INPUTS]
+    # of the last its own least length counts, not the model's
+    spool, errors = spooled(plan, *(
+        {"id": f"q{place}", "tokens": tokens, "max_tokens": most} | (
+            {"min_tokens": 4} if place == 5 else {})
+        for place, (tokens, most) in enumerate(zip(inputs, MOST, strict=True))))
+    assert not errors
+    queries = list(queries_of(spool, plan))
+    # of few slots, so that rows move while others go on
+    sink, _ = toys.run_in_process(tmp_path, queries, degrees=degrees, num_groups=2, max_active=4)
+    results = {result.query.index: result for result in sink.results}
+    for place, (tokens, most) in enumerate(zip(inputs, MOST, strict=True)):
+        found = list(results[place].output_ids)
+        assert found == greedy(model, tokens, most, 4 if place == 5 else None), f"{place = }"
+        assert found[0] == (FIRST if most > 1 else toys.EOS)
+        assert (results[place].finish_reason == "length") == (len(found) == most)
+        assert len(found) < most or found[-1] == toys.EOS
+
+
+def test_an_exact_length_has_no_end_that_is_given(tmp_path: Path) -> None:
+    toys.make_bart("bart", tmp_path, forced_bos_token_id=FIRST, forced_eos_token_id=toys.EOS)
+    plan = plan_of(tmp_path, tmp_path)
+    spool, _ = spooled(plan, {"tokens": [6, 8], "forced_tokens": 5})
+    (query,) = queries_of(spool, plan)
+    assert query.sampling.fixed == ((1, FIRST),)
+
+
+@pytest.mark.parametrize(("config", "expected"), [
+    ({"model_type": "bart"}, GivenTokens(None, 2)),
+    ({"model_type": "mbart", "forced_eos_token_id": None, "min_length": 3}, GivenTokens(least=3)),
+    ({"model_type": "t5"}, GivenTokens()),
+    ({"model_type": "bart", "forced_bos_token_id": 0, "forced_eos_token_id": [9, 4]},
+     GivenTokens(0, 4))])
+def test_where_config_json_alone_is_there_it_says(tmp_path: Path, config: dict[str, Any],
+                                                  expected: GivenTokens) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert given_tokens(tmp_path) == expected
+
+
+def test_what_is_not_done_is_refused_by_every_key(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    # facebook/bart-large-cnn's
+    says = {"forced_bos_token_id": 0, "forced_eos_token_id": 2, "length_penalty": 2.0,
+            "max_length": 142, "min_length": 56, "no_repeat_ngram_size": 3, "num_beams": 4}
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({**says, "repetition_penalty": 1.2, "suppress_tokens": []}))
+    with pytest.raises(InputError) as caught:
+        given_tokens(tmp_path)
+    assert [mistake.key for mistake in caught.value.mistakes] == ["repetition_penalty"]
+    assert all(mistake.file == str(path) for mistake in caught.value.mistakes)
+    given_tokens.cache_clear()
+    path.write_text(json.dumps(says))
+    assert given_tokens(tmp_path) == GivenTokens(0, 2, 56, 3)
+    given_tokens.cache_clear()
+    for key in ("forced_bos_token_id", "forced_eos_token_id", "min_length",
+                "no_repeat_ngram_size"):
+        path.write_text(json.dumps({key: "7"}))
+        with pytest.raises(InputError, match=key):
+            given_tokens(tmp_path)

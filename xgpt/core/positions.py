@@ -1,0 +1,21 @@
+"""What a model's positions leave for an output. Those of an encoder-decoder model's encoder and
+decoder are apart: an input takes none of its output's."""
+
+from typing import Any
+
+import numpy as np
+
+from xgpt.core.model import ModelSpec
+
+UNLIMITED = 2**31 - 1  # tokens; no request may ask for more
+
+
+def output_room(model: ModelSpec, inputs: Any) -> Any:
+    """Most tokens of output after so many tokens of `inputs` (a number or an array): below 1 where
+    an input leaves no room for one, UNLIMITED of a model without positions."""
+    most = model.max_positions
+    if most is None:
+        return np.full_like(inputs, UNLIMITED)
+    if model.is_encoder_decoder:
+        return np.where(np.asarray(inputs) <= most, most, 0)
+    return most - inputs
