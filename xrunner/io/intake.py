@@ -155,6 +155,9 @@ class ModelTokeniser:
         for i, request in enumerate(requests):
             if request.tokens is not None:
                 continue
+            if not self.tokenizer.is_there:
+                result[i] = NO_TOKENIZER
+                continue
             # OpenAI's prompts are completed as they are: its chats are messages
             if request.messages is None and not (is_chat and not request.is_openai):
                 plain.append((i, request.prompt or ""))
@@ -165,10 +168,6 @@ class ModelTokeniser:
                     messages, json.loads(request.tools) if request.tools else None)))
             except (ValueError, XgptError) as cause:
                 result[i] = str(cause)
-        if not self.tokenizer.is_there:
-            for i, _ in (*plain, *chat):
-                result[i] = NO_TOKENIZER
-            return result
         for batch, special in ((plain, True), (chat, False)):  # a template brings its own specials
             tokens = self.tokenizer.encode_many([text for _, text in batch], special=special)
             whole = self.tokenizer.encode_many(

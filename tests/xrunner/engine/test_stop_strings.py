@@ -62,3 +62,16 @@ def test_a_long_output_is_not_decoded_again_with_every_token() -> None:
     assert not any(active.take(token, 0.0, vocabulary)
                    for token in random.Random(4).choices(range(5), k=2000))
     assert decoded < 40 * 2000
+
+
+def test_an_exception_of_the_tokenizer_is_the_end_of_its_query_alone() -> None:
+    def fails(ids: Sequence[int]) -> str:
+        raise OverflowError("no such piece")
+
+    vocabulary = Vocabulary(eos_ids=frozenset([0]), decode_text=fails)
+    looking, ended = active_query(["x"]), active_query([])
+    assert looking.take(3, 0.0, vocabulary) and ended.take(0, 0.0, vocabulary)
+    for active in (looking, ended):
+        result = active.finished(1.0, fails)
+        assert (result.finish_reason, result.text) == ("error", "")
+        assert "OverflowError" in (result.error or "") and "no such piece" in (result.error or "")

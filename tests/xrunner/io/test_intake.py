@@ -119,3 +119,15 @@ def test_a_prompt_of_openais_completions_never_gets_the_chat_template() -> None:
                      is_openai=True)]
     assert ["".join(map(chr, ids)) for ids in tokeniser.tokenise(asked) or () if ids] == [
         "<a>", "a", "<a>"]
+
+
+def test_without_a_tokenizer_a_text_is_an_error_record_and_tokens_run(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"id": "a", "prompt": "Hi"}\n{"id": "b", "tokens": [1, 2]}\n'
+                    '{"id": "c", "messages": [{"role": "user", "content": "Hi"}]}\n')
+    tokeniser = ModelTokeniser(TextTokenizer(tmp_path / "model"), is_chat=True, vocab_size=9)
+    requests = take_in(RequestFiles(paths=(path,)), tokeniser)
+    assert requests.unusable == {0: intake.NO_TOKENIZER, 2: intake.NO_TOKENIZER}
+    assert requests.are_tokenised and requests.input_tokens is not None
+    assert requests.input_tokens.tolist() == [1, 2, 1]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,68 @@ def test_a_second_run_is_refused_until_the_first_and_its_children_are_gone(tmp_p
     child.communicate(b"\n", timeout=30)
     with output_lock(tmp_path):
         pass
+
+
+_NO_FLOCK = {"none": "return 0;", "refused": "errno = ENOLCK; return -1;"}
+_HOLDS = """
+import sys
+from pathlib import Path
+from xrunner.io.lock import is_locked, output_lock
+with output_lock(Path(sys.argv[1])):
+    print("held", is_locked(Path(sys.argv[1])), flush=True)
+    input()
+"""
+
+
+@pytest.fixture(params=sorted(_NO_FLOCK))
+def shim(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The system's locks as on file systems that do not carry them from one host to another: each
+    host has its own (as if there were none), or all are refused."""
+    if shutil.which("cc") is None or subprocess.run(
+            ["unshare", "--uts", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs a C compiler, and rights to give a process another host's name")
+    source, library = tmp_path / "flock.c", tmp_path / "flock.so"
+    source.write_text("#include <errno.h>\nint flock(int file, int how) { (void)file; (void)how; "
+                      + _NO_FLOCK[request.param] + " }\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    return library
+
+
+@contextmanager
+def on_host(name: str, folder: Path, shim: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that takes the folder's lock, by another host's name."""
+    with subprocess.Popen(
+            ["unshare", "--uts", "sh", "-c", f'hostname {name} && exec "$@"', "sh",
+             sys.executable, "-c", _HOLDS, str(folder)], text=True, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**os.environ, "LD_PRELOAD": str(shim)}) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_two_hosts_without_locks_between_them_do_not_share_a_folder(shim: Path,
+                                                                    tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    with on_host("node-a", folder, shim) as first:
+        assert first.stdout is not None and first.stdout.readline() == "held True\n"
+        with on_host("node-b", folder, shim) as second:
+            told = second.communicate(timeout=60)[1]
+            assert second.returncode == 1 and "another run is writing there" in told
+            assert f"(process {first.pid} on node-a)" in told
+        first.kill()
+        first.wait()
+    path = folder / ".owner.json"
+    with on_host("node-b", folder, shim) as second:  # whose end on another host nobody can see
+        assert "node-a" in second.communicate(timeout=60)[1]
+    os.utime(path, (path.stat().st_mtime - 61,) * 2)
+    with on_host("node-b", folder, shim) as second:
+        assert second.stdout is not None and second.stdout.readline() == "held True\n"
+        assert json.loads(path.read_text())["host"] == "node-b"
+        assert second.communicate("\n", timeout=60)[1] == "" and second.returncode == 0
+    assert not path.exists()
 
 
 def owner(folder: Path, **values: object) -> Path:
