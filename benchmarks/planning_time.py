@@ -1,7 +1,11 @@
 """How long planning takes: seconds of one core for every problem of hand_problems.py, the cases
 that users began with, and the largest scenario of the paper.
 
-    python benchmarks/planning_time.py [--only 8b ...] [--out benchmarks/results]
+    python benchmarks/planning_time.py [--only 8b "opt-13b/1x4 A40/S 11.5" ...] [--keep FILE]
+        [--so-far] [--out benchmarks/results]
+
+In pieces: rows that FILE has are taken from there, new ones are added to it; --so-far writes the
+page of those that are there.
 
 A row is the first schedule that a fresh planner is asked for, as `xgpt schedule` asks for it: all
 policies and numbers of copies, margin, explanation, and what there would be without a bound. The
@@ -17,6 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy loads: one core is
 
 import argparse
 import datetime
+import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -27,6 +32,7 @@ import numpy as np
 from closed_form_speed import cpu
 from hand_problems import SCENARIOS, HandScenario
 from paper_scenarios import Scenario, scenarios
+from peers import processor_slug
 
 import xscheduler.evaluator
 from xgpt.core.errors import InfeasibleError
@@ -48,16 +54,20 @@ class Asked:
     bound_s: float
     table: str
 
+    @property
+    def name(self) -> str:
+        return f"{self.scenario.name} {words_of_bound(self.bound_s)}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """`found` None: no schedule keeps the bound."""
+    """`found`: cells of the table, what was chosen among them."""
 
     asked: Asked
     seconds: float
     replay_s: float
     replays: int
-    found: Schedule | None
+    found: str
 
 
 class ReplayTimer:
@@ -100,20 +110,38 @@ def planned(asked: Asked, timer: ReplayTimer) -> Row:
     except InfeasibleError:
         found = None
     return Row(asked=asked, seconds=time.process_time() - began, replay_s=timer.seconds,
-               replays=timer.count, found=found)
+               replays=timer.count, found=words_of(found))
+
+
+def kept(asked: Asked, timer: ReplayTimer, path: Path | None) -> Row:
+    """The row of a file that it is in, or else planned and put there."""
+    rows = json.loads(path.read_text("utf-8")) if path is not None and path.is_file() else {}
+    if asked.name in rows:
+        return Row(asked=asked, **rows[asked.name])
+    row = planned(asked, timer)
+    rows[asked.name] = {"seconds": row.seconds, "replay_s": row.replay_s, "replays": row.replays,
+                        "found": row.found}
+    if path is not None:
+        path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    print(line_of(row), flush=True)
+    return row
+
+
+def words_of(found: Schedule | None) -> str:
+    if found is None:
+        return "- | no schedule keeps the bound | -"
+    what, copies = configuration(found.estimate), found.deployment.replicas
+    return (f"{found.figures.throughput_qps:.4g} | "
+            f"{what if copies == 1 else f'{copies} copies of {what}'} | {found.proof.gap:.1%}")
+
+
+def words_of_bound(bound_s: float) -> str:
+    return "none" if math.isinf(bound_s) else f"{bound_s:.3g}"
 
 
 def line_of(row: Row) -> str:
-    bound = "none" if math.isinf(row.asked.bound_s) else f"{row.asked.bound_s:.3g}"
-    if row.found is None:
-        words = "- | no schedule keeps the bound | -"
-    else:
-        proof, copies = row.found.proof, row.found.deployment.replicas
-        what = configuration(row.found.estimate)
-        words = (f"{row.found.figures.throughput_qps:.4g} | "
-                 f"{what if copies == 1 else f'{copies} copies of {what}'} | {proof.gap:.1%}")
-    return (f"| {row.asked.scenario.name} | {bound} | {row.seconds:.2f} | {row.replay_s:.2f} "
-            f"| {row.replays} | {words} |")
+    return (f"| {row.asked.scenario.name} | {words_of_bound(row.asked.bound_s)} "
+            f"| {row.seconds:.2f} | {row.replay_s:.2f} | {row.replays} | {row.found} |")
 
 
 def summary(label: str, rows: Sequence[Row]) -> str:
@@ -128,7 +156,8 @@ def page(rows: Sequence[Row]) -> list[str]:
     hand = [row for row in rows if row.asked.table == "hand"]
     paper = [row for row in rows if row.asked.table == "paper"]
     cases = [row for row in hand if (row.asked.scenario.name, row.asked.bound_s) in CASES]
-    lines = ["# Planning time", "", *(__doc__ or "").split("\n\n", 2)[2].strip().splitlines(), ""]
+    lines = [f"# Planning time: {len(rows)} of {len(list(all_asked()))} problems", "",
+             *(__doc__ or "").split("\n\n", 3)[3].strip().splitlines(), ""]
     lines += [summary(label, own) for label, own in (
         ("Problems of hand_problems.py", hand), ("The paper's largest model (no margin)", paper))
         if own]
@@ -136,25 +165,30 @@ def page(rows: Sequence[Row]) -> list[str]:
               for row in cases]
     return [*lines, "", "| problem | bound s | s | of which replays | replays | queries/s | chosen "
             "| gap |", f"|{'---|' * 8}", *map(line_of, rows), "",
-            f"One thread of {cpu()}, {datetime.date.today()}, beside other work: seconds of the "
-            "processor, which other work lengthens by some tenths."]
+            f"One thread of {cpu()}, {datetime.date.today()}: seconds of the processor."]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="*", default=[],
-                        help="problems whose model/cluster/task contains one of these")
+                        help="problems whose model/cluster/task, space and bound contains one of "
+                             "these")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="what was timed: kept there, and "
+                        "taken from there")
+    parser.add_argument("--so-far", action="store_true", help="nothing that FILE does not have")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    timer, rows = ReplayTimer(), []
-    for asked in all_asked():
-        if not arguments.only or any(part in asked.scenario.name for part in arguments.only):
-            rows.append(planned(asked, timer))
-            print(line_of(rows[-1]), flush=True)
+    timer = ReplayTimer()
+    asked = [one for one in all_asked() if not arguments.only or any(
+        part in one.name for part in arguments.only)]
+    if arguments.so_far:
+        has = json.loads(arguments.keep.read_text("utf-8"))
+        asked = [one for one in asked if one.name in has]
+    rows = [kept(one, timer, arguments.keep) for one in asked]
     text = "\n".join(page(rows))
     print(text)
     if arguments.out is not None:
-        path = arguments.out / f"planning-time-{datetime.date.today()}.md"
+        path = arguments.out / f"planning-time-{processor_slug()}-{datetime.date.today()}.md"
         path.write_text(text + "\n", encoding="utf-8")
 
 

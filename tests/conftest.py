@@ -92,7 +92,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture
 def short_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay checks each plan: of 8,000 queries it takes longer than most of what is tested."""
+    """A replay checks each plan: of 4,000 queries it takes longer than most of what is tested."""
     monkeypatch.setattr("xsimulator.replay.predict.CHECKED_QUERIES", 1500)
 
 

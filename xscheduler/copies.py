@@ -93,7 +93,10 @@ def idle_note(cluster: Cluster, estimate: Estimate) -> str:
     idle = cluster.num_devices - estimate.deployment.num_devices
     if idle <= 0:
         return ""
-    each = estimate.deployment.devices_per_replica
+    each, copies = estimate.deployment.devices_per_replica, estimate.deployment.replicas
     kind = "GPU" if cluster.device.kind == "gpu" else "rank"
     are = f"{idle} {kind} idles" if idle == 1 else f"{idle} {kind}s idle"
+    if most_copies(cluster, each) > copies:  # no more are asked for
+        return (f"{are}: the job asks for {copies} cop{'y' if copies == 1 else 'ies'}, and there "
+                "is room for more")
     return f"{are}: no further copy on {each} {kind}{'s' * (each != 1)} fits"

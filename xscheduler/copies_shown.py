@@ -55,7 +55,7 @@ def beside_policies(schedule: Schedule, looked: Sequence[Looked]) -> Schedule:
             if row.label.startswith(POLICY_ROW) and row.throughput_qps}
     for one in looked:
         copies = one.planner.problem.copies
-        if one.found is None or copies == schedule.deployment.replicas:
+        if one.found is None or _is_of(schedule, one):
             continue
         for row in (*one.found.rejected, _as_row(one.found)):
             name, qps = _policy_of(row), row.throughput_qps
@@ -111,7 +111,7 @@ def why_so_many(schedule: Schedule, looked: Sequence[Looked]) -> str:
     own, each = deployment.replicas, deployment.devices_per_replica
     chosen = (f"One copy of the model on {_counted(each)}" if own == 1 else
               f"{own} copies of the model on {_counted(each)} each share the queries")
-    others = [one for one in looked if one.found is not None and one.planner.problem.copies != own]
+    others = [one for one in looked if one.found is not None and not _is_of(schedule, one)]
     if not others:
         return f"{chosen}: no other number of copies has a schedule within the limits."
     best = max(others, key=found_qps)
@@ -123,6 +123,13 @@ def why_so_many(schedule: Schedule, looked: Sequence[Looked]) -> str:
     beside = f"answer{'s' * (more == 1)} {share:.1%} less" if share > 5e-4 else (
         f"answer{'s' * (more == 1)} as many, but without the margin")
     return f"{chosen}: the next best, {words}, {beside} ({found_qps(best):.4g} queries/s)."
+
+
+def _is_of(schedule: Schedule, one: Looked) -> bool:
+    """Whether the schedule has so many copies, on as many devices each."""
+    deployment, problem = schedule.deployment, one.planner.problem
+    return (deployment.replicas, deployment.devices_per_replica) == (
+        problem.copies, problem.cluster.num_devices)
 
 
 def _counted(devices: int) -> str:

@@ -45,6 +45,11 @@ class ProblemSearch:
         return cls(problem, BaselineSearch(problem, timing) if problem.fixed.policy in baselines()
                    else Scheduler(problem, timing, effort))
 
+    @property
+    def proves(self) -> bool:
+        """Whether what it finds comes with a bound; nothing is proved of a baseline."""
+        return not isinstance(self._search, BaselineSearch)
+
     def alone(self, name: str) -> ProblemSearch:
         """The search of one policy; of a baseline, and of the only one, this."""
         if isinstance(self._search, BaselineSearch) or len(self._search.spaces) == 1:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import islice
 
 from xgpt.core.errors import BeatenError, InfeasibleError, InputError
 from xgpt.core.job import FixedSchedule
@@ -49,8 +50,8 @@ class CopiesSearch:
         """is_brief: not explained, and not compared with what there would be without a bound.
         asked: what the job fixes, where the problem fixes more."""
         self.problem, self._effort, self._asked = problem, effort, asked or problem.fixed
-        self._planners = [[CopyPlanner(one, timing, effort) for one in parts]
-                          for parts in problems_of_copies(problem)]
+        self._every = [[CopyPlanner(one, timing, effort) for one in parts]
+                       for parts in problems_of_copies(problem)]
         self._unbounded: tuple[Rejected | None] | None = None  # once it was asked for
         self._compares = not is_brief and problem.fixed.policy not in baselines()
 
@@ -75,7 +76,7 @@ class CopiesSearch:
         schedule = _certified(schedule, looked, is_cut=watch is not None and watch.has_cut)
         if self._compares:
             schedule = beside_papers_own(beside_policies(schedule, looked))
-            schedule = self._beside_no_bound(schedule, free)
+            schedule = self._beside_no_bound(schedule, free, looked)
         if self._compares and has_margin:
             schedule = schedule.changed(explanation=planner.explained(schedule, self._asked))
             if len(looked) > 1:
@@ -94,19 +95,36 @@ class CopiesSearch:
 
     @property
     def _nodes(self) -> int:
-        return sum(planner.nodes for parts in self._planners for planner in parts)
+        return sum(planner.nodes for parts in self._every for planner in parts)
+
+    @cached_property
+    def _planners(self) -> list[CopyPlanner]:
+        """What is compared: of each number of copies the planner on the largest part that the model
+        can be laid out on. Of a number that the job asks for those on every part: GPUs may idle
+        where so many copies are better off without; ranks of a processor are there to be used, for
+        fewer of them would have more threads. (Nor of a baseline: nothing is proved of it, and its
+        grid would be gone over for each part.)"""
+        compared: list[CopyPlanner] = []
+        may_idle = self.problem.fixed.replicas and self.problem.cluster.device.kind == "gpu"
+        for parts in self._every:
+            able = (planner for planner in parts if planner.is_able)
+            own = list(islice(able, 1)) or parts[:1]
+            if may_idle and own[0].is_able and own[0].own.proves:
+                own += able
+            compared += own
+        return compared
 
     def _look(self, latency_bound_s: float) -> list[Looked]:
         """Every number of copies without a margin. A glance at each tells in which order they are
         searched, and which cannot win. Raises the refusal that says most where none has a
         schedule."""
         if len(self._planners) == 1:
-            looked = [_look_at(self._planners[0], latency_bound_s)]
+            looked = [_look_at(self._every[0], latency_bound_s)]
         else:
             looked = []
-            for parts in self._planners:
+            for planner in self._planners:
                 best_qps = max(map(found_qps, looked), default=0.0)
-                looked.append(_glance_at(parts, latency_bound_s, SHOWN * best_qps))
+                looked.append(_glance_at(planner, latency_bound_s, SHOWN * best_qps))
             for index in sorted(range(len(looked)), key=lambda index: -found_qps(looked[index])):
                 floor_qps = max(map(found_qps, looked))
                 is_first = floor_qps == found_qps(looked[index])
@@ -114,7 +132,7 @@ class CopiesSearch:
                     looked[index] = _searched(looked[index], latency_bound_s,
                                               SHOWN * floor_qps if is_first else floor_qps)
         if all(one.found is None for one in looked):
-            looked = [_look_at(parts, latency_bound_s) for parts in self._planners]
+            looked = [_look_at(parts, latency_bound_s) for parts in self._every]
         if all(one.found is None for one in looked):
             raise _refusal(looked)
         return looked
@@ -140,11 +158,12 @@ class CopiesSearch:
                 floor_qps = max(floor_qps, planned.schedule.figures.throughput_qps)
         return tried
 
-    def _beside_no_bound(self, schedule: Schedule, free: Schedule) -> Schedule:
+    def _beside_no_bound(self, schedule: Schedule, free: Schedule,
+                         looked: Sequence[Looked]) -> Schedule:
         """The schedule with what there would be without its bound."""
         qps, bound_s = free.figures.throughput_qps, free.bound.limit_s
         if not math.isinf(bound_s) and self._unbounded is None:
-            self._unbounded = (self._without_bound(),)
+            self._unbounded = (self._without_bound(looked),)
         row = None if math.isinf(bound_s) or self._unbounded is None else self._unbounded[0]
         if row is not None and row.throughput_qps is not None and row.throughput_qps > qps:
             qps = row.throughput_qps
@@ -154,11 +173,12 @@ class CopiesSearch:
                 *others, row, *(one for one in schedule.rejected if one not in others)))
         return schedule.changed(unbounded_qps=qps)
 
-    def _without_bound(self) -> Rejected | None:
-        """The best without a latency bound: what some numbers of copies have is the others'
-        floor."""
+    def _without_bound(self, looked: Sequence[Looked]) -> Rejected | None:
+        """The best without a latency bound: what some numbers of copies have is the others' floor,
+        and those that have most within the bound come first."""
         best: Rejected | None = None
-        for planner in self._able:
+        within_qps = {one.planner: found_qps(one) for one in looked}
+        for planner in sorted(self._able, key=lambda one: -within_qps.get(one, 0.0)):
             row = planner.own.without_bound(0.0 if best is None else best.throughput_qps or 0.0)
             if row is not None and (row.throughput_qps or 0.0) > (
                     0.0 if best is None else best.throughput_qps or 0.0):
@@ -170,17 +190,12 @@ class CopiesSearch:
 
     @cached_property
     def _able(self) -> list[CopyPlanner]:
-        """Of each number of copies the planner on the largest part that the model can be laid out
-        on."""
-        able = [next((planner for planner in parts if planner.is_able), None)
-                for parts in self._planners]
-        return [planner for planner in able if planner is not None]
+        """Those compared on whose part the model can be laid out."""
+        return [planner for planner in self._planners if planner.is_able]
 
 
-def _glance_at(parts: Sequence[CopyPlanner], latency_bound_s: float,
-               floor_qps: float) -> Looked:
-    """One number of copies at first sight, on the largest part on which it can be laid out."""
-    planner = next((planner for planner in parts if planner.is_able), parts[0])
+def _glance_at(planner: CopyPlanner, latency_bound_s: float, floor_qps: float) -> Looked:
+    """One number of copies on one part at first sight."""
     if planner.problem.copies > 1 and not has_room(planner.problem):
         return Looked(planner, None, 0.0, InfeasibleError(NO_ROOM))
     try:
@@ -237,12 +252,16 @@ def _refusal(looked: Sequence[Looked]) -> InfeasibleError | InputError:
         one.refusal.tightest_s if isinstance(one.refusal, InfeasibleError) else 0.0))
     refusal = looked[-1].refusal if tightest is None else tightest.refusal
     assert refusal is not None, f"{looked = }"
-    if tightest is None or (copies := tightest.planner.problem.copies) == 1:
+    if tightest is None or (problem := tightest.planner.problem).copies == 1 and (
+            problem.cluster.num_devices == max(
+                one.planner.problem.cluster.num_devices for one in looked)):
         return refusal
     assert isinstance(refusal, InfeasibleError)
-    devices = tightest.planner.problem.cluster.num_devices
-    return InfeasibleError(f"{refusal} (in each of {copies} copies of the model, on {devices} "
-                           f"device{'s' * (devices != 1)} each)", refusal.tightest_s)
+    copies, devices = problem.copies, problem.cluster.num_devices
+    on = f"{devices} device{'s' * (devices != 1)}"
+    where = f"in each of {copies} copies of the model, on {on} each" if copies > 1 else (
+        f"in a copy of the model on {on}")
+    return InfeasibleError(f"{refusal} ({where})", refusal.tightest_s)
 
 
 def _safest(looked: Sequence[Looked], tried: dict[int, PlannedWithin | InfeasibleError],

@@ -61,6 +61,44 @@ def test_a_copy_has_its_share_of_the_queries_and_is_known_again():
         assert problem_for(problem, estimate) == one and problem_for(one, estimate) is one
 
 
+def alone_on_each_part(problem) -> dict[int, float]:
+    """Queries/s of so many copies on each part that they may have, by its devices."""
+    found = {}
+    for parts in problems_of_copies(problem):
+        for one in parts:
+            try:
+                alone = Scheduler(one, roofline_of(one), Effort(gap=GAP)).find(compares=False)
+            except (InfeasibleError, InputError):
+                continue
+            found[one.cluster.num_devices] = alone.figures.throughput_qps
+    return found
+
+
+def test_a_copy_that_is_asked_for_may_leave_devices_idle_where_it_is_better_off_without():
+    problem = toy_problem(latency_s=0.024, per_node=3, fixed=FixedSchedule(
+        policies=("rra", "waa-c"), replicas=1))
+    found, each = planned(problem), alone_on_each_part(problem)
+    assert each[2] > 1.1 * each[3] and each[2] > each[1], "two of three are best"
+    assert found.figures.throughput_qps * (1 + GAP) >= each[2]
+    assert each[2] <= found.proof.bound_qps * (1 + 1e-9)
+    assert found.deployment.devices_per_replica == 2
+    assert "1 GPU idles: no further copy on 2 GPUs fits" in found.estimate.notes
+    assert [(one.replicas, one.devices_per_replica) for one in found.over_copies] == [
+        (1, 3), (1, 2), (1, 1)]
+
+
+def test_devices_that_idle_because_no_more_copies_are_asked_for_are_said_to():
+    problem = toy_problem(per_node=2, fixed=FixedSchedule(
+        policies=("rra", "waa-c"), replicas=1, tp_degree=1))
+    problem = replace(problem, model=replace(problem.model, num_layers=1))
+    found = planned(replace(problem, fixed=replace(problem.fixed, replicas=2)))
+    assert found.deployment.num_devices == 2 and not found.over_copies
+    found = planned(problem)
+    assert found.deployment.devices_per_replica == 1
+    assert found.estimate.notes[-1] == (
+        "1 GPU idles: the job asks for 1 copy, and there is room for more")
+
+
 @pytest.mark.parametrize(("latency_s", "memory", "nodes", "per_node"), [
     (math.inf, MEMORY, 1, 4), (0.025, MEMORY, 1, 4), (0.022, MEMORY, 2, 2),
     (math.inf, 150e6, 1, 4), (0.03, 150e6, 1, 3)])
@@ -90,7 +128,9 @@ def test_the_choice_is_that_of_all_numbers_searched_one_by_one(latency_s, memory
 def test_copies_that_the_job_names_are_kept_and_devices_left_over_are_named():
     found = planned(toy_problem(per_node=5, fixed=replace(RRA, replicas=2)))
     assert (found.deployment.replicas, found.deployment.devices_per_replica) == (2, 2)
-    assert found.deployment.num_devices == 4 and not found.over_copies
+    assert found.deployment.num_devices == 4
+    tried = [(row.replicas, row.devices_per_replica) for row in found.over_copies]
+    assert tried == [(2, 2), (2, 1)]
     assert any("1 GPU idles" in note for note in found.estimate.notes)
     assert not any("idle" in note for note in planned(toy_problem(fixed=RRA)).estimate.notes)
 

@@ -25,6 +25,7 @@ _HALF_BLOCK = (BLOCK_TOKENS - 1) / 2  # what a query's last block leaves empty, 
 _SEED = 3
 _REPEATS = 64  # of the sizes that are drawn, before they come again
 _NO_LIMIT = 1e12  # tokens of a step
+_LAID_OUT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,25 +54,48 @@ class Walk:
 
 
 class _Stream:
-    """Sizes [number] are drawn one after the other, over and over."""
+    """Sizes [number] are drawn one after the other, over and over. The rounds asked for so far lie
+    in one array, up to _LAID_OUT sizes: a step asks for a few of each configuration."""
 
     def __init__(self, values: FloatArray) -> None:
-        self.values = values
-        self._sums = np.concatenate([[0.0], np.cumsum(values)])
+        self._once = values
+        self._once_sums = np.concatenate([[0.0], np.cumsum(values)])
+        self._lay_out(1)
 
     def at(self, index: IntArray) -> FloatArray:
-        return np.asarray(self.values[index % self.values.size])
+        if index.size and not self._has(int(index.max())):
+            return np.asarray(self._once[index % self._once.size])
+        return np.asarray(self._values.take(index))
 
     def until(self, index: IntArray) -> FloatArray:
         """All sizes before `index` come to this sum."""
-        rounds, rest = np.divmod(index, self.values.size)
-        return np.asarray(rounds * self._sums[-1] + self._sums[rest])
+        if not self._has(int(index.max())):
+            rounds, rest = np.divmod(index, self._once.size)
+            return np.asarray(rounds * self._once_sums[-1] + self._once_sums[rest])
+        return np.asarray(self._sums.take(index))
 
     def reach(self, amount: FloatArray) -> IntArray:
         """So many of the first sizes come to no more than `amount`."""
-        rounds, rest = np.divmod(amount + 1e-6, self._sums[-1])
-        within = np.searchsorted(self._sums, rest, side="right") - 1
-        return np.asarray(rounds.astype(np.int64) * self.values.size + within)
+        rounds = (float(amount.max()) + 1e-6) / self._once_sums[-1]
+        if not self._has(int(rounds + 1) * self._once.size):
+            whole, left = np.divmod(amount + 1e-6, self._once_sums[-1])
+            within = np.searchsorted(self._once_sums, left, side="right") - 1
+            return np.asarray(whole.astype(np.int64) * self._once.size + within)
+        return np.asarray(self._sums.searchsorted(amount + 1e-6, side="right") - 1)
+
+    def _has(self, index: int) -> bool:
+        """Whether sizes up to this one are laid out, now."""
+        if index >= self._sums.size:
+            if index >= _LAID_OUT:
+                return False
+            self._lay_out(index // self._once.size + 1)
+        return True
+
+    def _lay_out(self, rounds: int) -> None:
+        """Twice as many rounds as are asked for."""
+        begins = np.arange(2 * rounds)[:, None] * self._once_sums[-1]
+        self._values = np.tile(self._once, 2 * rounds)
+        self._sums = (begins + self._once_sums[:-1]).ravel()
 
 
 class _Stack:
@@ -90,10 +114,18 @@ class _Stack:
     def push_many(self, numbers: IntArray, first: IntArray, values: _Stream, age: int) -> None:
         """So many [configs] of `values` from `first` on, less `age`, go on the stacks."""
         kept = np.minimum(numbers, _DEPTH)
-        rows = np.repeat(np.arange(len(kept)), kept)
-        place = np.arange(rows.size) - np.repeat(np.cumsum(kept) - kept, kept)
-        self._sizes[rows, (self._end[rows] + place) % _DEPTH] = values.at(
-            (first + numbers - kept)[rows] + place) - age
+        rows = kept.nonzero()[0]
+        if not rows.size:
+            return
+        if kept.max() > 1:
+            rows = np.repeat(rows, kept[rows])
+            ends = kept.cumsum()
+            place = np.arange(rows.size) - (ends - kept)[rows]
+            self._sizes[rows, (self._end[rows] + place) % _DEPTH] = values.at(
+                (first + numbers - kept)[rows] + place) - age
+        else:
+            self._sizes[rows, self._end[rows] % _DEPTH] = values.at(
+                (first + numbers - 1)[rows]) - age
         self._end += kept
         self.count = np.minimum(self.count + kept, _DEPTH)
 
@@ -134,6 +166,9 @@ class _Walker:
         self.anew, self.pieces, self.done, self.evictions = (np.zeros(configs) for _ in range(4))
         self.tokens, self.joined, self.left = (np.zeros(configs) for _ in range(3))
         self.may_admit = np.ones(configs, bool)
+        # what the streams come to before those drawn and ended
+        self._blocks_drawn, self._inputs_drawn, self._lasts_ended = (
+            np.zeros(configs) for _ in range(3))
 
     def step(self, number: int) -> tuple[FloatArray, FloatArray]:
         """A step returns the queries that decode at it, and those that wait evicted."""
@@ -219,20 +254,26 @@ class _Walker:
         """New queries begin, as many as slots, blocks and budget hold; the last perhaps in part."""
         left, drawn = self.left, self.drawn
         can = self.may_admit & (self.waiting.count == 0) & (self.part <= 0) & (left > 0)
-        held = self.blocks.until(drawn)
+        held = self._blocks_drawn
         most = self.blocks.reach(held + np.maximum(self.free - self.watermark, 0.0)) - drawn
         most = np.maximum(most, self.running == 0)
         room = np.maximum(np.minimum(most, self.slots - self.running), 0.0)
         most = np.where(can, room, 0).astype(np.int64)
-        before = self.inputs.until(drawn)
-        ready = np.minimum(self.inputs.reach(before + left) - drawn, most)
+        before = self._inputs_drawn
+        ready = most if not self.is_chunked else np.minimum(
+            self.inputs.reach(before + left) - drawn, most)
         after = drawn + np.minimum(ready + 1, most)
-        whole = self.inputs.until(after) - before
+        self._inputs_drawn = self.inputs.until(after)
+        self._blocks_drawn = self.blocks.until(after)
+        whole = self._inputs_drawn - before
         self.tokens += np.minimum(whole, left)
-        self.part = np.where(after - drawn > ready, whole - left, self.part)
-        self.whole = np.where(after - drawn > ready, self.inputs.at(drawn + ready), self.whole)
-        self.free -= self.blocks.until(after) - held
-        self.pieces += after - drawn
+        begun = after - drawn
+        is_partly = begun > ready
+        if is_partly.any():
+            self.part = np.where(is_partly, whole - left, self.part)
+            self.whole = np.where(is_partly, self.inputs.at(drawn + ready), self.whole)
+        self.free -= self._blocks_drawn - held
+        self.pieces += begun
         self.done += ready
         self.joined += ready
         self.running += ready
@@ -244,8 +285,9 @@ class _Walker:
                             self.running.astype(np.int64))
         after = self.ended + number
         used = (self.room - self.free) / np.maximum(self.running, 1.0) / self.held
-        self.free += (self.lasts.until(after) - self.lasts.until(self.ended)) * np.clip(
-            used, 0.5, 2.0)
+        lasts = self.lasts.until(after)
+        self.free += (lasts - self._lasts_ended) * np.minimum(np.maximum(used, 0.5), 2.0)
+        self._lasts_ended = lasts
         self.running -= number
         self.hazard = np.minimum(self.hazard, self.gaps.until(after + 1))
         self.ended = after

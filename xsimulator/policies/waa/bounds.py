@@ -99,6 +99,7 @@ class WaaBounds:
         least[:, rows] = np.where((fits & ~wanted).any(axis=0), 0.0, np.inf)[rows]
         may_be = np.zeros(wanted.shape, bool)
         may_be[:, rows] = self.waa.division.possible(split, boxes.take(rows), wanted[:, rows])
+        left: list[tuple[_PlanBounds, IntArray]] = []
         for place, count in enumerate(split.encode_devices):
             rows = np.flatnonzero(may_be[place])
             if not len(rows):
@@ -106,9 +107,10 @@ class WaaBounds:
             tables = self._tables(split.plan(int(count)))
             held = tables.least_bytes(boxes.take(rows))
             least[3, rows] = np.minimum(least[3, rows], held)
-            rows = rows[held <= self.waa.capacity_bytes]
-            if not len(rows):
-                continue
+            if len(rows := rows[held <= self.waa.capacity_bytes]):
+                left.append((tables, rows))
+        self.waa.times.lengthen([tables.plan for tables, _ in left])
+        for tables, rows in left:
             most, *seconds = tables.bound(boxes.take(rows))
             limit[rows] = np.maximum(limit[rows], most)
             least[:3, rows] = np.minimum(least[:3, rows], seconds)
@@ -202,7 +204,7 @@ class _PlanBounds:
     """One division is bounded by its encode pool's times by batch, its decode pool's by rows."""
 
     def __init__(self, waa: Waa, plan: WaaPlan) -> None:
-        self._waa, self._plan = waa, plan
+        self._waa, self.plan = waa, plan
         self._top = 0
         self._most_rate = self._least_rate = np.empty(0)  # by batch
         self._least_encode = self._least_through = np.empty(0)  # with the handover, and without
@@ -239,7 +241,7 @@ class _PlanBounds:
         decoding."""
         batch = boxes.least.astype(float)
         in_system = np.ceil(0.5 * batch + (0.0 if decoding is None else decoding))
-        return self._waa.memory.fullest(self._plan, boxes.easiest, in_system)
+        return self._waa.memory.fullest(self.plan, boxes.easiest, in_system)
 
     def _iteration_s(self, decoding: FloatArray, boxes: WaaBoxes) -> FloatArray:
         """No T_iter of as many queries or more, in any number of groups of the box, is less."""
@@ -257,7 +259,7 @@ class _PlanBounds:
     def _tabulate(self, most: int) -> None:
         if most <= self._top:
             return
-        waa, plan = self._waa, self._plan
+        waa, plan = self._waa, self.plan
         self._top = _leap(most)
         batch = np.arange(1, self._top + 1, dtype=float)
         between, through, handover = waa.times.encode(plan, batch)

@@ -1,7 +1,7 @@
 """WAA's two pools: how long their steps take, what one query costs in a single group, and where the
 two meet, in throughput and decode batch (waa.closed_form has the equations)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import PlanSource
 from xsimulator.policies.waa.config import WaaConfigs
 from xsimulator.policies.waa.plans import WaaPlan
-from xsimulator.policies.waa.unevenness import Unevenness
+from xsimulator.policies.waa.unevenness import Unevenness, UnevenPool
 from xsimulator.stage_times import HandoverCost, StageTimes
 
 ROWS_RATIO = 1.03  # between the group sizes at which decode steps are tabulated
@@ -45,7 +45,7 @@ class PoolTimes:
         self._decoding_share = float(problem.lengths.outputs.pmf[flow.iterations_fewer:].sum())
         self.mean_iterations = max(flow.mean_iterations, 1e-9)
         self._uneven = Unevenness(self._inputs, adjustment)
-        self._lengthened = cache(self._lengthened_of)  # by plan
+        self._lengthened: dict[WaaPlan, FloatArray] = {}
         self.decode_table = cache(partial(DecodeTable, self))  # by plan
 
     def encode_steps(self, plan: WaaPlan, batch: FloatArray, share: float = 1.0) -> FloatArray:
@@ -61,14 +61,26 @@ class PoolTimes:
         stage, or of the handover, and what uneven batches add."""
         slowest = self.encode_steps(plan, batch).max(axis=1)
         return np.asarray(np.maximum(slowest, self.handover_s(plan, batch))
-                          * self._uneven.interpolated(self._lengthened(plan), batch))
+                          * self._uneven.interpolated(self._lengthened_of(plan), batch))
+
+    def lengthen(self, plans: Sequence[WaaPlan]) -> None:
+        """What uneven batches add is worked out for all these plans together: that is quicker than
+        one by one, as they are asked for."""
+        new = [plan for plan in dict.fromkeys(plans) if plan not in self._lengthened]
+        if new:
+            self._lengthened.update(zip(new, self._uneven.lengthened(
+                [self._uneven_pool(plan) for plan in new]), strict=True))
 
     def _lengthened_of(self, plan: WaaPlan) -> FloatArray:
+        self.lengthen([plan])
+        return self._lengthened[plan]
+
+    def _uneven_pool(self, plan: WaaPlan) -> UnevenPool:
         few = self._uneven.batches
         steps = self.encode_steps(plan, few)
         with np.errstate(invalid="ignore"):  # refused sizes are infinite
             rises = 2 * (self.encode_steps(plan, few, 1.5) - steps)
-        return self._uneven.lengthened(steps, rises, self.handover_s(plan, few))
+        return UnevenPool(steps, rises, self.handover_s(plan, few))
 
     def handover_s(self, plan: WaaPlan, batch: FloatArray) -> FloatArray:
         """The queries that are not done with their first token are handed over in such seconds

@@ -13,6 +13,9 @@ are fixed quantiles of their distribution in a fixed order, so that the same que
 answer. A path that changes stages at the longest batch of each round of P + 2 shows when it
 matters: P - 1 times what the longest is above the mean must exceed two steps less the handover."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, Lengths
@@ -23,6 +26,18 @@ _STEPS = 600  # of the sequence
 _BEGIN = 100  # those before fill the pool
 _UNEVEN_RATIO = 2  # between batches that are looked at, where none are kept even
 _EVEN = 0.02  # tokens' deviation over their mean below which nothing is lost
+_MOST_KNOWN = 4096  # pools whose answers are kept: both policies, and searches of parts of a
+# cluster, ask for the same ones
+_known: dict[tuple[bytes, ...], FloatArray] = {}
+
+
+class UnevenPool(NamedTuple):
+    """Seconds of an encode pool with each kind of batch: of its stages [batches, stages], what a
+    step of twice the tokens takes more, and the mean batch's handover [batches]."""
+
+    steps: FloatArray
+    rises: FloatArray
+    handover: FloatArray
 
 
 class Unevenness:
@@ -38,15 +53,24 @@ class Unevenness:
         if adjustment > 0:
             self.batches = np.arange(1.0, LEAST_ADJUSTED)
         self._shares: FloatArray | None = None
+        self._name = b""  # of the sequence, once there is one
 
-    def lengthened(self, steps: FloatArray, rises: FloatArray, handover: FloatArray) -> FloatArray:
-        """The time between two steps over that of the slowest stage, of `batches`. Of each there
-        are `steps`, seconds of the stages [batches, stages], `rises`, what a step of twice the
-        tokens takes more, and `handover`, seconds of the mean batch."""
-        with np.errstate(invalid="ignore"):  # refused sizes are infinite
-            paced = _between_s(self._tokens(), steps, rises, handover)
-            ratio = np.maximum(paced / np.maximum(steps.max(axis=1), handover), 1.0)
-        return np.where(np.isfinite(ratio), ratio, 1.0)
+    def lengthened(self, pools: Sequence[UnevenPool]) -> list[FloatArray]:
+        """Of each pool the time between two steps over that of the slowest stage, of `batches`. All
+        pools that are new are worked out together."""
+        tokens = self._tokens()
+        keys = [(self._name, *(part.tobytes() for part in pool)) for pool in pools]
+        new = {key: pool for key, pool in zip(keys, pools, strict=True) if key not in _known}
+        if new:
+            found = _between_s(tokens, list(new.values()))
+            for (key, (steps, _, handover)), paced in zip(new.items(), found, strict=True):
+                with np.errstate(invalid="ignore"):  # refused sizes are infinite
+                    ratio = np.maximum(paced / np.maximum(steps.max(axis=1), handover), 1.0)
+                _known[key] = np.where(np.isfinite(ratio), ratio, 1.0)
+        ratios = [_known[key] for key in keys]
+        while len(_known) > _MOST_KNOWN:
+            del _known[next(iter(_known))]
+        return ratios
 
     def interpolated(self, ratios: FloatArray, batch: FloatArray) -> FloatArray:
         """The ratios of `batches` as those of these batches; 1 of those that are kept even."""
@@ -64,27 +88,39 @@ class Unevenness:
                 shares[row] = sum(rng.permutation(lengths) for _ in range(int(batch)))
             # of those counted the mean is exact, or one stage alone would seem to gain or lose
             self._shares = shares / shares[:, _BEGIN:].mean(axis=1, keepdims=True)
+            self._name = self._shares.tobytes()
         return self._shares
 
 
-def _between_s(shares: FloatArray, steps: FloatArray, rises: FloatArray,
-               handover: FloatArray) -> FloatArray:
-    """Seconds [batches] from one step to the next, the longest path's in the mean."""
-    rows, stages = steps.shape
-    limit = stages + SPARE_STEPS
-    ends = np.zeros((limit, rows))  # of the last steps' handovers
-    before = np.zeros((rows, stages + 1))
-    began = np.zeros(rows)
-    for step in range(shares.shape[1]):
-        share = shares[:, step, None]
-        seconds = np.concatenate([np.maximum(steps + (share - 1) * rises, 0.0),
-                                  share * handover[:, None]], axis=1)
-        so_far = np.cumsum(seconds, axis=1)
-        # end(j) = so_far(j) + the largest, over i <= j, of when stage i is free less so_far(i - 1)
-        free = before - so_far + seconds
-        free[:, 0] = np.maximum(before[:, 0], ends[step % limit])
-        before = so_far + np.maximum.accumulate(free, axis=1)
-        ends[step % limit] = before[:, -1]
-        if step == _BEGIN - 1:
-            began = before[:, -1].copy()
-    return np.asarray((before[:, -1] - began) / (shares.shape[1] - _BEGIN))
+def _between_s(shares: FloatArray, pools: Sequence[UnevenPool]) -> FloatArray:
+    """Seconds [pools, batches] from one step to the next, the longest path's in the mean. Pools of
+    fewer stages than others have some that take no time."""
+    batches, stages = len(shares), [pool.steps.shape[1] for pool in pools]
+    rows, most = batches * len(pools), max(stages)
+    steps, rises = (np.zeros((len(pools), batches, most)) for _ in range(2))
+    for number, pool in enumerate(pools):
+        steps[number, :, :stages[number]] = pool.steps
+        rises[number, :, :stages[number]] = pool.rises
+    steps, rises = steps.reshape(rows, most), rises.reshape(rows, most)
+    handover = np.concatenate([pool.handover for pool in pools])
+    limits, row = np.repeat(np.array(stages) + SPARE_STEPS, batches), np.arange(rows)
+    ends = np.zeros((most + SPARE_STEPS, rows))  # of the last steps' handovers
+    before = np.zeros((rows, most + 1))
+    began, seconds = np.zeros(rows), np.empty((rows, most + 1))
+    with np.errstate(invalid="ignore"):  # refused sizes are infinite
+        for step in range(shares.shape[1]):
+            share = np.tile(shares[:, step], len(pools))
+            seconds[:, :-1] = np.maximum(steps + (share - 1)[:, None] * rises, 0.0)
+            seconds[:, -1] = share * handover
+            so_far = np.cumsum(seconds, axis=1)
+            # end(j) = so_far(j) + the largest, over i <= j, of when stage i is free less
+            # so_far(i - 1)
+            free = before - so_far + seconds
+            place = step % limits
+            free[:, 0] = np.maximum(before[:, 0], ends[place, row])
+            before = so_far + np.maximum.accumulate(free, axis=1)
+            ends[place, row] = before[:, -1]
+            if step == _BEGIN - 1:
+                began = before[:, -1].copy()
+    between = (before[:, -1] - began) / (shares.shape[1] - _BEGIN)
+    return np.asarray(between.reshape(len(pools), batches))

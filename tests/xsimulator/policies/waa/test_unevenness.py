@@ -11,7 +11,7 @@ from xgpt.core.lengths import empirical
 from xsimulator.policies.waa.closed_form import Waa
 from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.policies.waa.divisions import FixedDivision
-from xsimulator.policies.waa.unevenness import Unevenness, _between_s
+from xsimulator.policies.waa.unevenness import Unevenness, UnevenPool, _between_s
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.steady import steady_figures
 
@@ -22,7 +22,7 @@ UNEVEN = catalog.task("S").inputs
 def lengthened(inputs, stages, handover=0.25, adjustment=0.1):
     found = Unevenness(inputs, adjustment)
     steps = np.ones((len(found.batches), stages))
-    return found.lengthened(steps, steps, np.full(len(found.batches), handover))
+    return found.lengthened([UnevenPool(steps, steps, np.full(len(found.batches), handover))])[0]
 
 
 def test_even_batches_follow_each_other_at_the_slowest_stage():
@@ -34,6 +34,9 @@ def test_the_longest_path_is_that_of_the_recurrence():
     rng = np.random.default_rng(3)
     shares = rng.uniform(0.2, 1.8, (2, 150))
     steps, handover = np.array([[1.0, 0.7, 0.9], [0.5, 1.2, 1.0]]), np.array([0.3, 2.0])
+    pool = UnevenPool(steps, steps, handover)
+    many = np.ones((2, 7))
+    longer = UnevenPool(many, many, np.array([0.2, 0.4]))  # worked out beside it
     for row in range(2):
         ends = np.zeros((150, 4))
         for n in range(150):
@@ -42,8 +45,10 @@ def test_the_longest_path_is_that_of_the_recurrence():
             for j, seconds in enumerate([*(shares[row, n] * steps[row]),
                                          shares[row, n] * handover[row]]):
                 free = ends[n, j] = max(free, before[j]) + seconds
-        found = _between_s(shares, steps, steps, handover)[row]
+        found = _between_s(shares, [longer, pool])[1, row]
         assert found == pytest.approx((ends[-1, 3] - ends[99, 3]) / 50)
+    np.testing.assert_array_equal(_between_s(shares, [longer])[0],
+                                  _between_s(shares, [longer, pool])[0])
 
 
 def test_the_loss_grows_with_the_stages_and_falls_with_the_batch():
