@@ -301,8 +301,8 @@ class Prospect:
 class Schedule:
     """The chosen configuration with what the search proved about it. `fingerprint`: of the Problem
     it answers; the runner refuses another one. `over_copies`: every number of copies of the model
-    that was looked at, the most first; empty where there was one of one size. `prospects`: of its bounds but
-    that on latency."""
+    that was looked at, the most first; empty where there was one, of one size. `prospects`: of its
+    bounds but that on latency."""
 
     estimate: Estimate
     bounds: tuple[Bound, ...]
