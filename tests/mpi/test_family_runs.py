@@ -4,9 +4,6 @@ killed is completed."""
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +15,7 @@ import pytest
 pytest.importorskip("torch", reason="runs need the extra `run`")
 import job_folder  # noqa: E402
 import toys  # noqa: E402
-from given_runs import await_results, given, rank_of, run  # noqa: E402
+from given_runs import given, killed_and_gone_on, run  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 from replayed import problem_of  # noqa: E402
 
@@ -148,23 +145,8 @@ def test_a_run_goes_on_after_a_rank_was_killed(
         num_nodes=1, devices_per_node=ranks // copies))
     one = estimated(policy, part, config)
     file = given(one.in_copies(copies) if copies > 1 else one, problem, tmp_path / "given.json")
-    cache, out = profiled("llama", ranks), tmp_path / "out"
-    command = [*XGPT, "run", str(job), "--schedule", str(file), "--json", "--set",
-               "run.restarts=0"]
-    begun = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-                             env=cache)
-    await_results(begun, out / "results.jsonl", 12)
-    os.kill(rank_of(out / "ranks", 1), signal.SIGKILL)
-    _, messages = begun.communicate(timeout=60)
-    assert begun.returncode == 1 and "Traceback" not in messages, messages
-    before = len(read_lines(out / "results.jsonl"))
-    assert 12 <= before < 300
-
-    done = subprocess.run(command, capture_output=True, text=True, env=cache, timeout=240,
-                          check=False)
-    assert done.returncode == 0, done.stderr
-    assert "going on after the" in done.stderr
-    results = read_lines(out / "results.jsonl")
-    assert [r["id"] for r in results] == [f"q{i}" for i in range(300)]
-    (expected,) = {tuple(r["output_ids"]) for r in results}
+    cache = profiled("llama", ranks)
+    found = killed_and_gone_on([*XGPT, "run", str(job), "--schedule", str(file)],
+                               tmp_path / "out", cache, count=300)
+    (expected,) = {tuple(row["output_ids"]) for row in found.results}
     assert list(expected) == toys.generate(toy.reference, query)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +14,7 @@ import pytest
 pytest.importorskip("torch", reason="runs need the extra `run`")
 import job_folder  # noqa: E402
 import toys  # noqa: E402
-from given_runs import await_results, given, rank_of, run  # noqa: E402
+from given_runs import given, killed_and_gone_on, run  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 from replayed import problem_of, replayed_steps  # noqa: E402
 
@@ -88,28 +85,13 @@ def test_a_job_of_two_replicas_goes_on_after_one_was_killed(
         tmp_path, directory, requests, ranks=2, schedule="policy: rra, encode_batch: 3, "
         "decode_iterations: 8, replicas: 2")
     cache, out = profiled("llama"), tmp_path / "out"
-    command = [*XGPT, "run", str(job), "--schedule", str(two_copies(job)), "--json"]
-    begun = subprocess.Popen([*command, "--set", "run.restarts=0"], stdout=subprocess.DEVNULL,
-                             stderr=subprocess.PIPE, text=True, env=cache)
-    await_results(begun, out / "results.jsonl", 12)
-    os.kill(rank_of(out / "ranks", 1), signal.SIGKILL)
-    _, messages = begun.communicate(timeout=60)
-    assert begun.returncode == 1 and "Traceback" not in messages, messages
-    before = len(read_lines(out / "results.jsonl"))
-    assert 12 <= before < 300
-
-    done = subprocess.run(command, capture_output=True, text=True, env=cache, timeout=240,
-                          check=False)
-    assert done.returncode == 0, done.stderr
-    assert "going on after the" in done.stderr
-    results = read_lines(out / "results.jsonl")
-    assert [r["id"] for r in results] == [f"q{i}" for i in range(300)]
+    before, results, metrics = killed_and_gone_on(
+        [*XGPT, "run", str(job), "--schedule", str(two_copies(job))], out, cache, count=300)
     query = toys.PreparedQuery(index=0, id="q0", input_ids=(7, 8, 9), max_new_tokens=40,
                                is_forced=True)
     expected = toys.generate(reference, query)
     assert all(r["output_ids"] == expected for r in results)
     assert {r["replica"] for r in results[before:]} == {0, 1}
-    metrics = json.loads(done.stdout)
     assert (metrics["queries"], metrics["ranks"], metrics["status"]) == (300, 2, "done")
     assert [(s["replica"], s["ranks"]) for s in metrics["stages"]] == [(0, [0]), (1, [1])]
     assert (out / "report.html").stat().st_size > 10_000

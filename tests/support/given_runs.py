@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import toys
 
@@ -51,6 +53,41 @@ def rank_of(beats: Path, rank: int) -> int:
                 found.append(int(entry.name))
     assert len(found) == 1, f"{found = }"
     return found[0]
+
+
+class GoneOn(NamedTuple):
+    """A run of which a rank was killed, and which the same command then completed: how many lines
+    were there in between, all lines, and what the command printed."""
+
+    before: int
+    results: list[dict[str, Any]]
+    metrics: dict[str, Any]
+
+
+def killed_and_gone_on(command: list[str], out: Path, environ: dict[str, str],
+                       count: int) -> GoneOn:
+    """Runs the command of a job of `count` queries named q0, q1 and so on, kills its rank 1 once
+    twelve are done, and runs it again to its end. Asserts that the first ends with a message, and
+    that the second goes on: every line is there once, in order, and those before are as they
+    were."""
+    begun = subprocess.Popen([*command, "--set", "run.restarts=0"], stdout=subprocess.DEVNULL,
+                             stderr=subprocess.PIPE, text=True, env=environ)
+    await_results(begun, out / "results.jsonl", 12)
+    os.kill(rank_of(out / "ranks", 1), signal.SIGKILL)
+    _, messages = begun.communicate(timeout=60)
+    assert begun.returncode == 1 and "Traceback" not in messages, messages
+    before = (out / "results.jsonl").read_text().splitlines()
+    assert 12 <= len(before) < count
+
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, env=environ,
+                          timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "going on after the" in done.stderr
+    after = (out / "results.jsonl").read_text().splitlines()
+    assert after[:len(before)] == before
+    results = [json.loads(line) for line in after]
+    assert [row["id"] for row in results] == [f"q{i}" for i in range(count)]
+    return GoneOn(len(before), results, json.loads(done.stdout))
 
 
 def run(directory: Path, out: Path, requests: list[dict[str, Any]], ranks: int) -> None:
