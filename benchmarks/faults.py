@@ -202,4 +202,5 @@ FAULTS: dict[str, Fault] = {
     "kill a rank": _kill("rank"), "kill the launcher": _kill("launcher"),
     "kill mpiexec": _kill("mpiexec"), "kill a proxy": _kill("proxy"), "xgpt stop": _stop,
     "SIGTERM": _signal(signal.SIGTERM), "SIGHUP": _signal(signal.SIGHUP),
+    "SIGQUIT": _signal(signal.SIGQUIT), "SIGINT": _signal(signal.SIGINT),
     "SIGUSR1": _signal(signal.SIGUSR1)}

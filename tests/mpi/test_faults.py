@@ -48,7 +48,8 @@ def end(process: subprocess.Popen[str], own: dict[str, list[int]]) -> dict[str, 
 
 
 @pytest.mark.parametrize("kind", ["kill the launcher", *(
-    pytest.param(kind, marks=pytest.mark.slow) for kind in ("SIGHUP", "SIGUSR1", "SIGTERM"))])
+    pytest.param(kind, marks=pytest.mark.slow) for kind in (
+        "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGTERM", "SIGINT"))])
 def test_ranks_end_with_their_launcher(kind: str, tmp_path: Path) -> None:
     job, process, own = start(tmp_path)
     assert len(own["rank"]) == 2 and own["mpiexec"]
@@ -83,6 +84,70 @@ def test_a_stop_ends_ranks_that_do_not_hear_of_it(tmp_path: Path) -> None:
     assert job.command("stop").returncode == 0
     facts = end(process, own)
     assert facts["code"] == 75 and "asked to stop, and the ranks did not" in facts["message"]
+
+
+@pytest.mark.slow
+def test_a_stop_is_heard_while_the_command_itself_is_stopped(tmp_path: Path) -> None:
+    """Ctrl-Z, or Slurm's suspension: the ranks see to it."""
+    job, process, own = start(tmp_path)
+    process.send_signal(signal.SIGSTOP)
+    assert "asked to stop" in job.command("stop").stdout
+    wait(lambda: not alive(own["rank"]), "the ranks end")
+    process.send_signal(signal.SIGCONT)
+    facts = end(process, own)
+    assert facts["code"] == 75 and facts["queries"] == len(job.lines()) < job.count
+
+
+@pytest.mark.slow
+def test_a_stop_before_the_ranks_start_and_of_what_has_ended(tmp_path: Path) -> None:
+    job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=20).write()
+    assert "no run has started there" in job.command("stop").stderr
+    process = job.start()
+    wait((job.output / ".owner.json").is_file, "the folder is taken")
+    process.send_signal(signal.SIGSTOP)
+    own = below(process.pid)
+    assert not own["rank"] and "asked to stop" in job.command("stop").stdout
+    process.send_signal(signal.SIGCONT)
+    facts = end(process, own)
+    assert facts["code"] == 75 and "before the ranks were started" in facts["message"]
+    refused = job.command("stop")
+    assert refused.returncode == 1 and "no run works there" in refused.stderr
+    assert job.run_to_end().returncode == 0 and len(job.answers()) == 20
+    refused = job.command("stop", "--json")
+    assert refused.returncode == 1 and "state: done" in json.loads(refused.stdout)["error"]
+
+
+@pytest.mark.slow
+def test_a_stop_between_a_death_and_the_next_start_ends_the_run(tmp_path: Path) -> None:
+    job, process, own = start(tmp_path)
+    process.send_signal(signal.SIGSTOP)  # else the ranks are there again before `stop` is
+    os.kill(own["rank"][-1], signal.SIGKILL)
+    wait(lambda: not alive(own["rank"]), "the ranks end")
+    assert "asked to stop" in job.command("stop").stdout
+    process.send_signal(signal.SIGCONT)
+    facts = end(process, own)
+    assert facts["code"] == 75 and facts["queries"] == len(job.lines()) < job.count
+    assert "asked to stop meanwhile" in facts["message"] and "start again" not in facts["told"]
+
+
+@pytest.mark.slow
+def test_shared_memory_of_killed_ranks_is_removed_by_the_next_start(tmp_path: Path) -> None:
+    job, process, own = start(tmp_path)
+    left = {Path(line.split()[-1]) for pid in own["rank"]
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+            if "/dev/shm/mpich_shm_" in line}
+    if not left:
+        pytest.skip("these ranks have no shared memory of MPICH's")
+    for pid in (process.pid, *own["mpiexec"], *own["proxy"], *own["rank"]):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    end(process, own)
+    left = {path for path in left if path.exists()}
+    assert left, "killed, they could not remove it"
+    for path in left:
+        os.utime(path, (1e9, 1e9))  # what is younger than a minute may be of others that begin
+    done = job.run_to_end()
+    assert done.returncode == 0 and not any(path.exists() for path in left)
 
 
 @pytest.mark.parametrize("number", [
@@ -167,6 +232,17 @@ def test_a_folder_that_is_renamed_ends_the_run_and_has_everything(tmp_path: Path
     shutil.rmtree(job.output, ignore_errors=True)
     (tmp_path / "moved").rename(job.output)
     assert job.lines().items() >= done.items()
+
+
+@pytest.mark.slow
+def test_a_folder_that_is_removed_ends_the_run_in_words(tmp_path: Path) -> None:
+    job, process, own = start(tmp_path)
+    while job.output.exists():  # a file may come while it goes
+        shutil.rmtree(job.output, ignore_errors=True)
+    facts = end(process, own)
+    assert facts["code"] == 1 and "was removed" in facts["told"]
+    shutil.rmtree(job.output, ignore_errors=True)
+    assert job.run_to_end().returncode == 0 and len(job.answers()) == job.count
 
 
 def test_a_job_whose_command_dies_at_its_very_end_is_done(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from xgpt.app.run_files import DEATHS_FILE, RESULTS_FILE
 from xgpt.app.telling import Teller
-from xgpt.core.errors import XgptError
+from xgpt.core.errors import StoppedEarly, XgptError
 from xgpt.core.spool import Spool
 from xgpt.core.whole_file import write_atomically
 from xgpt.launch.process import RanksFailed
@@ -108,6 +108,10 @@ def run_through(plan: RunPlan, start: Callable[[Leg], None], *, restarts: int,
             if error.is_told or (leg.alone is None and restarts == 0):
                 raise _with_what_is_kept(error, plan) from None
             what = deaths.record(leg, str(error))
+            if StopRequest(plan.output).is_made:
+                raise StoppedEarly(f"{error}\nThe run was asked to stop meanwhile: "
+                                   f"{_is_kept(plan)}, and the same command goes on from "
+                                   "there") from None
             if leg.alone is None:
                 restarts -= 1
             tell.say(f"{error}")
