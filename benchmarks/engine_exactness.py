@@ -76,7 +76,8 @@ def main() -> None:
 def page(model: Path, queries: Sequence[Query], places: dict[str, Path]) -> str:
     from transformers import AutoModelForCausalLM
 
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    reference = AutoModelForCausalLM.from_pretrained(
+        model, trust_remote_code=False, dtype=torch.float32).eval()
     lines = ["| rule | queries | tokens, of wanted | compared | queries cut at a near-tie "
              "| differ elsewhere | steps as replayed |", "|---|---|---|---|---|---|---|"]
     is_right = True
