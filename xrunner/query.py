@@ -68,6 +68,7 @@ class PreparedQuery:
     is_chat: bool = False  # asked as messages: answered as one
     sample: int = 0  # which of several answers to one request it is
     tools: str = ""  # that a chat may call, as JSON
+    choices: int = 1  # answers that stand in one line of results
 
     @property
     def reserve_tokens(self) -> int:

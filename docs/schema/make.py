@@ -84,12 +84,20 @@ RESULT = of_keys({
     "error": text("why there is no answer")},
     words="A result, or one that is held back until those before it are done.",
     without=("error", *REPLICA, *LIKELIHOODS))
+OPENAI_FIGURES = {"index": RESULT["properties"]["index"],
+                  "output_ids": RESULT["properties"]["output_ids"], **TIMES, **REPLICA}
+OF_SEVERAL = {"sample": whole("of the choices of a response, from 0"),
+              "of": whole("how many choices it has")}
+CHOICE = of_keys({**OPENAI_FIGURES, **OF_SEVERAL, "output_tokens": whole("of the choice")},
+                 without=(*REPLICA,))
 OPENAI_RESULT = of_keys({
     "id": text("of the batch request"), "custom_id": text("of the request"),
     "error": or_none({"type": "object"}), "response": or_none({"type": "object"}),
-    "xgpt": of_keys({"index": RESULT["properties"]["index"],
-                     "output_ids": RESULT["properties"]["output_ids"], **TIMES, **REPLICA},
-                    without=(*REPLICA,))},
+    "xgpt": {"anyOf": [
+        of_keys({**OPENAI_FIGURES, **OF_SEVERAL}, without=(*REPLICA, *OF_SEVERAL),
+                words="Of one choice; with `of`: of one that is held back until all are there."),
+        of_keys({"index": OPENAI_FIGURES["index"], "choices": array(CHOICE)},
+                words="Of several choices (`n`): the index of the first one.")]}},
     words="A batch response object of OpenAI's format, with our figures under `xgpt`.")
 REQUEST_ERROR = of_keys({"line": whole("of the file of requests, from 1"),
                          "id": or_none(text("of the request, where it has one")),

@@ -9,6 +9,7 @@ from typing import Any
 from xgpt.app.metrics import write_metrics
 from xgpt.app.opened import OpenedJob
 from xgpt.app.run_files import is_told_done, kept
+from xgpt.core.choices import parts
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
@@ -63,13 +64,13 @@ def _times_s(results: Path) -> "dict[str, array[float]]":
     times = {name: array("d") for name in TIMES}
     with results.open(encoding="utf-8") as file:
         for line in file:
-            row = json.loads(line)
-            own = row.get("xgpt", row)
-            if not own.get("output_ids"):
-                continue  # refused, or failed at once: see Tally
-            for name, values in times.items():
-                if (value := own.get(f"{name}_s")) is not None:
-                    values.append(float(value))
+            for row in parts(json.loads(line)):
+                own = row.get("xgpt", row)
+                if not own.get("output_ids"):
+                    continue  # refused, or failed at once: see Tally
+                for name, values in times.items():
+                    if (value := own.get(f"{name}_s")) is not None:
+                        values.append(float(value))
     return times
 
 

@@ -55,6 +55,7 @@ class Record:
     top_logprobs: int | None = None
     min_tokens: int | None = None
     sample: int = 0  # which of several answers to one request
+    choices: int = 1  # answers that stand in one line of results (OpenAI's `n`)
     targets: tuple[int, ...] = ()  # that are scored; all but the last end the tokens
     passed: str = ""  # what the engine's own sampler is told (xgpt.core.passed)
     tools: str = ""  # that a chat may call, as JSON

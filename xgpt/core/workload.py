@@ -118,7 +118,7 @@ def read_record(record: Mapping[str, Any], line: int, name: str, file: int = 0,
         stop=_stop(body), top_logprobs=_top_logprobs(body, is_chat=openai and (
             body.get("messages") is not None)),
         min_tokens=_integer(body, "min_tokens", 0, MAX_INT),
-        samples=1 if openai else _integer(body, "samples", 1, MAX_SAMPLES) or 1,
+        samples=_integer(body, "n" if openai else "samples", 1, MAX_SAMPLES) or 1,
         tools=tools_of(body) if openai and body.get("messages") is not None else "",
         passed=passed_of(body) if gives(terms.engine, "passed") else "")
     forced, limit = request.forced_tokens, request.max_tokens
@@ -235,8 +235,6 @@ def _openai_body(record: Mapping[str, Any], engine: str | None) -> Mapping[str, 
                         "invalid_method")
     if url is not None and url not in URLS:
         raise BadRecord(f"url = {shorten(url)}: known: {', '.join(URLS)}", "invalid_url")
-    if body.get("n", 1) not in (1, None):
-        raise BadRecord(f"n = {shorten(body['n'])}: only one choice a request is supported")
     foreign = _FOREIGN.get(str(url))
     if foreign is not None and body.get(foreign) is not None:
         raise BadRecord(f"url = {url!r} takes no {foreign}")

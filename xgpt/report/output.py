@@ -8,9 +8,11 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from xgpt.core.choices import parts
 from xgpt.core.errors import InputError, wrong
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
@@ -183,7 +185,7 @@ def _read_results(path: Path, max_answers: int, remarks: list[str],
     queries = QueryColumns()
     answers: dict[int, Answer] = {}
     foreign = 0
-    for row in _read_lines(path, remarks):
+    for row in chain.from_iterable(map(parts, _read_lines(path, remarks))):
         flat = flat_result(row)
         if (figures := _query_figures(flat)) is None:
             foreign += 1
@@ -199,7 +201,7 @@ def _read_results(path: Path, max_answers: int, remarks: list[str],
     return queries, answers
 
 
-def flat_result(row: dict[str, Any]) -> dict[str, Any]:
+def flat_result(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """An OpenAI batch line as one of ours (docs/job-file.md); ours as it is."""
     body = _mapping(_mapping(row.get("response")).get("body"))
     if not body:

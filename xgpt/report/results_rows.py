@@ -6,10 +6,11 @@ from __future__ import annotations
 import heapq
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from xgpt.core.choices import parts
 from xgpt.core.errors import XgptError
 from xgpt.core.spool import Spool
 from xgpt.core.spool_columns import Columns
@@ -88,7 +89,7 @@ def _rows(output: Path) -> Iterator[dict[str, Any]]:
 
 def _answers(output: Path, spool: Spool) -> Iterator[tuple[tuple[int, int], dict[str, Any] | None]]:
     """Yields (place in the input, row) of each query; None of the first without an answer."""
-    results = _objects(output / "results.jsonl")
+    results = chain.from_iterable(map(parts, _objects(output / "results.jsonl")))
     for record in spool.records():
         result = next(results, None)
         if record.sample and result is not None:
@@ -97,7 +98,7 @@ def _answers(output: Path, spool: Spool) -> Iterator[tuple[tuple[int, int], dict
         yield (record.file, record.line), None if row is None else {"id": record.id, **row}
 
 
-def _answer(result: dict[str, Any]) -> dict[str, Any]:
+def _answer(result: Mapping[str, Any]) -> dict[str, Any]:
     row = {name: flat_result(result).get(name) for name in ANSWER}
     error = result.get("error")  # of OpenAI's form an object
     row["error"] = error.get("message") if isinstance(error, dict) else error

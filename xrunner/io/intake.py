@@ -259,7 +259,8 @@ def _record(request: Request, *, is_shown: bool) -> Record:
                   stop=request.stop, is_openai=request.is_openai,
                   is_chat=request.messages is not None, prompt=text if is_shown else None,
                   top_logprobs=request.top_logprobs, min_tokens=request.min_tokens,
-                  passed=request.passed, tools=request.tools)
+                  passed=request.passed, tools=request.tools,
+                  choices=request.samples if request.is_openai else 1)
 
 
 def runnable(requests: Requests, plan: RunPlan, spec: ModelSpec) -> tuple[IntArray, dict[int, str]]:
@@ -352,7 +353,8 @@ def _prepared(spool: Spool, plan: RunPlan, index: int, record: Record) -> Prepar
                         max_new_tokens=spool.most_output_tokens(index),
                         is_forced=record.is_forced or plan.ignore_eos, sampling=sampling,
                         stop=record.stop, is_openai=record.is_openai, is_chat=record.is_chat,
-                        sample=record.sample, tools=record.tools)
+                        sample=record.sample, tools=record.tools,
+                        choices=record.choices)
 
 
 def _ruled(spool: Spool, plan: RunPlan, index: int, record: Record) -> dict[str, Any]:

@@ -67,7 +67,8 @@ def _likelihoods(result: FinishedQuery) -> dict[str, Any]:
 
 def _openai_line(result: FinishedQuery, model: str, times: Mapping[str, float | None],
                  token_text: TokenText) -> dict[str, Any]:
-    """The batch response object of the OpenAI batch format, our figures under `xgpt`."""
+    """The batch response object of the OpenAI batch format, our figures under `xgpt`; of one of
+    several choices as if it were alone (xgpt.core.choices puts them together)."""
     query = result.query
     input_tokens, output_tokens = len(query.input_ids), len(result.output_ids)
     choice: dict[str, Any] = {"index": 0, "finish_reason": result.finish_reason, "logprobs": None}
@@ -94,8 +95,10 @@ def _openai_line(result: FinishedQuery, model: str, times: Mapping[str, float | 
         "error": None, "response": {"status_code": 200, "request_id": request, "body": body}}
     if result.error is not None:
         answer = {"error": {"code": "no_answer", "message": result.error}, "response": None}
-    return {"id": f"batch_req_{query.index}", "custom_id": query.id, **answer,
-            "xgpt": {"index": query.index, "output_ids": list(result.output_ids), **times}}
+    own = {"index": query.index, "output_ids": list(result.output_ids), **times}
+    if query.choices > 1:
+        own |= {"sample": query.sample, "of": query.choices}
+    return {"id": f"batch_req_{query.index}", "custom_id": query.id, **answer, "xgpt": own}
 
 
 def _of_chat(result: FinishedQuery, token_text: TokenText) -> Iterator[dict[str, Any]]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from xgpt.core.choices import merged, num_parts
 from xgpt.core.whole_file import sync_folder, write_atomically
 from xgpt.core.workload import RequestError
 from xrunner.io.durable import Keeper, is_still, put_back
@@ -51,6 +52,8 @@ class ResultWriter:
         self._file: IO[str] = path.open("a+", encoding="utf-8")
         self._next, self._model, self._token_text = first_index, model, token_text
         self._held = read_held(held_path, first_index)
+        # of the first answer to a request that asks for several: how many
+        self._choices = _choices_of(self._held)
         self._held_file = HeldFile(held_path)
         self._write_next()
         self._tidy()
@@ -60,26 +63,36 @@ class ResultWriter:
                                                           sync_s)
 
     def write(self, result: FinishedQuery) -> None:
-        index = result.query.index
+        index, choices = result.query.index, result.query.choices
         assert index >= self._next and index not in self._held, f"{index = } {self._next = }"
         self._check()
         line = _text(result, self._model, self._token_text)
         self._held[index] = line
-        if index > self._next:
+        if choices > 1:
+            self._choices[index - result.query.sample] = choices
+        self._write_next()
+        if index in self._held:
             with self._lock:
                 self._held_file.add(line)
             return
-        self._write_next()
         if self._held_file.is_untidy(self._held):
             self._tidy()
 
     def _write_next(self) -> None:
-        """Writes those whose turn has come."""
-        while (line := self._held.pop(self._next, None)) is not None:
+        """Writes those whose turn has come, all answers to one request at once."""
+        has_written = False
+        while self._next in self._held:
+            count = self._choices.get(self._next, 1)
+            own = range(self._next, self._next + count)
+            if count > 1 and not all(index in self._held for index in own):
+                break
+            self._choices.pop(self._next, None)
+            lines = [self._held.pop(index) for index in own]
             # one write call a line: a killed process leaves whole lines, or one torn last line
-            self._file.write(line + "\n")
-            self._next += 1
-        self._file.flush()
+            self._file.write((lines[0] if count == 1 else merged(lines)) + "\n")
+            self._next, has_written = self._next + count, True
+        if has_written:
+            self._file.flush()
 
     def _tidy(self) -> None:
         os.fsync(self._file.fileno())
@@ -127,8 +140,8 @@ def answered(path: Path) -> Answered:
 
 
 def count_results(path: Path) -> int:
-    """Counts the whole lines at the start of a results file, and cuts off a torn last one. It is 0
-    without a file."""
+    """Counts the queries of the whole lines at the start of a results file, and cuts off a torn
+    last one. It is 0 without a file."""
     good_bytes, count = _whole(path)
     if path.is_file():
         os.truncate(path, good_bytes)
@@ -136,19 +149,19 @@ def count_results(path: Path) -> int:
 
 
 def _whole(path: Path) -> tuple[int, int]:
-    """(bytes, lines) of the whole lines at the start of a results file; zeros without a file."""
+    """(bytes, queries) of the whole lines at the start of a results file; zeros without a file."""
     good_bytes = count = 0
     if not path.is_file():
         return 0, 0
     with path.open("rb") as file:
         for line in file:
             try:
-                is_whole = line.endswith(b"\n") and isinstance(json.loads(line), dict)
+                row = json.loads(line) if line.endswith(b"\n") else None
             except ValueError:
-                is_whole = False
-            if not is_whole:
+                row = None
+            if not isinstance(row, dict):
                 break
-            good_bytes, count = good_bytes + len(line), count + 1
+            good_bytes, count = good_bytes + len(line), count + num_parts(row)
     return good_bytes, count
 
 
@@ -236,6 +249,17 @@ def read_held(path: Path, first_index: int) -> dict[int, str]:
     except FileNotFoundError:
         pass
     return held
+
+
+def _choices_of(held: Mapping[int, str]) -> dict[int, int]:
+    """Of the first answer to each request that asks for several, which may not be held itself: how
+    many."""
+    found = {}
+    for index, line in held.items():
+        own = json.loads(line).get("xgpt")
+        if isinstance(own, dict) and own.get("of", 1) > 1:
+            found[index - own["sample"]] = own["of"]
+    return found
 
 
 def _index_of(line: bytes) -> int | None:

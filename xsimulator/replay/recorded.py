@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from xgpt.core.choices import parts
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray
 from xgpt.core.schedule import Deployment
@@ -80,7 +81,8 @@ def load_recordings(folder: Path, deployment: Deployment) -> list[Recording]:
     measured = json.loads((folder / "measured.json").read_text(encoding="utf-8"))
     if measured["state"] != "done" or measured["queries_before"]:
         raise XgptError(f"{folder} does not hold the record of one whole run")
-    results = [_Result.of(json.loads(line)) for line in _lines(folder / "results.jsonl")]
+    results = [_Result.of(row) for line in _lines(folder / "results.jsonl")
+               for row in parts(json.loads(line))]
     if not results:
         raise XgptError(f"{folder} holds no results")
     records = [json.loads(line) for line in _lines(folder / "steps.jsonl")]

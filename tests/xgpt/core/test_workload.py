@@ -101,7 +101,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
     ({"custom_id": "a"}, "body must be an object"),
     ({"custom_id": "a", "body": {"input": "x"}, "url": "/v1/embeddings"}, "url"),
     ({"custom_id": "a", "body": {"prompt": "x"}, "method": "GET"}, "method"),
-    ({"custom_id": "a", "body": {"prompt": "x", "n": 2}}, "one choice"),
+    ({"custom_id": "a", "body": {"prompt": "x", "n": 0}}, "n must be"),
     ({"custom_id": "a", "body": {"prompt": "x", "tools": [{}], "echo": True}}, "echo, tools"),
     ({"custom_id": "a", "url": "/v1/completions", "body": {"messages": []}}, "no messages"),
     ({"custom_id": "a", "url": "/v1/chat/completions", "body": {"prompt": "x"}}, "no prompt"),
