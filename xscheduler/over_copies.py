@@ -89,8 +89,10 @@ class CopiesSearch:
                            tried_row(one, tried.get(index)) for index, one in enumerate(looked)))
 
     def selections(self, num_queries: int) -> list[Selection]:
-        """Configurations all over the space, for a job of so many queries."""
-        return [selection for planner in self._able
+        """Configurations all over the space, for a job of so many queries: on the largest part of
+        each number of copies, since too few are replayed to go over the others, too."""
+        largest = {planner.problem.copies: planner for planner in reversed(self._able)}
+        return [selection for planner in reversed(largest.values())
                 for selection in planner.own.selections(-(-num_queries // planner.problem.copies))]
 
     @property
