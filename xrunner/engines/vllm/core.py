@@ -124,7 +124,7 @@ class EngineCore:
     def end(self, names: Sequence[str]) -> None:
         """These requests are done, or evicted: their blocks are free."""
         for name in names:
-            del self._tops[name]
+            self._tops.pop(name, None)  # of one that ended by itself it is gone already
         if names:
             self._core.abort_requests(list(names))
 
