@@ -2,13 +2,14 @@
 own scheduler does not know?
 
     python benchmarks/engine_accuracy.py FOLDER --python VLLM_PYTHON --model MODEL_FOLDER
-        [--workload FILE] [--queries 200] [--threads 2] [--most N] [--out benchmarks/results]
+        [--workload FILE] [--queries 200] [--threads 2] [--shares 0.7,0.55,0.4] [--most N]
+        [--out benchmarks/results]
 
 The queries of benchmarks/peers.py, in bfloat16. For RRA, Sarathi and vLLM's rule the search takes a
-schedule without a bound, then one within 0.7 and one within 0.45 of the latency that was predicted
-of RRA without: nine runs by `xgpt submit`, each predicted from one profile of vLLM's steps, which
-the first one measures. Wanted of the medians: throughput within 8 %, 99th-percentile latency within
-10 %.
+schedule without a bound, then one within each share of the latency that was predicted of RRA
+without: up to twelve runs by `xgpt submit` (a rule that keeps a bound by no schedule has none),
+each predicted from one profile of vLLM's steps, which the first one measures. Wanted of the
+medians, of eight runs at least: throughput within 8 %, 99th-percentile latency within 10 %.
 
 Then vLLM by itself (benchmarks/peers/run_vllm_bounds.py, its default scheduler): once with default
 settings, and once for each bound with the settings that the search gives it (max_num_seqs and
@@ -36,7 +37,6 @@ from several_runs import DISTURBED, Run, SeveralRuns, is_quiet
 from workload import Query, read_or_draw, write_job, write_workload
 
 POLICIES = ("rra", "sarathi", "vllm")
-SHARES = (None, 0.7, 0.45)  # of RRA's predicted latency without a bound
 WORST = {"throughput_qps": 0.08, "latency_p99_s": 0.10}
 DRIVER = Path(__file__).parent / "peers" / "run_vllm_bounds.py"
 
@@ -50,6 +50,7 @@ class Setting(NamedTuple):
     python: str
     model: Path
     threads: int
+    shares: Sequence[float]  # of RRA's predicted latency without a bound, which are the bounds
 
 
 class Found(NamedTuple):
@@ -68,13 +69,15 @@ def main() -> None:
     parser.add_argument("--workload", type=Path)
     parser.add_argument("--queries", type=int, default=200)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--shares", default="0.7,0.55,0.4")
     parser.add_argument("--most", type=int, help="runs of each kind, after which it ends")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     setting = Setting(SeveralRuns(given.folder.resolve()), given.folder.resolve(),
                       read_or_draw(given.workload)[:given.queries], given.python,
-                      given.model.resolve(), given.threads)
+                      given.model.resolve(), given.threads,
+                      [float(share) for share in given.shares.split(",")])
     text = page(*measured(setting, given.most))
     print(text)
     if given.out is not None:
@@ -89,7 +92,7 @@ def measured(setting: Setting, most: int | None) -> tuple[dict[str, Any], list[F
         sys.exit("no run of RRA without a bound yet")
     predicted_s = free["rra"].metrics["latency_p99_s"]["predicted"]
     found, default = [], by_itself(setting, "default")
-    for share in SHARES:
+    for share in (None, *setting.shares):
         bound_s = float("inf") if share is None else share * predicted_s
         runs = free if share is None else submitted(setting, share, bound_s, most)
         own = None

@@ -80,11 +80,11 @@ def page(model: Path, queries: Sequence[Query], places: dict[str, Path]) -> str:
         model, trust_remote_code=False, dtype=torch.float32).eval()
     lines = ["| rule | queries | tokens, of wanted | compared | queries cut at a near-tie "
              "| differ elsewhere | steps as replayed |", "|---|---|---|---|---|---|---|"]
-    is_right = True
+    is_right, known = True, _Known()
     for policy, place in places.items():
         results = lines_of(place / "out" / "results.jsonl")
         answers = [line["output_ids"] for line in results]
-        found = compared(reference, queries, answers)
+        found = compared(reference, queries, answers, known)
         wanted = sum(query.output_tokens for query in queries)
         logged, expected = steps_of(place), replayed(place, queries)
         same = sum(a == b for a, b in zip(logged, expected, strict=False))
@@ -95,21 +95,34 @@ def page(model: Path, queries: Sequence[Query], places: dict[str, Path]) -> str:
     return "\n".join([*lines, "", "as promised" if is_right else "NOT as promised"])
 
 
-def compared(reference: Any, queries: Sequence[Query],
-             answers: Sequence[Sequence[int]]) -> Compared:
+class _Known(dict[tuple[int, ...], tuple[int, int]]):
+    """Of a query's tokens and its answer's, one after the other: (tokens up to the first near-tie,
+    those of them that differ). Most rules give the same answer, which is looked at once."""
+
+
+def compared(reference: Any, queries: Sequence[Query], answers: Sequence[Sequence[int]],
+             known: _Known) -> Compared:
     tokens = cut = wrong = 0
     for query, answer in zip(queries, answers, strict=True):
-        ids = torch.tensor([[*query.input_ids, *answer]])
-        with torch.no_grad():
-            # the row before a token is that which chooses it
-            logits = reference(ids, logits_to_keep=len(answer) + 1).logits[0, :-1]
-        best = logits.topk(2, dim=1)
-        ties = (best.values[:, 0] - best.values[:, 1] < NEAR_TIE).nonzero()
-        first = int(ties[0, 0]) if len(ties) else len(answer)
+        key = (*query.input_ids, *answer)
+        if key not in known:
+            known[key] = _looked_at(reference, key, len(answer))
+        first, differ = known[key]
         cut += first < len(answer)
-        wrong += int((best.indices[:first, 0] != torch.tensor(answer)[:first]).sum())
+        wrong += differ
         tokens += first
     return Compared(tokens, cut, sum(map(len, answers)), wrong)
+
+
+def _looked_at(reference: Any, ids: Sequence[int], count: int) -> tuple[int, int]:
+    """(tokens up to the first near-tie, those of them that differ) of the last `count`."""
+    with torch.no_grad():
+        # the row before a token is that which chooses it
+        logits = reference(torch.tensor([ids]), logits_to_keep=count + 1).logits[0, :-1]
+    best = logits.topk(2, dim=1)
+    ties = (best.values[:, 0] - best.values[:, 1] < NEAR_TIE).nonzero()
+    first = int(ties[0, 0]) if len(ties) else count
+    return first, int((best.indices[:first, 0] != torch.tensor(ids[-count:])[:first]).sum())
 
 
 def steps_of(place: Path) -> list[tuple[Any, ...]]:
