@@ -1,7 +1,7 @@
 /* Matrix products in float16, for processors that multiply twice as many of these as of float32
  * (AVX512-FP16) and have no library's product that does. Rows of weights and of activations are
  * scaled by powers of two, so that nothing overflows or is lost to small exponents; DEPTH products
- * are summed in float16, and those sums in float32. */
+ * are summed in float16, so are those sums of BLOCK inputs, and these in float32. */
 
 #include "native.h"
 #include "levels.h"
@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 #if defined(XGPT_HAS_X86_LEVELS) && __GNUC__ >= 12
@@ -23,7 +24,11 @@ namespace {
 constexpr int64_t PANEL = 64;  // outputs that lie side by side in a packed weight
 constexpr int64_t TILE = 12;   // rows at a time: with two registers of a panel, 24 of 32 hold sums
 constexpr int64_t DEPTH = 32;  // products, of at most 16 each, that are summed in float16
+constexpr int64_t BLOCK = 192;  // inputs of a panel that stay in a core's first cache; the sums of
+                                // DEPTH of them are summed in float16 too
 constexpr int64_t CACHED_BYTES = 768 * 1024;  // of activations, beside a panel in a core's cache
+constexpr int64_t LEAST_TILES = 24;  // at once, though they be more: weights are read as often
+constexpr int64_t PIECES = 16;  // of the work, for each thread: a core that others took does fewer
 
 struct Product {
     float *out;
@@ -77,13 +82,15 @@ float narrow_row(uint32_t *out, const float *row, int64_t size) {
     return zero == zero ? scale : zero;
 }
 
-/* sums [R, PANEL] of R rows of x, `stride` apart, with `depth` <= DEPTH inputs of a panel. */
+/* sums [R, PANEL] in float16 of R rows of x, `stride` apart, with `depth` <= DEPTH inputs of a
+ * panel: to those before, or the first ones. */
 template <int R>
-inline __attribute__((always_inline)) void add_block(float *sums, const uint16_t *panel,
-                                                     const uint32_t *x, int64_t stride,
-                                                     int64_t depth, bool is_first) {
+inline __attribute__((always_inline)) void add_inputs(_Float16 *sums, const uint16_t *panel,
+                                                      const uint32_t *x, int64_t stride,
+                                                      int64_t depth, bool is_first) {
     __m512h low[R], high[R];
     for (int r = 0; r < R; ++r) low[r] = high[r] = _mm512_setzero_ph();
+#pragma GCC unroll 4
     for (int64_t k = 0; k < depth; ++k) {
         const __m512h w0 = _mm512_loadu_ph(panel + k * PANEL);
         const __m512h w1 = _mm512_loadu_ph(panel + k * PANEL + 32);
@@ -95,32 +102,36 @@ inline __attribute__((always_inline)) void add_block(float *sums, const uint16_t
             high[r] = _mm512_fmadd_ph(w1, v, high[r]);
         }
     }
+#pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
-        const __m512i halves[] = {reinterpret_cast<__m512i>(low[r]),
-                                  reinterpret_cast<__m512i>(high[r])};
-        for (int h = 0; h < 2; ++h) {
-            float *to = sums + r * PANEL + h * 32;
-            __m512 a = _mm512_cvtph_ps(_mm512_castsi512_si256(halves[h]));
-            __m512 b = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves[h], 1));
-            if (!is_first) {
-                a = _mm512_add_ps(a, _mm512_loadu_ps(to));
-                b = _mm512_add_ps(b, _mm512_loadu_ps(to + 16));
-            }
-            _mm512_storeu_ps(to, a);
-            _mm512_storeu_ps(to + 16, b);
+        _Float16 *const to = sums + r * PANEL;
+        if (!is_first) {
+            low[r] = _mm512_add_ph(low[r], _mm512_load_ph(to));
+            high[r] = _mm512_add_ph(high[r], _mm512_load_ph(to + 32));
         }
+        _mm512_store_ph(to, low[r]);
+        _mm512_store_ph(to + 32, high[r]);
     }
 }
 
+/* sums [R, PANEL] of R rows of x with `inputs` <= BLOCK inputs of a panel: to those before, or the
+ * first ones. */
 template <int R>
 void sum_tile(float *sums, const uint16_t *panel, const uint32_t *x, int64_t stride,
-              int64_t inputs) {
+              int64_t inputs, bool is_first) {
+    alignas(64) _Float16 of_block[R * PANEL];
     for (int64_t k = 0; k < inputs; k += DEPTH)
-        add_block<R>(sums, panel + k * PANEL, x + k, stride,
-                     inputs - k < DEPTH ? inputs - k : DEPTH, k == 0);
+        add_inputs<R>(of_block, panel + k * PANEL, x + k, stride,
+                      inputs - k < DEPTH ? inputs - k : DEPTH, k == 0);
+    for (int64_t i = 0; i < R * PANEL; i += 16) {
+        __m512 v = _mm512_cvtph_ps(_mm256_load_si256(
+            reinterpret_cast<const __m256i *>(of_block + i)));
+        if (!is_first) v = _mm512_add_ps(v, _mm512_loadu_ps(sums + i));
+        _mm512_storeu_ps(sums + i, v);
+    }
 }
 
-using SumTile = void (*)(float *, const uint16_t *, const uint32_t *, int64_t, int64_t);
+using SumTile = void (*)(float *, const uint16_t *, const uint32_t *, int64_t, int64_t, bool);
 constexpr SumTile SUM_TILE[TILE] = {
     sum_tile<1>, sum_tile<2>, sum_tile<3>, sum_tile<4>, sum_tile<5>, sum_tile<6>,
     sum_tile<7>, sum_tile<8>, sum_tile<9>, sum_tile<10>, sum_tile<11>, sum_tile<12>};
@@ -147,12 +158,30 @@ void store_tile(const Product &a, const float *sums, const float *scales, int64_
 /* Between rows: an odd number of cache lines, so that a tile's rows do not fall on one another. */
 int64_t stride_of(int64_t inputs) { return ((inputs + 15) / 16 | 1) * 16; }
 
+/* Tiles first..last-1 of `rows` rows, from row `from` of `out` on, with one panel: a block of its
+ * inputs serves all of them before the next is read. */
+void multiply_panel(const Product &a, float *sums, const uint32_t *rows16, int64_t stride,
+                    const float *row_scales, int64_t from, int64_t rows, int64_t panel,
+                    int64_t first, int64_t last) {
+    const uint16_t *const weight = a.weight + panel * a.inputs * PANEL;
+    for (int64_t k = 0; k < a.inputs; k += BLOCK)
+        for (int64_t t = first; t < last; ++t) {
+            const int64_t row = t * TILE, count = std::min(TILE, rows - row);
+            float *const of_tile = sums + row * PANEL;
+            avx512_fp16::SUM_TILE[count - 1](of_tile, weight + k * PANEL,
+                                             rows16 + row * stride + k, stride,
+                                             std::min(BLOCK, a.inputs - k), k == 0);
+            if (k + BLOCK >= a.inputs)
+                avx512_fp16::store_tile(a, of_tile, row_scales + row, from + row, count, panel);
+        }
+}
+
 void multiply(const Product &a) {
-    static thread_local std::vector<uint32_t> narrow;  // up to CACHED_BYTES, or a tile of rows
+    static thread_local std::vector<uint32_t> narrow;  // up to CACHED_BYTES, or LEAST_TILES
     static thread_local std::vector<float> scales;
     const int64_t stride = stride_of(a.inputs);
     const int64_t cached = CACHED_BYTES / (stride * static_cast<int64_t>(sizeof(uint32_t)));
-    const int64_t most = std::min(std::max(cached / TILE, int64_t{1}) * TILE, a.tokens);
+    const int64_t most = std::min(std::max(cached / TILE, LEAST_TILES) * TILE, a.tokens);
     if (static_cast<int64_t>(narrow.size()) < most * stride) narrow.resize(most * stride);
     if (static_cast<int64_t>(scales.size()) < most) scales.resize(most);
     uint32_t *const rows16 = narrow.data();
@@ -166,16 +195,22 @@ void multiply(const Product &a) {
                 row_scales[t] = avx512_fp16::narrow_row(rows16 + t * stride,
                                                         a.x + (from + t) * a.inputs, a.inputs);
         });
-        share(a.threads, [&](int i) {  // a panel's tiles one after the other: it stays in the cache
-            alignas(64) float sums[TILE * PANEL];
-            const int64_t end = begin(panels * tiles, a.threads, i + 1);
-            for (int64_t unit = begin(panels * tiles, a.threads, i); unit < end; ++unit) {
-                const int64_t panel = unit / tiles, t = unit % tiles * TILE;
-                const int64_t count = std::min(TILE, rows - t);
-                avx512_fp16::SUM_TILE[count - 1](sums, a.weight + panel * a.inputs * PANEL,
-                                                 rows16 + t * stride, stride, a.inputs);
-                avx512_fp16::store_tile(a, sums, row_scales + t, from + t, count, panel);
-            }
+        const int64_t units = panels * tiles;  // a panel's tiles one after the other
+        const int64_t piece = std::max(units / (PIECES * a.threads), int64_t{1});
+        std::atomic<int64_t> next{0};
+        share(a.threads, [&](int) {
+            static thread_local std::vector<float> sums;  // of a panel
+            if (static_cast<int64_t>(sums.size()) < tiles * TILE * PANEL)
+                sums.resize(tiles * TILE * PANEL);
+            int64_t unit;
+            while ((unit = next.fetch_add(piece, std::memory_order_relaxed)) < units)
+                for (const int64_t end = std::min(unit + piece, units); unit < end;) {
+                    const int64_t panel = unit / tiles, first = unit % tiles;
+                    const int64_t last = std::min(first + end - unit, tiles);
+                    unit += last - first;
+                    multiply_panel(a, sums.data(), rows16, stride, row_scales, from, rows, panel,
+                                   first, last);
+                }
         });
     }
 }
