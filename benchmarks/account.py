@@ -36,6 +36,7 @@ from xrunner import worker
 from xrunner.engine import head, pipeline
 from xrunner.engine.kv import KvCache
 from xrunner.engine.stage import StageExecutor
+from xrunner.ops.linear import Product
 from xrunner.plan import load_plan
 from xrunner.transport.comm import MpiComm
 
@@ -178,6 +179,7 @@ def be_rank(folder: Path) -> int:
     worker.connect = connected
     _count_operators(account)
     _count_methods(account, StageExecutor, {"_sample": HEAD})
+    _count_methods(account, Product, {"__call__": PRODUCTS})  # whatever form its weight has
     _count_methods(account, KvCache, dict.fromkeys(("free", "allocate", "place"), CACHE))
     _count_methods(account, MpiComm, dict.fromkeys(("send", "receive", "poll", "flush"), MESSAGES))
     StageExecutor.execute = account.step(StageExecutor.execute)  # type: ignore[method-assign]

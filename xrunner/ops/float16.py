@@ -3,8 +3,9 @@ multiply twice as many of these as of float32: no library that torch brings uses
 
 Rows of the weight and of the activations are divided by powers of two, so that a bfloat16 weight
 is itself but for elements 100,000 times smaller than its row's largest; 32 products at a time are
-summed in float16, which cannot overflow, and those sums in float32. What comes out is nearer to
-the exact product than one of bfloat16 is, which rounds inputs and outputs to 8 bits (tested).
+summed in float16, so are six such sums, which cannot overflow, and these in float32. What comes
+out is nearer to the exact product than one of bfloat16 is, which rounds inputs and outputs to 8
+bits (tested).
 """
 
 from __future__ import annotations
