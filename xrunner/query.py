@@ -17,8 +17,9 @@ class Sampling:
     passed: what another engine's sampler is told besides (xgpt.core.passed); where that is a form
     of the output, `barred` are the tokens that may end it. fixed: (position, token) of what is
     given whatever the model finds, of one position the last. unrepeated: so many tokens in a row
-    are not said twice, that which an encoder-decoder model's decoder is fed first, the second
-    number, among them."""
+    are not said twice, 0: may be; repetition_penalty: the logit of a token that was said is divided
+    by it where it is above 0, else multiplied. `said` are the tokens that both begin with: the
+    input, or what an encoder-decoder model's decoder is fed first; () where neither asks."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -30,7 +31,9 @@ class Sampling:
     barred_until: int = 0
     passed: str = ""
     fixed: tuple[tuple[int, int], ...] = ()
-    unrepeated: tuple[int, int] | None = None
+    unrepeated: int = 0
+    repetition_penalty: float = 1.0
+    said: tuple[int, ...] = ()
 
     @property
     def is_drawn(self) -> bool:
@@ -39,6 +42,15 @@ class Sampling:
     def is_barred(self, position: int) -> bool:
         """Whether some tokens may not be chosen after so many."""
         return bool(self.barred) and position < self.barred_until
+
+    @property
+    def is_penalised(self) -> bool:
+        return self.repetition_penalty != 1
+
+    @property
+    def minds_said(self) -> bool:
+        """Whether the next token depends on which were said, and not on logits alone."""
+        return bool(self.unrepeated) or self.is_penalised
 
     def fixed_at(self, position: int) -> int | None:
         """The token that is given after so many."""

@@ -18,7 +18,7 @@ from xgpt.launch.slurm import allocation_here
 from xrunner.checkpoint.source import shape_to_make
 from xrunner.checkpoint.tensors import check_weights
 from xrunner.engines.engine import engine_of, mistake
-from xrunner.io.generation import given_tokens
+from xrunner.io.generation import refuse_given_tokens
 from xrunner.io.lock import is_locked
 from xrunner.io.stop import StopRequest
 from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
@@ -100,7 +100,8 @@ def check_model(opened: OpenedJob) -> None:
     eos_ids(files.directory)
     if files.spec.is_encoder_decoder:
         start_token(files.directory)
-        given_tokens(files.directory)
+    if not opened.job.workload.score:  # which chooses no tokens
+        refuse_given_tokens(files.directory, opened.job.run.engine)
 
 
 def make_folder(job: Job) -> None:

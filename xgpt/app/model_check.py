@@ -154,8 +154,7 @@ def _of_folder(name: str, folder: Path, found: str, *, is_fetched: bool = False)
     if not is_fetched:
         try:
             check_weights(folder, spec)
-            if spec.is_encoder_decoder:
-                given_tokens(folder)
+            given_tokens(folder)
         except InputError as error:
             weights = "; ".join(f"{m.key}: {m.allowed}" if m.key else m.allowed
                                 for m in error.mistakes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -157,7 +157,10 @@ class Roster:
         self.active[index] = active
         # who is encoded, is so with all it has generated; who was elsewhere brings its input
         tokens = active.input_tokens if kind is StepKind.DECODE else active.num_tokens
-        return Joined(query=index, input_tokens=tokens, sampling=active.query.sampling,
+        sampling = active.query.sampling
+        if sampling.said and active.output_ids:  # from before it was evicted, or in another pool
+            sampling = replace(sampling, said=(*sampling.said, *active.output_ids))
+        return Joined(query=index, input_tokens=tokens, sampling=sampling,
                       goes_on=self._start_token is not None or active.query.max_new_tokens > 1)
 
     def _last_token(self, active: ActiveQuery) -> int:
@@ -246,7 +249,9 @@ class ActiveQuery:
         self.output_ids.append(token)
         is_full = len(self.output_ids) >= query.max_new_tokens
         # an end that is given where there is no more room is none that the model chose
-        is_given = is_full and query.sampling.fixed_at(query.max_new_tokens) is not None
+        before = self.input_tokens if vocabulary.start_token is None else 1
+        is_given = is_full and query.sampling.fixed_at(
+            before + query.max_new_tokens - 1) is not None
         if token in vocabulary.eos_ids and not query.is_forced and not is_given:
             reason = "stop"
         elif is_full:

@@ -16,12 +16,11 @@ from xrunner.io.beat import Beat
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
 from xrunner.ops.likelihoods import targets_of
-from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
 from xrunner.step_record import NO_SIZES, StepRecord, StepSizes
 from xrunner.threads import Threads
 from xrunner.transport.courier import EntryReceiver, EntrySender
-from xrunner.transport.messages import StartMessage, StepMessage
+from xrunner.transport.messages import Joined, StartMessage, StepMessage
 
 # Steps kept for the report; a longer job keeps its last ones.
 _LOG_LIMIT = 200_000
@@ -142,7 +141,7 @@ class StageExecutor:
             return hidden
         if tails:
             return scored_tokens(self.model, hidden, choices)
-        return self._sample(hidden, choices, lengths)
+        return self._sample(group, hidden, message.joined, lengths)
 
     def _encode_apart(self, model: EncoderDecoderStage, group: StageGroup, new: Pending,
                       inputs: Tensor) -> Tensor:
@@ -174,15 +173,7 @@ class StageExecutor:
         cache.extend()
         if not model.is_last:
             return hidden
-        if not any(choice.unrepeated for choice in group.choices):
-            return self._sample(hidden, group.choices, cache.lengths)
-        seats = group.slots.seats
-        tokens = self._sample(hidden, group.spoken.barring(seats, cache.lengths), cache.lengths)
-        # every rank of a tensor-parallel group bars tokens of its share of the vocabulary
-        chosen = targets_of(None if tokens is None else tokens[:len(seats)], len(seats),
-                            model.shard, hidden.device)
-        group.spoken.take(seats, chosen.tolist())
-        return tokens
+        return self._sample(group, hidden, group.slots.seats, cache.lengths)
 
     def _mix(self, group: StageGroup, message: StepMessage,
              inputs: Tensor) -> tuple[int, Tensor | None, StepSizes]:
@@ -214,7 +205,7 @@ class StageExecutor:
             nothing = None if model.shard.index else torch.empty(0, dtype=torch.long)
             return 0, nothing, sizes
         seats = group.slots.seats
-        tokens = self._sample(hidden, [seats[slot].sampling for slot in given],
+        tokens = self._sample(group, hidden, [seats[slot] for slot in given],
                               [cache.lengths[slot] for slot in given])
         return len(given), tokens, sizes
 
@@ -233,9 +224,20 @@ class StageExecutor:
         for slot, query in enumerate(queries, start=first):
             receiver.put_into(group.cache, slot, query)
 
-    def _sample(self, hidden: Tensor, choices: Sequence[Sampling],
+    def _sample(self, group: StageGroup, hidden: Tensor, seats: Sequence[Joined],
                 positions: Sequence[int]) -> Tensor | None:
-        return next_tokens(self.model, hidden, choices, positions)
+        """The next token of each of these of the group's queries."""
+        model, choices = self.model, [seat.sampling for seat in seats]
+        if not any(choice.minds_said for choice in choices):
+            return next_tokens(model, hidden, choices, positions)
+        spoken = group.spoken
+        tokens = next_tokens(model, hidden, spoken.minding(seats, positions), positions)
+        # every rank of a tensor-parallel group minds the tokens of its share of the vocabulary
+        chosen = targets_of(None if tokens is None else tokens[:len(seats)], len(seats),
+                            model.shard, hidden.device)
+        spoken.take(seats, chosen.tolist())
+        spoken.keep(group.slots.seats)
+        return tokens
 
 
 def _decoded(contexts: Sequence[int]) -> StepSizes:

@@ -28,12 +28,13 @@ from xgpt.core.request_files.reader import read_requests
 from xgpt.core.spool import NUM_PROMPTS, Record, Spool, SpoolWriter
 from xgpt.core.workload import Request, RequestError, synthetic_requests
 from xrunner.checkpoint.source import read_spec
-from xrunner.io.generation import given_tokens
+from xrunner.io.generation import GivenTokens, given_tokens
 from xrunner.io.results import write_errors
 from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.plan import RunPlan
 from xrunner.query import PreparedQuery, Sampling
 
+_NOTHING_GIVEN = GivenTokens()
 _LINES_AT_A_TIME = 4096
 _CHARS_AT_A_TIME = 2**22  # and tokens, which take more room: what is in memory at once
 NO_TOKENIZER = ("the model's folder has no tokenizer: give this request as `tokens`, or put the "
@@ -362,19 +363,22 @@ def _ruled(spool: Spool, plan: RunPlan, index: int, record: Record) -> dict[str,
     tokens are given: what the request says counts before what the model's files do. Nothing where
     none is asked for."""
     rules: dict[str, Any] = {}
-    before, least = 0, record.min_tokens or 0
-    # positions of an encoder-decoder model's decoder count from the token that it is fed first
-    if _is_encoder_decoder(plan.model_dir):
-        before, given = 1, given_tokens(plan.model_dir)
-        least = least or given.least - before
+    if record.targets:  # nothing is chosen
+        return rules
+    before, least, given = 0, record.min_tokens or 0, given_tokens(plan.model_dir)
+    if least or given != _NOTHING_GIVEN:
+        # positions of an encoder-decoder model's decoder count from the token that it is fed first
+        said = ((start_token(plan.model_dir),) if _is_encoder_decoder(plan.model_dir)
+                else tuple(spool.tokens(index)))
+        before = len(said)
+        least = least or given.least_after(before)
         if record.is_forced or plan.ignore_eos:
             given = replace(given, last=None)
-        if given.unrepeated:
-            rules["unrepeated"] = given.unrepeated, start_token(plan.model_dir)
-        if fixed := given.fixed(spool.most_output_tokens(index)):
+        if given.unrepeated or given.repetition_penalty != 1:
+            rules |= {"unrepeated": given.unrepeated, "said": said,
+                      "repetition_penalty": given.repetition_penalty}
+        if fixed := given.fixed(before, spool.most_output_tokens(index)):
             rules["fixed"] = fixed
-    elif least:
-        before = len(spool.tokens(index))
     if least > 0 or has_form(record.passed):
         rules |= {"barred": tuple(sorted(_ends_of(plan.model_dir))),
                   "barred_until": before + least if least > 0 else 0}

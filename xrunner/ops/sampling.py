@@ -29,20 +29,37 @@ def sample(scores: Scores, choices: Sequence[Sampling], positions: Sequence[int]
     tokens = torch.empty(len(choices), dtype=torch.long, device=logits.device)
     if greedy:
         tokens[greedy] = _likeliest(*scores.best(greedy))
-    logits = _without_barred(logits.float(), drawn, choices, positions, first_token=0)
+    logits = _ruled(logits, drawn, choices, positions, first_token=0)
     for row, row_logits in zip(drawn, logits, strict=True):
         tokens[row] = _draw(row_logits, choices[row], positions[row])
     return tokens
 
 
 def _parted(choices: Sequence[Sampling], positions: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The rows whose largest logit is all that counts, and those that are drawn, or from which
-    tokens are barred."""
+    """The rows whose largest logit is all that counts, and those that are drawn, or of whose
+    tokens some are barred, or made less likely."""
     assert len(choices) == len(positions), f"{len(choices) = } {len(positions) = }"
-    is_whole = [choice.is_drawn or choice.is_barred(position)
+    is_whole = [choice.is_drawn or choice.is_barred(position) or choice.is_penalised
                 for choice, position in zip(choices, positions, strict=True)]
     rows = range(len(choices))
     return [row for row in rows if not is_whole[row]], [row for row in rows if is_whole[row]]
+
+
+def _ruled(logits: Tensor, rows: Sequence[int], choices: Sequence[Sampling],
+           positions: Sequence[int], first_token: int) -> Tensor:
+    """logits [rows, V_local] of the tokens from `first_token` on, in float32, as the queries' own
+    rules have them: of those that were said less likely, as transformers does it; barred, -inf."""
+    logits = logits.float()
+    penalised = [place for place, row in enumerate(rows) if choices[row].is_penalised]
+    if penalised:
+        logits = logits.clone()
+    for place in penalised:
+        choice = choices[rows[place]]
+        said = [token - first_token for token in choice.said
+                if 0 <= token - first_token < logits.shape[1]]
+        values, penalty = logits[place, said], choice.repetition_penalty
+        logits[place, said] = torch.where(values < 0, values * penalty, values / penalty)
+    return _without_barred(logits, rows, choices, positions, first_token)
 
 
 def _without_barred(logits: Tensor, rows: Sequence[int], choices: Sequence[Sampling],
@@ -74,7 +91,7 @@ def sample_shards(scores: Scores, choices: Sequence[Sampling], positions: Sequen
         vocab_size)
     most = max((min(_kept(choices[row]) or share, share) for row in drawn), default=0)
     best = shard.gather(_best(scores.best(greedy), first)) if greedy else None
-    kept = shard.gather(_candidates(_without_barred(
+    kept = shard.gather(_candidates(_ruled(
         scores.of(drawn), drawn, choices, positions, first), most, first)) if drawn else None
     if shard.index:
         return None

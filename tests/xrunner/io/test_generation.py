@@ -84,10 +84,10 @@ def test_what_is_not_done_is_refused_by_every_key(tmp_path: Path) -> None:
     says = {"forced_bos_token_id": 0, "forced_eos_token_id": 2, "length_penalty": 2.0,
             "max_length": 142, "min_length": 56, "no_repeat_ngram_size": 3, "num_beams": 4}
     path = tmp_path / "generation_config.json"
-    path.write_text(json.dumps({**says, "repetition_penalty": 1.2, "suppress_tokens": []}))
+    path.write_text(json.dumps({**says, "repetition_penalty": 1.2, "suppress_tokens": [4]}))
     with pytest.raises(InputError) as caught:
         given_tokens(tmp_path)
-    assert [mistake.key for mistake in caught.value.mistakes] == ["repetition_penalty"]
+    assert [mistake.key for mistake in caught.value.mistakes] == ["suppress_tokens"]
     assert all(mistake.file == str(path) for mistake in caught.value.mistakes)
     given_tokens.cache_clear()
     path.write_text(json.dumps(says))

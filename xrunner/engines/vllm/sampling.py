@@ -21,6 +21,8 @@ def parameters_of(sampling: Sampling, num_tokens: int, config: Any, max_tokens: 
     if sampling.is_drawn:
         given = {"temperature": sampling.temperature, "top_k": sampling.top_k or 0,
                  "top_p": sampling.top_p, "seed": sampling.seed % 2**63}
+    if sampling.is_penalised:
+        given["repetition_penalty"] = sampling.repetition_penalty
     if sampling.passed:
         given |= _passed(json.loads(sampling.passed))
     parameters = SamplingParams(
