@@ -176,8 +176,22 @@ class CopyPlanner:
         return plan_by_policy(
             _better(self.own.find(latency_bound_s, floor_qps), floor_qps),
             lambda name, least_qps: self._of_policy(name, doubts, least_qps),
+            promise=lambda name, least_qps: self._promise(name, doubts, least_qps),
             gap=self._effort.gap, floor_qps=floor_qps,
             cuts=watch.cuts if watch is not None else lambda: False)
+
+    def _promise(self, name: str, doubts: Doubts, floor_qps: float) -> float:
+        """What one policy may have with its margin before a replay; 0: no more than the floor."""
+        search, bound_s = self.own.alone(name), doubts.problem.constraint.latency_s
+        try:
+            free = _better(search.find(bound_s, floor_qps), floor_qps)
+            factor = doubts.margin(free.estimate, is_replayed=False).factor
+            if free.figures.latency_s * factor <= bound_s or math.isinf(factor):
+                return free.figures.throughput_qps
+            tighter = search.find(bound_s / factor, floor_qps)
+            return _better(tighter, floor_qps).figures.throughput_qps
+        except InfeasibleError:
+            return 0.0
 
     def _of_policy(self, name: str, doubts: Doubts, floor_qps: float) -> PlannedWithin:
         """The best of one policy that keeps the bound with its margin; see `within`."""
@@ -197,12 +211,12 @@ class CopyPlanner:
         def of_constraint(constraint: Constraint) -> PlannedWithin:
             if constraint == doubts.problem.constraint:
                 is_baseline = doubts.problem.fixed.policy in baselines()
-                return plan_within(doubts, find, cuts=cuts,
+                return plan_within(doubts, find, cuts=cuts, floor_qps=floor_qps,
                                    search_problem=None if is_baseline else of_problem)
             search = self._search_like(self._tighter, replace(
                 doubts.problem, constraint=constraint)).alone(name)
             return plan_within(doubts, lambda bound_s: _better(
-                search.find(bound_s, floor_qps), floor_qps), cuts=cuts)
+                search.find(bound_s, floor_qps), floor_qps), cuts=cuts, floor_qps=floor_qps)
 
         return plan_jointly(doubts, of_constraint)
 

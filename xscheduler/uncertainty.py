@@ -120,11 +120,13 @@ class Doubts:
             self._errors or constraint.drift or self._counts or self.problem.input_error
             or self._computed)
 
-    def margin(self, estimate: Estimate, metric: Metric = "latency") -> MarginParts:
+    def margin(self, estimate: Estimate, metric: Metric = "latency", *,
+               is_replayed: bool = True) -> MarginParts:
         """The margin of what a bound on the metric is of; its sentence is of a latency. A job's
-        makespan is replayed itself, and grows as the time that one query more takes."""
+        makespan is replayed itself, and grows as the time that one query more takes. Without what
+        a replay may add (`is_replayed`) it costs little, and is never more."""
         confidence = self.problem.constraint.confidence
-        model = self._model_factor(estimate, metric)
+        model = self._model_factor(estimate, metric) if is_replayed else 1.0
         if self.is_certain(metric):
             return self._worded(MarginParts(factor=model, model=model, sentence=""), 0.0)
         expected_s = self._evaluator.seconds(estimate, metric)

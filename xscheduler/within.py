@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from xgpt.core.errors import InfeasibleError
+from xgpt.core.errors import BeatenError, InfeasibleError
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xgpt.core.units import format_seconds
@@ -15,7 +15,9 @@ NEAR = 1.02  # a safe and an unsafe bound this near each other: no more is to be
 WORTH = 0.005  # share of its throughput that an unsafe schedule must have more to go on: searches
 # leave as much open
 GROW = 1.15  # from a safe bound to the next, while none is known to be unsafe
-SHRINK = 0.97  # of an unsafe schedule's latency: what is tried next, at least
+SHRINK = 0.985  # of an unsafe schedule's latency: what is tried next, at least; more each time
+FAR = 1.3  # between what nothing meets and an unsafe bound: further apart, their middle is tried
+# where margins leap, as those for lengths do
 SHRINK_UNKNOWN = 0.75  # the same of one whose margin is infinite: beyond what the profile reaches
 
 
@@ -40,13 +42,15 @@ class PlannedWithin:
 
 def plan_within(doubts: Doubts, search: Callable[[float], Schedule], *,
                 search_problem: Callable[[Problem], Schedule] | None = None,
-                cuts: Callable[[], bool] = lambda: False) -> PlannedWithin:
+                cuts: Callable[[], bool] = lambda: False,
+                floor_qps: float = 0.0) -> PlannedWithin:
     """The best schedule found whose latency times its own margin, as `doubts` say, keeps the bound
     of their problem.
 
     search: the best schedule within a latency bound in seconds; raises InfeasibleError.
     search_problem: the same for a problem like this one with other lengths and another bound.
-    cuts: whether a safe schedule, if there is one, is to be left at that.
+    cuts: whether a safe schedule, if there is one, is to be left at that. floor_qps: had elsewhere;
+    BeatenError is raised where nothing safe is better, or nothing that may be.
 
     A margin belongs to a schedule: where a query of one token more waits a whole phase more, it is
     large, and the best schedules sit at such edges. Tighter bounds do not keep the search from
@@ -54,15 +58,17 @@ def plan_within(doubts: Doubts, search: Callable[[float], Schedule], *,
     they may have to be reckoned with (Doubts.longer), at bounds around the given one, and what it
     finds is judged with the problem's own lengths; without it, at tightened bounds. Bounds are
     tried until one is safe, then others between it and the least unsafe one, while that has more
-    throughput by WORTH. The schedule's `latency_bound_s` is the problem's, its `bound_qps` holds
-    for schedules without a margin."""
+    throughput by WORTH: where the bound would just be kept, if what is needed goes evenly from one
+    to the other. A replay, which costs more than all else, is asked for only where the margin
+    without it keeps the bound. The schedule's `latency_bound_s` is the problem's, its `bound_qps`
+    holds for schedules without a margin."""
     problem = doubts.problem
     bound_s = problem.constraint.latency_s
     free = search(bound_s)
-    first = doubts.margin(free.estimate)
+    tried = _Tried(doubts, free, floor_qps)
+    first = tried.margin(free)
     if free.estimate.figures.latency_s * first.factor <= bound_s:
         return PlannedWithin(schedule=free, free=free, margin=first, cost=0.0)
-    tried = _Tried(bound_s, free, first)
     begin_s, find = _tighter_s(bound_s, free.estimate.figures.latency_s, first.factor), search
     if search_problem is not None and first.lengths * first.drift > 1:
         begin_s = _tighter_s(bound_s, free.estimate.figures.latency_s, first.timing * first.model)
@@ -73,7 +79,7 @@ def plan_within(doubts: Doubts, search: Callable[[float], Schedule], *,
                 longer, constraint=longer.constraint.with_latency(limit_s=target_s)))
 
     else:
-        tried.begin_below(bound_s)
+        tried.begin_below(bound_s, first)
     for _ in range(ROUNDS):
         target_s = tried.next_target_s(begin_s)
         if target_s is None or (tried.has_safe and cuts()):
@@ -83,21 +89,26 @@ def plan_within(doubts: Doubts, search: Callable[[float], Schedule], *,
         except InfeasibleError as refusal:
             tried.refused(target_s, refusal)
             continue
-        own = schedule if find is search else doubts.with_own_lengths(schedule)
-        tried.add(target_s, schedule.estimate.figures.latency_s, own, doubts.margin(own.estimate))
+        tried.add(target_s, schedule.estimate.figures.latency_s,
+                  schedule if find is search else doubts.with_own_lengths(schedule))
     return tried.result()
 
 
 class _Tried:
     """Latency bounds searched with, and what came of them."""
 
-    def __init__(self, bound_s: float, free: Schedule, first: MarginParts) -> None:
-        self._bound_s, self._free = bound_s, free
+    def __init__(self, doubts: Doubts, free: Schedule, floor_qps: float) -> None:
+        self._doubts, self._free, self._floor_qps = doubts, free, floor_qps
+        self._bound_s = doubts.problem.constraint.latency_s
+        self._model = 1.0  # of the last schedule replayed: what others' replays may add
         self._least_s: float | None = None  # the largest that is safe, or that nothing meets
+        self._least_needed_s: float | None = None  # by its schedule; None: it has none
         self._most_s: float | None = None  # the least whose schedule is not safe
+        self._most_needed_s = math.inf  # by its schedule
+        self._most_margin = MarginParts(factor=1.0, sentence="")
         self._next_s: float | None = None  # after an unsafe one
         self._safe: list[tuple[Schedule, MarginParts]] = []
-        self._unsafe = [(free, first)]
+        self._unsafe: list[tuple[Schedule, MarginParts]] = []  # perhaps not replayed
         self._most_qps = math.inf  # of the schedule of `_most_s`
         self._refusal: InfeasibleError | None = None
 
@@ -105,38 +116,86 @@ class _Tried:
     def has_safe(self) -> bool:
         return bool(self._safe)
 
-    def begin_below(self, unsafe_s: float) -> None:
+    @property
+    def _had_qps(self) -> float:
+        """What is had with its margin, here or elsewhere."""
+        return max(self._floor_qps, *(schedule.figures.throughput_qps
+                                      for schedule, _ in self._safe), 0.0)
+
+    def margin(self, schedule: Schedule) -> MarginParts:
+        """The schedule's margin, without a replay where that could only add to what is too much;
+        noted with it if it is not safe."""
+        estimate = schedule.estimate
+        own = self._doubts.margin(estimate, is_replayed=False)
+        if estimate.figures.latency_s * own.factor <= self._bound_s:
+            own = self._doubts.margin(estimate)
+            self._model = own.model
+        if estimate.figures.latency_s * own.factor > self._bound_s:
+            self._unsafe.append((schedule, own))
+        return own
+
+    def begin_below(self, unsafe_s: float, margin: MarginParts) -> None:
         """What the search finds within so long, `free`, is known to be unsafe."""
         self._most_s, self._most_qps = unsafe_s, self._free.figures.throughput_qps
+        self._most_needed_s = self._free.estimate.figures.latency_s * margin.factor
+        self._most_margin = margin
 
     def next_target_s(self, begin_s: float) -> float | None:
-        if self._least_s is None:
-            return begin_s if self._next_s is None else self._next_s
-        if self._most_s is None:
-            return GROW * self._least_s
-        own_qps = max((schedule.figures.throughput_qps for schedule, _ in self._safe), default=0.0)
-        if self._most_s <= NEAR * self._least_s or self._most_qps <= (1 + WORTH) * own_qps:
+        least_s, most_s = self._least_s, self._most_s
+        if most_s is not None and self._floor_qps and (
+                self._most_qps <= (1 + WORTH) * self._floor_qps):
             return None
-        return math.sqrt(self._least_s * self._most_s)
+        if least_s is None:
+            return begin_s if self._next_s is None else self._next_s
+        if most_s is None:
+            return GROW * least_s
+        if most_s <= NEAR * least_s or self._most_qps <= (1 + WORTH) * self._had_qps:
+            return None
+        needed_s, middle_s = self._least_needed_s, math.sqrt(least_s * most_s)
+        if math.isinf(self._most_needed_s):
+            return middle_s
+        if needed_s is None:
+            is_even = self._most_margin.lengths * self._most_margin.drift == 1
+            is_shut = most_s * self._bound_s / self._most_needed_s <= NEAR * least_s and (
+                is_even or most_s <= FAR * least_s)
+            return None if is_shut else middle_s
+        if needed_s >= self._most_needed_s:
+            return middle_s
+        room = math.sqrt(NEAR)
+        share = math.log(self._bound_s / needed_s) / math.log(self._most_needed_s / needed_s)
+        aimed_s = least_s * math.exp(share * math.log(most_s / least_s))
+        return min(max(aimed_s, least_s * room), most_s / room)
 
-    def add(self, target_s: float, searched_s: float, schedule: Schedule, own: MarginParts) -> None:
+    def add(self, target_s: float, searched_s: float, schedule: Schedule) -> None:
         """searched_s: the schedule's latency in the eyes of the search."""
-        needed_s = schedule.estimate.figures.latency_s * own.factor
+        latency_s, qps = schedule.estimate.figures.latency_s, schedule.figures.throughput_qps
+        if self._safe and qps <= self._had_qps and (
+                latency_s * self._doubts.margin(schedule.estimate, is_replayed=False).factor
+                <= self._bound_s):
+            self._least_s, self._least_needed_s = target_s, None
+            return
+        own = self.margin(schedule)
+        needed_s = latency_s * own.factor
         if needed_s <= self._bound_s:
             self._safe.append((schedule, own))
-            self._least_s = target_s
-        else:
-            self._unsafe.append((schedule, own))
-            self._most_s, self._most_qps = target_s, schedule.figures.throughput_qps
-            self._next_s = min(SHRINK * searched_s, _tighter_s(
-                target_s, searched_s, needed_s / self._bound_s))
+            self._least_s, self._least_needed_s = target_s, needed_s
+            return
+        if own.model == 1:  # not replayed, perhaps
+            needed_s *= self._model
+        self._most_s, self._most_qps = target_s, qps
+        self._most_needed_s, self._most_margin = needed_s, own
+        self._next_s = min(SHRINK**len(self._unsafe) * searched_s, _tighter_s(
+            target_s, searched_s, needed_s / self._bound_s))
 
     def refused(self, target_s: float, refusal: InfeasibleError) -> None:
-        self._least_s, self._refusal = target_s, refusal
+        self._least_s, self._least_needed_s, self._refusal = target_s, None, refusal
 
     def result(self) -> PlannedWithin:
+        if not self._safe and self._floor_qps:
+            raise BeatenError(self._free.proof.bound_qps)
         if not self._safe and self._refusal is not None:
-            schedule, own = self._unsafe[0]
+            schedule, _ = self._unsafe[0]
+            own = self._doubts.margin(schedule.estimate)
             raise InfeasibleError(
                 f"no schedule was found that keeps the bound of {format_seconds(self._bound_s)} "
                 f"with its margin (without one: {schedule.estimate.policy} at "
@@ -145,8 +204,9 @@ class _Tried:
         if self._safe:
             schedule, own = max(self._safe, key=lambda pair: pair[0].figures.throughput_qps)
         else:
-            schedule, own = min(self._unsafe,
-                                key=lambda pair: pair[0].figures.latency_s * pair[1].factor)
+            schedule, _ = min(self._unsafe,
+                              key=lambda pair: pair[0].figures.latency_s * pair[1].factor)
+            own = self._doubts.margin(schedule.estimate)
             own = replace(own, sentence=f"NOT kept with that confidence: {own.sentence}")
         queries, bound_qps = schedule.estimate.figures.throughput_qps, self._free.proof.bound_qps
         return PlannedWithin(

@@ -38,6 +38,10 @@ def planned(qps: float, *, factor: float = 1.1, is_safe: bool = True) -> Planned
                          margin=MarginParts(factor=factor, sentence=""))
 
 
+def nothing(name: str, floor_qps: float) -> float:
+    return 0.0
+
+
 class Plans:
     """What each policy comes to alone; keeps what was asked."""
 
@@ -54,33 +58,50 @@ class Plans:
 
 def test_another_policy_than_that_of_the_best_without_a_margin_may_win_with_it() -> None:
     plans = Plans(rra=planned(6.0), sarathi=planned(9.9), waa_c=planned(7.0))
-    found = plan_by_policy(FREE, plans, gap=GAP)
+    found = plan_by_policy(FREE, plans, promise=nothing, gap=GAP)
     assert found.schedule.figures.throughput_qps == 9.9 and found.free is FREE
     # orca could be better, waa-c could not
     assert plans.asked == [("rra", 0.0), ("sarathi", 6.0), ("orca", 9.9)]
 
 
+def test_what_promises_most_with_its_margin_is_planned_first() -> None:
+    plans, asked = Plans(rra=planned(6.0), sarathi=planned(9.9), waa_c=planned(7.0)), []
+
+    def promise(name: str, floor_qps: float) -> float:
+        asked.append((name, floor_qps))
+        return {"rra": 6.1, "sarathi": 10.0}[name]
+
+    found = plan_by_policy(FREE, plans, promise=promise, gap=GAP)
+    assert found.schedule.figures.throughput_qps == 9.9
+    # orca cannot promise more
+    assert asked == [("rra", 0.0), ("sarathi", 6.1)]
+    assert plans.asked == [("sarathi", 0.0), ("rra", 9.9), ("orca", 9.9)]
+
+
 def test_what_is_unsafe_is_no_floor_and_yields_to_what_is_safe() -> None:
     plans = Plans(rra=planned(11.0, is_safe=False), waa_c=planned(1.0))
-    assert plan_by_policy(FREE, plans, gap=GAP).schedule.figures.throughput_qps == 1.0
+    found = plan_by_policy(FREE, plans, promise=nothing, gap=GAP)
+    assert found.schedule.figures.throughput_qps == 1.0
     assert [floor for _, floor in plans.asked] == [0.0] * 4
     nearest = plan_by_policy(FREE, Plans(rra=planned(11.0, factor=1.4, is_safe=False),
-                                         orca=planned(8.0, is_safe=False)), gap=GAP)
+                                         orca=planned(8.0, is_safe=False)),
+                             promise=nothing, gap=GAP)
     assert not nearest.is_safe and nearest.schedule.figures.throughput_qps == 8.0
 
 
 def test_the_best_without_a_margin_is_left_at_where_it_is_safe() -> None:
     plans = Plans(rra=planned(12.0), sarathi=planned(13.0))
-    assert plan_by_policy(FREE, plans, gap=GAP).schedule.figures.throughput_qps == 12.0
+    found = plan_by_policy(FREE, plans, promise=nothing, gap=GAP)
+    assert found.schedule.figures.throughput_qps == 12.0
     assert plans.asked == [("rra", 0.0)]
     plans = Plans(rra=planned(6.0), sarathi=planned(9.0))
-    plan_by_policy(FREE, plans, gap=GAP, cuts=lambda: True)
+    plan_by_policy(FREE, plans, promise=nothing, gap=GAP, cuts=lambda: True)
     assert plans.asked == [("rra", 0.0)], "the clock has ended it"
 
 
 def test_where_no_policy_has_any_the_best_one_s_refusal_is_told() -> None:
     with pytest.raises(InfeasibleError, match="rra has none"):
-        plan_by_policy(FREE, Plans(), gap=GAP, floor_qps=2.0)
+        plan_by_policy(FREE, Plans(), promise=nothing, gap=GAP, floor_qps=2.0)
 
 
 def doubtful(seed: int) -> Problem:

@@ -12,7 +12,7 @@ import pytest
 from doubted import CONFIG, config_of, doubts_of, observed
 from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
 
-from xgpt.core.errors import InfeasibleError
+from xgpt.core.errors import BeatenError, InfeasibleError
 from xgpt.core.lengths import JointLengths, Lengths, empirical, truncated_normal
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
@@ -109,8 +109,8 @@ def test_a_margin_beyond_the_profile_leaves_smaller_schedules(
     """Resampled lengths may make a batch larger than any that was measured."""
     own, reach = Doubts.margin, 6
 
-    def limited(self: Doubts, estimate: Estimate) -> MarginParts:
-        found = own(self, estimate)
+    def limited(self: Doubts, estimate: Estimate, *, is_replayed: bool = True) -> MarginParts:
+        found = own(self, estimate, is_replayed=is_replayed)
         return found if estimate.figures.encode_batch <= reach else replace(
             found, factor=math.inf, timing=math.inf)
 
@@ -121,6 +121,43 @@ def test_a_margin_beyond_the_profile_leaves_smaller_schedules(
     found, search = planned(problem, longer=longer, grid=static)
     assert found.is_safe and 1 < found.schedule.estimate.figures.encode_batch <= reach
     assert search.calls > 2, "larger ones were found first"
+
+
+def test_a_margin_that_is_too_much_before_a_replay_asks_for_none(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay costs more than all else, and only adds to the margin."""
+    own, asked = Doubts.margin, []
+
+    def counted(self: Doubts, estimate: Estimate, *, is_replayed: bool = True) -> MarginParts:
+        if is_replayed:
+            asked.append(estimate.figures.latency_s)
+        return own(self, estimate, is_replayed=is_replayed)
+
+    monkeypatch.setattr(Doubts, "margin", counted)
+    problem = observed(toy_problem(latency_s=BOUND_S), 200)
+    found, search = planned(problem, longer=False)
+    before = [doubts_of(problem).margin(found.free.estimate, is_replayed=False).factor,
+              doubts_of(problem).margin(found.free.estimate).factor]
+    assert before[0] == before[1] > 1, "nothing is replayed here"
+    assert found.is_safe and found.schedule.estimate.figures.latency_s in asked
+    assert 0 < len(asked) - 1 < search.calls and BOUND_S not in asked[:-1]
+
+
+def test_what_is_no_better_than_what_is_had_is_left() -> None:
+    problem = observed(toy_problem(latency_s=BOUND_S), 200)
+    search = GridSearch()
+
+    def within(bound_s: float) -> Schedule:
+        return search(replace(problem, constraint=problem.constraint.with_latency(limit_s=bound_s)))
+
+    found = plan_within(doubts_of(problem), within)
+    calls = search.calls
+    with pytest.raises(BeatenError):
+        plan_within(doubts_of(problem), within, floor_qps=found.free.figures.throughput_qps)
+    assert search.calls == calls + 1, "its best without a margin is no better"
+    again = plan_within(doubts_of(problem), within,
+                        floor_qps=found.schedule.figures.throughput_qps / 2)
+    assert again.schedule.estimate == found.schedule.estimate
 
 
 def test_no_safe_schedule_found_is_said() -> None:
