@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from xgpt.core.errors import XgptError
-from xgpt.core.lifeline import all_imported
+from xgpt.core.lifeline import all_imported, end_unmet, name_of_rank
 from xgpt.core.spool import Spool
 from xgpt.core.troubles import in_words
 from xgpt.core.visible import visible
@@ -65,10 +65,11 @@ def leave(code: int) -> NoReturn:
 
 def _end(error: XgptError, world: World | None) -> int:
     """Says why this rank cannot go on, and ends them all."""
-    where = "" if world is None else f"rank {world.comm.rank}: "
+    where = f"{name_of_rank()}: " if world is None else f"rank {world.comm.rank}: "
     print(visible(f"xgpt: {where}{error}"), file=sys.stderr, flush=True)
     if world is not None:
         world.abort(error.exit_code)
+    end_unmet()
     return error.exit_code
 
 

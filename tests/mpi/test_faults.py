@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -415,3 +417,39 @@ def test_a_rank_that_the_system_kills_for_its_memory_is_told(group: Path, tmp_pa
     error = json.loads(done.stdout)["error"]
     assert "Signal 9 ended a rank" in error and "when memory runs out" in error
     assert done.stderr.count("the ranks start again") == 1
+
+
+# A rank that is gone before it has met the others, as the interpreter starts or imports.
+_GONE_AT_ITS_START = """
+import os, sys
+if "xrunner.worker" in sys.orig_argv and os.environ.get("PMI_RANK") == "1":
+    how = os.environ["HOW"]
+    if how == "is killed":
+        os.kill(os.getpid(), 9)
+    elif how == "exits":
+        os._exit(1)
+    else:
+        sys.modules["torch"] = None
+"""
+_SAID = {"lacks a library": "rank 1 on {host} cannot start: ModuleNotFoundError: import of torch",
+         "exits": r"rank 1 .*on {host}\)? ended before it had met the others",
+         "is killed": "Signal 9 ended a rank"}
+
+
+@pytest.mark.parametrize("how", ["lacks a library", *(
+    pytest.param(how, marks=pytest.mark.slow) for how in ("exits", "is killed"))])
+def test_a_rank_that_is_gone_before_the_others_meet_it_is_named(how: str, tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "gone" / "sitecustomize.py").write_text(_GONE_AT_ITS_START)
+    path = os.pathsep.join([str(tmp_path / "gone"), os.environ.get("PYTHONPATH", "")])
+    job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=20, run=", restarts: 0",
+                 environ={"PYTHONPATH": path, "HOW": how}).write()
+    process = job.start()
+    own = wait(lambda: process.poll() is not None or (
+        found := below(process.pid))["mpiexec"] and found, "mpiexec starts")
+    began_s = time.monotonic()
+    facts = end(process, {} if own is True else own)
+    assert time.monotonic() - began_s < 2 * TOGETHER_S, "10 s on a machine without other work"
+    assert facts["code"] == 1
+    assert re.search(_SAID[how].format(host=socket.gethostname()), facts["error"]), facts
+    assert "BAD TERMINATION" not in facts["told"], facts

@@ -9,14 +9,21 @@ import ctypes
 import gc
 import os
 import signal
+import socket
 import stat
 import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from types import TracebackType
+
+from xgpt.core.visible import visible
 
 _NAME = "XGPT_LIFELINE"  # descriptor:inode, in a rank's environment
 _PR_SET_PDEATHSIG = 1
+_MPI = "mpi4py.MPI"  # whose import is the meeting
+# how a rank is told which it is: by MPICH and Intel MPI, Open MPI, Slurm
+_RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 EXIT_ORPHANED = 86  # of a rank whose launcher is gone
 
 
@@ -47,7 +54,39 @@ def begin_rank() -> None:
     """For a rank, before anything else: what follows is imports. Among thousands of modules that
     stay the collector finds nothing, in a fifth of the time that importing torch takes."""
     end_with_launcher()
+    sys.excepthook = _end_unmet
     gc.disable()
+
+
+def _end_unmet(kind: type[BaseException], error: BaseException,
+               trace: TracebackType | None) -> None:
+    """What a rank says that fails before it has met the others. MPICH's mpiexec does not hear of
+    its end then, and the others would wait for it."""
+    # once all is imported (all_imported) the others may be a fault of ours
+    told = ImportError if gc.isenabled() else (ImportError, OSError, MemoryError)
+    if not isinstance(error, told):
+        sys.__excepthook__(kind, error, trace)
+    else:
+        text = f"{name_of_rank()} cannot start: {kind.__name__}: {error}"
+        print(visible(f"xgpt: {text}"), file=sys.stderr, flush=True)
+    end_unmet()
+
+
+def name_of_rank() -> str:
+    """Before the ranks have met: as who started this one told it."""
+    number = next((os.environ[name] for name in _RANKS if name in os.environ), None)
+    return f"{'the rank' if number is None else f'rank {number}'} on {socket.gethostname()}"
+
+
+def end_unmet() -> None:
+    """Ends this rank by a signal, of which mpiexec hears, if it is one of several that have not
+    met."""
+    is_of_several = "mpi4py" in sys.modules and any(name in os.environ for name in _RANKS)
+    if is_of_several and _MPI not in sys.modules:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def all_imported() -> None:

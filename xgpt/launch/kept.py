@@ -78,5 +78,5 @@ class KeptRanks:
             program = RankProgram(module=PROGRAM, argument=Path(str(descriptor)), count=ranks.count)
             alone = [sys.executable, "-m", PROGRAM, str(descriptor)]
             started = start(alone if ranks.count == 1 else local_mpi_command(program),
-                            inherited=(descriptor,))
+                            inherited=(descriptor,), count=0 if ranks.count == 1 else ranks.count)
         self._started, self._held = started._replace(line=self._line), ranks.holds

@@ -30,7 +30,8 @@ class LocalLauncher:
         if ranks.count > 1:
             remove_leftovers()
         started = None if ranks.standby is None else ranks.standby.serves(ranks)
-        watch_to_end(started or start(self.command(ranks), inherited=ranks.inherited),
+        watch_to_end(started or start(self.command(ranks), inherited=ranks.inherited,
+                                      count=ranks.count if ranks.count > 1 else 0),
                      watch=watch, ask_to_stop=ask_to_stop)
 
 

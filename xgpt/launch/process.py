@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from types import FrameType
 from typing import IO, NamedTuple
 
@@ -19,6 +19,7 @@ from xgpt.core.errors import StoppedEarly, XgptError
 from xgpt.core.lifeline import Lifeline
 from xgpt.core.troubles import is_of_memory
 from xgpt.launch.environment import environment_of_ranks
+from xgpt.launch.first_end import FirstEnd
 
 _POLL_S = 0.1
 _GRACE_S = 20.0  # between asking a run to stop and ending it
@@ -27,18 +28,26 @@ _END_S = 5.0  # between telling ranks to end and killing them
 TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 
 
+# MPICH's of a rank's end: the process it names may be any that it ended itself.
+_BANNER = re.compile(r"^=+\n=   BAD TERMINATION.*\n=   PID \d+ RUNNING AT (\S+)\n(?:=.*\n)*"
+                     r"YOUR APPLICATION TERMINATED WITH THE EXIT STRING: (.*)\n?"
+                     r"(?:(?:This typically refers|Please see the FAQ).*\n?)*", re.M)
+
+
 class Started(NamedTuple):
     """A command at work, and what it and its children print. `line`: over which a byte comes when
-    ranks that stay for another run are done with one. `lifeline`: closed, it ends the ranks."""
+    ranks that stay for another run are done with one. `lifeline`: closed, it ends the ranks.
+    `num_ranks`: that mpiexec starts on this machine, where that is known."""
 
     process: subprocess.Popen[bytes]
     messages: IO[bytes]
     line: socket.socket | None = None
     lifeline: Lifeline | None = None
+    num_ranks: int = 0
 
 
 def start(command: Sequence[str], *, stdin: int = subprocess.DEVNULL,
-          inherited: tuple[int, ...] = ()) -> Started:
+          inherited: tuple[int, ...] = (), count: int = 0) -> Started:
     """Starts the command of ranks."""
     messages = tempfile.TemporaryFile()  # noqa: SIM115 (closed by who waits for the end)
     # a session of its own: the terminal's Ctrl-C must reach us, not kill the ranks mid-line
@@ -47,7 +56,7 @@ def start(command: Sequence[str], *, stdin: int = subprocess.DEVNULL,
                                stdin=stdin, env={**environment_of_ranks(), **lifeline.name},
                                start_new_session=True, pass_fds=(*inherited, lifeline.end))
     lifeline.is_handed_on()
-    return Started(process, messages, lifeline=lifeline)
+    return Started(process, messages, lifeline=lifeline, num_ranks=count)
 
 
 def run_watched(command: Sequence[str], *, watch: Callable[[], None],
@@ -61,16 +70,18 @@ def watch_to_end(started: Started, *, watch: Callable[[], None],
                  ask_to_stop: Callable[[], None] | None) -> None:
     """Returns when the ranks have ended, as a Launcher promises; or when those that stay for
     another run are done with this one."""
-    process, messages, line, lifeline = started
-    is_done = False
+    process, messages, line, lifeline, num_ranks = started
+    is_done, gone = False, None
     with ExitStack() as stack:
         stack.enter_context(messages)
         stopper = _Stopper(process, ask_to_stop)
+        end = stack.enter_context(closing(FirstEnd(process.pid, num_ranks)))
         try:
             with stopper, _ended(process, line) as wait:
-                while process.poll() is None and not is_done:
+                while process.poll() is None and not is_done and gone is None:
                     watch()
                     stopper.check()
+                    gone = end.look()
                     wait(_POLL_S)
                     is_done = line is not None and _has_word(line)
             watch()
@@ -80,14 +91,15 @@ def watch_to_end(started: Started, *, watch: Callable[[], None],
                 if lifeline is not None:  # those whose own launcher was killed know of nobody's end
                     lifeline.close()
         if is_done:
+            end.close()
             stack.pop_all()  # the next run's messages go there too
             return
         if stopper.was_asked and ask_to_stop is None:
             raise StoppedEarly("interrupted; nothing was kept of this step")
-        if process.returncode != 0 and not stopper.was_asked:
+        if (process.returncode != 0 or gone is not None) and not stopper.was_asked:
             messages.seek(0)
             text = messages.read().decode(errors="replace").strip()
-            raise RanksFailed(process.returncode, _tail(text))
+            raise RanksFailed(process.returncode, _tail(text), first=end.first, gone=gone)
 
 
 def _has_word(line: socket.socket) -> bool:
@@ -119,7 +131,12 @@ class RanksFailed(XgptError):
     """The ranks ended by themselves, or something ended them. `is_told`: they said why, and it
     would be so again."""
 
-    def __init__(self, code: int, printed: str) -> None:
+    def __init__(self, code: int, printed: str, *, first: str | None = None,
+                 gone: str | None = None) -> None:
+        """`printed`: by the ranks and what started them. `first`: the rank that ended first.
+        `gone`: one that the others waited for in vain."""
+        banner = "" if first is not None or "xgpt: " in printed else r"A rank on \1 ended: \2"
+        printed = _BANNER.sub(banner, printed).strip()
         told = re.findall(r"^xgpt: (.*(?:\n(?!xgpt: |Abort\().*)*)", printed, re.M)
         self.is_told = bool(told) or is_of_memory(printed)
         if told:
@@ -130,11 +147,17 @@ class RanksFailed(XgptError):
             super().__init__(f"memory ran out in a rank ({said}): look at `ulimit -v` and the "
                              "container's limit, or use fewer ranks or queries at a time")
             return
+        said = f":\n{printed}" if printed else ""
+        if gone is not None:
+            super().__init__(f"{gone} ended before it had met the others, which waited for it: "
+                             f"they were ended{said}")
+            return
         # a launcher of ranks tells a signal as a shell does, as itself, or in words alone
         is_killed = code in (-signal.SIGKILL, signal.SIGKILL, 128 + signal.SIGKILL)
         why = ("\nSignal 9 ended a rank from outside: often the system does, when memory runs out "
                "(`dmesg` tells)" if is_killed else "")
-        super().__init__(f"the ranks failed (exit code {code}):\n{printed}{why}")
+        who = "" if first is None else f"; {first} was the first to end"
+        super().__init__(f"the ranks failed (exit code {code}){who}{said}{why}")
 
 
 def to_be_heard() -> list[signal.Signals]:

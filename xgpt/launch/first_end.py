@@ -1,0 +1,132 @@
+"""Which rank on this machine ended first. Whoever reads that the ranks failed wants to know it, and
+mpiexec's own message names any of those that it ended itself. And of a rank that is gone before it
+has met the others (it lacks a library, or was ended as it began) MPICH's mpiexec says nothing at
+all: the others wait for it for ever."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+_LOOKS_TO_FIND = 10  # after the first ranks are there
+_LOOKS_TO_MEET = 5  # between two questions whether a rank meets the others
+_LOOKS_GONE = 50  # a tenth of a second each: who was killed and the launcher's end take less
+# how mpiexec tells a process which rank it is: MPICH and Intel MPI, Open MPI
+_NAMES = (b"PMI_RANK=", b"OMPI_COMM_WORLD_RANK=")
+_LIBRARY = "/libmpi"  # whose initialisation is the meeting
+
+
+class _Rank(NamedTuple):
+    number: int
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.number} (process {self.pid} on {socket.gethostname()})"
+
+
+class FirstEnd:
+    """Looks at the processes below the one that starts ranks. Where the system cannot tell it finds
+    none, and says nothing. `count`: of ranks that there should be, 0 where that is not known;
+    `first`: who ended first, in words."""
+
+    def __init__(self, pid: int, count: int = 0) -> None:
+        self._pid, self._count, self._looks = pid, count, 0
+        self._found: dict[int, _Rank] = {}  # by the descriptors that tell of their end
+        self._ended: list[_Rank] = []
+        self._unmet = set[_Rank]()
+        self._looks_found: int | None = None
+        self._looks_gone = 0
+        # NOTE: its events come in the order in which they happened; those of poll and select do not
+        self._ends = select.epoll() if hasattr(select, "epoll") else None
+
+    def close(self) -> None:
+        for file in self._found:
+            os.close(file)
+        self._found.clear()
+        if self._ends is not None:
+            self._ends.close()
+            self._ends = None
+
+    @property
+    def first(self) -> str | None:
+        self._hear()
+        return str(self._ended[0]) if self._ended else None
+
+    def look(self) -> str | None:
+        """Called ten times a second. The rank that the others wait for in vain, in words."""
+        if self._ends is None:
+            return None
+        self._looks += 1
+        if self._looks_found is None or self._looks < self._looks_found + _LOOKS_TO_FIND:
+            self._find()
+        if self._unmet and self._looks % _LOOKS_TO_MEET == 0:
+            self._unmet -= {rank for rank in self._unmet if _has_met(rank.pid)}
+        self._hear()
+        gone = self._gone()
+        are_waiting = bool(gone) and len(self._ended) < len(self._found)
+        self._looks_gone = self._looks_gone + 1 if are_waiting else 0
+        return gone[0] if self._looks_gone > _LOOKS_GONE else None
+
+    def _gone(self) -> list[str]:
+        """Those that have not met the others; some were gone before they were found."""
+        never = set(range(self._count)) - {rank.number for rank in self._found.values()}
+        return [f"rank {number} on {socket.gethostname()}" for number in sorted(never)] + [
+            str(rank) for rank in self._ended if rank in self._unmet]
+
+    def _find(self) -> None:
+        assert self._ends is not None
+        known = {rank.pid for rank in self._found.values()}
+        for number, pid in _ranks_below(self._pid):
+            if pid in known:
+                continue
+            try:
+                file = os.pidfd_open(pid)
+            except (AttributeError, OSError):
+                continue
+            self._ends.register(file, select.EPOLLIN)
+            self._found[file] = _Rank(number, pid)
+            self._unmet.add(self._found[file])
+            if self._looks_found is None:
+                self._looks_found = self._looks
+
+    def _hear(self) -> None:
+        if self._ends is None:
+            return
+        for file, _ in self._ends.poll(0):
+            self._ends.unregister(file)
+            self._ended.append(self._found[file])
+
+
+def _ranks_below(pid: int) -> Iterator[tuple[int, int]]:
+    """(rank, process) of each; what a rank started itself is none."""
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        children: list[str] = []
+        with suppress(OSError):
+            children = path.read_text().split()
+        for child in map(int, children):
+            number = _rank_of(child)
+            if number is None:
+                yield from _ranks_below(child)
+            else:
+                yield number, child
+
+
+def _rank_of(pid: int) -> int | None:
+    with suppress(OSError, ValueError):
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if entry.startswith(_NAMES):
+                return int(entry.partition(b"=")[2])
+    return None
+
+
+def _has_met(pid: int) -> bool:
+    """Whether the process has its MPI library, and so is known to mpiexec."""
+    try:
+        return _LIBRARY in Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    except OSError:
+        return False
