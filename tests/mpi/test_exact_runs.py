@@ -26,9 +26,10 @@ LAYOUTS = ((1,), (2,), (1, 1), (2, 1), (1, 2), (2, 2), (1, 1, 1), (2, 1, 1), (1,
            (1, 1, 1, 1))
 QUERIES = 9
 # each family on four ranks and on some of the others, all layouts together
-RRA_CASES = [(family, layout, 1 + (place + i) % 4, (4, 1, 9)[i % 3], (3, 1, 5, 30)[(place + i) % 4])
+RRA_CASES = [(family, layout, 1 + (place + i // 4) % 4, (4, 1, 9)[i % 3],
+              (3, 1, 5, 30)[(place + i // 4) % 4])
              for place, family in enumerate(FAMILIES)
-             for i, layout in enumerate(LAYOUTS) if (i + place) % 3 == 0]
+             for i, layout in enumerate(LAYOUTS) if (i + place) % 4 == 0]
 GLOO_CASES = [("llama", (2,), 2, 4, 3), ("t5", (1, 2), 2, 4, 3), ("opt", (2, 1), 1, 9, 5)]
 # encoded in chunks beside decoding
 CHUNK_CASES = [("llama", (1, 1), 2, 4, 6), ("opt", (2,), 1, 5, 4)]

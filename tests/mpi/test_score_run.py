@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,8 @@ pytestmark = pytest.mark.mpi
 COUNT = 200
 
 
-def test_continuations_are_as_likely_as_transformers_finds_them(tmp_path: Path) -> None:
+def test_continuations_are_as_likely_as_transformers_finds_them(
+        tmp_path: Path, profiled: Callable[..., dict[str, str]]) -> None:
     folder = tmp_path / "model"
     model = toys.make_model("llama", folder)
     texts = [[*query.input_ids, 7, 11, 3] for query in toys.random_queries(COUNT, seed=3)]
@@ -31,7 +33,7 @@ def test_continuations_are_as_likely_as_transformers_finds_them(tmp_path: Path) 
     text = job.read_text().replace("  output_tokens: {mean: 15, std: 8, max: 40}\n", "")
     job.write_text(text)
     done = subprocess.run([*XGPT, "score", str(job), "--json"], capture_output=True, text=True,
-                          timeout=400, check=False)
+                          timeout=280, check=False, env=profiled("llama", 2))
     assert done.returncode == 0, done.stderr
     metrics = json.loads(done.stdout)
     assert metrics["status"] == "done" and metrics["ranks"] == 2

@@ -79,9 +79,9 @@ def run(answered: Answered, family: str, made: Made, policy: str, degrees: Seque
 
 
 def in_turns(families: Sequence[str], cases: list[tuple[str, tuple[int, ...], int]]) -> list[Any]:
-    """Each family with all of the cases: with every third one always."""
+    """Each family with all of the cases: with every fourth one always."""
     return some([(family, *case) for family in families for case in cases],
-                lambda case: (families.index(case[0]) + cases.index(case[1:])) % 3 == 0)
+                lambda case: (families.index(case[0]) + cases.index(case[1:])) % 4 == 0)
 
 
 @pytest.mark.parametrize(("family", "policy", "degrees", "groups"), in_turns(
