@@ -31,7 +31,8 @@ class _OfVllm(Measuring):
         request = self.request
         needs, drawn = Needs(**request.needs), request.metadata["sampling"] == "drawn"
         settings = settings_of(request, needs)
-        core, started_s = EngineCore(settings), time.monotonic()
+        started_s = time.monotonic()
+        core = EngineCore(settings)
         sampling = DRAWN if drawn else GREEDY
         self.begin_s += time.monotonic() - started_s  # to load it is not to measure
         return VllmBench(core, model_from_dict(request.model).num_layers, sampling)
