@@ -4,7 +4,6 @@ import io
 import sys
 import traceback
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import click
@@ -18,9 +17,12 @@ from xgpt.core.errors import (
     InputError,
     XgptError,
     nearest,
+    shorten,
 )
 from xgpt.core.plugins import load_row
 from xgpt.core.troubles import is_of_memory
+
+SHOWN_LENGTH = 500  # characters of a mistake's list or mapping that `--json` prints
 
 # name -> (module:attribute, one line for --help). A table, so that --help imports no command.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -119,8 +121,18 @@ def _tell(error: XgptError) -> None:
 def _details(error: XgptError) -> dict[str, Any]:
     details = dict(error.details)
     if isinstance(error, InputError):
-        details["mistakes"] = [asdict(mistake) for mistake in error.mistakes]
+        details["mistakes"] = [{"file": mistake.file, "line": mistake.line, "key": mistake.key,
+                                "value": _shown_value(mistake.value), "allowed": mistake.allowed}
+                               for mistake in error.mistakes]
     return details
+
+
+def _shown_value(value: object) -> object:
+    """As it was given; of a long or deep one the beginning, as text."""
+    if not isinstance(value, list | dict):
+        return value
+    text = shorten(value, limit=SHOWN_LENGTH)
+    return text if len(text) == SHOWN_LENGTH else value
 
 
 def _leave(message: str, exit_code: int, details: Mapping[str, Any] | None = None) -> None:

@@ -42,6 +42,22 @@ def test_every_mistake_is_an_entry(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert end(monkeypatch, capsys, "schedule", job)[1] == ""
 
 
+def test_a_deep_value_is_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                              capsys: pytest.CaptureFixture[str]) -> None:
+    model, job = tmp_path / "model", tmp_path / "job.yaml"
+    model.mkdir()
+    depth = 400  # of what is read at all, and more than copying it piece by piece would bear
+    (model / "config.json").write_text(
+        '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": %s}'
+        % ("[" * depth + "]" * depth))
+    job.write_text(JOB.replace("opt-13b", "model"))
+    code, out, _ = end(monkeypatch, capsys, "schedule", job, "--json")
+    found = json.loads(out)
+    values = [mistake["value"] for mistake in found["mistakes"]]
+    assert code == found["exit_code"] == 2 and any(
+        str(value).startswith("[[[") and str(value).endswith("...") for value in values), values
+
+
 def test_what_click_refuses_is_an_object_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                                              capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["schedule", "--json"], ["schedul", "--json"],
