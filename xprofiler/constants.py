@@ -77,6 +77,7 @@ class RooflineConstants:
 # What tells the kinds of link apart: NVLink 1 had 80 GB/s a direction; NCCL's cost model gives
 # NVLink 3.4, PCIe 5.7 and networks 14 us.
 FAST_LINK_BYTES_PER_S = 80e9
+BRIDGE_BYTES_PER_S, BRIDGE_LATENCY_S = 40e9, 4e-6  # or both: NVLink bridges of four lanes (A40)
 NETWORK_LATENCY_S = 10e-6
 
 # NVLink: fit to aiconfigurator's NCCL 2.27 table (A100, degrees 2, 4, 8, 512 B to 512 MiB).

@@ -1,18 +1,29 @@
 """Analytic times of collectives and messages, by the kind of link they go over."""
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import ArrayLike
 
 from xgpt.core.cluster import Link
 from xgpt.core.lengths import FloatArray
-from xprofiler.constants import FAST_LINK_BYTES_PER_S, NETWORK_LATENCY_S, LinkConstants, PerDegree
+from xprofiler.constants import (
+    BRIDGE_BYTES_PER_S,
+    BRIDGE_LATENCY_S,
+    FAST_LINK_BYTES_PER_S,
+    NETWORK_LATENCY_S,
+    LinkConstants,
+    PerDegree,
+)
 from xprofiler.kernels import Kernels
 
 
 def link_kind(link: Link) -> str:
     """Name of the RooflineConstants field that speaks of this link, by what a Link says of
     itself."""
-    if link.bandwidth_bytes_per_s >= FAST_LINK_BYTES_PER_S:
+    is_bridge = (link.bandwidth_bytes_per_s >= BRIDGE_BYTES_PER_S
+                 and link.latency_s <= BRIDGE_LATENCY_S)
+    if is_bridge or link.bandwidth_bytes_per_s >= FAST_LINK_BYTES_PER_S:
         return "nvlink"
     if link.latency_s >= NETWORK_LATENCY_S:
         return "network"
@@ -27,10 +38,16 @@ class LinkTimes:
 
     def collective_s(self, num_bytes: ArrayLike, tp_degree: int, link: Link) -> FloatArray:
         """All-reduce between ranks that start together, what nccl-tests measures: a ring moves
-        2 (t - 1) / t of the bytes; the quicker of two protocols, each latency plus bytes."""
+        2 (t - 1) / t of the bytes; the quicker of two protocols, each latency plus bytes. Over
+        nodes it is one inside each, and one between them, to which every device of a node brings
+        its part of the bytes at once."""
         volume = np.asarray(num_bytes, float)
         if tp_degree == 1:
             return np.zeros_like(volume)
+        if link.inside is not None:
+            assert tp_degree % link.per_node == 0, f"{tp_degree = } {link = }"
+            return (self.collective_s(volume, link.per_node, link.inside) + self.collective_s(
+                volume, tp_degree // link.per_node, replace(link, inside=None, per_node=1)))
         c = self._of(link)
         rate = link.bandwidth_bytes_per_s * _at_degree(c.all_reduce_shares, tp_degree)
         moved = 2 * (tp_degree - 1) / tp_degree * volume

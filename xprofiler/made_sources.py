@@ -67,7 +67,7 @@ class Remembered:
     def message_s(self, kind: MessageKind, num_bytes: ArrayLike, link: Link, *,
                   tp_degree: int = 1) -> FloatArray:
         """See TimingSource."""
-        return self._once((kind, tp_degree, link.name), lambda: self._source.message_s(
+        return self._once((kind, tp_degree, link), lambda: self._source.message_s(
             kind, num_bytes, link, tp_degree=tp_degree), num_bytes)
 
     def _once(self, what: Hashable, ask: Callable[[], FloatArray], *sizes: ArrayLike) -> FloatArray:

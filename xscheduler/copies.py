@@ -39,7 +39,7 @@ def _parts(cluster: Cluster) -> Iterator[tuple[int, Cluster]]:
         yield cluster.num_nodes // nodes, cluster.with_nodes(num_nodes=nodes)
     for devices in range(cluster.devices_per_node - 1, 0, -1):
         yield (cluster.num_nodes * (cluster.devices_per_node // devices),
-               cluster.with_nodes(num_nodes=1, devices_per_node=devices))
+               cluster.equal_part(devices))
 
 
 def most_copies(cluster: Cluster, devices: int) -> int:
@@ -78,7 +78,8 @@ def problem_for(problem: Problem, estimate: Estimate) -> Problem:
         return problem
     cluster = problem.cluster
     nodes = -(-devices // cluster.devices_per_node)
-    part = cluster.with_nodes(num_nodes=nodes, devices_per_node=devices // nodes)
+    part = cluster.equal_part(devices) if devices < cluster.devices_per_node else (
+        cluster.with_nodes(num_nodes=nodes, devices_per_node=devices // nodes))
     return problem_of_copy(problem, Slicing(copies, part))
 
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from xgpt.core.cluster import Cluster
 from xgpt.core.controls import ContinuousControls, RraControls, max_in_system
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
@@ -39,7 +40,7 @@ def explain_choice(schedule: Schedule, problem: Problem, timing: TimingSource | 
     it is told by what is left of each limit. latency_limit_s: what the latency is held to, where a
     margin makes that less than the bound."""
     limit_s = schedule.bound.limit_s if latency_limit_s is None else latency_limit_s
-    return (_why_policy(schedule, problem), _why_variables(schedule),
+    return (_why_policy(schedule, problem), _why_variables(schedule) + _numbering(problem.cluster),
             f"{_what_binds(schedule, problem, timing, limit_s)}{_cost_of_bound(schedule)}.")
 
 
@@ -115,6 +116,16 @@ def _why_variables(schedule: Schedule) -> str:
     else:
         work = f"{queries} encoded at a time, which keeps {decoding}"
     return f"{work}; {_groups(schedule.deployment.decoding)}; {_tensor_plan(schedule)}."
+
+
+def _numbering(cluster: Cluster) -> str:
+    """Which devices the ranks are on, where links make that matter."""
+    if not cluster.islands:
+        return ""
+    joined = _and(list(dict.fromkeys(island.link.name for island in cluster.islands)))
+    numbers = ", ".join(map(str, cluster.only.numbers))
+    order = f": ranks take a node's devices in the order {numbers}" if numbers else ""
+    return f" Groups and stages are on the devices that {joined} joins where they can{order}."
 
 
 def _groups(decoding: Pool) -> str:

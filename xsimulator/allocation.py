@@ -34,13 +34,21 @@ def refuse_plan(model: ModelSpec, cluster: Cluster, tp_degree: int, tp_gpus: int
     if tp_degree > 1 and (reason := refuse_tp_degree(model, tp_degree)) is not None:
         return reason
     for first in range(0, tp_gpus, tp_degree):
-        if cluster.node_of(first) != cluster.node_of(first + tp_degree - 1):
-            return (f"a group of {tp_degree} would span nodes of "
-                    f"{cluster.devices_per_node} devices")
+        if not lies_well(cluster, range(first, first + tp_degree)):
+            return (f"a group of {tp_degree} would span parts of nodes of "
+                    f"{cluster.devices_per_node} devices: it lies within a node, or on whole ones")
     stages = devices - tp_gpus + tp_gpus // tp_degree
     if stages > model.num_layers:
         return f"{stages} stages for {model.num_layers} layers: more stages than layers"
     return None
+
+
+def lies_well(cluster: Cluster, group: Sequence[int]) -> bool:
+    """Whether consecutive ranks may form a tensor-parallel group: within a node, or on whole
+    nodes, as many on each."""
+    is_split = cluster.node_of(group[0]) != cluster.node_of(group[-1])
+    return not is_split or (group[0] % cluster.devices_per_node == 0
+                            and len(group) % cluster.devices_per_node == 0)
 
 
 def stage_ranks(num_devices: int, tp_degree: int, tp_gpus: int) -> list[tuple[int, ...]]:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core import catalog
+from xgpt.core.cluster import Link
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec
@@ -108,7 +109,8 @@ class Shape(NamedTuple):
     output_tokens: int
 
 
-def static_batch_s(source: TimingSource, model: ModelSpec, link: str, shape: Shape) -> float:
+def static_batch_s(source: TimingSource, model: ModelSpec, link: str | Link,
+                   shape: Shape) -> float:
     """One batch without early termination: encode, then output_tokens - 1 decode iterations."""
     degree, batch, inputs, outputs = shape
     encode_s, decode_s = _parts(source, model, link, degree)
@@ -133,7 +135,7 @@ def of_fastertransformer(folder: Path,
         used = [row for row in own if row["oom"] == "0" and row["pp"] == "1"]
         source = Roofline(model, catalog.device("A100-80"), "float16", constants,
                           engine="fastertransformer")
-        found = [static_batch_s(source, model, "nvlink3", Shape(
+        found = [static_batch_s(source, model, superpod_link(int(row["tp"])), Shape(
             int(row["tp"]), int(row["batch_size"]), int(row["input_len"]),
             int(row["output_len"]))) for row in used]
         yield Compared(
@@ -141,6 +143,14 @@ def of_fastertransformer(folder: Path,
             operator="static batch", predicted_s=np.array(found),
             measured_s=np.array([float(row["latency_ms"]) * 1e-3 for row in used]),
             left_out=len(own) - len(used), why="out of memory, or several stages")
+
+
+def superpod_link(tp_degree: int) -> Link:
+    """What joins a group of its machines: nodes of eight A100, as FasterTransformer's guide and the
+    paper have them."""
+    cluster = catalog.cluster("a100-16")
+    nodes = -(-tp_degree // cluster.devices_per_node)
+    return cluster.with_nodes(num_nodes=nodes).link_of(range(tp_degree))
 
 
 def of_splitwise(folder: Path,
@@ -304,9 +314,9 @@ class _StepsOf(NamedTuple):
     decode_s: Callable[[int, FloatArray], FloatArray]
 
 
-def _parts(source: TimingSource, model: ModelSpec, link: str, degree: int) -> _StepsOf:
+def _parts(source: TimingSource, model: ModelSpec, link: str | Link, degree: int) -> _StepsOf:
     """A whole model as one stage; each step ends with the head and the host's cost."""
-    joined = catalog.link(link)
+    joined = catalog.link(link) if isinstance(link, str) else link
 
     def layers_s(rows: float, attention_s: FloatArray) -> FloatArray:
         reduce_s = source.message_s(MessageKind.ALL_REDUCE, rows * model.hidden_size * 2, joined,

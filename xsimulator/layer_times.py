@@ -24,12 +24,14 @@ TOGETHER = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class LayerTimes:
-    """One layer's seconds by the degree of the tensor-parallel group that holds it. Groups lie
-    within a node, joined by `link`. `inputs`: the lengths of the queries' inputs."""
+    """One layer's seconds by the degree of the tensor-parallel group that holds it, and, where it
+    sums over the group, by the link that the sums go over (None: that of the node). `inputs`: the
+    lengths of the queries' inputs."""
 
     def __init__(self, model: ModelSpec, timing: TimingSource, link: Link, dtype: str,
                  inputs: Lengths, head_rows: float = 1.0) -> None:
-        """`head_rows`: rows of each input that go through the last layer's end and the head."""
+        """`link`: of the node; `head_rows`: rows of each input that go through the last layer's
+        end and the head."""
         self.model, self.timing, self.head_rows = model, timing, head_rows
         self.row_bytes = model.hidden_size * DTYPE_BYTES[dtype]
         self._link, self._inputs, self._mean_input = link, inputs, inputs.mean
@@ -47,11 +49,12 @@ class LayerTimes:
         model = self.model
         return 1 - input_projection_params(model) / active_layer_params(model)
 
-    def encode_rest_s(self, tokens: ArrayLike, degree: int) -> FloatArray:
+    def encode_rest_s(self, tokens: ArrayLike, degree: int,
+                      link: Link | None = None) -> FloatArray:
         """The part of a layer's encoding that depends on the number of tokens alone; of an encoder
         layer where the model has them, else of a decoder layer."""
         operator = Operator.ENCODER_REST if self.model.is_encoder_decoder else Operator.LAYER_REST
-        return self._rest_s(operator, tokens, degree, ALL_REDUCES_PER_LAYER)
+        return self._rest_s(operator, tokens, degree, ALL_REDUCES_PER_LAYER, link)
 
     def encode_attention_s(self, lengths: ArrayLike, together: ArrayLike,
                            degree: int) -> FloatArray:
@@ -73,13 +76,13 @@ class LayerTimes:
         """One decoder layer's projection of the encoder's output to keys and values."""
         return self.timing.operator_s(Operator.CROSS_KV, tokens, tp_degree=degree)
 
-    def decode_rest_s(self, rows: ArrayLike, degree: int) -> FloatArray:
+    def decode_rest_s(self, rows: ArrayLike, degree: int, link: Link | None = None) -> FloatArray:
         """The part of a layer's decode iteration that depends on the number of rows alone."""
         if not self.model.is_encoder_decoder:
-            return self._rest_s(Operator.LAYER_REST, rows, degree, ALL_REDUCES_PER_LAYER)
+            return self._rest_s(Operator.LAYER_REST, rows, degree, ALL_REDUCES_PER_LAYER, link)
         cross_s = self.timing.operator_s(Operator.CROSS_ATTENTION, rows, self._mean_input,
                                          tp_degree=degree)
-        rest_s = self._rest_s(Operator.LAYER_REST, rows, degree, ALL_REDUCES_PER_LAYER + 1)
+        rest_s = self._rest_s(Operator.LAYER_REST, rows, degree, ALL_REDUCES_PER_LAYER + 1, link)
         return rest_s + cross_s
 
     def decode_attention_s(self, queries: ArrayLike, context: ArrayLike, degree: int) -> FloatArray:
@@ -103,13 +106,13 @@ class LayerTimes:
             return False
         return True
 
-    def _rest_s(self, operator: Operator, rows: ArrayLike, degree: int,
-                all_reduces: int) -> FloatArray:
+    def _rest_s(self, operator: Operator, rows: ArrayLike, degree: int, all_reduces: int,
+                link: Link | None) -> FloatArray:
         """A layer without its attention, with its collectives."""
         rest_s = self.timing.operator_s(operator, rows, tp_degree=degree)
         if degree == 1:
             return rest_s
         rows = np.asarray(rows, float)
-        reduce_s = self.timing.message_s(MessageKind.ALL_REDUCE, rows * self.row_bytes, self._link,
-                                         tp_degree=degree)
+        reduce_s = self.timing.message_s(MessageKind.ALL_REDUCE, rows * self.row_bytes,
+                                         link or self._link, tp_degree=degree)
         return np.asarray(rest_s + all_reduces * np.where(rows > 0, reduce_s, 0.0))

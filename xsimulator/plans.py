@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from xgpt.core.cluster import Link
 from xgpt.core.errors import wrong
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
@@ -73,7 +74,7 @@ class PlanSource(Protocol):
 
 
 class _DegreeCost(NamedTuple):
-    """Reference costs of one degree: a stage's that has layers alone, and what the ends add."""
+    """Reference costs of a group: a stage's that has layers alone, and what the ends add."""
 
     middle: StageCost
     embed_s: float
@@ -125,14 +126,16 @@ class StagePlans:
                          times=StageTimes(self.layers, problem.cluster, stages))
 
     def _costs(self, ranks: Sequence[tuple[int, ...]], role: Role) -> list[StageCost]:
-        of_degree = {degree: self._cost(degree, role) for degree in {len(r) for r in ranks}}
-        costs = [of_degree[len(group)].middle for group in ranks]
-        first, last = of_degree[len(ranks[0])], of_degree[len(ranks[-1])]
+        cluster = self.problem.cluster
+        found = [self._cost(len(group), None if len(group) == 1 else cluster.link_of(group), role)
+                 for group in ranks]
+        costs = [cost.middle for cost in found]
+        first, last = found[0], found[-1]
         costs[0] = replace(costs[0], fixed_s=costs[0].fixed_s + first.embed_s)
         costs[-1] = replace(costs[-1], fixed_s=costs[-1].fixed_s + last.head_s)
         return costs
 
-    def _find_cost(self, degree: int, role: Role) -> _DegreeCost:
+    def _find_cost(self, degree: int, link: Link | None, role: Role) -> _DegreeCost:
         encodes, decodes = role != "decode", role != "encode"
         timing, layers, inputs = self.timing, self.layers, self.problem.lengths.inputs.mean
         # no more than was measured: what is refused would take for ever on every stage alike
@@ -143,10 +146,10 @@ class StagePlans:
         context = min(inputs + self._iterations / 2, decoding.y)
         # decode steps for each encode step
         rounds = self._iterations * REFERENCE_ENCODE_QUERIES / REFERENCE_DECODE_QUERIES
-        encode = float(layers.encode_rest_s(tokens, degree) + REFERENCE_ENCODE_QUERIES
+        encode = float(layers.encode_rest_s(tokens, degree, link) + REFERENCE_ENCODE_QUERIES
                        * layers.encode_attention_s(min(inputs, encoding.x),
                                                    REFERENCE_ENCODE_QUERIES, degree))
-        decode = rounds * float(layers.decode_rest_s(queries, degree)
+        decode = rounds * float(layers.decode_rest_s(queries, degree, link)
                                 + layers.decode_attention_s(queries, context, degree))
 
         def total(operator: Operator, rows: tuple[float, float]) -> float:

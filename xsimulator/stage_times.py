@@ -7,7 +7,7 @@ xsimulator.replay.step_clock). Arrays broadcast; the last axis of every result i
 
 The output of an encoder goes back through the head to every stage: one transfer each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -24,6 +24,7 @@ from xsimulator.layer_times import LayerTimes
 
 TOKEN_BYTES = 8  # a token id on its way back from the last stage to the first
 PerDegree = Mapping[int, FloatArray]  # tp_degree -> seconds
+_OfGroup = Callable[[ArrayLike, int, Link | None], FloatArray]  # sizes, degree, link of its sums
 
 
 class StageTimes:
@@ -39,6 +40,7 @@ class StageTimes:
         # [stages] 1 where a stage is of that degree
         self._stages_of_degree = {degree: np.array(
             [float(stage.tp_degree == degree) for stage in self.stages]) for degree in self.degrees}
+        self._groups = _Groups(cluster, self.stages)
         self.decoder_layers = np.array([stage.num_layers for stage in self.stages], float)
         # [stages] layers whose attention encoding runs through
         self.encode_layers = self.decoder_layers if not self.is_encoder_decoder else np.array(
@@ -86,12 +88,10 @@ class StageTimes:
         """[..., stages] of encoding `tokens`: all but attention, and what the inputs' last tokens
         alone go through."""
         if not self.is_encoder_decoder:
-            return self._with_ends(self.per_stage_s(
-                {d: self.layers.decode_rest_s(tokens, d) for d in self.degrees},
-                self._whole_layers), tokens)
-        work = self._with_ends(self.per_stage_s(
-            {d: self.layers.encode_rest_s(tokens, d) for d in self.degrees}, self.encode_layers),
-            tokens)
+            return self._with_ends(self._groups.seconds(
+                self.layers.decode_rest_s, tokens, self._whole_layers), tokens)
+        work = self._with_ends(self._groups.seconds(
+            self.layers.encode_rest_s, tokens, self.encode_layers), tokens)
         if not self.decoder_layers.any():
             return work  # a pool that encodes alone: its output is handed over
         work = work + self.cross_kv_s(tokens)
@@ -107,9 +107,8 @@ class StageTimes:
 
     def decode_rows_s(self, rows: ArrayLike) -> FloatArray:
         """[..., stages] of `rows` through the decoder's layers: all but attention and head."""
-        return self._with_ends(self.per_stage_s(
-            {d: self.layers.decode_rest_s(rows, d) for d in self.degrees}, self.decoder_layers),
-            rows)
+        return self._with_ends(self._groups.seconds(
+            self.layers.decode_rest_s, rows, self.decoder_layers), rows)
 
     def first_tokens_s(self, queries: ArrayLike) -> FloatArray:
         """The last stage's head, and the tokens' way back to the first."""
@@ -124,22 +123,13 @@ class StageTimes:
         queries = np.asarray(queries, float) * self.layers.head_rows
         if not self._narrowed:
             return self.first_tokens_s(queries)
-        rest_s = self.layers.decode_rest_s(queries, self.stages[-1].tp_degree)
+        rest_s = self.layers.decode_rest_s(queries, *self._groups.last)
         return self.first_tokens_s(queries) + self._narrowed * rest_s
 
     def per_stage_s(self, of_degree: PerDegree, layers: FloatArray) -> FloatArray:
         """[..., stages]: one layer's seconds per degree, times each stage's `layers`."""
-        total: FloatArray | None = None
-        for degree, is_own in self._stages_of_degree.items():
-            # what is refused is infinite, and none of the business of stages without a layer of it
-            own_layers = layers * is_own
-            with np.errstate(invalid="ignore"):
-                own = np.multiply.outer(of_degree[degree], own_layers)
-            if not own_layers.all():
-                own[..., own_layers == 0] = 0.0
-            total = own if total is None else np.add(total, own, out=total)
-        assert total is not None
-        return total
+        return _summed([(of_degree[degree], layers * is_own)
+                        for degree, is_own in self._stages_of_degree.items()])
 
     def _with_ends(self, work: FloatArray, rows: ArrayLike) -> FloatArray:
         """`work` of the layers with embedding, each stage's message to the next (the last sends
@@ -164,6 +154,37 @@ class StageTimes:
         return tuple(self._cluster.link_between(a, b) for a, b in ends)
 
 
+class _Groups:
+    """The tensor-parallel groups of stages, by degree and by the link that their sums go over:
+    those of one degree over different links take different times."""
+
+    def __init__(self, cluster: Cluster, stages: Sequence[StageAssignment]) -> None:
+        own = [(stage.tp_degree, None if stage.tp_degree == 1 else cluster.link_of(stage.ranks))
+               for stage in stages]
+        self._are_of = {group: np.array([float(group == each) for each in own])
+                        for group in dict.fromkeys(own)}
+        self.last = own[-1]
+
+    def seconds(self, of_group: _OfGroup, sizes: ArrayLike, layers: FloatArray) -> FloatArray:
+        """[..., stages]: one layer's seconds by group, times each stage's `layers`."""
+        return _summed([(of_group(sizes, degree, link), layers * is_own)
+                        for (degree, link), is_own in self._are_of.items()])
+
+
+def _summed(parts: Sequence[tuple[FloatArray, FloatArray]]) -> FloatArray:
+    """[..., stages] sum of the parts' products of a layer's seconds [...] and layers [stages]."""
+    total: FloatArray | None = None
+    for layer_s, layers in parts:
+        # what is refused is infinite, and none of the business of stages without a layer of it
+        with np.errstate(invalid="ignore"):
+            own = np.multiply.outer(layer_s, layers)
+        if not layers.all():
+            own[..., layers == 0] = 0.0
+        total = own if total is None else np.add(total, own, out=total)
+    assert total is not None
+    return total
+
+
 class HandoverCost:
     """Seconds from the encode pool's caches to the decode pool's (paper section 3, XRunner).
 
@@ -174,8 +195,9 @@ class HandoverCost:
                  decode: Sequence[StageAssignment]) -> None:
         """`encode`, `decode`: the stages of the two pools."""
         self._timing = timing
-        # the link between the ranks that are furthest apart is the slowest of those used
-        self._link = problem.cluster.link_between(encode[0].ranks[0], decode[-1].ranks[-1])
+        # any of the one pool may send to any of the other: the slowest link counts
+        self._link = problem.cluster.slowest_link([
+            rank for stage in (*encode, *decode) for rank in stage.ranks])
         if problem.model.is_encoder_decoder:
             self.bytes_per_token = float(
                 problem.model.hidden_size * DTYPE_BYTES[problem.dtype] * len(decode))

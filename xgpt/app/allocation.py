@@ -51,6 +51,11 @@ def _of_cluster(job: Job, spec: SlurmSpec) -> NodeLayout:
                 for key, given, wanted in (
                     ("nodes", spec.nodes, nodes), ("ntasks_per_node", spec.ntasks_per_node, each))
                 if given not in (None, wanted)]
+    if cluster.islands:
+        mistakes.append(mistake(job, "cluster.links", None, (
+            "left out with `slurm`: what some devices of a node are joined by is planned, and not "
+            "executed, for the ranks measure one link in a node and one between nodes (`xgpt "
+            "schedule` without the section plans it; name the slowest as intra_link to run)")))
     is_gpu = cluster.device.kind == "gpu"
     if is_gpu and spec.gpus_each is not None and spec.gpus_each < each:
         mistakes.append(mistake(job, "slurm.gpus_per_node", spec.gpus_per_node,

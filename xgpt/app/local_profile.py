@@ -77,8 +77,9 @@ def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = N
     if degrees is None:
         # ranks outside the groups are stages of degree 1
         has_single = problem.fixed.tp_gpus != cluster.num_devices
-        degrees = [d for d in range(1, cluster.devices_per_node + 1)
-                   if fixed in (None, d) or (d == 1 and has_single)]
+        degrees = [d for d in range(1, cluster.num_devices + 1)
+                   if fixed == d or (d == 1 and has_single)
+                   or (fixed is None and d <= cluster.devices_per_node)]
     reasons = {degree: refuse_tp_degree(problem.model, degree) for degree in degrees}
     refused = {degree: why for degree, why in reasons.items() if why is not None}
     possible = tuple(degree for degree in reasons if degree not in refused)

@@ -2,8 +2,12 @@
 
     cluster: {device: A40, num_nodes: 1, devices_per_node: 4, intra_link: pcie4-x16}
 
+    cluster: {device: A40, devices_per_node: 4, intra_link: pcie4-x16,
+              links: {nvlink3-bridge: [[0, 1], [2, 3]]}}
+
 The device and the links are catalog names, or mappings with the keys of xgpt.core.cluster's
-classes.
+classes. `intra_link` joins all devices of a node, `links` some of them faster: groups of devices as
+the node numbers them, or a number of neighbours (`nvlink3-bridge: 2`), as often as a node has them.
 `ssd_bytes_per_s` and `host_bytes_per_s` (how quickly weights are loaded) may be given too."""
 
 import math
@@ -11,9 +15,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from xgpt.core import catalog
-from xgpt.core.cluster import Cluster, Device, Link, uniform_cluster
+from xgpt.core.cluster import Cluster, Device, Link, places_of, uniform_cluster
 from xgpt.core.constraint_section import read_price
-from xgpt.core.sections import Section
+from xgpt.core.sections import Section, is_one_of
 from xgpt.core.units import DTYPE_BYTES, parse_bytes, parse_seconds
 
 _LOADING = ("ssd_bytes_per_s", "host_bytes_per_s")  # may be left out: xgpt.core.cluster's defaults
@@ -31,9 +35,55 @@ def read_inline_cluster(section: Section) -> dict[str, Any]:
     cluster = {"device": _read_part(section, "device", "device", _read_device),
                "num_nodes": num_nodes, "devices_per_node": per_node,
                "intra_link": intra, "inter_link": inter,
+               **_read_links(section, per_node or 0, intra),
                **{key: _bandwidth(section, key) for key in _LOADING if section.has(key)}}
     section.finish()
     return cluster
+
+
+def _read_links(section: Section, per_node: int, intra: str | dict[str, Any]) -> dict[str, Any]:
+    """{"links": groups of devices by the link that joins them}; {} where none is faster than the
+    node's own."""
+    inner = section.section("links", "a mapping of links to groups of devices")
+    if inner is None:
+        return {}
+    found, taken = dict[str, list[list[int]]](), set[int]()
+    is_known = bool(intra if isinstance(intra, str) else intra["bandwidth_bytes_per_s"])
+    for name in catalog.names("link"):
+        if (field := inner.get(name)) is None:
+            continue
+        if (groups := _groups(field.value, per_node)) is None:
+            inner.reject(name, _GROUPS)
+            continue
+        own = {device for group in groups for device in group}
+        if taken & own:
+            inner.reject(name, f"each device in one group at most: {min(taken & own)} is in two")
+        if is_known and catalog.link(name).speed <= _build_link(intra).speed:
+            inner.reject(name, "a link that is faster than intra_link, which joins all devices of "
+                         "a node")
+        taken |= own
+        found[name] = groups
+    inner.finish()
+    return {"links": found} if found else {}
+
+
+_GROUPS = ("a number of neighbours (2: pairs), or groups of devices as a node numbers them, as "
+           "[[0, 1], [2, 3]]: two and more in each, each device in one group at most")
+
+
+def _groups(value: Any, per_node: int) -> list[list[int]] | None:
+    if is_one_of(value, int) and 2 <= value <= per_node:
+        return [list(range(first, first + value))
+                for first in range(0, per_node - value + 1, value)]
+    if not isinstance(value, list) or not value:
+        return None
+    groups = [[part.value for part in group.value] if isinstance(group.value, list) else []
+              for group in value]
+    devices = [device for group in groups for device in group]
+    is_right = (all(is_one_of(device, int) for device in devices)
+                and len(set(devices)) == len(devices) and set(devices) <= set(range(per_node))
+                and min(map(len, groups)) > 1)
+    return groups if is_right else None
 
 
 def _read_part(section: Section, key: str, kind: catalog.Kind,
@@ -73,7 +123,8 @@ def _read_device(section: Section) -> dict[str, Any]:
 def _read_link(section: Section) -> dict[str, Any]:
     return {"name": section.text("name", "custom"), "bandwidth_bytes_per_s": _bandwidth(section),
             "latency_s": _required_amount(section, "latency_s", parse_seconds,
-                                          lambda x: 0 <= x < math.inf, "seconds >= 0, or '10 us'")}
+                                          lambda x: 0 <= x < math.inf, "seconds >= 0, or '10 us'"),
+            "has_peer_access": section.flag("has_peer_access", False)}
 
 
 def _bandwidth(section: Section, key: str = "bandwidth_bytes_per_s") -> float:
@@ -99,6 +150,9 @@ def build_cluster(mapping: Mapping[str, Any]) -> Cluster:
             "flops_per_s": tuple(device["flops_per_s"].items())}),
         num_nodes=mapping["num_nodes"], devices_per_node=mapping["devices_per_node"],
         intra_link=_build_link(intra), inter_link=_build_link(inter),
+        **(places_of(mapping["devices_per_node"], {
+            catalog.link(name): groups for name, groups in mapping["links"].items()})
+           if "links" in mapping else {}),
         **{key: mapping[key] for key in _LOADING if key in mapping})
 
 

@@ -1,5 +1,7 @@
 """The tensor plans, and the ranges of control variables, that are searched (paper sections 4.2, 5).
 
+A group lies within a node. One over several whole nodes is looked at where the job asks for it
+(`schedule.tp_degree`), and where the weights have no room otherwise: its sums go over the network.
 Every (tp_degree, tp_gpus) is a root of its own: neither memory nor, over fast links, throughput is
 monotone in tp_gpus, and there are few values. The other two variables of a policy are searched as
 boxes (xscheduler.spaces.rra, xscheduler.spaces.waa)."""
@@ -13,8 +15,10 @@ from xgpt.core.cluster import Cluster
 from xgpt.core.errors import wrong
 from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
+from xgpt.core.units import WEIGHT_BYTES
 from xprofiler.timing import TimingSource
 from xsimulator.allocation import refuse_plan
+from xsimulator.memory import capacity_bytes
 
 MAX_ENCODE_BATCH = 1 << 20
 SIZE_RATIO = 1.25  # between sizes that are looked at all over a space
@@ -52,7 +56,7 @@ def all_tensor_plans(problem: Problem, timing: TimingSource) -> list[TensorPlan]
 def _allocatable(problem: Problem, fixed: FixedSchedule) -> tuple[list[TensorPlan], list[str]]:
     """(plans, why others are none)"""
     model, cluster = problem.model, problem.cluster
-    degrees = _DEGREES if fixed.tp_degree is None else (fixed.tp_degree,)
+    degrees = _degrees(problem) if fixed.tp_degree is None else (fixed.tp_degree,)
     plans, reasons = [], []
     for degree in degrees:
         counts = [0] if degree == 1 else list(range(degree, cluster.num_devices + 1, degree))
@@ -68,6 +72,19 @@ def _allocatable(problem: Problem, fixed: FixedSchedule) -> tuple[list[TensorPla
     if fixed.tp_gpus and fixed.tp_degree is None:
         plans = [plan for plan in plans if plan.tp_degree > 1]
     return plans, reasons
+
+
+def _degrees(problem: Problem) -> tuple[int, ...]:
+    """Those within a node; all where no such group, nor a single device, can hold its layers."""
+    model, cluster = problem.model, problem.cluster
+    near = tuple(degree for degree in _DEGREES if degree <= cluster.devices_per_node)
+    layer_bytes = model.decoder_layer_params * WEIGHT_BYTES[problem.weight_dtype]
+    for degree in near:
+        stages = cluster.num_devices // degree
+        fullest = -(-model.num_layers // stages) * layer_bytes / degree
+        if stages <= model.num_layers and fullest <= capacity_bytes(cluster.device):
+            return near
+    return _DEGREES
 
 
 def _timed(plans: Sequence[TensorPlan], cluster: Cluster, timing: TimingSource) -> list[TensorPlan]:

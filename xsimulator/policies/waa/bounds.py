@@ -177,8 +177,8 @@ class WaaBounds:
         known = self._of_degree.get(degree)
         if known is None or len(known.encode_each) <= most or known.sizes[-1] < rows:
             batch = np.arange(1, _leap(most) + 1, dtype=float)
-            each = self.waa.times.encode_query_s(batch, degree)
-            times = self.waa.plans.pool([tuple(range(degree))], "both").times
+            each, cluster = self.waa.times.encode_query_s(batch, degree), self.waa.problem.cluster
+            times = self.waa.plans.pool([cluster.fastest_group(degree)], "both").times
             if times.is_encoder_decoder:  # WAA projects in the decode pool, which is not counted
                 tokens = batch * self.waa.problem.lengths.inputs.mean
                 each = each - times.cross_kv_s(tokens)[..., 0] / batch

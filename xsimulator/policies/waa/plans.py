@@ -3,7 +3,8 @@
 The first devices encode, the others decode. Groups of `tp_degree` are formed in the decode pool
 first, from the last device backwards, since every token of a query waits for that pool; what is
 left of `tp_gpus` forms groups in the encode pool, from the first device on. A group lies within a
-node, so only numbers of encode devices for which all groups find a place are allowed."""
+node, or on whole nodes, so only numbers of encode devices for which all groups find a place are
+allowed."""
 
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -13,7 +14,7 @@ import numpy as np
 from xgpt.core.cluster import Cluster
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.model import ModelSpec, refuse_tp_degree
-from xsimulator.allocation import pool_layers
+from xsimulator.allocation import lies_well, pool_layers
 from xsimulator.plans import PlanSource, StagePlan
 
 
@@ -72,8 +73,7 @@ def pool_ranks(cluster: Cluster, encode_devices: int, tp_degree: int, tp_gpus: i
     end, first = (groups - decoding) * tp_degree, devices - decoding * tp_degree
     encode, decode = ([tuple(range(rank, rank + tp_degree)) for rank in ranks]
                       for ranks in (range(0, end, tp_degree), range(first, devices, tp_degree)))
-    if end > encode_devices or any(
-            cluster.node_of(group[0]) != cluster.node_of(group[-1]) for group in encode + decode):
+    if end > encode_devices or not all(lies_well(cluster, group) for group in encode + decode):
         return None
     return (encode + [(rank,) for rank in range(end, encode_devices)],
             [(rank,) for rank in range(encode_devices, first)] + decode)

@@ -100,12 +100,12 @@ class PoolTimes:
 
     def encode_query_s(self, batch: FloatArray, degree: int) -> FloatArray:
         """C_E is one query's encoding through all layers of a single group."""
-        times = self._plans.pool([tuple(range(degree))], "both").times
+        times = self._plans.pool([self._problem.cluster.fastest_group(degree)], "both").times
         return np.asarray(self._encode_s(times, batch)[..., 0] / batch)
 
     def decode_query_s(self, rows: FloatArray, degree: int) -> FloatArray:
         """C_D is one query's decoding through all layers of a single group, in steps of `rows`."""
-        times = self._plans.pool([tuple(range(degree))], "both").times
+        times = self._plans.pool([self._problem.cluster.fastest_group(degree)], "both").times
         seconds = times.decode_s(rows, self._context(rows))[..., 0]
         return np.asarray(seconds / rows * self.mean_iterations)
 
