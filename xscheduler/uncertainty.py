@@ -49,7 +49,7 @@ from xgpt.core.units import format_seconds
 from xprofiler.made_sources import Raised
 from xprofiler.profile import TableKey
 from xprofiler.profile_timing import MOST_NOISE, TableError
-from xprofiler.source_errors import OperatorGroup, SourceErrors, sizes_of
+from xprofiler.source_errors import OperatorGroup, SourceErrors, sizes_of, student_quantile
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import Evaluator
 from xsimulator.replay.predict import JobPrediction
@@ -89,6 +89,7 @@ class MarginParts:
     inputs: float = 1.0
     drift: float = 1.0
     model: float = 1.0
+    remedy: str = ""  # what makes most of it smaller, where a bound is refused for it
 
     def kept(self, cost: float = 0.0) -> Margin:
         """The margin as a schedule says it, which has less throughput for it by a share `cost`."""
@@ -261,6 +262,8 @@ class Doubts:
             if float(np.mean([error.unknown for error in self._errors.values()])) > 0.5:
                 causes[-1] += " (most points have too few samples to tell their noise)"
         if self._computed:
+            parts = replace(parts, remedy=_remedy(self._computed, parts.timing,
+                                                  constraint.confidence))
             most = "" if weakest is None else f"; most of it for {weakest.words}"
             causes.append(f"{parts.timing - 1:.1%} since computed times may be off "
                           f"({self._computed.kind}: {self._computed.checked}{most})")
@@ -289,6 +292,19 @@ class _ComputedMargin(NamedTuple):
 
     factor: float
     weakest: OperatorGroup | None
+
+
+def _remedy(errors: SourceErrors, factor: float, confidence: float) -> str:
+    """What takes a smaller margin than this one of computed times, whose share is `factor`."""
+    spread = math.log(factor) / student_quantile(confidence)
+    lower = [f"{math.exp(student_quantile(own) * spread) - 1:.0%} at {own:g}"
+             for own in (0.9, 0.8, 0.7) if own < confidence]
+    engines = "" if errors.kind != "uncalibrated" else (
+        ", the times of an engine that was compared with measurements on such GPUs (plan.engine: "
+        "vllm, tensorrt-llm, fastertransformer)")
+    return (". It is the margin that refuses the bound. Less is taken with a profile measured on "
+            f"such GPUs{engines}, or with a lower constraint.confidence (for the times "
+            f"{', '.join([*lower, 'none at 0.5'])})")
 
 
 def _computed_margin(errors: SourceErrors | None, problem: Problem, metric: Metric,

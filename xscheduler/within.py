@@ -200,7 +200,7 @@ class _Tried:
                 f"no schedule was found that keeps the bound of {format_seconds(self._bound_s)} "
                 f"with its margin (without one: {schedule.estimate.policy} at "
                 f"{format_seconds(schedule.estimate.figures.latency_s)}; {own.sentence}). With a "
-                f"margin: {self._refusal}") from self._refusal
+                f"margin: {self._refusal}{own.remedy}") from self._refusal
         if self._safe:
             schedule, own = max(self._safe, key=lambda pair: pair[0].figures.throughput_qps)
         else:

@@ -68,6 +68,13 @@ def test_an_engine_that_nothing_was_measured_of_has_the_widest_margin_and_says_s
     assert "uncalibrated: no run of this engine was compared" in own.sentence
 
 
+def test_a_refusal_says_what_takes_a_smaller_margin_of_computed_times() -> None:
+    own, vllm = (computed_margin(engine, 0.95)[0] for engine in ("xgpt", "vllm"))
+    at_less = computed_margin("xgpt", 0.8)[0].timing - 1
+    assert "plan.engine: vllm" in own.remedy and f"{at_less:.0%} at 0.8" in own.remedy
+    assert "plan.engine" not in vllm.remedy and "none at 0.5" in vllm.remedy
+
+
 def test_as_likely_as_not_takes_computed_times_as_they_are() -> None:
     factors = [computed_margin("xgpt", confidence)[0].factor for confidence in (0.5, 0.8, 0.95)]
     assert factors[0] == 1 < factors[1] < factors[2]
