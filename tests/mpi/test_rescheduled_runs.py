@@ -18,6 +18,7 @@ pytest.importorskip("torch", reason="runs need the extra `run`")
 import toys  # noqa: E402
 from job_folder import XGPT, read_lines, write_job  # noqa: E402
 
+from xgpt.app.metrics import CHANGED  # noqa: E402
 from xgpt.app.opened import open_file  # noqa: E402
 from xgpt.core.problem import Problem  # noqa: E402
 from xgpt.core.queries import QueryLengths  # noqa: E402
@@ -83,6 +84,8 @@ def test_a_running_schedule_changes_and_no_token_does(tmp_path: Path, outputs: s
     assert first["sentence"] in " ".join(done.stderr.split()), "lines are wrapped"
     assert first["cause"] == ("observe" if outputs == "observe" else "drift")
     assert first["to"] != first["from"]
+    if outputs != "observe":  # a prediction that did not come true is not taken back
+        assert metrics["wall_s"]["predicted"] > 0 and CHANGED in " ".join(done.stderr.split())
     answers = {k: toys.generate(reference, queries[k]) for k in range(KINDS)} if (
         outputs != "observe") else {k: unforced(reference, queries[k]) for k in range(KINDS)}
     results = read_lines(out / "results.jsonl")

@@ -26,6 +26,9 @@ from xgpt.report.words import clean, counted
 from xprofiler.timing import TimingSource
 from xsimulator.memory import kv_bytes
 
+CHANGED = ("the schedule was changed while the queries ran; what was predicted is of the one that "
+           "the run began with")
+
 
 def write_metrics(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
                   measured: Mapping[str, Any], prediction: Any, **own: Any) -> dict[str, Any]:
@@ -57,6 +60,9 @@ def _ends(opened: OpenedJob, output: Output) -> Iterator[str]:
     """What the results say of the run besides its figures, in sentences: whether the bound was
     kept, how many answers were cut, and why the first entry has none."""
     yield from (check.sentence for check in check_bounds(output) if check.is_kept is not None)
+    metrics = output.metrics or {}
+    if metrics.get("rescheduling") and metrics["wall_s"]["predicted"] is not None:
+        yield CHANGED
     known = opened.problem.queries
     is_wished = opened.job.run.ignore_eos or (known is not None and known.outputs is not None)
     cut = 0 if is_wished else columns_of(output.queries).reasons()["length"]
@@ -71,10 +77,9 @@ def _ends(opened: OpenedJob, output: Output) -> Iterator[str]:
 
 def _measured_beside_predicted(opened: OpenedJob, schedule: Schedule, measured: Mapping[str, Any],
                                prediction: Any) -> dict[str, Any]:
-    # what was predicted is the whole job by one schedule: half of one, a resumed rest, or a job
-    # whose schedule changed, measures something else
-    is_whole = (measured["state"] == "done" and measured["queries_before"] == 0
-                and not measured.get("changes"))
+    # what was predicted is the whole job: half of one, or a resumed rest, is something else. A job
+    # whose schedule was changed is the one of which it was said how long it would take
+    is_whole = measured["state"] == "done" and measured["queries_before"] == 0
 
     def pair(key: str) -> dict[str, float | None]:
         expected = getattr(prediction, key, None) if is_whole else None
