@@ -4,6 +4,7 @@ import io
 import sys
 import traceback
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import click
@@ -23,6 +24,8 @@ from xgpt.core.plugins import load_row
 from xgpt.core.troubles import is_of_memory
 
 SHOWN_LENGTH = 500  # characters of a mistake's list or mapping that `--json` prints
+
+_OF_RUNS = frozenset({"submit", "run", "score"})
 
 # name -> (module:attribute, one line for --help). A table, so that --help imports no command.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -59,6 +62,9 @@ class LazyGroup(click.Group):
                 return None
             raise click.UsageError(f"no command {cmd_name!r}: {nearest(cmd_name, list(COMMANDS))}",
                                    ctx)
+        if cmd_name in _OF_RUNS and not ctx.resilient_parsing:
+            # importing a run takes half a second
+            ctx.with_resource(import_module("xgpt.app.warning").warned_in_good_order())
         command: click.Command = load_row(COMMANDS[cmd_name][0])
         return command
 

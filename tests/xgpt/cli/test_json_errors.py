@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +123,26 @@ def test_the_report_of_a_folder_that_is_not_there_says_so(
         monkeypatch: pytest.MonkeyPatch) -> None:
     code, _, said = end(monkeypatch, capsys, "report", tmp_path / "nothere")
     assert code == 2 and "no such folder" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT])
+def test_a_signal_while_the_command_is_imported_says_so(
+        number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    """It ended the process without a word."""
+    before = signal.getsignal(number)
+
+    def import_slowly(place: str) -> click.Command:
+        assert place == "xgpt.cli.run:submit"
+        if callable(signal.getsignal(number)):  # else it would end the tests
+            os.kill(os.getpid(), number)
+        pytest.fail("it is not heard")
+
+    monkeypatch.setattr(entry, "load_row", import_slowly)
+    job = tmp_path / "job.yaml"
+    job.write_text(JOB)
+    code, out, err = end(monkeypatch, capsys, "submit", job, "--json")
+    said = json.loads(out)
+    assert code == said["exit_code"] == 75 and said["status"] == "stopped"
+    assert f"{number.name} came while no ranks were at work" in said["message"]
+    assert "Traceback" not in err and signal.getsignal(number) == before
