@@ -27,7 +27,8 @@ constexpr int64_t DEPTH = 32;  // products, of at most 16 each, that are summed 
 constexpr int64_t BLOCK = 192;  // inputs of a panel that stay in a core's first cache; the sums of
                                 // DEPTH of them are summed in float16 too
 constexpr int64_t CACHED_BYTES = 768 * 1024;  // of activations, beside a panel in a core's cache
-constexpr int64_t LEAST_TILES = 24;  // at once, though they be more: weights are read as often
+constexpr int64_t LEAST_TILES = 24;  // that one reading of the weight serves, though their
+                                     // activations may not fit beside it
 constexpr int64_t PIECES = 16;  // of the work, for each thread: a core that others took does fewer
 
 struct Product {
