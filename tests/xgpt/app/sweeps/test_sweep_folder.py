@@ -169,10 +169,12 @@ def test_a_stopped_sweep_says_so_and_keeps_its_rows(job: Path,
 
 
 def started(path: Path, least_rows: int) -> subprocess.Popen[str]:
-    """A sweep by two processes that has planned so many points."""
+    """A sweep by two processes that has planned so many points. It hears SIGINT also where the
+    tests do not: a shell's background command is started with that signal ignored."""
     process = subprocess.Popen(
         [sys.executable, "-m", "xgpt.cli.main", "sweep", str(path), "--cores", "2"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     rows, deadline = path.parent / "out" / "killed" / "sweep.jsonl", time.monotonic() + 100
     while time.monotonic() < deadline and process.poll() is None:
         if rows.is_file() and rows.read_text().count("\n") >= least_rows:
