@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from xgpt.core.errors import InfeasibleError
+from xgpt.core.errors import BeatenError, InfeasibleError
 from xgpt.core.schedule import Schedule
 from xscheduler.within import PlannedWithin
 
@@ -22,12 +22,12 @@ def plan_by_policy(free: Schedule, plan: Callable[[str, float], PlannedWithin], 
     """The best over all policies, else what comes nearest to keeping the bound. Raises
     InfeasibleError where no policy has anything.
 
-    free: the best of any policy without a margin, with what none of each policy exceeds. plan: the
-    best of one policy with its margin, by its name; what is no better than the floor, in queries/s,
-    need not be looked into; raises InfeasibleError. promise: the throughput that one may have with
-    its margin, by its name, 0 where that is no better than a floor. gap: share by which a policy
-    must be able to be better. floor_qps: had elsewhere. cuts: whether a safe schedule is to be left
-    at that."""
+    free: the best of any policy with no margin of its own, with what none of each policy exceeds.
+    plan: the best of one policy with its margin, by its name; what is no better than the floor, in
+    queries/s, need not be looked into; raises InfeasibleError. promise: the throughput that one may
+    have with its margin, by its name, 0 where that is no better than a floor. gap: share by which a
+    policy must be able to be better. floor_qps: had elsewhere. cuts: whether a safe schedule is to
+    be left at that."""
     bounds = dict(free.proof.policy_bounds)
     found: list[PlannedWithin] = []
     refusals: list[InfeasibleError] = []
@@ -46,19 +46,24 @@ def plan_by_policy(free: Schedule, plan: Callable[[str, float], PlannedWithin], 
             if planned.schedule.estimate == free.estimate or cuts():
                 break
     if not found:
-        raise refusals[0]
+        raise refusals[0] if refusals else BeatenError(free.proof.bound_qps)
     return replace(max(found, key=PlannedWithin.rank), free=free)
 
 
 def _in_turn(free: Schedule, promise: Callable[[str, float], float], gap: float,
              floor_qps: float) -> list[str]:
     """The policies by what they promise; of those that promise nothing the best without a margin
-    comes first."""
+    comes first. Above a floor there are those alone that promise something."""
     first, bounds = free.estimate.policy, dict(free.proof.policy_bounds)
     names = [first, *(name for name in bounds if name != first)]
     promised: dict[str, float] = {}
+    if floor_qps:
+        promised = {name: promise(name, floor_qps) for name in names
+                    if name == first or bounds[name] > floor_qps * (1 + gap)}
+        return sorted((name for name, qps in promised.items() if qps), key=lambda name: (
+            -promised[name]))
     for name in names if len(names) > 1 else ():
-        most = max(floor_qps, *promised.values(), 0.0)
+        most = max(promised.values(), default=0.0)
         if most >= free.figures.throughput_qps:  # nothing has more
             break
         if name == first or bounds[name] > most * (1 + gap):

@@ -26,6 +26,9 @@ from xscheduler.spaces.space import Effort, Selection
 from xscheduler.uncertainty import Doubts
 from xscheduler.within import PlannedWithin, plan_within
 
+SEEN = 0.7  # of what is had elsewhere: a policy of which no more is seen at first under what its
+# margin leaves of the bound is not looked into
+
 
 class ProblemSearch:
     """The search of one copy's problem, and what it found."""
@@ -166,30 +169,39 @@ class CopyPlanner:
         own = [self.own] if "own" in vars(self) else []
         return sum(search.nodes for search in (*own, *self._longer, *self._tighter))
 
+    def doubts(self, latency_bound_s: float) -> Doubts:
+        """Margins under the bound."""
+        return Doubts(replace(self.problem, constraint=self.problem.constraint.with_latency(
+            limit_s=latency_bound_s)), self._evaluator, replays=True)
+
     def within(self, latency_bound_s: float, floor_qps: float = 0.0) -> PlannedWithin:
         """The best schedule of any policy that keeps the bound with the constraint's confidence.
         Raises BeatenError where none is better than `floor_qps`, and InfeasibleError."""
-        problem = replace(self.problem, constraint=self.problem.constraint.with_latency(
-            limit_s=latency_bound_s))
-        doubts = Doubts(problem, self._evaluator, replays=True)
+        doubts = self.doubts(latency_bound_s)
         watch = self._effort.watch
+        most_s = latency_bound_s / doubts.least_factor
+        look = self.own.glance if floor_qps else self.own.find
         return plan_by_policy(
-            _better(self.own.find(latency_bound_s, floor_qps), floor_qps),
+            _better(look(most_s, floor_qps), SEEN * floor_qps),
             lambda name, least_qps: self._of_policy(name, doubts, least_qps),
             promise=lambda name, least_qps: self._promise(name, doubts, least_qps),
             gap=self._effort.gap, floor_qps=floor_qps,
             cuts=watch.cuts if watch is not None else lambda: False)
 
     def _promise(self, name: str, doubts: Doubts, floor_qps: float) -> float:
-        """What one policy may have with its margin before a replay; 0: no more than the floor."""
+        """What one policy may have with its margin before a replay; 0: no more than the floor, at
+        first sight."""
         search, bound_s = self.own.alone(name), doubts.problem.constraint.latency_s
         try:
-            free = _better(search.find(bound_s, floor_qps), floor_qps)
+            look = search.glance if floor_qps else search.find
+            free = _better(look(bound_s / doubts.least_factor, floor_qps), SEEN * floor_qps)
             factor = doubts.margin(free.estimate, is_replayed=False).factor
             if free.figures.latency_s * factor <= bound_s or math.isinf(factor):
                 return free.figures.throughput_qps
-            tighter = search.find(bound_s / factor, floor_qps)
-            return _better(tighter, floor_qps).figures.throughput_qps
+            if floor_qps:  # a proof that there is nothing takes much longer
+                return _better(search.glance(bound_s / factor, floor_qps),
+                               SEEN * floor_qps).figures.throughput_qps
+            return search.find(bound_s / factor).figures.throughput_qps
         except InfeasibleError:
             return 0.0
 

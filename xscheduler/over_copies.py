@@ -34,7 +34,7 @@ from xscheduler.copies_shown import (
 )
 from xscheduler.copy_planner import CopyPlanner
 from xscheduler.spaces.space import Effort, Selection
-from xscheduler.within import PlannedWithin
+from xscheduler.within import PlannedWithin, for_its_margin
 
 SHOWN = 0.9  # of the best so far: at first sight what is no better at other numbers of copies is
 # not looked into, but by the first policy
@@ -59,7 +59,8 @@ class CopiesSearch:
         """The best within the bound; `has_margin`: with the constraint's confidence. Raises
         InfeasibleError, and InputError for fixed values that no copy can hold."""
         began, before = time.monotonic(), self._nodes
-        looked = self._look(latency_bound_s)
+        looked = self._looked_within(latency_bound_s) if has_margin else (
+            self._look(latency_bound_s))
         free = max((one.found for one in looked if one.found is not None),
                    key=lambda found: found.figures.throughput_qps)
         tried: dict[int, PlannedWithin | InfeasibleError] = {}
@@ -69,6 +70,8 @@ class CopiesSearch:
         if has_margin:
             tried = self._planned(looked, latency_bound_s)
             planner, planned = _safest(looked, tried)
+            if free.bound.limit_s < latency_bound_s:  # every schedule has a margin
+                free = planner.own.find(latency_bound_s)
             cost = 1 - planned.schedule.figures.throughput_qps / free.figures.throughput_qps
             schedule = planner.compared(planned, free) if self._compares else planned.schedule
             schedule = schedule.changed(margin=planned.margin.kept(cost=max(cost, 0.0)))
@@ -116,8 +119,22 @@ class CopiesSearch:
             compared += own
         return compared
 
+    def _looked_within(self, latency_bound_s: float) -> list[Looked]:
+        """Every number of copies under what the margin that all schedules have leaves of the bound.
+        Raises the refusal that says most where none has a schedule."""
+        least_factor = self._every[0][0].doubts(latency_bound_s).least_factor
+        try:
+            return self._look(latency_bound_s / least_factor)
+        except InfeasibleError as refusal:
+            if least_factor == 1:
+                raise
+            best = max(self._look(latency_bound_s), key=found_qps)
+            assert best.found is not None, "else it is refused"
+            margin = best.planner.doubts(latency_bound_s).margin(best.found.estimate)
+            raise for_its_margin(best.found, margin, latency_bound_s, refusal) from refusal
+
     def _look(self, latency_bound_s: float) -> list[Looked]:
-        """Every number of copies without a margin. A glance at each tells in which order they are
+        """Every number of copies under a bound. A glance at each tells in which order they are
         searched, and which cannot win. Raises the refusal that says most where none has a
         schedule."""
         if len(self._planners) == 1:

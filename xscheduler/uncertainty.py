@@ -113,6 +113,10 @@ class Doubts:
         lengths = problem.lengths
         self._counts = [part.num_samples for part in (lengths.inputs, lengths.outputs)
                         if part.num_samples is not None]  # queries by which lengths are known
+        # No schedule has a smaller margin on its latency: what computed times have in common is in
+        # each.
+        self.least_factor = 1.0 if not self._computed or self.is_certain("latency") else (
+            self._computed.factor({}, problem.constraint.confidence))
 
     def is_certain(self, metric: Metric) -> bool:
         """Nothing is known to be uncertain, or there is no bound to break."""

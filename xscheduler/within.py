@@ -12,6 +12,7 @@ from xscheduler.uncertainty import Doubts, MarginParts
 
 ROUNDS = 6  # searches under tightened bounds at most
 NEAR = 1.02  # a safe and an unsafe bound this near each other: no more is to be gained
+STEEP = 1.05  # times what is had: while an unsafe schedule near it has more, more is to be gained
 WORTH = 0.005  # share of its throughput that an unsafe schedule must have more to go on: searches
 # leave as much open
 GROW = 1.15  # from a safe bound to the next, while none is known to be unsafe
@@ -24,8 +25,8 @@ SHRINK_UNKNOWN = 0.75  # the same of one whose margin is infinite: beyond what t
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedWithin:
     """A schedule whose latency keeps the bound with its margin (or, where `is_safe` is false, comes
-    nearest to that), and what the margin cost: the share of the throughput that `free`, the
-    schedule without it, has more."""
+    nearest to that), and what its margin cost: the share of the throughput that `free`, the
+    best with no more than every schedule's margin, has more."""
 
     schedule: Schedule
     free: Schedule
@@ -61,14 +62,16 @@ def plan_within(doubts: Doubts, search: Callable[[float], Schedule], *,
     throughput by WORTH: where the bound would just be kept, if what is needed goes evenly from one
     to the other. A replay, which costs more than all else, is asked for only where the margin
     without it keeps the bound. The schedule's `latency_bound_s` is the problem's, its `bound_qps`
-    holds for schedules without a margin."""
+    and `free` are of schedules with the margin that all have at least (Doubts.least_factor)."""
     problem = doubts.problem
     bound_s = problem.constraint.latency_s
-    free = search(bound_s)
+    most_s = bound_s / doubts.least_factor  # nothing longer keeps the bound with its margin
+    free = search(most_s)
     tried = _Tried(doubts, free, floor_qps)
     first = tried.margin(free)
     if free.estimate.figures.latency_s * first.factor <= bound_s:
-        return PlannedWithin(schedule=free, free=free, margin=first, cost=0.0)
+        return PlannedWithin(schedule=free.changed(limit_s=bound_s), free=free, margin=first,
+                             cost=0.0)
     begin_s, find = _tighter_s(bound_s, free.estimate.figures.latency_s, first.factor), search
     if search_problem is not None and first.lengths * first.drift > 1:
         begin_s = _tighter_s(bound_s, free.estimate.figures.latency_s, first.timing * first.model)
@@ -79,7 +82,7 @@ def plan_within(doubts: Doubts, search: Callable[[float], Schedule], *,
                 longer, constraint=longer.constraint.with_latency(limit_s=target_s)))
 
     else:
-        tried.begin_below(bound_s, first)
+        tried.begin_below(most_s, first)
     for _ in range(ROUNDS):
         target_s = tried.next_target_s(begin_s)
         if target_s is None or (tried.has_safe and cuts()):
@@ -149,7 +152,8 @@ class _Tried:
             return begin_s if self._next_s is None else self._next_s
         if most_s is None:
             return GROW * least_s
-        if most_s <= NEAR * least_s or self._most_qps <= (1 + WORTH) * self._had_qps:
+        if self._most_qps <= (1 + WORTH) * self._had_qps or most_s <= NEAR * least_s and (
+                not self._safe or self._most_qps <= STEEP * self._had_qps):
             return None
         needed_s, middle_s = self._least_needed_s, math.sqrt(least_s * most_s)
         if math.isinf(self._most_needed_s):
@@ -161,7 +165,7 @@ class _Tried:
             return None if is_shut else middle_s
         if needed_s >= self._most_needed_s:
             return middle_s
-        room = math.sqrt(NEAR)
+        room = min(math.sqrt(NEAR), math.sqrt(math.sqrt(most_s / least_s)))
         share = math.log(self._bound_s / needed_s) / math.log(self._most_needed_s / needed_s)
         aimed_s = least_s * math.exp(share * math.log(most_s / least_s))
         return min(max(aimed_s, least_s * room), most_s / room)
@@ -194,13 +198,7 @@ class _Tried:
         if not self._safe and self._floor_qps:
             raise BeatenError(self._free.proof.bound_qps)
         if not self._safe and self._refusal is not None:
-            schedule, _ = self._unsafe[0]
-            own = self._doubts.margin(schedule.estimate)
-            raise InfeasibleError(
-                f"no schedule was found that keeps the bound of {format_seconds(self._bound_s)} "
-                f"with its margin (without one: {schedule.estimate.policy} at "
-                f"{format_seconds(schedule.estimate.figures.latency_s)}; {own.sentence}). With a "
-                f"margin: {self._refusal}{own.remedy}") from self._refusal
+            raise for_its_margin(*self._unsafe[0], self._bound_s, self._refusal) from self._refusal
         if self._safe:
             schedule, own = max(self._safe, key=lambda pair: pair[0].figures.throughput_qps)
         else:
@@ -217,6 +215,17 @@ class _Tried:
             free=self._free, margin=own,
             cost=1 - queries / self._free.estimate.figures.throughput_qps,
             is_safe=bool(self._safe))
+
+
+def for_its_margin(schedule: Schedule, margin: MarginParts, bound_s: float,
+                   refusal: InfeasibleError) -> InfeasibleError:
+    """The refusal of a bound that nothing keeps with its margin. `schedule`: what has the most
+    throughput within it without one. `refusal`: of what the margin leaves of the bound."""
+    estimate = schedule.estimate
+    return InfeasibleError(
+        f"no schedule was found that keeps the bound of {format_seconds(bound_s)} with its margin "
+        f"(without one: {estimate.policy} at {format_seconds(estimate.figures.latency_s)}; "
+        f"{margin.sentence}). With a margin: {refusal}{margin.remedy}")
 
 
 def _tighter_s(target_s: float, searched_s: float, factor: float) -> float:

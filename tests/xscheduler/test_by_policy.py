@@ -9,7 +9,7 @@ import pytest
 from doubted import observed
 from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
 
-from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.errors import BeatenError, InfeasibleError, InputError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.policies import searched_policies
 from xgpt.core.problem import Problem
@@ -101,7 +101,19 @@ def test_the_best_without_a_margin_is_left_at_where_it_is_safe() -> None:
 
 def test_where_no_policy_has_any_the_best_one_s_refusal_is_told() -> None:
     with pytest.raises(InfeasibleError, match="rra has none"):
-        plan_by_policy(FREE, Plans(), promise=nothing, gap=GAP, floor_qps=2.0)
+        plan_by_policy(FREE, Plans(), promise=nothing, gap=GAP)
+
+
+def test_above_what_is_had_elsewhere_only_what_promises_more_is_planned() -> None:
+    plans = Plans(rra=planned(6.0), sarathi=planned(9.9), orca=planned(9.0))
+    promises = {"rra": 0.0, "sarathi": 9.9, "orca": 9.5}
+    found = plan_by_policy(FREE, plans, promise=lambda name, floor_qps: promises[name], gap=GAP,
+                           floor_qps=8.0)
+    assert found.schedule.figures.throughput_qps == 9.9
+    # waa-c's own bound is below what is had; of orca no proof was asked for beyond the best
+    assert [name for name, _ in plans.asked] == ["sarathi", "orca"]
+    with pytest.raises(BeatenError):
+        plan_by_policy(FREE, Plans(), promise=nothing, gap=GAP, floor_qps=8.0)
 
 
 def doubtful(seed: int) -> Problem:

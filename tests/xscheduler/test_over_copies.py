@@ -13,7 +13,10 @@ from toy_jobs import MEMORY, roofline_of, toy_problem
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.schedule import Status
+from xprofiler.roofline import Roofline
+from xprofiler.source_errors import student_quantile
 from xscheduler.copies import most_copies, problem_for, problems_of_copies, slicings
+from xscheduler.copy_planner import ProblemSearch
 from xscheduler.evaluator import Evaluator, predict
 from xscheduler.planner import Planner, PlanOptions
 from xscheduler.search import GAP, Scheduler
@@ -145,6 +148,42 @@ def test_a_margin_is_kept_over_all_numbers_of_copies():
     assert kept.margin.cost == pytest.approx(
         1 - kept.figures.throughput_qps / sure.figures.throughput_qps)
     assert kept.proof.status in (Status.WITHIN_GAP, Status.OPTIMAL) and kept.explanation
+
+
+@pytest.mark.usefixtures("short_replays")
+def test_what_every_computed_time_may_be_off_by_is_left_of_the_bound_before_the_search(
+        monkeypatch: pytest.MonkeyPatch):
+    """What a certificate holds for are schedules with that margin, which all have."""
+    problem = toy_problem(latency_s=0.05, per_node=2, fixed=RRA)
+    problem = replace(problem, constraint=replace(problem.constraint, confidence=0.95))
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype, engine="xgpt")
+    own, searched = ProblemSearch.find, []
+
+    def find(self: ProblemSearch, latency_bound_s: float, floor_qps: float = 0.0):
+        searched.append(latency_bound_s)
+        return own(self, latency_bound_s, floor_qps)
+
+    least = math.exp(student_quantile(0.95) * timing.errors().common)
+    sure = Planner(problem, timing, BARE).plan()
+    monkeypatch.setattr(ProblemSearch, "find", find)
+    kept = Planner(problem, timing, PlanOptions(horizon="steady")).plan()
+    assert kept.figures.latency_s * kept.margin.factor <= 0.05 == kept.bound.limit_s
+    assert kept.margin.factor >= least > 1.1
+    assert kept.figures.throughput_qps <= kept.proof.bound_qps <= sure.proof.bound_qps
+    # what the margin cost is of what there is without one, searched for once at the end
+    assert searched.count(0.05) <= 1
+    assert all(bound_s <= 0.05 / least * (1 + 1e-9) for bound_s in searched if bound_s != 0.05)
+    tight = replace(problem, constraint=problem.constraint.with_latency(
+        limit_s=1.01 * tightest_s(problem, timing)))
+    with pytest.raises(InfeasibleError, match="with its margin.*computed times may be off"):
+        Planner(tight, timing, PlanOptions(horizon="steady")).plan()
+
+
+def tightest_s(problem, timing) -> float:
+    bound = problem.constraint.with_latency(limit_s=1e-6)
+    with pytest.raises(InfeasibleError) as refused:
+        Planner(replace(problem, constraint=bound), timing, BARE).plan()
+    return refused.value.tightest_s
 
 
 def test_where_no_number_of_copies_keeps_the_bound_the_tightest_of_any_is_told():

@@ -75,7 +75,7 @@ def test_boxes_given_up_are_counted_by_reason_over_policies() -> None:
     ({}, "optimal, gap 1.30 %, 214 configurations in 380 ms"),
     ({"status": "within gap", "margin": Margin(factor=1.065)},
      "within gap 1.30 %, 214 configurations"),
-    ({"status": "within gap"}, "within gap 1.30 % (to schedules without a margin), 214"),
+    ({"status": "within gap"}, "within gap 1.30 % (to schedules with no margin of their own), 214"),
     ({"status": "stopped at its limit"}, "stopped at its limit, gap 1.30 %, 214"),
     ({"status": "stopped at its limit", "gap": math.inf}, "limit, no gap proved, 214"),
 ])
