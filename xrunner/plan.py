@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from xgpt.core.engines import OWN_ENGINE
+from xgpt.core.job import LEAST_TOKENS
 from xgpt.core.schedule import Schedule
 from xgpt.core.whole_file import write_atomically
 from xrunner.checkpoint.identity import changed_files
-from xrunner.rules.routing import DEFAULT_ROUTING
 
 # History of the file format.
 #   1: first version
@@ -58,7 +58,7 @@ class RunPlan:
     is_watched: bool = False  # the launcher follows lengths and steps, and may change the schedule
     slots: int = 0  # queries that a group's cache has room for, for such changes; 0: as planned
     shuffle_window: int = 1  # queries that are taken in random order among themselves
-    routing: str = DEFAULT_ROUTING  # of queries to replicas
+    routing: str = LEAST_TOKENS  # of queries to replicas
     mean_output_tokens: float = 0.0  # that are expected of a query, for that; 0: as many as allowed
     most_input_tokens: int = 0  # that the schedule can encode at a time; 0: any input
     engine: str = OWN_ENGINE

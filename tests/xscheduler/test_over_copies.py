@@ -11,7 +11,7 @@ import pytest
 from toy_jobs import MEMORY, roofline_of, toy_problem
 
 from xgpt.core.errors import InfeasibleError, InputError
-from xgpt.core.job import FixedSchedule
+from xgpt.core.job import ROUTINGS, Adjustment, FixedSchedule
 from xgpt.core.schedule import Status
 from xprofiler.roofline import Roofline
 from xprofiler.source_errors import student_quantile
@@ -214,6 +214,22 @@ def test_copies_share_a_job_and_its_drain():
     assert found is not None and found.wall_s < 0.7 * alone.makespan_s
     whole = Evaluator(problem, timing).estimate(one.in_copies(2))
     assert whole.figures.throughput_qps == pytest.approx(2 * one.figures.throughput_qps)
+
+
+def test_the_replay_shares_out_as_the_job_says():
+    """The first input is as long as eight of the others."""
+    problem = toy_problem(num_queries=60)
+    two = next(one for (one, *_) in problems_of_copies(problem) if one.copies == 2)
+    timing = roofline_of(problem)
+    (rra,) = Scheduler(replace(two, fixed=RRA), timing).spaces
+    estimate = rra.estimate(0, (4, 4)).in_copies(2)
+    inputs, outputs = np.array([80] + [2] * 59), np.full(60, 2)
+    starts = {routing: replayer_of(replace(
+        problem, adjustment=Adjustment(routing=routing)), timing, estimate).run(
+            planned_queries(problem, inputs, outputs)).times.start_s for routing in ROUTINGS}
+    at_once = {routing: np.flatnonzero(start_s == 0) for routing, start_s in starts.items()}
+    assert at_once["round-robin"].tolist() == list(range(len(at_once["round-robin"])))
+    assert at_once["least-tokens"].tolist() != at_once["round-robin"].tolist()
 
 
 def test_a_copy_that_is_early_takes_over_and_no_query_is_lost():

@@ -68,6 +68,7 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule, requests: Requests) ->
         threads_per_rank=threads_per_rank(job, opened.problem),
         query_kv_tokens=query_tokens, most_input_tokens=most_input, engine=job.run.engine,
         shuffle_window=window_of(job.adjustment.shuffle, schedule.estimate.figures.encode_batch),
+        routing=job.adjustment.routing,
         mean_output_tokens=opened.problem.lengths.outputs.mean,
         device_kind=opened.problem.cluster.device.kind, cuda_graphs=job.run.cuda_graphs,
         engine_version=identity(job) if (identity := engine_of(job).identity) else "",

@@ -17,6 +17,10 @@ from xgpt.core.slurm import SlurmSpec
 
 RESCHEDULE = 0.1  # run.reschedule: auto
 STEP_TIMES = 0.15  # run.step_times: auto
+# Which copy of the model takes a query: the next in turn, or the one with the fewest tokens so far
+# (known, or expected of its output), so that all end together.
+ROUND_ROBIN, LEAST_TOKENS = "round-robin", "least-tokens"
+ROUTINGS = (LEAST_TOKENS, ROUND_ROBIN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,11 +81,12 @@ class FixedSchedule:
 class Adjustment:
     """How the workload is kept even while a job runs (paper section 5.2); None: as is usual.
     `shuffle`: queries of a window that are taken in random order, or whether one of the usual size
-    is."""
+    is. `routing`: by which queries are shared out among copies of the model."""
 
     share: float | None = None  # by which an encode batch's tokens may leave their mean; 0: as come
     steers: bool | None = None  # whether encode batches lead the decode batch back to its mean
     shuffle: bool | int = False
+    routing: str = LEAST_TOKENS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

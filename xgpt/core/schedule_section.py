@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 from xgpt.core.errors import nearest
-from xgpt.core.job import Adjustment, FixedSchedule
+from xgpt.core.job import LEAST_TOKENS, ROUTINGS, Adjustment, FixedSchedule
 from xgpt.core.policies import (
     Policy,
     able_policies,
@@ -94,10 +94,11 @@ def _read_adjustment(section: Section, rows: Sequence[Policy]) -> Adjustment:
             section.reject(key, f"of {', '.join(even)} alone")
     if steers and share == 0:
         section.reject("steer", "needs an adjustment above 0")
+    routing = section.choice("routing", LEAST_TOKENS, ROUTINGS)
     field = section.get("shuffle")
     shuffle = field is not None and field.value
     if isinstance(shuffle, bool) or (isinstance(shuffle, int) and 2 <= shuffle <= MOST):
-        return Adjustment(share=share, steers=steers, shuffle=shuffle)
+        return Adjustment(share=share, steers=steers, shuffle=shuffle, routing=routing)
     section.reject_type("shuffle", f"true, false, or the queries of a window, 2 to {MOST}")
     return Adjustment()
 

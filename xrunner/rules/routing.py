@@ -23,13 +23,11 @@ from xgpt.core.controls import (
     StaticControls,
     WaaControls,
 )
+from xgpt.core.job import LEAST_TOKENS, ROUND_ROBIN, ROUTINGS
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import sizer_of
 
-ROUND_ROBIN, LEAST_TOKENS = "round-robin", "least-tokens"
-ROUTINGS = (ROUND_ROBIN, LEAST_TOKENS)
-DEFAULT_ROUTING = LEAST_TOKENS
 _WAITING_SHARE = 4  # of what is active under continuous batching, this part may join in a step
 
 
@@ -82,7 +80,7 @@ def expected_tokens(inputs: IntArray, most_outputs: IntArray, mean_output: float
 
 
 def deal(tokens: Sequence[float] | FloatArray, replicas: int,
-         routing: str = DEFAULT_ROUTING) -> list[list[int]]:
+         routing: str = LEAST_TOKENS) -> list[list[int]]:
     """The share of each replica, as places in `tokens` (of each query, in the order in which they
     are taken up): in turn, or each query to the replica with the fewest tokens so far, the first
     one of several, so that all end together."""
@@ -102,7 +100,7 @@ class Router:
     """The queries that are not given out yet, by the replica whose share they are."""
 
     def __init__(self, tokens: Sequence[float] | FloatArray, *, replicas: int, window: Window,
-                 routing: str = DEFAULT_ROUTING) -> None:
+                 routing: str = LEAST_TOKENS) -> None:
         """`tokens`: of each query, known or expected, in the order in which they are taken up."""
         assert replicas >= 1, f"{replicas = }"
         self.window = window  # may be changed while the job runs

@@ -56,7 +56,8 @@ class CopiesReplayer:
         tokens = expected_tokens(
             queries.inputs, queries.most_outputs, self.problem.lengths.outputs.mean,
             queries.outputs == queries.most_outputs)
-        rows = [own for own in deal(tokens, self._copies) if own]
+        rows = [own for own in deal(tokens, self._copies, self.problem.adjustment.routing)
+                if own]
         results = [self._replayer.run(queries.take(np.array(own))) for own in rows]
         moved = taken_over(rows, [result.makespan_s for result in results])
         again = [result if own == before else self._replayer.run(queries.take(np.array(own)))

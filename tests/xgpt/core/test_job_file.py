@@ -211,6 +211,7 @@ def test_the_three_required_keys_are_all_missed(folder: Path) -> None:
     ("schedule=manual", "schedule"), ("schedule.policy=fifo", "schedule.policy"),
     ("schedule.encode_batch=0", "schedule.encode_batch"), ("schedule=[1]", "schedule"),
     ("schedule.adjustment=1", "schedule.adjustment"), ("schedule.steer=2", "schedule.steer"),
+    ("schedule.routing=random", "schedule.routing"),
     ("schedule.shuffle=1", "schedule.shuffle"), ("schedule.shuffle=all", "schedule.shuffle"),
     ("slurm.nodes=0", "slurm.nodes"), ("slurm.time=2 h", "slurm.time"),
     ("slurm.mem=lots", "slurm.mem"), ("slurm.modules=[1]", "slurm.modules"),
@@ -249,6 +250,7 @@ def test_a_variable_of_another_policy_is_a_mistake(folder: Path, schedule: str, 
     ("{adjustment: 15%, steer: false, shuffle: true}",
      Adjustment(share=0.15, steers=False, shuffle=True)),
     ("{adjustment: 0, shuffle: 500}", Adjustment(share=0.0, shuffle=500)),
+    ("{replicas: 2, routing: round-robin}", Adjustment(routing="round-robin")),
     ("{policy: ft, shuffle: false}", Adjustment())])
 def test_the_workload_adjustment_fixes_nothing_of_the_schedule(
         folder: Path, schedule: str, expected: Adjustment) -> None:
@@ -256,7 +258,8 @@ def test_the_workload_adjustment_fixes_nothing_of_the_schedule(
     path.write_text(MINIMAL)
     job = load_job(path, [f"schedule={schedule}"])
     assert job.adjustment == expected
-    assert job.schedule == FixedSchedule(policies=job.schedule.policies)
+    assert job.schedule == FixedSchedule(policies=job.schedule.policies,
+                                         replicas=job.schedule.replicas)
 
 
 @pytest.mark.parametrize(("schedule", "key", "words"), [

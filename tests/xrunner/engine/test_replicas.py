@@ -14,6 +14,7 @@ from replayed import problem_of, run_steps
 from toys import Collector, executor_of, generate, head_of, random_queries, serve, spec_of
 
 from xgpt.core.controls import EvenBatches
+from xgpt.core.job import ROUND_ROBIN
 from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
@@ -25,7 +26,7 @@ from xrunner.engine.stage import StageExecutor
 from xrunner.io.launcher_link import ChangeOrder, LauncherLink, read_observed
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.replica import replica_of, replicas_of
-from xrunner.rules.routing import ROUND_ROBIN, Router, window_of
+from xrunner.rules.routing import Router, window_of
 from xrunner.rules.rra import PhaseControls, RraRule
 from xrunner.rules.steps import rules_for
 from xrunner.transport.comm import LocalComm, local_comms

@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 from toy_jobs import roofline_of, toy_problem
 
 from xgpt.core.controls import EvenBatches
+from xgpt.core.job import LEAST_TOKENS, ROUND_ROBIN, ROUTINGS
 from xrunner.rules.routing import (
-    LEAST_TOKENS,
-    ROUND_ROBIN,
-    ROUTINGS,
     Router,
     Window,
     deal,
