@@ -14,41 +14,30 @@ catalog has them; so is the number of degrees of freedom."""
 from __future__ import annotations
 
 import argparse
-import csv
-import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from fit_engines import DATA, TABLES
 
 from xgpt.core import catalog
 from xgpt.core.lengths import FloatArray
-from xgpt.core.model import ModelSpec
 from xprofiler.compared_tables import HEAD_DIM, Timed, all_reduces, attention
-from xprofiler.engines import engine_constants, engine_errors
+from xprofiler.engines import engine_errors
 from xprofiler.importers import kernel_tables
-from xprofiler.made_sources import Raised
-from xprofiler.roofline import Roofline
-from xprofiler.source_errors import UNCALIBRATED, OperatorGroup, SourceErrors, sizes_of
-from xprofiler.timing import Operator, TimingSource
+from xprofiler.source_errors import UNCALIBRATED, SourceErrors, sizes_of
+from xprofiler.timing import Operator
 from xsimulator.compared_runs import (
-    LINKS,
     ServingPoint,
-    Shape,
     predicted,
     serving_points,
-    static_batch_s,
 )
 
 QUARTILE = 0.741  # of Student's distribution of four degrees of freedom
 LAYERS, MATRICES = 200, 4  # drawn, with a fixed seed
 FREEDOM = (3, 4, 5, 8, 1000)
-CONFIDENCES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
-STRANGE = (0.1, 0.15, 0.2, 0.25)
 COMMON = (0.0, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08)
 
 
@@ -67,7 +56,6 @@ def main() -> None:
             print(f"  {name}: [{common:.3f}, {step:.3f}], median {bias:+.3f}, {len(logs)} points")
     points = serving_points(arguments.data / "silicon" / "serving_points.csv")
     fit_common([point for point in points if point.is_fitted])
-    strangers(arguments.data, points)
 
 
 def scales(shapes: FloatArray, logs: FloatArray) -> tuple[float, float, float]:
@@ -151,89 +139,6 @@ def fit_common(points: Sequence[ServingPoint]) -> None:
         likely = [(student.logpdf(logs / spread, freedom) - np.log(spread)).sum()
                   for freedom in FREEDOM]
         print(f"  {common:6.2f}  " + "".join(f"{value:8.1f}" for value in likely))
-
-
-class Run(NamedTuple):
-    """One latency: the logarithm of measured over computed, and what it is made of."""
-
-    log: float
-    shares: Mapping[OperatorGroup, float]
-    sizes: float
-
-
-def strangers(data: Path, points: Sequence[ServingPoint]) -> None:
-    runs = {"FasterTransformer": list(_of_fastertransformer(data / "fastertransformer")),
-            "vLLM 0.2": list(_of_splitwise(data / "splitwise-sim")),
-            "servers of today": list(_of_servers(points))}
-    print("\nas an engine that nothing was measured of: kept, the engines counting alike")
-    print("  common  " + "".join(f"{confidence:>8.0%}" for confidence in CONFIDENCES))
-    for name, own in runs.items():
-        logs = np.array([run.log for run in own])
-        print(f"  {name}: {len(own)} runs, mean log {logs.mean():+.2f}, deviation {logs.std():.2f}")
-    for common in STRANGE:
-        errors = replace(UNCALIBRATED, common=common)
-        kept = np.array([[np.mean([run.log <= math.log(errors.factor(
-            run.shares, confidence, run.sizes)) for run in own]) for confidence in CONFIDENCES]
-            for own in runs.values()])
-        print(f"  {common:6.2f}  " + "".join(f"{share:8.0%}" for share in kept.mean(axis=0)))
-
-
-def _of_servers(points: Sequence[ServingPoint]) -> Iterator[Run]:
-    for point in points:
-        played = predicted(point, engine_constants(catalog.device(point.device)), 0.0)
-        yield Run(float(np.log(point.latency_s / played.latency_s)), played.shares,
-                  sizes_of(point.input_tokens, point.output_tokens))
-
-
-def _of_fastertransformer(folder: Path) -> Iterator[Run]:
-    for row in _rows(folder / "gpt_latency.csv"):
-        if row["oom"] != "0" or row["pp"] != "1":
-            continue
-        heads, width = int(row["head_num"]), int(row["head_num"]) * int(row["size_per_head"])
-        model = ModelSpec(name=row["model"], family="gpt2", num_layers=int(row["num_layers"]),
-                          hidden_size=width, num_heads=heads, vocab_size=int(row["vocab_size"]),
-                          intermediate_size=4 * width)
-        shape = Shape(int(row["tp"]), int(row["batch_size"]), int(row["input_len"]),
-                      int(row["output_len"]))
-        yield _run(model, "A100-80", float(row["latency_ms"]) * 1e-3, (shape,), sizes_of(
-            shape.input_tokens, shape.output_tokens))
-
-
-def _of_splitwise(folder: Path) -> Iterator[Run]:
-    """Prompts and decode steps of Llama-2-70B, of every repeat."""
-    gpus = {"a100-80gb": "A100-80", "h100-80gb": "H100"}
-    model = catalog.model("llama-2-70b")
-    for row in _rows(folder / "perf_model.csv"):
-        degree, batch, inputs = (int(row[key]) for key in (
-            "tensor_parallel", "batch_size", "prompt_size"))
-        if row["model"] != "llama2-70b" or row["hardware"] not in gpus or (
-                degree == 2 and batch >= 32):
-            continue
-        gpu, context = gpus[row["hardware"]], inputs + int(row["token_size"]) // 2 - 1
-        yield _run(model, gpu, float(row["prompt_time"]) * 1e-3,
-                   (Shape(degree, batch, inputs, 1),), 1.0)
-        yield _run(model, gpu, float(row["token_time"]) * 1e-3,
-                   (Shape(degree, batch, context, 2), Shape(degree, batch, context, 1)), 1.0)
-
-
-def _run(model: ModelSpec, gpu: str, measured_s: float, shapes: Sequence[Shape],
-         sizes: float) -> Run:
-    """Of a batch, or of what the first takes more than the second."""
-    source = Roofline(model, catalog.device(gpu), "float16")
-
-    def seconds(timing: TimingSource) -> float:
-        first, *less = (static_batch_s(timing, model, LINKS[gpu], shape) for shape in shapes)
-        return first - sum(less)
-
-    computed_s = seconds(source)
-    shares = {group: (seconds(Raised(source, group, 2.0)) / computed_s - 1)
-              for group in OperatorGroup}
-    return Run(math.log(measured_s / computed_s), shares, sizes)
-
-
-def _rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def errors_of(point: ServingPoint) -> SourceErrors:

@@ -30,6 +30,7 @@ import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -49,7 +50,7 @@ from xgpt.core.units import format_seconds
 from xprofiler.made_sources import Raised
 from xprofiler.profile import TableKey
 from xprofiler.profile_timing import MOST_NOISE, TableError
-from xprofiler.source_errors import OperatorGroup, SourceErrors, sizes_of, student_quantile
+from xprofiler.source_errors import OperatorGroup, SourceErrors, sizes_of
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import Evaluator
 from xsimulator.replay.predict import JobPrediction
@@ -113,10 +114,9 @@ class Doubts:
         lengths = problem.lengths
         self._counts = [part.num_samples for part in (lengths.inputs, lengths.outputs)
                         if part.num_samples is not None]  # queries by which lengths are known
-        # No schedule has a smaller margin on its latency: what computed times have in common is in
-        # each.
+        # No schedule has a smaller margin on its latency.
         self.least_factor = 1.0 if not self._computed or self.is_certain("latency") else (
-            self._computed.factor({}, problem.constraint.confidence))
+            self._computed.least_factor(problem.constraint.confidence))
 
     def is_certain(self, metric: Metric) -> bool:
         """Nothing is known to be uncertain, or there is no bound to break."""
@@ -133,7 +133,8 @@ class Doubts:
         confidence = self.problem.constraint.confidence
         model = self._model_factor(estimate, metric) if is_replayed else 1.0
         if self.is_certain(metric):
-            return self._worded(MarginParts(factor=model, model=model, sentence=""), 0.0)
+            return self._worded(MarginParts(factor=model, model=model, sentence=""), 0.0,
+                                _ComputedMargin())
         expected_s = self._evaluator.seconds(estimate, metric)
         if expected_s <= 0:  # outputs of one token have no second one
             return MarginParts(factor=1.0, sentence="")
@@ -156,7 +157,7 @@ class Doubts:
                 upper_limit(np.zeros(1), of_times, confidence)), drift=drift,
             inputs=math.exp(upper_limit(np.zeros(1), of_inputs, confidence)), model=model,
             lengths=max(math.exp(upper_limit(ratios, 0.0, confidence)), 1.0), sentence=""),
-            unmeasured, computed.weakest)
+            unmeasured, computed)
 
     def expected_s(self, estimate: Estimate, metric: Metric) -> float:
         """What a bound on the metric is of, by the closed form."""
@@ -246,7 +247,7 @@ class Doubts:
         return self._variants[name]
 
     def _worded(self, parts: MarginParts, unmeasured: float,
-                weakest: OperatorGroup | None = None) -> MarginParts:
+                computed: "_ComputedMargin") -> MarginParts:
         """The same parts with their sentence."""
         constraint = self.problem.constraint
         if math.isinf(constraint.latency_s):
@@ -266,9 +267,10 @@ class Doubts:
             if float(np.mean([error.unknown for error in self._errors.values()])) > 0.5:
                 causes[-1] += " (most points have too few samples to tell their noise)"
         if self._computed:
-            parts = replace(parts, remedy=_remedy(self._computed, parts.timing,
+            parts = replace(parts, remedy=_remedy(self._computed, computed,
                                                   constraint.confidence))
-            most = "" if weakest is None else f"; most of it for {weakest.words}"
+            most = "" if computed.weakest is None else (
+                f"; most of it for {computed.weakest.words}")
             causes.append(f"{parts.timing - 1:.1%} since computed times may be off "
                           f"({self._computed.kind}: {self._computed.checked}{most})")
         if self._counts:
@@ -292,17 +294,17 @@ class Doubts:
 
 
 class _ComputedMargin(NamedTuple):
-    """`weakest`: the group of operators that contributes most."""
+    """`weakest`: the group of operators that contributes most. `at_lower`: the factor at some
+    confidences below the one asked for."""
 
-    factor: float
-    weakest: OperatorGroup | None
+    factor: float = 1.0
+    weakest: OperatorGroup | None = None
+    at_lower: Mapping[float, float] = MappingProxyType({})
 
 
-def _remedy(errors: SourceErrors, factor: float, confidence: float) -> str:
-    """What takes a smaller margin than this one of computed times, whose share is `factor`."""
-    spread = math.log(factor) / student_quantile(confidence)
-    lower = [f"{math.exp(student_quantile(own) * spread) - 1:.0%} at {own:g}"
-             for own in (0.9, 0.8, 0.7) if own < confidence]
+def _remedy(errors: SourceErrors, computed: _ComputedMargin, confidence: float) -> str:
+    """What takes a smaller margin than this one of computed times."""
+    lower = [f"{factor - 1:.0%} at {own:g}" for own, factor in computed.at_lower.items()]
     engines = "" if errors.kind != "uncalibrated" else (
         ", the times of an engine that was compared with measurements on such GPUs (plan.engine: "
         "vllm, tensorrt-llm, fastertransformer)")
@@ -317,13 +319,14 @@ def _computed_margin(errors: SourceErrors | None, problem: Problem, metric: Metr
     """For what computed times may be off, by the groups' shares of the metric. `raised_s`: what it
     is with a group's times a LEAST_STEP longer."""
     if errors is None:
-        return _ComputedMargin(1.0, None)
+        return _ComputedMargin()
     shares = {group: math.log(raised_s(group) / expected_s) / math.log1p(LEAST_STEP)
               for group in errors.groups}
-    lengths = problem.lengths
+    lengths, confidence = problem.lengths, problem.constraint.confidence
     sizes = 1.0 if metric == "ttft" else sizes_of(lengths.inputs.mean, lengths.outputs.mean)
-    return _ComputedMargin(errors.factor(shares, problem.constraint.confidence, sizes),
-                           errors.weakest(shares, sizes))
+    return _ComputedMargin(
+        errors.factor(shares, confidence, sizes), errors.weakest(shares, sizes),
+        {own: errors.factor(shares, own, sizes) for own in (0.9, 0.8, 0.7) if own < confidence})
 
 
 def upper_limit(logarithms: FloatArray, spread: float, confidence: float) -> float:

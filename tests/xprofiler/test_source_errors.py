@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from scipy.stats import t as student
 
@@ -57,6 +59,28 @@ def test_margins_grow_with_the_confidence_from_nothing() -> None:
     factors = [ERRORS.factor({PRODUCTS: 1.0}, c) for c in (0.5, 0.8, 0.9, 0.95, 0.99)]
     assert factors[0] == 1 and factors == sorted(factors)
     assert factors[2] == pytest.approx(math.exp(0.05 * student.ppf(0.9, 4)))
+
+
+def test_a_group_that_leans_to_shorter_times_takes_its_share_of_that_off_the_margin() -> None:
+    """Never below none; and the least factor is below that of any shares and sizes, and reached."""
+    straight = replace(ERRORS, groups={PRODUCTS: GroupError(0.04),
+                                       ATTENTION: GroupError(0.12, 0.1)})
+    leaning = replace(ERRORS, groups={PRODUCTS: GroupError(0.04),
+                                      ATTENTION: GroupError(0.12, 0.1, -0.06)})
+    assert leaning.lean({PRODUCTS: 0.5, ATTENTION: 0.5}) == pytest.approx(-0.03)
+    shares = {PRODUCTS: 0.7, ATTENTION: 0.3}
+    assert leaning.factor(shares, 0.9) == pytest.approx(
+        straight.factor(shares, 0.9) * math.exp(-0.018))
+    assert leaning.factor({ATTENTION: 1.0}, 0.55) == 1.0
+    rng = np.random.default_rng(1)
+    for confidence in (0.6, 0.8, 0.95):
+        least = leaning.least_factor(confidence)
+        drawn = [leaning.factor({PRODUCTS: 1 - share, ATTENTION: share}, confidence, sizes)
+                 for share, sizes in zip(rng.uniform(0, 1, 200), rng.uniform(1, 9, 200),
+                                         strict=True)]
+        assert 1 <= least <= min(drawn) + 1e-12
+    near = min(leaning.factor({ATTENTION: share}, 0.95, 1e9) for share in np.linspace(0, 1, 1001))
+    assert near == pytest.approx(leaning.least_factor(0.95), rel=1e-6)
 
 
 def test_every_table_belongs_to_a_group() -> None:

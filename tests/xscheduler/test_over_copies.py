@@ -14,7 +14,6 @@ from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.job import ROUTINGS, Adjustment, FixedSchedule
 from xgpt.core.schedule import Status
 from xprofiler.roofline import Roofline
-from xprofiler.source_errors import student_quantile
 from xscheduler.copies import most_copies, problem_for, problems_of_copies, slicings
 from xscheduler.copy_planner import ProblemSearch
 from xscheduler.evaluator import Evaluator, predict
@@ -163,7 +162,7 @@ def test_what_every_computed_time_may_be_off_by_is_left_of_the_bound_before_the_
         searched.append(latency_bound_s)
         return own(self, latency_bound_s, floor_qps)
 
-    least = math.exp(student_quantile(0.95) * timing.errors().common)
+    least = timing.errors().least_factor(0.95)
     sure = Planner(problem, timing, BARE).plan()
     monkeypatch.setattr(ProblemSearch, "find", find)
     kept = Planner(problem, timing, PlanOptions(horizon="steady")).plan()
