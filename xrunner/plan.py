@@ -22,7 +22,8 @@ from xrunner.checkpoint.identity import changed_files
 PLAN_VERSION = 3
 # What decides no token: names and places, how the work is shared out, and in which order.
 _NOT_DECISIVE = ("name", "output", "model_dir", "model_name", "served_by", "requests",
-                 "threads_per_rank", "device_kind", "is_watched", "slots", "shuffle_window",
+                 "threads_per_rank", "device_kind", "is_watched", "slots", "kv_tokens",
+                 "kv_in_blocks", "shuffle_window",
                  "routing", "mean_output_tokens", "cuda_graphs", "private",
                  "sync_s", "aside", "weights_whole")  # the last stands beside `model_files`
 # What a schedule holds: which requests can run by it follows, and nothing of their answers.
@@ -57,6 +58,8 @@ class RunPlan:
     device_kind: Literal["cpu", "gpu"] = "cpu"  # what a rank works on
     is_watched: bool = False  # the launcher follows lengths and steps, and may change the schedule
     slots: int = 0  # queries that a group's cache has room for, for such changes; 0: as planned
+    kv_in_blocks: bool = False  # entries that a rule reserves tokens for (RRA, WAA), else in rows
+    kv_tokens: int = 0  # that a group has blocks for, for such changes; 0: as planned
     shuffle_window: int = 1  # queries that are taken in random order among themselves
     routing: str = LEAST_TOKENS  # of queries to replicas
     mean_output_tokens: float = 0.0  # that are expected of a query, for that; 0: as many as allowed

@@ -106,8 +106,7 @@ def _lead_replica(plan: RunPlan, schedule: Schedule, world: World, loaded: Loade
                 neighbours=Neighbours(world.comm, loaded.route),
                 vocabulary=_vocabulary(plan, loaded),
                 link=_link(rule, schedule, loaded.replica, world.comm, supply))
-    if isinstance(rule, RraRule):
-        rule.make_room(plan.slots)
+    _make_room(head, plan)
     head.roster.extent = _extent(spool, Answered(0, frozenset()))
     head.start(_spare_bytes(schedule))
     _serve(head, world, clock)
@@ -138,8 +137,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
                 neighbours=Neighbours(world.comm, loaded.route),
                 vocabulary=_vocabulary(plan, loaded),
                 link=_link(rule, schedule, loaded.replica, world.comm, supply))
-    if isinstance(rule, RraRule):
-        rule.make_room(plan.slots)
+    _make_room(head, plan)
     if plan.is_watched:
         sink.launcher = LauncherLink(plan.output, first_query=before.total,
                                      **_followed(head, schedule, others))
@@ -198,6 +196,13 @@ def _extent(spool: Spool, before: Answered) -> Extent:
     return Extent(queries=len(inputs), longest_input=int(inputs.max(initial=1)),
                   longest_output=int(outputs.max(initial=1)),
                   longest=int((inputs + outputs).max(initial=1)))
+
+
+def _make_room(head: Head, plan: RunPlan) -> None:
+    """How the pool's caches are laid out, and for how much."""
+    head.roster.in_blocks = plan.kv_in_blocks
+    if isinstance(head.rule, RraRule):
+        head.rule.make_room(plan.slots, plan.kv_tokens)
 
 
 def _spare_bytes(schedule: Schedule) -> int:

@@ -59,19 +59,36 @@ def headroom(estimate: Estimate, problem: Problem, timing: TimingSource) -> floa
     return max(LEAST_OBSERVING, most_active(best.estimate) / most_active(estimate))
 
 
-def slots_for(estimate: Estimate, problem: Problem, longest: int, times: float) -> int:
+def slots_for(estimate: Estimate, problem: Problem, longest: int, times: float, *,
+              in_blocks: bool = False) -> int:
     """Queries that a group's cache has room for: `times` those planned, as far as the memory of
-    every rank and the number of queries go; never fewer than planned."""
-    planned, deployment, figures = most_active(estimate), estimate.deployment, estimate.figures
+    every rank (of rows for the longest query, unless entries lie `in_blocks`) and the number of
+    queries go; never fewer than planned."""
+    planned, groups = most_active(estimate), estimate.deployment.num_groups
+    wanted = math.ceil(min(times * planned, (problem.num_queries or 0) / groups))
+    if not in_blocks:
+        wanted = min(wanted, int(_most_tokens(estimate, problem) / max(longest, 1)))
+    return max(planned, wanted)
+
+
+def kv_tokens_for(estimate: Estimate, problem: Problem, most: int) -> int:
+    """Tokens that a group in blocks has room for: as many as the memory of every rank holds, `most`
+    at most; never fewer than planned."""
+    return max(estimate.deployment.group_kv_tokens,
+               min(int(_most_tokens(estimate, problem)), most))
+
+
+def _most_tokens(estimate: Estimate, problem: Problem) -> float:
+    """Tokens of a group whose KV entries every rank has memory for."""
+    deployment, figures = estimate.deployment, estimate.figures
     fits = []
     for stage in deployment.stages:
         token_bytes = _layer_bytes(problem) * stage.num_layers / stage.tp_degree
         for rank in stage.ranks:
             free = figures.memory_capacity_bytes - figures.memory_bytes[rank]
             free += int(deployment.kv_tokens * token_bytes)
-            fits.append(free / max(deployment.num_groups * longest * token_bytes, 1))
-    wanted = math.ceil(min(times * planned, (problem.num_queries or 0) / deployment.num_groups))
-    return max(planned, min(wanted, int(min(fits))))
+            fits.append(free / max(deployment.num_groups * token_bytes, 1))
+    return min(fits)
 
 
 def mean_present(slots: int) -> int:

@@ -270,7 +270,7 @@ def run_in_process(directory: Path, queries: Sequence[PreparedQuery], *, num_sta
                    dtype: torch.dtype = torch.float32, degrees: Sequence[int] | None = None,
                    stages: Sequence[StageAssignment] | None = None,
                    rule: BatchingRule | None = None, device: torch.device | str = "cpu",
-                   ) -> tuple[Collector, list[StageExecutor]]:
+                   in_blocks: bool = False) -> tuple[Collector, list[StageExecutor]]:
     """The whole runner on threads instead of MPI ranks: (what finished, every rank's executor).
     Stages: given, or of these tensor-parallel `degrees`, or `num_stages` single ranks."""
     stages = stages or stages_of(directory, degrees or [1] * num_stages)
@@ -285,7 +285,8 @@ def run_in_process(directory: Path, queries: Sequence[PreparedQuery], *, num_sta
                for r in range(1, len(executors))]
     for thread in threads:
         thread.start()
-    sink = lead(directory, comms[0], route[0], executors[0], rule, queries, sink)
+    sink = lead(directory, comms[0], route[0], executors[0], rule, queries, sink,
+                in_blocks=in_blocks)
     for thread in threads:
         thread.join(timeout=60)
         assert not thread.is_alive()
@@ -295,7 +296,7 @@ def run_in_process(directory: Path, queries: Sequence[PreparedQuery], *, num_sta
 def run_waa_in_process(
         directory: Path, queries: Sequence[PreparedQuery], pools: Sequence[Pool],
         rules: tuple[WaaEncodeRule, WaaDecodeRule], *, sink: Collector | None = None,
-        ) -> tuple[Collector, dict[int, StageExecutor]]:
+        in_blocks: bool = False) -> tuple[Collector, dict[int, StageExecutor]]:
     """Both of WAA's pools on threads: (what finished, every rank's executor)."""
     own, ranks = transfers_of(pools, spec_of(directory)), range(sum(p.num_devices for p in pools))
     comms, side = local_comms(len(ranks)), local_comms(len(ranks))
@@ -317,7 +318,7 @@ def run_waa_in_process(
     for thread in threads:
         thread.start()
     sink = lead(directory, comms[0], route[0], executors[0], rules[0], queries, sink,
-                link=ToDecodePool(comms[0], *rules, decode_ranks[0]))
+                link=ToDecodePool(comms[0], *rules, decode_ranks[0]), in_blocks=in_blocks)
     for thread in threads:
         thread.join(timeout=60)
         assert not thread.is_alive()
@@ -368,7 +369,7 @@ def toy_waa_rules(num_encode_stages: int, *, encode_batch: int = 3, num_groups: 
     return (WaaEncodeRule(encode_batch=encode_batch, num_groups=num_encode_stages + 2,
                           max_in_system=max_in_system, kv_tokens=kv_tokens,
                           encode_kv_tokens=encode_kv_tokens, sizer=BatchSizer(mean_input=10.0)),
-            WaaDecodeRule(num_groups=num_groups,
+            WaaDecodeRule(num_groups=num_groups, kv_tokens=kv_tokens,
                           group_max_active=-(-max_in_system // num_groups)))
 
 
@@ -390,10 +391,11 @@ def executor_of(directory: Path, stage: StageAssignment, shard: Shard = WHOLE,
 
 def lead(directory: Path, comm: Comm, route: Route, executor: StageExecutor, rule: BatchingRule,
          queries: Sequence[PreparedQuery], sink: Collector | None = None, *,
-         link: PoolLink | None = None) -> Collector:
-    """What the first rank does."""
+         link: PoolLink | None = None, in_blocks: bool = False) -> Collector:
+    """What the first rank does. `in_blocks`: entries that are reserved lie so, too."""
     sink = sink or Collector()
     head = head_of(directory, Neighbours(comm, route), executor, rule, sink, link)
+    head.roster.in_blocks = in_blocks
     for query in queries:
         assert head.submit(query)
     head.start()

@@ -33,7 +33,7 @@ def refuse_what_cannot_run(job: Job, tell: Teller) -> None:
     machine = detect() if job.cluster == LOCAL_CLUSTER else None
     gpus = machine if machine is not None and machine.device.kind == "gpu" else None
     engine = engine_of(job)
-    mistakes = [*_refusals(job, gpus), *engine.refusals(job)]
+    mistakes = [*_refusals(job, gpus), *_ours_alone(job), *engine.refusals(job)]
     if mistakes:
         raise InputError(mistakes)
     if gpus is not None and (job.run.ranks or 1) > gpus.num_devices:
@@ -45,7 +45,7 @@ def refuse_what_cannot_run(job: Job, tell: Teller) -> None:
 
 def refuse_what_no_machine_runs(job: Job) -> None:
     """Raises InputError for a job that is executed nowhere, by its file alone."""
-    mistakes = [*_without_requests(job), *_not_deterministic(job), *engine_of(job).refusals(job)]
+    mistakes = [*_without_requests(job), *_ours_alone(job), *engine_of(job).refusals(job)]
     if mistakes:
         raise InputError(mistakes)
 
@@ -56,10 +56,16 @@ def _without_requests(job: Job) -> Iterator[Mistake]:
                       "a run needs files of requests, or {count: N}")
 
 
-def _not_deterministic(job: Job) -> Iterator[Mistake]:
-    if job.run.deterministic and job.run.engine != OWN_ENGINE:
+def _ours_alone(job: Job) -> Iterator[Mistake]:
+    """What is asked of another engine and can only be had of ours."""
+    if job.run.engine == OWN_ENGINE:
+        return
+    if job.run.deterministic:
         yield mistake(job, "run.deterministic", True, f"only with `engine: {OWN_ENGINE}`: what "
                       "another's products depend on is not known")
+    if job.run.kv_layout != "auto":
+        yield mistake(job, "run.kv_layout", job.run.kv_layout, f"only with `engine: {OWN_ENGINE}`:"
+                      " another lays out its cache itself")
 
 
 def _refusals(job: Job, gpus: Cluster | None) -> Iterator[Mistake]:

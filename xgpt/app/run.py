@@ -111,7 +111,8 @@ def execute_locked(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     plan = with_what_was_read(going_on(plan, schedule) or plan, opened.tell)
     rescheduler = rescheduler_of(opened, timing, schedule)
     if rescheduler is not None:
-        plan = replace(plan, is_watched=True, slots=rescheduler.slots)
+        plan = replace(plan, is_watched=True, slots=rescheduler.slots,
+                       kv_tokens=rescheduler.kv_tokens)
     if StopRequest(output).is_made:  # while the job was profiled and planned
         stop = StoppedEarly("asked to stop before the ranks were started; the same command goes on")
         stop.details = kept(opened.job)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from xgpt.app.kv_layout import lies_in_blocks
 from xgpt.app.opened import OpenedJob
 from xgpt.app.run_files import METRICS_FILE, RESULTS_FILE
 from xgpt.app.telling import Teller
@@ -70,7 +71,8 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule, requests: Requests) ->
         shuffle_window=window_of(job.adjustment.shuffle, schedule.estimate.figures.encode_batch),
         routing=job.adjustment.routing,
         mean_output_tokens=opened.problem.lengths.outputs.mean,
-        device_kind=opened.problem.cluster.device.kind, cuda_graphs=job.run.cuda_graphs,
+        device_kind=opened.problem.cluster.device.kind,
+        kv_in_blocks=lies_in_blocks(opened, schedule.estimate), cuda_graphs=job.run.cuda_graphs,
         engine_version=identity(job) if (identity := engine_of(job).identity) else "",
         engine_args=dict(job.run.engine_args),
         deterministic=job.run.deterministic, private=job.run.private,

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from xgpt.app.kv_layout import lies_in_blocks
 from xgpt.app.opened import OpenedJob
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Schedule
@@ -23,7 +24,7 @@ from xrunner.rules.changes import changes_of
 from xscheduler.beginning import can_settle
 from xscheduler.live.decisions import LEAST_QUERIES, Decider, Decision, Followed, Look
 from xscheduler.live.slowed import StepLook
-from xscheduler.room import HEADROOM, headroom, slots_for
+from xscheduler.room import HEADROOM, headroom, kv_tokens_for, slots_for
 
 LOOK_S = 0.5
 _NICENESS = 10
@@ -46,6 +47,10 @@ class Rescheduler:
     @property
     def slots(self) -> int:
         return self.decider.followed.slots
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.decider.followed.kv_tokens
 
     def update(self) -> bool:
         """Look at what the run has written, and plan; or pass a plan's decision on, and return
@@ -87,7 +92,8 @@ class Rescheduler:
             return False
         if decision.schedule is not None:
             ChangeOrder(revision=self.decider.revision, controls=changes_of(
-                decision.schedule.estimate, slots=self.slots)).save(self._output)
+                decision.schedule.estimate, slots=self.slots,
+                kv_tokens=self.kv_tokens or None)).save(self._output)
         self.decisions.append(decision)
         return True
 
@@ -117,13 +123,17 @@ def rescheduler_of(opened: OpenedJob, timing: TimingSource,
     if known is not None:  # longer ones than the schedule can hold become error records
         held = known.reserves[known.reserves <= estimate.deployment.group_kv_tokens]
         longest = int(held.max(initial=1))
-    slots = 0 if not row.is_changeable else slots_for(
-        estimate, problem, longest,
-        headroom(estimate, problem, timing) if is_observing else HEADROOM)
+    slots = kv_tokens = 0
+    if row.is_changeable:
+        in_blocks = lies_in_blocks(opened, estimate)
+        slots = slots_for(estimate, problem, longest, headroom(estimate, problem, timing)
+                          if is_observing else HEADROOM, in_blocks=in_blocks)
+        kv_tokens = kv_tokens_for(estimate, problem, longest * slots) if in_blocks else 0
     return Rescheduler(Followed(
         problem=problem, schedule=schedule, step_threshold=step_threshold,
         threshold=None if is_known else job.run.reschedule,
-        is_observing=is_observing, slots=slots, longest=longest), timing, job.output)
+        is_observing=is_observing, slots=slots, kv_tokens=kv_tokens, longest=longest), timing,
+        job.output)
 
 
 def decisions_with_phases(decisions: Sequence[Decision],

@@ -14,6 +14,7 @@ from xgpt.core.yaml_tree import Field
 LOCAL_CLUSTER = "local"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 WEIGHTS = ("checkpoint", "random")
+KV_LAYOUTS = ("auto", "rows", "blocks")
 
 # no option of ssh or mpiexec, no list within a list
 _HOST = re.compile(r"[A-Za-z0-9][\w.-]*(@[A-Za-z0-9][\w.-]*)?")
@@ -29,6 +30,7 @@ def read_run(top: Section) -> RunSpec:
         dtype=section.choice("dtype", "auto", DTYPES),
         weight_dtype=section.choice("weight_dtype", "auto", (*DTYPES, INT8, FP8)),
         kv_dtype=section.choice("kv_dtype", "auto", ("auto", FP8)),
+        kv_layout=section.choice("kv_layout", "auto", KV_LAYOUTS),
         seed=section.integer("seed", 0, 0, 2**63 - 1),
         temperature=section.number("temperature", 0.0, lambda x: x >= 0, "a number >= 0"),
         top_k=section.integer("top_k", None, 1, MAX_INT),

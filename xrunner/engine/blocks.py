@@ -6,9 +6,10 @@ takes a block when its tokens begin one, and gives all of its blocks back when i
 a slot has is said by a table that attention reads (xrunner.ops.contexts). So nothing is copied when
 slots are made contiguous: lines of the table move.
 
-How many queries there may be is the rule's part (xrunner.rules.paged): it admits no more than the
-group's budget of tokens holds, and the pool is made for that. Blocks are taken again in the order
-in which they were left, the latest first: on the CPU those never taken are never resident."""
+How many queries there may be is the rule's part: it admits no more than a budget of tokens holds
+(xrunner.rules.steps.KvBudget), of each group or of all groups together, and the pool is made for
+that. Blocks are taken again in the order in which they were left, the latest first: on the CPU
+those never taken are never resident."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xrunner.engine.kv import KvShape, zeros
+from xrunner.engine.kv import EntryRows, KvShape, zeros
 from xrunner.ops.contexts import BlockTable
 from xrunner.rules.slots import apply_moves, compaction_moves
 
@@ -36,6 +37,11 @@ class BlockPool:
     def __init__(self, count: int) -> None:
         self.count, self.most_taken = count, 0
         self._free = list(range(count - 1, -1, -1))
+        self._holders: list[list[list[int]]] = []
+
+    def lend_to(self, held: list[list[int]]) -> None:
+        """`held` lists the blocks of a cache's slots, now and whenever integrity is checked."""
+        self._holders.append(held)
 
     @property
     def num_taken(self) -> int:
@@ -50,62 +56,110 @@ class BlockPool:
     def give_back(self, blocks: Sequence[int]) -> None:
         self._free += reversed(blocks)
 
-    def check_integrity(self, held: Sequence[int]) -> None:
-        """`held`, by anybody, and those that are free are all there are, none of them twice."""
+    def check_integrity(self) -> None:
+        """Those that caches hold and those that are free are all there are, none of them twice."""
+        held = [block for holder in self._holders for blocks in holder for block in blocks]
         assert sorted([*self._free, *held]) == list(range(self.count)), f"{held = } {self._free = }"
 
 
 class Room(NamedTuple):
-    """What a pool is made for: `slots` queries of up to `capacity` tokens, in all `tokens` where
-    each query's are counted in whole multiples of `unit`."""
+    """What a pool is made for: `slots` queries of up to `capacity` tokens in each of the `groups`
+    that share it, in all `tokens` where each query's are counted in whole multiples of `unit`."""
 
     slots: int
     capacity: int
     tokens: int
     unit: int
+    groups: int = 1
 
     def num_blocks(self, size: int) -> int:
         """Blocks of that size that hold whatever is admitted: a query leaves up to `size` - `unit`
         tokens of its last block empty that nobody counts."""
         assert size % self.unit == 0, f"{size = } {self.unit = }"
-        least = -(-(self.tokens + self.slots * (size - self.unit)) // size)
-        return min(least, self.slots * self.width(size))
+        slots = self.slots * self.groups
+        least = -(-(self.tokens + slots * (size - self.unit)) // size)
+        return min(least, slots * self.width(size))
 
     def width(self, size: int) -> int:
         """Blocks of the longest query."""
         return -(-self.capacity // size)
 
 
-class BlockCache:
-    """Keys and values of the queries that one group has in flight. As xrunner.engine.kv.KvCache.
-    Raises XgptError where the memory for that is not there."""
+class Blocks:
+    """The memory that the groups of a room share, and which of it is free. Raises XgptError where
+    the memory for that is not there."""
 
     def __init__(self, shape: KvShape, room: Room, device: torch.device | str = "cpu", *,
                  is_resident: bool = False) -> None:
         """`shape`: its slots are the blocks, its capacity is their size."""
-        self.lengths: list[int] = []  # tokens cached, by slot
+        self.shape, self.room, self.device = shape, room, torch.device(device)
         self.pool = BlockPool(shape.slots)
-        self._shape, self._room = shape, room
+        self.store = zeros(shape, self.device, is_resident)
+
+    def caches(self) -> list["BlockCache"]:
+        """One for each group."""
+        return [BlockCache(self) for _ in range(self.room.groups)]
+
+
+class _Lines:
+    """The table that says which blocks each slot has: its lines as they are on the device, and what
+    has changed since they were last asked for."""
+
+    def __init__(self, slots: int, width: int, device: torch.device) -> None:
+        self._table = torch.zeros(slots, max(width, 1), dtype=torch.int64, device=device)
+        self._changed: dict[tuple[int, int], int] = {}
+
+    def write(self, slot: int, held: Sequence[int], first: int = 0) -> None:
+        """The slot's line, from its block `first` on."""
+        for place, block in enumerate(held[first:], start=first):
+            self._changed[slot, place] = block
+
+    def on_device(self) -> Tensor:
+        """[slots, blocks of the longest query]."""
+        if self._changed:
+            changed = torch.tensor([(*place, block) for place, block in self._changed.items()])
+            where = changed.t().to(self._table.device)
+            self._table[where[0], where[1]] = where[2]
+            self._changed.clear()
+        return self._table
+
+
+class BlockCache:
+    """Keys and values of the queries that one group has in flight. As xrunner.engine.kv.KvCache."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.lengths: list[int] = []  # tokens cached, by slot
+        self.pool = blocks.pool
+        self._shape, self._room, self._store = blocks.shape, blocks.room, blocks.store
         self._held: list[list[int]] = []  # blocks of each slot
-        self._store = zeros(shape, torch.device(device), is_resident)
-        self._table = torch.zeros(room.slots, max(room.width(shape.capacity), 1),
-                                  dtype=torch.int64, device=device)
-        self._changed: dict[tuple[int, int], int] = {}  # of the table, not on the device as yet
+        self.pool.lend_to(self._held)
+        self._lines = _Lines(self._room.slots, self._room.width(self._shape.capacity),
+                             blocks.device)
 
     @property
     def store(self) -> Tensor:
-        """[layers, 2, blocks, kv_heads, block size, head_dim]."""
+        """[layers, 2, blocks, kv_heads, block size, head_dim], of all groups that share it."""
         return self._store
 
     @property
     def num_bytes(self) -> int:
-        """What is set aside for it."""
-        return self._shape.num_bytes
+        """The group's even share of what is set aside."""
+        return self._shape.num_bytes // self._room.groups
 
     @property
     def peak_bytes(self) -> int:
-        """The most that queries had at a time."""
-        return self.pool.most_taken * self._shape.num_bytes // max(self.pool.count, 1)
+        """The group's even share of the most that queries had at a time."""
+        return self.pool.most_taken * self._shape.num_bytes // max(self.pool.count, 1) // (
+            self._room.groups)
+
+    def rows_of(self, slots: Sequence[int]) -> EntryRows:
+        """The blocks of these slots' queries, one query after the other."""
+        size, blocks, lengths = self._shape.capacity, list[int](), list[int]()
+        for slot in slots:
+            length = self.lengths[slot]
+            blocks += self._held[slot][:-(-length // size)]
+            lengths += [min(size, length - first) for first in range(0, length, size)]
+        return EntryRows(blocks, lengths)
 
     def allocate(self, tokens: Sequence[int]) -> int:
         """Slots for new queries of so many tokens each, contiguous; returns the first."""
@@ -133,12 +187,7 @@ class BlockCache:
                                                                          strict=True):
             if length > len(self._held[slot]) * size:
                 self._reach(slot, length)
-        if self._changed:
-            changed = torch.tensor([(*place, block) for place, block in self._changed.items()])
-            where = changed.t().to(self._table.device)
-            self._table[where[0], where[1]] = where[2]
-            self._changed.clear()
-        return BlockTable(self._table, size)
+        return BlockTable(self._lines.on_device(), size)
 
     def extend(self) -> None:
         """Every active query has one more token cached."""
@@ -148,6 +197,11 @@ class BlockCache:
         """The query in `slot` has so many more tokens cached."""
         self.lengths[slot] += tokens
 
+    def give_up(self, slot: int) -> None:
+        """The slot's query is done: its blocks are free from now on, the slot is with `free`."""
+        self._leave(slot)
+        self.lengths[slot] = 0
+
     def free(self, removed: Sequence[int]) -> int:
         """Drop the queries in slots `removed` and close the gaps. Returns the rows copied: none."""
         for slot in removed:
@@ -156,17 +210,17 @@ class BlockCache:
         apply_moves(self.lengths, moves, len(removed))
         apply_moves(self._held, moves, len(removed))
         for _, target in moves:
-            self._write(target, 0)
+            self._lines.write(target, self._held[target])
         return 0
 
     def check_integrity(self, least: int = 1) -> None:
-        """Lengths, blocks and table agree; every query has `least` tokens or more. Called after
-        every step in tests."""
+        """Lengths, blocks and table agree; every query has `least` tokens or more, or has given up
+        what it had. Called after every step in tests."""
         size = self._shape.capacity
         assert len(self.lengths) == len(self._held) <= self._room.slots, f"{self.lengths = }"
-        assert all(least <= n <= len(held) * size for n, held in zip(
+        assert all(least <= n <= len(held) * size or not (n or held) for n, held in zip(
             self.lengths, self._held, strict=True)), f"{self.lengths = } {self._held = }"
-        self.pool.check_integrity([block for held in self._held for block in held])
+        self.pool.check_integrity()
         table, _ = self.room_for([])
         assert all(table[slot, :len(held)].tolist() == held
                    for slot, held in enumerate(self._held)), f"{table = } {self._held = }"
@@ -174,17 +228,9 @@ class BlockCache:
     def _reach(self, slot: int, length: int) -> None:
         held = self._held[slot]
         first = len(held)
-        held += [self.pool.take() for _ in range(self._room_blocks(length) - first)]
-        self._write(slot, first)
-
-    def _room_blocks(self, length: int) -> int:
-        return -(-length // self._shape.capacity)
+        held += [self.pool.take() for _ in range(-(-length // self._shape.capacity) - first)]
+        self._lines.write(slot, held, first)
 
     def _leave(self, slot: int) -> None:
         self.pool.give_back(self._held[slot])
         self._held[slot] = []
-
-    def _write(self, slot: int, first: int) -> None:
-        """The slot's line of the table, from its block `first` on."""
-        for place, block in enumerate(self._held[slot][first:], start=first):
-            self._changed[slot, place] = block

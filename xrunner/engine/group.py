@@ -7,7 +7,7 @@ from typing import NamedTuple
 from xgpt.core.errors import XgptError
 from xgpt.core.units import format_bytes
 from xrunner.devices import free_bytes
-from xrunner.engine.blocks import BlockCache, Room, block_tokens
+from xrunner.engine.blocks import BlockCache, Blocks, Room, block_tokens
 from xrunner.engine.graphs import DecodeGraphs
 from xrunner.engine.kv import KvCache, KvShape, kv_shape
 from xrunner.engine.spoken import Spoken
@@ -15,6 +15,7 @@ from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.stage_model import StageModel
 from xrunner.query import Sampling
 from xrunner.rules.slots import GroupSlots
+from xrunner.rules.steps import KvBudget
 from xrunner.transport.messages import Joined, StartMessage, StepMessage
 
 Model = StageModel | EncoderDecoderStage
@@ -81,6 +82,11 @@ class StageGroup:
             self._encoded.free(removed)
         return self.cache.free(removed)
 
+    def give_up(self, slot: int) -> None:
+        """The slot's query is done: its blocks are free before the slot is."""
+        assert isinstance(self.cache, BlockCache), f"{slot = }: rows are free with their slots"
+        self.cache.give_up(slot)
+
     def check_integrity(self) -> None:
         """Slots and caches agree."""
         seats = self.slots.seats
@@ -98,7 +104,7 @@ def make_groups(model: Model, message: StartMessage) -> list[StageGroup]:
     """The groups of a stage, with caches of the sizes in `message`. Raises XgptError, before any
     memory is taken, where the device has too little left."""
     if message.budget is not None:
-        return _in_blocks(model, message, Room(message.slots, message.capacity, *message.budget))
+        return _in_blocks(model, message, message.budget)
 
     def shape(capacity: int) -> KvShape:
         return _shape_of(model, message.slots, capacity)
@@ -116,16 +122,17 @@ def make_groups(model: Model, message: StartMessage) -> list[StageGroup]:
             for _ in range(message.num_groups)]
 
 
-def _in_blocks(model: Model, message: StartMessage, room: Room) -> list[StageGroup]:
+def _in_blocks(model: Model, message: StartMessage, budget: KvBudget) -> list[StageGroup]:
     assert not model.spec.is_encoder_decoder, f"{message = }: an encoder's entries lie in rows"
-    size = block_tokens(model.device)
+    sharing = message.num_groups if budget.is_shared else 1
+    room = Room(message.slots, message.capacity, budget.tokens, budget.unit, sharing)
+    size, stores = block_tokens(model.device), message.num_groups // sharing
     shape = _shape_of(model, room.num_blocks(size), size)
-    num_bytes = message.num_groups * shape.num_bytes
-    _check_room(model, num_bytes, f"{message.num_groups * shape.slots} blocks of {size} tokens, as "
-                                  "many as the schedule admits,")
-    return [StageGroup(BlockCache(shape, room, model.device,
-                                  is_resident=num_bytes <= message.spare_bytes))
-            for _ in range(message.num_groups)]
+    num_bytes = stores * shape.num_bytes
+    _check_room(model, num_bytes, f"{stores * shape.slots} blocks of {size} tokens, as many as the "
+                                  "schedule admits,")
+    return [StageGroup(cache) for _ in range(stores) for cache in Blocks(
+        shape, room, model.device, is_resident=num_bytes <= message.spare_bytes).caches()]
 
 
 def _shape_of(model: Model, slots: int, capacity: int) -> KvShape:

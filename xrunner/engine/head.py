@@ -147,6 +147,7 @@ class Head:
         """Every stage sets up its caches for what was submitted. `spare_bytes` of memory a rank
         may be taken for them at once."""
         message = self._link.start(self, spare_bytes)
+        self.roster.is_shared = message.budget is not None and message.budget.is_shared
         self.neighbours.share(message)
         self.neighbours.pass_on(message)
         self._executor.start(message)

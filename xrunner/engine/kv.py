@@ -54,6 +54,14 @@ def kv_shape(spec: ModelSpec, dtype: torch.dtype, *, slots: int, capacity: int,
                    spec.kv_heads if kv_heads is None else kv_heads, capacity, spec.head_dim, dtype)
 
 
+class EntryRows(NamedTuple):
+    """Rows of a store (slots of one in rows, blocks of one in blocks), and how many entries of each
+    are asked for, from its beginning."""
+
+    rows: Sequence[int]
+    lengths: Sequence[int]
+
+
 class KvCache:
     """Keys and values of the queries that one group has in flight. Raises XgptError where the
     memory for that is not there."""
@@ -80,6 +88,10 @@ class KvCache:
     def peak_bytes(self) -> int:
         """Of the rows that queries had at a time, at most."""
         return self._most * self._shape.num_bytes // max(self._shape.slots, 1)
+
+    def rows_of(self, slots: Sequence[int]) -> EntryRows:
+        """Where the entries of these slots' queries lie, one query after the other."""
+        return EntryRows(slots, [self.lengths[slot] for slot in slots])
 
     def room_for(self, lengths: Sequence[int],
                  slots: Sequence[int] | None = None) -> BlockTable | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from xrunner.ops.sampling import NOT_FINITE
 from xrunner.query import FinishedQuery, PreparedQuery, TokenLikelihood
-from xrunner.rules.slots import Departures, GroupSlots, SlotUse, Span
+from xrunner.rules.slots import Departures, GroupSlots, Seat, SlotUse, Span
 from xrunner.rules.steps import BatchingRule, Step, StepKind, kv_budget
 from xrunner.transport.messages import Joined, StartMessage, StepMessage
 
@@ -46,8 +46,11 @@ class Roster:
         self._use, self._start_token = slot_use, start_token
         self.on_begin: Callable[[Sequence[int]], None] | None = None  # told whose work begins
         self.extent: Extent | None = None  # where not all queries wait here from the beginning
+        self.in_blocks = False  # entries that the rule reserves tokens for lie in blocks
+        self.is_shared = False  # all groups take of the same blocks
         self._new: dict[int, PreparedQuery] = {}
         self._begun: dict[int, ActiveQuery] = {}  # waiting: evicted, or from another pool
+        self._freed: list[Seat] = []  # by queries that are done, not told as yet
         self._in_part: set[int] = set()  # active, their inputs encoded in part
         self._slots: defaultdict[int, GroupSlots[int]] = defaultdict(GroupSlots)  # by group
         self._departures = Departures(slot_use)
@@ -78,8 +81,8 @@ class Roster:
             capacity = outputs + 1 + (0 if encoded else inputs)
         return StartMessage(num_groups=rule.num_groups, capacity=capacity,
                             slots=min(rule.group_max_active, max(extent.queries, 1)),
-                            encoded_capacity=encoded, budget=kv_budget(rule),
-                            spare_bytes=spare_bytes)
+                            encoded_capacity=encoded, spare_bytes=spare_bytes,
+                            budget=kv_budget(rule, in_blocks=self.in_blocks))
 
     @property
     def num_waiting(self) -> int:
@@ -123,13 +126,18 @@ class Roster:
             kind=kind, group=step.group, phase=step.phase, iteration=step.iteration,
             removed=removed, replaced=replaced, joined=joined, resting=resting,
             ended=tuple(self.in_vain),
+            freed=tuple(seat for seat in self._freed if seat.group != step.group),
             spans=self._seated(step, spans, seats) if self._use is SlotUse.REUSED else ())
         self.in_vain.clear()
+        self._freed.clear()
         return message, torch.tensor(ids), fed if kind is StepKind.DECODE else [*fed, *step.joined]
 
     def finish(self, group: int, done: Sequence[int]) -> list[ActiveQuery]:
         """These queries of `group` have their last tokens. Returns those whose results are due."""
         due = self._departures.finish(done)
+        if self.is_shared:
+            seats = self._slots[group].seats
+            self._freed += [Seat(group, seats.index(index)) for index in due]
         if self._use is not SlotUse.KEPT:
             self._slots[group].vacate(due)
         elif due:  # all of a batch, and so of every group

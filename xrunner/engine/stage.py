@@ -10,7 +10,6 @@ from torch import Tensor
 from xrunner.devices import settle
 from xrunner.engine.graphs import Capture, DecodeGraphs, is_capturable
 from xrunner.engine.group import Model, Pending, StageGroup, make_groups
-from xrunner.engine.kv import KvCache
 from xrunner.engine.last_stage import next_tokens, scored_tokens
 from xrunner.io.beat import Beat
 from xrunner.models.encoder_decoder import EncoderDecoderStage
@@ -86,6 +85,8 @@ class StageExecutor:
             self._beat.begin(message)
         start_s = self._clock()
         inputs, group = inputs.to(self.model.device), self.groups[message.group]
+        for seat in message.freed:
+            self.groups[seat.group].give_up(seat.slot)
         if message.removed:
             self.rows_compacted += group.remove(message.removed)
         if message.spans or message.resting:
@@ -135,7 +136,6 @@ class StageExecutor:
                               tails)
         hidden = self.model.encode(inputs, group.cache.store, step, ends_only=self.model.is_last)
         if self.sender is not None:
-            assert isinstance(group.cache, KvCache), f"{message = }: rows are handed over"
             self.sender.hand_over(message, group.cache, first)
         if not self.model.is_last:
             return hidden
@@ -220,7 +220,6 @@ class StageExecutor:
             encoded = receiver.encoded(queries).to(self.model.device)
             self.model.store_encoded(encoded, group.encoded.store, first, lengths)
             return
-        assert isinstance(group.cache, KvCache), f"{message = }: rows are handed over"
         for slot, query in enumerate(queries, start=first):
             receiver.put_into(group.cache, slot, query)
 

@@ -32,12 +32,12 @@ class Changeable(Protocol):
     def change(self, controls: Any, *, phase: int) -> None: ...
 
 
-def changes_of(estimate: Estimate, *, slots: int) -> Changes:
+def changes_of(estimate: Estimate, *, slots: int, kv_tokens: int | None = None) -> Changes:
     """What turns the rule that runs into that of `estimate`, on the same stages and groups.
-    `slots`: of a group's caches (RRA)."""
+    `slots`: of a group's caches (RRA); `kv_tokens`: for which it has blocks (None: it has rows)."""
     row = policy(estimate.policy)
     if row.is_changeable:
-        return phase_controls(estimate, slots=slots)
+        return phase_controls(estimate, slots=slots, kv_tokens=kv_tokens)
     limits: Changes = row.load("limits")(estimate)
     return limits
 

@@ -22,7 +22,7 @@ from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import sizer_of
 from xrunner.rules.chunks import PhaseChunks, Waiting
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import Step, StepKind
+from xrunner.rules.steps import KvBudget, Step, StepKind
 
 UNEVEN = EvenBatches()  # batches as queries come
 
@@ -86,6 +86,7 @@ class RraRule:
             group_kv_tokens=kv_tokens // num_groups, target_active=even.target_active,
             encode_chunk=encode_chunk)
         self.group_max_active = self.controls.group_max_active  # in any phase
+        self.kv_reserve = KvBudget(self.controls.group_kv_tokens, 1)  # of a group, likewise
         # a row that is encoded in part stays where it is, and who joins takes one that is free
         self.slot_use = SlotUse.REUSED if encode_chunk else SlotUse.COMPACTED
         self._chunks = PhaseChunks(encode_chunk, num_groups) if encode_chunk else None
@@ -107,9 +108,11 @@ class RraRule:
         """The first phase that a change can still be made for."""
         return self._phase + 1
 
-    def make_room(self, slots: int) -> None:
-        """A group may come to hold so many queries after a change, if that is more than now."""
+    def make_room(self, slots: int, kv_tokens: int = 0) -> None:
+        """A group may come to hold so many queries, and to reserve so many tokens for them, after
+        a change, if that is more than now."""
         self.group_max_active = max(self.group_max_active, slots)
+        self.kv_reserve = KvBudget(max(self.kv_reserve.tokens, kv_tokens), 1)
 
     def change(self, controls: PhaseControls, *, phase: int) -> None:
         """These hold from the beginning of `phase` on. Queries that are active stay, also where
@@ -227,13 +230,15 @@ def rra_rule(estimate: Estimate) -> RraRule:
                    encode_chunk=controls.encode_chunk)
 
 
-def phase_controls(estimate: Estimate, *, slots: int) -> PhaseControls:
-    """What turns a rule of the same groups, with room for `slots`, into that of `estimate`."""
-    controls = _controls(estimate)
+def phase_controls(estimate: Estimate, *, slots: int, kv_tokens: int | None = None
+                   ) -> PhaseControls:
+    """What turns a rule of the same groups, with room for `slots`, into that of `estimate`.
+    `kv_tokens`: for which a group has blocks (None: its entries lie in rows)."""
+    controls, wanted = _controls(estimate), estimate.deployment.group_kv_tokens
     return PhaseControls(encode_batch=controls.encode_batch,
                          decode_iterations=controls.decode_iterations,
                          group_max_active=min(most_active(estimate), slots),
-                         group_kv_tokens=estimate.deployment.group_kv_tokens,
+                         group_kv_tokens=wanted if kv_tokens is None else min(wanted, kv_tokens),
                          target_active=controls.even.target_active,
                          encode_chunk=controls.encode_chunk)
 

@@ -62,6 +62,13 @@ class Span(NamedTuple):
     is_last: bool
 
 
+class Seat(NamedTuple):
+    """A slot of a group, as numbered after the group's last step."""
+
+    group: int
+    slot: int
+
+
 class Seating(NamedTuple):
     """How a group's slots change before a step: those `removed` are compacted away, then the first
     who join take the slots `replaced`, and the others sit down behind all."""

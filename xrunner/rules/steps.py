@@ -44,19 +44,24 @@ class Step:
 
 
 class KvBudget(NamedTuple):
-    """What a group's queries hold at most: `tokens`, each query's counted in whole multiples of
-    `unit`."""
+    """What a group's queries hold at most (those of all groups together, where it `is_shared`):
+    `tokens`, each query's counted in whole multiples of `unit`."""
 
     tokens: int
     unit: int
+    is_shared: bool = False
 
 
-def kv_budget(rule: "BatchingRule") -> KvBudget | None:
+def kv_budget(rule: "BatchingRule", *, in_blocks: bool = False) -> KvBudget | None:
     """By how many tokens the rule admits queries, where their KV entries lie in blocks
-    (xrunner.engine.blocks). None: in rows, each as long as the longest query; so they do where the
-    rule has no `kv_budget` of its own."""
-    budget: KvBudget | None = getattr(rule, "kv_budget", None)
-    return budget
+    (xrunner.engine.blocks). None: in rows, each as long as the longest query.
+
+    The rules of continuous batching have a `kv_budget`, and their entries lie in blocks always.
+    Those that reserve a query's tokens when they admit it have a `kv_reserve`: their entries lie in
+    rows unless `in_blocks` is asked for. Other rules have neither: they count no tokens."""
+    names = ("kv_budget", "kv_reserve") if in_blocks else ("kv_budget",)
+    budgets: list[KvBudget] = [getattr(rule, name) for name in names if hasattr(rule, name)]
+    return budgets[0] if budgets else None
 
 
 class BatchingRule(Protocol):

@@ -14,7 +14,7 @@ from xgpt.core.controls import WaaControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import BatchSizer, sizer_of
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import Step, StepKind
+from xrunner.rules.steps import KvBudget, Step, StepKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,8 +152,11 @@ class WaaDecodeRule:
     needs_tokens = True
     slot_use = SlotUse.COMPACTED
 
-    def __init__(self, *, num_groups: int, group_max_active: int) -> None:
+    def __init__(self, *, num_groups: int, group_max_active: int, kv_tokens: int) -> None:
+        """`kv_tokens`: the pool's budget, within which the encode pool keeps what it sends. Groups
+        have even shares of the queries, not of the tokens."""
         self.num_groups, self.group_max_active = num_groups, group_max_active
+        self.kv_reserve = KvBudget(kv_tokens, 1, is_shared=True)
         self._arrived: deque[tuple[int, int]] = deque()
         self._active: list[dict[int, int]] = [{} for _ in range(num_groups)]
         self._group_of: dict[int, int] = {}
@@ -203,7 +206,7 @@ def waa_rules(estimate: Estimate) -> tuple[WaaEncodeRule, WaaDecodeRule]:
                           sizer=sizer_of(controls.even), max_in_system=controls.max_in_system,
                           kv_tokens=deployment.kv_tokens, encode_kv_tokens=encoding.kv_tokens,
                           target_active=controls.even.target_active),
-            WaaDecodeRule(num_groups=groups,
+            WaaDecodeRule(num_groups=groups, kv_tokens=deployment.kv_tokens,
                           group_max_active=math.ceil(controls.max_in_system / groups)))
 
 

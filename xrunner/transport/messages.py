@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from xrunner.query import FinishedQuery, PreparedQuery, Sampling, TokenLikelihood
 from xrunner.rules.changes import Changes
-from xrunner.rules.slots import Span
+from xrunner.rules.slots import Seat, Span
 from xrunner.rules.steps import KvBudget, StepKind
 
 
@@ -33,6 +33,8 @@ class StepMessage:
 
     `removed`: slots freed (and compacted) before this step, as numbered after the last one.
     `ended`: queries that ended with their first token, so that entries handed over are of no use.
+    `freed`: seats in other groups whose queries are done, where all groups take of the same blocks:
+    the seats go with those groups' next steps, their blocks are free at once.
 
     Continuous batching: the first of `joined` take the slots `replaced` as they are, numbered after
     the compaction; what is encoded are `spans`, behind the tokens of those who decode; the queries
@@ -45,6 +47,7 @@ class StepMessage:
     removed: tuple[int, ...] = ()
     joined: tuple[Joined, ...] = ()
     ended: tuple[int, ...] = ()
+    freed: tuple[Seat, ...] = ()
     replaced: tuple[int, ...] = ()
     spans: tuple[Span, ...] = ()
     resting: tuple[int, ...] = ()

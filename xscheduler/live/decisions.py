@@ -63,8 +63,9 @@ class Followed:
 
     threshold: share of the mean output length that counts as drift; None: lengths are known, or
     not looked at. is_observing: the plan is no expectation, but every query's cap. longest: KV
-    tokens that a query may need. slots: of a group's cache. step_threshold: share by which steps
-    must take longer, or less long, than planned; None: they are not looked at."""
+    tokens that a query may need. slots: of a group's cache; kv_tokens: for which it has blocks (0:
+    it has rows, or as many as are planned). step_threshold: share by which steps must take longer,
+    or less long, than planned; None: they are not looked at."""
 
     problem: Problem
     schedule: Schedule
@@ -72,6 +73,7 @@ class Followed:
     is_observing: bool
     longest: int
     slots: int
+    kv_tokens: int = 0
     step_threshold: float | None = None
 
     @property

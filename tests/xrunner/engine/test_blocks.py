@@ -18,7 +18,7 @@ from toys import generate, random_queries, run_in_process
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
 from xrunner.engine import blocks, group
-from xrunner.engine.blocks import BlockCache, BlockPool, Room
+from xrunner.engine.blocks import BlockCache, BlockPool, Blocks, Room
 from xrunner.engine.kv import kv_shape
 from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.paged import BLOCK_TOKENS, PagedRule, blocks_of, sarathi, vllm
@@ -33,7 +33,8 @@ SLOTS, CAPACITY = 6, 70
 
 def cache_of(count: int, size: int = 16) -> BlockCache:
     room = Room(SLOTS, CAPACITY, count * size, 1)
-    return BlockCache(kv_shape(SPEC, torch.float32, slots=count, capacity=size), room)
+    shape = kv_shape(SPEC, torch.float32, slots=count, capacity=size)
+    return Blocks(shape, room).caches()[0]
 
 
 class Written:
@@ -118,12 +119,13 @@ def test_blocks_are_not_copied_where_slots_move() -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 300), st.integers(0, 3000), st.sampled_from([1, 16]),
-       st.sampled_from([16, 32, 128]), st.integers(0, 2**20))
-def test_there_are_blocks_for_whatever_the_budget_admits(slots: int, capacity: int, tokens: int,
-                                                         unit: int, size: int, seed: int) -> None:
-    room, rng = Room(slots, capacity, tokens // unit * unit, unit), random.Random(seed)
+       st.sampled_from([16, 32, 128]), st.integers(1, 3), st.integers(0, 2**20))
+def test_there_are_blocks_for_whatever_the_budget_admits(
+        slots: int, capacity: int, tokens: int, unit: int, size: int, groups: int,
+        seed: int) -> None:
+    room, rng = Room(slots, capacity, tokens // unit * unit, unit, groups), random.Random(seed)
     left, taken = room.tokens, 0
-    for _ in range(slots):
+    for _ in range(slots * groups):
         length = rng.randint(1, capacity)
         counted = -(-length // unit) * unit
         if counted <= left:
@@ -202,9 +204,9 @@ def test_torch_and_the_cuda_sources_answer_as_generate_does(
 
 def test_rules_that_leave_queries_where_they_are_ask_for_blocks() -> None:
     rra = RraRule(encode_batch=4, decode_iterations=5, num_groups=2, max_active=12, kv_tokens=999)
-    assert kv_budget(rra) is None
-    assert kv_budget(rule_of("orca", 2)) == (100, 1)
-    assert kv_budget(rule_of("vllm", 2)) == (TIGHT, BLOCK_TOKENS)
+    assert kv_budget(rra) is None and kv_budget(rra, in_blocks=True) == (999 // 2, 1, False)
+    assert kv_budget(rule_of("orca", 2)) == (100, 1, False)
+    assert kv_budget(rule_of("vllm", 2)) == (TIGHT, BLOCK_TOKENS, False)
 
 
 def test_a_device_that_holds_what_is_planned_is_not_asked_for_rows(

@@ -132,7 +132,8 @@ def test_every_query_that_can_ever_fit_is_encoded_once_in_order_and_ends(
         kv: int, encode_kv: int, adjustment: float, seed: int) -> None:
     encode = encoder(encode_batch=encode_batch, num_groups=encode_groups, max_in_system=in_system,
                      kv_tokens=kv, encode_kv_tokens=encode_kv, adjustment=adjustment)
-    decode = WaaDecodeRule(num_groups=groups, group_max_active=-(-in_system // groups))
+    decode = WaaDecodeRule(num_groups=groups, kv_tokens=kv,
+                           group_max_active=-(-in_system // groups))
     done = Pools(encode=encode, decode=decode, queries=queries).run(seed)
     too_large = [i for i, q in enumerate(queries) if q.reserve > kv or q.input > encode_kv]
     assert done.refused == too_large
@@ -208,7 +209,7 @@ def test_a_batch_that_no_budget_could_ever_hold_is_cut() -> None:
 
 @given(count=st.integers(1, 60), num_groups=st.integers(1, 7))
 def test_groups_are_even_when_queries_arrive_together(count: int, num_groups: int) -> None:
-    rule = WaaDecodeRule(num_groups=num_groups, group_max_active=count)
+    rule = WaaDecodeRule(num_groups=num_groups, kv_tokens=10_000, group_max_active=count)
     for query in range(count):
         rule.submit(query, 10)
     sizes = [0] * num_groups
@@ -224,7 +225,8 @@ def test_groups_are_even_when_queries_arrive_together(count: int, num_groups: in
 def test_no_group_grows_beyond_its_share_of_the_system(
         queries: int, num_groups: int, seed: int) -> None:
     most = 12
-    rule = WaaDecodeRule(num_groups=num_groups, group_max_active=-(-most // num_groups))
+    rule = WaaDecodeRule(num_groups=num_groups, kv_tokens=999,
+                         group_max_active=-(-most // num_groups))
     pools = Pools(encode=encoder(encode_batch=3, max_in_system=most), decode=rule,
                   queries=[Query(input=20, output=2 + i % 9) for i in range(queries)]).run(seed)
     assert pools.most_active <= rule.group_max_active and pools.most_in_system <= most

@@ -44,7 +44,7 @@ def test_figure_4_decoder_micro_batches(groups, stage_times):
     tokens: 1 + 2 * 3 units; in three micro-batches the last one is there after 3 2/3."""
     encode = WaaEncodeRule(encode_batch=3, num_groups=1, max_in_system=3, kv_tokens=10**6,
                            encode_kv_tokens=10**6, sizer=BatchSizer(mean_input=8))
-    decode = WaaDecodeRule(num_groups=groups, group_max_active=3)
+    decode = WaaDecodeRule(num_groups=groups, kv_tokens=10_000, group_max_active=3)
     third = 1 / 3
     result = run(
         [pool_of("encode", encode, Units(1, encode=third), (0,)),

@@ -46,7 +46,7 @@ def waa(name, stages, capacity=4):
     """An encode pool, a decode pool and what hands over from the one to the other."""
     encode = WaaEncodeRule(encode_batch=1, num_groups=2, max_in_system=capacity, kv_tokens=MUCH,
                            encode_kv_tokens=MUCH, sizer=BatchSizer(mean_input=8))
-    decode = WaaDecodeRule(num_groups=1, group_max_active=capacity)
+    decode = WaaDecodeRule(num_groups=1, kv_tokens=10_000, group_max_active=capacity)
     pools = [PoolPlan(name=f"{role} {name}", role=role, rule=rule, clock=Unit(), stages=(stage,),
                       kv_tokens=MUCH)
              for role, rule, stage in zip(("encode", "decode"), (encode, decode), stages,
@@ -126,7 +126,7 @@ def test_two_encode_pools_hand_over_to_one_decode_pool() -> None:
     pools, link = waa("a", (0, 1), capacity=2)
     others, other = waa("b", (2, 3), capacity=2)
     target = PoolPlan(name="decode a", role="decode", clock=Unit(), stages=(1,), kv_tokens=MUCH,
-                      rule=WaaDecodeRule(num_groups=1, group_max_active=4))
+                      rule=WaaDecodeRule(num_groups=1, kv_tokens=10_000, group_max_active=4))
     result = run(queries([0.0] * 10), [pools[0], others[0], target], [
         link, HandoverPlan(seconds=other.seconds, release=other.release, source="encode b",
                            target="decode a")])
