@@ -84,11 +84,14 @@ def test_submit_runs_the_policy_that_the_job_fixes(llama: tuple[Path, Any], tmp_
     directory, reference = llama
     queries = toys.random_queries(40, seed=6)
     job = write_job(tmp_path, directory, as_requests(queries))
-    done = call("submit", str(job), "--json", cache=profiled("llama"))
+    # in blocks, as on GPUs: tests/mpi/test_exact_runs.py has WAA in rows
+    done = call("submit", str(job), "--json", "--set", "run.kv_layout=blocks",
+                cache=profiled("llama"))
     metrics = json.loads(done.stdout)
     assert metrics["status"] == "done" and metrics["queries"] == 40
     assert metrics["throughput_qps"]["predicted"] > 0
     assert load_schedule(tmp_path / "out" / "schedule.json").estimate.policy == "waa-c"
+    assert json.loads((tmp_path / "out" / "run.json").read_text())["kv_in_blocks"] is True
     check_run(tmp_path / "out", reference, queries)
 
 
