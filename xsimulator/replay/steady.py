@@ -10,6 +10,7 @@ from xgpt.core.lengths import FloatArray, IntArray, Lengths
 from xgpt.core.schedule import Estimate
 from xsimulator.replay.records import PoolRecords, ReplayResult
 
+LEAST_COUNTED = 0.5  # of the queries that begin before the last encoding: those that end before it
 LEAST_NEAR = 30  # queries of about the bound's output length that a mean is taken of
 NEAR = 0.03  # outputs within this share of the length (or 2 tokens) are that at most
 _NEAR_TOKENS = 2
@@ -58,6 +59,10 @@ def steady_figures(result: ReplayResult, constraint: Constraint,
     present = np.clip(np.minimum(own_end_s, end_s) - np.maximum(start_s, begin_s), 0.0, None)
     within = (own_end_s > begin_s) & (own_end_s <= end_s)
     counts = (start_s >= begin_s - slow_s) & (start_s <= end_s)
+    # who begins later sees the drain: steps without the inputs of others beside its own tokens
+    undrained = counts & (start_s <= end_s - slow_s)
+    if undrained.sum() >= LEAST_COUNTED * counts.sum():
+        counts = undrained
     if not counts.any() or not within.any():
         return None  # static batches so large that none begins inside the window
     latency_s = result.latency_s[counts]

@@ -6,7 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray, JointLengths, Lengths
+from xgpt.core.lengths import FloatArray, IntArray, JointLengths, Lengths
 from xgpt.core.normal import ndtri
 from xsimulator.occupancy import inputs_given_output
 
@@ -78,22 +78,37 @@ class QuerySizes:
 
     @cached_property
     def _sums(self) -> FloatArray:
-        """1, 2, .. inputs together have these tokens [SIZES, _COLUMNS], with the exact means."""
+        """Tokens of 1, 2, .. inputs together over shares 0, 1 / SIZES, .. 1 of such batches, the
+        smallest first: means times the share [_COLUMNS, SIZES + 1]."""
         rng = np.random.default_rng(_SEED)
         columns = [self.input_sizes] + [rng.permutation(self.input_sizes)
                                         for _ in range(_COLUMNS - 1)]
-        return np.cumsum(np.stack(columns, axis=1), axis=1)
+        sums = np.sort(np.cumsum(np.stack(columns), axis=0), axis=1) / SIZES
+        return np.concatenate([np.zeros((_COLUMNS, 1)), np.cumsum(sums, axis=1)], axis=1)
 
     def batch_tokens(self, counts: FloatArray) -> FloatArray:
-        """Batches of `counts` [..., SIZES] queries have these tokens; the mean is exact."""
+        """Batches of `counts` [..., SIZES] queries, the fewest first, have these tokens; the mean
+        is exact. Those of as many queries have all the sizes that so many inputs have, for a batch
+        of few is not one of small inputs."""
         inputs = self.lengths.inputs
         whole = np.clip(np.rint(counts).astype(np.int64), 1, _COLUMNS)
-        few = self._sums[np.arange(SIZES), whole - 1]
+        alike = (whole[..., None] == np.arange(1, _COLUMNS + 1)).sum(axis=-2)  # [..., _COLUMNS]
+        first = np.take_along_axis(np.cumsum(alike, axis=-1) - alike, whole - 1, axis=-1)
+        number = np.take_along_axis(alike, whole - 1, axis=-1)
+        place = np.arange(SIZES) - first  # among them
+        few = number * (self._tokens_below(whole, (place + 1) / number)
+                        - self._tokens_below(whole, place / number))
         scores = np.random.default_rng(_SEED).permutation(normal_scores())
         many = counts * inputs.mean + np.sqrt(counts) * inputs.std * scores
         tokens = np.where(counts > _COLUMNS, np.maximum(many, counts), few)
         wanted = counts.mean(axis=-1) * inputs.mean
         return np.asarray(tokens * (wanted / tokens.mean(axis=-1))[..., None])
+
+    def _tokens_below(self, whole: IntArray, share: FloatArray) -> FloatArray:
+        """`_sums` of so many inputs at any share."""
+        low = np.minimum((share * SIZES).astype(np.int64), SIZES - 1)
+        here, there = self._sums[whole - 1, low], self._sums[whole - 1, low + 1]
+        return np.asarray(here + (there - here) * (share * SIZES - low))
 
 
 def normal_scores() -> FloatArray:

@@ -270,6 +270,17 @@ def test_batches_have_the_exact_mean():
         assert tokens.mean() == pytest.approx(counts.mean() * flow.lengths.inputs.mean)
 
 
+def test_a_batch_of_one_is_no_smaller_an_input_than_others():
+    """Where one step in eight encodes two inputs, the largest inputs come alone as well."""
+    flow = QuerySizes(catalog.task("S"), is_encoder_decoder=False, reserved_outputs=80)
+    tokens = flow.batch_tokens(np.array([1.0] * 21 + [2.0] * 3))
+    inputs = flow.lengths.inputs
+    singles, doubles = tokens[:21], tokens[21:]
+    assert singles.mean() == pytest.approx(inputs.mean, rel=0.01)
+    assert singles.std() == pytest.approx(inputs.std, rel=0.05)
+    assert doubles.mean() == pytest.approx(2 * inputs.mean, rel=0.02)
+
+
 def test_steps_become_equally_likely_sizes_with_the_same_mean():
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 4, (5, 200)) * rng.integers(1, 90, (5, 200)).astype(float)
