@@ -15,10 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hypothesis
+import examples
 import pytest
 from compiled import keep_compiled
 from job_folder import SUPPORT, XGPT, MeasuredToy, write_job
+from representative import one_in
 
 gc.disable()  # until all is collected: it would go through torch and the tests again and again
 
@@ -31,9 +32,7 @@ if _WORKERS > 1:  # before numpy and torch load: each worker has its share of th
 if sys.dont_write_bytecode:  # the workers of this process too
     keep_compiled(Path(__file__).parents[1] / ".pytest_cache" / "compiled")
 
-# how long an example takes says how busy the machine is
-hypothesis.settings.register_profile("unhurried", deadline=None)
-hypothesis.settings.load_profile("unhurried")
+examples.register()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -50,12 +49,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log) if config.option.dist == "loadfile" else None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--one-in", type=int, default=1, metavar="N", help=(
+        "of each test's cases the first and every N-th after it: what .ci/run takes of slow ones"))
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # of what -m and -k leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    kept = one_in(config.option.one_in, items)
+    config.hook.pytest_deselected(items=[*{*items} - {*kept}])
+    items[:] = kept
     for item in items:
         if "browser" in item.keywords and not _chromium():
             item.add_marker(pytest.mark.skip(reason="no chromium on PATH"))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -15,3 +16,14 @@ def some(cases: Iterable[Any], is_always: Callable[[Any], bool]) -> list[Any]:
 
     return [pytest.param(*own(case), marks=() if is_always(case) else pytest.mark.slow)
             for case in cases]
+
+
+def one_in(count: int, items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Of each test's cases the first and every `count`-th after it: always the same."""
+    seen, kept = Counter[str](), []
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        if seen[test] % count == 0:
+            kept.append(item)
+        seen[test] += 1
+    return kept

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from examples import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from xprofiler.interpolation import REFUSED_BEYOND, Grid, Shape, interpolation_errors
@@ -328,7 +329,7 @@ def test_errors_are_how_far_a_point_lies_from_its_neighbours_line() -> None:
 
 
 @given(xs=_sizes(5), exponent=st.floats(1, 2))
-@settings(max_examples=50)
+@examples(50)
 def test_a_power_has_no_error_as_a_power(xs: list[float], exponent: float) -> None:
     seconds = list(1e-6 * np.array(xs)**exponent)
     assert interpolation_errors(xs, seconds, is_power=True) == pytest.approx(0, abs=1e-9)

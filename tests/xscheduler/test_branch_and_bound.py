@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from xscheduler.branch_and_bound import (
@@ -42,7 +43,7 @@ def product(x, y):
     return float(x * y + x)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(limit=st.integers(0, 80), width=st.integers(1, 40), height=st.integers(1, 40))
 def test_finds_the_optimum_of_a_monotone_objective(limit, width, height):
     outcome = maximise([Box(root=0, lower=(1, 1), upper=(width, height))],

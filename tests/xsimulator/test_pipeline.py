@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from examples import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 from timelines import phase_timeline
 
@@ -50,7 +51,7 @@ def random_case(rng, shrink):
     return encode_s, profile[:, None] * stage_speed, groups
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(seed=st.integers(0, 2**32), shrink=st.floats(0.1, 1.0))
 @example(seed=1721893, shrink=1.0)
 def test_equals_the_step_by_step_recurrence(seed, shrink):

@@ -23,7 +23,7 @@ model: opt-125m
 cluster: a40-4
 workload: {requests: prompts.jsonl, output_tokens: {mean: 20, std: 5, max: 40}}
 constraint: {latency_s: 2}
-schedule: {policy: rra}
+schedule: {policy: rra, encode_chunk: 0, replicas: 1, tp_degree: 1}
 """
 
 

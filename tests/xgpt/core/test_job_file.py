@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from examples import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from xgpt.core.constraint import latency_constraint
@@ -346,8 +347,7 @@ _JUNK = st.recursive(
 @given(st.dictionaries(st.sampled_from([
     "name", "model", "cluster", "workload", "constraint", "schedule", "run", "slurm", "output",
     "other"]), _JUNK, max_size=9))
-@settings(max_examples=150, deadline=None,
-          suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_junk_gives_a_job_or_an_input_error(folder: Path, junk: dict[str, Any]) -> None:
     try:
         _load(folder, yaml.safe_dump(junk))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from xgpt.core.lengths import (
@@ -43,7 +44,7 @@ def test_no_spread_is_one_length() -> None:
 
 @given(maximum=st.integers(1, 3000), part=st.floats(0.001, 1),
        spread=st.just(0.0) | st.floats(1e-5, 1.0))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_any_moments_give_a_distribution_within_its_range(maximum: int, part: float,
                                                           spread: float) -> None:
     mean = max(part * maximum, min(1.0, maximum))

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from examples import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from xgpt.core import spool as spooling
@@ -30,8 +31,7 @@ _TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=6)
 
 
 @given(rows=st.lists(st.tuples(_RECORDS, _TOKENS), max_size=6), data=st.data())
-@settings(max_examples=60, deadline=None,
-          suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_is_put_in_comes_out_by_query(
         tmp_path: Path, rows: list[tuple[Record, list[int]]], data: st.DataObject) -> None:
     chosen = data.draw(st.lists(st.integers(0, max(len(rows) - 1, 0)), unique=True,

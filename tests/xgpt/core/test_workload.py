@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from examples import examples
+from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
 
 from xgpt.core.errors import InputError
@@ -158,8 +159,7 @@ _RECORDS = st.dictionaries(st.sampled_from(
 
 @given(st.lists(_RECORDS.map(lambda r: json.dumps(r).encode())
                 | st.binary(max_size=20).filter(lambda b: b"\n" not in b), max_size=6))
-@settings(max_examples=150, deadline=None,
-          suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_line_that_is_not_blank_becomes_a_request_or_an_error(
         tmp_path: Path, lines: list[bytes]) -> None:
     # what begins so is another kind of file, which is one error of its own

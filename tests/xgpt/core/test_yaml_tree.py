@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from xgpt.core.errors import InputError, Mistake
@@ -82,7 +83,7 @@ def test_what_is_no_yaml_is_refused_with_its_line(text: str, line: int | None) -
 
 
 @given(st.text(max_size=80) | st.text(alphabet="ab:[]{}&*!-?|>\"'#%@,. \n\t0", max_size=60))
-@settings(max_examples=200, deadline=None)
+@examples(200)
 def test_any_text_gives_a_tree_or_an_input_error(text: str) -> None:
     try:
         _parse(text)

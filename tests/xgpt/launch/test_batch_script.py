@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from xgpt.core.errors import InputError
@@ -63,7 +64,7 @@ def test_without_requeueing_slurm_does_not_do_it_either() -> None:
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\n\r\0"), max_size=30))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_bash_reads_every_text_as_the_one_word_it_was(text: str) -> None:
     done = subprocess.run(["bash", "-c", f"printf '%s|' {quoted(text)} end"], capture_output=True,
                           check=True, env={"LC_ALL": "C", "HOME": "/nowhere"})

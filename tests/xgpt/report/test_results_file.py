@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from examples import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from xgpt.core.errors import XgptError
@@ -248,8 +249,7 @@ _TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.samp
 
 
 @given(st.lists(_TEXTS, min_size=1, max_size=5), _TEXTS.filter(bool), _TEXTS)
-@settings(max_examples=60, deadline=None,
-          suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_cell_any_name_and_any_text_arrive_in_every_format(
         tmp_path: Path, cells: list[str], name: str, text: str) -> None:
     rows = [{"id": str(i), "prompt": "x", name: cell} for i, cell in enumerate(cells)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +120,9 @@ def test_tensor_parallel_stages_run_baselines(answered: Answered, made: Made, po
     run(answered, "llama", made, policy, degrees, len(degrees))
 
 
-@pytest.mark.parametrize("policy", ["ft", "dsi", "orca", "vllm", "sarathi"])
-@pytest.mark.parametrize("batch", [1, 17])
+@pytest.mark.parametrize(("policy", "batch"), some(
+    product(["ft", "dsi", "orca", "vllm", "sarathi"], [1, 17]),
+    lambda case: (case[0] in ("ft", "vllm")) == (case[1] == 1)))
 def test_one_query_at_a_time_and_all_at_once(answered: Answered, made: Made, policy: str,
                                              batch: int) -> None:
     run(answered, "llama", made, policy, (1, 1), 2, batch=batch)

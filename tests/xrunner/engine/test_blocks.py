@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from implementations import IMPLEMENTATIONS, TORCH, Implementation
+from representative import some
 from toys import generate, random_queries, run_in_process
 
 from xgpt.core.errors import XgptError
@@ -79,7 +82,7 @@ class Written:
             assert torch.equal(found, self.expected[query])
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data(), st.sampled_from([1, 16, 32, 128]))
 def test_each_query_finds_its_own_entries_whatever_joins_grows_and_goes(data: st.DataObject,
                                                                         size: int) -> None:
@@ -189,8 +192,9 @@ def test_a_run_has_the_blocks_that_its_rule_counts(
         assert had * sum(pool.count for pool in pools) == planned * most
 
 
-@pytest.mark.parametrize("policy", ["orca", "vllm", "sarathi"])
-@pytest.mark.parametrize("implementation", [TORCH, IMPLEMENTATIONS[-1]], ids=str)
+@pytest.mark.parametrize(("implementation", "policy"), some(
+    product([TORCH, IMPLEMENTATIONS[-1]], ["orca", "vllm", "sarathi"]),
+    lambda case: case[0] is TORCH or case[1] == "vllm"), ids=str)
 def test_torch_and_the_cuda_sources_answer_as_generate_does(
         made: Made, monkeypatch: pytest.MonkeyPatch, implementation: Implementation,
         policy: str) -> None:

@@ -58,8 +58,10 @@ def test_tokens_equal_generate_in_every_way(made: Made, answered: Answered, fami
         assert answers(sink) == expected, f"{groups = } {batch = } {iterations = }"
 
 
-@pytest.mark.parametrize("degrees", [(1,), (1, 2)])
-@pytest.mark.parametrize("family", FAMILIES)
+# who moves where does not hang on the family, but on whether there are two caches
+@pytest.mark.parametrize(("family", "degrees"), some(
+    product(FAMILIES, [(1,), (1, 2)]),
+    lambda case: (case[0] in ("llama", "t5")) == (case[1] == (1,))))
 def test_queries_end_early_in_every_position(made: Made, family: str,
                                              degrees: tuple[int, ...]) -> None:
     """Of four queries that are encoded together, every subset leaves after three tokens."""
@@ -76,8 +78,9 @@ def test_queries_end_early_in_every_position(made: Made, family: str,
         assert {e.rows_compacted for e in executors} == {moved}, f"{early = }"
 
 
-@pytest.mark.parametrize("degrees", [(1,), (2, 1)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "degrees"), some(
+    product(FAMILIES, [(1,), (2, 1)]),
+    lambda case: (case[0] in ("llama", "t5")) == (case[1] == (2, 1))))
 def test_a_row_is_compacted_after_every_iteration(made: Made, family: str,
                                                   degrees: tuple[int, ...]) -> None:
     """The query in the first slot ends at each iteration, so that the last one takes its place."""
@@ -115,8 +118,9 @@ def test_a_stage_without_an_encoder_layer_passes_on_what_comes(made: Made,
     assert answers(sink) == expected
 
 
-@pytest.mark.parametrize("degrees", [(1, 1, 1), (2, 2)])
-@pytest.mark.parametrize("family", ["llama", "t5"])
+@pytest.mark.parametrize(("family", "degrees"), some(
+    product(["llama", "t5"], [(1, 1, 1), (2, 2)]),
+    lambda case: (case[0] == "t5") == (case[1] == (1, 1, 1))))
 def test_stopping_early_ends_every_rank(made: Made, answered: Answered, family: str,
                                         degrees: tuple[int, ...]) -> None:
     queries, expected = answered(family)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from xgpt.core.errors import XgptError
@@ -32,7 +33,7 @@ def test_compaction_keeps_the_survivors_with_the_fewest_moves(case: tuple[int, s
     assert {m.target for m in moves} <= removed
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(st.data())
 def test_each_query_finds_its_own_entries_after_any_joins_and_leaves(data: st.DataObject) -> None:
     cache, slots, expected, next_query = cache_of(32, 6), GroupSlots[int](), {}, 0

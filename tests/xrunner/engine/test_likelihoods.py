@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("torch", reason="the runner needs the extra `run`")
 import torch
 import toys
+from representative import some
 
 from xrunner.ops.likelihoods import packed, unpacked
 from xrunner.query import FinishedQuery, PreparedQuery, Sampling
@@ -65,7 +66,8 @@ def asking() -> list[PreparedQuery]:
     return found
 
 
-@pytest.mark.parametrize("degrees", [(1,), (1, 1), (2,), (1, 2)])
+@pytest.mark.parametrize("degrees", some([((1,),), ((1, 1),), ((2,),), ((1, 2),)],
+                                         lambda case: case in (((1,),), ((1, 2),))))
 def test_what_is_told_of_chosen_tokens_is_transformers_own(
         toy: tuple[Path, Any], degrees: tuple[int, ...]) -> None:
     folder, model = toy
@@ -100,8 +102,9 @@ def scored(count: int = 12) -> list[PreparedQuery]:
     return found
 
 
-@pytest.mark.parametrize(("degrees", "is_static"), [
-    ((1,), False), ((1, 1), False), ((2,), True), ((1, 2), False), ((1, 1, 1), True)])
+@pytest.mark.parametrize(("degrees", "is_static"), some([
+    ((1,), False), ((1, 1), False), ((2,), True), ((1, 2), False), ((1, 1, 1), True)],
+    lambda case: case in (((1, 2), False), ((1, 1, 1), True))))
 def test_given_tokens_are_as_likely_as_transformers_finds_them(
         toy: tuple[Path, Any], degrees: tuple[int, ...], is_static: bool) -> None:
     folder, model = toy

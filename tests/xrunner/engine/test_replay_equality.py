@@ -41,7 +41,7 @@ def lengths_of(queries: list[PreparedQuery], outputs: np.ndarray) -> QueryLength
                         most_outputs=np.array([q.max_new_tokens for q in queries]))
 
 
-@pytest.fixture(scope="module", params=["llama", "t5"])
+@pytest.fixture(scope="module")
 def work(request: pytest.FixtureRequest, made: Made) -> Work:
     """(model, queries, output tokens that transformers gives to each)"""
     directory, model = made(request.param)
@@ -69,14 +69,23 @@ WAA = [(2, WaaConfig(encode_batch=4)),
        (4, WaaConfig(encode_batch=4, decode_micro_batches=2, tp_degree=2, tp_gpus=2))]
 
 
+FAMILIES, DECODER_ONLY = ("llama", "t5"), ("orca", "vllm", "sarathi")
+
+
 def in_turns(cases: list[Any], is_in_both: Callable[[Any], bool] = lambda case: False) -> list[Any]:
-    """Each case with False and with True after it: one of them in turn always, the other with
-    `-m slow`; both always where the case asks for it."""
-    return some([(*case, flag) for case in cases for flag in (False, True)],
-                lambda case: is_in_both(case) or cases.index(case[:-1]) % 2 == case[-1])
+    """Each case before False and True, behind either family: always with one flag and one family
+    in turn, or with both flags where the case asks for it; the others with `-m slow`."""
+    def is_always(case: Any) -> bool:
+        place = cases.index(case[1:-1])
+        family = "llama" if case[1] in DECODER_ONLY else FAMILIES[place // 2 % 2]
+        return case[0] == family and (is_in_both(case[1:]) or place % 2 == case[-1])
+
+    return some([(family, *case, flag) for family in FAMILIES for case in cases
+                 for flag in (False, True)], is_always)
 
 
-@pytest.mark.parametrize(("degrees", "config", "is_tight"), in_turns(RRA))
+@pytest.mark.parametrize(("work", "degrees", "config", "is_tight"), in_turns(RRA),
+                         indirect=["work"])
 def test_a_run_and_its_replay_take_the_same_steps(work: Work, degrees: tuple[int, ...],
                                                   config: RraConfig, is_tight: bool) -> None:
     directory, queries, outputs = work
@@ -100,8 +109,8 @@ def test_a_run_and_its_replay_take_the_same_steps(work: Work, degrees: tuple[int
 
 
 # those that evict where memory is tight do so there alone
-@pytest.mark.parametrize(("policy", "degrees", "config", "is_tight"), in_turns(
-    BASELINES, lambda case: case[0] in ("vllm", "sarathi")))
+@pytest.mark.parametrize(("work", "policy", "degrees", "config", "is_tight"), in_turns(
+    BASELINES, lambda case: case[0] in ("vllm", "sarathi")), indirect=["work"])
 def test_a_baseline_and_its_replay_take_the_same_steps(
         work: Work, policy: str, degrees: tuple[int, ...], config: object,
         is_tight: bool) -> None:
@@ -131,7 +140,8 @@ def test_a_baseline_and_its_replay_take_the_same_steps(
     assert (result.preemptions > 0) == (is_tight and policy in ("vllm", "sarathi"))
 
 
-@pytest.mark.parametrize(("devices", "config", "is_alone"), in_turns(WAA))
+@pytest.mark.parametrize(("work", "devices", "config", "is_alone"), in_turns(WAA),
+                         indirect=["work"])
 def test_two_pools_and_their_replay_take_the_same_steps(work: Work, devices: int,
                                                         config: WaaConfig, is_alone: bool) -> None:
     """`is_alone`: one batch is in the system at a time (their size divides the job)."""

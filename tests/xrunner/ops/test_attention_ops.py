@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from implementations import IMPLEMENTATIONS, TOLERANCE, Implementation, num_threads
 from torch import Tensor
@@ -27,7 +28,7 @@ DIMS = [1, 3, 8, 15, 16, 17, 32, 33, 48, 64, 80, 128, 130]
 DTYPES = [torch.float32, torch.bfloat16]
 GARBAGE = 1e30  # beyond a query's length: finite, as torch's mask multiplies it by 0
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-many = settings(deadline=None, max_examples=50)
+many = examples(50)
 
 
 class Shape(NamedTuple):

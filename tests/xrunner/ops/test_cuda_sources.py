@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import cpu_cuda
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from examples import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -23,7 +24,7 @@ CPU = torch.device("cpu")
 DTYPES = st.sampled_from(cuda_check.DTYPES)
 BLOCK_SIZES = st.sampled_from([0, 1, 4, 16, 64])  # 0: a block holds a whole query
 SENTINEL = 77.0  # what a buffer holds where nothing may be written
-some = settings(deadline=None, max_examples=20,
+some = examples(20,
                 suppress_health_check=[HealthCheck.function_scoped_fixture,
                                        HealthCheck.too_slow])
 

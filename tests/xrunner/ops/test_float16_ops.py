@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from implementations import num_threads
 
@@ -11,7 +12,7 @@ from xrunner.ops.float16 import Float16Weight, is_float16_served, power_of_two
 pytestmark = pytest.mark.skipif(
     not is_float16_served(), reason="this processor has no AVX512-FP16, or nothing is native")
 
-many = settings(deadline=None, max_examples=60)
+many = examples(60)
 sizes = st.tuples(st.integers(0, 40), st.integers(1, 300), st.integers(1, 200))
 
 

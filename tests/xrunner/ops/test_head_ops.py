@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from implementations import IMPLEMENTATIONS, Implementation, num_threads
 from torch.nn import functional as F
@@ -18,7 +19,7 @@ every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS
 
 
 @every_implementation
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(rows=st.integers(0, 5) | st.just(60), widths=st.lists(
     st.sampled_from([0, 1, 3, 15, 16, 17, 64, 100, 1024, 1025, 3000]), min_size=1, max_size=4),
     dtype=st.sampled_from(DTYPES), values=st.sampled_from([3, 1000]), threads=st.integers(1, 4),

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from implementations import IMPLEMENTATIONS, TOLERANCE, Implementation, num_threads
 from token_rows import DTYPES, Rows, rows
@@ -12,7 +13,7 @@ from xrunner.ops.int8 import Int8Weight, is_int8_served, quantise, rescale
 # no CUDA source has these: int8 is refused on a GPU
 HERE = [each for each in IMPLEMENTATIONS if each.name != "cuda-source"]
 every_implementation = pytest.mark.parametrize("implementation", HERE, ids=str)
-many = settings(deadline=None, max_examples=50)
+many = examples(50)
 
 
 @every_implementation

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from implementations import IMPLEMENTATIONS, Implementation
 from torch import Tensor
@@ -16,7 +17,7 @@ from xrunner.rules.slots import Move
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-many = settings(deadline=None, max_examples=60)
+many = examples(60)
 
 
 def store_of(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from implementations import IMPLEMENTATIONS, TOLERANCE, Implementation, num_threads
 from token_rows import DTYPES, Rows, rows
@@ -14,7 +15,7 @@ from xrunner.ops.contexts import Places
 from xrunner.ops.rows import Rotation, layer_norm, place, rms_norm, silu_mul
 
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=str)
-many = settings(deadline=None, max_examples=50)
+many = examples(50)
 
 
 def assert_near(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from xrunner.rules.iteration import OrcaRule, Turns, slot_shares
@@ -64,7 +65,7 @@ def test_groups_without_work_are_passed_over() -> None:
     assert turns.find(lambda group: False) is None
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(num_groups=st.integers(1, 4), more=st.integers(0, 12), capacity=st.integers(40, 200),
        iterations=st.lists(st.integers(0, 20), min_size=1, max_size=40))
 def test_every_query_is_encoded_once_and_ends_whatever_the_limits(

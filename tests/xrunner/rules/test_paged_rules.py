@@ -6,7 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from xrunner.rules.paged import BLOCK_TOKENS, PagedRule, blocks_of, sarathi, vllm
@@ -116,7 +117,7 @@ def test_sarathi_fills_a_step_with_chunks_beside_the_running_queries() -> None:
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sarathi"])
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(num_groups=st.integers(1, 3), more=st.integers(0, 9), blocks=st.integers(5, 14),
        budget=st.integers(8, 90), data=st.data(),
        inputs=st.lists(st.integers(1, 40), min_size=1, max_size=25))

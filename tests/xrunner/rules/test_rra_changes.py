@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from driven_rra import drive
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 from replayed import problem_of, replayed_steps, run_steps
 from representative import some
@@ -65,7 +66,7 @@ def changes(draw: st.DrawFn, capacity: int, slots: int) -> list[tuple[int, Phase
         group_kv_tokens=draw(st.integers(20, capacity)))) for phase in phases]
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(data=st.data(), num_groups=st.integers(1, 3), encode_batch=st.integers(1, 9),
        iterations=st.integers(1, 7),
        outputs=st.lists(st.integers(1, 20), min_size=1, max_size=50))

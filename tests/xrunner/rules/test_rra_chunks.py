@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 
 import pytest
 from driven_rra import drive
-from hypothesis import example, given, settings
+from examples import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from xgpt.core.controls import EvenBatches
@@ -80,7 +81,7 @@ def test_without_a_chunk_size_a_batch_is_encoded_alone_and_rows_are_compacted() 
     assert not any(step.chunks or step.kind is StepKind.MIXED for step in steps)
 
 
-@settings(deadline=None, max_examples=80)
+@examples(80)
 @given(chunk=st.integers(1, 60), batch=st.integers(1, 9), iterations=st.integers(1, 9),
        groups=st.integers(1, 4), max_active=st.integers(1, 12), capacity=st.integers(160, 400),
        adjusted=st.booleans(), sizes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 20)),

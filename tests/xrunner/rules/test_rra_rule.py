@@ -7,7 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 from driven_rra import drive
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from xgpt.core.controls import EvenBatches
@@ -38,7 +39,7 @@ def test_quotas_of_a_phase_sum_to_the_encode_batch_and_stay_even(
     assert set(over_time) == {encode_batch}
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(encode_batch=st.integers(1, 9), iterations=st.integers(1, 7), num_groups=st.integers(1, 4),
        max_active=st.integers(1, 12), capacity=st.integers(40, 200),
        outputs=st.lists(st.integers(1, 20), min_size=1, max_size=40))

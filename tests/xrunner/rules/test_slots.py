@@ -4,13 +4,12 @@ and whose result is due when."""
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from xrunner.rules.slots import Departures, GroupSlots, SlotUse
 
 
-@settings(deadline=None)
 @given(st.data(), st.booleans())
 def test_a_stage_that_obeys_holds_what_the_head_does(data: st.DataObject, is_reused: bool) -> None:
     head, stage, present = GroupSlots[int](), GroupSlots[int](), set[int]()

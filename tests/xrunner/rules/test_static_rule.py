@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter, deque
 
 import pytest
-from hypothesis import given, settings
+from examples import examples
+from hypothesis import given
 from hypothesis import strategies as st
 
 from xrunner.rules.static import StaticRule
@@ -133,7 +134,7 @@ def test_encode_micro_batches_are_a_multiple_of_the_groups(groups: int, encodes:
         rule_of(8, groups, encodes)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(batch=st.integers(1, 20), groups=st.integers(1, 4), parts=st.integers(1, 4),
        kv=st.integers(40, 300), outputs=st.lists(st.integers(1, 20), min_size=1, max_size=40))
 def test_every_query_is_encoded_once_and_ends_whatever_the_limits(

@@ -7,7 +7,8 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import example, given, settings
+from examples import examples
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from xrunner.rules.batch_sizer import LEAST_ADJUSTED, BatchSizer
@@ -122,7 +123,7 @@ lists_of_queries = st.lists(st.builds(
     Query, input=st.integers(1, 60), output=st.integers(1, 12)), max_size=50)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(queries=lists_of_queries, encode_batch=st.integers(1, 9), encode_groups=st.integers(1, 4),
        groups=st.integers(1, 4), in_system=st.integers(1, 40), kv=st.integers(1, 400),
        encode_kv=st.integers(1, 200), adjustment=st.sampled_from([0.0, 0.15, 0.5]),
@@ -221,7 +222,7 @@ def test_groups_are_even_when_queries_arrive_together(count: int, num_groups: in
 
 
 @given(queries=st.integers(30, 60), num_groups=st.integers(2, 4), seed=st.integers(0, 5))
-@settings(deadline=None, max_examples=30)
+@examples(30)
 def test_no_group_grows_beyond_its_share_of_the_system(
         queries: int, num_groups: int, seed: int) -> None:
     most = 12

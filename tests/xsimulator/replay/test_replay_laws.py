@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from examples import examples
+from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
 from problems import problem_of, roofline_of
 
@@ -23,7 +24,7 @@ from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.steady import steady_figures
 
 CLUSTERS = {"opt-13b": "a40-4", "t5-11b": "a40-4"}
-EXAMPLES = settings(max_examples=50, deadline=None, derandomize=True,
+EXAMPLES = examples(50, derandomize=True,
                     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 
 

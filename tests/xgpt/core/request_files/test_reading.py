@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from examples import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from xgpt.core.errors import InputError, MissingExtraError
@@ -321,8 +322,7 @@ _CELLS = st.text(max_size=8) | st.sampled_from(["", "\"", "\n", "\r", ",", "a\r\
 
 
 @given(st.lists(st.tuples(_CELLS, _CELLS), min_size=1, max_size=6), st.sampled_from(",;\t|"))
-@settings(max_examples=60, deadline=None,
-          suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_prompt_in_quotes_arrives(
         tmp_path: Path, cells: list[tuple[str, str]], delimiter: str) -> None:
     with (tmp_path / "r.csv").open("w", newline="", encoding="utf-8") as file:
@@ -334,8 +334,7 @@ def test_any_prompt_in_quotes_arrives(
 
 
 @given(st.binary(max_size=60))
-@settings(max_examples=100, deadline=None,
-          suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_bytes_after_a_header_are_rows_or_error_records(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "r.csv").write_bytes(b"prompt,x\nfirst,1\n" + raw)
     requests, errors = read(tmp_path / "r.csv")
@@ -344,8 +343,7 @@ def test_any_bytes_after_a_header_are_rows_or_error_records(tmp_path: Path, raw:
 
 
 @given(st.binary(max_size=60), st.sampled_from(["r.json", "r.txt", "r.parquet", "requests"]))
-@settings(max_examples=150, deadline=None,
-          suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_bytes_are_requests_or_error_records_or_one_error(
         tmp_path: Path, raw: bytes, name: str) -> None:
     (tmp_path / name).write_bytes(raw)
