@@ -24,7 +24,7 @@ SCRIPT = SUPPORT / "runs_script.py"
 FAMILIES = ("llama", "opt", "gpt2", "t5")
 LAYOUTS = ((1,), (2,), (1, 1), (2, 1), (1, 2), (2, 2), (1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2),
            (1, 1, 1, 1))
-QUERIES = 9
+QUERIES = 6
 # each family on four ranks and on some of the others, all layouts together
 RRA_CASES = [(family, layout, 1 + (place + i // 4) % 4, (4, 1, 9)[i % 3],
               (3, 1, 5, 30)[(place + i // 4) % 4])

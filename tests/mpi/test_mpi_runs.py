@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -18,18 +17,18 @@ import pytest
 pytest.importorskip("torch", reason="runs need the extra `run`")
 import job_folder  # noqa: E402
 import toys  # noqa: E402
+from given_runs import given, toy_plan  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from xgpt.app.opened import open_file  # noqa: E402
 from xgpt.core.errors import XgptError  # noqa: E402
 from xgpt.core.queries import QueryLengths  # noqa: E402
-from xgpt.core.schedule_file import load_schedule, save_schedule, schedule_from_flat  # noqa: E402
+from xgpt.core.schedule_file import load_schedule  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xgpt.launch.local import LocalLauncher  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.io.results import read_held  # noqa: E402
-from xrunner.plan import RunPlan  # noqa: E402
 from xsimulator.policies.rra.closed_form import Rra  # noqa: E402
 from xsimulator.policies.rra.config import RraConfig  # noqa: E402
 from xsimulator.replay.job import replay_job  # noqa: E402
@@ -120,15 +119,8 @@ def test_the_ranks_run_a_pipeline_of_different_degrees(tmp_path: Path) -> None:
     estimate = Rra(problem, timing).estimate(RraConfig(
         encode_batch=6, decode_iterations=4, tp_degree=2, tp_gpus=2))
     out.mkdir()
-    save_schedule(schedule_from_flat(
-        estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
-        status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
-        fingerprint=problem.fingerprint), out / "schedule.json")
-    plan = RunPlan(
-        name="toy", output=out, model_dir=directory, model_name="toy", served_by="test",
-        requests="test", is_chat=False, max_tokens=40, dtype="float32", weight_dtype="float32",
-        seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
-        query_kv_tokens=estimate.deployment.group_kv_tokens)
+    given(estimate, problem, out / "schedule.json")
+    plan = toy_plan(directory, out, query_kv_tokens=estimate.deployment.group_kv_tokens)
     toys.write_spool(plan, tmp_path / "requests.jsonl")
     LocalLauncher().run(RankProgram(module="xrunner.worker", argument=plan.save(), count=3),
                         watch=lambda: None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
 import in_process  # noqa: E402
+from given_runs import given  # noqa: E402
 from job_folder import XGPT, read_lines  # noqa: E402
 
 from xgpt.core.job_file import load_job  # noqa: E402
 from xgpt.core.problem import resolve  # noqa: E402
-from xgpt.core.schedule_file import save_schedule, schedule_from_flat  # noqa: E402
 from xgpt.core.spool import Record, Spool, SpoolWriter  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xgpt.launch.local import LocalLauncher  # noqa: E402
@@ -119,10 +118,7 @@ def test_a_catalog_shape_runs_over_two_ranks_without_any_file(tmp_path: Path) ->
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     estimate = Rra(problem, timing).estimate(RraConfig(encode_batch=4, decode_iterations=4))
     write_random_model(out / "model", problem.model)
-    save_schedule(schedule_from_flat(
-        estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
-        status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
-        fingerprint=problem.fingerprint), out / "schedule.json")
+    given(estimate, problem, out / "schedule.json")
     plan = RunPlan(
         name="random", output=out, model_dir=out / "model", model_name="opt-125m",
         served_by=SERVED_BY, requests="test", is_chat=False, max_tokens=16,

@@ -4,7 +4,6 @@ and not one token does."""
 from __future__ import annotations
 
 import json
-import math
 import re
 import subprocess
 from dataclasses import replace
@@ -16,6 +15,7 @@ import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
 import toys  # noqa: E402
+from given_runs import given  # noqa: E402
 from job_folder import XGPT, read_lines, write_job  # noqa: E402
 
 from xgpt.app.metrics import CHANGED  # noqa: E402
@@ -23,7 +23,7 @@ from xgpt.app.opened import open_file  # noqa: E402
 from xgpt.core.problem import Problem  # noqa: E402
 from xgpt.core.queries import QueryLengths  # noqa: E402
 from xgpt.core.schedule import Estimate  # noqa: E402
-from xgpt.core.schedule_file import load_schedule, save_schedule, schedule_from_flat  # noqa: E402
+from xgpt.core.schedule_file import load_schedule  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.plan import load_plan  # noqa: E402
 from xrunner.rules.rra import PhaseControls, rra_rule  # noqa: E402
@@ -54,10 +54,7 @@ def slow_schedule(problem: Problem, path: Path) -> Path:
     """One that leaves time for a plan, and much to gain."""
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     estimate = Rra(problem, timing).estimate(RraConfig(encode_batch=3, decode_iterations=6))
-    save_schedule(schedule_from_flat(
-        estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
-        status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
-        fingerprint=problem.fingerprint), path)
+    given(estimate, problem, path)
     return path
 
 

@@ -3,7 +3,6 @@ one, and its messages go over the cable between them."""
 
 from __future__ import annotations
 
-import math
 import os
 import subprocess
 import sys
@@ -18,14 +17,13 @@ pytest.importorskip("torch", reason="runs need the extra `run`")
 import job_folder  # noqa: E402
 import namespaces  # noqa: E402
 import toys  # noqa: E402
+from given_runs import given, toy_plan  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 
 from xgpt.app.opened import open_file  # noqa: E402
-from xgpt.core.schedule_file import save_schedule, schedule_from_flat  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xgpt.launch.local import LocalLauncher  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
-from xrunner.plan import RunPlan  # noqa: E402
 from xsimulator.policies import make_policy  # noqa: E402
 from xsimulator.policies.rra.config import RraConfig  # noqa: E402
 from xsimulator.policies.waa.config import WaaConfig  # noqa: E402
@@ -85,16 +83,8 @@ def lay_out(out: Path, job_file: Path, directory: Path, policy: str) -> Path:
     problem = open_file(job_file).problem
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     estimate = make_policy(policy, problem, timing).estimate(CONFIGS[policy])
-    save_schedule(schedule_from_flat(
-        estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
-        status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
-        fingerprint=problem.fingerprint), out / "schedule.json")
-    plan = RunPlan(
-        name="toy", output=out, model_dir=directory, model_name="toy", served_by="test",
-        requests="test", is_chat=False, max_tokens=40,
-        dtype="float32", weight_dtype="float32", seed=0, temperature=0.0, top_k=None, top_p=1.0,
-        ignore_eos=False, threads_per_rank=1,
-        query_kv_tokens=estimate.deployment.group_kv_tokens)
+    given(estimate, problem, out / "schedule.json")
+    plan = toy_plan(directory, out, query_kv_tokens=estimate.deployment.group_kv_tokens)
     toys.write_spool(plan, job_file.with_name("requests.jsonl"))
     return plan.save()
 

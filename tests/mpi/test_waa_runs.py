@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import signal
 import subprocess
 import time
@@ -16,10 +15,11 @@ import pytest
 pytest.importorskip("torch", reason="runs need the extra `run`")
 import job_folder  # noqa: E402
 import toys  # noqa: E402
+from given_runs import given  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 
 from xgpt.app.opened import open_file  # noqa: E402
-from xgpt.core.schedule_file import load_schedule, save_schedule, schedule_from_flat  # noqa: E402
+from xgpt.core.schedule_file import load_schedule  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xsimulator.policies import make_policy  # noqa: E402
 from xsimulator.policies.waa.config import WaaConfig  # noqa: E402
@@ -43,10 +43,7 @@ def give_schedule(folder: Path, job: Path, config: WaaConfig) -> Path:
     problem = open_file(job).problem
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     path = folder / "given.json"
-    save_schedule(schedule_from_flat(
-        estimate=make_policy("waa-c", problem, timing).estimate(config), latency_bound_s=math.inf,
-        constraint_kind="sequence", quantile=0.99, status="given", bound_qps=math.inf, gap=0.0,
-        nodes=1, seconds=0.0, fingerprint=problem.fingerprint), path)
+    given(make_policy("waa-c", problem, timing).estimate(config), problem, path)
     return path
 
 

@@ -90,15 +90,20 @@ def killed_and_gone_on(command: list[str], out: Path, environ: dict[str, str],
     return GoneOn(len(before), results, json.loads(done.stdout))
 
 
+def toy_plan(directory: Path, out: Path, *, query_kv_tokens: int, is_chat: bool = False) -> RunPlan:
+    """What ranks are told of a toy, one thread each, whose answers are greedy."""
+    return RunPlan(
+        name="toy", output=out, model_dir=directory, model_name="toy", served_by="test",
+        requests="test", is_chat=is_chat, max_tokens=40, dtype="float32", weight_dtype="float32",
+        seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
+        query_kv_tokens=query_kv_tokens)
+
+
 def run(directory: Path, out: Path, requests: list[dict[str, Any]], ranks: int) -> None:
     """The ranks alone, without the command around them."""
     file = out.parent / "requests.jsonl"
     file.write_text("".join(json.dumps(request) + "\n" for request in requests))
-    plan = RunPlan(
-        name="toy", output=out, model_dir=directory, model_name="toy", served_by="test",
-        requests="test", is_chat=False, max_tokens=40, dtype="float32", weight_dtype="float32",
-        seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
-        query_kv_tokens=200)
+    plan = toy_plan(directory, out, query_kv_tokens=200)
     toys.write_spool(plan, file)
     LocalLauncher().run(RankProgram(module="xrunner.worker", argument=plan.save(), count=ranks),
                         watch=lambda: None)

@@ -12,12 +12,11 @@ pytest.importorskip("torch", reason="runs need the extra `run`")
 pytest.importorskip("openai", reason="its types are in the extra `dev`")
 import openai_batch  # noqa: E402
 import toys  # noqa: E402
-from given_runs import given  # noqa: E402
+from given_runs import given, toy_plan  # noqa: E402
 from replayed import problem_of  # noqa: E402
 
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.loading import Shelf  # noqa: E402
-from xrunner.plan import RunPlan  # noqa: E402
 from xrunner.worker import work  # noqa: E402
 from xrunner.world import connect  # noqa: E402
 from xsimulator.policies import make_policy  # noqa: E402
@@ -34,11 +33,7 @@ def test_every_line_is_what_openai_promises(tmp_path: Path) -> None:
     estimate = make_policy("rra", problem, timing).estimate(
         RraConfig(encode_batch=3, decode_iterations=4))
     given(estimate.changed(kv_tokens=20_000), problem, out / "schedule.json")
-    plan = RunPlan(
-        name="toy", output=out, model_dir=model, model_name="toy", served_by="test",
-        requests="test", is_chat=True, max_tokens=40, dtype="float32", weight_dtype="float32",
-        seed=0, temperature=0.0, top_k=None, top_p=1.0, ignore_eos=False, threads_per_rank=1,
-        query_kv_tokens=256)
+    plan = toy_plan(model, out, query_kv_tokens=256, is_chat=True)
     toys.write_spool(plan, requests)
     work(plan, connect("cpu"), Shelf())
     by_name = openai_batch.checked(out)
