@@ -56,8 +56,8 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
                reference)
 
 
-@pytest.mark.parametrize("chunk", [CHUNKS[0], *(
-    pytest.param(chunk, marks=slow) for chunk in CHUNKS[1:])])
+@slow  # test_exact_runs.py has chunks on ranks, the engine's tests their replay
+@pytest.mark.parametrize("chunk", CHUNKS)
 def test_chunks_of_three_sizes_on_two_stages(toy: Toy, tmp_path: Path, chunk: int) -> None:
     problem = toy.problem(devices=2)
     one = estimated("rra", problem, RraConfig(

@@ -85,6 +85,7 @@ def test_submit_answers_exactly_as_generate_does(model: tuple[str, Path, Any], r
     assert (tmp_path / "out" / "report.html").stat().st_size > 10_000
 
 
+@pytest.mark.slow  # test_several_jobs.py has a job in groups, test_exact_runs.py every layout
 def test_tensor_parallel_stages_run_where_the_job_or_the_schedule_asks_for_them(
         tmp_path: Path, profiled: Profiled) -> None:
     directory, out = tmp_path / "model", tmp_path / "out"
@@ -108,6 +109,7 @@ def test_tensor_parallel_stages_run_where_the_job_or_the_schedule_asks_for_them(
     run("run", str(job), "--schedule", str(tmp_path / "given.json"))
 
 
+@pytest.mark.slow  # as above
 def test_the_ranks_run_a_pipeline_of_different_degrees(tmp_path: Path) -> None:
     """Without the command around them: a group of two and a rank alone, encoder and decoder."""
     directory, out = tmp_path / "model", tmp_path / "out"

@@ -38,7 +38,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 @pytest.mark.parametrize(("policy", "config", "layout"), [
     pytest.param("rra", RraConfig(encode_batch=3, decode_iterations=4, tp_degree=2, tp_gpus=2),
                  [[0, 1], [2, 3]], marks=pytest.mark.slow),
-    ("waa-c", WaaConfig(encode_batch=2), [[0], [1], [2], [3]])])
+    pytest.param("waa-c", WaaConfig(encode_batch=2), [[0], [1], [2], [3]],
+                 marks=pytest.mark.slow)])  # test_family_runs.py has two copies of a rank
 def test_two_replicas_of_two_ranks(llama: tuple[Path, Any], tmp_path: Path, policy: str,
                                    config: object, layout: list[list[int]]) -> None:
     directory, reference = llama

@@ -15,7 +15,7 @@ import toys
 from job_folder import XGPT, read_lines, write_job
 
 pytestmark = pytest.mark.mpi
-COUNT = 200
+COUNT = 60
 
 
 def test_continuations_are_as_likely_as_transformers_finds_them(

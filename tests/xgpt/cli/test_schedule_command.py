@@ -105,6 +105,7 @@ def test_alternatives_found_for_longer_outputs_keep_the_share_that_they_lose(job
             assert scaled.reason.split(",")[0] == row.reason.split(":")[0]
 
 
+@pytest.mark.slow  # test_planner.py asks one planner for many bounds
 def test_bounds_one_after_the_other_are_as_if_asked_alone(job: Path) -> None:
     session = open_file(job, ["constraint.drift=10%"])
     planner = Planner(session.problem, timing_of(session))
