@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,22 @@ def lengths_of(queries: list[PreparedQuery], outputs: np.ndarray) -> QueryLength
 
 
 @pytest.fixture(scope="module")
-def work(request: pytest.FixtureRequest, made: Made) -> Work:
-    """(model, queries, output tokens that transformers gives to each)"""
-    directory, model = made(request.param)
-    queries = [replace(q, max_new_tokens=q.max_new_tokens + 5)
-               for q in random_queries(24, seed=11, longest=40)]
-    return directory, queries, np.array([len(generate(model, q)) for q in queries])
+def works(made: Made) -> Callable[[str], Work]:
+    """(model, queries, output tokens that transformers gives to each), by family."""
+
+    @cache
+    def make(family: str) -> Work:
+        directory, model = made(family)
+        queries = [replace(q, max_new_tokens=q.max_new_tokens + 5)
+                   for q in random_queries(24, seed=11, longest=40)]
+        return directory, queries, np.array([len(generate(model, q)) for q in queries])
+
+    return make
+
+
+@pytest.fixture
+def work(request: pytest.FixtureRequest, works: Callable[[str], Work]) -> Work:
+    return works(request.param)
 
 
 RRA = [((1,), RraConfig(encode_batch=6, decode_iterations=4, decode_micro_batches=2)),
