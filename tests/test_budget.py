@@ -1,5 +1,5 @@
-"""What the default run may hold: six minutes on two cores are kept by what tests start, which can be
-counted, and not by seconds, which depend on the machine's other work."""
+"""What the default run may hold: six minutes on two cores are kept by what tests start, which can
+be counted, and not by seconds, which depend on the machine's other work."""
 
 from __future__ import annotations
 
