@@ -35,14 +35,16 @@ from xrunner.ops.float16 import Float16Weight, is_float16_served
 from xrunner.ops.head import PIECE_TOKENS
 from xrunner.ops.int8 import Int8Weight, quantise
 from xrunner.ops.mkl import MklWeight, is_mkl_served
+from xrunner.ops.pairs import PairsWeight, is_pairs_served
 
 # Between these, times are interpolated: a linear layer costs a part for its weights, a part a row.
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 384, 512, 1024,
         2048)
 # torch's linear layer; oneDNN's with packed weights; the same with the weights as float32, which is
 # exact, and quicker where a processor's bfloat16 products are slow; MKL's with packed weights of
-# float32 (where MKL does not serve, oneDNN's again)
-WAYS = ("plain", "packed", "packed as float32", "packed as float32 for MKL")
+# float32 (where MKL does not serve, oneDNN's again); our own dot products of bfloat16 pairs (where
+# these do not serve, oneDNN's packed again)
+WAYS = ("plain", "packed", "packed as float32", "packed as float32 for MKL", "pairs of our own")
 # of a run whose weights are held as that: codes by codes to sums, or our own products
 NARROW_WAYS = {"int8": "packed as int8", "float16": "as float16 with scales"}
 _LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_S = 2, 6, 0.4  # of which the best counts
@@ -219,14 +221,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def whole_steps(records: Iterable[dict[str, Any]]) -> list[tuple[str, int, int]]:
-    """(kind, queries, rows) of each step, once: of every pool's first stage, as if it had all of
-    the layers. What takes up an encoder's output is part of the encode step."""
+    """(kind, queries, rows) of each step, once: of the first stage of every copy's every pool, as
+    if it had all of the layers. What takes up an encoder's output is part of the encode step."""
     steps = [record for record in records if record["kind"] != "cross_kv"]
-    first: dict[str, int] = {}
+    first: dict[tuple[int, str], int] = {}
     for step in steps:
-        first.setdefault(step["pool"], step["stage"])
+        first.setdefault((step["replica"], step["pool"]), step["stage"])
     return [(step["kind"], step["queries"], step["tokens"]) for step in steps
-            if step["stage"] == first[step["pool"]]]
+            if step["stage"] == first[step["replica"], step["pool"]]]
 
 
 def kv_tokens(spec: ModelSpec, pairs: Iterable[tuple[int, int]]) -> int:
@@ -258,8 +260,11 @@ def _products_s(layers: Sequence[Sequence[Tensor]], rows: int, *, narrow: str) -
     wide, wide_inputs = [w.float() for w in weights], {n: x.float() for n, x in inputs.items()}
     widened_s = packed_s if dtype is torch.float32 else _packed_s(wide, wide_inputs)
     mkl_s = _mkl_s(wide, wide_inputs) if is_mkl_served() else widened_s
+    is_paired = dtype is torch.bfloat16 and is_pairs_served()
+    pairs_s = _pairs_s(weights, inputs) if is_paired else packed_s
     narrow_s = [_NARROW[narrow](wide, wide_inputs)] if narrow else []
-    return [s * len(layers) / len(used) for s in (plain_s, packed_s, widened_s, mkl_s, *narrow_s)]
+    return [s * len(layers) / len(used)
+            for s in (plain_s, packed_s, widened_s, mkl_s, pairs_s, *narrow_s)]
 
 
 def _packed_s(weights: Sequence[Tensor], inputs: dict[int, Tensor]) -> float:
@@ -274,6 +279,11 @@ def _packed_s(weights: Sequence[Tensor], inputs: dict[int, Tensor]) -> float:
 def _mkl_s(weights: Sequence[Tensor], inputs: dict[int, Tensor]) -> float:
     packed = [(inputs[w.shape[1]], MklWeight(w)) for w in weights]
     return best_s(lambda: [weight(x) for x, weight in packed])
+
+
+def _pairs_s(weights: Sequence[Tensor], inputs: dict[int, Tensor]) -> float:
+    held = [(inputs[w.shape[1]], PairsWeight(w)) for w in weights]
+    return best_s(lambda: [weight(x) for x, weight in held])
 
 
 def _int8_s(weights: Sequence[Tensor], inputs: dict[int, Tensor]) -> float:

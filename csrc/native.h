@@ -130,6 +130,18 @@ int xgpt_float16_product(float *out, const uint16_t *weight, const float *weight
                          const float *x, const float *bias, int64_t tokens, int64_t inputs,
                          int64_t outputs, int threads);
 
+/* Whether xgpt_pairs_product is quicker here than a library's: 1 by processors other than Intel's
+ * with dot products of bfloat16 pairs, else 0. */
+int xgpt_has_pairs(void);
+
+/* out [T, N] bfloat16 = x [T, K] bfloat16 times the weight's transpose + bias [N] bfloat16 (null:
+ * none), below 0 made 0 where `relu` is not 0; summed in float32, rounded once. The weight lies as
+ * bfloat16 [N / 48, K / 2, 48, 2], N and K rounded up to whole panels and pairs, zeros there.
+ * XGPT_WRONG_LEVEL where the processor or this build lacks dot products of pairs. */
+int xgpt_pairs_product(uint16_t *out, const uint16_t *weight, const uint16_t *x,
+                       const uint16_t *bias, int relu, int64_t tokens, int64_t inputs,
+                       int64_t outputs, int threads);
+
 /* The cache of all layers at once: `arrays` has the addresses of num_arrays arrays [slots, k,
  * capacity, entry_bytes], a layer's keys, then its values, layer by layer; entry_bytes is d times
  * the size of an element, of any type. `slot_stride`: bytes between an array's slots, more than

@@ -68,11 +68,14 @@ def test_every_decode_step_reads_what_its_queries_have_so_far() -> None:
 
 
 def test_a_step_counts_once_however_many_stages_took_it() -> None:
-    records = [{"kind": kind, "pool": pool, "stage": stage, "queries": 2, "tokens": rows}
+    records = [{"kind": kind, "pool": pool, "stage": stage, "replica": 0, "queries": 2,
+                "tokens": rows}
                for kind, pool, stage, rows in [
                    ("encode", "encode", 0, 9), ("decode", "decode", 1, 2),
                    ("decode", "decode", 2, 2), ("cross_kv", "decode", 1, 9)]]
     assert whole_steps(records) == [("encode", 2, 9), ("decode", 2, 2)]
+    copy = [{**record, "replica": 1, "stage": record["stage"] + 3} for record in records]
+    assert whole_steps(records + copy) == 2 * [("encode", 2, 9), ("decode", 2, 2)]
 
 
 @pytest.mark.parametrize("held", ["int8", pytest.param("float16", marks=pytest.mark.skipif(
@@ -110,8 +113,8 @@ def test_the_floor_of_a_run_is_its_operations_over_the_rate_and_its_bytes_over_t
         tmp_path: Path) -> None:
     steps = [("encode", 2, 9000), ("mixed", 3, 40), ("decode", 3, 3)]
     (tmp_path / "steps.jsonl").write_text("".join(json.dumps(
-        {"kind": kind, "pool": "all", "stage": 0, "queries": queries, "tokens": rows}) + "\n"
-        for kind, queries, rows in steps))
+        {"kind": kind, "pool": "all", "stage": 0, "replica": 0, "queries": queries,
+         "tokens": rows}) + "\n" for kind, queries, rows in steps))
     (tmp_path / "results.jsonl").write_text(
         json.dumps({"input_tokens": 10, "output_tokens": 3}) + "\n")
     machine = machine_of("smollm2-135m", BFLOAT16, 1e9)

@@ -1,4 +1,4 @@
-"""A layer's matrix products: torch's, oneDNN's and MKL's, on weights laid out once for the
+"""A layer's matrix products: torch's, oneDNN's, MKL's and our own, on weights laid out once for the
 processor.
 
 A weight is a view of the checkpoint until `pack` copies it into a library's own blocked layout,
@@ -20,6 +20,7 @@ from xrunner.ops import invariant
 from xrunner.ops.float16 import Float16Weight, is_float16_served
 from xrunner.ops.int8 import Int8Weight
 from xrunner.ops.mkl import MklWeight, is_mkl_served
+from xrunner.ops.pairs import PairsWeight, is_pairs_served
 
 _PACKED = torch.ops.mkldnn
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -42,7 +43,7 @@ class Product:
         self.shape = tuple(weight.shape)
         self._packed: Tensor | None = None
         self._tile: int | None = None  # rows of a product, where batches must not matter
-        self._other: Float16Weight | Int8Weight | MklWeight | None = None
+        self._other: Float16Weight | Int8Weight | MklWeight | PairsWeight | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -70,6 +71,10 @@ class Product:
             return
         self.weight = weight.to(dtype)
         self.bias = None if self.bias is None else self.bias.to(dtype)
+        if weight.is_cpu and dtype == torch.bfloat16 and 0 not in weight.shape and (
+                is_pairs_served()):
+            self._other, self.weight = PairsWeight(self.weight), None
+            return
         if not weight.is_cpu or not is_packable(dtype) or 0 in weight.shape:
             return
         # MKL has no activations; oneDNN does them in the product's pass
@@ -96,6 +101,8 @@ class Product:
             self._product, x, self._tile)
 
     def _product(self, x: Tensor) -> Tensor:
+        if isinstance(self._other, PairsWeight) and self._activation == "relu":
+            return self._other(x, self.bias, relu=True)
         if self._other is not None:
             return ACTIVATIONS[self._activation](self._other(x, self.bias))
         if self._packed is None:

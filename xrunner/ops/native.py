@@ -51,6 +51,8 @@ OPERATORS = {
     "xgpt_rescale_rows": "i ppplli",
     "xgpt_has_float16": "i",
     "xgpt_float16_product": "i pppppllli",
+    "xgpt_has_pairs": "i",
+    "xgpt_pairs_product": "i ppppillli",
     "xgpt_kv_compact": "i pllpppllllli",
     "xgpt_kv_gather": "i plpllppllllli",
     "xgpt_kv_scatter": "i plpllppllllli",
@@ -83,7 +85,8 @@ def describe() -> str:
     native = _native or _load_once()
     if native.library is None:
         return f"native operators: none, torch's serve: {native.reason}"
-    products = ", products in float16" if native.library.xgpt_has_float16() else ""
+    products = ("", ", products in bfloat16")[native.library.xgpt_has_pairs()] + (
+        "", ", products in float16")[native.library.xgpt_has_float16()]
     return f"native operators: {LEVELS[native.library.xgpt_level()]}{products}, {native.origin}"
 
 

@@ -1,0 +1,202 @@
+/* Matrix products of bfloat16 by dot products of pairs, for processors on which these do twice what
+ * float32 products do (AVX512-BF16 of AMD's). A weight lies in panels of as many outputs as three
+ * registers hold, pairs of inputs side by side, and comes from a core's second cache once for every
+ * eight rows, whose sums stay in registers. Nothing is copied or blocked beyond that, so that few
+ * rows are multiplied at nearly the rate of many. A row's products are summed in the order of its
+ * inputs, whoever is computed beside it. */
+
+#include "native.h"
+#include "levels.h"
+#include "threads.h"
+
+#include <string.h>
+
+#include <algorithm>
+#include <atomic>
+#include <vector>
+
+#if defined(XGPT_HAS_X86_LEVELS)
+#define XGPT_HAS_PAIRS 1
+#include <immintrin.h>
+#endif
+
+namespace xgpt {
+namespace {
+
+constexpr int64_t PANEL = 48;  // outputs that lie side by side: three registers of sums a row
+constexpr int64_t TILE = 8;    // rows at a time: 24 of 32 registers hold sums
+constexpr int64_t CACHED_BYTES = 512 * 1024;  // of activations, beside a panel in a core's cache
+constexpr int64_t LEAST_TILES = 8;  // that one reading of the weight serves all the same
+constexpr int64_t PIECES = 16;  // of the work, for each thread: a core that others took does fewer
+constexpr int64_t SET_BYTES = 2048;  // rows that far apart fall on one another in the first cache
+
+struct Product {
+    uint16_t *out;
+    const uint16_t *weight, *x, *bias;
+    int64_t tokens, inputs, outputs;
+    bool relu;
+    int threads;
+};
+
+#ifdef XGPT_HAS_PAIRS
+/* Nothing of the standard library in here: what of it were compiled for these processors would
+ * serve, and end, all others. */
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,prefer-vector-width=512")
+namespace avx512_pairs {
+
+inline __mmask32 first(int64_t count) {
+    return count >= 32 ? 0xffffffffu : count <= 0 ? 0 : (__mmask32{1} << count) - 1;
+}
+
+/* The first 16 of `bias`' bfloat16 that are there, as float32. */
+inline __m512 wide(const uint16_t *bias, int64_t count) {
+    const auto some = static_cast<__mmask16>(first(count));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(
+        _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, bias)), 16));
+}
+
+/* out [R, `count` <= PANEL] of R rows of x, `stride` apart, with `pairs` pairs of a panel. `ahead`:
+ * of the panel that is asked for meanwhile, as many bytes as this one has; null: of none. */
+template <int R>
+void multiply_tile(const Product &a, uint16_t *out, const uint16_t *panel, const uint16_t *x,
+                   int64_t stride, int64_t pairs, int64_t output, const char *ahead) {
+    __m512 sums[R][3];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = sums[r][2] = _mm512_setzero_ps();
+#pragma GCC unroll 2
+    for (int64_t k = 0; k < pairs; ++k) {
+        const uint16_t *const at = panel + k * 2 * PANEL;
+        const __m512bh w0 = (__m512bh)_mm512_loadu_si512(at);
+        const __m512bh w1 = (__m512bh)_mm512_loadu_si512(at + 32);
+        const __m512bh w2 = (__m512bh)_mm512_loadu_si512(at + 64);
+        if (ahead) {
+            _mm_prefetch(ahead + k * 4 * PANEL, _MM_HINT_T1);
+            _mm_prefetch(ahead + k * 4 * PANEL + 64, _MM_HINT_T1);
+            _mm_prefetch(ahead + k * 4 * PANEL + 128, _MM_HINT_T1);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            int32_t both;
+            memcpy(&both, x + r * stride + 2 * k, sizeof both);
+            const __m512bh v = (__m512bh)_mm512_set1_epi32(both);
+            sums[r][0] = _mm512_dpbf16_ps(sums[r][0], w0, v);
+            sums[r][1] = _mm512_dpbf16_ps(sums[r][1], w1, v);
+            sums[r][2] = _mm512_dpbf16_ps(sums[r][2], w2, v);
+        }
+    }
+    const int64_t count = a.outputs - output;
+#pragma GCC unroll 3
+    for (int i = 0; i < 3; ++i) {
+        const auto some = static_cast<__mmask16>(first(count - 16 * i));
+        const __m512 bias = a.bias ? wide(a.bias + output + 16 * i, count - 16 * i)
+                                   : _mm512_setzero_ps();
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            __m512 v = _mm512_add_ps(sums[r][i], bias);
+            // of a NaN itself, which is the second
+            if (a.relu) v = _mm512_max_ps(_mm512_setzero_ps(), v);
+            _mm256_mask_storeu_epi16(out + r * a.outputs + 16 * i, some,
+                                     (__m256i)_mm512_cvtneps_pbh(v));
+        }
+    }
+}
+
+using MultiplyTile = void (*)(const Product &, uint16_t *, const uint16_t *, const uint16_t *,
+                              int64_t, int64_t, int64_t, const char *);
+constexpr MultiplyTile MULTIPLY_TILE[TILE] = {
+    multiply_tile<1>, multiply_tile<2>, multiply_tile<3>, multiply_tile<4>,
+    multiply_tile<5>, multiply_tile<6>, multiply_tile<7>, multiply_tile<8>};
+
+}  // namespace avx512_pairs
+#pragma GCC pop_options
+
+/* Rows of x as the tiles read them: pairs whole, and not so far apart that they share a set. */
+struct Rows {
+    const uint16_t *x;
+    int64_t stride, count;
+};
+
+Rows rows_of(const Product &a, int64_t from, int64_t count, std::vector<uint16_t> &copy) {
+    const uint16_t *x = a.x + from * a.inputs;
+    const bool is_odd = a.inputs % 2;
+    if (!is_odd && (a.inputs * 2 % SET_BYTES || count < 3)) return {x, a.inputs, count};
+    const int64_t stride = ((a.inputs + 31) / 32 | 1) * 32;  // an odd number of cache lines
+    if (static_cast<int64_t>(copy.size()) < count * stride) copy.resize(count * stride);
+    const int parts = threads_for(count * a.inputs, a.threads);
+    share(parts, [&](int i) {
+        for (int64_t t = begin(count, parts, i); t < begin(count, parts, i + 1); ++t) {
+            memcpy(copy.data() + t * stride, x + t * a.inputs, a.inputs * sizeof *x);
+            if (is_odd) copy[t * stride + a.inputs] = 0;
+        }
+    });
+    return {copy.data(), stride, count};
+}
+
+/* Tiles first..last-1 of `tiles`, of nearly equal numbers of rows, with one panel. */
+void multiply_panel(const Product &a, const Rows &rows, int64_t from, int64_t panel, int64_t tiles,
+                    int64_t first, int64_t last) {
+    const int64_t pairs = (a.inputs + 1) / 2;
+    const uint16_t *const weight = a.weight + panel * pairs * 2 * PANEL;
+    const bool is_last = (panel + 1) * PANEL >= a.outputs;
+    for (int64_t t = first; t < last; ++t) {
+        const int64_t row = rows.count * t / tiles, count = rows.count * (t + 1) / tiles - row;
+        // the next panel comes from memory while this one's first tile is multiplied
+        const void *ahead = is_last || t > first ? nullptr : weight + pairs * 2 * PANEL;
+        avx512_pairs::MULTIPLY_TILE[count - 1](
+            a, a.out + (from + row) * a.outputs + panel * PANEL, weight,
+            rows.x + row * rows.stride, rows.stride, pairs, panel * PANEL,
+            static_cast<const char *>(ahead));
+    }
+}
+
+void multiply(const Product &a) {
+    static thread_local std::vector<uint16_t> copy;
+    const int64_t cached = CACHED_BYTES / (a.inputs * 2) / TILE;
+    const int64_t most = std::max(cached, LEAST_TILES) * TILE;
+    const int64_t panels = (a.outputs + PANEL - 1) / PANEL;
+    for (int64_t from = 0; from < a.tokens; from += most) {
+        const Rows rows = rows_of(a, from, std::min(most, a.tokens - from), copy);
+        const int64_t tiles = (rows.count + TILE - 1) / TILE;
+        const int64_t units = panels * tiles;  // a panel's tiles one after the other
+        const int64_t piece = std::max(units / (PIECES * a.threads), int64_t{1});
+        std::atomic<int64_t> next{0};
+        share(a.threads, [&](int) {
+            int64_t unit;
+            while ((unit = next.fetch_add(piece, std::memory_order_relaxed)) < units)
+                for (const int64_t end = std::min(unit + piece, units); unit < end;) {
+                    const int64_t panel = unit / tiles, first = unit % tiles;
+                    const int64_t last = std::min(first + end - unit, tiles);
+                    unit += last - first;
+                    multiply_panel(a, rows, from, panel, tiles, first, last);
+                }
+        });
+    }
+}
+#endif
+
+}  // namespace
+}  // namespace xgpt
+
+extern "C" int xgpt_has_pairs(void) {
+#ifdef XGPT_HAS_PAIRS
+    static const bool is_intel = __builtin_cpu_is("intel");  // whose units do half of that
+    return xgpt_best_level() == XGPT_AVX512_BF16 && !is_intel ? 1 : 0;
+#else
+    return 0;
+#endif
+}
+
+extern "C" int xgpt_pairs_product(uint16_t *out, const uint16_t *weight, const uint16_t *x,
+                                  const uint16_t *bias, int relu, int64_t tokens, int64_t inputs,
+                                  int64_t outputs, int threads) {
+    if (tokens < 0 || inputs < 1 || outputs < 1 || threads < 1) return XGPT_WRONG_SIZE;
+#ifdef XGPT_HAS_PAIRS
+    if (xgpt_best_level() != XGPT_AVX512_BF16) return XGPT_WRONG_LEVEL;
+    if (tokens)
+        xgpt::multiply({out, weight, x, bias, tokens, inputs, outputs, relu != 0, threads});
+    return XGPT_OK;
+#else
+    return XGPT_WRONG_LEVEL;
+#endif
+}

@@ -1,0 +1,77 @@
+"""Products of bfloat16 pairs by our own operator: those of float32 sums rounded once."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from implementations import num_threads
+
+from xrunner.ops.linear import Product
+from xrunner.ops.native import library
+from xrunner.ops.pairs import PairsWeight, is_pairs_served
+
+pytestmark = pytest.mark.skipif(
+    not is_pairs_served(), reason="this processor's dot products of pairs are not the quickest")
+
+many = settings(deadline=None, max_examples=60)
+
+
+@many
+@given(tokens=st.integers(0, 40), inputs=st.one_of(st.integers(1, 300), st.just(1024)),
+       outputs=st.integers(1, 200), seed=st.integers(0, 999), threads=st.integers(1, 3),
+       has_bias=st.booleans(), relu=st.booleans())
+def test_sums_are_rounded_once(tokens: int, inputs: int, outputs: int, seed: int, threads: int,
+                               has_bias: bool, relu: bool) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = (torch.randn(n, inputs, generator=generator).bfloat16() for n in (tokens, outputs))
+    bias = torch.randn(outputs, generator=generator).bfloat16() if has_bias else None
+    with num_threads(threads):
+        got = PairsWeight(weight)(x, bias, relu=relu)
+    exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    exact = exact.clamp_min(0) if relu else exact
+    assert got.shape == (tokens, outputs) and got.dtype == torch.bfloat16
+    sums = 1e-6 * (x.double().abs() @ weight.double().abs().T)
+    assert ((got.double() - exact).abs() <= exact.abs() * 2.0**-8 + sums).all()
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+def test_a_layer_s_product_is_by_pairs(activation: str) -> None:
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(70, 33), torch.randn(70), torch.randn(9, 33).bfloat16()
+    product = Product(weight.bfloat16(), bias.bfloat16(), activation=activation)
+    expected = product(x)
+    product.pack(torch.bfloat16)
+    assert [t.ndim for t in product.tensors] == [4, 1], "panels and bias"
+    torch.testing.assert_close(product(x), expected, rtol=2.0**-7, atol=2.0**-7)
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    torch.manual_seed(0)
+    held, x = PairsWeight(torch.randn(130, 577).bfloat16()), torch.randn(37, 577).bfloat16()
+    together = held(x)
+    assert torch.equal(together, torch.cat([held(row[None]) for row in x]))
+    assert torch.equal(together[5:30], held(x[5:30]))
+
+
+def test_more_rows_than_stay_in_a_cache() -> None:
+    torch.manual_seed(0)
+    held, x = PairsWeight(torch.randn(70, 8000).bfloat16()), torch.randn(100, 8000).bfloat16()
+    assert torch.equal(held(x), torch.cat([held(row[None]) for row in x])), "64 rows at a time"
+
+
+@pytest.mark.parametrize("strange", [float("inf"), float("nan")])
+def test_what_is_not_finite_stays_in_its_row(strange: float) -> None:
+    x = torch.ones(3, 41).bfloat16()
+    x[1, 40] = strange
+    for relu in (False, True):
+        got = PairsWeight(torch.ones(50, 41).bfloat16())(x, relu=relu)
+        assert got[::2].eq(41).all() and got[1].equal(torch.full_like(got[1], strange)) or (
+            got[1].isnan().all() and strange != strange)
+
+
+def test_wrong_sizes_are_refused() -> None:
+    lib, x = library(), torch.ones(4).bfloat16()
+    assert lib is not None
+    for sizes in ((-1, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)):
+        code = lib.xgpt_pairs_product(*[x.data_ptr()] * 3, None, 0, *sizes)
+        assert lib.xgpt_words(code).startswith(b"a size")
