@@ -53,6 +53,10 @@ class ProblemSearch:
         """Whether what it finds comes with a bound; nothing is proved of a baseline."""
         return not isinstance(self._search, BaselineSearch)
 
+    def without(self, latency_bound_s: float) -> tuple[str, ...]:
+        """Names of policies of which nothing was found within the bound."""
+        return self._search.without(latency_bound_s) if isinstance(self._search, Scheduler) else ()
+
     def alone(self, name: str) -> ProblemSearch:
         """The search of one policy; of a baseline, and of the only one, this."""
         if isinstance(self._search, BaselineSearch) or len(self._search.spaces) == 1:

@@ -50,8 +50,10 @@ class CopiesSearch:
         """is_brief: not explained, and not compared with what there would be without a bound.
         asked: what the job fixes, where the problem fixes more."""
         self.problem, self._effort, self._asked = problem, effort, asked or problem.fixed
+        self._timing = timing
         self._every = [[CopyPlanner(one, timing, effort) for one in parts]
                        for parts in problems_of_copies(problem)]
+        self._of_hidden: dict[tuple[str, ...], list[CopyPlanner]] = {}
         self._unbounded: tuple[Rejected | None] | None = None  # once it was asked for
         self._compares = not is_brief and problem.fixed.policy not in baselines()
 
@@ -100,24 +102,43 @@ class CopiesSearch:
 
     @property
     def _nodes(self) -> int:
-        return sum(planner.nodes for parts in self._every for planner in parts)
+        return sum(planner.nodes for parts in (*self._every, *self._of_hidden.values())
+                   for planner in parts)
 
     @cached_property
     def _planners(self) -> list[CopyPlanner]:
         """What is compared: of each number of copies the planner on the largest part that the model
-        can be laid out on. Of a number that the job asks for those on every part: GPUs may idle
-        where so many copies are better off without; ranks of a processor are there to be used, for
-        fewer of them would have more threads. (Nor of a baseline: nothing is proved of it, and its
-        grid would be gone over for each part.)"""
+        can be laid out on, and on smaller ones where GPUs may idle: of a number that the job asks
+        for on every part, else on the largest of 2^k GPUs or nodes, which divide as heads and
+        layers do. Ranks of a processor are there to be used, for fewer of them would have more
+        threads. (Nor of a baseline: nothing is proved of it, and its grid would be gone over for
+        each part.)"""
         compared: list[CopyPlanner] = []
-        may_idle = self.problem.fixed.replicas and self.problem.cluster.device.kind == "gpu"
+        is_gpu, is_asked = self.problem.cluster.device.kind == "gpu", self.problem.fixed.replicas
         for parts in self._every:
             able = (planner for planner in parts if planner.is_able)
             own = list(islice(able, 1)) or parts[:1]
-            if may_idle and own[0].is_able and own[0].own.proves:
-                own += able
+            if is_gpu and own[0].is_able and own[0].own.proves:
+                smaller = able if is_asked else (one for one in able if _divides(one))
+                own += islice(smaller, None if is_asked else int(not _divides(own[0])))
             compared += own
         return compared
+
+    def _hidden(self, first: Looked, latency_bound_s: float) -> list[Looked]:
+        """What policies of which nothing was found on the part that was looked at, where another
+        has something, come to on smaller ones: alone they would be planned there."""
+        parts, found = self._every[0], first.found
+        if found is None or not first.planner.own.proves:
+            return []
+        names = first.planner.own.without(latency_bound_s)
+        if names and names not in self._of_hidden:
+            fixed = replace(self.problem.fixed, policies=names)
+            self._of_hidden[names] = [
+                CopyPlanner(replace(one.problem, fixed=fixed), self._timing, self._effort)
+                for one in parts[parts.index(first.planner) + 1:]]
+        smaller = self._of_hidden.get(names, [])
+        hidden = _look_at(smaller, latency_bound_s) if smaller else None
+        return [] if hidden is None or hidden.found is None else [hidden]
 
     def _looked_within(self, latency_bound_s: float) -> list[Looked]:
         """Every number of copies under what the margin that all schedules have leaves of the bound.
@@ -139,6 +160,7 @@ class CopiesSearch:
         schedule."""
         if len(self._planners) == 1:
             looked = [_look_at(self._every[0], latency_bound_s)]
+            looked += self._hidden(looked[0], latency_bound_s)
         else:
             looked = []
             for planner in self._planners:
@@ -213,6 +235,13 @@ class CopiesSearch:
         return [planner for planner in self._planners if planner.is_able]
 
 
+def _divides(planner: CopyPlanner) -> bool:
+    """Whether its nodes, or the devices of its one node, are a power of 2."""
+    part = planner.problem.cluster
+    number = part.num_nodes if part.num_nodes > 1 else part.devices_per_node
+    return number & (number - 1) == 0
+
+
 def _glance_at(planner: CopyPlanner, latency_bound_s: float, floor_qps: float) -> Looked:
     """One number of copies on one part at first sight."""
     if planner.problem.copies > 1 and not has_room(planner.problem):
@@ -259,7 +288,10 @@ def _look_at(parts: Sequence[CopyPlanner], latency_bound_s: float) -> Looked:
         else:
             return Looked(planner, found, _most_qps(found),
                            is_limited=found.proof.status == Status.LIMIT)
-    return refused[0] if refused else Looked(parts[0], None, 0.0, InfeasibleError(
+    infeasible = [one for one in refused if isinstance(one.refusal, InfeasibleError)]
+    if refused:  # what could be had says more than that nothing can be laid out on a larger part
+        return (infeasible or refused)[0]
+    return Looked(parts[0], None, 0.0, InfeasibleError(
         NO_ROOM))
 
 

@@ -159,6 +159,11 @@ class Scheduler:
         best = self._unbounded(math.inf, {}, floor_qps / self.problem.copies)
         return None if best is None else row_without_bound(best, self.problem.constraint.latency_s)
 
+    def without(self, latency_bound_s: float) -> tuple[str, ...]:
+        """Names of the policies of which the search under this bound found nothing."""
+        results = self._results.get(latency_bound_s, {})
+        return tuple(name for name, one in results.items() if one.outcome.best is None)
+
     def selections(self, num_queries: int) -> list[Selection]:
         """Configurations of each policy all over its space, for a job of so many queries."""
         return [space.selection(num_queries) for space in self.spaces]

@@ -13,6 +13,7 @@ from toy_jobs import MEMORY, roofline_of, toy_problem
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.job import ROUTINGS, Adjustment, FixedSchedule
 from xgpt.core.schedule import Status
+from xgpt.report.table import copies_table
 from xprofiler.roofline import Roofline
 from xscheduler.copies import most_copies, problem_for, problems_of_copies, slicings
 from xscheduler.copy_planner import ProblemSearch
@@ -89,6 +90,37 @@ def test_a_copy_that_is_asked_for_may_leave_devices_idle_where_it_is_better_off_
         (1, 3), (1, 2), (1, 1)]
 
 
+def test_where_devices_do_not_divide_evenly_auto_leaves_some_idle_if_that_is_better():
+    """One copy on two of three GPUs beats one on three, and no copy fits one GPU."""
+    problem = toy_problem(latency_s=0.03, memory=150e6, per_node=3, fixed=FixedSchedule(
+        policies=("rra", "waa-c")))
+    found, each = planned(problem), alone_on_each_part(replace(
+        problem, fixed=replace(problem.fixed, replicas=1)))
+    tried = [(one.replicas, one.devices_per_replica) for one in found.over_copies]
+    assert tried == [(3, 1), (1, 3), (1, 2)]
+    best = max(each[2], each[3], 3 * each.get(1, 0.0))
+    assert found.figures.throughput_qps * (1 + GAP) >= best
+    assert found.proof.bound_qps * (1 + 1e-9) >= best
+    assert found.deployment.devices_per_replica == 2
+    assert "1 GPU idles: no further copy on 2 GPUs fits" in found.estimate.notes
+    assert copies_table(found).count("chosen") == 1
+
+
+def test_a_policy_that_needs_all_ranks_hides_none_that_is_better_on_fewer():
+    """WAA-C keeps the bound on two ranks, and RRA does on one alone."""
+    problem = toy_problem(kind="cpu", per_node=2, latency_s=0.0247, fixed=FixedSchedule(
+        policies=("rra", "waa-c"), replicas=1, tp_degree=1))
+    problem = replace(problem, model=replace(problem.model, num_layers=2))
+    alone = {name: planned(replace(problem, fixed=replace(problem.fixed, policies=(name,))))
+             for name in ("rra", "waa-c")}
+    assert (alone["rra"].deployment.num_devices, alone["waa-c"].deployment.num_devices) == (1, 2)
+    found = planned(problem)
+    best = max(one.figures.throughput_qps for one in alone.values())
+    assert best == alone["rra"].figures.throughput_qps > alone["waa-c"].figures.throughput_qps
+    assert found.figures.throughput_qps * (1 + GAP) >= best
+    assert found.proof.bound_qps * (1 + 1e-9) >= best
+
+
 def test_devices_that_idle_because_no_more_copies_are_asked_for_are_said_to():
     problem = toy_problem(per_node=2, fixed=FixedSchedule(
         policies=("rra", "waa-c"), replicas=1, tp_degree=1))
@@ -120,7 +152,7 @@ def test_the_choice_is_that_of_all_numbers_searched_one_by_one(latency_s, memory
     assert found.figures.throughput_qps * (1 + GAP) >= best, "never below copies of smaller plans"
     assert found.proof.bound_qps >= found.figures.throughput_qps * (1 - 1e-9)
     assert found.fingerprint == problem.fingerprint
-    rows = {row.replicas: row for row in found.over_copies}
+    rows = {row.replicas: row for row in reversed(found.over_copies)}  # on the largest part
     assert set(each) <= set(rows)
     for copies, alone in each.items():
         assert rows[copies].bound_qps >= alone.figures.throughput_qps * (1 - 1e-9)

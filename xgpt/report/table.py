@@ -95,7 +95,8 @@ def copies_table(schedule: Schedule) -> str:
     """What each number of copies of the model comes to; "" where there was one to look at."""
     own, body = schedule.figures.throughput_qps, []
     for row in schedule.over_copies:
-        is_chosen = row.replicas == schedule.deployment.replicas
+        is_chosen = (row.replicas, row.devices_per_replica) == (
+            schedule.deployment.replicas, schedule.deployment.devices_per_replica)
         qps = own if is_chosen else row.throughput_qps
         less = "chosen" if is_chosen else "-" if qps is None else percent(1 - qps / own, 1)
         latency_s = schedule.figures.latency_s if is_chosen else row.latency_s

@@ -180,8 +180,14 @@ class ContinuousBounds:
         steps = at.plan.convex_steps
         alone_s = sum(number * float(rows.mean_s(np.ones(1))[0]) for number, rows in zip(
             steps.number, steps.rows, strict=True))
+        # a query's encoding takes as many steps as its budget asks for, none shorter than the mean
+        encodes = np.zeros(len(rates))
+        if isinstance(self.form.filling, SarathiFilling):
+            encodes = np.maximum(self._mean / at.budget, 1.0)
+        elif isinstance(self.form.filling, OrcaFilling):
+            encodes = np.ones(len(rates))
         return np.asarray(LEAST_LATENCY * np.maximum(
-            np.maximum(times - again, 0.0) * interval_s,
+            (np.maximum(times - again, 0.0) + encodes[:, None]) * interval_s,
             np.maximum(watched - again, 0.0) * alone_s))
 
     def _orca_weights(self, held: float) -> tuple[FloatArray, FloatArray]:
