@@ -53,7 +53,7 @@ def _why_policy(schedule: Schedule, problem: Problem) -> str:
         return (f"{start}: the job fixes the policy." if problem.fixed.policy is not None else
                 f"{start}: no other policy was compared.")
     others = sorted(rows, key=lambda row: -(row.throughput_qps or 0.0))
-    slower = [_compared(own_qps, row) for row in others if row.throughput_qps]
+    slower = [_compared(schedule, row) for row in others if row.throughput_qps]
     unseen = [row for row in others if row.reason.startswith(NOT_LOOKED_INTO)]
     absent = [_policy_of(row) for row in others if not row.throughput_qps and row not in unseen]
     rest = [f"{_policy_of(row)} was {row.reason}" for row in unseen]
@@ -84,12 +84,18 @@ def _how(schedule: Schedule) -> str:
             f"{deployment.decoding.num_devices} decode, so that no iteration waits for an encoding")
 
 
-def _compared(own_qps: float, row: Rejected) -> str:
+def _compared(schedule: Schedule, row: Rejected) -> str:
     assert row.throughput_qps
-    more, point = own_qps / row.throughput_qps - 1, row.label.partition(":")[2].strip()
+    name, _, point = row.label.removeprefix(POLICY_ROW).partition(":")
+    more, point = schedule.figures.throughput_qps / row.throughput_qps - 1, point.strip()
+    most = schedule.proof.left_open(name, row.throughput_qps)
+    best = "best" if most is None else "best seen"
+    if most is not None:
+        point = f"{point}; no more than {most:.4g} queries/s" if point else (
+            f"no more than {most:.4g} queries/s")
     than = "as many as" if abs(more) < 5e-4 else f"{more:.1%} more than" if more > 0 else (
         f"{-more:.1%} less than")
-    return f"{than} the best of {_policy_of(row)}{f' ({point})' if point else ''}"
+    return f"{than} the {best} of {_policy_of(row)}{f' ({point})' if point else ''}"
 
 
 def _policy_of(row: Rejected) -> str:

@@ -45,6 +45,16 @@ def test_a_policy_is_never_said_to_be_better_than_it_is(qps, words):
     assert words in sentences(rejected=(row,))[0]
 
 
+def test_a_policy_that_was_not_searched_to_its_best_is_said_to_have_been_seen():
+    problem = toy_problem(latency_s=2.0)
+    schedule = schedule_of(problem, throughput_qps=100.0, latency_s=1.0).changed(
+        rejected=ROWS[:1], policy_bounds=(("rra", 101.0), ("waa-c", 95.0)))
+    assert ("more than the best seen of WAA-C (encode_batch 3, decode_micro_batches 2; no more "
+            "than 95 queries/s)") in explain_choice(schedule, problem)[0]
+    searched = schedule.changed(policy_bounds=(("rra", 101.0), ("waa-c", 80.4)))
+    assert "more than the best of WAA-C" in explain_choice(searched, problem)[0]
+
+
 def test_without_rows_of_other_policies_none_is_compared():
     assert "no other policy was compared" in sentences(rejected=())[0]
     fixed = toy_problem(latency_s=2.0, fixed=FixedSchedule(policies=("rra",)))

@@ -15,6 +15,7 @@ from xgpt.core.controls import Controls, max_in_system
 from xgpt.core.policies import Role as Role
 
 _Part = TypeVar("_Part")
+OPEN = 0.05  # share that a policy may have above the best seen of it, and counts as searched
 
 
 class Status(StrEnum):
@@ -270,6 +271,12 @@ class Proof:
     pruned: tuple[tuple[str, int], ...] = ()
     policy_bounds: tuple[tuple[str, float], ...] = ()
     hardware_qps: float | None = None
+
+    def left_open(self, name: str, throughput_qps: float) -> float | None:
+        """What no configuration of a policy exceeds, where that is more than OPEN above the best
+        that was seen of it: one that cannot win is not searched to its own best."""
+        most = dict(self.policy_bounds).get(name, 0.0)
+        return most if most > throughput_qps * (1 + OPEN) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -86,7 +86,7 @@ def choice_table(schedule: Schedule) -> str:
     """Why it was chosen, the best of each other policy and degree, and what the bound excluded."""
     facts = [("why" if index == 0 else "", sentence)
              for index, sentence in enumerate(schedule.explanation)]
-    facts += [(_label(row), _alternative(row, schedule)) for row in schedule.rejected
+    facts += [(_label(row, schedule), _alternative(row, schedule)) for row in schedule.rejected
               if not row.label.startswith(LAYOUT_ROW)]  # they stand in the first table
     return "\n".join(fact(label, text) for label, text in facts)
 
@@ -108,12 +108,14 @@ def copies_table(schedule: Schedule) -> str:
                  right=(0, 1, 2, 3, 4, 5)) if body else ""
 
 
-def _label(row: Rejected) -> str:
+def _label(row: Rejected, schedule: Schedule) -> str:
     what = row.label.partition(":")[0]
     if what.startswith(SIZE_ROW):
         return words.counted(float(what.removeprefix(SIZE_ROW)), "device")
     if what.startswith(_POLICY):
-        return f"best {what.removeprefix(_POLICY)}"
+        name = what.removeprefix(_POLICY)
+        is_seen = schedule.proof.left_open(name, row.throughput_qps or math.inf) is not None
+        return f"seen {name}" if is_seen else f"best {name}"
     if what.startswith(_DEGREE):
         return f"tp degree {what.removeprefix(_DEGREE)}"
     return {_FREE: "no bound", _BARE: "no margin", _PAPERS: "RRA, WAA"}.get(what, "instead")
@@ -134,6 +136,9 @@ def _alternative(row: Rejected, schedule: Schedule) -> str:
              f"{percent(more, 1)} more" if more > 5e-4 else "as many"]
     if row.latency_s is not None:
         parts.append(f"latency {format_seconds(row.latency_s)}")
+    most = schedule.proof.left_open(what.removeprefix(_POLICY), row.throughput_qps)
+    if what.startswith(_POLICY) and most is not None:  # not searched to its own best
+        parts.append(f"and no more than {plain(most)}")
     return f"{', '.join(parts)}: {point}" if point else ", ".join(parts)
 
 

@@ -45,6 +45,13 @@ def test_an_alternative_says_what_it_would_lose(label: str, qps: float, expected
     assert rejected(label, qps) == expected
 
 
+def test_what_was_not_searched_to_its_best_says_how_much_there_may_be() -> None:
+    row = Rejected(label="policy rra: encode_batch 4", throughput_qps=2.0, latency_s=3.0, reason="")
+    schedule = fake_schedule(rejected=(row,), explanation=(), policy_bounds=(("rra", 2.3),))
+    assert joined(choice_table(schedule)).startswith("seen rra 2.00 queries/s")
+    assert "latency 3.00 s, and no more than 2.30: encode_batch 4" in joined(choice_table(schedule))
+
+
 def test_a_latency_that_is_not_known_is_not_shown() -> None:
     assert "latency" not in rejected("policy rra: encode_batch 4", 2.0, None)
 
