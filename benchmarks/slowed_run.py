@@ -3,8 +3,9 @@ miss it where nothing is planned anew?
 
     python benchmarks/slowed_run.py [--policies rra,waa-c] [--out benchmarks/results]
 
-SmolLM2-135M on two ranks of this machine, one thread each. The bound is BOUND times the tightest
-that each policy can meet: so it could be kept by a run slowed to two thirds. The run is slowed
+SmolLM2-135M on two ranks of this machine, one thread each, in one copy. The bound is BOUND times
+the tightest that each policy can meet on such stages: so it could be kept by a run slowed to two
+thirds. The run is slowed
 when a quarter of its queries are done, by
   throttled   every rank is stopped for STOPPED of each tenth of a second (a processor that is
               clocked down, a container's quota)
@@ -51,7 +52,7 @@ workload:
   input_tokens: {{mean: 48, std: 16, max: 96}}
   output_tokens: {{mean: 20, std: 6, max: 40}}
 constraint: {{latency_s: {bound}, kind: queries, quantile: {quantile}, confidence: 0.9}}
-schedule: {{policy: {policy}}}
+schedule: {{policy: {policy}, replicas: 1, tp_degree: 1}}
 run: {{ranks: 2, threads_per_rank: 1, seed: 1, {run}}}
 output: {output}
 """

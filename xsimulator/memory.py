@@ -29,7 +29,7 @@ LIVE_MLP_COPIES = 2  # fused up (gate) projection and its activation
 
 def capacity_bytes(device: Device) -> int:
     """The bytes of a device's memory that may be planned."""
-    return int(device.memory_bytes * USABLE_SHARE)
+    return int(device.memory_bytes * USABLE_SHARE) - device.reserved_bytes
 
 
 def weight_bytes(model: ModelSpec, stages: Sequence[StageAssignment], dtype: str,

@@ -27,6 +27,7 @@ class Device:
     generation: str = ""  # of a GPU: ampere, hopper, ...
     price_per_hour: float | None = None  # None: not known; `price_source` says whose and when
     price_source: str = ""
+    reserved_bytes: int = 0  # of what may be planned: what the engine keeps for itself
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """Dense peak for `dtype`; falls back to float32 where the device has no faster unit."""

@@ -97,7 +97,7 @@ def resolve(job: Job, *, model: ModelSpec | None = None,
     requests: what is in the file of them that the job names."""
     assert requests or job.workload.requests is None, f"{job.workload.requests} is to be read first"
     shape = model or known_model(job)
-    cluster = resolve_cluster(job)
+    cluster = _as_the_engine_leaves_it(resolve_cluster(job), job)
     if shape.planned_only and job.run.engine != VLLM and (
             job.cluster == LOCAL_CLUSTER or job.slurm is not None):
         raise wrong(job.source, "model", job.model, f"one that is executed: {shape.planned_only} "
@@ -125,6 +125,14 @@ def resolve(job: Job, *, model: ModelSpec | None = None,
         head_rows=max(requests.mean_targets, 1.0) if requests is not None else 1.0,
         input_error=requests.input_error if requests is not None and (
             job.workload.input_tokens.kind == "from_requests") else 0.0)
+
+
+def _as_the_engine_leaves_it(cluster: Cluster, job: Job) -> Cluster:
+    """Its GPUs without what the engine whose times are planned for keeps of their memory."""
+    reserved = int(catalog.engine(job.plan_engine).reserve_gb * 1e9)
+    if cluster.device.kind != "gpu" or not reserved:
+        return cluster
+    return cluster.with_nodes(device=replace(cluster.device, reserved_bytes=reserved))
 
 
 def _query_lengths(requests: Requests | None, most_outputs: int,

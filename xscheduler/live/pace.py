@@ -2,10 +2,16 @@
 
 Each rank tells of its latest steps once a second, in what it tells of itself anyway
 (xrunner.io.beat). A step's seconds are divided by what the timing source says of a step of its kind
-and size on its stage; of these ratios the median counts, over the latest WINDOW steps of a kind on
-a stage. Steps have left the plan where the older and the newer half of a window have, by more than
-the threshold, by more than chance, and by more than a step's overhead, of which a source knows
-little: one burst of another program's does not, and what has passed does not either.
+and size on its stage. Steps have left the plan where these ratios have in the older and in the
+newer half of a window of the latest steps of a kind on a stage, by more than the threshold, by more
+than chance, and by more than a step's overhead, of which a source knows little: one burst of
+another program's does not, and what has passed does not either.
+
+In the short window median and mean must have left: it tells soon what slows each step alike. In the
+long one the mean alone: what is slowed in pulses (a container's quota stops its processes for a
+part of each tenth of a second) has most of its steps as they were, and takes longer all the same. A
+single ratio counts no more than MOST_OFF times the median. What is planned with from then on is the
+mean of the newer half.
 
 A pipeline is as quick as its slowest stage, so of several stages the slowest tells for its kind."""
 
@@ -19,7 +25,6 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.retimed import Factor
@@ -27,8 +32,11 @@ from xprofiler.timing import TimingSource
 from xscheduler.copies import problem_for
 from xsimulator.replay.step_clock import StepClock, StepClocks, StepSizes
 
-WINDOW, LEAST_STEPS = 32, 12  # steps of a kind on a stage that count, and without which none do
-BEYOND_CHANCE = 3.0  # standard errors of a median by which it must be off
+# Steps of a kind on a stage: of a window at most, and without which it does not tell.
+SHORT, LONG = (32, 12), (96, 64)
+LEAST_STEPS = 12  # without which a kind is not said to take other times
+BEYOND_CHANCE = 3.0  # standard errors of a mean by which it must be off
+MOST_OFF = 8.0
 KINDS = ("encode", "decode", "mixed")
 
 
@@ -127,15 +135,21 @@ class Pace:
         self._told[rank] = told_s
         for step in steps:
             if step.kind in KINDS and (ratio := self._ratios.of(stage, step)) is not None:
-                self._windows.setdefault((stage, step.kind), deque(maxlen=WINDOW)).append(ratio)
+                self._windows.setdefault((stage, step.kind), deque(maxlen=LONG[0])).append(ratio)
 
     def drift(self) -> PaceDrift | None:
         """How steps have left what is planned with; None while they have not."""
-        seen = {kind: own for kind in KINDS if (own := self._slowest(kind)) is not None}
-        if not any(self._has_left(kind, window) for kind, (_, window) in seen.items()):
-            return None
+        for length, least in (SHORT, LONG):
+            seen = {kind: own for kind in KINDS if (own := self._slowest(kind, length)) is not None}
+            if any(len(window) >= least and self._has_left(kind, window, is_long=least == LONG[1])
+                   for kind, (_, window) in seen.items()):
+                return self._drift_of(seen)
+        return None
+
+    def _drift_of(self, seen: Mapping[str, tuple[int, Sequence[Ratio]]]) -> PaceDrift:
+        """`seen`: by kind, its slowest stage and the steps there."""
         now = {kind: Factor(rows=float(np.median([ratio.rows for ratio in window])),
-                            factor=math.exp(_median(window)))
+                            factor=math.exp(_mean(window[len(window) // 2:]).log))
                for kind, (_, window) in seen.items()}
         return PaceDrift(before={kind: self._planned(kind) for kind in now}, now=now,
                          stages={kind: stage for kind, (stage, _) in seen.items()},
@@ -146,24 +160,25 @@ class Pace:
         self.factors |= drift.now
         self._windows.clear()
 
-    def _slowest(self, kind: str) -> tuple[int, Sequence[Ratio]] | None:
-        """(stage, window) of the stage whose steps of a kind take longest against the plan."""
-        of_kind = [(stage, tuple(window)) for (stage, other), window in self._windows.items()
-                   if other == kind and len(window) >= LEAST_STEPS]
-        return max(of_kind, key=lambda own: _median(own[1]), default=None)
+    def _slowest(self, kind: str, length: int) -> tuple[int, Sequence[Ratio]] | None:
+        """(stage, its latest steps, `length` at most) of the stage whose steps of a kind take
+        longest against the plan."""
+        of_kind = [(stage, tuple(window)[-length:]) for (stage, other), window
+                   in self._windows.items() if other == kind and len(window) >= LEAST_STEPS]
+        return max(of_kind, key=lambda own: _mean(own[1]).log, default=None)
 
-    def _has_left(self, kind: str, window: Sequence[Ratio]) -> bool:
+    def _has_left(self, kind: str, window: Sequence[Ratio], *, is_long: bool) -> bool:
         planned, half = math.log(self._planned(kind)), len(window) // 2
         least = math.log1p(self._threshold)
         sides = set()
         for part in (window[:half], window[half:]):
-            away = _median(part) - planned
             expected_s = float(np.median([ratio.expected_s for ratio in part]))
-            off_s = abs(math.expm1(away)) * expected_s * math.exp(planned)
-            if abs(away) <= max(least, BEYOND_CHANCE * _standard_error(part)) or (
-                    off_s <= self._overhead_s):
-                return False
-            sides.add(away > 0)
+            for place, error in (_mean(part), *(() if is_long else (_median(part),))):
+                away = place - planned
+                off_s = abs(math.expm1(away)) * expected_s * math.exp(planned)
+                if abs(away) <= max(least, BEYOND_CHANCE * error) or off_s <= self._overhead_s:
+                    return False
+                sides.add(away > 0)
         return len(sides) == 1
 
     def _planned(self, kind: str) -> float:
@@ -184,15 +199,22 @@ def expected_s(clock: StepClock, step: Step) -> list[float]:
         context=step.context_tokens, longest=float(step.longest_context), moved=0.0, handed=0))
 
 
-def _logs(window: Sequence[Ratio]) -> FloatArray:
-    return np.array([ratio.log for ratio in window])
+class _Place(NamedTuple):
+    """Where ratios lie: the logarithm, and its standard error."""
+
+    log: float
+    error: float
 
 
-def _median(window: Sequence[Ratio]) -> float:
-    return float(np.median(_logs(window)))
+def _median(window: Sequence[Ratio]) -> _Place:
+    """Its error: 1.25 / sqrt(n) deviations of a normal with this interquartile range."""
+    low, middle, high = np.quantile([ratio.log for ratio in window], (0.25, 0.5, 0.75))
+    return _Place(float(middle), 1.25 * float(high - low) / 1.35 / math.sqrt(len(window)))
 
 
-def _standard_error(window: Sequence[Ratio]) -> float:
-    """Of the median: 1.25 / sqrt(n) deviations of a normal with this interquartile range."""
-    low, high = np.quantile(_logs(window), (0.25, 0.75))
-    return 1.25 * float(high - low) / 1.35 / math.sqrt(len(window))
+def _mean(window: Sequence[Ratio]) -> _Place:
+    ratios = np.exp([ratio.log for ratio in window])
+    middle = float(np.median(ratios))
+    ratios = np.clip(ratios, middle / MOST_OFF, middle * MOST_OFF)
+    mean = float(ratios.mean())
+    return _Place(math.log(mean), float(ratios.std()) / mean / math.sqrt(len(window)))

@@ -46,6 +46,7 @@ from xscheduler.uncertainty import Doubts
 from xscheduler.within import plan_within
 
 WORTH = 0.005  # share of throughput below which two schedules count as equal: the search's gap
+SHORTEST_S = 1e-9  # a bound that nothing keeps: what is asked for is how near one can come
 Choice = Literal["keep", "adjust", "redeploy"]
 # Share of throughput from which on a change is made: it costs a few phases in which the pool
 # swings into its new batch sizes, which no estimate counts.
@@ -219,7 +220,14 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
         planned = plan_within(Doubts(replace(problem, constraint=constraint), evaluator), within,
                               search_problem=find)
     except InfeasibleError as cause:
-        return stays(f"no other batch sizes do: {cause}")
+        nearest = None if keep.qps else _best(now, began, replace(
+            problem, constraint=problem.constraint.with_latency(limit_s=SHORTEST_S)),
+            timing).estimate
+        if nearest is None or not _is_worth(nearest, keep, constraint.latency_s):
+            return stays(f"no other batch sizes do: {cause}")
+        return Revised(keep=keep, estimate=nearest, is_kept=False, reason=(
+            f"as it was it no longer serves: {keep.reason}; the tightest there is keeps the bound, "
+            f"if not with a confidence of {constraint.confidence:g}"))
     estimate = planned.schedule.estimate
     if keep.qps and estimate.figures.throughput_qps <= keep.qps * (1 + worth):
         return stays(f"other batch sizes bring no more than {worth:.0%}")
@@ -229,6 +237,12 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
     gain = (f"{estimate.figures.throughput_qps / keep.qps - 1:.0%} more queries/s" if keep.qps
             else f"as it was it no longer serves: {keep.reason}")
     return Revised(keep=keep, estimate=estimate, reason=gain, is_kept=planned.is_safe)
+
+
+def _is_worth(nearest: Estimate, keep: Way, bound_s: float) -> bool:
+    """Whether the tightest that there is keeps the bound, by itself, better than what runs."""
+    kept_s = math.inf if keep.estimate is None else keep.estimate.figures.latency_s
+    return nearest.figures.latency_s <= min(bound_s, (1 - WORTH_CHANGING) * kept_s)
 
 
 def _best(now: Estimate, began: Estimate | None, problem: Problem, timing: TimingSource) -> Way:

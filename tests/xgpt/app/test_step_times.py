@@ -114,6 +114,23 @@ def test_a_burst_changes_nothing(planned: Planned) -> None:
     assert not run.own.decisions
 
 
+def test_what_is_slowed_in_pulses_takes_as_long_as_its_mean_step(planned: Planned) -> None:
+    """One step in six takes four times as long, as where a quota stops a container: the median has
+    not moved."""
+    run = Run(planned)
+    counts: dict[tuple[str, int], int] = {}
+
+    def pulsed(kind: str, stage: int) -> float:
+        counts[kind, stage] = counts.get((kind, stage), 0) + 1
+        return 4.0 if counts[kind, stage] % 6 == 3 else 1.0
+
+    assert any(run.tell(pulsed, times=6))
+    found = run.own.decisions[0]
+    assert found.record["step_times"]["decode"]["observed"] == pytest.approx(1.5, rel=0.08)
+    count = len(run.own.decisions)
+    assert not any(run.tell(pulsed, times=8)) and len(run.own.decisions) == count
+
+
 def test_switched_off(tmp_path: Path) -> None:
     session = session_of(tmp_path, run="step_times: off")
     schedule = plan_job(session, timing_of(session)).schedule

@@ -52,6 +52,33 @@ GEMMA3 = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
     "intermediate_size": 10240, "vocab_size": 262208, "sliding_window": 1024,
     "max_position_embeddings": 131072}
+EXECUTED: dict[str, dict[str, Any]] = {  # sizes of the published config.json
+    "qwen3-8b": {
+        "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+        "intermediate_size": 12288, "vocab_size": 151936, "tie_word_embeddings": False},
+    "mistral-7b": {
+        "model_type": "mistral", "hidden_size": 4096, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
+        "vocab_size": 32000, "sliding_window": 4096},
+    "gemma-2-9b": {
+        "model_type": "gemma2", "hidden_size": 3584, "num_hidden_layers": 42,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 256,
+        "intermediate_size": 14336, "vocab_size": 256000, "sliding_window": 4096},
+    "gemma-3-4b": GEMMA3,
+    "phi-4": {
+        "model_type": "phi3", "hidden_size": 5120, "num_hidden_layers": 40,
+        "num_attention_heads": 40, "num_key_value_heads": 10, "intermediate_size": 17920,
+        "vocab_size": 100352, "tie_word_embeddings": False},
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+        "num_experts_per_tok": 8, "vocab_size": 151936, "tie_word_embeddings": False},
+    "mixtral-8x7b": {
+        "model_type": "mixtral", "hidden_size": 4096, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
+        "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000}}
 ALL: dict[str, dict[str, Any]] = {
     "deepseek-v3": DEEPSEEK_V3, "deepseek-v2-lite": V2_LITE, "llama-4-scout": SCOUT,
     "llama-4-maverick": MAVERICK, "scout-that-sees": {"model_type": "llama4", "text_config": SCOUT},
@@ -72,6 +99,19 @@ def test_parameters_are_those_that_are_published(name: str, total: float, active
     assert spec.num_params == pytest.approx(total, rel=0.02)
     assert active_params(spec) - spec.embedding_params == pytest.approx(active, rel=0.04) or (
         active_params(spec) == pytest.approx(active, rel=0.04))
+
+
+@pytest.mark.parametrize(("name", "total", "active"), [
+    ("qwen3-8b", 8.19e9, 0.0), ("mistral-7b", 7.24e9, 0.0), ("gemma-2-9b", 9.24e9, 0.0),
+    ("gemma-3-4b", 3.88e9, 0.0), ("phi-4", 14.66e9, 0.0), ("qwen3-30b-a3b", 30.5e9, 3.3e9),
+    ("mixtral-8x7b", 46.7e9, 12.9e9)])
+def test_parameters_of_what_is_executed_too_are_those_of_the_model_cards(
+        name: str, total: float, active: float) -> None:
+    """Gemma 3's are those of its text model: the card's 4.3e9 less the vision tower's."""
+    spec = from_hf_config(EXECUTED[name], name)
+    assert spec.num_params == pytest.approx(total, rel=0.003)
+    if active:
+        assert active_params(spec) == pytest.approx(active, rel=0.02)
 
 
 def test_parameters_of_layers_of_two_kinds_are_added_up() -> None:

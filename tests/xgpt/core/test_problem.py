@@ -22,7 +22,7 @@ from xgpt.core.schedule import StageAssignment
 from xgpt.core.workload import Request
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator
-from xsimulator.memory import kv_bytes
+from xsimulator.memory import capacity_bytes, kv_bytes
 
 BASE = "model: opt-13b\ncluster: a40-4\nworkload: {task: S}\n"
 LINES = [{"id": "a", "tokens": [1, 2, 3], "forced_tokens": 4},
@@ -242,6 +242,12 @@ def test_entries_of_fp8_take_half_the_memory_and_half_the_bytes_of_a_step(folder
                       kv_dtype=problem.kv_dtype).operator_s(
         Operator.DECODE_ATTENTION, 256.0, 4000.0) for problem in (plain, narrow)]
     assert 1.7 < times[0] / times[1] < 2.0
+
+
+def test_what_an_engine_keeps_of_a_gpus_memory_is_not_planned(folder: Path) -> None:
+    own, sglang = (_resolve(folder, *more).cluster.device for more in ((), ("plan.engine=sglang",)))
+    kept = catalog.engine("sglang").reserve_gb * 1e9
+    assert own.reserved_bytes == 0 and capacity_bytes(own) - capacity_bytes(sglang) == kept > 1e9
 
 
 def test_requests_give_joint_lengths(folder: Path) -> None:

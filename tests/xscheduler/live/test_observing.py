@@ -29,7 +29,8 @@ from xrunner.io.launcher_link import OBSERVED_FILE, load_change_order
 from xrunner.rules.rra import most_active, phase_controls, rra_rule
 from xscheduler.beginning import FIRST_QUERIES, NEAR, beginning, hint, said_of
 from xscheduler.live.decisions import CAUTION
-from xscheduler.live.reschedule import revise
+from xscheduler.live.pinned import PinnedSearch
+from xscheduler.live.reschedule import Revised, revise
 from xscheduler.room import slots_for
 from xsimulator.replay.job import replay_job
 from xsimulator.replay.records import ReplayResult
@@ -314,6 +315,28 @@ def test_caution_is_no_reason_to_leave_what_keeps_the_bound(
         inputs=session.problem.lengths.inputs, outputs=empirical([16, 16, 20])))
     found = revise(schedule, problem, timing_of(session), caution=0.26)
     assert found.estimate is None and found.is_kept and found.keep.qps > 0
+
+
+def test_what_keeps_the_bound_without_its_margin_alone_is_better_than_what_breaks_it(
+        begun: tuple[OpenedJob, Schedule]) -> None:
+    session, schedule = begun
+    timing = timing_of(session)
+    lengths = JointLengths(inputs=session.problem.lengths.inputs, outputs=empirical([60, 80]))
+
+    def revised(limit_s: float) -> Revised:
+        constraint = session.problem.constraint.with_latency(limit_s=limit_s)
+        return revise(schedule, replace(session.problem, lengths=lengths, constraint=replace(
+            constraint, drift=0.2)), timing)
+
+    tightest = PinnedSearch(schedule.estimate, replace(session.problem, lengths=lengths), timing,
+                            1e-9).best().estimate
+    assert tightest is not None
+    tightest_s = tightest.figures.latency_s
+    near, none = revised(1.05 * tightest_s), revised(0.95 * tightest_s)
+    assert near.keep.qps == 0 and not near.is_kept
+    assert near.estimate is not None and "if not with a confidence of" in near.reason
+    assert near.estimate.figures.latency_s <= 1.05 * tightest_s
+    assert none.estimate is None and none.reason.startswith("no other batch sizes do")
 
 
 def test_the_short_ones_alone_decide_nothing(begun: tuple[OpenedJob, Schedule],
