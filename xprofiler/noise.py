@@ -10,6 +10,7 @@ from xprofiler.points import OWN_TABLE, Kind, Point
 from xprofiler.profile import DISTURBED_LIMIT, NOISE_LIMIT, Profile, Sample
 from xprofiler.timing import Operator
 
+MOST_TRIES = 3  # sessions that measure a point anew; then the best of them stays
 _NAMED = 3  # points that a sentence names
 _SHORT_S = 5e-4  # of a layer: shorter ones scatter by what the system does between them
 _WORDS = {Kind.DECODE: "decoding {0} queries of up to {1} tokens",
@@ -55,14 +56,24 @@ def disturbed(profile: Profile, degree: int, points: Iterable[Point]) -> list[No
     return sorted(found, key=lambda one: -one.apart)
 
 
+def worth_again(profile: Profile, degree: int, points: Iterable[Point]) -> set[Point]:
+    """Those that are noisy or disturbed, and were not measured anew so often that a machine which
+    is never quiet is to be lived with."""
+    every = list(points)
+    bad = {one.point for found in (noisy, disturbed) for one in found(profile, degree, every)}
+    return {point for point in bad if (own := _own(profile, degree, point)) is not None
+            and own.tries < MOST_TRIES}
+
+
 def disturbed_words(found: Sequence[NoisyPoint]) -> str | None:
     """What was disturbed, in a sentence; None where nothing was."""
     if not found:
         return None
     count = f"{len(found)} {'sizes were' if len(found) > 1 else 'size was'}"
     return (f"{count} measured while others had more than {DISTURBED_LIMIT:.0%} of the machine, or "
-            f"it was so much slower than at its best: {_named(found)}; the next run measures them "
-            "again, if it finds the machine quieter")
+            f"it was so much slower than at its best: {_named(found)}; the next runs measure them "
+            f"again if they find the machine quieter, each up to {MOST_TRIES} times in all, and "
+            "keep the best")
 
 
 def _named(found: Sequence[NoisyPoint]) -> str:

@@ -92,13 +92,15 @@ class TableKey(NamedTuple):
 class Sample:
     """One measured point: raw seconds, each the mean over one repetition's layers. `date`: of the
     day; `missing`: share of the machine that others had meanwhile, or that it was slower than at
-    its best (xprofiler.measure.disturbance)."""
+    its best (xprofiler.measure.disturbance); `tries`: sessions that measured it, of a point that
+    each found disturbed or noisy, of which the best is kept."""
 
     x: float
     y: float = 0.0
     samples_s: tuple[float, ...]
     date: str = ""
     missing: float = 0.0
+    tries: int = 1
 
     @property
     def median_s(self) -> float:

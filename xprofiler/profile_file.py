@@ -20,7 +20,7 @@ SCHEMA_HISTORY = {
        "sampling, padding and origin; the model's shape and the device's peaks; refused degrees; "
        "seconds spent; y of encode_attention",
     3: "of a point, where they are known: its date, and the share of the machine that was "
-       "missing; what runs took since"}
+       "missing, and how often it was measured anew; what runs took since"}
 PROFILE_VERSION = max(SCHEMA_HISTORY)
 
 # name -> (x, y) in words; every value is in seconds
@@ -34,7 +34,7 @@ AXES = {
     "all_reduce": ("bytes", ""), "transfer": ("bytes", ""), "kv_handover": ("bytes", ""),
     "kv_handover_direct": ("bytes", ""), "step_overhead": ("", "")}
 Faults = list[tuple[str, object, str]]  # key, value, what is allowed
-_COLUMNS = ["x", "y", "samples_s", "date and missing, where known"]
+_COLUMNS = ["x", "y", "samples_s", "date, missing and tries, where known"]
 _MOST_SIZE = 1e18  # bytes, tokens, queries
 _MOST_S = 86_400.0  # a day: no operator of one layer, no message takes as long
 # Imported formulas leave out embedding and head, and attention to nothing is free; the products of
@@ -99,7 +99,8 @@ def _line(point: Sample) -> str:
 
     samples_s = [float(f"{s:.4g}") for s in point.samples_s]
     marks = {**({"date": point.date} if point.date else {}),
-             **({"missing": round(point.missing, 3)} if point.missing else {})}
+             **({"missing": round(point.missing, 3)} if point.missing else {}),
+             **({"tries": point.tries} if point.tries > 1 else {})}
     return json.dumps([short(point.x), short(point.y), samples_s, *([marks] if marks else [])])
 
 
@@ -198,8 +199,8 @@ def _points(name: str, rows: object, faults: Faults) -> tuple[Sample, ...]:
         point = _point(row)
         if point is None:
             faults.append((f"tables.{name}", row, "points [x, y, [seconds, ...]], with "
-                           "{date, missing} behind them where they are known, sizes of at most "
-                           f"{_MOST_SIZE:.0e}, seconds of at most {_MOST_S:.0f}"))
+                           "{date, missing, tries} behind them where they are known, sizes of at "
+                           f"most {_MOST_SIZE:.0e}, seconds of at most {_MOST_S:.0f}"))
         elif min(point.samples_s) == 0 and name.split(" ")[0] in _NEVER_ZERO:
             faults.append((f"tables.{name}", row, "seconds above 0: nothing takes no time"))
         elif point.x == 0 and name.startswith(Operator.ENCODE_ATTENTION.value):
@@ -220,7 +221,8 @@ def _point(row: Any) -> Sample | None:
                 and all(_is_number(seconds, _MOST_S) for seconds in samples)):
             known = marks[0] if marks else {}
             return Sample(x=float(x), y=float(y), samples_s=tuple(float(s) for s in samples),
-                          date=known.get("date", ""), missing=float(known.get("missing", 0.0)))
+                          date=known.get("date", ""), missing=float(known.get("missing", 0.0)),
+                          tries=known.get("tries", 1))
         case _:
             return None
 
@@ -228,8 +230,11 @@ def _point(row: Any) -> Sample | None:
 def _are_marks(marks: object) -> bool:
     """What is known of a point's measurement."""
     match marks:
-        case dict() if marks.keys() <= {"date", "missing"}:
-            return isinstance(marks.get("date", ""), str) and _is_number(marks.get("missing", 0), 1)
+        case dict() if marks.keys() <= {"date", "missing", "tries"}:
+            tries = marks.get("tries", 1)
+            return (isinstance(marks.get("date", ""), str)
+                    and _is_number(marks.get("missing", 0), 1)
+                    and isinstance(tries, int) and 1 <= tries <= _MOST_SIZE)
         case _:
             return False
 

@@ -13,13 +13,15 @@ class Sampling:
 
     top_logprobs: with each token come its log-likelihood and the likeliest so many; None: the token
     alone. targets: tokens that are scored instead, of which all but the last end the input
-    (`xgpt score`). barred: tokens that are not chosen at a position before `barred_until`.
-    passed: what another engine's sampler is told besides (xgpt.core.passed); where that is a form
-    of the output, `barred` are the tokens that may end it. fixed: (position, token) of what is
-    given whatever the model finds, of one position the last. unrepeated: so many tokens in a row
-    are not said twice, 0: may be; repetition_penalty: the logit of a token that was said is divided
-    by it where it is above 0, else multiplied. `said` are the tokens that both begin with: the
-    input, or what an encoder-decoder model's decoder is fed first; () where neither asks."""
+    (`xgpt score`). pooled: its embedding is told instead, the "last" of its last hidden states or
+    their "mean"; "": it is not. barred: tokens that are not chosen at a position before
+    `barred_until`. passed: what another engine's sampler is told besides (xgpt.core.passed);
+    where that is a form of the output, `barred` are the tokens that may end it. fixed:
+    (position, token) of what is given whatever the model finds, of one position the last.
+    unrepeated: so many tokens in a row are not said twice, 0: may be; repetition_penalty: the
+    logit of a token that was said is divided by it where it is above 0, else multiplied. `said`
+    are the tokens that both begin with: the input, or what an encoder-decoder model's decoder
+    is fed first; () where neither asks."""
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -34,6 +36,7 @@ class Sampling:
     unrepeated: int = 0
     repetition_penalty: float = 1.0
     said: tuple[int, ...] = ()
+    pooled: str = ""
 
     @property
     def is_drawn(self) -> bool:
@@ -113,6 +116,7 @@ class FinishedQuery:
     # of each output token (xrunner.ops.likelihoods); of a query that is scored, of each target
     likelihoods: tuple[TokenLikelihood, ...] = ()
     tool_calls: tuple[ToolCall, ...] = ()
+    embedding: tuple[float, ...] = ()  # where it is asked for: [H]
 
     @property
     def latency_s(self) -> float:

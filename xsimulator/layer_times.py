@@ -29,10 +29,11 @@ class LayerTimes:
     lengths of the queries' inputs."""
 
     def __init__(self, model: ModelSpec, timing: TimingSource, link: Link, dtype: str,
-                 inputs: Lengths, head_rows: float = 1.0) -> None:
+                 inputs: Lengths, head_rows: float = 1.0, *, has_head: bool = True) -> None:
         """`link`: of the node; `head_rows`: rows of each input that go through the last layer's
-        end and the head."""
+        end and the head; `has_head`: or through that end alone."""
         self.model, self.timing, self.head_rows = model, timing, head_rows
+        self.has_head = has_head
         self.row_bytes = model.hidden_size * DTYPE_BYTES[dtype]
         self._link, self._inputs, self._mean_input = link, inputs, inputs.mean
         self._shares: dict[int, FloatArray] = {}  # mean attention by degree, at TOGETHER
@@ -41,7 +42,7 @@ class LayerTimes:
     def of(cls, problem: Problem, timing: TimingSource) -> LayerTimes:
         """The layers of the problem's model on its cluster."""
         return cls(problem.model, timing, problem.cluster.intra_link, problem.dtype,
-                   problem.lengths.inputs, problem.head_rows)
+                   problem.lengths.inputs, problem.head_rows, has_head=problem.has_head)
 
     @property
     def after_attention(self) -> float:

@@ -112,7 +112,8 @@ class StageTimes:
 
     def first_tokens_s(self, queries: ArrayLike) -> FloatArray:
         """The last stage's head, and the tokens' way back to the first."""
-        head = self._timing.operator_s(Operator.HEAD, queries, tp_degree=self.stages[-1].tp_degree)
+        head = self._timing.operator_s(
+            Operator.HEAD, queries, tp_degree=self.stages[-1].tp_degree) * self.layers.has_head
         if len(self.stages) == 1:
             return head
         return head + self._transfer_s(np.asarray(queries, float) * TOKEN_BYTES, self._links[-1])

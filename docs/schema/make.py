@@ -76,14 +76,15 @@ LIKELIHOODS = {
     "continuation_ids": array(whole("token that is scored")),
     "log_likelihood": or_none(number("of the continuation: the sum of its logprobs")),
     "is_greedy": {"type": "boolean", "description": "whether each token of it is the likeliest"}}
+EMBEDDING = {"embedding": array(number("of the pooled last hidden states"))}
 RESULT = of_keys({
     "id": text("of the request"), "index": whole("place in the file, from 0"),
     "text": text("the answer"), "output_ids": array(whole("token")),
     "input_tokens": whole("of the prompt"), "output_tokens": whole("of the answer"),
-    "finish_reason": FINISH, **TIMES, **REPLICA, **LIKELIHOODS,
+    "finish_reason": FINISH, **TIMES, **REPLICA, **LIKELIHOODS, **EMBEDDING,
     "error": text("why there is no answer")},
     words="A result, or one that is held back until those before it are done.",
-    without=("error", *REPLICA, *LIKELIHOODS))
+    without=("error", *REPLICA, *LIKELIHOODS, *EMBEDDING))
 OPENAI_FIGURES = {"index": RESULT["properties"]["index"],
                   "output_ids": RESULT["properties"]["output_ids"], **TIMES, **REPLICA}
 OF_SEVERAL = {"sample": whole("of the choices of a response, from 0"),
@@ -258,7 +259,8 @@ def schedule_json() -> Json:
 def profile_schema() -> Json:
     marks = {"type": "object", "additionalProperties": False, "properties": {
         "date": text("of its measurement"),
-        "missing": number("share of the machine that was missing meanwhile")}}
+        "missing": number("share of the machine that was missing meanwhile"),
+        "tries": whole("sessions that measured it, of which the best is kept")}}
     point = {"type": "array", "prefixItems": [NUMBER, NUMBER, array(NUMBER), marks], "minItems": 3,
              "maxItems": 4}
     names = "|".join(AXES)

@@ -1,4 +1,5 @@
-"""`xgpt score`: 200 continuations on two real ranks are as likely as transformers finds them."""
+"""On two real ranks `xgpt score` finds 200 continuations as likely as transformers does, and a job
+that embeds gives its last hidden states."""
 
 from __future__ import annotations
 
@@ -51,3 +52,34 @@ def test_continuations_are_as_likely_as_transformers_finds_them(
         assert result["logprobs"] == pytest.approx(expected, abs=1e-4)
         assert result["log_likelihood"] == pytest.approx(sum(expected), abs=1e-3)
         assert result["is_greedy"] == (rows.argmax(dim=1).tolist() == targets)
+
+
+def test_texts_are_embedded_by_transformers_last_hidden_states(
+        tmp_path: Path, profiled: Callable[..., dict[str, str]]) -> None:
+    folder = tmp_path / "model"
+    model = toys.make_model("llama", folder)
+    texts = [list(query.input_ids) for query in toys.random_queries(40, seed=4)]
+    requests: list[dict[str, object]] = [
+        {"id": f"q{i}", "tokens": ids} if i % 2 else
+        {"custom_id": f"q{i}", "method": "POST", "url": "/v1/embeddings", "body": {
+            "model": "toy", "input": ids}} for i, ids in enumerate(texts)]
+    job = write_job(tmp_path, folder, requests, ranks=2,
+                    schedule="policy: rra, tp_degree: 1, encode_batch: 8, decode_iterations: 1")
+    text = job.read_text().replace("  output_tokens: {mean: 15, std: 8, max: 40}\n",
+                                   "  embed: mean\n")
+    job.write_text(text)
+    done = subprocess.run([*XGPT, "submit", str(job), "--json"], capture_output=True, text=True,
+                          timeout=280, check=False, env=profiled("llama", 2))
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads(done.stdout)
+    assert metrics["status"] == "done" and metrics["throughput_qps"]["predicted"] > 0
+    results = read_lines(tmp_path / "out" / "results.jsonl")
+    assert (tmp_path / "out" / "report.html").is_file() and len(results) == len(texts)
+    for i, (ids, result) in enumerate(zip(texts, results, strict=True)):
+        with torch.no_grad():
+            expected = model.model(torch.tensor([ids])).last_hidden_state[0].mean(dim=0)
+        found = result["embedding"] if i % 2 else (
+            result["response"]["body"]["data"][0]["embedding"])
+        if not i % 2:
+            expected = expected / expected.norm()
+        assert found == pytest.approx(expected.tolist(), abs=2e-4)

@@ -72,7 +72,8 @@ def _held_to(schema: Any) -> dict[str, Any]:
 # Asked and given by every engine that has log-likelihoods.
 PLAIN = [
     _chat("chat"), _chat("tools", tools=[_TOOL]), _chat("logprobs", logprobs=True, top_logprobs=3),
-    _completion("completion", logprobs=2), _chat("least", min_tokens=12, temperature=1.0, seed=3)]
+    _completion("completion", logprobs=2), _chat("least", min_tokens=12, temperature=1.0, seed=3),
+    _chat("two", n=2, temperature=1.0, seed=5)]
 # By vLLM's own sampler alone.
 PASSED = [
     _chat("schema", response_format=_held_to(SCHEMA), logit_bias=_NO_SPACES, max_tokens=60),
@@ -154,9 +155,11 @@ def check_plain(by_name: dict[str, dict[str, Any]]) -> None:
     """What PLAIN asks for is in its answers."""
     for line in PLAIN:
         answer, asked = by_name[line["custom_id"]], line["body"]
-        choice, usage = choice_of(answer), answer["response"]["body"]["usage"]
-        assert choice["finish_reason"] in ("stop", "length")
-        assert usage["completion_tokens"] <= asked["max_tokens"]
+        body, count = answer["response"]["body"], asked.get("n", 1)
+        choices, usage = body["choices"], body["usage"]
+        assert [choice["index"] for choice in choices] == [*range(count)]
+        assert all(choice["finish_reason"] in ("stop", "length") for choice in choices)
+        assert usage["completion_tokens"] <= count * asked["max_tokens"]
         assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     told = choice_of(by_name["logprobs"])["logprobs"]["content"]
     tokens = by_name["logprobs"]["response"]["body"]["usage"]["completion_tokens"]

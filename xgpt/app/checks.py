@@ -106,7 +106,7 @@ def check_model(opened: OpenedJob) -> None:
     eos_ids(files.directory)
     if files.spec.is_encoder_decoder:
         start_token(files.directory)
-    if not opened.job.workload.score:  # which chooses no tokens
+    if not opened.job.workload.only_encodes:  # which chooses no tokens
         refuse_given_tokens(files.directory, opened.job.run.engine)
 
 

@@ -28,7 +28,7 @@ from xgpt.launch.contention import LARGE_SHARE, Contention, in_words
 from xgpt.launch.launcher import Launcher, RankProgram
 from xgpt.launch.rows import launcher_of
 from xprofiler.cache import cached_profile_path
-from xprofiler.noise import disturbed, disturbed_words, noise_words, noisy
+from xprofiler.noise import disturbed, disturbed_words, noise_words, noisy, worth_again
 from xprofiler.points import OWN_TABLE, Kind, Needs, Point, lacking, missing, quick_points
 from xprofiler.profile import TRANSFER, Profile, ProfileMetadata
 from xprofiler.profile_file import load_profile
@@ -114,16 +114,18 @@ def local_profile(wanted: WantedProfile, tell: Teller, *, budget_s: float | None
 
 def quick_profile(wanted: WantedProfile, tell: Teller) -> Profile:
     """The cached profile; where it lacks sizes that this job needs, or has them with repeats that
-    disagree, these are measured briefly. Raises StoppedEarly as `local_profile`."""
+    disagree, or disturbed, these are measured briefly, each so often at most as `worth_again` says.
+    Raises StoppedEarly as `local_profile`."""
     def is_enough(profile: Profile) -> bool:
         points = quick_points(wanted.model, wanted.needs, wanted.own)
         if any(_lacks(profile, degree, points, wanted.own) for degree in wanted.degrees):
             return False
         if profile.learned:  # runs have told what its times are worth
             return True
-        worst = max((own[0].apart for degree in wanted.degrees
-                     if (own := disturbed(profile, degree, points))), default=0.0)
-        return not any(noisy(profile, degree, points) for degree in wanted.degrees) and (
+        again = {degree: worth_again(profile, degree, points) for degree in wanted.degrees}
+        worst = max((own[0].apart for degree, own_points in again.items()
+                     if (own := disturbed(profile, degree, own_points))), default=0.0)
+        return not any(noisy(profile, degree, own) for degree, own in again.items()) and (
             worst == 0.0 or _is_as_busy(worst))
 
     session = _Measurement(is_quick=True, why="the sizes that this job has")

@@ -3,6 +3,7 @@ results, and no metrics.json. Nothing is run again."""
 
 import json
 from array import array
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +67,17 @@ def _times_s(results: Path) -> "dict[str, array[float]]":
         for line in file:
             for row in parts(json.loads(line)):
                 own = row.get("xgpt", row)
-                if not own.get("output_ids"):
+                if not own.get("output_ids") and not _is_embedding(row):
                     continue  # refused, or failed at once: see Tally
                 for name, values in times.items():
                     if (value := own.get(f"{name}_s")) is not None:
                         values.append(float(value))
     return times
+
+
+def _is_embedding(row: Mapping[str, Any]) -> bool:
+    response = row.get("response")
+    return bool(row.get("embedding") or (response and "data" in response["body"]))
 
 
 def take_over(opened: OpenedJob, timing: TimingSource, schedule: Schedule,

@@ -143,7 +143,7 @@ def execute_locked(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
         beginning=beginning, agreement=agreement,
         rescheduling=[] if rescheduler is None else decisions_with_phases(
             rescheduler.decisions, measured["changes"]))
-    if measured["state"] == "done" and engine_of(opened.job).is_changeable and (
+    if measured["state"] == "done" and engine_of(opened.job).tells_steps and (
             learned := learn(opened, timing, schedule, others_share)):
         opened.tell.say("profile: this run's steps are added to it, " + ", ".join(
             f"{own.kind} x {own.factor:.2f}" for own in learned))

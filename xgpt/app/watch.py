@@ -116,7 +116,7 @@ def rescheduler_of(opened: OpenedJob, timing: TimingSource,
     is_known = known is None or job.workload.output_tokens.kind == "from_requests"
     # of a policy elsewhere it is not known what may change
     is_timed = row.is_changeable or row.limits is not None
-    step_threshold = job.run.step_times if is_timed else None
+    step_threshold = job.run.step_times if is_timed and engine_of(job).tells_steps else None
     if is_known and step_threshold is None:
         return None
     longest = problem.lengths.inputs.max + problem.lengths.outputs.max

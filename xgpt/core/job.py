@@ -46,6 +46,13 @@ class WorkloadSpec:
     max_tokens: int | None = None  # cap on generated tokens of requests that name none
     chat: bool = True  # apply the tokenizer's chat template, if it has one
     score: bool = False  # continuations are scored, and nothing is written
+    # texts are embedded: the last hidden states, of the "last" token or their "mean"; None: not
+    embed: str | None = None
+
+    @property
+    def only_encodes(self) -> bool:
+        """Whether nothing is written: a query ends with its encoding."""
+        return self.score or self.embed is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

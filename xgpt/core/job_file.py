@@ -32,6 +32,7 @@ from xgpt.core.yaml_tree import Field, apply_override, read_tree
 SWEEP_KEYS = ("base", "grid", "cases")  # any of which makes a file a sweep's
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+POOLINGS = ("last", "mean")  # of a text's last hidden states, where it is embedded
 SCORING_POLICIES = ("rra", "ft", "dsi")  # which encode whole inputs, without decoding beside them
 _NO_DISTRIBUTION = LengthSpec(kind="observe")  # stands in for one that could not be read
 
@@ -90,8 +91,8 @@ def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
         profile=_read_file(top, "profile", folder, "a profile file, from `xgpt profile --out`"),
         max_search_s=_read_search(top))
     _check_objective(top, job)
-    if workload.score:
-        _check_scored(top, job)
+    if workload.only_encodes:
+        _check_encoded(top, job)
         job = replace(job, schedule=replace(
             job.schedule, policies=job.schedule.policies or SCORING_POLICIES[:1], encode_chunk=0))
     top.finish()
@@ -152,43 +153,50 @@ def _read_workload(top: Section, folder: Path) -> WorkloadSpec:
                             output_tokens=_NO_DISTRIBUTION)
     requests, count = read_requests_key(section, folder)
     score = section.flag("score", False)
-    inputs, outputs = _read_scored(section, folder) if score else _read_both_lengths(
+    embed = section.choice("embed", None, POOLINGS)
+    if score and embed is not None:
+        section.reject("embed", "left out where continuations are scored")
+    only_encodes = score or embed is not None
+    inputs, outputs = _read_encoded(section, folder) if only_encodes else _read_both_lengths(
         section, folder)
     workload = WorkloadSpec(
-        requests=requests if requests is None or not score else replace(
-            requests, purpose="score"),
+        requests=requests if requests is None or not only_encodes else replace(
+            requests, purpose="score" if score else None, pooled=embed),
         count=count, input_tokens=inputs, output_tokens=outputs,
         max_tokens=section.integer("max_tokens", None, 1, MAX_LENGTH_TOKENS),
-        chat=section.flag("chat", not score), score=score)
+        chat=section.flag("chat", not only_encodes), score=score, embed=embed)
     section.finish()
     return workload
 
 
-def _read_scored(section: Section, folder: Path) -> tuple[LengthSpec, LengthSpec]:
-    """Lengths of a job that scores: inputs are prompts with their continuations, and each query
-    ends with its first token, which counts as its output."""
+def _read_encoded(section: Section, folder: Path) -> tuple[LengthSpec, LengthSpec]:
+    """Lengths of a job that scores or embeds: inputs are texts, prompts with their continuations,
+    and each query ends with its first token, which counts as its output."""
     for key in ("output_tokens", "max_tokens", "task"):
         if section.has(key):
-            section.reject(key, "left out where continuations are scored: nothing is written")
+            section.reject(key, "left out where continuations are scored, or texts embedded: "
+                           "nothing is written")
     inner = section.mapping("requests")
     has_file = inner.has("file") if inner is not None else section.has("requests")
     return (_read_length(section, "input_tokens", folder, has_file, "from_requests"),
             LengthSpec(kind="normal", mean=1, std=0, maximum=1))
 
 
-def _check_scored(top: Section, job: Job) -> None:
-    """What scores encodes whole inputs, and hands none on."""
+def _check_encoded(top: Section, job: Job) -> None:
+    """What scores or embeds encodes whole inputs, and hands none on."""
     section, workload = top.mapping("schedule"), top.mapping("workload")
+    doing = "continuations are scored" if job.workload.score else "texts are embedded"
     if workload is not None and job.workload.requests is None:
-        workload.reject("requests", "a file of prompts and continuations, which are scored")
+        workload.reject("requests", "a file of prompts and continuations, which are scored"
+                        if job.workload.score else "a file of texts, which are embedded")
     for name in job.schedule.policies:
         if section is not None and name not in SCORING_POLICIES:
-            section.reject("policy", f"one of {', '.join(SCORING_POLICIES)} where continuations "
-                           f"are scored: {name} encodes an input in parts, or hands it on")
+            section.reject("policy", f"one of {', '.join(SCORING_POLICIES)} where {doing}: {name} "
+                           "encodes an input in parts, or hands it on")
     if section is not None and job.schedule.encode_chunk:
-        section.reject("encode_chunk", "0 (or left out) where continuations are scored")
+        section.reject("encode_chunk", f"0 (or left out) where {doing}")
     if job.run.engine != OWN_ENGINE:
-        top.reject("run", f"engine: {OWN_ENGINE} where continuations are scored")
+        top.reject("run", f"engine: {OWN_ENGINE} where {doing}")
 
 
 def _read_plan(top: Section, run_engine: str) -> str:

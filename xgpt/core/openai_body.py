@@ -9,6 +9,8 @@ from typing import Any
 _GIVEN = frozenset({
     "messages", "prompt", "tokens", "max_tokens", "max_completion_tokens", "forced_tokens", "seed",
     "temperature", "top_k", "top_p", "stop", "n", "logprobs", "min_tokens"})
+# asked of a text's embedding, and given
+OF_EMBEDDINGS = frozenset({"input"})
 # of a chat alone
 _OF_CHATS = frozenset({"tools", "top_logprobs"})
 # of the service that would answer, not of the answer; `model` is that of the job
@@ -17,17 +19,18 @@ _ELSEWHERE = frozenset({
 # key -> values that ask for nothing; by null, false and what is empty no key asks for anything
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,),
-    "top_logprobs": (0,), "best_of": (1,), "min_p": (0,),
+    "top_logprobs": (0,), "best_of": (1,), "min_p": (0,), "encoding_format": ("float",),
     "response_format": ({"type": "text"},), "modalities": (["text"],),
     "tool_choice": ("none", "auto"),
     "function_call": ("none",), "parallel_tool_calls": (True,), "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,), "length_penalty": (1,), "verbosity": ("medium",)}
 
 
-def not_honoured(body: Mapping[str, Any], besides: Collection[str] = ()) -> Iterator[str]:
+def not_honoured(body: Mapping[str, Any], besides: Collection[str] = (),
+                 given: Collection[str] = _GIVEN) -> Iterator[str]:
     """The keys of a request's body that ask for what it would not get. `besides`: keys that the
-    engine itself honours."""
-    given = {*_GIVEN, *_ELSEWHERE, *besides}
+    engine itself honours; `given`: those that its endpoint does."""
+    given = {*given, *_ELSEWHERE, *besides}
     if body.get("messages") is not None:
         given |= _OF_CHATS
     return (key for key in body if key not in given and _asks(body, key))

@@ -60,8 +60,10 @@ class Problem:
     is_revised: bool = False
     # standard deviation of the logarithm by which all inputs may be longer: they were estimated
     input_error: float = 0.0
-    # rows of an input whose logits are asked for: one, or of a job that scores its targets
+    # rows of an input whose last hidden states are asked for: one, or of a job that scores its
+    # targets, or of one that embeds by their mean all
     head_rows: float = 1.0
+    has_head: bool = True  # whether logits are computed at all: not of a job that embeds
     copies: int = 1  # of the model, that work like this one: cluster and queries are of one of them
     weight_dtype: str = ""  # as which weights are held and multiplied; "": as `dtype`
     kv_dtype: str = ""  # as which entries of the cache are held; "": as `dtype`
@@ -122,7 +124,9 @@ def resolve(job: Job, *, model: ModelSpec | None = None,
         is_synthetic=requests is None and job.workload.count is not None, seed=job.run.seed,
         observes=job.workload.output_tokens.kind == "observe",
         is_revised=job.run.reschedule is not None,
-        head_rows=max(requests.mean_targets, 1.0) if requests is not None else 1.0,
+        head_rows=lengths.inputs.mean if job.workload.embed == "mean" else max(
+            requests.mean_targets, 1.0) if requests is not None else 1.0,
+        has_head=job.workload.embed is None,
         input_error=requests.input_error if requests is not None and (
             job.workload.input_tokens.kind == "from_requests") else 0.0)
 

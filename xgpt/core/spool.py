@@ -59,6 +59,7 @@ class Record:
     targets: tuple[int, ...] = ()  # that are scored; all but the last end the tokens
     passed: str = ""  # what the engine's own sampler is told (xgpt.core.passed)
     tools: str = ""  # that a chat may call, as JSON
+    pooled: str = ""  # its embedding is asked for, see xgpt.core.workload.Request
 
     def to_json(self) -> bytes:
         values = {name: value for name, default in _DEFAULTS.items()

@@ -4,6 +4,7 @@ Forms of a record, OpenAI's batch and ours:
     {"custom_id", "method", "url", "body": {"messages" | "prompt", "max_tokens", ...}}
     {"id", "prompt" | "messages" | "tokens", "max_tokens", ...}
     the same with "continuation" (or "continuation_tokens"), of a job that scores
+    {"custom_id", ..., "body": {"input", ...}}, or ours with a content alone, of a job that embeds
 A record that cannot be used becomes a RequestError: one bad line of 200,000 must not cost the
 others. Of an OpenAI body every key counts: what it asks for and would not get is refused
 (xgpt.core.openai_body). Elsewhere keys that mean nothing to us are ignored (a data set has columns
@@ -12,7 +13,7 @@ of its own), except those that look like a misspelt option of ours: silently ign
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -24,11 +25,12 @@ from xgpt.core.engines import OWN_ENGINE, gives
 from xgpt.core.errors import shorten
 from xgpt.core.length_file import MAX_LENGTH_TOKENS
 from xgpt.core.lengths import IntArray, JointLengths
-from xgpt.core.openai_body import not_honoured
+from xgpt.core.openai_body import OF_EMBEDDINGS, not_honoured
 from xgpt.core.passed import KEYS as PASSED_KEYS
 from xgpt.core.passed import has_form, passed_of
 
 URLS = ("/v1/chat/completions", "/v1/completions")
+EMBEDDINGS = "/v1/embeddings"
 MAX_INT = 2**31 - 1
 MAX_ID_CHARS, MAX_STOPS, MAX_STOP_CHARS = 1024, 64, 1000
 MAX_LOGPROBS, MAX_SAMPLES = 20, 128  # as OpenAI's
@@ -64,6 +66,7 @@ class Request:
     passed: str = ""  # what the engine's own sampler is told, as JSON (xgpt.core.passed)
     continuation: str | None = None  # of the prompt, to be scored; or its tokens
     continuation_tokens: tuple[int, ...] | None = None
+    pooled: str = ""  # its embedding is asked for, pooled so ("last", "mean"), and no answer
 
     def output_cap(self, default: int) -> int:
         """Most tokens this request may generate; `default` where it names no limit."""
@@ -86,10 +89,11 @@ _KNOWN = frozenset(Request.__dataclass_fields__) | {"max_completion_tokens", "lo
 
 
 class Terms(NamedTuple):
-    """What a job makes of its requests: whether they are scored, and by whom."""
+    """What a job makes of its requests: whether they are scored, or how embedded, and by whom."""
 
     is_scored: bool = False
     engine: str | None = None  # None: ours
+    pooled: str = ""  # see Request
 
 
 
@@ -100,6 +104,9 @@ def read_record(record: Mapping[str, Any], line: int, name: str, file: int = 0,
     if terms.is_scored:
         return _scored(record, Request(line=line, id=name, file=file, max_tokens=1,
                                        forced_tokens=1))
+    if terms.pooled:
+        return _embedded(record, Request(line=line, id=name, file=file, max_tokens=1,
+                                         forced_tokens=1, pooled=terms.pooled, is_openai=openai))
     body = _openai_body(record, terms.engine) if openai else record
     _check_engine(body, terms.engine)
     if not openai:
@@ -148,6 +155,23 @@ def _scored(record: Mapping[str, Any], request: Request) -> Request:
         given[0] == "continuation") else replace(
             request, continuation_tokens=_tokens(value, given[0]))
     return _with_content(request, record)
+
+
+def _embedded(record: Mapping[str, Any], request: Request) -> Request:
+    """OpenAI's lines have their text under `input`, as a list of one, too."""
+    if not request.is_openai:
+        refuse_misspelt(record)
+        return _with_content(request, record)
+    body = _body_to((EMBEDDINGS,), record)
+    _refuse(not_honoured(body, given=OF_EMBEDDINGS))
+    value = body.get("input")
+    if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], int):
+        value, = value
+    if isinstance(value, str):
+        return replace(request, prompt=_text(value, "input"))
+    if not isinstance(value, list) or any(isinstance(one, (str, list)) for one in value):
+        raise BadRecord("input must be one text, or the token ids of one: a line has one embedding")
+    return replace(request, tokens=_tokens(value, "input"))
 
 
 def _top_logprobs(body: Mapping[str, Any], *, is_chat: bool) -> int | None:
@@ -227,23 +251,36 @@ def _check_engine(body: Mapping[str, Any], engine: str | None) -> None:
 
 
 def _openai_body(record: Mapping[str, Any], engine: str | None) -> Mapping[str, Any]:
+    body, url = _body_to(URLS, record), record.get("url")
+    foreign = _FOREIGN.get(str(url))
+    if foreign is not None and body.get(foreign) is not None:
+        raise BadRecord(f"url = {url!r} takes no {foreign}")
+    _refuse(not_honoured(body, PASSED_KEYS if gives(engine, "passed") else ()))
+    return body
+
+
+def _body_to(urls: Collection[str], record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The body of an OpenAI line that goes to one of these endpoints."""
     body, url = record.get("body"), record.get("url")
     if not isinstance(body, dict):
         raise BadRecord("body must be an object")
     if record.get("method", "POST") != "POST":
         raise BadRecord(f"method = {shorten(record['method'])}: only POST is known",
                         "invalid_method")
-    if url is not None and url not in URLS:
-        raise BadRecord(f"url = {shorten(url)}: known: {', '.join(URLS)}", "invalid_url")
-    foreign = _FOREIGN.get(str(url))
-    if foreign is not None and body.get(foreign) is not None:
-        raise BadRecord(f"url = {url!r} takes no {foreign}")
-    if asked := sorted(not_honoured(body, PASSED_KEYS if gives(engine, "passed") else ())):
+    if url is not None and url not in urls:
+        others = (f"; a job that has `workload.embed` takes {EMBEDDINGS}, and no other"
+                  if EMBEDDINGS in (url, *urls) else "")
+        raise BadRecord(f"url = {shorten(url)}: known: {', '.join(urls)}{others}", "invalid_url")
+    return body
+
+
+def _refuse(asked: Iterable[str]) -> None:
+    """Raises BadRecord where any key is asked for that is not honoured."""
+    if found := sorted(asked):
         names = ", ".join(key if key.isidentifier() and len(key) < 60 else shorten(key)
-                          for key in asked[:20])
+                          for key in found[:20])
         raise BadRecord(f"{names}: not supported, and an answer without would look like "
                         "one with; leave it out to have the line answered")
-    return body
 
 
 def _with_content(request: Request, body: Mapping[str, Any]) -> Request:

@@ -214,7 +214,7 @@ def flat_result(row: Mapping[str, Any]) -> Mapping[str, Any]:
             "text": _mapping(choice.get("message")).get("content", choice.get("text")),
             "finish_reason": choice.get("finish_reason"),
             "input_tokens": usage.get("prompt_tokens"),
-            "output_tokens": usage.get("completion_tokens")}
+            "output_tokens": 0 if body.get("object") == "list" else usage.get("completion_tokens")}
 
 
 def flat_error(row: dict[str, Any]) -> dict[str, Any]:

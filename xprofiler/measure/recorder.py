@@ -27,6 +27,9 @@ class Recorder:
         self._marks: dict[tuple[TableKey, float, float], tuple[str, float]] = {
             (key, p.x, p.y): (p.date, p.missing) for key, points in profile.tables.items()
             for p in points}
+        self._tries = {(key, p.x, p.y): p.tries for key, points in profile.tables.items()
+                       for p in points}
+        self._tried: set[tuple[TableKey, float, float]] = set()  # anew, in this session
         self._touched: set[tuple[TableKey, float, float]] = set()  # of the group under way
 
     def has(self, point: Point, degree: int) -> bool:
@@ -48,6 +51,8 @@ class Recorder:
         before = self._marks.get((key, x, y), ("", 0.0))
         self._touched.add((key, x, y))
         is_either = max(missing, before[1]) > DISTURBED_LIMIT
+        if known and (is_either or _sample(x, y, known).is_noisy):
+            self._tried.add((key, x, y))
         if known and is_either and missing != before[1]:
             if missing < before[1]:
                 places[x, y], self._marks[key, x, y] = new, mark
@@ -117,8 +122,11 @@ class Recorder:
         return replace(self._profile, tables=tables, spent_s=spent_s)
 
     def _marked(self, key: TableKey, sample: Sample) -> Sample:
-        day, missing = self._marks.get((key, sample.x, sample.y), ("", 0.0))
-        return replace(sample, date=day, missing=missing)
+        place = (key, sample.x, sample.y)
+        day, missing = self._marks.get(place, ("", 0.0))
+        return replace(sample, date=day, missing=missing,
+                       tries=self._tries.get(place, 0 if place in self._tried else 1)
+                       + (place in self._tried))
 
 
 def _sample(x: float, y: float, values: Sequence[float]) -> Sample:

@@ -7,7 +7,9 @@ steps that differ in one of them, of n queries and T tokens, with L layers:
     rest(T)        T tokens in inputs so short that their attention is next to nothing, less head
     attention      a step, less rest and head of its sizes
 
-so that the parts of a step that was measured add up to it. A part that is lost in the noise of the
+so that the parts of a step that was measured add up to it. The head of more than MOST_HEADS
+queries is as many times theirs: by then it is a product that costs by the row, and encoding inputs
+for it alone would be most of the measuring. A part that is lost in the noise of the
 difference counts as a hundredth of its step: of nothing, any noise would be a large share."""
 
 import time
@@ -16,15 +18,16 @@ from itertools import count
 from typing import Protocol
 
 from xprofiler.measure.probe import StepParts
-from xrunner.engines.vllm.core import Token
-from xrunner.engines.vllm.filled import PREFIX
+from xrunner.engines.vllm.core import PREFIX, Token
 from xrunner.query import Sampling
 
 SHORT = 8  # tokens of an input whose attention is next to nothing
 _LONGER = 64
 LEAST_S = 1e-9  # what is not there at all: a profile holds no zeros
 _LEAST, _MOST = 0.01, 0.9  # of a step: attention or head at least, and at most
+MOST_HEADS = 64
 _REPEATS = 3  # of a step that others are compared with
+_SLOW_S = 0.3  # a step this slow hardly scatters: its first time counts, and one more is enough
 _TOKEN = 7  # any
 
 
@@ -80,7 +83,7 @@ class VllmBench:
     def head_s(self, queries: int) -> float:
         """Seconds that `queries` next tokens take, after the layers."""
         # of one as half of two: what the first costs more cannot be told from the layers
-        several = max(queries, 2)
+        several = min(max(queries, 2), MOST_HEADS)
         fewer = _inputs(SHORT * several, _LONGER)
         apart_s = (self._quickest(("short", several), lambda: self._encoded_s([SHORT] * several))
                    - self._quickest(("longer", several), lambda: self._encoded_s(fewer)))
@@ -107,9 +110,10 @@ class VllmBench:
 
     def _quickest(self, key: tuple[str, int], measure: Callable[[], float]) -> float:
         if key not in self._known:
-            measure()  # the first of a size may compile, or get memory
+            first_s = measure()  # it may compile, or get memory
             # what disturbs a step makes it longer, and a difference of two anything
-            self._known[key] = min(measure() for _ in range(_REPEATS))
+            self._known[key] = min(first_s, measure()) if first_s >= _SLOW_S else min(
+                measure() for _ in range(_REPEATS))
         return self._known[key]
 
     def _decoded_s(self, contexts: Sequence[int]) -> float:

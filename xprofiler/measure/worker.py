@@ -38,7 +38,7 @@ from xprofiler.measure.host import head_overhead
 from xprofiler.measure.network import Subject, measure_network, places
 from xprofiler.measure.ranks import Ranks, connect, own_device
 from xprofiler.measure.recorder import Recorder
-from xprofiler.noise import disturbed, noisy
+from xprofiler.noise import worth_again
 from xprofiler.points import Kind, Needs, Point, quick_points, refinement, skeleton
 from xprofiler.profile import ALL_REDUCE, TRANSFER, Peaks, Profile, ProfileMetadata, TableKey
 from xprofiler.profile_file import load_profile, save_profile
@@ -129,8 +129,7 @@ class Measuring:
         points = (quick_points(self._spec, needs, Needs(**self.request.own)) if is_quick
                   else skeleton(self._spec, needs))
         degrees = self.request.degrees
-        again = {d: {one.point for found in (noisy, disturbed)
-                     for one in found(self._known, d, points)} for d in degrees}
+        again = {d: worth_again(self._known, d, points) for d in degrees}
         todo = [(d, p) for d in degrees for p in points
                 if not self._recorder.has(p, d) or p in again[d]]
         self._total = self._left = sum(map(self._effort, (p for _, p in todo)))

@@ -193,7 +193,8 @@ class Head:
                     dead += 1  # its row is decoded on, or by one step too many (SlotUse.KEPT)
                     continue
                 if told:
-                    query.likelihoods += told[place]
+                    query.likelihoods += told[place].likelihoods
+                    query.embedding = told[place].embedding
                 if query.take(token, now, vocabulary):
                     self.rule.finish(index)
                     done.append(index)

@@ -1,5 +1,6 @@
 """What the last stage gives of a step: a token of each query, chosen from its logits, and what is
-told of it; or, of queries that are scored, how likely the model finds their targets."""
+told of it; or, of queries that are scored, how likely the model finds their targets; or, of those
+that are embedded, their embeddings."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from xrunner.engine.group import Model
+from xrunner.models.stage_model import StageModel
 from xrunner.ops.head import WholeScores
 from xrunner.ops.likelihoods import likelihoods, packed, targets_of
 from xrunner.ops.sampling import NOT_FINITE, sample_shards, unless_finite, with_fixed
@@ -57,3 +59,17 @@ def scored_tokens(model: Model, hidden: Tensor, choices: Sequence[Sampling]) -> 
         int(own[-1, 1]) if bool(rows.isfinite().all()) else NOT_FINITE
         for own, rows in zip(told, torch.split(hidden, counts), strict=True)])
     return packed(tokens, list(told))
+
+
+def embeddings(model: StageModel, hidden: Tensor, pooled: str,
+               lengths: Sequence[int]) -> Tensor | None:
+    """hidden: of each query in turn all its `lengths` rows [T, H] where the mean is asked for, else
+    the last [n, H]. Returns a token of each, with the mean or the last of its last hidden states;
+    None on all but the first rank of a tensor-parallel group."""
+    if model.shard.index:
+        return None
+    rows = model.normed(hidden).float()
+    if pooled == "mean":
+        rows = torch.stack([own.mean(dim=0) for own in torch.split(rows, list(lengths))])
+    tokens = unless_finite(torch.zeros(len(rows), dtype=torch.long), rows)
+    return packed(tokens, list(rows))

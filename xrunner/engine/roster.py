@@ -220,8 +220,8 @@ def _no_text(cause: Exception) -> str:
 class ActiveQuery:
     """A query in flight, owned by the head. `ending` is set with its last token."""
 
-    __slots__ = ("_recent", "encode_start_s", "ending", "first_token_s", "input_tokens",
-                 "likelihoods", "output_ids", "query")
+    __slots__ = ("_recent", "embedding", "encode_start_s", "ending", "first_token_s",
+                 "input_tokens", "likelihoods", "output_ids", "query")
 
     def __init__(self, query: PreparedQuery, encode_start_s: float,
                  input_tokens: int | None = None) -> None:
@@ -231,6 +231,7 @@ class ActiveQuery:
         self.first_token_s: float | None = None
         self.output_ids: list[int] = []
         self.likelihoods: tuple[TokenLikelihood, ...] = ()  # of them, or of what is scored
+        self.embedding: tuple[float, ...] = ()  # where it is asked for
         self.ending: Ending | None = None
         self._recent = 0  # a stop string that has not appeared ends behind this many tokens' text
 
@@ -255,6 +256,9 @@ class ActiveQuery:
             return True
         query, reason = self.query, None
         self.output_ids.append(token)
+        if query.sampling.pooled:  # the token stands for the end of the step, and says nothing
+            self.ending = Ending("stop", "")
+            return True
         is_full = len(self.output_ids) >= query.max_new_tokens
         # an end that is given where there is no more room is none that the model chose
         before = self.input_tokens if vocabulary.start_token is None else 1
@@ -287,6 +291,7 @@ class ActiveQuery:
             except Exception as cause:
                 reason, text, error = "error", "", _no_text(cause)
         return FinishedQuery(query=self.query, output_ids=tuple(ids), likelihoods=self.likelihoods,
+                             embedding=self.embedding,
                              finish_reason=reason, encode_start_s=self.encode_start_s,
                              first_token_s=self.first_token_s, last_token_s=now, error=error,
                              text=text)

@@ -10,7 +10,7 @@ from torch import Tensor
 from xrunner.devices import settle
 from xrunner.engine.graphs import Capture, DecodeGraphs, is_capturable
 from xrunner.engine.group import Model, Pending, StageGroup, make_groups
-from xrunner.engine.last_stage import next_tokens, scored_tokens
+from xrunner.engine.last_stage import embeddings, next_tokens, scored_tokens
 from xrunner.io.beat import Beat
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
@@ -132,6 +132,9 @@ class StageExecutor:
         choices = [j.sampling for j in message.joined]
         # of a query that is scored every row which predicts a target is asked for
         tails = [len(c.targets) for c in choices] if choices[0].targets else ()
+        pooled = choices[0].pooled
+        if pooled == "mean":
+            tails = lengths
         step = encode_context(whole_inputs(lengths, first), inputs.device, group.cache.room_for([]),
                               tails)
         hidden = self.model.encode(inputs, group.cache.store, step, ends_only=self.model.is_last)
@@ -139,6 +142,8 @@ class StageExecutor:
             self.sender.hand_over(message, group.cache, first)
         if not self.model.is_last:
             return hidden
+        if pooled:
+            return embeddings(self.model, hidden, pooled, lengths)
         if tails:
             return scored_tokens(self.model, hidden, choices)
         return self._sample(group, hidden, message.joined, lengths)

@@ -39,7 +39,7 @@ class Engine:
     check_installed: Callable[[Job], None] = lambda job: None
     is_predicted: bool = False  # by times that are measured of it
     is_changeable: bool = False  # takes up another schedule while it runs
-    tells_steps: bool = False  # its ranks tell what they do (xrunner.io.beat)
+    tells_steps: bool = False  # its ranks tell what they do (xrunner.io.beat), and profiles learn
     note: str = ""  # of every schedule, where it is not predicted
     command: Callable[[Job, str, str], list[str]] | None = None
     profiler: str = "xprofiler.measure.worker"
@@ -66,9 +66,10 @@ def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Proble
     """Every policy that its own kind of model allows, every layout. What else is named is left out
     by the search, which says so."""
     fixed = problem.fixed
-    if job.workload.score and problem.model.is_encoder_decoder:
-        raise wrong(job.source, "workload.score", True, "false (or left out) for an "
-                    "encoder-decoder model: continuations are scored by decoder-only models alone "
+    if job.workload.only_encodes and problem.model.is_encoder_decoder:
+        key, value = ("score", True) if job.workload.score else ("embed", job.workload.embed)
+        raise wrong(job.source, f"workload.{key}", value, "left out for an encoder-decoder model: "
+                    "continuations are scored, and texts embedded, by decoder-only models alone "
                     "so far")
     named = fixed.policies if schedule is None else (schedule.estimate.policy,)
     is_able = [not (row_of(name).is_decoder_only and problem.model.is_encoder_decoder)

@@ -260,7 +260,7 @@ def _record(request: Request, *, is_shown: bool) -> Record:
                   stop=request.stop, is_openai=request.is_openai,
                   is_chat=request.messages is not None, prompt=text if is_shown else None,
                   top_logprobs=request.top_logprobs, min_tokens=request.min_tokens,
-                  passed=request.passed, tools=request.tools,
+                  passed=request.passed, tools=request.tools, pooled=request.pooled,
                   choices=request.samples if request.is_openai else 1)
 
 
@@ -348,7 +348,7 @@ def _prepared(spool: Spool, plan: RunPlan, index: int, record: Record) -> Prepar
         seed=_SAMPLE_SEED * record.sample + (
             plan.seed * 1_000_003 + record.line + (record.file << _FILE_BITS)
             if record.seed is None else record.seed),
-        top_logprobs=record.top_logprobs, targets=record.targets,
+        top_logprobs=record.top_logprobs, targets=record.targets, pooled=record.pooled,
         passed=record.passed, **_ruled(spool, plan, index, record))
     return PreparedQuery(index=index, id=record.id, input_ids=spool.tokens(index),
                         max_new_tokens=spool.most_output_tokens(index),
@@ -363,7 +363,7 @@ def _ruled(spool: Spool, plan: RunPlan, index: int, record: Record) -> dict[str,
     tokens are given: what the request says counts before what the model's files do. Nothing where
     none is asked for."""
     rules: dict[str, Any] = {}
-    if record.targets:  # nothing is chosen
+    if record.targets or record.pooled:  # nothing is chosen
         return rules
     before, least, given = 0, record.min_tokens or 0, given_tokens(plan.model_dir)
     if least or given != _NOTHING_GIVEN:

@@ -23,6 +23,11 @@ def result_line(result: FinishedQuery, model: str, token_text: TokenText) -> dic
         times["replica"] = result.replica
     if query.is_openai:
         return _openai_line(result, model, times, token_text)
+    if query.sampling.pooled:
+        return {"id": query.id, "index": query.index, "text": "", "output_ids": [],
+                "input_tokens": len(query.input_ids), "output_tokens": 0,
+                "finish_reason": result.finish_reason, **times, "embedding": _vector(result),
+                **({} if result.error is None else {"error": result.error})}
     return {"id": query.id, "index": query.index, "text": result.text,
             "output_ids": list(result.output_ids), "input_tokens": len(query.input_ids),
             "output_tokens": len(result.output_ids), "finish_reason": result.finish_reason, **times,
@@ -69,6 +74,21 @@ def _openai_line(result: FinishedQuery, model: str, times: Mapping[str, float | 
                  token_text: TokenText) -> dict[str, Any]:
     """The batch response object of the OpenAI batch format, our figures under `xgpt`; of one of
     several choices as if it were alone (xgpt.core.choices puts them together)."""
+    query, request = result.query, f"xgpt-{result.query.index}"
+    answer: dict[str, Any] = {"error": None, "response": {
+        "status_code": 200, "request_id": request, "body": _embedding_body(result, model)
+        if query.sampling.pooled else _body(result, model, token_text)}}
+    if result.error is not None:
+        answer = {"error": {"code": "no_answer", "message": result.error}, "response": None}
+    own = {"index": query.index, "output_ids": list(result.output_ids), **times}
+    if query.sampling.pooled:
+        own["output_ids"] = []
+    if query.choices > 1:
+        own |= {"sample": query.sample, "of": query.choices}
+    return {"id": f"batch_req_{query.index}", "custom_id": query.id, **answer, "xgpt": own}
+
+
+def _body(result: FinishedQuery, model: str, token_text: TokenText) -> dict[str, Any]:
     query = result.query
     input_tokens, output_tokens = len(query.input_ids), len(result.output_ids)
     choice: dict[str, Any] = {"index": 0, "finish_reason": result.finish_reason, "logprobs": None}
@@ -86,19 +106,29 @@ def _openai_line(result: FinishedQuery, model: str, times: Mapping[str, float | 
         choice["text"] = result.text
         if is_told:
             choice["logprobs"] = _of_completion(result, token_text)
-    body = {"id": f"xgpt-{query.index}", "created": 0, "model": model, "choices": [choice],
+    return {"id": f"xgpt-{query.index}", "created": 0, "model": model, "choices": [choice],
             "object": "chat.completion" if query.is_chat else "text_completion",
             "usage": {"prompt_tokens": input_tokens, "completion_tokens": output_tokens,
                       "total_tokens": input_tokens + output_tokens}}
-    request = f"xgpt-{query.index}"
-    answer: dict[str, Any] = {
-        "error": None, "response": {"status_code": 200, "request_id": request, "body": body}}
-    if result.error is not None:
-        answer = {"error": {"code": "no_answer", "message": result.error}, "response": None}
-    own = {"index": query.index, "output_ids": list(result.output_ids), **times}
-    if query.choices > 1:
-        own |= {"sample": query.sample, "of": query.choices}
-    return {"id": f"batch_req_{query.index}", "custom_id": query.id, **answer, "xgpt": own}
+
+
+def _embedding_body(result: FinishedQuery, model: str) -> dict[str, Any]:
+    """As the endpoint's own: the embedding has length 1."""
+    length = math.hypot(*result.embedding) or 1.0
+    tokens = len(result.query.input_ids)
+    return {"object": "list", "model": model, "data": [{
+        "object": "embedding", "index": 0, "embedding": [
+            _short(value / length) for value in result.embedding]}],
+            "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+
+
+def _vector(result: FinishedQuery) -> list[float]:
+    return [_short(value) for value in result.embedding] if result.error is None else []
+
+
+def _short(value: float) -> float:
+    """What a float32 tells."""
+    return float(f"{value:.9g}")
 
 
 def _of_chat(result: FinishedQuery, token_text: TokenText) -> Iterator[dict[str, Any]]:

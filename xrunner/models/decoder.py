@@ -110,11 +110,16 @@ class DecoderEnds:
         """positions [T] -> what the layers rotate queries and keys by, by their `rotary`."""
         return tuple(rotary(positions) for rotary in self._rotaries)
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """hidden [n, H] -> the model's last hidden states [n, H], which the head multiplies."""
+        assert self.weights.norm is not None, "only the last stage has the last norm"
+        return self.weights.norm(hidden)
+
     def scores(self, hidden: Tensor) -> Scores:
         """hidden [n, H] -> the logits [n, V_local] of this shard's share of the vocabulary."""
-        norm, head, decoder = self.weights.norm, self.weights.head, self._spec.decoder
-        assert norm is not None and head is not None, "only the last stage has a head"
-        rows = norm(hidden)
+        head, decoder = self.weights.head, self._spec.decoder
+        assert head is not None, "only the last stage has a head"
+        rows = self.normed(hidden)
         scores = HeadScores(head, rows if decoder.logit_scale == 1.0 else
                             rows * decoder.logit_scale)
         return scores if decoder.logit_cap is None else CappedScores(scores, decoder.logit_cap)

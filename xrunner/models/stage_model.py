@@ -183,6 +183,10 @@ class StageModel:
         most = self.spec.max_positions
         return positions if most is None else positions.clamp(max=most - 1)
 
+    def normed(self, hidden: Tensor) -> Tensor:
+        """hidden [n, H] -> the model's last hidden states [n, H]; last stage only."""
+        return self.ends.normed(hidden)
+
     def scores(self, hidden: Tensor) -> Scores:
         """hidden [n, H] -> the logits [n, V_local] of this shard's tokens; last stage only."""
         return self.ends.scores(hidden)

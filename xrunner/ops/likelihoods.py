@@ -9,6 +9,7 @@ the first rank puts them together."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,16 +80,25 @@ def targets_of(tokens: Tensor | None, count: int, shard: Shard, device: torch.de
 
 
 def packed(tokens: Tensor, told: Sequence[Tensor | None]) -> Tensor:
-    """tokens [n] with what is told of each, a [rows, columns] tensor or nothing: one float32 tensor
-    of n tokens, n numbers of rows, n numbers of columns, and the values. `unpacked` reads it."""
-    shapes = [(0, 0) if one is None else tuple(one.shape) for one in told]
+    """tokens [n] with what is told of each, a [rows, columns] tensor, an embedding [columns] or
+    nothing: one float32 tensor of n tokens, n numbers of rows (0 of an embedding), n numbers of
+    columns, and the values. `unpacked` reads it."""
+    shapes = [(0, 0) if one is None else (0, len(one)) if one.ndim == 1 else tuple(one.shape)
+              for one in told]
     header = torch.tensor([[rows for rows, _ in shapes], [columns for _, columns in shapes]],
                           dtype=torch.float32).flatten()
     return torch.cat([tokens.cpu().float(), header,
                       *(one.cpu().flatten() for one in told if one is not None)])
 
 
-def unpacked(tensor: Tensor, count: int) -> tuple[list[int], list[tuple[TokenLikelihood, ...]]]:
+class Told(NamedTuple):
+    """What came with a query's token."""
+
+    likelihoods: tuple[TokenLikelihood, ...] = ()
+    embedding: tuple[float, ...] = ()
+
+
+def unpacked(tensor: Tensor, count: int) -> tuple[list[int], list[Told]]:
     """Tokens of `count` queries, and what is told of each: of a tensor of tokens alone nothing."""
     if tensor.dtype == torch.int64:
         return tensor.tolist(), []
@@ -97,6 +107,10 @@ def unpacked(tensor: Tensor, count: int) -> tuple[list[int], list[tuple[TokenLik
     values, first = tensor[3 * count:].tolist(), 0
     told = []
     for own_rows, width in zip(rows, columns, strict=True):
+        if width and not own_rows:
+            told.append(Told(embedding=tuple(values[first:first + width])))
+            first += width
+            continue
         top = (width - 1) // 2
         own = []
         for _ in range(own_rows):
@@ -105,7 +119,7 @@ def unpacked(tensor: Tensor, count: int) -> tuple[list[int], list[tuple[TokenLik
                 (int(token), logprob) for token, logprob in zip(
                     row[1:1 + top], row[1 + top:], strict=True) if logprob > float("-inf"))))
             first += width
-        told.append(tuple(own))
+        told.append(Told(tuple(own)))
     return tokens, told
 
 

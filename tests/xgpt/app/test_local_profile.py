@@ -25,6 +25,7 @@ from xgpt.core.model import ModelSpec
 from xgpt.launch.launcher import RankProgram
 from xprofiler.cache import cached_profile_path
 from xprofiler.measure import clock, ranks, worker
+from xprofiler.noise import MOST_TRIES
 from xprofiler.points import Kind, Needs, Point, left_out, quick_points, skeleton
 from xprofiler.profile import LearnedSteps, Profile, TableKey
 from xprofiler.profile_file import load_profile, save_profile
@@ -160,6 +161,25 @@ def test_what_others_disturbed_is_measured_again_once_it_is_quieter(
     again = quick_profile(wanted, LogTeller())
     assert measured - before == Counter({Point(Kind.DECODE, int(place.x), int(place.y)): 1})
     assert not any(p.is_disturbed for p in again.table(key.name))
+
+
+def test_on_a_machine_that_is_never_quiet_measuring_comes_to_an_end(
+        wanted: WantedProfile, measured: Counter[Point],
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    quick, key = quick_profile(wanted, LogTeller()), TableKey("decode_attention")
+    before, last = Counter(measured), quick.table(key.name)[-1]
+    place = Point(Kind.DECODE, int(last.x), int(last.y))
+    _kept(wanted, lambda profile: replace(profile, tables={**profile.tables, key: tuple(
+        replace(p, missing=0.4) if (p.x, p.y) == (place.x, place.y) else p
+        for p in profile.table(key.name))}))
+    monkeypatch.setattr(app, "_is_as_busy", lambda missing: False)
+    monkeypatch.setattr(app, "QUICK_PATIENCE_S", 0.0)
+    monkeypatch.setattr("xprofiler.measure.disturbance.missing_share", lambda *_: 0.5)
+    for _ in range(MOST_TRIES + 2):
+        profile = quick_profile(wanted, LogTeller())
+    assert measured - before == Counter({place: MOST_TRIES - 1}), "once it had been before"
+    kept = next(p for p in profile.table(key.name) if (p.x, p.y) == (place.x, place.y))
+    assert (kept.missing, kept.tries) == (0.4, MOST_TRIES), "the best stays"
 
 
 def test_measuring_a_profile_measures_it_whole(

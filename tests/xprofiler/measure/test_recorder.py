@@ -237,3 +237,17 @@ def test_what_was_disturbed_makes_way_for_what_was_not_and_is_dated() -> None:
     assert known().missing == 0.3, "an even slowdown, told afterwards"
     recorder.end_group(0.9)
     assert known().missing == 0.3, "of the group that has ended"
+
+
+def test_how_often_a_bad_point_was_measured_anew_is_kept() -> None:
+    key = TableKey("layer_rest")
+    profile = EMPTY
+    for tries, missing in ((1, 0.5), (2, 0.4), (3, 0.6), (4, 0.0), (4, 0.0)):
+        recorder = Recorder(profile)
+        for _ in range(2):  # points of a session may have a place in common
+            recorder.add(key, 9, 0, [3.0, 3.0, 3.0], missing)
+        if profile is EMPTY:
+            recorder = Recorder(EMPTY)
+            recorder.add(key, 9, 0, [3.0, 3.0, 3.0], missing)
+        profile = recorder.profile(spent_s=0.0, host_s=[])
+        assert profile.table("layer_rest")[0].tries == tries

@@ -125,5 +125,6 @@ def test_what_is_told_of_some_tokens_travels_with_those_of_all() -> None:
     told = [None, torch.tensor([[-0.5, 8.0, 9.0, -0.5, -1.5]]), torch.tensor([[-2.0], [-3.0]])]
     ids, likelihoods = unpacked(packed(tokens, told), 3)
     assert ids == [3, 49_000, 5]
-    assert likelihoods == [(), ((-0.5, ((8, -0.5), (9, -1.5))),), ((-2.0, ()), (-3.0, ()))]
+    assert likelihoods == [((), ()), (((-0.5, ((8, -0.5), (9, -1.5))),), ()),
+                           (((-2.0, ()), (-3.0, ())), ())]
     assert unpacked(tokens, 3) == (ids, [])

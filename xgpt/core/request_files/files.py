@@ -55,6 +55,7 @@ class RequestFiles:
     carry: tuple[str, ...] | None = None  # columns that go into the results; None: all others
     purpose: str | None = None  # "score": of continuations; None: they are answered
     engine: str | None = None  # which honours keys of its own; None: ours
+    pooled: str | None = None  # texts are embedded, pooled so; None: they are not
 
     def __str__(self) -> str:
         first = "standard input" if self.is_stdin else str(self.paths[0])
@@ -68,7 +69,7 @@ class RequestFiles:
     @property
     def terms(self) -> Terms:
         """What is made of them."""
-        return Terms(self.purpose == "score", self.engine)
+        return Terms(self.purpose == "score", self.engine, self.pooled or "")
 
     @property
     def options(self) -> tuple[str, ...]:

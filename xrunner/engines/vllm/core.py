@@ -21,6 +21,7 @@ MOST_TOKENS = 4096
 # What vLLM reads when it is imported: errors alone are told, and nothing to nobody.
 QUIET = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
          "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CONFIGURE_LOGGING": "1"}
+PREFIX = "filled-"  # of requests whose inputs count as encoded already (filled.py)
 _GIB = 2**30
 
 

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-PREFIX = "filled-"  # of such requests' names
+from xrunner.engines.vllm.core import PREFIX
 
 
 class FilledCache(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # vLLM is untyped here

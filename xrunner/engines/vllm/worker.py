@@ -27,11 +27,14 @@ from xrunner.engines.vllm.refusals import Refusals
 from xrunner.engines.vllm.tool_calls import ARGUMENT as TOOL_PARSER
 from xrunner.engines.vllm.tool_calls import CallsFinder
 from xrunner.io.beat import Beat
+from xrunner.io.launcher_link import LauncherLink
 from xrunner.io.sink import RunSink
 from xrunner.io.tokenizer import TextTokenizer, eos_ids
 from xrunner.plan import RunPlan, load_plan
 from xrunner.query import FinishedQuery
 from xrunner.rank import Stopwatch, conduct, leave, order_of, read_work, to_the_end
+from xrunner.rules.changes import Changeable
+from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import rules_for
 from xrunner.transport.messages import StartMessage
 from xrunner.world import World, connect
@@ -68,7 +71,9 @@ def run(plan: RunPlan, world: World) -> None:
                                       decode_text=TextTokenizer(plan.model_dir).decode))
     head.roster.on_begin = sink.underway.begin
     heads.append(head)
-    for place in order_of(len(queries), plan, before):
+    order = list(order_of(len(queries), plan, before))
+    _watch(plan, head, sink, order, first_query=before.total)
+    for place in order:
         query = queries[place]
         if (why := refusals.of(query)) is not None:
             sink.finished(FinishedQuery(
@@ -81,6 +86,19 @@ def run(plan: RunPlan, world: World) -> None:
     load_s = clock() - started_s
     conduct(head, sink, world, clock, queries_before=before.total, num_errors=num_errors,
             report=lambda: _report(plan, executor, load_s))
+
+
+def _watch(plan: RunPlan, head: Head, sink: RunSink, order: Sequence[int], *,
+           first_query: int) -> None:
+    """Room for what the launcher may change the schedule to, and, where it follows the lengths, the
+    link to it."""
+    rule = head.rule
+    is_rra = isinstance(rule, RraRule)
+    if isinstance(rule, RraRule):
+        rule.make_room(plan.slots)
+    if plan.is_watched and isinstance(rule, Changeable):
+        sink.launcher = LauncherLink(plan.output, first_query=first_query, rule=rule, order=order,
+                                     at_work=head.lengths_so_far if is_rra else None)
 
 
 def _parsed(plan: RunPlan) -> dict[str, Any]:

@@ -1,0 +1,90 @@
+"""Steps of an engine that are timed as wholes are taken apart into what they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+pytest.importorskip("torch", reason="what measures needs the extra `run`")
+from xprofiler.measure.vllm_bench import MOST_HEADS, VllmBench
+from xrunner.engines.vllm.core import Token
+from xrunner.query import Sampling
+
+LAYERS = 10
+TOKEN_S, PAIR_S, HEAD_S, READ_S, FIXED_S = 1e-3, 1e-7, 2e-3, 1e-6, 1e-2
+
+
+class Timed:
+    """A core whose steps take known times: by the token, by pairs of tokens that attend, by
+    queries that get a token, by tokens of context read, and a fixed part."""
+
+    max_tokens = 10_000
+
+    def __init__(self) -> None:
+        self.now_s, self.num_steps, self.tokens = 0.0, 0, 0
+        self._held: dict[str, tuple[int, int]] = {}  # input tokens, tokens so far
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def add(self, name: str, tokens: Sequence[int], sampling: Sampling) -> None:
+        # those that are filled have all but their last token already
+        self._held[name] = len(tokens), len(tokens) - 1 if not name.isdecimal() else 0
+
+    def end(self, names: Sequence[str]) -> None:
+        for name in names:
+            del self._held[name]
+
+    def step(self, tokens: dict[str, int]) -> dict[str, Token]:
+        seconds = FIXED_S + HEAD_S * len(tokens)
+        for name, count in tokens.items():
+            inputs, held = self._held[name]
+            seconds += TOKEN_S * count + (
+                PAIR_S * count**2 if count > 1 else READ_S * held)
+            self._held[name] = inputs, held + count
+        self.now_s += seconds
+        self.num_steps += 1
+        self.tokens += sum(tokens.values())
+        return {}
+
+
+def bench() -> tuple[Timed, VllmBench]:
+    core = Timed()
+    return core, VllmBench(core, LAYERS, Sampling(), clock=core.clock)
+
+
+@pytest.mark.parametrize("lengths", [[300], [64] * 4, [8] * 260])
+def test_an_encode_steps_parts_are_those_it_is_made_of(lengths: list[int]) -> None:
+    _, made = bench()
+    parts = made.encode(lengths)()
+    whole_s = FIXED_S + sum(TOKEN_S * n + PAIR_S * n**2 + HEAD_S for n in lengths)
+    assert parts.whole_s == pytest.approx(whole_s)
+    assert LAYERS * (parts.rest_s + parts.attention_s) + parts.head_s == pytest.approx(whole_s)
+    assert parts.head_s == pytest.approx(HEAD_S * len(lengths), rel=0.1)
+
+
+def test_a_decode_steps_attention_is_what_its_context_adds() -> None:
+    _, made = bench()
+    parts = made.decode([500] * 20)()
+    assert LAYERS * parts.attention_s == pytest.approx(20 * 500 * READ_S, rel=0.02)
+    assert parts.head_s == pytest.approx(20 * HEAD_S, rel=0.1)
+    rest_s = FIXED_S + 20 * TOKEN_S
+    assert LAYERS * parts.rest_s == pytest.approx(rest_s, rel=0.05)
+
+
+def test_the_head_of_many_queries_costs_few_tokens_of_encoding() -> None:
+    core, made = bench()
+    assert made.head_s(260) == pytest.approx(260 * HEAD_S, rel=0.05)
+    assert core.tokens <= 8 * MOST_HEADS * 8, "short and longer inputs, four times each at most"
+    before = core.num_steps
+    made.head_s(130)
+    assert core.num_steps == before, "known from the other"
+
+
+def test_a_slow_step_is_compared_by_two_times() -> None:
+    core, made = bench()
+    made._rest_s(2080)
+    known = core.num_steps
+    assert made._rest_s(2080) > 0 and core.num_steps == known
+    assert known == 2 + 2 + 2, "the rows, short and longer inputs: each takes over 0.3 s"
