@@ -48,13 +48,10 @@ class Deaths:
         done, total = answered(self._results), len(Spool(self._plan.output))
         if total and done.total >= total:
             return None
-        if not self._counts:  # no list of ten million
-            return Leg()
-        left = [query for query in range(done.written, total) if query not in done.held]
-        suspects = [query for query in left if self._counts[query] >= SUSPECT]
-        if not suspects:
-            return Leg() if left else None
-        if len(suspects) < len(left):
+        # of few queries: no list of ten million
+        suspects = sorted(query for query, count in self._counts.items() if count >= SUSPECT
+                          and done.written <= query < total and query not in done.held)
+        if not suspects or len(suspects) < total - done.total:
             return Leg(tuple(suspects))
         return Leg(tuple(suspects[1:]), alone=suspects[0])
 

@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from xgpt.app.no_answer import refuse_no_answer
 from xgpt.app.run_files import METRICS_FILE, OF_A_RUN, RESULTS_FILE, kept
 from xgpt.app.standard_input import standard_input
 from xgpt.app.telling import LogTeller, Teller
@@ -71,7 +72,9 @@ def done_already(job: Job, tell: Teller, *, is_again: bool = False) -> dict[str,
         tell.say(write_results(job.output, job.results))
     if not (job.output / "report.html").is_file():
         tell.say(f"its page was not written: `xgpt report {shown(job.output)}` does")
-    return {**metrics, **kept(job), "status": DONE}
+    found = {**metrics, **kept(job), "status": DONE}
+    refuse_no_answer(results, found)
+    return found
 
 
 def set_aside(output: Path, results: Path | None = None) -> Path | None:

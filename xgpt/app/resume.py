@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.app.metrics import write_metrics
+from xgpt.app.no_answer import refuse_no_answer
 from xgpt.app.opened import OpenedJob
-from xgpt.app.run_files import is_told_done, kept
+from xgpt.app.run_files import RESULTS_FILE, is_told_done, kept
 from xgpt.core.choices import parts
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Schedule
@@ -93,7 +94,9 @@ def take_over(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
                   if is_same and measured["stages"] else None)
     metrics = write_metrics(opened, timing, executed, measured, prediction, others_cpu_share=None,
                             rescheduling=[])
-    return {**metrics, **kept(opened.job)}
+    result = {**metrics, **kept(opened.job)}
+    refuse_no_answer(output / RESULTS_FILE, result)
+    return result
 
 
 def _executed(schedule: Schedule) -> tuple[object, ...]:

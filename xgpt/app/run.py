@@ -18,10 +18,11 @@ from xgpt.app.guard import Guard
 from xgpt.app.laid_out import on_ranks
 from xgpt.app.learn import learn
 from xgpt.app.metrics import write_metrics
+from xgpt.app.no_answer import refuse_no_answer
 from xgpt.app.opened import OpenedJob, open_job
 from xgpt.app.plan import Plan, executable
 from xgpt.app.resume import is_left_whole, take_over
-from xgpt.app.run_files import kept
+from xgpt.app.run_files import RESULTS_FILE, kept
 from xgpt.app.run_folder import (
     as_its_weights_were_held,
     going_on,
@@ -148,11 +149,8 @@ def execute_locked(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
         opened.tell.say("profile: this run's steps are added to it, " + ", ".join(
             f"{own.kind} x {own.factor:.2f}" for own in learned))
     result = {**metrics, **kept(opened.job)}
-    if metrics["failed"] and metrics["failed"] == measured["queries"]:
-        nothing = XgptError(f"none of the {metrics['failed']} queries has an answer: the model's "
-                            "logits are not finite (the `error` of each in its result)")
-        nothing.details = result
-        raise nothing
+    if measured["state"] == "done":
+        refuse_no_answer(output / RESULTS_FILE, result)
     if measured["state"] == "stopped":
         held = measured["queries_held"]
         waiting = f" ({held} of them wait in {HELD_FILE} for one before them)" if held else ""

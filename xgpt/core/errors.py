@@ -14,6 +14,7 @@ EXIT_BAD_INPUT = 2
 EXIT_INFEASIBLE = 3
 EXIT_BOUND_MISSED = 4
 EXIT_RESUMABLE = 75  # EX_TEMPFAIL of sysexits.h: stopped early, run again to go on
+_MOST_MISTAKES = 100  # told of one file
 
 
 class XgptError(Exception):
@@ -40,14 +41,17 @@ class Mistake:
 
 
 class InputError(XgptError):
-    """Wrong input; carries every mistake found, not only the first."""
+    """Wrong input; carries every mistake found, and tells so many that a terminal can show them."""
 
     exit_code = EXIT_BAD_INPUT
 
     def __init__(self, mistakes: Sequence[Mistake]) -> None:
         assert mistakes, "an InputError without a mistake"
         self.mistakes = tuple(mistakes)
-        super().__init__("\n".join(str(m) for m in mistakes))
+        lines = [str(mistake) for mistake in mistakes[:_MOST_MISTAKES]]
+        if more := len(mistakes) - len(lines):
+            lines.append(f"and {more:,} more of this kind or another")
+        super().__init__("\n".join(lines))
 
 
 def wrong(file: object, key: str, value: object, allowed: str,

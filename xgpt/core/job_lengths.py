@@ -68,7 +68,7 @@ def _joint_of_requests(job: Job, model: ModelSpec, requests: Requests) -> JointL
     pairs = pairs[_can_run(job, pairs[:, 0], model)]
     if is_observed:  # a cap beyond the positions ends where they do; a forced length cannot
         pairs[:, 1] = np.minimum(pairs[:, 1], output_room(model, pairs[:, 0]))
-    note = f"of {len(pairs)} requests"
+    note, pairs = f"of {len(pairs)} requests", pairs.astype(np.int32)  # of millions: they stay
     return JointLengths(inputs=empirical(pairs[:, 0], note),
                         outputs=empirical(pairs[:, 1], _OBSERVE_NOTE if is_observed else note),
                         pairs=pairs)

@@ -122,7 +122,7 @@ class JointLengths:
         """(inputs, outputs), each of shape [count]."""
         if self.pairs is None:
             return self.inputs.sample(count, rng), self.outputs.sample(count, rng)
-        rows = self.pairs[rng.integers(len(self.pairs), size=count)]
+        rows = self.pairs[rng.integers(len(self.pairs), size=count)].astype(np.int64)
         return rows[:, 0], rows[:, 1]
 
 

@@ -15,7 +15,8 @@ from xgpt.core.workload import RequestError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Requests:
-    """The usable requests of a job, in the order of its file. Arrays are [requests]."""
+    """The usable requests of a job, in the order of its file. Arrays are [requests]; those that no
+    sum is made of may be of 4 bytes each, since there may be ten million of them."""
 
     input_tokens: IntArray | None  # None where texts were not tokenised
     caps: IntArray  # most output tokens that a request names; 0 where it leaves that to the job
@@ -37,7 +38,7 @@ class Requests:
 
     def output_caps(self, default: int) -> IntArray:
         """Most tokens that each may generate; `default` where it names no limit."""
-        return np.where(self.caps > 0, self.caps, default)
+        return np.where(self.caps > 0, self.caps, np.int64(default))
 
     @property
     def are_forced(self) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -17,10 +17,9 @@ from typing import IO, Any, NamedTuple, Protocol, overload
 import numpy as np
 
 from xgpt.core.errors import XgptError
-from xgpt.core.lengths import BoolArray, IntArray, JointLengths
+from xgpt.core.lengths import IntArray, JointLengths
 from xgpt.core.model import ModelSpec
 from xgpt.core.passed import has_form
-from xgpt.core.positions import output_room
 from xgpt.core.queries import Requests
 from xgpt.core.request_files.delimited import Divided
 from xgpt.core.request_files.files import RequestFiles
@@ -30,6 +29,7 @@ from xgpt.core.workload import Request, RequestError, synthetic_requests
 from xrunner.checkpoint.source import read_spec
 from xrunner.io.generation import GivenTokens, given_tokens
 from xrunner.io.results import write_errors
+from xrunner.io.runnable import runnable
 from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.plan import RunPlan
 from xrunner.query import PreparedQuery, Sampling
@@ -226,11 +226,10 @@ class _RequestColumns:
 
     def requests(self) -> Requests:
         def column(values: array[int]) -> IntArray:
-            return np.frombuffer(values, np.int32).astype(np.int64) if values else np.zeros(
-                0, np.int64)
+            return np.frombuffer(values, np.int32) if values else np.zeros(0, np.int32)
 
         are_known = len(self._inputs) == len(self._caps)
-        return Requests(input_tokens=column(self._inputs) if are_known else None,
+        return Requests(input_tokens=column(self._inputs).astype(np.int64) if are_known else None,
                         caps=column(self._caps), forced=column(self._forced),
                         may_stop=np.array(self._may_stop, bool), unusable=self._unusable,
                         mean_targets=self._num_targets / max(len(self._caps), 1))
@@ -262,36 +261,6 @@ def _record(request: Request, *, is_shown: bool) -> Record:
                   top_logprobs=request.top_logprobs, min_tokens=request.min_tokens,
                   passed=request.passed, tools=request.tools, pooled=request.pooled,
                   choices=request.samples if request.is_openai else 1)
-
-
-def runnable(requests: Requests, plan: RunPlan, spec: ModelSpec) -> tuple[IntArray, dict[int, str]]:
-    """Tells which requests can run: (which request each query is and most tokens that it may
-    generate, [queries, 2]; why each other request cannot run)"""
-    assert requests.input_tokens is not None, "a run tokenises its requests"
-    inputs, caps = requests.input_tokens, requests.output_caps(plan.max_tokens)
-    room = output_room(spec, inputs)
-    most = np.minimum(caps, room)
-    why = dict(requests.unusable)
-
-    def refuse(is_so: BoolArray, sentence: Callable[[int], str]) -> None:
-        for row in np.flatnonzero(is_so).tolist():
-            why.setdefault(row, sentence(row))
-
-    refuse(room < 1, lambda row: f"{inputs[row]} input tokens leave no room in the model's "
-           f"{spec.max_positions} positions")
-    refuse(requests.forced > room, lambda row: f"forced_tokens {requests.forced[row]} after "
-           f"{inputs[row]} input tokens exceed the model's {spec.max_positions} positions")
-    refuse(inputs + most > plan.query_kv_tokens, lambda row: (
-        f"needs up to {inputs[row] + most[row]} tokens of KV cache ({inputs[row]} of input); the "
-        f"schedule was planned for {plan.query_kv_tokens}: lower max_tokens, or state the "
-        "workload's longest lengths in the job"))
-    refuse(inputs > (plan.most_input_tokens or np.inf), lambda row: (
-        f"{inputs[row]} input tokens; the schedule was planned to encode "
-        f"{plan.most_input_tokens} at a time: state the workload's longest lengths in the job"))
-    can_run = np.ones(len(requests), bool)
-    can_run[list(why)] = False
-    rows = np.flatnonzero(can_run)
-    return np.stack([rows, most[rows]], axis=1), why
 
 
 def hand_on(requests: Requests, spool: SpoolWriter, plan: RunPlan, spec: ModelSpec) -> None:

@@ -158,4 +158,4 @@ def _outputs_given_inputs(pairs: IntArray, inputs: IntArray, rng: np.random.Gene
     lowest = np.searchsorted(ordered[:, 0], inputs, side="left")
     highest = np.searchsorted(ordered[:, 0], inputs, side="right")
     first = np.clip((lowest + highest - window) // 2, 0, len(ordered) - window)
-    return np.asarray(ordered[first + rng.integers(window, size=len(inputs)), 1])
+    return np.asarray(ordered[first + rng.integers(window, size=len(inputs)), 1], np.int64)

@@ -37,6 +37,13 @@ def test_an_input_error_prints_every_mistake() -> None:
     assert error.mistakes == tuple(mistakes) and len(str(error).splitlines()) == 3
 
 
+def test_of_very_many_mistakes_a_terminals_worth_is_printed() -> None:
+    """A profile of 6 KB with one wrong key had made 218,000 characters."""
+    mistakes = [Mistake(file="f", line=n, key="k", value=n, allowed="a") for n in range(1_234)]
+    told = str(InputError(mistakes)).splitlines()
+    assert len(told) == 101 and told[-1] == "and 1,134 more of this kind or another"
+
+
 def test_an_input_error_without_mistakes_is_our_own_error() -> None:
     with pytest.raises(AssertionError):
         InputError([])

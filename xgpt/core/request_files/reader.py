@@ -20,8 +20,6 @@ from xgpt.core.request_files.source import opened
 from xgpt.core.spool_columns import ColumnsWriter
 from xgpt.core.workload import Request, RequestError, id_of, is_openai, read_record
 
-_FILE_BITS = 40  # above them which file a line is of
-
 
 def read_requests(files: RequestFiles,
                   see: Callable[[int, bytes], object] = lambda file, raw: None,
@@ -66,13 +64,12 @@ def _taken(row: Row, file: int, default: str, seen: SeenIds, files: RequestFiles
             raise BadRecord(row.record, "invalid_json_line")
         name = id_of(row.record, default)
         if (first := seen.place(name)) is not None:
-            place = files.place(first >> _FILE_BITS, first & ((1 << _FILE_BITS) - 1))
-            raise BadRecord(f"id {shorten(name)} is already that of {place}",
+            raise BadRecord(f"id {shorten(name)} is already that of {files.place(*first)}",
                             "duplicate_custom_id")
         request = read_record(row.record, row.line, name, file, files.terms)
     except BadRecord as cause:
         return RequestError(line=row.line, id=name, error=str(cause), file=file, code=cause.code,
                             is_openai=None if isinstance(row.record, str) else is_openai(
                                 row.record))
-    seen.add(name, file << _FILE_BITS | row.line)
+    seen.add(name, file, row.line)
     return request

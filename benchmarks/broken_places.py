@@ -1,0 +1,182 @@
+"""Places of the code that hold a promise of docs/reliability.md or docs/security.md, how each would
+be broken, and the test that is to see it (benchmarks/broken.py)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Place(NamedTuple):
+    """`sound` stands once in `file`, and `broken` in its stead breaks the promise. `is_slow`: the
+    test starts ranks, or takes long."""
+
+    item: str
+    name: str
+    file: str
+    sound: str
+    broken: str
+    test: str
+    is_slow: bool = False
+
+
+_FAULTS = "tests/mpi/test_faults.py::test_"
+_GOING_ON = "tests/xgpt/app/test_going_on.py::test_"
+_BROKEN_MODELS = "tests/xrunner/checkpoint/test_broken_models.py::test_"
+
+PLACES = (
+    # answers that are wrong without a word
+    Place("1 stored with fewer bits", "a method nobody knows is read as plain weights",
+          "xgpt/core/hf_quantised.py",
+          'for key in ("quantization_config", "compression_config"):', "for key in ():",
+          "tests/xgpt/core/test_model_variants.py::"
+          "test_weights_of_an_unknown_method_are_refused_by_its_name"),
+    Place("1 stored with fewer bits", "scales beside weights that no config speaks of",
+          "xrunner/checkpoint/tensors.py",
+          "        mistakes = list(_misfits(directory, spec, tensors, places))",
+          "        mistakes = []",
+          f"{_BROKEN_MODELS}weights_of_fewer_bits_and_their_scales_are_refused"),
+    Place("2 another model", "the model's files are no part of the fingerprint", "xrunner/plan.py",
+          "    files = dict(sorted(plan.model_files.items()))", "    files = {}",
+          f"{_GOING_ON}a_stopped_run_is_not_gone_on_with_by_another_model"),
+    Place("2 another model", "its path is a part of it", "xrunner/plan.py",
+          '"model": json.dumps(files) if files else str(plan.model_dir)',
+          '"model": json.dumps(files) + str(plan.model_dir)',
+          f"{_GOING_ON}a_folder_that_was_moved_goes_on"),
+    Place("2 another model", "weights are known by their headers alone",
+          "xrunner/checkpoint/identity.py", "for block in range(1, _BLOCKS + 1):",
+          "for block in ():", "tests/xrunner/checkpoint/test_identity.py::"
+          "test_other_weights_of_the_same_size_and_shape_are_another_model"),
+    Place("2 another model", "--verify reads no more than the samples", "xrunner/plan.py",
+          "name for name in common if self.weights_whole[name] != weights_whole[name])})",
+          "name for name in common if not name)})",
+          f"{_GOING_ON}a_byte_between_the_samples_is_seen_by_who_reads_them_all"),
+    Place("3 not finite", "weights are not looked at", "xrunner/checkpoint/reader.py",
+          "if taken.numel() and not all(", "if not taken.numel() and not all(",
+          "tests/xrunner/checkpoint/test_checkpoint.py::"
+          "test_weights_that_are_not_finite_are_named"),
+    Place("3 not finite", "hidden states are not looked at", "xrunner/ops/sampling.py",
+          "return tokens.masked_fill(is_none.to(tokens.device), NOT_FINITE)", "return tokens",
+          "tests/xrunner/engine/test_not_finite.py"),
+    Place("3 not finite", "a run without any answer is a success", "xgpt/app/no_answer.py",
+          "    if count:\n", "    if count < 0:\n", "tests/xgpt/app/test_no_answer.py", True),
+    Place("3 not finite", "tensors may have any shape and type", "xrunner/checkpoint/tensors.py",
+          "        mistakes = list(_misfits(directory, spec, tensors, places))",
+          "        mistakes = []",
+          f"{_BROKEN_MODELS}tensors_that_are_missing_or_of_other_shapes_are_told_at_once"),
+    Place("4 OpenAI's keys", "what is not honoured is ignored", "xgpt/core/openai_body.py",
+          "return (key for key in body if key not in given and _asks(body, key))",
+          "return iter(())", "tests/xgpt/core/test_openai_body.py"),
+    Place("4 OpenAI's keys", "completions get the chat template", "xrunner/io/intake.py",
+          "not (is_chat and not request.is_openai)", "not is_chat",
+          "tests/xrunner/io/test_intake.py::"
+          "test_a_prompt_of_openais_completions_never_gets_the_chat_template"),
+    Place("5 ranges", "values of a schedule are not checked", "xgpt/core/schedule_check.py",
+          "is not None and not _is_in_range(kind, name, value)", "is None",
+          "tests/xgpt/core/test_schedule_check.py::"
+          "test_a_value_that_cannot_be_is_named_with_what_is_allowed"),
+    Place("5 ranges", "a profile may say that nothing takes no time", "xprofiler/profile_file.py",
+          '"seconds above 0: nothing takes no time"))', '"seconds above 0")) if False else None',
+          "tests/xprofiler/test_profile_file.py"),
+    Place("5 ranges", "whole numbers of a job have no most", "xgpt/core/sections.py",
+          "if is_one_of(value, int) and minimum <= value <= maximum else None",
+          "if is_one_of(value, int) and minimum <= value else None",
+          "tests/xgpt/core/test_ranges.py"),
+    Place("5 ranges", "JSON may be nested without end", "xgpt/core/request_files/rows.py",
+          '    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:',
+          "    if False:", "tests/xgpt/core/request_files/test_size_limits.py::"
+          "test_what_is_nested_too_deeply_is_an_error_record"),
+    Place("6 the same answers", "products depend on the batch", "xrunner/ops/invariant.py",
+          "    _asked[0] = is_asked\n", "    _asked[0] = False\n",
+          "tests/xrunner/engine/test_deterministic.py::"
+          "test_answers_are_the_same_by_every_policy"),
+    # faults
+    Place("hangs", "who is silent is not looked for", "xgpt/app/stall.py",
+          "silent = [one for one in seen if now - one.changed_s > limit_s]", "silent = []",
+          "tests/xgpt/app/test_stall.py"),
+    Place("deaths", "ranks do not end with their launcher", "xgpt/core/lifeline.py",
+          "    end_with_launcher()\n    sys.excepthook", "    sys.excepthook",
+          f"{_FAULTS}ranks_end_with_their_launcher[kill the launcher]", True),
+    Place("deaths", "SIGUSR1 is not heard", "xgpt/launch/process.py", "signal.SIGUSR1, ", "",
+          f"{_FAULTS}ranks_end_with_their_launcher[SIGUSR1]", True),
+    Place("deaths", "a signal before the ranks start just ends it", "xgpt/app/warning.py",
+          "        signal.signal(number, stop)\n",
+          "        signal.signal(number, signal.SIG_DFL)\n",
+          f"{_FAULTS}a_signal_before_the_ranks_start_says_so[15]", True),
+    Place("deaths", "ranks are not started again", "xgpt/app/deaths.py",
+          "(leg.alone is None and restarts == 0)", "leg.alone is None",
+          f"{_FAULTS}ranks_that_die_are_started_again_and_nothing_is_lost", True),
+    Place("deaths", "no query is suspected", "xgpt/app/deaths.py", "SUSPECT = 2 ",
+          "SUSPECT = 10**9 ", f"{_FAULTS}a_query_that_kills_its_rank_is_isolated", True),
+    Place("deaths", "a stop between a death and the next start is not heard", "xgpt/app/deaths.py",
+          "            if StopRequest(plan.output).is_made:\n                raise",
+          "            if leg.alone == -1:\n                raise",
+          f"{_FAULTS}a_stop_between_a_death_and_the_next_start_ends_the_run", True),
+    Place("one query's trouble", "a tokenizer's exception ends the run", "xrunner/engine/roster.py",
+          "        except Exception as cause:  # a tokenizer's: no other query is to suffer for it",
+          "        except ZeroDivisionError as cause:",
+          "tests/xrunner/engine/test_stop_strings.py::"
+          "test_an_exception_of_the_tokenizer_is_the_end_of_its_query_alone"),
+    Place("one query's trouble", "a text without a tokenizer ends the job", "xrunner/io/intake.py",
+          "            if not self.tokenizer.is_there:", "            if False:",
+          "tests/xrunner/io/test_intake.py::"
+          "test_without_a_tokenizer_a_text_is_an_error_record_and_tokens_run"),
+    Place("durable", "files get their names before they are on the disk", "xgpt/core/whole_file.py",
+          "                file.flush()\n                os.fsync(file.fileno())\n",
+          "                pass\n",
+          "tests/xrunner/io/test_durable.py::test_a_file_is_on_the_disk_before_its_name_is"),
+    Place("durable", "results are not put on the disk", "xrunner/io/durable.py",
+          "                os.fsync(copy)", "                pass",
+          "tests/mpi/test_power_cut.py::"
+          "test_nothing_that_was_on_the_disk_is_lost_at_any_operation[9]", True),
+    Place("done is done", "results without an account are run again", "xgpt/app/resume.py",
+          "    return count_results(results) == total\n", "    return False\n",
+          f"{_FAULTS}a_job_whose_command_dies_before_its_account_is_done_whatever_is_planned_now",
+          True),
+    Place("one run at a time", "another host's run is not seen", "xrunner/io/lock.py",
+          "if owner is not None and not _is_gone(output, owner):", "if owner is None:",
+          "tests/xrunner/io/test_lock.py::"
+          "test_another_hosts_run_is_seen_by_its_file_until_it_is_silent"),
+    Place("the folder fails", "results that are removed are not missed", "xrunner/io/durable.py",
+          "    return (own.st_dev, own.st_ino) == (named.st_dev, named.st_ino)", "    return True",
+          "tests/xrunner/io/test_durable.py::test_a_file_that_was_replaced_is_not_written_over"),
+    Place("the folder fails", "what killed ranks leave stays", "xgpt/launch/leftovers.py",
+          "    if not files:\n", "    if files is not None:\n",
+          f"{_FAULTS}shared_memory_of_killed_ranks_is_removed_by_the_next_start", True),
+    Place("a million lines", "a line may be as long as it likes",
+          "xgpt/core/request_files/lines.py",
+          "    while raw := stream.readline(MAX_LINE_BYTES + 1):",
+          "    while raw := stream.readline():",
+          "tests/xgpt/core/request_files/test_size_limits.py::"
+          "test_a_line_of_50_megabytes_costs_itself_alone"),
+    Place("a million lines", "the ids' tables are moved at once",
+          "xgpt/core/request_files/seen_ids.py",
+          "_TABLES = 2**6 ", "_TABLES = 1 ",
+          "tests/xgpt/core/request_files/test_size_limits.py::"
+          "test_ids_are_told_apart_in_few_bytes_each"),
+    # hostile input
+    Place("a folder's code", "transformers may run it", "xrunner/io/tokenizer.py",
+          "use_fast=True, trust_remote_code=False", "use_fast=True, trust_remote_code=True",
+          "tests/xrunner/io/test_tokenizer.py::test_code_in_a_models_folder_is_never_run"),
+    Place("a folder's code", "pickles are read", "xrunner/checkpoint/tensors.py",
+          "    if not may_unpickle:\n", "    if may_unpickle:\n",
+          "tests/xgpt/app/test_private_runs.py::"
+          "test_pickled_weights_are_refused_unless_they_are_asked_for"),
+    Place("who listens", "ranks have every network", "xgpt/launch/isolated.py",
+          "        if uses_loopback and _is_permitted():", "        if False:",
+          "tests/mpi/test_listening.py::test_ranks_are_in_a_network_of_their_own", True),
+    Place("who listens", "ranks listen on every interface", "xgpt/launch/isolated.py",
+          "            os.environ.setdefault(name, value)",
+          '            os.environ.setdefault(name, "" and value)',
+          "tests/mpi/test_listening.py::"
+          "test_without_such_a_network_ranks_listen_on_loopback_alone", True),
+    Place("messages", "a message of other types is taken", "xrunner/transport/wire.py",
+          "    if type(value) is not kind:\n", "    if value is None and kind is int:\n",
+          "tests/xrunner/transport/test_wire.py::test_what_is_none_of_ours_is_refused"),
+    Place("terminals", "control characters are printed", "xgpt/core/visible.py",
+          '    return _UNPRINTABLE.sub(_escaped, text.replace("\\r\\n", "\\n"))', "    return text",
+          "tests/xgpt/cli/test_escapes.py"),
+    Place("files and secrets", "a private run's files are everybody's", "xgpt/app/checks.py",
+          "            os.umask(OWN_ALONE)", "            pass",
+          "tests/xgpt/app/test_private_runs.py::"
+          "test_a_private_runs_files_are_its_users_alone_and_hold_no_secret", True),
+)
