@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from toys import spec_of, write_spool
 
+from xgpt.core import catalog
+from xgpt.core.queries import Requests
 from xgpt.core.spool import Spool
+from xrunner.io import runnable as looked_at
 from xrunner.io.intake import queries_of
+from xrunner.io.runnable import runnable
 from xrunner.plan import RunPlan
 
 
@@ -78,3 +85,36 @@ def test_what_cannot_run_is_said_and_the_others_run(
     assert [(q.index, q.id, [*q.input_ids]) for q in queries_of(spool, plan)] == [
         (0, "1", [1, 2]), (1, "c", [3, 4, 5])]
     assert spec_of(llama[0]).max_positions is not None
+
+
+def many(count: int) -> Requests:
+    rng = np.random.default_rng(0)
+    return Requests(input_tokens=rng.integers(1, 45, count),
+                    caps=rng.integers(0, 9, count).astype(np.int32),
+                    forced=np.zeros(count, np.int32), may_stop=np.zeros(count, bool),
+                    unusable={3: "no tokens", count - 1: "no tokens"})
+
+
+def test_which_can_run_does_not_depend_on_how_many_are_looked_at_together(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plan, spec, requests = plan_of(tmp_path, tmp_path), catalog.model("opt-125m"), many(200)
+    whole, why = runnable(requests, plan, spec)
+    assert 0 < len(whole) < 198 and len(whole) + len(why) == 200
+    assert why[3] == why[199] == "no tokens" and not {3, 199} & set(whole[:, 0].tolist())
+    for piece in (1, 7, 199):
+        monkeypatch.setattr(looked_at, "_ROWS_AT_A_TIME", piece)
+        pieces, said = runnable(requests, plan, spec)
+        assert pieces.tolist() == whole.tolist() and said == why
+
+
+def test_what_can_run_is_told_in_few_bytes_a_request(monkeypatch: pytest.MonkeyPatch,
+                                                     tmp_path: Path) -> None:
+    """16 of the answer; ten million rows of all that decides had been 80 more."""
+    monkeypatch.setattr(looked_at, "_ROWS_AT_A_TIME", 2**10)
+    requests, count = many(2**17), 2**17
+    requests = replace(requests, input_tokens=np.full(count, 9))
+    tracemalloc.start()
+    queries, _ = runnable(requests, plan_of(tmp_path, tmp_path), catalog.model("opt-125m"))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(queries) == count - 2 and peak / count < 20, f"{peak / count:.1f} bytes a request"
