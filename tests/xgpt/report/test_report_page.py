@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import html
 import json
 import re
 from html.parser import HTMLParser
@@ -271,3 +274,15 @@ def test_expected_lengths_come_from_moments_or_from_a_task() -> None:
     assert by_task is not None and by_task.max == 80
     for unknown in ({"kind": "observe"}, {"kind": "task", "task": "no such task"}, None, 3):
         assert expected_output_lengths({"workload": {"output_tokens": unknown}}) is None
+
+
+def test_the_pages_policy_names_its_own_scripts_and_lets_nothing_else_in(run_dir: Path) -> None:
+    text = (run_dir / "report.html").read_text(encoding="utf-8")
+    [policy] = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
+    rules = dict(rule.strip().split(" ", 1) for rule in html.unescape(policy).split(";"))
+    assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    hashes = {f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+              for script in scripts}
+    assert scripts and set(rules["script-src"].split()) == hashes
+    assert not re.search(r"<script[^>]+src|<link|<iframe|<object|\son\w+=\"", text)
