@@ -47,10 +47,11 @@ def job(tmp_path_factory: pytest.TempPathFactory, cache: dict[str, str]) -> Path
     ("status", "JOB", "--json"), ("top", "OUT"), ("report", "OUT"),
     ("report", "OUT", "OUT"), ("stop", "OUT"),
     ("models", "--check", "MODEL"), ("models", EVIL), ("profile", "JOB", "--budget", EVIL),
-    ("export", "JOB", "--to", EVIL), ("score", "JOB"), ("validate", "OUT"), ("init", "OUT"),
-    *(pytest.param(words, marks=pytest.mark.slow) for words in (
+    ("export", "JOB", "--to", EVIL), ("score", "JOB"), ("validate", "OUT"),
+    ("init", "OUT"), *(pytest.param(words, marks=pytest.mark.slow) for words in (
         ("report", "OUT", "--format", "md"), ("schedule", "JOB"), ("simulate", "JOB"),
-        ("sweep", "JOB"), ("doctor",)))], ids=lambda words: " ".join(words)[:40].encode("unicode_escape").decode())
+        ("sweep", "JOB"), ("doctor",)))],
+    ids=lambda words: " ".join(words)[:40].encode("unicode_escape").decode())
 def test_no_command_about_it_writes_to_the_terminal(words: tuple[str, ...], job: Path,
                                                     cache: dict[str, str],
                                                     monkeypatch: pytest.MonkeyPatch) -> None:
