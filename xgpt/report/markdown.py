@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from urllib.parse import quote
 
 from xgpt.report import figures
 from xgpt.report.bounds import check_bound
@@ -50,7 +51,8 @@ def run_markdown(output: Output, pictures: Sequence[tuple[Chart, Path]]) -> str:
                     row.throughput_qps), row.reason) for row in schedule.rejected])]
     steps = next_steps(output, metrics, check)
     parts += ["## What to try next", "\n".join(
-        f"- {_text(step.why)}\n\n      xgpt {step.command}\n" for step in steps)] if steps else []
+        f"- {_text(step.why)}\n\n      xgpt {_line(step.command)}\n" for step in steps)
+    ] if steps else []
     return _joined([*parts, *_pictures(pictures)])
 
 
@@ -88,7 +90,7 @@ def sweep_markdown(sweep: SweepRows, pictures: Sequence[tuple[Chart, Path]]) -> 
 
 
 def _pictures(pictures: Sequence[tuple[Chart, Path]]) -> list[str]:
-    return [f"![{_text(chart.title)}]({path.as_posix().replace(' ', '%20')})"
+    return [f"![{_text(chart.title)}]({quote(path.as_posix())})"
             + (f"\n\n{_text(chart.caption)}" if chart.caption else "") for chart, path in pictures]
 
 
@@ -101,6 +103,11 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _text(text: str) -> str:
     """As words that Markdown takes for nothing else, in one line."""
     return " ".join(clean(text).split()).translate(_SPECIAL)
+
+
+def _line(command: str) -> str:
+    """A command to copy, in one line; what its paths would do to a terminal is an escape."""
+    return clean(command).replace("\n", "\\n")
 
 
 def _joined(parts: Sequence[str]) -> str:

@@ -13,6 +13,9 @@ import toys  # noqa: E402
 from in_process import xgpt  # noqa: E402
 from test_escapes import EVIL, FORBIDDEN  # noqa: E402
 
+from xgpt.report.markdown import run_markdown  # noqa: E402
+from xgpt.report.output import read_output  # noqa: E402
+
 NAME = EVIL.replace("/", "")  # of a file
 
 
@@ -66,10 +69,11 @@ def test_no_command_about_it_writes_to_the_terminal(words: tuple[str, ...], job:
 
 def test_no_file_that_people_read_holds_what_would(job: Path) -> None:
     output = job.parent / "out"
+    (output / "without pictures.md").write_text(run_markdown(read_output(output), ()))
     read = [path for path in output.rglob("*") if path.suffix in {".html", ".md", ".json", ".jsonl"}
             and "model" not in path.parts]
-    assert {"report.html", "results.jsonl", "errors.jsonl", "metrics.json"} <= {
-        path.name for path in read}
+    assert {"report.html", "results.jsonl", "errors.jsonl", "metrics.json",
+            "without pictures.md"} <= {path.name for path in read}
     for path in read:
         text = path.read_text(encoding="utf-8")
         shown = "\x1b\x07\u202e\u2066\x9b\r" if path.suffix in {".html", ".md"} else "\x1b\x07\r"
