@@ -163,32 +163,50 @@ class ContinuousBounds:
         return LARGEST * np.maximum(np.maximum(at.budget, self._inputs.max), at.held)
 
     def _least_latency_s(self, at: "_Lines", rates: FloatArray) -> FloatArray:
-        """[lines, rates] of the sequence that the bound is for, or of the quantile of all."""
-        watched, mean = self._watched, self._iterations
+        """[lines, rates] of the sequence that the bound is for, or of the quantile of all.
+
+        With a share s of steps that encode, each E seconds, and P the others, I = s E + (1 - s) P.
+        A query that decodes is seldom in a step that encodes, by the factor k, and its own
+        encoding is one: together w ((1 - k) P + k I) + E, w its iterations."""
+        watched, mean, filling = self._watched, self._iterations, self.form.filling
         again = np.where(at.is_crowded, EVICTIONS, 0.0)[:, None]
         interval_s = self._interval_s(at, rates)
-        if isinstance(self.form.filling, SarathiFilling):
+        plain_s = np.minimum(self._plain_s(at, rates), interval_s)
+        if isinstance(filling, SarathiFilling):
             # those present are in the steps that encode less often by one in D + 1
             share = -np.expm1(rates * (mean + 1) * np.log1p(-1 / (mean + 1)))
-            times = np.minimum(watched, watched * (mean + 1) / mean
-                               - max(watched / mean - 1, 0.0) / np.maximum(share, 1e-12))
-        elif isinstance(self.form.filling, VllmFilling):
+            share = np.maximum(share, 1e-12)
+            longer = max(watched / mean - 1, 0.0)
+            times = np.minimum(watched * (mean + 1) / mean - longer / share, watched + 1)
+            seconds = times * interval_s + longer * (1 / share - 1) * plain_s
+            # more steps where an input is larger than a step has room for
+            pieces = np.maximum(self._mean / at.budget, 1.0)[:, None]
+            seconds = seconds + (pieces - 1 - again) * interval_s
+        elif isinstance(filling, VllmFilling):
             times = (watched - 1) * np.maximum(1 - 1 / np.maximum(rates * mean, 1.0), 0.0)
+            seconds = np.maximum(times - again, 0.0) * interval_s
         else:
-            times = watched * np.interp(rates, *self._orca_weights(float(at.held.max(initial=1.0))))
+            seldom = np.interp(rates, *self._orca_weights(float(at.held.max(initial=1.0))))
+            seconds = watched * (seldom * interval_s + (1 - seldom) * plain_s) + (
+                1 - again) * interval_s
         # no step is shorter than one row's way through all stages
         steps = at.plan.convex_steps
         alone_s = sum(number * float(rows.mean_s(np.ones(1))[0]) for number, rows in zip(
             steps.number, steps.rows, strict=True))
-        # a query's encoding takes as many steps as its budget asks for, none shorter than the mean
-        encodes = np.zeros(len(rates))
-        if isinstance(self.form.filling, SarathiFilling):
-            encodes = np.maximum(self._mean / at.budget, 1.0)
-        elif isinstance(self.form.filling, OrcaFilling):
-            encodes = np.ones(len(rates))
         return np.asarray(LEAST_LATENCY * np.maximum(
-            (np.maximum(times - again, 0.0) + encodes[:, None]) * interval_s,
-            np.maximum(watched - again, 0.0) * alone_s))
+            seconds, np.maximum(watched - again, 0.0) * alone_s))
+
+    def _plain_s(self, at: "_Lines", rates: FloatArray) -> FloatArray:
+        """[lines, rates] less than a step that does not encode takes through all stages: who
+        decodes is there in each of them, y D in the mean."""
+        steps, decoding = at.plan.convex_steps, rates * at.iterations[:, None]
+        total = np.zeros_like(rates)
+        for number, of_rows, degree, layers in zip(
+                steps.number, steps.rows, steps.degrees, at.plan.layers_of_kinds, strict=True):
+            _, decode_s = self._attention(degree)
+            total += number * (of_rows.mean_s(decoding) + decoding * layers * np.interp(
+                at.held, _COUNTS, decode_s)[:, None])
+        return total
 
     def _orca_weights(self, held: float) -> tuple[FloatArray, FloatArray]:
         """(rates, how often a decoding query is in a step that encodes, over all steps'), at
