@@ -190,7 +190,7 @@ def reason_of(problem: Problem, found: Estimate) -> str:
         return "the quantile's length is at a phase's end: the latency leaps by a period there"
     most = found.variables.get("max_active") or 0
     if most and stages >= 8 and found.figures.decode_batch / groups < 60:
-        return "few queries a group on a long pipeline: successive steps are not independent"
+        return "few queries a group on a long pipeline: a short sequence of steps stands for all"
     if most and found.figures.decode_batch < 0.98 * most:
         return "memory binds: evictions and admissions interact"
     return ""
