@@ -7,14 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from problems import roofline_of
+from problems import problem_of, roofline_of
 from representative import some
 
 from xgpt.core import catalog
-from xgpt.core.constraint import latency_constraint
-from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical
-from xgpt.core.problem import Problem
 from xprofiler.timing import Reach
 from xrunner.rules.iteration import orca_rule
 from xrunner.rules.paged import sarathi_rule, vllm_rule
@@ -31,15 +28,6 @@ from xsimulator.replay.steady import steady_figures
 
 POLICIES = {"orca": (orca, orca_rule), "vllm": (vllm, vllm_rule),
             "sarathi": (sarathi, sarathi_rule)}
-
-
-def problem_of(model="opt-13b", cluster="a40-4", task="S", *, lengths=None, kind="sequence",
-               quantile=0.99):
-    return Problem(
-        model=catalog.model(model), cluster=catalog.cluster(cluster), dtype="float16",
-        lengths=lengths or catalog.task(task), num_queries=None, fixed=FixedSchedule(),
-        constraint=latency_constraint(latency_s=math.inf, kind=kind, quantile=quantile),
-        default_max_tokens=1)
 
 
 def policy_of(name, problem, *, padded=True):
@@ -192,7 +180,7 @@ def test_the_grid_holds_what_fits_and_ends_where_memory_does(name):
 @pytest.mark.parametrize("name", POLICIES)
 def test_more_reserved_for_an_output_costs_orca_places_alone(name):
     """Paged KV takes what is used, ORCA what could be."""
-    plain = problem_of(task="T")
+    plain = problem_of(lengths="T")
     config = ContinuousConfig(max_active=5000, tp_degree=4, tp_gpus=4)
     small, large = (policy_of(name, p).estimate(config).figures.decode_batch
                     for p in (plain, replace(plain, default_max_tokens=4000)))

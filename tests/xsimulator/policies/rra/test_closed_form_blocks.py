@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
-from problems import roofline_of
+from problems import problem_of, roofline_of
 from timelines import phase_timeline
 
 from xgpt.core import catalog
-from xgpt.core.constraint import latency_constraint
-from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical
-from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator
 from xsimulator.occupancy import QueryFlow
@@ -25,13 +20,6 @@ from xsimulator.step_table import SizeTable, StepTable
 
 EVERY_ITERATION = 10**6
 RAGGED = JointLengths(inputs=empirical([5, 80, 700]), outputs=empirical([2, 9, 9, 40, 41, 150]))
-
-
-def problem_of(model, cluster, lengths):
-    return Problem(
-        model=catalog.model(model), cluster=catalog.cluster(cluster), lengths=lengths,
-        dtype="float16", num_queries=None, constraint=latency_constraint(latency_s=math.inf),
-        fixed=FixedSchedule(), default_max_tokens=1)
 
 
 class Counting:

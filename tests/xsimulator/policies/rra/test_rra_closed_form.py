@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import problems
 import pytest
+from problems import problem_of
 
-from xgpt.core import catalog
-from xgpt.core.constraint import latency_constraint
 from xgpt.core.errors import InputError, UnknownNameError
-from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.problem import Problem
 from xgpt.core.queries import QueryLengths
@@ -35,15 +32,6 @@ def evaluate(problem, timing, configs):
 
 def estimate(problem, timing, config):
     return Rra(problem, timing).estimate(config)
-
-
-def problem_of(model="opt-13b", cluster="a40-4", task="S", *, latency_s=math.inf, lengths=None,
-               num_queries=None, kind="sequence"):
-    return Problem(
-        model=catalog.model(model), cluster=catalog.cluster(cluster),
-        lengths=lengths or catalog.task(task), dtype="float16", num_queries=num_queries,
-        constraint=latency_constraint(latency_s=latency_s, kind=kind), fixed=FixedSchedule(),
-        default_max_tokens=1)
 
 
 def roofline_of(problem, *, padded=True):

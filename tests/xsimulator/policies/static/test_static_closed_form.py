@@ -3,19 +3,14 @@ that need no replay."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from problems import roofline_of
+from problems import problem_of, roofline_of
 from representative import some
 
-from xgpt.core import catalog
-from xgpt.core.constraint import latency_constraint
-from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical, truncated_normal
-from xgpt.core.problem import Problem
 from xgpt.core.queries import QueryLengths
 from xrunner.rules.static import StaticRule, static_rule
 from xsimulator.policies.static.closed_form import dsi, ft
@@ -24,15 +19,6 @@ from xsimulator.replay.flow import run
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.pool import PoolPlan
 from xsimulator.replay.queries import Queries
-
-
-def problem_of(model="opt-13b", cluster="a40-4", task="S", *, lengths=None, kind="sequence",
-               quantile=0.99):
-    return Problem(
-        model=catalog.model(model), cluster=catalog.cluster(cluster), dtype="float16",
-        lengths=lengths or catalog.task(task), num_queries=None, fixed=FixedSchedule(),
-        constraint=latency_constraint(latency_s=math.inf, kind=kind, quantile=quantile),
-        default_max_tokens=1)
 
 
 def policy_of(problem, policy=ft, *, padded=True):
@@ -139,7 +125,7 @@ def test_agrees_with_the_replay_of_a_long_job(model, cluster, task, policy, conf
 
 
 def test_decode_iterations_are_the_expected_longest_output_of_a_batch():
-    ours = policy_of(problem_of(task="T"))
+    ours = policy_of(problem_of(lengths="T"))
     draws = np.random.default_rng(0)
     for batch in (1, 7, 60):
         outputs = ours.problem.lengths.outputs.sample(batch * 4000, draws).reshape(-1, batch)
