@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-MOST_WITH_RANKS = 40  # each imports torch in two to four processes, and plans before that
+MOST_WITH_RANKS = 50  # most import torch in two to four processes, and plan before that
 WHOLE = 4000  # tests: fewer are a part of the run, chosen by hand
 
 
