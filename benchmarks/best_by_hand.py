@@ -24,8 +24,9 @@ import datetime
 import json
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -241,25 +242,33 @@ def _size(rng: np.random.Generator, most: int, least: int = 1) -> int:
     return round(math.exp(rng.uniform(math.log(least), math.log(most))))
 
 
-def found_by_hand(scenario: HandScenario) -> list[tuple[Found, Found]]:
-    """(the best of any policy and number of copies, the best drawn) of each of its bounds."""
-    timing, problem = scenario.timing(), scenario.problem()
-    parts = [ByHand(count, part, timing) for count, part in copies(problem)]
-    parts = [part for part in parts if part.plans]
-    drawn = Drawn(parts, timing, np.random.default_rng(_SEED))
-    return [(max(part.best(bound_s) for part in parts), drawn.best(bound_s))
-            for bound_s in scenario.bounds()]
-
-
 def kept_by_hand(scenario: HandScenario, path: Path | None) -> list[tuple[Found, Found]]:
-    """The same, taken from a file that it is in, or else put there: it takes minutes, and does not
-    change with the planner."""
-    kept = json.loads(path.read_text("utf-8")) if path is not None and path.is_file() else {}
-    if scenario.name not in kept:
-        kept[scenario.name] = found_by_hand(scenario)
-        if path is not None:
-            path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    return [(Found(*one), Found(*other)) for one, other in kept[scenario.name]]
+    """(the best of any policy and number of copies, the best drawn) of each of its bounds. What a
+    file has is taken from there, what is new is put there piece by piece (a number of copies under
+    one bound; what is drawn): it takes minutes, and does not change with the planner."""
+    bounds, timing = scenario.bounds(), scenario.timing()
+    parts = [part for count, problem in copies(scenario.problem())
+             if (part := ByHand(count, problem, timing)).plans]
+    pieces: dict[str, Callable[[], Any]] = {
+        f"{scenario.name}: {part.count} under {_seconds(bound_s)}": partial(part.best, bound_s)
+        for part in parts for bound_s in bounds}
+    drawn = f"{scenario.name}: drawn"
+    pieces[drawn] = lambda: [Drawn(parts, timing, np.random.default_rng(_SEED)).best(bound_s)
+                             for bound_s in bounds]
+    kept = _kept(path)
+    for name, find in pieces.items():
+        if name not in kept:
+            found = find()
+            kept = {**_kept(path), **kept, name: found}
+            if path is not None:
+                path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    return [(max(Found(*kept[f"{scenario.name}: {part.count} under {_seconds(bound_s)}"])
+                 for part in parts), Found(*kept[drawn][place]))
+            for place, bound_s in enumerate(bounds)]
+
+
+def _kept(path: Path | None) -> dict[str, Any]:
+    return json.loads(path.read_text("utf-8")) if path is not None and path.is_file() else {}
 
 
 def rows_of(scenario: HandScenario, hand: Path | None = None) -> list[Row]:

@@ -2,9 +2,12 @@
 changes shows how much a figure rests on the table), and one that remembers what it was asked (many
 plans have layers of the same degree)."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -17,6 +20,7 @@ from xprofiler.timing import MessageKind, Operator, TimingSource
 
 MOST_SIZES = 4096  # of an array that is remembered
 MOST_ANSWERS = 4096  # after that it begins anew
+_latest: list[Any] = []  # (source, Remembered)
 
 
 class Raised:
@@ -47,6 +51,14 @@ class Raised:
         is_meant = (group_of(key.name) is self._what if isinstance(self._what, OperatorGroup) else
                     key == self._what)
         return self._factor if is_meant else 1.0
+
+
+def remembering(source: TimingSource) -> Remembered:
+    """The latest source asked for: policies that are planned together share the answers."""
+    if not _latest or _latest[0] is not source:
+        _latest[:] = [source, Remembered(source)]
+    found: Remembered = _latest[1]
+    return found
 
 
 class Remembered:

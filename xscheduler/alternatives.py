@@ -3,12 +3,13 @@ and what the latency bound excludes; or, where there is no schedule, why, and th
 that one could keep."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 from xgpt.core.constraint import METRIC_WORDS, Constraint, Metric
-from xgpt.core.errors import InfeasibleError
+from xgpt.core.errors import InfeasibleError, XgptError
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Estimate, Rejected, Schedule
 from xgpt.core.units import format_bytes, format_seconds
@@ -129,6 +130,23 @@ def _row(label: str, space: Space, searched: Searched, plans: Sequence[int],
               if lost > 0 else "no better")
     return Rejected(label=f"{label}: {words_of(space, plan, candidate.point)}", reason=reason,
                     throughput_qps=qps * copies, latency_s=latency_s)
+
+
+class Unmet(InfeasibleError):
+    """No schedule of a search keeps its bound. Why is found out only where it is asked for: most
+    searches are begun to see whether there is one."""
+
+    def __init__(self, explain: Callable[[], InfeasibleError]) -> None:
+        XgptError.__init__(self)
+        self._explain: Callable[[], InfeasibleError] = cache(explain)
+
+    def __str__(self) -> str:
+        return str(self._explain())
+
+    @property
+    def tightest_s(self) -> float:  # type: ignore[override]
+        """The tightest bound that can be met; infinite where none can."""
+        return self._explain().tightest_s
 
 
 class _Easy(NamedTuple):

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 
 from xgpt.core.schedule import Status
 
-# Boxes after which a gap that nobody asked for widens, in proportion to all looked at: where
-# thousands of points are as good as each other, closing them one by one proves little more.
-MANY_NODES = 4000
+# Boxes beside the roots after which a gap that nobody asked for widens, as the square of all looked
+# at: where thousands of points are as good as each other, closing them one by one proves little
+# more. And after which a search is left that has found nothing, where nothing is had elsewhere.
+MANY_NODES, FRUITLESS_NODES = 1500, 3000
 BATCH = 64  # best boxes split at a time, so that `examine` can work on arrays
 
 
@@ -114,13 +115,16 @@ class Maximisation:
 
     def __init__(self, roots: Sequence[Box],
                  examine: Callable[[Sequence[Box]], Sequence[NodeResult]], *, gap: float,
-                 keeps_gap: bool = False,
+                 keeps_gap: bool = False, known: Candidate | None = None,
                  split: Callable[[Box], Sequence[Box]] = Box.split) -> None:
-        """See `maximise`. keeps_gap: the gap is the same after any number of boxes."""
+        """See `maximise`. keeps_gap: the gap is the same after any number of boxes. known: an
+        admissible point that was seen before."""
         assert gap >= 0, f"{gap = }"
         assert [box.root for box in roots] == list(range(len(roots))), f"{roots = }"
         self._roots, self._examine, self._split = roots, examine, split
         self._tree = _SearchTree(gap, len(roots), keeps_gap=keeps_gap)
+        if known is not None:
+            self._tree.note(known)
         self._has_begun = False
 
     def go_on(self, *, max_nodes: int | None = None, floor: float = 0.0,
@@ -133,7 +137,7 @@ class Maximisation:
             self._has_begun = True
             tree.add(self._examine(self._roots) if self._roots else [])
         while tree.is_open:
-            if (max_nodes is not None and tree.nodes >= max_nodes) or (
+            if (max_nodes is not None and tree.nodes >= max_nodes) or tree.is_fruitless or (
                     ends is not None and ends(tree.nodes, tree.incumbent, tree.upper_bound)):
                 return tree.outcome(Status.LIMIT)
             children = [child for box in tree.pop(BATCH) for child in self._split(box)]
@@ -148,7 +152,7 @@ class _SearchTree:
         self.best: Candidate | None = None
         self._floor = -math.inf
         self.nodes = 0
-        self._gap, self._keeps_gap = gap, keeps_gap
+        self._gap, self._keeps_gap, self._num_roots = gap, keeps_gap, num_roots
         self._queue: list[tuple[float, int, Box]] = []  # (-upper bound, age, box)
         self._closed: Counter[str] = Counter()
         self._root_best: list[Candidate | None] = [None] * num_roots
@@ -172,8 +176,18 @@ class _SearchTree:
     @property
     def _cutoff(self) -> float:
         most = self.incumbent
-        widened = 1.0 if self._keeps_gap else max(self.nodes / MANY_NODES, 1.0)
-        return most * (1 + self._gap * widened) if most > 0 else most
+        widened = 1.0 if self._keeps_gap else max(self._further / MANY_NODES, 1.0)
+        return most * (1 + self._gap * widened**2) if most > 0 else most
+
+    @property
+    def is_fruitless(self) -> bool:
+        """Whether to leave it, since nothing was found in many boxes, and nothing is had."""
+        return not self._keeps_gap and self.incumbent <= 0 and self._further >= FRUITLESS_NODES
+
+    @property
+    def _further(self) -> int:
+        """Boxes looked at besides the roots."""
+        return self.nodes - self._num_roots
 
     def raise_floor(self, floor: float) -> None:
         """So much is had elsewhere."""
@@ -183,9 +197,7 @@ class _SearchTree:
     def add(self, results: Sequence[NodeResult]) -> None:
         for result in results:
             if result.best is not None:
-                root = result.best.root
-                self.best = _better(self.best, result.best)
-                self._root_best[root] = _better(self._root_best[root], result.best)
+                self.note(result.best)
         for result in results:
             self.nodes += 1
             if result.is_settled:
@@ -194,6 +206,11 @@ class _SearchTree:
                 self._close(result.box, result.upper_bound, "no better than the incumbent")
             else:
                 heapq.heappush(self._queue, (-result.upper_bound, self.nodes, result.box))
+
+    def note(self, found: Candidate) -> None:
+        """An admissible point."""
+        self.best = _better(self.best, found)
+        self._root_best[found.root] = _better(self._root_best[found.root], found)
 
     def pop(self, count: int) -> list[Box]:
         """The `count` boxes of highest bound that can still matter."""

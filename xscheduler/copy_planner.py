@@ -147,6 +147,7 @@ class CopyPlanner:
         self.problem, self._timing, self._effort = problem, timing, effort
         self._longer: list[ProblemSearch] = []  # for longer outputs, in the order of their use
         self._tighter: list[ProblemSearch] = []  # under tighter bounds besides the latency's
+        self._doubts: dict[float, Doubts] = {}  # by latency bound
 
     @cached_property
     def own(self) -> ProblemSearch:
@@ -175,8 +176,25 @@ class CopyPlanner:
 
     def doubts(self, latency_bound_s: float) -> Doubts:
         """Margins under the bound."""
-        return Doubts(replace(self.problem, constraint=self.problem.constraint.with_latency(
-            limit_s=latency_bound_s)), self._evaluator, replays=True)
+        if latency_bound_s not in self._doubts:
+            self._doubts[latency_bound_s] = Doubts(replace(
+                self.problem, constraint=self.problem.constraint.with_latency(
+                    limit_s=latency_bound_s)), self._evaluator, replays=True)
+        return self._doubts[latency_bound_s]
+
+    def promised(self, latency_bound_s: float, floor_qps: float) -> float:
+        """What any policy may have with its margin before a replay; 0: no more than the floor, at
+        first sight."""
+        doubts, most = self.doubts(latency_bound_s), floor_qps
+        look = self.own.glance if floor_qps else self.own.find
+        try:
+            free = look(latency_bound_s / doubts.least_factor, floor_qps)
+        except InfeasibleError:
+            return 0.0
+        for name, upper_qps in free.proof.policy_bounds:
+            if upper_qps > most * (1 + self._effort.gap):
+                most = max(most, self._promise(name, doubts, most))
+        return most if most > floor_qps else 0.0
 
     def within(self, latency_bound_s: float, floor_qps: float = 0.0) -> PlannedWithin:
         """The best schedule of any policy that keeps the bound with the constraint's confidence.

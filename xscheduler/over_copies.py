@@ -183,6 +183,8 @@ class CopiesSearch:
         """Those that may be the best with their margin, by their place in `looked`."""
         order = sorted((index for index, one in enumerate(looked) if one.upper_qps > 0),
                        key=lambda index: (-found_qps(looked[index]), -looked[index].upper_qps))
+        promised = self._promised(looked, order, latency_bound_s)
+        order.sort(key=lambda index: -promised[index])  # of equals the order stays
         tried: dict[int, PlannedWithin | InfeasibleError] = {}
         floor_qps, watch = 0.0, self._effort.watch
         for index in order:
@@ -198,6 +200,20 @@ class CopiesSearch:
             if planned.is_safe:
                 floor_qps = max(floor_qps, planned.schedule.figures.throughput_qps)
         return tried
+
+    def _promised(self, looked: Sequence[Looked], order: Sequence[int],
+                  latency_bound_s: float) -> dict[int, float]:
+        """What each number of copies may have with its margin, by its place in `looked`; 0: no more
+        than others, at first sight. It takes no replays, and spares those of what is beaten."""
+        promised: dict[int, float] = {}
+        watch = self._effort.watch
+        for index in order:
+            most = max(promised.values(), default=0.0)
+            is_beaten = looked[index].upper_qps <= most * (1 + self._effort.gap)
+            is_over = watch is not None and watch.is_over
+            promised[index] = 0.0 if len(order) < 2 or is_beaten or is_over else (
+                looked[index].planner.promised(latency_bound_s, most))
+        return promised
 
     def _beside_no_bound(self, schedule: Schedule, free: Schedule,
                          looked: Sequence[Looked]) -> Schedule:
@@ -278,10 +294,12 @@ def _most_qps(found: Schedule) -> float:
 def _look_at(parts: Sequence[CopyPlanner], latency_bound_s: float) -> Looked:
     """One number of copies on the largest part on which there is a schedule."""
     refused: list[Looked] = []
-    for planner in parts:
+    for place, planner in enumerate(parts):
         if planner.problem.copies > 1 and not has_room(planner.problem):
             break  # nor on smaller ones
         try:
+            if place:  # a smaller part is looked into where something is seen at first
+                planner.own.glance(latency_bound_s, 0.0)
             found = planner.own.find(latency_bound_s)
         except (InfeasibleError, InputError) as refusal:
             refused.append(Looked(planner, None, 0.0, refusal))

@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from xgpt.core.errors import BeatenError, InfeasibleError, wrong
@@ -24,6 +25,7 @@ from xscheduler.alternatives import (
     LEFT_OUT,
     POLICY_ROW,
     BestPoint,
+    Unmet,
     best_in,
     explain,
     row_without_bound,
@@ -44,6 +46,9 @@ GAP = 0.005
 BRIEF_NODES = 200  # boxes of a policy that is known to lose
 PAPERS_SHOWN = 0.8  # of a schedule by one of the paper's policies: what another needs, to be looked
 # into for its own best
+# Of the search of one policy under bounds that leave room for its margin, of which nothing is
+# claimed: what is proved is proved of all policies under the bound that every margin leaves.
+ALONE_GAP = 0.01
 FREE_GAP = 0.02  # of the search without a latency bound, which is only compared with
 
 
@@ -73,6 +78,7 @@ class Scheduler:
                         f"take rra: cluster {problem.cluster.name} ({problem.cluster.num_devices} "
                         f"x {problem.cluster.device.name}) cannot be divided into an encode and a "
                         "decode pool for this model and tensor plan")
+        self._whole: Scheduler | None = None  # of all policies, where this is of one of them
         self._free: dict[str, Searched] = {}
         self._begun = _Begun(math.nan, 0.0, {}, {})
         self._results: dict[float, dict[str, Searched]] = {}  # by latency bound
@@ -101,7 +107,7 @@ class Scheduler:
             if is_glance:
                 raise InfeasibleError("no schedule within the limits")
             is_proved = all(one.outcome.upper_bound == -math.inf for one in results.values())
-            raise explain(self.spaces, bound_s, is_proved=is_proved)
+            raise Unmet(partial(explain, self.spaces, bound_s, is_proved=is_proved))
         # of equals the policy that comes first
         best = max(admissible, key=lambda one: one.candidate.objective)
         estimate = best.space.estimate(best.plan, best.candidate.point)
@@ -131,7 +137,10 @@ class Scheduler:
     def alone(self, name: str) -> Scheduler:
         """The search of one of the policies, which shares what was evaluated, and what is known of
         its bounds."""
-        one = copy.copy(self)
+        one, effort = copy.copy(self), self._effort
+        if not effort.keeps_gap:  # what is proved is proved of all policies
+            one._effort = replace(effort, gap=max(effort.gap, ALONE_GAP))
+        one._whole = self
         one.spaces = [space for space in self.spaces if space.name == name]
         one._begun, one._results, one._left_out = _Begun(math.nan, 0.0, {}, {}), {}, ()
         return one
@@ -175,6 +184,8 @@ class Scheduler:
         bound says how much better it may be."""
         begun = self._begun
         if begun.bound_s != bound_s or begun.floor_qps > floor_qps:
+            if is_glance and floor_qps > 0 and (seen := self._seen_among_all(bound_s)) is not None:
+                return seen
             begun = _Begun(bound_s, floor_qps, {}, {})
         begun = self._begun = begun._replace(floor_qps=floor_qps)
         effort = replace(self._effort, max_nodes=1) if is_glance else self._effort
@@ -188,6 +199,16 @@ class Scheduler:
                 self._limits.setdefault(name, []).append(
                     (bound_s, results[name].outcome.upper_bound))
         return dict(results)
+
+    def _seen_among_all(self, bound_s: float) -> dict[str, Searched] | None:
+        """Of one policy what the search of all has found under the same bound, whatever its floor
+        was; None where it has not begun that."""
+        if self._whole is None or self._whole._begun.bound_s != bound_s:
+            return None
+        found = self._whole._begun.results
+        names = [space.name for space in self.spaces]
+        return {name: found[name] for name in names} if all(
+            name in self._whole._begun.searches for name in names) else None
 
     def _searched(self, space: Space, begun: _Begun, effort: Effort, floor: float) -> Searched:
         """One policy's search begun, or gone on with; what is known of a wider bound may spare

@@ -5,13 +5,18 @@ where 1/E[c] is right). Symbols: N_D = decode_iterations, D = decode iterations 
 (S - 1 for decoder-only models, whose encode yields the first token; S otherwise), B_E = queries
 encoded per phase, u = iteration within a phase, j = phases a query has already been through."""
 
+from __future__ import annotations
+
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray, JointLengths
 from xgpt.core.normal import ndtri
+from xgpt.core.problem import Problem
 from xsimulator.longest_context import LongestContext, expected_maximum
 
 GROUP_OCTAVES = np.arange(-6, 9)  # queries encoded in a group, as powers of 2
@@ -40,6 +45,24 @@ class Occupancy:
     maximum_context: FloatArray | None  # [N_D, doublings + 1] E[max context of 2^k active]
 
 
+_flows: dict[tuple[object, ...], QueryFlow] = {}
+_MOST_FLOWS = 4  # kept, the latest
+
+
+def flow_of(problem: Problem) -> QueryFlow:
+    """The flow of a problem's queries, which does not depend on the devices: all policies, on parts
+    of any size, look into the same one."""
+    lengths, reserved = problem.lengths, problem.default_max_tokens
+    key = id(lengths), problem.model.is_encoder_decoder, reserved
+    flow = _flows.pop(key, None) or QueryFlow(
+        lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
+        reserved_output_tokens=reserved)
+    while len(_flows) >= _MOST_FLOWS:
+        del _flows[next(iter(_flows))]
+    _flows[key] = flow  # the latest is the last; it holds its lengths, so no others have that id
+    return flow
+
+
 class QueryFlow:
     """Derives an Occupancy for any N_D from the joint distribution of lengths; keeps each. Arrays
     [D max] are over a query's own iterations k = 1..max D."""
@@ -49,6 +72,7 @@ class QueryFlow:
         """`reserved_output_tokens`: output tokens a query may generate, and so reserves, where that
         is more than the distribution's longest."""
         self.lengths, pmf = lengths, lengths.outputs.pmf
+        self.tables: dict[Hashable, Any] = {}  # that others derive from it, and share
         self.iterations_fewer = 0 if is_encoder_decoder else 1
         # largest D, at least 1: more decode iterations a phase change nothing
         self.max_iterations = max(lengths.outputs.max - self.iterations_fewer, 1)

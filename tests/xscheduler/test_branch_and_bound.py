@@ -141,6 +141,21 @@ def test_the_gap_widens_with_many_boxes_and_the_outcome_says_so(monkeypatch):
     assert exact.upper_bound <= exact.best.objective * 1.005
 
 
+def test_a_search_that_finds_nothing_is_left_unless_its_gap_was_asked_for(monkeypatch):
+    def nothing(boxes):
+        return [NodeResult(upper_bound=float(box.num_points), box=box,
+                           is_settled=box.num_points == 1, reason="") for box in boxes]
+
+    monkeypatch.setattr("xscheduler.branch_and_bound.FRUITLESS_NODES", 200)
+    root = [Box(root=0, lower=(1, 1), upper=(40, 40))]
+    left = maximise(root, nothing, gap=0.005)
+    assert left.status is Status.LIMIT and 200 < left.nodes < 600 and left.upper_bound > 1
+    whole = Maximisation(root, nothing, gap=0.005, keeps_gap=True).go_on()
+    assert whole.nodes == 2 * 1600 - 1
+    had = Maximisation(root, nothing, gap=0.005).go_on(floor=1.0)
+    assert had.status is Status.INFEASIBLE, "what is had elsewhere gives up boxes one by one"
+
+
 def test_a_gap_that_was_asked_for_does_not_widen(monkeypatch):
     root = [Box(root=0, lower=(1, 1), upper=(40, 40))]
     exact = maximise(root, examiner(product, 90), gap=0.005)

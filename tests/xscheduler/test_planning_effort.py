@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 from toy_jobs import roofline_of, toy_problem
 
-from xgpt.core.errors import BeatenError
+from xgpt.core.errors import BeatenError, InfeasibleError
 from xgpt.core.job import FixedSchedule
 from xscheduler.planner import Planner, PlanOptions
 from xscheduler.search import GAP, Scheduler
 from xscheduler.spaces import space as spaces
 from xscheduler.spaces.continuous import ContinuousSpace
+from xscheduler.spaces.rra import RraSpace
+from xscheduler.spaces.rra_points import RraPoints
+from xscheduler.spaces.space import Effort, search_space
 from xscheduler.spaces.tensor_plans import tensor_plans
 from xsimulator.policies import make_policy
 from xsimulator.policies.rra.config import RraConfig
@@ -82,6 +85,54 @@ def test_what_a_wider_bound_rules_out_is_not_looked_at_under_a_tighter_one(monke
     with pytest.raises(BeatenError):
         scheduler.find(wide.figures.latency_s, compares=False, floor_qps=2 * most)
     assert not begun
+
+
+def test_why_nothing_keeps_a_bound_is_found_out_where_it_is_asked_for(monkeypatch):
+    problem = toy_problem(latency_s=1e-9)
+    explained: list[str] = []
+    usual = RraSpace.easiest
+
+    def counted(space):
+        explained.append(space.name)
+        return usual(space)
+
+    monkeypatch.setattr(RraSpace, "easiest", counted)
+    scheduler = Scheduler(problem, roofline_of(problem))
+    with pytest.raises(InfeasibleError) as raised:
+        scheduler.find(1e-9, compares=False)
+    assert not explained
+    assert "every one takes longer" in str(raised.value) and raised.value.tightest_s > 1e-9
+    assert str(raised.value) and explained == ["rra"], "once"
+
+
+def test_plans_that_are_too_slow_altogether_are_told_so_at_once(monkeypatch):
+    """No batch is looked for that there is room for: the least latency is asked for all boxes of a
+    plan together."""
+    problem = toy_problem(latency_s=1e-9)
+    asked: list[int] = []
+    usual = RraPoints.room
+
+    def counted(points, plan, *given):
+        asked.append(len(plan))
+        return usual(points, plan, *given)
+
+    monkeypatch.setattr(RraPoints, "room", counted)
+    space = RraSpace("rra", problem, roofline_of(problem),
+                     tensor_plans(problem, roofline_of(problem)))
+    searched = search_space(space, 1e-9, Effort(gap=GAP))
+    assert searched.outcome.upper_bound == -math.inf and sum(asked) == 0
+
+
+def test_all_policies_and_copies_look_into_one_flow_of_queries():
+    problem = toy_problem(per_node=4)
+    timing = roofline_of(problem)
+    half = replace(problem, cluster=problem.cluster.with_nodes(devices_per_node=2))
+    whole, part = make_policy("rra", problem, timing), make_policy("rra", half, timing)
+    assert whole.flow is part.flow is make_policy("waa-m", problem, timing).flow
+    assert whole.blocks is part.blocks
+    assert whole.plans is make_policy("sarathi", problem, timing).plans
+    longer = make_policy("rra", replace(problem, default_max_tokens=999), timing)
+    assert longer.flow is not whole.flow and longer.blocks is not whole.blocks
 
 
 def test_copies_on_parts_of_any_size_look_into_one_table_of_walks():

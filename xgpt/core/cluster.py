@@ -170,15 +170,19 @@ class Cluster:
 
     def node_of(self, rank: int) -> int:
         """Node that holds `rank`; ranks fill a node before the next."""
-        assert 0 <= rank < self.num_devices, f"{rank = } of {self.num_devices = }"
-        return rank // self.devices_per_node
+        own = self.only
+        assert 0 <= rank < own.num_nodes * own.devices_per_node, f"{rank = } of {own = }"
+        return rank // own.devices_per_node
 
     def link_between(self, rank_a: int, rank_b: int) -> Link:
         """What a message between them goes over."""
         if self.node_of(rank_a) != self.node_of(rank_b):
             return self.inter_link
-        places = rank_a % self.devices_per_node, rank_b % self.devices_per_node
-        return self._inner_link(*places) or self.intra_link
+        own = self.only
+        if not own.islands:
+            return own.intra_link
+        places = rank_a % own.devices_per_node, rank_b % own.devices_per_node
+        return self._inner_link(*places) or own.intra_link
 
     def slowest_link(self, ranks: Sequence[int]) -> Link:
         """The slowest link that a ring through these ranks must cross."""
@@ -190,6 +194,8 @@ class Cluster:
     def link_of(self, group: Sequence[int]) -> Link:
         """What a tensor-parallel group sums over: the slowest link of its ring, which over several
         nodes says what joins the ranks inside one, too."""
+        if not self.islands and self.node_of(min(group)) == self.node_of(max(group)):
+            return self.intra_link
         own = [rank for rank in group if self.node_of(rank) == self.node_of(group[0])]
         slowest = self.slowest_link(group)
         if len(own) in (1, len(group)):

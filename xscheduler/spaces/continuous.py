@@ -186,7 +186,7 @@ class ContinuousExaminer:
                  floor_qps: float) -> None:
         """`floor_qps`: throughput found elsewhere; what is no better is not looked into."""
         self._space, self._bound_s, self._gap = space, latency_bound_s, gap
-        self._best_qps = floor_qps
+        self._best_qps, self.known = floor_qps, None
         first, last = space.active
         self.roots = [Box(root=root, lower=(first, line.least), upper=(last, line.most))
                       for root, line in enumerate(space.lines)]

@@ -128,6 +128,13 @@ class ChunkPoints:
         columns = np.array([self._known[key] for key in keys]).reshape(-1, 3)
         return columns[:, 0], columns[:, 1], columns[:, 2].astype(np.int64)
 
+    def best_known(self, latency_bound_s: float) -> tuple[float, int, int] | None:
+        """(throughput, root, rung) of the best admissible one that was evaluated so far."""
+        best = min(((-qps, root, rung) for (root, rung), (qps, latency_s, crowded) in
+                    self._known.items() if not crowded and qps > 0
+                    and latency_s <= latency_bound_s), default=None)
+        return None if best is None else (-best[0], *best[1:])
+
     def tops(self, root: IntArray) -> IntArray:
         """[boxes] the highest rung of a root that there is room for, and whose tokens its chunks
         hold; -1 where there is none. What is needed grows with the rate."""
@@ -195,6 +202,10 @@ class ChunkExaminer:
         limit = points.limits(root, low, high, is_latency=False)
         # what is no better than the best at any memory and latency need not be cut
         rows = np.flatnonzero(limit > self.best_qps * (1 + self._gap))
+        if np.isfinite(self._bound_s) and len(rows):
+            least_s = points.limits(root[rows], low[rows], high[rows], is_latency=True)
+            reasons[rows[least_s > self._bound_s]] = Limit.LATENCY.words
+            rows = rows[least_s <= self._bound_s]
         high[rows] = np.minimum(high[rows], points.tops(root[rows]))
         reasons[rows[high[rows] < low[rows]]] = Limit.MEMORY.words
         rows = rows[high[rows] >= low[rows]]
@@ -218,6 +229,12 @@ class ChunkExaminer:
                 box=cut, upper_bound=upper, best=best, reason="each point evaluated" if is_all
                 else "decided at its corner", is_settled=is_all))
         return results
+
+    def known(self) -> Candidate | None:
+        """The best admissible rung of those that other searches have evaluated."""
+        best = self._points.best_known(self._bound_s)
+        return None if best is None else Candidate(
+            objective=best[0], root=self._first + best[1], point=self._points.point(*best[1:]))
 
     def split(self, box: Box) -> list[Box]:
         """Into parts of equal numbers of rungs."""

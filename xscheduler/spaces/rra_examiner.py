@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.constraint import Metric
-from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xscheduler.admissible import Limit
 from xscheduler.branch_and_bound import Box, Candidate, NodeResult
@@ -82,6 +82,17 @@ class RraExaminer:
                     results[row] = result
         return [result for result in results if result is not None]
 
+    def known(self) -> Candidate | None:
+        """The best admissible point of those that other searches have evaluated."""
+        best = self._points.best_known(self._bound_s)
+        if best is None:
+            return None
+        qps, plan, point = best
+        return next((Candidate(objective=qps, root=box.root, point=point) for box in self.roots
+                     if self.plan_of_root[box.root] == plan and all(
+                         low <= value <= up for low, value, up in zip(
+                             box.lower, point, box.upper, strict=True))), None)
+
     def split(self, box: Box) -> list[Box]:
         """A range of N_D into parts of even ratio; a line at the middle of its batches."""
         (least, first), (most, last) = box.lower, box.upper
@@ -96,6 +107,7 @@ class RraExaminer:
 
     def _examine(self, boxes: Sequence[Box], given: _Boxes, is_line: bool) -> list[NodeResult]:
         reasons = np.full(len(boxes), "", object)
+        reasons[_are_slow_together(self._points, given, self._bound_s)] = Limit.LATENCY.words
         top = self._cut_to_room(given, is_line, reasons)
         limit = np.full(len(boxes), -np.inf)
         is_open = reasons == ""
@@ -130,12 +142,13 @@ class RraExaminer:
 
     def _cut_to_room(self, given: _Boxes, is_line: bool, reasons: np.ndarray) -> IntArray:
         """[boxes] the largest batch there can be room for at any of its N_D."""
-        points = self._points
-        room = points.room(given.plan, given.last, self._batches[1])
+        points, is_open = self._points, reasons == ""
+        room = np.zeros(len(reasons), np.int64)
+        room[is_open] = points.room(given.plan[is_open], given.last[is_open], self._batches[1])
         if not is_line:
             room = np.where(room > 0, np.ceil(room * (1 + ROOM_SLACK)).astype(np.int64) + 1, 0)
         top = np.minimum(given.most, room)
-        rows = np.flatnonzero(top < given.least)
+        rows = np.flatnonzero((top < given.least) & is_open)
         if len(rows):
             crowding = points.crowding(given.plan[rows], given.least[rows], given.last[rows])
             reasons[rows] = [Limit(code).words or Limit.MEMORY.words for code in crowding]
@@ -261,6 +274,23 @@ class RraExaminer:
         for plan, first, least, most, end in zip(left.plan, left.first, left.least, top[rows], ends,
                                                  strict=True):
             self._frontier[int(plan), int(first), int(least), int(most)] = int(end)
+
+
+def _are_slow_together(points: RraPoints, given: _Boxes, latency_bound_s: float) -> BoolArray:
+    """[boxes] that keep no latency bound, by a lower bound for all those of their plan and side
+    together: of the roots of many plans most are told so at once."""
+    keys = 2 * given.plan + (given.least >= SIDES)
+    each, place = np.unique(keys, return_inverse=True)
+    if math.isinf(latency_bound_s) or 2 * len(each) > len(keys):
+        return np.zeros(len(keys), bool)
+    least, first = (np.full(len(each), np.iinfo(np.int64).max) for _ in range(2))
+    most, last = (np.zeros(len(each), np.int64) for _ in range(2))
+    np.minimum.at(least, place, given.least)
+    np.minimum.at(first, place, given.first)
+    np.maximum.at(most, place, given.most)
+    np.maximum.at(last, place, given.last)
+    least_s = points.bounds.latency_s(points.configs(each // 2, least, last), most, first)
+    return np.asarray((least_s > latency_bound_s)[place])
 
 
 def _further_limits(problem: Problem) -> list[tuple[Limit, Metric, float]]:

@@ -19,6 +19,10 @@ class FamilyExaminer:
         self._count = len(between.roots) if between else 0
         self._chunks = ChunkExaminer(chunks, latency_bound_s, gap=gap, first_root=self._count)
         self._best_qps = floor_qps
+        seen = [one for one in (between and between.known(), self._chunks.known()) if one]
+        self.known = min(seen, key=lambda one: one.rank, default=None)
+        if self.known is not None:
+            self._best_qps = max(floor_qps, self.known.objective)
         self.roots: list[Box] = [*(between.roots if between else []), *self._chunks.roots]
         self.plan_of_root = [*(between.plan_of_root if between else []),
                              *self._chunks.plan_of_root]

@@ -71,6 +71,13 @@ class RraPoints:
         columns = np.array([self._known[key] for key in keys]).reshape(-1, 3)
         return Points(columns[:, 0], columns[:, 1], columns[:, 2].astype(np.int64))
 
+    def best_known(self, latency_bound_s: float) -> tuple[float, int, tuple[int, int]] | None:
+        """(throughput, plan, point) of the best admissible point that was evaluated so far."""
+        best = min(((-qps, plan, (batch, iterations)) for (plan, batch, iterations), (
+            qps, latency_s, crowded) in self._known.items()
+            if not crowded and qps > 0 and latency_s <= latency_bound_s), default=None)
+        return None if best is None else (-best[0], best[1], best[2])
+
     def crowding(self, plan: IntArray, batch: IntArray, iterations: IntArray) -> IntArray:
         """[points] as Points.crowding but for the tokens' pace, without a timeline."""
         return self._crowding(*self.rra.room(self.configs(plan, batch, iterations)))

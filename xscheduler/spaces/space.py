@@ -23,6 +23,7 @@ class Examiner(Protocol):
 
     roots: list[Box]
     plan_of_root: list[int]  # index of the tensor plan that each root is of
+    known: Candidate | None  # the best admissible point that was evaluated under another bound
 
     def examine(self, boxes: Sequence[Box]) -> list[NodeResult]: ...
 
@@ -121,7 +122,7 @@ class SpaceSearch:
         self._copies = space.problem.copies
         self._search = Maximisation(
             self._examiner.roots, self._examiner.examine, gap=effort.gap,
-            keeps_gap=effort.keeps_gap, split=self._examiner.split)
+            keeps_gap=effort.keeps_gap, split=self._examiner.split, known=self._examiner.known)
 
     def go_on(self, effort: Effort, floor_qps: float = 0.0) -> Searched:
         """The best point found until the effort is spent; what is no better than `floor_qps`, had

@@ -18,7 +18,7 @@ from xgpt.core.controls import max_in_system
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
-from xprofiler.made_sources import Remembered
+from xprofiler.made_sources import remembering
 from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limit, Limits, beyond_range, crowding_or_pace
 from xscheduler.branch_and_bound import Box, Candidate, NodeResult
@@ -46,7 +46,7 @@ class WaaSpace:
 
     def __init__(self, name: str, problem: Problem, timing: TimingSource,
                  plans: Sequence[TensorPlan]) -> None:
-        waa = cast(Waa, make_policy(name, problem, Remembered(timing)))
+        waa = cast(Waa, make_policy(name, problem, remembering(timing)))
         self.name, self.problem, self.waa, self.bounds = name, problem, waa, WaaBounds(waa)
         self.plans = tuple(plan for plan in plans if len(
             WaaPlans(waa.plans, plan.tp_degree, plan.tp_gpus).encode_devices))
@@ -116,7 +116,7 @@ class WaaExaminer:
                  floor_qps: float) -> None:
         """`floor_qps`: throughput found elsewhere; what is no better is not looked into."""
         self._space, self._bound_s, self._gap = space, latency_bound_s, gap
-        self._best_qps = floor_qps
+        self._best_qps, self.known = floor_qps, None
         # an encoder-decoder model's first token is decoded, too
         tokens = space.problem.lengths.outputs.quantile(space.problem.constraint.quantile) - 1
         waited = space.waa.iterations_waited - 1.5 * space.problem.model.is_encoder_decoder
@@ -169,7 +169,8 @@ class WaaExaminer:
         for index, rows in self._by_plan(boxes):
             plan, own = space.plans[index], _corners(boxes, rows)
             degrees = sorted({plan.tp_degree} | ({1} if plan.tp_gpus < devices else set()))
-            limit[rows], latency[rows] = space.bounds.quick(space.splits[index], own, degrees)
+            limit[rows], latency[rows] = space.bounds.quick(
+                space.splits[index], own, degrees, self._bound_s)
             stretch[rows] = space.waa.least_stretch(own.least.astype(float), degrees)
         return limit, latency, stretch
 
@@ -209,7 +210,7 @@ class WaaExaminer:
         for index, rows in self._by_plan(boxes):
             bounds[:, rows] = space.bounds.bound(
                 space.splits[index], _corners(boxes, rows),
-                worth_qps=self._best_qps * (1 + self._gap))
+                worth_qps=self._best_qps * (1 + self._gap), latency_bound_s=self._bound_s)
         return BoxBounds(*bounds)
 
     def _look(self, boxes: Sequence[Box], limit: FloatArray) -> list[tuple[Candidate | None, bool]]:

@@ -12,12 +12,15 @@ from functools import partial
 import numpy as np
 
 from xgpt.core.schedule import Role
+from xrunner.rules.rra import RraRule, decide_plain, plain_rounds
 from xrunner.rules.slots import Departures, SlotUse
 from xrunner.rules.steps import BatchingRule, Step, StepKind
 from xsimulator.replay.kernel import TURN, Kernel
 from xsimulator.replay.queries import GroupRows, Queries
-from xsimulator.replay.records import PoolRecords
-from xsimulator.replay.step_clock import PoolClock, StepSizes
+from xsimulator.replay.records import PoolRecords, RowLog, StepLog
+from xsimulator.replay.step_clock import PoolClock, StepClock, StepSizes
+
+LEAST_AHEAD = 8  # steps that are worth being taken at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,16 +46,16 @@ class PoolProcess:
         # the pool that they are handed over to; None: queries that are encoded stay
         self.outlet: Callable[[tuple[int, ...], int, float], float] | None = None
         self._kernel, self._queries, self._clock = kernel, queries, plan.clock
+        self._phased = plan.rule if isinstance(plan.rule, RraRule) else None
         self._groups: dict[int, GroupRows] = {}
         self._free_s = [-math.inf] * len(plan.stages)
         self._is_idle = True
         self._departures = Departures(plan.rule.slot_use)
         self._is_kept = plan.rule.slot_use is SlotUse.KEPT
         # of each step, in the order in which the head took them up: [stages] seconds and ends
-        self._steps: list[Step] = []
-        self._sizes: list[tuple[int, int, int, float]] = []  # tokens, encoded, decoded, context
-        self._durations: list[list[float]] = []
-        self._ends: list[list[float]] = []
+        self._steps = StepLog()
+        self._sizes = RowLog()  # tokens, encoded, decoded, context
+        self._durations, self._ends = RowLog(), RowLog()
         self._memory: list[tuple[float, int]] = []  # (from when on, tokens held)
         self._held = -1
 
@@ -71,16 +74,15 @@ class PoolProcess:
 
     def records(self) -> PoolRecords:
         plan, shape = self.plan, (len(self._steps), len(self.plan.stages))
-        sizes = np.array(self._sizes, float).reshape(-1, 4)
-        end_s = np.array(self._ends, float).reshape(shape)
-        durations_s = np.array(self._durations, float).reshape(shape)
+        sizes = self._sizes.array(4)
+        end_s, durations_s = self._ends.array(shape[1]), self._durations.array(shape[1])
         # a step beyond what was measured never ends, and those after it never begin
         start_s = np.subtract(end_s, durations_s, out=np.full(shape, np.inf),
                               where=np.isfinite(durations_s))
         memory = np.array(self._memory, float).reshape(-1, 2)
         tokens, encoded, decoded = (sizes[:, i].astype(np.int64) for i in range(3))
         return PoolRecords(
-            name=plan.name, role=plan.role, stages=plan.stages, steps=tuple(self._steps),
+            name=plan.name, role=plan.role, stages=plan.stages, steps=self._steps,
             decoded=decoded, encoded=encoded, tokens=tokens, context=sizes[:, 3], end_s=end_s,
             start_s=start_s,
             memory_s=memory[:, 0], memory_tokens=memory[:, 1].astype(np.int64),
@@ -102,8 +104,36 @@ class PoolProcess:
                 self._kernel.at(at_s, TURN, partial(self._resume, group))
                 return
             now = at_s
-            self._turn(group, now)
+            if not self._decode_ahead(group, now):
+                self._turn(group, now)
         self._is_idle = True
+
+    def _decode_ahead(self, group: GroupRows, now: float) -> bool:
+        """Takes the only group's steps in which nothing changes but contexts, all at once; False
+        where there are few of them, or anything else may happen meanwhile."""
+        clock = self._clock
+        if self._phased is None or not isinstance(clock, StepClock) or not (
+                self._kernel.is_free_until(math.inf)):
+            return False
+        if group.awaited and (group.awaited[-1][1] or group.awaited[-1][2]):
+            return False  # first or last tokens are to be taken up
+        count = min(plain_rounds(self._phased) - 1, group.plain_steps())
+        if count < LEAST_AHEAD:
+            return False
+        rows, contexts, longest = group.decode_run(count)
+        seconds = clock.decode_run(rows, contexts, longest)
+        # one group's steps are one after the other on all stages
+        ends = np.add.accumulate(np.concatenate([[now], seconds.ravel()]))[1:].reshape(
+            seconds.shape)
+        self._free_s[:] = ends[-1].tolist()
+        self._steps.append(decide_plain(self._phased, count), count)
+        sizes = np.zeros((count, 4))
+        sizes[:, 2], sizes[:, 3] = rows, contexts
+        self._sizes.extend(sizes)
+        self._durations.extend(seconds)
+        self._ends.extend(ends)
+        group.awaited[:] = [(self._free_s[-1], (), [])]
+        return True
 
     def _resume(self, group: GroupRows, now: float) -> None:
         self._turn(group, now)

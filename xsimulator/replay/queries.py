@@ -120,6 +120,19 @@ class GroupRows:
         top = -longest[0][0] + self.iterations if longest else context
         return rows, context, float(top), removed * rows / (rows + removed) if removed else 0.0
 
+    def plain_steps(self) -> int:
+        """Decode steps ahead in which none that is active is done, nor a row comes or goes."""
+        if self._removed or self.fresh or not self._ends:
+            return 0
+        return min(self._ends) - self.iterations - 1
+
+    def decode_run(self, count: int) -> tuple[int, FloatArray, FloatArray]:
+        """So many iterations more, all plain: (rows, [count] mean contexts, longest contexts)."""
+        rows, _, top, _ = self.decode()
+        after: FloatArray = np.arange(self.iterations, self.iterations + count, dtype=float)
+        self.iterations += count - 1
+        return rows, self._base / rows + after, top + np.arange(count, dtype=float)
+
     def take_done(self) -> list[int]:
         """Queries whose last iteration is the latest; their rows stay until `leave`."""
         at = self.iterations

@@ -3,7 +3,12 @@
 Seconds count from the start of the job. Arrays of a pool are per step, in the order in which its
 head took them up."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import overload
 
 import numpy as np
 
@@ -13,6 +18,74 @@ from xgpt.core.schedule import Role
 from xrunner.rules.steps import Step
 
 
+class StepLog(Sequence[Step]):
+    """Steps in their order. Decode steps of which each is the next iteration of one phase, and no
+    more, can be added together, and are made only where somebody looks at them."""
+
+    def __init__(self) -> None:
+        self._firsts: list[Step] = []  # of each run
+        self._begins: list[int] = []
+        self._count = 0
+
+    def append(self, step: Step, count: int = 1) -> None:
+        """So many steps, beginning with this one."""
+        self._firsts.append(step)
+        self._begins.append(self._count)
+        self._count += count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Step]:
+        for first, begin, end in zip(self._firsts, self._begins,
+                                     [*self._begins[1:], self._count], strict=True):
+            yield first
+            for further in range(1, end - begin):
+                yield replace(first, iteration=first.iteration + further)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    @overload
+    def __getitem__(self, index: int) -> Step: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Step]: ...
+
+    def __getitem__(self, index: int | slice) -> Step | Sequence[Step]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        place = index + self._count if index < 0 else index
+        if not 0 <= place < self._count:
+            raise IndexError(index)
+        run = bisect_right(self._begins, place) - 1
+        first, further = self._firsts[run], place - self._begins[run]
+        return replace(first, iteration=first.iteration + further) if further else first
+
+
+class RowLog:
+    """Rows of equally many numbers in their order, added one by one or many at once."""
+
+    def __init__(self) -> None:
+        self._blocks: list[FloatArray] = []
+        self._rows: list[Sequence[float]] = []
+        self.append = self._rows.append
+
+    def extend(self, rows: FloatArray) -> None:
+        self._close()
+        self._blocks.append(rows)
+
+    def array(self, width: int) -> FloatArray:
+        """[rows, width]"""
+        self._close()
+        return np.concatenate([np.empty((0, width)), *self._blocks])
+
+    def _close(self) -> None:
+        if self._rows:
+            self._blocks.append(np.array(self._rows, float))
+            self._rows.clear()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PoolRecords:
     """One pool's steps. A stage is named by its index in the Estimate's `stages`."""
@@ -20,7 +93,7 @@ class PoolRecords:
     name: str
     role: Role
     stages: tuple[int, ...]
-    steps: tuple[Step, ...]
+    steps: Sequence[Step]
     decoded: IntArray  # rows that get their next token (dead rows of a static batch included)
     encoded: IntArray  # queries that get their first token
     tokens: IntArray  # input tokens encoded

@@ -106,6 +106,18 @@ class StepClock:
         return total
 
 
+    def decode_run(self, decoded: int, context: FloatArray, longest: FloatArray) -> FloatArray:
+        """[steps, stages] seconds of as many decode steps of so many queries; `context`, `longest`:
+        [steps] as in StepSizes. To the bit what `seconds` says of each."""
+        contexts = longest if self._is_padded else context
+        decode = [grid.along(decoded, contexts) for grid in self._attention]
+        rows = self._decode_rows.at(decoded)
+        total = np.stack([rows[stage] + layers * decode[d]
+                          for stage, (layers, d) in enumerate(self._decode_layers)], axis=1)
+        total[:, -1] += self._first_tokens.at(decoded)[0]
+        return total
+
+
 class StepClocks:
     """The clocks of one problem's pools: replays of many configurations on the same stages look
     into the same tables. The latest MOST_CLOCKS are kept."""
@@ -179,6 +191,16 @@ class _GridTimes:
         index = min(self._below[int(context)], len(row) - 2)
         low, left = self._node_list[index], row[index]
         return left + (context - low) / (self._node_list[index + 1] - low) * (row[index + 1] - left)
+
+    def along(self, queries: int, contexts: FloatArray) -> FloatArray:
+        """[contexts] what `at` says of each."""
+        row = self._rows.get(queries)
+        values = np.array(self._fill(queries) if row is None else row)
+        index = np.minimum(np.searchsorted(self._nodes, np.floor(contexts), side="right") - 1,
+                           len(values) - 2)
+        low, left = self._nodes[index], values[index]
+        return np.asarray(left + (contexts - low) / (self._nodes[index + 1] - low)
+                          * (values[index + 1] - left))
 
     def _fill(self, queries: int) -> list[float]:
         first = queries // _QUERY_BLOCK * _QUERY_BLOCK

@@ -136,7 +136,8 @@ def check_waa(case: Case, seed: int) -> int:
     limit, least_s, least_ttft, least_iteration, least_bytes = bounds.bound(split, boxes)
     low_qps = bounds.bound(split, boxes, worth_qps=math.inf)[0]  # loose, for nothing is worth more
     singles = {1} if plan.tp_gpus < problem.cluster.num_devices else set()
-    quick_qps, quick_s = bounds.quick(split, boxes, sorted({plan.tp_degree} | singles))
+    degrees = sorted({plan.tp_degree} | singles)
+    quick_qps, quick_s = bounds.quick(split, boxes, degrees)
     batch = inside(rng, least, most, (False, False, True, True))
     groups = inside(rng, fewest, highest, (False, True, False, True))
     found = waa.evaluate([
@@ -146,12 +147,19 @@ def check_waa(case: Case, seed: int) -> int:
     # points there is no room for are no business of a bound
     has_room = (found.fits & (found.stretch <= REFUSED_BEYOND)).reshape(batch.shape)
     where = f"{case.name} {plan}"
+    # with a latency bound, no point that keeps it is better
+    bound_s = float(np.median(found.latency_s[has_room.ravel()])) if has_room.any() else 1.0
+    within_qps = np.minimum.reduce([
+        bounds.bound(split, boxes, latency_bound_s=bound_s)[0],
+        bounds.bound(split, boxes, latency_bound_s=bound_s, worth_qps=math.inf)[0],
+        bounds.quick(split, boxes, degrees, bound_s)[0]])
     for row in np.flatnonzero(has_room.any(axis=1)):
         own = has_room[row]
         box = (where, least[row], most[row], fewest[row], highest[row])
         qps, latency_s, held = (figures.reshape(batch.shape)[row][own] for figures in (
             found.throughput_qps, found.latency_s, found.memory_bytes))
         assert qps.max() <= min(limit[row], low_qps[row], quick_qps[row]), box
+        assert qps[latency_s <= bound_s].max(initial=0.0) <= within_qps[row], box
         assert max(least_s[row], quick_s[row]) <= latency_s.min(), box
         assert least_bytes[row] <= held.min(), box
         ttft_s, iteration_s = (figures.reshape(batch.shape)[row][own] for figures in (

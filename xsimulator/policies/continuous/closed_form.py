@@ -19,8 +19,8 @@ from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xsimulator.occupancy import QueryFlow
-from xsimulator.plans import StagePlan, StagePlans
+from xsimulator.occupancy import flow_of
+from xsimulator.plans import StagePlan, shared_plans
 from xsimulator.policies import geometric
 from xsimulator.policies.continuous.config import ContinuousConfig, ContinuousMemory, Groups
 from xsimulator.policies.continuous.filling import Filling, OrcaFilling, SarathiFilling, VllmFilling
@@ -59,9 +59,8 @@ class Continuous:
                  timing: TimingSource) -> None:
         """`filling` makes of the queries that there are the way in which steps are filled."""
         self.problem, self.timing = problem, timing
-        self.plans = _shared_plans(problem, timing)
-        self.flow = QueryFlow(problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
-                              reserved_output_tokens=problem.default_max_tokens)
+        self.plans = shared_plans(problem, timing)
+        self.flow = flow_of(problem)
         longest = self.flow.max_reserve_tokens
         self.queries = QuerySizes(
             problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
@@ -178,17 +177,6 @@ class Continuous:
         return load.encode_steps * between.encode_s + self.filling.decode_latency(
             self.flow.iterations_of(longest), load, between)
 
-
-def _shared_plans(problem: Problem, timing: TimingSource) -> StagePlans:
-    """The plans of the problem asked for last are kept: the policies of a search share their step
-    tables."""
-    global _latest
-    if _latest is None or _latest[0] is not problem or _latest[1] is not timing:
-        _latest = problem, timing, StagePlans(problem, timing)
-    return _latest[2]
-
-
-_latest: tuple[Problem, TimingSource, StagePlans] | None = None
 
 # The closed forms of the policies (problem, timing); each filling says how its engine works.
 orca = partial(Continuous, OrcaFilling)

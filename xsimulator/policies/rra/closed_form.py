@@ -26,8 +26,8 @@ from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules.batch_sizer import share_of
 from xsimulator import memory
-from xsimulator.occupancy import QueryFlow
-from xsimulator.plans import PlanSource, StagePlan, StagePlans
+from xsimulator.occupancy import flow_of
+from xsimulator.plans import PlanSource, StagePlan, shared_plans
 from xsimulator.policies.figures import (
     Assembler,
     EstimateArrays,
@@ -39,7 +39,7 @@ from xsimulator.policies.measured_range import MeasuredRange, Presented
 from xsimulator.policies.rra.chunked import Chunked
 from xsimulator.policies.rra.chunked_form import ChunkedForm
 from xsimulator.policies.rra.config import RraConfig, RraConfigs
-from xsimulator.policies.rra.phase_blocks import EXACT_ITERATIONS, SMALL_BATCH, BlockTable
+from xsimulator.policies.rra.phase_blocks import EXACT_ITERATIONS, SMALL_BATCH, shared_blocks
 from xsimulator.policies.rra.phases import DecodeLoads, EncodeTokens, PhaseBatches, phase_times
 
 MAX_TIMELINE_ELEMENTS = 48_000  # configurations x blocks x stages at once: what a cache holds
@@ -67,18 +67,17 @@ class Rra:
         by default they are divided as is best for this problem."""
         self.problem, self.timing = problem, timing
         self.adjustment = share_of(problem.adjustment) if adjustment is None else adjustment
-        self.flow = QueryFlow(problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
-                              reserved_output_tokens=problem.default_max_tokens)
+        self.flow = flow_of(problem)
         self.seen_iterations = self.flow.iterations_of(
             problem.lengths.outputs.quantile(problem.constraint.quantile))
-        self.blocks = BlockTable(
+        self.blocks = shared_blocks(
             self.flow, padded=timing.facts.is_padded, seen_iterations=self.seen_iterations,
             exact_iterations=exact_iterations)
         self.encode_tokens = EncodeTokens(problem.lengths.inputs, self.adjustment)
         self._range = MeasuredRange(problem, timing)
         self._assembler = Assembler(problem, timing)
         self.capacity_bytes = self._assembler.capacity_bytes
-        self.plans: PlanSource = plans or StagePlans(problem, timing)
+        self.plans: PlanSource = plans or shared_plans(problem, timing)
         self.chunked = ChunkedForm(
             chunked=Chunked(problem, self.flow, self.blocks, self.encode_tokens),
             plans=self.plans, measured=self._range, assembler=self._assembler, even=self._even)

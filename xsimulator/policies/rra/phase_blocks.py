@@ -79,6 +79,17 @@ class PhaseBlocks:
         return PhaseBlocks(**chosen)
 
 
+def shared_blocks(flow: QueryFlow, *, padded: bool, seen_iterations: int,
+                  exact_iterations: int) -> BlockTable:
+    """The table of a flow of queries, which does not depend on the devices."""
+    key = "blocks", padded, seen_iterations, exact_iterations
+    if key not in flow.tables:
+        flow.tables[key] = BlockTable(flow, padded=padded, seen_iterations=seen_iterations,
+                                      exact_iterations=exact_iterations)
+    table: BlockTable = flow.tables[key]
+    return table
+
+
 class BlockTable:
     """The table keeps the blocks of one flow of queries, by N_D."""
 

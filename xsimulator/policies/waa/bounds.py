@@ -12,6 +12,7 @@ at the smallest G and at the largest, in that order. The encode pool's times are
 B, so their least and largest over a range are exact. The decode pool's are taken from a lower
 envelope (xsimulator.envelope), so that T_iter rises with the batch and falls in relation to it."""
 
+import math
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import NamedTuple
@@ -75,16 +76,18 @@ class WaaBounds:
         self._tables = cache(partial(_PlanBounds, waa))  # by plan
         self._most_in_system = cache(self._find_most_in_system)
 
-    def bound(self, split: WaaPlans, boxes: WaaBoxes, *, worth_qps: float = 0.0) -> BoxBounds:
+    def bound(self, split: WaaPlans, boxes: WaaBoxes, *, worth_qps: float = 0.0,
+              latency_bound_s: float = math.inf) -> BoxBounds:
         """Bounds of each of the boxes over the divisions that may be. `worth_qps`: below it, a
-        throughput need not be bounded tightly."""
+        throughput need not be bounded tightly. What takes longer than `latency_bound_s` need not
+        count for the throughput."""
         limit = np.zeros(len(boxes))
         # seconds of a latency, of a first token, of an iteration; bytes
         least = np.full((4, len(boxes)), np.inf)
         even = self.waa.memory.evenly(split.encode_devices, boxes.least.astype(float),
                                       np.ceil(0.5 * boxes.least))
         fits = even <= self.waa.capacity_bytes  # [counts of encode devices, boxes]
-        quick = np.where(fits, self._quick_by_division(split, boxes), 0.0)
+        quick = np.where(fits, self._quick_by_division(split, boxes, latency_bound_s), 0.0)
         most_quick = quick.max(axis=0)
         is_low = fits.any(axis=0) & (most_quick <= worth_qps)
         limit[is_low] = most_quick[is_low]
@@ -117,17 +120,20 @@ class WaaBounds:
         least[:3] /= 1 + TOLERANCE
         return BoxBounds(limit * (1 + TOLERANCE), *least)
 
-    def _quick_by_division(self, split: WaaPlans, boxes: WaaBoxes) -> FloatArray:
+    def _quick_by_division(self, split: WaaPlans, boxes: WaaBoxes,
+                           latency_bound_s: float) -> FloatArray:
         """No throughput_qps [counts of encode devices, boxes] is higher: each stage's share of the
         layers takes it no longer than the time between two queries, and the shares are all of
         them."""
         waa, degree = self.waa, split.tp_degree
+        degrees = list(dict.fromkeys((degree, 1)))
         decoding = np.minimum(boxes.most * waa.problem.lengths.outputs.mean,
                               self._most_in_system(split))
-        rows = decoding / boxes.fewest
+        rows = np.minimum(decoding / boxes.fewest, self._most_rows(
+            boxes, degrees, float((decoding / boxes.fewest).max()), latency_bound_s))
         encode_qps, decode_qps = (np.zeros((len(split.encode_devices), len(boxes)))
                                   for _ in range(2))
-        for own, stages in zip(dict.fromkeys((degree, 1)), split.stage_counts, strict=False):
+        for own, stages in zip(degrees, split.stage_counts, strict=False):
             single = self._single(own, int(boxes.most.max()), float(rows.max()))
             decode_each = (waa.times.mean_iterations * single.decode_step(rows)
                            / np.maximum(rows, 1.0))
@@ -135,15 +141,19 @@ class WaaBounds:
             decode_qps += stages[1][:, None] / decode_each
         return np.asarray(np.minimum(encode_qps, decode_qps) * (1 + QUICK_TOLERANCE))
 
-    def quick(self, split: WaaPlans, boxes: WaaBoxes,
-              degrees: Sequence[int]) -> tuple[FloatArray, FloatArray]:
+    def quick(self, split: WaaPlans, boxes: WaaBoxes, degrees: Sequence[int],
+              latency_bound_s: float = math.inf) -> tuple[FloatArray, FloatArray]:
         """Each of the boxes has (most throughput_qps, least latency_s) whatever the division, from
         one group of each degree alone: no device does more than work all the time, no token is
-        quicker than through all layers without a pipeline, and no more decode than memory holds."""
+        quicker than through all layers without a pipeline, and no more decode than memory holds,
+        nor than `latency_bound_s` leaves time for."""
         waa = self.waa
         decoding = np.minimum(boxes.most * waa.problem.lengths.outputs.mean,
                               self._most_in_system(split))
-        rows, least_rows = decoding / boxes.fewest, decoding / boxes.highest
+        most_rows = self._most_rows(boxes, degrees, float((decoding / boxes.fewest).max()),
+                                    latency_bound_s)
+        decoding = np.minimum(decoding, boxes.highest * most_rows)
+        rows, least_rows = np.minimum(decoding / boxes.fewest, most_rows), decoding / boxes.highest
         encode_work, decode_work, step, through = (np.full(len(boxes), np.inf) for _ in range(4))
         for degree in degrees:
             single = self._single(degree, int(boxes.most.max()), float(rows.max()))
@@ -157,6 +167,24 @@ class WaaBounds:
         limit = np.minimum(devices / (encode_work + iterations * decode_work),
                            decoding / (iterations * step))
         return limit * (1 + QUICK_TOLERANCE), through / (1 + QUICK_TOLERANCE)
+
+    def _most_rows(self, boxes: WaaBoxes, degrees: Sequence[int], rows: float,
+                   latency_bound_s: float) -> FloatArray:
+        """No more rows [boxes] can decode together within the latency bound: a query waits for so
+        many iterations, each no shorter than a step through all layers. `rows`: of that many it is
+        asked at most."""
+        waited = self.waa.iterations_waited
+        most = np.zeros(len(boxes))
+        if math.isinf(latency_bound_s) or waited <= 0:
+            return np.full(len(boxes), np.inf)
+        for degree in degrees:
+            single = self._single(degree, int(boxes.most.max()), rows)
+            iteration_s = (latency_bound_s * (1 + QUICK_TOLERANCE)
+                           - single.encode_step[boxes.least]) / waited
+            place = np.searchsorted(single.decode_steps, iteration_s * (1 + QUICK_TOLERANCE),
+                                    side="right")
+            np.maximum(most, np.append(single.sizes, np.inf)[place], out=most)
+        return most
 
     def _find_most_in_system(self, split: WaaPlans) -> float:
         """No more queries can be in the decode pool."""

@@ -31,8 +31,8 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Deployment, Estimate, Pool
 from xprofiler.timing import TimingSource
 from xrunner.rules.batch_sizer import share_of
-from xsimulator.occupancy import QueryFlow
-from xsimulator.plans import PlanSource, StagePlans
+from xsimulator.occupancy import flow_of
+from xsimulator.plans import PlanSource, shared_plans
 from xsimulator.policies import geometric, group_counts
 from xsimulator.policies.figures import (
     Assembler,
@@ -60,9 +60,8 @@ class Waa:
         divided. `adjustment` and `plans` are as for xsimulator.policies.rra.closed_form.Rra."""
         self.name, self.problem, self.timing = name, problem, timing
         self.adjustment = share_of(problem.adjustment) if adjustment is None else adjustment
-        self.flow = QueryFlow(problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
-                              reserved_output_tokens=problem.default_max_tokens)
-        self.plans: PlanSource = plans or StagePlans(problem, timing)
+        self.flow = flow_of(problem)
+        self.plans: PlanSource = plans or shared_plans(problem, timing)
         self.times = PoolTimes(problem, timing, self.plans, self.flow, self.adjustment)
         self.memory = WaaMemory(problem, self.flow, self.plans, self.adjustment)
         self.division = division(self.times, self.memory)
