@@ -295,7 +295,7 @@ class ContinuousExaminer:
         seen_plans: set[int] = set()
         for place, (qps, row, best) in enumerate(tops):
             plan = self._space.lines[row].plan
-            worth = WORTH if place < CLIMBERS else PLAN_WORTH if plan not in seen_plans else 2.0
+            worth = PLAN_WORTH if plan not in seen_plans else WORTH if place < CLIMBERS else 2.0
             seen_plans.add(plan)
             if -qps >= worth * self._own_qps:
                 self._evaluate(self._beside(row, *_far(best)))
