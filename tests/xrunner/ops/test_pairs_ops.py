@@ -1,11 +1,14 @@
 """Products of bfloat16 pairs by our own operator: those of float32 sums rounded once."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from implementations import num_threads
 
+from xrunner.ops import invariant
 from xrunner.ops.linear import Product
 from xrunner.ops.native import library
 from xrunner.ops.pairs import PairsWeight, is_pairs_served
@@ -51,6 +54,26 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     together = held(x)
     assert torch.equal(together, torch.cat([held(row[None]) for row in x]))
     assert torch.equal(together[5:30], held(x[5:30]))
+
+
+def test_a_deterministic_run_takes_all_rows_at_once() -> None:
+    torch.manual_seed(0)
+    invariant.ask(True)
+    try:
+        products = {name: Product(torch.randn(70, 33).bfloat16(), activation=name)
+                    for name in ("relu", "gelu")}
+        for product in products.values():
+            product.pack(torch.bfloat16)
+    finally:
+        invariant.ask(False)
+    x, rows = torch.randn(50, 33).bfloat16(), []
+    for name, product in products.items():
+        with patch.object(PairsWeight, "__call__", autospec=True,
+                          side_effect=PairsWeight.__call__) as call:
+            together = product(x)
+        rows.append([len(given.args[1]) for given in call.call_args_list])
+        assert torch.equal(together, torch.cat([product(row[None]) for row in x])), name
+    assert rows == [[50], [32, 32]], "gelu is torch's, which is tried in tiles"
 
 
 def test_more_rows_than_stay_in_a_cache() -> None:
