@@ -4,8 +4,9 @@ batch, chunk and schedule of the same number of ranks a group.
 
 Libraries choose a product's order of summation by its number of rows. So every product of theirs
 takes the same number, a tile of rows, the last one filled up with zeros; and which tile is tried
-when the weight is laid out: equal rows must give equal rows. Our own products sum every row alike. Attention reads each query's entries from the
-first on, no query's divided between threads; norms, rotations and sampling go row by row as it is.
+when the weight is laid out: equal rows must give equal rows. Our own products sum every row alike.
+Attention reads each query's entries from the first on, no query's divided between threads; norms,
+rotations and sampling go row by row as it is.
 """
 
 from __future__ import annotations
