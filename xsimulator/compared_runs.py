@@ -10,6 +10,7 @@ fitted to one (fit) and are judged by the other (test)."""
 
 import csv
 import hashlib
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -50,6 +51,7 @@ _QWEN3_32B = ModelSpec(
     name="qwen3-32b", family="llama", num_layers=64, hidden_size=5120, num_heads=64, num_kv_heads=8,
     head_size=128, vocab_size=151936, intermediate_size=25600, is_gated_mlp=True, has_bias=False,
     tied_embeddings=False)
+_COUNTS = ("tp_degree", "concurrency", "input_tokens", "output_tokens")
 _SPLITWISE = "vllm-0.2"  # the engine of its measurements
 _BLOOM = ModelSpec(name="bloom-176b", family="gpt2", num_layers=70, hidden_size=14336,
                    num_heads=112, vocab_size=250880, intermediate_size=57344)
@@ -223,32 +225,40 @@ def own_points(path: Path) -> list[ServingPoint]:
     mistakes: list[Mistake] = []
     found = []
     for line, row in enumerate(_rows(path), 2):
-        try:
-            counts = {key: int(row[key]) for key in ("tp_degree", "concurrency", "input_tokens",
-                                                     "output_tokens")}
-            times = {key: float(row[f"{key}_ms"]) * 1e-3 for key in ("ttft", "tpot")}
-        except (KeyError, TypeError, ValueError) as cause:
-            mistakes.append(Mistake(
-                file=str(path), line=line, key="row", value=str(cause), allowed="columns model, "
-                "device, engine, weight_dtype, tp_degree, concurrency, input_tokens, "
-                "output_tokens, ttft_ms, tpot_ms; numbers in the last six"))
+        own = list(_mistakes_of(path, line, row))
+        mistakes += own
+        if own:
             continue
-        known = {"model": catalog.names("model"), "device": catalog.names("device"),
-                 "engine": catalog.names("engine")}
-        wrong_names = [Mistake(file=str(path), line=line, key=key, value=row.get(key),
-                               allowed=f"one of {', '.join(names)}")
-                       for key, names in known.items() if row.get(key) not in names]
-        mistakes += wrong_names
-        if not wrong_names:
-            found.append(ServingPoint(
-                source=path.stem, model=row["model"], device=row["device"], engine=row["engine"],
-                weight_dtype=row.get("weight_dtype") or "", ttft_s=times["ttft"],
-                tpot_s=times["tpot"], tp_degree=counts["tp_degree"],
-                concurrency=counts["concurrency"], input_tokens=counts["input_tokens"],
-                output_tokens=counts["output_tokens"]))
+        found.append(ServingPoint(
+            source=path.stem, model=row["model"], device=row["device"], engine=row["engine"],
+            weight_dtype=row.get("weight_dtype") or "", ttft_s=float(row["ttft_ms"]) * 1e-3,
+            tpot_s=float(row["tpot_ms"]) * 1e-3, **{key: int(row[key]) for key in _COUNTS}))
     if mistakes:
         raise InputError(mistakes)
     return found
+
+
+def _mistakes_of(path: Path, line: int, row: Mapping[str, str]) -> Iterator[Mistake]:
+    """Of one row of a user's file, column by column."""
+    names = {"model": catalog.names("model"), "device": catalog.names("device"),
+             "engine": catalog.names("engine"), "weight_dtype": ["", FP8]}
+    checks: list[tuple[str, bool, str]] = [
+        (key, (row.get(key) or "") in known, f"one of {', '.join(filter(None, known))}"
+         + (" or nothing" if "" in known else "")) for key, known in names.items()]
+    checks += [(key, _is_positive(row.get(key), int), "a whole number of 1 or more")
+               for key in _COUNTS]
+    checks += [(key, _is_positive(row.get(key), float), "milliseconds above 0")
+               for key in ("ttft_ms", "tpot_ms")]
+    for key, is_right, allowed in checks:
+        if not is_right:
+            yield Mistake(file=str(path), line=line, key=key, value=row.get(key), allowed=allowed)
+
+
+def _is_positive(text: str | None, kind: type[int] | type[float]) -> bool:
+    try:
+        return 0 < kind(text or "") < math.inf
+    except ValueError:
+        return False
 
 
 def predicted(point: ServingPoint, constants: RooflineConstants | None = None,

@@ -114,11 +114,14 @@ def _points(folder: Path, wanted: Sequence[str], measured: Path | None) -> list[
 
 def _choosers(points: Sequence[ServingPoint],
               times: Mapping[ServingPoint, Served]) -> Iterator[Chooser]:
+    """None of too few points to choose among."""
     for half, own in (("all", list(points)),
                       ("test", [point for point in points if not point.is_fitted])):
-        yield Chooser(half, "none", choices(own, times, lambda _: 1.0))
-        yield Chooser(half, f"confidence {CHOOSER_CONFIDENCE:g}", choices(
-            own, times, lambda point: margin_of(point, times[point], CHOOSER_CONFIDENCE)))
+        found = (Chooser(half, "none", choices(own, times, lambda _: 1.0)),
+                 Chooser(half, f"confidence {CHOOSER_CONFIDENCE:g}", choices(
+                     own, times, lambda point: margin_of(point, times[point],
+                                                         CHOOSER_CONFIDENCE))))
+        yield from (chooser for chooser in found if chooser.choices.cases)
 
 
 def _median_margins(points: Sequence[ServingPoint],

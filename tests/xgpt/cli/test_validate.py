@@ -83,11 +83,23 @@ def test_a_narrow_terminal_has_fewer_columns_and_whole_words(
 def test_every_mistake_of_a_users_file_is_told_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     path.write_text(HEADER + ROW.format(weights="", degree="two", batch=1, ttft=1, tpot=1)
-                    + "gpt-9,H100,vlm,,1,1,1,1,1,1\n", encoding="utf-8")
+                    + "gpt-9,H100,vlm,,1,1,1,1,1,1\nllama-3.1-8b,H100,vllm,int3,1,0,512,64,nan\n",
+                    encoding="utf-8")
     with pytest.raises(InputError) as caught:
         own_points(path)
     told = [(m.line, m.key) for m in caught.value.mistakes]
-    assert told == [(2, "row"), (3, "model"), (3, "engine")]
+    assert told == [(2, "tp_degree"), (3, "model"), (3, "engine"), (4, "weight_dtype"),
+                    (4, "concurrency"), (4, "ttft_ms"), (4, "tpot_ms")]
+
+
+def test_too_few_loops_to_choose_among_are_no_chooser(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(HEADER + ROW.format(weights="", degree=1, batch=1, ttft=30, tpot=8),
+                    encoding="utf-8")
+    shown = validated("--measured", path, "--source", "serving", tmp_path, "--html",
+                      tmp_path / "page.html")
+    assert shown.exit_code == 0 and "request" in shown.stdout
+    assert "as a chooser" not in shown.stdout
 
 
 def test_a_folder_without_measurements_says_what_is_looked_for(tmp_path: Path) -> None:
