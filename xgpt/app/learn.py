@@ -2,7 +2,8 @@
 
 Its steps, by kind, against the profile's own times: so that the next job on this machine measures
 nothing, and one that began with a quick profile knows better afterwards. Only of a run that was
-whole, and that others left alone: a disturbed one says nothing of the machine."""
+whole, that others left alone, and whose steps took as long at its end as at its beginning: a
+disturbed one, or one that was slowed in its middle, says nothing of the machine."""
 
 import json
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from xscheduler.live.pace import KINDS, Ratio, Ratios
 
 LEAST_STEPS = 30  # of a kind on a stage that a run must have taken for it to tell
 _MOST_STEPS = 2000  # of a stage, the latest, that are looked at
+PASSING = 1.3  # by which a kind's last third may be slower, or quicker, than its first
 _EXTREME = 0.1  # of a kind's steps, those whose ratios are farthest out, half at each end
 
 
@@ -76,6 +78,8 @@ def learned_of(opened: OpenedJob, profile: Profile, schedule: Schedule,
         if not stages:
             continue
         slowest = max(stages, key=factor_of)
+        if _is_passing(slowest):
+            continue
         factor = factor_of(slowest)
         low, high = np.exp(np.quantile([own.log for own in slowest], (0.25, 0.75)))
         found.append(LearnedSteps(
@@ -85,10 +89,17 @@ def learned_of(opened: OpenedJob, profile: Profile, schedule: Schedule,
     return tuple(found)
 
 
-def factor_of(ratios: Sequence[Ratio]) -> float:
+def _is_passing(ratios: Sequence[Ratio]) -> bool:
+    """Whether what these steps were slowed by came, or went, while the run lasted."""
+    third = len(ratios) // 3
+    change = factor_of(ratios[-third:], 2 * _EXTREME) / factor_of(ratios[:third], 2 * _EXTREME)
+    return not 1 / PASSING <= change <= PASSING
+
+
+def factor_of(ratios: Sequence[Ratio], extreme: float = _EXTREME) -> float:
     """Seconds that these steps took, together, over those they were expected to take, without the
-    extreme tenth of them: a job's time is their sum, of which long steps are the larger part."""
+    extreme share of them: a job's time is their sum, of which long steps are the larger part."""
     logs, expected_s = np.array([(own.log, own.expected_s) for own in ratios]).T
-    low, high = np.quantile(logs, (_EXTREME / 2, 1 - _EXTREME / 2))
+    low, high = np.quantile(logs, (extreme / 2, 1 - extreme / 2))
     kept = (logs >= low) & (logs <= high)
     return float(np.sum(expected_s[kept] * np.exp(logs[kept])) / np.sum(expected_s[kept]))

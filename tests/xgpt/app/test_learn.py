@@ -84,6 +84,16 @@ def test_a_few_steps_far_out_teach_nothing(ran: Ran, outlier: float) -> None:
     assert own.factor == pytest.approx(1.1, abs=1e-4) and own.steps == 100
 
 
+@pytest.mark.parametrize("factors", [(1.0, 1.5), (1.5, 1.0)])
+def test_what_was_slowed_while_the_run_lasted_teaches_nothing(
+        ran: Ran, factors: tuple[float, float]) -> None:
+    """The next run would be planned for a machine that is slower than this one."""
+    before, after = factors
+    found = ran.learned((LONG, before, 50), (LONG, after, 150), (ENCODE, 1.2, 60))
+    assert set(found) == {"encode"}
+    assert set(ran.learned((LONG, 1.5, 200))) == {"decode"}, "slow from the first step on"
+
+
 def test_a_kind_with_few_steps_is_not_learned_and_keeps_its_times(ran: Ran) -> None:
     found = ran.learned((LONG, 0.92, 200), (ENCODE, 1.03, LEAST_STEPS - 1))
     assert set(found) == {"decode"}
