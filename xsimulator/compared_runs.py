@@ -232,7 +232,9 @@ def own_points(path: Path) -> list[ServingPoint]:
         found.append(ServingPoint(
             source=path.stem, model=row["model"], device=row["device"], engine=row["engine"],
             weight_dtype=row.get("weight_dtype") or "", ttft_s=float(row["ttft_ms"]) * 1e-3,
-            tpot_s=float(row["tpot_ms"]) * 1e-3, **{key: int(row[key]) for key in _COUNTS}))
+            tpot_s=float(row["tpot_ms"]) * 1e-3, tp_degree=int(row["tp_degree"]),
+            concurrency=int(row["concurrency"]), input_tokens=int(row["input_tokens"]),
+            output_tokens=int(row["output_tokens"])))
     if mistakes:
         raise InputError(mistakes)
     return found
