@@ -10,6 +10,7 @@ import pytest
 from xgpt.core.errors import InputError, XgptError
 from xgpt.core.job_file import load_job
 from xrunner.engines.engine import engine_of
+from xrunner.engines.vllm.given import engine_arguments
 from xrunner.engines.vllm.installed import version_in
 
 
@@ -39,6 +40,28 @@ def test_what_it_does_not_do_is_refused_by_key(tmp_path: Path, run: str, schedul
                                                keys: list[str]) -> None:
     job = load_job(job_of(tmp_path, run, schedule))
     assert [mistake.key for mistake in engine_of(job).refusals(job)] == keys
+
+
+@pytest.mark.parametrize(("config", "why"), [
+    (None, "there is no adapter_config.json"), ("{}", "KeyError"), ('{"r": 0}', "rank `r`"),
+    ('{"r": 9}', None)])
+def test_an_adapter_is_a_folder_that_says_its_rank(tmp_path: Path, config: str | None,
+                                                   why: str | None) -> None:
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    if config is not None:
+        (adapter / "adapter_config.json").write_text(config)
+    job = load_job(job_of(tmp_path, f"engine_args: {{lora_path: {adapter}, block_size: 32}}"))
+    found = list(engine_of(job).refusals(job))
+    if why is None:
+        assert found == [] and engine_arguments(job.run.engine_args) == {
+            "enable_lora": True, "max_loras": 1, "max_lora_rank": 16, "block_size": 32}
+    else:
+        assert [mistake.key for mistake in found] == ["run.engine_args.lora_path"]
+        assert why in found[0].allowed
+    relative = load_job(job_of(tmp_path, "engine_args: {lora_path: adapter, enable_lora: true}"))
+    assert sorted(mistake.key for mistake in engine_of(relative).refusals(relative)) == [
+        "run.engine_args.enable_lora", "run.engine_args.lora_path"]
 
 
 @pytest.mark.parametrize("key", ["engine_python: /opt/python", "engine_args: {a: 1}"])

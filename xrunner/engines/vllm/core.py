@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from xgpt.core.errors import XgptError
+from xrunner.engines.vllm.given import LORA, engine_arguments
 from xrunner.engines.vllm.sampling import await_form, parameters_of
-from xrunner.engines.vllm.tool_calls import engine_arguments
 from xrunner.query import Sampling
 
 SCHEDULER = "xrunner.engines.vllm.scheduler.StepScheduler"
@@ -95,7 +95,7 @@ class EngineCore:
         from vllm.v1.engine.core import EngineCore as Core
         from vllm.v1.executor import Executor
 
-        self._request = EngineCoreRequest
+        self._request, self._adapter = EngineCoreRequest, _adapter_of(settings)
         self._tops: dict[str, int] = {}  # likeliest tokens that each request asks for
         self.max_pass = MOST_TOKENS
         try:
@@ -113,8 +113,8 @@ class EngineCore:
             request_id=name, prompt_token_ids=list(tokens), mm_features=None,
             sampling_params=parameters_of(sampling, len(tokens), self._core.vllm_config,
                                           self.max_tokens),
-            pooling_params=None, arrival_time=time.time(), lora_request=None, cache_salt=None,
-            data_parallel_rank=None))
+            pooling_params=None, arrival_time=time.time(), lora_request=self._adapter,
+            cache_salt=None, data_parallel_rank=None))
         await_form(request)
         self._tops[name] = sampling.top_logprobs or 0
         form = request.structured_output_request
@@ -156,6 +156,15 @@ class EngineCore:
                 **engine_arguments(settings.arguments),
                 # what the batching rule relies on
                 "scheduler_cls": SCHEDULER, "async_scheduling": False}
+
+
+def _adapter_of(settings: CoreSettings) -> Any:
+    """What every request names: the job's adapter, or none."""
+    if LORA not in settings.arguments:
+        return None
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("adapter", 1, str(settings.arguments[LORA]))
 
 
 def _told(logprobs: Any, top: int) -> tuple[float, ...]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from xgpt.core.passed import has_form
+from xrunner.engines.vllm.given import engine_arguments
 from xrunner.engines.vllm.sampling import await_form, parameters_of
-from xrunner.engines.vllm.tool_calls import engine_arguments
 from xrunner.io.tokenizer import TextTokenizer
 from xrunner.plan import RunPlan
 from xrunner.query import PreparedQuery

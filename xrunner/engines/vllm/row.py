@@ -4,6 +4,7 @@ import difflib
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.job import Job
@@ -11,8 +12,8 @@ from xgpt.core.policies import policies, policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xrunner.engines.engine import Engine, mistake
+from xrunner.engines.vllm.given import LORA, OWN, TOOL_PARSER, rank_of
 from xrunner.engines.vllm.installed import command_of, installed_in, version_in
-from xrunner.engines.vllm.tool_calls import ARGUMENT as TOOL_PARSER
 
 NAME = "vllm"
 _KEY = "run.engine"
@@ -28,6 +29,7 @@ _OURS = {
     "tensor_parallel_size": "1 so far", "pipeline_parallel_size": "1 so far",
     "speculative_config": "none: a step gives a query one token",
     "kv_transfer_config": "none: one instance", "worker_cls": "vLLM's own",
+    "enable_lora": f"`{LORA}` names the adapter of all answers",
 }
 
 
@@ -66,6 +68,19 @@ def _refusals(job: Job) -> Iterator[Mistake]:
         if name in _OURS:
             yield mistake(job, f"run.engine_args.{name}", job.run.engine_args[name],
                           f"left out: {_OURS[name]}")
+    yield from _wrong_adapter(job)
+
+
+def _wrong_adapter(job: Job) -> Iterator[Mistake]:
+    path = job.run.engine_args.get(LORA)
+    if path is None:
+        return
+    try:
+        if not isinstance(path, str) or not Path(path).is_absolute():
+            raise ValueError("the absolute path of an adapter's folder")
+        rank_of(Path(path))
+    except ValueError as why:
+        yield mistake(job, f"run.engine_args.{LORA}", path, str(why))
 
 
 def _check_installed(job: Job) -> None:
@@ -75,7 +90,7 @@ def _check_installed(job: Job) -> None:
         return
     found = installed_in(python_of(job))
     strange = [name for name in job.run.engine_args
-               if name not in found.arguments and name != TOOL_PARSER]
+               if name not in found.arguments and name not in OWN]
     if strange:
         raise InputError([mistake(
             job, f"run.engine_args.{name}", job.run.engine_args[name],

@@ -4,19 +4,11 @@
 Imports vLLM where it is used, in whose interpreter this runs."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from xrunner.query import FinishedQuery, ToolCall
-
-ARGUMENT = "tool_call_parser"  # of vLLM's server, not of its engine
-
-
-def engine_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a job's arguments that vLLM's engine takes."""
-    return {name: value for name, value in arguments.items() if name != ARGUMENT}
 
 
 def known_parsers() -> list[str]:

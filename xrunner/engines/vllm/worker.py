@@ -23,8 +23,8 @@ from xrunner.engine.pipeline import ALONE, Neighbours, RankReport
 from xrunner.engine.roster import Vocabulary
 from xrunner.engines.vllm.core import QUIET, CoreSettings, EngineCore
 from xrunner.engines.vllm.executor import VllmExecutor
+from xrunner.engines.vllm.given import TOOL_PARSER
 from xrunner.engines.vllm.refusals import Refusals
-from xrunner.engines.vllm.tool_calls import ARGUMENT as TOOL_PARSER
 from xrunner.engines.vllm.tool_calls import CallsFinder
 from xrunner.io.beat import Beat
 from xrunner.io.launcher_link import LauncherLink

@@ -1,0 +1,58 @@
+"""An adapter that the job names changes every answer as it does when it is merged into the
+weights."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the reference needs the extra `run`")
+import torch  # noqa: E402
+import toys  # noqa: E402
+from job_folder import XGPT, as_requests, read_lines, write_job  # noqa: E402
+from safetensors.torch import save_file  # noqa: E402
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+QUERIES = toys.random_queries(12)
+RANK, SCALE = 4, 2.0
+
+
+def write_adapter(folder: Path, model: Any) -> Any:
+    """Writes one of two products of each layer; returns the model with it merged."""
+    folder.mkdir()
+    merged, generator, tensors = copy.deepcopy(model), torch.Generator().manual_seed(3), {}
+    for name, weight in merged.state_dict().items():
+        if name.endswith(("q_proj.weight", "down_proj.weight")):
+            first = torch.randn(RANK, weight.shape[1], generator=generator) / 8
+            second = torch.randn(weight.shape[0], RANK, generator=generator) / 8
+            own = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors |= {f"{own}.lora_A.weight": first, f"{own}.lora_B.weight": second}
+            weight += SCALE * second @ first
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({
+        "peft_type": "LORA", "r": RANK, "lora_alpha": SCALE * RANK, "bias": "none",
+        "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}))
+    return merged
+
+
+def test_every_answer_is_the_adapted_models(tmp_path: Path, toy: tuple[Path, Any],
+                                            vllm_python: str, cache: dict[str, str]) -> None:
+    folder, model = toy
+    merged = write_adapter(tmp_path / "adapter", model)
+    job = write_job(tmp_path, folder, as_requests(QUERIES), ranks=1,
+                    schedule="policy: rra, encode_batch: 5, decode_iterations: 4")
+    job.write_text(job.read_text().replace(
+        "run: {", f"run: {{engine: vllm, engine_python: {vllm_python}, "
+        f"engine_args: {{lora_path: {tmp_path / 'adapter'}}}, "))
+    done = subprocess.run([*XGPT, "submit", str(job), "--json"], capture_output=True, text=True,
+                          env=cache, timeout=800, check=False)
+    assert done.returncode == 0, done.stderr
+    results = read_lines(tmp_path / "out" / "results.jsonl")
+    answers = {line["id"]: line["output_ids"] for line in results}
+    assert answers == {q.id: toys.generate(merged, q) for q in QUERIES}
+    assert answers != {q.id: toys.generate(model, q) for q in QUERIES}
