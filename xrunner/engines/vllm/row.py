@@ -48,8 +48,8 @@ def _refusals(job: Job) -> Iterator[Mistake]:
     for name in job.schedule.policies:
         if not runs_here(name):
             yield mistake(job, "schedule.policy", name, f"one of {able}: {name} hands queries from "
-                          "one instance of the engine to another, which no connector of vLLM's "
-                          "does on one host of CPUs")
+                          "one instance of the engine to another, and xgpt drives one instance of "
+                          "vLLM alone so far")
     if (job.run.ranks or 1) > 1:
         yield mistake(job, "run.ranks", job.run.ranks, "1 (or left out) with the engine vllm: it "
                       "is one process, and its own tensor parallelism is not planned for yet")
