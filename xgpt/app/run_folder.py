@@ -39,9 +39,9 @@ _IN_WORDS = {"requests_digest": "the requests", "is_chat": "workload.chat",
              "engine_version": "the engine's version",
              "query_kv_tokens": "the longest request that the schedule holds",
              "most_input_tokens": "the longest input that the schedule encodes", **{
-                 name: f"run.{name}" for name in ("dtype", "weight_dtype", "seed", "temperature",
-                                                  "top_k", "top_p", "ignore_eos", "engine_args",
-                                                  "deterministic")}}
+                 name: f"run.{name}" for name in (
+                     "dtype", "weight_dtype", "seed", "temperature", "top_k", "top_p", "stop",
+                     "ignore_eos", "engine_args", "deterministic")}}
 
 
 def plan_for_ranks(opened: OpenedJob, schedule: Schedule, requests: Requests) -> RunPlan:
@@ -65,7 +65,8 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule, requests: Requests) ->
         is_chat=job.workload.chat, max_tokens=opened.problem.default_max_tokens,
         dtype=opened.problem.dtype, weight_dtype=opened.problem.weight_dtype, seed=job.run.seed,
         temperature=job.run.temperature,
-        top_k=job.run.top_k, top_p=job.run.top_p, ignore_eos=job.run.ignore_eos,
+        top_k=job.run.top_k, top_p=job.run.top_p, stop=job.run.stop,
+        ignore_eos=job.run.ignore_eos,
         threads_per_rank=threads_per_rank(job, opened.problem),
         query_kv_tokens=query_tokens, most_input_tokens=most_input, engine=job.run.engine,
         shuffle_window=window_of(job.adjustment.shuffle, schedule.estimate.figures.encode_batch),

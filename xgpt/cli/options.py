@@ -23,6 +23,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "workload.task": (_CATALOG, "task"), "workload.requests": (), "workload.max_tokens": (),
     "workload.output_tokens": ("observe",), "workload.chat": ("true", "false"),
     "workload.score": ("true", "false"),
+    "workload.embed": ("xgpt.core.job_file:POOLINGS",), "run.stop": (),
     "constraint.latency_s": ("inf",), "constraint.kind": ("sequence", "queries"),
     "constraint.quantile": (), "constraint.confidence": (), "constraint.drift": (),
     "constraint.ttft_s": (), "constraint.tpot_s": (), "constraint.makespan_s": (),

@@ -109,6 +109,7 @@ class RunSpec:
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float = 1.0
+    stop: tuple[str, ...] = ()  # strings that end the answers of requests that name none
     threads_per_rank: int | None = None
     ignore_eos: bool = False
     weights: str = "checkpoint"  # or "random": of the model's shape, for performance work

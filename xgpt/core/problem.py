@@ -110,6 +110,8 @@ def resolve(job: Job, *, model: ModelSpec | None = None,
         raise wrong(job.source, "schedule.replicas", job.schedule.replicas,
                     f"at most {cluster.num_devices}, the devices of cluster {cluster.name}: each "
                     "copy of the model needs one")
+    if requests is not None and job.run.stop:  # whose outputs may end before they are as long
+        requests = replace(requests, may_stop=np.ones(len(requests), bool))
     lengths = resolve_lengths(job, shape, requests)
     most_outputs = default_max_tokens(job, lengths)
     dtype = resolve_dtype(job.run.dtype, cluster.device)

@@ -8,7 +8,7 @@ from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, engine_names
 from xgpt.core.job import RESCHEDULE, STEP_TIMES, RunSpec
 from xgpt.core.sections import Section, is_text
 from xgpt.core.units import FP8, INT8, parse_seconds, parse_share
-from xgpt.core.workload import MAX_INT
+from xgpt.core.workload import MAX_INT, MAX_STOP_CHARS, MAX_STOPS
 from xgpt.core.yaml_tree import Field
 
 LOCAL_CLUSTER = "local"
@@ -35,6 +35,7 @@ def read_run(top: Section) -> RunSpec:
         temperature=section.number("temperature", 0.0, lambda x: x >= 0, "a number >= 0"),
         top_k=section.integer("top_k", None, 1, MAX_INT),
         top_p=section.number("top_p", 1.0, lambda x: 0 < x <= 1, "above 0 and at most 1"),
+        stop=_read_stops(section),
         threads_per_rank=section.integer("threads_per_rank", None, 1, 4096),
         ignore_eos=section.flag("ignore_eos", False),
         weights=section.choice("weights", "checkpoint", WEIGHTS),
@@ -89,6 +90,17 @@ def _check_hosts(section: Section, run: RunSpec, top: Section) -> None:
         section.reject("hosts", "not with a section slurm: Slurm says which nodes")
     elif (cluster := top.get("cluster")) is not None and cluster.value != LOCAL_CLUSTER:
         section.reject("hosts", f"only with `cluster: {LOCAL_CLUSTER}`")
+
+
+def _read_stops(section: Section) -> tuple[str, ...]:
+    def value_of(value: Any) -> tuple[str, ...] | None:
+        texts = [item.value for item in value] if isinstance(value, list) else [value]
+        is_right = len(texts) <= MAX_STOPS and all(
+            isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS for text in texts)
+        return tuple(texts) if is_right else None
+
+    return section.read("stop", (), value_of, f"a text, or a list of at most {MAX_STOPS}, of 1 to "
+                        f"{MAX_STOP_CHARS} characters each")
 
 
 def _read_share(section: Section, key: str, usual: float, of: str) -> float | None:

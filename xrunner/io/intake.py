@@ -322,7 +322,8 @@ def _prepared(spool: Spool, plan: RunPlan, index: int, record: Record) -> Prepar
     return PreparedQuery(index=index, id=record.id, input_ids=spool.tokens(index),
                         max_new_tokens=spool.most_output_tokens(index),
                         is_forced=record.is_forced or plan.ignore_eos, sampling=sampling,
-                        stop=record.stop, is_openai=record.is_openai, is_chat=record.is_chat,
+                        stop=record.stop or (() if record.targets or record.pooled else plan.stop),
+                        is_openai=record.is_openai, is_chat=record.is_chat,
                         sample=record.sample, tools=record.tools,
                         choices=record.choices)
 

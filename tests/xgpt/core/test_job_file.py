@@ -89,6 +89,13 @@ def test_times_are_those_of_the_engine_that_runs_unless_the_job_plans_for_anothe
         folder, MINIMAL + "plan: {engin: vllm}\n"))
 
 
+def test_stop_strings_of_the_job_are_texts_of_any_characters(folder: Path) -> None:
+    assert _load(folder, FULL).run.stop == ()
+    assert _load(folder, FULL, 'run.stop="###"').run.stop == ("###",)
+    assert _load(folder, FULL, 'run.stop=["\\n", " "]').run.stop == ("\n", " ")
+    assert len(_mistakes(folder, MINIMAL, "run.stop=a", "workload.requests={count: 3}")) == 1
+
+
 def test_the_engine_is_xgpts_own_unless_the_job_names_another(folder: Path) -> None:
     assert _load(folder, MINIMAL).run.engine == "xgpt"
     assert _load(folder, MINIMAL, "run.engine=deepspeed").run.engine == "deepspeed"
@@ -209,6 +216,7 @@ def test_the_three_required_keys_are_all_missed(folder: Path) -> None:
     ("run.seed=-1", "run.seed"), ("run.temperature=-0.1", "run.temperature"),
     ("run.temperature=.inf", "run.temperature"), ("run.top_p=0", "run.top_p"),
     ("run.top_p=1.1", "run.top_p"), ("run.ignore_eos=yes", "run.ignore_eos"),
+    ("run.stop=''", "run.stop"), ("run.stop=[a, 3]", "run.stop"),
     ("schedule=manual", "schedule"), ("schedule.policy=fifo", "schedule.policy"),
     ("schedule.encode_batch=0", "schedule.encode_batch"), ("schedule=[1]", "schedule"),
     ("schedule.adjustment=1", "schedule.adjustment"), ("schedule.steer=2", "schedule.steer"),

@@ -18,7 +18,7 @@ from xgpt.core.spool import Spool
 from xrunner.io import runnable as looked_at
 from xrunner.io.intake import queries_of
 from xrunner.io.runnable import runnable
-from xrunner.plan import RunPlan
+from xrunner.plan import RunPlan, load_plan
 
 
 def plan_of(output: Path, model: Path, **changes: Any) -> RunPlan:
@@ -67,6 +67,16 @@ def test_a_query_is_what_its_request_and_the_job_say(llama: tuple[Path, Any],
     assert (own.sampling.top_k, own.sampling.top_p) == (3, 0.5)
     assert (openai.is_openai, openai.max_new_tokens, openai.input_ids[-1]) == (True, 3, 7)
     assert len(openai.input_ids) == 3 and not openai.is_forced and not openai.is_chat
+
+
+def test_the_jobs_stop_strings_are_those_of_requests_without_any(llama: tuple[Path, Any],
+                                                                  tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, llama[0], stop=("###", "\n\n"))
+    spool, _ = spooled(plan, {"tokens": [3, 4]}, {"tokens": [5], "stop": "a"})
+    assert [query.stop for query in queries_of(spool, plan)] == [("###", "\n\n"), ("a",)]
+    assert load_plan(plan.save()) == plan
+    before = plan_of(tmp_path, llama[0])
+    assert plan.fingerprint != before.fingerprint == load_plan(before.save()).fingerprint
 
 
 @pytest.mark.parametrize(("request_", "why"), [
