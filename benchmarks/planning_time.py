@@ -39,6 +39,7 @@ from xgpt.core.errors import InfeasibleError
 from xgpt.core.schedule import Schedule
 from xscheduler.copies_shown import configuration
 from xscheduler.planner import PlanOptions, plan
+from xsimulator.policies.continuous import walk_table
 
 CASES = (("llama-3.1-8b/1x8 H100/D", 30.0), ("llama-3.1-70b/2x8 H100/D", 30.0),
          ("opt-13b/1x4 A40/S", 11.5))
@@ -102,6 +103,7 @@ def all_asked() -> Iterator[Asked]:
 
 def planned(asked: Asked, timer: ReplayTimer) -> Row:
     problem, timing = asked.scenario.problem(asked.bound_s), asked.scenario.timing()
+    walk_table._tables.clear()  # of other bounds of the scenario: the planner is a fresh one
     timer.start()
     began = time.process_time()
     try:
