@@ -202,6 +202,16 @@ def test_sarathi_s_best_is_found_from_a_plan_that_is_a_little_below_at_first():
 
 
 @pytest.mark.slow
+def test_sarathi_s_best_is_found_from_the_fourth_of_the_points_seen_at_first():
+    from hand_problems import HandScenario
+
+    one = HandScenario(model="llama-3.1-8b", device="L4", nodes=1, per_node=2, task="G")
+    problem = replace(one.problem(), fixed=FixedSchedule(policies=("sarathi",)))
+    found = Scheduler(problem, one.timing()).find(math.inf, compares=False)
+    assert found.figures.throughput_qps >= 22.16
+
+
+@pytest.mark.slow
 def test_what_another_policy_has_does_not_keep_sarathi_from_climbing():
     from paper_scenarios import scenarios
 

@@ -39,7 +39,7 @@ LINES_TOGETHER = 32  # whose points are evaluated at once
 MOST_LINES = 128  # in which points are looked at; the others keep their bounds
 ROUNDS = 3  # of looking where the latency meets its bound
 WORTH = 0.93  # of the best found: what a line needs to be looked at once more
-CLIMBERS, CLIMBS = 3, 10  # points whose neighbours are looked at, and how often those of the best
+CLIMBERS, CLIMBS = 4, 10  # points whose neighbours are looked at, and how often those of the best
 PLAN_WORTH = 0.8  # of the best found: the same, of the best under another tensor plan
 # Neighbours at first, as shares of max_active and of token_budget, which are as far apart as the
 # walks' own nodes; then those next to a point, and those so many shares away.
