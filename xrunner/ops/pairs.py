@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from xrunner.ops.native import check, library, threads
 
 PANEL = 48  # of csrc/pairs.cpp
+_AT_ONCE = 16  # panels: what of a weight lies there a third time while it is laid out
 
 
 def is_pairs_served() -> bool:
@@ -28,8 +29,12 @@ class PairsWeight:
     def __init__(self, weight: Tensor) -> None:
         """weight [out, in] bfloat16; neither size is 0."""
         self._out, inputs = weight.shape
-        whole = F.pad(weight, (0, inputs % 2, 0, -self._out % PANEL))
-        self.panels = whole.view(-1, PANEL, (inputs + 1) // 2, 2).transpose(1, 2).contiguous()
+        pairs = (inputs + 1) // 2
+        self.panels = weight.new_empty(-(-self._out // PANEL), pairs, PANEL, 2)
+        pieces = torch.split(self.panels, _AT_ONCE), torch.split(weight, _AT_ONCE * PANEL)
+        for some, rows in zip(*pieces, strict=True):
+            whole = F.pad(rows, (0, inputs % 2, 0, -len(rows) % PANEL))
+            some.copy_(whole.reshape(-1, PANEL, pairs, 2).transpose(1, 2))
 
     @property
     def tensors(self) -> list[Tensor]:

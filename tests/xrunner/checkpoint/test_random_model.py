@@ -102,8 +102,10 @@ def test_a_rank_holds_its_slice_and_little_more(family: str, degree: int, tmp_pa
         slice_bytes = weights.bytes_read
         assert model is not None
         assert 0.2 * spec.num_params * 2 / degree < slice_bytes < 0.75 * spec.num_params * 2
-        # what is drawn at a time: 2^20 elements in float32
-        assert slice_bytes <= peak < slice_bytes + 4.5 * 2**20, f"{slice_bytes = } {peak = }"
+        # what is drawn at a time: 2^20 elements in float32; where our own products lay a weight
+        # out anew, the largest lies there twice, and a piece of it a third time
+        besides = max(4.5 * 2**20, 6000 * 384 * 2 + 1.5 * 2**20)
+        assert slice_bytes <= peak < slice_bytes + besides, f"{slice_bytes = } {peak = }"
 
 
 @pytest.mark.parametrize("family", SHAPES)

@@ -12,6 +12,7 @@ import torch
 
 from xrunner.ops import native
 from xrunner.ops.float16 import is_float16_served
+from xrunner.ops.pairs import is_pairs_served
 
 HEADER = (Path(__file__).resolve().parents[3] / "csrc" / "native.h").read_text("utf-8")
 PLAIN = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.S)
@@ -29,11 +30,11 @@ SERVED: dict[str, Any] = {
     "threads": 2, "hidden_size": 8, "eps": 1e-5, "positions": [4, 0], "inner": 4,
     "num_arrays": 2, "slot_stride": 80, "sources": [2, 1], "targets": [0, 2], "num_moves": 2,
     "entry_bytes": 16, "block_tokens": 6, "vocabulary": 8, "first_token": 3,
-    "size": 8, "inputs": 8, "outputs": 8}
+    "size": 8, "inputs": 8, "outputs": 8, "relu": 1}
 # A count of tokens, where the name is elsewhere a list.
 OVER = {name: {"tokens": 2} for name in (
     "xgpt_add_rms_norm", "xgpt_add_layer_norm", "xgpt_place", "xgpt_silu_mul", "xgpt_quantise_rows",
-    "xgpt_rescale_rows", "xgpt_float16_product")}
+    "xgpt_rescale_rows", "xgpt_float16_product", "xgpt_pairs_product")}
 WRONG = {
     "XGPT_WRONG_DTYPE": [{"dtype": 2}, {"dtype": -1}, {"kv_dtype": 2}],
     "XGPT_WRONG_SIZE": [
@@ -68,8 +69,11 @@ def is_array(declared: str) -> bool:
     return declared == "const int64_t *"
 
 
+# Products whose units not every processor has.
+UNSERVED = {*(() if is_float16_served() else ("xgpt_float16_product",)),
+            *(() if is_pairs_served() else ("xgpt_pairs_product",))}
 OPERATORS = [name for name, signature in native.OPERATORS.items()
-             if len(signature) > 4 and (name != "xgpt_float16_product" or is_float16_served())]
+             if len(signature) > 4 and name not in UNSERVED]
 
 
 class Call:

@@ -136,7 +136,9 @@ def test_xgpt_schedule_refuses_and_says_what_submit_would_do(tmp_path: Path) -> 
 def test_caches_are_sized_for_short_outputs_and_not_by_the_beginning(
         begun: tuple[OpenedJob, Schedule]) -> None:
     session, schedule = begun
-    small = observing_slots(session, schedule, encode_batch=1)
+    in_rows = replace(session, job=replace(session.job, run=replace(
+        session.job.run, kv_layout="rows")))
+    small = followed_by(in_rows, schedule, encode_batch=1).slots
     assert small > 8 * most_active(schedule.estimate.changed(encode_batch=1, decode_batch=1.0))
     estimate = schedule.estimate
     per_token = 2 * 5120 * 2 * max(stage.num_layers for stage in estimate.deployment.stages)
@@ -144,13 +146,19 @@ def test_caches_are_sized_for_short_outputs_and_not_by_the_beginning(
     held = small * estimate.deployment.num_groups * 259 * per_token
     assert weights + held <= 1.001 * estimate.figures.memory_capacity_bytes
     assert slots_for(estimate, session.problem, 259, math.inf) >= small
+    # in blocks, as on GPUs, slots cost nothing, and the tokens are what there is memory for
+    in_blocks = followed_by(session, schedule, encode_batch=1)
+    assert in_blocks.slots >= small
+    tokens = in_blocks.kv_tokens * estimate.deployment.num_groups
+    assert tokens >= estimate.deployment.kv_tokens
+    assert weights + tokens * per_token <= 1.001 * estimate.figures.memory_capacity_bytes
 
 
-def observing_slots(session: OpenedJob, schedule: Schedule, **changes: Any) -> int:
+def followed_by(session: OpenedJob, schedule: Schedule, **changes: Any) -> Rescheduler:
     tiny = replace(schedule, estimate=schedule.estimate.changed(decode_batch=1.0, **changes))
     made = rescheduler_of(session, timing_of(session), tiny)
     assert made is not None
-    return made.slots
+    return made
 
 
 # --- how it settles ---------------------------------------------------------------------------
