@@ -131,6 +131,8 @@ def test_a_signal_while_the_command_is_imported_says_so(
         capsys: pytest.CaptureFixture[str]) -> None:
     """It ended the process without a word."""
     before = signal.getsignal(number)
+    if before is signal.SIG_IGN:
+        pytest.skip("ignored here, as under nohup, which the command respects")
 
     def import_slowly(place: str) -> click.Command:
         assert place == "xgpt.cli.run:submit"
