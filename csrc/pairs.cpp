@@ -12,7 +12,6 @@
 #include <string.h>
 
 #include <algorithm>
-#include <atomic>
 #include <vector>
 
 #if defined(XGPT_HAS_X86_LEVELS)
@@ -27,7 +26,6 @@ constexpr int64_t PANEL = 48;  // outputs that lie side by side: three registers
 constexpr int64_t TILE = 8;    // rows at a time: 24 of 32 registers hold sums
 constexpr int64_t CACHED_BYTES = 512 * 1024;  // of activations, beside a panel in a core's cache
 constexpr int64_t LEAST_TILES = 8;  // that one reading of the weight serves all the same
-constexpr int64_t PIECES = 16;  // of the work, for each thread: a core that others took does fewer
 constexpr int64_t SET_BYTES = 2048;  // rows that far apart fall on one another in the first cache
 
 struct Product {
@@ -158,18 +156,8 @@ void multiply(const Product &a) {
     for (int64_t from = 0; from < a.tokens; from += most) {
         const Rows rows = rows_of(a, from, std::min(most, a.tokens - from), copy);
         const int64_t tiles = (rows.count + TILE - 1) / TILE;
-        const int64_t units = panels * tiles;  // a panel's tiles one after the other
-        const int64_t piece = std::max(units / (PIECES * a.threads), int64_t{1});
-        std::atomic<int64_t> next{0};
-        share(a.threads, [&](int) {
-            int64_t unit;
-            while ((unit = next.fetch_add(piece, std::memory_order_relaxed)) < units)
-                for (const int64_t end = std::min(unit + piece, units); unit < end;) {
-                    const int64_t panel = unit / tiles, first = unit % tiles;
-                    const int64_t last = std::min(first + end - unit, tiles);
-                    unit += last - first;
-                    multiply_panel(a, rows, from, panel, tiles, first, last);
-                }
+        each_tile(panels, tiles, a.threads, [&](int64_t panel, int64_t first, int64_t last) {
+            multiply_panel(a, rows, from, panel, tiles, first, last);
         });
     }
 }

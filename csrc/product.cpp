@@ -10,7 +10,6 @@
 #include <string.h>
 
 #include <algorithm>
-#include <atomic>
 #include <vector>
 
 #if defined(XGPT_HAS_X86_LEVELS) && __GNUC__ >= 12
@@ -29,7 +28,6 @@ constexpr int64_t BLOCK = 192;  // inputs of a panel that stay in a core's first
 constexpr int64_t CACHED_BYTES = 768 * 1024;  // of activations, beside a panel in a core's cache
 constexpr int64_t LEAST_TILES = 24;  // that one reading of the weight serves, though their
                                      // activations may not fit beside it
-constexpr int64_t PIECES = 16;  // of the work, for each thread: a core that others took does fewer
 
 struct Product {
     float *out;
@@ -196,22 +194,12 @@ void multiply(const Product &a) {
                 row_scales[t] = avx512_fp16::narrow_row(rows16 + t * stride,
                                                         a.x + (from + t) * a.inputs, a.inputs);
         });
-        const int64_t units = panels * tiles;  // a panel's tiles one after the other
-        const int64_t piece = std::max(units / (PIECES * a.threads), int64_t{1});
-        std::atomic<int64_t> next{0};
-        share(a.threads, [&](int) {
+        each_tile(panels, tiles, a.threads, [&](int64_t panel, int64_t first, int64_t last) {
             static thread_local std::vector<float> sums;  // of a panel
             if (static_cast<int64_t>(sums.size()) < tiles * TILE * PANEL)
                 sums.resize(tiles * TILE * PANEL);
-            int64_t unit;
-            while ((unit = next.fetch_add(piece, std::memory_order_relaxed)) < units)
-                for (const int64_t end = std::min(unit + piece, units); unit < end;) {
-                    const int64_t panel = unit / tiles, first = unit % tiles;
-                    const int64_t last = std::min(first + end - unit, tiles);
-                    unit += last - first;
-                    multiply_panel(a, sums.data(), rows16, stride, row_scales, from, rows, panel,
-                                   first, last);
-                }
+            multiply_panel(a, sums.data(), rows16, stride, row_scales, from, rows, panel, first,
+                           last);
         });
     }
 }

@@ -9,6 +9,7 @@
 #include <stdint.h>
 
 #include <algorithm>
+#include <atomic>
 
 namespace xgpt {
 
@@ -29,6 +30,27 @@ inline int64_t begin(int64_t count, int parts, int i) { return count * i / parts
 inline int threads_for(int64_t elements, int threads) {
     constexpr int64_t LEAST = 16384;  // that a thread should have: less is not worth waking it
     return static_cast<int>(std::clamp<int64_t>(elements / LEAST, 1, threads));
+}
+
+/* Calls body(panel, first, last) until each of `panels` panels has had all its tiles: tiles
+ * first..last-1 of one panel at a time, a panel's one after the other. Threads take pieces of the
+ * work as they come free, each about PIECES of them: one whose core others took does fewer. */
+template <typename Body>
+void each_tile(int64_t panels, int64_t tiles, int threads, Body &&body) {
+    constexpr int64_t PIECES = 16;
+    const int64_t units = panels * tiles;
+    const int64_t piece = std::max(units / (PIECES * threads), int64_t{1});
+    std::atomic<int64_t> next{0};
+    share(threads, [&](int) {
+        int64_t unit;
+        while ((unit = next.fetch_add(piece, std::memory_order_relaxed)) < units)
+            for (const int64_t end = std::min(unit + piece, units); unit < end;) {
+                const int64_t panel = unit / tiles, first = unit % tiles;
+                const int64_t last = std::min(first + end - unit, tiles);
+                unit += last - first;
+                body(panel, first, last);
+            }
+    });
 }
 
 }  // namespace xgpt
