@@ -91,8 +91,9 @@ def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
         profile=_read_file(top, "profile", folder, "a profile file, from `xgpt profile --out`"),
         max_search_s=_read_search(top))
     _check_objective(top, job)
-    if run.stop and workload.count is not None:
-        top.reject("run", "without stop where requests are made: so is how long their answers are")
+    written = top.mapping("run")
+    if run.stop and workload.count is not None and written is not None:
+        written.reject("stop", "left out where requests are made: so is how long their answers are")
     if workload.only_encodes:
         _check_encoded(top, job)
         job = replace(job, schedule=replace(
@@ -199,8 +200,9 @@ def _check_encoded(top: Section, job: Job) -> None:
         section.reject("encode_chunk", f"0 (or left out) where {doing}")
     if job.run.engine != OWN_ENGINE:
         top.reject("run", f"engine: {OWN_ENGINE} where {doing}")
-    if job.run.stop:
-        top.reject("run", f"without stop where {doing}")
+    written = top.mapping("run")
+    if job.run.stop and written is not None:
+        written.reject("stop", f"left out where {doing}")
 
 
 def _read_plan(top: Section, run_engine: str) -> str:
