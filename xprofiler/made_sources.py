@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -20,7 +19,7 @@ from xprofiler.timing import MessageKind, Operator, TimingSource
 
 MOST_SIZES = 4096  # of an array that is remembered
 MOST_ANSWERS = 4096  # after that it begins anew
-_latest: list[Any] = []  # (source, Remembered)
+_latest: list[tuple[TimingSource, Remembered]] = []
 
 
 class Raised:
@@ -55,9 +54,11 @@ class Raised:
 
 def remembering(source: TimingSource) -> Remembered:
     """The latest source asked for: policies that are planned together share the answers."""
-    if not _latest or _latest[0] is not source:
-        _latest[:] = [source, Remembered(source)]
-    found: Remembered = _latest[1]
+    for known, remembered in tuple(_latest):  # a job that runs is planned anew in a thread
+        if known is source:
+            return remembered
+    found = Remembered(source)
+    _latest[:] = [(source, found)]
     return found
 
 

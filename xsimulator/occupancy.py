@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,7 @@ class Occupancy:
 
 _flows: dict[tuple[object, ...], QueryFlow] = {}
 _MOST_FLOWS = 4  # kept, the latest
+_flows_lock = Lock()  # a job that runs is planned anew in a thread
 
 
 def flow_of(problem: Problem) -> QueryFlow:
@@ -54,12 +56,13 @@ def flow_of(problem: Problem) -> QueryFlow:
     of any size, look into the same one."""
     lengths, reserved = problem.lengths, problem.default_max_tokens
     key = id(lengths), problem.model.is_encoder_decoder, reserved
-    flow = _flows.pop(key, None) or QueryFlow(
-        lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
-        reserved_output_tokens=reserved)
-    while len(_flows) >= _MOST_FLOWS:
-        del _flows[next(iter(_flows))]
-    _flows[key] = flow  # the latest is the last; it holds its lengths, so no others have that id
+    with _flows_lock:
+        flow = _flows.pop(key, None) or QueryFlow(
+            lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
+            reserved_output_tokens=reserved)
+        while len(_flows) >= _MOST_FLOWS:
+            del _flows[next(iter(_flows))]
+        _flows[key] = flow  # as the last; it holds its lengths, so no others have that id
     return flow
 
 
