@@ -12,6 +12,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -189,11 +190,14 @@ def peer_contenders(setting: Setting, config: dict[str, Any], rounds: int) -> li
 def timed(command: Sequence[str]) -> tuple[str, float, float]:
     """(what it printed, seconds of the whole command, others' share of the cores meanwhile)"""
     contention, start = Contention(), time.perf_counter()
-    environment = dict(os.environ)
+    environment, folder = dict(os.environ), None
     if command[0] != sys.executable:  # another environment, which has nothing to do with ours
         environment.pop("PYTHONPATH", None)
+        # Python looks into the folder it is started in: transformers took kernels.py beside this
+        # file for the package of that name, and vLLM did not start
+        folder = tempfile.gettempdir()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                          start_new_session=True, env=environment) as process:
+                          start_new_session=True, env=environment, cwd=folder) as process:
         try:
             printed, complaints = process.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
