@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,57 @@ from job_folder import XGPT, read_lines, write_job  # noqa: E402
 from xgpt.app.opened import open_file  # noqa: E402
 from xgpt.core.schedule_file import save_schedule, schedule_from_flat  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
+from xrunner.io.launcher_link import load_change_order, read_observed  # noqa: E402
+from xrunner.io.sink import read_progress  # noqa: E402
 from xsimulator.policies.rra.closed_form import Rra  # noqa: E402
 from xsimulator.policies.rra.config import RraConfig  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-# So many different queries, repeated: 450 were done in 2.6 s, before a change could be planned.
-KINDS, COUNT = 20, 2400
+KINDS, COUNT = 20, 600  # so many different queries, repeated
+ENOUGH = 100  # queries done before the engine stands still until a change is planned
+RUNS_S, STANDS_S = 0.05, 0.5  # until then: a state is written every half second of the clock
+LIMIT_S = 600.0
+
+
+def engine_of(launcher: int) -> int | None:
+    """The engine's process, once there is one."""
+    for folder in Path("/proc").iterdir():
+        try:
+            command = (folder / "cmdline").read_bytes().split(b"\0")
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            continue
+        if b"xrunner.engines.vllm.worker" in command and parent == launcher:
+            return int(folder.name)
+    return None
+
+
+def wait(launcher: subprocess.Popen[str], until_s: float, step_s: float = 0.02) -> None:
+    assert launcher.poll() is None, launcher.communicate()
+    assert time.monotonic() < until_s, "the run goes on for ever"
+    time.sleep(step_s)
+
+
+def hold_until_planned(launcher: subprocess.Popen[str], output: Path) -> None:
+    """The engine runs in short bursts until enough queries are done, and then stands still until
+    the launcher has planned a change: however quick the one and slow the other, the run is not
+    over before."""
+    until_s = time.monotonic() + LIMIT_S
+    while (state := read_progress(output / "progress.json")) is None or state.state != "running":
+        wait(launcher, until_s)
+    engine = engine_of(launcher.pid)
+    assert engine is not None
+    try:
+        while (seen := read_observed(output)) is None or len(seen.finished) < ENOUGH:
+            os.kill(engine, signal.SIGSTOP)
+            wait(launcher, until_s, STANDS_S)
+            os.kill(engine, signal.SIGCONT)
+            wait(launcher, until_s, RUNS_S)
+        os.kill(engine, signal.SIGSTOP)
+        while load_change_order(output) is None:
+            wait(launcher, until_s)
+    finally:
+        os.kill(engine, signal.SIGCONT)
 
 
 def test_a_running_schedule_changes_and_no_token_does(
@@ -47,11 +95,17 @@ def test_a_running_schedule_changes_and_no_token_does(
         estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
         status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
         fingerprint=problem.fingerprint), tmp_path / "given.json")
-    done = subprocess.run([*XGPT, "run", str(job), "--schedule", str(tmp_path / "given.json"),
-                           "--json"], capture_output=True, text=True, env=cache, timeout=800,
-                          check=False)
-    assert done.returncode == 0, done.stderr
-    first = json.loads(done.stdout)["rescheduling"][0]
+    with (tmp_path / "said.json").open("w+") as out, (tmp_path / "said").open("w+") as err:
+        launcher = subprocess.Popen(
+            [*XGPT, "run", str(job), "--schedule", str(tmp_path / "given.json"), "--json"],
+            stdout=out, stderr=err, text=True, env=cache)
+        try:
+            hold_until_planned(launcher, tmp_path / "out")
+            code = launcher.wait(timeout=LIMIT_S)
+        finally:
+            launcher.kill()
+    assert code == 0, (tmp_path / "said").read_text()
+    first = json.loads((tmp_path / "said.json").read_text())["rescheduling"][0]
     assert first["choice"] == "adjust" and first["phase"] > 0 and first["cause"] == "drift"
     assert first["to"] != first["from"]
     results = read_lines(tmp_path / "out" / "results.jsonl")
