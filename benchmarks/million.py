@@ -28,13 +28,13 @@ STAGES = ("intake", "launcher", "rank")
 SCHEDULE = "policy: rra, encode_batch: 64, decode_iterations: 8"
 
 
-def make(folder: Path, lines: int) -> ToyJob:
-    job = ToyJob(folder=folder, schedule=SCHEDULE, count=1).write()
+def make(folder: Path, lines: int, schedule: str = SCHEDULE, max_tokens: int = 8) -> ToyJob:
+    job = ToyJob(folder=folder, schedule=schedule, count=1).write()
     tokens = [[1 + (7 * number + place) % 90 for place in range(24)] for number in range(97)]
     with (folder / "requests.jsonl").open("w", encoding="utf-8") as file:
         for number in range(lines):
             file.write(f'{{"id": "request-{number:012}", "tokens": {tokens[number % 97]}, '
-                       '"max_tokens": 8}\n')
+                       f'"max_tokens": {max_tokens}}}\n')
     return job
 
 

@@ -5,6 +5,7 @@ A disk has for certain what was synced: a file's content by fsync of the file, i
 the folder. What was done since may be there or not, in any order, in part, and new bytes may read
 as zeros."""
 
+import fcntl
 import random
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -41,7 +42,9 @@ def environment(library: Path, folder: Path, log: Path) -> dict[str, str]:
 
 
 def read_log(log: Path) -> Iterator[Operation]:
+    """Those so far: processes may be at work."""
     with log.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # no record is half there
         while line := file.readline():
             kind, inode, offset, length, path, target = line.decode().rstrip("\n").split(" ")
             yield Operation(kind, int(inode), int(offset), file.read(int(length)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("torch", reason="ranks need the extra `run`")
+from faults import ToyJob, await_lines, below  # noqa: E402
 from job_folder import SUPPORT, read_lines  # noqa: E402
+from listening import listens  # noqa: E402
 
 from xgpt.launch import isolated  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
@@ -76,3 +79,17 @@ def test_the_users_own_interface_counts(tmp_path: Path, monkeypatch: pytest.Monk
                            "readlink /proc/self/ns/net; echo $UCX_NET_DEVICES"],
                           capture_output=True, text=True, check=True)
     assert seen.stdout.split() == [os.readlink("/proc/self/ns/net"), "eth7"]
+
+
+@pytest.mark.slow
+def test_a_single_rank_opens_no_port(tmp_path: Path) -> None:
+    job = ToyJob(folder=tmp_path, schedule="policy: rra, encode_batch: 6, decode_iterations: 4",
+                 count=1500).write()
+    process = job.start()
+    assert await_lines(job, process, 1), process.communicate()
+    [rank] = below(process.pid)["rank"]
+    os.kill(rank, signal.SIGSTOP)
+    ports = listens(str(rank)) + listens(str(process.pid))
+    process.kill()
+    process.communicate()
+    assert not ports

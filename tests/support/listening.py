@@ -10,8 +10,6 @@ import re
 import sys
 from pathlib import Path
 
-from mpi4py import MPI
-
 
 def listens(process: str) -> list[str]:
     """Addresses of the process's listening TCP sockets."""
@@ -24,7 +22,7 @@ def listens(process: str) -> list[str]:
         if found := re.fullmatch(r"socket:\[(\d+)\]", target):
             sockets.add(found[1])
     rows = [line.split() for kind in ("tcp", "tcp6") for line in
-            Path(f"/proc/net/{kind}").read_text().splitlines()[1:]]
+            Path(f"/proc/{process}/net/{kind}").read_text().splitlines()[1:]]
     return sorted({row[1] for row in rows if row[3] == "0A" and row[9] in sockets})
 
 
@@ -33,6 +31,8 @@ def parent(process: str) -> str:
 
 
 def main() -> None:
+    from mpi4py import MPI
+
     world = MPI.COMM_WORLD
     data = bytearray(4)  # a message, so that the transports are up
     if world.Get_rank() == 0:
@@ -47,4 +47,5 @@ def main() -> None:
     world.Barrier()
 
 
-main()
+if __name__ == "__main__":
+    main()

@@ -21,6 +21,11 @@ class Guard:
         self._place, self._looked_s = _place(output), time.monotonic()
         self._asked_s: float | None = None
 
+    @property
+    def silent(self) -> str | None:
+        """Which rank has told nothing for long, in a few words."""
+        return None if self._stall is None else self._stall.silent
+
     def look(self) -> None:
         now = time.monotonic()
         if now - self._looked_s < _LOOK_S:

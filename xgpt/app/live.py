@@ -13,6 +13,7 @@ from xgpt.app.joined_status import JobStatus, job_status
 from xgpt.app.messages import doing, last_messages
 from xgpt.app.place import Place
 from xgpt.app.slurm_record import SlurmRecord
+from xgpt.app.stall import are_silent, signs_of_life
 from xgpt.app.status import how_to_go_on
 from xgpt.app.time_left import time_left_s
 from xgpt.core.errors import XgptError
@@ -50,7 +51,9 @@ class Glance:
     @property
     def left_s(self) -> float | None:
         """Seconds that are left, as far as is known."""
-        return None if self.progress is None else time_left_s(self.progress, self.output)
+        if self.progress is None or (self.is_active and are_silent(self.ranks)):
+            return None
+        return time_left_s(self.progress, self.output)
 
     @property
     def facts(self) -> list[tuple[str, str]]:
@@ -65,6 +68,8 @@ class Glance:
         left = self.left_s
         facts.append(("queries", f"{p.done:,} of {p.total:,} done ({p.done / p.total:.0%})" + (
             "" if left is None else f", about {format_seconds(left)} left")))
+        if self.is_active and are_silent(self.ranks) and (said := signs_of_life(self.ranks)):
+            facts.append(("silent", said))
         if self.queries is not None and self.is_active:
             facts.append(("at work", f"{self.queries:,} queries in the system"))
         if self.tokens_per_s is not None:

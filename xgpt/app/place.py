@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xgpt.core.errors import InputError, Mistake, wrong
-from xgpt.core.job_file import load_job
+from xgpt.core.job_file import job_tree, load_job
+from xgpt.core.requests_section import absolute
+from xgpt.core.sections import Section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +28,34 @@ def place_of(where: Path, overrides: Sequence[str] = ()) -> Place:
     if not where.exists() and where.suffix not in (".yaml", ".yml"):
         raise wrong("command line", "DIR|JOB.yaml", str(where), "no such folder, and no job file")
     if not where.is_dir():
-        job = load_job(where, overrides)
+        try:
+            job = load_job(where, overrides)
+        except InputError as cause:
+            if (begun := _begun(where, overrides)) is None:
+                raise cause from None
+            return begun
         return Place(name=job.name, output=job.output, bound_s=job.constraint.latency_s,
                      results=job.results)
     if overrides:
         raise InputError([Mistake(file="--set", line=None, key=override.partition("=")[0],
                                   value=None, allowed="goes with a job file, not with a folder")
                           for override in overrides])
-    output = Path(os.path.abspath(where))
+    return _of_folder(Path(os.path.abspath(where)))
+
+
+def _begun(where: Path, overrides: Sequence[str]) -> Place | None:
+    """By a job file that says no more what can be run (its requests were moved, say): a run that
+    was begun by it is still to be asked for and stopped."""
+    mistakes: list[Mistake] = []
+    try:
+        top = Section(job_tree(where, overrides, mistakes), "", mistakes)
+    except InputError:
+        return None
+    output = absolute(top.text("output", "out", "a folder"), Path(os.path.abspath(where)).parent)
+    return _of_folder(output) if (output / "job.json").is_file() else None
+
+
+def _of_folder(output: Path) -> Place:
     try:
         asked = json.loads((output / "job.json").read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -197,7 +197,7 @@ def _start(opened: OpenedJob, plan: RunPlan, schedule: Schedule, lock: int,
 
     def watch() -> None:
         guard.look()
-        tell_run(tell, output / "progress.json", schedule.bound.limit_s)
+        tell_run(tell, output / "progress.json", schedule.bound.limit_s, guard.silent)
         if rescheduler is not None and rescheduler.update():
             tell.end_progress()  # what it has to say gets lines of its own
             tell.say(paragraph(rescheduler.decisions[-1].sentence))

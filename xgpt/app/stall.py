@@ -14,6 +14,7 @@ LEAST_S, _STEPS = 60.0, 10  # without progress; times the longest step known
 # until a rank tells that it lives (it imports, perhaps over a slow network), and for its first step
 _START_S = 600.0
 _LOOK_S = 1.0
+SILENT_S = 10.0  # a rank tells of itself every second: who waits for it has no time left to tell
 _AWAY_S = 5.0  # a launcher that has not looked for so long was stopped itself
 
 
@@ -65,6 +66,14 @@ class StallWatch:
             seen.worked_s = now
         seen.state = state
 
+    @property
+    def silent(self) -> str | None:
+        """In a few words, who has told nothing for longest, where that is long."""
+        first = min(self._seen.values(), key=lambda one: one.changed_s, default=None)
+        if first is None or (passed_s := self._clock() - first.changed_s) <= SILENT_S:
+            return None
+        return f"rank {first.state.rank} silent for {format_seconds(round(passed_s))}"
+
     def limit_s(self) -> float:
         return (max(LEAST_S, _STEPS * self.longest_step_s) if self._limit_s is None
                 else self._limit_s)
@@ -108,6 +117,11 @@ class StallWatch:
 def age_s(state: RankState, now: float | None = None) -> float:
     """Seconds since the rank's last sign of life, by this machine's clock and the rank's."""
     return max((time.time() if now is None else now) - state.at_s, 0.0)
+
+
+def are_silent(states: Sequence[RankState]) -> bool:
+    """Whether one of the ranks has told nothing for long."""
+    return any(age_s(state) > SILENT_S for state in states)
 
 
 def signs_of_life(states: Sequence[RankState], now: float | None = None) -> str | None:

@@ -3,11 +3,12 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from xgpt.app.run_files import RESULTS_FILE
 from xgpt.app.stall import age_s
 from xgpt.core.spool import num_queries
 from xrunner.io.beat import RankState, read_beats
 from xrunner.io.lock import is_locked
-from xrunner.io.results import answered
+from xrunner.io.results import Answered, answered
 from xrunner.io.sink import Progress, read_progress
 
 _UNKNOWN = Progress(state="starting", total=0, done=0, output_tokens=0, elapsed_s=0.0,
@@ -22,9 +23,14 @@ class RunStatus:
 
     progress: Progress
     is_alive: bool | None  # None: cannot be told
-    num_results: int  # in results.jsonl
-    num_held: int = 0  # in held.jsonl
+    output: Path
+    counted: Answered | None = None  # of one that ended before all was done: what is on the disk
     ranks: tuple[RankState, ...] = ()  # of a run that is alive: what each told last
+
+    @property
+    def answered(self) -> Answered:
+        """What is on the disk. All of results.jsonl may be read for it, which can be long."""
+        return answered(self.output / RESULTS_FILE) if self.counted is None else self.counted
 
     @property
     def silent_s(self) -> float | None:
@@ -37,32 +43,34 @@ def run_status(output: Path) -> RunStatus | None:
     # in this order: a run that ends in between is done, not dead
     is_alive = is_locked(output)
     progress_now = read_progress(output / "progress.json")
-    results = answered(output / "results.jsonl")
     if progress_now is None and not is_alive and not (output / "run.json").is_file():
         return None
     progress = progress_now or _UNKNOWN
     if is_alive is False and progress.state not in ("done", "stopped"):
         progress = replace(progress, state="died")
+    counted = None
     if progress.state in ("died", "stopped"):
-        progress = replace(progress, done=results.total,
+        counted = answered(output / RESULTS_FILE)
+        progress = replace(progress, done=counted.total,
                            total=progress.total or num_queries(output) or 0)
-    return RunStatus(progress=progress, is_alive=is_alive, num_results=results.written,
-                     num_held=len(results.held),
+    return RunStatus(progress=progress, is_alive=is_alive, output=output, counted=counted,
                      ranks=tuple(read_beats(output)) if is_alive is not False else ())
 
 
 def how_to_go_on(status: RunStatus, output: Path) -> str | None:
     """What a person does next, in words; None where the run needs nothing."""
-    state, kept = status.progress.state, f"{status.num_results} results are in results.jsonl"
-    if status.num_held:
-        kept += f" and {status.num_held} in held.jsonl, until those before them are done"
+    state = status.progress.state
     if status.is_alive is False and 0 < status.progress.total <= status.progress.done and (
             not (output / "metrics.json").is_file()):
         return ("all results are there, but the command was killed before it wrote metrics.json "
                 "and the report: the same command writes them, and runs nothing again")
+    if state not in ("stopped", "died"):
+        return None
+    found = status.answered
+    kept = f"{found.written} results are in results.jsonl"
+    if found.held:
+        kept += f" and {len(found.held)} in held.jsonl, until those before them are done"
     if state == "stopped":
         return f"{kept}; the same command goes on after them"
-    if state == "died":
-        return ("no process works on it any more (it failed, or it or the machine was killed): "
-                f"{kept}; the same command goes on after them")
-    return None
+    return ("no process works on it any more (it failed, or it or the machine was killed): "
+            f"{kept}; the same command goes on after them")

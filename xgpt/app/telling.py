@@ -81,23 +81,27 @@ def tell_share(tell: Teller, label: str, path: Path) -> None:
     tell.progress(f"{label} {bar(round(share * 100), 100)} {share:.0%}{left}", is_last=share >= 1)
 
 
-def tell_run(tell: Teller, path: Path, bound_s: float) -> None:
-    """Tells how far a run is whose progress.json is at `path`."""
+def tell_run(tell: Teller, path: Path, bound_s: float, silent: str | None = None) -> None:
+    """Tells how far a run is whose progress.json is at `path`. `silent`: a rank of it, in words."""
     progress = read_progress(path)
     if progress is not None:
-        tell.progress(progress_line(progress, bound_s, time_left_s(progress, path.parent)),
+        left_s = None if silent else time_left_s(progress, path.parent)
+        tell.progress(progress_line(progress, bound_s, left_s, silent),
                       is_last=progress.state in ("done", "stopped"))
 
 
-def progress_line(progress: Progress, bound_s: float, left_s: float | None = None) -> str:
-    """Queries, tokens per second, time left where it is known, and the latency so far against its
-    bound, in at most 79 columns."""
+def progress_line(progress: Progress, bound_s: float, left_s: float | None = None,
+                  silent: str | None = None) -> str:
+    """Queries, tokens per second, time left where it is known or the rank of which nothing is
+    heard, and the latency so far against its bound, in at most 79 columns."""
     if progress.state == "loading":
         return "reading the queries and the weights"
     rate = progress.output_tokens / progress.elapsed_s if progress.elapsed_s > 0 else 0.0
     text = (f"{bar(progress.done, progress.total)} {progress.done}/{progress.total} queries "
             f"{rate:.0f} tok/s")
-    if left_s is not None:
+    if silent is not None:
+        text += f" {silent}"
+    elif left_s is not None:
         text += f" {format_seconds(left_s)} left"
     if progress.latency_p99_s is not None:
         bound = "" if math.isinf(bound_s) else f"/{bound_s:.3g}"

@@ -10,7 +10,7 @@ import click
 from xgpt.app.joined_status import job_status
 from xgpt.app.messages import doing
 from xgpt.app.place import place_of
-from xgpt.app.stall import age_s, signs_of_life
+from xgpt.app.stall import age_s, are_silent, signs_of_life
 from xgpt.app.status import how_to_go_on
 from xgpt.app.telling import progress_line
 from xgpt.app.time_left import time_left_s
@@ -18,8 +18,6 @@ from xgpt.cli.options import print_json, run_arguments
 from xgpt.cli.terminal import show
 from xgpt.core.errors import XgptError
 from xgpt.report.table import paragraph
-
-_SILENT_S = 10.0  # a rank tells of itself every second
 
 
 @click.command()
@@ -36,8 +34,8 @@ def status(where: Path, overrides: tuple[str, ...], as_json: bool) -> None:
         print_json({"output": output, **({} if run is None else asdict(run.progress)),
                     "state": status.state, "is_alive": None if run is None else run.is_alive,
                     "results": output / "results.jsonl",
-                    "num_results": 0 if run is None else run.num_results,
-                    "num_held": 0 if run is None else run.num_held,
+                    "num_results": 0 if run is None else run.answered.written,
+                    "num_held": 0 if run is None else len(run.answered.held),
                     "sign_of_life_s": None if run is None else run.silent_s,
                     "ranks": [] if run is None else [
                         {**asdict(rank), "sign_of_life_s": age_s(rank)} for rank in run.ranks],
@@ -45,10 +43,8 @@ def status(where: Path, overrides: tuple[str, ...], as_json: bool) -> None:
         return
     show(f"{place.name}: {status.state}, {output}")
     if run is not None and (run.progress.total or status.state == "loading"):
-        # who waits for a rank that is silent has no time left that could be told
-        is_silent = (run.silent_s or 0.0) > _SILENT_S
-        show(progress_line(run.progress, place.bound_s,
-                           None if is_silent else time_left_s(run.progress, output)))
+        show(progress_line(run.progress, place.bound_s, None if are_silent(run.ranks)
+                           else time_left_s(run.progress, output)))
     if run is not None and status.is_active and (signs := signs_of_life(run.ranks)) is not None:
         show(paragraph(signs))
     if status.is_active and status.state == "starting" and (what := doing(output)):

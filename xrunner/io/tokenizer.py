@@ -12,6 +12,7 @@ from typing import Any
 
 from xgpt.core.errors import MissingExtraError, XgptError, wrong
 from xgpt.core.model_file import load_json, wrong_file
+from xgpt.core.whole_file import read_text
 
 # Any of these makes a directory one with a tokenizer; without, requests must give tokens.
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
@@ -164,7 +165,7 @@ def _backend_of(directory: Path, files: tuple[tuple[str, int, int], ...]) -> Any
 
 def _from_file(library: Any, path: Path) -> Any:
     """Raises ValueError for a file that is no tokenizer."""
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path)
     try:
         return library.from_str(text)
     except Exception as cause:  # the library raises nothing more precise
@@ -175,7 +176,10 @@ def _from_file(library: Any, path: Path) -> Any:
 def _find_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return read_text(path)
+        except (OSError, ValueError) as cause:
+            raise wrong_file(path, f"cannot be read: {cause}") from None
     template = settings.get("chat_template")
     if isinstance(template, list):  # several, by name
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}

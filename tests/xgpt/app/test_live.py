@@ -63,6 +63,18 @@ def test_a_running_job_at_a_glance_in_80_columns(place: Place) -> None:
     assert text.splitlines()[-1].split()[-2:][0] in ("is", "long"), "cut between words"
 
 
+def test_who_waits_for_a_silent_rank_has_no_time_left(place: Place) -> None:
+    path = place.output / "ranks" / "1.json"
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps({**state, "at_s": state["at_s"] - 42}))
+    with output_lock(place.output):
+        now = looked(place)
+        plain = CliRunner().invoke(cli, ["status", str(place.output)], catch_exceptions=False)
+    assert now.left_s is None and "left" not in str(now) and "left" not in plain.stdout
+    assert "last sign of life: rank 1 (stage 1) 42.0 s ago" in " ".join(str(now).split())
+    assert "last sign of life: rank 1 (stage 1) 42.0 s ago" in " ".join(plain.stdout.split())
+
+
 def test_the_speed_is_that_since_the_last_look(place: Place) -> None:
     with output_lock(place.output):
         before = looked(place)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from xgpt.app.stall import RanksHang, StallWatch, signs_of_life
+from xgpt.app.telling import tell_run
 from xrunner.io.beat import BEATS, RankState
+from xrunner.io.sink import Progress, write_progress
 
 STATE = RankState(rank=0, stage=0, pool="all", elapsed_s=1.0, busy_s=1.0, recent_share=1.0,
                   queries=3, at_s=1000.0, num_steps=1, longest_step_s=0.5, told="to decode")
@@ -44,6 +48,24 @@ def test_a_rank_that_is_silent_is_named(tmp_path: Path) -> None:
     run.pass_by(60, lives=(0,), works=(0,))
     with pytest.raises(RanksHang, match=r"rank 1 \(stage 1\) has given no sign of life for .*told"):
         run.pass_by(2, lives=(0,), works=(0,))
+
+
+def test_a_rank_that_is_silent_is_told_of_before_that(tmp_path: Path) -> None:
+    """And no time that is left, which hangs on it."""
+    run = Run(tmp_path)
+    run.pass_by(20)
+    assert run.watch.silent is None
+    run.pass_by(11, lives=(0,), works=(0,))
+    assert run.watch.silent == "rank 1 silent for 11.0 s"
+    progress = Progress(state="running", total=400, done=120, output_tokens=4800, elapsed_s=60.0,
+                        latency_p50_s=1.5, latency_p99_s=2.25)
+    write_progress(tmp_path / "progress.json", progress)
+    said: list[str] = []
+    tell: Any = SimpleNamespace(progress=lambda line, is_last: said.append(line))
+    for silent in (None, run.watch.silent):
+        tell_run(tell, tmp_path / "progress.json", 2.0, silent)
+    assert "left" in said[0] and "left" not in said[1] and "rank 1 silent for 11.0 s" in said[1]
+    assert max(map(len, said)) < 80
 
 
 def test_a_rank_that_is_at_one_step_is_named_and_not_who_waits_for_it(tmp_path: Path) -> None:

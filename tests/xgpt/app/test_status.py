@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from xgpt.app.status import run_status
 from xgpt.app.telling import progress_line
 from xgpt.app.time_left import time_left_s
 from xgpt.cli.main import cli
@@ -66,6 +67,33 @@ def test_a_run_that_is_killed_is_not_running_any_more(job: Path) -> None:
         "died", False, 100, 400)
     assert found["results"] == str(out / "results.jsonl") and found["num_results"] == 100
     assert '"index": 10' in (out / "results.jsonl").read_text().splitlines()[-1], "nothing is cut"
+
+
+def test_a_run_is_found_by_a_job_file_that_can_be_run_no_more(job: Path) -> None:
+    """Somebody moved the requests meanwhile, or edits the file: the run goes on all the same."""
+    out = job.parent / "out"
+    write_progress(out / "progress.json", RUNNING)
+    job.write_text(job.read_text().replace("{count: 400}", "moved.jsonl") + "modle: x\n")
+    none = CliRunner().invoke(cli, ["status", str(job)])
+    assert "modle" in str(none.exception), "no run was begun there that could be meant"
+    (out / "job.json").write_text('{"name": "nightly", "constraint": {"latency_s": "inf"}}')
+    with output_lock(out):
+        assert "nightly: running" in shown(job)[0]
+        assert "asked to stop" in CliRunner().invoke(cli, ["stop", str(job)]).stdout
+
+
+def test_of_a_run_at_work_a_long_file_of_results_is_not_read(
+        job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`xgpt top` looks every second, and there may be ten million."""
+    write_progress(job.parent / "out" / "progress.json", RUNNING)
+
+    def read(path: Path) -> Answered:
+        raise AssertionError(path)
+
+    monkeypatch.setattr("xgpt.app.status.answered", read)
+    with output_lock(job.parent / "out"):
+        status = run_status(job.parent / "out")
+        assert status is not None and status.progress.done == 120
 
 
 def test_a_run_that_dies_before_it_begins_says_what_an_earlier_one_left(job: Path) -> None:

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from xrunner.checkpoint.identity import changed_files, model_files
 
@@ -35,3 +36,14 @@ def test_a_small_file_is_read_whole(tmp_path: Path) -> None:
     before = model_files(tmp_path)
     (tmp_path / "model.bin").write_bytes(bytes(70_001) + b"x" + bytes(29_998))
     assert changed_files(before, model_files(tmp_path)) == ["model.bin"]
+
+
+@pytest.mark.parametrize("name", [
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "tokenizer.model", "merges.txt", "chat_template.jinja", "model.gguf"])
+def test_each_file_that_decides_answers_is_looked_at(name: str, tmp_path: Path) -> None:
+    before = model_files(tmp_path)
+    (tmp_path / name).write_text("one")
+    there = model_files(tmp_path)
+    (tmp_path / name).write_text("two")
+    assert changed_files(before, there) == changed_files(there, model_files(tmp_path)) == [name]

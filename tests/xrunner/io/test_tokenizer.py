@@ -50,6 +50,23 @@ def test_what_a_template_refuses_is_said(directory: Path) -> None:
         TextTokenizer(directory).render_chat([])
 
 
+@pytest.mark.parametrize("template", [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}",
+    "{{ raise_exception.__globals__ }}", "{{ cycler.__init__.__globals__.os.popen('id') }}"])
+def test_a_template_does_not_reach_pythons_objects(directory: Path, template: str) -> None:
+    (directory / "chat_template.jinja").write_text(template)
+    messages = [{"role": "user", "content": "x"}]
+    with pytest.raises(ValueError, match=r"chat template: .*(unsafe|is undefined)"):
+        print(TextTokenizer(directory).render_chat(messages))
+    assert messages == [{"role": "user", "content": "x"}]
+
+
+def test_a_template_that_is_no_text_is_refused_by_its_file(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(XgptError, match=r"chat_template.jinja: cannot be read"):
+        TextTokenizer(directory)
+
+
 def test_code_in_a_models_folder_is_never_run(tmp_path: Path,
                                               monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers asks on the terminal whether to run it: a piped `y` did."""

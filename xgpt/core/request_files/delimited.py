@@ -14,10 +14,8 @@ from typing import IO, TypeAlias, cast
 from xgpt.core.chat import BadRecord
 from xgpt.core.errors import wrong
 from xgpt.core.request_files.files import RequestFiles
-from xgpt.core.request_files.rows import Row, roles_of
+from xgpt.core.request_files.rows import MAX_CELL_CHARS, Row, roles_of
 
-# Of one cell. A quote that is never closed takes up the rest of the file.
-MAX_CELL_CHARS = 2**24
 USUAL = {"csv": ",", "tsv": "\t"}  # Excel writes semicolons where a comma is in numbers
 Divided: TypeAlias = "Callable[[Path, str], object]"  # is told a file and its delimiter
 _DELIMITERS = (",", ";", "\t", "|")

@@ -18,6 +18,8 @@ from xgpt.core.workload import is_openai, misspelt_option, refuse_misspelt
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # lone, which no file takes
 NO_OTHERS: Mapping[str, Any] = {}
+# Of one cell. A quote that is never closed takes up the rest of the file.
+MAX_CELL_CHARS = 2**24
 MAX_DEPTH = 100  # of what is nested in a request's JSON
 
 
@@ -127,6 +129,9 @@ def _cell(role: str, value: Any) -> Any:
     numbers with gaps becomes."""
     if isinstance(value, BadRecord):
         raise BadRecord(f"{value} in the column of {role}s")
+    if isinstance(value, str) and len(value) > MAX_CELL_CHARS:
+        raise BadRecord(f"{role} is longer than {MAX_CELL_CHARS // 2**20} MiB, the most that a "
+                        "cell may have")
     if isinstance(value, float):
         if math.isnan(value):
             value = None

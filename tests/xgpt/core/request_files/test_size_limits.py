@@ -39,6 +39,17 @@ def test_a_line_of_50_megabytes_costs_itself_alone(tmp_path: Path, suffix: str) 
     assert peak < 120e6, f"{peak / 1e6:.0f} MB"
 
 
+def test_a_cell_of_50_megabytes_costs_its_row_alone(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "requests.parquet"
+    pq.write_table(pa.table({"prompt": ["a", "x" * 50_000_000, "b"]}), path)
+    first, bad, last = read(path)
+    assert isinstance(first, Request) and isinstance(last, Request) and last.prompt == "b"
+    assert isinstance(bad, RequestError) and "prompt is longer than 16 MiB" in bad.error
+
+
 def test_an_array_beyond_what_is_held_in_memory_is_refused(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "MAX_ARRAY_BYTES", 2**20)
