@@ -92,16 +92,16 @@ def tell_run(tell: Teller, path: Path, bound_s: float, silent: str | None = None
 
 def progress_line(progress: Progress, bound_s: float, left_s: float | None = None,
                   silent: str | None = None) -> str:
-    """Queries, tokens per second, time left where it is known or the rank of which nothing is
-    heard, and the latency so far against its bound, in at most 79 columns."""
+    """Queries, tokens per second, time left where it is known and the latency so far against its
+    bound, or the rank of which nothing is heard, in at most 79 columns."""
     if progress.state == "loading":
         return "reading the queries and the weights"
     rate = progress.output_tokens / progress.elapsed_s if progress.elapsed_s > 0 else 0.0
     text = (f"{bar(progress.done, progress.total)} {progress.done}/{progress.total} queries "
             f"{rate:.0f} tok/s")
     if silent is not None:
-        text += f" {silent}"
-    elif left_s is not None:
+        return f"{text} {silent}"
+    if left_s is not None:
         text += f" {format_seconds(left_s)} left"
     if progress.latency_p99_s is not None:
         bound = "" if math.isinf(bound_s) else f"/{bound_s:.3g}"

@@ -71,8 +71,9 @@ def test_who_waits_for_a_silent_rank_has_no_time_left(place: Place) -> None:
         now = looked(place)
         plain = CliRunner().invoke(cli, ["status", str(place.output)], catch_exceptions=False)
     assert now.left_s is None and "left" not in str(now) and "left" not in plain.stdout
-    assert "last sign of life: rank 1 (stage 1) 42.0 s ago" in " ".join(str(now).split())
-    assert "last sign of life: rank 1 (stage 1) 42.0 s ago" in " ".join(plain.stdout.split())
+    for text in (str(now), plain.stdout):
+        assert re.search(r"last sign of life: rank 1 \(stage 1\) 4\d\.0 s ago",
+                         " ".join(text.split())), text
 
 
 def test_the_speed_is_that_since_the_last_look(place: Place) -> None:

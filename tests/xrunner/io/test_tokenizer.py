@@ -52,7 +52,7 @@ def test_what_a_template_refuses_is_said(directory: Path) -> None:
 
 @pytest.mark.parametrize("template", [
     "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}",
-    "{{ raise_exception.__globals__ }}", "{{ cycler.__init__.__globals__.os.popen('id') }}"])
+    "{{ raise_exception.__globals__.keys() }}", "{{ cycler.__init__.__globals__.os.popen('id') }}"])
 def test_a_template_does_not_reach_pythons_objects(directory: Path, template: str) -> None:
     (directory / "chat_template.jinja").write_text(template)
     messages = [{"role": "user", "content": "x"}]
