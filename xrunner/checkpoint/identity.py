@@ -50,8 +50,8 @@ def _digest(path: Path) -> str:
     digest = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:
         if path.suffix not in _WEIGHTS or size <= _BEGINNING_BYTES + _BLOCKS * _BLOCK_BYTES:
-            while block := file.read(_BEGINNING_BYTES):
-                digest.update(block)
+            while part := file.read(_BEGINNING_BYTES):
+                digest.update(part)
         else:
             digest.update(file.read(_BEGINNING_BYTES))
             for block in range(1, _BLOCKS + 1):
