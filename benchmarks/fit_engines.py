@@ -45,13 +45,16 @@ TABLES = (("vllm", "A100-80", "a100_sxm_vllm_0.14.0"), ("vllm", "H200", "h200_sx
 FREED = {
     "products": ("gemm_flops_share", "gemm_half_rows", "gemm_half_columns", "gemm_half_depth",
                  "gemm_bytes_share", "gemm_launch_s", "gemm_overlap"),
-    "products fp8": ("fp8_flops_share", "fp8_half_rows", "fp8_launch_s"),
+    "products fp8": ("fp8_flops_share", "fp8_half_rows", "fp8_half_columns", "fp8_half_depth",
+                     "fp8_bytes_share", "fp8_overlap", "fp8_launch_s"),
     "prefill attention": ("encode_attention_flops_share", "encode_attention_half_tokens",
                           "encode_attention_tail_s", "encode_attention_launch_s"),
     "decode attention": ("decode_attention_bytes_share", "decode_attention_item_s",
                          "decode_attention_overlap", "decode_attention_launch_s")}
-START = {"gemm_half_columns": 100.0, "gemm_half_depth": 100.0, "decode_attention_item_s": 40e-9,
-         "decode_attention_overlap": 1.5, "encode_attention_tail_s": 5e-9}
+START = {"gemm_half_columns": 100.0, "gemm_half_depth": 100.0, "fp8_half_columns": 1000.0,
+         "fp8_half_depth": 300.0, "fp8_bytes_share": 0.9, "fp8_overlap": 8.0,
+         "decode_attention_item_s": 40e-9, "decode_attention_overlap": 1.5,
+         "encode_attention_tail_s": 5e-9}
 PULL = 0.1  # a factor e away from the start costs as much as a residual of 10 %
 FASTER_TRANSFORMER = {
     "gemm_half_columns": 50.0, "gemm_half_depth": 50.0, "elementwise_launch_s": 2.8e-6,

@@ -51,9 +51,14 @@ class RooflineConstants:
     fp8_flops_share: float = 0.70  # of the fp8 peak, reached by a large product of fp8 operands
     fp8_half_rows: float = 48.0  # as gemm_half_rows
     fp8_launch_s: float = 4.4e-6  # of one such product
+    fp8_half_columns: float | None = None  # as those of gemm; None: these themselves
+    fp8_half_depth: float | None = None
+    fp8_bytes_share: float | None = None
+    fp8_overlap: float | None = None
     # Of finding the scale of a product's operand and converting it, where a checkpoint has none.
     fp8_scaling_launch_s: float = 0.0
-    fp8_scaling_bytes_share: float = 1.0  # of memory bandwidth, reading 16 bits and writing 8
+    # Of memory bandwidth, reading 16 bits and writing 8; None: not to be told from a launch.
+    fp8_scaling_bytes_share: float | None = 1.0
     elementwise_bytes_share: float  # norms, activation, residual adds, rotary embedding
     elementwise_launch_s: float
     encode_attention_flops_share: float  # fused prefill attention, long sequence

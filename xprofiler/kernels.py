@@ -47,23 +47,27 @@ class Kernels:
             return self.gemm_s(rows, n, k)
         c = self.constants
         m, n, k = np.broadcast_arrays(*(np.asarray(size, float) for size in (rows, n, k)))
-        if FP8 in self._rates:
-            rate, share = self._rates[FP8], c.fp8_flops_share
-            operands, half, launch_s = 1, c.fp8_half_rows, c.fp8_launch_s
-        else:  # the weights are widened on their way to the multipliers
-            rate, share = self.flops_per_s, c.gemm_flops_share
-            operands, half, launch_s = self.item_bytes, c.gemm_half_rows, c.gemm_launch_s
-        padded = (m + half) * (n + c.gemm_half_columns) * (k + c.gemm_half_depth)
-        memory_s = self.streamed_s(n * k + m * (k * operands + n * self.item_bytes))
-        return self._overlapped(2 * padded / (rate * share), memory_s) + launch_s
+        if FP8 not in self._rates:  # the weights are widened on their way to the multipliers
+            padded = (m + c.gemm_half_rows) * (n + c.gemm_half_columns) * (k + c.gemm_half_depth)
+            moved = n * k + m * (n + k) * self.item_bytes
+            return self._overlapped(2 * padded / (self.flops_per_s * c.gemm_flops_share),
+                                    self.streamed_s(moved)) + c.gemm_launch_s
+        padded = (m + c.fp8_half_rows) * (n + _own(c.fp8_half_columns, c.gemm_half_columns)) * (
+            k + _own(c.fp8_half_depth, c.gemm_half_depth))
+        compute_s = 2 * padded / (self._rates[FP8] * c.fp8_flops_share)
+        moved = n * k + m * (k + n * self.item_bytes)
+        memory_s = moved / (self._bandwidth * _own(c.fp8_bytes_share, c.gemm_bytes_share))
+        return joined(compute_s, memory_s, _own(c.fp8_overlap, c.gemm_overlap)) + c.fp8_launch_s
 
     def scaled_product_s(self, rows: ArrayLike, n: ArrayLike, k: ArrayLike) -> FloatArray:
         """The same of fp8, with its operand's scale found and the operand converted beforehand, as
         engines do where a checkpoint gives no scales."""
         c = self.constants
+        seconds: FloatArray = self.layer_product_s(rows, n, k) + c.fp8_scaling_launch_s
+        if c.fp8_scaling_bytes_share is None:
+            return seconds
         converted = np.asarray(rows, float) * np.asarray(k, float) * (self.item_bytes + 1)
-        seconds: FloatArray = (self.layer_product_s(rows, n, k) + c.fp8_scaling_launch_s
-                               + converted / (self._bandwidth * c.fp8_scaling_bytes_share))
+        seconds = seconds + converted / (self._bandwidth * c.fp8_scaling_bytes_share)
         return seconds
 
     def _overlapped(self, compute_s: FloatArray, memory_s: FloatArray) -> FloatArray:
@@ -80,6 +84,10 @@ class Kernels:
     def cache_read_s(self, num_bytes: FloatArray) -> FloatArray:
         """Decode attention's reading of the KV cache."""
         return num_bytes / (self._bandwidth * self.constants.decode_attention_bytes_share)
+
+
+def _own(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value
 
 
 def joined(a: FloatArray, b: FloatArray, p: float) -> FloatArray:
