@@ -2,13 +2,15 @@
 
     python benchmarks/engine_exactness.py FOLDER --python VLLM_PYTHON --model MODEL_FOLDER
         [--workload FILE] [--queries 200] [--threads 2] [--policies rra,sarathi,vllm]
-        [--out benchmarks/results]
+        [--profile FILE] [--out benchmarks/results]
 
 The queries of benchmarks/peers.py in float32, each with exactly its number of tokens. transformers
 is shown every query with the tokens that vLLM gave it, in one pass, and says at each position which
 token it finds likeliest: up to the first position whose two best logits are less than 1e-3 apart
 they must be the same. Two sums of the same numbers in another order may differ there, and
 everything behind it hangs on that token: such positions are counted. FOLDER keeps what was run.
+No times are told, so the machine may be at other work: `--profile` is of vLLM's steps in float32,
+however disturbed, by which the schedules are found without measuring it again.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=200)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--policies", default="rra,sarathi,vllm")
+    parser.add_argument("--profile", type=Path)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
@@ -63,6 +66,8 @@ def main() -> None:
         "engine": "vllm", "engine_python": given.python, "dtype": "float32", "ranks": 1,
         "threads_per_rank": given.threads}).read_text(encoding="utf-8"))
     job["workload"]["requests"] = str(folder / "requests.jsonl")
+    if given.profile is not None:
+        job["profile"] = str(given.profile.resolve())
     several, policies = SeveralRuns(folder), given.policies.split(",")
     several.submit((policy, 1, {**job, "schedule": {"policy": policy}}) for policy in policies)
     torch.set_num_threads(given.threads)

@@ -8,6 +8,8 @@ from xgpt.app.plan import JobPlanner, Plan
 from xgpt.core import catalog
 from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, engine_names
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
+from xgpt.core.job import Job
+from xgpt.core.local import usable_cores
 from xgpt.core.problem import resolve
 from xgpt.report.engine_table import EngineRow
 from xprofiler.profile_timing import ProfileTiming
@@ -17,14 +19,15 @@ from xrunner.engines.engine import Engine, engine_of
 from xscheduler.planner import PlanOptions
 
 
-def on_every_engine(opened: OpenedJob, options: PlanOptions,
-                    own: Plan | InfeasibleError) -> tuple[EngineRow, ...]:
-    """Ours first. `own`: what the job's own engine comes to, which is not planned again."""
+def on_every_engine(opened: OpenedJob, options: PlanOptions, own: Plan | InfeasibleError,
+                    engine_python: str | None = None) -> tuple[EngineRow, ...]:
+    """Ours first. `own`: what the job's own engine comes to, which is not planned again.
+    `engine_python`: the Python of the environment that other engines of one process are in."""
     rows = []
     for name in engine_names():
         if name != opened.job.run.engine:
             opened.tell.say(f"engine {name}:")
-            rows.append(_row(opened, name, options))
+            rows.append(_row(opened, name, options, engine_python))
         elif isinstance(own, InfeasibleError):
             rows.append(EngineRow(engine=name, infeasible=str(own)))
         else:
@@ -32,11 +35,10 @@ def on_every_engine(opened: OpenedJob, options: PlanOptions,
     return tuple(rows)
 
 
-def _row(opened: OpenedJob, name: str, options: PlanOptions) -> EngineRow:
-    job = replace(opened.job, run=replace(opened.job.run, engine=name),
+def _row(opened: OpenedJob, name: str, options: PlanOptions,
+         engine_python: str | None = None) -> EngineRow:
+    job = replace(_as_executed_by(name, opened, engine_python),
                   plan_engine=name if name in catalog.names("engine") else OWN_ENGINE)
-    if name not in ONE_PROCESS:
-        job = replace(job, run=replace(job.run, engine_python=None, engine_args={}))
     try:
         engine = engine_of(job)
         if refused := tuple(engine.refusals(job)):
@@ -61,6 +63,19 @@ def _row(opened: OpenedJob, name: str, options: PlanOptions) -> EngineRow:
         return EngineRow(engine=name, refused=(str(error),))
 
 
+def _as_executed_by(name: str, opened: OpenedJob, engine_python: str | None) -> Job:
+    """The job with another engine, on the same cores: one of a single process has those of all
+    ranks of this machine."""
+    job, ranks = opened.job, opened.job.run.ranks
+    run = replace(job.run, engine=name, engine_args={},
+                  engine_python=engine_python if name in ONE_PROCESS else None)
+    if name in ONE_PROCESS and opened.is_local and ranks is not None and not run.hosts:
+        threads = run.threads_per_rank
+        run = replace(run, ranks=None, threads_per_rank=None if threads is None else min(
+            ranks * threads, usable_cores()))
+    return replace(job, run=run)
+
+
 def _missing(engine: Engine, opened: OpenedJob) -> str:
     """What keeps the engine from running on this machine; of another cluster nothing is known."""
     if not opened.is_local:
@@ -68,7 +83,7 @@ def _missing(engine: Engine, opened: OpenedJob) -> str:
     try:
         engine.check_installed(opened.job)
     except XgptError as error:
-        return str(error)
+        return str(error).replace("run.engine_python", "--engine-python")
     return ""
 
 

@@ -1,5 +1,6 @@
 """The times that a job is planned with."""
 
+from contextlib import suppress
 from pathlib import Path
 
 from xgpt.app.local_profile import (
@@ -10,7 +11,7 @@ from xgpt.app.local_profile import (
 )
 from xgpt.app.opened import OpenedJob
 from xgpt.app.profile_identity import profile_metadata
-from xgpt.core.errors import InputError, Mistake
+from xgpt.core.errors import InputError, Mistake, XgptError
 from xgpt.core.local import why_no_torch
 from xprofiler.profile import match
 from xprofiler.profile_file import load_profile
@@ -18,6 +19,7 @@ from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xprofiler.verdict import judge
+from xrunner.checkpoint.source import model_at_hand
 from xrunner.engines.engine import engine_of
 
 
@@ -33,7 +35,7 @@ def timing_of(opened: OpenedJob) -> TimingSource:
     if opened.is_local:
         kind = problem.cluster.device.kind
         why = why_no_torch(kind)
-        folder = None if opened.files is None else opened.files.directory
+        folder = _folder_of(opened)
         if folder is None and engine_of(job).identity is not None:
             why = f"the files of {job.model} are not here, with which {job.run.engine} is timed"
         if why is None:
@@ -52,10 +54,23 @@ def refined_timing(opened: OpenedJob, timing: TimingSource, job_s: float, *,
     measuring more for (`layouts`: on so many); None where it is not."""
     if not (isinstance(timing, ProfileTiming) and opened.is_local and opened.job.profile is None):
         return None
-    folder = None if opened.files is None else opened.files.directory
+    folder = _folder_of(opened)
     wanted = wanted_profile(opened.job, opened.problem, folder=folder)
     most_s = refining_s(timing.profile, wanted, job_s, layouts=layouts)
     return ProfileTiming(refined_profile(wanted, opened.tell, most_s)) if most_s else None
+
+
+def _folder_of(opened: OpenedJob) -> Path | None:
+    """The model's files, which other engines than ours are timed with: those that the job has
+    needed already, else those that are on this machine; None where there are none."""
+    if opened.files is not None:
+        return opened.files.directory
+    if engine_of(opened.job).identity is None or opened.job.run.weights == "random":
+        return None
+    with suppress(XgptError):
+        if (found := model_at_hand(opened.job.model)) is not None:
+            return found.directory
+    return None
 
 
 def _given_timing(opened: OpenedJob, path: Path, fallback: TimingSource) -> ProfileTiming:

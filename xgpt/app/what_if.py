@@ -74,8 +74,9 @@ class Answers:
 
 def answers_for(opened: OpenedJob, options: PlanOptions, *, with_price: bool = False,
                 with_drift: bool = False, with_engines: bool = False,
-                deployed: Schedule | None = None) -> Answers:
-    """Plans the job, and answers what is asked about it. `deployed`: the schedule to go on from."""
+                engine_python: str | None = None, deployed: Schedule | None = None) -> Answers:
+    """Plans the job, and answers what is asked about it. `engine_python`: see on_every_engine.
+    `deployed`: the schedule to go on from."""
     plans = JobPlanner(opened, options)
     plan: Plan | None = None
     infeasible: InfeasibleError | None = None
@@ -85,7 +86,7 @@ def answers_for(opened: OpenedJob, options: PlanOptions, *, with_price: bool = F
         infeasible = why
     outcome = infeasible or plan
     assert outcome is not None, "a plan, or why there is none"
-    engines = on_every_engine(opened, options, outcome) if with_engines else None
+    engines = on_every_engine(opened, options, outcome, engine_python) if with_engines else None
     opened, planner = plans.of(plan)
     offers: Sequence[Offer] | None = None
     if with_price:

@@ -68,6 +68,8 @@ def _times_of(job: Job) -> str:
               help="Also the command of another engine with the flags nearest to the schedule.")
 @click.option("--engines", "with_engines", is_flag=True,
               help="What each engine comes to: our own runner, DeepSpeed, vLLM; by whose times.")
+@click.option("--engine-python", metavar="PYTHON",
+              help="With --engines: the Python of the environment that vLLM is installed in.")
 @within_seconds
 @click.option("--horizon", type=click.Choice(("job", "steady")),
               help="Plan for the job's own queries, as submit does (default, where it has any), or "
@@ -75,8 +77,11 @@ def _times_of(job: Job) -> str:
 def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path | None,
              with_price: bool, with_drift: bool, from_file: Path | None, gap: float | None,
              max_nodes: int | None, max_seconds: float | None, horizon: Horizon | None,
-             engine: str | None, with_engines: bool) -> None:
+             engine: str | None, with_engines: bool, engine_python: str | None) -> None:
     """Find the schedule with the highest throughput within the job's latency bound."""
+    if engine_python is not None and not with_engines:
+        raise click.UsageError("--engine-python says where another engine is, for --engines; a "
+                               "job that runs on it says so by run.engine_python")
     if out is not None:
         check_writable(out, "--out")
     deployed = None if from_file is None else load_schedule(from_file)
@@ -84,7 +89,8 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
     options = PlanOptions(gap=gap, max_nodes=max_nodes, horizon=horizon or default_horizon(job))
     opened = open_job(job, Terminal(), "lengths" if options.horizon == "job" else "shape")
     answers = answers_for(opened, options, with_price=with_price, with_drift=with_drift,
-                          with_engines=with_engines, deployed=deployed)
+                          with_engines=with_engines, engine_python=engine_python,
+                          deployed=deployed)
     if out is not None and (recommended := answers.recommended) is not None:
         save_schedule(recommended, out)
         say(f"schedule written to {out}")

@@ -12,11 +12,14 @@ import pytest
 from click.testing import CliRunner, Result
 
 from xgpt.app import engine_choice
-from xgpt.app.opened import open_file
+from xgpt.app.opened import OpenedJob, open_file
 from xgpt.cli import schedule as command
 from xgpt.core.engines import engine_names
 from xgpt.core.errors import InfeasibleError
+from xgpt.core.job import Job
 from xgpt.report.engine_table import EngineRow, engine_table
+from xrunner.engines.engine import Engine
+from xrunner.engines.vllm.row import ENGINE as vllm_row
 from xscheduler.planner import PlanOptions
 
 JOB = """
@@ -85,3 +88,34 @@ def test_what_is_not_installed_is_planned_by_its_constants_and_says_so(
                         replace(opened.problem.constraint.latency, limit_s=math.inf))
     assert "cannot run here as it is: there is none here" in text
     assert "does not execute this job: a: b" in text
+
+
+def test_another_engine_is_found_by_its_python_and_has_the_cores_of_all_ranks(
+        job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_choice, "usable_cores", lambda: 6)
+    seen: list[Job] = []
+
+    def missing(engine: Engine, opened: OpenedJob) -> str:
+        seen.append(opened.job)
+        return "as it is"
+
+    monkeypatch.setattr(engine_choice, "_missing", missing)
+    opened = open_file(job, ["cluster=local", "run.ranks=2", "run.threads_per_rank=2",
+                             "constraint.latency_s=inf"])
+    options = PlanOptions(horizon="steady")
+    row = engine_choice._row(opened, "vllm", options, "/opt/vllm/bin/python")
+    assert row.schedule is not None and not row.refused
+    assert (seen[0].run.engine_python, seen[0].run.ranks, seen[0].run.threads_per_rank) == (
+        "/opt/vllm/bin/python", None, 4)
+    other = engine_choice._as_executed_by("deepspeed", opened, "/opt/vllm/bin/python").run
+    assert (other.engine_python, other.ranks, other.threads_per_rank) == (None, 2, 2)
+    done = CliRunner().invoke(command.schedule, [str(job), "--engine-python", "/opt/python"])
+    assert done.exit_code == 2 and "for --engines" in done.stderr
+
+
+def test_what_is_missing_names_the_option(job: Path) -> None:
+    opened = open_file(job, ["cluster=local", "run.ranks=1"])
+    missing = engine_choice._missing(vllm_row, replace(opened, job=replace(
+        opened.job, run=replace(opened.job.run, engine_python="/no/python"))))
+    assert "/no/python" in missing and "--engine-python" in missing
+    assert "run.engine_python" not in missing
