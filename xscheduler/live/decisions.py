@@ -199,7 +199,7 @@ class Decider:
         if isinstance(look, StepLook):
             problem = replace(self._known, num_queries=look.left)
             timing = Retimed(self._timing, {
-                **(self.pace.factors if self.pace else {}), **look.drift.now})
+                **(self.pace.factors if self.pace else {}), **look.drift.planned})
             decision = self._change(problem, look, timing)
         else:
             problem = self._observed(look)

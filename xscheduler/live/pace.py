@@ -4,40 +4,68 @@ Each rank tells of its latest steps once a second, in what it tells of itself an
 (xrunner.io.beat). A step's seconds are divided by what the timing source says of a step of its kind
 and size on its stage. Steps have left the plan where these ratios have in the older and in the
 newer half of a window of the latest steps of a kind on a stage, by more than the threshold, by more
-than chance, and by more than a step's overhead, of which a source knows little: one burst of
-another program's does not, and what has passed does not either.
+than chance, and by more than a step's overhead, of which a source knows little: a burst of fewer
+steps of another program's does not, and what has passed does not either.
 
-In the short window median and mean must have left: it tells soon what slows each step alike. In the
-long one the mean alone: what is slowed in pulses (a container's quota stops its processes for a
+In the shorter windows median and mean must have left: they tell soon what slows each step alike. In
+the long one the mean alone: what is slowed in pulses (a container's quota stops its processes for a
 part of each tenth of a second) has most of its steps as they were, and takes longer all the same. A
-single ratio counts no more than MOST_OFF times the median. What is planned with from then on is the
-mean of the newer half.
+single ratio counts no more than MOST_OFF times the median.
 
-A pipeline is as quick as its slowest stage, so of several stages the slowest tells for its kind."""
+What is planned with from then on is the mean of the window's end, and where steps are slower a
+standard error more: to reckon with too little breaks the bound, with too much it costs a few
+queries a second. For the same reason slower steps count at once, quicker ones in the long window
+alone; and each time that they turn out to have been a lull, in one twice as long. Steps that have
+left the plan before are followed more closely: in the long window FOLLOWED counts, for up to the
+threshold of further slowness would otherwise stay out of every plan.
+
+A step goes through all stages of its pool. With as many groups as stages the slowest of these sets
+the pace, a single group takes the sum of all; the ratio of a kind is that of the pool's pace, and
+of several copies the slowest tells."""
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate
+from xgpt.core.schedule import Estimate, Pool
 from xprofiler.retimed import Factor
 from xprofiler.timing import TimingSource
 from xscheduler.copies import problem_for
 from xsimulator.replay.step_clock import StepClock, StepClocks, StepSizes
 
-# Steps of a kind on a stage: of a window at most, and without which it does not tell.
-SHORT, LONG = (32, 12), (96, 64)
 LEAST_STEPS = 12  # without which a kind is not said to take other times
+ENOUGH_STEPS = 16  # that a factor is the mean of, where there are as many
+MOST_PATIENCE = 16  # times the steps of the long window that quicker ones must last
+FOLLOWED = 0.05  # share by which steps must be slower still, once they have left the plan
 BEYOND_CHANCE = 3.0  # standard errors of a mean by which it must be off
 MOST_OFF = 8.0
 KINDS = ("encode", "decode", "mixed")
+
+
+class Window(NamedTuple):
+    """Steps of a kind on a stage: so many at most, and so many without which it does not tell;
+    whether their mean alone counts, without the median; and how often they must have been told
+    of: all that are told at once may be one burst."""
+
+    length: int
+    least: int
+    is_mean: bool = False
+    times_told: int = 1
+
+    def times(self, factor: int) -> Window:
+        """So many times as long."""
+        return self._replace(length=factor * self.length, least=factor * self.least)
+
+
+SWIFT, SHORT = Window(16, 16, times_told=2), Window(32, 12)
+LONG = Window(96, 64, is_mean=True)
 
 
 class Step(Protocol):
@@ -62,21 +90,23 @@ class Step(Protocol):
 
 
 class Ratio(NamedTuple):
-    """A step's seconds over those it was expected to take."""
+    """A step's seconds over those it was expected to take; when it was told of."""
 
     log: float
     rows: int
     expected_s: float
+    told_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaceDrift:
     """Where steps have left the plan: by kind, the factor on the timing source's own times that was
-    planned with (`before`) and that is seen (`now`), of every kind that steps were seen of;
-    `stage` is the slowest of a kind."""
+    planned with (`before`), that is seen (`now`), and that is planned with from now on (`planned`),
+    of every kind that steps were seen of; `stage` is the slowest of a kind."""
 
     before: Mapping[str, float]
     now: Mapping[str, Factor]
+    planned: Mapping[str, Factor]
     stages: Mapping[str, int]
     steps: int  # that all this rests on
 
@@ -92,6 +122,63 @@ class PaceDrift:
                          for kind in KINDS if kind in self.now)
 
 
+class Place(NamedTuple):
+    """Where ratios lie: the logarithm, and its standard error."""
+
+    log: float
+    error: float
+
+
+class Seen(NamedTuple):
+    """The latest steps of a kind on a pool of so many groups: by stage, as many of each."""
+
+    groups: int
+    stages: Mapping[int, Sequence[Ratio]]
+
+    @property
+    def num_steps(self) -> int:
+        return len(next(iter(self.stages.values())))
+
+    @property
+    def times_told(self) -> int:
+        return min(len({one.told_s for one in own}) for own in self.stages.values())
+
+    def part(self, steps: slice) -> Seen:
+        return Seen(self.groups, {stage: own[steps] for stage, own in self.stages.items()})
+
+    @property
+    def slowest(self) -> int:
+        """The stage whose steps take longest against the plan."""
+        return max(self.stages, key=lambda stage: _mean(self.stages[stage]).log)
+
+    @property
+    def expected_s(self) -> float:
+        """Of a step on the stage where it takes longest, by the plan."""
+        return max(_expected_s(own) for own in self.stages.values())
+
+    @property
+    def mean(self) -> Place:
+        return self._pace(_mean)
+
+    @property
+    def median(self) -> Place:
+        return self._pace(_median)
+
+    def _pace(self, place_of: Callable[[Sequence[Ratio]], Place]) -> Place:
+        """What the pool's pace is against the plan: of what its stages take, each by itself. (Of
+        single steps' ratios the largest would lie above what any stage takes.)"""
+        own = [(_expected_s(steps), place_of(steps)) for steps in self.stages.values()]
+        before_s = [expected for expected, _ in own]
+        now_s = [expected * math.exp(place.log) for expected, place in own]
+        errors_s = [now * place.error for now, (_, place) in zip(now_s, own, strict=True)]
+        if self.groups * max(now_s) > sum(now_s):
+            slowest = now_s.index(max(now_s))
+            now, error_s = self.groups * now_s[slowest], self.groups * errors_s[slowest]
+        else:
+            now, error_s = sum(now_s), math.hypot(*errors_s)
+        return Place(math.log(now / max(sum(before_s), self.groups * max(before_s))), error_s / now)
+
+
 class Ratios:
     """What steps of a run of `estimate` take against `timing`."""
 
@@ -99,13 +186,13 @@ class Ratios:
                  longest: int) -> None:
         """longest: tokens that a query ever has at most."""
         self._clocks = StepClocks(problem_for(problem, estimate), timing)
-        self._pools, self._longest = estimate.deployment.pools, longest
-        self._num_stages = len(estimate.deployment.stages)
+        self.pools, self._longest = estimate.deployment.pools, longest
+        self.num_stages = len(estimate.deployment.stages)
 
     def of(self, stage: int, step: Step) -> Ratio | None:
         """A step on a stage, counted over all replicas; None where the source says nothing."""
-        stage %= self._num_stages
-        pool = next(pool for pool in self._pools
+        stage %= self.num_stages
+        pool = next(pool for pool in self.pools
                     if stage in [own.index for own in pool.stages])
         seconds = expected_s(self._clocks.of(pool.stages, self._longest), step)
         expected = seconds[[own.index for own in pool.stages].index(stage)]
@@ -126,6 +213,7 @@ class Pace:
         self._windows: dict[tuple[int, str], deque[Ratio]] = {}
         self._told: dict[int, float] = {}  # rank -> of its state that was taken up last
         self.factors: dict[str, Factor] = {}  # that are planned with
+        self._patience, self._was_quicker = 1, False
 
     def hear(self, rank: int, stage: int, told_s: float, steps: Iterable[Step]) -> None:
         """Takes up what a rank of the run's `stage`, counted over all replicas, told at `told_s`;
@@ -135,51 +223,86 @@ class Pace:
         self._told[rank] = told_s
         for step in steps:
             if step.kind in KINDS and (ratio := self._ratios.of(stage, step)) is not None:
-                self._windows.setdefault((stage, step.kind), deque(maxlen=LONG[0])).append(ratio)
+                self._windows.setdefault((stage, step.kind), deque(
+                    maxlen=MOST_PATIENCE * LONG.length)).append(ratio._replace(told_s=told_s))
 
     def drift(self) -> PaceDrift | None:
         """How steps have left what is planned with; None while they have not."""
-        for length, least in (SHORT, LONG):
-            seen = {kind: own for kind in KINDS if (own := self._slowest(kind, length)) is not None}
-            if any(len(window) >= least and self._has_left(kind, window, is_long=least == LONG[1])
-                   for kind, (_, window) in seen.items()):
+        for window in (SWIFT, SHORT, LONG):
+            seen = self._seen(window)
+            if any(self._side(kind, own, window) > 0 for kind, own in seen.items()):
                 return self._drift_of(seen)
+        patient = LONG.times(self._patience)
+        seen = self._seen(patient)
+        if any(self._side(kind, own, patient) < 0 for kind, own in seen.items()):
+            return self._drift_of(seen)
         return None
-
-    def _drift_of(self, seen: Mapping[str, tuple[int, Sequence[Ratio]]]) -> PaceDrift:
-        """`seen`: by kind, its slowest stage and the steps there."""
-        now = {kind: Factor(rows=float(np.median([ratio.rows for ratio in window])),
-                            factor=math.exp(_mean(window[len(window) // 2:]).log))
-               for kind, (_, window) in seen.items()}
-        return PaceDrift(before={kind: self._planned(kind) for kind in now}, now=now,
-                         stages={kind: stage for kind, (stage, _) in seen.items()},
-                         steps=sum(len(window) for _, window in seen.values()))
 
     def take(self, drift: PaceDrift) -> None:
         """These factors are planned with from now on; what was seen so far has been said."""
-        self.factors |= drift.now
+        self.factors |= drift.planned
         self._windows.clear()
+        if drift.slowed > 1 and self._was_quicker:  # that was a lull
+            self._patience = min(2 * self._patience, MOST_PATIENCE)
+        self._was_quicker = drift.slowed < 1
 
-    def _slowest(self, kind: str, length: int) -> tuple[int, Sequence[Ratio]] | None:
-        """(stage, its latest steps, `length` at most) of the stage whose steps of a kind take
-        longest against the plan."""
-        of_kind = [(stage, tuple(window)[-length:]) for (stage, other), window
-                   in self._windows.items() if other == kind and len(window) >= LEAST_STEPS]
-        return max(of_kind, key=lambda own: _mean(own[1]).log, default=None)
+    def _drift_of(self, seen: Mapping[str, Seen]) -> PaceDrift:
+        now, planned = {}, {}
+        for kind, own in seen.items():
+            (steps, *_), last = own.stages.values(), max(own.num_steps // 2, ENOUGH_STEPS)
+            rows, place = float(np.median([one.rows for one in steps])), own.part(
+                slice(-last, None)).mean
+            factor = math.exp(place.log)
+            now[kind] = planned[kind] = Factor(rows=rows, factor=factor)
+            if factor > self._planned(kind):
+                planned[kind] = Factor(rows=rows, factor=factor * (1 + place.error))
+        return PaceDrift(before={kind: self._planned(kind) for kind in now}, now=now,
+                         planned=planned, stages={kind: own.slowest for kind, own in seen.items()},
+                         steps=sum(own.num_steps for own in seen.values()))
 
-    def _has_left(self, kind: str, window: Sequence[Ratio], *, is_long: bool) -> bool:
-        planned, half = math.log(self._planned(kind)), len(window) // 2
-        least = math.log1p(self._threshold)
+    def _seen(self, window: Window) -> dict[str, Seen]:
+        """By kind, what of the latest steps there is to see on the copy that is slowest."""
+        copies = 1 + max((stage for stage, _ in self._windows), default=0) // (
+            self._ratios.num_stages)
+        found = {}
+        for kind in KINDS:
+            of_kind = [seen for copy in range(copies) for pool in self._ratios.pools
+                       if (seen := self._of_pool(kind, pool, copy, window.length)) is not None]
+            if of_kind:
+                found[kind] = max(of_kind, key=lambda own: own.mean.log)
+        return found
+
+    def _of_pool(self, kind: str, pool: Pool, copy: int, length: int) -> Seen | None:
+        own: dict[int, Sequence[Ratio]] = {}
+        for stage in pool.stages:
+            place = copy * self._ratios.num_stages + stage.index
+            steps = self._windows.get((place, kind), ())
+            if len(steps) >= LEAST_STEPS:
+                own[place] = tuple(steps)
+        if not own:
+            return None
+        count = min(length, *map(len, own.values()))
+        return Seen(pool.num_groups, {place: steps[-count:] for place, steps in own.items()})
+
+    def _side(self, kind: str, seen: Seen, window: Window) -> int:
+        """1 where steps of a kind have become slower than planned with, -1 where quicker; else
+        0."""
+        if seen.num_steps < window.least or seen.times_told < window.times_told:
+            return 0
+        planned, half = math.log(self._planned(kind)), seen.num_steps // 2
         sides = set()
-        for part in (window[:half], window[half:]):
-            expected_s = float(np.median([ratio.expected_s for ratio in part]))
-            for place, error in (_mean(part), *(() if is_long else (_median(part),))):
+        for part in (seen.part(slice(half)), seen.part(slice(half, None))):
+            expected_s = part.expected_s
+            for place, error in (part.mean, *(() if window.is_mean else (part.median,))):
                 away = place - planned
+                least = FOLLOWED if (away > 0 and window.is_mean and kind in self.factors) else (
+                    self._threshold)
                 off_s = abs(math.expm1(away)) * expected_s * math.exp(planned)
-                if abs(away) <= max(least, BEYOND_CHANCE * error) or off_s <= self._overhead_s:
-                    return False
-                sides.add(away > 0)
-        return len(sides) == 1
+                if abs(away) <= max(math.log1p(least), BEYOND_CHANCE * error) or (
+                        off_s <= self._overhead_s):
+                    return 0
+                sides.add(1 if away > 0 else -1)
+        return sides.pop() if len(sides) == 1 else 0
 
     def _planned(self, kind: str) -> float:
         return self.factors[kind].factor if kind in self.factors else 1.0
@@ -199,22 +322,19 @@ def expected_s(clock: StepClock, step: Step) -> list[float]:
         context=step.context_tokens, longest=float(step.longest_context), moved=0.0, handed=0))
 
 
-class _Place(NamedTuple):
-    """Where ratios lie: the logarithm, and its standard error."""
-
-    log: float
-    error: float
+def _expected_s(steps: Sequence[Ratio]) -> float:
+    return float(np.median([one.expected_s for one in steps]))
 
 
-def _median(window: Sequence[Ratio]) -> _Place:
+def _median(window: Sequence[Ratio]) -> Place:
     """Its error: 1.25 / sqrt(n) deviations of a normal with this interquartile range."""
     low, middle, high = np.quantile([ratio.log for ratio in window], (0.25, 0.5, 0.75))
-    return _Place(float(middle), 1.25 * float(high - low) / 1.35 / math.sqrt(len(window)))
+    return Place(float(middle), 1.25 * float(high - low) / 1.35 / math.sqrt(len(window)))
 
 
-def _mean(window: Sequence[Ratio]) -> _Place:
+def _mean(window: Sequence[Ratio]) -> Place:
     ratios = np.exp([ratio.log for ratio in window])
     middle = float(np.median(ratios))
     ratios = np.clip(ratios, middle / MOST_OFF, middle * MOST_OFF)
     mean = float(ratios.mean())
-    return _Place(math.log(mean), float(ratios.std()) / mean / math.sqrt(len(window)))
+    return Place(math.log(mean), float(ratios.std()) / mean / math.sqrt(len(window)))

@@ -1,0 +1,236 @@
+"""A run that is slowed in the middle, replayed with its launcher beside it: what would be decided,
+when, and how many queries would be over the bound.
+
+The rules, the stages and the launcher's decider are those of a run. The clock is not: a step's work
+is what the timing source says, and `worked` when it is done. The launcher looks as often as it does
+beside ranks, and a plan takes `plan_s` seconds of the run's clock; or it is told at once, which
+is how well the bound could be kept at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from xgpt.app.watch import LOOK_S
+from xgpt.core.policies import policy
+from xgpt.core.problem import Problem
+from xgpt.core.queries import QueryLengths
+from xgpt.core.schedule import Schedule
+from xprofiler.retimed import Factor
+from xprofiler.timing import TimingSource
+from xrunner.io.beat import MOST_STEPS, ToldStep
+from xrunner.rules.changes import Changeable, changes_of
+from xrunner.rules.rra import RraRule
+from xrunner.rules.steps import EncodingRule, rules_for
+from xscheduler.live.decisions import Decider, Decision, Followed
+from xscheduler.live.pace import PaceDrift
+from xscheduler.live.slowed import StepLook
+from xscheduler.room import HEADROOM, slots_for
+from xsimulator.replay.flow import Arrivals, Handover, HandoverPlan
+from xsimulator.replay.job import planned_queries
+from xsimulator.replay.kernel import ARRIVAL, Kernel
+from xsimulator.replay.pool import PoolPlan, PoolProcess
+from xsimulator.replay.queries import Queries
+from xsimulator.replay.step_clock import StepClock, StepClocks, StepSizes
+from xsimulator.stage_times import HandoverCost
+
+BEAT_S = 1.0  # between what ranks tell
+TAKES_S = 0.5  # between looks of a run for a change
+# (stage, from when on, seconds of work) -> when the work is done
+Worked = Callable[[int, float, float], float]
+
+
+def steadily(factor: float, stages: Sequence[int], from_s: float) -> Worked:
+    """Work on these stages takes so many times as long from then on."""
+    def worked(stage: int, start_s: float, work_s: float) -> float:
+        if stage not in stages:
+            return start_s + work_s
+        before_s = min(max(from_s - start_s, 0.0), work_s)
+        return start_s + before_s + (work_s - before_s) * factor
+    return worked
+
+
+def in_pulses(share: float, period_s: float, from_s: float) -> Worked:
+    """All stages stand still for a share of each period from then on."""
+    works_s = (1 - share) * period_s  # of each period, at its end
+
+    def worked(stage: int, start_s: float, work_s: float) -> float:
+        if start_s + work_s <= from_s:
+            return start_s + work_s
+        work_s -= max(from_s - start_s, 0.0)
+        periods, place = divmod(max(start_s - from_s, 0.0), period_s)
+        # of the work that there is time for since from_s
+        done, left = divmod(periods * works_s + max(place - share * period_s, 0.0) + work_s,
+                            works_s)
+        return from_s + done * period_s + (share * period_s + left if left > 0 else 0.0)
+    return worked
+
+
+@dataclass(slots=True, kw_only=True)
+class Replayed:
+    """What came of it, by query; the decisions, each with when it was made."""
+
+    start_s: np.ndarray
+    latency_s: np.ndarray
+    decisions: list[tuple[float, Decision]] = field(default_factory=list)
+    changes: list[tuple[float, int]] = field(default_factory=list)  # when taken up, from phase
+
+    def over(self, bound_s: float, since_s: float = -math.inf) -> float:
+        """The share of the queries begun since then that are over the bound."""
+        own = self.latency_s[self.start_s >= since_s]
+        return float((own > bound_s).mean()) if len(own) else math.nan
+
+
+class _Untabled:
+    """A clock whose steps are taken one by one (PoolProcess takes many of a StepClock's)."""
+
+    def __init__(self, clock: StepClock) -> None:
+        self.seconds = clock.seconds
+
+
+class _SlowedPool(PoolProcess):
+    """A pool whose steps take as long as `worked` says, and are told of."""
+
+    worked: Worked
+    told: dict[int, dict[str, list[ToldStep]]]
+
+    def _work(self, step, sizes: StepSizes, now: float) -> float:  # type: ignore[no-untyped-def]
+        seconds, ends, at_s, free_s = [], [], now, self._free_s
+        for place, work_s in enumerate(self._clock.seconds(sizes)):
+            stage, start_s = self.plan.stages[place], max(at_s, free_s[place])
+            at_s = self.worked(stage, start_s, work_s)
+            free_s[place] = at_s
+            seconds.append(at_s - start_s)
+            ends.append(at_s)
+            self.told.setdefault(stage, {}).setdefault(step.kind.value, []).append(ToldStep(
+                step.kind.value, sizes.encoded + sizes.decoded, sizes.tokens + sizes.decoded,
+                sizes.decoded, sizes.context, int(sizes.longest),
+                sizes.tokens / max(sizes.encoded, 1), seconds[-1]))
+        self._steps.append(step)
+        self._sizes.append(sizes[1:5])
+        self._durations.append(seconds)
+        self._ends.append(ends)
+        return at_s
+
+
+@dataclass(slots=True, kw_only=True)
+class _Seen:
+    """What a run has shown so far (xscheduler.live.decisions.Written)."""
+
+    first: int
+    finished: dict[int, tuple[int, int]]
+    active: dict[int, tuple[int, int]]
+
+
+class _Launcher:
+    """Looks, plans, and hands changes on, on the run's clock."""
+
+    def __init__(self, decider: Decider, kernel: Kernel, queries: Queries, rule: Changeable,
+                 pools: Sequence[_SlowedPool], found: Replayed, plan_s: float) -> None:
+        self._decider, self._kernel, self._queries = decider, kernel, queries
+        self._rule, self._pools, self._found, self._plan_s = rule, pools, found, plan_s
+        self._told_s, self._is_planning = 0.0, False
+
+    def hear_at_once(self, factors: Mapping[str, Factor], now: float) -> None:
+        """Steps of these kinds take so many times as long from now on, and it knows."""
+        drift = PaceDrift(before=dict.fromkeys(factors, 1.0), now=factors, planned=factors,
+                          stages=dict.fromkeys(factors, 0), steps=0)
+        done = self._queries.num_done
+        look = StepLook(drift=drift, done=done, left=len(self._queries.inputs) - done)
+        self._take(look, self._decider.decide(look), now)
+
+    def look(self, now: float) -> None:
+        if self._queries.num_done == len(self._queries.inputs):
+            return
+        if now - self._told_s >= BEAT_S:
+            self._told_s = now
+            for stage, kinds in self._pools[0].told.items():
+                steps = [step for own in kinds.values() for step in own[-MOST_STEPS:]]
+                self._decider.pace.hear(stage, stage, now, steps)
+                kinds.clear()
+        if not self._is_planning and (look := self._decider.look_at_steps(self._seen())):
+            self._is_planning = True
+            decision = self._decider.decide(look)
+            self._kernel.at(now + self._plan_s, ARRIVAL, lambda at: self._take(look, decision, at))
+        self._kernel.at(now + LOOK_S, ARRIVAL, self.look)
+
+    def _take(self, look, decision: Decision, now: float) -> None:  # type: ignore[no-untyped-def]
+        self._is_planning = False
+        self._decider.take(look, decision)
+        self._found.decisions.append((now, decision))
+        if decision.schedule is not None:
+            taken_s = now if look.drift.steps == 0 else now + TAKES_S / 2
+            self._kernel.at(taken_s, ARRIVAL, lambda at: self._change(decision, at))
+
+    def _change(self, decision: Decision, now: float) -> None:
+        assert decision.schedule is not None
+        phase = self._rule.next_phase
+        self._rule.change(changes_of(decision.schedule.estimate,
+                                     slots=self._decider.followed.slots), phase=phase)
+        self._found.changes.append((now, phase))
+        for pool in self._pools:
+            pool.wake(now)
+
+    def _seen(self) -> _Seen:
+        own = self._queries
+        begun = [query for query, start_s in enumerate(own.start_s) if start_s is not None]
+        lengths = {query: (own.inputs[query], int(own.output_tokens[query])) for query in begun}
+        active = {query: lengths[query] for query in begun if own.last_token_s[query] is None}
+        return _Seen(first=0, active=active, finished={
+            query: pair for query, pair in lengths.items() if query not in active})
+
+
+def slowed_replay(problem: Problem, timing: TimingSource, schedule: Schedule, worked: Worked,
+                  lengths: Sequence[np.ndarray], *, threshold: float | None = 0.15,
+                  plan_s: float = 1.0,
+                  known: tuple[float, Mapping[str, Factor]] | None = None) -> Replayed:
+    """One replay of a job of one copy with these (inputs, outputs). threshold: `run.step_times`;
+    None: nothing is planned anew. known: when the launcher is told which factors, in place of
+    watching steps."""
+    estimate = schedule.estimate
+    inputs, outputs = lengths
+    jobs: QueryLengths = planned_queries(problem, inputs, outputs)
+    queries = Queries(jobs, encode_gives_token=not problem.model.is_encoder_decoder)
+    kernel, clocks = Kernel(), StepClocks(problem, timing)
+    rules = rules_for(estimate)
+    longest = int(inputs.max() + max(outputs.max(), jobs.most_outputs.max())) + 1
+    slots = 0
+    if policy(estimate.policy).is_changeable:
+        slots = slots_for(estimate, problem, longest, HEADROOM, in_blocks=False)
+        assert isinstance(rules[0], RraRule)
+        rules[0].make_room(slots)
+    told: dict[int, dict[str, list[ToldStep]]] = {}
+    pools = []
+    for pool, rule in zip(estimate.deployment.pools, rules, strict=True):
+        plan = PoolPlan(name=pool.name, role=pool.role, rule=rule, kv_tokens=pool.kv_tokens,
+                        clock=_Untabled(clocks.of(pool.stages, longest)),
+                        stages=tuple(stage.index for stage in pool.stages))
+        pools.append(_SlowedPool(plan, kernel, queries))
+        pools[-1].worked, pools[-1].told = worked, told
+    if len(pools) > 1:
+        source, target = estimate.deployment.pools
+        assert isinstance(rules[0], EncodingRule)
+        Handover(HandoverPlan(
+            seconds=HandoverCost(problem, timing, source.stages, target.stages).seconds,
+            release=rules[0].release, source=source.name, target=target.name), kernel, queries,
+            {own.plan.name: own for own in pools})
+    found = Replayed(start_s=np.zeros(0), latency_s=np.zeros(0))
+    if threshold is not None:
+        assert isinstance(rules[0], Changeable)
+        decider = Decider(Followed(
+            problem=problem, schedule=schedule, step_threshold=threshold, threshold=None,
+            is_observing=False, slots=slots, longest=longest), timing)
+        launcher = _Launcher(decider, kernel, queries, rules[0], pools, found, plan_s)
+        if known is None:
+            kernel.at(LOOK_S, ARRIVAL, launcher.look)
+        else:
+            kernel.at(known[0], ARRIVAL, partial(launcher.hear_at_once, known[1]))
+    Arrivals(kernel, queries, pools[:1]).start()
+    kernel.run()
+    found.start_s = np.array(queries.start_s, float)
+    found.latency_s = np.array(queries.last_token_s, float) - found.start_s
+    return found

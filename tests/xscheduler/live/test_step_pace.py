@@ -1,0 +1,115 @@
+"""When steps count as slower or quicker than planned: slower ones soon and closely, quicker ones
+once they have lasted. Steps are told as ranks tell of them, a few at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+from told_steps import steps_of
+from toy_jobs import estimate_of, roofline_of, toy_problem
+
+from xscheduler.live.pace import LONG, MOST_PATIENCE, SWIFT, Pace, PaceDrift, Ratio, Seen
+
+_FAST = toy_problem(per_node=2)
+PROBLEM = replace(_FAST, cluster=_FAST.cluster.with_nodes(device=replace(
+    _FAST.cluster.device, bandwidth_bytes_per_s=1e9)))  # steps are long against their overhead
+TIMING = roofline_of(PROBLEM)
+ESTIMATE = estimate_of(PROBLEM, encode_batch=4, decode_iterations=4)
+THRESHOLD, AT_ONCE = 0.15, 8
+
+
+class Told:
+    """Decode steps of all stages, so many times as long as the source says, one after another."""
+
+    def __init__(self) -> None:
+        self.pace = Pace(PROBLEM, TIMING, ESTIMATE, threshold=THRESHOLD, longest=100)
+        self._now_s = 0.0
+        self._steps = {stage: [step for step in own if step.kind == "decode"] for stage, own in (
+            steps_of(PROBLEM, TIMING, ESTIMATE, lambda kind, stage: 1.0, count=AT_ONCE).items())}
+
+    def tell(self, factors: Iterator[float] | float, most: int = 1600,
+             ) -> tuple[int, PaceDrift] | None:
+        """Until there is a drift: (steps that it took, the drift); None after `most` without."""
+        of: Callable[[], float] = (lambda: factors) if isinstance(factors, float) else (
+            lambda: next(factors))
+        for count in range(AT_ONCE, most + 1, AT_ONCE):
+            factor = [of() for _ in range(AT_ONCE)]
+            self._now_s += 1
+            for stage, own in self._steps.items():
+                self.pace.hear(stage, stage, self._now_s, [
+                    step._replace(seconds=step.seconds * times)
+                    for step, times in zip(own, factor, strict=True)])
+            if (found := self.pace.drift()) is not None:
+                self.pace.take(found)
+                return count, found
+        return None
+
+
+def test_slower_steps_count_after_a_few_of_them() -> None:
+    told = Told()
+    assert told.tell(1.0, most=200) is None
+    found = told.tell(1.5)
+    assert found is not None
+    count, drift = found
+    assert count <= SWIFT.length < LONG.length / 2
+    assert drift.now["decode"].factor == drift.planned["decode"].factor == pytest.approx(1.5)
+    assert drift.slowed == pytest.approx(1.5) and told.tell(1.5) is None, "that is known now"
+
+
+def test_a_burst_of_fewer_steps_changes_nothing() -> None:
+    told = Told()
+    assert told.tell(1.0, most=200) is None
+    assert told.tell(3.0, most=SWIFT.length // 2) is None
+    assert told.tell(1.0, most=400) is None
+
+
+def test_quicker_steps_must_last_and_longer_each_time_they_were_a_lull() -> None:
+    told, waits = Told(), []
+    for _ in range(6):
+        assert told.tell(1.5) is not None
+        found = told.tell(1.0)
+        assert found is not None and found[1].slowed < 1
+        waits.append(found[0])
+    assert waits[0] == pytest.approx(LONG.least, abs=8), "as many as the window needs"
+    assert waits[1:5] == [2**k * waits[0] for k in range(1, 5)]
+    assert waits[5] == MOST_PATIENCE * waits[0], "and no longer than that"
+
+
+def test_what_has_left_the_plan_is_followed_closely() -> None:
+    told = Told()
+    assert told.tell(1.1, most=400) is None, "within the threshold, of a run as planned"
+    assert told.tell(1.3) is not None
+    assert told.tell(1.33, most=400) is None
+    found = told.tell(1.42)
+    assert found is not None and found[1].now["decode"].factor == pytest.approx(1.42, rel=0.01)
+    assert found[0] <= LONG.length
+
+
+def test_a_factor_is_planned_with_by_a_standard_error_more_where_steps_are_slower() -> None:
+    told = Told()
+    pulses = iter([1.0, 1.0, 3.0] * 1000)
+    found = told.tell(pulses)
+    assert found is not None
+    now, planned = found[1].now["decode"], found[1].planned["decode"]
+    assert now.factor == pytest.approx(5 / 3, rel=0.1)
+    assert 1.03 * now.factor < planned.factor < 1.2 * now.factor
+    assert told.pace.factors["decode"] == planned
+    assert told.tell(pulses) is None, "the mean is less than what is planned with"
+
+
+@pytest.mark.parametrize(("groups", "factor"), [(1, 1.5), (2, 2.0), (5, 2.0)])
+def test_a_slow_stage_counts_as_far_as_it_holds_up_the_others(groups: int, factor: float) -> None:
+    """Of two equal stages one takes twice as long: a single group waits for both of them, several
+    wait for the slow one."""
+    slow, quick = [Ratio(math.log(2), 8, 0.02)] * 3, [Ratio(0.0, 8, 0.02)] * 3
+    seen = Seen(groups, {0: quick, 1: slow})
+    assert seen.slowest == 1 and seen.expected_s == 0.02
+    assert [math.exp(own.log) for own in (seen.mean, seen.median)] == pytest.approx([factor] * 2)
+    assert Seen(groups, {0: quick, 1: quick}).mean == (0.0, 0.0)
+    # stages that are held up in turn are as slow as each is in the mean, and no slower
+    turns = [slow[0], quick[0]] * 8
+    in_turn = Seen(groups, {0: turns, 1: [*turns[1:], turns[0]]})
+    assert math.exp(in_turn.mean.log) == pytest.approx(1.5)
