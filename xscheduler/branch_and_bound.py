@@ -25,6 +25,7 @@ from xgpt.core.schedule import Status
 # more. And after which a search is left that has found nothing, where nothing is had elsewhere.
 MANY_NODES, FRUITLESS_NODES = 1500, 3000
 BATCH = 64  # best boxes split at a time, so that `examine` can work on arrays
+AGAIN = 4  # times as many are examined again at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,16 +117,19 @@ class Maximisation:
     def __init__(self, roots: Sequence[Box],
                  examine: Callable[[Sequence[Box]], Sequence[NodeResult]], *, gap: float,
                  keeps_gap: bool = False, known: Candidate | None = None,
-                 split: Callable[[Box], Sequence[Box]] = Box.split) -> None:
+                 split: Callable[[Box], Sequence[Box]] = Box.split,
+                 wider: Maximisation | None = None) -> None:
         """See `maximise`. keeps_gap: the gap is the same after any number of boxes. known: an
-        admissible point that was seen before."""
+        admissible point that was seen before. wider: a search of the same roots, where all that is
+        admissible here is so too: its boxes and their bounds are what is begun with, and each is
+        examined again only once it is its turn."""
         assert gap >= 0, f"{gap = }"
         assert [box.root for box in roots] == list(range(len(roots))), f"{roots = }"
         self._roots, self._examine, self._split = roots, examine, split
         self._tree = _SearchTree(gap, len(roots), keeps_gap=keeps_gap)
         if known is not None:
             self._tree.note(known)
-        self._has_begun = False
+        self._has_begun, self._wider = False, wider
 
     def go_on(self, *, max_nodes: int | None = None, floor: float = 0.0,
               ends: Callable[[int, float, float], bool] | None = None) -> Outcome:
@@ -135,13 +139,15 @@ class Maximisation:
         tree.raise_floor(floor)
         if not self._has_begun:
             self._has_begun = True
-            tree.add(self._examine(self._roots) if self._roots else [])
+            wider, self._wider = self._wider, None
+            if wider is None or not wider._has_begun or not tree.begin_with(wider._tree):
+                tree.add(self._examine(self._roots) if self._roots else [])
         while tree.is_open:
             if (max_nodes is not None and tree.nodes >= max_nodes) or tree.is_fruitless or (
                     ends is not None and ends(tree.nodes, tree.incumbent, tree.upper_bound)):
                 return tree.outcome(Status.LIMIT)
-            children = [child for box in tree.pop(BATCH) for child in self._split(box)]
-            tree.add(self._examine(children))
+            tree.add(self._examine([child for box, is_known in tree.pop(BATCH)
+                                    for child in (self._split(box) if is_known else [box])]))
         return tree.outcome(Status.INFEASIBLE if tree.best is None else Status.OPTIMAL)
 
 
@@ -153,8 +159,11 @@ class _SearchTree:
         self._floor = -math.inf
         self.nodes = 0
         self._gap, self._keeps_gap, self._num_roots = gap, keeps_gap, num_roots
-        self._queue: list[tuple[float, int, Box]] = []  # (-upper bound, age, box)
+        # (-upper bound, age, box, whether that was found out here, not in a wider search)
+        self._queue: list[tuple[float, int, Box, bool]] = []
+        self._given_up: list[tuple[float, Box]] = []  # closed boxes that have admissible points
         self._closed: Counter[str] = Counter()
+        self._ruled_out: Counter[str] = Counter()  # of these, boxes without an admissible point
         self._root_best: list[Candidate | None] = [None] * num_roots
         self._root_bound = [-math.inf] * num_roots  # of boxes closed
 
@@ -189,6 +198,22 @@ class _SearchTree:
         """Boxes looked at besides the roots."""
         return self.nodes - self._num_roots
 
+    def begin_with(self, wider: _SearchTree) -> bool:
+        """The boxes of a wider search that has begun: those without admissible points have none
+        here. False where that would be no quicker than to begin anew: boxes that were divided for
+        the best of the wider one may have nothing here all together."""
+        left = [*((bound, box) for bound, _, box, _ in wider._queue), *wider._given_up]
+        cutoff = self._cutoff
+        if sum(-bound > cutoff for bound, _ in left) > AGAIN * (self._num_roots + BATCH):
+            return False
+        self._num_roots = 0
+        self._closed += wider._ruled_out
+        self._ruled_out += wider._ruled_out
+        self._queue = [(bound, age - len(left), box, False)
+                       for age, (bound, box) in enumerate(left)]
+        heapq.heapify(self._queue)
+        return True
+
     def raise_floor(self, floor: float) -> None:
         """So much is had elsewhere."""
         if floor > 0:
@@ -205,25 +230,29 @@ class _SearchTree:
             elif result.upper_bound <= self._cutoff:
                 self._close(result.box, result.upper_bound, "no better than the incumbent")
             else:
-                heapq.heappush(self._queue, (-result.upper_bound, self.nodes, result.box))
+                heapq.heappush(self._queue, (-result.upper_bound, self.nodes, result.box, True))
 
     def note(self, found: Candidate) -> None:
         """An admissible point."""
         self.best = _better(self.best, found)
         self._root_best[found.root] = _better(self._root_best[found.root], found)
 
-    def pop(self, count: int) -> list[Box]:
-        """The `count` boxes of highest bound that can still matter."""
-        boxes: list[Box] = []
-        while self.is_open and len(boxes) < count:
-            boxes.append(heapq.heappop(self._queue)[2])
+    def pop(self, count: int) -> list[tuple[Box, bool]]:
+        """The `count` boxes of highest bound that can still matter, and whether their bounds were
+        found out here; AGAIN times as many of those whose bounds were not."""
+        boxes: list[tuple[Box, bool]] = []
+        room = AGAIN * count
+        while self.is_open and room > 0:
+            _, _, box, is_known = heapq.heappop(self._queue)
+            boxes.append((box, is_known))
+            room -= AGAIN if is_known else 1
         return boxes
 
     def outcome(self, status: Status) -> Outcome:
         """The books as they would be with what is open closed."""
         reason = "left open" if status is Status.LIMIT else "no better than the incumbent"
         closed, bounds = self._closed.copy(), self._root_bound.copy()
-        for bound, _, box in self._queue:
+        for bound, _, box, _ in self._queue:
             closed[reason] += 1
             bounds[box.root] = max(bounds[box.root], -bound)
         incumbent = -math.inf if self.best is None else self.best.objective
@@ -234,6 +263,10 @@ class _SearchTree:
     def _close(self, box: Box, upper_bound: float, reason: str) -> None:
         self._closed[reason] += 1
         self._root_bound[box.root] = max(self._root_bound[box.root], upper_bound)
+        if upper_bound > -math.inf:
+            self._given_up.append((-upper_bound, box))
+        else:
+            self._ruled_out[reason] += 1
 
 
 def _better(one: Candidate | None, other: Candidate) -> Candidate:

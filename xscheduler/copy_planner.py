@@ -193,7 +193,7 @@ class CopyPlanner:
             return 0.0
         for name, upper_qps in free.proof.policy_bounds:
             if upper_qps > most * (1 + self._effort.gap):
-                most = max(most, self._promise(name, doubts, most))
+                most = max(most, self._promise(name, doubts, most, is_glance=True))
         return most if most > floor_qps else 0.0
 
     def within(self, latency_bound_s: float, floor_qps: float = 0.0) -> PlannedWithin:
@@ -210,17 +210,19 @@ class CopyPlanner:
             gap=self._effort.gap, floor_qps=floor_qps,
             cuts=watch.cuts if watch is not None else lambda: False)
 
-    def _promise(self, name: str, doubts: Doubts, floor_qps: float) -> float:
+    def _promise(self, name: str, doubts: Doubts, floor_qps: float, *,
+                 is_glance: bool = False) -> float:
         """What one policy may have with its margin before a replay; 0: no more than the floor, at
-        first sight."""
+        first sight. is_glance: nor is more looked at without a floor, to tell who comes first."""
         search, bound_s = self.own.alone(name), doubts.problem.constraint.latency_s
         try:
-            look = search.glance if floor_qps else search.find
+            is_glance = is_glance or floor_qps > 0
+            look = search.glance if is_glance else search.find
             free = _better(look(bound_s / doubts.least_factor, floor_qps), SEEN * floor_qps)
             factor = doubts.margin(free.estimate, is_replayed=False).factor
             if free.figures.latency_s * factor <= bound_s or math.isinf(factor):
                 return free.figures.throughput_qps
-            if floor_qps:  # a proof that there is nothing takes much longer
+            if is_glance:  # a proof that there is nothing takes much longer
                 return _better(search.glance(bound_s / factor, floor_qps),
                                SEEN * floor_qps).figures.throughput_qps
             return search.find(bound_s / factor).figures.throughput_qps

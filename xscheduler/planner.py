@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from xgpt.core.collecting import uncollected
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.policies import changeable_policy, policies
 from xgpt.core.problem import Problem
@@ -104,7 +105,7 @@ class Planner:
     def plan(self, latency_bound_s: float | None = None) -> Schedule:
         """The schedule to run under a bound, by default the problem's. Raises InfeasibleError."""
         problem = _bounded(self.problem, latency_bound_s)
-        with self._watched():
+        with self._watched(), uncollected():
             schedule = with_room(plan_with_enough(
                 problem, lambda enough: self._like(enough)._for_its_horizon(enough), self._tell),
                 problem)
@@ -116,7 +117,7 @@ class Planner:
     def steady(self, latency_bound_s: float | None = None) -> Schedule:
         """The best schedule in steady state that keeps the bound (by default the problem's) with
         the constraint's confidence. Raises InfeasibleError."""
-        with self._watched():
+        with self._watched(), uncollected():
             return plan_with_enough(
                 _bounded(self.problem, latency_bound_s),
                 lambda enough: self._like(enough)._steady(enough), lambda note: None)

@@ -83,6 +83,7 @@ class Scheduler:
         self._begun = _Begun(math.nan, 0.0, {}, {})
         self._results: dict[float, dict[str, Searched]] = {}  # by latency bound
         self._limits: dict[str, list[tuple[float, float]]] = {}  # (latency bound, upper bound)
+        self._searches: dict[str, list[SpaceSearch]] = {}  # begun, under any bound
 
     def find(self, latency_bound_s: float | None = None, *, compares: bool = True,
              floor_qps: float = 0.0, is_glance: bool = False) -> Schedule:
@@ -219,8 +220,19 @@ class Scheduler:
                         if wider_s >= begun.bound_s), default=math.inf)
             if most <= floor * (1 + self._effort.gap) and floor > 0:
                 return _spared(space, most)
-            begun.searches[name] = SpaceSearch(space, begun.bound_s, effort)
+            begun.searches[name] = SpaceSearch(space, begun.bound_s, effort,
+                                               self._wider(name, begun.bound_s))
+            self._searches.setdefault(name, []).append(begun.searches[name])
         return begun.searches[name].go_on(effort, floor)
+
+    def _wider(self, name: str, latency_bound_s: float) -> SpaceSearch | None:
+        """Of the policy's searches under this bound or wider ones the latest of the tightest; None
+        where nothing would be gained: lines of continuous batching are looked into whole."""
+        if not policy(name).is_papers:
+            return None
+        return min((one for one in reversed(self._searches.get(name, ()))
+                    if one.latency_bound_s >= latency_bound_s), default=None,
+                   key=lambda one: one.latency_bound_s)
 
     def _in_turn(self, results: Mapping[str, Searched]) -> list[Space]:
         """What is likely to win comes first, for it spares the others' searches: those that have
@@ -243,7 +255,8 @@ class Scheduler:
             if first.outcome.upper_bound <= (1 + FREE_GAP) * max(floor, own_qps):
                 continue
             again = search_space(space, bound_s, replace(
-                self._effort, gap=FREE_GAP, keeps_gap=False, max_nodes=BRIEF_NODES), floor)
+                self._effort, gap=FREE_GAP, keeps_gap=False, max_nodes=BRIEF_NODES), floor,
+                self._wider(space.name, bound_s))
             results[space.name] = _better_of(first, again)
 
     def _unbounded(self, bound_s: float, results: Mapping[str, Searched],

@@ -140,9 +140,10 @@ class Doubts:
             return MarginParts(factor=1.0, sentence="")
         of_times, unmeasured = self._timing_spread(estimate, metric)
         computed = _computed_margin(
-            self._computed, self.problem, metric, expected_s, lambda group: self._variant(
-                group, timing=Raised(self._evaluator.timing, group, 1 + LEAST_STEP)
-            ).seconds(estimate, metric))
+            self._computed, self.problem, metric, expected_s, lambda group: (
+                expected_s if _has_none_of(estimate, group) else self._variant(
+                    group, timing=Raised(self._evaluator.timing, group, 1 + LEAST_STEP)
+                ).seconds(estimate, metric)))
         of_inputs = self._input_spread(estimate, metric)
         spread = math.hypot(of_times, of_inputs)
         ratios = np.array([shrunk * math.log(
@@ -300,6 +301,13 @@ class _ComputedMargin(NamedTuple):
     factor: float = 1.0
     weakest: OperatorGroup | None = None
     at_lower: Mapping[float, float] = MappingProxyType({})
+
+
+def _has_none_of(estimate: Estimate, group: OperatorGroup) -> bool:
+    """Whether no step of the schedule has any of these operators."""
+    stages = estimate.deployment.stages
+    return (group is OperatorGroup.ALL_REDUCE and all(one.tp_degree == 1 for one in stages)
+            or group is OperatorGroup.HANDOVER and len(stages) == 1)
 
 
 def _remedy(errors: SourceErrors, computed: _ComputedMargin, confidence: float) -> str:

@@ -162,3 +162,41 @@ def test_a_gap_that_was_asked_for_does_not_widen(monkeypatch):
     monkeypatch.setattr("xscheduler.branch_and_bound.MANY_NODES", exact.nodes // 8)
     kept = Maximisation(root, examiner(product, 90), gap=0.005, keeps_gap=True).go_on()
     assert kept == exact
+
+
+@examples(60)
+@given(limits=st.tuples(st.integers(0, 80), st.integers(0, 80)), width=st.integers(1, 40),
+       height=st.integers(1, 40), nodes=st.integers(1, 60), floor=st.integers(0, 300))
+def test_a_search_that_begins_with_the_boxes_of_a_wider_one_finds_the_optimum(limits, width, height,
+                                                                              nodes, floor):
+    root = [Box(root=0, lower=(1, 1), upper=(width, height))]
+    wider = Maximisation(root, examiner(product, max(limits)), gap=0.0)
+    wider.go_on(max_nodes=nodes, floor=float(floor))
+    outcome = Maximisation(root, examiner(product, min(limits)), gap=0.0, wider=wider).go_on()
+    values = [product(x, y) for x in range(1, width + 1) for y in range(1, height + 1)
+              if x + 2 * y <= min(limits)]
+    if not values:
+        assert outcome.best is None and outcome.upper_bound == -math.inf
+    else:
+        assert outcome.best.objective == max(values) == outcome.upper_bound
+
+
+def test_what_a_wider_search_gave_up_is_examined_again_only_where_it_may_matter():
+    root = [Box(root=0, lower=(1, 1), upper=(40, 40))]
+    looked: list[Box] = []
+    wider = Maximisation(root, examiner(product, 90), gap=0.0)
+    best = wider.go_on().best
+    again = Maximisation(root, examiner(product, 90, looked), gap=0.0, wider=wider, known=best)
+    assert again.go_on().best == best and not looked
+    tighter = Maximisation(root, examiner(product, 80, looked), gap=0.0, wider=wider).go_on()
+    anew = maximise(root, examiner(product, 80), gap=0.0)
+    assert tighter.best.objective == anew.best.objective and tighter.nodes < anew.nodes
+
+
+def test_a_wider_search_of_too_many_boxes_is_not_begun_with(monkeypatch):
+    root, looked = [Box(root=0, lower=(1, 1), upper=(40, 40))], []
+    wider = Maximisation(root, examiner(product, 90), gap=0.0)
+    wider.go_on()
+    monkeypatch.setattr("xscheduler.branch_and_bound.AGAIN", 0)
+    Maximisation(root, examiner(product, 90, looked), gap=0.0, wider=wider).go_on()
+    assert looked[0] == root[0]

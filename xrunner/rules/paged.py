@@ -123,6 +123,7 @@ class PagedRule:
         num_blocks = kv_tokens // num_groups // BLOCK_TOKENS
         self.groups = [_PagedGroup(num_blocks) for _ in range(num_groups)]
         self._group_of: dict[int, _PagedGroup] = {}
+        self._held = 0  # blocks, over all groups
 
     @property
     def group_max_active(self) -> int:
@@ -145,7 +146,7 @@ class PagedRule:
 
     @property
     def reserved_tokens(self) -> int:
-        return sum(g.num_blocks - g.free for g in self.groups) * BLOCK_TOKENS
+        return self._held * BLOCK_TOKENS
 
     @property
     def kv_budget(self) -> KvBudget:
@@ -161,10 +162,17 @@ class PagedRule:
         return self.turns.find(lambda g: bool(self.waiting or self.groups[g].num_present))
 
     def decide(self) -> Step | None:
-        return self._decide(self, self.turns.group)
+        group = self.groups[self.turns.group]
+        free = group.free
+        step = self._decide(self, self.turns.group)
+        self._held += free - group.free
+        return step
 
     def finish(self, query: int) -> None:
-        self._group_of.pop(query).leave(query)
+        group = self._group_of.pop(query)
+        free = group.free
+        group.leave(query)
+        self._held += free - group.free
 
     def can_admit(self, index: int) -> bool:
         """Whether the first waiting query may join this group now."""

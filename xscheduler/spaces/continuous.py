@@ -293,12 +293,14 @@ class ContinuousExaminer:
         tops = sorted((-self._seen[row][best].throughput_qps, row, best)
                       for row in range(len(self._seen)) if (best := self._best(row)) is not None)
         seen_plans: set[int] = set()
+        beside: list[tuple[int, int, int]] = []
         for place, (qps, row, best) in enumerate(tops):
             plan = self._space.lines[row].plan
             worth = PLAN_WORTH if plan not in seen_plans else WORTH if place < CLIMBERS else 2.0
             seen_plans.add(plan)
             if -qps >= worth * self._own_qps:
-                self._evaluate(self._beside(row, *_far(best)))
+                beside += self._beside(row, *_far(best))
+        self._evaluate(beside)  # together: a walk costs as much for one as for many
         for _ in range(CLIMBS):
             own_qps = self._own_qps
             top = self._top()

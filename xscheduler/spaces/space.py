@@ -2,6 +2,8 @@
 
 A space keeps what it has evaluated, so that several latency bounds share it."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -117,12 +119,16 @@ class SpaceSearch:
     """The search of one policy's space under one bound, to the gap of one effort, which can be gone
     on with."""
 
-    def __init__(self, space: Space, latency_bound_s: float, effort: Effort) -> None:
+    def __init__(self, space: Space, latency_bound_s: float, effort: Effort,
+                 wider: SpaceSearch | None = None) -> None:
+        """wider: a search of this space under no tighter a bound, from whose boxes it begins."""
+        self.latency_bound_s = latency_bound_s
         self._examiner = space.examiner(latency_bound_s, effort.gap, 0.0)
         self._copies = space.problem.copies
-        self._search = Maximisation(
+        self._search: Maximisation = Maximisation(
             self._examiner.roots, self._examiner.examine, gap=effort.gap,
-            keeps_gap=effort.keeps_gap, split=self._examiner.split, known=self._examiner.known)
+            keeps_gap=effort.keeps_gap, split=self._examiner.split, known=self._examiner.known,
+            wider=None if wider is None else wider._search)
 
     def go_on(self, effort: Effort, floor_qps: float = 0.0) -> Searched:
         """The best point found until the effort is spent; what is no better than `floor_qps`, had
@@ -136,11 +142,11 @@ class SpaceSearch:
         return Searched(outcome, tuple(self._examiner.plan_of_root))
 
 
-def search_space(space: Space, latency_bound_s: float, effort: Effort,
-                 floor_qps: float = 0.0) -> Searched:
+def search_space(space: Space, latency_bound_s: float, effort: Effort, floor_qps: float = 0.0,
+                 wider: SpaceSearch | None = None) -> Searched:
     """The best point within the bound; what is no better than `floor_qps`, had by another policy,
-    is not looked into."""
-    return SpaceSearch(space, latency_bound_s, effort).go_on(effort, floor_qps)
+    is not looked into. wider: see SpaceSearch."""
+    return SpaceSearch(space, latency_bound_s, effort, wider).go_on(effort, floor_qps)
 
 
 def words_of(space: Space, plan: int, point: tuple[int, ...]) -> str:

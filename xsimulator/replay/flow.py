@@ -15,10 +15,14 @@ import numpy as np
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import FloatArray
 from xgpt.core.queries import QueryTimes
+from xrunner.rules.slots import SlotUse
+from xrunner.rules.steps import BatchingRule
 from xsimulator.replay.kernel import ARRIVAL, Kernel
-from xsimulator.replay.pool import PoolPlan, PoolProcess
+from xsimulator.replay.pool import PoolHead, PoolPlan, PoolProcess
 from xsimulator.replay.queries import Queries
-from xsimulator.replay.records import HandoverRecords, ReplayResult
+from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
+from xsimulator.replay.stage_line import LaterLine
+from xsimulator.replay.step_clock import StepClock
 
 
 class Arrivals:
@@ -40,14 +44,19 @@ class Arrivals:
         coming, arrival_s = self._coming, self._queries.arrival_s
         while coming and arrival_s[coming[-1]] <= now:
             query, pool = coming.pop(), self._pools[self._next]
-            reserve = self._queries.reserve_tokens[query]
-            if not pool.rule.submit(query, reserve, self._queries.inputs[query]):
-                raise XgptError(f"query {query} reserves {reserve} tokens of KV cache: more than "
-                                "the schedule gives one micro-batch")
+            submit(self._queries, query, pool.rule)
             self._next = (self._next + 1) % len(self._pools)
         for pool in self._pools:
             pool.wake(now)
         self.start()
+
+
+def submit(queries: Queries, query: int, rule: BatchingRule) -> None:
+    """The query comes to a pool of this rule. Raises XgptError where it can never fit."""
+    reserve = queries.reserve_tokens[query]
+    if not rule.submit(query, reserve, queries.inputs[query]):
+        raise XgptError(f"query {query} reserves {reserve} tokens of KV cache: more than "
+                        "the schedule gives one micro-batch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +77,7 @@ class Handover:
                  pools: dict[str, PoolProcess]) -> None:
         self.plan, self._kernel, self._queries = plan, kernel, queries
         self._source, self._target = pools[plan.source], pools[plan.target]
-        self._source.outlet = self.send
+        self._source.head.outlet = self.send
         self._free_s = -math.inf
         self._sent: list[tuple[int, float, float]] = []
 
@@ -106,13 +115,13 @@ class Handover:
                                           queries.inputs[query])
             assert is_taken, f"{query = } has no room in the decode pool"
         for pool in (source, target):
-            pool.note_memory(now)
+            pool.head.note_memory(now)
         for pool in (target, source):
             pool.wake(now)
 
     def _end_early(self, query: int, now: float) -> None:
         self._source.rule.finish(query)
-        self._source.note_memory(now)
+        self._source.head.note_memory(now)
         self._queries.end([query], now)
 
     def _tell(self, query: int, now: float) -> None:
@@ -124,19 +133,52 @@ def run(queries: Queries, pools: Sequence[PoolPlan],
         handovers: Sequence[HandoverPlan] = ()) -> ReplayResult:
     """Replays until every query is done. Queries come to all pools but those that only decode.
     Raises XgptError for a query that can never fit."""
+    if len(pools) == 1 and not handovers and is_alone(pools[0], queries):
+        return replay_alone(pools[0], queries)
     kernel = Kernel()
     by_name = {plan.name: PoolProcess(plan, kernel, queries) for plan in pools}
     assert len(by_name) == len(pools), f"{[plan.name for plan in pools]}"
     links = [Handover(plan, kernel, queries, by_name) for plan in handovers]
     Arrivals(kernel, queries, [p for p in by_name.values() if p.plan.role != "decode"]).start()
     kernel.run()
+    return _result(queries, [pool.records() for pool in by_name.values()],
+                   [link.records() for link in links])
+
+
+def is_alone(plan: PoolPlan, queries: Queries) -> bool:
+    """Whether what a replay's only pool decides does not hang on when: all queries come at one
+    time, and the head always waits for each group's tokens (that of static batches does not)."""
+    return (plan.role == "both" and plan.rule.needs_tokens and isinstance(plan.clock, StepClock)
+            and plan.rule.slot_use is not SlotUse.KEPT
+            and len(queries.inputs) > 0 and bool((queries.arrival_s == queries.arrival_s[0]).all()))
+
+
+def replay_alone(plan: PoolPlan, queries: Queries) -> ReplayResult:
+    """The same of a pool that is alone: its turns are numbered, and timed in the end."""
+    assert isinstance(plan.clock, StepClock)
+    line, rule = LaterLine(), plan.rule
+    head = PoolHead(plan, queries, line)
+    for query in range(len(queries.inputs)):
+        submit(queries, query, rule)
+    while (group := head.next_group()) is not None:
+        turn = line.begin_turn(int(group.awaited[-1][0]) if group.awaited else -1)
+        if not head.decode_ahead(group, turn):
+            head.turn(group, turn)
+    times, turns_s = line.times(plan.clock, len(plan.stages), float(queries.arrival_s[0]),
+                                is_one_group=rule.num_groups == 1)
+    return _result(queries, [head.records(times, lambda turns: turns_s[
+        np.array(turns, np.int64)].tolist())], [], turns_s)
+
+
+def _result(queries: Queries, pools: Sequence[PoolRecords], links: Sequence[HandoverRecords],
+            turns_s: FloatArray | None = None) -> ReplayResult:
+    """turns_s: [turns] the seconds of what the queries' times count, None: seconds."""
     count = len(queries.inputs)
     assert queries.num_done == count, f"{count - queries.num_done} queries have nothing to do"
-    starts_s, firsts_s, lasts_s = (np.array(seconds, float) for seconds in (
-        queries.start_s, queries.first_token_s, queries.last_token_s))
-    times = QueryTimes(arrival_s=queries.arrival_s, start_s=starts_s, first_token_s=firsts_s,
-                       last_token_s=lasts_s)
+    times = [queries.start_s, queries.first_token_s, queries.last_token_s]
+    starts_s, firsts_s, lasts_s = (np.array(own, float) if turns_s is None else
+                                   turns_s[np.array(own, np.int64)] for own in times)
     return ReplayResult(
-        pools=tuple(pool.records() for pool in by_name.values()),
-        handovers=tuple(link.records() for link in links), times=times,
-        output_tokens=queries.output_tokens, preemptions=queries.preemptions)
+        pools=tuple(pools), handovers=tuple(links), preemptions=queries.preemptions,
+        times=QueryTimes(arrival_s=queries.arrival_s, start_s=starts_s, first_token_s=firsts_s,
+                         last_token_s=lasts_s), output_tokens=queries.output_tokens)

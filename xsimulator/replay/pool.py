@@ -17,8 +17,9 @@ from xrunner.rules.slots import Departures, SlotUse
 from xrunner.rules.steps import BatchingRule, Step, StepKind
 from xsimulator.replay.kernel import TURN, Kernel
 from xsimulator.replay.queries import GroupRows, Queries
-from xsimulator.replay.records import PoolRecords, RowLog, StepLog
-from xsimulator.replay.step_clock import PoolClock, StepClock, StepSizes
+from xsimulator.replay.records import PoolRecords
+from xsimulator.replay.stage_line import DecodeRun, Line, StageLine, StepTimes
+from xsimulator.replay.step_clock import PoolClock, StepSizes
 
 LEAST_AHEAD = 8  # steps that are worth being taken at once
 
@@ -35,35 +36,32 @@ class PoolPlan:
     role: Role = "both"
 
 
-class PoolProcess:
-    """A pool at work. Its head takes its turns in the order its rule says, each only once the
-    tokens it waits for are there; a query's last token counts when the head takes it up, as a run
-    measures it."""
+class PoolHead:
+    """The head of a pool, which takes up tokens and decides steps, one turn after the other. `now`
+    is whatever counts the turns: it is kept, and handed on to the line of stages. A query's last
+    token counts when the head takes it up, as a run measures it."""
 
-    def __init__(self, plan: PoolPlan, kernel: Kernel, queries: Queries) -> None:
-        self.plan, self.rule = plan, plan.rule
+    def __init__(self, plan: PoolPlan, queries: Queries, line: Line) -> None:
+        self.plan, self.rule, self._queries, self._line = plan, plan.rule, queries, line
         # (queries, number of the step that ends their encoding, when) -> when they have arrived in
         # the pool that they are handed over to; None: queries that are encoded stay
         self.outlet: Callable[[tuple[int, ...], int, float], float] | None = None
-        self._kernel, self._queries, self._clock = kernel, queries, plan.clock
         self._phased = plan.rule if isinstance(plan.rule, RraRule) else None
         self._groups: dict[int, GroupRows] = {}
-        self._free_s = [-math.inf] * len(plan.stages)
-        self._is_idle = True
         self._departures = Departures(plan.rule.slot_use)
         self._is_kept = plan.rule.slot_use is SlotUse.KEPT
-        # of each step, in the order in which the head took them up: [stages] seconds and ends
-        self._steps = StepLog()
-        self._sizes = RowLog()  # tokens, encoded, decoded, context
-        self._durations, self._ends = RowLog(), RowLog()
         self._memory: list[tuple[float, int]] = []  # (from when on, tokens held)
         self._held = -1
 
-    def wake(self, now: float) -> None:
-        """There may be work: a head with nothing to do looks for it."""
-        if self._is_idle:
-            self._is_idle = False
-            self._kernel.at(now, TURN, self._take_turns)
+    def next_group(self) -> GroupRows | None:
+        """Whose turn it is; None while there is nothing to do."""
+        index = self.rule.next_group()
+        if index is None:
+            return None
+        group = self._groups.get(index)
+        if group is None:
+            group = self._groups[index] = GroupRows()
+        return group
 
     def note_memory(self, now: float) -> None:
         """The rule may hold more of the KV budget, or less, from `now` on."""
@@ -72,76 +70,37 @@ class PoolProcess:
             self._held = held
             self._memory.append((now, held))
 
-    def records(self) -> PoolRecords:
-        plan, shape = self.plan, (len(self._steps), len(self.plan.stages))
-        sizes = self._sizes.array(4)
-        end_s, durations_s = self._ends.array(shape[1]), self._durations.array(shape[1])
+    def records(self, times: StepTimes, memory_s: Callable[[list[float]], Sequence[float]]
+                ) -> PoolRecords:
+        """memory_s: the seconds that so many `now` stand for."""
+        plan, durations_s = self.plan, times.durations_s
         # a step beyond what was measured never ends, and those after it never begin
-        start_s = np.subtract(end_s, durations_s, out=np.full(shape, np.inf),
+        start_s = np.subtract(times.end_s, durations_s, out=np.full(durations_s.shape, np.inf),
                               where=np.isfinite(durations_s))
-        memory = np.array(self._memory, float).reshape(-1, 2)
-        tokens, encoded, decoded = (sizes[:, i].astype(np.int64) for i in range(3))
+        tokens, encoded, decoded = (times.sizes[:, i].astype(np.int64) for i in range(3))
         return PoolRecords(
-            name=plan.name, role=plan.role, stages=plan.stages, steps=self._steps,
-            decoded=decoded, encoded=encoded, tokens=tokens, context=sizes[:, 3], end_s=end_s,
-            start_s=start_s,
-            memory_s=memory[:, 0], memory_tokens=memory[:, 1].astype(np.int64),
-            kv_tokens=plan.kv_tokens)
+            name=plan.name, role=plan.role, stages=plan.stages, steps=times.steps,
+            decoded=decoded, encoded=encoded, tokens=tokens, context=times.sizes[:, 3],
+            end_s=times.end_s, start_s=start_s, kv_tokens=plan.kv_tokens,
+            memory_s=np.array(memory_s([now for now, _ in self._memory]), float),
+            memory_tokens=np.array([held for _, held in self._memory], np.int64))
 
-    def _take_turns(self, now: float) -> None:
-        """The head takes its turns until another event comes first, or there is nothing to do."""
-        rule, free_s, groups, is_free_until = (
-            self.rule, self._free_s, self._groups, self._kernel.is_free_until)
-        self._is_idle = False
-        while (index := rule.next_group()) is not None:
-            group = groups.get(index)
-            if group is None:
-                group = groups[index] = GroupRows()
-            at_s = now if now > free_s[0] else free_s[0]
-            if rule.needs_tokens and group.awaited and group.awaited[-1][0] > at_s:
-                at_s = group.awaited[-1][0]
-            if not is_free_until(at_s):
-                self._kernel.at(at_s, TURN, partial(self._resume, group))
-                return
-            now = at_s
-            if not self._decode_ahead(group, now):
-                self._turn(group, now)
-        self._is_idle = True
-
-    def _decode_ahead(self, group: GroupRows, now: float) -> bool:
+    def decode_ahead(self, group: GroupRows, now: float) -> bool:
         """Takes the only group's steps in which nothing changes but contexts, all at once; False
-        where there are few of them, or anything else may happen meanwhile."""
-        clock = self._clock
-        if self._phased is None or not isinstance(clock, StepClock) or not (
-                self._kernel.is_free_until(math.inf)):
-            return False
-        if group.awaited and (group.awaited[-1][1] or group.awaited[-1][2]):
+        where there are few of them. Nothing else may happen meanwhile."""
+        if self._phased is None or (
+                group.awaited and (group.awaited[-1][1] or group.awaited[-1][2])):
             return False  # first or last tokens are to be taken up
         count = min(plain_rounds(self._phased) - 1, group.plain_steps())
         if count < LEAST_AHEAD:
             return False
-        rows, contexts, longest = group.decode_run(count)
-        seconds = clock.decode_run(rows, contexts, longest)
-        # one group's steps are one after the other on all stages
-        ends = np.add.accumulate(np.concatenate([[now], seconds.ravel()]))[1:].reshape(
-            seconds.shape)
-        self._free_s[:] = ends[-1].tolist()
-        self._steps.append(decide_plain(self._phased, count), count)
-        sizes = np.zeros((count, 4))
-        sizes[:, 2], sizes[:, 3] = rows, contexts
-        self._sizes.extend(sizes)
-        self._durations.extend(seconds)
-        self._ends.extend(ends)
-        group.awaited[:] = [(self._free_s[-1], (), [])]
+        run = DecodeRun(*group.decode_run(count))
+        ready = self._line.work_ahead(decide_plain(self._phased, count), run, now)
+        group.awaited[:] = [(ready, (), [])]
         return True
 
-    def _resume(self, group: GroupRows, now: float) -> None:
-        self._turn(group, now)
-        self._take_turns(now)
-
-    def _turn(self, group: GroupRows, now: float) -> None:
-        if now > self._free_s[0]:
-            self._free_s[0] = now
+    def turn(self, group: GroupRows, now: float) -> None:
+        """The group's turn: its tokens are taken up, and its next step decided."""
         if group.awaited and self.rule.needs_tokens:
             self._collect(group, now)
         step = self.rule.decide()
@@ -194,25 +153,10 @@ class PoolProcess:
                     first = step.joined
         sizes = StepSizes(spans, sum([tokens for _, tokens in spans]),
                           len(step.joined) if spans else 0, rows, mean, longest, moved, handed)
-        ready_s = self._work(step, sizes, now)
+        ready_s = self._line.work(step, sizes, now)
         if self.outlet is not None and spans:
-            ready_s = self.outlet(step.joined, len(self._steps) - 1, ready_s)
+            ready_s = self.outlet(step.joined, self._line.num_steps - 1, ready_s)
         group.awaited.append((ready_s, first, done))
-
-    def _work(self, step: Step, sizes: StepSizes, now: float) -> float:
-        """The step goes through the stages; when the last of them is through with it."""
-        seconds = self._clock.seconds(sizes)
-        ends, at_s, free_s = [], now, self._free_s
-        for stage, duration in enumerate(seconds):
-            free = free_s[stage]
-            at_s = (at_s if at_s > free else free) + duration
-            free_s[stage] = at_s
-            ends.append(at_s)
-        self._steps.append(step)
-        self._sizes.append(sizes[1:5])
-        self._durations.append(seconds)
-        self._ends.append(ends)
-        return at_s
 
     def _spans(self, step: Step, now: float) -> list[tuple[int, int]]:
         """(first token, tokens) of what is encoded; the encoding of some begins now."""
@@ -237,3 +181,49 @@ class PoolProcess:
         if not self._queries.gives_token:
             group.fresh += joined
         return tokens
+
+
+class PoolProcess:
+    """A pool at work. Its head takes its turns in the order its rule says, each only once the
+    tokens it waits for are there."""
+
+    def __init__(self, plan: PoolPlan, kernel: Kernel, queries: Queries) -> None:
+        self.plan, self.rule = plan, plan.rule
+        self._line = StageLine(plan.clock, len(plan.stages))
+        self.head = PoolHead(plan, queries, self._line)
+        self._kernel, self._is_idle = kernel, True
+
+    def wake(self, now: float) -> None:
+        """There may be work: a head with nothing to do looks for it."""
+        if self._is_idle:
+            self._is_idle = False
+            self._kernel.at(now, TURN, self._take_turns)
+
+    def records(self) -> PoolRecords:
+        return self.head.records(self._line.times(), lambda seconds: seconds)
+
+    def _take_turns(self, now: float) -> None:
+        """The head takes its turns until another event comes first, or there is nothing to do."""
+        head, free_s, is_free_until = self.head, self._line.free_s, self._kernel.is_free_until
+        rule, self._is_idle = self.rule, False
+        while (group := head.next_group()) is not None:
+            at_s = now if now > free_s[0] else free_s[0]
+            if rule.needs_tokens and group.awaited and group.awaited[-1][0] > at_s:
+                at_s = group.awaited[-1][0]
+            if not is_free_until(at_s):
+                self._kernel.at(at_s, TURN, partial(self._resume, group))
+                return
+            now = at_s
+            if not (self._line.takes_runs and is_free_until(math.inf)
+                    and head.decode_ahead(group, now)):
+                self._turn(group, now)
+        self._is_idle = True
+
+    def _resume(self, group: GroupRows, now: float) -> None:
+        self._turn(group, now)
+        self._take_turns(now)
+
+    def _turn(self, group: GroupRows, now: float) -> None:
+        if now > self._line.free_s[0]:
+            self._line.free_s[0] = now
+        self.head.turn(group, now)

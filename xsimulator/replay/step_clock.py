@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray
+from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import StageAssignment
 from xprofiler.timing import TimingSource
@@ -39,6 +39,16 @@ class StepSizes(NamedTuple):
     longest: float  # tokens of the longest of them
     moved: float  # rows of the KV cache that compaction moves
     handed: int  # encoder output tokens whose keys and values are projected on arrival
+
+
+class ManySizes(NamedTuple):
+    """The sizes of many steps: [steps, 7] StepSizes but for their spans; of all spans in their
+    order the step that each belongs to, how many that has, and [spans, 2] its tokens."""
+
+    sizes: FloatArray
+    step_of_span: IntArray
+    num_spans: IntArray
+    spans: IntArray
 
 
 class PoolClock(Protocol):
@@ -105,6 +115,61 @@ class StepClock:
             total[-1] += (self._ends if tokens else self._first_tokens).at(heads)[0]
         return total
 
+    def many(self, asked: ManySizes) -> FloatArray:
+        """[steps, stages] what `seconds` says of each step, but for rounding."""
+        tokens, encoded, decoded, context, longest, moved, handed = asked.sizes.T
+        if self._is_apart and (both := (tokens > 0) & (decoded > 0)).any():
+            return self._many_apart(asked, both)
+        rows, encodes = (tokens + decoded).astype(int), tokens > 0
+        total = np.empty((len(rows), len(self._decode_layers)))
+        total[~encodes] = self._decode_rows.many(rows[~encodes])
+        total[encodes] = self._encode_rows.many(rows[encodes])
+        if encodes.any():
+            for stage, seconds in self._per_stage(
+                    self._inputs.many(asked, len(rows)), self._encode_layers):
+                total[encodes, stage] += seconds[encodes]
+        if (at := np.flatnonzero(decoded)).size:
+            own, number = (longest if self._is_padded else context)[at], decoded[at].astype(int)
+            decode = [grid.many(number, own) for grid in self._attention]
+            if (moves := np.flatnonzero(moved[at] >= 0.5)).size:
+                number = np.maximum(np.rint(moved[at][moves]), 1).astype(int)
+                for seconds, grid in zip(decode, self._compaction, strict=True):
+                    seconds[moves] += grid.many(number, own[moves])
+            for stage, seconds in self._per_stage(decode, self._decode_layers):
+                total[at, stage] += seconds
+        if self._cross is not None and (at := np.flatnonzero(handed)).size:
+            total[at] += self._cross.many(handed[at].astype(int))
+        heads = decoded if self._is_apart else decoded + encoded
+        for table, is_own in ((self._ends, encodes), (self._first_tokens, ~encodes)):
+            at = np.flatnonzero(is_own & (heads > 0))
+            total[at, -1] += table.many(heads[at].astype(int))[:, 0]
+        return total
+
+    @staticmethod
+    def _per_stage(seconds: Sequence[FloatArray], layers: Sequence[tuple[int, int]],
+                   ) -> list[tuple[int, FloatArray]]:
+        """Of each stage with layers of its own: (stage, [steps] seconds of all its layers)."""
+        return [(stage, count * seconds[degree]) for stage, (count, degree) in enumerate(layers)]
+
+    def _many_apart(self, asked: ManySizes, both: BoolArray) -> FloatArray:
+        """The same where some steps pass encoder and decoder layers one after the other."""
+        total = np.empty((len(both), len(self._decode_layers)))
+        for is_own in (both, ~both):
+            at = np.flatnonzero(is_own)
+            rows = asked.sizes[at]
+            own = is_own[asked.step_of_span]
+            spans = asked._replace(
+                sizes=rows, spans=asked.spans[own], num_spans=asked.num_spans[own],
+                step_of_span=np.searchsorted(at, asked.step_of_span[own]))
+            if is_own is not both:
+                total[at] = self.many(spans)
+                continue
+            decodes, encodes = rows.copy(), rows.copy()
+            decodes[:, :2], encodes[:, 2], encodes[:, 5:] = 0.0, 0.0, 0.0
+            none = np.empty(0, np.int64)
+            total[at] = (self.many(ManySizes(decodes, none, none, np.empty((0, 2), np.int64)))
+                         + self.many(spans._replace(sizes=encodes)) - self._times.overhead_s)
+        return total
 
     def decode_run(self, decoded: int, context: FloatArray, longest: FloatArray) -> FloatArray:
         """[steps, stages] seconds of as many decode steps of so many queries; `context`, `longest`:
@@ -167,6 +232,13 @@ class _RowTimes:
         return [a + share * (b - a) for a, b in zip(
             self._sparse[index], self._sparse[index + 1], strict=True)]
 
+    def many(self, rows: IntArray) -> FloatArray:
+        """[asked, stages] what `at` says of each."""
+        if not len(rows):
+            return self._seconds(np.empty(0))
+        sizes, place = np.unique(rows, return_inverse=True)
+        return np.array([self.at(size) for size in sizes.tolist()])[place]
+
 
 class _GridTimes:
     """A function of a whole number of queries and a context between whole numbers."""
@@ -202,6 +274,16 @@ class _GridTimes:
         return np.asarray(left + (contexts - low) / (self._nodes[index + 1] - low)
                           * (values[index + 1] - left))
 
+    def many(self, queries: IntArray, contexts: FloatArray) -> FloatArray:
+        """[asked] what `at` says of each."""
+        sizes, place = np.unique(queries, return_inverse=True)
+        values = np.array([self._rows.get(size) or self._fill(size) for size in sizes.tolist()])
+        index = np.minimum(np.searchsorted(self._nodes, np.floor(contexts), side="right") - 1,
+                           values.shape[1] - 2)
+        low, left, right = self._nodes[index], values[place, index], values[place, index + 1]
+        return np.asarray(left + (contexts - low) / (self._nodes[index + 1] - low)
+                          * (right - left))
+
     def _fill(self, queries: int) -> list[float]:
         first = queries // _QUERY_BLOCK * _QUERY_BLOCK
         block = np.arange(first, first + _QUERY_BLOCK, dtype=float)
@@ -227,6 +309,15 @@ class _Inputs:
             return [table[end] for table in tables]
         return [sum([table[first + count] - table[first] for first, count in spans])
                 for table in tables]
+
+    def many(self, asked: ManySizes, steps: int) -> list[FloatArray]:
+        """[degrees][steps] what `attention_s` says of each step's spans."""
+        sizes, place = np.unique(np.minimum(asked.num_spans, MOST_TOGETHER), return_inverse=True)
+        tables = np.array([self._together(size) for size in sizes.tolist()])
+        first, count = asked.spans.T
+        return [np.asarray(np.bincount(
+            asked.step_of_span, minlength=steps, weights=tables[place, degree, first + count]
+            - tables[place, degree, first]), float) for degree in range(len(self._times.degrees))]
 
     def _find_together(self, queries: int) -> list[list[float]]:
         seconds = self._times.encode_attention_s(self._lengths, queries)

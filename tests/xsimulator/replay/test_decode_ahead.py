@@ -28,13 +28,13 @@ def test_steps_taken_at_once_are_those_taken_one_by_one(monkeypatch, model, batc
     estimate = make_policy("rra", problem, roofline_of(problem)).estimate(config)
     queries = planned_queries(problem, PAIRS[:, 0], PAIRS[:, 1])
     turns: list[int] = []
-    usual = pools.PoolProcess._turn
+    usual = pools.PoolHead.turn
 
     def counted(self, *given):
         turns[-1] += 1
         return usual(self, *given)
 
-    monkeypatch.setattr(pools.PoolProcess, "_turn", counted)
+    monkeypatch.setattr(pools.PoolHead, "turn", counted)
     replayed = []
     for least in (2, 1 << 40):
         turns.append(0)

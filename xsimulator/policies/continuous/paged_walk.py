@@ -26,6 +26,7 @@ _SEED = 3
 _REPEATS = 64  # of the sizes that are drawn, before they come again
 _NO_LIMIT = 1e12  # tokens of a step
 _LAID_OUT = 1 << 20
+_ENSURED_STEPS = 16  # of which it is known before what they draw at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -54,42 +55,41 @@ class Walk:
 
 
 class _Stream:
-    """Sizes [number] are drawn one after the other, over and over. The rounds asked for so far lie
-    in one array, up to _LAID_OUT sizes: a step asks for a few of each configuration."""
+    """Sizes [number] are drawn one after the other, over and over. As many as are `ensured` lie in
+    one array, up to _LAID_OUT of them: a step asks for a few of each configuration. What `reach`
+    says is no more than is ensured."""
 
     def __init__(self, values: FloatArray) -> None:
         self._once = values
         self._once_sums = np.concatenate([[0.0], np.cumsum(values)])
+        self._is_whole = True  # all that is asked for is laid out
         self._lay_out(1)
 
+    def ensure(self, index: int) -> None:
+        """Sizes up to this one may be asked for."""
+        self._is_whole = index < _LAID_OUT
+        if self._is_whole and index >= self._sums.size:
+            self._lay_out(index // self._once.size + 1)
+
     def at(self, index: IntArray) -> FloatArray:
-        if index.size and not self._has(int(index.max())):
+        if not self._is_whole:
             return np.asarray(self._once[index % self._once.size])
         return np.asarray(self._values.take(index))
 
     def until(self, index: IntArray) -> FloatArray:
         """All sizes before `index` come to this sum."""
-        if not self._has(int(index.max())):
+        if not self._is_whole:
             rounds, rest = np.divmod(index, self._once.size)
             return np.asarray(rounds * self._once_sums[-1] + self._once_sums[rest])
         return np.asarray(self._sums.take(index))
 
     def reach(self, amount: FloatArray) -> IntArray:
         """So many of the first sizes come to no more than `amount`."""
-        rounds = (float(amount.max()) + 1e-6) / self._once_sums[-1]
-        if not self._has(int(rounds + 1) * self._once.size):
+        if not self._is_whole:
             whole, left = np.divmod(amount + 1e-6, self._once_sums[-1])
             within = np.searchsorted(self._once_sums, left, side="right") - 1
             return np.asarray(whole.astype(np.int64) * self._once.size + within)
         return np.asarray(self._sums.searchsorted(amount + 1e-6, side="right") - 1)
-
-    def _has(self, index: int) -> bool:
-        """Whether sizes up to this one are laid out, now."""
-        if index >= self._sums.size:
-            if index >= _LAID_OUT:
-                return False
-            self._lay_out(index // self._once.size + 1)
-        return True
 
     def _lay_out(self, rounds: int) -> None:
         """Twice as many rounds as are asked for."""
@@ -166,33 +166,45 @@ class _Walker:
         self.anew, self.pieces, self.done, self.evictions = (np.zeros(configs) for _ in range(4))
         self.tokens, self.joined, self.left = (np.zeros(configs) for _ in range(3))
         self.may_admit = np.ones(configs, bool)
+        self._most_slots = int(self.slots.max(initial=1.0))
         # what the streams come to before those drawn and ended
         self._blocks_drawn, self._inputs_drawn, self._lasts_ended = (
             np.zeros(configs) for _ in range(3))
 
     def step(self, number: int) -> tuple[FloatArray, FloatArray]:
         """A step returns the queries that decode at it, and those that wait evicted."""
+        if number % _ENSURED_STEPS == 0:
+            self._ensure()
         self.may_admit[:] = True
         self._evict(number)
         self.free -= self.running
         decoding, waits = self.running.copy(), self.waiting.count.astype(float)
-        self.tokens, self.joined = np.zeros_like(self.room), np.zeros_like(self.room)
+        self.tokens, self.joined = np.zeros(self.room.size), np.zeros(self.room.size)
         self.hazard += self.running / self.iterations
         if self.is_chunked:
             self.left = np.maximum(self.budget - self.running, 0.0)  # more may decode than it has
             self._admit(number)
             self._end()
         else:  # encodes once those are gone that this step ends
-            self.left = np.full_like(self.room, _NO_LIMIT)
+            self.left = np.full(self.room.size, _NO_LIMIT)
             self._end()
             self._admit(number)
         np.minimum(self.free, self.room, out=self.free)
         self.latest.count = np.minimum(self.latest.count, self.running.astype(np.int64))
         return decoding, waits
 
+    def _ensure(self) -> None:
+        """Streams have what the next _ENSURED_STEPS may draw: at each step no more begin, nor end,
+        than there are slots."""
+        more = (_ENSURED_STEPS + 1) * (self._most_slots + 2)
+        for streams, index in (((self.inputs, self.blocks), self.drawn),
+                               ((self.lasts, self.gaps), self.ended)):
+            for stream in streams:
+                stream.ensure(int(index.max(initial=0)) + more)
+
     def _evict(self, number: int) -> None:
         """The latest admitted are evicted until all others can grow by a token."""
-        rows = np.flatnonzero((self.free < self.running) & (self.running > 1))
+        rows = ((self.free < self.running) & (self.running > 1)).nonzero()[0]
         for _ in range(_AT_ONCE):
             if not rows.size:
                 break
@@ -212,10 +224,10 @@ class _Walker:
             rows = rows[(self.free[rows] < self.running[rows]) & (self.running[rows] > 1)]
 
     def _admit(self, number: int) -> None:
-        rows = np.flatnonzero((self.part > 0) & (self.left > 0))
+        rows = ((self.part > 0) & (self.left > 0)).nonzero()[0]
         if rows.size:
             self._encode(rows, number)
-        rows = np.flatnonzero((self.waiting.count > 0) & self.may_admit)
+        rows = ((self.waiting.count > 0) & self.may_admit).nonzero()[0]
         for _ in range(_AT_ONCE):
             if not rows.size:
                 break
