@@ -26,6 +26,7 @@ from xgpt.core.schedule import Status
 MANY_NODES, FRUITLESS_NODES = 1500, 3000
 BATCH = 64  # best boxes split at a time, so that `examine` can work on arrays
 AGAIN = 4  # times as many are examined again at a time
+WORTH_IT = 4  # times as many boxes as roots and a batch: of more it is quicker to begin anew
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +205,7 @@ class _SearchTree:
         the best of the wider one may have nothing here all together."""
         left = [*((bound, box) for bound, _, box, _ in wider._queue), *wider._given_up]
         cutoff = self._cutoff
-        if sum(-bound > cutoff for bound, _ in left) > AGAIN * (self._num_roots + BATCH):
+        if sum(-bound > cutoff for bound, _ in left) > WORTH_IT * (self._num_roots + BATCH):
             return False
         self._num_roots = 0
         self._closed += wider._ruled_out

@@ -197,6 +197,6 @@ def test_a_wider_search_of_too_many_boxes_is_not_begun_with(monkeypatch):
     root, looked = [Box(root=0, lower=(1, 1), upper=(40, 40))], []
     wider = Maximisation(root, examiner(product, 90), gap=0.0)
     wider.go_on()
-    monkeypatch.setattr("xscheduler.branch_and_bound.AGAIN", 0)
+    monkeypatch.setattr("xscheduler.branch_and_bound.WORTH_IT", 0)
     Maximisation(root, examiner(product, 90, looked), gap=0.0, wider=wider).go_on()
     assert looked[0] == root[0]

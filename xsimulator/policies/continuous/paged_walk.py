@@ -224,9 +224,7 @@ class _Walker:
             rows = rows[(self.free[rows] < self.running[rows]) & (self.running[rows] > 1)]
 
     def _admit(self, number: int) -> None:
-        rows = ((self.part > 0) & (self.left > 0)).nonzero()[0]
-        if rows.size:
-            self._encode(rows, number)
+        self._encode(number)
         rows = ((self.waiting.count > 0) & self.may_admit).nonzero()[0]
         for _ in range(_AT_ONCE):
             if not rows.size:
@@ -234,18 +232,20 @@ class _Walker:
             rows = self._come_back(rows, number)
         self._begin(number)
 
-    def _encode(self, rows: IntArray, number: int) -> None:
-        """The input that is encoded in part goes on."""
-        take = np.minimum(self.part[rows], self.left[rows])
-        self.tokens[rows] += take
-        self.left[rows] -= take
-        self.part[rows] -= take
-        self.pieces[rows] += 1
-        ready = rows[self.part[rows] <= 0]
-        self.done[ready] += 1
-        self.running[ready] += 1
-        self.joined[ready] += 1
-        self.latest.push(ready, self.whole[ready] + _HALF_BLOCK - (number + 1))
+    def _encode(self, number: int) -> None:
+        """Inputs that are encoded in part go on, where the step has tokens left."""
+        take = np.minimum(self.part, self.left)
+        is_going = take > 0
+        self.tokens += take
+        self.left -= take
+        self.part -= take
+        self.pieces += is_going
+        ready = (is_going & (self.part <= 0)).nonzero()[0]
+        if ready.size:
+            self.done[ready] += 1
+            self.running[ready] += 1
+            self.joined[ready] += 1
+            self.latest.push(ready, self.whole[ready] + _HALF_BLOCK - (number + 1))
 
     def _come_back(self, rows: IntArray, number: int) -> IntArray:
         """The latest evicted is first in line; the result is the rows where another may follow."""
@@ -259,7 +259,7 @@ class _Walker:
         self.free[rows] -= size + _HALF_BLOCK
         self.part[rows] = self.whole[rows] = size
         self.hazard[rows] += 1 / self.iterations  # its encoding yields a token
-        self._encode(rows, number)
+        self._encode(number)  # all others' parts, or what is left, are used up
         return rows[self.waiting.count[rows] > 0]
 
     def _begin(self, number: int) -> None:
