@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -220,19 +220,10 @@ class Scheduler:
                         if wider_s >= begun.bound_s), default=math.inf)
             if most <= floor * (1 + self._effort.gap) and floor > 0:
                 return _spared(space, most)
-            begun.searches[name] = SpaceSearch(space, begun.bound_s, effort,
-                                               self._wider(name, begun.bound_s))
+            begun.searches[name] = SpaceSearch(space, begun.bound_s, effort, _wider(
+                name, self._searches, begun.bound_s))
             self._searches.setdefault(name, []).append(begun.searches[name])
         return begun.searches[name].go_on(effort, floor)
-
-    def _wider(self, name: str, latency_bound_s: float) -> SpaceSearch | None:
-        """Of the policy's searches under this bound or wider ones the latest of the tightest; None
-        where nothing would be gained: lines of continuous batching are looked into whole."""
-        if not policy(name).is_papers:
-            return None
-        return min((one for one in reversed(self._searches.get(name, ()))
-                    if one.latency_bound_s >= latency_bound_s), default=None,
-                   key=lambda one: one.latency_bound_s)
 
     def _in_turn(self, results: Mapping[str, Searched]) -> list[Space]:
         """What is likely to win comes first, for it spares the others' searches: those that have
@@ -256,7 +247,7 @@ class Scheduler:
                 continue
             again = search_space(space, bound_s, replace(
                 self._effort, gap=FREE_GAP, keeps_gap=False, max_nodes=BRIEF_NODES), floor,
-                self._wider(space.name, bound_s))
+                _wider(space.name, self._searches, bound_s))
             results[space.name] = _better_of(first, again)
 
     def _unbounded(self, bound_s: float, results: Mapping[str, Searched],
@@ -283,6 +274,17 @@ class _Begun(NamedTuple):
     floor_qps: float
     searches: dict[str, SpaceSearch]
     results: dict[str, Searched]
+
+
+def _wider(name: str, searches: Mapping[str, Sequence[SpaceSearch]],
+           latency_bound_s: float) -> SpaceSearch | None:
+    """Of a policy's searches under this bound or wider ones the latest of the tightest; None where
+    nothing would be gained: lines of continuous batching are looked into whole."""
+    if not policy(name).is_papers:
+        return None
+    return min((one for one in reversed(searches.get(name, ()))
+                if one.latency_bound_s >= latency_bound_s), default=None,
+               key=lambda one: one.latency_bound_s)
 
 
 def _best_qps(searched: Searched | None) -> float:
