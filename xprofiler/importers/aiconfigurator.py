@@ -107,28 +107,46 @@ def import_profile(model: ModelSpec, device: Device, dtype: str, files: KernelFi
     return draft.profile(source, f"{origin.system} {origin.framework} {origin.version}")
 
 
-def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str) -> Profile:
-    """The Profile of vLLM's tables for this device, of the newest version read here."""
-    system = next((system for system, name in SYSTEMS.items() if name == device.name), None)
-    if system is None:
-        raise wrong(folder, "device", device.name, f"one of {', '.join(SYSTEMS.values())}")
-    gemms = [path for version in VERSIONS["vllm"]
-             if (path := folder / f"{system}_vllm_{version}_gemm.csv").is_file()]
-    if not gemms:
-        there = ", ".join(sorted(p.name for p in folder.glob("*_gemm.csv"))) or "none"
-        raise wrong(folder, "tables", f"{system}_vllm",
-                    f"versions {', '.join(VERSIONS['vllm'])}; there are: {there}")
+def import_folder(folder: Path, model: ModelSpec, device: Device, dtype: str, *,
+                  engine: str | None = None, version: str | None = None) -> Profile:
+    """The Profile of an engine's tables for this device: of vLLM's and the newest version read
+    here, if none is named. Raises InputError for an engine, a version or a device that is none of
+    those, and where the folder has no such tables."""
+    gemm = _products_of(folder, device, engine or "vllm", version)
 
     def beside(table: str) -> Path | None:
-        path = gemms[-1].with_name(gemms[-1].name.replace("_gemm.csv", f"_{table}.csv"))
+        path = gemm.with_name(gemm.name.replace("_gemm.csv", f"_{table}.csv"))
         return path if path.is_file() else None
 
+    system = parse_name(gemm).system
     files = KernelFiles(
-        gemm=gemms[-1], context_attention=beside("context_attention"),
+        gemm=gemm, context_attention=beside("context_attention"),
         generation_attention=beside("generation_attention"),
         all_reduce=beside("custom_allreduce") or next(iter(sorted(
             folder.glob(f"{system}_nccl_*.csv"))), None))
     return import_profile(model, device, dtype, files, link=LINKS[device.name])
+
+
+def _products_of(folder: Path, device: Device, engine: str, version: str | None) -> Path:
+    """The engine's products on this device, of `version` or the newest that is there."""
+    framework = next((name for name, known in ENGINES.items() if known == engine), None)
+    if framework is None:
+        raise wrong("command line", "--engine", engine, f"one of {', '.join(ENGINES.values())}")
+    known = VERSIONS[framework]
+    if version is not None and version not in known:
+        raise wrong("command line", "--engine-version", version,
+                    f"of {engine}, one of {', '.join(known)}")
+    system = next((system for system, name in SYSTEMS.items() if name == device.name), None)
+    if system is None:
+        raise wrong(folder, "device", device.name, f"one of {', '.join(SYSTEMS.values())}")
+    wanted = known if version is None else (version,)
+    found = [path for one in wanted
+             if (path := folder / f"{system}_{framework}_{one}_gemm.csv").is_file()]
+    if not found:
+        there = ", ".join(sorted(p.name for p in folder.glob("*_gemm.csv"))) or "none"
+        raise wrong(folder, "tables", f"{system}_{framework}",
+                    f"versions {', '.join(wanted)}; there are: {there}")
+    return found[-1]
 
 
 def layer_products(model: ModelSpec, degree: int) -> list[tuple[float, float]]:

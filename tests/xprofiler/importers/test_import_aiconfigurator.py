@@ -5,6 +5,7 @@ Tests of the files themselves read `shared/data` beside the checkout and skip wh
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -67,6 +68,26 @@ def test_a_layer_is_measured_products_and_analytic_elementwise_parts(tables: Pat
         rest = seconds(profile, Operator.LAYER_REST, 64, tp_degree=degree)
         assert products < rest < products + 1e-4
     assert "key-value heads" in profile.refused[4]
+
+
+def test_an_engine_and_a_version_may_be_chosen_and_others_are_refused(tables: Path) -> None:
+    for name in ("a100_sxm_vllm_0.19.0", "a100_sxm_trtllm_1.0.0"):
+        shutil.copy(tables / "a100_sxm_vllm_0.14.0_gemm.csv", tables / f"{name}_gemm.csv")
+
+    def libraries(**of: str) -> str:
+        return import_folder("aiconfigurator", tables, TINY, A100, "bfloat16",
+                             **of).metadata.libraries
+
+    assert libraries() == libraries(engine="vllm", version="0.19.0") == "vllm 0.19.0"
+    assert libraries(version="0.14.0") == "vllm 0.14.0"
+    assert libraries(engine="tensorrt-llm") == "trtllm 1.0.0"
+    for of, words in (({"engine": "sglang"}, "vllm, tensorrt-llm"),
+                      ({"version": "0.15.0"}, "0.14.0, 0.19.0"),
+                      ({"engine": "tensorrt-llm", "version": "1.2.0rc5"}, "there are")):
+        with pytest.raises(InputError, match=words):
+            libraries(**of)
+    with pytest.raises(InputError, match="of one engine"):
+        import_folder("vidur", tables, TINY, A100, "bfloat16", engine="vllm")
 
 
 def test_attention_is_per_query_when_encoding_and_by_cached_tokens(tables: Path) -> None:
