@@ -21,7 +21,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import IO, Any, overload
+from typing import IO, overload
 
 import numpy as np
 
@@ -139,13 +139,28 @@ def _save_pairs(source: IO[bytes], path: Path) -> None:
         shutil.copyfileobj(source, file)
 
 
+class _TokenFile:
+    """The file of all token ids, open as long as somebody may read of it: read, and not mapped,
+    since what is mapped stays with the process."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def read(self, first: int, length: int) -> list[int]:
+        size = _TOKEN.itemsize
+        ids: list[int] = np.frombuffer(
+            os.pread(self._descriptor, size * length, size * first), _TOKEN).tolist()
+        return ids
+
+
 class Tokens(Sequence[int]):
     """The token ids of one query, which stay on the disk until they are looked at."""
 
-    __slots__ = ("_all", "_first", "_length")
+    __slots__ = ("_file", "_first", "_length")
 
-    def __init__(self, every: np.ndarray[Any, np.dtype[np.int32]], first: int, length: int) -> None:
-        self._all, self._first, self._length = every, first, length
+    def __init__(self, file: _TokenFile, first: int, length: int) -> None:
+        self._file, self._first, self._length = file, first, length
 
     def __len__(self) -> int:
         return self._length
@@ -161,8 +176,7 @@ class Tokens(Sequence[int]):
         return self._list()[index]
 
     def _list(self) -> list[int]:
-        ids: list[int] = self._all[self._first:self._first + self._length].tolist()
-        return ids
+        return self._file.read(self._first, self._length)
 
 
 class Spool:
@@ -178,8 +192,7 @@ class Spool:
         self.files: tuple[str, ...] = tuple(header.get("files", ()))
         self._places = np.load(folder / "places.npy", mmap_mode="r")
         self._queries = np.load(folder / "queries.npy", mmap_mode="r")
-        path = folder / "tokens.bin"
-        self._tokens = np.memmap(path, _TOKEN, "r") if path.stat().st_size else np.empty(0, _TOKEN)
+        self._tokens = _TokenFile(folder / "tokens.bin")
         self._records_path = folder / "records.jsonl"
         self._records: IO[bytes] | None = None
 

@@ -50,6 +50,24 @@ def test_what_is_put_in_comes_out_by_query(
         assert spool.most_output_tokens(query) == 7 + row
 
 
+def test_tokens_outlive_their_spool_and_take_no_memory(tmp_path: Path) -> None:
+    """What is mapped would stay with rank 0: a gigabyte of ten million requests."""
+    writer, count, length = SpoolWriter(), 64, 16_384
+    for i in range(count):
+        writer.add(Record(id=str(i), line=i + 1), np.full(length, i))
+    writer.save(tmp_path, np.stack([np.arange(count), np.full(count, 1)], axis=1), 0)
+    before = resident_bytes()
+    tokens = [Spool(tmp_path).tokens(query) for query in range(count)]
+    assert all(one[0] == one[-1] == i and len(one) == length for i, one in enumerate(tokens))
+    assert resident_bytes() - before < 2e6, "of 4 MB"
+
+
+def resident_bytes() -> int:
+    """Of files that are mapped."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("RssFile")).split()[1])
+
+
 @pytest.mark.parametrize("in_memory", [2**26, 5])  # else it lies in a temporary file
 def test_a_writer_saves_again_and_in_the_place_of_what_was_there(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_memory: int) -> None:
