@@ -1,0 +1,96 @@
+"""Which models and which stored weights vLLM executes through our engine core: toys of each family
+of config in float32 against transformers, and weights of fewer bits against the same, widened."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("torch", reason="the reference needs the extra `run`")
+import modern  # noqa: E402
+import quantised_toys  # noqa: E402
+import torch  # noqa: E402
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+SCRIPT = Path(__file__).parents[1] / "support" / "vllm_answers.py"
+INPUTS = [[(7 * i) % 90 + 6 for i in range(20)], [11, 12, 13, 14], [60] * 9]
+COUNT, NEAR_TIE = 24, 1e-3
+# of heads and columns that vLLM's CPU kernels take
+SHAPE = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 32}
+
+
+class Compared(NamedTuple):
+    """How far log-likelihoods of the chosen tokens lie apart at most, and at how many positions
+    another token was chosen though the two best were further apart than a near-tie."""
+
+    apart: float
+    wrong: int
+
+
+def asked(python: str, model: Path, dtype: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [python, str(SCRIPT)], capture_output=True, text=True, timeout=280, check=False,
+        input=json.dumps({"model": str(model), "dtype": dtype, "inputs": INPUTS, "count": COUNT}))
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answers
+
+
+def compared(reference: Any, answers: dict[str, Any]) -> Compared:
+    """transformers is shown each answer, and says what it finds likeliest at each position."""
+    apart, wrong = 0.0, 0
+    for inputs, tokens, logprobs in zip(INPUTS, answers["tokens"], answers["logprobs"],
+                                        strict=True):
+        assert len(tokens) == COUNT
+        with torch.no_grad():
+            logits = reference(torch.tensor([inputs + tokens])).logits[0, len(inputs) - 1:-1]
+        own = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        apart = max(apart, float((own - torch.tensor(logprobs)).abs().max()))
+        best = logits.topk(2)
+        is_clear = best.values[:, 0] - best.values[:, 1] > NEAR_TIE
+        wrong += int((is_clear & (best.indices[:, 0] != torch.tensor(tokens))).sum())
+    return Compared(apart, wrong)
+
+
+def off_by_rounding(reference: Any, answers: dict[str, Any]) -> float:
+    """How far apart the log-likelihoods of these tokens are in bfloat16 and in float32, by
+    transformers alone."""
+    rounded, apart = copy.deepcopy(reference).to(torch.bfloat16), 0.0
+    for inputs, tokens in zip(INPUTS, answers["tokens"], strict=True):
+        ids = torch.tensor([inputs + tokens])
+        with torch.no_grad():
+            own = [model(ids).logits[0, len(inputs) - 1:-1].float().log_softmax(-1).gather(
+                1, torch.tensor(tokens)[:, None]) for model in (reference, rounded)]
+        apart = max(apart, float((own[0] - own[1]).abs().max()))
+    return apart
+
+
+@pytest.mark.parametrize("variant", ["w4a16", "awq", pytest.param(
+    "gptq-4-symmetric", marks=pytest.mark.slow)])
+def test_weights_of_four_bits_are_executed_as_stored(
+        tmp_path: Path, vllm_python: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through products that unpack the weights as they go, in bfloat16: as far from the widened
+    weights in float32 as bfloat16 alone is. A wrong scale or order of values is far off."""
+    for name, columns in (("HIDDEN", 128), ("INNER", 256)):  # kernels take multiples of 32
+        monkeypatch.setattr(quantised_toys, name, columns)
+    monkeypatch.setitem(quantised_toys.VARIANTS, "gptq-4-symmetric", quantised_toys.Variant(
+        {**quantised_toys.GPTQ, "bits": 4, "group_size": 32, "sym": True},
+        quantised_toys.gptq(4, 32, is_symmetric=True)))
+    model = quantised_toys.make_quantised(variant, tmp_path)
+    answers = asked(vllm_python, tmp_path, "bfloat16")
+    apart = compared(model, answers).apart
+    assert apart <= 2.5 * off_by_rounding(model, answers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", modern.FAMILIES)
+def test_a_family_is_executed_exactly(tmp_path: Path, vllm_python: str, family: str) -> None:
+    model = modern.make_modern(family, tmp_path, **SHAPE)
+    found = compared(model, asked(vllm_python, tmp_path, "float32"))
+    assert found.wrong == 0 and found.apart < 1e-3
