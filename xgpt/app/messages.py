@@ -1,15 +1,18 @@
 """What a run said, kept in its output folder, so that `xgpt top` shows it in another terminal."""
 
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from xgpt.app.telling import Teller
+from xgpt.core.errors import StoppedEarly, XgptError
 from xgpt.core.whole_file import write_atomically
 
 MESSAGES_FILE = "messages.log"  # of the last run alone: a line each, with its time
 DOING_FILE = "doing"  # the present state of what takes a while, in one line; there as long as it is
 _INTERVAL_S = 1.0
+_FAILED = "failed: "
 
 
 class KeptTeller:
@@ -41,6 +44,26 @@ class KeptTeller:
         self._tell.end_progress()
         with suppress(OSError):
             (self._output / DOING_FILE).unlink(missing_ok=True)
+
+
+@contextmanager
+def failure_kept(output: Path) -> Iterator[None]:
+    """What a run fails with stands behind what it said: its terminal may be gone by the time that
+    somebody asks."""
+    try:
+        yield
+    except StoppedEarly:
+        raise
+    except XgptError as error:
+        with suppress(OSError), (output / MESSAGES_FILE).open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%H:%M:%S')} {_FAILED}{' '.join(str(error).split())}\n")
+        raise
+
+
+def failure(output: Path) -> str | None:
+    """What the last run failed with; None where it did not, or could not say so."""
+    said = [line.partition(" ")[2] for line in last_messages(output, 1)]
+    return said[0].removeprefix(_FAILED) if said and said[0].startswith(_FAILED) else None
 
 
 def last_messages(output: Path, count: int) -> list[str]:

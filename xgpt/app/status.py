@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from xgpt.app.messages import failure
 from xgpt.app.run_files import RESULTS_FILE
 from xgpt.app.stall import age_s
 from xgpt.core.spool import num_queries
@@ -72,5 +73,9 @@ def how_to_go_on(status: RunStatus, output: Path) -> str | None:
         kept += f" and {len(found.held)} in held.jsonl, until those before them are done"
     if state == "stopped":
         return f"{kept}; the same command goes on after them"
-    return ("no process works on it any more (it failed, or it or the machine was killed): "
-            f"{kept}; the same command goes on after them")
+    why = failure(output)
+    if why is None:
+        return ("no process works on it any more (it, or the machine, was killed): "
+                f"{kept}; the same command goes on after them")
+    goes_on = "" if "same command goes on" in why else "; the same command goes on after them"
+    return f"it failed: {why.rstrip('.')}. {kept[0].upper()}{kept[1:]}{goes_on}"
