@@ -25,7 +25,7 @@ from xprofiler.timing import TimingSource
 from xrunner.io.beat import MOST_STEPS, ToldStep
 from xrunner.rules.changes import Changeable, changes_of
 from xrunner.rules.rra import RraRule
-from xrunner.rules.steps import EncodingRule, rules_for
+from xrunner.rules.steps import EncodingRule, Step, rules_for
 from xscheduler.live.decisions import Decider, Decision, Followed
 from xscheduler.live.pace import PaceDrift
 from xscheduler.live.slowed import StepLook
@@ -33,8 +33,9 @@ from xscheduler.room import HEADROOM, slots_for
 from xsimulator.replay.flow import Arrivals, Handover, HandoverPlan
 from xsimulator.replay.job import planned_queries
 from xsimulator.replay.kernel import ARRIVAL, Kernel
-from xsimulator.replay.pool import PoolPlan, PoolProcess
+from xsimulator.replay.pool import PoolHead, PoolPlan, PoolProcess
 from xsimulator.replay.queries import Queries
+from xsimulator.replay.stage_line import StageLine
 from xsimulator.replay.step_clock import StepClock, StepClocks, StepSizes
 from xsimulator.stage_times import HandoverCost
 
@@ -42,6 +43,7 @@ BEAT_S = 1.0  # between what ranks tell
 TAKES_S = 0.5  # between looks of a run for a change
 # (stage, from when on, seconds of work) -> when the work is done
 Worked = Callable[[int, float, float], float]
+Told = dict[int, dict[str, list[ToldStep]]]  # by stage and kind, since they were told last
 
 
 def steadily(factor: float, stages: Sequence[int], from_s: float) -> Worked:
@@ -92,21 +94,23 @@ class _Untabled:
         self.seconds = clock.seconds
 
 
-class _SlowedPool(PoolProcess):
-    """A pool whose steps take as long as `worked` says, and are told of."""
+class _SlowedLine(StageLine):
+    """Stages whose steps take as long as `worked` says, and are told of."""
 
-    worked: Worked
-    told: dict[int, dict[str, list[ToldStep]]]
+    def __init__(self, plan: PoolPlan, worked: Worked, told: Told) -> None:
+        super().__init__(plan.clock, len(plan.stages))
+        self._plan, self._worked, self._told = plan, worked, told
 
-    def _work(self, step, sizes: StepSizes, now: float) -> float:  # type: ignore[no-untyped-def]
-        seconds, ends, at_s, free_s = [], [], now, self._free_s
+    def work(self, step: Step, sizes: StepSizes, now: float) -> float:
+        """See Line."""
+        seconds, ends, at_s, free_s = [], [], now, self.free_s
         for place, work_s in enumerate(self._clock.seconds(sizes)):
-            stage, start_s = self.plan.stages[place], max(at_s, free_s[place])
-            at_s = self.worked(stage, start_s, work_s)
+            stage, start_s = self._plan.stages[place], max(at_s, free_s[place])
+            at_s = self._worked(stage, start_s, work_s)
             free_s[place] = at_s
             seconds.append(at_s - start_s)
             ends.append(at_s)
-            self.told.setdefault(stage, {}).setdefault(step.kind.value, []).append(ToldStep(
+            self._told.setdefault(stage, {}).setdefault(step.kind.value, []).append(ToldStep(
                 step.kind.value, sizes.encoded + sizes.decoded, sizes.tokens + sizes.decoded,
                 sizes.decoded, sizes.context, int(sizes.longest),
                 sizes.tokens / max(sizes.encoded, 1), seconds[-1]))
@@ -115,6 +119,16 @@ class _SlowedPool(PoolProcess):
         self._durations.append(seconds)
         self._ends.append(ends)
         return at_s
+
+
+class _SlowedPool(PoolProcess):
+    """A pool of such stages."""
+
+    def __init__(self, plan: PoolPlan, kernel: Kernel, queries: Queries, worked: Worked,
+                 told: Told) -> None:
+        super().__init__(plan, kernel, queries)
+        self.told, self._line = told, _SlowedLine(plan, worked, told)
+        self.head = PoolHead(plan, queries, self._line)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -203,14 +217,13 @@ def slowed_replay(problem: Problem, timing: TimingSource, schedule: Schedule, wo
         slots = slots_for(estimate, problem, longest, HEADROOM, in_blocks=False)
         assert isinstance(rules[0], RraRule)
         rules[0].make_room(slots)
-    told: dict[int, dict[str, list[ToldStep]]] = {}
+    told: Told = {}
     pools = []
     for pool, rule in zip(estimate.deployment.pools, rules, strict=True):
         plan = PoolPlan(name=pool.name, role=pool.role, rule=rule, kv_tokens=pool.kv_tokens,
                         clock=_Untabled(clocks.of(pool.stages, longest)),
                         stages=tuple(stage.index for stage in pool.stages))
-        pools.append(_SlowedPool(plan, kernel, queries))
-        pools[-1].worked, pools[-1].told = worked, told
+        pools.append(_SlowedPool(plan, kernel, queries, worked, told))
     if len(pools) > 1:
         source, target = estimate.deployment.pools
         assert isinstance(rules[0], EncodingRule)
