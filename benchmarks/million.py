@@ -121,7 +121,8 @@ def rank(output: Path) -> None:
         return True
 
     head: Any = SimpleNamespace(roster=roster, submit=submit)
-    supply = FromSpool(queries, order_of(len(queries), plan, before), len(queries), least=640)
+    supply = FromSpool(queries, order_of(len(queries), plan, before), len(queries) - before.total,
+                       least=640)
     now_s = 0.0
     while True:
         supply.look(head)
