@@ -205,9 +205,10 @@ class _SearchTree:
         the best of the wider one may have nothing here all together."""
         left = [*((bound, box) for bound, _, box, _ in wider._queue), *wider._given_up]
         cutoff = self._cutoff
-        if sum(-bound > cutoff for bound, _ in left) > WORTH_IT * (self._num_roots + BATCH):
+        again = sum(-bound > cutoff for bound, _ in left)
+        if again > WORTH_IT * (self._num_roots + BATCH):
             return False
-        self._num_roots = 0
+        self._num_roots = again  # nor does any of these count as divided
         self._closed += wider._ruled_out
         self._ruled_out += wider._ruled_out
         self._queue = [(bound, age - len(left), box, False)

@@ -47,12 +47,18 @@ def _begun(where: Path, overrides: Sequence[str]) -> Place | None:
     """By a job file that says no more what can be run (its requests were moved, say): a run that
     was begun by it is still to be asked for and stopped."""
     mistakes: list[Mistake] = []
+    if any(one.partition("=")[0] not in ("output", "name") for one in overrides):
+        return None  # misspelt, perhaps: another run than is meant must not be stopped
     try:
         top = Section(job_tree(where, overrides, mistakes), "", mistakes)
     except InputError:
         return None
     output = absolute(top.text("output", "out", "a folder"), Path(os.path.abspath(where)).parent)
-    return _of_folder(output) if (output / "job.json").is_file() else None
+    name = top.text("name", where.stem, "a name of printable characters")
+    if mistakes or not (output / "job.json").is_file():
+        return None
+    found = _of_folder(output)
+    return found if found.name == name else None
 
 
 def _of_folder(output: Path) -> Place:

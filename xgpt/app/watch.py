@@ -82,7 +82,9 @@ class Rescheduler:
 
     def _decide(self, look: Look | StepLook) -> None:
         if sys.platform == "linux" and not self._waits:  # there a thread has its own priority
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            thread = threading.get_native_id()  # of a command under `nice` it has that already
+            os.setpriority(os.PRIO_PROCESS, thread, max(
+                _NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
         self._decision = self.decider.decide(look)
 
     def _take_up(self) -> bool:

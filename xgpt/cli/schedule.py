@@ -16,6 +16,7 @@ from xgpt.cli.options import (
     within_seconds,
 )
 from xgpt.cli.terminal import Terminal, say, show
+from xgpt.core.engines import ONE_PROCESS
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
@@ -86,6 +87,9 @@ def schedule(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Pat
         check_writable(out, "--out")
     deployed = None if from_file is None else load_schedule(from_file)
     job = load_job(job_file, with_seconds(overrides, max_seconds))
+    if engine_python is not None and job.run.engine in ONE_PROCESS:
+        raise click.UsageError(f"--engine-python is for a job of another engine than "
+                               f"{job.run.engine}: this one says it by run.engine_python")
     options = PlanOptions(gap=gap, max_nodes=max_nodes, horizon=horizon or default_horizon(job))
     opened = open_job(job, Terminal(), "lengths" if options.horizon == "job" else "shape")
     answers = answers_for(opened, options, with_price=with_price, with_drift=with_drift,

@@ -31,11 +31,12 @@ def status(where: Path, overrides: tuple[str, ...], as_json: bool) -> None:
         raise XgptError(f"{output}: no run has started there")
     run = status.run
     if as_json:
+        found = None if run is None else run.answered  # all of results.jsonl is read for it
         print_json({"output": output, **({} if run is None else asdict(run.progress)),
                     "state": status.state, "is_alive": None if run is None else run.is_alive,
                     "results": output / "results.jsonl",
-                    "num_results": 0 if run is None else run.answered.written,
-                    "num_held": 0 if run is None else len(run.answered.held),
+                    "num_results": 0 if found is None else found.written,
+                    "num_held": 0 if found is None else len(found.held),
                     "sign_of_life_s": None if run is None else run.silent_s,
                     "ranks": [] if run is None else [
                         {**asdict(rank), "sign_of_life_s": age_s(rank)} for rank in run.ranks],

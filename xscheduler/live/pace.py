@@ -64,7 +64,7 @@ class Window(NamedTuple):
         return self._replace(length=factor * self.length, least=factor * self.least)
 
 
-SWIFT, SHORT = Window(16, 16, times_told=2), Window(32, 12)
+SWIFT, SHORT = Window(16, 16, times_told=2), Window(32, 12, times_told=2)
 LONG = Window(96, 64, is_mean=True)
 
 
@@ -231,11 +231,11 @@ class Pace:
         for window in (SWIFT, SHORT, LONG):
             seen = self._seen(window)
             if any(self._side(kind, own, window) > 0 for kind, own in seen.items()):
-                return self._drift_of(seen)
+                return self._drift_of(seen, is_slower=True)
         patient = LONG.times(self._patience)
         seen = self._seen(patient)
         if any(self._side(kind, own, patient) < 0 for kind, own in seen.items()):
-            return self._drift_of(seen)
+            return self._drift_of(seen, is_slower=False)
         return None
 
     def take(self, drift: PaceDrift) -> None:
@@ -246,13 +246,15 @@ class Pace:
             self._patience = min(2 * self._patience, MOST_PATIENCE)
         self._was_quicker = drift.slowed < 1
 
-    def _drift_of(self, seen: Mapping[str, Seen]) -> PaceDrift:
+    def _drift_of(self, seen: Mapping[str, Seen], *, is_slower: bool) -> PaceDrift:
         now, planned = {}, {}
         for kind, own in seen.items():
             (steps, *_), last = own.stages.values(), max(own.num_steps // 2, ENOUGH_STEPS)
             rows, place = float(np.median([one.rows for one in steps])), own.part(
                 slice(-last, None)).mean
             factor = math.exp(place.log)
+            if is_slower:  # what is quicker meanwhile must last
+                factor = max(factor, self._planned(kind))
             now[kind] = planned[kind] = Factor(rows=rows, factor=factor)
             if factor > self._planned(kind):
                 planned[kind] = Factor(rows=rows, factor=factor * (1 + place.error))
