@@ -374,13 +374,13 @@ def test_memory_that_runs_out_is_one_message(gigabytes: int, tmp_path: Path) -> 
     assert done.returncode == 0 or "memory ran out" in done.stderr, done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 6, 7])
-def test_a_short_soak(number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "count"), [
+    (0, 24), *(pytest.param(number, 60, marks=pytest.mark.slow) for number in (0, 6, 7))])
+def test_a_short_soak(number: int, count: int, tmp_path: Path) -> None:
     library = power_cut.compiled(tmp_path)
-    expected = undisturbed(tmp_path / "undisturbed", count=60)
+    expected = undisturbed(tmp_path / "undisturbed", count=count)
     outcome = one_job(SHAPES[number], "power cut", number, tmp_path / "job", library, expected,
-                      count=60)
+                      count=count)
     assert not outcome.trouble, outcome
 
 
