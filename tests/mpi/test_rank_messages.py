@@ -12,7 +12,6 @@ pytest.importorskip("torch", reason="ranks need the extra `run`")
 from job_folder import SUPPORT  # noqa: E402
 
 from xgpt.launch.local import find_mpiexec  # noqa: E402
-from xprofiler.measure.network import RankNodes  # noqa: E402
 
 SCRIPT = SUPPORT / "ranks_script.py"
 
@@ -29,20 +28,3 @@ def test_every_rank_holds_the_same_sum_and_the_first_one_every_part() -> None:
     for over in ("mpi", "gloo"):
         for ranks in (2, 3):
             assert done.stdout.count(f"{over} over {ranks} ok") == ranks
-
-
-@pytest.mark.parametrize(("node_of", "size", "near", "far"), [
-    ((0, 0, 0, 0), 2, [(0, 1), (2, 3)], []),
-    ((0, 0, 1, 1), 2, [(0, 1), (2, 3)], [(0, 2)]),
-    ((0, 0, 1, 1), 4, [], [(0, 1, 2, 3)]),
-    ((0, 1, 2, 3), 2, [], [(0, 1)]),
-    ((0, 1, 2, 3), 4, [], [(0, 1, 2, 3)]),
-    ((0, 0, 0, 1), 2, [(0, 1)], [(0, 3)]),
-    ((0, 0, 0, 1), 3, [(0, 1, 2)], []),
-])
-def test_groups_lie_within_a_node_or_evenly_over_several(
-        node_of: tuple[int, ...], size: int, near: list[tuple[int, ...]],
-        far: list[tuple[int, ...]]) -> None:
-    where = RankNodes(node_of=node_of)
-    assert where.near_groups(size) == near
-    assert where.far_groups(size) == far

@@ -51,9 +51,9 @@ def logits_of(model: Any, hidden: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def make_model(family: str, directory: Path) -> Any:
+def make_model(family: str, directory: Path, *, heads: int = 6, head_dim: int = 8) -> Any:
     """Writes a model of `family`, of 5 layers (encoder-decoders: 5 and 4), to `directory`; returns
-    transformers' own instance."""
+    transformers' own instance. `heads`, `head_dim`: of OPT and GPT-2."""
     if family in ("bart", "mbart"):
         return make_bart(family, directory)
     if family in ENCODER_DECODER_FAMILIES:
@@ -79,12 +79,14 @@ def make_model(family: str, directory: Path) -> Any:
         "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": EOS, "pad_token_id": 0}
     if family == "opt":
         model: Any = OPTForCausalLM(OPTConfig(
-            vocab_size=VOCAB, hidden_size=48, ffn_dim=80, num_hidden_layers=5,
-            num_attention_heads=6, max_position_embeddings=128, word_embed_proj_dim=48,
+            vocab_size=VOCAB, hidden_size=heads * head_dim, ffn_dim=80, num_hidden_layers=5,
+            num_attention_heads=heads, max_position_embeddings=128,
+            word_embed_proj_dim=heads * head_dim,
             init_std=0.3, bos_token_id=1, eos_token_id=EOS, pad_token_id=0))
     elif family in ("gpt2", "gpt2-untied"):
         model = GPT2LMHeadModel(GPT2Config(
-            vocab_size=VOCAB, n_embd=48, n_inner=80, n_layer=5, n_head=6, n_positions=128,
+            vocab_size=VOCAB, n_embd=heads * head_dim, n_inner=80, n_layer=5, n_head=heads,
+            n_positions=128,
             initializer_range=0.3, bos_token_id=1, eos_token_id=EOS, pad_token_id=0,
             tie_word_embeddings=family == "gpt2"))
     elif family == "qwen2":

@@ -15,6 +15,7 @@ pytest.importorskip("torch", reason="the reference needs the extra `run`")
 import modern  # noqa: E402
 import quantised_toys  # noqa: E402
 import torch  # noqa: E402
+import toys  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 SCRIPT = Path(__file__).parents[1] / "support" / "vllm_answers.py"
@@ -23,6 +24,12 @@ COUNT, NEAR_TIE = 24, 1e-3
 # of heads and columns that vLLM's CPU kernels take
 SHAPE = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 32}
+# LongRoPE has a factor for each pair of a head's elements that turn
+OWN_SHAPES = {"phi4-mini": {"rope_parameters": {
+    **modern.FAMILIES["phi4-mini"][1]["rope_parameters"],
+    "short_factor": [1.0 + 0.02 * i for i in range(12)],
+    "long_factor": [1.5 + 0.1 * i for i in range(12)]}}}
+REFUSED = "qwen2-windows"  # a window in some layers of Qwen2
 
 
 class Compared(NamedTuple):
@@ -88,9 +95,26 @@ def test_weights_of_four_bits_are_executed_as_stored(
     assert apart <= 2.5 * off_by_rounding(model, answers)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", modern.FAMILIES)
+@pytest.mark.parametrize("family", [
+    pytest.param(name, marks=() if name == "gemma3" else pytest.mark.slow)
+    for name in modern.FAMILIES if name != REFUSED])
 def test_a_family_is_executed_exactly(tmp_path: Path, vllm_python: str, family: str) -> None:
-    model = modern.make_modern(family, tmp_path, **SHAPE)
+    model = modern.make_modern(family, tmp_path, **SHAPE, **OWN_SHAPES.get(family, {}))
     found = compared(model, asked(vllm_python, tmp_path, "float32"))
     assert found.wrong == 0 and found.apart < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["opt", "gpt2"])
+def test_an_older_family_is_executed_exactly(tmp_path: Path, vllm_python: str,
+                                             family: str) -> None:
+    model = toys.make_model(family, tmp_path, heads=4, head_dim=32)
+    found = compared(model, asked(vllm_python, tmp_path, "float32"))
+    assert found.wrong == 0 and found.apart < 1e-3
+
+
+@pytest.mark.slow
+def test_what_vllm_refuses_is_passed_on(tmp_path: Path, vllm_python: str) -> None:
+    modern.make_modern(REFUSED, tmp_path, **SHAPE)
+    with pytest.raises(AssertionError, match="XgptError: vLLM does not start: Sliding window"):
+        asked(vllm_python, tmp_path, "float32")

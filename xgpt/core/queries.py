@@ -80,20 +80,26 @@ class QueryTimes:
     @property
     def latency_s(self) -> FloatArray:
         """[queries] from the start of the encoding to the last token."""
-        return self.last_token_s - self.start_s
+        return _since(self.start_s, self.last_token_s)
 
     @property
     def encoding_s(self) -> FloatArray:
         """[queries] from the start of the encoding to the first token."""
-        return self.first_token_s - self.start_s
+        return _since(self.start_s, self.first_token_s)
 
     @property
     def ttft_s(self) -> FloatArray:
         """[queries] to the first token, from the arrival on: waiting for its turn counts."""
-        return self.first_token_s - self.arrival_s
+        return _since(self.arrival_s, self.first_token_s)
 
     def tpot_s(self, output_tokens: IntArray) -> FloatArray:
         """[queries of more than one output token] mean time of each token after the first."""
         after = np.asarray(output_tokens) - 1
         has_more = after > 0
-        return np.asarray((self.last_token_s - self.first_token_s)[has_more] / after[has_more])
+        return np.asarray(_since(self.first_token_s, self.last_token_s)[has_more]
+                          / after[has_more])
+
+
+def _since(start_s: FloatArray, end_s: FloatArray) -> FloatArray:
+    """[queries]; infinite where an end is: a replay met a step larger than any that was timed."""
+    return np.subtract(end_s, start_s, out=np.full_like(end_s, np.inf), where=np.isfinite(end_s))

@@ -56,7 +56,7 @@ class JobPrediction:
 def replay_checked(problem: Problem, timing: TimingSource, estimate: Estimate, seed: int,
                    clocks: StepClocks | None = None) -> SteadyFigures | None:
     """The steady state in a replay of sampled queries that checks the bounds' figures; None where
-    it has none."""
+    it has none, or met a step larger than any that was timed."""
     count = checked_queries(problem, estimate)
     inputs, outputs = problem.lengths.sample(count, np.random.default_rng(seed))
     if problem.constraint.kind == "sequence":
@@ -64,6 +64,8 @@ def replay_checked(problem: Problem, timing: TimingSource, estimate: Estimate, s
             problem.constraint.quantile))
     result = replay_job(problem, timing, estimate, planned_queries(problem, inputs, outputs),
                         clocks=clocks)
+    if not np.isfinite(result.times.last_token_s).all():
+        return None
     return steady_figures(result, problem.constraint, problem.lengths.outputs)
 
 

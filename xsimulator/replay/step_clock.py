@@ -5,6 +5,7 @@ rows is tabulated at every whole number up to DENSE_ROWS and 1 % apart beyond; a
 contexts 2 % apart; between them lines. (A profile is made of lines; of the roofline's curves they
 miss less than a thousandth.) Tables grow in blocks as sizes come up."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import NamedTuple, Protocol
@@ -261,8 +262,10 @@ class _GridTimes:
         if row is None:
             row = self._fill(queries)
         index = min(self._below[int(context)], len(row) - 2)
-        low, left = self._node_list[index], row[index]
-        return left + (context - low) / (self._node_list[index + 1] - low) * (row[index + 1] - left)
+        low, left, right = self._node_list[index], row[index], row[index + 1]
+        if right == math.inf:  # beyond what was measured
+            return right
+        return left + (context - low) / (self._node_list[index + 1] - low) * (right - left)
 
     def along(self, queries: int, contexts: FloatArray) -> FloatArray:
         """[contexts] what `at` says of each."""
@@ -270,9 +273,7 @@ class _GridTimes:
         values = np.array(self._fill(queries) if row is None else row)
         index = np.minimum(np.searchsorted(self._nodes, np.floor(contexts), side="right") - 1,
                            len(values) - 2)
-        low, left = self._nodes[index], values[index]
-        return np.asarray(left + (contexts - low) / (self._nodes[index + 1] - low)
-                          * (values[index + 1] - left))
+        return self._between(index, contexts, values[index], values[index + 1])
 
     def many(self, queries: IntArray, contexts: FloatArray) -> FloatArray:
         """[asked] what `at` says of each."""
@@ -280,9 +281,15 @@ class _GridTimes:
         values = np.array([self._rows.get(size) or self._fill(size) for size in sizes.tolist()])
         index = np.minimum(np.searchsorted(self._nodes, np.floor(contexts), side="right") - 1,
                            values.shape[1] - 2)
-        low, left, right = self._nodes[index], values[place, index], values[place, index + 1]
-        return np.asarray(left + (contexts - low) / (self._nodes[index + 1] - low)
-                          * (right - left))
+        return self._between(index, contexts, values[place, index], values[place, index + 1])
+
+    def _between(self, index: IntArray, contexts: FloatArray, left: FloatArray,
+                 right: FloatArray) -> FloatArray:
+        """[asked] at contexts from node `index` to the next, where it is `left` and `right`."""
+        low, is_known = self._nodes[index], right < np.inf  # else beyond what was measured
+        rise = np.subtract(right, left, out=np.zeros_like(right), where=is_known)
+        share = (contexts - low) / (self._nodes[index + 1] - low)
+        return np.asarray(np.where(is_known, left + share * rise, right))
 
     def _fill(self, queries: int) -> list[float]:
         first = queries // _QUERY_BLOCK * _QUERY_BLOCK

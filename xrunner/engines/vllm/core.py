@@ -153,6 +153,9 @@ class EngineCore:
                 "load_format": "dummy" if settings.is_random else "auto",
                 "enforce_eager": settings.device_kind == "cpu", "disable_log_stats": True,
                 "block_size": settings.block_tokens,
+                # layers with a window keep all tokens, as is planned: with groups of layers of
+                # their own a query would need a block of each, and there are not so many
+                "disable_hybrid_kv_cache_manager": True,
                 **engine_arguments(settings.arguments),
                 # what the batching rule relies on
                 "scheduler_cls": SCHEDULER, "async_scheduling": False}
