@@ -29,29 +29,29 @@ class Kernels:
         self._weights = weight_dtype or dtype
         self._bandwidth = device.bandwidth_bytes_per_s
 
-    def gemm_s(self, rows: ArrayLike, n: ArrayLike, k: ArrayLike) -> FloatArray:
+    def gemm_s(self, rows: ArrayLike, n: ArrayLike, k: ArrayLike,
+               weight_bytes: int | None = None) -> FloatArray:
         """One matrix product, [rows, k] x [k, n]. Compute and memory overlap but for a part: the
-        p-norm of the two lies between their maximum and their sum."""
+        p-norm of the two lies between their maximum and their sum. `weight_bytes`: of each weight
+        as it is read; None: as the rest is."""
         c = self.constants
         m, n, k = np.broadcast_arrays(*(np.asarray(size, float) for size in (rows, n, k)))
         # rows / (rows / (rows + half)) = rows + half, and so with columns and depth
         padded = (m + c.gemm_half_rows) * (n + c.gemm_half_columns) * (k + c.gemm_half_depth)
         compute_s = 2 * padded / (self.flops_per_s * c.gemm_flops_share)
-        memory_s = self.streamed_s((n * k + m * (n + k)) * self.item_bytes)
-        return self._overlapped(compute_s, memory_s) + c.gemm_launch_s
+        weights = n * k * (weight_bytes or self.item_bytes)
+        memory_s = self.streamed_s(weights + m * (n + k) * self.item_bytes)
+        return joined(compute_s, memory_s, c.gemm_overlap) + c.gemm_launch_s
 
     def layer_product_s(self, rows: ArrayLike, n: ArrayLike, k: ArrayLike) -> FloatArray:
         """A product of a layer, whose weights may be held as fp8: half the bytes, and the rate of
         fp8 where the device multiplies it."""
         if self._weights != FP8:
             return self.gemm_s(rows, n, k)
+        if FP8 not in self._rates:  # the weights are widened on their way to the multipliers
+            return self.gemm_s(rows, n, k, weight_bytes=1)
         c = self.constants
         m, n, k = np.broadcast_arrays(*(np.asarray(size, float) for size in (rows, n, k)))
-        if FP8 not in self._rates:  # the weights are widened on their way to the multipliers
-            padded = (m + c.gemm_half_rows) * (n + c.gemm_half_columns) * (k + c.gemm_half_depth)
-            moved = n * k + m * (n + k) * self.item_bytes
-            return self._overlapped(2 * padded / (self.flops_per_s * c.gemm_flops_share),
-                                    self.streamed_s(moved)) + c.gemm_launch_s
         padded = (m + c.fp8_half_rows) * (n + _own(c.fp8_half_columns, c.gemm_half_columns)) * (
             k + _own(c.fp8_half_depth, c.gemm_half_depth))
         compute_s = 2 * padded / (self._rates[FP8] * c.fp8_flops_share)
@@ -69,9 +69,6 @@ class Kernels:
         converted = np.asarray(rows, float) * np.asarray(k, float) * (self.item_bytes + 1)
         seconds = seconds + converted / (self._bandwidth * c.fp8_scaling_bytes_share)
         return seconds
-
-    def _overlapped(self, compute_s: FloatArray, memory_s: FloatArray) -> FloatArray:
-        return joined(compute_s, memory_s, self.constants.gemm_overlap)
 
     def streamed_s(self, num_bytes: FloatArray) -> FloatArray:
         """A large kernel's operands and result through memory."""
