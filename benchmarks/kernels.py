@@ -2,10 +2,9 @@
 
     python benchmarks/kernels.py [--threads 2] [--out benchmarks/results]
 
-Copies are compared with the bandwidth of one large copy (bytes copied a second; for gathering, of a
-copy into new memory), attention of decoded tokens with that of reading. Both sides run in turns;
-the figures are medians. The model is SmolLM2-135M in bfloat16: 30 layers, 9 heads that share 3 KV
-heads, head size 64.
+Copies are compared with the bandwidth of one large copy (bytes copied a second), attention of
+decoded tokens with that of reading. Both sides run in turns; the figures are medians. The model is
+SmolLM2-135M in bfloat16: 30 layers, 9 heads that share 3 KV heads, head size 64.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def copies(peak: float) -> list[Row]:
         slots, tokens = range(0, SLOTS, SLOTS // count), lengths[:count]
         block = kv.gather(store, slots, tokens)
         amount = entry * sum(tokens)
-        found.append(compare(f"gather, {count} queries", amount, new_bytes_per_s(amount),
+        found.append(compare(f"gather, {count} queries", amount, peak,
                              lambda s=slots, t=tokens: kv.gather(store, s, t)))
         found.append(compare(f"scatter, {count} queries", amount, peak,
                              lambda s=slots, t=tokens, b=block: kv.scatter(store, s, t, b)))
@@ -175,17 +174,6 @@ def copy_bytes_per_s() -> float:
         target.copy_(source)
         seconds.append(time.perf_counter() - start)
     return _COPY_BYTES / median(seconds)
-
-
-def new_bytes_per_s(num_bytes: int) -> float:
-    """Of a copy into memory that was not in use, as a gathered block is: pages are given first."""
-    source = torch.ones(num_bytes, dtype=torch.uint8)
-    seconds = []
-    for _ in range(ROUNDS + 1):
-        start = time.perf_counter()
-        source.clone()
-        seconds.append(time.perf_counter() - start)
-    return num_bytes / median(seconds)
 
 
 def level() -> int:

@@ -5,6 +5,9 @@
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -17,6 +20,9 @@ namespace {
 
 constexpr int64_t CHUNK_BYTES = 256 << 10;  // what a thread takes at a time
 constexpr int64_t MIN_BYTES = 128 << 10;    // below: waking a thread takes longer than copying
+constexpr int64_t PIECES = 8;               // chunks a thread should have, to come out even
+constexpr int64_t PAST_BYTES = 32 << 20;    // above: what is written would not stay in caches
+constexpr int64_t AHEAD_BYTES = 8192;       // how early what is read is asked for
 
 /* The arrays of a cache, in bytes; a head's entries of a slot lie together. */
 struct Cache {
@@ -46,14 +52,59 @@ int check(const Cache &cache, const int64_t *lengths, int64_t n, int threads) {
     return XGPT_OK;
 }
 
+/* Copies of runs of bytes. Where all of them are more than caches hold, lines are written past these,
+ * so that memory need not read them first. */
+struct Copier {
+    bool is_past;
+
+    explicit Copier(int64_t all_bytes) : is_past(all_bytes > PAST_BYTES) {}
+
+    /* `then`: where the run begins that is copied after this one. */
+    void copy(char *to, const char *from, int64_t bytes, const char *then) const {
+#ifdef __SSE2__
+        if (is_past && bytes >= 256) return copy_past(to, from, bytes, then);
+#endif
+        memcpy(to, from, static_cast<size_t>(bytes));
+    }
+    /* What this thread has written is seen by others from then on. */
+    void finish() const {
+#ifdef __SSE2__
+        if (is_past) _mm_sfence();
+#endif
+    }
+
+#ifdef __SSE2__
+    static void copy_past(char *to, const char *from, int64_t bytes, const char *then) {
+        const int64_t before = -reinterpret_cast<uintptr_t>(to) % 64;  // of a line that is begun
+        memcpy(to, from, static_cast<size_t>(before));
+        int64_t at = before;
+        for (; at + 64 <= bytes; at += 64) {
+            const int64_t ahead = at + AHEAD_BYTES - bytes;
+            __builtin_prefetch(ahead < 0 ? from + at + AHEAD_BYTES : then + ahead, 0, 2);
+            const auto *source = reinterpret_cast<const __m128i *>(from + at);
+            auto *target = reinterpret_cast<__m128i *>(to + at);
+            const __m128i a = _mm_loadu_si128(source), b = _mm_loadu_si128(source + 1);
+            const __m128i c = _mm_loadu_si128(source + 2), d = _mm_loadu_si128(source + 3);
+            _mm_stream_si128(target, a);
+            _mm_stream_si128(target + 1, b);
+            _mm_stream_si128(target + 2, c);
+            _mm_stream_si128(target + 3, d);
+        }
+        memcpy(to + at, from + at, static_cast<size_t>(bytes - at));
+    }
+#endif
+};
+
 /* body(array, head, first, last): the tokens first..last-1 of one head in one array of the cache.
  * Threads take chunks of the same size in turn, as they get done: cores are not equally quick.
  * A position in the tokens is the same thread's for every slot. */
 template <typename Body>
-void each_chunk(const Cache &cache, int64_t tokens, int64_t longest, int threads, Body &&body) {
+void each_chunk(const Cache &cache, int64_t tokens, int64_t longest, int threads,
+                const Copier &copier, Body &&body) {
     const int64_t rows = cache.num_arrays * cache.heads, row_bytes = tokens * cache.entry;
     if (rows == 0 || row_bytes == 0) return;
-    const int64_t cuts = std::min(longest, std::max<int64_t>(row_bytes / CHUNK_BYTES, 1));
+    const int64_t needed = (PIECES * threads + rows - 1) / rows;  // long runs are quicker
+    const int64_t cuts = std::min({longest, std::max<int64_t>(row_bytes / CHUNK_BYTES, 1), needed});
     const int64_t joined = std::max<int64_t>(CHUNK_BYTES / row_bytes, 1);  // rows of a chunk
     const int64_t chunks = (rows * cuts + joined - 1) / joined;
     const int64_t useful = std::min(chunks, rows * row_bytes / MIN_BYTES + 1);
@@ -65,6 +116,7 @@ void each_chunk(const Cache &cache, int64_t tokens, int64_t longest, int threads
                 body(row / cache.heads, row % cache.heads, longest * cut / cuts,
                      longest * (cut + 1) / cuts);
             }
+        copier.finish();
     });
 }
 
@@ -91,15 +143,17 @@ int each_query(const Cache &cache, int64_t block_tokens, const int64_t *slots,
         if (!cache.has(slots[i])) return XGPT_WRONG_SLOT;
     const int64_t tokens = sum(lengths, n);
     if (tokens > block_tokens) return XGPT_WRONG_LENGTH;
-    each_chunk(cache, tokens, tokens, threads,
+    const Copier copier(tokens * cache.num_arrays * cache.heads * cache.entry);
+    each_chunk(cache, tokens, tokens, threads, copier,
                [&](int64_t array, int64_t head, int64_t begin, int64_t end) {
         int64_t start = 0;  // of query i among the tokens
         for (int64_t i = 0; i < n && start < end; start += lengths[i++]) {
             const int64_t from = std::max(begin, start), to = std::min(end, start + lengths[i]);
             if (from >= to) continue;
             const int64_t place = (array * cache.heads + head) * block_tokens + from;
-            copy(cache.row(array, slots[i], head) + (from - start) * cache.entry,
-                 place * cache.entry, static_cast<size_t>((to - from) * cache.entry));
+            copy(copier, cache.row(array, slots[i], head) + (from - start) * cache.entry,
+                 place * cache.entry, (to - from) * cache.entry,
+                 cache.row(array, slots[i + 1 < n ? i + 1 : i], head));
         }
     });
     return XGPT_OK;
@@ -120,14 +174,18 @@ int xgpt_kv_compact(void *const *arrays, int64_t num_arrays, int64_t slot_stride
         if (!cache.has(sources[i]) || !cache.has(targets[i])) return XGPT_WRONG_SLOT;
         longest = std::max(longest, lengths[i]);
     }
-    each_chunk(cache, sum(lengths, num_moves), longest, threads,
+    const int64_t tokens = sum(lengths, num_moves);
+    const Copier copier(tokens * num_arrays * kv_heads * entry_bytes);
+    each_chunk(cache, tokens, longest, threads, copier,
                [&](int64_t array, int64_t head, int64_t begin, int64_t end) {
         for (int64_t i = 0; i < num_moves; ++i) {
             const int64_t count = std::min(end, lengths[i]) - begin;
             if (count > 0 && sources[i] != targets[i])
-                memcpy(cache.row(array, targets[i], head) + begin * entry_bytes,
-                       cache.row(array, sources[i], head) + begin * entry_bytes,
-                       static_cast<size_t>(count * entry_bytes));
+                copier.copy(cache.row(array, targets[i], head) + begin * entry_bytes,
+                            cache.row(array, sources[i], head) + begin * entry_bytes,
+                            count * entry_bytes,
+                            cache.row(array, sources[i + 1 < num_moves ? i + 1 : i], head) +
+                                begin * entry_bytes);
         }
     });
     return XGPT_OK;
@@ -142,8 +200,9 @@ int xgpt_kv_gather(void *block, int64_t block_tokens, const void *const *arrays,
     if (!cache.wrong() && block_tokens > 0)
         in_large_pages(block, num_arrays * kv_heads * block_tokens * entry_bytes);
     return each_query(cache, block_tokens, slots, lengths, n, threads,
-                      [block](const char *row, int64_t place, size_t bytes) {
-                          memcpy(static_cast<char *>(block) + place, row, bytes);
+                      [block](const Copier &copier, const char *row, int64_t place, int64_t bytes,
+                              const char *then) {
+                          copier.copy(static_cast<char *>(block) + place, row, bytes, then);
                       });
 }
 
@@ -156,8 +215,10 @@ int xgpt_kv_scatter(const void *block, int64_t block_tokens, void *const *arrays
     std::sort(sorted.begin(), sorted.end());
     if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) return XGPT_WRONG_SLOT;
     return each_query(cache, block_tokens, slots, lengths, n, threads,
-                      [block](char *row, int64_t place, size_t bytes) {
-                          memcpy(row, static_cast<const char *>(block) + place, bytes);
+                      [block](const Copier &copier, char *row, int64_t place, int64_t bytes,
+                              const char *) {
+                          const char *from = static_cast<const char *>(block) + place;
+                          copier.copy(row, from, bytes, from + bytes);
                       });
 }
 

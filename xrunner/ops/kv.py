@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from xrunner.ops import cuda_kv, cuda_modules, native
+from xrunner.ops.reused import ReusedMemory
 from xrunner.rules.slots import Move
+
+_BLOCKS = ReusedMemory()
 
 
 def compact(store: Tensor, moves: Sequence[Move], lengths: Sequence[int]) -> None:
@@ -48,7 +51,7 @@ def gather(store: Tensor, slots: Sequence[int], lengths: Sequence[int]) -> Tenso
     if form is None or lib is None:
         return gather_torch(store, slots, lengths)
     tokens = sum(lengths)
-    block = store.new_empty(_block_shape(store, tokens))
+    block = _BLOCKS.empty(_block_shape(store, tokens), store.dtype)
     native.check(lib.xgpt_kv_gather(
         block.data_ptr(), tokens, *form.arrays, _numbers(slots), _numbers(lengths), len(slots),
         *form.sizes, native.threads()))

@@ -189,3 +189,19 @@ def test_the_library_itself_refuses_what_it_cannot_serve(
         many.data_ptr(), len(slots), s["heads"], s["entry"], s["slots"], s["capacity"], 1)
     with pytest.raises(ValueError, match=words):
         native.check(code)
+
+
+def test_a_large_block_has_the_memory_of_the_last_unless_that_is_in_use() -> None:
+    store = torch.arange(2 * 4 * 1024 * 600.).view(1, 2, 4, 1, 1024, 600)
+    first = kv.gather(store, [0, 1], [1024, 1024])
+    kept, address = first[:, :, :, 5:], first.data_ptr()
+    del first
+    other = kv.gather(store, [2, 3], [1024, 1024])
+    assert other.data_ptr() != address
+    assert torch.equal(kept[0, :, 0], torch.cat([store[0, :, 0, 0], store[0, :, 1, 0]], 1)[:, 5:])
+    del kept
+    again = kv.gather(store, [3], [1024])
+    if native.library() is not None:
+        assert again.data_ptr() == address
+    assert torch.equal(again[0, :, 0], store[0, :, 3, 0])
+    assert torch.equal(other[0, :, 0, 1024:], store[0, :, 3, 0])
