@@ -1,15 +1,22 @@
-"""What vLLM answers, in the interpreter that has it: `VLLM_PYTHON vllm_answers.py < ASKED.json`.
+"""vLLM at work for tests, in the interpreter that has it: `VLLM_PYTHON vllm_answers.py`. It is
+imported once for all that is asked, each a line of JSON on its input:
 
-ASKED has `model` (a folder), `dtype`, `inputs` (lists of tokens) and `count` (tokens of each
-answer). One engine core of ours answers them greedily, all at once; a line of JSON says the tokens
-of each and their log-likelihoods."""
+    {model, dtype, inputs, count}   one engine core of ours answers `inputs` (lists of tokens)
+                                    greedily, `count` tokens each, all at once
+    {run}                           a run of our worker: the path of its run.json
+
+Each is answered by a line that begins with ANSWER: `tokens` and `logprobs` of each input, {} of a
+run, or `error` in words."""
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+ANSWER = "answer: "
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -19,11 +26,30 @@ def main() -> None:
 
     del sys.path[0]
     sys.meta_path.insert(0, elsewhere._Ours())
+    from xgpt.core.errors import XgptError
+
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            answer = _run(Path(asked["run"])) if "run" in asked else _answers(asked)
+        except XgptError as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        gc.collect()  # the engine core, with its model and its cache
+        print(f"{ANSWER}{json.dumps(answer)}", flush=True)
+
+
+def _run(plan: Path) -> dict[str, Any]:
+    from xrunner.engines.vllm import worker
+
+    code = worker.main([str(plan)])
+    return {"error": f"exit code {code}"} if code else {}
+
+
+def _answers(asked: dict[str, Any]) -> dict[str, Any]:
     from xrunner.checkpoint.source import read_spec
     from xrunner.engines.vllm.core import CoreSettings, EngineCore
     from xrunner.query import Sampling
 
-    asked = json.load(sys.stdin)
     model, inputs, count = Path(asked["model"]), asked["inputs"], asked["count"]
     spec, longest = read_spec(model, str(model)), max(map(len, inputs)) + count + 1
     core = EngineCore(CoreSettings(
@@ -37,8 +63,8 @@ def main() -> None:
     for _ in range(count):
         given.append(core.step(wanted))
         wanted = dict.fromkeys(names, 1)
-    print(json.dumps({"tokens": [[step[name].value for step in given] for name in names],
-                      "logprobs": [[step[name].told[0] for step in given] for name in names]}))
+    return {"tokens": [[step[name].value for step in given] for name in names],
+            "logprobs": [[step[name].told[0] for step in given] for name in names]}
 
 
 if __name__ == "__main__":

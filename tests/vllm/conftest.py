@@ -4,12 +4,20 @@ vLLM. Without either they are skipped."""
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import subprocess
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from job_folder import SUPPORT
+from vllm_answers import ANSWER
+
+Asked = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +43,32 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         initializer_range=0.3, bos_token_id=1, eos_token_id=5, pad_token_id=0)).eval()
     model.save_pretrained(folder)
     return folder, model
+
+
+@pytest.fixture(scope="session")
+def asked(vllm_python: str) -> Iterator[Asked]:
+    """What one process answers (support/vllm_answers.py): vLLM takes longer to import than toys
+    take to run. One that ended is followed by another."""
+    with tempfile.TemporaryFile("w+") as said:
+        processes: list[subprocess.Popen[str]] = []
+
+        def ask(**question: Any) -> dict[str, Any]:
+            if not processes or processes[-1].poll() is not None:
+                processes.append(subprocess.Popen(
+                    [vllm_python, str(SUPPORT / "vllm_answers.py")], text=True, stderr=said,
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            process = processes[-1]
+            assert process.stdin is not None and process.stdout is not None
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+            for line in process.stdout:
+                if line.startswith(ANSWER):
+                    answer: dict[str, Any] = json.loads(line.removeprefix(ANSWER))
+                    return answer
+            said.seek(0)
+            raise AssertionError(said.read()[-3000:])
+
+        yield ask
+        for process in processes:
+            process.kill()
+            process.communicate()

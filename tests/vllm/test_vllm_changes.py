@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="the reference needs the extra `run`")
+import by_data_sheets  # noqa: E402
 import toys  # noqa: E402
-from job_folder import XGPT, read_lines, write_job  # noqa: E402
+from job_folder import read_lines, write_job  # noqa: E402
 
 from xgpt.app.opened import open_file  # noqa: E402
 from xgpt.core.schedule_file import save_schedule, schedule_from_flat  # noqa: E402
@@ -97,7 +98,8 @@ def test_a_running_schedule_changes_and_no_token_does(
         fingerprint=problem.fingerprint), tmp_path / "given.json")
     with (tmp_path / "said.json").open("w+") as out, (tmp_path / "said").open("w+") as err:
         launcher = subprocess.Popen(
-            [*XGPT, "run", str(job), "--schedule", str(tmp_path / "given.json"), "--json"],
+            [*by_data_sheets.COMMAND, "run", str(job), "--schedule", str(tmp_path / "given.json"),
+             "--json"],
             stdout=out, stderr=err, text=True, env=cache)
         try:
             hold_until_planned(launcher, tmp_path / "out")

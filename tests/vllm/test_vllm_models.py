@@ -4,8 +4,7 @@ of config in float32 against transformers, and weights of fewer bits against the
 from __future__ import annotations
 
 import copy
-import json
-import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ import torch  # noqa: E402
 import toys  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
-SCRIPT = Path(__file__).parents[1] / "support" / "vllm_answers.py"
+Asked = Callable[..., dict[str, Any]]  # conftest.py
 INPUTS = [[(7 * i) % 90 + 6 for i in range(20)], [11, 12, 13, 14], [60] * 9]
 COUNT, NEAR_TIE = 24, 1e-3
 # of heads and columns that vLLM's CPU kernels take
@@ -40,12 +39,9 @@ class Compared(NamedTuple):
     wrong: int
 
 
-def asked(python: str, model: Path, dtype: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [python, str(SCRIPT)], capture_output=True, text=True, timeout=280, check=False,
-        input=json.dumps({"model": str(model), "dtype": dtype, "inputs": INPUTS, "count": COUNT}))
-    assert done.returncode == 0, done.stderr[-3000:]
-    answers: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+def answers_of(asked: Asked, model: Path, dtype: str) -> dict[str, Any]:
+    answers = asked(model=str(model), dtype=dtype, inputs=INPUTS, count=COUNT)
+    assert "error" not in answers, answers["error"]
     return answers
 
 
@@ -81,7 +77,7 @@ def off_by_rounding(reference: Any, answers: dict[str, Any]) -> float:
 @pytest.mark.parametrize("variant", ["w4a16", "awq", pytest.param(
     "gptq-4-symmetric", marks=pytest.mark.slow)])
 def test_weights_of_four_bits_are_executed_as_stored(
-        tmp_path: Path, vllm_python: str, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        tmp_path: Path, asked: Asked, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through products that unpack the weights as they go, in bfloat16: as far from the widened
     weights in float32 as bfloat16 alone is. A wrong scale or order of values is far off."""
     for name, columns in (("HIDDEN", 128), ("INNER", 256)):  # kernels take multiples of 32
@@ -90,7 +86,7 @@ def test_weights_of_four_bits_are_executed_as_stored(
         {**quantised_toys.GPTQ, "bits": 4, "group_size": 32, "sym": True},
         quantised_toys.gptq(4, 32, is_symmetric=True)))
     model = quantised_toys.make_quantised(variant, tmp_path)
-    answers = asked(vllm_python, tmp_path, "bfloat16")
+    answers = answers_of(asked, tmp_path, "bfloat16")
     apart = compared(model, answers).apart
     assert apart <= 2.5 * off_by_rounding(model, answers)
 
@@ -98,23 +94,23 @@ def test_weights_of_four_bits_are_executed_as_stored(
 @pytest.mark.parametrize("family", [
     pytest.param(name, marks=() if name == "gemma3" else pytest.mark.slow)
     for name in modern.FAMILIES if name != REFUSED])
-def test_a_family_is_executed_exactly(tmp_path: Path, vllm_python: str, family: str) -> None:
+def test_a_family_is_executed_exactly(tmp_path: Path, asked: Asked, family: str) -> None:
     model = modern.make_modern(family, tmp_path, **SHAPE, **OWN_SHAPES.get(family, {}))
-    found = compared(model, asked(vllm_python, tmp_path, "float32"))
+    found = compared(model, answers_of(asked, tmp_path, "float32"))
     assert found.wrong == 0 and found.apart < 1e-3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["opt", "gpt2"])
-def test_an_older_family_is_executed_exactly(tmp_path: Path, vllm_python: str,
+def test_an_older_family_is_executed_exactly(tmp_path: Path, asked: Asked,
                                              family: str) -> None:
     model = toys.make_model(family, tmp_path, heads=4, head_dim=32)
-    found = compared(model, asked(vllm_python, tmp_path, "float32"))
+    found = compared(model, answers_of(asked, tmp_path, "float32"))
     assert found.wrong == 0 and found.apart < 1e-3
 
 
 @pytest.mark.slow
-def test_what_vllm_refuses_is_passed_on(tmp_path: Path, vllm_python: str) -> None:
+def test_what_vllm_refuses_is_passed_on(tmp_path: Path, asked: Asked) -> None:
     modern.make_modern(REFUSED, tmp_path, **SHAPE)
     with pytest.raises(AssertionError, match="XgptError: vLLM does not start: Sliding window"):
-        asked(vllm_python, tmp_path, "float32")
+        answers_of(asked, tmp_path, "float32")

@@ -12,8 +12,9 @@ import pytest
 
 pytest.importorskip("torch", reason="the model is made with the extra `run`")
 pytest.importorskip("openai", reason="its types are in the extra `dev`")
+import by_data_sheets  # noqa: E402
 import openai_batch  # noqa: E402
-from job_folder import XGPT, read_lines, write_job  # noqa: E402
+from job_folder import read_lines, write_job  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -26,7 +27,7 @@ def run(folder: Path, model: Path, python: str, cache: dict[str, str], *override
     job.write_text(job.read_text().replace(
         "run: {", f"run: {{engine: vllm, engine_python: {python}, "))
     done = subprocess.run(
-        [*XGPT, "submit", str(job), "--json",
+        [*by_data_sheets.COMMAND, "submit", str(job), "--json",
          *(part for override in overrides for part in ("--set", override))],
         capture_output=True, text=True, env=cache, timeout=800, check=False)
     assert done.returncode == 0, done.stderr

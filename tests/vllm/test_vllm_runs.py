@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,19 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="the reference needs the extra `run`")
+import by_data_sheets  # noqa: E402
 import toys  # noqa: E402
+from given_runs import given, toy_plan  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines, write_job  # noqa: E402
+from replayed import problem_of  # noqa: E402
 
 from xgpt.app.opened import open_file  # noqa: E402
+from xgpt.core.problem import Problem  # noqa: E402
 from xgpt.core.queries import QueryLengths  # noqa: E402
 from xgpt.core.schedule_file import load_schedule  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
+from xsimulator.policies import make_policy  # noqa: E402
+from xsimulator.policies.continuous.config import ContinuousConfig  # noqa: E402
 from xsimulator.replay.job import replay_job  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -37,13 +45,13 @@ def written(folder: Path, model: Path, python: str, schedule: str, **more: Any) 
     return job
 
 
-def command(job: Path, *overrides: str) -> list[str]:
-    return [*XGPT, "submit", str(job), "--json",
+def command(job: Path, *overrides: str, xgpt: Sequence[str] = XGPT) -> list[str]:
+    return [*xgpt, "submit", str(job), "--json",
             *(part for override in overrides for part in ("--set", override))]
 
 
-def submit(job: Path, environment: dict[str, str], *overrides: str) -> dict[str, Any]:
-    done = subprocess.run(command(job, *overrides), capture_output=True, text=True,
+def submit(job: Path, environment: dict[str, str], xgpt: Sequence[str] = XGPT) -> dict[str, Any]:
+    done = subprocess.run(command(job, xgpt=xgpt), capture_output=True, text=True,
                           env=environment, timeout=800, check=False)
     assert done.returncode == 0, done.stderr
     metrics: dict[str, Any] = json.loads(done.stdout)
@@ -54,24 +62,44 @@ def answers(out: Path) -> dict[str, list[int]]:
     return {line["id"]: line["output_ids"] for line in read_lines(out / "results.jsonl")}
 
 
-@pytest.mark.parametrize("schedule", [
-    "policy: rra, encode_batch: 5, decode_iterations: 4, decode_micro_batches: 2, encode_chunk: 0",
-    "policy: sarathi, max_active: 7, token_budget: 16",
-    "policy: vllm, max_active: 6, token_budget: 24",
-    "policy: orca, max_active: 6"])
-def test_a_schedule_is_executed_exactly(tmp_path: Path, toy: tuple[Path, Any], vllm_python: str,
-                                        cache: dict[str, str], schedule: str) -> None:
+def test_a_job_is_executed_exactly(tmp_path: Path, toy: tuple[Path, Any], vllm_python: str,
+                                   cache: dict[str, str]) -> None:
     folder, model = toy
-    job = written(tmp_path, folder, vllm_python, schedule)
-    metrics = submit(job, cache)
+    job = written(tmp_path, folder, vllm_python, "policy: rra, encode_batch: 5, "
+                  "decode_iterations: 4, decode_micro_batches: 2, encode_chunk: 0")
+    metrics, out = submit(job, cache), tmp_path / "out"
     assert metrics["status"] == "done" and metrics["engine"] == "vllm"
-    assert answers(tmp_path / "out") == {q.id: toys.generate(model, q) for q in QUERIES}
-    assert [line["id"] for line in read_lines(tmp_path / "out" / "errors.jsonl")] == ["bad"]
+    assert answers(out) == {q.id: toys.generate(model, q) for q in QUERIES}
+    assert [line["id"] for line in read_lines(out / "errors.jsonl")] == ["bad"]
     assert metrics["throughput_qps"]["predicted"] > 0  # by times that were measured of vLLM
-    assert load_schedule(tmp_path / "out" / "schedule.json").controls.policy in schedule
-    profile = json.loads((tmp_path / "out" / "profile.json").read_text())
+    assert load_schedule(out / "schedule.json").controls.policy == "rra"
+    profile = json.loads((out / "profile.json").read_text())
     assert profile["metadata"]["kernels"].startswith("vllm")
-    assert logged(tmp_path / "out") == replayed(job)
+    assert logged(out) == replayed(open_file(job).problem, out)
+
+
+@pytest.mark.parametrize(("policy", "config"), [
+    ("sarathi", ContinuousConfig(max_active=7, token_budget=16)),
+    ("vllm", ContinuousConfig(max_active=6, token_budget=24)),
+    ("orca", ContinuousConfig(max_active=6))], ids=["sarathi", "vllm", "orca"])
+def test_a_schedule_is_executed_exactly(
+        tmp_path: Path, toy: tuple[Path, Any], asked: Callable[..., dict[str, Any]], policy: str,
+        config: ContinuousConfig) -> None:
+    """Without the command around the engine's process."""
+    (folder, model), out = toy, tmp_path / "out"
+    out.mkdir()
+    expected = {q.id: toys.generate(model, q) for q in QUERIES}
+    problem = problem_of(folder, np.array([[len(q.input_ids), len(expected[q.id])]
+                                           for q in QUERIES]), devices=1)
+    estimate = make_policy(policy, problem, roofline(problem)).estimate(config)
+    given(estimate, problem, out / "schedule.json")
+    requests = tmp_path / "requests.jsonl"
+    requests.write_text("".join(json.dumps(line) + "\n" for line in as_requests(QUERIES)))
+    plan = replace(toy_plan(folder, out, query_kv_tokens=100), engine="vllm")
+    toys.write_spool(plan, requests)
+    assert asked(run=str(plan.save())) == {}
+    assert answers(out) == expected
+    assert logged(out) == replayed(problem, out)
 
 
 def logged(out: Path) -> list[tuple[Any, ...]]:
@@ -80,12 +108,11 @@ def logged(out: Path) -> list[tuple[Any, ...]]:
             for s in read_lines(out / "steps.jsonl")]
 
 
-def replayed(job: Path) -> list[tuple[Any, ...]]:
-    """The steps of a replay of the job's schedule, with the lengths that its run had."""
-    problem, results = open_file(job).problem, read_lines(job.parent / "out" / "results.jsonl")
-    estimate = load_schedule(job.parent / "out" / "schedule.json").estimate
-    pool, = replay_job(problem, Roofline(problem.model, problem.cluster.device, problem.dtype),
-                       estimate, QueryLengths(
+def replayed(problem: Problem, out: Path) -> list[tuple[Any, ...]]:
+    """The steps of a replay of a run's schedule, with the lengths that it had."""
+    results = read_lines(out / "results.jsonl")
+    estimate = load_schedule(out / "schedule.json").estimate
+    pool, = replay_job(problem, roofline(problem), estimate, QueryLengths(
         inputs=np.array([line["input_tokens"] for line in results]),
         outputs=np.array([line["output_tokens"] for line in results]),
         most_outputs=np.array([q.max_new_tokens for q in QUERIES]))).pools
@@ -95,12 +122,17 @@ def replayed(job: Path) -> list[tuple[Any, ...]]:
         strict=True)]
 
 
+def roofline(problem: Problem) -> Roofline:
+    return Roofline(problem.model, problem.cluster.device, problem.dtype)
+
+
 def test_a_killed_engine_loses_nothing(tmp_path: Path, toy: tuple[Path, Any], vllm_python: str,
                                        cache: dict[str, str]) -> None:
     folder, model = toy
     job = written(tmp_path, folder, vllm_python, "policy: sarathi, max_active: 2, token_budget: 8")
-    started = subprocess.Popen(command(job, "run.restarts=0"), stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True, env=cache)
+    started = subprocess.Popen(command(job, "run.restarts=0", xgpt=by_data_sheets.COMMAND),
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               env=cache)
     results = tmp_path / "out" / "results.jsonl"
     while not results.is_file() or len(results.read_bytes().splitlines()) < 3:
         assert started.poll() is None, started.communicate()
@@ -109,7 +141,7 @@ def test_a_killed_engine_loses_nothing(tmp_path: Path, toy: tuple[Path, Any], vl
     _, said = started.communicate(timeout=120)
     assert started.returncode != 0 and "Traceback" not in said
     first = results.read_bytes()
-    again = submit(job, cache)
+    again = submit(job, cache, by_data_sheets.COMMAND)
     assert again["status"] == "done" and results.read_bytes().startswith(first)
     assert answers(tmp_path / "out") == {q.id: toys.generate(model, q) for q in QUERIES}
 
