@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_folder import XGPT, as_requests, write_job
+from job_folder import SUPPORT, XGPT, as_requests, write_job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,8 @@ def with_package() -> Callable[..., str]:
     """Runs an xgpt command with one more folder on the path, as if its package were installed."""
 
     def run(folder: Path, *arguments: object, cache: Path | None = None) -> str:
-        path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        path = [str(folder), str(SUPPORT / "measured_briefly"),
+                *filter(None, [os.environ.get("PYTHONPATH")])]
         return command(*arguments, env={
             "PYTHONPATH": os.pathsep.join(path),
             **({} if cache is None else {"XDG_CACHE_HOME": str(cache)})})

@@ -240,6 +240,7 @@ def test_a_killed_rank_ends_the_run_with_a_valid_prefix_and_the_rest_can_follow(
     assert all(r["output_ids"] == expected for r in results)
 
 
+@pytest.mark.slow  # test_several_jobs.py has one, and what goes on after it
 def test_an_interrupt_stops_in_good_order_with_exit_code_75(
         tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, profiled: Profiled) -> None:
     directory = tmp_path_factory.mktemp("interrupted")

@@ -71,6 +71,7 @@ def test_the_profile_answers_for_both_degrees(profile: Profile) -> None:
     assert min(table) <= timing.operator_s(Operator.DECODE_ATTENTION, 9, 17) <= max(table)
 
 
+@pytest.mark.slow  # tests/xgpt/app/test_local_profile.py has it without ranks
 def test_the_same_command_takes_it_from_the_cache_and_a_larger_budget_goes_on(
         job: Path, measured_llama: MeasuredToy, profile: Profile) -> None:
     cache = measured_llama.cache

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,9 @@ def slow_schedule(problem: Problem, path: Path) -> Path:
 
 @pytest.mark.parametrize("outputs", [
     "{mean: 15, std: 8, max: 40}", pytest.param("observe", marks=pytest.mark.slow)])
-def test_a_running_schedule_changes_and_no_token_does(tmp_path: Path, outputs: str,
-                                                      cache: dict[str, str]) -> None:
+def test_a_running_schedule_changes_and_no_token_does(
+        tmp_path: Path, outputs: str, cache: dict[str, str],
+        profiled: Callable[..., dict[str, str]]) -> None:
     directory, out = tmp_path / "model", tmp_path / "out"
     reference = toys.make_model("llama", directory)
     queries = queries_of(seed=8)
@@ -71,7 +73,7 @@ def test_a_running_schedule_changes_and_no_token_does(tmp_path: Path, outputs: s
     job = write_job(tmp_path, directory, requests, schedule="policy: rra", ranks=2)
     # lengths are what is tested: how long steps take here is a matter of the machine's other work
     own = ("--set", f"workload.output_tokens={outputs}", "--set", "run.step_times=off")
-    call("profile", str(job), "--budget", "1s", *own, cache=cache)
+    profiled("llama")  # the same toy
     problem = open_file(job, own[1::2]).problem
     given = slow_schedule(problem, tmp_path / "given.json")
     done = call("run", str(job), "--schedule", str(given), *own, "--json", cache=cache)

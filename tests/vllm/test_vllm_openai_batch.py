@@ -31,6 +31,7 @@ def run(folder: Path, model: Path, python: str, cache: dict[str, str], *override
          *(part for override in overrides for part in ("--set", override))],
         capture_output=True, text=True, env=cache, timeout=800, check=False)
     assert done.returncode == 0, done.stderr
+    assert "start again" not in " ".join(done.stderr.split()), done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_line_is_what_openai_promises(tmp_path: Path, model: Path, vllm_python: str,
                                             cache: dict[str, str]) -> None:
     run(tmp_path, model, vllm_python, cache, "run.engine_args={tool_call_parser: hermes}",
-        schedule="policy: rra, encode_batch: 4, decode_iterations: 4")
+        # whole: vLLM for CPUs cannot draw by a seed for a query that is encoded in part
+        schedule="policy: rra, encode_batch: 4, decode_iterations: 4, encode_chunk: 0")
     by_name = openai_batch.checked(tmp_path / "out")
     openai_batch.check_plain(by_name)
     said = {name: openai_batch.choice_of(by_name[name]) for name in (

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -15,6 +16,14 @@ IntArray: TypeAlias = NDArray[np.int64]
 BoolArray: TypeAlias = NDArray[np.bool_]
 _MOMENTS_MET = 1e-3  # of the std (of 1, for skewness): how near changed moments come at least
 _ROOM = (1.0, 1.15, 1.5)  # times the maximum, for a longer tail where a skewness needs it
+
+
+@lru_cache(maxsize=64)
+def _up_to(most: int) -> IntArray:
+    """1 to `most`; asked for again and again while a schedule is searched."""
+    values = np.arange(1, most + 1)
+    values.flags.writeable = False
+    return values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -36,7 +45,7 @@ class Lengths:
 
     @property
     def support(self) -> IntArray:
-        return np.arange(1, self.max + 1)
+        return _up_to(self.max)
 
     @property
     def mean(self) -> float:

@@ -4,6 +4,7 @@ they are kept and what is planned with them stays as it is."""
 
 from __future__ import annotations
 
+import os
 import sys
 
 # Every process of a command imports this; ranks that measure import torch anyway.
@@ -11,7 +12,8 @@ if sys.orig_argv[-3:-1] == ["-m", "xprofiler.measure.worker"] and "-n" not in sy
     from xprofiler.measure import clock, disturbance, network, ranks
 
     assert ranks._MAX_STEPS > 10 and ranks._ATTEMPTS > 1, "else this saves nothing"
-    ranks._MAX_STEPS, ranks._ATTEMPTS, ranks._PAUSE_S = 10, 1, 0.005
+    ranks._MAX_STEPS = int(os.environ.get("MOST_STEPS", "10"))
+    ranks._ATTEMPTS, ranks._PAUSE_S = 1, 0.005
     clock._SIDE, clock._BYTES = 512, 16 * 2**20
     network._ROUNDS = 11
     # tests run beside one another: whom they disturb is no matter

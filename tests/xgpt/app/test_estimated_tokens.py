@@ -72,7 +72,8 @@ def test_every_query_has_its_own_estimate_and_the_margin_grows_with_the_doubt(jo
 @pytest.mark.parametrize("command", ["sweep", "simulate"])
 def test_sweep_and_simulate_plan_by_the_estimate_too(job: Path, command: str) -> None:
     done = xgpt(command, job, *(("--set", "schedule.encode_batch=4", "--set",
-                                 "schedule.decode_iterations=8") if command == "simulate" else ()))
+                                 "schedule.decode_iterations=8") if command == "simulate" else
+                                ("--set", "schedule.policy=ft")))
     assert done.returncode == 0, done.stderr
     assert "estimated from their characters" in " ".join(done.stderr.split())
 

@@ -20,6 +20,8 @@ SCHEDULE = "policy: rra, encode_batch: 2, decode_iterations: 3, tp_degree: 1"
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: dict[str, str]) -> Path:
     for name in ("PYTHONPATH", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, cache[name])
+    # by data sheets: whether the plan is good does not matter
+    monkeypatch.setattr("xgpt.app.timing.why_no_torch", lambda kind: "nothing is measured")
     model = toys.make_model("gpt2-untied", tmp_path / "model")
     with torch.no_grad():
         model.transformer.wte.weight[POISON] = 3e38

@@ -11,6 +11,7 @@ JOB = """
 model: opt-125m
 cluster: a40-4
 workload: {{requests: {{count: 20}}, task: T}}
+schedule: {{policy: ft}}
 slurm: {{prologue: ["{program}"], container: ["{program}"], modules: ["$({program})"],
         extra: ["--comment=$({program})"]}}
 output: out

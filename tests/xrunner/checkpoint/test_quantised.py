@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from quantised_toys import LEFT_OUT, VARIANTS, make_quantised, write_config
+from representative import some
 from safetensors.torch import load_file, save_file
 from toys import generate, random_queries, run_in_process, spec_of
 
@@ -37,7 +38,9 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return make
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+# every weight of all of them is compared below
+@pytest.mark.parametrize("name", some(VARIANTS, lambda name: name in (
+    "awq", "gptq-3", "gptq-4-ordered", "w4a16-zeros", "w8a8", "fp8-blocks")))
 def test_tokens_equal_generate_of_the_widened_weights(toy: Made, name: str) -> None:
     (directory, model), queries = toy(name), random_queries(5)
     check_weights(directory, spec_of(directory))

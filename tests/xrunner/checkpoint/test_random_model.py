@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from representative import some
 from safetensors.torch import save_file
 from toys import logits_of, random_queries, run_in_process, spec_of, split_stages
 
@@ -60,7 +61,7 @@ def test_a_folder_of_any_other_kind_is_a_checkpoint(tmp_path: Path) -> None:
     assert isinstance(open_weights(tmp_path, torch.float32), CheckpointReader)
 
 
-@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("family", some(SHAPES, lambda family: family in ("opt", "t5")))
 def test_the_tokens_do_not_depend_on_how_the_model_is_divided(
         family: str, tmp_path: Path) -> None:
     folder = folder_of(tmp_path, SHAPES[family])
@@ -108,7 +109,7 @@ def test_a_rank_holds_its_slice_and_little_more(family: str, degree: int, tmp_pa
         assert slice_bytes <= peak < slice_bytes + besides, f"{slice_bytes = } {peak = }"
 
 
-@pytest.mark.parametrize("family", SHAPES)
+@pytest.mark.parametrize("family", some(SHAPES, lambda family: family in ("llama", "t5")))
 def test_activations_stay_finite_in_half_precision(family: str, tmp_path: Path) -> None:
     spec = replace(SHAPES[family], hidden_size=768, num_heads=12, num_kv_heads=None,
                    intermediate_size=3072)

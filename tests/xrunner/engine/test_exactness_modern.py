@@ -13,6 +13,7 @@ from typing import Any
 import modern
 import pytest
 import torch
+from representative import some
 from toys import (
     VOCAB,
     generate,
@@ -63,7 +64,9 @@ def queries() -> list[PreparedQuery]:
     return random_queries(8)
 
 
-@pytest.mark.parametrize("family", modern.FAMILIES)
+# the logits of all are compared below
+@pytest.mark.parametrize("family", some(modern.FAMILIES, lambda family: family in (
+    "qwen2-windows", "gemma3", "phi4-mini", "granite", "qwen3-moe")))
 def test_tokens_equal_generate_on_two_stages_of_which_one_is_divided(
         toy: Made, expected: Callable[[str], dict[int, list[int]]], family: str) -> None:
     sink, _ = run_in_process(toy(family)[0], queries(), degrees=QUICK, num_groups=2)

@@ -83,10 +83,14 @@ WAA = [(2, WaaConfig(encode_batch=4)),
 FAMILIES, DECODER_ONLY = ("llama", "t5"), ("orca", "vllm", "sarathi")
 
 
-def in_turns(cases: list[Any], is_in_both: Callable[[Any], bool] = lambda case: False) -> list[Any]:
+def in_turns(cases: list[Any], is_in_both: Callable[[Any], bool] = lambda case: False,
+             is_large: Callable[[Any], bool] = lambda case: False) -> list[Any]:
     """Each case before False and True, behind either family: always with one flag and one family
-    in turn, or with both flags where the case asks for it; the others with `-m slow`."""
+    in turn, or with both flags where the case asks for it, or not where it is large; the others
+    with `-m slow`."""
     def is_always(case: Any) -> bool:
+        if is_large(case[1:]):
+            return False
         place = cases.index(case[1:-1])
         family = "llama" if case[1] in DECODER_ONLY else FAMILIES[place // 2 % 2]
         return case[0] == family and (is_in_both(case[1:]) or place % 2 == case[-1])
@@ -95,8 +99,8 @@ def in_turns(cases: list[Any], is_in_both: Callable[[Any], bool] = lambda case: 
                  for flag in (False, True)], is_always)
 
 
-@pytest.mark.parametrize(("work", "degrees", "config", "is_tight"), in_turns(RRA),
-                         indirect=["work"])
+@pytest.mark.parametrize(("work", "degrees", "config", "is_tight"), in_turns(
+    RRA, is_large=lambda case: case[0] == (2, 2)), indirect=["work"])
 def test_a_run_and_its_replay_take_the_same_steps(work: Work, degrees: tuple[int, ...],
                                                   config: RraConfig, is_tight: bool) -> None:
     directory, queries, outputs = work
@@ -151,8 +155,8 @@ def test_a_baseline_and_its_replay_take_the_same_steps(
     assert (result.preemptions > 0) == (is_tight and policy in ("vllm", "sarathi"))
 
 
-@pytest.mark.parametrize(("work", "devices", "config", "is_alone"), in_turns(WAA),
-                         indirect=["work"])
+@pytest.mark.parametrize(("work", "devices", "config", "is_alone"), in_turns(
+    WAA, is_large=lambda case: case[1].tp_degree > 1), indirect=["work"])
 def test_two_pools_and_their_replay_take_the_same_steps(work: Work, devices: int,
                                                         config: WaaConfig, is_alone: bool) -> None:
     """`is_alone`: one batch is in the system at a time (their size divides the job)."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from implementations import IMPLEMENTATIONS, TORCH, Implementation
+from representative import some
 from toys import (
     Collector,
     generate,
@@ -56,8 +57,9 @@ def caches(executor: StageExecutor) -> list[BlockCache]:
     return [cache for cache in found if isinstance(cache, BlockCache)]
 
 
-@pytest.mark.parametrize(("degrees", "groups", "chunk"), [
-    ((1,), 1, 0), ((1, 1), 2, 0), ((2, 1), 3, 0), ((1, 1), 2, 7)])
+@pytest.mark.parametrize(("degrees", "groups", "chunk"), some(
+    [((1,), 1, 0), ((1, 1), 2, 0), ((2, 1), 3, 0), ((1, 1), 2, 7)],
+    lambda case: case[1] == 3 or case[2]))
 def test_rra_answers_as_generate_does(made: Made, degrees: tuple[int, ...], groups: int,
                                       chunk: int) -> None:
     directory, model = made("llama")
@@ -79,8 +81,8 @@ def test_torch_and_the_cuda_sources_take_them(made: Made, implementation: Implem
     assert answers(sink) == expected(model)
 
 
-@pytest.mark.parametrize(("encode", "decode", "groups"), [
-    ((1,), (1,), 1), ((2,), (1, 1), 2), ((1,), (2,), 3)])
+@pytest.mark.parametrize(("encode", "decode", "groups"), some(
+    [((1,), (1,), 1), ((2,), (1, 1), 2), ((1,), (2,), 3)], lambda case: case[2] == 2))
 def test_what_waa_hands_over_is_put_into_blocks(made: Made, encode: tuple[int, ...],
                                                 decode: tuple[int, ...], groups: int) -> None:
     directory, model = made("llama")

@@ -17,7 +17,7 @@ from xrunner.io.tokenizer import TextTokenizer, eos_ids
 from xrunner.query import PreparedQuery
 
 PROMPTS = Path(__file__).resolve().parents[3] / "jobs" / "prompts" / "quickstart.jsonl"
-NUM_PROMPTS, MAX_NEW_TOKENS = 4, 10
+NUM_PROMPTS, MAX_NEW_TOKENS = 3, 8
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ def test_tokens_equal_generate(made: Made, answered: Answered, family: str,
 @pytest.mark.parametrize(("family", "encode_cuts", "decode_cuts"), some(
     [(family, *cuts) for family in ("llama", "t5") for cuts in (
         ([1], [4]), ([4], [1]), ([2], [3]), ([3], [1]))],
-    lambda case: case[1] in ([[1], [2]] if case[0] == "llama" else [[4], [3]])))
+    lambda case: case[1] == ([1] if case[0] == "llama" else [4])))
 def test_pools_that_divide_layers_unevenly(made: Made, answered: Answered, family: str,
                                            encode_cuts: list[int], decode_cuts: list[int]) -> None:
     queries, expected = answered(family)
@@ -88,7 +88,7 @@ def test_tokens_equal_generate_in_every_way(made: Made, answered: Answered, fami
 @pytest.mark.parametrize(("family", "encode", "decode"), some(
     [(family, *pools) for family in ("llama", "t5")
      for pools in (((1,), (1,)), ((1, 1), (2, 1)))],
-    lambda case: case in (("llama", (1, 1), (2, 1)), ("t5", (1,), (1,)))))
+    lambda case: case == ("t5", (1,), (1,))))
 def test_no_more_are_in_the_system_than_the_rule_allows(
         made: Made, answered: Answered, family: str, encode: tuple[int, ...],
         decode: tuple[int, ...]) -> None:

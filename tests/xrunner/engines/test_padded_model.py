@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from representative import some
 from toys import EOS, Collector, generate, random_queries, run_in_process, spec_of
 
 from xgpt.core import catalog
@@ -80,9 +81,14 @@ def answers_of(sink: Collector) -> dict[int, list[int]]:
     return {r.query.index: list(r.output_ids) for r in sink.results}
 
 
-@pytest.mark.parametrize("family", ["opt", "llama", "qwen2", "gpt2"])
-@pytest.mark.parametrize(("batch", "groups", "encodes"), [(4, 1, 1), (9, 1, 3), (7, 2, 4),
-                                                          (17, 3, 3)])
+FAMILIES = ("opt", "llama", "qwen2", "gpt2")
+SIZES = ((4, 1, 1), (9, 1, 3), (7, 2, 4), (17, 3, 3))  # batch, groups, parts encoded
+
+
+# each family with one of the sizes
+@pytest.mark.parametrize(("family", "batch", "groups", "encodes"), some(
+    [(family, *sizes) for family in FAMILIES for sizes in SIZES],
+    lambda case: FAMILIES.index(case[0]) == SIZES.index(case[1:])))
 def test_padded_batches_answer_as_generate_does(made: Made, answered: Any, family: str, batch: int,
                                                 groups: int, encodes: int) -> None:
     queries, expected = answered(family)

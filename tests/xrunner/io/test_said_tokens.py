@@ -26,13 +26,13 @@ SAYS = ({"repetition_penalty": 1.3, "min_new_tokens": 6, "eos_token_id": [toys.E
         {"no_repeat_ngram_size": 1, "forced_bos_token_id": 33, "forced_eos_token_id": 8})
 
 
-@pytest.fixture(params=SAYS, ids=["penalty", "both", "given"])
-def answered(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+@pytest.fixture(scope="module", params=SAYS, ids=["penalty", "both", "given"])
+def answered(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory,
              ) -> Iterator[tuple[Path, list[PreparedQuery], dict[int, list[int]]]]:
     """(the model's folder, queries as they are taken up, what `generate` answers by index)"""
     from transformers import GenerationConfig
 
-    monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", 16)
+    tmp_path = tmp_path_factory.mktemp("says")
     model = toys.make_model("llama", tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps(
         {"bos_token_id": 1, "eos_token_id": toys.EOS, "pad_token_id": 0, **request.param}))
@@ -72,7 +72,9 @@ def tokens_of(results: list[FinishedQuery], queries: list[PreparedQuery]) -> dic
 @pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
 @pytest.mark.parametrize("way", ["rra", "sarathi", "vllm", "waa"])
 def test_a_decoder_only_models_own_rules_are_as_generate_has_them(
-        answered: tuple[Path, list[PreparedQuery], dict[int, list[int]]], way: str) -> None:
+        answered: tuple[Path, list[PreparedQuery], dict[int, list[int]]], way: str,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", 16)
     folder, queries, expected = answered
     if way == "waa":
         sink, _ = toys.run_waa_in_process(folder, queries, toys.waa_pools(folder, (1,), (2, 1)),

@@ -10,6 +10,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from implementations import IMPLEMENTATIONS, Implementation
+from representative import some
 from torch import Tensor
 
 from xrunner.ops import kv, native
@@ -102,7 +103,9 @@ def test_a_stretch_of_a_block_fills_its_slots_and_nothing_else(
 
 
 @every_implementation
-@pytest.mark.parametrize("shape", [(2, 6, 1, 4096, 64), (1, 3, 2, 5000, 65), (12, 20, 3, 64, 64)])
+@pytest.mark.parametrize("shape", some(
+    [((2, 6, 1, 4096, 64),), ((1, 3, 2, 5000, 65),), ((12, 20, 3, 64, 64),)],
+    lambda case: case == ((1, 3, 2, 5000, 65),)))
 def test_copies_that_threads_share_are_whole(implementation: Implementation,
                                              shape: tuple[int, ...]) -> None:
     """More than one thread's chunk, along the tokens or along layers and heads."""

@@ -118,7 +118,7 @@ class Changing(Collector):
 
 @pytest.mark.parametrize(("stages", "family"), some(
     [(1, "llama"), (1, "t5"), (2, "llama"), (2, "t5")],
-    lambda case: case in ((1, "t5"), (2, "llama"))))
+    lambda case: case == (2, "llama")))
 def test_a_run_that_changes_is_exact_and_its_replay_takes_the_same_steps(
         made: Any, family: str, stages: int) -> None:
     directory, model = made(family)

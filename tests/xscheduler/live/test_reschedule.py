@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from representative import some
 from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
 
 from xgpt.core.errors import InfeasibleError, InputError
@@ -72,10 +73,14 @@ DEPLOYED = {
 }
 
 
-@pytest.mark.parametrize(("outputs", "case"), [
-    (LONGER, {"tightness": 1.05}), (SHORTER, {"tightness": 1.6, "num_queries": 70}),
-    (SHORTER, {"tightness": math.inf, "memory": 1.2e8})])
-@pytest.mark.parametrize("name", DEPLOYED)
+CASES = [(LONGER, {"tightness": 1.05}), (SHORTER, {"tightness": 1.6, "num_queries": 70}),
+         (SHORTER, {"tightness": math.inf, "memory": 1.2e8})]
+
+
+# each kind of deployment with one of the cases
+@pytest.mark.parametrize(("name", "outputs", "case"), some(
+    [(name, *case) for name in DEPLOYED for case in CASES],
+    lambda one: list(DEPLOYED).index(one[0]) % 3 == CASES.index(one[1:])))
 def test_the_search_on_given_stages_equals_brute_force(name, case, outputs):
     deployed, case = DEPLOYED[name](), dict(case)
     tightness = case.pop("tightness")

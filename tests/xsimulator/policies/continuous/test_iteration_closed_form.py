@@ -59,7 +59,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "model", "cluster", "task", "config", "padded"), some(
-    CASES, lambda case: CASES.index(case) in (1, 2, 3, 7)))  # every policy, padded or not
+    CASES, lambda case: CASES.index(case) in (1, 3, 7)))  # every policy, padded or not
 def test_agrees_with_the_replay_of_a_long_job(name, model, cluster, task, config, padded):
     problem = problem_of(model, cluster, task)
     found = policy_of(name, problem, padded=padded).estimate(config)

@@ -27,7 +27,8 @@ KINDS = ["sequence", "queries"]
 @pytest.mark.parametrize(
     ("model", "task", "batch", "iterations", "chunk", "groups", "kind"),
     some([(*case, kind) for case in CASES for kind in KINDS],
-         lambda case: (CASES.index(case[:-1]) + KINDS.index(case[-1])) % 2 == 0))
+         lambda case: case[0] == "opt-13b"
+         and (CASES.index(case[:-1]) + KINDS.index(case[-1])) % 2 == 0))
 def test_throughput_latency_and_occupancy_are_the_replays(
         model: str, task: str, batch: int, iterations: int, chunk: int, groups: int | None,
         kind: str) -> None:

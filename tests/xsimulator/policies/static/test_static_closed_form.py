@@ -111,7 +111,7 @@ CASES = [  # model, cluster, task, policy, config, padded, kind
 
 @pytest.mark.parametrize(
     ("model", "cluster", "task", "policy", "config", "padded", "kind"),
-    some(CASES, lambda case: CASES.index(case) % 2 == 0))
+    some(CASES, lambda case: CASES.index(case) in (2, 4, 5)))
 def test_agrees_with_the_replay_of_a_long_job(model, cluster, task, policy, config, padded, kind):
     ours = policy_of(problem_of(model, cluster, task, kind=kind), policy, padded=padded)
     found = ours.estimate(config)
