@@ -77,6 +77,7 @@ def test_two_copies_of_one_rank(toy: Toy, tmp_path: Path) -> None:
     check_run(toy, tmp_path / "out", problem, one, copies=2)
 
 
+@slow  # chunks are encoded beside decoding in test_exact_runs.py
 def test_what_auto_chooses_where_it_is_sarathi(toy: Toy, tmp_path: Path) -> None:
     problem = toy.problem(devices=2)
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)

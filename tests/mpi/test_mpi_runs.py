@@ -54,9 +54,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, directory, toys.make_model(request.param, directory)
 
 
-# test_exact_runs.py has every number of ranks; here it is the command
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2,
-                                   pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_exact_runs.py has every number of ranks, test_several_jobs.py the command
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_submit_answers_exactly_as_generate_does(model: tuple[str, Path, Any], ranks: int,
                                                  tmp_path: Path, profiled: Profiled) -> None:
     family, directory, reference = model

@@ -43,7 +43,8 @@ def wall_s(session: OpenedJob, schedule: Schedule) -> float:
 
 
 @pytest.mark.parametrize(("bound", "schedule"), [
-    ("12", "policy: rra"), ("inf", "policy: waa-c"), ("12", "policy: ft")])
+    pytest.param("12", "policy: rra", marks=pytest.mark.slow), ("inf", "policy: waa-c"),
+    ("12", "policy: ft")])
 def test_a_short_job_is_done_sooner_within_the_same_bound(tmp_path: Path, bound: str,
                                                           schedule: str) -> None:
     session = session_of(tmp_path, 100, bound, schedule)

@@ -79,10 +79,11 @@ def test_a_given_schedule_brings_its_policy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("schedule", "chosen"), [
     ("policy: ft, encode_batch: 16", {"encode_batch": 16}),
-    ("policy: dsi, encode_micro_batches: 12, replicas: 1", {"encode_micro_batches": 12}),
+    pytest.param("policy: dsi, encode_micro_batches: 12, replicas: 1",
+                 {"encode_micro_batches": 12}, marks=pytest.mark.slow),
     ("policy: dsi, encode_batch: 9, decode_micro_batches: 3, encode_micro_batches: 6",
      {"encode_batch": 9, "decode_micro_batches": 3, "encode_micro_batches": 6}),
-    ("policy: orca, max_active: 7", {"max_active": 7}),
+    pytest.param("policy: orca, max_active: 7", {"max_active": 7}, marks=pytest.mark.slow),
     ("policy: vllm, token_budget: 700", {"token_budget": 700}),
     ("policy: orca, max_active: 6, tp_degree: 2, tp_gpus: 2",
      {"max_active": 6, "tp_degree": 2, "tp_gpus": 2})])

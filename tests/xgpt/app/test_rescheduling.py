@@ -60,7 +60,7 @@ def test_as_planned_nothing_happens(planned: tuple[OpenedJob, Schedule]) -> None
     assert not own.decisions and load_change_order(session.job.output) is None
 
 
-@pytest.mark.parametrize("mean", [45.0, 18.0])
+@pytest.mark.parametrize("mean", [45.0, pytest.param(18.0, marks=pytest.mark.slow)])
 def test_other_lengths_change_batches_and_iterations_and_the_bound_is_kept(
         planned: tuple[OpenedJob, Schedule], mean: float) -> None:
     session, schedule = planned

@@ -26,7 +26,8 @@ POLICIES = {"rra": "6", "waa-c": "6", "sarathi": "6"}
 
 
 @pytest.fixture(scope="module", params=[
-    "rra", "waa-c", pytest.param("sarathi", marks=pytest.mark.slow)])
+    # tests/xscheduler/live/test_slowed_runs.py has WAA
+    "rra", *(pytest.param(name, marks=pytest.mark.slow) for name in ("waa-c", "sarathi"))])
 def planned(request: pytest.FixtureRequest,
             tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planned]:
     with pytest.MonkeyPatch.context() as patch:

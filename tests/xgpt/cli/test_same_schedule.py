@@ -30,8 +30,9 @@ def roofline(opened: OpenedJob) -> Roofline:
 
 
 @pytest.mark.parametrize(("controls", "engine", "policy"), [
-    ("", "xgpt", None), ("policy: rra", "xgpt", "rra"), ("policy: ft", "xgpt", "ft"),
-    ("policy: orca", "xgpt", "orca"), ("", "deepspeed", "ft")])
+    ("", "xgpt", None), ("policy: ft", "xgpt", "ft"), ("", "deepspeed", "ft"),
+    pytest.param("policy: rra", "xgpt", "rra", marks=pytest.mark.slow),
+    pytest.param("policy: orca", "xgpt", "orca", marks=pytest.mark.slow)])
 def test_schedule_prints_what_submit_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                           controls: str, engine: str, policy: str | None) -> None:
     for module in ("plan",):

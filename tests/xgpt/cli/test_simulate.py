@@ -75,7 +75,7 @@ def test_the_timeline_is_drawn_and_traced(job, tmp_path) -> None:
     assert len(threads) == 4, "one for each stage"
 
 
-@pytest.mark.parametrize("policy", ["ft", "waa-c"])
+@pytest.mark.parametrize("policy", [pytest.param("ft", marks=pytest.mark.slow), "waa-c"])
 def test_a_policy_without_variables_is_the_best_within_the_bound(job, policy) -> None:
     best = json.loads(run(job, "--json", policy=policy).stdout)
     assert best["latency_s"] <= 11.5 and best["fits"]

@@ -33,7 +33,8 @@ POOLS = [QUICK_POOLS, ((1,), (1,), 1), ((1,), (2,), 2), ((1, 1), (1,), 3)]
 
 
 @pytest.mark.parametrize(("family", "degrees", "groups", "batch", "iterations"), some(
-    [(family, *case) for family in FAMILIES for case in CASES], lambda case: case[1:] == QUICK))
+    [(family, *case) for family in FAMILIES for case in CASES],
+    lambda case: case[1:] == QUICK and case[0] != "mbart"))  # its pools hand over below
 def test_tokens_equal_generate(made: Made, answered: Answered, family: str,
                                degrees: tuple[int, ...], groups: int, batch: int,
                                iterations: int) -> None:

@@ -34,7 +34,8 @@ def answers(sink: Collector) -> dict[int, list[int]]:
 # each layout with one of the families, and each family with a quarter of the layouts
 @pytest.mark.parametrize(("family", "degrees", "groups", "batch", "iterations"), some(
     [(family, *case) for family in FAMILIES for case in CASES],
-    lambda case: (FAMILIES.index(case[0]) + CASES.index(case[1:])) % 4 == 0))
+    lambda case: (FAMILIES.index(case[0]) + CASES.index(case[1:])) % 4 == 0
+    and case[:2] != ("t5", (2, 2))))  # which takes as long as three others
 def test_tokens_equal_generate(made: Made, answered: Answered, family: str,
                                degrees: tuple[int, ...], groups: int, batch: int,
                                iterations: int) -> None:

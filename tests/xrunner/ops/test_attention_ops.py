@@ -3,7 +3,7 @@ token's own entries, in float64, does."""
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import pytest
@@ -12,6 +12,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from implementations import IMPLEMENTATIONS, TOLERANCE, Implementation, num_threads
+from representative import some
 from torch import Tensor
 
 from xrunner.ops.attention import (
@@ -219,9 +220,9 @@ def test_a_token_of_a_packed_input_attends_to_all_of_that_input(
 
 
 @every_implementation
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kv_dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("threads", [1, 2, 7])
+@pytest.mark.parametrize(("dtype", "kv_dtype", "threads"), some(
+    product(DTYPES, DTYPES, [1, 2, 7]),
+    lambda case: case[2] == 7 or (case[0] == case[1] and case[2] == 2)), ids=str)
 def test_one_long_query_is_cut_among_threads(implementation: Implementation, dtype: torch.dtype,
                                              kv_dtype: torch.dtype, threads: int) -> None:
     shape = Shape(dtype, kv_dtype, 1, 4, 64, None, threads, 5)

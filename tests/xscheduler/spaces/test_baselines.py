@@ -63,7 +63,7 @@ def test_nothing_that_brute_force_finds_is_better(policy, kind):
         assert found.figures.throughput_qps >= 0.995 * most, f"{bound_s = }"
 
 
-@pytest.mark.parametrize("policy", [orca, vllm, sarathi])
+@pytest.mark.parametrize("policy", [orca, vllm, pytest.param(sarathi, marks=pytest.mark.slow)])
 def test_nothing_that_a_finer_grid_finds_is_better(policy):
     ours = static_of(policy, 90)
     budgets = [0] if policy is orca else [64, 96, 128, 160, 200, 256, 320, 400, 512, 640, 800, 1024,

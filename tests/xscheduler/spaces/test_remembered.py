@@ -15,7 +15,7 @@ from xscheduler.spaces.baselines import BaselineSearch
 BOUNDS_S = (math.inf, 12.0, 6.0)
 
 
-@pytest.mark.parametrize("policy", ["ft", "dsi"])
+@pytest.mark.parametrize("policy", ["ft", pytest.param("dsi", marks=pytest.mark.slow)])
 def test_a_bound_s_best_does_not_depend_on_the_bounds_before_it(policy):
     problem = replace(problem_of(), fixed=FixedSchedule(policies=(policy,)))
     timing = roofline_of(problem)
