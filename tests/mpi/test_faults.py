@@ -178,14 +178,14 @@ def _hears(pid: int, number: int) -> bool:
 @pytest.mark.parametrize("kind", ["kill a rank", *(pytest.param(kind, marks=pytest.mark.slow)
                                                    for kind in ("kill mpiexec", "kill a proxy"))])
 def test_ranks_that_die_are_started_again_and_nothing_is_lost(kind: str, tmp_path: Path) -> None:
-    job, process, own = start(tmp_path, count=300)
+    job, process, own = start(tmp_path, count=200)
     done = job.lines()
     FAULTS[kind](job, process, own, random.Random(0))
     wait(lambda: not alive([pid for pids in own.values() for pid in pids]), "all end", TOGETHER_S)
     facts = end(process, own)
     assert facts["code"] == 0 and facts["status"] == "done", facts
     assert "the ranks start again (1 more restart after this)" in " ".join(facts["told"].split())
-    assert [line for line, _ in job.answers()] == [f"q{i}" for i in range(300)]
+    assert [line for line, _ in job.answers()] == [f"q{i}" for i in range(200)]
     assert job.lines().items() >= done.items()
 
 
