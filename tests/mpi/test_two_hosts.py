@@ -33,6 +33,7 @@ LAUNCH = """
 import sys
 from pathlib import Path
 from xgpt.app.opened import open_file
+from xgpt.launch.launcher import RankProgram
 from xgpt.launch.rows import launcher_of
 session = open_file(Path(sys.argv[1]), sys.argv[3:])
 hosts = launcher_of(session.job, session.problem)
