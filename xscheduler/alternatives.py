@@ -11,7 +11,7 @@ from typing import NamedTuple
 from xgpt.core.constraint import METRIC_WORDS, Constraint, Metric
 from xgpt.core.errors import InfeasibleError, XgptError
 from xgpt.core.policies import policy
-from xgpt.core.schedule import Estimate, Rejected, Schedule
+from xgpt.core.schedule import Estimate, Rejected, Schedule, Status
 from xgpt.core.units import format_bytes, format_seconds
 from xscheduler.admissible import Limit
 from xscheduler.branch_and_bound import Candidate
@@ -99,7 +99,8 @@ def rows_with_margin(schedule: Schedule, free: Schedule, origin: Schedule) -> tu
     return (*rows, Rejected(
         label=f"{BARE_ROW}: {free.estimate.policy}", latency_s=free.figures.latency_s,
         throughput_qps=free.figures.throughput_qps,
-        reason="keeps the bound only if all is as expected"))
+        reason="keeps the bound only if all is as expected" + (
+            "; at first sight" if free.proof.status == Status.LIMIT else "")))
 
 
 def in_the_same_lengths(row: Rejected, schedule: Schedule, origin: Schedule) -> Rejected:

@@ -18,6 +18,7 @@ from xscheduler.within import PlannedWithin
 
 def plan_by_policy(free: Schedule, plan: Callable[[str, float], PlannedWithin], *,
                    promise: Callable[[str, float], float], gap: float, floor_qps: float = 0.0,
+                   is_first: bool = False,
                    cuts: Callable[[], bool] = lambda: False) -> PlannedWithin:
     """The best over all policies, else what comes nearest to keeping the bound. Raises
     InfeasibleError where no policy has anything.
@@ -26,7 +27,8 @@ def plan_by_policy(free: Schedule, plan: Callable[[str, float], PlannedWithin], 
     plan: the best of one policy with its margin, by its name; what is no better than the floor, in
     queries/s, need not be looked into; raises InfeasibleError. promise: the throughput that one may
     have with its margin, by its name, 0 where that is no better than a floor. gap: share by which a
-    policy must be able to be better. floor_qps: had elsewhere. cuts: whether a safe schedule is to
+    policy must be able to be better. is_first: `free` was searched for to a wider gap than `plan`
+    searches. floor_qps: had elsewhere. cuts: whether a safe schedule is to
     be left at that."""
     bounds = dict(free.proof.policy_bounds)
     found: list[PlannedWithin] = []
@@ -43,7 +45,7 @@ def plan_by_policy(free: Schedule, plan: Callable[[str, float], PlannedWithin], 
         if planned.is_safe:
             floor_qps = max(floor_qps, planned.schedule.figures.throughput_qps)
             # of the best without a margin nothing is lost
-            if planned.schedule.estimate == free.estimate or cuts():
+            if (planned.schedule.estimate == free.estimate and not is_first) or cuts():
                 break
     if not found:
         raise refusals[0] if refusals else BeatenError(free.proof.bound_qps)

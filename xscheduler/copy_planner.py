@@ -20,7 +20,7 @@ from xscheduler.copies import has_room
 from xscheduler.evaluator import Evaluator
 from xscheduler.explanation import explain_choice
 from xscheduler.prospects import plan_jointly
-from xscheduler.search import Scheduler
+from xscheduler.search import FIRST_GAP, Scheduler
 from xscheduler.spaces.baselines import BaselineSearch
 from xscheduler.spaces.space import Effort, Selection
 from xscheduler.uncertainty import Doubts
@@ -34,19 +34,22 @@ class ProblemSearch:
     """The search of one copy's problem, and what it found."""
 
     def __init__(self, problem: Problem, search: BaselineSearch | Scheduler,
-                 whole: ProblemSearch | None = None) -> None:
-        """whole: of all policies, where this is the search of one of them."""
-        self.problem, self._search, self._whole = problem, search, whole
+                 whole: ProblemSearch | None = None, *, gap: float = 0.0) -> None:
+        """whole: of all policies, where this is the search of one of them. gap: one wide enough
+        under any latency bound."""
+        self.problem, self._search, self._whole, self.gap = problem, search, whole, gap
         self._alone: dict[str, ProblemSearch] = {}
         self.found: list[Schedule] = []
-        self._known: dict[float, tuple[Schedule | InfeasibleError, float]] = {}
+        # by latency bound and gap
+        self._known: dict[tuple[float, float], tuple[Schedule | InfeasibleError, float]] = {}
         self._glances: dict[float, Schedule] = {}
 
     @classmethod
-    def of(cls, problem: Problem, timing: TimingSource, effort: Effort) -> ProblemSearch:
+    def of(cls, problem: Problem, timing: TimingSource, effort: Effort, *,
+           gap: float = 0.0) -> ProblemSearch:
         """Raises InputError for fixed values that the model or the devices cannot hold."""
         return cls(problem, BaselineSearch(problem, timing) if problem.fixed.policy in baselines()
-                   else Scheduler(problem, timing, effort))
+                   else Scheduler(problem, timing, effort), gap=gap)
 
     @property
     def proves(self) -> bool:
@@ -75,36 +78,68 @@ class ProblemSearch:
         """Configurations evaluated so far."""
         return self._search.num_evaluated
 
-    def find(self, latency_bound_s: float, floor_qps: float = 0.0) -> Schedule:
+    def find(self, latency_bound_s: float, floor_qps: float = 0.0, *,
+             gap: float = 0.0) -> Schedule:
         """See Scheduler.find. What was found for a lower floor, or beats its floor, is not looked
         for again."""
-        if self._whole is not None:  # what won against the others is its policy's best
-            won, least_qps = self._whole._known.get(latency_bound_s, (None, math.inf))
+        gap = _gap_under(latency_bound_s, gap, self.gap)
+        if self._whole is not None and _gap_under(latency_bound_s, self._whole.gap) <= gap:
+            # what won against the others is its policy's best
+            won, least_qps = self._whole._known.get(
+                (latency_bound_s, _gap_under(latency_bound_s, self._whole.gap)), (None, math.inf))
             if (isinstance(won, Schedule) and least_qps <= floor_qps
                     and isinstance(self._search, Scheduler)
                     and won.estimate.policy == self._search.spaces[0].name):
                 return won
-        if self._known.get(latency_bound_s, (None, math.inf))[1] > floor_qps:
-            self._known[latency_bound_s] = self._found(latency_bound_s, floor_qps)
-        found, _ = self._known[latency_bound_s]
+        key = latency_bound_s, gap
+        if self._known.get(key, (None, math.inf))[1] > floor_qps:
+            self._known[key] = self._found(latency_bound_s, floor_qps, gap)
+        found, _ = self._known[key]
         if isinstance(found, InfeasibleError):
             raise found
         return found
 
-    def glance(self, latency_bound_s: float, floor_qps: float) -> Schedule:
+    def glance(self, latency_bound_s: float, floor_qps: float, *, gap: float = 0.0) -> Schedule:
         """The best that is seen at first, with an upper bound on all there is; only a policy or two
         are looked at for what is no better than the floor. Raises InfeasibleError, and BeatenError
         where there may be something, but nothing was seen."""
         if isinstance(self._search, BaselineSearch):
             return self.find(latency_bound_s)
         if latency_bound_s not in self._glances:
+            gap = _gap_under(latency_bound_s, gap, self.gap)
             seen = self._search.find(latency_bound_s, compares=False, is_glance=True,
-                                     floor_qps=floor_qps)
+                                     floor_qps=floor_qps, gap=gap)
             self._glances[latency_bound_s] = seen
             if seen.proof.status != Status.LIMIT and not floor_qps:  # there is no more to be found
-                self._known[latency_bound_s] = seen, 0.0
+                self._known[latency_bound_s, gap] = seen, 0.0
                 self.found.append(seen)
         return self._glances[latency_bound_s]
+
+    def first(self, latency_bound_s: float, floor_qps: float) -> Schedule:
+        """What is known of all policies before each is planned for: the best that is seen at first,
+        where there is a floor, else found; where it is searched for again, the best that is known,
+        or else seen. Raises InfeasibleError."""
+        if not self.gap:
+            look = self.glance if floor_qps else self.find
+            return look(latency_bound_s, floor_qps)
+        key = latency_bound_s, _gap_under(latency_bound_s, self.gap)
+        known, _ = self._known.get(key, (None, 0.0))
+        if isinstance(known, Schedule):
+            return known
+        try:
+            return self.glance(latency_bound_s, floor_qps)
+        except BeatenError:
+            if floor_qps:
+                raise
+            return self.find(latency_bound_s)
+
+    def at_first_sight(self, latency_bound_s: float, planned: Schedule) -> Schedule:
+        """What is seen at first within a bound, all taken as certain, to compare what was planned
+        with; where that is no more, the best."""
+        try:
+            return _better(self.glance(latency_bound_s, 0.0), planned.figures.throughput_qps)
+        except InfeasibleError:
+            return self.find(latency_bound_s)
 
     def rows_beside(self, found: Schedule) -> tuple[Rejected, ...]:
         """The alternatives to one of those `found`, the paper's own policies looked into."""
@@ -125,13 +160,13 @@ class ProblemSearch:
         return [replace(one, copies=self.problem.copies)
                 for one in self._search.selections(num_queries)]
 
-    def _found(self, latency_bound_s: float,
-               floor_qps: float) -> tuple[Schedule | InfeasibleError, float]:
+    def _found(self, latency_bound_s: float, floor_qps: float,
+               gap: float) -> tuple[Schedule | InfeasibleError, float]:
         """What is found, and the least floor for which it holds."""
         search = self._search
         try:
             schedule = search.find(latency_bound_s) if isinstance(search, BaselineSearch) else (
-                search.find(latency_bound_s, compares=False, floor_qps=floor_qps))
+                search.find(latency_bound_s, compares=False, floor_qps=floor_qps, gap=gap))
         except BeatenError as beaten:
             return beaten, floor_qps
         except InfeasibleError as refusal:
@@ -143,8 +178,11 @@ class ProblemSearch:
 class CopyPlanner:
     """Plans one copy's problem."""
 
-    def __init__(self, problem: Problem, timing: TimingSource, effort: Effort) -> None:
+    def __init__(self, problem: Problem, timing: TimingSource, effort: Effort, *,
+                 has_margin: bool = False) -> None:
+        """has_margin: what is found under a bound is searched for again with its margin."""
         self.problem, self._timing, self._effort = problem, timing, effort
+        self._has_margin = has_margin
         self._longer: list[ProblemSearch] = []  # for longer outputs, in the order of their use
         self._tighter: list[ProblemSearch] = []  # under tighter bounds besides the latency's
         self._doubts: dict[float, Doubts] = {}  # by latency bound
@@ -152,7 +190,9 @@ class CopyPlanner:
     @cached_property
     def own(self) -> ProblemSearch:
         """Raises InputError for fixed values that the model or the devices cannot hold."""
-        return ProblemSearch.of(self.problem, self._timing, self._effort)
+        # where some schedules have no margin, they are not searched for again
+        gap = FIRST_GAP * (self._has_margin and self.doubts(1.0).least_factor > 1)
+        return ProblemSearch.of(self.problem, self._timing, self._effort, gap=gap)
 
     @property
     def is_able(self) -> bool:
@@ -186,9 +226,8 @@ class CopyPlanner:
         """What any policy may have with its margin before a replay; 0: no more than the floor, at
         first sight."""
         doubts, most = self.doubts(latency_bound_s), floor_qps
-        look = self.own.glance if floor_qps else self.own.find
         try:
-            free = look(latency_bound_s / doubts.least_factor, floor_qps)
+            free = self.own.first(latency_bound_s / doubts.least_factor, floor_qps)
         except InfeasibleError:
             return 0.0
         for name, upper_qps in free.proof.policy_bounds:
@@ -202,12 +241,11 @@ class CopyPlanner:
         doubts = self.doubts(latency_bound_s)
         watch = self._effort.watch
         most_s = latency_bound_s / doubts.least_factor
-        look = self.own.glance if floor_qps else self.own.find
         return plan_by_policy(
-            _better(look(most_s, floor_qps), SEEN * floor_qps),
+            _better(self.own.first(most_s, floor_qps), SEEN * floor_qps),
             lambda name, least_qps: self._of_policy(name, doubts, least_qps),
             promise=lambda name, least_qps: self._promise(name, doubts, least_qps),
-            gap=self._effort.gap, floor_qps=floor_qps,
+            gap=self._effort.gap, floor_qps=floor_qps, is_first=self.own.gap > 0,
             cuts=watch.cuts if watch is not None else lambda: False)
 
     def _promise(self, name: str, doubts: Doubts, floor_qps: float, *,
@@ -217,8 +255,9 @@ class CopyPlanner:
         search, bound_s = self.own.alone(name), doubts.problem.constraint.latency_s
         try:
             is_glance = is_glance or floor_qps > 0
+            most_s = bound_s / doubts.least_factor
             look = search.glance if is_glance else search.find
-            free = _better(look(bound_s / doubts.least_factor, floor_qps), SEEN * floor_qps)
+            free = _better(look(most_s, floor_qps, gap=self.own.gap), SEEN * floor_qps)
             factor = doubts.margin(free.estimate, is_replayed=False).factor
             if free.figures.latency_s * factor <= bound_s or math.isinf(factor):
                 return free.figures.throughput_qps
@@ -234,8 +273,8 @@ class CopyPlanner:
         watch = self._effort.watch
         cuts = watch.cuts if watch is not None else lambda: False
 
-        def find(bound_s: float) -> Schedule:
-            return _better(self.own.alone(name).find(bound_s, floor_qps), floor_qps)
+        def find(bound_s: float, gap: float = 0.0) -> Schedule:
+            return _better(self.own.alone(name).find(bound_s, floor_qps, gap=gap), floor_qps)
 
         def of_problem(other: Problem) -> Schedule:
             # a schedule's queries with longer outputs take longer, at most as their square
@@ -248,6 +287,7 @@ class CopyPlanner:
             if constraint == doubts.problem.constraint:
                 is_baseline = doubts.problem.fixed.policy in baselines()
                 return plan_within(doubts, find, cuts=cuts, floor_qps=floor_qps,
+                                   search_first=lambda bound_s: find(bound_s, self.own.gap),
                                    search_problem=None if is_baseline else of_problem)
             search = self._search_like(self._tighter, replace(
                 doubts.problem, constraint=constraint)).alone(name)
@@ -301,6 +341,12 @@ class CopyPlanner:
                           constraint=self.problem.constraint.with_latency(limit_s=bound_s))
         return tuple(map(_capital, explain_choice(
             schedule, problem, self._timing, latency_limit_s=limit_s)))
+
+
+def _gap_under(latency_bound_s: float, *gaps: float) -> float:
+    """The widest of gaps that are wide enough under a bound; without one there is no margin, and
+    none of them is."""
+    return max(gaps) if math.isfinite(latency_bound_s) else 0.0
 
 
 def _better(schedule: Schedule, floor_qps: float) -> Schedule:

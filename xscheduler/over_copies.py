@@ -46,12 +46,14 @@ class CopiesSearch:
     other."""
 
     def __init__(self, problem: Problem, timing: TimingSource, effort: Effort, *,
-                 is_brief: bool, asked: FixedSchedule | None = None) -> None:
+                 is_brief: bool, asked: FixedSchedule | None = None,
+                 has_margin: bool = False) -> None:
         """is_brief: not explained, and not compared with what there would be without a bound.
-        asked: what the job fixes, where the problem fixes more."""
+        asked: what the job fixes, where the problem fixes more. has_margin: nothing will be asked
+        for without a margin."""
         self.problem, self._effort, self._asked = problem, effort, asked or problem.fixed
-        self._timing = timing
-        self._every = [[CopyPlanner(one, timing, effort) for one in parts]
+        self._timing, self._has_margin = timing, has_margin
+        self._every = [[CopyPlanner(one, timing, effort, has_margin=has_margin) for one in parts]
                        for parts in problems_of_copies(problem)]
         self._of_hidden: dict[tuple[str, ...], list[CopyPlanner]] = {}
         self._unbounded: tuple[Rejected | None] | None = None  # once it was asked for
@@ -72,8 +74,10 @@ class CopiesSearch:
         if has_margin:
             tried = self._planned(looked, latency_bound_s)
             planner, planned = _safest(looked, tried)
+            looked = [_proved_again(one, planned) if one.planner is planner else one
+                      for one in looked]
             if free.bound.limit_s < latency_bound_s:  # every schedule has a margin
-                free = planner.own.find(latency_bound_s)
+                free = planner.own.at_first_sight(latency_bound_s, planned.schedule)
             cost = 1 - planned.schedule.figures.throughput_qps / free.figures.throughput_qps
             schedule = planner.compared(planned, free) if self._compares else planned.schedule
             schedule = schedule.changed(margin=planned.margin.kept(cost=max(cost, 0.0)))
@@ -134,7 +138,8 @@ class CopiesSearch:
         if names and names not in self._of_hidden:
             fixed = replace(self.problem.fixed, policies=names)
             self._of_hidden[names] = [
-                CopyPlanner(replace(one.problem, fixed=fixed), self._timing, self._effort)
+                CopyPlanner(replace(one.problem, fixed=fixed), self._timing, self._effort,
+                            has_margin=self._has_margin)
                 for one in parts[parts.index(first.planner) + 1:]]
         smaller = self._of_hidden.get(names, [])
         hidden = _look_at(smaller, latency_bound_s) if smaller else None
@@ -342,6 +347,20 @@ def _safest(looked: Sequence[Looked], tried: dict[int, PlannedWithin | Infeasibl
         raise next(one for one in tried.values() if isinstance(one, InfeasibleError))
     best = max(planned, key=lambda index: planned[index].rank())
     return looked[best].planner, planned[best]
+
+
+def _proved_again(looked: Looked, planned: PlannedWithin) -> Looked:
+    """What a number of copies was proved to have, with what the search of the policy that was
+    planned there has proved of that policy: it is to a narrower gap. (Of further bounds, which
+    that search may have tightened, it says nothing.)"""
+    found, schedule = looked.found, planned.schedule
+    bounds = {} if found is None else dict(found.proof.policy_bounds)
+    name = schedule.estimate.policy
+    if found is None or name not in bounds or len(looked.planner.problem.constraint.bounds) > 1:
+        return looked
+    bounds[name] = min(bounds[name], schedule.proof.bound_qps)
+    return looked._replace(upper_qps=min(looked.upper_qps, max(bounds.values())),
+                           found=found.changed(policy_bounds=tuple(bounds.items())))
 
 
 def _certified(schedule: Schedule, looked: Sequence[Looked], *, is_cut: bool) -> Schedule:

@@ -185,14 +185,14 @@ class Planner:
 
     @cached_property
     def _own(self) -> CopiesSearch:
-        return self._search_of(self._narrowed)
+        return self._search_of(self._narrowed, has_margin=self.options.has_margin)
 
-    def _search_of(self, problem: Problem) -> CopiesSearch:
+    def _search_of(self, problem: Problem, *, has_margin: bool = False) -> CopiesSearch:
         asked = self.options.gap
         effort = Effort(gap=GAP if asked is None else asked, keeps_gap=asked is not None,
                         max_nodes=self.options.max_nodes, watch=self._watch)
         return CopiesSearch(problem, self.timing, effort, is_brief=self.options.is_brief,
-                            asked=self.problem.fixed)
+                            asked=self.problem.fixed, has_margin=has_margin)
 
 
 def _bounded(problem: Problem, latency_bound_s: float | None) -> Problem:

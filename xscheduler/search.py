@@ -50,6 +50,9 @@ PAPERS_SHOWN = 0.8  # of a schedule by one of the paper's policies: what another
 # claimed: what is proved is proved of all policies under the bound that every margin leaves.
 ALONE_GAP = 0.01
 FREE_GAP = 0.02  # of the search without a latency bound, which is only compared with
+FIRST_GAP = 0.02  # of the search of all policies under what every margin leaves of the bound: what
+# it finds is searched for again, policy by policy, under what its own margin leaves
+KEPT_SEARCHES = 4  # of a policy, from whose boxes those under tighter bounds begin
 
 
 def find_schedule(problem: Problem, timing: TimingSource, effort: Effort | None = None) -> Schedule:
@@ -80,23 +83,23 @@ class Scheduler:
                         "decode pool for this model and tensor plan")
         self._whole: Scheduler | None = None  # of all policies, where this is of one of them
         self._free: dict[str, Searched] = {}
-        self._begun = _Begun(math.nan, 0.0, {}, {})
+        self._begun = _Begun(math.nan, 0.0, 0.0, {}, {})
         self._results: dict[float, dict[str, Searched]] = {}  # by latency bound
         self._limits: dict[str, list[tuple[float, float]]] = {}  # (latency bound, upper bound)
         self._searches: dict[str, list[SpaceSearch]] = {}  # begun, under any bound
 
     def find(self, latency_bound_s: float | None = None, *, compares: bool = True,
-             floor_qps: float = 0.0, is_glance: bool = False) -> Schedule:
+             floor_qps: float = 0.0, is_glance: bool = False, gap: float = 0.0) -> Schedule:
         """The best schedule within a bound, by default the problem's. `compares`: also with the
         best without a bound. `floor_qps`, had elsewhere: what is no better is not looked into, and
         a schedule below it is the best of those looked at. `is_glance`: no box is divided, and the
         first policy looked at whatever the floor; a search under the same bound goes on from there.
-        Raises InfeasibleError, and BeatenError where there may be one, but none was seen for
-        these."""
+        `gap`: one wide enough, where nobody asked for another. Raises InfeasibleError, and
+        BeatenError where there may be one, but none was seen for these."""
         began, constraint = time.monotonic(), self.problem.constraint
         bound_s = constraint.latency_s if latency_bound_s is None else latency_bound_s
         copies = self.problem.copies
-        results = self._search_all(bound_s, floor_qps / copies, is_glance=is_glance)
+        results = self._search_all(bound_s, floor_qps / copies, is_glance=is_glance, gap=gap)
         self._results[bound_s] = results
         if compares:
             self._complete(results, bound_s)
@@ -139,11 +142,10 @@ class Scheduler:
         """The search of one of the policies, which shares what was evaluated, and what is known of
         its bounds."""
         one, effort = copy.copy(self), self._effort
-        if not effort.keeps_gap:  # what is proved is proved of all policies
-            one._effort = replace(effort, gap=max(effort.gap, ALONE_GAP))
+        one._effort = effort.with_gap(ALONE_GAP)  # what is proved is proved of all policies
         one._whole = self
         one.spaces = [space for space in self.spaces if space.name == name]
-        one._begun, one._results, one._left_out = _Begun(math.nan, 0.0, {}, {}), {}, ()
+        one._begun, one._results, one._left_out = _Begun(math.nan, 0.0, 0.0, {}, {}), {}, ()
         return one
 
     def rows_beside_alone(self, alone: Scheduler, latency_bound_s: float) -> tuple[Rejected, ...]:
@@ -178,18 +180,19 @@ class Scheduler:
         """Configurations of each policy all over its space, for a job of so many queries."""
         return [space.selection(num_queries) for space in self.spaces]
 
-    def _search_all(self, bound_s: float, floor_qps: float, *,
-                    is_glance: bool) -> dict[str, Searched]:
+    def _search_all(self, bound_s: float, floor_qps: float, *, is_glance: bool,
+                    gap: float = 0.0) -> dict[str, Searched]:
         """Each policy in turn. One that is shown not to win, against the others or against
         `floor_qps`, is not searched to its own best: its runner-up is the best seen, and its upper
         bound says how much better it may be."""
-        begun = self._begun
-        if begun.bound_s != bound_s or begun.floor_qps > floor_qps:
+        begun, effort = self._begun, self._effort.with_gap(gap)
+        is_narrower = not is_glance and effort.gap < begun.gap and bool(begun.searches)
+        if begun.bound_s != bound_s or begun.floor_qps > floor_qps or is_narrower:
             if is_glance and floor_qps > 0 and (seen := self._seen_among_all(bound_s)) is not None:
                 return seen
-            begun = _Begun(bound_s, floor_qps, {}, {})
+            begun = _Begun(bound_s, floor_qps, effort.gap, {}, {})
         begun = self._begun = begun._replace(floor_qps=floor_qps)
-        effort = replace(self._effort, max_nodes=1) if is_glance else self._effort
+        effort = replace(effort, max_nodes=1) if is_glance else effort
         results = begun.results
         for number, space in enumerate(self._in_turn(results)):
             name = space.name
@@ -218,11 +221,11 @@ class Scheduler:
         if name not in begun.searches:
             most = min((upper for wider_s, upper in self._limits.get(name, ())
                         if wider_s >= begun.bound_s), default=math.inf)
-            if most <= floor * (1 + self._effort.gap) and floor > 0:
+            if most <= floor * (1 + effort.gap) and floor > 0:
                 return _spared(space, most)
             begun.searches[name] = SpaceSearch(space, begun.bound_s, effort, _wider(
                 name, self._searches, begun.bound_s))
-            self._searches.setdefault(name, []).append(begun.searches[name])
+            _keep(self._searches.setdefault(name, []), begun.searches[name])
         return begun.searches[name].go_on(effort, floor)
 
     def _in_turn(self, results: Mapping[str, Searched]) -> list[Space]:
@@ -268,10 +271,11 @@ class Scheduler:
 
 class _Begun(NamedTuple):
     """Searches under one bound, and what they have found so far. `floor_qps`: the highest floor
-    that they were gone on with."""
+    that they were gone on with. `gap`: to which they go."""
 
     bound_s: float
     floor_qps: float
+    gap: float
     searches: dict[str, SpaceSearch]
     results: dict[str, Searched]
 
@@ -285,6 +289,15 @@ def _wider(name: str, searches: Mapping[str, Sequence[SpaceSearch]],
     return min((one for one in reversed(searches.get(name, ()))
                 if one.latency_bound_s >= latency_bound_s), default=None,
                key=lambda one: one.latency_bound_s)
+
+
+def _keep(searches: list[SpaceSearch], latest: SpaceSearch) -> None:
+    """The latest, those before it, and one under the widest bound, from which all can begin: a
+    planner that lives for long asks for many bounds."""
+    searches.append(latest)
+    if len(searches) > KEPT_SEARCHES:
+        widest = max(searches, key=lambda one: one.latency_bound_s)
+        searches.remove(next(one for one in searches if one is not widest))
 
 
 def _best_qps(searched: Searched | None) -> float:

@@ -13,7 +13,7 @@ from xscheduler.uncertainty import Doubts, MarginParts
 ROUNDS = 6  # searches under tightened bounds at most
 NEAR = 1.02  # a safe and an unsafe bound this near each other: no more is to be gained
 STEEP = 1.05  # times what is had: while an unsafe schedule near it has more, more is to be gained
-WORTH = 0.005  # share of its throughput that an unsafe schedule must have more to go on: searches
+WORTH = 0.02  # share of its throughput that an unsafe schedule must have more to go on: searches
 # leave as much open
 GROW = 1.15  # from a safe bound to the next, while none is known to be unsafe
 SHRINK = 0.985  # of an unsafe schedule's latency: what is tried next, at least; more each time
@@ -43,12 +43,14 @@ class PlannedWithin:
 
 def plan_within(doubts: Doubts, search: Callable[[float], Schedule], *,
                 search_problem: Callable[[Problem], Schedule] | None = None,
+                search_first: Callable[[float], Schedule] | None = None,
                 cuts: Callable[[], bool] = lambda: False,
                 floor_qps: float = 0.0) -> PlannedWithin:
     """The best schedule found whose latency times its own margin, as `doubts` say, keeps the bound
     of their problem.
 
     search: the best schedule within a latency bound in seconds; raises InfeasibleError.
+    search_first: the same to a wider gap, enough for what is not safe (default: `search`).
     search_problem: the same for a problem like this one with other lengths and another bound.
     cuts: whether a safe schedule, if there is one, is to be left at that. floor_qps: had elsewhere;
     BeatenError is raised where nothing safe is better, or nothing that may be.
@@ -66,9 +68,13 @@ def plan_within(doubts: Doubts, search: Callable[[float], Schedule], *,
     problem = doubts.problem
     bound_s = problem.constraint.latency_s
     most_s = bound_s / doubts.least_factor  # nothing longer keeps the bound with its margin
-    free = search(most_s)
+    free = (search_first or search)(most_s)
     tried = _Tried(doubts, free, floor_qps)
     first = tried.margin(free)
+    if search_first is not None and free.figures.latency_s * first.factor <= bound_s:
+        free = search(most_s)
+        tried = _Tried(doubts, free, floor_qps)
+        first = tried.margin(free)
     if free.estimate.figures.latency_s * first.factor <= bound_s:
         return PlannedWithin(schedule=free.changed(limit_s=bound_s), free=free, margin=first,
                              cost=0.0)
@@ -213,7 +219,7 @@ class _Tried:
                 policy_bounds=self._free.proof.policy_bounds,
                 unbounded_qps=self._free.proof.unbounded_qps),
             free=self._free, margin=own,
-            cost=1 - queries / self._free.estimate.figures.throughput_qps,
+            cost=max(1 - queries / self._free.estimate.figures.throughput_qps, 0.0),
             is_safe=bool(self._safe))
 
 

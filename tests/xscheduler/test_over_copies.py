@@ -192,9 +192,9 @@ def test_what_every_computed_time_may_be_off_by_is_left_of_the_bound_before_the_
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype, engine="xgpt")
     own, searched = ProblemSearch.find, []
 
-    def find(self: ProblemSearch, latency_bound_s: float, floor_qps: float = 0.0):
+    def find(self: ProblemSearch, latency_bound_s: float, floor_qps: float = 0.0, **given):
         searched.append(latency_bound_s)
-        return own(self, latency_bound_s, floor_qps)
+        return own(self, latency_bound_s, floor_qps, **given)
 
     least = timing.errors().least_factor(0.95)
     sure = Planner(problem, timing, BARE).plan()

@@ -13,11 +13,13 @@ from toy_jobs import roofline_of, toy_problem
 
 from xgpt.core.errors import BeatenError, InfeasibleError
 from xgpt.core.job import FixedSchedule
+from xprofiler.roofline import Roofline
 from xscheduler.planner import Planner, PlanOptions
-from xscheduler.search import GAP, Scheduler
+from xscheduler.search import FIRST_GAP, GAP, KEPT_SEARCHES, Scheduler
 from xscheduler.spaces import space as spaces
 from xscheduler.spaces.continuous import ContinuousSpace
 from xscheduler.spaces.rra import RraSpace
+from xscheduler.spaces.rra_family import FamilyExaminer
 from xscheduler.spaces.rra_points import RraPoints
 from xscheduler.spaces.space import Effort, search_space
 from xscheduler.spaces.tensor_plans import tensor_plans
@@ -72,6 +74,68 @@ def test_only_the_gap_that_nobody_asked_for_widens(monkeypatch):
     boxes = [sum(count for _, count in one.pruned) for one in (wide, kept, exact)]
     assert wide.gap > GAP >= usual.gap == kept.gap > exact.gap
     assert boxes[0] < boxes[1] < boxes[2] and exact.status == "optimal"
+
+
+def boxes_examined(monkeypatch) -> list[int]:
+    """How many of RRA's, call by call."""
+    counts: list[int] = []
+    usual = FamilyExaminer.examine
+
+    def counted(examiner, boxes):
+        counts.append(len(boxes))
+        return usual(examiner, boxes)
+
+    monkeypatch.setattr(FamilyExaminer, "examine", counted)
+    return counts
+
+
+def test_a_search_to_a_narrower_gap_begins_with_the_boxes_of_the_wider_one(monkeypatch):
+    problem = toy_problem(latency_s=0.05, fixed=FixedSchedule(policies=("rra",)))
+    scheduler, counts = Scheduler(problem, roofline_of(problem)), boxes_examined(monkeypatch)
+    first = scheduler.find(compares=False, gap=0.1)
+    in_first, roots = sum(counts), counts[0]
+    found = scheduler.find(compares=False)
+    in_both, further = sum(counts), counts[in_first > roots:]
+    fresh = Scheduler(problem, roofline_of(problem)).find(compares=False)
+    in_fresh = sum(counts) - in_both
+    assert GAP < first.proof.gap <= 0.1 and found.proof.gap <= GAP and further
+    assert found.figures.throughput_qps == pytest.approx(fresh.figures.throughput_qps, rel=GAP)
+    assert in_first < in_fresh and in_both - in_first < in_fresh
+    scheduler.find(compares=False, gap=0.1)
+    assert sum(counts) == in_both + in_fresh, "the narrower one is good enough"
+    asked = Scheduler(problem, roofline_of(problem), Effort(gap=GAP, keeps_gap=True))
+    assert asked.find(compares=False, gap=0.1).proof.gap <= GAP, "somebody asked for it"
+
+
+def test_a_planner_keeps_the_boxes_of_a_few_searches_however_many_bounds_it_is_asked_for():
+    problem = toy_problem(latency_s=0.05, fixed=FixedSchedule(policies=("rra",)))
+    scheduler = Scheduler(problem, roofline_of(problem))
+    bounds_s = [0.2, *np.geomspace(0.1, 0.03, 8)]
+    for bound_s in bounds_s:
+        found = scheduler.find(bound_s, compares=False)
+        fresh = Scheduler(problem, roofline_of(problem)).find(bound_s, compares=False)
+        assert found.figures.throughput_qps == pytest.approx(
+            fresh.figures.throughput_qps, rel=GAP)
+    kept = [one.latency_bound_s for one in scheduler._searches["rra"]]
+    assert len(kept) == KEPT_SEARCHES and kept[0] == 0.2 and kept[1:] == bounds_s[-3:]
+
+
+def test_what_is_searched_for_again_with_its_margin_is_searched_to_a_wider_gap_at_first(
+        monkeypatch):
+    problem, counts = toy_problem(latency_s=0.06), boxes_examined(monkeypatch)
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+
+    def planned():
+        counts.clear()
+        found = Planner(problem, timing, PlanOptions(horizon="steady")).plan()
+        return found, sum(counts)
+
+    (found, few), _ = planned(), monkeypatch.setattr("xscheduler.copy_planner.FIRST_GAP", 0.0)
+    exact, many = planned()
+    assert exact.margin.factor > 1 and few < many
+    assert found.figures.throughput_qps >= exact.figures.throughput_qps * (1 - FIRST_GAP)
+    assert found.proof.bound_qps >= exact.figures.throughput_qps
+    assert found.proof.bound_qps <= exact.proof.bound_qps * (1 + FIRST_GAP)
 
 
 def test_what_a_wider_bound_rules_out_is_not_looked_at_under_a_tighter_one(monkeypatch):
@@ -154,8 +218,9 @@ def test_lines_that_are_no_better_under_any_bound_are_not_bounded_under_one():
     free, _ = space.limits(math.inf)
     floor = float(np.median(free))
     bound_s = 2 * min(one.latency_s for one in space.easiest())
-    exact, _ = space.limits(bound_s)
     floored, _ = space.limits(bound_s, floor)
+    exact, _ = space.limits(bound_s)
+    assert np.array_equal(space.limits(bound_s, floor)[0], exact), "it is known"
     above = free > floor
     assert above.any() and not above.all()
     assert np.array_equal(floored[above], exact[above])

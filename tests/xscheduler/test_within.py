@@ -160,6 +160,26 @@ def test_what_is_no_better_than_what_is_had_is_left() -> None:
     assert again.schedule.estimate == found.schedule.estimate
 
 
+@pytest.mark.parametrize("is_certain", [True, False])
+def test_what_is_safe_at_once_is_searched_for_again_to_the_narrower_gap(is_certain: bool) -> None:
+    problem = toy_problem(latency_s=BOUND_S)
+    problem = problem if is_certain else observed(problem, 200)
+    search, asked = GridSearch(), []
+
+    def within(bound_s: float) -> Schedule:
+        asked.append(bound_s)
+        return search(replace(problem, constraint=problem.constraint.with_latency(limit_s=bound_s)))
+
+    rough = GridSearch(RraConfigs.of([RraConfig(encode_batch=b, decode_iterations=n)
+                                      for b in range(2, 41, 3) for n in range(1, 20)]))
+    found = plan_within(doubts_of(problem), within, search_first=lambda bound_s: rough(
+        replace(problem, constraint=problem.constraint.with_latency(limit_s=bound_s))))
+    best = plan_within(doubts_of(problem), within)
+    assert found.is_safe and found.schedule.figures.throughput_qps == pytest.approx(
+        best.schedule.figures.throughput_qps, rel=0.02)
+    assert rough.calls == 1 and asked.count(BOUND_S) == 1 + is_certain
+
+
 def test_no_safe_schedule_found_is_said() -> None:
     problem = observed(toy_problem(latency_s=BOUND_S), 40)
     estimate = estimate_of(problem, **CONFIG)

@@ -45,6 +45,8 @@ PLAN_WORTH = 0.8  # of the best found: the same, of the best under another tenso
 # walks' own nodes; then those next to a point, and those so many shares away.
 WIDE = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35), (2**-0.5, 2**-0.25, 1.0, 2**0.25, 2**0.5)
 NARROW = (0.025, 0.06, 0.15), (0.03, 0.09)
+KEPT_LIMITS = 8  # latency bounds of which what is proved of all lines is kept
+STEEP_GAP = 0.015  # from it on the closest neighbours, which bring less, are not looked at
 SELECTED_PLANS = 6  # for a job of few queries
 
 
@@ -80,6 +82,8 @@ class ContinuousSpace:
         most = min(problem.num_queries or MOST_ACTIVE, MOST_ACTIVE)
         given = problem.fixed.max_active
         self.active = (1, most) if given is None else (given, given)
+        # by latency bound: the floor, and what `limits` says above it
+        self._known_limits: dict[float, tuple[float, FloatArray, FloatArray]] = {}
         self.lines = [_Line(plan, *budgets) for plan in range(len(plans))
                       for budgets in self._budgets()]
 
@@ -117,10 +121,15 @@ class ContinuousSpace:
         said."""
         if math.isinf(latency_bound_s):
             return self._free_limits
-        qps, active = (own.copy() for own in self._free_limits)
-        rows = np.flatnonzero(qps > floor_qps)
-        qps[rows], active[rows] = self._limits_of(rows, latency_bound_s)
-        return qps, active
+        known = self._known_limits.get(latency_bound_s)
+        if known is None or known[0] > floor_qps:
+            qps, active = (own.copy() for own in self._free_limits)
+            rows = np.flatnonzero(qps > floor_qps)
+            qps[rows], active[rows] = self._limits_of(rows, latency_bound_s)
+            known = self._known_limits[latency_bound_s] = floor_qps, qps, active
+            if len(self._known_limits) > KEPT_LIMITS:
+                del self._known_limits[next(iter(self._known_limits))]
+        return known[1:]
 
     @cached_property
     def _free_limits(self) -> tuple[FloatArray, FloatArray]:
@@ -301,7 +310,7 @@ class ContinuousExaminer:
             if -qps >= worth * self._own_qps:
                 beside += self._beside(row, *_far(best))
         self._evaluate(beside)  # together: a walk costs as much for one as for many
-        for _ in range(CLIMBS):
+        for _ in range(CLIMBS if self._gap < STEEP_GAP else 0):
             own_qps = self._own_qps
             top = self._top()
             if top is not None:

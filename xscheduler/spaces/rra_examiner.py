@@ -28,7 +28,7 @@ from xsimulator.policies.rra.bounds import SIDES
 ROOT_RANGES = 12  # of decode_iterations, in even ratios: wide boxes are bounded loosely
 RANGE_PARTS = 4  # into which a range of N_D is split
 FEW_POINTS = 6  # batches of one N_D that are evaluated one by one
-CUTS = 8  # batches at which a latency is looked at together
+CUTS = 5  # batches at which a latency is looked at together; then as many between two of them
 AT_ONCE = 48  # boxes in which points are looked at before the next most promising ones
 ROOM_SLACK = 0.02  # room may shrink, as N_D grows, by this share
 ROUNDING = 1e-12  # a point's figures differ, by as many others as it is evaluated with
@@ -172,20 +172,22 @@ class RraExaminer:
     def _cut_to(self, limit: Limit, of: Metric, most_s: float,
                 boxes: tuple[_Boxes, IntArray, bool, np.ndarray, np.ndarray]) -> IntArray:
         given, top, is_line, reasons, is_open = boxes
-        top = top.copy()
-        for _ in range(2):
-            rows = np.flatnonzero(is_open & (reasons == ""))
+        top, low, rows = top.copy(), given.least.copy(), np.flatnonzero(is_open & (reasons == ""))
+        for number in range(2):
             if not len(rows):
-                return top
+                break
             left = given.take(rows)
-            tried = _spread(left.least, top[rows], CUTS)
+            # that `low` is not too long is known the second time
+            tried = _spread(low[rows], top[rows], CUTS)[:, number:]
             too_long = self._least_s(of, left, tried, top[rows], is_line) > most_s
-            reasons[rows[too_long[:, 0]]] = limit.words
             # the first that is too long, less one, is the new top
-            first = np.argmax(too_long, axis=1)
-            is_cut = too_long.any(axis=1) & (first > 0)
-            at = np.arange(len(rows))
-            top[rows] = np.where(is_cut, tried[at, first] - 1, top[rows])
+            first, at = np.argmax(too_long, axis=1), np.arange(len(rows))
+            below = np.where(too_long.any(axis=1), tried[at, first] - 1, top[rows])
+            reasons[rows[below < left.least]] = limit.words
+            is_cut = (below < top[rows]) & (below >= left.least)
+            rows, below = rows[is_cut], below[is_cut]
+            top[rows] = below
+            low[rows] = np.minimum(tried[at, np.maximum(first - 1, 0)][is_cut], below)
         return top
 
     def _least_s(self, of: Metric, left: _Boxes, tried: IntArray, top: IntArray,

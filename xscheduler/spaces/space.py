@@ -5,7 +5,7 @@ A space keeps what it has evaluated, so that several latency bounds share it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -113,6 +113,10 @@ class Effort:
     keeps_gap: bool = False
     max_nodes: int | None = None
     watch: Watch | None = None
+
+    def with_gap(self, gap: float) -> Effort:
+        """A gap as wide as this, where nobody asked for another."""
+        return self if self.keeps_gap or gap <= self.gap else replace(self, gap=gap)
 
 
 class SpaceSearch:

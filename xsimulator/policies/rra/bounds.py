@@ -40,7 +40,7 @@ from xsimulator.plans import StagePlan
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfigs
 from xsimulator.policies.rra.least_steps import LeastSteps, StageSteps
-from xsimulator.policies.rra.phase_blocks import SMALL_BATCH
+from xsimulator.policies.rra.phase_blocks import OWN, SMALL_BATCH
 from xsimulator.policies.rra.phases import PhaseBatches
 
 LINE_TOLERANCE = 0.001  # of throughput and latency, on a line
@@ -127,13 +127,15 @@ class RraBounds:
         limits = np.empty(len(corners))
         with np.errstate(invalid="ignore"):  # refused sizes are infinite
             for plan, rows in self._rra.by_plan(corners):
-                limits[rows] = bound(plan, self._rra.batches_of(plan, corners, rows), rows)
+                limits[rows] = bound(plan, self._rra.batches_of(
+                    plan, corners, rows, without=OWN), rows)
         return limits
 
     def _from_smallest(self, plan: StagePlan, batches: PhaseBatches, corners: RraConfigs,
                        smallest: IntArray, rows: IntArray) -> list[StageSteps]:
         """The least steps of lines whose other end of the box is at the `smallest` batches."""
-        other = self._rra.batches_of(plan, replace(corners, encode_batch=smallest), rows)
+        other = self._rra.batches_of(plan, replace(corners, encode_batch=smallest), rows,
+                                     without=OWN)
         return self._steps.on_line(plan, batches, other)
 
 

@@ -22,6 +22,7 @@ from xsimulator.envelope import PairEnvelope
 from xsimulator.layer_times import TOGETHER
 from xsimulator.plans import StagePlan
 from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.phase_blocks import OWN
 from xsimulator.policies.rra.phases import PhaseBatches
 
 TOLERANCE = 0.01  # of throughput and latency: the timeline is watched for two small phases
@@ -113,4 +114,4 @@ class ChunkBounds:
         ones: IntArray = np.ones(len(rate), np.int64)
         columns = self._rra.blocks.columns(ones, np.full(len(rate), 1 << 10))
         return PhaseBatches(encode_batch=rate, groups=groups, queries=self._rra.blocks.stacked.take(
-            columns, rate / groups))
+            columns, rate / groups, OWN))

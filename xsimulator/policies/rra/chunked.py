@@ -17,7 +17,7 @@ chunks alone, each in its share.
     latency(d) = (chunks of a query - 1) small phases + its last chunk's round
                  + floor(d / e) small phases + (d mod e) rounds"""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +31,7 @@ from xsimulator.pipeline import StageWork, Timeline, sorted_timeline
 from xsimulator.plans import StagePlan
 from xsimulator.policies.measured_range import Presented
 from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.rra.phase_blocks import BlockTable
+from xsimulator.policies.rra.phase_blocks import LOADS, BlockTable
 from xsimulator.policies.rra.phases import (
     DecodeLoads,
     EncodeTokens,
@@ -123,8 +123,9 @@ class Chunked:
         self._away = max(self._seen - flow.mean_iterations, 0.0)
         self._scatter = problem.constraint.kind == "queries"
 
-    def loads(self, configs: ChunkConfigs) -> ChunkLoads:
-        """A phase takes up no more tokens than its chunks hold: the rest of the queries waits."""
+    def loads(self, configs: ChunkConfigs, *, is_timed: bool = True) -> ChunkLoads:
+        """A phase takes up no more tokens than its chunks hold: the rest of the queries waits.
+        is_timed: `times` will be asked for, not only what is held."""
         groups, iterations, mean = configs.groups, configs.decode_iterations, self._tokens.mean
         most = configs.chunk * iterations
         encode_batch = np.minimum(configs.encode_batch, most * groups / mean)
@@ -147,7 +148,8 @@ class Chunked:
         of_all = np.minimum(encode_batch * mean / steps / chunks, configs.chunk)
         num_cuts = np.where(is_full, chunks, chunks - 1)
         return ChunkLoads(
-            steady=steady, cycles=self._batches(rate * every, groups, every), loads=loads,
+            steady=steady, cycles=self._batches(
+                rate * every, groups, every, () if is_timed else LOADS), loads=loads,
             group_batch=group_batch, chunks=chunks, every=every, steps=steps,
             tokens=np.stack([np.clip(largest / chunks, of_all, configs.chunk), of_all]),
             begins=1 + num_cuts / np.maximum(group_batch, 1.0))
@@ -235,12 +237,13 @@ class Chunked:
         rounds = held.group_batch / held.steady.group_batch / held.chunks
         return np.asarray((held.begins - 1) * rounds)
 
-    def _batches(self, encode_batch: FloatArray, groups: FloatArray,
-                 iterations: IntArray) -> PhaseBatches:
+    def _batches(self, encode_batch: FloatArray, groups: FloatArray, iterations: IntArray,
+                 without: Collection[str] = ()) -> PhaseBatches:
         """So many queries join every `iterations`; at least SMALL_BATCH count as a large batch."""
         columns = self._blocks.columns(iterations, np.full(len(groups), 1 << 10))
         return PhaseBatches(encode_batch=encode_batch, groups=groups,
-                            queries=self._blocks.stacked.take(columns, encode_batch / groups))
+                            queries=self._blocks.stacked.take(columns, encode_batch / groups,
+                                                              without))
 
     @staticmethod
     def _cycle_blocks(held: ChunkLoads) -> IntArray:

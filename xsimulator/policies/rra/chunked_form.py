@@ -48,7 +48,8 @@ class ChunkedForm:
         for key, rows in by_plan(configs).items():
             plan = self.plans.both(*key)
             arrays = ChunkConfigs.of([configs[row] for row in rows.tolist()], len(plan.stages))
-            parts.append((rows, self._room(plan, arrays, self.chunked.loads(arrays))))
+            parts.append((rows, self._room(plan, arrays, self.chunked.loads(
+                arrays, is_timed=False))))
         columns = gathered(len(configs), parts)
         return columns["memory_bytes"], columns["present"], columns["stretch"]
 

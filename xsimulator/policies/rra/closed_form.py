@@ -14,7 +14,7 @@ with `period` and `finish` from xsimulator.pipeline. A longer output never has a
 so both kinds of bound come to the latency of the output length at the bound's quantile. These are
 expected times; how batches scatter around them is the replay's business."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +39,12 @@ from xsimulator.policies.measured_range import MeasuredRange, Presented
 from xsimulator.policies.rra.chunked import Chunked
 from xsimulator.policies.rra.chunked_form import ChunkedForm
 from xsimulator.policies.rra.config import RraConfig, RraConfigs
-from xsimulator.policies.rra.phase_blocks import EXACT_ITERATIONS, SMALL_BATCH, shared_blocks
+from xsimulator.policies.rra.phase_blocks import (
+    EXACT_ITERATIONS,
+    LOADS,
+    SMALL_BATCH,
+    shared_blocks,
+)
 from xsimulator.policies.rra.phases import DecodeLoads, EncodeTokens, PhaseBatches, phase_times
 
 MAX_TIMELINE_ELEMENTS = 48_000  # configurations x blocks x stages at once: what a cache holds
@@ -99,7 +104,8 @@ class Rra:
         # what is held does not depend on how finely a phase is divided: blocks of one kind do
         like = np.full(len(configs), SMALL_BATCH)
         for plan, rows in self.by_plan(configs, like):
-            batches = self.batches_of(plan, configs, rows, like)
+            is_endless = self._range.is_endless(plan.times.degrees)
+            batches = self.batches_of(plan, configs, rows, like, LOADS if is_endless else ())
             memory_bytes[rows] = self._held(plan, batches, self._kv_tokens(batches)).max(axis=1)
             present[rows] = batches.encode_batch * batches.queries.mean_present
             stretch[rows] = self._stretch(plan, batches)
@@ -156,15 +162,17 @@ class Rra:
         return parts
 
     def batches_of(self, plan: StagePlan, configs: RraConfigs, rows: IntArray,
-                   like: IntArray | None = None) -> PhaseBatches:
-        """The batches of some `rows` of `configs`; `like` is that of by_plan."""
+                   like: IntArray | None = None, without: Collection[str] = ()) -> PhaseBatches:
+        """The batches of some `rows` of `configs`; `like` is that of by_plan, `without` that of
+        PhaseBlocks.take."""
         like = configs.encode_batch if like is None else like
         fixed = configs.decode_micro_batches[rows]
         groups = np.where(fixed > 0, fixed, len(plan.stages)).astype(float)
         encode_batch = configs.encode_batch[rows].astype(float)
         columns = self.blocks.columns(configs.decode_iterations[rows], like[rows])
         return PhaseBatches(encode_batch=encode_batch, groups=groups,
-                            queries=self.blocks.stacked.take(columns, encode_batch / groups))
+                            queries=self.blocks.stacked.take(columns, encode_batch / groups,
+                                                             without))
 
     def _evaluate_both(self, configs: Sequence[RraConfig]) -> EstimateArrays:
         """Those that encode in chunks, and the others."""

@@ -10,7 +10,7 @@ ragged distribution with an encode_batch of 1 to 3 came to 0.4 %."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,11 @@ EXACT_ITERATIONS = 10  # up to as many, each is a block
 # Of the logarithm of the number of active queries, within a block: of small batches, whose groups
 # are often empty, and of others.
 SMALL_BATCH, FINE_RESOLUTION, RESOLUTION = 16, 0.25, 0.5
-_BY_GROUP = ("log_absent", "own_before", "own_last")  # have a last axis of GROUP_OCTAVES
+OWN = ("own_before", "own_last")  # what only one query's own steps hang on
+_BY_GROUP = ("log_absent", *OWN)  # have a last axis of GROUP_OCTAVES
+# what only the loads of steps hang on, not what is held
+LOADS = (*_BY_GROUP, "widths", "active", "context", "variance_active", "nobody", "moved",
+         "maximum_context")
 SINGLE_BLOCKS = 2  # iterations after the encoding that are blocks of their own
 FADED = 1e-3  # a number of active queries below this share of the first's counts as unchanging
 EVENLY = 3.0  # what the rest of a phase counts as where nothing changes, for its cache grows
@@ -55,8 +59,10 @@ class PhaseBlocks:
     variance_reserved: FloatArray
     max_present: FloatArray
 
-    def take(self, columns: IntArray, group_batch: FloatArray) -> PhaseBlocks:
-        """The blocks of the given configurations, with so many queries encoded in each group."""
+    def take(self, columns: IntArray, group_batch: FloatArray,
+             without: Collection[str] = ()) -> PhaseBlocks:
+        """The blocks of the given configurations, with so many queries encoded in each group;
+        those fields that nothing will be asked of, `without`, are no numbers."""
         place = np.clip(np.log2(group_batch) - GROUP_OCTAVES[0], 0, len(GROUP_OCTAVES) - 1)
         lower = np.minimum(place.astype(np.int64), len(GROUP_OCTAVES) - 2)
         share = place - lower
@@ -66,14 +72,21 @@ class PhaseBlocks:
             value = getattr(self, name)
             if value is not None and value.ndim > 1:
                 value = value[:most]
-            if name in _BY_GROUP:
+            if name in without:
+                chosen[name] = None if value is None else np.broadcast_to(
+                    np.nan, (len(value), len(columns)))
+            elif name in _BY_GROUP:
                 flat, first = value.reshape(len(value), -1), columns * value.shape[-1] + lower
                 left, right = flat.take(first, axis=1), flat.take(first + 1, axis=1)
                 with np.errstate(invalid="ignore"):
-                    between = left + share * (right - left)
-                # one is there for certain (-inf): so it is between, too
-                chosen[name] = np.where(np.isfinite(left) & np.isfinite(right), between,
-                                        np.where(share > 0, np.minimum(left, right), left))
+                    between = np.subtract(right, left)
+                    between *= share
+                    between += left
+                if not np.isfinite(between).all():
+                    # one is there for certain (-inf): so it is between, too
+                    between = np.where(np.isfinite(left) & np.isfinite(right), between,
+                                       np.where(share > 0, np.minimum(left, right), left))
+                chosen[name] = between
             elif value is not None:
                 chosen[name] = value.take(columns, axis=0 if value.ndim == 1 else 1)
         return PhaseBlocks(**chosen)
