@@ -19,7 +19,8 @@ counted, nor is what a running pool takes to swing into new batch sizes.
 An RRA schedule that is running is revised (`revise`): layers, tensor-parallel plan and
 micro-batches stay, and with them the ranks' weights and caches; encode_batch and decode_iterations
 are searched on the stages there are (`pinned.py`), within the bound and its confidence
-(xscheduler.uncertainty), as the schedule itself was."""
+(xscheduler.uncertainty), as the schedule itself was: what is to run is replayed, since the formula
+alone promises of RRA in chunks a few queries of a hundred too many."""
 
 from __future__ import annotations
 
@@ -217,8 +218,9 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
 
     constraint = problem.constraint.with_latency(limit_s=caution * problem.constraint.latency_s)
     try:
-        planned = plan_within(Doubts(replace(problem, constraint=constraint), evaluator), within,
-                              search_problem=find)
+        planned = plan_within(
+            Doubts(replace(problem, constraint=constraint), evaluator, replays=True), within,
+            search_problem=find)
     except InfeasibleError as cause:
         nearest = None if keep.qps else _best(now, began, replace(
             problem, constraint=problem.constraint.with_latency(limit_s=SHORTEST_S)),
@@ -270,7 +272,7 @@ def _keep(now: Estimate, evaluator: Evaluator) -> Way:
             else PinnedSearch(now, problem, evaluator.timing, bound_s).current())
     if keep.estimate is None or keep.reason is not None:
         return keep
-    own = Doubts(problem, evaluator).margin(keep.estimate)
+    own = Doubts(problem, evaluator, replays=True).margin(keep.estimate)
     if keep.estimate.figures.latency_s * own.factor <= bound_s:
         return keep
     return replace(keep, reason=f"its latency of {keep.estimate.figures.latency_s:.3g} s keeps the "

@@ -30,9 +30,11 @@ schedule: {{policy: {policy}, replicas: 1, tp_degree: 1}}
 output: out
 """
 BOUNDS = {"rra": 6.0, "waa-c": 6.2}  # about twice the tightest, so that it can be kept
-# What is over the bound of all queries, those at work when it came among them. Of RRA in chunks the
-# formula that plans anew promises a few of a hundred too many; a first plan is replayed.
-OVER = {"rra": 0.08, "waa-c": SHARE}
+# What is over the bound of all queries, those at work when it came among them, and those begun
+# before a change could be taken up. RRA in chunks had 6.0 %, and 5.6 where its launcher is told at
+# once.
+OVER = {"rra": 0.065, "waa-c": SHARE}
+LEEWAY = 1.1  # of the share that is planned to be over the bound, which is 5 % to the digit
 STOPPED = 0.35  # of each tenth of a second, all ranks
 
 
@@ -90,4 +92,5 @@ def test_the_bound_is_kept_where_it_can_be(planned: Planned) -> None:
         planned.schedule.figures.decode_batch)
     (taken_s, _), *_ = watched.changes
     assert decided_s < taken_s < decided_s + 1
+    assert watched.over(bound_s, taken_s) <= LEEWAY * SHARE, "once it has changed it is kept"
     assert all("quicker" not in own.sentence for _, own in watched.decisions), "it never was"
