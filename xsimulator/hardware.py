@@ -60,6 +60,7 @@ def work_of_a_query(problem: Problem) -> QueryWork:
 def most_queries_per_s(problem: Problem) -> float:
     """What the problem's devices could answer, all of them together."""
     work, device = work_of_a_query(problem), problem.cluster.device
-    least_s = np.maximum(work.flops / device.peak_flops_per_s(problem.weight_dtype),
-                         work.kv_bytes / device.bandwidth_bytes_per_s)
+    peak = dict(device.flops_per_s).get(  # of a type without units weights are widened
+        problem.weight_dtype, device.peak_flops_per_s(problem.dtype))
+    least_s = np.maximum(work.flops / peak, work.kv_bytes / device.bandwidth_bytes_per_s)
     return float(problem.cluster.num_devices / least_s)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from problems_suite import TOYS, roofline_of, toy_problem
@@ -19,6 +21,17 @@ def test_products_and_bytes_of_queries_of_one_length_are_those_counted_by_hand()
     assert work.flops == pytest.approx(flops)
     entry = model.num_layers * 2 * 1024 * 2  # bytes of a token
     assert work.kv_bytes == pytest.approx(entry * (6 + 5 + 6))
+
+
+def test_weights_of_a_type_without_units_are_multiplied_at_the_runs_own_rate():
+    problem = toy_problem(pairs=np.array([[400, 3]]))  # bound by products
+    rates = dict(problem.cluster.device.flops_per_s)
+    assert "fp8" not in rates and rates["float32"] < rates[problem.dtype]
+    assert most_queries_per_s(replace(problem, weight_dtype="fp8")) == most_queries_per_s(problem)
+    narrow = replace(problem, weight_dtype="int8")
+    assert most_queries_per_s(narrow) == pytest.approx(
+        rates.get("int8", rates[problem.dtype]) / rates[problem.dtype]
+        * most_queries_per_s(problem))
 
 
 @pytest.mark.parametrize("model", TOYS)

@@ -51,7 +51,8 @@ def _row(opened: OpenedJob, name: str, options: PlanOptions,
             # nothing of it can be timed here
             problem = engine.restricted(job, own.problem, None)
             timing = Roofline(problem.model, problem.cluster.device, problem.dtype,
-                              engine=job.plan_engine, weight_dtype=problem.weight_dtype)
+                              engine=job.plan_engine, weight_dtype=problem.weight_dtype,
+                              kv_dtype=problem.kv_dtype)
         row = _planned(JobPlanner(own, options, timing).plan(), engine)
         return replace(row, missing=missing)
     except InfeasibleError as why:
