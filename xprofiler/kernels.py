@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from xgpt.core.cluster import Device
 from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec, kv_elements_of_rank
-from xgpt.core.units import DTYPE_BYTES, FP8, WEIGHT_BYTES
+from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS, WEIGHT_BYTES
 from xprofiler.constants import RooflineConstants
 
 
@@ -44,17 +44,18 @@ class Kernels:
         return joined(compute_s, memory_s, c.gemm_overlap) + c.gemm_launch_s
 
     def layer_product_s(self, rows: ArrayLike, n: ArrayLike, k: ArrayLike) -> FloatArray:
-        """A product of a layer, whose weights may be held as fp8: half the bytes, and the rate of
-        fp8 where the device multiplies it."""
-        if self._weights != FP8:
+        """A product of a layer, whose weights may be held as fp8 or int8: half the bytes, and the
+        rate of that type where the device multiplies it. Products of int8 are taken to come as near
+        to their rate as those of fp8: nothing that was measured tells."""
+        if self._weights not in EIGHT_BITS:
             return self.gemm_s(rows, n, k)
-        if FP8 not in self._rates:  # the weights are widened on their way to the multipliers
+        if self._weights not in self._rates:  # they are widened on their way to the multipliers
             return self.gemm_s(rows, n, k, weight_bytes=1)
         c = self.constants
         m, n, k = np.broadcast_arrays(*(np.asarray(size, float) for size in (rows, n, k)))
         padded = (m + c.fp8_half_rows) * (n + _own(c.fp8_half_columns, c.gemm_half_columns)) * (
             k + _own(c.fp8_half_depth, c.gemm_half_depth))
-        compute_s = 2 * padded / (self._rates[FP8] * c.fp8_flops_share)
+        compute_s = 2 * padded / (self._rates[self._weights] * c.fp8_flops_share)
         moved = n * k + m * (k + n * self.item_bytes)
         memory_s = moved / (self._bandwidth * _own(c.fp8_bytes_share, c.gemm_bytes_share))
         return joined(compute_s, memory_s, _own(c.fp8_overlap, c.gemm_overlap)) + c.fp8_launch_s

@@ -13,12 +13,12 @@ from xgpt.core.cluster import Device, Link
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec
-from xgpt.core.units import DTYPE_BYTES, FP8
+from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS, INT8
 from xprofiler.constants import RooflineConstants
 from xprofiler.engines import engine_constants, engine_errors
 from xprofiler.kernels import AttentionKernels, Kernels, RowKernels
 from xprofiler.links import LinkTimes
-from xprofiler.source_errors import SourceErrors
+from xprofiler.source_errors import SourceErrors, with_products_of
 from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts
 
 
@@ -82,11 +82,12 @@ class Roofline:
 
     def errors(self) -> SourceErrors:
         """How far off these times are, by group of operators."""
-        return engine_errors(self._of[1], self._engine)
+        errors = engine_errors(self._of[1], self._engine)
+        return with_products_of(INT8, errors) if self._held_as[0] == INT8 else errors
 
     def provenance(self) -> str:
         """One line for reports."""
         model, device, dtype = self._of
         of = "" if self._engine == OWN_ENGINE else f" as {self._engine} takes it"
-        weights = f", weights {FP8}" if self._held_as[0] == FP8 else ""
+        weights = f", weights {self._held_as[0]}" if self._held_as[0] in EIGHT_BITS else ""
         return f"{self._kind} roofline of {model.name} on {device.name}{of}, {dtype}{weights}"

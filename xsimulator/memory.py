@@ -88,7 +88,8 @@ def step_bytes(problem: Problem, stages: Sequence[StageAssignment], *, rows: Arr
              + (LIVE_MLP_COPIES * model.mlp_columns * (2 if model.is_gated_mlp else 1)
                 + (model.num_heads + 2 * model.kv_heads) * model.head_dim) / degrees)
     held: FloatArray = np.asarray(rows, float)[..., None] * (
-        width * activation_item_bytes(problem.weight_dtype, problem.dtype))
+        width * activation_item_bytes(problem.weight_dtype, problem.dtype,
+                                      is_cpu=problem.cluster.device.kind == "cpu"))
     if problem.cluster.device.kind == "cpu" or not model.decoder.is_native:
         held = held + model.num_heads / degrees * problem.lengths.inputs.max**2 * 4
     held[..., -1] += (np.asarray(heads, float) * model.vocab_size

@@ -9,10 +9,11 @@ import pytest
 from xgpt.core import catalog
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.errors import UnknownNameError
-from xgpt.core.units import FP8
+from xgpt.core.units import FP8, INT8
 from xprofiler.constants import BY_KIND, GPU, RooflineConstants
 from xprofiler.engines import LINK_FIELDS, changed, engine_constants
 from xprofiler.roofline import Roofline
+from xprofiler.source_errors import OperatorGroup
 from xprofiler.timing import MessageKind, Operator
 
 MODEL = catalog.model("llama-3.1-8b")
@@ -85,6 +86,33 @@ def test_fp8_halves_the_weights_that_decoding_streams_and_doubles_the_rate_of_en
         Operator.LAYER_REST, 1)
     assert without.operator_s(Operator.LAYER_REST, 8192) == pytest.approx(
         wide.operator_s(Operator.LAYER_REST, 8192), rel=0.02)
+
+
+@pytest.mark.parametrize(("device", "many", "one"), [
+    ("A100-80", 0.66, 0.5), ("T4", 0.66, 0.5), ("RTX-4090", 0.33, 0.5), ("V100", 1.0, 0.63)])
+def test_int8_has_the_rate_of_its_units_and_half_the_weights_where_there_are_none(
+        device: str, many: float, one: float) -> None:
+    """Twice or four times the rate, of which 0.70 are reached (16 bits: 0.92); the bytes of one
+    row's weights, which V100 widens."""
+    plain, narrow = (Roofline(MODEL, catalog.device(device), "float16", engine="vllm",
+                              weight_dtype=weights) for weights in ("", INT8))
+
+    def times(rows: float) -> float:
+        return float(narrow.kernels.layer_product_s(rows, 12288.0, 12288.0)
+                     / plain.kernels.layer_product_s(rows, 12288.0, 12288.0))
+
+    assert times(8192.0) == pytest.approx(many, rel=0.02)
+    assert times(1.0) == pytest.approx(one, rel=0.02)
+    assert "weights int8" in narrow.provenance()
+
+
+def test_products_of_int8_have_the_error_of_what_nobody_measured() -> None:
+    plain, narrow = (Roofline(MODEL, catalog.device("A100-80"), "bfloat16", engine="tensorrt-llm",
+                              weight_dtype=weights).errors() for weights in ("", INT8))
+    assert plain.groups[OperatorGroup.PRODUCTS].common < 0.1
+    assert narrow.groups[OperatorGroup.PRODUCTS].common > 0.3
+    assert "int8 were compared with nothing" in narrow.checked
+    assert narrow.groups[OperatorGroup.ALL_REDUCE] == plain.groups[OperatorGroup.ALL_REDUCE]
 
 
 def test_finding_an_operands_scale_costs_by_rows_and_depth_whatever_the_columns() -> None:

@@ -18,7 +18,7 @@ from xgpt.core import catalog
 from xgpt.core.cluster import Cluster, Device, Link, places_of, uniform_cluster
 from xgpt.core.constraint_section import read_price
 from xgpt.core.sections import Section, is_one_of
-from xgpt.core.units import DTYPE_BYTES, parse_bytes, parse_seconds
+from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS, parse_bytes, parse_seconds
 
 _LOADING = ("ssd_bytes_per_s", "host_bytes_per_s")  # may be left out: xgpt.core.cluster's defaults
 
@@ -105,7 +105,7 @@ def _read_device(section: Section) -> dict[str, Any]:
     if rates is None and not section.has("flops_per_s"):
         section.reject("flops_per_s", "required: {float32: ..., bfloat16: ...}, dense peak rates")
     if rates is not None:
-        for dtype in DTYPE_BYTES:
+        for dtype in (*DTYPE_BYTES, *EIGHT_BITS):
             rate = rates.number(dtype, None, lambda x: x > 0, "FLOP/s > 0")
             if rate is not None:
                 flops[dtype] = rate

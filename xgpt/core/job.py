@@ -103,7 +103,7 @@ class RunSpec:
     ranks: int | None = None
     dtype: str = "auto"
     weight_dtype: str = "auto"  # as which weights are multiplied; int8: activations with them
-    kv_dtype: str = "auto"  # as which entries of the cache are held; fp8 is planned for alone
+    kv_dtype: str = "auto"  # as which entries of the cache are held; planned for alone
     kv_layout: str = "auto"  # or "rows", "blocks": how what is reserved for a query lies
     seed: int = 0
     temperature: float = 0.0

@@ -217,12 +217,13 @@ def resolve_weight_dtype(job: Job, dtype: str, model: ModelSpec, cluster: Cluste
     executed."""
     wish, device, engine = job.run.weight_dtype, cluster.device, job.run.engine
     allowed = _weight_dtypes(dtype, model, device, engine)
-    if _is_fp8_planned(job, device):
-        allowed.append(FP8)
+    allowed += [narrow for narrow in _planned_for(job, device, "weight_dtype")
+                if narrow not in allowed]
     if wish != "auto" and wish not in allowed:
         raise wrong(job.source, "run.weight_dtype", wish, f"auto or {' or '.join(allowed)} here; "
                     f"float32 or float16 (AVX512-FP16) for bfloat16, and {INT8} (decoder-only "
-                    f"models, VNNI), on CPUs by run.engine: {OWN_ENGINE}; {_fp8_words()}")
+                    f"models, VNNI), on CPUs by run.engine: {OWN_ENGINE}; "
+                    f"{_planned_words('weight_dtype')}")
     if wish != "auto":
         return wish
     if dtype != "bfloat16" or "float32" not in allowed:
@@ -241,23 +242,35 @@ def _resolve_kv_dtype(job: Job, dtype: str, cluster: Cluster) -> str:
     wish = job.run.kv_dtype
     if wish == "auto":
         return dtype
-    if not _is_fp8_planned(job, cluster.device):
-        raise wrong(job.source, "run.kv_dtype", wish, f"auto here; {_fp8_words()}")
+    if wish not in (allowed := _planned_for(job, cluster.device, "kv_dtype")):
+        raise wrong(job.source, "run.kv_dtype", wish,
+                    f"{' or '.join(('auto', *allowed))} here; {_planned_words('kv_dtype')}")
     return wish
 
 
-def _is_fp8_planned(job: Job, device: Device) -> bool:
-    """On GPUs that are not here, as an engine takes it that executes it; by no profile, which would
-    be of another type."""
-    return (device.kind == "gpu" and job.cluster != LOCAL_CLUSTER and job.slurm is None
-            and job.profile is None and catalog.engine(job.plan_engine).has_fp8)
+_EIGHT_BITS_BY_KEY = {"weight_dtype": {FP8: "has_fp8", INT8: "has_int8"},
+                      "kv_dtype": {FP8: "has_fp8", INT8: "int8_cache"}}
 
 
-def _fp8_words() -> str:
-    engines = [name for name in catalog.names("engine") if catalog.engine(name).has_fp8]
-    return (f"{FP8} is planned for on clusters of GPUs that are not here, as others execute it "
-            f"(plan.engine: {', '.join(engines)}), and no runner under xgpt does; other types of 8 "
-            "bits are not planned on GPUs, since nothing that was measured tells their times")
+def _planned_for(job: Job, device: Device, key: str) -> list[str]:
+    """The types of 8 bits that a key may have on GPUs that are not here, as an engine takes them
+    that executes them; by no profile, which would be of another type."""
+    if (device.kind != "gpu" or job.cluster == LOCAL_CLUSTER or job.slurm is not None
+            or job.profile is not None):
+        return []
+    row = catalog.engine(job.plan_engine)
+    return [dtype for dtype, own in _EIGHT_BITS_BY_KEY[key].items() if getattr(row, own)]
+
+
+def _planned_words(key: str) -> str:
+    def engines(own: str) -> str:
+        return ", ".join(name for name in catalog.names("engine")
+                         if getattr(catalog.engine(name), own))
+
+    by_type = "; ".join(f"{dtype}: {engines(own)}"
+                        for dtype, own in _EIGHT_BITS_BY_KEY[key].items())
+    return (f"types of 8 bits are planned for on clusters of GPUs that are not here, as others "
+            f"execute them (by plan.engine, {by_type}), and no runner under xgpt does there")
 
 
 def open_weight_dtypes(problem: Problem, engine: str) -> list[str]:

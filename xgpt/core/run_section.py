@@ -29,7 +29,7 @@ def read_run(top: Section) -> RunSpec:
         ranks=section.integer("ranks", None, 1, 100_000),
         dtype=section.choice("dtype", "auto", DTYPES),
         weight_dtype=section.choice("weight_dtype", "auto", (*DTYPES, INT8, FP8)),
-        kv_dtype=section.choice("kv_dtype", "auto", ("auto", FP8)),
+        kv_dtype=section.choice("kv_dtype", "auto", ("auto", FP8, INT8)),
         kv_layout=section.choice("kv_layout", "auto", KV_LAYOUTS),
         seed=section.integer("seed", 0, 0, 2**63 - 1),
         temperature=section.number("temperature", 0.0, lambda x: x >= 0, "a number >= 0"),

@@ -12,15 +12,18 @@ _NUMBER = re.compile(r"^\s*([0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 INT8 = "int8"
 FP8 = "fp8"  # E4M3, of weights alone or of both operands; planned for, not executed
+EIGHT_BITS = (FP8, INT8)
 WEIGHT_BYTES = {**DTYPE_BYTES, INT8: 1, FP8: 1}  # of an element; scales apart
-_ACTIVATION_BYTES = {**DTYPE_BYTES, INT8: 4, FP8: 2}  # by what weights are held as
 
 
-def activation_item_bytes(weight_dtype: str, dtype: str) -> int:
-    """Of an activation, where weights of a run of `dtype` are held as `weight_dtype`: those that
-    have scales are multiplied by float32."""
-    is_scaled = weight_dtype == "float16" != dtype
-    return DTYPE_BYTES["float32"] if is_scaled else _ACTIVATION_BYTES[weight_dtype]
+def activation_item_bytes(weight_dtype: str, dtype: str, *, is_cpu: bool) -> int:
+    """Of an activation, where weights of a run of `dtype` are held as `weight_dtype`: our own
+    runner on a CPU multiplies those that have scales by float32; on GPUs 8 bits are made of them
+    for a product, and they themselves are of `dtype`."""
+    is_scaled = weight_dtype == INT8 or weight_dtype == "float16" != dtype
+    if is_cpu and is_scaled:
+        return DTYPE_BYTES["float32"]
+    return DTYPE_BYTES.get(weight_dtype, DTYPE_BYTES[dtype])
 
 
 def parse_bytes(text: str | int | float) -> int:

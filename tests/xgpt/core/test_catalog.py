@@ -14,7 +14,7 @@ from xgpt.core.errors import EXIT_BAD_INPUT, Mistake, UnknownNameError
 from xgpt.core.inline_cluster import build_cluster, read_inline_cluster
 from xgpt.core.model import Family
 from xgpt.core.sections import Section
-from xgpt.core.units import DTYPE_BYTES, FP8
+from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS, FP8, INT8
 from xgpt.core.yaml_tree import Field
 
 MODELS = catalog.names("model")
@@ -82,8 +82,11 @@ def test_every_device_has_plausible_figures_and_a_source(name: str) -> None:
     device = catalog.device(name)
     rates = dict(device.flops_per_s)
     assert device.source and device.generation
-    assert set(rates) <= {*DTYPE_BYTES, FP8} and "float32" in rates
+    assert set(rates) <= {*DTYPE_BYTES, *EIGHT_BITS} and "float32" in rates
     assert FP8 not in rates or rates[FP8] == pytest.approx(2 * rates["float16"], rel=1e-3)
+    # of GeForce cards float16's rate is with float32 sums, half of what it is without
+    assert INT8 not in rates or rates[INT8] / rates["float16"] == pytest.approx(
+        4 if name.startswith("RTX") else 2, rel=1e-3)
     # sparse figures, the usual trap, exceed 16 x float32 on all but H100/H200 (14.8 x)
     assert 1 < rates["float16"] / rates["float32"] <= 16.1
     assert rates.get("bfloat16", rates["float16"]) == rates["float16"]

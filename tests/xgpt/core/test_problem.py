@@ -214,31 +214,37 @@ def test_int8_is_for_processors_that_multiply_bytes(
     assert _resolve(folder, *asked).weight_dtype == "int8"
 
 
-def test_int8_is_refused_on_gpus_and_by_other_engines(folder: Path) -> None:
-    assert "VNNI" in _refused(folder, "run.weight_dtype=int8")
-    refusal = _refused(folder, "run.weight_dtype=int8", "plan.engine=vllm")
-    assert "auto or bfloat16 or fp8 here" in refusal and "not planned on GPUs" in refusal
+@pytest.mark.parametrize(("key", "wish", "engine", "other"), [
+    ("weight_dtype", "fp8", "vllm", "fastertransformer"),
+    ("kv_dtype", "fp8", "vllm", "fastertransformer"),
+    ("weight_dtype", "int8", "fastertransformer", "deepspeed"),
+    ("kv_dtype", "int8", "tensorrt-llm", "vllm")])
+def test_8_bits_are_planned_as_engines_execute_them_and_refused_where_they_would_be_run(
+        folder: Path, key: str, wish: str, engine: str, other: str) -> None:
+    problem = _resolve(folder, f"run.{key}={wish}", f"plan.engine={engine}")
+    assert getattr(problem, key) == wish and problem.dtype == "bfloat16"
+    for asked in ((), (f"plan.engine={other}",),
+                  (f"plan.engine={engine}", "slurm={partition: gpu, nodes: 1}")):
+        refusal = _refused(folder, f"run.{key}={wish}", *asked)
+        assert "no runner under xgpt does" in refusal and engine in refusal
 
 
 @pytest.mark.parametrize("key", ["weight_dtype", "kv_dtype"])
-def test_fp8_is_planned_as_engines_execute_it_and_refused_where_it_would_be_run(
-        folder: Path, key: str) -> None:
-    problem = _resolve(folder, f"run.{key}=fp8", "plan.engine=vllm")
-    assert getattr(problem, key) == "fp8" and problem.dtype == "bfloat16"
-    for asked in ((), ("plan.engine=fastertransformer",),
-                  ("plan.engine=vllm", "slurm={partition: gpu, nodes: 1}"),
-                  ("cluster=local", "run.ranks=1")):
-        assert "no runner under xgpt does" in _refused(folder, f"run.{key}=fp8", *asked)
+def test_fp8_is_refused_on_this_machine(folder: Path, key: str) -> None:
+    assert "no runner under xgpt does" in _refused(
+        folder, f"run.{key}=fp8", "cluster=local", "run.ranks=1")
 
 
-def test_entries_of_fp8_take_half_the_memory_and_half_the_bytes_of_a_step(folder: Path) -> None:
-    plain, narrow = (_resolve(folder, "plan.engine=vllm", *more)
-                     for more in ((), ("run.kv_dtype=fp8",)))
+@pytest.mark.parametrize("wish", ["fp8", "int8"])
+def test_entries_of_8_bits_take_half_the_memory_and_half_the_bytes_of_a_step(
+        folder: Path, wish: str) -> None:
+    plain, narrow = (_resolve(folder, "plan.engine=tensorrt-llm", *more)
+                     for more in ((), (f"run.kv_dtype={wish}",)))
     assert plain.kv_dtype == plain.dtype and plain.kv_item_bytes == 2 * narrow.kv_item_bytes
     stage = StageAssignment(index=0, ranks=(0,), first_layer=0, num_layers=4)
     held = [kv_bytes(problem, (stage,), 100.0)[0] for problem in (plain, narrow)]
     assert held[0] == 2 * held[1]
-    times = [Roofline(plain.model, plain.cluster.device, "bfloat16", engine="vllm",
+    times = [Roofline(plain.model, plain.cluster.device, "bfloat16", engine="tensorrt-llm",
                       kv_dtype=problem.kv_dtype).operator_s(
         Operator.DECODE_ATTENTION, 256.0, 4000.0) for problem in (plain, narrow)]
     assert 1.7 < times[0] / times[1] < 2.0

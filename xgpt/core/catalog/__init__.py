@@ -68,8 +68,9 @@ class EngineRow:
     these are but for that. As it serves by itself: `step_tokens`, the most of one step; `mixes`,
     whether it encodes beside decoding; `memory_share` and `reserve_gb`, how much of a device's
     memory it takes, and what of that it keeps for itself; `has_fp8`, whether it executes weights
-    and caches of fp8 where it is asked to; `fp8_cache`, whether it holds the cache of models in fp8
-    as fp8; `stream_s`, what its front end takes for each token that it sends on.
+    and caches of fp8 where it is asked to, `has_int8`, weights and activations of int8, and
+    `int8_cache`, caches of it; `fp8_cache`, whether it holds the cache of models in fp8 as fp8;
+    `stream_s`, what its front end takes for each token that it sends on.
     `errors`: by GPU generation, how far off computed times are (xprofiler.source_errors)."""
 
     name: str
@@ -81,6 +82,8 @@ class EngineRow:
     memory_share: float = 0.9
     reserve_gb: float = 0.0
     has_fp8: bool = False
+    has_int8: bool = False
+    int8_cache: bool = False
     fp8_cache: bool = True
     stream_s: float = 0.0
     constants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
