@@ -4,7 +4,7 @@
 
 Such a policy is not built. This says how much it could bring at most, over what is chosen today
 (`policy: auto`, no margin), for problems of hand_problems.py up to 32 GPUs: for every number of
-copies, tensor plan and division of the devices, the highest rate of
+copies, tensor plan and division of the devices, the highest rate, over a grid, of
 
     lambda = min(n / (E[D] T), lambda_E + G c / (E[L] T)),    T = T_iter(n, c, G)
 
