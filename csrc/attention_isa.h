@@ -94,8 +94,6 @@ static void write_out(int dtype, void *out, int64_t at, const float *sums, const
 }  // namespace XGPT_ISA
 }  // namespace xgpt
 
-#include "decode_walk_isa.h"
-#include "decode_rows_isa.h"
 #include "decode_isa.h"
 #include "turned_isa.h"
 #include "encode_isa.h"

@@ -8,32 +8,133 @@
 namespace xgpt {
 namespace XGPT_ISA {
 
-/* The type in whose order (load_two) values are summed: pairs are summed in that of floats. */
-template <typename Q, typename E>
-using Kept = std::conditional_t<std::is_same_v<Q, float>, E, float>;
+constexpr int BLOCK = 128;                  // keys whose scores are held at a time
+template <typename E>
+constexpr int AHEAD = 128 / sizeof(E);      // how many keys or values early each is asked for
+constexpr int KEPT = 4;                     // heads that read a key together
+constexpr int TILE = XGPT_W == 16 ? 2 : 1;  // pairs of registers of a value, summed together
 
-/* G heads of one query over a piece. query [G, width]; most, total [G] and sums [G, width] go on
- * from what they are; `bias` [G, bias_width] or null. */
-template <int G, int N, typename Q, typename E>
-static void attend_heads(const Q *query, int64_t width, const Piece<E> &piece, int64_t dim,
-                         float scale, const float *bias, int64_t bias_width, float *most,
-                         float *total, float *sums, Asker<E> *asker) {
-    alignas(64) float scores[G * BLOCK];
-    alignas(64) Q weights[G * BLOCK];
-    scores_of<G, N>(query, width, piece, dim, scale, scores, asker);
-    for (int g = 0; g < G; ++g) {
-        if (bias)
-            for (int64_t j = 0; j < piece.count; ++j)
-                scores[g * BLOCK + j] += bias[g * bias_width + j];
-        if (asker) asker->ask_early();
-        soften(scores + g * BLOCK, piece.count, weights + g * BLOCK, most[g], total[g],
-               sums + g * width, width);
+/* Asks for `bytes` from p on to be brought into the second level cache. Keys of a block come first,
+ * then its values, then the next block's keys: what is asked for follows that order. */
+static inline void ask_for(const void *p, int64_t bytes) {
+    for (int64_t line = 0; line < bytes; line += 64)
+        __builtin_prefetch(static_cast<const char *>(p) + line, 0, 2);
+}
+
+/* The dot products of one key with G heads of a query; N > 0: N pairs of registers a row. */
+template <typename E, int G, int N>
+XGPT_INLINE void dots_of(const float *query, int64_t width, const E *key, int64_t dim, vec *dots) {
+    vec a, b;
+    for (int g = 0; g < G; ++g) dots[g] = vec{};
+    if constexpr (N > 0) {
+        for (int i = 0; i < N; ++i) {
+            load_two(key + i * 2 * W, a, b);
+            for (int g = 0; g < G; ++g) {
+                const float *q = query + g * width + i * 2 * W;
+                dots[g] = dots[g] + load(q) * a + load(q + W) * b;
+            }
+        }
+    } else {
+        for (int64_t x = 0; x < dim; x += 2 * W) {
+            load_two(key + x, dim - x, a, b);
+            for (int g = 0; g < G; ++g) {
+                const float *q = query + g * width + x;
+                dots[g] = dots[g] + load(q) * a + load(q + W) * b;
+            }
+        }
     }
-    int64_t x = 0;
-    for (; x + TILE * 2 * W <= row_size<N>(dim); x += TILE * 2 * W)
-        add_values<G, N, TILE, true>(sums, width, weights, piece, dim, x, asker);
-    for (; N == 0 && x < dim; x += 2 * W)
-        add_values<G, N, 1, false>(sums, width, weights, piece, dim, x, asker);
+}
+
+/* dots[g]: lane i is head g's product with key first + i, of COUNT keys. Keys beyond the last are
+ * the last one. `ahead`: as many keys, or values, to be asked for. */
+template <typename E, int G, int N, int COUNT>
+XGPT_INLINE void dots_of_keys(const float *query, int64_t width, const E *keys, int64_t first,
+                              int64_t last, int64_t dim, const E *ahead, vec *dots) {
+    if constexpr (COUNT == 1) {
+        ask_for(ahead, (N ? N * 2 * W : dim) * sizeof(E));
+        dots_of<E, G, N>(query, width, keys + (first < last ? first : last) * dim, dim, dots);
+    } else {
+        vec low[G], high[G];
+        dots_of_keys<E, G, N, COUNT / 2>(query, width, keys, first, last, dim, ahead, low);
+        dots_of_keys<E, G, N, COUNT / 2>(query, width, keys, first + COUNT / 2, last, dim,
+                                         ahead + COUNT / 2 * dim, high);
+        for (int g = 0; g < G; ++g) dots[g] = add_halves<COUNT / 2>(low[g], high[g]);
+    }
+}
+
+/* scores [G, BLOCK] of `count` keys [count, dim], some more beyond them; `values` are read next. */
+template <typename E, int G, int N>
+static void scores_of(const float *query, int64_t width, const E *keys, const E *values,
+                      int64_t dim, int64_t count, float scale, float *scores) {
+    const int64_t whole = rounded(count, W);
+    for (int64_t j = 0; j < count; j += W) {
+        const E *ahead = j + AHEAD<E> < whole ? keys + (j + AHEAD<E>) * dim
+                                           : values + (j + AHEAD<E> - whole) * dim;
+        vec dots[G];
+        dots_of_keys<E, G, N, W>(query, width, keys, j, count - 1, dim, ahead, dots);
+        for (int g = 0; g < G; ++g) store(scores + g * BLOCK + j, dots[g] * scale);
+    }
+}
+
+/* sums [G, width] += weights [G, BLOCK] x values [count, dim], N pairs of registers at x; the keys
+ * `next` are read next. */
+template <typename E, int G, int N>
+static void add_values(float *sums, int64_t width, const float *weights, const E *values,
+                       const E *next, int64_t dim, int64_t count, int64_t x) {
+    vec kept[G][2 * N];
+    for (int g = 0; g < G; ++g)
+        for (int i = 0; i < 2 * N; ++i) kept[g][i] = load(sums + g * width + x + i * W);
+    const bool whole = x + N * 2 * W <= dim;
+    for (int64_t j = 0; j < count; ++j) {
+        const E *value = values + j * dim + x;
+        ask_for(j + AHEAD<E> < count ? value + AHEAD<E> * dim : next + (j + AHEAD<E> - count) * dim + x,
+                N * 2 * W * sizeof(E));
+        for (int i = 0; i < N; ++i) {
+            vec a, b;
+            if (whole)
+                load_two(value + i * 2 * W, a, b);
+            else
+                load_two(value + i * 2 * W, dim - x - i * 2 * W, a, b);
+            for (int g = 0; g < G; ++g) {
+                kept[g][2 * i] += weights[g * BLOCK + j] * a;
+                kept[g][2 * i + 1] += weights[g * BLOCK + j] * b;
+            }
+        }
+    }
+    for (int g = 0; g < G; ++g)
+        for (int i = 0; i < 2 * N; ++i) store(sums + g * width + x + i * W, kept[g][i]);
+}
+
+/* G heads of one query over `count` keys of one KV head. query [G, width]; most,
+ * total [G] and sums [G, width] go on from what they are; `bias` [G, bias_width] or null. */
+template <typename E, int G>
+static void attend_heads(const float *query, int64_t width, const E *keys, const E *values,
+                         int64_t dim, int64_t count, float scale, const float *bias,
+                         int64_t bias_width, float *most, float *total, float *sums,
+                         const E *after) {
+    alignas(64) float scores[G * BLOCK];
+    const auto score = dim == 4 * W   ? scores_of<E, G, 2>
+                       : dim == 8 * W ? scores_of<E, G, 4>
+                                      : scores_of<E, G, 0>;
+    for (int64_t from = 0; from < count; from += BLOCK) {
+        const int64_t here = count - from < BLOCK ? count - from : BLOCK;
+        score(query, width, keys + from * dim, values + from * dim, dim, here, scale,
+              scores);
+        for (int g = 0; g < G; ++g) {
+            if (bias)
+                for (int64_t j = 0; j < here; ++j)
+                    scores[g * BLOCK + j] += bias[g * bias_width + from + j];
+            soften(scores + g * BLOCK, here, scores + g * BLOCK, most[g], total[g],
+                   sums + g * width, width);
+        }
+        const E *value = values + from * dim;
+        const E *next = from + BLOCK < count ? keys + (from + BLOCK) * dim : after;
+        int64_t x = 0;
+        for (; x + TILE * 2 * W <= width; x += TILE * 2 * W)
+            add_values<E, G, TILE>(sums, width, scores, value, next, dim, here, x);
+        for (; x < width; x += 2 * W)
+            add_values<E, G, 1>(sums, width, scores, value, next, dim, here, x);
+    }
 }
 
 /* What one thread has of a (query, KV head) pair that others have parts of. */
@@ -42,34 +143,7 @@ struct Part {
     const float *most, *total, *sums;  // [group], [group], [group, width]
 };
 
-template <int G, typename Q, typename E>
-static auto attend_of(int64_t dim) {
-    return dim == 4 * W   ? attend_heads<G, 2, Q, E>
-           : dim == 8 * W ? attend_heads<G, 4, Q, E>
-                          : attend_heads<G, 0, Q, E>;
-}
-
-/* Heads of one query over a piece, as many as KEPT at a time. */
-template <typename Q, typename E>
-static void attend(const Decode &a, const Piece<E> &piece, const Q *query, int64_t width,
-                   float *most, float *total, float *sums, Asker<E> &asker) {
-    const int64_t group = a.heads / a.kv_heads, head = piece.pair % a.kv_heads * group;
-    const int64_t length = a.lengths[piece.pair / a.kv_heads];
-    for (int64_t g = 0; g < group; g += KEPT) {
-        const float *bias = a.bias ? a.bias + (head + g) * a.bias_width + a.bias_center -
-                                         (length - 1) + piece.at
-                                   : nullptr;
-        const int64_t heads = std::min<int64_t>(KEPT, group - g);
-        const auto attend = heads == 1   ? attend_of<1, Q, E>(a.dim)
-                            : heads == 2 ? attend_of<2, Q, E>(a.dim)
-                            : heads == 3 ? attend_of<3, Q, E>(a.dim)
-                                         : attend_of<4, Q, E>(a.dim);
-        attend(query + g * width, width, piece, a.dim, a.scale, bias, a.bias_width, most + g,
-               total + g, sums + g * width, g == 0 ? &asker : nullptr);  // others find it there
-    }
-}
-
-template <typename Q, typename E>
+template <typename E>
 static int decode(const Decode &a) {
     const int64_t group = a.heads / a.kv_heads, width = rounded(a.dim, 2 * W);
     const int64_t pairs = a.n * a.kv_heads;
@@ -78,38 +152,60 @@ static int decode(const Decode &a) {
         start[pair + 1] = start[pair] + a.lengths[pair / a.kv_heads];
     const int64_t all_keys = start[pairs];
     const int threads = static_cast<int>(std::min<int64_t>(a.threads, all_keys / 256 + 1));
-    const int64_t kept = group * (width + 2);
-    std::vector<Q> queries(threads * group * width);
-    std::vector<float> scratch(threads * 2 * kept);
+    const int64_t kept = group * (width + 2), room = group * width + 2 * kept;
+    std::vector<float> scratch(threads * room);
     std::vector<Part> parts(threads * 2, Part{-1, nullptr, nullptr, nullptr});
 
     share(threads, [&](int thread) {
         const int64_t first = begin(all_keys, threads, thread);
         const int64_t last = begin(all_keys, threads, thread + 1);
-        Q *query = queries.data() + thread * group * width;
-        float *sums = scratch.data() + thread * 2 * kept;
+        float *query = scratch.data() + thread * room, *sums = query + group * width;
         int cut = 0;
-        Walk<E> walk(a, start, first, last);
-        Asker<E> asker(walk);
-        for (Piece<E> piece; walk.next(piece);) {
-            const int64_t i = piece.pair / a.kv_heads, head = piece.pair % a.kv_heads;
+        int64_t pair = std::upper_bound(start.begin(), start.end(), first) - start.begin() - 1;
+        for (; pair < pairs && start[pair] < last; ++pair) {
+            const int64_t i = pair / a.kv_heads, head = pair % a.kv_heads;
+            const int64_t from = std::max(first, start[pair]) - start[pair];
+            const int64_t to = std::min(last, start[pair + 1]) - start[pair];
+            for (int64_t g = 0; g < group; ++g)
+                read_head<E>(a.dtype, a.query, i * a.query_stride + (head * group + g) * a.dim,
+                             a.dim, query + g * width, width);
             float *most = sums + group * width, *total = most + group;
-            if (piece.at == std::max(first - start[piece.pair], int64_t{0})) {  // its first
-                for (int64_t g = 0; g < group; ++g)
-                    read_head<E>(a.dtype, a.query, i * a.query_stride + (head * group + g) * a.dim,
-                                 a.dim, query + g * width, width);
-                std::fill(sums, most, 0.0f);
-                std::fill(most, total, NOTHING);
-                std::fill(total, total + group, 0.0f);
-            }
-            attend(a, piece, query, width, most, total, sums, asker);
-            const int64_t beyond = start[piece.pair] + piece.at + piece.count;
-            if (beyond < std::min(last, start[piece.pair + 1])) continue;
-            if (first <= start[piece.pair] && start[piece.pair + 1] <= last) {
-                write_out<Kept<Q, E>>(a.dtype, a.out, (i * a.heads + head * group) * a.dim, sums,
-                                      total, group, width, a.dim);
+            std::fill(sums, most, 0.0f);
+            std::fill(most, total, NOTHING);
+            std::fill(total, total + group, 0.0f);
+            const int64_t then = std::min(pair + 1, pairs - 1);  // the pair whose keys come next
+            // elements before the entries of a head in a block
+            auto start_of = [&](int64_t block, int64_t of_head) {
+                return (block * a.kv_heads + of_head) * a.blocks.block_size * a.dim;
+            };
+            const int64_t next = start_of(a.blocks.of(then / a.kv_heads, 0),
+                                          then % a.kv_heads);
+            a.blocks.each(i, from, to,
+                          [&](int64_t block, int64_t offset, int64_t at, int64_t count) {
+                const int64_t row = start_of(block, head) + offset * a.dim;
+                const E *keys = static_cast<const E *>(a.keys) + row;
+                const E *values = static_cast<const E *>(a.values) + row;
+                const int64_t beyond = at + count;  // whose keys are read next
+                const E *after = static_cast<const E *>(a.keys) + (
+                    beyond < to ? start_of(a.blocks.of(i, beyond), head) : next);
+                for (int64_t g = 0; g < group; g += KEPT) {
+                    const int64_t heads = std::min<int64_t>(KEPT, group - g);
+                    const float *bias = a.bias ? a.bias + (head * group + g) * a.bias_width +
+                                                     a.bias_center - (a.lengths[i] - 1) + at
+                                               : nullptr;
+                    const auto attend = heads == 1   ? attend_heads<E, 1>
+                                        : heads == 2 ? attend_heads<E, 2>
+                                        : heads == 3 ? attend_heads<E, 3>
+                                                     : attend_heads<E, 4>;
+                    attend(query + g * width, width, keys, values, a.dim, count, a.scale, bias,
+                           a.bias_width, most + g, total + g, sums + g * width, after);
+                }
+            });
+            if (to - from == a.lengths[i]) {
+                write_out<E>(a.dtype, a.out, (i * a.heads + head * group) * a.dim, sums, total,
+                             group, width, a.dim);
             } else {  // kept until all parts are there; a thread has two of them at most
-                parts[thread * 2 + cut++] = Part{piece.pair, most, total, sums};
+                parts[thread * 2 + cut++] = Part{pair, most, total, sums};
                 sums += kept;
             }
         }
@@ -139,20 +235,17 @@ static int decode(const Decode &a) {
             }
         }
         const int64_t i = pair / a.kv_heads, head = pair % a.kv_heads;
-        write_out<Kept<Q, E>>(a.dtype, a.out, (i * a.heads + head * group) * a.dim, sums, total, group,
-                              width, a.dim);
+        write_out<E>(a.dtype, a.out, (i * a.heads + head * group) * a.dim, sums, total, group,
+                     width, a.dim);
     }
     return XGPT_OK;
 }
 
 static int decode_any(const Decode &a) {
-#ifdef XGPT_HAS_DOTS
-    // a key that one head reads is multiplied in float32 before the next is there
-    const bool is_narrow = a.dtype == XGPT_BFLOAT16 && a.kv_dtype == XGPT_BFLOAT16 &&
-                           a.heads > a.kv_heads;
-    return is_narrow ? decode<bfloat16, bfloat16>(a) : XGPT_WIDE::decode_any(a);
+#ifdef XGPT_HAS_DOTS  // no quicker by pairs (0.91 to 0.97): it waits for memory, not for products
+    return XGPT_WIDE::decode_any(a);
 #else
-    return a.kv_dtype == XGPT_FLOAT32 ? decode<float, float>(a) : decode<float, bfloat16>(a);
+    return a.kv_dtype == XGPT_FLOAT32 ? decode<float>(a) : decode<bfloat16>(a);
 #endif
 }
 
