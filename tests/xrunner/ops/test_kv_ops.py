@@ -208,3 +208,20 @@ def test_a_large_block_has_the_memory_of_the_last_unless_that_is_in_use() -> Non
         assert again.data_ptr() == address
     assert torch.equal(again[0, :, 0], store[0, :, 3, 0])
     assert torch.equal(other[0, :, 0, 1024:], store[0, :, 3, 0])
+
+
+def test_more_than_caches_hold_is_copied_the_same_at_any_alignment() -> None:
+    """Written past the caches from 32 MiB on; entries of 4,121 bytes begin anywhere in a line."""
+    store = torch.randint(0, 256, (1, 2, 6, 1, 1024, 4121), dtype=torch.uint8)
+    moves, lengths = [Move(4, 1), Move(1, 0), Move(5, 4), Move(3, 2), Move(0, 5)], [1001] * 5
+    expected = store.clone()
+    kv.compact_torch(expected, moves, lengths)
+    own = store.clone()
+    kv.compact(own, moves, lengths)
+    assert torch.equal(own, expected)
+    slots = [3, 0, 1, 5, 2]
+    block = kv.gather(store, slots, lengths)
+    assert torch.equal(block, kv.gather_torch(store, slots, lengths))
+    kv.scatter(own, slots, lengths, block)
+    for slot in slots:
+        assert torch.equal(own[:, :, slot, :, :1001], store[:, :, slot, :, :1001])
