@@ -27,6 +27,8 @@ from xgpt.app.opened import open_file  # noqa: E402
 from xgpt.core.problem import Problem  # noqa: E402
 from xgpt.core.queries import QueryLengths  # noqa: E402
 from xgpt.core.schedule_file import load_schedule  # noqa: E402
+from xprofiler.profile import TableKey  # noqa: E402
+from xprofiler.profile_file import load_profile  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xsimulator.policies import make_policy  # noqa: E402
 from xsimulator.policies.continuous.config import ContinuousConfig  # noqa: E402
@@ -100,6 +102,24 @@ def test_a_schedule_is_executed_exactly(
     assert asked(run=str(plan.save())) == {}
     assert answers(out) == expected
     assert logged(out) == replayed(problem, out)
+
+
+def test_two_processes_divide_each_layer(tmp_path: Path, toy: tuple[Path, Any], vllm_python: str,
+                                         cache: dict[str, str]) -> None:
+    """Its own tensor parallelism: what its processes tell each other is in the steps' times."""
+    folder, model = toy
+    job = written(tmp_path, folder, vllm_python, "policy: rra, encode_batch: 5, "
+                  "decode_iterations: 4, decode_micro_batches: 1, encode_chunk: 0")
+    job.write_text(job.read_text().replace("ranks: 1", "ranks: 2"))
+    metrics, out = submit(job, cache), tmp_path / "out"
+    assert metrics["status"] == "done" and metrics["throughput_qps"]["predicted"] > 0
+    assert answers(out) == {q.id: toys.generate(model, q) for q in QUERIES}
+    assert logged(out) == replayed(open_file(job).problem, out)
+    deployment = load_schedule(out / "schedule.json").deployment
+    assert [stage.tp_degree for stage in deployment.stages] == [2]
+    profile = load_profile(out / "profile.json")
+    assert profile.tp_degrees == (2,)
+    assert TableKey("all_reduce", 2, "shared-memory") in profile.tables  # of no time
 
 
 def logged(out: Path) -> list[tuple[Any, ...]]:

@@ -374,8 +374,9 @@ def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: T
                 stop.touch()
 
         try:
-            ranks = RankProgram(module=wanted.engine.profiler, argument=request, count=of.ranks,
-                                command=wanted.program(request))
+            command = wanted.program(request)
+            ranks = RankProgram(module=wanted.engine.profiler, argument=request, command=command,
+                                count=1 if command else of.ranks)
             wanted.launcher.run(ranks, watch=watch, ask_to_stop=stop.touch)
         finally:
             tell.end_progress()

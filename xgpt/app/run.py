@@ -202,11 +202,11 @@ def _start(opened: OpenedJob, plan: RunPlan, schedule: Schedule, lock: int,
             tell.end_progress()  # what it has to say gets lines of its own
             tell.say(paragraph(rescheduler.decisions[-1].sentence))
 
+    command = program_of(opened.job, engine.worker, run_file)
     program = RankProgram(
-        module=engine.worker, argument=run_file, inherited=(lock,),
-        command=program_of(opened.job, engine.worker, run_file),
+        module=engine.worker, argument=run_file, inherited=(lock,), command=command,
         standby=opened.standby, holds=weights_key(plan, schedule),
-        count=schedule.deployment.num_devices, per_node=ranks_per_node(
+        count=1 if command else schedule.deployment.num_devices, per_node=ranks_per_node(
             schedule.deployment, opened.problem.cluster.devices_per_node))
     try:
         launcher_of(opened.job, opened.problem).run(

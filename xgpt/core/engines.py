@@ -9,7 +9,8 @@ OWN_ENGINE, VLLM = "xgpt", "vllm"
 _GROUP = "xgpt.engines"
 _ROWS = {OWN_ENGINE: "xrunner.engines.engine:OWN", "deepspeed": "xrunner.engines.deepspeed:ENGINE",
          VLLM: "xrunner.engines.vllm.row:ENGINE"}
-# Engines of one process, whatever that starts itself: all cores of a machine are one rank's.
+# Engines of one process, whatever that starts itself: all cores of a machine are one rank's, unless
+# the job names ranks, over which the engine divides each layer.
 ONE_PROCESS = (VLLM,)
 # What an engine gives of a request besides plain sampling: log-likelihoods of chosen tokens, a
 # least number of them, and what its own sampler has (xgpt.core.passed).

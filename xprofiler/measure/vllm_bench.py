@@ -3,15 +3,18 @@
 vLLM's kernels cannot be marked from outside as our own can. What a step's parts take follows from
 steps that differ in one of them, of n queries and T tokens, with L layers:
 
-    head(n)        n short inputs encoded, less the same tokens as inputs eight times as long
+    head(1)        the share of a step of one query that the head has of the model's weights
+    head(n)        n queries that decode next to no context, less n tokens encoded in few inputs:
+                   what n next tokens take more than those few
     rest(T)        T tokens in inputs so short that their attention is next to nothing, less head
     attention      a step, less rest and head of its sizes
 
-so that the parts of a step that was measured add up to it. The head of more than MOST_HEADS
-queries is as many times theirs: by then it is a product that costs by the row, and encoding inputs
-for it alone would be most of the measuring. A part that is lost in the noise of the
+so that the parts of a step that was measured add up to it. The two steps of a head have the same
+rows, are timed in turns, and the median of their differences counts: a machine that is slower a
+minute later would else be taken for a head. A part that is lost in the noise of the
 difference counts as a hundredth of its step: of nothing, any noise would be a large share."""
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from itertools import count
@@ -21,13 +24,11 @@ from xprofiler.measure.probe import StepParts
 from xrunner.engines.vllm.core import PREFIX, Token
 from xrunner.query import Sampling
 
-SHORT = 8  # tokens of an input whose attention is next to nothing
-_LONGER = 64
+SHORT = 32  # tokens of an input whose attention is next to nothing, and so are heads of such inputs
 LEAST_S = 1e-9  # what is not there at all: a profile holds no zeros
 _LEAST, _MOST = 0.01, 0.9  # of a step: attention or head at least, and at most
-MOST_HEADS = 64
-_REPEATS = 3  # of a step that others are compared with
-_SLOW_S = 0.3  # a step this slow hardly scatters: its first time counts, and one more is enough
+_REPEATS = 5  # of steps that others are compared with
+_SLOW_S, _SLOW_REPEATS = 0.3, 3  # of a step that takes as long and longer
 _TOKEN = 7  # any
 
 
@@ -48,11 +49,13 @@ class Core(Protocol):
 class VllmBench:
     """The whole model behind a core, ready to take any step."""
 
-    def __init__(self, core: Core, num_layers: int, sampling: Sampling, *,
+    def __init__(self, core: Core, num_layers: int, sampling: Sampling, *, head_share: float,
                  clock: Callable[[], float] = time.perf_counter) -> None:
-        self.num_layers = num_layers
+        """`head_share`: of the model's weights, those of the head."""
+        self.num_layers, self._head_share = num_layers, head_share
         self._core, self._sampling, self._clock, self._numbers = core, sampling, clock, count()
-        self._known: dict[tuple[str, int], float] = {}
+        self._known: dict[int, tuple[float, float]] = {}
+        self._rests: dict[int, float] = {}
 
     def decode(self, contexts: list[int], *,
                most_layers: int | None = None) -> Callable[[], StepParts]:
@@ -82,23 +85,45 @@ class VllmBench:
 
     def head_s(self, queries: int) -> float:
         """Seconds that `queries` next tokens take, after the layers."""
-        # of one as half of two: what the first costs more cannot be told from the layers
-        several = min(max(queries, 2), MOST_HEADS)
-        fewer = _inputs(SHORT * several, _LONGER)
-        apart_s = (self._quickest(("short", several), lambda: self._encoded_s([SHORT] * several))
-                   - self._quickest(("longer", several), lambda: self._encoded_s(fewer)))
-        return max(apart_s * queries / (several - len(fewer)),
-                   _LEAST * self._known["short", several])
-
-    def _rest_s(self, tokens: int) -> float:
-        """Seconds that all layers take for so many tokens, without attention and head."""
-        lengths = _inputs(tokens, SHORT)
-        return max(self._quickest(("rest", tokens), lambda: self._encoded_s(lengths))
-                   - self.head_s(len(lengths)), LEAST_S)
+        return self._decoded_apart(queries)[1]
 
     def _base_s(self, queries: int) -> float:
         """A decode step of so many queries that hold next to nothing."""
-        return self._quickest(("base", queries), lambda: self._decoded_s([1] * queries))
+        return self._decoded_apart(queries)[0]
+
+    def _decoded_apart(self, queries: int) -> tuple[float, float]:
+        """(seconds of a decode step of so many queries that hold next to nothing, those of them
+        that the head takes)."""
+        if queries not in self._known:
+            base_s, more_s = self._in_turns(queries)
+            if queries == 1:
+                head_s = self._head_share * base_s
+            else:
+                few = len(_inputs(queries))
+                # by as much again for each query more, from the first on
+                head_s = self.head_s(1) + more_s * (queries - 1) / (queries - few)
+            self._known[queries] = base_s, min(max(head_s, _LEAST * base_s), _MOST * base_s)
+        return self._known[queries]
+
+    def _in_turns(self, queries: int) -> tuple[float, float]:
+        """(seconds of a decode step of so many queries, its difference to as many rows of few
+        inputs)."""
+        contexts, inputs = [1] * queries, _inputs(queries)
+        self._encoded_s(inputs)  # it may compile, or get memory
+        repeats = _REPEATS if self._decoded_s(contexts) < _SLOW_S else _SLOW_REPEATS
+        pairs = [(self._decoded_s(contexts), self._encoded_s(inputs)) for _ in range(repeats)]
+        return (statistics.median(decoded_s for decoded_s, _ in pairs),
+                statistics.median(decoded_s - encoded_s for decoded_s, encoded_s in pairs))
+
+    def _rest_s(self, tokens: int) -> float:
+        """Seconds that all layers take for so many tokens, without attention and head."""
+        if tokens not in self._rests:
+            inputs = _inputs(tokens)
+            first_s = self._encoded_s(inputs)
+            repeats = _REPEATS if first_s < _SLOW_S else _SLOW_REPEATS
+            whole_s = statistics.median(self._encoded_s(inputs) for _ in range(repeats))
+            self._rests[tokens] = max(whole_s - self.head_s(len(inputs)), LEAST_S)
+        return self._rests[tokens]
 
     def _parts(self, whole_s: float, attention_s: float, head_s: float) -> StepParts:
         """Of a step whose attention and head take so long together; the rest is the layers'."""
@@ -107,14 +132,6 @@ class VllmBench:
         rest_s = whole_s - head_s - attention_s
         return StepParts(whole_s=whole_s, rest_s=rest_s / self.num_layers, embed_s=LEAST_S,
                          attention_s=attention_s / self.num_layers, head_s=head_s)
-
-    def _quickest(self, key: tuple[str, int], measure: Callable[[], float]) -> float:
-        if key not in self._known:
-            first_s = measure()  # it may compile, or get memory
-            # what disturbs a step makes it longer, and a difference of two anything
-            self._known[key] = min(first_s, measure()) if first_s >= _SLOW_S else min(
-                measure() for _ in range(_REPEATS))
-        return self._known[key]
 
     def _decoded_s(self, contexts: Sequence[int]) -> float:
         """The step after the one that takes the queries up."""
@@ -142,7 +159,7 @@ class VllmBench:
         return names
 
 
-def _inputs(tokens: int, each: int) -> list[int]:
-    """So many tokens as inputs of `each`, and one of what is left."""
-    whole, left = divmod(tokens, each)
-    return [each] * whole + [left] * (left > 0)
+def _inputs(tokens: int) -> list[int]:
+    """So many tokens as short inputs, and one of what is left."""
+    whole, left = divmod(tokens, SHORT)
+    return [SHORT] * whole + [left] * (left > 0)

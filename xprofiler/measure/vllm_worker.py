@@ -4,6 +4,7 @@ that has vLLM. The points, the noise and the profile are those of any source."""
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from xgpt.core.model import model_from_dict
 from xgpt.core.units import DTYPE_BYTES
 from xprofiler.measure.bench import DRAWN, GREEDY
 from xprofiler.measure.ranks import connect
-from xprofiler.measure.vllm_bench import SHORT, VllmBench
-from xprofiler.measure.worker import MeasureRequest, Measuring
+from xprofiler.measure.vllm_bench import LEAST_S, SHORT, VllmBench
+from xprofiler.measure.worker import MeasureRequest, Measuring, messages_between
 from xprofiler.points import Needs, Point
+from xprofiler.profile import ALL_REDUCE, Sample, TableKey
 from xrunner.engines.vllm.core import CoreSettings, EngineCore
 from xrunner.rank import leave
 
+_ANY_SIZE = (1.0, 2.0**40)  # bytes of a message, from the least to the most
 _FILLED = {"kv_connector": "FilledCache", "kv_role": "kv_both",
            "kv_connector_module_path": "xrunner.engines.vllm.filled"}
 
@@ -30,19 +33,30 @@ class _OfVllm(Measuring):
     def bench_of(self, degree: int) -> Any:
         request = self.request
         needs, drawn = Needs(**request.needs), request.metadata["sampling"] == "drawn"
-        settings = settings_of(request, needs)
+        settings = settings_of(request, needs, degree)
         started_s = time.monotonic()
         core = EngineCore(settings)
         sampling = DRAWN if drawn else GREEDY
         self.begin_s += time.monotonic() - started_s  # to load it is not to measure
-        return VllmBench(core, model_from_dict(request.model).num_layers, sampling)
+        spec = model_from_dict(request.model)
+        return VllmBench(core, spec.num_layers, sampling,
+                         head_share=spec.head_params / spec.num_params)
 
     def most_layers(self, bench: Any, point: Point) -> int | None:
         return None  # a step of vLLM's goes through all of them
 
+    def network(self, degrees: Sequence[int]) -> dict[TableKey, tuple[Sample, ...]]:
+        """What the processes of a group tell each other is part of the steps, so that nothing is
+        added to them for it. vLLM has no other messages under xgpt."""
+        metadata = self.request.metadata
+        return {key: tuple(Sample(x=size, y=0.0, samples_s=(LEAST_S,)) for size in _ANY_SIZE)
+                for key in messages_between(self.request, metadata["ranks"], metadata["nodes"])
+                if key.name == ALL_REDUCE}
 
-def settings_of(request: MeasureRequest, needs: Needs) -> CoreSettings:
-    """What vLLM is started with to take any step of these sizes."""
+
+def settings_of(request: MeasureRequest, needs: Needs, tp_degree: int = 1) -> CoreSettings:
+    """What vLLM is started with to take any step of these sizes, divided over so many
+    processes."""
     spec, engine, dtype = model_from_dict(request.model), request.engine, request.metadata["dtype"]
     queries = max(needs.queries, -(-needs.tokens // SHORT) + 1)
     kv_bytes = spec.kv_elements_per_token_layer * spec.num_layers * DTYPE_BYTES[dtype]
@@ -54,7 +68,8 @@ def settings_of(request: MeasureRequest, needs: Needs) -> CoreSettings:
         threads=int(request.metadata["threads_per_rank"]), max_queries=queries,
         max_tokens=min(longest, spec.max_positions or longest),
         kv_tokens=held,
-        kv_token_bytes=kv_bytes, device_kind=engine["device_kind"], most_tokens=needs.tokens,
+        kv_token_bytes=kv_bytes, tp_degree=tp_degree, device_kind=engine["device_kind"],
+        most_tokens=needs.tokens,
         arguments={**engine["arguments"], "kv_transfer_config": _FILLED})
 
 

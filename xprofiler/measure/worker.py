@@ -12,7 +12,7 @@ if __name__ == "__main__":  # before what takes seconds to import
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,15 @@ from xprofiler.measure.ranks import Ranks, connect, own_device
 from xprofiler.measure.recorder import Recorder
 from xprofiler.noise import worth_again
 from xprofiler.points import Kind, Needs, Point, quick_points, refinement, skeleton
-from xprofiler.profile import ALL_REDUCE, TRANSFER, Peaks, Profile, ProfileMetadata, TableKey
+from xprofiler.profile import (
+    ALL_REDUCE,
+    TRANSFER,
+    Peaks,
+    Profile,
+    ProfileMetadata,
+    Sample,
+    TableKey,
+)
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.timing import Operator
 
@@ -235,19 +243,22 @@ class Measuring:
         self._recorder = Recorder(replace(self._known, peaks=best))
 
     def _measure_network(self) -> None:
-        request, ranks = self.request, self._ranks
-        if ranks.size == 1:
+        of = self._known.metadata
+        if of.ranks == 1 or all(map(self._recorder.has_network,
+                                    messages_between(self.request, of.ranks, of.nodes))):
             return
-        nodes = self._known.metadata.nodes
-        degrees = tuple(d for d in request.degrees if d <= ranks.size)
-        if all(map(self._recorder.has_network, messages_between(request, ranks.size, nodes))):
-            return
+        self._recorder.add_network(self.network(
+            tuple(d for d in self.request.degrees if d <= of.ranks)))
+
+    def network(self, degrees: Sequence[int]) -> Mapping[TableKey, tuple[Sample, ...]]:
+        """The tables of the messages between the ranks, and of all-reduces of these degrees."""
+        request, ranks, nodes = self.request, self._ranks, self._known.metadata.nodes
         if nodes > 1 and not places(ranks.world).is_split:
             raise XgptError(f"the profile is to be of {nodes} nodes, and MPI finds all ranks on "
                             "one: no transfer over the network can be timed")
-        self._recorder.add_network(measure_network(
+        return measure_network(
             ranks.world, Subject(spec=self._spec, dtype=self._dtype, device=self._device),
-            degrees=degrees, near=request.near, far=request.far))
+            degrees=degrees, near=request.near, far=request.far)
 
     def _spent_s(self) -> float:
         return self._known.spent_s + time.monotonic() - self.begin_s

@@ -2,7 +2,10 @@
 `OTHER_PYTHON .../xrunner/engines/elsewhere.py MODULE [ARGUMENT ...]`.
 
 Only our own five packages come from here. Everything else is that interpreter's: versions of torch
-or transformers of two environments must not meet in one process."""
+or transformers of two environments must not meet in one process.
+
+A process that `multiprocessing` spawns from there (a rank of vLLM's) runs this file as its main
+module, by another name, and so finds our packages, too."""
 
 import importlib.abc
 import importlib.machinery
@@ -33,8 +36,11 @@ def main() -> None:
                    != Path(__file__).resolve().parent]
     sys.meta_path.insert(0, _Ours())
     del sys.argv[0]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    # this file stays sys.modules["__main__"], for what is spawned
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=False)
 
 
+if __name__ == "__mp_main__":
+    sys.meta_path.insert(0, _Ours())
 if __name__ == "__main__":
     main()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 pytest.importorskip("torch", reason="what measures needs the extra `run`")
-from xprofiler.measure.vllm_bench import MOST_HEADS, VllmBench
+from xprofiler.measure.vllm_bench import VllmBench
 from xrunner.engines.vllm.core import Token
 from xrunner.query import Sampling
 
@@ -22,7 +22,7 @@ class Timed:
     max_tokens = 10_000
 
     def __init__(self) -> None:
-        self.now_s, self.num_steps, self.tokens = 0.0, 0, 0
+        self.now_s, self.num_steps, self.tokens, self.slower = 0.0, 0, 0, 1.0
         self._held: dict[str, tuple[int, int]] = {}  # input tokens, tokens so far
 
     def clock(self) -> float:
@@ -43,7 +43,7 @@ class Timed:
             seconds += TOKEN_S * count + (
                 PAIR_S * count**2 if count > 1 else READ_S * held)
             self._held[name] = inputs, held + count
-        self.now_s += seconds
+        self.now_s += self.slower * seconds
         self.num_steps += 1
         self.tokens += sum(tokens.values())
         return {}
@@ -51,7 +51,8 @@ class Timed:
 
 def bench() -> tuple[Timed, VllmBench]:
     core = Timed()
-    return core, VllmBench(core, LAYERS, Sampling(), clock=core.clock)
+    return core, VllmBench(core, LAYERS, Sampling(), clock=core.clock,
+                           head_share=HEAD_S / (FIXED_S + TOKEN_S + HEAD_S))
 
 
 @pytest.mark.parametrize("lengths", [[300], [64] * 4, [8] * 260])
@@ -76,15 +77,22 @@ def test_a_decode_steps_attention_is_what_its_context_adds() -> None:
 def test_the_head_of_many_queries_costs_few_tokens_of_encoding() -> None:
     core, made = bench()
     assert made.head_s(260) == pytest.approx(260 * HEAD_S, rel=0.05)
-    assert core.tokens <= 8 * MOST_HEADS * 8, "short and longer inputs, four times each at most"
+    assert core.tokens <= 5 * 260 * 3, "a step that takes up, one that decodes, one of as many rows"
     before = core.num_steps
-    made.head_s(130)
-    assert core.num_steps == before, "known from the other"
+    assert made.head_s(260) > 0 and core.num_steps == before
 
 
-def test_a_slow_step_is_compared_by_two_times() -> None:
+def test_what_is_compared_is_of_the_same_minute() -> None:
+    """A machine that becomes a quarter slower has no larger head for it."""
     core, made = bench()
-    made._rest_s(2080)
-    known = core.num_steps
-    assert made._rest_s(2080) > 0 and core.num_steps == known
-    assert known == 2 + 2 + 2, "the rows, short and longer inputs: each takes over 0.3 s"
+    made.head_s(1)
+    core.slower = 1.25
+    assert made.head_s(100) == pytest.approx(1.25 * 100 * HEAD_S, rel=0.05)
+
+
+def test_rest_and_head_of_mixed_sizes_are_those_of_steps_of_their_own() -> None:
+    """128 rows of which few get a token: neither part is the other's."""
+    _, made = bench()
+    rest_s, head_s = made._rest_s(128), made.head_s(128)
+    assert rest_s == pytest.approx(FIXED_S + 128 * TOKEN_S, rel=0.05)
+    assert head_s == pytest.approx(128 * HEAD_S, rel=0.05)

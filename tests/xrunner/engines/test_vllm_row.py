@@ -9,6 +9,7 @@ import pytest
 
 from xgpt.core.errors import InputError, XgptError
 from xgpt.core.job_file import load_job
+from xgpt.core.problem import Problem, resolve
 from xrunner.engines.engine import engine_of
 from xrunner.engines.vllm.given import engine_arguments
 from xrunner.engines.vllm.installed import version_in
@@ -32,7 +33,7 @@ output: out
 
 @pytest.mark.parametrize(("run", "schedule", "keys"), [
     ("ranks: 1", "{policy: [waa-c, rra]}", ["schedule.policy"]),
-    ("ranks: 2", "auto", ["run.ranks"]),
+    ("ranks: 2, hosts: [a, b]", "auto", ["run.hosts"]),
     ("weights: random, cuda_graphs: auto", "auto", ["run.weights", "run.cuda_graphs"]),
     ("engine_args: {max_num_seqs: 9, dtype: float16, block_size: 16}", "auto",
      ["run.engine_args.max_num_seqs", "run.engine_args.dtype"])])
@@ -40,6 +41,29 @@ def test_what_it_does_not_do_is_refused_by_key(tmp_path: Path, run: str, schedul
                                                keys: list[str]) -> None:
     job = load_job(job_of(tmp_path, run, schedule))
     assert [mistake.key for mistake in engine_of(job).refusals(job)] == keys
+
+
+def planned(path: Path, *overrides: str) -> Problem:
+    job = load_job(path, ["workload.requests={count: 90}", "workload.input_tokens={mean: 20, "
+                          "std: 9, max: 50}", *overrides])
+    return engine_of(job).restricted(job, resolve(job), None)
+
+
+def test_all_ranks_divide_each_layer(tmp_path: Path) -> None:
+    path = job_of(tmp_path, "ranks: 4, threads_per_rank: 1")
+    fixed = planned(path).fixed
+    assert (fixed.replicas, fixed.tp_degree, fixed.tp_gpus) == (1, 4, 4)
+    one = planned(path, "run.ranks=1").fixed
+    assert (one.replicas, one.tp_degree, one.tp_gpus) == (1, 1, 0)
+    for override, key in (("run.ranks=3", "run.ranks"), ("schedule.tp_degree=2",
+                                                         "schedule.tp_degree")):
+        with pytest.raises(InputError) as refused:
+            planned(path, override)
+        assert [mistake.key for mistake in refused.value.mistakes] == [key]
+    many = job_of(tmp_path, "ranks: 16").read_text().replace("cluster: local", "cluster: a100-16")
+    path.write_text(many)
+    with pytest.raises(InputError, match="of one node"):
+        planned(path)
 
 
 @pytest.mark.parametrize(("config", "why"), [

@@ -27,9 +27,9 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoreSettings:
-    """What one engine core is started with. `max_tokens`: positions of the longest query;
-    `kv_tokens`: that all queries together hold at most, of so many bytes each; `most_tokens`: of
-    one pass. `is_random`: weights of the model's shape. `arguments`: vLLM's own (run.engine_args),
+    """What one engine core is started with. `tp_degree`: processes that divide each layer, of
+    `threads` each; `max_tokens`: positions of the longest query; `kv_tokens`: that all queries
+    together hold at most, of so many bytes each in all processes; `most_tokens`: of one pass. `is_random`: weights of the model's shape. `arguments`: vLLM's own (run.engine_args),
     which win. `needs_tokenizer`: some outputs are held to a form."""
 
     model_dir: Path
@@ -39,6 +39,7 @@ class CoreSettings:
     max_tokens: int
     kv_tokens: int
     kv_token_bytes: int
+    tp_degree: int = 1
     device_kind: str = "cpu"
     is_random: bool = False
     most_tokens: int = MOST_TOKENS
@@ -58,7 +59,8 @@ class CoreSettings:
 
     @property
     def kv_bytes(self) -> int:
-        return self.num_blocks * self.block_tokens * self.kv_token_bytes
+        """Of one process's cache."""
+        return self.num_blocks * self.block_tokens * -(-self.kv_token_bytes // self.tp_degree)
 
 
 class Token(NamedTuple):
@@ -73,15 +75,24 @@ class Token(NamedTuple):
 
 
 def environment(settings: CoreSettings) -> dict[str, str]:
-    """What vLLM reads when it starts: one process, threads of its own on this process's cores, no
-    use of the network, and a count of logits that are no numbers."""
+    """What vLLM reads when it starts: its scheduler in this process, threads of their own on cores
+    of this process for each that computes, no use of the network, and a count of logits that are
+    no numbers."""
     values = {**QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_COMPUTE_NANS_IN_LOGITS": "1"}
     if settings.device_kind == "cpu":
-        cores = sorted(os.sched_getaffinity(0))[:settings.threads]
         # its default binding reserves a core, and takes the others' hyperthreads
-        values |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        values |= {"VLLM_CPU_OMP_THREADS_BIND": "|".join(_cores_of_each(settings)),
                    "VLLM_CPU_KVCACHE_SPACE": str(-(-settings.kv_bytes // _GIB))}
     return values
+
+
+def _cores_of_each(settings: CoreSettings) -> list[str]:
+    """The cores of each process, as vLLM reads them. Where there are too few they share them."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = [[cores[(rank * settings.threads + thread) % len(cores)]
+             for thread in range(min(settings.threads, len(cores)))]
+            for rank in range(settings.tp_degree)]
+    return [",".join(map(str, sorted(own))) for own in each]
 
 
 class EngineCore:
@@ -152,6 +163,7 @@ class EngineCore:
                 "enable_prefix_caching": False, "num_gpu_blocks_override": settings.num_blocks,
                 "load_format": "dummy" if settings.is_random else "auto",
                 "enforce_eager": settings.device_kind == "cpu", "disable_log_stats": True,
+                "tensor_parallel_size": settings.tp_degree,
                 "block_size": settings.block_tokens,
                 # layers with a window keep all tokens, as is planned: with groups of layers of
                 # their own a query would need a block of each, and there are not so many

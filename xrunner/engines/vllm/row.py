@@ -8,9 +8,10 @@ from pathlib import Path
 
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.job import Job
+from xgpt.core.model import refuse_tp_degree
 from xgpt.core.policies import policies, policy
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Schedule
+from xgpt.core.schedule import Deployment, Schedule
 from xrunner.engines.engine import Engine, mistake
 from xrunner.engines.vllm.given import LORA, OWN, TOOL_PARSER, rank_of
 from xrunner.engines.vllm.installed import command_of, installed_in, version_in
@@ -26,7 +27,7 @@ _OURS = {
     "async_scheduling": "off: the rule decides step by step", "load_format": "`run.weights`",
     "data_parallel_size": "`schedule.replicas`", "skip_tokenizer_init": "xgpt's own tokenizer",
     "enable_prefix_caching": "off: queries are planned, and counted, without",
-    "tensor_parallel_size": "1 so far", "pipeline_parallel_size": "1 so far",
+    "tensor_parallel_size": "`run.ranks`", "pipeline_parallel_size": "1 so far",
     "speculative_config": "none: a step gives a query one token",
     "kv_transfer_config": "none: one instance", "worker_cls": "vLLM's own",
     "enable_lora": f"`{LORA}` names the adapter of all answers",
@@ -34,7 +35,7 @@ _OURS = {
 
 
 def runs_here(name: str) -> bool:
-    """Whether it executes a policy: one pool of queries, in one process."""
+    """Whether it executes a policy: one pool of queries, in one instance."""
     return len(policy(name).pools) == 1
 
 
@@ -50,9 +51,6 @@ def _refusals(job: Job) -> Iterator[Mistake]:
             yield mistake(job, "schedule.policy", name, f"one of {able}: {name} hands queries from "
                           "one instance of the engine to another, and xgpt drives one instance of "
                           "vLLM alone so far")
-    if (job.run.ranks or 1) > 1:
-        yield mistake(job, "run.ranks", job.run.ranks, "1 (or left out) with the engine vllm: it "
-                      "is one process, and its own tensor parallelism is not planned for yet")
     if job.slurm is not None:
         yield mistake(job, "slurm", None, "left out: the engine vllm runs on this machine alone")
     if job.run.hosts:
@@ -109,35 +107,51 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Problem:
-    """One instance, without tensor parallelism, by any policy of one pool."""
+    """One instance, whose layers all devices divide (its tensor parallelism), by any policy of one
+    pool."""
     mistakes, fixed = list(_unknown(job, problem)), problem.fixed
+    devices = problem.cluster.num_devices
     if schedule is not None:
         estimate = schedule.estimate
-        if not runs_here(estimate.policy) or estimate.deployment.num_devices > 1:
+        if not runs_here(estimate.policy) or not _is_one_group(estimate.deployment, devices):
             mistakes.append(mistake(job, "schedule", estimate.policy, "a policy of one pool on one "
-                                    "device: the engine vllm is one process"))
+                                    f"tensor-parallel group of {devices} (run.ranks): the engine "
+                                    "vllm is one instance"))
         fixed = replace(fixed, policies=(estimate.policy,))
     if mistakes:
         raise InputError(mistakes)
     able = [row.name for row in policies() if runs_here(row.name) and row.is_searched]
     named = fixed.policies or tuple(able)
-    return replace(problem, fixed=replace(fixed, policies=named, replicas=1, tp_degree=1,
-                                          tp_gpus=0))
+    return replace(problem, fixed=replace(fixed, policies=named, replicas=1, **_group(devices)))
+
+
+def _group(devices: int) -> dict[str, int]:
+    """The tensor plan of one group of all devices."""
+    return {"tp_degree": devices, "tp_gpus": devices if devices > 1 else 0}
+
+
+def _is_one_group(deployment: Deployment, devices: int) -> bool:
+    return (deployment.num_devices == devices and len(deployment.stages) == 1
+            and deployment.stages[0].tp_degree == devices)
 
 
 def _unknown(job: Job, problem: Problem) -> Iterator[Mistake]:
-    fixed = problem.fixed
-    if problem.cluster.num_devices > 1:
-        yield mistake(job, "cluster", job.cluster, "one device with the engine vllm (`run: {ranks: "
-                      "1}`): its own tensor parallelism is not planned for yet")
+    fixed, devices = problem.fixed, problem.cluster.num_devices
+    if problem.cluster.num_nodes > 1:
+        yield mistake(job, "cluster", job.cluster, "devices of one node with the engine vllm: it "
+                      "was never tried over several")
+    elif (why := refuse_tp_degree(problem.model, devices)) is not None:
+        yield mistake(job, "run.ranks", job.run.ranks, f"so many that divide the layers: {why} "
+                      "(the engine vllm divides each layer over all of them)")
     if problem.model.is_encoder_decoder:
         yield mistake(job, "model", job.model, "a decoder-only model: vLLM has no encoder-decoder "
                       "models of text")
     if problem.model.stored_as.startswith("GGUF"):
         yield mistake(job, "model", job.model, "a folder of safetensors: the engine vllm was not "
                       "tried with GGUF")
-    for key, value, only in (("replicas", fixed.replicas, 1), ("tp_degree", fixed.tp_degree, 1),
-                             ("tp_gpus", fixed.tp_gpus, 0)):
+    for key, value, only in (("replicas", fixed.replicas, 1),
+                             *((name, getattr(fixed, name), value)
+                               for name, value in _group(devices).items())):
         if value not in (None, only):
             yield mistake(job, f"schedule.{key}", value, f"left out, or {only}, with the engine "
                           "vllm")

@@ -1,5 +1,5 @@
 """vLLM at work on a run: `PYTHON -m xrunner.engines.vllm.worker OUT/run.json`, in the interpreter
-that has vLLM. One process, whatever vLLM starts itself; it decides by the schedule's rule, steps
+that has vLLM. One process, whatever vLLM starts itself (of a tensor-parallel group, the others); it decides by the schedule's rule, steps
 vLLM, and writes what every engine's first rank writes."""
 
 if __name__ == "__main__":  # before what takes seconds to import
@@ -115,6 +115,7 @@ def settings_of(plan: RunPlan, schedule: Schedule, message: StartMessage, *,
     return CoreSettings(
         model_dir=plan.model_dir, dtype=plan.dtype, threads=plan.threads_per_rank,
         max_queries=queries, device_kind=plan.device_kind,
+        tp_degree=schedule.deployment.num_devices,
         max_tokens=min(message.capacity + 1, spec.max_positions or message.capacity + 1),
         kv_token_bytes=(spec.kv_elements_per_token_layer * spec.num_layers
                         * DTYPE_BYTES[plan.dtype]),
