@@ -30,6 +30,8 @@ _FILLED = {"kv_connector": "FilledCache", "kv_role": "kv_both",
 class _OfVllm(Measuring):
     """The points of a profile, by a vLLM engine core."""
 
+    beside = " beside vllm"  # which binds threads to cores
+
     def bench_of(self, degree: int) -> Any:
         request = self.request
         needs, drawn = Needs(**request.needs), request.metadata["sampling"] == "drawn"

@@ -103,7 +103,10 @@ def main(arguments: list[str]) -> int:
 
 
 class Measuring:
-    """The ranks' common course through the points."""
+    """The ranks' common course through the points. `beside`: what else is in the process and
+    changes how long a calibration takes, which is then compared with its like alone."""
+
+    beside = ""
 
     def __init__(self, request: MeasureRequest, ranks: Ranks) -> None:
         self.request, self._ranks = request, ranks
@@ -124,7 +127,8 @@ class Measuring:
         self._left = 0.0  # work of the skeleton still to do (_effort)
         is_cpu = self._device.type == "cpu"
         self._watch = Disturbance(ranks, request.patience_s) if is_cpu else None
-        self._calibration = Calibration(ranks, target.parent, _like(metadata)) if is_cpu else None
+        self._calibration = Calibration(
+            ranks, target.parent, _like(metadata) + self.beside) if is_cpu else None
         self._in_group, self._slowed = 0, 1.0
 
     def run(self) -> None:
@@ -142,9 +146,9 @@ class Measuring:
                 if not self._recorder.has(p, d) or p in again[d]]
         self._total = self._left = sum(map(self._effort, (p for _, p in todo)))
         self._worked_s = 0.0  # at points of the skeleton
-        self._calibrate()
         for index, degree in enumerate(degrees):
             bench = self.bench_of(degree)
+            self._calibrate()  # with what the bench has changed: vLLM binds threads to cores
             mine = [p for d, p in todo if d == degree]
             share = (index + 1) / len(degrees)  # of the budget, when this degree is through
             if not self._measure_degree(bench, degree, mine, share):
