@@ -1,5 +1,6 @@
 """What is written of every step that a stage executes."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -38,3 +39,17 @@ class StepSizes(NamedTuple):
 
 
 NO_SIZES = StepSizes()
+
+
+def decoded_sizes(contexts: Sequence[int]) -> StepSizes:
+    """Of rows that are decoded. `contexts`: tokens of each, the new one included."""
+    count = len(contexts)
+    return StepSizes(count, sum(contexts) / count, max(contexts)) if count else NO_SIZES
+
+
+def even_input(spans: Sequence[tuple[int, int]]) -> float:
+    """Tokens of each of equal inputs that attend to as many pairs as these (first token, tokens)
+    and are as many tokens together; 0 without any."""
+    tokens = sum(count for _, count in spans)
+    pairs = sum((first + count) ** 2 - first**2 for first, count in spans)
+    return pairs / tokens if tokens else 0.0

@@ -191,8 +191,10 @@ def _start(opened: OpenedJob, plan: RunPlan, schedule: Schedule, lock: int,
     run_file = plan.save()
     (output / "measured.json").unlink(missing_ok=True)
     figures, engine = schedule.estimate.figures, engine_of(opened.job)
+    command = program_of(opened.job, engine.worker, run_file)
+    count = 1 if command else schedule.deployment.num_devices  # of our own processes
     guard = Guard(output, None if not engine.tells_steps else StallWatch(
-        output, ranks=schedule.deployment.num_devices, limit_s=opened.job.run.stall_timeout_s,
+        output, ranks=count, limit_s=opened.job.run.stall_timeout_s,
         step_s=figures.encode_s))
 
     def watch() -> None:
@@ -202,11 +204,10 @@ def _start(opened: OpenedJob, plan: RunPlan, schedule: Schedule, lock: int,
             tell.end_progress()  # what it has to say gets lines of its own
             tell.say(paragraph(rescheduler.decisions[-1].sentence))
 
-    command = program_of(opened.job, engine.worker, run_file)
     program = RankProgram(
         module=engine.worker, argument=run_file, inherited=(lock,), command=command,
         standby=opened.standby, holds=weights_key(plan, schedule),
-        count=1 if command else schedule.deployment.num_devices, per_node=ranks_per_node(
+        count=count, per_node=ranks_per_node(
             schedule.deployment, opened.problem.cluster.devices_per_node))
     try:
         launcher_of(opened.job, opened.problem).run(

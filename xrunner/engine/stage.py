@@ -16,7 +16,7 @@ from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
 from xrunner.ops.likelihoods import targets_of
 from xrunner.rules.steps import StepKind
-from xrunner.step_record import NO_SIZES, StepRecord, StepSizes
+from xrunner.step_record import NO_SIZES, StepRecord, StepSizes, decoded_sizes, even_input
 from xrunner.threads import Threads
 from xrunner.transport.courier import EntryReceiver, EntrySender
 from xrunner.transport.messages import Joined, StartMessage, StepMessage
@@ -93,11 +93,11 @@ class StageExecutor:
             queries, out, sizes = self._mix(group, message, inputs)
         elif message.kind is StepKind.ENCODE:
             queries, out = len(message.joined), self._encode(group, message, inputs)
-            sizes = StepSizes(input_tokens=_even_input(
+            sizes = StepSizes(input_tokens=even_input(
                 [(0, joined.input_tokens) for joined in message.joined]))
         else:
             out = self._decode(group, message, inputs)
-            queries, sizes = len(group.slots.seats), _decoded(group.cache.lengths)
+            queries, sizes = len(group.slots.seats), decoded_sizes(group.cache.lengths)
         self._record(message.kind.value, message, queries, len(inputs), start_s, sizes)
         return out
 
@@ -199,8 +199,8 @@ class StageExecutor:
                              ends_only=model.is_last)
         for slot in decoding:
             cache.grow(slot)
-        sizes = _decoded([cache.lengths[slot] for slot in decoding])._replace(
-            input_tokens=_even_input([(span.first, span.tokens) for span in spans]))
+        sizes = decoded_sizes([cache.lengths[slot] for slot in decoding])._replace(
+            input_tokens=even_input([(span.first, span.tokens) for span in spans]))
         for span in spans:
             cache.grow(span.slot, span.tokens)
         given = decoding + [span.slot for span in spans if span.is_last]
@@ -242,17 +242,3 @@ class StageExecutor:
         spoken.take(seats, chosen.tolist())
         spoken.keep(group.slots.seats)
         return tokens
-
-
-def _decoded(contexts: Sequence[int]) -> StepSizes:
-    """`contexts`: tokens of each decoded row, the new one included."""
-    count = len(contexts)
-    return StepSizes(count, sum(contexts) / count, max(contexts)) if count else NO_SIZES
-
-
-def _even_input(spans: Sequence[tuple[int, int]]) -> float:
-    """Tokens of each of equal inputs that attend to as many pairs as these (first token, tokens)
-    and are as many tokens together; 0 without any."""
-    tokens = sum(count for _, count in spans)
-    pairs = sum((first + count) ** 2 - first**2 for first, count in spans)
-    return pairs / tokens if tokens else 0.0

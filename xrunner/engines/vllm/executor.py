@@ -17,7 +17,7 @@ from xrunner.ops.sampling import NOT_FINITE
 from xrunner.query import Sampling
 from xrunner.rules.slots import GroupSlots
 from xrunner.rules.steps import StepKind
-from xrunner.step_record import StepRecord
+from xrunner.step_record import StepRecord, StepSizes, decoded_sizes, even_input
 from xrunner.transport.messages import StartMessage, StepMessage
 
 LOG_LIMIT = 200_000  # steps kept for the report; a longer job keeps its last ones
@@ -56,6 +56,7 @@ class VllmExecutor:
         self._groups: list[GroupSlots[str]] = []
         self.log: deque[StepRecord] = deque(maxlen=LOG_LIMIT)
         self._ended: set[str] = set()  # requests that hold as much as there may be
+        self._held: dict[str, int] = {}  # tokens of each request that are in the cache
         self.busy_s, self.passes = 0.0, 0
 
     def start(self, message: StartMessage) -> None:
@@ -75,20 +76,22 @@ class VllmExecutor:
         """inputs: tokens, which the core has already of those who decode. Returns the next token
         of each who decodes, slot by slot, then of each whose encoding ends, [n]; with what is told
         of them (xrunner.ops.likelihoods.packed), where anything is."""
+        if self._beat is not None:
+            self._beat.begin(message)
         start_s, slots = self._clock(), self._groups[message.group]
         self._leave(slots, message.removed)
         decoding = self._decoding(message, slots)
         joined = self._join(message, slots)
-        wanted = [(slots.seats[slot], 1) for slot in decoding]
+        decoded = [(slots.seats[slot], 1) for slot in decoding]
+        encoded, ends = list[tuple[str, int]](), list[str]()
         if message.spans:
-            wanted += [(slots.seats[span.slot], span.tokens) for span in message.spans]
+            encoded = [(slots.seats[span.slot], span.tokens) for span in message.spans]
             ends = [slots.seats[span.slot] for span in message.spans if span.is_last]
         elif message.kind is StepKind.ENCODE:
-            wanted += [(name, new.input_tokens)
+            encoded = [(name, new.input_tokens)
                        for name, new in zip(joined, message.joined, strict=True)]
             ends = joined
-        else:
-            ends = []
+        sizes, wanted = self._sizes(decoded, encoded), decoded + encoded
         gained, was_ended = dict[str, Token](), frozenset(self._ended)
         for wanted_of in passes([one for one in wanted if one[0] not in self._ended],
                                 self._core.max_pass):
@@ -96,7 +99,7 @@ class VllmExecutor:
             self.passes += 1
         self._ended.update(name for name, token in gained.items() if token.is_end)
         given = [slots.seats[slot] for slot in decoding] + ends
-        self._record(message, len(given), len(inputs), start_s)
+        self._record(message, len(given), len(inputs), start_s, sizes)
         tokens_given = [_DEAD if name in was_ended else gained[name] for name in given]
         tokens = torch.tensor([token.value if token.is_finite else NOT_FINITE
                                for token in tokens_given], dtype=torch.long)
@@ -111,6 +114,8 @@ class VllmExecutor:
 
     def _end(self, names: Sequence[str]) -> None:
         self._core.end([name for name in names if name not in self._ended])
+        for name in names:
+            del self._held[name]
         self._ended.difference_update(names)
 
     def _decoding(self, message: StepMessage, slots: GroupSlots[str]) -> list[int]:
@@ -127,16 +132,29 @@ class VllmExecutor:
             names.append(f"{new.query}.{next(self._numbers)}")
             tokens, generated = self._tokens_of(new.query, new.input_tokens)
             self._core.add(names[-1], tokens, new.sampling, generated)
+            self._held[names[-1]] = 0
         slots.place(names, message.replaced)
         return names
 
-    def _record(self, message: StepMessage, queries: int, tokens: int, start_s: float) -> None:
-        end_s = self._clock()
-        self.log.append(StepRecord(message.kind.value, message.group, message.phase,
-                                   message.iteration, queries, tokens, start_s, end_s))
-        self.busy_s += end_s - start_s
+    def _sizes(self, decoded: Sequence[tuple[str, int]],
+               encoded: Sequence[tuple[str, int]]) -> StepSizes:
+        """What the step's time depends on; what these requests hold is counted on."""
+        held = self._held
+        sizes = decoded_sizes([held[name] + 1 for name, _ in decoded])._replace(
+            input_tokens=even_input([(held[name], tokens) for name, tokens in encoded]))
+        for name, tokens in (*decoded, *encoded):
+            held[name] += tokens
+        return sizes
+
+    def _record(self, message: StepMessage, queries: int, tokens: int, start_s: float,
+                sizes: StepSizes) -> None:
+        record = StepRecord(message.kind.value, message.group, message.phase,
+                            message.iteration, queries, tokens, start_s, self._clock(), *sizes)
+        self.log.append(record)
+        self.busy_s += record.seconds
         if self._beat is not None:
-            self._beat(end_s, self.busy_s, sum(len(slots.seats) for slots in self._groups))
+            self._beat(record.end_s, self.busy_s,
+                       sum(len(slots.seats) for slots in self._groups), record)
 
 
 def passes(wanted: Sequence[tuple[str, int]], most: int) -> Iterator[dict[str, int]]:

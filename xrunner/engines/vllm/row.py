@@ -173,5 +173,5 @@ def identity(job: Job) -> str:
 
 ENGINE = Engine(name=NAME, worker="xrunner.engines.vllm.worker", restricted=_restricted,
                 refusals=_refusals, check_installed=_check_installed, is_predicted=True,
-                is_changeable=True, command=command, identity=identity,
+                is_changeable=True, tells_steps=True, command=command, identity=identity,
                 profiler="xprofiler.measure.vllm_worker")

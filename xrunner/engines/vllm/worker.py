@@ -63,8 +63,9 @@ def run(plan: RunPlan, world: World) -> None:
         return EngineCore(settings_of(plan, schedule, message,
                                       needs_tokenizer=refusals.are_forms))
 
-    executor = VllmExecutor(make_core, tokens_of, clock=clock, beat=Beat(
-        plan.output, rank=0, stage=0, pool=schedule.deployment.pools[0].name))
+    beat = Beat(plan.output, rank=0, stage=0, pool=schedule.deployment.pools[0].name)
+    beat.start()
+    executor = VllmExecutor(make_core, tokens_of, clock=clock, beat=beat)
     head = Head(rule=rule, executor=executor, sink=sink, clock=clock,
                 neighbours=Neighbours(world.comm, ALONE),
                 vocabulary=Vocabulary(eos_ids=eos_ids(plan.model_dir),
