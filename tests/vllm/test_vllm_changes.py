@@ -89,7 +89,7 @@ def test_a_running_schedule_changes_and_no_token_does(
     job.write_text(job.read_text().replace(
         "run: {", f"run: {{engine: vllm, engine_python: {vllm_python}, "
         # the engine stands still now and then: neither are its steps slow for it, nor does it hang
-        f"step_times: off, stall_timeout_s: {LIMIT_S:.0f}, "))
+        f"step_times: off, stall_timeout: {LIMIT_S:.0f}, "))
     problem = open_file(job).problem
     estimate = Rra(problem, Roofline(problem.model, problem.cluster.device,
                                      problem.dtype)).estimate(
