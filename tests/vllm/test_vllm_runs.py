@@ -104,6 +104,29 @@ def test_a_schedule_is_executed_exactly(
     assert logged(out) == replayed(problem, out)
 
 
+def test_what_is_drawn_does_not_depend_on_chunks(
+        tmp_path: Path, toy: tuple[Path, Any], asked: Callable[..., dict[str, Any]]) -> None:
+    """vLLM draws after each chunk and gives it up; its CPU generators cannot be set back."""
+    found = []
+    for name, budget in (("chunks", 5), ("whole", 500)):
+        out = tmp_path / name
+        out.mkdir()
+        problem = problem_of(toy[0], np.array([[len(q.input_ids), q.max_new_tokens]
+                                               for q in QUERIES]), devices=1)
+        estimate = make_policy("sarathi", problem, roofline(problem)).estimate(
+            ContinuousConfig(max_active=4, token_budget=budget))
+        given(estimate, problem, out / "schedule.json")
+        requests = tmp_path / f"{name}.jsonl"
+        requests.write_text("".join(json.dumps(line | {"temperature": 1.0, "seed": 7}) + "\n"
+                                    for line in as_requests(QUERIES)))
+        plan = replace(toy_plan(toy[0], out, query_kv_tokens=100), engine="vllm")
+        toys.write_spool(plan, requests)
+        assert asked(run=str(plan.save())) == {}
+        found.append(answers(out))
+    assert found[0] == found[1] and len(found[0]) == len(QUERIES)
+    assert found[0] != {q.id: toys.generate(toy[1], q) for q in QUERIES}, "drawn, not greedy"
+
+
 def test_two_processes_divide_each_layer(tmp_path: Path, toy: tuple[Path, Any], vllm_python: str,
                                          cache: dict[str, str]) -> None:
     """Its own tensor parallelism: what its processes tell each other is in the steps' times."""

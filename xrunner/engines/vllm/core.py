@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from xgpt.core.errors import XgptError
 from xrunner.engines.vllm.given import LORA, engine_arguments
+from xrunner.engines.vllm.rewind import rewind_draws
 from xrunner.engines.vllm.sampling import await_form, parameters_of
 from xrunner.query import Sampling
 
@@ -29,8 +30,9 @@ _GIB = 2**30
 class CoreSettings:
     """What one engine core is started with. `tp_degree`: processes that divide each layer, of
     `threads` each; `max_tokens`: positions of the longest query; `kv_tokens`: that all queries
-    together hold at most, of so many bytes each in all processes; `most_tokens`: of one pass. `is_random`: weights of the model's shape. `arguments`: vLLM's own (run.engine_args),
-    which win. `needs_tokenizer`: some outputs are held to a form."""
+    together hold at most, of so many bytes each in all processes; `most_tokens`: of one pass.
+    `is_random`: weights of the model's shape. `arguments`: vLLM's own (run.engine_args), which win.
+    `needs_tokenizer`: some outputs are held to a form."""
 
     model_dir: Path
     dtype: str
@@ -113,6 +115,8 @@ class EngineCore:
             config = EngineArgs(**self._arguments(settings)).create_engine_config()
             self.max_pass = config.scheduler_config.max_num_batched_tokens
             self._core = Core(config, Executor.get_class(config), log_stats=False)
+            if settings.device_kind == "cpu":
+                self._core.model_executor.collective_rpc(rewind_draws)
         except (ValueError, RuntimeError, NotImplementedError, AssertionError, OSError) as cause:
             raise XgptError(f"vLLM does not start: {cause}") from cause
         self.max_tokens = config.model_config.max_model_len

@@ -1,6 +1,6 @@
 """vLLM at work on a run: `PYTHON -m xrunner.engines.vllm.worker OUT/run.json`, in the interpreter
-that has vLLM. One process, whatever vLLM starts itself (of a tensor-parallel group, the others); it decides by the schedule's rule, steps
-vLLM, and writes what every engine's first rank writes."""
+that has vLLM. One process, whatever vLLM starts itself (of a tensor-parallel group, the others); it
+decides by the schedule's rule, steps vLLM, and writes what every engine's first rank writes."""
 
 if __name__ == "__main__":  # before what takes seconds to import
     from xgpt.core.lifeline import begin_rank
