@@ -262,7 +262,7 @@ class Measuring:
                             "one: no transfer over the network can be timed")
         return measure_network(
             ranks.world, Subject(spec=self._spec, dtype=self._dtype, device=self._device),
-            degrees=degrees, near=request.near, far=request.far)
+            degrees=tuple(degrees), near=request.near, far=request.far)
 
     def _spent_s(self) -> float:
         return self._known.spent_s + time.monotonic() - self.begin_s

@@ -18,9 +18,9 @@ class FromTheStart(torch.Generator):
     def get_offset(self) -> int:
         return 0
 
-    def set_offset(self, offset: int) -> None:
+    def set_offset(self, offset: int) -> torch.Generator:
         """Draws again what it drew first."""
-        self.manual_seed(self.initial_seed())
+        return self.manual_seed(self.initial_seed())
 
 
 def rewind_draws(worker: Any) -> None:

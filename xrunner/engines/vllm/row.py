@@ -122,12 +122,13 @@ def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Proble
         raise InputError(mistakes)
     able = [row.name for row in policies() if runs_here(row.name) and row.is_searched]
     named = fixed.policies or tuple(able)
-    return replace(problem, fixed=replace(fixed, policies=named, replicas=1, **_group(devices)))
+    return replace(problem, fixed=replace(fixed, policies=named, replicas=1, tp_degree=devices,
+                                          tp_gpus=_grouped(devices)))
 
 
-def _group(devices: int) -> dict[str, int]:
-    """The tensor plan of one group of all devices."""
-    return {"tp_degree": devices, "tp_gpus": devices if devices > 1 else 0}
+def _grouped(devices: int) -> int:
+    """Devices in groups, where all are one."""
+    return devices if devices > 1 else 0
 
 
 def _is_one_group(deployment: Deployment, devices: int) -> bool:
@@ -150,8 +151,8 @@ def _unknown(job: Job, problem: Problem) -> Iterator[Mistake]:
         yield mistake(job, "model", job.model, "a folder of safetensors: the engine vllm was not "
                       "tried with GGUF")
     for key, value, only in (("replicas", fixed.replicas, 1),
-                             *((name, getattr(fixed, name), value)
-                               for name, value in _group(devices).items())):
+                             ("tp_degree", fixed.tp_degree, devices),
+                             ("tp_gpus", fixed.tp_gpus, _grouped(devices))):
         if value not in (None, only):
             yield mistake(job, f"schedule.{key}", value, f"left out, or {only}, with the engine "
                           "vllm")
