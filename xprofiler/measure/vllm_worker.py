@@ -4,7 +4,6 @@ that has vLLM. The points, the noise and the profile are those of any source."""
 import json
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from xprofiler.measure.ranks import connect
 from xprofiler.measure.vllm_bench import LEAST_S, SHORT, VllmBench
 from xprofiler.measure.worker import MeasureRequest, Measuring, messages_between
 from xprofiler.points import Needs, Point
-from xprofiler.profile import ALL_REDUCE, Sample, TableKey
+from xprofiler.profile import ALL_REDUCE, Sample
 from xrunner.engines.vllm.core import CoreSettings, EngineCore
 from xrunner.rank import leave
 
@@ -47,13 +46,14 @@ class _OfVllm(Measuring):
     def most_layers(self, bench: Any, point: Point) -> int | None:
         return None  # a step of vLLM's goes through all of them
 
-    def network(self, degrees: Sequence[int]) -> dict[TableKey, tuple[Sample, ...]]:
+    def add_network(self) -> None:
         """What the processes of a group tell each other is part of the steps, so that nothing is
         added to them for it. vLLM has no other messages under xgpt."""
         metadata = self.request.metadata
-        return {key: tuple(Sample(x=size, y=0.0, samples_s=(LEAST_S,)) for size in _ANY_SIZE)
-                for key in messages_between(self.request, metadata["ranks"], metadata["nodes"])
-                if key.name == ALL_REDUCE}
+        self._recorder.add_network({
+            key: tuple(Sample(x=size, y=0.0, samples_s=(LEAST_S,)) for size in _ANY_SIZE)
+            for key in messages_between(self.request, metadata["ranks"], metadata["nodes"])
+            if key.name == ALL_REDUCE})
 
 
 def settings_of(request: MeasureRequest, needs: Needs, tp_degree: int = 1) -> CoreSettings:

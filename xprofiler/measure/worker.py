@@ -12,7 +12,7 @@ if __name__ == "__main__":  # before what takes seconds to import
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,6 @@ from xprofiler.profile import (
     Peaks,
     Profile,
     ProfileMetadata,
-    Sample,
     TableKey,
 )
 from xprofiler.profile_file import load_profile, save_profile
@@ -136,7 +135,7 @@ class Measuring:
         if self._known.peaks is None and not is_quick:
             self._measure_peaks()
         self._host_s = self._ranks.together(head_overhead)
-        self._measure_network()
+        self.add_network()
         needs = Needs(**self.request.needs)
         points = (quick_points(self._spec, needs, Needs(**self.request.own)) if is_quick
                   else skeleton(self._spec, needs))
@@ -246,23 +245,19 @@ class Measuring:
                      bandwidth_bytes_per_s=max(p.bandwidth_bytes_per_s for p in peaks))
         self._recorder = Recorder(replace(self._known, peaks=best))
 
-    def _measure_network(self) -> None:
-        of = self._known.metadata
-        if of.ranks == 1 or all(map(self._recorder.has_network,
-                                    messages_between(self.request, of.ranks, of.nodes))):
-            return
-        self._recorder.add_network(self.network(
-            tuple(d for d in self.request.degrees if d <= of.ranks)))
-
-    def network(self, degrees: Sequence[int]) -> Mapping[TableKey, tuple[Sample, ...]]:
-        """The tables of the messages between the ranks, and of all-reduces of these degrees."""
+    def add_network(self) -> None:
+        """Measures the messages between the ranks, and their all-reduces."""
         request, ranks, nodes = self.request, self._ranks, self._known.metadata.nodes
+        if ranks.size == 1 or all(map(self._recorder.has_network,
+                                      messages_between(request, ranks.size, nodes))):
+            return
         if nodes > 1 and not places(ranks.world).is_split:
             raise XgptError(f"the profile is to be of {nodes} nodes, and MPI finds all ranks on "
                             "one: no transfer over the network can be timed")
-        return measure_network(
+        self._recorder.add_network(measure_network(
             ranks.world, Subject(spec=self._spec, dtype=self._dtype, device=self._device),
-            degrees=tuple(degrees), near=request.near, far=request.far)
+            degrees=tuple(d for d in request.degrees if d <= ranks.size), near=request.near,
+            far=request.far))
 
     def _spent_s(self) -> float:
         return self._known.spent_s + time.monotonic() - self.begin_s
