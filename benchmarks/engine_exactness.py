@@ -64,7 +64,8 @@ def main() -> None:
     queries = read_or_draw(given.workload)[:given.queries]
     job = yaml.safe_load(write_job(folder, queries, str(model), {
         "engine": "vllm", "engine_python": given.python, "dtype": "float32", "ranks": 1,
-        "threads_per_rank": given.threads}).read_text(encoding="utf-8"))
+        # a machine at other work is slower than any profile: the schedule stays as it is
+        "step_times": "off", "threads_per_rank": given.threads}).read_text(encoding="utf-8"))
     job["workload"]["requests"] = str(folder / "requests.jsonl")
     if given.profile is not None:
         job["profile"] = str(given.profile.resolve())
