@@ -13,8 +13,8 @@ from xscheduler.uncertainty import Doubts, MarginParts
 ROUNDS = 6  # searches under tightened bounds at most
 NEAR = 1.02  # a safe and an unsafe bound this near each other: no more is to be gained
 STEEP = 1.05  # times what is had: while an unsafe schedule near it has more, more is to be gained
-WORTH = 0.02  # share of its throughput that an unsafe schedule must have more to go on: searches
-# leave as much open
+WORTH = 0.02  # share of its throughput that an unsafe schedule must have more to go on: the first
+# searches of all policies leave as much open, and what is given up is within the bound that is told
 GROW = 1.15  # from a safe bound to the next, while none is known to be unsafe
 SHRINK = 0.985  # of an unsafe schedule's latency: what is tried next, at least; more each time
 FAR = 1.3  # between what nothing meets and an unsafe bound: further apart, their middle is tried

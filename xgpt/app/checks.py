@@ -7,7 +7,7 @@ from pathlib import Path
 from xgpt.app.opened import OpenedJob
 from xgpt.app.telling import Teller
 from xgpt.core.cluster import Cluster
-from xgpt.core.engines import OWN_ENGINE, VLLM
+from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, VLLM
 from xgpt.core.errors import InputError, Mistake, wrong
 from xgpt.core.job import Job
 from xgpt.core.local import detect, usable_cores, why_no_torch
@@ -83,6 +83,10 @@ def _refusals(job: Job, gpus: Cluster | None) -> Iterator[Mistake]:
     if gpus is not None and (why := why_no_torch("gpu")) is not None:
         yield mistake(job, "cluster", job.cluster, f"this machine has GPUs, but {why}: install a "
                       "build with it or, to run on CPU ranks, set CUDA_VISIBLE_DEVICES to nothing")
+    if gpus is not None and job.run.engine in ONE_PROCESS and (
+            job.run.ranks or 1) > gpus.num_devices:
+        yield mistake(job, "run.ranks", job.run.ranks, f"at most {gpus.num_devices}, as many as "
+                      f"there are GPUs, with the engine {job.run.engine}")
     most = _RANKS_PER_CORE * usable_cores() * (len(job.run.hosts) or 1)
     if (job.run.ranks or 1) > most:
         where = "the hosts" if job.run.hosts else "this machine"

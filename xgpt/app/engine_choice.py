@@ -15,7 +15,7 @@ from xgpt.report.engine_table import EngineRow
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
-from xrunner.engines.engine import Engine, engine_of
+from xrunner.engines.engine import Engine, engine_of, mistake
 from xscheduler.planner import PlanOptions
 
 
@@ -40,7 +40,10 @@ def _row(opened: OpenedJob, name: str, options: PlanOptions,
     job = replace(_as_executed_by(name, opened, engine_python),
                   plan_engine=name if name in catalog.names("engine") else OWN_ENGINE)
     try:
-        engine = engine_of(job)
+        engine, objective = engine_of(job), opened.problem.constraint.objective
+        if objective != "throughput" and name != OWN_ENGINE:
+            raise InputError([mistake(job, "objective", objective,
+                                      f"throughput with run.engine {name}")])
         if refused := tuple(engine.refusals(job)):
             raise InputError(refused)
         own = replace(opened, job=job, problem=resolve(
@@ -65,11 +68,13 @@ def _row(opened: OpenedJob, name: str, options: PlanOptions,
 
 
 def _as_executed_by(name: str, opened: OpenedJob, engine_python: str | None) -> Job:
-    """The job with another engine, on the same cores: one of a single process has those of all
-    ranks of this machine."""
+    """The job with another engine, on the same devices: one of a single process has the cores of
+    all ranks of this machine, or divides each layer over its GPUs."""
     job, ranks = opened.job, opened.job.run.ranks
     run = replace(job.run, engine=name, engine_args={},
                   engine_python=engine_python if name in ONE_PROCESS else None)
+    if name in ONE_PROCESS and opened.is_local and opened.problem.cluster.device.kind == "gpu":
+        return replace(job, run=replace(run, ranks=opened.problem.cluster.num_devices))
     if name in ONE_PROCESS and opened.is_local and ranks is not None and not run.hosts:
         threads = run.threads_per_rank
         run = replace(run, ranks=None, threads_per_rank=None if threads is None else min(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from xgpt.core.busy import busy_s
+from xgpt.core.busy import busy_s, used_s
 
 NOTICEABLE_SHARE = 0.10  # below it times are off by less than profiles' own points scatter
 LARGE_SHARE = 0.30  # above it nothing tells by how much times are off
@@ -33,7 +33,7 @@ class Contention:
         return max(others_s, 0.0) / elapsed_s / (os.cpu_count() or 1)
 
     def _used_by_us_s(self) -> float:
-        return _own_s() + sum(_used_s(child) for child in self._alive())
+        return _own_s() + sum(used_s(child) for child in self._alive())
 
 
 def in_words(share: float | None) -> str | None:
@@ -44,18 +44,6 @@ def in_words(share: float | None) -> str | None:
     if share >= LARGE_SHARE:
         return f"{text}mean little unless the machine is quiet"
     return f"{text}may be up to {share / (1 - share):.0%} longer than on a quiet machine"
-
-
-def _used_s(process: int) -> float:
-    """Seconds of the cores that a process and its children have used; 0 where it has ended, or the
-    system does not say."""
-    try:
-        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
-        children = Path(f"/proc/{process}/task/{process}/children").read_text(encoding="utf-8")
-    except OSError:
-        return 0.0
-    own = sum(map(int, text.rpartition(")")[2].split()[11:15]))  # of those waited for, too
-    return own / os.sysconf("SC_CLK_TCK") + sum(_used_s(int(child)) for child in children.split())
 
 
 def _own_s() -> float:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from xgpt.core.busy import busy_s
+from xgpt.core.busy import busy_s, children_s
 from xgpt.core.whole_file import write_atomically
 from xprofiler.measure.ranks import Ranks
 from xprofiler.profile import DISTURBED_LIMIT
@@ -81,8 +81,8 @@ class Disturbance:
         return False
 
     def _now(self) -> _Seen:
-        return _Seen(socket.gethostname(), busy_s(), time.process_time(), self._waited(),
-                     time.monotonic())
+        own_s = time.process_time() + children_s(os.getpid())  # vLLM computes in those
+        return _Seen(socket.gethostname(), busy_s(), own_s, self._waited(), time.monotonic())
 
 
 def missing_share(seen: list[_Seen], cores: int) -> float:

@@ -30,18 +30,25 @@ class _OfVllm(Measuring):
     """The points of a profile, by a vLLM engine core."""
 
     beside = " beside vllm"  # which binds threads to cores
+    _core: EngineCore | None = None
 
     def bench_of(self, degree: int) -> Any:
         request = self.request
         needs, drawn = Needs(**request.needs), request.metadata["sampling"] == "drawn"
         settings = settings_of(request, needs, degree)
         started_s = time.monotonic()
-        core = EngineCore(settings)
+        self.close()
+        self._core = core = EngineCore(settings)
         sampling = DRAWN if drawn else GREEDY
         self.begin_s += time.monotonic() - started_s  # to load it is not to measure
         spec = model_from_dict(request.model)
         return VllmBench(core, spec.num_layers, sampling,
                          head_share=spec.head_params / spec.num_params)
+
+    def close(self) -> None:
+        """Ends what the core has started, if there is one."""
+        if self._core is not None:
+            self._core.close()
 
     def most_layers(self, bench: Any, point: Point) -> int | None:
         return None  # a step of vLLM's goes through all of them
@@ -78,11 +85,14 @@ def settings_of(request: MeasureRequest, needs: Needs, tp_degree: int = 1) -> Co
 def main(arguments: list[str]) -> int:
     request = MeasureRequest(**json.loads(Path(arguments[0]).read_text(encoding="utf-8")))
     torch.set_num_threads(int(request.metadata["threads_per_rank"]))
+    measuring = _OfVllm(request, connect(1))
     try:
-        _OfVllm(request, connect(1)).run()
+        measuring.run()
     except XgptError as error:
         print(f"xgpt: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+    finally:
+        measuring.close()
     return 0
 
 

@@ -122,3 +122,19 @@ def test_what_is_missing_names_the_option(job: Path) -> None:
         opened.job, run=replace(opened.job.run, engine_python="/no/python"))))
     assert "/no/python" in missing and "--engine-python" in missing
     assert "run.engine_python" not in missing
+
+
+def test_few_devices_are_asked_of_our_own_engine_alone(job: Path) -> None:
+    """vLLM divides each layer over all of them: a row of it beside fewer would compare nothing."""
+    job.write_text(job.read_text().replace("devices_per_node: 1", "devices_per_node: 2")
+                   + "objective: devices\n")
+    found = json.loads(run(job, "--json").stdout)
+    rows = {row["engine"]: row for row in found["engines"]}
+    assert rows["vllm"]["refused"] == ["objective: throughput with run.engine vllm"]
+    assert rows["xgpt"]["is_kept"]
+
+
+def test_of_gpus_here_vllm_has_all(job: Path) -> None:
+    opened = open_file(job, ["cluster.devices_per_node=2"])
+    gpus = replace(opened, job=replace(opened.job, cluster="local"))
+    assert engine_choice._as_executed_by("vllm", gpus, None).run.ranks == 2

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +13,22 @@ import pytest
 
 pytest.importorskip("torch", reason="measuring needs the extra `run`")
 
+from xgpt.core.busy import children_s
 from xprofiler.measure import disturbance, ranks
 from xprofiler.measure.disturbance import Calibration, Disturbance, _Seen, missing_share
 from xprofiler.measure.probe import StepParts
 from xprofiler.profile import DISTURBED_LIMIT
+
+BURN = """
+import subprocess, sys, time
+grandchild = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+while float(sum(map(int, open(f"/proc/{grandchild.pid}/stat").read().split()[13:15]))) < 30:
+    time.sleep(0.01)
+grandchild.send_signal(19)
+print("burnt", flush=True)
+time.sleep(0.5)
+grandchild.kill()
+"""
 
 
 def seen(busy_s: float | None = 2.0, own_s: float = 1.0, waited_s: float = 0.0,
@@ -32,6 +47,20 @@ def test_others_time_waiting_and_the_worst_host() -> None:
     assert missing_share([seen(waited_s=0.3), seen()], cores=2) == pytest.approx(0.3)
     hosts = [seen(), seen(), seen(host="b", busy_s=1.4)]
     assert missing_share(hosts, cores=2) == pytest.approx(0.2)
+
+
+def test_what_child_processes_use_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that divides its layers computes in processes that it has started."""
+    monkeypatch.setattr(disturbance, "children_s", lambda process: 5.0)
+    found = Disturbance(ranks.Ranks(None), 0.0)._now()
+    assert found.own_s > 5.0
+
+
+def test_a_living_child_counts_with_its_own_children() -> None:
+    with subprocess.Popen([sys.executable, "-c", BURN], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline()
+        assert children_s(os.getpid()) >= 0.2
+    assert children_s(os.getpid()) < 0.2, "who is gone is of RUSAGE_CHILDREN"
 
 
 class Watch:

@@ -46,6 +46,12 @@ class CountingCore:
         for name in names:
             del self._requests[name]
 
+    def peak_memory_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        """Nothing was started."""
+
     def step(self, tokens: Mapping[str, int]) -> dict[str, Token]:
         self.largest = max(self.largest, sum(tokens.values()))
         self.most_requests = max(self.most_requests, len(self._requests))

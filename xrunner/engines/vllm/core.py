@@ -3,6 +3,7 @@
 Imports vLLM when it starts one, in whose interpreter this runs."""
 
 import os
+import resource
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -81,6 +82,8 @@ def environment(settings: CoreSettings) -> dict[str, str]:
     of this process for each that computes, no use of the network, and a count of logits that are
     no numbers."""
     values = {**QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_COMPUTE_NANS_IN_LOGITS": "1"}
+    if settings.tp_degree > 1:  # this process has threads already, with which no fork goes well
+        values["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if settings.device_kind == "cpu":
         # its default binding reserves a core, and takes the others' hyperthreads
         values |= {"VLLM_CPU_OMP_THREADS_BIND": "|".join(_cores_of_each(settings)),
@@ -109,6 +112,7 @@ class EngineCore:
         from vllm.v1.executor import Executor
 
         self._request, self._adapter = EngineCoreRequest, _adapter_of(settings)
+        self._num_processes = settings.tp_degree
         self._tops: dict[str, int] = {}  # likeliest tokens that each request asks for
         self.max_pass = MOST_TOKENS
         try:
@@ -158,6 +162,17 @@ class EngineCore:
                 del self._tops[name]
         return given
 
+    def peak_memory_bytes(self) -> int:
+        """Of all processes together."""
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return own + (sum(self._core.model_executor.collective_rpc(_peak_bytes))
+                      if self._num_processes > 1 else 0)
+
+    def close(self) -> None:
+        """Ends the processes that vLLM has started, and waits for them: what they used is ours."""
+        if self._num_processes > 1:
+            self._core.shutdown()
+
     def _arguments(self, settings: CoreSettings) -> dict[str, Any]:
         """vLLM's arguments: ours beneath the user's."""
         return {"model": str(settings.model_dir), "dtype": settings.dtype, "seed": 0,
@@ -175,6 +190,10 @@ class EngineCore:
                 **engine_arguments(settings.arguments),
                 # what the batching rule relies on
                 "scheduler_cls": SCHEDULER, "async_scheduling": False}
+
+
+def _peak_bytes(worker: Any) -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _adapter_of(settings: CoreSettings) -> Any:

@@ -39,6 +39,10 @@ class Core(Protocol):
 
     def step(self, tokens: Mapping[str, int]) -> dict[str, Token]: ...
 
+    def peak_memory_bytes(self) -> int: ...
+
+    def close(self) -> None: ...
+
 
 class VllmExecutor:
     """One request of the core for each query in a slot. A query that is evicted leaves it, and
@@ -62,6 +66,15 @@ class VllmExecutor:
     def start(self, message: StartMessage) -> None:
         self._core = self._make_core(message)
         self._groups = [GroupSlots() for _ in range(message.num_groups)]
+
+    def peak_memory_bytes(self) -> int:
+        """Of the engine's processes."""
+        return self._core.peak_memory_bytes()
+
+    def close(self) -> None:
+        """Ends what the core has started, if there is one."""
+        if hasattr(self, "_core"):
+            self._core.close()
 
     def gives_tokens(self, message: StepMessage) -> bool:
         return True

@@ -8,7 +8,6 @@ if __name__ == "__main__":  # before what takes seconds to import
     begin_rank()
 
 import os
-import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,8 +84,11 @@ def run(plan: RunPlan, world: World) -> None:
     started_s = clock()
     head.start()
     load_s = clock() - started_s
-    conduct(head, sink, world, clock, queries_before=before.total, num_errors=num_errors,
-            report=lambda: _report(plan, executor, load_s))
+    try:
+        conduct(head, sink, world, clock, queries_before=before.total, num_errors=num_errors,
+                report=lambda: _report(plan, executor, load_s))
+    finally:
+        executor.close()
 
 
 def _watch(plan: RunPlan, head: Head, sink: RunSink, order: Sequence[int], *,
@@ -125,11 +127,10 @@ def settings_of(plan: RunPlan, schedule: Schedule, message: StartMessage, *,
 
 
 def _report(plan: RunPlan, executor: VllmExecutor, load_s: float) -> RankReport:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     files = [path.stat().st_size for path in plan.model_dir.glob("*.safetensors")]
     return RankReport(rank=0, stage=0, log=tuple(executor.log), busy_s=executor.busy_s,
                       load_s=load_s, bytes_read=sum(files), rows_compacted=0,
-                      peak_memory_bytes=peak, operators=version_words())
+                      peak_memory_bytes=executor.peak_memory_bytes(), operators=version_words())
 
 
 def version_words() -> str:
