@@ -81,8 +81,9 @@ class Disturbance:
         return False
 
     def _now(self) -> _Seen:
-        own_s = time.process_time() + children_s(os.getpid())  # vLLM computes in those
-        return _Seen(socket.gethostname(), busy_s(), own_s, self._waited(), time.monotonic())
+        children = children_s(os.getpid())  # vLLM computes in those, while this process waits
+        return _Seen(socket.gethostname(), busy_s(), time.process_time() + children,
+                     0.0 if children else self._waited(), time.monotonic())
 
 
 def missing_share(seen: list[_Seen], cores: int) -> float:
