@@ -26,13 +26,14 @@ import datetime
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from xgpt.core.schedule_file import load_schedule
 from xprofiler.profile_file import load_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.retimed import Factor
+from xrunner.checkpoint.source import cache_dir
 
 XGPT = [sys.executable, "-c", "from xgpt.cli.main import main; main()"]
 SPIN = "import os\nos.sched_setaffinity(0, {max(os.sched_getaffinity(0))})\nwhile True: pass"
@@ -80,25 +82,57 @@ class Outcome:
     is_watched: bool
     bound_s: float
     over: float
+    over_before: float
     over_after: float
     over_told: float
     p_after_s: float
+    variables: Mapping[str, Any]
     decisions: list[str]
     wall_s: float
 
     @property
+    def planned(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.variables.items()
+                         if isinstance(value, int) and value)
+
+    @property
     def line(self) -> str:
         return (f"| {self.policy} | {self.slowed_by} | {'on' if self.is_watched else 'off'} | "
-                f"{self.bound_s:.2f} s | {self.p_after_s:.2f} s | {self.over_after:.1%} | "
-                f"{self.over:.1%} | {self.over_told:.1%} | {self.wall_s:.1f} s |")
+                f"{self.bound_s:.2f} s | {self.over_before:.1%} | {self.p_after_s:.2f} s | "
+                f"{self.over_after:.1%} | {self.over:.1%} | {self.over_told:.1%} | "
+                f"{self.wall_s:.1f} s |")
 
 
-def call(*arguments: str) -> dict[str, Any]:
-    done = subprocess.run([*XGPT, *arguments, "--json"], capture_output=True, text=True,
-                          check=False)
-    assert done.returncode in (0, 4), done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+class Cache:
+    """A cache of the benchmark's own, which every run finds as the first measuring left it. What a
+    run measured goes back into the profile: the run after a slowed one would be planned for a
+    machine that is slow from its start on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._now, self._kept = folder / "cache", folder / "cache-kept"
+        compiled = cache_dir() / "native"
+        if compiled.is_dir():
+            shutil.copytree(compiled, self._now / "xgpt" / "native")
+
+    def keep(self) -> None:
+        """What is there now is what every later run begins with."""
+        shutil.rmtree(self._kept, ignore_errors=True)
+        shutil.copytree(self._now, self._kept)
+
+    def again(self) -> None:
+        """Back to what was kept."""
+        shutil.rmtree(self._now)
+        shutil.copytree(self._kept, self._now)
+
+    def xgpt(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*XGPT, *arguments], capture_output=True, text=True, check=False,
+                              env={**os.environ, "XDG_CACHE_HOME": str(self._now)})
+
+    def call(self, *arguments: str) -> dict[str, Any]:
+        done = self.xgpt(*arguments, "--json")
+        assert done.returncode in (0, 4), done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
 
 
 class Slower(threading.Thread):
@@ -165,8 +199,9 @@ def _signal(ranks: Sequence[int], number: int) -> None:
             continue
 
 
-def outcome(folder: Path, policy: str, by: str, *, is_watched: bool, bound_s: float,
-            options: argparse.Namespace) -> Outcome:
+def outcome(cache: Cache, folder: Path, policy: str, by: str, *, is_watched: bool,
+            bound_s: float, options: argparse.Namespace) -> Outcome:
+    cache.again()
     output = folder / f"{policy}-{by.replace(' ', '-')}-{is_watched}"
     job = folder / "job.yaml"
     job.write_text(JOB.format(queries=options.queries, bound=bound_s, policy=policy,
@@ -174,7 +209,7 @@ def outcome(folder: Path, policy: str, by: str, *, is_watched: bool, bound_s: fl
                               output=output))
     slower = Slower(output, by, options.queries)
     slower.start()
-    metrics = call("submit", str(job))
+    metrics = cache.call("submit", str(job))
     slower.end()
     assert slower.began_s is not None, "the run was over before it was slowed"
     results = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
@@ -184,13 +219,18 @@ def outcome(folder: Path, policy: str, by: str, *, is_watched: bool, bound_s: fl
     # change cannot help
     after = np.array([row["encode_start_s"] > slower.began_s + 2 * bound_s + SETTLING_S
                       for row in results])
+    before = np.array([row["encode_start_s"] + row["latency_s"] < slower.began_s
+                       for row in results])
     return Outcome(
         policy=policy, slowed_by=by, is_watched=is_watched, bound_s=bound_s, over=late.mean(),
+        over_before=float(late[before].mean()),
         over_told=told_at_once(job, by, slower.began_s, results).over(bound_s),
         over_after=float(late[after].mean()) if after.any() else float("nan"),
         p_after_s=float(np.quantile(latency_s[after], options.quantile)) if after.any() else (
             float("nan")), wall_s=metrics["wall_s"]["measured"],
-        decisions=[own["sentence"] for own in metrics["rescheduling"]])
+        variables=load_schedule(output / "schedule.json").estimate.variables,
+        decisions=[f"{own['sentence']} (planned in {own['search_s']:.1f} s)"
+                   for own in metrics["rescheduling"]])
 
 
 def told_at_once(job: Path, by: str, began_s: float, results: Sequence[dict[str, Any]]) -> Replayed:
@@ -214,13 +254,13 @@ def told_at_once(job: Path, by: str, began_s: float, results: Sequence[dict[str,
 SETTLING_S = 5.0  # a run looks once a second, wants two halves of a window, and plans
 
 
-def bound_of(folder: Path, policy: str, options: argparse.Namespace) -> float:
+def bound_of(cache: Cache, folder: Path, policy: str, options: argparse.Namespace) -> float:
     job = folder / "free.yaml"
     job.write_text(JOB.format(queries=options.queries, bound=0.001, policy=policy, run=AUTO,
                               quantile=options.quantile, output=folder / "free"))
-    call("profile", str(job), "--budget", "10s")
-    refused = subprocess.run([*XGPT, "schedule", str(job)], capture_output=True, text=True,
-                             check=False)
+    cache.call("profile", str(job), "--budget", "10s")
+    cache.keep()
+    refused = cache.xgpt("schedule", str(job))
     found = re.search(r"tightest that can be met is ([0-9.]+) s", " ".join(refused.stderr.split()))
     assert found is not None, refused.stderr
     return round((options.bound or BOUNDS[policy]) * float(found[1]), 2)
@@ -236,10 +276,13 @@ def page(found: Sequence[Outcome], options: argparse.Namespace) -> str:
              "process on the last core. *after*: queries begun once the run had had time to see it "
              f"(twice the bound and {SETTLING_S:.0f} s). *told at once*: a replay whose launcher "
              "knows when and by how much steps become slower. `benchmarks/slowed_run.py`.", "",
-             f"| policy | slowed by | watched | bound | {share} of those after | over the bound, "
-             "after | of all | of all, told at once | run |",
-             "|---|---|---|---|---|---|---|---|---|"]
+             f"| policy | slowed by | watched | bound | over it, before | {share} of those after | "
+             "over it, after | of all | of all, told at once | run |",
+             "|---|---|---|---|---|---|---|---|---|---|"]
     lines += [own.line for own in found]
+    lines += ["", "Planned, both runs of a pair from the same profile:", ""]
+    lines += [f"- {policy}: {words}" for policy, words in
+              dict.fromkeys((own.policy, own.planned) for own in found)]
     lines += ["", "What the runs said:", ""]
     lines += [f"- {own.policy}, {own.slowed_by}: {sentence}" for own in found
               for sentence in own.decisions]
@@ -257,11 +300,12 @@ def main() -> None:
     options = parser.parse_args()
     found = []
     with tempfile.TemporaryDirectory() as folder:
+        cache = Cache(Path(folder))
         for policy in options.policies.split(","):
-            bound_s = bound_of(Path(folder), policy, options)
+            bound_s = bound_of(cache, Path(folder), policy, options)
             for by in options.by.split(","):
                 for is_watched in (True, False):
-                    found.append(outcome(Path(folder), policy, by, is_watched=is_watched,
+                    found.append(outcome(cache, Path(folder), policy, by, is_watched=is_watched,
                                          bound_s=bound_s, options=options))
                     print(found[-1].line, *found[-1].decisions, sep="\n", file=sys.stderr,
                           flush=True)
