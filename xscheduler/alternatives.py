@@ -125,12 +125,20 @@ def _row(label: str, space: Space, searched: Searched, plans: Sequence[int],
                         f"{NOT_LOOKED_INTO}: no more than {upper * copies:.4g} queries/s")
     plan = searched.plan_of_root[candidate.root]
     qps, latency_s = space.figures(plan, candidate.point)
-    lost = 1 - qps / best.candidate.objective
-    most = max(upper, qps) * copies
-    reason = (f"lower throughput by {lost:.1%}: no more than {most:.4g} queries/s"
-              if lost > 0 else "no better")
-    return Rejected(label=f"{label}: {words_of(space, plan, candidate.point)}", reason=reason,
+    return Rejected(label=f"{label}: {words_of(space, plan, candidate.point)}",
+                    reason=why_not(qps, best.candidate.objective, max(upper, qps) * copies),
                     throughput_qps=qps * copies, latency_s=latency_s)
+
+
+def why_not(qps: float, chosen_qps: float, most_qps: float | None = None) -> str:
+    """What speaks against an alternative, of which nothing exceeds `most_qps`. One that is quicker
+    than what was chosen has a margin of its own that is too large."""
+    lost = 1 - qps / chosen_qps
+    if lost > 0:
+        return f"lower throughput by {lost:.1%}" + (
+            "" if most_qps is None else f": no more than {most_qps:.4g} queries/s")
+    return "no better" if lost == 0 else (
+        f"quicker by {-lost:.1%}, but not sure enough to keep the bound")
 
 
 class Unmet(InfeasibleError):

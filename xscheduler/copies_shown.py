@@ -10,7 +10,7 @@ from typing import NamedTuple
 from xgpt.core.errors import BeatenError, InfeasibleError, InputError
 from xgpt.core.policies import policy
 from xgpt.core.schedule import CopiesTried, Estimate, Rejected, Schedule
-from xscheduler.alternatives import PAPERS_ROW, POLICY_ROW
+from xscheduler.alternatives import PAPERS_ROW, POLICY_ROW, why_not
 from xscheduler.copy_planner import CopyPlanner
 from xscheduler.within import PlannedWithin
 
@@ -61,9 +61,8 @@ def beside_policies(schedule: Schedule, looked: Sequence[Looked]) -> Schedule:
             name, qps = _policy_of(row), row.throughput_qps
             if row.label.startswith(POLICY_ROW) and qps and name != schedule.estimate.policy and (
                     name not in best or qps > (best[name].throughput_qps or 0.0)):
-                share = 1 - qps / schedule.figures.throughput_qps
                 best[name] = replace(
-                    row, reason=f"lower throughput by {share:.1%}" if share > 0 else "no better",
+                    row, reason=why_not(qps, schedule.figures.throughput_qps),
                     label=f"{POLICY_ROW}{name}: {copies} cop{'y' if copies == 1 else 'ies'}, "
                           f"{row.label.partition(': ')[2]}")
     others = [row for row in schedule.rejected
@@ -88,8 +87,7 @@ def beside_papers_own(schedule: Schedule) -> Schedule:
                 if policy(name).is_papers), default=qps)
     words = best.label.removeprefix(POLICY_ROW).replace(": ", ", ", 1)
     row = replace(best, label=f"{PAPERS_ROW}: {words}",
-                  reason=f"lower throughput by {1 - qps / own_qps:.1%}: no more than "
-                         f"{max(most, qps):.4g} queries/s" if qps < own_qps else "no better")
+                  reason=why_not(qps, own_qps, max(most, qps)))
     others = [one for one in schedule.rejected if not one.label.startswith(PAPERS_ROW)]
     place = 1 + max(k for k, one in enumerate(others) if one.label.startswith(POLICY_ROW))
     return schedule.changed(rejected=(*others[:place], row, *others[place:]))

@@ -10,6 +10,7 @@ state stays."""
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ WORTH = 0.02  # of the job's time: what another schedule must save to be taken
 NEARLY = 0.9  # of what its steady state would take: no more is hoped for from a replay
 MOST_CONFIGS, MOST_REPLAYED = 100, 15_000  # of the first round, and queries over its replays
 FINALISTS, MOST_REPLAYS, MOST_AGAIN = 5, 5, 1500  # of the second; so often, or so many queries
+MOST_OF_MARGIN = 0.75  # of its logarithm: of what needs more, no replay is made
 ROUGHLY = 3  # one in so many configurations is replayed for a comparison
 _NO_MARGIN = MarginParts(factor=1.0, sentence="planned without a margin")
 
@@ -54,12 +56,17 @@ def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
     clock = _JobTime(problem, evaluator, schedule)
     doubts = Doubts(problem, evaluator, replays=True) if has_margin else None
     entries = _admissible(selections(count), Limits.of(
-        problem.constraint, queries=count, latency_s=schedule.bound.limit_s, is_timed=True))
+        problem.constraint, queries=count, is_timed=True,
+        latency_s=schedule.bound.limit_s / (1.0 if doubts is None else _least_margin(doubts, own))))
     entries = entries[:min(max(MOST_REPLAYED // count, FINALISTS), MOST_CONFIGS)]
     first = _first_round(entries[::ROUGHLY if is_rough else 1], clock, count, clock(own, 1), cuts)
     replays = 1 if is_rough or cuts() else min(max(MOST_AGAIN // count, 1), MOST_REPLAYS)
     steady_s = clock(own, replays)
-    final = sorted(((clock(estimate, replays), estimate) for estimate in first),
+    # those alone that keep the bound with their own margins before a replay
+    safe = first if doubts is None else (one for one in first if (
+        one.figures.latency_s * doubts.margin(one, is_replayed=False).factor
+        <= schedule.bound.limit_s))
+    final = sorted(((clock(estimate, replays), estimate) for estimate in islice(safe, FINALISTS)),
                    key=lambda pair: pair[0])
     for wall_s, estimate in final:
         if wall_s > (1 - WORTH) * steady_s:
@@ -69,6 +76,13 @@ def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
                 doubts is None or keeps_pace(doubts, estimate)):
             return _taken(schedule, estimate, margin, count, wall_s, steady_s, len(clock.asked))
     return schedule
+
+
+def _least_margin(doubts: Doubts, own: Estimate) -> float:
+    """A factor that hardly any margin is below: most of the steady state's own, before a replay.
+    (Margins differ from one schedule to the next by what lengths do to each.)"""
+    factor = doubts.margin(own, is_replayed=False).factor
+    return 1.0 if math.isinf(factor) else max(factor**MOST_OF_MARGIN, doubts.least_factor)
 
 
 def is_short(problem: Problem, schedule: Schedule) -> bool:
@@ -121,7 +135,7 @@ def _admissible(selections: Sequence[Selection], limits: Limits) -> list[_Entry]
 
 def _first_round(entries: Sequence[_Entry], clock: _JobTime, count: int,
                  steady_s: float, cuts: Callable[[], bool]) -> list[Estimate]:
-    """The quickest by one replay each, of all that may be quicker than what was seen."""
+    """By one replay each, of all that may be quicker than what was seen, the quickest first."""
     timed: list[tuple[float, Estimate]] = []
     least_s = steady_s
     for entry in entries:
@@ -132,7 +146,7 @@ def _first_round(entries: Sequence[_Entry], clock: _JobTime, count: int,
         timed.append((clock(estimate, 1), estimate))
         least_s = min(least_s, timed[-1][0])
     timed.sort(key=lambda pair: pair[0])
-    return [estimate for _, estimate in timed[:FINALISTS]]
+    return [estimate for _, estimate in timed]
 
 
 def _taken(schedule: Schedule, estimate: Estimate, margin: MarginParts, count: int, wall_s: float,
