@@ -138,6 +138,7 @@ class _Seen:
     first: int
     finished: dict[int, tuple[int, int]]
     active: dict[int, tuple[int, int]]
+    kept: tuple[int, int, int]
 
 
 class _Launcher:
@@ -166,7 +167,13 @@ class _Launcher:
                 steps = [step for own in kinds.values() for step in own[-MOST_STEPS:]]
                 self._decider.pace.hear(stage, stage, now, steps)
                 kinds.clear()
-        if not self._is_planning and (look := self._decider.look_at_steps(self._seen())):
+        if self._is_planning:
+            look = None
+        else:
+            seen = self._seen()
+            at_bound = self._decider.look_at_bound(seen)
+            look = self._decider.look_at_steps(seen) or at_bound
+        if look is not None:
             self._is_planning = True
             decision = self._decider.decide(look)
             self._kernel.at(now + self._plan_s, ARRIVAL, lambda at: self._take(look, decision, at))
@@ -177,7 +184,8 @@ class _Launcher:
         self._decider.take(look, decision)
         self._found.decisions.append((now, decision))
         if decision.schedule is not None:
-            taken_s = now if look.drift.steps == 0 else now + TAKES_S / 2
+            is_told = isinstance(look, StepLook) and look.drift.steps == 0
+            taken_s = now if is_told else now + TAKES_S / 2
             self._kernel.at(taken_s, ARRIVAL, lambda at: self._change(decision, at))
 
     def _change(self, decision: Decision, now: float) -> None:
@@ -194,8 +202,12 @@ class _Launcher:
         begun = [query for query, start_s in enumerate(own.start_s) if start_s is not None]
         lengths = {query: (own.inputs[query], int(own.output_tokens[query])) for query in begun}
         active = {query: lengths[query] for query in begun if own.last_token_s[query] is None}
-        return _Seen(first=0, active=active, finished={
-            query: pair for query, pair in lengths.items() if query not in active})
+        limit_s = self._decider.followed.schedule.bound.limit_s
+        took_s = [own.last_token_s[query] - own.start_s[query] for query in begun
+                  if query not in active]
+        return _Seen(first=0, active=active, kept=(0, len(took_s), sum(
+            one > limit_s for one in took_s)), finished={
+                query: pair for query, pair in lengths.items() if query not in active})
 
 
 def slowed_replay(problem: Problem, timing: TimingSource, schedule: Schedule, worked: Worked,
@@ -203,8 +215,8 @@ def slowed_replay(problem: Problem, timing: TimingSource, schedule: Schedule, wo
                   plan_s: float = 1.0,
                   known: tuple[float, Mapping[str, Factor]] | None = None) -> Replayed:
     """One replay of a job of one copy with these (inputs, outputs). threshold: `run.step_times`;
-    None: nothing is planned anew. known: when the launcher is told which factors, in place of
-    watching steps."""
+    None: nothing is planned anew. known: when the launcher is told which factors, besides
+    watching."""
     estimate = schedule.estimate
     inputs, outputs = lengths
     jobs: QueryLengths = planned_queries(problem, inputs, outputs)
@@ -238,9 +250,8 @@ def slowed_replay(problem: Problem, timing: TimingSource, schedule: Schedule, wo
             problem=problem, schedule=schedule, step_threshold=threshold, threshold=None,
             is_observing=False, slots=slots, longest=longest), timing)
         launcher = _Launcher(decider, kernel, queries, rules[0], pools, found, plan_s)
-        if known is None:
-            kernel.at(LOOK_S, ARRIVAL, launcher.look)
-        else:
+        kernel.at(LOOK_S, ARRIVAL, launcher.look)
+        if known is not None:
             kernel.at(known[0], ARRIVAL, partial(launcher.hear_at_once, known[1]))
     Arrivals(kernel, queries, pools[:1]).start()
     kernel.run()

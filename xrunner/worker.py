@@ -140,6 +140,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     _make_room(head, plan)
     if plan.is_watched:
         sink.launcher = LauncherLink(plan.output, first_query=before.total,
+                                     limit_s=schedule.bound.limit_s,
                                      **_followed(head, schedule, others))
     head.roster.extent = _extent(Spool(plan.output), before)
     if others is None:

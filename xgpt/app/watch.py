@@ -22,8 +22,7 @@ from xrunner.io.beat import read_beats
 from xrunner.io.launcher_link import ChangeOrder, read_observed
 from xrunner.rules.changes import changes_of
 from xscheduler.beginning import can_settle
-from xscheduler.live.decisions import LEAST_QUERIES, Decider, Decision, Followed, Look
-from xscheduler.live.slowed import StepLook
+from xscheduler.live.decisions import LEAST_QUERIES, AnyLook, Decider, Decision, Followed
 from xscheduler.room import HEADROOM, headroom, kv_tokens_for, slots_for
 
 LOOK_S = 0.5
@@ -42,7 +41,7 @@ class Rescheduler:
         self.decider, self._output, self._waits = Decider(followed, timing), output, waits
         self._looked_s = -math.inf
         self._thread: threading.Thread | None = None
-        self._look: Look | StepLook | None = None  # of the thread
+        self._look: AnyLook | None = None  # of the thread
         self._decision: Decision | None = None
         self._is_over = False
         self.decisions: list[Decision] = []
@@ -64,7 +63,10 @@ class Rescheduler:
         self._looked_s = now
         if self._thread is None and (written := read_observed(self._output)) is not None:
             self._hear()
-            self._look = self.decider.look(written) or self.decider.look_at_steps(written)
+            # the first tells the others of how the bound was kept so far
+            at_bound = self.decider.look_at_bound(written)
+            self._look = (self.decider.look(written) or self.decider.look_at_steps(written)
+                          or at_bound)
             if self._look is not None:
                 self._thread = threading.Thread(target=self._decide, args=(self._look,),
                                                 daemon=True)
@@ -80,7 +82,7 @@ class Rescheduler:
         for rank in read_beats(self._output):
             self.decider.pace.hear(rank.rank, rank.stage, rank.elapsed_s, rank.steps)
 
-    def _decide(self, look: Look | StepLook) -> None:
+    def _decide(self, look: AnyLook) -> None:
         if sys.platform == "linux" and not self._waits:  # there a thread has its own priority
             thread = threading.get_native_id()  # of a command under `nice` it has that already
             os.setpriority(os.PRIO_PROCESS, thread, max(

@@ -1,6 +1,7 @@
 """What a run tells its launcher about output lengths, and the changes that come back.
 
-    observed.json   head -> launcher   (input, output) of the queries done, and of those at work
+    observed.json   head -> launcher   (input, output) of the queries done, and of those at work;
+                                       how many of those done took longer than the latency's bound
     adjust.json     launcher -> head   control variables from the next phase on
 
 (How long their steps take, all ranks say in what they tell of themselves: xrunner.io.beat.)
@@ -9,10 +10,11 @@ The runner never imports the planner: it says what it sees, and obeys. Both file
 whole, so that a reader sees one state of them."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from xgpt.core.whole_file import write_atomically
 from xrunner.query import FinishedQuery
@@ -47,14 +49,25 @@ def load_change_order(output: Path) -> ChangeOrder | None:
     return ChangeOrder(revision=values.pop("revision"), controls=from_json(values))
 
 
+class Kept(NamedTuple):
+    """Of the queries from `first` on, which this run began with: how many are done with an answer,
+    and how many of these took longer than the bound on latency."""
+
+    first: int
+    done: int
+    over: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedState:
     """One state of observed.json, by query. Of the queries before `first` only the active are in
-    it: the long ones, which tell nothing without the others."""
+    it: the long ones, which tell nothing without the others. `kept`: of all that this run has done;
+    None where it does not say."""
 
     first: int
     finished: LengthsSoFar
     active: LengthsSoFar
+    kept: Kept | None = None
 
 
 def read_observed(output: Path) -> ObservedState | None:
@@ -65,7 +78,8 @@ def read_observed(output: Path) -> ObservedState | None:
         return None
     finished, active = ({query: (inputs, outputs) for query, inputs, outputs in raw[key]}
                         for key in ("finished", "active"))
-    return ObservedState(first=raw["first"], finished=finished, active=active)
+    return ObservedState(first=raw["first"], finished=finished, active=active,
+                         kept=Kept(*raw["kept"]) if "kept" in raw else None)
 
 
 class LauncherLink:
@@ -73,13 +87,14 @@ class LauncherLink:
 
     def __init__(self, output: Path, *, first_query: int,
                  at_work: Callable[[], LengthsSoFar] | None = None,
-                 rule: Changeable | None = None, order: Sequence[int] | None = None) -> None:
+                 rule: Changeable | None = None, order: Sequence[int] | None = None,
+                 limit_s: float = math.inf) -> None:
         """`first_query`: of this run. `at_work`: of the active queries; None where nobody here
         knows them (WAA): then only queries are told of before which, in the order of admission,
         all are done, since of the others just the short ones are. `rule`: what is changed; None:
         nothing is. `order`: the queries as they are taken up, where that is not by their index, as
         far as it is known (`begin`); the state names queries by their places in it, counted from
-        `first_query`."""
+        `first_query`. `limit_s`: what a query's latency is to be at most."""
         self._place: dict[int, int] = {}  # of queries that are not done
         self._num_begun = 0
         self._first_query = first_query
@@ -88,6 +103,7 @@ class LauncherLink:
         self._finished: LengthsSoFar = {}
         self._waiting: LengthsSoFar = {}  # done, but one before them is not
         self._first = self._next = first_query
+        self._kept, self._limit_s = Kept(first_query, 0, 0), limit_s
         self._last_s = 0.0
         self.revision = 0  # of the change taken up last
         self.taken: list[dict[str, Any]] = []  # changes, with the phase each holds from
@@ -99,6 +115,9 @@ class LauncherLink:
             self._num_begun += 1
 
     def finished(self, result: FinishedQuery) -> None:
+        if result.output_ids:
+            first, done, over = self._kept
+            self._kept = Kept(first, done + 1, over + (result.latency_s > self._limit_s))
         lengths = len(result.query.input_ids), len(result.output_ids)
         place = self._place.pop(result.query.index, result.query.index)
         if self._at_work is not None:
@@ -117,7 +136,8 @@ class LauncherLink:
         active = {} if self._at_work is None else {
             self._place.get(index, index): lengths for index, lengths in self._at_work().items()}
         self._forget(len(active))
-        write_atomically(self._output / OBSERVED_FILE, json.dumps({"first": self._first, **{
+        write_atomically(self._output / OBSERVED_FILE, json.dumps({
+            "first": self._first, "kept": self._kept, **{
             key: [(query, *lengths) for query, lengths in sorted(state.items())]
             for key, state in (("finished", self._finished), ("active", active))}}) + "\n",
             is_durable=False)

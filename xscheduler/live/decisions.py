@@ -22,6 +22,7 @@ from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.retimed import Retimed
 from xprofiler.timing import TimingSource
 from xscheduler.beginning import FIRST_QUERIES
+from xscheduler.live.allowance import Allowance, Kept, KeptLook
 from xscheduler.live.observed import (
     Drift,
     Observation,
@@ -47,7 +48,8 @@ MOST_UNKNOWN = 0.02  # of the outputs longer than any query was watched for
 
 class Written(Protocol):
     """What a run has shown: (input, output) tokens by the place of each query in the job, of those
-    that are done and of those at work. Queries before `first` are forgotten."""
+    that are done and of those at work. Queries before `first` are forgotten. `kept`: see
+    xscheduler.live.allowance."""
 
     @property
     def first(self) -> int: ...
@@ -55,6 +57,8 @@ class Written(Protocol):
     def finished(self) -> Mapping[int, tuple[int, int]]: ...
     @property
     def active(self) -> Mapping[int, tuple[int, int]]: ...
+    @property
+    def kept(self) -> tuple[int, int, int] | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +132,9 @@ class Look:
         return f"output lengths {what}: {figures} after {self.done} queries"
 
 
+AnyLook = Look | StepLook | KeptLook
+
+
 class Decider:
     """Decides on one run: `look` at what it has written, `decide`, which takes a while and may be
     done beside the run, then `take` the decision."""
@@ -138,6 +145,8 @@ class Decider:
         self.pace = None if followed.step_threshold is None else Pace(
             followed.problem, timing, followed.schedule.estimate, longest=followed.longest,
             threshold=followed.step_threshold)
+        self.allowance = Allowance(followed.problem.constraint, followed.num_queries)
+        self._kept: Kept | None = None  # as it was looked at last
         self._known = followed.problem  # with the lengths that were seen last
         self.is_observing = followed.is_observing
         self.needed = followed.enough  # queries done, for the next look
@@ -185,28 +194,46 @@ class Decider:
         done = admitted - len(written.active)
         return StepLook(drift=drift, left=self.followed.num_queries - done, done=done)
 
+    def look_at_bound(self, written: Written) -> KeptLook | None:
+        """What there is to decide on by how many queries are over the bound; None where about as
+        many are as is planned for, or what is left is the job's drain."""
+        self._kept = None if written.kept is None else Kept(*written.kept)
+        if self.followed.step_threshold is None or self.is_observing:
+            return None
+        admitted = max((*written.finished, *written.active), default=-1) + 1
+        running = self.running.estimate
+        at_work = running.deployment.replicas * running.most_in_system
+        if self.followed.num_queries - admitted <= at_work:
+            return None
+        return self.allowance.look(self._kept)
+
     @property
     def timing(self) -> TimingSource:
         """What is planned with: the source's times, as steps were seen to take them."""
         factors = None if self.pace is None else self.pace.factors
         return Retimed(self._timing, factors) if factors else self._timing
 
-    def decide(self, look: Look | StepLook) -> Decision:
+    def decide(self, look: AnyLook) -> Decision:
         """Plans for the lengths, or the step times, that were seen and the queries that are
         left."""
         began_s = time.monotonic()
-        is_changeable = policy(self.running.estimate.policy).is_changeable
         if isinstance(look, StepLook):
             problem = replace(self._known, num_queries=look.left)
             timing = Retimed(self._timing, {
                 **(self.pace.factors if self.pace else {}), **look.drift.planned})
             decision = self._change(problem, look, timing)
+        elif isinstance(look, KeptLook):
+            decision = self._change(replace(self._known, num_queries=look.left), look, self.timing)
         else:
             problem = self._observed(look)
-            decision = (self._change(problem, look, self.timing) if is_changeable
+            decision = (self._change(problem, look, self.timing) if self._can_change(look)
                         else self._ask(problem, look))
         decision.record["search_s"] = time.monotonic() - began_s
         return decision
+
+    def _can_change(self, look: AnyLook) -> bool:
+        """Whether what is decided changes the schedule, or is only told."""
+        return not isinstance(look, Look) or policy(self.running.estimate.policy).is_changeable
 
     def _observed(self, look: Look) -> Problem:
         planned = self.followed.problem
@@ -215,8 +242,13 @@ class Decider:
                                                              planned.lengths),
             default_max_tokens=max(planned.default_max_tokens, look.observed.outputs.max))
 
-    def take(self, look: Look | StepLook, decision: Decision) -> bool:
+    def take(self, look: AnyLook, decision: Decision) -> bool:
         """Goes on with what was decided; whether there is anything to tell."""
+        if self._can_change(look):
+            self.allowance.take(self._kept)
+        if isinstance(look, KeptLook):
+            self._run_on(decision)
+            return decision.schedule is not None or not decision.is_kept
         if isinstance(look, StepLook):
             assert self.pace is not None, "who saw them"
             self.pace.take(look.drift)
@@ -251,16 +283,18 @@ class Decider:
         self._planned, self.needed = look.observed.outputs, enough
         return True
 
-    def _change(self, problem: Problem, look: Look | StepLook, timing: TimingSource) -> Decision:
+    def _change(self, problem: Problem, look: AnyLook, timing: TimingSource) -> Decision:
         """Batch sizes change on the stages there are, if that is worth it."""
         now, record = self.running.estimate, look.record()
+        problem = replace(problem, constraint=self.allowance.constrained(
+            problem.constraint, self._kept))
         is_early = isinstance(look, Look) and look.is_observing and (
             look.seen.num_finished < LEAST_QUERIES)
         is_rra = policy(now.policy).is_changeable
         began = self.followed.schedule.estimate
         revised = revise(
             self.running, problem, timing, caution=CAUTION if is_early else 1.0,
-            worth=STEPS_WORTH if isinstance(look, StepLook) else WORTH_CHANGING,
+            worth=WORTH_CHANGING if isinstance(look, Look) else STEPS_WORTH,
             began=None if is_rra else began, most_present=(
                 now.deployment.num_groups * mean_present(self.followed.slots) if is_rra
                 else max_in_system(began.controls) or None))
@@ -282,7 +316,7 @@ class Decider:
         return Decision(schedule=changed, record=record, is_kept=revised.is_kept, sentence=(
             f"{look.sentence}; {_changed(now, changed.estimate)} ({revised.reason})"))
 
-    def _unchanged(self, look: Look | StepLook, record: dict[str, Any],
+    def _unchanged(self, look: AnyLook, record: dict[str, Any],
                    revised: Revised) -> Decision:
         """The schedule stays; but of a job that observes, one that few queries led to and that
         does not keep the bound makes way for the one it began with."""

@@ -188,6 +188,16 @@ def test_the_head_tells_what_it_sees_and_takes_each_change_up_once(tmp_path: Pat
     assert json.loads(json.dumps(link.taken)) == link.taken
 
 
+def test_it_counts_what_is_over_the_bound(tmp_path: Path) -> None:
+    link = LauncherLink(tmp_path, first_query=3, at_work=dict, limit_s=2.0)
+    for index, took_s in enumerate((1.0, 2.0, 2.1, 5.0), start=3):
+        link.finished(replace(result(index, 2), encode_start_s=1.0, last_token_s=1.0 + took_s))
+    link.finished(replace(result(7, 0), last_token_s=9.0, error="too long"))
+    link.look(1.0)
+    state = read_observed(tmp_path)
+    assert state is not None and state.kept == (3, 4, 2), "an error record has no latency"
+
+
 def test_only_the_latest_queries_are_told_of(tmp_path: Path,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xrunner.io.launcher_link._LEAST_KEPT", 50)

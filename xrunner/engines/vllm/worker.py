@@ -72,7 +72,7 @@ def run(plan: RunPlan, world: World) -> None:
     head.roster.on_begin = sink.underway.begin
     heads.append(head)
     order = list(order_of(len(queries), plan, before))
-    _watch(plan, head, sink, order, first_query=before.total)
+    _watch(plan, head, sink, order, first_query=before.total, limit_s=schedule.bound.limit_s)
     for place in order:
         query = queries[place]
         if (why := refusals.of(query)) is not None:
@@ -92,7 +92,7 @@ def run(plan: RunPlan, world: World) -> None:
 
 
 def _watch(plan: RunPlan, head: Head, sink: RunSink, order: Sequence[int], *,
-           first_query: int) -> None:
+           first_query: int, limit_s: float) -> None:
     """Room for what the launcher may change the schedule to, and, where it follows the lengths, the
     link to it."""
     rule = head.rule
@@ -101,6 +101,7 @@ def _watch(plan: RunPlan, head: Head, sink: RunSink, order: Sequence[int], *,
         rule.make_room(plan.slots)
     if plan.is_watched and isinstance(rule, Changeable):
         sink.launcher = LauncherLink(plan.output, first_query=first_query, rule=rule, order=order,
+                                     limit_s=limit_s,
                                      at_work=head.lengths_so_far if is_rra else None)
 
 
