@@ -17,14 +17,15 @@ ALLOWED: dict[str, set[str]] = {
     WORDS: {WORDS},
     "rules": {WORDS, "rules"},
     "profile": {WORDS, "profile"},
-    "simulator": {WORDS, "rules", "profile", "simulator"},
+    "compiling": {"compiling"},
+    "simulator": {WORDS, "rules", "profile", "compiling", "simulator"},
     "scheduler": {WORDS, "rules", "profile", "simulator", "scheduler"},
-    "runner": {WORDS, "rules", "runner"},
+    "runner": {WORDS, "rules", "compiling", "runner"},
     "measure": {WORDS, "rules", "profile", "runner", "measure"},
     "launch": {WORDS, "launch"},
     "report": {WORDS, "rules", "profile", "simulator", "scheduler", "report"},
-    "app": {WORDS, "rules", "profile", "simulator", "scheduler", "runner", "launch", "report",
-            "app"},
+    "app": {WORDS, "rules", "profile", "compiling", "simulator", "scheduler", "runner", "launch",
+            "report", "app"},
     "cli": {WORDS, "rules", "profile", "simulator", "scheduler", "runner", "launch", "report",
             "app", "cli"},
 }
@@ -33,6 +34,7 @@ LAYER_OF = {
     "xgpt.report": "report",
     "xprofiler": "profile", "xprofiler.measure": "measure", "xsimulator": "simulator",
     "xscheduler": "scheduler", "xrunner": "runner", "xrunner.rules": "rules",
+    "xrunner.ops.build": "compiling",
 }
 TORCH = {"torch", "safetensors", "mpi4py", "transformers", "gguf", "cupy", "deepspeed"}
 MAY_IMPORT_TORCH = ("runner", "measure")

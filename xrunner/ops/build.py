@@ -76,9 +76,10 @@ def library_key(folder: Path, compiler: Compiler, flags: Sequence[str] = ()) -> 
 
 
 def compile_library(folder: Path, target: Path, compiler: Compiler,
-                    flags: Sequence[str] = ()) -> None:
-    """All of `folder`'s C++ as `target`, which is there whole or not at all. Raises BuildError."""
-    sources = sorted(map(str, folder.glob("*.cpp")))
+                    flags: Sequence[str] = (), names: str = "*.cpp") -> None:
+    """All of `folder`'s C++, or those of such names, as `target`, which is there whole or not at
+    all. Raises BuildError."""
+    sources = sorted(map(str, folder.glob(names)))
     if not sources:
         raise BuildError(f"no sources in {folder}")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")

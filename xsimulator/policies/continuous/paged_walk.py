@@ -6,16 +6,24 @@ the number of queries that run, the free tokens, and the latest admitted (who ar
 who ends, and how much it frees, is drawn once for all configurations. Ages are not followed: a
 query ends with chance 1 / E[D] per step, and frees more where those present hold more.
 
+Where there is a C++ compiler, or an installed wheel's library, csrc/walks.cpp takes the steps, to
+the bit as they are taken here (continuous.native_walk).
+
 The replay (xsimulator.replay) tells the same with ages and the rule itself, but of one
 configuration at a time. Planning OPT-13B on four A40 walks 26 to 33 points for vLLM and 500 to 800
-for Sarathi, in 0.1 and 0.4 s; replays of 2,000 queries each would take 1 to 4 s and 45 to 170 s."""
+for Sarathi, in 0.1 and 0.4 s by these arrays; replays of 2,000 queries each would take 1 to 4 s and
+45 to 170 s."""
 
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import NamedTuple
 
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
 from xrunner.rules.paged import BLOCK_TOKENS, WATERMARK
+from xsimulator.policies.continuous.native_walk import NativeSteps, native_steps
+from xsimulator.policies.continuous.size_stream import SizeStream
 
 STEPS = 448
 _WARM_UP = 64
@@ -25,7 +33,6 @@ _HALF_BLOCK = (BLOCK_TOKENS - 1) / 2  # what a query's last block leaves empty, 
 _SEED = 3
 _REPEATS = 64  # of the sizes that are drawn, before they come again
 _NO_LIMIT = 1e12  # tokens of a step
-_LAID_OUT = 1 << 20
 _ENSURED_STEPS = 16  # of which it is known before what they draw at most
 
 
@@ -54,48 +61,15 @@ class Walk:
     joined: FloatArray  # [configs, sizes] queries whose encoding ends, likewise
 
 
-class _Stream:
-    """Sizes [number] are drawn one after the other, over and over. As many as are `ensured` lie in
-    one array, up to _LAID_OUT of them: a step asks for a few of each configuration. What `reach`
-    says is no more than is ensured."""
-
-    def __init__(self, values: FloatArray) -> None:
-        self._once = values
-        self._once_sums = np.concatenate([[0.0], np.cumsum(values)])
-        self._is_whole = True  # all that is asked for is laid out
-        self._lay_out(1)
-
-    def ensure(self, index: int) -> None:
-        """Sizes up to this one may be asked for."""
-        self._is_whole = index < _LAID_OUT
-        if self._is_whole and index >= self._sums.size:
-            self._lay_out(index // self._once.size + 1)
-
-    def at(self, index: IntArray) -> FloatArray:
-        if not self._is_whole:
-            return np.asarray(self._once[index % self._once.size])
-        return np.asarray(self._values.take(index))
-
-    def until(self, index: IntArray) -> FloatArray:
-        """All sizes before `index` come to this sum."""
-        if not self._is_whole:
-            rounds, rest = np.divmod(index, self._once.size)
-            return np.asarray(rounds * self._once_sums[-1] + self._once_sums[rest])
-        return np.asarray(self._sums.take(index))
-
-    def reach(self, amount: FloatArray) -> IntArray:
-        """So many of the first sizes come to no more than `amount`."""
-        if not self._is_whole:
-            whole, left = np.divmod(amount + 1e-6, self._once_sums[-1])
-            within = np.searchsorted(self._once_sums, left, side="right") - 1
-            return np.asarray(whole.astype(np.int64) * self._once.size + within)
-        return np.asarray(self._sums.searchsorted(amount + 1e-6, side="right") - 1)
-
-    def _lay_out(self, rounds: int) -> None:
-        """Twice as many rounds as are asked for."""
-        begins = np.arange(2 * rounds)[:, None] * self._once_sums[-1]
-        self._values = np.tile(self._once, 2 * rounds)
-        self._sums = (begins + self._once_sums[:-1]).ravel()
+@lru_cache(maxsize=8)
+def _streams(queries: WalkedQueries) -> tuple[SizeStream, SizeStream, SizeStream, SizeStream]:
+    """Inputs, the same in blocks, what queries hold when they end, and gaps between their ends."""
+    rng = np.random.default_rng(_SEED)
+    inputs, lasts = (np.concatenate([rng.permutation(sizes) for _ in range(_REPEATS)])
+                     for sizes in (queries.input_sizes, queries.last_sizes))
+    gaps = -np.log1p(-(rng.permutation(lasts.size) + 0.5) / lasts.size)
+    return (SizeStream(inputs), SizeStream(inputs + _HALF_BLOCK), SizeStream(lasts + _HALF_BLOCK),
+            SizeStream(gaps))
 
 
 class _Stack:
@@ -111,7 +85,7 @@ class _Stack:
         self._end[rows] += 1
         self.count[rows] = np.minimum(self.count[rows] + 1, _DEPTH)
 
-    def push_many(self, numbers: IntArray, first: IntArray, values: _Stream, age: int) -> None:
+    def push_many(self, numbers: IntArray, first: IntArray, values: SizeStream, age: int) -> None:
         """So many [configs] of `values` from `first` on, less `age`, go on the stacks."""
         kept = np.minimum(numbers, _DEPTH)
         rows = kept.nonzero()[0]
@@ -145,12 +119,7 @@ class _Walker:
         """The arguments are those of `walk`."""
         self.is_chunked, self.iterations, self.held = (
             queries.is_chunked, queries.iterations, queries.held)
-        rng = np.random.default_rng(_SEED)
-        inputs, lasts = (np.concatenate([rng.permutation(sizes) for _ in range(_REPEATS)])
-                         for sizes in (queries.input_sizes, queries.last_sizes))
-        gaps = -np.log1p(-(rng.permutation(lasts.size) + 0.5) / lasts.size)
-        self.inputs, self.blocks = _Stream(inputs), _Stream(inputs + _HALF_BLOCK)
-        self.lasts, self.gaps = _Stream(lasts + _HALF_BLOCK), _Stream(gaps)
+        self.inputs, self.blocks, self.lasts, self.gaps = _streams(queries)
         self.slots, self.room, self.budget = np.maximum(np.rint(slots), 1.0), room, budget
         running = np.minimum(self.slots, 0.95 * room / self.held)
         if self.is_chunked:  # no more than the budget keeps supplied
@@ -311,22 +280,59 @@ def walk(queries: WalkedQueries, slots: FloatArray, room: FloatArray, budget: Fl
     a step, where inputs are encoded in parts) are [configs]; `sizes` of steps that encode stand for
     their distribution."""
     walker = _Walker(queries, slots, room, budget)
-    tokens, joined = (np.empty((STEPS - _WARM_UP, len(slots))) for _ in range(2))
-    running, waits = np.zeros(len(slots)), np.zeros(len(slots))
+    walked = (walked_in_numpy if (steps := native_steps()) is None else partial(
+        _walked_natively, steps))(walker)
+    share, of_tokens, of_joined = equally_likely(walked.tokens, walked.joined, sizes)
+    number = walked.tokens.shape[1]
+    return Walk(
+        running=walked.running / number, again=walked.anew / np.maximum(walked.first, 1e-12),
+        evicted=walked.waits / number, evictions=walked.evictions / walked.drawn,
+        chunks=walked.pieces / np.maximum(walked.done, 1.0), share=share, tokens=of_tokens,
+        joined=of_joined)
+
+
+class _Walked(NamedTuple):
+    """What the steps after the warm-up came to: sums [configs] of queries that decode and that
+    wait; tokens encoded anew, and for the first time; evictions, parts and ends of encodings, and
+    queries drawn; [configs, steps] tokens and queries of each step's encoding."""
+
+    running: FloatArray
+    waits: FloatArray
+    anew: FloatArray
+    first: FloatArray
+    evictions: FloatArray
+    pieces: FloatArray
+    done: FloatArray
+    drawn: FloatArray
+    tokens: FloatArray
+    joined: FloatArray
+
+
+def walked_in_numpy(walker: _Walker) -> _Walked:
+    """All configurations step by step together."""
+    configs = len(walker.slots)
+    tokens, joined = (np.empty((STEPS - _WARM_UP, configs)) for _ in range(2))
+    running, waits = np.zeros(configs), np.zeros(configs)
     for step in range(STEPS):
         decoding, waiting = walker.step(step)
         if step >= _WARM_UP:
             running += decoding
             waits += waiting
             tokens[step - _WARM_UP], joined[step - _WARM_UP] = walker.tokens, walker.joined
-    share, of_tokens, of_joined = equally_likely(tokens.T, joined.T, sizes)
     drawn = np.maximum(walker.drawn, 1)
-    return Walk(
-        running=running / len(tokens), again=walker.anew / np.maximum(
-            walker.inputs.until(drawn), 1e-12),
-        evicted=waits / len(tokens), evictions=walker.evictions / drawn,
-        chunks=walker.pieces / np.maximum(walker.done, 1.0), share=share, tokens=of_tokens,
-        joined=of_joined)
+    return _Walked(running, waits, walker.anew, walker.inputs.until(drawn), walker.evictions,
+                   walker.pieces, walker.done, drawn.astype(float), tokens.T, joined.T)
+
+
+def _walked_natively(steps: NativeSteps, walker: _Walker) -> _Walked:
+    """The same by csrc/walks.cpp."""
+    streams = [one.once for one in (walker.inputs, walker.blocks, walker.lasts, walker.gaps)]
+    means, tokens, joined = steps(
+        streams, np.array([walker.iterations, walker.held, _HALF_BLOCK]),
+        np.stack([walker.slots, walker.room, walker.budget, walker.watermark, walker.running,
+                  walker.free]), is_chunked=walker.is_chunked, count=STEPS, warm_up=_WARM_UP)
+    named = dict(zip(_Walked._fields, means, strict=False))
+    return _Walked(**named, tokens=tokens, joined=joined)
 
 
 def equally_likely(tokens: FloatArray, joined: FloatArray,

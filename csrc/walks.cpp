@@ -1,0 +1,217 @@
+/* The walks of xsimulator/policies/continuous/paged_walk.py, which says what they are of: the same
+ * steps, configuration by configuration, with the same sums in the same order, so that either
+ * finds the same to the bit. Needs nothing of the other files here, so that planning can have it
+ * without them (xsimulator/policies/continuous/native_walk.py). */
+#include <stdint.h>
+
+#include <algorithm>
+#include <cmath>
+
+#if defined(__clang__)
+#pragma STDC FP_CONTRACT OFF
+#elif defined(__GNUC__)
+#pragma GCC optimize("fp-contract=off")
+#endif
+
+namespace {
+
+constexpr int DEPTH = 32, AT_ONCE = 128;
+constexpr double NO_LIMIT = 1e12;
+
+/* Sizes drawn one after the other, over and over, and the sums of those before each. */
+struct Stream {
+    const double *values, *sums;  // [size], [size + 1]
+    int64_t size;
+
+    double at(int64_t index) const { return values[index % size]; }
+    double until(int64_t index) const {
+        return static_cast<double>(index / size) * sums[size] + sums[index % size];
+    }
+    /* How many sizes from `first` on, `most` of them at most, bring the sum of those before `first`
+     * to no more than `amount`, or a shade more. A step takes few. */
+    int64_t within(int64_t first, double amount, int64_t most) const {
+        int64_t round = first / size, place = first % size, count = 0;
+        double begin = static_cast<double>(round) * sums[size], bound = amount + 1e-6;
+        for (; count < most; ++count) {
+            if (++place == size) {
+                place = 0;
+                begin = static_cast<double>(++round) * sums[size];
+            }
+            if (!(begin + sums[place] <= bound)) break;
+        }
+        return count;
+    }
+};
+
+/* The latest sizes; the oldest of a full stack are forgotten. */
+struct Stack {
+    double sizes[DEPTH] = {};
+    int64_t count = 0, end = 0;
+
+    double &place(int64_t index) { return sizes[index & (DEPTH - 1)]; }
+    double top() { return place(end - 1); }
+    void push(double value) {
+        place(end++) = value;
+        count = std::min<int64_t>(count + 1, DEPTH);
+    }
+    void pop() {
+        --end;
+        count = std::max<int64_t>(count - 1, 0);
+    }
+    void push_many(int64_t number, int64_t first, const Stream &values, double age) {
+        int64_t kept = std::min<int64_t>(number, DEPTH);
+        for (int64_t i = 0; i < kept; ++i)
+            place(end + i) = values.at(first + number - kept + i) - age;
+        end += kept;
+        count = std::min<int64_t>(count + kept, DEPTH);
+    }
+};
+
+/* One configuration. Names as in paged_walk. */
+struct Walker {
+    const Stream &inputs, &blocks, &lasts, &gaps;
+    bool is_chunked;
+    double iterations, held, half_block, slots, room, budget, watermark, running, free;
+    Stack latest, waiting;
+    int64_t drawn = 0, ended = 0;
+    double hazard = 0, part = 0, whole = 0, anew = 0, pieces = 0, done = 0, evictions = 0;
+    double tokens = 0, joined = 0, left = 0, blocks_drawn = 0, inputs_drawn = 0, lasts_ended = 0;
+    bool may_admit = true;
+
+    void evict(double number) {
+        for (int i = 0; i < AT_ONCE && free < running && running > 1; ++i) {
+            may_admit = !is_chunked;
+            if (part > 0) {
+                free += whole + half_block;
+                waiting.push(whole);
+                part = 0;
+            } else {
+                double size = latest.count > 0 ? latest.top() + number : held;
+                free += size;
+                running -= 1;
+                evictions += 1;
+                latest.pop();
+                waiting.push(size - half_block + 1);
+            }
+        }
+    }
+    void encode(double number) {
+        double take = std::min(part, left);
+        if (!(take > 0)) return;
+        tokens += take;
+        left -= take;
+        part -= take;
+        pieces += 1;
+        if (part <= 0) {
+            done += 1;
+            running += 1;
+            joined += 1;
+            latest.push(whole + half_block - (number + 1));
+        }
+    }
+    bool come_back(double number) {
+        double size = waiting.top();
+        bool fits = free - size - half_block >= watermark || running == 0;
+        if (!(part <= 0 && left > 0 && fits && running < slots)) return false;
+        waiting.pop();
+        anew += size;
+        free -= size + half_block;
+        part = whole = size;
+        hazard += 1 / iterations;
+        encode(number);
+        return waiting.count > 0;
+    }
+    void begin(double number) {
+        bool can = may_admit && waiting.count == 0 && part <= 0 && left > 0;
+        int64_t most = can ? static_cast<int64_t>(std::max(slots - running, 0.0)) : 0;
+        if (most > 0)
+            most = std::max<int64_t>(
+                blocks.within(drawn, blocks_drawn + std::max(free - watermark, 0.0), most),
+                running == 0);
+        double before = inputs_drawn, held_before = blocks_drawn;
+        int64_t ready = most;
+        if (is_chunked && most > 0) ready = inputs.within(drawn, before + left, most);
+        int64_t after = drawn + std::min(ready + 1, most), begun = after - drawn;
+        inputs_drawn = inputs.until(after);
+        blocks_drawn = blocks.until(after);
+        double all = inputs_drawn - before;
+        tokens += std::min(all, left);
+        if (begun > ready) {
+            part = all - left;
+            whole = inputs.at(drawn + ready);
+        }
+        free -= blocks_drawn - held_before;
+        pieces += static_cast<double>(begun);
+        done += static_cast<double>(ready);
+        joined += static_cast<double>(ready);
+        running += static_cast<double>(ready);
+        latest.push_many(ready, drawn, blocks, number + 1);
+        drawn = after;
+    }
+    void admit(double number) {
+        encode(number);
+        if (waiting.count > 0 && may_admit)
+            for (int i = 0; i < AT_ONCE && come_back(number); ++i) {
+            }
+        begin(number);
+    }
+    void end() {
+        int64_t number = gaps.within(ended, hazard, static_cast<int64_t>(running));
+        int64_t after = ended + number;
+        double used = (room - free) / std::max(running, 1.0) / held, gone = lasts.until(after);
+        free += (gone - lasts_ended) * std::min(std::max(used, 0.5), 2.0);
+        lasts_ended = gone;
+        running -= static_cast<double>(number);
+        hazard = std::min(hazard, gaps.until(after + 1));
+        ended = after;
+    }
+    void step(double number) {
+        may_admit = true;
+        evict(number);
+        free -= running;
+        tokens = joined = 0;
+        hazard += running / iterations;
+        left = is_chunked ? std::max(budget - running, 0.0) : NO_LIMIT;
+    }
+    void finish(double number) {
+        if (is_chunked) admit(number);
+        end();
+        if (!is_chunked) admit(number);
+        free = std::min(free, room);
+        latest.count = std::min(latest.count, static_cast<int64_t>(running));
+    }
+};
+
+}  // namespace
+
+/* streams: [4, 2] the addresses of values [size] and sums [size + 1] of inputs, blocks, lasts and
+ * gaps. facts: iterations, held, half_block. configs: [6, n] slots, room, budget, watermark,
+ * running and free at the beginning. means: [8, n] zeros, to which are added, over the steps after
+ * `warm_up`, queries that decode and that wait; and in the end tokens encoded anew, sum of inputs
+ * drawn, evictions, pieces, queries done, queries drawn. tokens, joined: [n, steps - warm_up]. */
+extern "C" void xgpt_walks(const double *const *streams, const int64_t *stream_sizes,
+                           const double *facts, int is_chunked, const double *configs, int64_t n,
+                           int64_t steps, int64_t warm_up, double *means, double *tokens,
+                           double *joined) {
+    Stream of[4];
+    for (int i = 0; i < 4; ++i) of[i] = {streams[2 * i], streams[2 * i + 1], stream_sizes[i]};
+    for (int64_t i = 0; i < n; ++i) {
+        Walker walker{of[0], of[1], of[2], of[3], is_chunked != 0, facts[0], facts[1], facts[2],
+                      configs[i], configs[n + i], configs[2 * n + i], configs[3 * n + i],
+                      configs[4 * n + i], configs[5 * n + i], {}, {}};
+        for (int64_t number = 0; number < steps; ++number) {
+            walker.step(static_cast<double>(number));
+            double decoding = walker.running, waits = static_cast<double>(walker.waiting.count);
+            walker.finish(static_cast<double>(number));
+            if (number < warm_up) continue;
+            means[i] += decoding;
+            means[n + i] += waits;
+            tokens[i * (steps - warm_up) + number - warm_up] = walker.tokens;
+            joined[i * (steps - warm_up) + number - warm_up] = walker.joined;
+        }
+        int64_t drawn = std::max<int64_t>(walker.drawn, 1);
+        double last[6] = {walker.anew, of[0].until(drawn), walker.evictions, walker.pieces,
+                          walker.done, static_cast<double>(drawn)};
+        for (int k = 0; k < 6; ++k) means[(2 + k) * n + i] = last[k];
+    }
+}

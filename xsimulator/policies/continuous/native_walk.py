@@ -1,0 +1,84 @@
+"""The steps of walks (continuous.paged_walk) by csrc/walks.cpp, some twenty times as quick as
+arrays: out of an installed wheel's library, or compiled for itself, which takes half a second once.
+Where neither can be had, or `XGPT_NATIVE` is `off`, arrays serve, and find the same."""
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import platform
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from xgpt.core.lengths import FloatArray
+from xrunner.ops.build import (
+    LIBRARY,
+    VARIABLE,
+    BuildError,
+    compile_library,
+    extra_flags,
+    find_compiler,
+    source_folder,
+)
+
+SOURCE = "walks.cpp"
+_SUMS = 8  # of a configuration
+
+
+class NativeSteps:
+    """The steps of walks, by a library that has them."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        """Raises AttributeError where it has none."""
+        self._walks, address, number = library.xgpt_walks, ctypes.c_void_p, ctypes.c_int64
+        self._walks.restype = None
+        self._walks.argtypes = [address, address, address, ctypes.c_int, address, number, number,
+                                number, address, address, address]
+
+    def __call__(self, streams: Sequence[tuple[FloatArray, FloatArray]], facts: FloatArray,
+                 configs: FloatArray, *, is_chunked: bool, count: int,
+                 warm_up: int) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Arguments and results as in csrc/walks.cpp: (sums [8, configs], tokens, queries [configs,
+        steps])."""
+        size = configs.shape[1]
+        means = np.zeros((_SUMS, size))
+        tokens, joined = (np.empty((size, count - warm_up)) for _ in range(2))
+        pointers = (ctypes.c_void_p * (2 * len(streams)))(*(
+            one.ctypes.data for stream in streams for one in stream))
+        sizes = np.array([len(values) for values, _ in streams], np.int64)
+        facts, configs = np.ascontiguousarray(facts), np.ascontiguousarray(configs)
+        self._walks(pointers, sizes.ctypes.data, facts.ctypes.data, int(is_chunked),
+                    configs.ctypes.data, size, count, warm_up, means.ctypes.data,
+                    tokens.ctypes.data, joined.ctypes.data)
+        return means, tokens, joined
+
+
+@cache
+def native_steps() -> NativeSteps | None:
+    """None where arrays have to serve."""
+    if os.environ.get(VARIABLE, "").strip() == "off":
+        return None
+    packaged = source_folder() / LIBRARY
+    if packaged.is_file() and not extra_flags():
+        with contextlib.suppress(OSError, AttributeError):
+            return NativeSteps(ctypes.CDLL(str(packaged)))
+    with contextlib.suppress(BuildError, OSError, AttributeError):
+        return NativeSteps(ctypes.CDLL(str(_compiled())))
+    return None
+
+
+def _compiled() -> Path:
+    """The library of this source on such machines, compiled where it is not in the user's cache;
+    that it is there whole or not at all lets several processes do so at once."""
+    folder, flags = source_folder(), extra_flags()
+    digest = hashlib.sha256((folder / SOURCE).read_bytes())
+    digest.update("\0".join([platform.machine(), platform.system(), *flags]).encode())
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    target = base / "xgpt" / "native" / f"walks-{digest.hexdigest()[:16]}.so"
+    if not target.is_file():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        compile_library(folder, target, find_compiler(), flags, SOURCE)
+    return target
