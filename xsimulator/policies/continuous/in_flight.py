@@ -5,15 +5,17 @@ starts when its tokens are back at the head, in its turn. Where all steps are eq
 max(groups * slowest stage, sum over stages). Where some steps also encode, one long step holds up
 all groups behind it (the bubbles of the paper's Figure 1, ORCA): the mean has no closed form (it is
 the growth rate of a product of random max-plus matrices), so the recurrence is run over a short
-fixed sequence of steps, the same for every configuration, in which each size has about its share.
-"""
+fixed sequence of steps, the same for every configuration, in which each size has about its share:
+by csrc/planning.cpp where it can be had, to the bit as it is run here (continuous.native)."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
+from xsimulator.policies.continuous.native import native
 
 STEPS = 768  # of the sequence, at least: rounds times stages
 MIN_ROUNDS = 32
@@ -100,25 +102,9 @@ def _rounds(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray, groups
                                           alternates)
     table = np.concatenate([encode_s, plain_s[:, None], np.zeros_like(plain_s)[:, None]], axis=1)
     table = np.ascontiguousarray(table.transpose(1, 2, 0))  # [sizes + 2, kinds, configs]
-    base = kinds[:, None] * configs + np.arange(configs)
-    turns, empty = len(index), table.shape[0] - 1
-    padding = np.full((stages - 1, configs), empty)
-    # latest turn first: a window of it is the turns on all stages
-    upstream = np.concatenate([padding, index])[::-1] * (table.shape[1] * configs)
-    flat = table.ravel()
-    done, then = np.zeros((stages + 1, configs)), np.zeros((stages + 1, configs))
-    starts, steps = np.empty((turns, configs)), np.empty((stages, configs))
-    where = np.empty((stages, configs), np.int64)
-    for turn in range(turns):
-        # its group's tokens are back: the turn a round before has left the last stage just now
-        np.multiply(done[stages], is_real[turn % stages], out=done[0])
-        first = turns - 1 - turn
-        np.add(upstream[first:first + stages], base, out=where)
-        flat.take(where, out=steps, mode="clip")
-        np.maximum(done[1:], done[:-1], out=then[1:])
-        starts[turn] = then[1]
-        then[1:] += steps
-        done, then = then, done
+    library, empty = native(), table.shape[0] - 1
+    starts = starts_in_numpy(table, index, kinds, is_real) if library is None else (
+        library.starts(table, index, kinds, is_real))
     # the means are taken over the rounds after the warm-up [rounds, stages, configs]
     between = np.diff(starts.reshape(-1, stages, configs), axis=0)[-rounds:] * is_real
     encodes = is_encode[-rounds - 1:-1]
@@ -137,17 +123,39 @@ def _rounds(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray, groups
     return Intervals(mean * ratio, encode, np.where(number < count, plain, mean))
 
 
+def starts_in_numpy(table: FloatArray, index: IntArray, kinds: IntArray,
+                    is_real: FloatArray) -> FloatArray:
+    """[turns, configs] when each turn begins on the first stage, where it takes `table` [rows,
+    kinds, configs] at its row `index` [turns, configs], before the first the last row. kinds:
+    [stages]; is_real: [stages, configs] of the turns of a round."""
+    configs, stages, turns = table.shape[2], len(kinds), len(index)
+    base = kinds[:, None] * configs + np.arange(configs)
+    padding = np.full((stages - 1, configs), table.shape[0] - 1)
+    # latest turn first: a window of it is the turns on all stages
+    upstream = np.concatenate([padding, index])[::-1] * (table.shape[1] * configs)
+    flat = table.ravel()
+    done, then = np.zeros((stages + 1, configs)), np.zeros((stages + 1, configs))
+    starts, steps = np.empty((turns, configs)), np.empty((stages, configs))
+    where = np.empty((stages, configs), np.int64)
+    for turn in range(turns):
+        # its group's tokens are back: the turn a round before has left the last stage just now
+        np.multiply(done[stages], is_real[turn % stages], out=done[0])
+        first = turns - 1 - turn
+        np.add(upstream[first:first + stages], base, out=where)
+        flat.take(where, out=steps, mode="clip")
+        np.maximum(done[1:], done[:-1], out=then[1:])
+        starts[turn] = then[1]
+        then[1:] += steps
+        done, then = then, done
+    return starts
+
+
 def _sequence(share: FloatArray, groups: IntArray, stages: int, rounds: int, sizes: int,
               alternates: bool) -> tuple[IntArray, BoolArray, FloatArray]:
     """Row of the table of each turn [turns, configs]; whether it encodes [rounds, stages, configs];
     which turns of a round there are, 1 or 0 [stages, configs]."""
     some, of_some = np.unique(groups, return_inverse=True)
-    all_rounds = WARM_UP_ROUNDS + rounds + 1
-    places = np.full((all_rounds, stages, len(some)), 2.0)  # beyond any share: empty
-    for column, count in enumerate(some.tolist()):
-        order = np.random.default_rng(_SEED).permutation(rounds * count).reshape(rounds, count)
-        turn = (np.arange(all_rounds) - WARM_UP_ROUNDS) % rounds
-        places[:, :count, column] = (order[turn] + 0.5) / (rounds * count)
+    places = np.stack([_places(count, stages, rounds) for count in some.tolist()], axis=2)
     place = places[:, :, of_some]
     chance = np.maximum(share, 1e-12)
     is_encode = place < chance
@@ -155,10 +163,22 @@ def _sequence(share: FloatArray, groups: IntArray, stages: int, rounds: int, siz
         after_plain = np.minimum(chance / np.maximum(1 - share, 1e-12), 1.0)
         after_encode = np.maximum(2 - 1 / chance, 1e-12)
         chance = np.broadcast_to(chance, place.shape).copy()
-        for number in range(1, all_rounds):
+        for number in range(1, len(place)):
             chance[number] = np.where(is_encode[number - 1], after_encode, after_plain)
             is_encode[number] = place[number] < chance[number]
     index = np.where(is_encode, place / chance * sizes, sizes)
     index = np.minimum(index.astype(np.int64), sizes)
     index += place >= 2
     return index.reshape(-1, len(groups)), is_encode, (place[0] < 2).astype(float)
+
+
+@lru_cache(maxsize=128)
+def _places(groups: int, stages: int, rounds: int) -> FloatArray:
+    """[all rounds, stages] place of each turn in the order of steps that encode, as a share; 2,
+    beyond any share, of those that are empty."""
+    all_rounds = WARM_UP_ROUNDS + rounds + 1
+    places = np.full((all_rounds, stages), 2.0)
+    order = np.random.default_rng(_SEED).permutation(rounds * groups).reshape(rounds, groups)
+    turn = (np.arange(all_rounds) - WARM_UP_ROUNDS) % rounds
+    places[:, :groups] = (order[turn] + 0.5) / (rounds * groups)
+    return places

@@ -6,8 +6,8 @@ the number of queries that run, the free tokens, and the latest admitted (who ar
 who ends, and how much it frees, is drawn once for all configurations. Ages are not followed: a
 query ends with chance 1 / E[D] per step, and frees more where those present hold more.
 
-Where there is a C++ compiler, or an installed wheel's library, csrc/walks.cpp takes the steps, to
-the bit as they are taken here (continuous.native_walk).
+Where there is a C++ compiler, or an installed wheel's library, csrc/planning.cpp takes the steps,
+to the bit as they are taken here (continuous.native).
 
 The replay (xsimulator.replay) tells the same with ages and the rule itself, but of one
 configuration at a time. Planning OPT-13B on four A40 walks 26 to 33 points for vLLM and 500 to 800
@@ -22,7 +22,7 @@ import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
 from xrunner.rules.paged import BLOCK_TOKENS, WATERMARK
-from xsimulator.policies.continuous.native_walk import NativeSteps, native_steps
+from xsimulator.policies.continuous.native import Native, native
 from xsimulator.policies.continuous.size_stream import SizeStream
 
 STEPS = 448
@@ -280,8 +280,8 @@ def walk(queries: WalkedQueries, slots: FloatArray, room: FloatArray, budget: Fl
     a step, where inputs are encoded in parts) are [configs]; `sizes` of steps that encode stand for
     their distribution."""
     walker = _Walker(queries, slots, room, budget)
-    walked = (walked_in_numpy if (steps := native_steps()) is None else partial(
-        _walked_natively, steps))(walker)
+    walked = (walked_in_numpy if (library := native()) is None else partial(
+        _walked_natively, library))(walker)
     share, of_tokens, of_joined = equally_likely(walked.tokens, walked.joined, sizes)
     number = walked.tokens.shape[1]
     return Walk(
@@ -324,10 +324,10 @@ def walked_in_numpy(walker: _Walker) -> _Walked:
                    walker.pieces, walker.done, drawn.astype(float), tokens.T, joined.T)
 
 
-def _walked_natively(steps: NativeSteps, walker: _Walker) -> _Walked:
-    """The same by csrc/walks.cpp."""
+def _walked_natively(library: Native, walker: _Walker) -> _Walked:
+    """The same by csrc/planning.cpp."""
     streams = [one.once for one in (walker.inputs, walker.blocks, walker.lasts, walker.gaps)]
-    means, tokens, joined = steps(
+    means, tokens, joined = library.walks(
         streams, np.array([walker.iterations, walker.held, _HALF_BLOCK]),
         np.stack([walker.slots, walker.room, walker.budget, walker.watermark, walker.running,
                   walker.free]), is_chunked=walker.is_chunked, count=STEPS, warm_up=_WARM_UP)

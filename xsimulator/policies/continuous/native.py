@@ -1,6 +1,7 @@
-"""The steps of walks (continuous.paged_walk) by csrc/walks.cpp, some twenty times as quick as
-arrays: out of an installed wheel's library, or compiled for itself, which takes half a second once.
-Where neither can be had, or `XGPT_NATIVE` is `off`, arrays serve, and find the same."""
+"""What planning takes step by step, by csrc/planning.cpp: walks (continuous.paged_walk) some twenty
+times as quick as by arrays, rounds of a pipeline (continuous.in_flight) some ten times. Out of an
+installed wheel's library, or compiled for itself, which takes half a second once. Where neither can
+be had, or `XGPT_NATIVE` is `off`, arrays serve, and find the same."""
 
 import contextlib
 import ctypes
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray
+from xgpt.core.lengths import FloatArray, IntArray
 from xrunner.ops.build import (
     LIBRARY,
     VARIABLE,
@@ -24,25 +25,27 @@ from xrunner.ops.build import (
     source_folder,
 )
 
-SOURCE = "walks.cpp"
+SOURCE = "planning.cpp"
 _SUMS = 8  # of a configuration
 
 
-class NativeSteps:
-    """The steps of walks, by a library that has them."""
+class Native:
+    """A library that has them."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Raises AttributeError where it has none."""
-        self._walks, address, number = library.xgpt_walks, ctypes.c_void_p, ctypes.c_int64
-        self._walks.restype = None
+        address, number = ctypes.c_void_p, ctypes.c_int64
+        self._walks, self._rounds = library.xgpt_walks, library.xgpt_rounds
+        self._walks.restype = self._rounds.restype = None
         self._walks.argtypes = [address, address, address, ctypes.c_int, address, number, number,
                                 number, address, address, address]
+        self._rounds.argtypes = [*[address] * 4, *[number] * 5, address, address]
 
-    def __call__(self, streams: Sequence[tuple[FloatArray, FloatArray]], facts: FloatArray,
+    def walks(self, streams: Sequence[tuple[FloatArray, FloatArray]], facts: FloatArray,
                  configs: FloatArray, *, is_chunked: bool, count: int,
                  warm_up: int) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """Arguments and results as in csrc/walks.cpp: (sums [8, configs], tokens, queries [configs,
-        steps])."""
+        """Arguments and results as in csrc/planning.cpp: (sums [8, configs], tokens, queries
+        [configs, steps])."""
         size = configs.shape[1]
         means = np.zeros((_SUMS, size))
         tokens, joined = (np.empty((size, count - warm_up)) for _ in range(2))
@@ -56,17 +59,32 @@ class NativeSteps:
         return means, tokens, joined
 
 
+    def starts(self, table: FloatArray, index: IntArray, kind_of: IntArray,
+               is_real: FloatArray) -> FloatArray:
+        """[turns, configs] Arguments as in csrc/planning.cpp."""
+        rows, kinds, configs = table.shape
+        table, index, is_real = (np.ascontiguousarray(table), np.ascontiguousarray(index, np.int64),
+                                 np.ascontiguousarray(is_real, float))
+        kind_of = np.ascontiguousarray(kind_of, np.int64)
+        turns, stages = len(index), len(kind_of)
+        starts, ends = np.empty((turns, configs)), np.zeros((2, stages + 1, configs))
+        self._rounds(table.ctypes.data, index.ctypes.data, kind_of.ctypes.data,
+                     is_real.ctypes.data, rows, turns, stages, kinds, configs, ends.ctypes.data,
+                     starts.ctypes.data)
+        return starts
+
+
 @cache
-def native_steps() -> NativeSteps | None:
+def native() -> Native | None:
     """None where arrays have to serve."""
     if os.environ.get(VARIABLE, "").strip() == "off":
         return None
     packaged = source_folder() / LIBRARY
     if packaged.is_file() and not extra_flags():
         with contextlib.suppress(OSError, AttributeError):
-            return NativeSteps(ctypes.CDLL(str(packaged)))
+            return Native(ctypes.CDLL(str(packaged)))
     with contextlib.suppress(BuildError, OSError, AttributeError):
-        return NativeSteps(ctypes.CDLL(str(_compiled())))
+        return Native(ctypes.CDLL(str(_compiled())))
     return None
 
 
@@ -77,7 +95,7 @@ def _compiled() -> Path:
     digest = hashlib.sha256((folder / SOURCE).read_bytes())
     digest.update("\0".join([platform.machine(), platform.system(), *flags]).encode())
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    target = base / "xgpt" / "native" / f"walks-{digest.hexdigest()[:16]}.so"
+    target = base / "xgpt" / "native" / f"planning-{digest.hexdigest()[:16]}.so"
     if not target.is_file():
         target.parent.mkdir(parents=True, exist_ok=True)
         compile_library(folder, target, find_compiler(), flags, SOURCE)

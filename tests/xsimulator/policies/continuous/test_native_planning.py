@@ -1,4 +1,4 @@
-"""Walks by csrc/walks.cpp are those of arrays, to the bit; and arrays serve where there is none."""
+"""What csrc/planning.cpp finds is what arrays find, to the bit; arrays serve where it is not."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from xrunner.ops.build import BuildError, find_compiler
-from xsimulator.policies.continuous import native_walk, paged_walk
+from xsimulator.policies.continuous import in_flight, native, paged_walk
 from xsimulator.policies.continuous.paged_walk import STEPS, Walk, WalkedQueries, walk
 
 CONFIGS = 24
@@ -26,9 +26,9 @@ def has_compiler() -> bool:
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The library is looked for anew, in an empty cache, and again after the test."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    native_walk.native_steps.cache_clear()
+    native.native.cache_clear()
     yield tmp_path / "xgpt" / "native"
-    native_walk.native_steps.cache_clear()
+    native.native.cache_clear()
 
 
 def walks(seed: int, iterations: float, held: float, *, is_chunked: bool) -> list[Walk]:
@@ -40,9 +40,9 @@ def walks(seed: int, iterations: float, held: float, *, is_chunked: bool) -> lis
     slots = np.rint(np.exp(rng.uniform(0, 6, CONFIGS)))
     room, budget = held * np.exp(rng.uniform(0.2, 6, CONFIGS)), np.exp(rng.uniform(2, 8, CONFIGS))
     found = []
-    for steps in (None, native_walk.native_steps()):
+    for one in (None, native.native()):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(paged_walk, "native_steps", lambda steps=steps: steps)
+            patch.setattr(paged_walk, "native", lambda one=one: one)
             found.append(walk(queries, slots, room, budget, 16))
     return found
 
@@ -51,33 +51,53 @@ def walks(seed: int, iterations: float, held: float, *, is_chunked: bool) -> lis
 @pytest.mark.parametrize("is_chunked", [False, True])
 @pytest.mark.parametrize(("iterations", "held"), [(200.0, 900.0), (4.0, 60.0), (1.0, 20.0)])
 def test_both_find_the_same_to_the_bit(iterations: float, held: float, is_chunked: bool) -> None:
-    assert native_walk.native_steps() is not None
-    arrays, native = walks(1, iterations, held, is_chunked=is_chunked)
+    assert native.native() is not None
+    arrays, steps = walks(1, iterations, held, is_chunked=is_chunked)
     assert arrays.evictions.sum() > 0 and (arrays.running < STEPS).any()
     for name in Walk.__slots__:
-        np.testing.assert_array_equal(getattr(arrays, name), getattr(native, name), err_msg=name)
+        np.testing.assert_array_equal(getattr(arrays, name), getattr(steps, name), err_msg=name)
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+@pytest.mark.parametrize("kinds", [[0, 0], [0, 1, 1, 2], [*[0] * 15, 1]])
+@pytest.mark.parametrize("alternates", [False, True])
+def test_both_run_a_pipeline_to_the_bit(kinds: list[int], alternates: bool,
+                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, stages = np.random.default_rng(3), len(kinds)
+    plain_s, encode_s = rng.uniform(1, 2, (40, 3)), rng.uniform(1, 9, (40, 8, 3))
+    share, groups = rng.uniform(0, 1, 40), rng.integers(1, stages + 1, 40)
+    assert native.native() is not None
+
+    def found() -> in_flight.Intervals:
+        return in_flight.intervals(plain_s[:, :max(kinds) + 1], encode_s[:, :, :max(kinds) + 1],
+                                   share, groups, kinds, alternates=alternates)
+
+    own = found()
+    monkeypatch.setattr(in_flight, "native", lambda: None)
+    for mine, theirs in zip(own, found(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
 
 
 def test_arrays_serve_where_it_is_turned_off(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XGPT_NATIVE", "off")
-    assert native_walk.native_steps() is None
+    assert native.native() is None
     assert not fresh.exists()
 
 
 def test_arrays_serve_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(native_walk, "LIBRARY", "no-such-library.so")
-    assert native_walk.native_steps() is None
+    monkeypatch.setattr(native, "LIBRARY", "no-such-library.so")
+    assert native.native() is None
     arrays, same = walks(2, 50.0, 300.0, is_chunked=True)
     np.testing.assert_array_equal(arrays.running, same.running)
 
 
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
 def test_it_is_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_walk, "LIBRARY", "no-such-library.so")
-    assert native_walk.native_steps() is not None
+    monkeypatch.setattr(native, "LIBRARY", "no-such-library.so")
+    assert native.native() is not None
     (library,) = fresh.glob("*.so")
-    native_walk.native_steps.cache_clear()
+    native.native.cache_clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert native_walk.native_steps() is not None
+    assert native.native() is not None
     assert list(fresh.glob("*")) == [library]
