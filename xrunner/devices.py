@@ -5,7 +5,7 @@ each has its own part of the memory, and messages between them go through the ho
 
 import resource
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -77,14 +77,50 @@ def host_buffer(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=is_pinned)
 
 
+def on_device(numbers: Tensor | Sequence[int] | Sequence[Sequence[int]],
+              device: torch.device) -> Tensor:
+    """What the host has (whole numbers as int64) on the device, for work that is asked of it from
+    now on: nobody waits. A GPU takes it from pinned memory of its own; from any other memory it
+    would first finish all that it was asked before."""
+    held = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.long)
+    if held.device == device or held.device.type != "cpu":
+        return held.to(device)
+    if not held.is_pinned():
+        held = host_buffer(held.shape, held.dtype).copy_(held)
+    return held.to(device, non_blocking=True)
+
+
 def to_host(tensor: Tensor) -> Tensor:
     """The tensor in host memory, complete; itself where it is there."""
-    if tensor.device.type == "cpu":
-        return tensor
-    copy = host_buffer(tensor.shape, tensor.dtype)
-    copy.copy_(tensor, non_blocking=True)
-    settle(tensor.device)
-    return copy
+    return Arriving(tensor).wait()
+
+
+class Arriving:
+    """A tensor on its way into the host's memory; the device works on meanwhile."""
+
+    def __init__(self, tensor: Tensor, then: Callable[[], None] = lambda: None) -> None:
+        """`tensor` may be written to by what is asked of its device afterwards. `then`: is called
+        when somebody has waited for it."""
+        self._then, self._is_here = then, _nothing
+        self._copy = tensor
+        if tensor.device.type == "cpu":
+            return
+        self._copy = host_buffer(tensor.shape, tensor.dtype)
+        self._copy.copy_(tensor, non_blocking=True)
+        if tensor.device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(tensor.device))
+            self._is_here = event.synchronize
+
+    def wait(self) -> Tensor:
+        """The tensor, complete."""
+        self._is_here()
+        self._then()
+        return self._copy
+
+
+def _nothing() -> None:
+    """In the host's memory everything is here."""
 
 
 def free_bytes(device: torch.device) -> int | None:

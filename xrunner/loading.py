@@ -100,8 +100,8 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     is_captured = plan.cuda_graphs and world.device.type == "cuda"
     executor = StageExecutor(weights.model, clock=clock, sender=sender, receiver=receiver,
                              beat=beat, capture=CudaCapture() if is_captured else None)
-    executor.threads = threads_of(world.device.type, plan.dtype, plan.threads_per_rank,
-                                  is_deterministic=plan.deterministic)
+    executor.records.threads = threads_of(world.device.type, plan.dtype, plan.threads_per_rank,
+                                          is_deterministic=plan.deterministic)
     return Loaded(executor, routes(replica.pools)[rank], replica, pool, stage, weights)
 
 
@@ -153,8 +153,8 @@ def report_of(loaded: Loaded) -> RankReport:
         handed_bytes = executor.receiver.num_bytes
     return RankReport(rank=loaded.route.rank, replica=loaded.replica.number,
                       stage=loaded.replica.world_stage(loaded.stage.index), pool=loaded.pool.name,
-                      role=loaded.pool.role, log=tuple(executor.log), busy_s=executor.busy_s,
-                      load_s=weights.seconds, bytes_read=weights.bytes_read,
+                      role=loaded.pool.role, log=tuple(executor.log),
+                      busy_s=executor.records.busy_s, load_s=weights.seconds, bytes_read=weights.bytes_read,
                       rows_compacted=executor.rows_compacted, peak_memory_bytes=peak,
                       kv_bytes=kv_bytes, kv_peak_bytes=kv_peak_bytes,
                       handover_bytes=handed_bytes, handover_s=handover_s,

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache as remember
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from xrunner import devices  # noqa: E402
 from xrunner.checkpoint.source import find_model  # noqa: E402
 from xrunner.engine.graphs import CudaCapture  # noqa: E402
 from xrunner.engine.kv import KvCache, kv_shape  # noqa: E402
+from xrunner.engine.stage import StageExecutor  # noqa: E402
 from xrunner.ops import cuda_modules  # noqa: E402
 from xrunner.query import Sampling  # noqa: E402
 from xrunner.rules.steps import StepKind  # noqa: E402
@@ -112,15 +114,43 @@ def test_a_step_lasts_until_its_work_is_done(made: Made, device: torch.device) -
     message = StepMessage(kind=StepKind.ENCODE, group=0, phase=0, iteration=0, joined=(
         Joined(query=0, input_tokens=3, sampling=Sampling()),))
     tokens = torch.tensor([7, 8, 9])
-    executor.execute(message, tokens)  # kernels are loaded when first called
+    executor.execute(message, tokens).wait()  # kernels are loaded when first called
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     torch.cuda._sleep(200_000_000)  # clock ticks: about a tenth of a second
     end.record()
-    executor.execute(replace(message, removed=(0,)), tokens)
+    given = executor.execute(replace(message, removed=(0,)), tokens)
+    assert not end.query(), "it returns before the GPU is done"
+    given.wait()
     record = executor.log[-1]
     # begun while the GPU slept, ended after it
     assert record.end_s - record.start_s > 0.5 * begin.elapsed_time(end) / 1e3
+
+
+@pytest.mark.parametrize("is_forced", [False, True])
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
+def test_nothing_within_a_step_waits_for_the_gpu(
+        made: Made, device: torch.device, family: str, is_forced: bool,
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    execute = StageExecutor.execute
+
+    def strictly(self: StageExecutor, message: StepMessage, inputs: torch.Tensor) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return execute(self, message, inputs)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    directory, model = made(family)
+    queries = [replace(query, is_forced=is_forced) for query in toys.random_queries(17)]
+    toys.run_in_process(directory, queries, degrees=(1,), device=device)  # loads kernels
+    monkeypatch.setattr(StageExecutor, "execute", strictly)
+    sink, (executor,) = toys.run_in_process(directory, queries, degrees=(1,), device=device)
+    assert answers(sink) == {q.index: toys.generate(model, q) for q in queries}
+    # one step after the other, as the GPU took them
+    times = [(record.start_s, record.end_s) for record in executor.log]
+    assert all(begin < end for begin, end in times)
+    assert all(end <= later + 1e-4 for (_, end), (later, _) in pairwise(times))
 
 
 def test_a_tensor_is_whole_when_it_is_in_the_hosts_memory(device: torch.device) -> None:

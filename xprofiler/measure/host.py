@@ -33,6 +33,8 @@ class _NoSink:
 class _NoWork:
     """A stage that answers at once, so that what remains is the head's own time."""
 
+    keeps_tokens, returns_early = True, False
+
     def __init__(self) -> None:
         self.steps = 0
         self._active: dict[int, int] = {}

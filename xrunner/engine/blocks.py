@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from xrunner.devices import on_device
 from xrunner.engine.kv import EntryRows, KvShape, zeros
 from xrunner.ops.contexts import BlockTable
 from xrunner.rules.slots import apply_moves, compaction_moves
@@ -117,8 +118,8 @@ class _Lines:
     def on_device(self) -> Tensor:
         """[slots, blocks of the longest query]."""
         if self._changed:
-            changed = torch.tensor([(*place, block) for place, block in self._changed.items()])
-            where = changed.t().to(self._table.device)
+            slots, places = zip(*self._changed, strict=True)
+            where = on_device([[*slots], [*places], [*self._changed.values()]], self._table.device)
             self._table[where[0], where[1]] = where[2]
             self._changed.clear()
         return self._table

@@ -10,6 +10,7 @@ from xrunner.devices import free_bytes
 from xrunner.engine.blocks import BlockCache, Blocks, Room, block_tokens
 from xrunner.engine.graphs import DecodeGraphs
 from xrunner.engine.kv import KvCache, KvShape, kv_shape
+from xrunner.engine.last_tokens import LastTokens
 from xrunner.engine.spoken import Spoken
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.stage_model import StageModel
@@ -31,13 +32,15 @@ class Pending(NamedTuple):
 
 class StageGroup:
     """`cache` holds the tokens so far; `encoded`, of an encoder-decoder model, the inputs.
-    `graphs`: its decode steps, where they are captured."""
+    `graphs`: its decode steps, where they are captured; `last_tokens`: where the stage keeps
+    them."""
 
     def __init__(self, cache: KvCache | BlockCache, encoded: KvCache | None = None) -> None:
         self.slots = GroupSlots[Joined]()
         self.cache, self._encoded = cache, encoded
         self.pending: deque[Pending] = deque()
         self.graphs: DecodeGraphs | None = None
+        self.last_tokens: LastTokens | None = None
         self.spoken = Spoken()
 
     @property
@@ -77,7 +80,9 @@ class StageGroup:
     def remove(self, removed: Sequence[int]) -> int:
         """Takes these slots away and makes the others contiguous. Returns the rows copied."""
         assert not self.pending, f"{removed = }: slots move that are still to be filled"
-        self.slots.compact(removed)
+        moves = self.slots.compact(removed)
+        if self.last_tokens is not None:
+            self.last_tokens.move(moves)
         if self._encoded is not None:
             self._encoded.free(removed)
         return self.cache.free(removed)

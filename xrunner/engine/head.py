@@ -7,15 +7,17 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from xrunner.devices import Arriving
 from xrunner.engine.pipeline import Executor, Neighbours
 from xrunner.engine.roster import ActiveQuery, Roster, Vocabulary
 from xrunner.ops.likelihoods import unpacked
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.rules.steps import BatchingRule, Step
+from xrunner.rules.steps import BatchingRule, Step, may_evict
 from xrunner.transport.messages import Message, StartMessage
 
 LOOK_S = 0.1  # a head with nothing to do looks at least so often whether it is to stop
@@ -100,7 +102,7 @@ class Alone:
         wait_s = 0.0
         while True:
             self._supply.look(head, wait_s)
-            group = head.rule.next_group()
+            group = head.next_group()
             if group is not None or not self._supply.is_open or head.sink.should_stop():
                 return group
             if wait_s:
@@ -125,8 +127,11 @@ class Head:
                  clock: Callable[[], float] = time.perf_counter) -> None:
         """`link` None: there is no other pool."""
         self.rule, self.neighbours, self.sink, self.clock = rule, neighbours, sink, clock
-        self.roster = Roster(rule.slot_use, vocabulary.start_token)
+        self.roster = Roster(rule.slot_use, vocabulary.start_token,
+                             feeds_back=executor.keeps_tokens)
         self.returns = Returns(neighbours, executor)
+        self._due: list[ActiveQuery] = []  # whose results are to be given out
+        self._known_s = 0.0  # when tokens were taken up last
         self.output_tokens = 0
         self._executor, self._vocabulary = executor, vocabulary
         self._link: PoolLink = link or Alone()
@@ -140,7 +145,7 @@ class Head:
 
     def lengths_so_far(self) -> dict[int, tuple[int, int]]:
         """(input, output) tokens of each active query."""
-        return {index: (active.input_tokens, len(active.output_ids))
+        return {index: (active.input_tokens, active.num_outputs)
                 for index, active in self.roster.active.items()}
 
     def start(self, spare_bytes: int = 0) -> None:
@@ -158,12 +163,15 @@ class Head:
         while (group := self._link.next_group(self)) is not None:
             if self.rule.needs_tokens:
                 self.returns.await_group(group)
-                self.commit(group)
+                self._take_up(group)
+            if not self._executor.returns_early:
+                self._give_out()
             if self.sink.should_stop():
                 break
             step = self.rule.decide()
             if step is not None:
                 self._execute(step)
+            self._give_out()  # while the device is at work
             self.report()
         self.neighbours.stop()
         self.returns.drain()
@@ -173,38 +181,78 @@ class Head:
     def report(self) -> None:
         self.sink.progress(self.clock(), self.output_tokens)
 
+    def next_group(self) -> int | None:
+        """The rule's; where it has none, all that was executed is taken up and told of: others may
+        wait for that."""
+        group = self.rule.next_group()
+        if group is None and self.commit_returned():
+            self.report()
+        return group
+
     def commit_returned(self) -> bool:
         """Takes up the tokens of every group whose steps all have theirs; whether any has."""
         groups = self.returns.groups()
         for group in groups:
-            self.commit(group)
+            self._commit(group)
+        self._give_out()
         return bool(groups)
 
-    def commit(self, group: int) -> None:
+    def _take_up(self, group: int) -> None:
+        """The tokens of the group's steps, all of which are here; those of its last one need not be
+        known as yet where it is clear without them who is done: they are counted, and the device
+        goes on with the next step before the host has looked at them."""
+        last = self.returns.last(group)
+        if last is None or not self._executor.keeps_tokens or may_evict(self.rule) or not all(
+                query.ends_by_count(self._vocabulary) for query in last.queries):
+            self._commit(group)
+            return
+        self._commit(group, but=last)
+        if not last.is_counted:
+            last.is_counted = True
+            self._leave(group, [query for query in last.queries
+                                if query.is_at_work and query.promise()])
+
+    def _commit(self, group: int, but: Given | None = None) -> None:
         """Takes up the tokens of the group's steps, all of which are here."""
-        active, vocabulary = self.roster.active, self._vocabulary
-        for queries, given in self.returns.take(group):
-            tokens, told = unpacked(given, len(queries))
-            assert len(queries) == len(tokens), f"{group = } {len(queries) = } {len(tokens) = }"
-            now, done, dead = self.clock(), [], 0
-            for place, (index, token) in enumerate(zip(queries, tokens, strict=True)):
-                query = active.get(index)
-                if query is None or query.ending is not None:
+        for step in self.returns.take(group, but):
+            tokens, told = unpacked(step.known(), len(step.queries))
+            assert len(step.queries) == len(tokens), f"{group = } {step = } {len(tokens) = }"
+            self._known_s = now = self.clock()
+            done, dead = list[ActiveQuery](), 0
+            for place, (query, token) in enumerate(zip(step.queries, tokens, strict=True)):
+                if query.ending is not None:
                     dead += 1  # its row is decoded on, or by one step too many (SlotUse.KEPT)
                     continue
                 if told:
                     query.likelihoods += told[place].likelihoods
                     query.embedding = told[place].embedding
-                if query.take(token, now, vocabulary):
-                    self.rule.finish(index)
-                    done.append(index)
-            self.output_tokens += len(queries) - dead
-            due = self.roster.finish(group, done) if done else []
-            for query in due:
-                self.sink.finished(query.finished(now, vocabulary.decode_text))
-            self._link.committed(self, group, due)
+                if query.take(token, now, self._vocabulary) and not query.has_left:
+                    done.append(query)
+            self.output_tokens += len(tokens) - dead
+            self._link.committed(self, group, self._leave(group, done))
+
+    def _leave(self, group: int, done: Sequence[ActiveQuery]) -> list[ActiveQuery]:
+        """These of the group have their last tokens, known or not. Returns those whose results are
+        due."""
+        for query in done:
+            self.rule.finish(query.query.index)
+        due = self.roster.finish(group, [query.query.index for query in done]) if done else []
+        self._due += due
+        return due
+
+    def _give_out(self) -> None:
+        """The results that are due, of queries whose tokens are known."""
+        due, self._due = self._due, []
+        for query in due:
+            if query.ending is None:
+                self._due.append(query)
+            else:
+                self.sink.finished(query.finished(self._known_s,
+                                                  self._vocabulary.decode_text))
 
     def _execute(self, step: Step) -> None:
+        if step.evicted:  # who is encoded again, is so with all its tokens
+            self._commit(step.group)
         message, inputs, given = self.roster.compose(step, self.clock())
         self.neighbours.share(message, inputs)
         out = self._executor.execute(message, inputs)
@@ -212,11 +260,27 @@ class Head:
         if gives_tokens:
             self.returns.expect(step.group, given)
         if self.neighbours.route.tokens_from is not None:
+            assert not isinstance(out, Arriving), f"{step = }"
             self.neighbours.pass_on(message, out)
         elif gives_tokens:
             assert out is not None, f"{step = }"
             self.returns.arrive(step.group, out)
         self._link.executed(self, step, gives_tokens=gives_tokens)
+
+
+@dataclass(slots=True)
+class Given:
+    """A step that gives each of its `queries` a token: `tokens`, once they are here or on their
+    way (xrunner.ops.likelihoods.unpacked)."""
+
+    queries: list[ActiveQuery]
+    tokens: Tensor | Arriving | None = None
+    is_counted: bool = False  # who ends with it is out
+
+    def known(self) -> Tensor:
+        """The tokens, waiting for them."""
+        assert self.tokens is not None, f"{self.queries = }"
+        return self.tokens.wait() if isinstance(self.tokens, Arriving) else self.tokens
 
 
 class Returns:
@@ -225,28 +289,36 @@ class Returns:
 
     def __init__(self, neighbours: Neighbours, executor: Executor) -> None:
         self._neighbours, self._executor = neighbours, executor
-        self._expected: dict[int, deque[list[int]]] = {}  # group -> queries of each step
-        self._arrived: dict[int, deque[Tensor]] = {}
+        self._steps: dict[int, deque[Given]] = {}  # by group
+        self._arrived: dict[int, int] = {}  # how many of a group's steps have their tokens
 
-    def expect(self, group: int, queries: list[int]) -> None:
+    def expect(self, group: int, queries: list[ActiveQuery]) -> None:
         """A step of `group` will give these queries a token each."""
-        self._expected.setdefault(group, deque()).append(queries)
+        self._steps.setdefault(group, deque()).append(Given(queries))
 
-    def arrive(self, group: int, tokens: Tensor) -> None:
-        """Tokens of the group's oldest step still without (xrunner.ops.likelihoods.unpacked)."""
-        self._arrived.setdefault(group, deque()).append(tokens)
+    def arrive(self, group: int, tokens: Tensor | Arriving) -> None:
+        """Tokens of the group's oldest step still without."""
+        at = self._arrived.get(group, 0)
+        self._steps[group][at].tokens = tokens
+        self._arrived[group] = at + 1
 
     def groups(self) -> list[int]:
         """The groups with something to take up, and nothing missing."""
-        return [group for group, steps in self._expected.items()
+        return [group for group, steps in self._steps.items()
                 if steps and not self._is_missing(group)]
 
-    def take(self, group: int) -> Iterator[tuple[list[int], Tensor]]:
-        """(queries, their tokens as the last stage gave them) of each step of `group`, none of
-        which is missing."""
+    def last(self, group: int) -> Given | None:
+        """The group's latest step, where it is not taken up."""
+        steps = self._steps.get(group)
+        return steps[-1] if steps else None
+
+    def take(self, group: int, but: Given | None = None) -> Iterator[Given]:
+        """Each step of `group`, none of whose tokens is missing, up to the one that is left."""
         assert not self._is_missing(group), f"{group = }"
-        while steps := self._expected.get(group):
-            yield steps.popleft(), self._arrived[group].popleft()
+        steps = self._steps.get(group)
+        while steps and steps[0] is not but:
+            self._arrived[group] -= 1
+            yield steps.popleft()
 
     def await_group(self, group: int) -> None:
         """Returns when all that the group's steps yield is here, an encoder's output included."""
@@ -255,12 +327,12 @@ class Returns:
 
     def drain(self) -> None:
         """Returns when nothing is under way any more: who sends it would wait for ever."""
-        while any(map(self._is_missing, self._expected)) or self._executor.awaits_encoded():
+        while any(map(self._is_missing, self._steps)) or self._executor.awaits_encoded():
             self._take_up()
 
     def _is_missing(self, group: int) -> bool:
         """Whether tokens of a step of `group` have not come yet."""
-        return len(self._arrived.get(group, ())) < len(self._expected.get(group, ()))
+        return self._arrived.get(group, 0) < len(self._steps.get(group, ()))
 
     def _take_up(self) -> None:
         result = self._neighbours.await_result(self._executor)

@@ -5,16 +5,36 @@ that are embedded, their embeddings."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from xrunner.engine.group import Model
+from xrunner.devices import on_device
+from xrunner.engine.group import Model, StageGroup
 from xrunner.models.stage_model import StageModel
 from xrunner.ops.head import WholeScores
 from xrunner.ops.likelihoods import likelihoods, packed, targets_of
 from xrunner.ops.sampling import NOT_FINITE, sample_shards, unless_finite, with_fixed
 from xrunner.query import Sampling
+
+
+def tokens_of_slots(model: Model, group: StageGroup, hidden: Tensor, slots: Sequence[int],
+                    positions: Sequence[int]) -> Tensor | None:
+    """hidden [n, H]: of the query in each of these slots of the group the row that predicts its
+    next token. Returns what `next_tokens` does."""
+    seats = [group.slots.seats[slot] for slot in slots]
+    choices = [seat.sampling for seat in seats]
+    if not any(choice.minds_said for choice in choices):
+        return next_tokens(model, hidden, choices, positions)
+    spoken = group.spoken
+    tokens = next_tokens(model, hidden, spoken.minding(seats, positions), positions)
+    # every rank of a tensor-parallel group minds the tokens of its share of the vocabulary
+    chosen = targets_of(None if tokens is None else tokens[:len(seats)], len(seats),
+                        model.shard, hidden.device)
+    spoken.take(seats, chosen.long().tolist())
+    spoken.keep(group.slots.seats)
+    return tokens
 
 
 def next_tokens(model: Model, hidden: Tensor, choices: Sequence[Sampling],
@@ -34,12 +54,13 @@ def next_tokens(model: Model, hidden: Tensor, choices: Sequence[Sampling],
     tops = [choices[row].top_logprobs or 0 for row in rows]
     most = max(tops)
     chosen = targets_of(tokens, len(choices), shard, hidden.device)
-    values = likelihoods(scores, rows, chosen[rows], most, shard, vocab_size)
+    values = likelihoods(scores, rows, chosen[on_device(rows, chosen.device)], most, shard,
+                         vocab_size)
     if tokens is None or values is None:
         return None
     told: list[Tensor | None] = [None] * len(choices)
     for row, top, value in zip(rows, tops, values, strict=True):
-        told[row] = value[None, [0, *range(1, 1 + top), *range(1 + most, 1 + most + top)]]
+        told[row] = torch.cat([value[:1 + top], value[1 + most:1 + most + top]])[None]
     return packed(tokens, told)
 
 
@@ -54,11 +75,12 @@ def scored_tokens(model: Model, hidden: Tensor, choices: Sequence[Sampling]) -> 
                          model.spec.vocab_size)
     if values is None:
         return None
-    told = list(torch.split(values, counts))
-    tokens = torch.tensor([
-        int(own[-1, 1]) if bool(rows.isfinite().all()) else NOT_FINITE
-        for own, rows in zip(told, torch.split(hidden, counts), strict=True)])
-    return packed(tokens, list(told))
+    ends = on_device([*accumulate(counts)], values.device) - 1
+    # rows that are no numbers, up to each query's end, and among its own
+    bad = on_device((~hidden.isfinite()).any(dim=1), values.device).cumsum(dim=0)[ends]
+    is_none = bad.diff(prepend=bad.new_zeros(1)) > 0
+    tokens = values[ends, 1].long().masked_fill(is_none, NOT_FINITE)
+    return packed(tokens, torch.split(values, counts))
 
 
 def embeddings(model: StageModel, hidden: Tensor, pooled: str,
@@ -71,5 +93,5 @@ def embeddings(model: StageModel, hidden: Tensor, pooled: str,
     rows = model.normed(hidden).float()
     if pooled == "mean":
         rows = torch.stack([own.mean(dim=0) for own in torch.split(rows, list(lengths))])
-    tokens = unless_finite(torch.zeros(len(rows), dtype=torch.long), rows)
+    tokens = unless_finite(torch.zeros(len(rows), dtype=torch.long, device=rows.device), rows)
     return packed(tokens, list(rows))

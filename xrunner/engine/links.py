@@ -169,7 +169,7 @@ class FromEncodePool:
     def next_group(self, head: Head) -> int | None:
         self._take_in(head)
         while not self._is_told_to_stop:
-            if (group := head.rule.next_group()) is not None:
+            if (group := head.next_group()) is not None:
                 return group
             wait_politely(lambda: self._take_in(head))
         return None

@@ -17,6 +17,7 @@ from typing import Protocol
 from torch import Tensor
 
 from xgpt.core.schedule import Pool, Role
+from xrunner.devices import Arriving
 from xrunner.rules.steps import StepKind
 from xrunner.step_record import StepRecord
 from xrunner.transport.comm import Comm
@@ -32,9 +33,18 @@ from xrunner.transport.messages import (
 class Executor(Protocol):
     """One rank's part of a stage: xrunner.engine.stage.StageExecutor."""
 
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether an input token may be FED_BACK (xrunner.engine.last_tokens)."""
+
+    @property
+    def returns_early(self) -> bool:
+        """Whether `execute` may return while the step is still worked at."""
+
     def start(self, message: StartMessage) -> None: ...
 
-    def execute(self, message: StepMessage, inputs: Tensor) -> Tensor | None: ...
+    def execute(self, message: StepMessage, inputs: Tensor) -> Tensor | Arriving | None:
+        """Of the only stage of a pool the tokens may be on their way."""
 
     def gives_tokens(self, message: StepMessage) -> bool:
         """Whether the step ends with a token of each query."""
@@ -161,6 +171,7 @@ def serve_stage(neighbours: Neighbours, executor: Executor) -> None:
         if message.kind is not StepKind.ENCODE or message.removed:
             neighbours.await_encoded(executor, message.group)
         out = executor.execute(message, inputs)
+        assert not isinstance(out, Arriving), f"{message = }: its tokens are for the head"
         neighbours.pass_on(message, out)
         if not neighbours.route.following:
             neighbours.give_back(executor, message, out)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from xrunner.engine.last_tokens import FED_BACK
 from xrunner.ops.sampling import NOT_FINITE
 from xrunner.query import FinishedQuery, PreparedQuery, TokenLikelihood
 from xrunner.rules.slots import Departures, GroupSlots, Seat, SlotUse, Span
@@ -39,11 +40,13 @@ class Extent:
 class Roster:
     """Turns what the rule decides into the message of a step, and keeps the account of slots."""
 
-    def __init__(self, slot_use: SlotUse, start_token: int | None) -> None:
-        """`start_token`: see Vocabulary."""
+    def __init__(self, slot_use: SlotUse, start_token: int | None, *,
+                 feeds_back: bool = False) -> None:
+        """`start_token`: see Vocabulary. `feeds_back`: who executes the steps keeps the last token
+        of each query that has a slot (FED_BACK)."""
         self.active: dict[int, ActiveQuery] = {}  # at work, or done in a batch that is not
         self.in_vain: list[int] = []  # they ended elsewhere, but their entries were handed over
-        self._use, self._start_token = slot_use, start_token
+        self._use, self._start_token, self._feeds_back = slot_use, start_token, feeds_back
         self.on_begin: Callable[[Sequence[int]], None] | None = None  # told whose work begins
         self.extent: Extent | None = None  # where not all queries wait here from the beginning
         self.in_blocks = False  # entries that the rule reserves tokens for lie in blocks
@@ -94,7 +97,7 @@ class Roster:
         """Tokens of the longest input that waits, or may come."""
         return (self.extent or _extent_of(self._new.values())).longest_input
 
-    def compose(self, step: Step, now: float) -> tuple[StepMessage, Tensor, list[int]]:
+    def compose(self, step: Step, now: float) -> tuple[StepMessage, Tensor, list[ActiveQuery]]:
         """The step's header; its input tokens, of those who decode [n], then of what is encoded
         [T]; and the queries that it gives a token, in the order in which these come back."""
         slots, kind = self._slots[step.group], step.kind
@@ -130,7 +133,12 @@ class Roster:
             spans=self._seated(step, spans, seats) if self._use is SlotUse.REUSED else ())
         self.in_vain.clear()
         self._freed.clear()
-        return message, torch.tensor(ids), fed if kind is StepKind.DECODE else [*fed, *step.joined]
+        given = [self.active[index] for index in (
+            fed if kind is StepKind.DECODE else [*fed, *step.joined])]
+        if kind is not StepKind.ENCODE or self._start_token is None:
+            for active in given:
+                active.is_fed_back = self._feeds_back
+        return message, torch.tensor(ids), given
 
     def finish(self, group: int, done: Sequence[int]) -> list[ActiveQuery]:
         """These queries of `group` have their last tokens. Returns those whose results are due."""
@@ -157,6 +165,7 @@ class Roster:
         for index in evicted:
             self._in_part.discard(index)
             self._begun[index] = self.active.pop(index)
+            assert not self._begun[index].num_promised, f"{index = } is evicted without its tokens"
             self._departures.leave()
         slots.vacate(evicted)
 
@@ -172,6 +181,8 @@ class Roster:
                       goes_on=self._start_token is not None or active.query.max_new_tokens > 1)
 
     def _last_token(self, active: ActiveQuery) -> int:
+        if active.is_fed_back:
+            return FED_BACK
         if active.output_ids:
             return active.output_ids[-1]
         assert self._start_token is not None, f"{active.query.index = } has no first token"
@@ -220,8 +231,9 @@ def _no_text(cause: Exception) -> str:
 class ActiveQuery:
     """A query in flight, owned by the head. `ending` is set with its last token."""
 
-    __slots__ = ("_recent", "embedding", "encode_start_s", "ending", "first_token_s",
-                 "input_tokens", "likelihoods", "output_ids", "query")
+    __slots__ = ("_recent", "embedding", "encode_start_s", "ending", "first_token_s", "has_left",
+                 "input_tokens", "is_fed_back", "likelihoods", "num_promised", "output_ids",
+                 "query")
 
     def __init__(self, query: PreparedQuery, encode_start_s: float,
                  input_tokens: int | None = None) -> None:
@@ -233,12 +245,37 @@ class ActiveQuery:
         self.likelihoods: tuple[TokenLikelihood, ...] = ()  # of them, or of what is scored
         self.embedding: tuple[float, ...] = ()  # where it is asked for
         self.ending: Ending | None = None
+        self.num_promised = 0  # tokens that steps give it, counted before they are known
+        self.has_left = False  # all are counted: the rule takes it for done
+        self.is_fed_back = False  # its last token lies where its next step is executed
         self._recent = 0  # a stop string that has not appeared ends behind this many tokens' text
 
     @property
     def num_tokens(self) -> int:
         """Tokens of its input, and of its output so far."""
-        return self.input_tokens + len(self.output_ids)
+        return self.input_tokens + self.num_outputs
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.output_ids) + self.num_promised
+
+    def ends_by_count(self, vocabulary: Vocabulary) -> bool:
+        """Whether it goes on to its last token whichever come before. (But for tokens that are
+        none, of which the head may hear a step later.)"""
+        query = self.query
+        return (query.is_forced or not vocabulary.eos_ids) and not (
+            query.stop or query.sampling.pooled)
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether there are tokens to come that nobody has counted."""
+        return self.ending is None and not self.has_left
+
+    def promise(self) -> bool:
+        """Counts a token that is to come; whether it is the last."""
+        self.num_promised += 1
+        self.has_left = self.num_outputs >= self.query.max_new_tokens
+        return self.has_left
 
     def tokens(self, first: int, end: int) -> Sequence[int]:
         """Tokens first .. end - 1 of its input and, behind that, its output so far."""
@@ -247,6 +284,7 @@ class ActiveQuery:
 
     def take(self, token: int, now: float, vocabulary: Vocabulary) -> bool:
         """Takes up one sampled token; whether it was the last."""
+        self.num_promised = max(self.num_promised - 1, 0)
         if self.first_token_s is None:
             self.first_token_s = now
         if token == NOT_FINITE:

@@ -1,28 +1,24 @@
 """One stage: executes the steps it is told, and nothing else. It decides nothing."""
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from xrunner.devices import settle
+from xrunner.devices import Arriving, on_device, settle, to_host
 from xrunner.engine.graphs import Capture, DecodeGraphs, is_capturable
 from xrunner.engine.group import Model, Pending, StageGroup, make_groups
-from xrunner.engine.last_stage import embeddings, next_tokens, scored_tokens
+from xrunner.engine.last_stage import embeddings, scored_tokens, tokens_of_slots
+from xrunner.engine.last_tokens import LastTokens
+from xrunner.engine.step_log import StepLog
 from xrunner.io.beat import Beat
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
-from xrunner.ops.likelihoods import targets_of
 from xrunner.rules.steps import StepKind
 from xrunner.step_record import NO_SIZES, StepRecord, StepSizes, decoded_sizes, even_input
-from xrunner.threads import Threads
 from xrunner.transport.courier import EntryReceiver, EntrySender
-from xrunner.transport.messages import Joined, StartMessage, StepMessage
-
-# Steps kept for the report; a longer job keeps its last ones.
-_LOG_LIMIT = 200_000
+from xrunner.transport.messages import StartMessage, StepMessage
 
 
 class StageExecutor:
@@ -35,13 +31,16 @@ class StageExecutor:
         """`check` verifies every cache after every step (tests). `sender`, `receiver`: of the
         entries that WAA's encode and decode pools hand over. `beat`: is told of every step.
         `capture`: what captures decode steps where they can be."""
-        self.model, self._clock, self._check = model, clock, check
-        self.threads: Threads | None = None  # of a run on a CPU: looked after, step by step
-        self.sender, self.receiver, self._beat, self._capture = sender, receiver, beat, capture
+        self.model, self._check = model, check
+        self.records = StepLog(model.device, clock, beat)
+        self.log = self.records.steps
+        self._is_whole = model.is_first and model.is_last  # no other stage has a part of a step
+        # of a tensor-parallel group the first rank alone has the tokens
+        self.keeps_tokens = self._is_whole and model.shard.degree == 1
+        self.returns_early = model.device.type != "cpu"
+        self.sender, self.receiver, self._capture = sender, receiver, capture
         self.groups: list[StageGroup] = []
-        self.log: deque[StepRecord] = deque(maxlen=_LOG_LIMIT)
         self.rows_compacted = 0
-        self.busy_s = 0.0  # kept apart from the log, which forgets
 
     def start(self, message: StartMessage) -> None:
         """Sets up the groups' caches; before the first step."""
@@ -49,6 +48,9 @@ class StageExecutor:
         if self._capture is not None and is_capturable(self.model):
             for group in self.groups:
                 group.graphs = DecodeGraphs(self.model, group.cache.store, self._capture)
+        if self.keeps_tokens:
+            for group in self.groups:
+                group.last_tokens = LastTokens(self.model.device)
         settle(self.model.device)
 
     @property
@@ -63,8 +65,7 @@ class StageExecutor:
         for courier in (self.sender, self.receiver):
             if courier is not None:
                 courier.close()
-        if self._beat is not None:
-            self._beat.stop()
+        self.records.close()
 
     def gives_tokens(self, message: StepMessage) -> bool:
         """Whether the step ends with a token of each query: an encoder's does not."""
@@ -77,14 +78,13 @@ class StageExecutor:
         return any(own.pending for own in groups)
 
     @torch.inference_mode()
-    def execute(self, message: StepMessage, inputs: Tensor) -> Tensor | None:
+    def execute(self, message: StepMessage, inputs: Tensor) -> Tensor | Arriving | None:
         """inputs: tokens [rows] on the first stage, hidden [rows, H] after it. Returns hidden
         [rows, H]; on the last stage the encoder's output, or the sampled tokens of the step's
-        queries, [n] (None on all but the first rank of a tensor-parallel group)."""
-        if self._beat is not None:
-            self._beat.begin(message)
-        start_s = self._clock()
-        inputs, group = inputs.to(self.model.device), self.groups[message.group]
+        queries, [n] (None on all but the first rank of a tensor-parallel group): on their way,
+        where the stage is the only one, else in the host's memory, as the hidden state is."""
+        self.records.begin(message)
+        inputs, group = on_device(inputs, self.model.device), self.groups[message.group]
         for seat in message.freed:
             self.groups[seat.group].give_up(seat.slot)
         if message.removed:
@@ -98,30 +98,31 @@ class StageExecutor:
         else:
             out = self._decode(group, message, inputs)
             queries, sizes = len(group.slots.seats), decoded_sizes(group.cache.lengths)
-        self._record(message.kind.value, message, queries, len(inputs), start_s, sizes)
+        self._record(message.kind.value, message, queries, len(inputs), sizes)
+        if out is not None and self._is_whole and self.model.is_last and self.gives_tokens(message):
+            return Arriving(out, self.records.look)  # the head waits for them when it must
+        if out is not None and not self._is_whole:
+            out = to_host(out)  # others are to get it
+        self.records.settle()
         return out
 
     @torch.inference_mode()
     def take_encoded(self, group: int, encoded: Tensor) -> None:
         """The encoder's output [T, H] of the group's oldest encode step still without."""
-        start_s, own = self._clock(), self.groups[group]
+        self.records.begin()
+        own = self.groups[group]
         first, lengths, message = own.pending.popleft()
         assert isinstance(self.model, EncoderDecoderStage), f"{self.model.spec.family = }"
-        self.model.store_encoded(encoded.to(self.model.device), own.encoded.store, first, lengths)
-        self._record("cross_kv", message, len(lengths), len(encoded), start_s)
+        self.model.store_encoded(on_device(encoded, self.model.device), own.encoded.store, first,
+                                 lengths)
+        self._record("cross_kv", message, len(lengths), len(encoded))
+        self.records.settle()
 
     def _record(self, kind: str, message: StepMessage, queries: int, tokens: int,
-                start_s: float, sizes: StepSizes = NO_SIZES) -> None:
-        settle(self.model.device)  # else the step would end before its work does
-        record = StepRecord(kind, message.group, message.phase, message.iteration, queries,
-                            tokens, start_s, self._clock(), *sizes)
-        self.log.append(record)
-        self.busy_s += record.seconds
-        if self._beat is not None:
-            self._beat(record.end_s, self.busy_s,
-                       sum(len(own.slots.seats) for own in self.groups), record)
-        if self.threads is not None:
-            self.threads.look()
+                sizes: StepSizes = NO_SIZES) -> None:
+        self.records.end(StepRecord(kind, message.group, message.phase, message.iteration,
+                                    queries, tokens, 0.0, 0.0, *sizes),
+                         sum(len(own.slots.seats) for own in self.groups))
         if self._check:
             self.groups[message.group].check_integrity()
 
@@ -146,7 +147,7 @@ class StageExecutor:
             return embeddings(self.model, hidden, pooled, lengths)
         if tails:
             return scored_tokens(self.model, hidden, choices)
-        return self._sample(group, hidden, message.joined, lengths)
+        return self._sample(group, hidden, range(first, first + len(lengths)), lengths)
 
     def _encode_apart(self, model: EncoderDecoderStage, group: StageGroup, new: Pending,
                       inputs: Tensor) -> Tensor:
@@ -166,6 +167,8 @@ class StageExecutor:
             self._take_over(self.receiver, group, message)
         lengths = [length + 1 for length in cache.lengths]
         step = decode_context(lengths, None, inputs.device, cache.room_for(lengths))
+        if group.last_tokens is not None:
+            inputs = group.last_tokens.fed(inputs, step)
         if isinstance(model, EncoderDecoderStage):
             assert not group.pending, f"{message.group = } decodes inputs that are not encoded"
             encoded = group.encoded
@@ -178,7 +181,7 @@ class StageExecutor:
         cache.extend()
         if not model.is_last:
             return hidden
-        return self._sample(group, hidden, group.slots.seats, cache.lengths)
+        return self._sample(group, hidden, range(len(lengths)), cache.lengths)
 
     def _mix(self, group: StageGroup, message: StepMessage,
              inputs: Tensor) -> tuple[int, Tensor | None, StepSizes]:
@@ -194,6 +197,8 @@ class StageExecutor:
         cache.room_for(lengths, decoding)
         table = cache.room_for([s.first + s.tokens for s in spans], [s.slot for s in spans])
         step = decode_context(lengths, decoding, inputs.device, table) if decoding else None
+        if step is not None and group.last_tokens is not None:
+            inputs = group.last_tokens.fed(inputs, step)
         hidden = model.mixed(inputs, cache.store, step,
                              encode_context(spans, inputs.device, table) if spans else None,
                              ends_only=model.is_last)
@@ -209,9 +214,7 @@ class StageExecutor:
         if not given:  # an input that is encoded in part gives no token
             nothing = None if model.shard.index else torch.empty(0, dtype=torch.long)
             return 0, nothing, sizes
-        seats = group.slots.seats
-        tokens = self._sample(group, hidden, [seats[slot] for slot in given],
-                              [cache.lengths[slot] for slot in given])
+        tokens = self._sample(group, hidden, given, [cache.lengths[slot] for slot in given])
         return len(given), tokens, sizes
 
     def _take_over(self, receiver: EntryReceiver, group: StageGroup, message: StepMessage) -> None:
@@ -228,17 +231,10 @@ class StageExecutor:
         for slot, query in enumerate(queries, start=first):
             receiver.put_into(group.cache, slot, query)
 
-    def _sample(self, group: StageGroup, hidden: Tensor, seats: Sequence[Joined],
+    def _sample(self, group: StageGroup, hidden: Tensor, slots: Sequence[int],
                 positions: Sequence[int]) -> Tensor | None:
-        """The next token of each of these of the group's queries."""
-        model, choices = self.model, [seat.sampling for seat in seats]
-        if not any(choice.minds_said for choice in choices):
-            return next_tokens(model, hidden, choices, positions)
-        spoken = group.spoken
-        tokens = next_tokens(model, hidden, spoken.minding(seats, positions), positions)
-        # every rank of a tensor-parallel group minds the tokens of its share of the vocabulary
-        chosen = targets_of(None if tokens is None else tokens[:len(seats)], len(seats),
-                            model.shard, hidden.device)
-        spoken.take(seats, chosen.tolist())
-        spoken.keep(group.slots.seats)
+        """The next token of the query in each of these slots of the group."""
+        tokens = tokens_of_slots(self.model, group, hidden, slots, positions)
+        if tokens is not None and group.last_tokens is not None:
+            group.last_tokens.keep(slots, tokens[:len(slots)])
         return tokens

@@ -38,6 +38,8 @@ class _PaddedRows:
 class PaddedModel:
     """An Executor (xrunner.engine.pipeline) of a decoder-only model that every rank calls alike."""
 
+    keeps_tokens = returns_early = False
+
     def __init__(self, model: Any, *, max_positions: int | None, gives_answers: bool = True,
                  clock: Callable[[], float] = time.perf_counter) -> None:
         """`gives_answers`: whether this rank draws the tokens (the group's first does)."""

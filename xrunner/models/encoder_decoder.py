@@ -13,6 +13,7 @@ from torch import Tensor
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xgpt.core.schedule import Role, StageAssignment
+from xrunner.devices import on_device
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import (
     ENCODER_DECODER_CLASSES,
@@ -84,7 +85,7 @@ class EncoderDecoderStage:
         """Whole inputs, packed, through the encoder's layers. `inputs`: tokens [T] on the first
         stage, hidden [T, H] after it. Returns hidden [T, H]; on the last stage the encoder's
         output."""
-        positions = torch.cat([torch.arange(n) for n in lengths]).to(inputs.device)
+        positions = on_device(torch.cat([torch.arange(n) for n in lengths]), inputs.device)
         hidden = residual(self.encoder_ends.embed(inputs, positions) if self.is_first else inputs,
                           self.work_dtype, is_own=self.is_first)
         if self.encoder_layers:

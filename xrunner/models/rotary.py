@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from xgpt.core.model import ModelSpec, RopeValue
+from xrunner.devices import on_device
 from xrunner.ops.rows import Rotation
 
 
@@ -25,7 +26,7 @@ class Rotary:
     def __call__(self, positions: Tensor) -> Rotation:
         """positions [T] -> what queries and keys are rotated by, [T, d / 2] each."""
         if self._inverse.device != positions.device:  # once: it stays there
-            self._inverse = self._inverse.to(positions.device)
+            self._inverse = on_device(self._inverse, positions.device)
         angles = positions[:, None].float() * self._inverse
         cos, sin = angles.cos(), angles.sin()
         if self._scale != 1.0:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from xrunner.devices import on_device
 from xrunner.rules.slots import Span
 
 Cache = tuple[Tensor, Tensor]
@@ -84,7 +85,7 @@ def decode_context(lengths: Sequence[int], slots: Sequence[int] | None = None,
     """`lengths`: entries that each query reads, the token's own too; `slots`: theirs, rising; None:
     0, 1, 2, ...; `table`: where their entries lie in blocks."""
     where = range(len(lengths)) if slots is None else slots
-    held, own = torch.tensor(lengths, device=device), torch.tensor(where, device=device)
+    held, own = on_device([[*lengths], [*where]], torch.device(device))
     positions = held - 1
     if table is None:
         blocks, places = own[:, None], Places(own, positions)
@@ -116,12 +117,10 @@ class EncodeContext:
     def ends(self) -> Tensor:
         """Rows that predict what is asked for: the last token of each input whose end is among the
         spans, or as many of its last ones as `tails` says."""
-        last = [place for place, span in enumerate(self.spans) if span.is_last]
-        ends = (self.columns[2] + self.columns[3] - 1)[last]
-        if not self.tails:
-            return ends
-        return torch.cat([torch.arange(end - self.tails[place] + 1, end + 1, device=ends.device)
-                          for place, end in zip(last, ends.tolist(), strict=True)])
+        tails = self.tails or [1] * len(self.spans)
+        behind = accumulate(span.tokens for span in self.spans)
+        return on_device([row for span, end, tail in zip(self.spans, behind, tails, strict=True)
+                          if span.is_last for row in range(end - tail, end)], self.columns.device)
 
     def pieces(self, most: int) -> Iterator[tuple[slice, EncodeContext]]:
         """The same in pieces of whole spans of at most `most` tokens, of evenly many; a span that
@@ -153,11 +152,10 @@ def encode_context(spans: Sequence[Span], device: torch.device | str = "cpu",
     slots = chain.from_iterable([span.slot] * span.tokens for span in spans)
     positions = chain.from_iterable(range(s.first, s.first + s.tokens) for s in spans)
     before = accumulate((span.tokens for span in spans), initial=0)
-    columns = torch.tensor([[span.slot, span.first, span.tokens, rows]
-                            for span, rows in zip(spans, before, strict=False)],
-                           dtype=torch.long).view(-1, 4).t().contiguous().to(device)
-    own, at = (torch.tensor(list(part), device=device, dtype=torch.long)
-               for part in (slots, positions))
+    on, ends = torch.device(device), list(before)[:len(spans)]
+    columns = on_device([[s.slot for s in spans], [s.first for s in spans],
+                         [s.tokens for s in spans], ends], on)
+    own, at = on_device([[*slots], [*positions]], on)
     return EncodeContext(
         spans=spans, columns=columns, positions=at, in_blocks=table is not None, tails=tails,
         blocks=columns[0][:, None] if table is None else table.blocks[columns[0]],

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from xrunner.devices import on_device
 from xrunner.ops.linear import Product
 from xrunner.ops.native import check, dtype_code, library, serves, threads
 
@@ -81,7 +82,7 @@ class HeadScores:
         return self._head.logits(self._taken(rows))
 
     def _taken(self, rows: Sequence[int]) -> Tensor:
-        return self._x if len(rows) == len(self._x) else self._x[list(rows)]
+        return _taken(self._x, rows)
 
 
 class CappedScores:
@@ -127,7 +128,12 @@ class WholeScores:
         return keep_best(no_tokens(len(logits), logits.device), logits, 0)
 
     def of(self, rows: Sequence[int]) -> Tensor:
-        return self._logits if len(rows) == len(self._logits) else self._logits[list(rows)]
+        return _taken(self._logits, rows)
+
+
+def _taken(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """These rows of it, which are rising."""
+    return tensor if len(rows) == len(tensor) else tensor[on_device([*rows], tensor.device)]
 
 
 def no_tokens(rows: int, device: torch.device) -> BestTokens:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from xrunner.devices import on_device
+
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 # members whose C type is not `i64`; all of them take eight bytes but the float at the end
 _FLOATS = {"scale", "eps"}
@@ -114,5 +116,4 @@ def check_numbers(device: torch.device, count: int, *tensors: Tensor) -> None:
 def numbers(device: torch.device, *columns: list[int]) -> Tensor:
     """Columns of the same length as [columns, length] int64 on the device, in one transfer that
     the host does not wait for."""
-    table = torch.tensor(columns, dtype=torch.int64)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    return on_device([*columns], device)

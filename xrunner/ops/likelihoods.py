@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from xrunner.devices import on_device
 from xrunner.models.shard import Shard
 from xrunner.ops.head import Scores
 from xrunner.query import Sampling, TokenLikelihood
@@ -43,7 +44,7 @@ def _of_rows(logits: Tensor, targets: Tensor, top: int, shard: Shard,
     """logits [n, V_local] -> [n, 1 + 2 top]; None on all but the first rank."""
     before = shard.index * shard.vocabulary_share(vocab_size)
     held = logits.shape[1]
-    local = targets.to(logits.device) - before
+    local = on_device(targets, logits.device) - before
     is_own = (local >= 0) & (local < held)
     own = torch.full((len(logits), 2 + 2 * top), float("-inf"), device=logits.device)
     if held:
@@ -72,9 +73,9 @@ def targets_of(tokens: Tensor | None, count: int, shard: Shard, device: torch.de
     """The `count` tokens that the group's first rank has chosen, on every rank of it: [count]."""
     if shard.degree == 1:
         assert tokens is not None, "a rank alone chooses"
-        return tokens.to(device)
+        return tokens
     own = torch.zeros((count, 1), device=device) if tokens is None else (
-        tokens.to(device).float()[:, None])
+        on_device(tokens, device).float()[:, None])
     # a sum of one rank's and zeros: the one collective that every group has
     return shard.all_reduce(own)[:, 0].long()
 
@@ -87,8 +88,8 @@ def packed(tokens: Tensor, told: Sequence[Tensor | None]) -> Tensor:
               for one in told]
     header = torch.tensor([[rows for rows, _ in shapes], [columns for _, columns in shapes]],
                           dtype=torch.float32).flatten()
-    return torch.cat([tokens.cpu().float(), header,
-                      *(one.cpu().flatten() for one in told if one is not None)])
+    return torch.cat([tokens.float(), on_device(header, tokens.device),
+                      *(one.flatten() for one in told if one is not None)])
 
 
 class Told(NamedTuple):

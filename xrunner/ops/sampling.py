@@ -6,10 +6,10 @@ the same seed gives the same text whatever the schedule.
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from xrunner.devices import on_device
 from xrunner.models.shard import Shard
 from xrunner.ops.head import BestTokens, Scores
 from xrunner.query import Sampling
@@ -17,6 +17,7 @@ from xrunner.query import Sampling
 NOT_FINITE = -1  # in a token's place: its logits are no numbers, or infinite
 
 _MASK64 = (1 << 64) - 1
+_VALUES_AT_A_TIME = 1 << 22  # of rows that are drawn: as float64 32 MB
 
 
 def sample(scores: Scores, choices: Sequence[Sampling], positions: Sequence[int]) -> Tensor:
@@ -28,10 +29,9 @@ def sample(scores: Scores, choices: Sequence[Sampling], positions: Sequence[int]
     logits = scores.of(drawn)
     tokens = torch.empty(len(choices), dtype=torch.long, device=logits.device)
     if greedy:
-        tokens[greedy] = _likeliest(*scores.best(greedy))
+        tokens[on_device(greedy, tokens.device)] = _likeliest(*scores.best(greedy))
     logits = _ruled(logits, drawn, choices, positions, first_token=0)
-    for row, row_logits in zip(drawn, logits, strict=True):
-        tokens[row] = _draw(row_logits, choices[row], positions[row])
+    tokens[on_device(drawn, tokens.device)] = _drawn(logits, drawn, choices, positions)
     return tokens
 
 
@@ -57,8 +57,9 @@ def _ruled(logits: Tensor, rows: Sequence[int], choices: Sequence[Sampling],
         choice = choices[rows[place]]
         said = [token - first_token for token in choice.said
                 if 0 <= token - first_token < logits.shape[1]]
-        values, penalty = logits[place, said], choice.repetition_penalty
-        logits[place, said] = torch.where(values < 0, values * penalty, values / penalty)
+        at, penalty = on_device(said, logits.device), choice.repetition_penalty
+        values = logits[place, at]
+        logits[place, at] = torch.where(values < 0, values * penalty, values / penalty)
     return _without_barred(logits, rows, choices, positions, first_token)
 
 
@@ -71,7 +72,7 @@ def _without_barred(logits: Tensor, rows: Sequence[int], choices: Sequence[Sampl
     if not own:
         return logits
     logits = logits.clone()
-    places, tokens = (list(part) for part in zip(*own, strict=True))
+    places, tokens = on_device([[*part] for part in zip(*own, strict=True)], logits.device)
     logits[places, tokens] = float("-inf")
     return logits
 
@@ -101,12 +102,13 @@ def sample_shards(scores: Scores, choices: Sequence[Sampling], positions: Sequen
     if best is not None:
         values, candidates = _merged(best)
         largest = values.max(dim=-1, keepdim=True)
-        tokens[greedy] = _likeliest(largest.values[:, 0],
-                                    candidates.gather(1, largest.indices)[:, 0])
+        tokens[on_device(greedy, tokens.device)] = _likeliest(
+            largest.values[:, 0], candidates.gather(1, largest.indices)[:, 0])
     if kept is not None:
-        for row, row_values, row_tokens in zip(drawn, *_merged(kept), strict=True):
-            place = _draw(row_values, choices[row], positions[row])
-            tokens[row] = NOT_FINITE if place == NOT_FINITE else row_tokens[place]
+        values, candidates = _merged(kept)
+        places = _drawn(values, drawn, choices, positions)
+        tokens[on_device(drawn, tokens.device)] = candidates.gather(
+            1, places.clamp(min=0)[:, None])[:, 0].masked_fill(places < 0, NOT_FINITE)
     return tokens
 
 
@@ -169,22 +171,36 @@ def _kept(choice: Sampling) -> int | None:
     return choice.top_k if choice.is_drawn else 1
 
 
-def _draw(logits: Tensor, choice: Sampling, position: int) -> int:
-    """Inverse-CDF draw over the tokens kept by top-k, then top-p, in order of probability; the
-    likeliest of who is greedy."""
-    if not choice.is_drawn:
-        largest = logits.max(dim=-1)
-        return int(largest.indices) if largest.values.isfinite() else NOT_FINITE
-    kept = choice.top_k or logits.numel()
-    values, tokens = torch.topk(logits / choice.temperature, min(kept, logits.numel()))
-    if not values[0].isfinite():  # what is no number comes first
-        return NOT_FINITE
-    probabilities = torch.softmax(values, dim=-1).double().cpu().numpy()
-    cumulative = np.cumsum(probabilities)
-    if choice.top_p < 1:
-        # the smallest set whose probability reaches top_p; at least one token
-        count = int(np.searchsorted(cumulative, choice.top_p * cumulative[-1])) + 1
-        cumulative = cumulative[:count]
-    picked = int(np.searchsorted(cumulative, uniform(choice.seed, position) * cumulative[-1],
-                                 side="right"))
-    return int(tokens[min(picked, len(cumulative) - 1)])
+def _drawn(logits: Tensor, rows: Sequence[int], choices: Sequence[Sampling],
+           positions: Sequence[int]) -> Tensor:
+    """logits [rows, V] -> the place of each row's token [rows], NOT_FINITE where it has none. What
+    the rows ask for goes to the device at once, and nobody waits for an answer."""
+    width = logits.shape[1]
+    kept = [min(_kept(choices[row]) or width, width) for row in rows]
+    asked = torch.tensor([
+        [choices[row].temperature if choices[row].is_drawn else 1.0 for row in rows],
+        [choices[row].top_p for row in rows],
+        [uniform(choices[row].seed, positions[row]) for row in rows], kept], dtype=torch.float64)
+    numbers = on_device(asked, logits.device)
+    most = max(kept)
+    size = max(_VALUES_AT_A_TIME // most, 1)
+    return torch.cat([_drawn_part(logits[first:first + size], numbers[:, first:first + size], most)
+                      for first in range(0, len(rows), size)])
+
+
+def _drawn_part(logits: Tensor, asked: Tensor, most: int) -> Tensor:
+    """Inverse-CDF draws over the tokens kept by top-k, then top-p, in order of probability; the
+    likeliest where one is kept. `asked` [4, n] float64: temperature, top-p, a number in [0, 1) and
+    top-k of each row, at most `most`. What a row gives depends on the row alone, whatever is
+    beside it: sums go from its first token on, past its last one with zeros."""
+    temperature, top_p, number, kept = asked[..., None]
+    values, tokens = torch.topk(logits / temperature.float(), most)
+    is_kept = torch.arange(most, device=logits.device) < kept
+    weights = (values - values[:, :1]).double().exp().masked_fill(~is_kept, 0)
+    cumulative = weights.cumsum(dim=1)
+    # the smallest set whose probability reaches top_p; at least one token
+    last = (cumulative < top_p * cumulative[:, -1:]).sum(dim=1, keepdim=True).clamp(max=most - 1)
+    picked = (cumulative <= number * cumulative.gather(1, last)).sum(dim=1, keepdim=True)
+    chosen = tokens.gather(1, torch.minimum(picked, last))[:, 0]
+    # what is no number comes first
+    return chosen.masked_fill(~values[:, 0].isfinite(), NOT_FINITE)

@@ -107,7 +107,7 @@ class PagedRule:
     """Waiting queries and groups of blocks. The two kinds of batching differ in what a group whose
     turn it is does."""
 
-    needs_tokens = True
+    needs_tokens = evicts = True
     slot_use = SlotUse.REUSED
 
     def __init__(self, decide: Callable[[PagedRule, int], Step | None], *, num_groups: int,

@@ -64,6 +64,12 @@ def kv_budget(rule: "BatchingRule", *, in_blocks: bool = False) -> KvBudget | No
     return budgets[0] if budgets else None
 
 
+def may_evict(rule: "BatchingRule") -> bool:
+    """Whether the rule may take back a query that has begun (`Step.evicted`): it has an `evicts`
+    that is true. What such a query has said must be known by then."""
+    return bool(getattr(rule, "evicts", False))
+
+
 class BatchingRule(Protocol):
     """Decides the order of steps. The driver's loop (XRunner's head, the replay) is
 

@@ -22,6 +22,7 @@ from xprofiler.measure.bench import (  # noqa: E402
 from xprofiler.measure.clock import CpuClock  # noqa: E402
 from xprofiler.measure.encoder_decoder import EncoderDecoderBench  # noqa: E402
 from xprofiler.measure.probe import Probe, StepParts  # noqa: E402
+from xrunner.devices import Arriving  # noqa: E402
 from xrunner.engine.stage import StageExecutor  # noqa: E402
 from xrunner.models.stage_model import StageModel  # noqa: E402
 from xrunner.models.weights import RandomWeights  # noqa: E402
@@ -191,7 +192,9 @@ def generated(executor: StageExecutor, probe: Probe | None) -> list[list[int]]:
     for iteration in range(1, 7):
         def step(message: StepMessage = message, inputs: Any = tokens) -> None:
             nonlocal tokens
-            tokens = executor.execute(message, inputs)
+            given = executor.execute(message, inputs)
+            assert isinstance(given, Arriving)
+            tokens = given.wait()
 
         if probe is None:
             step()

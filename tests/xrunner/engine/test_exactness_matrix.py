@@ -104,7 +104,7 @@ def test_ranks_of_a_group_take_the_same_steps_and_share_the_memory(made: Made,
         shared, whole = executors[0], executors[2]
         heads = [e.groups[0].cache.store.shape[3] for e in (shared, whole)]
         assert heads[1] == 2 * heads[0]
-        assert _busy(shared) == pytest.approx(shared.busy_s)
+        assert _busy(shared) == pytest.approx(shared.records.busy_s)
 
 
 def test_a_stage_without_an_encoder_layer_passes_on_what_comes(made: Made,

@@ -48,6 +48,8 @@ class VllmExecutor:
     """One request of the core for each query in a slot. A query that is evicted leaves it, and
     comes back as a new one whose input is all that it had."""
 
+    keeps_tokens = returns_early = False
+
     def __init__(self, make_core: Callable[[StartMessage], Core],
                  tokens_of: Callable[[int, int], tuple[Sequence[int], int]], *,
                  clock: Callable[[], float] = time.perf_counter, beat: Beat | None = None) -> None:

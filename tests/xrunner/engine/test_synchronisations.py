@@ -1,0 +1,162 @@
+"""How often a step waits for its device: never within it, and once for its tokens.
+
+On tensors that have a device and no memory (torch's FakeTensor on the device `lazy`, which stands
+for a GPU): what passes between that device and the host is seen as torch carries it out, and what
+would ask the device for a value cannot be answered at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from xgpt.core.model import ModelSpec
+from xgpt.core.schedule import StageAssignment
+from xrunner.devices import Arriving, on_device
+from xrunner.engine.blocks import BLOCK_TOKENS
+from xrunner.engine.last_tokens import FED_BACK
+from xrunner.engine.stage import StageExecutor
+from xrunner.models.encoder_decoder import load_stage
+from xrunner.models.shard import WHOLE
+from xrunner.models.weights import TensorPart
+from xrunner.query import Sampling
+from xrunner.rules.slots import Span
+from xrunner.rules.steps import KvBudget, StepKind
+from xrunner.transport.messages import Joined, StartMessage, StepMessage
+
+DEVICE = torch.device("lazy", 0)
+GREEDY = (Sampling(), Sampling(), Sampling())
+CHOICES = {
+    "greedy": GREEDY,
+    "drawn": (Sampling(), Sampling(temperature=0.8, top_k=5, seed=1),
+              Sampling(temperature=1.0, top_p=0.9)),
+    "barred": (Sampling(barred=(1, 2), barred_until=30), Sampling(barred=(3,), barred_until=5),
+               Sampling()),
+    "given": (Sampling(fixed=((5, 7),)), Sampling(), Sampling()),
+    "told": (Sampling(top_logprobs=2), Sampling(), Sampling(top_logprobs=0))}
+
+
+class Zeros:
+    """A WeightSource in the host's memory."""
+
+    dtype = torch.float32
+
+    def get(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
+        return torch.zeros(shape if part is None else part.shape(shape))
+
+    def has(self, name: str) -> bool:
+        return True
+
+
+class Traffic(TorchDispatchMode):
+    """What passed between device and host: how often the host waited for the device, and what it
+    was sent, or sent, without that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+        self.downloads = self.uploads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (),
+                           kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero", "is_nonzero", "equal"):
+            self.waits.append(name)
+        if name in ("_to_copy", "copy_"):
+            source, target = (args[0], out) if name == "_to_copy" else (args[1], args[0])
+            self._pass(name, source.device, target.device, is_awaited=not (
+                (kwargs or {}).get("non_blocking") or (name == "copy_" and args[2:] == (True,))))
+        if name in ("index", "index_put_", "index_put"):  # by a mask it counts first
+            self.waits += [name for at in tree_leaves(args[1])
+                           if isinstance(at, Tensor) and at.dtype == torch.bool]
+        return out
+
+    def _pass(self, name: str, source: torch.device, target: torch.device, *,
+              is_awaited: bool) -> None:
+        if source.type == target.type:
+            return
+        if is_awaited:
+            self.waits.append(f"{name} from {source} to {target}")
+        elif target.type == "cpu":
+            self.downloads += 1
+        else:
+            self.uploads += 1
+
+
+@contextmanager
+def elsewhere() -> Iterator[Traffic]:
+    with FakeTensorMode(), Traffic() as traffic:
+        yield traffic
+
+
+def executor_of(family: str, layers: int, budget: KvBudget | None) -> StageExecutor:
+    is_llama = family == "llama"
+    spec = ModelSpec(
+        name="toy", family=family, num_layers=layers, hidden_size=24, num_heads=6,
+        num_kv_heads=2 if is_llama else 6, vocab_size=50, intermediate_size=32,
+        is_gated_mlp=is_llama, has_bias=family in ("opt", "gpt2"), tied_embeddings=True,
+        max_positions=64)
+    stage = StageAssignment(index=0, ranks=(0,), first_layer=0, num_layers=layers)
+    executor = StageExecutor(load_stage(spec, Zeros(), stage, WHOLE, DEVICE))
+    executor.start(StartMessage(num_groups=1, capacity=20, slots=4, budget=budget))
+    return executor
+
+
+def steps_of(choices: tuple[Sampling, ...]) -> list[tuple[StepMessage, list[int]]]:
+    """Encode three queries, decode them, decode without the first, encode one beside the others."""
+    joined = [Joined(query=i, input_tokens=n, sampling=choice)
+              for i, (n, choice) in enumerate(zip((4, 2, 5), choices, strict=True))]
+    new = Joined(query=3, input_tokens=3, sampling=choices[0])
+
+    def message(kind: StepKind, **more: Any) -> StepMessage:
+        return StepMessage(kind=kind, group=0, phase=0, iteration=1, **more)
+
+    return [(message(StepKind.ENCODE, joined=tuple(joined)), [1] * 11),
+            (message(StepKind.DECODE), [FED_BACK] * 3),
+            (message(StepKind.DECODE, removed=(0,)), [FED_BACK] * 2),
+            (message(StepKind.MIXED, joined=(new,), spans=(Span(2, 0, 3, True),)),
+             [FED_BACK] * 2 + [1] * 3)]
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2"])
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_a_step_is_waited_for_once_whatever_it_holds(family: str, choice: str, in_blocks: bool,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BLOCK_TOKENS, "cpu", BLOCK_TOKENS["cuda"])
+    sent = []
+    for layers in (1, 3):
+        with elsewhere() as traffic:
+            executor = executor_of(family, layers, KvBudget(96, 16) if in_blocks else None)
+            traffic.waits.clear()  # of weights, which are loaded once
+            of_layers = []
+            for message, tokens in steps_of(CHOICES[choice]):
+                traffic.downloads = traffic.uploads = 0
+                given = executor.execute(message, torch.tensor(tokens))
+                assert isinstance(given, Arriving)
+                assert not traffic.waits, f"{message.kind}: {traffic.waits}"
+                assert traffic.downloads == 1, f"{message.kind}: its tokens, in one piece"
+                of_layers.append(traffic.uploads)
+            sent.append(of_layers)
+    assert sent[0] == sent[1], "no more with more layers"
+
+
+def test_what_is_waited_for_is_seen() -> None:
+    with elsewhere() as traffic:
+        there = on_device([1, 2, 3], DEVICE)
+        assert not traffic.waits and traffic.uploads == 1
+        there.cpu()
+        torch.tensor([4]).to(DEVICE)
+        there[[0, 2]]
+        assert len(traffic.waits) == 3 and all("_to_copy" in told for told in traffic.waits)
+        assert there.device == DEVICE and Arriving(there).wait().device.type == "cpu"
+        assert traffic.downloads == 1 and len(traffic.waits) == 3
