@@ -11,6 +11,7 @@ from xprofiler.profile import ProfileMetadata
 
 _TIMED_CODE = ("xrunner/models", "xrunner/ops", "xrunner/engine/stage.py", "xrunner/engine/kv.py",
                "xrunner/engine/head.py", "xrunner/engine/roster.py",
+               "xrunner/engine/last_stage.py", "xrunner/engine/last_tokens.py",
                "xrunner/transport", "xrunner/devices.py", "xprofiler/measure",
                "xgpt/launch/environment.py", "csrc")
 

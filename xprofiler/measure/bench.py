@@ -20,6 +20,7 @@ from xprofiler.measure.probe import Probe, StepParts
 from xprofiler.points import MEAN_INPUT
 from xrunner.engine.group import StageGroup
 from xrunner.engine.kv import KvCache, kv_shape
+from xrunner.engine.last_tokens import LastTokens
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.shard import Shard
 from xrunner.models.stage_model import StageModel
@@ -110,7 +111,10 @@ class LayerBench:
     def _executor(self, queries: int, capacity: int, layers: int | None = None) -> StageExecutor:
         executor = StageExecutor(self.model)
         executor.start(StartMessage(num_groups=1, slots=1, capacity=1))
-        executor.groups = [StageGroup(self._cache(queries, capacity, layers=layers))]
+        group = StageGroup(self._cache(queries, capacity, layers=layers))
+        if executor.keeps_tokens:
+            group.last_tokens = LastTokens(self.device)
+        executor.groups = [group]
         return executor
 
     def _joined(self, lengths: list[int]) -> tuple[Joined, ...]:
