@@ -229,8 +229,15 @@ def outcome(cache: Cache, folder: Path, policy: str, by: str, *, is_watched: boo
         p_after_s=float(np.quantile(latency_s[after], options.quantile)) if after.any() else (
             float("nan")), wall_s=metrics["wall_s"]["measured"],
         variables=load_schedule(output / "schedule.json").estimate.variables,
-        decisions=[f"{own['sentence']} (planned in {own['search_s']:.1f} s)"
+        decisions=[f"{own['sentence']} (planned in {own['search_s']:.1f} s{_taken(own, slower)})"
                    for own in metrics["rescheduling"]])
+
+
+def _taken(decision: Mapping[str, Any], slower: Slower) -> str:
+    """When it was taken up, in words."""
+    if decision.get("elapsed_s") is None or slower.began_s is None:
+        return ""
+    return f", taken up {decision['elapsed_s'] - slower.began_s:.1f} s after the slowing"
 
 
 def told_at_once(job: Path, by: str, began_s: float, results: Sequence[dict[str, Any]]) -> Replayed:
