@@ -59,9 +59,7 @@ class Roofline:
     def operator_s(self, operator: Operator, x: ArrayLike, y: ArrayLike = 0.0, *,
                    tp_degree: int = 1) -> FloatArray:
         """See TimingSource."""
-        size, second = np.asarray(x, float), np.asarray(y, float)
-        if operator not in self._rows or second.ndim:
-            size, second = np.broadcast_arrays(size, second)
+        size, second = np.broadcast_arrays(np.asarray(x, float), np.asarray(y, float))
         if operator in self._rows:
             seconds = self._rows[operator](size, tp_degree)
         else:

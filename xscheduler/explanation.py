@@ -74,14 +74,17 @@ def _how(schedule: Schedule) -> str:
     deployment, figures = schedule.deployment, schedule.figures
     if isinstance(schedule.controls, ContinuousControls):
         return policy(schedule.controls.policy).words.rpartition(": ")[2]
-    if getattr(schedule.controls, "encode_chunk", 0):
+    chunk = getattr(schedule.controls, "encode_chunk", 0)
+    if chunk and len(deployment.pools) == 1:
         return "every device encodes beside decoding, so that no iteration waits for an encoding"
     if len(deployment.pools) == 1:
         return ("every device encodes and decodes in turn, encoding for "
                 f"{figures.encode_s / figures.period_s:.0%} of the time")
     encode = deployment.encoding.num_devices
     return (f"{encode} device{'s' * (encode != 1)} encode{'s' * (encode == 1)} while "
-            f"{deployment.decoding.num_devices} decode, so that no iteration waits for an encoding")
+            f"{deployment.decoding.num_devices} decode"
+            f"{', and encode what those cannot' if chunk else ''}, so that no iteration waits for "
+            "an encoding")
 
 
 def _compared(schedule: Schedule, row: Rejected) -> str:
@@ -121,6 +124,9 @@ def _why_variables(schedule: Schedule) -> str:
                 f"{f', in steps of at most {budget} tokens' if budget else ''}")
     else:
         work = f"{queries} encoded at a time, which keeps {decoding}"
+        if chunk := getattr(controls, "encode_chunk", 0):
+            work = (f"{queries} encoded at a time, and up to {chunk} tokens beside decoding while "
+                    f"fewer than planned decode, which keeps {decoding}")
     return f"{work}; {_groups(schedule.deployment.decoding)}; {_tensor_plan(schedule)}."
 
 

@@ -35,6 +35,9 @@ GLOO_CASES = [("llama", (2,), 2, 4, 3), ("t5", (1, 2), 2, 4, 3), ("opt", (2, 1),
 CHUNK_CASES = [("llama", (1, 1), 2, 4, 6), ("opt", (2,), 1, 5, 4)]
 WAA_CASES = [("llama", (1,), (1,), 2, 3), ("opt", (1,), (1, 1), 2, 4), ("gpt2", (1, 1), (2,), 3, 2),
              ("llama", (2,), (1, 1), 1, 4), ("t5", (1, 1), (1, 1), 2, 3), ("t5", (1,), (2,), 1, 9)]
+# whose decode pools encode inputs, too: on two, three and four ranks
+POOL_CHUNK_CASES = [("llama", (1,), (1,), 1, 2), ("opt", (1,), (1, 1), 2, 1),
+                    ("gpt2", (1, 1), (1,), 2, 2), ("llama", (1,), (2, 1), 1, 1)]
 Models = dict[str, tuple[Path, dict[str, Any]]]
 Case = dict[str, Any]
 Launched = dict[str, tuple[list[Case], list[Any]]]
@@ -62,10 +65,11 @@ def rra_cases(models: Models, cases: Sequence[tuple[str, tuple[int, ...], int, i
 
 
 def waa_cases(models: Models, cases: Sequence[tuple[str, tuple[int, ...], tuple[int, ...], int,
-                                                    int]]) -> list[Case]:
-    """`cases`: family, degrees of the encode and the decode stages, decode groups, encode batch."""
+                                                    int]], **more: int) -> list[Case]:
+    """`cases`: family, degrees of the encode and the decode stages, decode groups, encode batch.
+    `more`: for all of them."""
     return [{"directory": str(models[family][0]), "encode": encode, "decode": decode,
-             "num_groups": groups, "encode_batch": batch, "queries": QUERIES}
+             "num_groups": groups, "encode_batch": batch, "queries": QUERIES, **more}
             for family, encode, decode, groups, batch in cases]
 
 
@@ -93,7 +97,8 @@ def launched(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Launch
     """Name of a test -> (its cases, their answers): one launch serves them all."""
     parts = {"layouts": rra_cases(models, RRA_CASES), "pools": waa_cases(models, WAA_CASES),
              "gloo": rra_cases(models, GLOO_CASES, group="gloo"),
-             "chunks": rra_cases(models, CHUNK_CASES, encode_chunk=7)}
+             "chunks": rra_cases(models, CHUNK_CASES, encode_chunk=7),
+             "chunks in pools": waa_cases(models, POOL_CHUNK_CASES, encode_chunk=7)}
     answers = launch(tmp_path_factory.mktemp("launch"),
                      [case for cases in parts.values() for case in cases], timeout_s=280)
     found, first = {}, 0
@@ -122,6 +127,11 @@ def test_sums_over_torch_distributed_answer_the_same(models: Models, launched: L
 
 def test_two_pools_answer_as_generate_does(models: Models, launched: Launched) -> None:
     check(models, *launched["pools"])
+
+
+def test_decode_pools_that_encode_inputs_answer_as_generate_does(models: Models,
+                                                                 launched: Launched) -> None:
+    check(models, *launched["chunks in pools"])
 
 
 @pytest.mark.slow

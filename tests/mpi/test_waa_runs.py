@@ -92,6 +92,32 @@ def test_submit_runs_the_policy_that_the_job_fixes(llama: tuple[Path, Any], tmp_
     check_run(tmp_path / "out", reference, queries)
 
 
+@pytest.mark.slow  # test_exact_runs.py has such pools on ranks
+def test_a_decode_pool_that_encodes_inputs_as_well(llama: tuple[Path, Any], tmp_path: Path,
+                                                   profiled: Callable[..., dict[str, str]],
+                                                   ) -> None:
+    directory, reference = llama
+    queries = toys.random_queries(60, seed=7)
+    job = write_job(tmp_path, directory, as_requests(queries))
+    path = tmp_path / "given.json"
+    problem = open_file(job).problem
+    estimate = make_policy("waa-m", problem, Roofline(
+        problem.model, problem.cluster.device, problem.dtype)).estimate(
+            WaaConfig(encode_batch=2, encode_chunk=7))
+    given(estimate.changed(max_in_system=20, planned_active=16, kv_tokens=2000), problem, path)
+    call("run", str(job), "--schedule", str(path), cache=profiled("llama"))
+    out = tmp_path / "out"
+    assert {r["id"]: r["output_ids"] for r in read_lines(out / "results.jsonl")} == {
+        q.id: toys.generate(reference, q) for q in queries}
+    steps = read_lines(out / "steps.jsonl")
+    encode, decode = ([s for s in steps if s["stage"] == stage] for stage in (0, 1))
+    assert {s["kind"] for s in encode} == {"encode"}
+    assert {"mixed", "decode"} <= {s["kind"] for s in decode}
+    assert 0 < sum(s["queries"] for s in encode) < len(queries), "both encode"
+    handed = json.loads((out / "measured.json").read_text())["stages"][1]["handover_bytes"]
+    assert handed > 0
+
+
 @pytest.mark.slow
 def test_a_stopped_run_ends_in_good_order_and_goes_on(llama: tuple[Path, Any], tmp_path: Path,
                                                       profiled: Callable[..., dict[str, str]],

@@ -86,7 +86,8 @@ def run_waa(case: dict[str, Any], pools: list[Pool], route: Route, messages: Mpi
     directory = Path(case["directory"])
     decode_head = toys.ranks_of(pools[1])[0]
     rules = toys.toy_waa_rules(len(case["encode"]), encode_batch=case["encode_batch"],
-                               num_groups=case["num_groups"])
+                               num_groups=case["num_groups"],
+                               encode_chunk=case.get("encode_chunk", 0))
     if messages.rank == 0:
         sink = toys.lead(directory, messages, route, executor, rules[0],
                          toys.random_queries(case["queries"]),

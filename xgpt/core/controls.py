@@ -43,12 +43,18 @@ class RraControls:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaaControls:
     """WAA: B_E queries are encoded together in the encode pool, decoded in G groups in the decode
-    pool; `max_in_system` queries are between the start of encoding and the last token."""
+    pool; `max_in_system` queries are between the start of encoding and the last token. Where
+    `encode_chunk` is not 0 (none), the decode pool encodes up to so many tokens of waiting inputs
+    in each of its steps while it has fewer queries than `planned_active`; of these inputs it has
+    `stock_tokens` beforehand."""
 
     policy: str
     encode_batch: int
     decode_micro_batches: int
     max_in_system: int
+    encode_chunk: int = 0
+    planned_active: int = 0
+    stock_tokens: int = 0
     even: EvenBatches = EvenBatches()
 
 

@@ -89,7 +89,7 @@ _FORMS = "xsimulator.policies"
 
 def _waa(name: str, title: str, words: str) -> Policy:
     return Policy(
-        name=name, title=title, words=words, variables=(_ENCODE_BATCH, _GROUPS),
+        name=name, title=title, words=words, variables=(_ENCODE_BATCH, _GROUPS, _CHUNK),
         controls="xgpt.core.controls:WaaControls", rules="xrunner.rules.waa:waa_rules",
         closed_form=f"{_FORMS}.waa.closed_form:{name.replace('-', '_')}",
         config=f"{_FORMS}.waa.config:WaaConfig",

@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from xgpt.core.controls import Controls, WaaControls
 from xgpt.core.errors import Mistake
 from xgpt.core.schedule import Deployment, Schedule
 
@@ -32,6 +33,7 @@ def mistakes_in(schedule: Schedule, file: object) -> list[Mistake]:
     found = list(_of(Schedule, schedule, ""))
     if not found:  # what must agree is told of values that are possible each
         found = list(_of_deployment(schedule.estimate.deployment))
+        found += _of_chunks(schedule.estimate.controls)
         if not any(bound.metric == "latency" for bound in schedule.bounds):
             found.append(("bounds", None, "one of them on the latency"))
     return [Mistake(file=str(file), line=None, key=key.removeprefix(".estimate").removeprefix("."),
@@ -85,6 +87,14 @@ def _is_in_range(kind: Any, name: str, value: object) -> bool:
         return 0 <= value <= 1
     return ((value >= 0 or name in _MAY_BE_NEGATIVE)
             and (math.isfinite(value) or name in _MAY_BE_INFINITE))
+
+
+def _of_chunks(controls: Controls) -> Iterator[Wrong]:
+    """A decode pool that is to encode inputs, and is never left any."""
+    if isinstance(controls, WaaControls) and controls.encode_chunk:
+        for name in ("planned_active", "stock_tokens"):
+            if not getattr(controls, name):
+                yield f"controls.{name}", 0, "at least 1 where encode_chunk is not 0"
 
 
 def _of_deployment(deployment: Deployment) -> Iterator[Wrong]:

@@ -32,14 +32,17 @@ def controls_line(estimate: Estimate) -> str:
         budget = value_of(estimate, "token_budget")
         within = f", {budget} tokens a step" if budget else ""
         return f"{title}: up to {counted(most, 'query')} at a time{within}{more}{in_groups}"
-    if chunk := value_of(estimate, "encode_chunk"):
+    chunk, iterations = value_of(estimate, "encode_chunk"), value_of(estimate, "decode_iterations")
+    if chunk and iterations is not None:
         return (f"{title}: encode {estimate.figures.encode_batch} every "
-                f"{counted(estimate.figures.decode_iterations, 'iteration')}, {chunk} tokens at a "
+                f"{counted(iterations, 'iteration')}, {chunk} tokens at a "
                 f"time beside decoding{more}{in_groups}")
     text = f"{title}: encode {estimate.figures.encode_batch} together"
+    if chunk:
+        text += f", and {chunk} tokens at a time beside decoding"
     if (parts := value_of(estimate, "encode_micro_batches") or 0) > groups:
         text += f" in {parts} micro-batches"
-    if (iterations := value_of(estimate, "decode_iterations")) is not None:
+    if iterations is not None:
         text += f", then {counted(iterations, 'decode iteration')}"
     return text + more + in_groups
 
@@ -91,6 +94,10 @@ def schedule_sentences(estimate: Estimate) -> tuple[str, ...]:
             f"{counted(figures.encode_batch, 'query')} are encoded together, "
             f"{figures.decode_batch:.1f} decode at once on average; a decode iteration takes "
             f"{format_seconds(figures.decode_iteration_s)}.")
+        if chunk := value_of(estimate, "encode_chunk"):
+            sentences.append(
+                "Whenever fewer decode than planned, the devices that decode encode, too: up to "
+                f"{counted(chunk, 'token')} of the inputs that wait, beside decoding.")
     if deployment.num_groups > 1:
         sentences.append(f"The decode batch is split into {deployment.num_groups} micro-batches, "
                          "so that stages work while others hand over.")

@@ -2,12 +2,13 @@
 and writes results, the decode pool's commits tokens. They are asynchronous: each decides by its own
 rule from what it has heard.
 
-    encode head -> decode head   StartMessage, HandedMessage a batch, StopMessage
+    encode head -> decode head   StartMessage, HandedMessage a batch, LeftMessage, StopMessage
     decode head -> encode head   ArrivedMessage a batch, FinishedMessage, StopMessage at the end
 
 The entries themselves go from rank to rank (xrunner.transport.courier), started when a stage has
 encoded a batch, before its first tokens are known: those of a query that ends with its first token
-are forgotten where they arrive."""
+are forgotten where they arrive. Where the decode pool encodes some inputs itself
+(xrunner.rules.taken), these are left to it a few at a time."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -18,7 +19,14 @@ from torch import Tensor
 from xrunner.engine.head import LOOK_S, AllHere, Head, Supply
 from xrunner.engine.roster import ActiveQuery
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.rules.steps import BatchingRule, EncodingRule, Step
+from xrunner.rules.steps import (
+    BatchingRule,
+    EncodingRule,
+    GivingRule,
+    Step,
+    TakingRule,
+    Waiting,
+)
 from xrunner.transport.comm import Comm, wait_politely
 from xrunner.transport.courier import EntryReceiver
 from xrunner.transport.messages import (
@@ -26,6 +34,7 @@ from xrunner.transport.messages import (
     FinishedMessage,
     HandedMessage,
     HandedQuery,
+    LeftMessage,
     Message,
     StartMessage,
     StopMessage,
@@ -62,6 +71,7 @@ class ToDecodePool:
         while True:
             self._take_in(head, wait_s)
             self._supply.look(head)
+            self._leave(head)
             if wait_s:
                 head.report()
             has_work = head.roster.has_work or self._away or self._supply.is_open
@@ -120,6 +130,8 @@ class ToDecodePool:
         elif isinstance(message, FinishedMessage):
             head.output_tokens += message.output_tokens - self._decoded_tokens
             self._decoded_tokens = message.output_tokens
+            if isinstance(self._rule, GivingRule):
+                self._rule.begun(message.begun)
             for result in message.results:
                 index = result.query.index
                 self._rule.release(index)
@@ -128,6 +140,15 @@ class ToDecodePool:
             self._has_ended = True
         else:
             self._supply.hear(head, message)
+
+    def _leave(self, head: Head) -> None:
+        """Leaves to the decode pool what it is to encode itself."""
+        if self._has_told_to_stop or not isinstance(self._rule, GivingRule):
+            return
+        given = head.roster.leave_to_another([one.query for one in self._rule.give()])
+        if given:
+            self._away.update((query.index, query) for query in given)
+            self._comm.send(self._decode_head, LeftMessage(queries=tuple(given)))
 
     def _hand_over(self, head: Head, group: int, ended: Sequence[int]) -> None:
         """Hands the group's queries to the decode pool; entries of those `ended` go in vain."""
@@ -159,11 +180,13 @@ class FromEncodePool:
         self._handed: deque[HandedMessage] = deque()
         self._is_told_to_stop = False
         self._results: list[FinishedQuery] = []
+        self._begun: list[int] = []  # of the queries left to this pool, not told as yet
         self._told_s = 0.0
 
     def start(self, head: Head, spare_bytes: int) -> StartMessage:
         message, _ = self._comm.receive(self._encode_head)
         assert isinstance(message, StartMessage), f"{message = }"
+        head.roster.on_begin = self._begun.extend
         return message
 
     def next_group(self, head: Head) -> int | None:
@@ -193,6 +216,10 @@ class FromEncodePool:
             if isinstance(message, HandedMessage):
                 self._handed.append(message)
                 continue
+            if isinstance(message, LeftMessage):
+                self._take(head, message.queries)
+                has_news = True
+                continue
             assert isinstance(message, StopMessage), f"{message = }"
             self._is_told_to_stop = has_news = True
         # in the order of their encoding, whichever is here first
@@ -200,6 +227,12 @@ class FromEncodePool:
             self._arrive(head, self._handed.popleft())
             has_news = True
         return has_news
+
+    def _take(self, head: Head, queries: Sequence[PreparedQuery]) -> None:
+        assert isinstance(head.rule, TakingRule), f"{head.rule = }"
+        for query in queries:
+            head.roster.add(query)
+            head.rule.take(Waiting(query.index, query.reserve_tokens, len(query.input_ids)))
 
     def _arrive(self, head: Head, message: HandedMessage) -> None:
         head.roster.in_vain += message.ended
@@ -215,10 +248,10 @@ class FromEncodePool:
         self._comm.send(self._encode_head, ArrivedMessage(batch=message.batch))
 
     def finished(self, result: FinishedQuery) -> None:
-        self._results.append(result)
+        self._results.append(replace(result, query=replace(result.query, input_ids=())))
 
     def progress(self, elapsed_s: float, output_tokens: int) -> None:
-        if self._results or elapsed_s > self._told_s + _REPORT_S:
+        if self._results or self._begun or elapsed_s > self._told_s + _REPORT_S:
             self._told_s = elapsed_s
             self._tell(output_tokens)
 
@@ -227,5 +260,6 @@ class FromEncodePool:
 
     def _tell(self, output_tokens: int) -> None:
         self._comm.send(self._encode_head, FinishedMessage(
-            results=tuple(self._results), output_tokens=output_tokens))
+            results=tuple(self._results), output_tokens=output_tokens, begun=tuple(self._begun)))
         self._results.clear()
+        self._begun.clear()

@@ -104,11 +104,13 @@ class Roster:
         self._evict(step.evicted, slots)
         # (query, first token, tokens) of what is encoded; where it is not said, whole inputs are
         spans = [(c.query, c.first, c.tokens) for c in step.chunks]
-        entering = ([query for query, first, _ in spans if first == 0] if spans
-                    else list(step.joined))
-        if entering and self.on_begin is not None:
-            self.on_begin(entering)
-        joined = tuple(self._join(index, now, kind) for index in entering)
+        begun = ([query for query, first, _ in spans if first == 0] if spans
+                 else list(step.joined))
+        if begun and self.on_begin is not None:
+            self.on_begin(begun)
+        joined = (*(self._join(index, now, is_handed=True) for index in step.handed),
+                  *(self._join(index, now) for index in begun))
+        entering = [*step.handed, *begun]
         if kind is not StepKind.DECODE and not spans:
             spans = [(new.query, 0, new.input_tokens) for new in joined]
         removed, replaced = slots.seat(entering, is_reused=self._use is SlotUse.REUSED)
@@ -120,7 +122,7 @@ class Roster:
         if kind is StepKind.DECODE and not resting:
             fed = list(seats)
         elif kind is not StepKind.ENCODE:
-            gone = in_part.union(entering) if kind is StepKind.MIXED else in_part
+            gone = in_part.union(begun) if kind is StepKind.MIXED else in_part
             fed = [index for index in seats if index not in gone]
         ids = [self._last_token(self.active[index]) for index in fed]
         for query, first, tokens in spans:
@@ -161,6 +163,12 @@ class Roster:
         self._departures.leave(len(leaving))
         return leaving
 
+    def leave_to_another(self, indices: Sequence[int]) -> list[PreparedQuery]:
+        """These queries, which wait, are another pool's to encode."""
+        if indices and self.on_begin is not None:
+            self.on_begin(indices)
+        return [self._new.pop(index) for index in indices]
+
     def _evict(self, evicted: Sequence[int], slots: GroupSlots[int]) -> None:
         for index in evicted:
             self._in_part.discard(index)
@@ -169,15 +177,15 @@ class Roster:
             self._departures.leave()
         slots.vacate(evicted)
 
-    def _join(self, index: int, now: float, kind: StepKind) -> Joined:
+    def _join(self, index: int, now: float, *, is_handed: bool = False) -> Joined:
         active = self._begun.pop(index, None) or ActiveQuery(self._new.pop(index), now)
         self.active[index] = active
         # who is encoded, is so with all it has generated; who was elsewhere brings its input
-        tokens = active.input_tokens if kind is StepKind.DECODE else active.num_tokens
+        tokens = active.input_tokens if is_handed else active.num_tokens
         sampling = active.query.sampling
         if sampling.said and active.output_ids:  # from before it was evicted, or in another pool
             sampling = replace(sampling, said=(*sampling.said, *active.output_ids))
-        return Joined(query=index, input_tokens=tokens, sampling=sampling,
+        return Joined(query=index, input_tokens=tokens, sampling=sampling, is_handed=is_handed,
                       goes_on=self._start_token is not None or active.query.max_new_tokens > 1)
 
     def _last_token(self, active: ActiveQuery) -> int:

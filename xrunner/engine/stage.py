@@ -89,7 +89,7 @@ class StageExecutor:
             self.groups[seat.group].give_up(seat.slot)
         if message.removed:
             self.rows_compacted += group.remove(message.removed)
-        if message.spans or message.resting:
+        if message.spans or message.resting or message.replaced:
             queries, out, sizes = self._mix(group, message, inputs)
         elif message.kind is StepKind.ENCODE:
             queries, out = len(message.joined), self._encode(group, message, inputs)
@@ -185,14 +185,14 @@ class StageExecutor:
 
     def _mix(self, group: StageGroup, message: StepMessage,
              inputs: Tensor) -> tuple[int, Tensor | None, StepSizes]:
-        """A step of continuous batching: who decodes, then what is encoded, in one pass. How many
-        queries get a token, what `execute` returns, and what the step's time depends on."""
+        """A step of continuous batching: who decodes, those handed over among them, then what is
+        encoded, in one pass. How many queries get a token, what `execute` returns, and what the
+        step's time depends on."""
         model, cache, spans = self.model, group.cache, message.spans
         assert not isinstance(model, EncoderDecoderStage), f"{message.kind = }: two passes"
-        taken = {*message.replaced, *message.resting}
+        begun = {*message.resting, *_place(group, message, self.receiver)}
         decoding = [] if message.kind is StepKind.ENCODE else [
-            slot for slot in range(len(group.slots.seats)) if slot not in taken]
-        group.place(message.joined, message.replaced)
+            slot for slot in range(len(group.slots.seats)) if slot not in begun]
         lengths = [cache.lengths[slot] + 1 for slot in decoding]
         cache.room_for(lengths, decoding)
         table = cache.room_for([s.first + s.tokens for s in spans], [s.slot for s in spans])
@@ -238,3 +238,23 @@ class StageExecutor:
         if tokens is not None and group.last_tokens is not None:
             group.last_tokens.keep(slots, tokens[:len(slots)])
         return tokens
+
+
+def _place(group: StageGroup, message: StepMessage, receiver: EntryReceiver | None) -> list[int]:
+    """Lets those who join sit down, and takes over the entries of who was handed over. The slots
+    of the others, who have no tokens as yet."""
+    behind = len(group.slots.seats)
+    group.place(message.joined, message.replaced)
+    slots = [*message.replaced, *range(behind, len(group.slots.seats))]
+    if receiver is not None:
+        receiver.forget(message.ended)
+    begun = []
+    for slot, joined in zip(slots, message.joined, strict=True):
+        if not joined.is_handed:
+            begun.append(slot)
+            continue
+        assert receiver is not None, f"{joined = }: from nobody"
+        group.cache.room_for([joined.input_tokens], [slot])
+        group.cache.grow(slot, joined.input_tokens)
+        receiver.put_into(group.cache, slot, joined.query)
+    return begun

@@ -10,17 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from xrunner.rules.steps import Chunk
-
-
-class Waiting(NamedTuple):
-    """A query that is not begun: tokens of KV that it reserves, and of its input."""
-
-    query: int
-    reserve: int
-    tokens: int
+from xrunner.rules.steps import Chunk, Waiting
 
 
 @dataclass(slots=True)

@@ -52,7 +52,9 @@ def window_of(estimate: Estimate) -> Window:
         return rra_window(controls.encode_batch, groups, controls.even)
     if isinstance(controls, WaaControls):
         most = sizer_of(controls.even).most(controls.encode_batch)
-        return Window(waiting=estimate.deployment.encoding.num_groups * most)
+        # what is left to the decode pool is given out besides
+        left = math.ceil(controls.stock_tokens / max(controls.even.mean_input_tokens, 1.0))
+        return Window(waiting=estimate.deployment.encoding.num_groups * most + left)
     if isinstance(controls, StaticControls):
         return Window(waiting=controls.encode_batch)  # word comes while the batch before is decoded
     if isinstance(controls, ContinuousControls):

@@ -20,9 +20,9 @@ from itertools import islice
 from xgpt.core.controls import EvenBatches, RraControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import sizer_of
-from xrunner.rules.chunks import PhaseChunks, Waiting
+from xrunner.rules.chunks import PhaseChunks
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import KvBudget, Step, StepKind
+from xrunner.rules.steps import KvBudget, Step, StepKind, Waiting
 
 UNEVEN = EvenBatches()  # batches as queries come
 

@@ -1,5 +1,6 @@
 """What a batching rule decides: `Step`, the work one group of queries takes through all stages."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -30,7 +31,8 @@ class Step:
 
     `joined` are the queries whose encoding this step ends, in the order of their new slots: they
     get their first token. A DECODE or MIXED step also advances every query that was active in the
-    group before it by one token. `iteration` counts from 1 within a phase and is 0 for ENCODE.
+    group before it by one token, and those `handed` over to the pool, who join with it. `iteration`
+    counts from 1 within a phase and is 0 for ENCODE.
     `chunks` says which tokens are encoded where that is not the whole input of those who joined;
     `evicted` loses its KV entries before the step, and is encoded again later."""
 
@@ -39,8 +41,17 @@ class Step:
     phase: int
     iteration: int
     joined: tuple[int, ...] = ()
+    handed: tuple[int, ...] = ()
     chunks: tuple[Chunk, ...] = ()
     evicted: tuple[int, ...] = ()
+
+
+class Waiting(NamedTuple):
+    """A query that is not begun: tokens of KV that it reserves, and of its input."""
+
+    query: int
+    reserve: int
+    tokens: int
 
 
 class KvBudget(NamedTuple):
@@ -121,6 +132,25 @@ class EncodingRule(BatchingRule, Protocol):
 
     def release(self, query: int) -> None:
         """A query is done in the other pool: there is room in the system again."""
+
+
+@runtime_checkable
+class GivingRule(Protocol):
+    """An EncodingRule that leaves some queries to the other pool to encode."""
+
+    def give(self) -> Sequence[Waiting]:
+        """The queries that are the other pool's to encode from now on."""
+
+    def begun(self, queries: Iterable[int]) -> None:
+        """The other pool has begun to encode these of them."""
+
+
+@runtime_checkable
+class TakingRule(Protocol):
+    """The rule of a pool that encodes what is left to it beside decoding."""
+
+    def take(self, waiting: Waiting) -> None:
+        """The query is this pool's to encode."""
 
 
 def rules_for(estimate: Estimate) -> tuple[BatchingRule, ...]:

@@ -4,27 +4,42 @@ Symbols: B_E = encode_batch, B_D = mean of the active queries, N = max_in_system
 nothing but messages: queries go from the encode to the decode pool with their KV entries, and word
 comes back of each that is done. The encode pool keeps what it has sent within N queries and within
 the decode pool's KV budget, so the decode pool never has to refuse one: that is the back-pressure,
-which also holds a decode batch that the encode pool could let grow at its mean."""
+which also holds a decode batch that the encode pool could let grow at its mean.
+
+With `encode_chunk` the decode pool takes part in encoding while the encode pool is behind: while it
+has fewer queries than planned, the next ones that wait are left to it, as inputs, as far as a whole
+batch of the encode pool's has room besides (xrunner.rules.taken)."""
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 
 from xgpt.core.controls import WaaControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import BatchSizer, sizer_of
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import KvBudget, Step, StepKind
+from xrunner.rules.steps import KvBudget, Step, StepKind, Waiting
+from xrunner.rules.taken import DecodeAim, Given, TakenInputs
+
+NO_AIM = DecodeAim()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemLimits:
     """How many queries are encoded together, and how many may be in the system: what of WAA can
-    change while it runs, within the caches there are. `target_active`: as for the rule."""
+    change while it runs, within the caches there are. The others: as of DecodeAim."""
 
     encode_batch: int
     max_in_system: int
     target_active: float = 0.0
+    planned_active: int = 0
+    stock_tokens: int = 0
+
+    @property
+    def aim(self) -> DecodeAim:
+        return DecodeAim(target_active=self.target_active, planned_active=self.planned_active,
+                         stock_tokens=self.stock_tokens)
 
 
 class WaaEncodeRule:
@@ -36,17 +51,15 @@ class WaaEncodeRule:
     slot_use = SlotUse.COMPACTED
 
     def __init__(self, *, encode_batch: int, num_groups: int, max_in_system: int, kv_tokens: int,
-                 encode_kv_tokens: int, sizer: BatchSizer, target_active: float = 0.0) -> None:
-        """`kv_tokens`: the decode pool's budget, `encode_kv_tokens`: this pool's.
-        `target_active`: the decode batch that encode batches lead back to (0: none); what is
-        encoded together then depends on the clock."""
+                 encode_kv_tokens: int, sizer: BatchSizer, aim: DecodeAim = NO_AIM) -> None:
+        """`kv_tokens`: the decode pool's budget, `encode_kv_tokens`: this pool's."""
         assert encode_batch >= 1 and num_groups >= 1 and max_in_system >= 1
         self.encode_batch, self.num_groups = encode_batch, num_groups
         self.max_in_system, self.kv_tokens = max_in_system, kv_tokens
         self.encode_kv_tokens = encode_kv_tokens
         self._most = SystemLimits(encode_batch=encode_batch, max_in_system=max_in_system)
-        self._sizer, self._target_active = sizer, target_active
-        self._waiting: deque[tuple[int, int, int]] = deque()  # (query, reserve, input)
+        self._sizer, self._aim, self._given = sizer, aim, Given()
+        self._waiting: deque[Waiting] = deque()
         self._in_system: dict[int, int] = {}  # query -> reserve
         self._encoding: dict[int, int] = {}  # query -> input; still in this pool
         self._held = self._reserved = 0
@@ -72,7 +85,7 @@ class WaaEncodeRule:
         assert 1 <= controls.encode_batch <= self._most.encode_batch, f"{controls = }"
         assert 1 <= controls.max_in_system <= self._most.max_in_system, f"{controls = }"
         self.encode_batch, self.max_in_system = controls.encode_batch, controls.max_in_system
-        self._target_active, self._next = controls.target_active, None
+        self._aim, self._next = controls.aim, None
 
     @property
     def reserved_tokens(self) -> int:
@@ -82,9 +95,34 @@ class WaaEncodeRule:
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
         if reserve_tokens > self.kv_tokens or input_tokens > self.encode_kv_tokens:
             return False
-        self._waiting.append((query, reserve_tokens, input_tokens))
+        self._waiting.append(Waiting(query, reserve_tokens, input_tokens))
         self._next = None
         return True
+
+    def give(self) -> list[Waiting]:
+        """The next queries that wait, as many as the decode pool is to encode: they have room in
+        the system from now on, and the next batch still has."""
+        given: list[Waiting] = []
+        while (self._waiting and self._given.tokens < self._aim.stock_tokens
+               and len(self._in_system) - len(self._encoding) < self._aim.planned_active
+               and self._has_room(self._waiting[0])):
+            query = self._waiting.popleft()
+            self._next = None
+            self._in_system[query.query] = query.reserve
+            self._reserved += query.reserve
+            self._given.add(query.query, query.tokens)
+            given.append(query)
+        return given
+
+    def begun(self, queries: Iterable[int]) -> None:
+        """The decode pool has begun to encode these of the queries left to it."""
+        self._given.begun(queries)
+
+    def _has_room(self, first: Waiting) -> bool:
+        """Whether the query has room in the system beside the next batch, which may go alone."""
+        count, wanted, _ = self._next_batch()
+        return (len(self._in_system) + count < self.max_in_system
+                and self._reserved + wanted + first.reserve <= self.kv_tokens)
 
     def next_group(self) -> int | None:
         return self._steps % self.num_groups if self._batch() else None
@@ -115,14 +153,7 @@ class WaaEncodeRule:
 
     def _batch(self) -> int:
         """Queries to encode now; 0 until a whole batch (or all that are left) has room."""
-        lean = self._lean() if self._target_active else 0
-        if self._next is None or lean != self._next_lean:
-            self._next_lean = lean
-            most = min(self._sizer.most(self.encode_batch), len(self._waiting))
-            first = [self._waiting[i] for i in range(most)]
-            count = self._sizer.count([tokens for _, _, tokens in first], self.encode_batch, lean)
-            self._next = self._trimmed(first[:count])
-        count, wanted, tokens = self._next
+        count, wanted, tokens = self._next_batch()
         if self._held + tokens > self.encode_kv_tokens:
             return 0
         room = self.max_in_system - len(self._in_system)
@@ -130,33 +161,47 @@ class WaaEncodeRule:
             return 0
         return count
 
-    def _lean(self) -> int:
-        """Queries more, or fewer, that would bring the decode batch back to its mean."""
-        decoding = len(self._in_system) - len(self._encoding)
-        return self._sizer.lean(decoding - self._target_active, self._target_active)
+    def _next_batch(self) -> tuple[int, int, int]:
+        """(queries, KV tokens reserved, input tokens) of the next batch."""
+        lean, target = 0, self._aim.target_active
+        if target:  # queries more, or fewer, that would bring the decode batch back to its mean
+            lean = self._sizer.lean(len(self._in_system) - len(self._encoding) - target, target)
+        if self._next is None or lean != self._next_lean:
+            self._next_lean = lean
+            most = min(self._sizer.most(self.encode_batch), len(self._waiting))
+            first = [self._waiting[i] for i in range(most)]
+            count = self._sizer.count([tokens for _, _, tokens in first], self.encode_batch, lean)
+            self._next = _trimmed(first[:count], self.kv_tokens, self.encode_kv_tokens)
+        return self._next
 
-    def _trimmed(self, batch: list[tuple[int, int, int]]) -> tuple[int, int, int]:
-        """Cuts a batch to what the budgets can ever hold; one query always fits."""
-        wanted = sum(reserve for _, reserve, _ in batch)
-        tokens = sum(length for _, _, length in batch)
-        while wanted > self.kv_tokens or tokens > self.encode_kv_tokens:
-            _, reserve, length = batch.pop()
-            wanted, tokens = wanted - reserve, tokens - length
-        return len(batch), wanted, tokens
+
+def _trimmed(batch: list[Waiting], kv_tokens: int,
+             encode_kv_tokens: int) -> tuple[int, int, int]:
+    """Cuts a batch to what the budgets can ever hold; one query always fits."""
+    wanted = sum(reserve for _, reserve, _ in batch)
+    tokens = sum(length for _, _, length in batch)
+    while wanted > kv_tokens or tokens > encode_kv_tokens:
+        _, reserve, length = batch.pop()
+        wanted, tokens = wanted - reserve, tokens - length
+    return len(batch), wanted, tokens
 
 
 class WaaDecodeRule:
     """Decodes its groups in turn; queries handed over join the group whose turn it is, as long as
-    that one has less than its even share."""
+    that one has less than its even share, and so do those whose inputs it encodes itself."""
 
     needs_tokens = True
-    slot_use = SlotUse.COMPACTED
 
-    def __init__(self, *, num_groups: int, group_max_active: int, kv_tokens: int) -> None:
+    def __init__(self, *, num_groups: int, group_max_active: int, kv_tokens: int,
+                 encode_chunk: int = 0) -> None:
         """`kv_tokens`: the pool's budget, within which the encode pool keeps what it sends. Groups
-        have even shares of the queries, not of the tokens."""
+        have even shares of the queries, not of the tokens. `encode_chunk`: tokens of inputs that a
+        step encodes at most (0: this pool encodes none)."""
         self.num_groups, self.group_max_active = num_groups, group_max_active
         self.kv_reserve = KvBudget(kv_tokens, 1, is_shared=True)
+        # a row that is encoded in part stays where it is, and who joins takes one that is free
+        self.slot_use = SlotUse.REUSED if encode_chunk else SlotUse.COMPACTED
+        self._inputs = TakenInputs(encode_chunk, num_groups) if encode_chunk else None
         self._arrived: deque[tuple[int, int]] = deque()
         self._active: list[dict[int, int]] = [{} for _ in range(num_groups)]
         self._group_of: dict[int, int] = {}
@@ -169,32 +214,66 @@ class WaaDecodeRule:
         return self._reserved
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
+        """The query has been encoded and handed over."""
         self._arrived.append((query, reserve_tokens))
         self._reserved += reserve_tokens
         return True
 
+    def take(self, waiting: Waiting) -> None:
+        """This pool encodes the query's input itself."""
+        assert self._inputs is not None, f"{waiting = }: a pool that encodes nothing"
+        self._inputs.add(waiting)
+        self._reserved += waiting.reserve
+
     def next_group(self) -> int | None:
-        if not self._group_of and not self._arrived:
+        if not self._group_of and not self._arrived and not self._inputs:
             return None
         return self._turn % self.num_groups
 
     def decide(self) -> Step | None:
         group, active = self._turn % self.num_groups, self._active[self._turn % self.num_groups]
-        share = -(-(len(self._group_of) + len(self._arrived)) // self.num_groups)
-        joined = []
-        while self._arrived and len(active) < min(share, self.group_max_active):
+        handed, present = [], len(self._group_of) + len(self._arrived)
+        while self._arrived and len(active) < self._most(present):
             query, reserve = self._arrived.popleft()
             active[query] = reserve
             self._group_of[query] = group
-            joined.append(query)
+            handed.append(query)
         phase, self._turn = self._turn // self.num_groups, self._turn + 1
+        if self._inputs is not None:
+            return self._with_chunks(self._inputs, group, phase, tuple(handed))
         if not active:
             return None
         return Step(kind=StepKind.DECODE, group=group, phase=phase, iteration=1,
-                    joined=tuple(joined))
+                    handed=tuple(handed))
+
+    def _most(self, present: int) -> int:
+        """A group's even share of so many queries."""
+        return min(-(-present // self.num_groups), self.group_max_active)
 
     def finish(self, query: int) -> None:
         self._reserved -= self._active[self._group_of.pop(query)].pop(query)
+
+    def _with_chunks(self, inputs: TakenInputs, group: int, phase: int,
+                     handed: tuple[int, ...]) -> Step | None:
+        active = self._active[group]
+        # those that wait count here alone: who is handed over leaves room for them in every group
+        most = self._most(len(self._group_of) + len(self._arrived) + len(inputs))
+
+        def begin(waiting: Waiting) -> bool:
+            if len(active) >= most:
+                return False
+            active[waiting.query] = waiting.reserve
+            self._group_of[waiting.query] = group
+            return True
+
+        is_decode = len(active) > inputs.num_begun(group)
+        chunks, joined = inputs.take(group, begin)
+        if not is_decode and not chunks:
+            return None
+        kind = StepKind.DECODE if not chunks else (
+            StepKind.MIXED if is_decode else StepKind.ENCODE)
+        return Step(kind=kind, group=group, phase=phase, iteration=1, handed=handed,
+                    joined=joined, chunks=chunks)
 
 
 def waa_rules(estimate: Estimate) -> tuple[WaaEncodeRule, WaaDecodeRule]:
@@ -205,9 +284,10 @@ def waa_rules(estimate: Estimate) -> tuple[WaaEncodeRule, WaaDecodeRule]:
     return (WaaEncodeRule(encode_batch=controls.encode_batch, num_groups=encoding.num_groups,
                           sizer=sizer_of(controls.even), max_in_system=controls.max_in_system,
                           kv_tokens=deployment.kv_tokens, encode_kv_tokens=encoding.kv_tokens,
-                          target_active=controls.even.target_active),
+                          aim=_aim(controls)),
             WaaDecodeRule(num_groups=groups, kv_tokens=deployment.kv_tokens,
-                          group_max_active=math.ceil(controls.max_in_system / groups)))
+                          group_max_active=math.ceil(controls.max_in_system / groups),
+                          encode_chunk=controls.encode_chunk))
 
 
 def system_limits(estimate: Estimate) -> SystemLimits:
@@ -215,4 +295,11 @@ def system_limits(estimate: Estimate) -> SystemLimits:
     controls = estimate.controls
     assert isinstance(controls, WaaControls), f"{estimate.policy = }"
     return SystemLimits(encode_batch=controls.encode_batch, max_in_system=controls.max_in_system,
-                        target_active=controls.even.target_active)
+                        **asdict(_aim(controls)))
+
+
+def _aim(controls: WaaControls) -> DecodeAim:
+    is_chunked = controls.encode_chunk > 0
+    return DecodeAim(target_active=controls.even.target_active,
+                     planned_active=controls.planned_active * is_chunked,
+                     stock_tokens=controls.stock_tokens * is_chunked)

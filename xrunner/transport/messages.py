@@ -19,12 +19,14 @@ from xrunner.rules.steps import KvBudget, StepKind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
     """A query that enters a group with this step. `goes_on`: it may need more than its first
-    token, so that an encode pool hands its entries to the decode pool."""
+    token, so that an encode pool hands its entries to the decode pool. `is_handed`: they were, and
+    this pool takes them over."""
 
     query: int
     input_tokens: int
     sampling: Sampling
     goes_on: bool = False
+    is_handed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,10 +127,19 @@ class ArrivedMessage:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedMessage:
     """Tells the encode pool's head which queries are done, and the decode pool's tokens so far.
-    Each `query` comes without its input's tokens."""
+    Each `query` comes without its input's tokens. `begun`: of those left to the decode pool, whose
+    encoding has begun."""
 
     results: tuple[FinishedQuery, ...]
     output_tokens: int
+    begun: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftMessage:
+    """Leaves these queries to the decode pool, which encodes their inputs itself."""
+
+    queries: tuple[PreparedQuery, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,5 +190,5 @@ class ReplicaMessage:
 
 
 Message = (StartMessage | StepMessage | StopMessage | EncodedMessage | TokensMessage
-           | HandedMessage | ArrivedMessage | FinishedMessage | BlockMessage | HeldMessage
-           | PortionMessage | ReplicaMessage)
+           | HandedMessage | ArrivedMessage | FinishedMessage | LeftMessage | BlockMessage
+           | HeldMessage | PortionMessage | ReplicaMessage)

@@ -145,8 +145,10 @@ class PinnedSearch:
         self._deployed_config, missing = make_config(deployed.policy, deployed)
         assert not missing, f"{missing = }"
         self._chunk = getattr(self._deployed_config, "encode_chunk", 0)
-        self._chunks = _chunks(self._chunk, problem)
-        self._largest = partial(_largest_batch, self._batches, problem.lengths.inputs.mean)
+        # a decode pool's chunks stay as they are, and hold up no batch
+        self._chunks = _chunks(self._chunk, problem) if self._has_iterations else [self._chunk]
+        self._largest = partial(_largest_batch, self._batches, problem.lengths.inputs.mean
+                                if self._has_iterations else 0.0)
         self._known: dict[tuple[Line, int], _ConfigFigures] = {}
 
     def current(self) -> Way:
@@ -325,10 +327,10 @@ def _chunks(deployed: int, problem: Problem) -> list[int]:
 
 def _largest_batch(batches: tuple[int, int], mean_input: float, line: Line) -> int:
     """No larger batch of a line is looked at: of more tokens than the chunks of a phase hold, the
-    rest would wait."""
+    rest would wait. `mean_input` 0: where no phase encodes a batch in chunks."""
     least, most = batches
     iterations, groups, chunk = line
-    if not chunk:
+    if not chunk or not mean_input:
         return most
     return min(max(int(chunk * iterations * groups / mean_input), least), most)
 

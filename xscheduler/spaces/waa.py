@@ -1,9 +1,10 @@
 """WAA's space: encode_batch x decode_micro_batches under every tensor plan that leaves devices for
-both pools; and its boxes examined for branch and bound (paper section 5).
+both pools, whose decode pool takes chunks of some sizes or none; and its boxes examined for branch
+and bound (paper section 5).
 
-A root is a tensor plan with ranges of encode_batch and decode_micro_batches. A box is bounded from
-its corners (xsimulator.policies.waa.bounds), over every division of the devices that its points may
-have; a few points are evaluated."""
+A root is a tensor plan with ranges of encode_batch and decode_micro_batches, without chunks or with
+all sizes of them. A box is bounded from its corners (xsimulator.policies.waa.bounds), over every
+division of the devices that its points may have; a few points are evaluated."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from xgpt.core.controls import max_in_system
 from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.policies import searched_policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.made_sources import remembering
@@ -33,26 +35,35 @@ from xsimulator.policies.waa.plans import WaaPlans
 MOST_GROUPS = 4  # decode_micro_batches above the fewest, for the tightest latency
 FEW_POINTS = 6  # that are evaluated one by one
 SIDE_PARTS = 3  # into which either side of a box is split
-ROOT_PARTS = (8, 4)  # and of a root: encode_batch, decode_micro_batches
+ROOT_PARTS = (8, 4, 1)  # and of a root: encode_batch, decode_micro_batches, chunk sizes
+CHUNK_ROOT_PARTS = (1, 4, 3)  # of a root with chunks
+CHUNK_PARTS = (2, 2, 2)  # and of a box of several chunk sizes
 LOOKED_AT = 3  # boxes, the most promising, at whose corners points are evaluated
 GROUPS_PER_STAGE = 2  # at most
+# Tokens of a chunk. Between two of them encode_batch says what decodes.
+CHUNKED = "waa-m"  # whose chunks are searched where both ways of dividing devices are
+IMMODEST = "chunks hold more than is encoded in an iteration"  # why a box is not looked into
+CHUNKS = (32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 
 
 class WaaSpace:
     """See xscheduler.spaces.space.Space. `name` says how layers are divided. Remembers what it was
     asked, so that searches under several latency bounds share it."""
 
-    variables = ("encode_batch", "decode_micro_batches")
+    variables = ("encode_batch", "decode_micro_batches", "encode_chunk")
 
     def __init__(self, name: str, problem: Problem, timing: TimingSource,
                  plans: Sequence[TensorPlan]) -> None:
         waa = cast(Waa, make_policy(name, problem, remembering(timing)))
-        self.name, self.problem, self.waa, self.bounds = name, problem, waa, WaaBounds(waa)
+        self.name, self.problem, self.waa = name, problem, waa
+        # a chunk that the job fixes is taken as it is
+        self.bounds = WaaBounds(waa, is_modest=problem.fixed.encode_chunk is None)
         self.plans = tuple(plan for plan in plans if len(
             WaaPlans(waa.plans, plan.tp_degree, plan.tp_gpus).encode_devices))
         self.splits = [waa.split(plan.tp_degree, plan.tp_gpus) for plan in self.plans]
         self.limits = Limits.of(problem.constraint, queries=problem.num_queries or math.inf)
-        self._known: dict[tuple[int, int, int], tuple[float, float, Limit]] = {}
+        self._known: dict[tuple[int, ...], tuple[float, float, Limit]] = {}
+        self.chunks = _chunks_of(name, problem)
 
     @property
     def num_evaluated(self) -> int:
@@ -63,17 +74,18 @@ class WaaSpace:
 
     def config(self, plan: int, point: tuple[int, ...]) -> WaaConfig:
         return WaaConfig(encode_batch=point[0], decode_micro_batches=point[1],
+                         encode_chunk=point[2],
                          tp_degree=self.plans[plan].tp_degree, tp_gpus=self.plans[plan].tp_gpus)
 
     def estimate(self, plan: int, point: tuple[int, ...]) -> Estimate:
         return self.waa.estimate(self.config(plan, point))
 
     def figures(self, plan: int, point: tuple[int, ...]) -> tuple[float, float]:
-        return self.evaluate([(plan, point[0], point[1])])[0][:2]
+        return self.evaluate([(plan, *point)])[0][:2]
 
-    def evaluate(self, keys: Sequence[tuple[int, int, int]]) -> list[tuple[float, float, Limit]]:
+    def evaluate(self, keys: Sequence[tuple[int, ...]]) -> list[tuple[float, float, Limit]]:
         """(throughput_qps, latency_s, what forbids it apart from latency) of each (plan, encode
-        batch, groups)."""
+        batch, groups, chunk)."""
         new = [key for key in dict.fromkeys(keys) if key not in self._known]
         if new:
             figures = self.waa.evaluate([self.config(key[0], key[1:]) for key in new])
@@ -82,6 +94,11 @@ class WaaSpace:
                 figures.throughput_qps.tolist(), figures.latency_s.tolist(),
                 map(Limit, limits.tolist()), strict=True), strict=True))
         return [self._known[key] for key in keys]
+
+    def is_modest(self, batch: int, groups: int, chunk: int) -> bool:
+        """Whether a configuration with that chunk is looked at."""
+        return not chunk or self.problem.fixed.encode_chunk is not None or chunk <= float(
+            self.waa.modest_chunk(np.array(float(batch)), np.array(float(groups))))
 
     def beyond(self, tight: Tight) -> str:
         return ""
@@ -95,10 +112,10 @@ class WaaSpace:
         keys = []
         for plan, split in enumerate(self.splits):
             fewest, highest = group_range(self.problem, split)
-            keys += [(plan, batch, groups) for batch in batches
+            keys += [(plan, batch, groups, self.chunks[0]) for batch in batches
                      for groups in range(fewest, min(highest, fewest + MOST_GROUPS) + 1)]
-        return [Tight(latency, limit, qps, plan, (batch, groups))
-                for (qps, latency, limit), (plan, batch, groups) in zip(
+        return [Tight(latency, limit, qps, plan, tuple(point))
+                for (qps, latency, limit), (plan, *point) in zip(
                     self.evaluate(keys), keys, strict=True)]
 
     def selection(self, num_queries: int) -> Selection:
@@ -127,29 +144,39 @@ class WaaExaminer:
         for plan, split in enumerate(space.splits):
             groups = group_range(space.problem, split)
             largest = max(_largest_batch(space.bounds, split, batches[1]), batches[0])
-            whole = Box(root=0, lower=(batches[0], groups[0]), upper=(largest, groups[1]))
-            for part in _grid(whole, ROOT_PARTS):
-                self.roots.append(Box(root=len(self.roots), lower=part.lower, upper=part.upper))
-                self.plan_of_root.append(plan)
+            last = len(space.chunks) - 1
+            for first, end in ((0, 0), (1, last)) if last else ((0, 0),):
+                whole = Box(root=0, lower=(batches[0], groups[0], first),
+                            upper=(largest, groups[1], end))
+                for part in _grid(whole, CHUNK_ROOT_PARTS if first else ROOT_PARTS):
+                    self.roots.append(Box(root=len(self.roots), lower=part.lower, upper=part.upper))
+                    self.plan_of_root.append(plan)
 
     def raise_floor(self, floor_qps: float) -> None:
         self._best_qps = max(self._best_qps, floor_qps)
 
     def split(self, box: Box) -> list[Box]:
-        """Either side into parts of even ratio."""
-        return _grid(box, (SIDE_PARTS, SIDE_PARTS))
+        """Either side into parts of even ratio; first the sizes of chunks."""
+        if box.lower[2] < box.upper[2]:
+            return _grid(box, CHUNK_PARTS)
+        return _grid(box, (SIDE_PARTS, SIDE_PARTS, 1))
 
     def examine(self, boxes: Sequence[Box]) -> list[NodeResult]:
         """Plan after plan, the most promising first by a quick bound: boxes that are then no better
         than what was found are not looked into."""
         limit, latency, stretch = self._quick(boxes)
         is_refused = beyond_range(stretch)
+        space, chunks = self._space, self._space.chunks
+        has_modest = [space.is_modest(box.upper[0], box.lower[1], chunks[box.lower[2]])
+                      for box in boxes]
         results: list[NodeResult | None] = [None] * len(boxes)
         by_plan = sorted(self._by_plan(boxes), key=lambda one: (-limit[one[1]].max(), one[0]))
         for _, rows in by_plan:
             left = []
             for row in rows.tolist():
-                if latency[row] > self._bound_s or is_refused[row]:
+                if not has_modest[row]:
+                    results[row] = NodeResult(box=boxes[row], reason=IMMODEST)
+                elif latency[row] > self._bound_s or is_refused[row]:
                     results[row] = NodeResult(box=boxes[row], reason=(
                         Limit.RANGE if is_refused[row] else Limit.LATENCY).words)
                 elif limit[row] <= self._best_qps * (1 + self._gap):
@@ -167,7 +194,7 @@ class WaaExaminer:
         space, devices = self._space, self._space.problem.cluster.num_devices
         limit, latency, stretch = (np.empty(len(boxes)) for _ in range(3))
         for index, rows in self._by_plan(boxes):
-            plan, own = space.plans[index], _corners(boxes, rows)
+            plan, own = space.plans[index], self._corners(boxes, rows)
             degrees = sorted({plan.tp_degree} | ({1} if plan.tp_gpus < devices else set()))
             limit[rows], latency[rows] = space.bounds.quick(
                 space.splits[index], own, degrees, self._bound_s)
@@ -209,9 +236,17 @@ class WaaExaminer:
         bounds = np.empty((len(BoxBounds._fields), len(boxes)))
         for index, rows in self._by_plan(boxes):
             bounds[:, rows] = space.bounds.bound(
-                space.splits[index], _corners(boxes, rows),
+                space.splits[index], self._corners(boxes, rows),
                 worth_qps=self._best_qps * (1 + self._gap), latency_bound_s=self._bound_s)
         return BoxBounds(*bounds)
+
+    def _corners(self, boxes: Sequence[Box], rows: IntArray) -> WaaBoxes:
+        corners = np.array([(*boxes[row].lower, *boxes[row].upper) for row in rows.tolist()],
+                           np.int64)
+        sizes = np.array(self._space.chunks, np.int64)
+        return WaaBoxes(least=corners[:, 0], fewest=corners[:, 1], most=corners[:, 3],
+                        highest=corners[:, 4], chunk=sizes[corners[:, 2]],
+                        largest_chunk=sizes[corners[:, 5]])
 
     def _look(self, boxes: Sequence[Box], limit: FloatArray) -> list[tuple[Candidate | None, bool]]:
         """[boxes] (best admissible point looked at, whether these were all): of boxes that may
@@ -220,43 +255,52 @@ class WaaExaminer:
         rows = [row for place, row in enumerate(np.argsort(-limit, kind="stable").tolist())
                 if limit[row] > self._best_qps * (1 + self._gap)
                 and (place < LOOKED_AT or boxes[row].num_points <= FEW_POINTS)]
-        points = [_points(boxes[row]) for row in rows]
+        points = [[point for point in _points(boxes[row], self._space.chunks)
+                   if self._space.is_modest(*point)] for row in rows]
         keys = [(self.plan_of_root[boxes[row].root], *point)
                 for row, own in zip(rows, points, strict=True) for point in own]
         known = dict(zip(keys, self._space.evaluate(keys), strict=True))
         for row, own in zip(rows, points, strict=True):
             box, plan = boxes[row], self.plan_of_root[boxes[row].root]
             admissible = [Candidate(objective=qps, root=box.root, point=point) for point in own
-                          for qps, latency_s, forbidding in [known[plan, point[0], point[1]]]
+                          for qps, latency_s, forbidding in [known[plan, *point]]
                           if not forbidding and qps > 0 and latency_s <= self._bound_s]
             best = min(admissible, key=lambda one: one.rank, default=None)
-            seen[row] = best, len(own) == box.num_points
+            seen[row] = best, box.num_points <= FEW_POINTS
             if best is not None:
                 self._best_qps = max(self._best_qps, best.objective)
         return seen
 
 
-def _corners(boxes: Sequence[Box], rows: IntArray) -> WaaBoxes:
-    corners = np.array([(*boxes[row].lower, *boxes[row].upper) for row in rows.tolist()], np.int64)
-    return WaaBoxes(least=corners[:, 0], most=corners[:, 2], fewest=corners[:, 1],
-                    highest=corners[:, 3])
+def _chunks_of(name: str, problem: Problem) -> tuple[int, ...]:
+    """Sizes of chunks that are looked at, 0 (none) among them. How devices are divided matters
+    less where those that decode encode, too: where both ways are searched, chunks are by
+    memory alone."""
+    asked, among = problem.fixed.encode_chunk, problem.fixed.policies or searched_policies()
+    if asked is not None or problem.model.is_encoder_decoder:
+        return (asked or 0,)
+    return (0,) if name != CHUNKED and CHUNKED in among else (0, *CHUNKS)
 
 
-def _points(box: Box) -> list[tuple[int, int]]:
-    """All points of a small box, else its corners."""
-    (least, fewest), (most, highest) = box.lower, box.upper
+def _points(box: Box, chunks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """All points of a small box, else its corners, with a chunk of middle size."""
+    (least, fewest, first), (most, highest, last) = box.lower, box.upper
     if box.num_points <= FEW_POINTS:
-        return [(batch, groups) for batch in range(least, most + 1)
-                for groups in range(fewest, highest + 1)]
-    return list(dict.fromkeys([(most, fewest), (most, highest), (least, fewest), (least, highest)]))
+        return [(batch, groups, chunks[size]) for batch in range(least, most + 1)
+                for groups in range(fewest, highest + 1) for size in range(first, last + 1)]
+    return list(dict.fromkeys((batch, groups, chunks[(first + last) // 2])
+                              for batch in (most, least) for groups in (fewest, highest)))
 
 
-def _grid(box: Box, parts: tuple[int, int]) -> list[Box]:
-    """The box cut along both sides, in even ratios."""
-    sides = [even_parts(low, up, count) for low, up, count in zip(box.lower, box.upper, parts,
-                                                             strict=True)]
-    return [Box(root=box.root, lower=(b1, g1), upper=(b2, g2))
-            for b1, b2 in sides[0] for g1, g2 in sides[1]]
+def _grid(box: Box, parts: tuple[int, int, int]) -> list[Box]:
+    """The box cut along its sides: in even ratios, the sizes of chunks in even numbers."""
+    sides = [even_parts(low, up, count) for low, up, count in zip(
+        box.lower[:2], box.upper[:2], parts[:2], strict=True)]
+    borders = np.unique(np.linspace(box.lower[2], box.upper[2] + 1, parts[2] + 1).astype(
+        np.int64)).tolist()
+    sides.append([(first, end - 1) for first, end in zip(borders[:-1], borders[1:], strict=True)])
+    return [Box(root=box.root, lower=(b1, g1, c1), upper=(b2, g2, c2))
+            for b1, b2 in sides[0] for g1, g2 in sides[1] for c1, c2 in sides[2]]
 
 
 def _largest_batch(bounds: WaaBounds, split: WaaPlans, largest: int) -> int:

@@ -4,6 +4,8 @@ from outside and `Handover` between two.
 All of them are processes on one kernel (xsimulator.replay.kernel); the KV budget is kept by the
 pools' rules."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from xgpt.core.errors import XgptError
 from xgpt.core.lengths import FloatArray
 from xgpt.core.queries import QueryTimes
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import BatchingRule
+from xrunner.rules.steps import BatchingRule, GivingRule, TakingRule
 from xsimulator.replay.kernel import ARRIVAL, Kernel
 from xsimulator.replay.pool import PoolHead, PoolPlan, PoolProcess
 from xsimulator.replay.queries import Queries
@@ -28,8 +30,9 @@ from xsimulator.replay.step_clock import StepClock
 class Arrivals:
     """Queries come at their own seconds, and are dealt in turn to the pools that encode."""
 
-    def __init__(self, kernel: Kernel, queries: Queries, pools: Sequence[PoolProcess]) -> None:
-        self._kernel, self._queries, self._pools = kernel, queries, pools
+    def __init__(self, kernel: Kernel, queries: Queries, pools: Sequence[PoolProcess],
+                 links: Sequence[Handover] = ()) -> None:
+        self._kernel, self._queries, self._pools, self._links = kernel, queries, pools, links
         # who comes first is last in the list
         self._coming: list[int] = np.argsort(queries.arrival_s, kind="stable")[::-1].tolist()
         self._next = 0  # pool
@@ -46,6 +49,8 @@ class Arrivals:
             query, pool = coming.pop(), self._pools[self._next]
             submit(self._queries, query, pool.rule)
             self._next = (self._next + 1) % len(self._pools)
+        for link in self._links:
+            link.give(now)
         for pool in self._pools:
             pool.wake(now)
         self.start()
@@ -78,6 +83,11 @@ class Handover:
         self.plan, self._kernel, self._queries = plan, kernel, queries
         self._source, self._target = pools[plan.source], pools[plan.target]
         self._source.head.outlet = self.send
+        encoding, decoding = self._source.rule, self._target.rule
+        self._giving = encoding if isinstance(encoding, GivingRule) else None
+        self._taking = decoding if isinstance(decoding, TakingRule) else None
+        if self._giving is not None and self._taking is not None:
+            self._target.head.inlet = self._began
         self._free_s = -math.inf
         self._sent: list[tuple[int, float, float]] = []
 
@@ -100,6 +110,18 @@ class Handover:
         self._sent.append((step, begin_s, end_s))
         self._kernel.at(end_s, ARRIVAL, partial(self._arrive, leaving))
         return end_s
+
+    def give(self, now: float) -> None:
+        """Leaves to the target the queries that it is to encode itself."""
+        if self._giving is None or self._taking is None:
+            return
+        given = self._giving.give()
+        for waiting in given:
+            self._queries.when_done[waiting.query] = self._tell
+            self._taking.take(waiting)
+        if given:
+            self._target.head.note_memory(now)
+            self._target.wake(now)
 
     def records(self) -> HandoverRecords:
         sent: FloatArray = np.array(self._sent, float).reshape(-1, 3)
@@ -126,7 +148,13 @@ class Handover:
 
     def _tell(self, query: int, now: float) -> None:
         self.plan.release(query)
+        self.give(now)
         self._source.wake(now)
+
+    def _began(self, begun: Sequence[int], now: float) -> None:
+        assert self._giving is not None, f"{begun = }"
+        self._giving.begun(begun)
+        self.give(now)
 
 
 def run(queries: Queries, pools: Sequence[PoolPlan],
@@ -139,7 +167,8 @@ def run(queries: Queries, pools: Sequence[PoolPlan],
     by_name = {plan.name: PoolProcess(plan, kernel, queries) for plan in pools}
     assert len(by_name) == len(pools), f"{[plan.name for plan in pools]}"
     links = [Handover(plan, kernel, queries, by_name) for plan in handovers]
-    Arrivals(kernel, queries, [p for p in by_name.values() if p.plan.role != "decode"]).start()
+    Arrivals(kernel, queries, [p for p in by_name.values() if p.plan.role != "decode"],
+             links).start()
     kernel.run()
     return _result(queries, [pool.records() for pool in by_name.values()],
                    [link.records() for link in links])

@@ -46,6 +46,8 @@ class PoolHead:
         # (queries, number of the step that ends their encoding, when) -> when they have arrived in
         # the pool that they are handed over to; None: queries that are encoded stay
         self.outlet: Callable[[tuple[int, ...], int, float], float] | None = None
+        # is told whose encoding begins, and when, where another pool leaves queries to this one
+        self.inlet: Callable[[Sequence[int], float], None] | None = None
         self._phased = plan.rule if isinstance(plan.rule, RraRule) else None
         self._groups: dict[int, GroupRows] = {}
         self._departures = Departures(plan.rule.slot_use)
@@ -137,8 +139,8 @@ class PoolHead:
         first: Sequence[int] = ()
         done: list[int] = []
         spans: list[tuple[int, int]] = []
-        if step.kind is StepKind.DECODE and step.joined:  # they were handed over
-            handed = self._join(group, step.joined, done)
+        if step.handed:
+            handed = self._join(group, step.handed, done)
         if step.kind is not StepKind.ENCODE:
             rows, mean, longest, moved = group.decode()
             moved *= self.rule.slot_use is SlotUse.COMPACTED
@@ -162,7 +164,10 @@ class PoolHead:
         """(first token, tokens) of what is encoded; the encoding of some begins now."""
         queries = self._queries
         if step.chunks:
-            queries.begin([chunk.query for chunk in step.chunks if chunk.first == 0], now)
+            begun = [chunk.query for chunk in step.chunks if chunk.first == 0]
+            queries.begin(begun, now)
+            if self.inlet is not None:
+                self.inlet(begun, now)
             return [(chunk.first, chunk.tokens) for chunk in step.chunks]
         queries.begin(step.joined, now)
         inputs, made = queries.inputs, queries.made

@@ -65,7 +65,8 @@ def test_what_submit_imports_has_no_scipy_in_it() -> None:
 
 @pytest.mark.parametrize(("policy", "keys"), [
     ("rra", ("encode_batch", "decode_iterations", "encode_chunk", "tp_degree", "tp_gpus")),
-    ("waa-c", ("encode_batch", "decode_micro_batches", "tp_degree", "tp_gpus"))])
+    ("waa-c", ("encode_batch", "decode_micro_batches", "encode_chunk", "tp_degree",
+               "tp_gpus"))])
 def test_schedule_of_opt_13b_is_confirmed_by_simulate(
         job: Path, tmp_path: Path, policy: str, keys: tuple[str, ...]) -> None:
     fixed = f"--set=schedule.policy={policy}"

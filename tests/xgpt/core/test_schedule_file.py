@@ -156,7 +156,8 @@ def test_files_that_give_each_stage_the_role_of_its_pool_are_still_read(tmp_path
            "max_active": 0, "encode_kv_tokens": waa.deployment.encoding.kv_tokens,
            "steered_to": 0.0}
     for key in ("pools", "target_active", "replicas", "devices_per_replica", "over_copies",
-                "bounds", "prospects", "policy_bounds", "hardware_qps"):
+                "bounds", "prospects", "policy_bounds", "hardware_qps", "encode_chunk",
+                "planned_active", "stock_tokens"):
         del two[key]
     assert [stage["role"] for stage in two["stages"]] == [
         pool.role for pool in waa.deployment.pools for _ in pool.stages]

@@ -178,3 +178,32 @@ def test_two_pools_and_their_replay_take_the_same_steps(work: Work, devices: int
             assert all(run_steps(executors[rank]) == expected for rank in ranks_of(deployed)), (
                 deployed.role)
             assert len(expected) >= 4
+
+
+@pytest.mark.parametrize("work", ["llama"], indirect=True)
+@pytest.mark.parametrize(("devices", "groups", "chunk"), [(2, 1, 5), (3, 2, 40)])
+def test_a_decode_pool_that_encodes_all_and_its_replay_take_the_same_steps(
+        work: Work, devices: int, groups: int, chunk: int) -> None:
+    """All inputs are left to it at once, so that no step hangs on when word of another comes."""
+    directory, queries, outputs = work
+    inputs = np.array([len(q.input_ids) for q in queries])
+    problem = problem_of(directory, np.stack([inputs, outputs], axis=1), devices)
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    estimate: Estimate = make_policy("waa-m", problem, timing).estimate(WaaConfig(
+        encode_batch=4, decode_micro_batches=groups, encode_chunk=chunk))
+    estimate = estimate.changed(max_in_system=2 * len(queries), planned_active=len(queries),
+                                stock_tokens=int(inputs.sum()), kv_tokens=100_000)
+    rules = rules_for(estimate)
+    sink, executors = run_waa_in_process(directory, queries, estimate.deployment.pools, rules)
+    finished = {r.query.index: len(r.output_ids) for r in sink.results}
+    assert [finished[q.index] for q in queries] == outputs.tolist()
+    _, pool = replay_job(problem, timing, estimate, lengths_of(queries, outputs)).pools
+    expected = [(step.kind.value, step.group, step.phase, step.iteration, encoded + decoded,
+                 tokens + decoded) for step, encoded, decoded, tokens in zip(
+        pool.steps, pool.encoded.tolist(), pool.decoded.tolist(), pool.tokens.tolist(),
+        strict=True)]
+    decoding = estimate.deployment.decoding
+    assert all([record[:6] for record in executors[rank].log] == expected
+               for rank in ranks_of(decoding))
+    assert {step[0] for step in expected} == {"encode", "mixed", "decode"}
+    assert not executors[0].log

@@ -16,6 +16,7 @@ from toys import (
     Collector,
     generate,
     random_queries,
+    ranks_of,
     run_in_process,
     run_waa_in_process,
     spec_of,
@@ -68,6 +69,26 @@ def test_pools_that_divide_layers_unevenly(made: Made, answered: Answered, famil
     pools = waa_pools(made(family)[0], (2, 1), (1, 2), encode_cuts, cuts)
     sink, _ = run_waa_in_process(made(family)[0], queries, pools, toy_waa_rules(2, num_groups=2))
     assert answers(sink) == expected
+
+
+@pytest.mark.parametrize(("family", "encode", "decode", "groups", "batch", "chunk", "in_blocks"), [
+    ("llama", (1,), (1,), 1, 3, 7, False), ("opt", (1, 1), (1, 1), 3, 2, 64, True),
+    ("gpt2", (1,), (2, 1), 2, 4, 3, False), ("qwen2", (2,), (1,), 2, 2, 16, True)])
+def test_decode_pools_that_encode_inputs_answer_as_generate_does(
+        made: Made, answered: Answered, family: str, encode: tuple[int, ...],
+        decode: tuple[int, ...], groups: int, batch: int, chunk: int, in_blocks: bool) -> None:
+    queries, expected = answered(family)
+    pools = waa_pools(made(family)[0], encode, decode)
+    rules = toy_waa_rules(len(encode), encode_batch=batch, num_groups=groups, encode_chunk=chunk,
+                          max_in_system=12)
+    sink, executors = run_waa_in_process(made(family)[0], queries, pools, rules,
+                                         in_blocks=in_blocks)
+    assert answers(sink) == expected
+    steps = executors[ranks_of(pools[1])[0]].log
+    handed = sum(record.queries for record in executors[0].log)
+    assert 0 < handed < len(queries), "both pools encode"
+    chunks = [record.tokens - record.decoded for record in steps if record.kind != "decode"]
+    assert chunks and max(chunks) <= chunk
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """WAA's two rules driven together, as the replay and the runner do, without a model: back-pressure,
-budgets, even groups, encode batches near their tokens, and an end in every case."""
+budgets, even groups, encode batches near their tokens, inputs left to the decode pool, and an end
+in every case."""
 
 from __future__ import annotations
 
@@ -12,17 +13,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from xrunner.rules.batch_sizer import LEAST_ADJUSTED, BatchSizer
-from xrunner.rules.steps import Step, StepKind
+from xrunner.rules.steps import Step, StepKind, Waiting
+from xrunner.rules.taken import DecodeAim
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
 
 MEAN_INPUT = 20.0
+NONE = DecodeAim()
 
 
 def encoder(*, encode_batch: int = 4, num_groups: int = 2, max_in_system: int = 12,
             kv_tokens: int = 10_000, encode_kv_tokens: int = 10_000,
-            adjustment: float = 0.0) -> WaaEncodeRule:
+            adjustment: float = 0.0, aim: DecodeAim = NONE) -> WaaEncodeRule:
     return WaaEncodeRule(
-        encode_batch=encode_batch, num_groups=num_groups, max_in_system=max_in_system,
+        aim=aim, encode_batch=encode_batch, num_groups=num_groups, max_in_system=max_in_system,
         kv_tokens=kv_tokens, encode_kv_tokens=encode_kv_tokens,
         sizer=BatchSizer(mean_input=MEAN_INPUT, adjustment=adjustment))
 
@@ -54,6 +57,10 @@ class Pools:
     left: dict[int, int] = field(default_factory=dict)  # decode iterations still to do
     active: list[list[int]] = field(default_factory=list)
     in_system: set[int] = field(default_factory=set)
+    given: list[int] = field(default_factory=list)  # left to the decode pool
+    encoded: dict[int, int] = field(default_factory=dict)  # tokens of these
+    most_tokens: int = 0  # of a chunk
+    most_decoding: int = 0  # in the decode pool when a query was left to it
 
     def run(self, seed: int) -> Pools:
         rng = random.Random(seed)
@@ -62,6 +69,7 @@ class Pools:
             if not self.encode.submit(index, query.reserve, query.input):
                 self.refused.append(index)
         for _ in range(200_000):
+            self._give()
             moves = [move for move, is_open in (
                 (self._encode, self.encode.next_group() is not None),
                 (self._hand_over, bool(self.on_their_way)),
@@ -71,6 +79,19 @@ class Pools:
             rng.choice(moves)()
             self._check()
         raise AssertionError("no end")
+
+    def _give(self) -> None:
+        for waiting in self.encode.give():
+            query = self.queries[waiting.query]
+            assert (waiting.reserve, waiting.tokens) == (query.reserve, query.input)
+            self.most_decoding = max(self.most_decoding, self.in_decode_pool)
+            self.decode.take(waiting)
+            self.given.append(waiting.query)
+            self.in_system.add(waiting.query)
+
+    @property
+    def in_decode_pool(self) -> int:
+        return len(self.in_system) - len(self.on_their_way)
 
     def _encode(self) -> None:
         group = self.encode.next_group()
@@ -101,10 +122,21 @@ class Pools:
         if step is None:
             assert not self.active[group]
             return
-        assert step.kind is StepKind.DECODE and step.group == group
-        self.active[group] += step.joined
+        assert step.group == group
+        self.active[group] += step.handed
+        assert step.kind is (StepKind.DECODE if not step.chunks else StepKind.MIXED
+                             if self.active[group] else StepKind.ENCODE)
         for query in self.active[group]:
             self.left[query] -= 1
+        for part in step.chunks:
+            assert part.first == self.encoded.get(part.query, 0)
+            self.encoded[part.query] = part.first + part.tokens
+        self.encode.begun([part.query for part in step.chunks if part.first == 0])
+        self.most_tokens = max(self.most_tokens, sum(part.tokens for part in step.chunks))
+        for query in step.joined:
+            assert self.encoded[query] == self.queries[query].input
+            self.left[query] = self.queries[query].output - 1
+        self.active[group] += step.joined
         self.most_active = max(self.most_active, len(self.active[group]))
 
     def _release(self, query: int) -> None:
@@ -146,6 +178,69 @@ def test_every_query_that_can_ever_fit_is_encoded_once_in_order_and_ends(
     assert done.most_in_system <= max(in_system, encode.group_max_active)
     assert [step.group for step in done.encodes] == [
         i % encode_groups for i in range(len(done.encodes))]
+
+
+@examples(150)
+@given(queries=lists_of_queries, encode_batch=st.integers(1, 9), groups=st.integers(1, 4),
+       in_system=st.integers(1, 40), kv=st.integers(60, 400), chunk=st.integers(1, 70),
+       aim=st.builds(DecodeAim, planned_active=st.integers(1, 30),
+                     stock_tokens=st.integers(1, 200)),
+       seed=st.integers(0, 9))
+def test_what_is_left_to_the_decode_pool_is_encoded_there_once_in_order(
+        queries: list[Query], encode_batch: int, groups: int, in_system: int, kv: int, chunk: int,
+        aim: DecodeAim, seed: int) -> None:
+    encode = encoder(encode_batch=encode_batch, max_in_system=in_system, kv_tokens=kv, aim=aim)
+    decode = WaaDecodeRule(num_groups=groups, kv_tokens=kv, encode_chunk=chunk,
+                           group_max_active=-(-in_system // groups))
+    done = Pools(encode=encode, decode=decode, queries=queries).run(seed)
+    served = [query for step in done.encodes for query in step.joined]
+    fitting = [i for i in range(len(queries)) if i not in done.refused]
+    assert served == sorted(served) and done.given == sorted(done.given)
+    assert sorted(served + done.given) == fitting
+    assert not any(done.left.values()) and not done.in_system and encode.next_group() is None
+    assert encode.reserved_tokens == decode.reserved_tokens == 0
+    assert done.encoded == {query: queries[query].input for query in done.given}
+    assert done.most_tokens <= chunk and done.most_decoding < aim.planned_active
+    assert done.most_in_system <= max(in_system, encode.group_max_active)
+
+
+def test_a_batch_of_the_encode_pool_has_room_beside_what_is_left_to_the_other() -> None:
+    rule = encoder(encode_batch=4, max_in_system=7,
+                   aim=DecodeAim(planned_active=9, stock_tokens=99))
+    for query in range(20):
+        rule.submit(query, 30, 20)
+    assert [one.query for one in rule.give()] == [0, 1, 2] and rule.give() == []
+    step = rule.decide()
+    assert step is not None and step.joined == (3, 4, 5, 6)
+    rule.release(0)
+    assert rule.give() == [] and rule.next_group() is None, "one place is kept for three more"
+
+
+def test_no_more_lies_ready_than_the_stock_and_none_while_enough_decode() -> None:
+    rule = encoder(encode_batch=1, max_in_system=99,
+                   aim=DecodeAim(planned_active=4, stock_tokens=30))
+    for query in range(20):
+        rule.submit(query, 30, 20)
+    assert [one.query for one in rule.give()] == [0, 1], "the second exceeds 30 tokens"
+    rule.begun([0])
+    assert [one.query for one in rule.give()] == [2]
+    rule.begun([1, 2])
+    assert [one.query for one in rule.give()] == [3], "four are in the decode pool, as planned"
+    rule.begun([3])
+    assert rule.give() == []
+    rule.release(0)
+    assert [one.query for one in rule.give()] == [4]
+
+
+def test_who_is_handed_over_leaves_room_in_every_group_for_inputs_that_wait() -> None:
+    rule = WaaDecodeRule(num_groups=2, kv_tokens=10_000, group_max_active=20, encode_chunk=5)
+    for query in range(8):
+        rule.submit(query, 30)
+    for query in range(8, 12):
+        rule.take(Waiting(query, 30, 5))
+    steps = [rule.decide() for _ in range(4)]
+    assert [(len(step.handed), len(step.chunks)) for step in steps if step is not None] == [
+        (4, 1), (4, 1), (0, 1), (0, 1)]
 
 
 def test_no_batch_starts_until_all_of_it_has_room_in_the_system() -> None:
@@ -217,7 +312,7 @@ def test_groups_are_even_when_queries_arrive_together(count: int, num_groups: in
     for _ in range(num_groups):
         step = rule.decide()
         if step is not None:
-            sizes[step.group] += len(step.joined)
+            sizes[step.group] += len(step.handed)
     assert sum(sizes) == count and max(sizes) == -(-count // num_groups)
 
 

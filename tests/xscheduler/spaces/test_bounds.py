@@ -135,7 +135,13 @@ def check_waa(case: Case, seed: int) -> int:
     split = waa.split(plan.tp_degree, plan.tp_gpus)
     least, most = ranges(rng, 500, 3.0)
     fewest, highest = ranges(rng, 2 * problem.cluster.num_devices, 2.0)
-    boxes, bounds = WaaBoxes(least=least, most=most, fewest=fewest, highest=highest), WaaBounds(waa)
+    # half of them with chunks, of which an encoder-decoder model takes none
+    is_plain = problem.model.is_encoder_decoder | (rng.random(len(least)) < 0.5)
+    smallest, largest = (np.where(is_plain, 0, size) for size in ranges(rng, 2000, 2.0))
+    boxes = WaaBoxes(least=least, most=most, fewest=fewest, highest=highest, chunk=smallest,
+                     largest_chunk=largest)
+    is_modest = bool(seed % 3)
+    bounds = WaaBounds(waa, is_modest=is_modest)
     limit, least_s, least_ttft, least_iteration, least_bytes = bounds.bound(split, boxes)
     low_qps = bounds.bound(split, boxes, worth_qps=math.inf)[0]  # loose, for nothing is worth more
     singles = {1} if plan.tp_gpus < problem.cluster.num_devices else set()
@@ -143,12 +149,15 @@ def check_waa(case: Case, seed: int) -> int:
     quick_qps, quick_s = bounds.quick(split, boxes, degrees)
     batch = inside(rng, least, most, (False, False, True, True))
     groups = inside(rng, fewest, highest, (False, True, False, True))
+    chunk = inside(rng, smallest, largest, (False, True, True, False))
     found = waa.evaluate([
         WaaConfig(encode_batch=int(b), decode_micro_batches=int(g), tp_degree=plan.tp_degree,
-                  tp_gpus=plan.tp_gpus) for b, g in zip(batch.ravel(), groups.ravel(),
-                                                        strict=True)])
+                  tp_gpus=plan.tp_gpus, encode_chunk=int(c)) for b, g, c in zip(
+            batch.ravel(), groups.ravel(), chunk.ravel(), strict=True)])
     # points there is no room for are no business of a bound
     has_room = (found.fits & (found.stretch <= REFUSED_BEYOND)).reshape(batch.shape)
+    if is_modest:
+        has_room &= chunk <= waa.modest_chunk(batch.astype(float), groups.astype(float))
     where = f"{case.name} {plan}"
     # with a latency bound, no point that keeps it is better
     bound_s = float(np.median(found.latency_s[has_room.ravel()])) if has_room.any() else 1.0
@@ -158,7 +167,8 @@ def check_waa(case: Case, seed: int) -> int:
         bounds.quick(split, boxes, degrees, bound_s)[0]])
     for row in np.flatnonzero(has_room.any(axis=1)):
         own = has_room[row]
-        box = (where, least[row], most[row], fewest[row], highest[row])
+        box = (where, least[row], most[row], fewest[row], highest[row], smallest[row],
+               largest[row])
         qps, latency_s, held = (figures.reshape(batch.shape)[row][own] for figures in (
             found.throughput_qps, found.latency_s, found.memory_bytes))
         assert qps.max() <= min(limit[row], low_qps[row], quick_qps[row]), box

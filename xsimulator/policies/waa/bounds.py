@@ -9,20 +9,24 @@ the division follows from B and G),
 
 with B_D = B E[S] or what Little's law leaves of it, and T_iter = max(G x slowest stage, all stages)
 at the smallest G and at the largest, in that order. The encode pool's times are tables over every
-B, so their least and largest over a range are exact. The decode pool's are taken from a lower
+B, so their least and largest over a range are exact. Of a box whose decode pools take chunks the
+encode pool's throughput is none of a limit, but what both encode together is
+(xsimulator.policies.waa.chunk_bounds); its latencies are no less than without chunks, which only
+make more decode. The decode pool's times are taken from a lower
 envelope (xsimulator.envelope), so that T_iter rises with the batch and falls in relation to it."""
 
 import math
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
 from xsimulator.envelope import rising_minorant
+from xsimulator.policies.waa.chunk_bounds import ChunkedPoolBounds, ChunkLimits
 from xsimulator.policies.waa.closed_form import Waa
-from xsimulator.policies.waa.config import WaaBoxes
+from xsimulator.policies.waa.config import WaaBoxes, WaaConfigs
 from xsimulator.policies.waa.plans import WaaPlan, WaaPlans
 from xsimulator.policies.waa.pool_times import ROWS_RATIO, root
 
@@ -30,6 +34,7 @@ TOLERANCE = 0.001  # of throughput and latency: the decode table is linear in a 
 QUICK_TOLERANCE = 0.01  # parts of a layer may differ in which degree is best for them
 MOST_IN_SYSTEM = 1e9  # where memory does not say
 FIRST_BATCHES = 64  # tabulated to begin with
+_MEMORY_RATIO, _MEMORY_SIZES = 1.02, 700  # numbers of queries that are tried for memory: to 1e6
 
 
 class BoxBounds(NamedTuple):
@@ -70,11 +75,16 @@ def _by_batch(values: FloatArray) -> FloatArray:
 class WaaBounds:
     """The bounds are for one Waa."""
 
-    def __init__(self, waa: Waa) -> None:
+    def __init__(self, waa: Waa, *, is_modest: bool = False) -> None:
+        """`is_modest`: for configurations with modest chunks alone (Waa.modest_chunk)."""
         self.waa = waa
         self._of_degree: dict[int, _Single] = {}
-        self._tables = cache(partial(_PlanBounds, waa))  # by plan
+        self._tables = cache(partial(_PlanBounds, waa, is_modest=is_modest))  # by plan
+        self._shared = cache(lambda degree: ChunkedPoolBounds(  # by degree: of a single group
+            waa.times, waa.times.single(degree), waa.problem.lengths.outputs.mean))
         self._most_in_system = cache(self._find_most_in_system)
+        self._held_by_division = cache(self._find_held_by_division)
+        self._is_modest = is_modest
 
     def bound(self, split: WaaPlans, boxes: WaaBoxes, *, worth_qps: float = 0.0,
               latency_bound_s: float = math.inf) -> BoxBounds:
@@ -114,7 +124,7 @@ class WaaBounds:
                 left.append((tables, rows))
         self.waa.times.lengthen([tables.plan for tables, _ in left])
         for tables, rows in left:
-            most, *seconds = tables.bound(boxes.take(rows))
+            most, *seconds = tables.bound(boxes.take(rows), latency_bound_s)
             limit[rows] = np.maximum(limit[rows], most)
             least[:3, rows] = np.minimum(least[:3, rows], seconds)
         least[:3] /= 1 + TOLERANCE
@@ -135,11 +145,43 @@ class WaaBounds:
                                   for _ in range(2))
         for own, stages in zip(degrees, split.stage_counts, strict=False):
             single = self._single(own, int(boxes.most.max()), float(rows.max()))
-            decode_each = (waa.times.mean_iterations * single.decode_step(rows)
+            decode_each = (waa.times.mean_iterations * self._decode_step(single, own, boxes, rows)
                            / np.maximum(rows, 1.0))
             encode_qps += stages[0][:, None] / single.encode_each[boxes.most]
             decode_qps += stages[1][:, None] / decode_each
+        if len(taken := np.flatnonzero(boxes.chunk)):
+            encode_qps[:, taken] = self._shared_by_division(
+                split, boxes.take(taken), encode_qps[:, taken], latency_bound_s)
         return np.asarray(np.minimum(encode_qps, decode_qps) * (1 + QUICK_TOLERANCE))
+
+    def _shared_by_division(self, split: WaaPlans, boxes: WaaBoxes, sent_qps: FloatArray,
+                            latency_bound_s: float) -> FloatArray:
+        """Likewise where the decode pool encodes what the other, which sends no more than
+        `sent_qps`, cannot: in steps that both kinds of work share."""
+        waa, degrees = self.waa, list(dict.fromkeys((split.tp_degree, 1)))
+        iterations, mean = waa.times.mean_iterations, waa.times.mean_input
+        planned = boxes.most * waa.problem.lengths.outputs.mean
+        most_rows = self._most_rows(boxes, degrees, float((planned / boxes.fewest).max()),
+                                    latency_bound_s)
+        decoding = np.minimum(np.minimum(planned, boxes.highest * most_rows),
+                              self._held_by_division(split)[:, None])
+        rows = np.maximum(np.minimum(decoding / boxes.fewest, most_rows), 1.0)
+        chunk = np.broadcast_to(boxes.largest_chunk.astype(float), rows.shape)
+        if self._is_modest:
+            chunk = np.minimum(chunk, decoding * mean / (iterations * boxes.fewest))
+        decoded, encoded, step = (np.full(rows.size, np.inf) for _ in range(3))
+        stages: FloatArray = np.zeros(len(rows))
+        for own, counts in zip(degrees, split.stage_counts, strict=False):
+            shared = self._shared(own)
+            ((work, more),) = shared.work_s(rows.ravel(), chunk.ravel())
+            np.minimum(decoded, work, out=decoded)
+            np.minimum(encoded, more, out=encoded)
+            np.minimum(step, shared.least_step_s(np.maximum(
+                decoding / boxes.highest, 1.0).ravel(), chunk.ravel()), out=step)
+            stages = stages + counts[1]
+        decoded, encoded, step = (part.reshape(rows.shape) for part in (decoded, encoded, step))
+        limit = (stages[:, None] + sent_qps * encoded) / (decoded + encoded)
+        return np.asarray(np.minimum(np.maximum(limit, sent_qps), decoding / (iterations * step)))
 
     def quick(self, split: WaaPlans, boxes: WaaBoxes, degrees: Sequence[int],
               latency_bound_s: float = math.inf) -> tuple[FloatArray, FloatArray]:
@@ -155,18 +197,34 @@ class WaaBounds:
         decoding = np.minimum(decoding, boxes.highest * most_rows)
         rows, least_rows = np.minimum(decoding / boxes.fewest, most_rows), decoding / boxes.highest
         encode_work, decode_work, step, through = (np.full(len(boxes), np.inf) for _ in range(4))
+        iterations = waa.times.mean_iterations
         for degree in degrees:
             single = self._single(degree, int(boxes.most.max()), float(rows.max()))
             np.minimum(encode_work, degree * single.encode_each[boxes.most], out=encode_work)
-            np.minimum(decode_work, degree * single.decode_step(rows) / np.maximum(rows, 1.0),
-                       out=decode_work)
-            np.minimum(step, single.decode_step(least_rows), out=step)
+            np.minimum(decode_work, degree * self._decode_step(single, degree, boxes, rows)
+                       / np.maximum(rows, 1.0), out=decode_work)
+            if len(taken := np.flatnonzero(boxes.chunk)):  # inputs and queries share their steps
+                ((decoded, encoded),) = self._shared(degree).work_s(
+                    np.maximum(rows[taken], 1.0), boxes.largest_chunk[taken].astype(float))
+                encode_work[taken] = np.minimum(encode_work[taken], degree * encoded)
+                decode_work[taken] = np.minimum(decode_work[taken], degree * decoded / iterations)
+            np.minimum(step, self._decode_step(single, degree, boxes, least_rows), out=step)
             np.minimum(through, single.encode_step[boxes.least] + waa.iterations_waited
                        * single.decode_steps[0], out=through)
-        devices, iterations = waa.problem.cluster.num_devices, waa.times.mean_iterations
+        devices = waa.problem.cluster.num_devices
         limit = np.minimum(devices / (encode_work + iterations * decode_work),
                            decoding / (iterations * step))
         return limit * (1 + QUICK_TOLERANCE), through / (1 + QUICK_TOLERANCE)
+
+    def _decode_step(self, single: _Single, degree: int, boxes: WaaBoxes,
+                     rows: FloatArray) -> FloatArray:
+        """A step in which so many rows decode takes a single group no less [boxes], whether it also
+        encodes or not."""
+        seconds = single.decode_step(rows)
+        if len(taken := np.flatnonzero(boxes.chunk)):
+            seconds[taken] = np.minimum(seconds[taken], self._shared(degree).least_step_s(
+                np.maximum(rows[taken], 1.0), boxes.largest_chunk[taken].astype(float)))
+        return seconds
 
     def _most_rows(self, boxes: WaaBoxes, degrees: Sequence[int], rows: float,
                    latency_bound_s: float) -> FloatArray:
@@ -185,6 +243,13 @@ class WaaBounds:
                                     side="right")
             np.maximum(most, np.append(single.sizes, np.inf)[place], out=most)
         return most
+
+    def _find_held_by_division(self, split: WaaPlans) -> FloatArray:
+        """No more queries can be in the decode pool [counts of encode devices]."""
+        sizes: FloatArray = np.asarray(_MEMORY_RATIO ** np.arange(_MEMORY_SIZES), float)
+        even = self.waa.memory.evenly(split.encode_devices, np.ones(len(sizes)), sizes)
+        fits = (even <= self.waa.capacity_bytes).sum(axis=1)
+        return np.asarray(sizes[np.minimum(fits, len(sizes) - 1)])
 
     def _find_most_in_system(self, split: WaaPlans) -> float:
         """No more queries can be in the decode pool."""
@@ -231,16 +296,20 @@ class WaaBounds:
 class _PlanBounds:
     """One division is bounded by its encode pool's times by batch, its decode pool's by rows."""
 
-    def __init__(self, waa: Waa, plan: WaaPlan) -> None:
-        self._waa, self.plan = waa, plan
+    def __init__(self, waa: Waa, plan: WaaPlan, *, is_modest: bool) -> None:
+        self._waa, self.plan, self._is_modest = waa, plan, is_modest
+        self._chunked = cache(partial(
+            ChunkedPoolBounds, waa.times, plan.decode, waa.problem.lengths.outputs.mean))
         self._top = 0
         self._most_rate = self._least_rate = np.empty(0)  # by batch
         self._least_encode = self._least_through = np.empty(0)  # with the handover, and without
         self._slowest = self._through = np.empty(0)  # by rows, lower envelopes
 
-    def bound(self, boxes: WaaBoxes) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+    def bound(self, boxes: WaaBoxes, latency_bound_s: float,
+              ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
         """The bound is (most throughput_qps, 0 where memory does not hold it; least latency_s,
-        seconds until the first token, and of an iteration)."""
+        seconds until the first token, and of an iteration). What takes longer than
+        `latency_bound_s` need not count for the throughput."""
         waa = self._waa
         self._tabulate(int(boxes.most.max()))
         outputs = waa.problem.lengths.outputs.mean
@@ -258,11 +327,33 @@ class _PlanBounds:
         # the root is found from both sides: a little less is less for certain
         decoding = np.where(of_wanted >= 0, wanted, decoding * (1 - 1e-9))
         iteration = self._iteration_s(decoding, boxes)
+        if len(rows := np.flatnonzero(boxes.chunk)):
+            limit[rows], decoding[rows], iteration[rows] = self._with_chunks(
+                boxes.take(rows), latency_bound_s)
         through = self._least_through[boxes.least]
         latency = self._least_encode[boxes.least] + waa.iterations_waited * iteration
         # what is decoding, with its caches, may not fit
         held = self.least_bytes(boxes, decoding)
         return np.where(held <= waa.capacity_bytes, limit, 0.0), latency, through, iteration
+
+    def _with_chunks(self, boxes: WaaBoxes, latency_bound_s: float) -> ChunkLimits:
+        waited = self._waa.iterations_waited
+        most_s = (latency_bound_s * (1 + QUICK_TOLERANCE) - self._least_encode[boxes.least]) / (
+            waited) if waited > 0 else np.full(len(boxes), np.inf)
+        return self._chunked().limits(
+            boxes, (self._least_rate[boxes.least], self._most_rate[boxes.most]),
+            self._most_in_system,
+            np.maximum(most_s, 0.0), is_modest=self._is_modest)
+
+    @cached_property
+    def _most_in_system(self) -> float:
+        """No more queries than these find room in the decode pool, in as many groups as they
+        are."""
+        sizes: FloatArray = np.asarray(_MEMORY_RATIO ** np.arange(_MEMORY_SIZES), float)
+        ones = np.ones(len(sizes))
+        fits = self._waa.memory.fullest(self.plan, WaaConfigs.plain(
+            ones, sizes), sizes) <= self._waa.capacity_bytes
+        return float(sizes[min(int(fits.sum()), len(sizes) - 1)])
 
     def least_bytes(self, boxes: WaaBoxes, decoding: FloatArray | None = None) -> FloatArray:
         """The fullest device holds no less [boxes], with half a batch in the decode pool and those

@@ -15,10 +15,15 @@ L_E is a batch's time through the encode pool, `wait` the part of an iteration u
 turn comes, uniform over one. L_E is charged for a batch at the upper threshold of the workload
 adjustment (the paper's buffer, section 5.2): a schedule holds its bound for such batches too.
 
+Where the encode pool is too slow and the decode pool takes chunks of inputs (encode_chunk):
+xsimulator.policies.waa.chunk_rates; the latency is that of whoever is slower then, a query that is
+handed over or one that is encoded in chunks.
+
 T_iter(B) = max(G slowest stage, all stages in turn) for groups of B / G queries. The devices are
 divided by the time that encoding and decoding of a query take at these batch sizes (WAA-C), or so
 that the fullest device is as empty as can be (WAA-M)."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 
@@ -43,6 +48,7 @@ from xsimulator.policies.figures import (
     per_token_s,
 )
 from xsimulator.policies.measured_range import MeasuredRange, Presented
+from xsimulator.policies.waa.chunk_rates import ChunkedPools
 from xsimulator.policies.waa.config import WaaConfig, WaaConfigs
 from xsimulator.policies.waa.divisions import Division, DivisionByMemory, DivisionByTime
 from xsimulator.policies.waa.memory import WaaMemory
@@ -63,6 +69,8 @@ class Waa:
         self.flow = flow_of(problem)
         self.plans: PlanSource = plans or shared_plans(problem, timing)
         self.times = PoolTimes(problem, timing, self.plans, self.flow, self.adjustment)
+        self.chunked = ChunkedPools(problem, self.times, self.flow,
+                                    padded=timing.facts.is_padded)
         self.memory = WaaMemory(problem, self.flow, self.plans, self.adjustment)
         self.division = division(self.times, self.memory)
         self._range = MeasuredRange(problem, timing)
@@ -89,6 +97,7 @@ class Waa:
         """The figures of every configuration are worked out together for those of one plan."""
         columns = gathered(len(configs), (
             (rows, self._figures(plan, own)) for plan, own, rows in self._divided(configs)))
+        del columns["stock_tokens"]  # of an estimate's controls alone
         return EstimateArrays(**columns, fits=columns["memory_bytes"] <= self.capacity_bytes)
 
     def estimate(self, config: WaaConfig) -> Estimate:
@@ -105,6 +114,7 @@ class Waa:
             policy=self.name, encode_batch=config.encode_batch,
             decode_micro_batches=config.decode_micro_batches,
             max_in_system=max(int(round(figures["present"])), 1),
+            **self._chunk_controls(config, figures["stock_tokens"]),
             even=EvenBatches(adjustment=self.adjustment, target_active=target,
                              mean_input_tokens=self.problem.lengths.inputs.mean))
         deployment = self._deployment(config, plan, figures["kv_tokens"])
@@ -113,6 +123,13 @@ class Waa:
         return self._assembler.estimate(
             controls, deployment, figures, notes=[division, *extrapolation(figures["stretch"])],
             held_bytes=self.memory.by_stage(plan, configs, arrays["present"])[0])
+
+    def _chunk_controls(self, config: WaaConfig, stock_tokens: float) -> dict[str, int]:
+        if not config.encode_chunk:
+            return {}
+        return {"encode_chunk": config.encode_chunk, "stock_tokens": int(stock_tokens),
+                "planned_active": math.ceil(
+                    config.encode_batch * self.problem.lengths.outputs.mean)}
 
     def _deployment(self, config: WaaConfig, plan: WaaPlan, kv_tokens: float) -> Deployment:
         stages = plan.encode.stages
@@ -151,19 +168,34 @@ class Waa:
         ends = np.array([self.flow.iterations_of(int(k)) + 1 for k in outputs.support], float)
         return float(np.interp(constraint.quantile, np.cumsum(outputs.pmf), ends))
 
+    def modest_chunk(self, batch: FloatArray, groups: FloatArray) -> FloatArray:
+        """Chunks of so many tokens [configs], one in each group's step, hold what is encoded in an
+        iteration where the decode batch is as planned. Larger ones come in some steps only, and
+        hold up those without."""
+        lengths = self.problem.lengths
+        return np.asarray(batch * lengths.inputs.mean * lengths.outputs.mean
+                          / (self.times.mean_iterations * groups))
+
     def least_stretch(self, batch: FloatArray, degrees: Sequence[int]) -> FloatArray:
         """No configuration of such an encode_batch [batches] or a larger one, with stages of these
         degrees, presents a smaller size in relation to what was measured."""
+        one, none = np.ones_like(batch), np.zeros_like(batch)
         encode, decode = (
             np.min([self._range.stretch((degree,), presented) for degree in degrees], axis=0)
-            for presented in (self._encoded(batch), self._decoded(np.ones_like(batch))))
+            for presented in (self._encoded(batch), self._decoded(one, none)))
         return np.asarray(np.maximum(encode, decode))
 
     def _divided(self, configs: Sequence[WaaConfig],
                  ) -> Iterator[tuple[WaaPlan, WaaConfigs, IntArray]]:
-        """Configurations come by their division: (plan, those that have it, their rows)."""
+        """Configurations come by their division: (plan, those that have it, their rows). Raises
+        InputError for chunks of a model that can take none."""
+        chunk = max((one.encode_chunk for one in configs), default=0)
+        if chunk and self.problem.model.is_encoder_decoder:
+            raise wrong("schedule", "encode_chunk", chunk, "0 for an encoder-decoder model: its "
+                        "encoder and its decoder share no layers that chunks could go through")
         every = WaaConfigs(batch=np.array([c.encode_batch for c in configs], float),
-                           groups=np.array([c.decode_micro_batches for c in configs], float))
+                           groups=np.array([c.decode_micro_batches for c in configs], float),
+                           chunk=np.array([c.encode_chunk for c in configs], float))
         for key, rows in by_plan(configs).items():
             split = self.split(*key)
             devices = self.division.divide(split, every.take(rows))
@@ -172,7 +204,8 @@ class Waa:
                 yield split.plan(int(count)), every.take(own), own
 
     def _figures(self, plan: WaaPlan, configs: WaaConfigs) -> dict[str, FloatArray]:
-        rates = pool_rates(self.times, plan, configs, self.problem.lengths.outputs.mean)
+        rates, taken_s, stock = self.chunked.with_chunks(plan, configs, pool_rates(
+            self.times, plan, configs, self.problem.lengths.outputs.mean))
         with np.errstate(invalid="ignore"):  # refused sizes are infinite
             buffer = (self.times.encode_steps(plan, configs.batch, 1 + self.adjustment)
                       - self.times.encode_steps(plan, configs.batch)).sum(axis=1)
@@ -180,6 +213,10 @@ class Waa:
             latency = (ttft + rates.handover_s + self.iterations_waited * rates.iteration_s)
             if self.problem.model.is_encoder_decoder:  # the first token is decoded
                 ttft = ttft + rates.handover_s + 1.5 * rates.iteration_s
+            # who is encoded in chunks goes on in its group's next step
+            latency = np.maximum(latency, taken_s + np.where(
+                taken_s > 0, self._iterations_after * rates.iteration_s, 0.0))
+            ttft = np.maximum(ttft, taken_s)
         rows = np.maximum(rates.decode_batch / configs.groups, 1.0)
         latency, ttft = (np.where(rates.throughput_qps > 0, seconds, np.inf)
                          for seconds in (latency, ttft))
@@ -188,11 +225,18 @@ class Waa:
             "period_s": rates.iteration_s, "encode_s": rates.encode_s, "present": rates.present,
             "latency_s": latency, "ttft_s": ttft,
             "tpot_s": per_token_s(self.problem, latency, ttft),
-            "kv_tokens": self.memory.kv_tokens(rates.present),
+            "kv_tokens": self.memory.kv_tokens(rates.present), "stock_tokens": stock,
             "memory_bytes": self.memory.fullest(plan, configs, rates.present),
             "stretch": np.maximum(
                 self._range.stretch(plan.encode.times.degrees, self._encoded(configs.batch)),
-                self._range.stretch(plan.decode.times.degrees, self._decoded(rows)))}
+                self._range.stretch(plan.decode.times.degrees, self._decoded(
+                    rows, configs.chunk)))}
+
+    @cached_property
+    def _iterations_after(self) -> float:
+        """Iterations that the bound's query takes part in, in its turn."""
+        waited = self.iterations_waited
+        return max(waited - 0.5, 0.0) if self.problem.constraint.kind == "sequence" else waited
 
     def _encoded(self, batch: FloatArray) -> Presented:
         """The encode pool presents such sizes to the timing source."""
@@ -200,10 +244,14 @@ class Waa:
         return Presented(encode_tokens=batch * inputs.mean * (1 + self.adjustment),
                          input_tokens=inputs.max)
 
-    def _decoded(self, rows: FloatArray) -> Presented:
-        """The decode pool presents such sizes, in steps of that many queries."""
+    def _decoded(self, rows: FloatArray, chunk: FloatArray) -> Presented:
+        """The decode pool presents such sizes, in steps of that many queries and tokens of
+        inputs."""
         lengths, is_apart = self.problem.lengths, self.problem.model.is_encoder_decoder
-        return Presented(decode_queries=rows, context=lengths.outputs.max + (
+        is_mixed = chunk > 0
+        return Presented(encode_tokens=np.where(is_mixed, rows + chunk, 0.0),
+                         input_tokens=lengths.inputs.max if is_mixed.any() else 0.0,
+                         decode_queries=rows, context=lengths.outputs.max + (
             0 if is_apart else lengths.inputs.max))
 
 

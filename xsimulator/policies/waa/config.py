@@ -11,12 +11,15 @@ from xgpt.core.lengths import FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaaConfig:
-    """One point of WAA's space is a batch, a number of groups and a tensor plan."""
+    """One point of WAA's space is a batch, a number of groups and a tensor plan; with an
+    `encode_chunk` the decode pool encodes up to so many tokens in each of its steps while the
+    encode pool is behind (0: none)."""
 
     encode_batch: int
     decode_micro_batches: int = 1
     tp_degree: int = 1
     tp_gpus: int = 0
+    encode_chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -25,9 +28,15 @@ class WaaConfigs:
 
     batch: FloatArray
     groups: FloatArray
+    chunk: FloatArray
+
+    @classmethod
+    def plain(cls, batch: FloatArray, groups: FloatArray) -> WaaConfigs:
+        """Those that take no chunks."""
+        return cls(batch=batch, groups=groups, chunk=np.zeros(len(batch)))
 
     def take(self, rows: IntArray) -> WaaConfigs:
-        return WaaConfigs(batch=self.batch[rows], groups=self.groups[rows])
+        return WaaConfigs(batch=self.batch[rows], groups=self.groups[rows], chunk=self.chunk[rows])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,6 +47,8 @@ class WaaBoxes:
     most: IntArray
     fewest: IntArray  # decode_micro_batches
     highest: IntArray
+    chunk: IntArray  # encode_chunk: of all configurations of a box 0, or of none
+    largest_chunk: IntArray
 
     def __len__(self) -> int:
         return len(self.least)
@@ -45,14 +56,19 @@ class WaaBoxes:
     @property
     def easiest(self) -> WaaConfigs:
         """The least is held at these corners."""
-        return WaaConfigs(batch=np.asarray(self.least, float),
-                          groups=np.asarray(self.highest, float))
+        return _configs(self.least, self.highest, self.chunk)
 
     @property
     def hardest(self) -> WaaConfigs:
         """The most is held at these corners."""
-        return WaaConfigs(batch=np.asarray(self.most, float), groups=np.asarray(self.fewest, float))
+        return _configs(self.most, self.fewest, self.largest_chunk)
 
     def take(self, rows: IntArray) -> WaaBoxes:
         return WaaBoxes(least=self.least[rows], most=self.most[rows], fewest=self.fewest[rows],
-                        highest=self.highest[rows])
+                        highest=self.highest[rows], chunk=self.chunk[rows],
+                        largest_chunk=self.largest_chunk[rows])
+
+
+def _configs(batch: IntArray, groups: IntArray, chunk: IntArray) -> WaaConfigs:
+    return WaaConfigs(batch=np.asarray(batch, float), groups=np.asarray(groups, float),
+                      chunk=np.asarray(chunk, float))

@@ -100,11 +100,13 @@ class WaaMemory:
         batch = configs.batch
         encoded = np.ceil(batch * (1 + self._adjustment))
         decoded = np.ceil(in_system / configs.groups)
+        # beside a chunk, and those whose encoding it ends
+        ended = np.ceil(configs.chunk / self._mean)
         return [(plan.encode, self.encode_kv_tokens(batch, len(plan.encode.stages)),
                  memory.largest_rows(self._inputs, encoded), encoded),
                 # its caches, and a batch that has been handed over and waits for its turn to join
-                (plan.decode, self.kv_tokens(in_system) + self._largest_batch(batch), decoded,
-                 decoded)]
+                (plan.decode, self.kv_tokens(in_system) + self._largest_batch(batch),
+                 decoded + configs.chunk, decoded + ended)]
 
     def _find_per_unit(self, pool: StagePlan, is_encode: bool) -> _PerUnit:
         kinds = np.unique(np.stack(self._linear(pool, is_encode), axis=1), axis=0)

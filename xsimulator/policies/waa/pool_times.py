@@ -11,7 +11,7 @@ from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
 from xsimulator.occupancy import QueryFlow
-from xsimulator.plans import PlanSource
+from xsimulator.plans import PlanSource, StagePlan
 from xsimulator.policies.waa.config import WaaConfigs
 from xsimulator.policies.waa.plans import WaaPlan
 from xsimulator.policies.waa.unevenness import Unevenness, UnevenPool
@@ -21,7 +21,7 @@ ROWS_RATIO = 1.03  # between the group sizes at which decode steps are tabulated
 _ROWS_SPARE = 24  # of them beyond what is asked for: twice as large
 _ROOT_STEPS = 100  # to the decode batch at most; 6 to 10 are usual
 _ROOT_ACCURACY = 1e-12  # of the decode batch that is wanted
-_DEVIATIONS = 3.0  # of the number in the system, where the encode pool sets the pace
+DEVIATIONS = 3.0  # of the number in the system, where the encode pool sets the pace
 
 
 class EncodeTimes(NamedTuple):
@@ -44,6 +44,7 @@ class PoolTimes:
         # of the queries, is not done with its first token, and is handed over
         self._decoding_share = float(problem.lengths.outputs.pmf[flow.iterations_fewer:].sum())
         self.mean_iterations = max(flow.mean_iterations, 1e-9)
+        self.mean_input = self._inputs.mean
         self._uneven = Unevenness(self._inputs, adjustment)
         self._lengthened: dict[WaaPlan, FloatArray] = {}
         self.decode_table = cache(partial(DecodeTable, self))  # by plan
@@ -98,14 +99,23 @@ class PoolTimes:
             seconds = seconds + times.cross_kv_s(done * self._inputs.mean)
         return seconds.max(axis=1), seconds.sum(axis=1)
 
+    def attention_s(self, pool: StagePlan, degree: int, rows: FloatArray) -> FloatArray:
+        """One layer's attention takes such seconds [rows] in a decode step of so many queries, on
+        a stage of that degree."""
+        return np.asarray(pool.times.layers.decode_attention_s(rows, self._context(rows), degree))
+
+    def single(self, degree: int) -> StagePlan:
+        """A single group of that degree holds all layers."""
+        return self._plans.pool([self._problem.cluster.fastest_group(degree)], "both")
+
     def encode_query_s(self, batch: FloatArray, degree: int) -> FloatArray:
         """C_E is one query's encoding through all layers of a single group."""
-        times = self._plans.pool([self._problem.cluster.fastest_group(degree)], "both").times
+        times = self.single(degree).times
         return np.asarray(self._encode_s(times, batch)[..., 0] / batch)
 
     def decode_query_s(self, rows: FloatArray, degree: int) -> FloatArray:
         """C_D is one query's decoding through all layers of a single group, in steps of `rows`."""
-        times = self._plans.pool([self._problem.cluster.fastest_group(degree)], "both").times
+        times = self.single(degree).times
         seconds = times.decode_s(rows, self._context(rows))[..., 0]
         return np.asarray(seconds / rows * self.mean_iterations)
 
@@ -188,7 +198,7 @@ def pool_rates(times: PoolTimes, plan: WaaPlan, configs: WaaConfigs,
                       (steps.shape[1] + 2) * slowest - handover)
     encode = np.where(is_throttled, through, np.maximum(queued, through))
     slack = np.where(is_throttled, 0.5 * batch,
-                     batch + _DEVIATIONS * np.sqrt(np.maximum(decoding, 1.0)))
+                     batch + DEVIATIONS * np.sqrt(np.maximum(decoding, 1.0)))
     away = rate * (encode + handover + 0.5 * np.where(is_timed, iteration, 0.0))
     return PoolRates(
         throughput_qps=np.where(is_timed, rate, 0.0), decode_batch=decoding,

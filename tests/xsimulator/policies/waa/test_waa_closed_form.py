@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from problems import problem_of, roofline_of
@@ -53,9 +55,18 @@ CASES = [
     ("gpt3-39b", "S", waa_m, "sequence", False, WaaConfig(
         encode_batch=3, decode_micro_batches=3, tp_degree=4, tp_gpus=8)),
     ("t5-11b", "S", waa_m, "queries", False, WaaConfig(encode_batch=8, decode_micro_batches=2))]
+# decode pools that take chunks: in every step, and as many as keep the planned batch
+CHUNKED = [
+    ("opt-13b", "S", waa_m, "sequence", True, WaaConfig(
+        encode_batch=12, decode_micro_batches=2, encode_chunk=96)),
+    ("opt-13b", "S", waa_m, "queries", False, WaaConfig(
+        encode_batch=10, decode_micro_batches=2, tp_degree=2, tp_gpus=2, encode_chunk=64)),
+    ("gpt3-39b", "S", waa_m, "sequence", False, WaaConfig(
+        encode_batch=3, decode_micro_batches=3, tp_degree=4, tp_gpus=8, encode_chunk=512))]
 
 
-@pytest.mark.parametrize(("model", "task", "policy", "kind", "padded", "config"), CASES)
+@pytest.mark.parametrize(("model", "task", "policy", "kind", "padded", "config"),
+                         [*CASES, *CHUNKED])
 def test_agrees_with_the_replay(model, task, policy, kind, padded, config):
     problem = problem_of(model, lengths=task, kind=kind, quantile=0.95)
     found = waa_of(problem, policy, padded=padded).estimate(config)
@@ -79,6 +90,32 @@ def test_queries_decoded_are_throughput_times_their_iterations(model, padded):
     present = found.throughput_qps * waa.flow.mean_iterations * found.period_s
     np.testing.assert_allclose(present, found.decode_batch, rtol=1e-9)
     assert (found.decode_batch <= batches * waa.problem.lengths.outputs.mean * (1 + 1e-9)).all()
+
+
+@pytest.mark.parametrize("chunk", [16, 128, 2048])
+def test_chunks_bring_what_the_encode_pool_lacks_and_no_more(chunk):
+    waa = waa_of(problem_of(lengths="S"), padded=False)
+    batches = np.arange(4, 80)
+    alone = waa.evaluate(configs_of(batches, (3,)))
+    found = waa.evaluate([replace(config, encode_chunk=chunk) for config in configs_of(
+        batches, (3,))])
+    meant = batches * waa.problem.lengths.outputs.mean
+    is_behind = alone.decode_batch < meant * (1 - 1e-9)
+    assert is_behind.any(), "short outputs: one device cannot encode as much"
+    np.testing.assert_array_equal(found.throughput_qps[~is_behind],
+                                  alone.throughput_qps[~is_behind])
+    more = found.throughput_qps[is_behind] - alone.throughput_qps[is_behind]
+    assert (more > 0).all() and (found.latency_s >= alone.latency_s).all()
+    # Little's law holds of both ways of encoding, and the decode batch stays as planned
+    present = found.throughput_qps * waa.flow.mean_iterations * found.period_s
+    np.testing.assert_allclose(present, found.decode_batch, rtol=1e-9)
+    assert (found.decode_batch <= meant * (1 + 1e-9)).all()
+    # no more is encoded beside decoding than its chunks hold
+    tokens = more * waa.problem.lengths.inputs.mean * found.period_s[is_behind]
+    assert (tokens <= 3 * chunk * (1 + 1e-9)).all()
+    is_full = found.decode_batch[is_behind] < meant[is_behind] * (1 - 1e-6)
+    np.testing.assert_allclose(tokens[is_full], 3 * chunk, rtol=1e-6)
+    assert is_full.any()
 
 
 @pytest.mark.parametrize(("task", "is_throttled"), [("T", True), ("S", False)])

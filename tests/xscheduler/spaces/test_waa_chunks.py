@@ -1,0 +1,82 @@
+"""WAA whose decode pools take chunks, searched: as much is found as all configurations have, and
+chunks are left out where the job or the model has none. (test_bounds.py has their bounds.)"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from problems import problem_of, roofline_of
+
+from xgpt.core.controls import WaaControls
+from xgpt.core.errors import InputError
+from xgpt.core.job import FixedSchedule
+from xgpt.core.problem import Problem
+from xprofiler.timing import TimingSource
+from xscheduler.search import GAP, Scheduler
+from xscheduler.spaces.tensor_plans import tensor_plans
+from xscheduler.spaces.waa import CHUNKS, WaaSpace, group_range
+
+
+def all_points(problem: Problem, timing: TimingSource, bound_s: float) -> float:
+    """The most throughput of any configuration with a chunk that is searched."""
+    space = WaaSpace("waa-m", problem, timing, tensor_plans(problem, timing))
+    most = 0.0
+    for plan, split in enumerate(space.splits):
+        fewest, highest = group_range(problem, split)
+        keys = [(plan, batch, groups, chunk) for batch in range(1, 61)
+                for groups in range(fewest, highest + 1) for chunk in CHUNKS
+                if space.is_modest(batch, groups, chunk)]
+        most = max(most, *(qps for qps, latency_s, limit in space.evaluate(keys)
+                           if not limit and latency_s <= bound_s), 0.0)
+    return most
+
+
+@pytest.mark.parametrize(("bound_s", "gain"), [(3.5, 1.0), (7.0, 1.1), (math.inf, 1.1)])
+def test_the_search_finds_what_all_chunks_have(bound_s: float, gain: float) -> None:
+    problem = replace(problem_of(lengths="S", latency_s=bound_s), fixed=FixedSchedule(
+        policies=("waa-m",), encode_batch=None), num_queries=None)
+    timing = roofline_of(problem)
+    best = all_points(problem, timing, bound_s)
+    found = Scheduler(problem, timing).find()
+    alone = Scheduler(replace(problem, fixed=replace(
+        problem.fixed, encode_chunk=0)), timing).find()
+    assert best > 0
+    assert found.figures.throughput_qps >= max(best, alone.figures.throughput_qps) / (1 + GAP)
+    assert found.proof.bound_qps >= best
+    assert found.estimate.variables["encode_chunk"] in CHUNKS
+    assert alone.estimate.variables["encode_chunk"] == 0
+    assert found.figures.throughput_qps > gain * alone.figures.throughput_qps
+
+
+def test_chunks_are_searched_once_and_as_the_job_and_the_model_have_them() -> None:
+    def chunks(name: str, model: str = "opt-13b", **fixed: object) -> tuple[int, ...]:
+        problem = replace(problem_of(model), fixed=FixedSchedule(**fixed))  # type: ignore[arg-type]
+        timing = roofline_of(problem)
+        return WaaSpace(name, problem, timing, tensor_plans(problem, timing)).chunks
+
+    assert chunks("waa-m") == (0, *CHUNKS) and chunks("waa-c") == (0,), "both are searched"
+    assert chunks("waa-c", policies=("rra", "waa-c")) == (0, *CHUNKS)
+    assert chunks("waa-c", encode_chunk=50) == (50,) and chunks("waa-m", encode_chunk=0) == (0,)
+    assert chunks("waa-m", model="t5-11b") == (0,)
+
+
+def test_a_chunk_that_the_job_fixes_is_taken_however_large() -> None:
+    problem = replace(problem_of(lengths="S"), fixed=FixedSchedule(
+        policies=("waa-c",), encode_chunk=700, encode_batch=3, decode_micro_batches=2))
+    found = Scheduler(problem, roofline_of(problem)).find()
+    controls = found.estimate.controls
+    assert found.estimate.variables["encode_chunk"] == 700
+    assert isinstance(controls, WaaControls)
+    assert controls.planned_active == math.ceil(3 * problem.lengths.outputs.mean)
+    assert controls.stock_tokens >= 2 * 2 * 700
+    assert np.isfinite(found.figures.latency_s) and found.proof.gap <= GAP
+
+
+def test_an_encoder_decoder_model_has_none() -> None:
+    problem = replace(problem_of("t5-11b"), fixed=FixedSchedule(
+        policies=("waa-m",), encode_chunk=64))
+    with pytest.raises(InputError, match="encode_chunk"):
+        Scheduler(problem, roofline_of(problem)).find()
