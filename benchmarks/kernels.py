@@ -25,7 +25,7 @@ from floor import read_bytes_per_s
 from xgpt.core.local import cpu_cluster
 from xrunner.ops import kv, native
 from xrunner.ops.attention import decode_attention, encode_attention
-from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
+from xrunner.ops.contexts import decode_context, encode_context, layers_of, whole_inputs
 from xrunner.ops.head import OutputHead
 from xrunner.rules.slots import compaction_moves
 
@@ -103,15 +103,15 @@ def copies(peak: float) -> list[Row]:
 
 def decoding(peak: float) -> list[Row]:
     """All layers of one step, so that a step's entries do not stay in the cache."""
-    store = torch.randn(LAYERS, 2, SLOTS, KV_HEADS, CAPACITY, DIM).to(DTYPE)
+    layers = layers_of(torch.randn(LAYERS, 2, SLOTS, KV_HEADS, CAPACITY, DIM).to(DTYPE))
     found = []
     for count in (4, 32, 100):
         lengths = contexts(count)
         query, step = torch.randn(count, HEADS, DIM).to(DTYPE), decode_context(lengths)
 
         def work(query=query, step=step) -> None:
-            for keys, values in store:
-                decode_attention(query, (keys, values), step)
+            for cache in layers:
+                decode_attention(query, cache, step)
 
         amount = LAYERS * 2 * KV_HEADS * DIM * DTYPE.itemsize * sum(lengths)
         found.append(compare(f"decode attention, {count} queries, {LAYERS} layers", amount, peak,

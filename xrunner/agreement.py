@@ -77,7 +77,7 @@ def _chosen(plan: RunPlan, spec: ModelSpec, inputs: list[list[int]], weight_dtyp
         cache = KvCache(kv_shape(spec, dtype, slots=1, capacity=len(tokens)))
         first = cache.allocate([len(tokens)])
         step = encode_context(whole_inputs([len(tokens)], first))
-        hidden = model.encode(torch.tensor(tokens), cache.store, step)
+        hidden = model.encode(torch.tensor(tokens), cache.layers, step)
         chosen.append(model.scores(hidden).best(range(len(tokens))).tokens)
     return torch.cat(chosen) if chosen else torch.zeros(0, dtype=torch.long)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from xrunner.devices import on_device
 from xrunner.engine.kv import EntryRows, KvShape, zeros
-from xrunner.ops.contexts import BlockTable
+from xrunner.ops.contexts import BlockTable, layers_of
 from xrunner.rules.slots import apply_moves, compaction_moves
 
 # Tokens of a block. On a GPU what vLLM takes; on a CPU the keys whose scores attention holds at a
@@ -96,6 +96,7 @@ class Blocks:
         self.shape, self.room, self.device = shape, room, torch.device(device)
         self.pool = BlockPool(shape.slots)
         self.store = zeros(shape, self.device, is_resident)
+        self.layers = layers_of(self.store)
 
     def caches(self) -> list["BlockCache"]:
         """One for each group."""
@@ -131,16 +132,13 @@ class BlockCache:
     def __init__(self, blocks: Blocks) -> None:
         self.lengths: list[int] = []  # tokens cached, by slot
         self.pool = blocks.pool
-        self._shape, self._room, self._store = blocks.shape, blocks.room, blocks.store
+        self._shape, self._room = blocks.shape, blocks.room
+        # [layers, 2, blocks, kv_heads, block size, head_dim], of all groups that share it
+        self.store, self.layers = blocks.store, blocks.layers
         self._held: list[list[int]] = []  # blocks of each slot
         self.pool.lend_to(self._held)
         self._lines = _Lines(self._room.slots, self._room.width(self._shape.capacity),
                              blocks.device)
-
-    @property
-    def store(self) -> Tensor:
-        """[layers, 2, blocks, kv_heads, block size, head_dim], of all groups that share it."""
-        return self._store
 
     @property
     def num_bytes(self) -> int:

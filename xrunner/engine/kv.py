@@ -20,7 +20,7 @@ from torch import Tensor
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import format_bytes
-from xrunner.ops.contexts import BlockTable
+from xrunner.ops.contexts import BlockTable, layers_of
 from xrunner.ops.kv import compact
 from xrunner.rules.slots import apply_moves, compaction_moves
 
@@ -72,12 +72,9 @@ class KvCache:
         virtual machine that was measured to add a sixth to an encode)."""
         self.lengths: list[int] = []  # tokens cached, by slot
         self._shape, self._most = shape, 0
-        self._store = zeros(shape, torch.device(device), is_resident)
-
-    @property
-    def store(self) -> Tensor:
-        """[layers, 2, slots, kv_heads, capacity, head_dim]; rows 0..len(lengths)-1 are live."""
-        return self._store
+        # [layers, 2, slots, kv_heads, capacity, head_dim]; rows 0..len(lengths)-1 are live
+        self.store = zeros(shape, torch.device(device), is_resident)
+        self.layers = layers_of(self.store)
 
     @property
     def num_bytes(self) -> int:
@@ -101,7 +98,8 @@ class KvCache:
     def share_layers(self, num_layers: int) -> None:
         """A cache of one layer stands for `num_layers` that read and write the same entries: for
         timing a step whose caches would not fit; what it computes is meaningless."""
-        self._store = self._store.expand(num_layers, -1, -1, -1, -1, -1)
+        self.store = self.store.expand(num_layers, -1, -1, -1, -1, -1)
+        self.layers = layers_of(self.store)
 
     def allocate(self, tokens: Sequence[int]) -> int:
         """Slots for new queries of so many tokens each, contiguous; returns the first."""
@@ -130,7 +128,7 @@ class KvCache:
     def free(self, removed: Sequence[int]) -> int:
         """Drop the queries in slots `removed` and close the gaps. Returns the rows copied."""
         moves = compaction_moves(len(self.lengths), removed)
-        compact(self._store, moves, [self.lengths[move.source] for move in moves])
+        compact(self.store, moves, [self.lengths[move.source] for move in moves])
         apply_moves(self.lengths, moves, len(removed))
         return len(moves)
 

@@ -113,7 +113,7 @@ class StageExecutor:
         own = self.groups[group]
         first, lengths, message = own.pending.popleft()
         assert isinstance(self.model, EncoderDecoderStage), f"{self.model.spec.family = }"
-        self.model.store_encoded(on_device(encoded, self.model.device), own.encoded.store, first,
+        self.model.store_encoded(on_device(encoded, self.model.device), own.encoded.layers, first,
                                  lengths)
         self._record("cross_kv", message, len(lengths), len(encoded))
         self.records.settle()
@@ -138,7 +138,7 @@ class StageExecutor:
             tails = lengths
         step = encode_context(whole_inputs(lengths, first), inputs.device, group.cache.room_for([]),
                               tails)
-        hidden = self.model.encode(inputs, group.cache.store, step, ends_only=self.model.is_last)
+        hidden = self.model.encode(inputs, group.cache.layers, step, ends_only=self.model.is_last)
         if self.sender is not None:
             self.sender.hand_over(message, group.cache, first)
         if not self.model.is_last:
@@ -156,7 +156,7 @@ class StageExecutor:
             if self.sender is not None and model.is_last:
                 self.sender.hand_over_encoded(new.message, hidden)
         elif model.is_last:
-            model.store_encoded(hidden, group.encoded.store, new.first, new.lengths)
+            model.store_encoded(hidden, group.encoded.layers, new.first, new.lengths)
         else:
             group.pending.append(new)
         return hidden
@@ -173,11 +173,11 @@ class StageExecutor:
             assert not group.pending, f"{message.group = } decodes inputs that are not encoded"
             encoded = group.encoded
             across = decode_context(encoded.lengths, device=inputs.device)
-            hidden = model.decode(inputs, cache.store, encoded.store, step, across)
+            hidden = model.decode(inputs, cache.layers, encoded.layers, step, across)
         elif group.graphs is not None:
             hidden = group.graphs.decode(inputs, step)
         else:
-            hidden = model.decode(inputs, cache.store, step)
+            hidden = model.decode(inputs, cache.layers, step)
         cache.extend()
         if not model.is_last:
             return hidden
@@ -199,7 +199,7 @@ class StageExecutor:
         step = decode_context(lengths, decoding, inputs.device, table) if decoding else None
         if step is not None and group.last_tokens is not None:
             inputs = group.last_tokens.fed(inputs, step)
-        hidden = model.mixed(inputs, cache.store, step,
+        hidden = model.mixed(inputs, cache.layers, step,
                              encode_context(spans, inputs.device, table) if spans else None,
                              ends_only=model.is_last)
         for slot in decoding:
@@ -226,7 +226,7 @@ class StageExecutor:
         first, lengths = group.join(message.joined)
         if isinstance(self.model, EncoderDecoderStage):
             encoded = receiver.encoded(queries).to(self.model.device)
-            self.model.store_encoded(encoded, group.encoded.store, first, lengths)
+            self.model.store_encoded(encoded, group.encoded.layers, first, lengths)
             return
         for slot, query in enumerate(queries, start=first):
             receiver.put_into(group.cache, slot, query)

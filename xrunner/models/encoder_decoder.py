@@ -23,7 +23,7 @@ from xrunner.models.stage_model import (
 )
 from xrunner.models.weights import OnDevice, WeightSource, WideVectors
 from xrunner.ops.attention import decode_attention, packed_attention, store_packed
-from xrunner.ops.contexts import DecodeContext, encode_context, whole_inputs
+from xrunner.ops.contexts import DecodeContext, Layers, encode_context, whole_inputs
 from xrunner.ops.head import Scores
 from xrunner.ops.linear import activations_of
 from xrunner.ops.rows import place
@@ -97,7 +97,7 @@ class EncoderDecoderStage:
         out: Tensor = hidden.total()
         return (self.encoder_ends.finish(out) if self.is_last else out).to(self.dtype)
 
-    def store_encoded(self, encoded: Tensor, cache: Tensor, first_slot: int,
+    def store_encoded(self, encoded: Tensor, cache: Layers, first_slot: int,
                       lengths: Sequence[int]) -> None:
         """The encoder's output [T, H] as keys and values in the cross-attention's cache
         [layers, 2, slots, k, capacity, d], from `first_slot` on."""
@@ -107,7 +107,7 @@ class EncoderDecoderStage:
             key, value = layer.cross_kv(encoded)
             store_packed(key, value, (keys, values), places)
 
-    def decode(self, inputs: Tensor, cache: Tensor, encoded: Tensor, step: DecodeContext,
+    def decode(self, inputs: Tensor, cache: Layers, encoded: Layers, step: DecodeContext,
                across: DecodeContext) -> Tensor:
         """One token of each active query. `inputs`: tokens [n] on the first stage, hidden [n, H]
         after it; `cache` of the tokens so far, as `step` reads it; `encoded` of the inputs, which

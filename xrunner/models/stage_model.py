@@ -17,7 +17,7 @@ from xrunner.models.opt import opt_ends, opt_layer
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.weights import OnDevice, WeightSource, WideVectors
 from xrunner.ops.attention import Scoring, decode_attention, encode_attention
-from xrunner.ops.contexts import DecodeContext, EncodeContext, Places
+from xrunner.ops.contexts import DecodeContext, EncodeContext, Layers, Places
 from xrunner.ops.head import Scores
 from xrunner.ops.linear import activations_of
 from xrunner.ops.residual import Residual
@@ -114,19 +114,19 @@ class StageModel:
         """Key-value heads of this shard, as its caches hold them."""
         return self.shard.share(self.spec.kv_heads)
 
-    def encode(self, inputs: Tensor, cache: Tensor, step: EncodeContext, *,
+    def encode(self, inputs: Tensor, cache: Layers, step: EncodeContext, *,
                ends_only: bool = False) -> Tensor:
         """Whole inputs, or spans of them, packed. `inputs`: tokens [T] on the first stage, hidden
         [T, H] after it; cache [layers, 2, slots, k, capacity, d]. Returns hidden [T, H], or of
         `ends_only` as `mixed` does."""
         return self.mixed(inputs, cache, None, step, ends_only=ends_only)
 
-    def decode(self, inputs: Tensor, cache: Tensor, step: DecodeContext) -> Tensor:
+    def decode(self, inputs: Tensor, cache: Layers, step: DecodeContext) -> Tensor:
         """One token of each active query. `inputs`: tokens [n] on the first stage, hidden [n, H]
         after it. Returns hidden [n, H]."""
         return self.mixed(inputs, cache, step, None)
 
-    def mixed(self, inputs: Tensor, cache: Tensor, decoded: DecodeContext | None,
+    def mixed(self, inputs: Tensor, cache: Layers, decoded: DecodeContext | None,
               encoded: EncodeContext | None, *, ends_only: bool = False) -> Tensor:
         """One token of each of n queries (None: of none), then spans of inputs (None: none),
         packed: one product for all rows, attention apart (ORCA's selective batching). `inputs`:
@@ -146,7 +146,7 @@ class StageModel:
                 for rows, piece in encoded.pieces(PIECE_TOKENS)]
         return torch.cat(out)
 
-    def _together(self, inputs: Tensor, cache: Tensor, decoded: DecodeContext | None,
+    def _together(self, inputs: Tensor, cache: Layers, decoded: DecodeContext | None,
                   encoded: EncodeContext | None, *, ends_only: bool = False) -> Tensor:
         n = 0 if decoded is None else len(decoded.slots)
         kept = None  # rows that the last layer goes on with; None: all

@@ -36,6 +36,10 @@ class Scoring(NamedTuple):
 
 PLAIN = Scoring()
 _NO_WEIGHT = -1e30
+# Of a mean span: 2 ** 29 take some 30 us at the 20 TFLOP/s that a data-centre GPU's cores do in
+# float32 at most, as long as it takes to call torch's attention and to launch what it needs. By
+# data sheets: no GPU has been asked.
+_FLASH_FLOPS = 2**29
 
 
 class Distances(NamedTuple):
@@ -165,6 +169,8 @@ def encode_attention(query: Tensor, cache: Cache, step: EncodeContext,
                                    and scoring.window < step.longest):
         return _encode_by_span(query, cache, step, scoring._replace(scale=scale))
     if (gpu := _cuda("encode_attention", query, keys)) is not None:
+        if _suits_flash(query, step):
+            return _encode_by_span(query, cache, step, Scoring(scale))
         return gpu.encode_attention(query, cache, step, scale).flatten(1)
     if not _is_native(query, keys):
         return _encode_by_span(query, cache, step, Scoring(scale))
@@ -177,6 +183,16 @@ def encode_attention(query: Tensor, cache: Cache, step: EncodeContext,
         first.data_ptr(), lengths.data_ptr(), len(step.spans), heads, kv_heads, dim, num_blocks,
         size, scale, threads()))
     return out
+
+
+def _suits_flash(query: Tensor, step: EncodeContext) -> bool:
+    """Whether a GPU is left to torch's flash attention, a call for each span: for inputs in half
+    precision, from their beginning, and so long that its tensor cores save more than the calls
+    cost (_FLASH_FLOPS)."""
+    tokens, heads, dim = query.shape
+    if query.dtype == torch.float32 or any(span.first for span in step.spans):
+        return False
+    return 2 * heads * dim * tokens**2 >= _FLASH_FLOPS * len(step.spans)**2
 
 
 def _encode_by_span(query: Tensor, cache: Cache, step: EncodeContext, scoring: Scoring) -> Tensor:
@@ -269,8 +285,9 @@ def _is_native(query: Tensor, keys: Tensor) -> bool:
 def _cuda(operator: str, query: Tensor, keys: Tensor) -> CudaOps | None:
     """The CUDA operators, where this one serves such tensors."""
     gpu = cuda_modules.ops_for(operator, query)
-    return (gpu if query.shape[2] <= MAX_DIM and keys.dtype == query.dtype
-            and _are_plain(query, keys) else None)
+    if gpu is None or query.shape[2] > MAX_DIM or keys.dtype != query.dtype:
+        return None
+    return gpu if _are_plain(query, keys) else None
 
 
 def _are_plain(query: Tensor, keys: Tensor) -> bool:

@@ -21,6 +21,14 @@ from xrunner.devices import on_device
 from xrunner.rules.slots import Span
 
 Cache = tuple[Tensor, Tensor]
+# All layers': [layers, 2, blocks, k, size, d], or each one's keys and values, which saves a step
+# from taking them apart.
+Layers = Tensor | Sequence[Cache]
+
+
+def layers_of(store: Tensor) -> list[Cache]:
+    """store [layers, 2, blocks, k, size, d], taken apart."""
+    return [(keys, values) for keys, values in store]
 
 
 class Places(NamedTuple):

@@ -1,0 +1,44 @@
+"""Which inputs a GPU leaves to torch's flash attention, with the CUDA sources executed on the CPU."""
+
+from __future__ import annotations
+
+import cpu_cuda
+import pytest
+import torch
+
+from xrunner.ops import attention, native
+from xrunner.ops.attention import encode_attention
+from xrunner.ops.contexts import encode_context
+from xrunner.rules.slots import Span
+
+HEADS, KV_HEADS, DIM = 4, 2, 8
+INPUTS = [Span(0, 0, 9, True), Span(2, 0, 5, True)]
+CHUNK = [Span(0, 0, 9, True), Span(2, 4, 5, True)]
+
+
+def by_kernel(launcher: cpu_cuda.CpuLauncher, spans: list[Span],
+              dtype: torch.dtype) -> tuple[bool, torch.Tensor]:
+    """Whether our kernel was launched, and what came of it."""
+    generator = torch.Generator().manual_seed(3)
+    query = torch.randn(sum(span.tokens for span in spans), HEADS, DIM,
+                        generator=generator).to(dtype)
+    cache = torch.randn(2, 3, KV_HEADS, 12, DIM, generator=generator).to(dtype)
+    launcher.launched.clear()
+    with cpu_cuda.using(launcher), native.left_aside():
+        out = encode_attention(query, (cache[0], cache[1]), encode_context(spans))
+    return bool(launcher.launched), out
+
+
+def test_long_inputs_in_half_precision_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = cpu_cuda.CpuLauncher(cpu_cuda.built())
+    is_ours, expected = by_kernel(launcher, INPUTS, torch.bfloat16)
+    assert is_ours, "short ones are not"
+    flops = 2 * HEADS * DIM * 7**2  # of the mean one
+    monkeypatch.setattr(attention, "_FLASH_FLOPS", flops)
+    is_ours, out = by_kernel(launcher, INPUTS, torch.bfloat16)
+    assert not is_ours
+    torch.testing.assert_close(out.float(), expected.float(), atol=0.02, rtol=0.02)
+    assert by_kernel(launcher, CHUNK, torch.bfloat16)[0], "a chunk attends to what is there"
+    assert by_kernel(launcher, INPUTS, torch.float32)[0]
+    monkeypatch.setattr(attention, "_FLASH_FLOPS", flops + 1)
+    assert by_kernel(launcher, INPUTS, torch.bfloat16)[0]
