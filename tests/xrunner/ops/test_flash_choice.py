@@ -1,4 +1,4 @@
-"""Which inputs a GPU leaves to torch's flash attention, with the CUDA sources executed on the CPU."""
+"""Which inputs a GPU leaves to flash attention, with the CUDA sources executed on the CPU."""
 
 from __future__ import annotations
 
