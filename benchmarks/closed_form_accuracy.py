@@ -50,8 +50,9 @@ CLUSTERS = {"t5-11b": "a40-8", "opt-13b": "a40-4", "gpt3-39b": "a40-16", "gpt3-1
 TASKS = ("S", "T", "G", "C1", "C2")
 QUANTILE = 0.95  # of the bound: enough queries beyond it for a steady figure
 MOST_QUERIES = 24_000
-CHUNKED = "rra in chunks"  # RRA with an encode_chunk: decoder-only models alone
-KINDS = (*policy_names(), CHUNKED)
+# with an encode_chunk: decoder-only models alone
+CHUNKED = {"rra in chunks": "rra", "waa in chunks": "waa-m"}
+KINDS = (*policy_names(), *CHUNKED)
 ROUNDS = 14  # queries replayed over queries in the system
 USUAL_QUERIES, LEAST_QUERIES = 3000, 1000
 MOST_STEPS = 500_000  # of stages, in a replay of more than the least queries
@@ -95,16 +96,16 @@ def controls_of(rng: np.random.Generator, problem: Problem, kind: str) -> FixedS
         decode_micro_batches=groups, encode_micro_batches=groups * int(rng.integers(1, 4)),
         max_active=log_uniform(4, 2000), token_budget=log_uniform(1100, 8000), tp_degree=degree,
         tp_gpus=0 if degree == 1 else degree * int(rng.integers(1, devices // degree + 1)))
-    return replace(drawn, encode_chunk=log_uniform(32, 4096)) if kind == CHUNKED else drawn
+    return replace(drawn, encode_chunk=log_uniform(32, 4096)) if kind in CHUNKED else drawn
 
 
 def draw(rng: np.random.Generator, kind: str, model: str,
          task: str) -> tuple[Problem, bool, Estimate] | None:
     """A problem with an estimate that fits; None where none of the draws does."""
     problem, padded = problem_of(rng, model, task), bool(rng.integers(2))
-    if kind == CHUNKED and problem.model.is_encoder_decoder:
+    if kind in CHUNKED and problem.model.is_encoder_decoder:
         return None
-    policy = "rra" if kind == CHUNKED else kind
+    policy = CHUNKED.get(kind, kind)
     made = make_policy(policy, problem, roofline_of(problem, padded))
     for _ in range(DRAWS):
         config, missing = make_config(policy, controls_of(rng, problem, kind))
