@@ -21,8 +21,8 @@ from xrunner.rules.steps import Chunk, Waiting
 class DecodeAim:
     """What the encode pool does for the decode batch. `target_active`: encode batches lead it back
     to that (0: they do not); what is encoded together then depends on the clock. Queries are left
-    to the decode pool while it has fewer than `planned_active`, and those of them that are not
-    begun fewer tokens than `stock_tokens` (0: never)."""
+    to the decode pool while it works on fewer than `planned_active`, and while those that it has
+    not begun have fewer tokens than `stock_tokens` (0: never)."""
 
     target_active: float = 0.0
     planned_active: int = 0
@@ -35,6 +35,9 @@ class Given:
     def __init__(self) -> None:
         self._tokens_of: dict[int, int] = {}
         self.tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._tokens_of)
 
     def add(self, query: int, tokens: int) -> None:
         self._tokens_of[query] = tokens

@@ -104,7 +104,8 @@ class WaaEncodeRule:
         the system from now on, and the next batch still has."""
         given: list[Waiting] = []
         while (self._waiting and self._given.tokens < self._aim.stock_tokens
-               and len(self._in_system) - len(self._encoding) < self._aim.planned_active
+               and len(self._in_system) - len(self._encoding) - len(self._given)
+               < self._aim.planned_active
                and self._has_room(self._waiting[0])):
             query = self._waiting.popleft()
             self._next = None
@@ -193,15 +194,17 @@ class WaaDecodeRule:
     needs_tokens = True
 
     def __init__(self, *, num_groups: int, group_max_active: int, kv_tokens: int,
-                 encode_chunk: int = 0) -> None:
+                 encode_chunk: int = 0, planned_active: int = 0) -> None:
         """`kv_tokens`: the pool's budget, within which the encode pool keeps what it sends. Groups
         have even shares of the queries, not of the tokens. `encode_chunk`: tokens of inputs that a
-        step encodes at most (0: this pool encodes none)."""
+        step encodes at most (0: this pool encodes none); none is begun while `planned_active` or
+        more are at work (0: without limit)."""
         self.num_groups, self.group_max_active = num_groups, group_max_active
         self.kv_reserve = KvBudget(kv_tokens, 1, is_shared=True)
         # a row that is encoded in part stays where it is, and who joins takes one that is free
         self.slot_use = SlotUse.REUSED if encode_chunk else SlotUse.COMPACTED
         self._inputs = TakenInputs(encode_chunk, num_groups) if encode_chunk else None
+        self._planned = planned_active or math.inf
         self._arrived: deque[tuple[int, int]] = deque()
         self._active: list[dict[int, int]] = [{} for _ in range(num_groups)]
         self._group_of: dict[int, int] = {}
@@ -260,7 +263,7 @@ class WaaDecodeRule:
         most = self._most(len(self._group_of) + len(self._arrived) + len(inputs))
 
         def begin(waiting: Waiting) -> bool:
-            if len(active) >= most:
+            if len(active) >= most or len(self._group_of) >= self._planned:
                 return False
             active[waiting.query] = waiting.reserve
             self._group_of[waiting.query] = group
@@ -287,7 +290,8 @@ def waa_rules(estimate: Estimate) -> tuple[WaaEncodeRule, WaaDecodeRule]:
                           aim=_aim(controls)),
             WaaDecodeRule(num_groups=groups, kv_tokens=deployment.kv_tokens,
                           group_max_active=math.ceil(controls.max_in_system / groups),
-                          encode_chunk=controls.encode_chunk))
+                          encode_chunk=controls.encode_chunk,
+                          planned_active=controls.planned_active))
 
 
 def system_limits(estimate: Estimate) -> SystemLimits:

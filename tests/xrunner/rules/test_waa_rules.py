@@ -60,7 +60,7 @@ class Pools:
     given: list[int] = field(default_factory=list)  # left to the decode pool
     encoded: dict[int, int] = field(default_factory=dict)  # tokens of these
     most_tokens: int = 0  # of a chunk
-    most_decoding: int = 0  # in the decode pool when a query was left to it
+    most_decoding: int = 0  # at work in the decode pool when a query was left to it
 
     def run(self, seed: int) -> Pools:
         rng = random.Random(seed)
@@ -84,14 +84,15 @@ class Pools:
         for waiting in self.encode.give():
             query = self.queries[waiting.query]
             assert (waiting.reserve, waiting.tokens) == (query.reserve, query.input)
-            self.most_decoding = max(self.most_decoding, self.in_decode_pool)
+            self.most_decoding = max(self.most_decoding, self.at_work)
             self.decode.take(waiting)
             self.given.append(waiting.query)
             self.in_system.add(waiting.query)
 
     @property
-    def in_decode_pool(self) -> int:
-        return len(self.in_system) - len(self.on_their_way)
+    def at_work(self) -> int:
+        """In the decode pool, begun or handed over."""
+        return len(self.in_system) - len(self.on_their_way) - len(self.given) + len(self.encoded)
 
     def _encode(self) -> None:
         group = self.encode.next_group()
@@ -191,6 +192,7 @@ def test_what_is_left_to_the_decode_pool_is_encoded_there_once_in_order(
         aim: DecodeAim, seed: int) -> None:
     encode = encoder(encode_batch=encode_batch, max_in_system=in_system, kv_tokens=kv, aim=aim)
     decode = WaaDecodeRule(num_groups=groups, kv_tokens=kv, encode_chunk=chunk,
+                           planned_active=aim.planned_active,
                            group_max_active=-(-in_system // groups))
     done = Pools(encode=encode, decode=decode, queries=queries).run(seed)
     served = [query for step in done.encodes for query in step.joined]
@@ -225,11 +227,24 @@ def test_no_more_lies_ready_than_the_stock_and_none_while_enough_decode() -> Non
     rule.begun([0])
     assert [one.query for one in rule.give()] == [2]
     rule.begun([1, 2])
-    assert [one.query for one in rule.give()] == [3], "four are in the decode pool, as planned"
+    assert [one.query for one in rule.give()] == [3, 4]
     rule.begun([3])
-    assert rule.give() == []
+    assert rule.give() == [], "four are at work, as planned"
     rule.release(0)
-    assert [one.query for one in rule.give()] == [4]
+    assert [one.query for one in rule.give()] == [5]
+
+
+def test_what_waits_in_the_decode_pool_is_begun_only_while_fewer_than_planned_are_at_work() -> None:
+    rule = WaaDecodeRule(num_groups=1, kv_tokens=999, group_max_active=9, encode_chunk=50,
+                         planned_active=3)
+    rule.submit(0, 30)
+    for query in range(1, 5):
+        rule.take(Waiting(query, 30, 20))
+    steps = [rule.decide(), rule.decide()]
+    assert [step.joined for step in steps if step is not None] == [(1, 2), ()]
+    rule.finish(1)
+    step = rule.decide()
+    assert step is not None and step.joined == (3,)
 
 
 def test_who_is_handed_over_leaves_room_in_every_group_for_inputs_that_wait() -> None:
