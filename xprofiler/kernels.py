@@ -35,7 +35,7 @@ class Kernels:
         p-norm of the two lies between their maximum and their sum. `weight_bytes`: of each weight
         as it is read; None: as the rest is."""
         c = self.constants
-        m, n, k = np.broadcast_arrays(*(np.asarray(size, float) for size in (rows, n, k)))
+        m, n, k = (np.asarray(size, float) for size in (rows, n, k))
         # rows / (rows / (rows + half)) = rows + half, and so with columns and depth
         padded = (m + c.gemm_half_rows) * (n + c.gemm_half_columns) * (k + c.gemm_half_depth)
         compute_s = 2 * padded / (self.flops_per_s * c.gemm_flops_share)

@@ -13,9 +13,10 @@ from numpy.typing import ArrayLike
 
 from xgpt.core.cluster import Link
 from xgpt.core.lengths import FloatArray
+from xgpt.core.policies import Role
 from xprofiler.profile import HANDOVER, HANDOVER_DIRECT, STEP_OVERHEAD, TableKey
 from xprofiler.source_errors import OperatorGroup, group_of
-from xprofiler.timing import MessageKind, Operator, TimingSource
+from xprofiler.timing import MessageKind, Operator, TimingSource, of_role
 
 MOST_SIZES = 4096  # of an array that is remembered
 MOST_ANSWERS = 4096  # after that it begins anew
@@ -45,6 +46,11 @@ class Raised:
         """See TimingSource."""
         return self._of(TableKey(kind.value, tp_degree, link.name)) * self._source.message_s(
             kind, num_bytes, link, tp_degree=tp_degree)
+
+    def of_role(self, role: Role) -> TimingSource:
+        """See xprofiler.timing.of_role."""
+        own = of_role(self._source, role)
+        return self if own is self._source else Raised(own, self._what, self._factor)
 
     def _of(self, key: TableKey) -> float:
         is_meant = (group_of(key.name) is self._what if isinstance(self._what, OperatorGroup) else
@@ -82,6 +88,11 @@ class Remembered:
         """See TimingSource."""
         return self._once((kind, tp_degree, link), lambda: self._source.message_s(
             kind, num_bytes, link, tp_degree=tp_degree), num_bytes)
+
+    def of_role(self, role: Role) -> TimingSource:
+        """See xprofiler.timing.of_role."""
+        own = of_role(self._source, role)
+        return self if own is self._source else own
 
     def _once(self, what: Hashable, ask: Callable[[], FloatArray], *sizes: ArrayLike) -> FloatArray:
         arrays = [np.asarray(size, float) for size in sizes]

@@ -3,7 +3,8 @@
 A step's kind says which operators it is made of, and its rows where on their curves it lies. So
 attention is scaled by the kinds that have it, and what depends on rows by the factor seen at as
 many rows; between the rows of two kinds the factor goes over along their logarithm, beyond them it
-stays.
+stays. A pool that works one phase alone has steps of that kind alone, whatever their rows: of
+WAA's pools one may be on a core that another program shares, and the other not.
 
 Of a kind that was not seen there are two opinions. During a run it is taken to be as the others:
 what slows a machine slows everything. What is learned for later jobs leaves it as it was: a table
@@ -20,6 +21,7 @@ from numpy.typing import ArrayLike
 
 from xgpt.core.cluster import Link
 from xgpt.core.lengths import FloatArray
+from xgpt.core.policies import Role
 from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts, TimingSource
 
 ENCODE, DECODE, MIXED = "encode", "decode", "mixed"  # xrunner.rules.steps.StepKind
@@ -78,6 +80,11 @@ class Retimed:
     def __init__(self, source: TimingSource, factors: Mapping[str, Factor]) -> None:
         """`factors`: by kind of step, at least one."""
         self.source, self.factors = source, Factors(factors)
+
+    def of_role(self, role: Role) -> TimingSource:
+        """What steps of a pool of this role take (xprofiler.timing.of_role)."""
+        own = self.factors.by_kind.get(role)
+        return self if own is None else Retimed(self.source, {role: own})
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.source, name)

@@ -59,7 +59,9 @@ class Roofline:
     def operator_s(self, operator: Operator, x: ArrayLike, y: ArrayLike = 0.0, *,
                    tp_degree: int = 1) -> FloatArray:
         """See TimingSource."""
-        size, second = np.broadcast_arrays(np.asarray(x, float), np.asarray(y, float))
+        size, second = np.asarray(x, float), np.asarray(y, float)
+        if operator not in self._rows or second.ndim:
+            size, second = np.broadcast_arrays(size, second)
         if operator in self._rows:
             seconds = self._rows[operator](size, tp_degree)
         else:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from xgpt.core.cluster import Link
+from xgpt.core.policies import Role
 
 
 class Operator(Enum):
@@ -92,3 +93,13 @@ class TimingSource(Protocol):
     @property
     def facts(self) -> TimingFacts:
         """What holds of all times."""
+
+
+def of_role(source: TimingSource, role: Role) -> TimingSource:
+    """The source of a pool's steps that works one phase, or both: another one where it was seen
+    that the steps of one phase take other times than those of the other."""
+    own = getattr(source, "of_role", None)
+    if own is None:
+        return source
+    found: TimingSource = own(role)
+    return found

@@ -15,7 +15,7 @@ NODES_AN_OCTAVE = 8  # of the length, at which a function of two is looked at
 # The count is looked at wherever it is whole up to SINGLES, where a measured table's points lie,
 # and closely beyond: a dip of a single count above SINGLES may go unseen between two of these.
 COUNTS_AN_OCTAVE, SINGLES = 32, 256
-FIRST_TOP = 64.0  # sizes up to which it is looked at to begin with
+FIRST_TOP = 512.0  # sizes up to which it is looked at to begin with
 FLAT = 1 - 1e-9  # factors above it count as 1
 
 

@@ -6,6 +6,8 @@ the mean input, self-attention what is left of it."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -37,12 +39,19 @@ class LayerTimes:
         self.row_bytes = model.hidden_size * DTYPE_BYTES[dtype]
         self._link, self._inputs, self._mean_input = link, inputs, inputs.mean
         self._shares: dict[int, FloatArray] = {}  # mean attention by degree, at TOGETHER
+        # sizes that nobody can change, and a layer's rest at them
+        self._kept: dict[Hashable, tuple[FloatArray, FloatArray]] = {}
 
     @classmethod
     def of(cls, problem: Problem, timing: TimingSource) -> LayerTimes:
         """The layers of the problem's model on its cluster."""
         return cls(problem.model, timing, problem.cluster.intra_link, problem.dtype,
                    problem.lengths.inputs, problem.head_rows, has_head=problem.has_head)
+
+    @property
+    def cross_context(self) -> float:
+        """Tokens of a decode step's context that its self-attention does not read."""
+        return self._mean_input if self.model.is_encoder_decoder else 0.0
 
     @property
     def after_attention(self) -> float:
@@ -89,7 +98,7 @@ class LayerTimes:
     def decode_attention_s(self, queries: ArrayLike, context: ArrayLike, degree: int) -> FloatArray:
         """Self-attention of one layer's decode iteration."""
         if self.model.is_encoder_decoder:
-            context = np.maximum(np.asarray(context, float) - self._mean_input, 0.0)
+            context = np.maximum(np.asarray(context, float) - self.cross_context, 0.0)
         return self.timing.operator_s(Operator.DECODE_ATTENTION, queries, context, tp_degree=degree)
 
     def compaction_s(self, rows: ArrayLike, context: ArrayLike, degree: int) -> FloatArray:
@@ -109,7 +118,19 @@ class LayerTimes:
 
     def _rest_s(self, operator: Operator, rows: ArrayLike, degree: int, all_reduces: int,
                 link: Link | None) -> FloatArray:
-        """A layer without its attention, with its collectives."""
+        """A layer without its attention, with its collectives. What is asked of sizes that nobody
+        can change is kept: many plans' tables ask for the same ones."""
+        if not isinstance(rows, np.ndarray) or rows.flags.writeable or rows.base is not None:
+            return self._rest_of(operator, rows, degree, all_reduces, link)
+        key = operator, degree, link, id(rows)
+        if key not in self._kept:
+            seconds = self._rest_of(operator, rows, degree, all_reduces, link)
+            seconds.flags.writeable = False
+            self._kept[key] = rows, seconds
+        return self._kept[key][1]
+
+    def _rest_of(self, operator: Operator, rows: ArrayLike, degree: int, all_reduces: int,
+                 link: Link | None) -> FloatArray:
         rest_s = self.timing.operator_s(operator, rows, tp_degree=degree)
         if degree == 1:
             return rest_s

@@ -123,7 +123,7 @@ class QueryFlow:
         iteration, so that over a range of iterations it is least at an end."""
         share = self._survival * (1 - self._survival)
         total: FloatArray = np.zeros(count)
-        for phase in range(-(-len(share) // fewest)):
+        for phase in range(-(-len(share) // most)):  # later ones are empty at `most`
             first, last = (np.zeros(count), np.zeros(count))
             for part, begin in ((first, phase * fewest), (last, phase * most)):
                 known = share[begin:begin + count]

@@ -19,7 +19,7 @@ from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Role, StageAssignment
 from xgpt.core.units import WEIGHT_BYTES
-from xprofiler.timing import Operator, TimingSource
+from xprofiler.timing import Operator, TimingSource, of_role
 from xsimulator import memory
 from xsimulator.allocation import StageCost, allocate, pool_layers, refuse_plan, stage_ranks
 from xsimulator.convex_steps import ConvexSteps
@@ -131,12 +131,15 @@ class StagePlans:
     def of_stages(self, stages: tuple[StageAssignment, ...], role: Role) -> StagePlan:
         """The pool of these stages."""
         problem, model = self.problem, self.problem.model
+        own, layers = of_role(self.timing, role), self.layers
+        if own is not self.timing:
+            layers = LayerTimes.of(problem, own)
         weights = memory.weight_bytes(model, stages, problem.dtype, problem.weight_dtype)
         if pool_layers(model, role)[0] == 0:  # no decoder, so no output head
             weights[-1] -= (model.head_params / stages[-1].tp_degree
                             * WEIGHT_BYTES[problem.weight_dtype])
         return StagePlan(stages=stages, weight_bytes=weights,
-                         times=StageTimes(self.layers, problem.cluster, stages))
+                         times=StageTimes(layers, problem.cluster, stages))
 
     def _costs(self, ranks: Sequence[tuple[int, ...]], role: Role) -> list[StageCost]:
         cluster = self.problem.cluster

@@ -7,6 +7,7 @@ whole numbers, of a hundred thousand configurations at once; the replay has tabl
 was either slower for one of them or not exact for the other."""
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from xsimulator.stage_times import PerDegree, StageTimes
 SPLITS = 5  # halvings of an octave: a bend's times come out 1e-2 / 32 too high at most
 LEAST = 2.0**-10  # sizes below it count as this
 _SHIFT = 52 - SPLITS  # of a float's bits: what is left says octave and part of it
+_LEAST_NODES = 24 << SPLITS  # a table has at once: up to sizes of 2^14, for it is made anew to grow
 _FIRST = int(np.array(LEAST).view(np.int64)) >> _SHIFT
 
 
@@ -42,7 +44,7 @@ class SizeTable:
         index -= _FIRST
         top = int(index.max(initial=0))
         if top >= self._nodes.shape[1]:
-            self._extend(top + (2 << SPLITS))
+            self._extend(max(top + (2 << SPLITS), _LEAST_NODES))
         of_columns = np.empty((len(self._nodes), *sizes.shape))
         with np.errstate(invalid="ignore"):
             for seconds, nodes, rises in zip(of_columns, self._nodes, self._rises, strict=True):
@@ -55,7 +57,7 @@ class SizeTable:
         return of_columns
 
     def _extend(self, count: int) -> None:
-        sizes = (np.arange(_FIRST, _FIRST + count + 1) << _SHIFT).view(np.float64)
+        sizes = _node_sizes(count)
         nodes = np.moveaxis(self._function(sizes), -1, 0)
         if self._lowered:
             nodes = rising_minorant(sizes, nodes)
@@ -63,6 +65,15 @@ class SizeTable:
         with np.errstate(invalid="ignore"):
             rises = np.diff(nodes, axis=1) / np.diff(sizes)
         self._nodes, self._rises = np.ascontiguousarray(nodes[:, :-1]), rises
+
+
+@lru_cache(maxsize=16)
+def _node_sizes(count: int) -> FloatArray:
+    """The first `count` nodes, and the one after them: the same array for every table, so that who
+    answers for it can know it again."""
+    sizes = (np.arange(_FIRST, _FIRST + count + 1) << _SHIFT).view(np.float64).copy()
+    sizes.flags.writeable = False
+    return sizes
 
 
 class StepTable:

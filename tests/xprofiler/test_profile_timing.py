@@ -12,6 +12,7 @@ import pytest
 from xgpt.core import catalog
 from xgpt.core.cluster import Link
 from xgpt.core.errors import XgptError
+from xprofiler.made_sources import Raised, remembering
 from xprofiler.profile import (
     ALL_REDUCE,
     HANDOVER,
@@ -27,7 +28,7 @@ from xprofiler.profile import (
 from xprofiler.profile_timing import ProfileTiming, table_shape
 from xprofiler.retimed import Factor, Retimed
 from xprofiler.roofline import Roofline
-from xprofiler.timing import MessageKind, Operator
+from xprofiler.timing import MessageKind, Operator, of_role
 
 REDUCE, SEND, HAND_OVER = MessageKind.ALL_REDUCE, MessageKind.TRANSFER, MessageKind.HANDOVER
 
@@ -236,3 +237,23 @@ def test_what_slows_a_run_slows_the_kinds_that_were_not_seen() -> None:
     assert slowed.operator_s(Operator.ENCODE_ATTENTION, 20, 1) == 8.0
     assert slowed.operator_s(Operator.LAYER_REST, 32) == 2 * timing().operator_s(
         Operator.LAYER_REST, 32)
+
+
+def test_a_pool_of_one_phase_takes_the_times_of_its_own_steps() -> None:
+    """Of WAA's pools one may be on a core that another program shares, and the other not."""
+    slowed = Retimed(timing(), {"decode": Factor(rows=4, factor=2.0),
+                                "encode": Factor(rows=32, factor=1.0)})
+    for operator, rows in ((Operator.LAYER_REST, 32), (Operator.LAYER_REST, 4),
+                           (Operator.HEAD, 4)):
+        as_measured = timing().operator_s(operator, rows)
+        assert of_role(slowed, "encode").operator_s(operator, rows) == as_measured
+        assert of_role(slowed, "decode").operator_s(operator, rows) == 2 * as_measured
+    assert of_role(slowed, "both") is slowed and of_role(timing(), "decode") is not slowed
+    # what was made of it for a margin goes along, and what nothing was seen of
+    raised = Raised(slowed, TableKey(Operator.LAYER_REST.value, 1), 1.1)
+    assert of_role(raised, "decode").operator_s(Operator.LAYER_REST, 4) == pytest.approx(
+        2.2 * timing().operator_s(Operator.LAYER_REST, 4))
+    assert of_role(remembering(slowed), "encode").operator_s(
+        Operator.LAYER_REST, 32) == timing().operator_s(Operator.LAYER_REST, 32)
+    mixed = Retimed(timing(), {"mixed": Factor(rows=8, factor=1.5)})
+    assert of_role(mixed, "encode") is mixed

@@ -23,6 +23,7 @@ from xrunner.io.launcher_link import ChangeOrder, read_observed
 from xrunner.rules.changes import changes_of
 from xscheduler.beginning import can_settle
 from xscheduler.live.decisions import LEAST_QUERIES, AnyLook, Decider, Decision, Followed
+from xscheduler.live.slowed import StepLook
 from xscheduler.room import HEADROOM, headroom, kv_tokens_for, slots_for
 
 LOOK_S = 0.5
@@ -30,6 +31,11 @@ LOOK_S = 0.5
 # programs and two ranks shared it, and a run of half a minute was over before; at 5 it has a
 # seventh.
 _NICENESS = 5
+# Where steps have become slower every second of a plan is one in which queries are begun that will
+# be late: that plan has its share of the cores.
+_URGENT = 0
+# After a plan, until ranks have told of steps that it did not disturb: they tell once a second.
+_DEAF_S = 2.0
 
 
 class Rescheduler:
@@ -44,6 +50,7 @@ class Rescheduler:
         self._look: AnyLook | None = None  # of the thread
         self._decision: Decision | None = None
         self._is_over = False
+        self._deaf_until_s = -math.inf
         self.decisions: list[Decision] = []
 
     @property
@@ -76,8 +83,8 @@ class Rescheduler:
         return self._thread is not None and not self._thread.is_alive() and self._take_up()
 
     def _hear(self) -> None:
-        """What ranks tell of their steps."""
-        if self.decider.pace is None:
+        """What ranks tell of their steps, but for those that a plan beside them made slower."""
+        if self.decider.pace is None or time.monotonic() < self._deaf_until_s:
             return
         for rank in read_beats(self._output):
             self.decider.pace.hear(rank.rank, rank.stage, rank.elapsed_s, rank.steps)
@@ -85,12 +92,15 @@ class Rescheduler:
     def _decide(self, look: AnyLook) -> None:
         if sys.platform == "linux" and not self._waits:  # there a thread has its own priority
             thread = threading.get_native_id()  # of a command under `nice` it has that already
+            is_urgent = isinstance(look, StepLook) and look.drift.slowed > 1
             os.setpriority(os.PRIO_PROCESS, thread, max(
-                _NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
+                _URGENT if is_urgent else _NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
         self._decision = self.decider.decide(look)
 
     def _take_up(self) -> bool:
         decision, self._thread, self._decision = self._decision, None, None
+        if not self._waits:
+            self._deaf_until_s = time.monotonic() + _DEAF_S
         if decision is None:  # the plan failed, and has said so; the run goes on
             self._is_over = True
             return False

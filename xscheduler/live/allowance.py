@@ -49,12 +49,11 @@ class Allowance:
         None where there is no allowance."""
         if self._own is None or kept is None:
             return self._own
+        if self._is_lost(kept):
+            return self._own
         total = self._num_queries - kept.first
         left = max(total - kept.done, 1)
-        allowed = self._own * total - kept.over
-        if allowed < 0.5:  # not one query more
-            return self._own
-        return min(max(allowed / left, LEAST * self._own), self._own)
+        return min(max((self._own * total - kept.over) / left, LEAST * self._own), self._own)
 
     def look(self, kept: Kept | None) -> KeptLook | None:
         """What there is to decide on; None while about as much is left as is planned for."""
@@ -65,13 +64,8 @@ class Allowance:
         if OFF * self._planned <= share <= BACK * self._planned or (
                 share < self._planned and self._may_come_back(kept, left)):
             return None
-        return KeptLook(kept=kept, left=left, share=share, planned=self._planned)
-
-    def _may_come_back(self, kept: Kept, left: int) -> bool:
-        """Whether what is over the bound so far is no more above its share than as many of those
-        left may, by chance, stay below theirs."""
-        assert self._own is not None, "who looks"
-        return kept.over - self._own * kept.done <= math.sqrt(self._own * left)
+        return KeptLook(kept=kept, left=left, share=share, planned=self._planned,
+                        is_lost=self._is_lost(kept))
 
     def take(self, kept: Kept | None) -> None:
         """The rest is planned for what these have left of it, from now on."""
@@ -85,16 +79,29 @@ class Allowance:
         return constraint if share is None or share == self._own else (
             constraint.with_latency(quantile=1 - share))
 
+    def _is_lost(self, kept: Kept) -> bool:
+        """Whether not one query more may be over the bound."""
+        assert self._own is not None, "who looks"
+        return self._own * (self._num_queries - kept.first) - kept.over < 0.5
+
+    def _may_come_back(self, kept: Kept, left: int) -> bool:
+        """Whether what is over the bound so far is no more above its share than as many of those
+        left may, by chance, stay below theirs."""
+        assert self._own is not None, "who looks"
+        return kept.over - self._own * kept.done <= math.sqrt(self._own * left)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptLook:
     """More queries than planned are over the bound, or again fewer: `share` is what may be over it
-    of those left, `planned` what was planned with."""
+    of those left, `planned` what was planned with. is_lost: more are over it than may be of the
+    whole job."""
 
     kept: Kept
     left: int
     share: float
     planned: float
+    is_lost: bool = False
 
     is_observing = False  # lengths are not what this is about
 
@@ -109,5 +116,8 @@ class KeptLook:
 
     @property
     def sentence(self) -> str:
-        return (f"{self.kept.over} of {self.kept.done} queries took longer than the bound: "
-                f"{self.share:.1%} of those left may ({self.planned:.1%} were planned for)")
+        what = f"{self.kept.over} of {self.kept.done} queries took longer than the bound"
+        if self.is_lost:
+            return (f"{what}, all that may of the whole job: it is lost, and the rest is planned "
+                    f"for {self.share:.1%} again")
+        return f"{what}: {self.share:.1%} of those left may ({self.planned:.1%} were planned for)"

@@ -35,12 +35,13 @@ import numpy as np
 
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Pool
-from xprofiler.retimed import Factor
+from xprofiler.retimed import Factor, Factors
 from xprofiler.timing import TimingSource
 from xscheduler.copies import problem_for
 from xsimulator.replay.step_clock import StepClock, StepClocks, StepSizes
 
 LEAST_STEPS = 12  # without which a kind is not said to take other times
+TELLING_S = 1.0  # of work, by the plan, that tell what a kind takes where another has left the plan
 ENOUGH_STEPS = 16  # that a factor is the mean of, where there are as many
 MOST_PATIENCE = 16  # times the steps of the long window that quicker ones must last
 FOLLOWED = 0.05  # share by which steps must be slower still, once they have left the plan
@@ -229,13 +230,10 @@ class Pace:
     def drift(self) -> PaceDrift | None:
         """How steps have left what is planned with; None while they have not."""
         for window in (SWIFT, SHORT, LONG):
-            seen = self._seen(window)
-            if any(self._side(kind, own, window) > 0 for kind, own in seen.items()):
-                return self._drift_of(seen, is_slower=True)
-        patient = LONG.times(self._patience)
-        seen = self._seen(patient)
-        if any(self._side(kind, own, patient) < 0 for kind, own in seen.items()):
-            return self._drift_of(seen, is_slower=False)
+            if slower := self._off(window, 1):
+                return self._drift_of(slower | self._meanwhile(slower), is_slower=True)
+        if quicker := self._off(LONG.times(self._patience), -1):
+            return self._drift_of(quicker | self._meanwhile(quicker), is_slower=False)
         return None
 
     def take(self, drift: PaceDrift) -> None:
@@ -262,25 +260,41 @@ class Pace:
                          planned=planned, stages={kind: own.slowest for kind, own in seen.items()},
                          steps=sum(own.num_steps for own in seen.values()))
 
-    def _seen(self, window: Window) -> dict[str, Seen]:
+    def _off(self, window: Window, side: int) -> dict[str, Seen]:
+        """Kinds whose steps have become slower (1) or quicker (-1) than planned with."""
+        return {kind: own for kind, own in self._seen(window.length).items()
+                if self._side(kind, own, window) == side}
+
+    def _meanwhile(self, off: Mapping[str, Seen]) -> dict[str, Seen]:
+        """What steps of the other kinds took since those of `off`: fewer of them tell, if they took
+        a while. Older ones would tell of what the machine was like before."""
+        since_s = min(step.told_s for own in off.values() for steps in own.stages.values()
+                      for step in steps)
+        return {kind: own for kind, own in self._seen(LONG.length, since_s=since_s).items()
+                if kind not in off}
+
+    def _seen(self, length: int, *, since_s: float | None = None) -> dict[str, Seen]:
         """By kind, what of the latest steps there is to see on the copy that is slowest."""
         copies = 1 + max((stage for stage, _ in self._windows), default=0) // (
             self._ratios.num_stages)
         found = {}
         for kind in KINDS:
             of_kind = [seen for copy in range(copies) for pool in self._ratios.pools
-                       if (seen := self._of_pool(kind, pool, copy, window.length)) is not None]
+                       if (seen := self._of_pool(kind, pool, copy, length, since_s)) is not None]
             if of_kind:
                 found[kind] = max(of_kind, key=lambda own: own.mean.log)
         return found
 
-    def _of_pool(self, kind: str, pool: Pool, copy: int, length: int) -> Seen | None:
+    def _of_pool(self, kind: str, pool: Pool, copy: int, length: int,
+                 since_s: float | None) -> Seen | None:
         own: dict[int, Sequence[Ratio]] = {}
         for stage in pool.stages:
             place = copy * self._ratios.num_stages + stage.index
-            steps = self._windows.get((place, kind), ())
-            if len(steps) >= LEAST_STEPS:
-                own[place] = tuple(steps)
+            steps = [step for step in self._windows.get((place, kind), ())
+                     if since_s is None or step.told_s >= since_s]
+            is_long = since_s is not None and sum(one.expected_s for one in steps) >= TELLING_S
+            if len(steps) >= LEAST_STEPS or is_long:
+                own[place] = steps
         if not own:
             return None
         count = min(length, *map(len, own.values()))
@@ -307,7 +321,13 @@ class Pace:
         return sides.pop() if len(sides) == 1 else 0
 
     def _planned(self, kind: str) -> float:
-        return self.factors[kind].factor if kind in self.factors else 1.0
+        """The factor that is planned with: of a kind that was not seen, as the others (see
+        xprofiler.retimed)."""
+        if kind in self.factors or not self.factors:
+            return self.factors[kind].factor if kind in self.factors else 1.0
+        others = Factors(self.factors)
+        return {"encode": others.encode, "decode": others.decode}.get(
+            kind, math.sqrt(others.encode * others.decode))
 
 
 def expected_s(clock: StepClock, step: Step) -> list[float]:

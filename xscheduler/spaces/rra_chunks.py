@@ -29,6 +29,7 @@ PARTS = 6  # into which a range of rungs is split
 # Queries that one chunk brings over those that decode: where they are more, decoding comes and goes
 # with the chunks, as it does where a batch is encoded alone.
 MOST_BROUGHT = 0.125
+TOGETHER = 8  # rungs of a root that are looked at together for whether there is room
 CUTS = 8  # rungs whose latency is bounded together
 
 
@@ -150,13 +151,16 @@ class ChunkPoints:
         high = np.array([max(int(np.searchsorted(
             self.ladder.rate, self.roots[each].chunk * self._groups[self.roots[each].plan] / mean)),
             1) for each in root.tolist()], np.int64).clip(max=count)
+        shares = np.arange(1, TOGETHER + 1) / (TOGETHER + 1)
         while len(rows := np.flatnonzero(high - low > 1)):
-            middle = (low[rows] + high[rows]) // 2
+            tried = low[rows] + np.rint(shares[:, None] * (high - low)[rows]).astype(np.int64)
+            tried = np.clip(tried, low[rows] + 1, high[rows] - 1)
             bytes_, present, stretch = self.points.rra.chunked.room(
-                self.configs(root[rows], middle))
-            has_room = crowding(bytes_ <= self.points.rra.capacity_bytes, present, stretch,
-                                self._most_present) == 0
-            low[rows[has_room]], high[rows[~has_room]] = middle[has_room], middle[~has_room]
+                self.configs(np.tile(root[rows], TOGETHER), tried.ravel()))
+            has_room = (crowding(bytes_ <= self.points.rra.capacity_bytes, present, stretch,
+                                 self._most_present) == 0).reshape(tried.shape)
+            low[rows] = np.where(has_room, tried, low[rows]).max(axis=0)
+            high[rows] = np.where(has_room, high[rows], tried).min(axis=0)
         return low
 
     def limits(self, root: IntArray, low: IntArray, high: IntArray, *,

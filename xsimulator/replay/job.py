@@ -94,7 +94,8 @@ class Replayer:
         most = max(queries.outputs.max(initial=1), queries.most_outputs.max(initial=1))
         longest = int(queries.inputs.max(initial=1) + most) + 1
         self._max_context = max(self._max_context, longest)
-        return [self._known_clocks.of(pool.stages, self._max_context) for pool in self._pools]
+        return [self._known_clocks.of(pool.stages, self._max_context, pool.role)
+                for pool in self._pools]
 
 
 def replay_job(problem: Problem, timing: TimingSource, estimate: Estimate, queries: QueryLengths,

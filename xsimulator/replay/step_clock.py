@@ -13,9 +13,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
+from xgpt.core.policies import Role
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import StageAssignment
-from xprofiler.timing import TimingSource
+from xprofiler.timing import TimingSource, of_role
 from xsimulator.layer_times import LayerTimes
 from xsimulator.stage_times import StageTimes
 
@@ -189,15 +190,17 @@ class StepClocks:
     into the same tables. The latest MOST_CLOCKS are kept."""
 
     def __init__(self, problem: Problem, timing: TimingSource) -> None:
-        self._layers, self._cluster = LayerTimes.of(problem, timing), problem.cluster
-        self._clocks: dict[tuple[tuple[StageAssignment, ...], int], StepClock] = {}
+        self._layers_of = cache(lambda role: LayerTimes.of(problem, of_role(timing, role)))
+        self._cluster = problem.cluster
+        self._clocks: dict[tuple[tuple[StageAssignment, ...], int, Role], StepClock] = {}
 
-    def of(self, stages: tuple[StageAssignment, ...], max_context: int) -> StepClock:
+    def of(self, stages: tuple[StageAssignment, ...], max_context: int,
+           role: Role = "both") -> StepClock:
         """The clock of a pool of these stages whose queries have so many tokens at most."""
-        key = stages, max_context
+        key = stages, max_context, role
         clock = self._clocks.pop(key, None)
         if clock is None:
-            clock = StepClock(StageTimes(self._layers, self._cluster, stages),
+            clock = StepClock(StageTimes(self._layers_of(role), self._cluster, stages),
                               max_context=max_context)
             while len(self._clocks) >= MOST_CLOCKS:
                 del self._clocks[next(iter(self._clocks))]

@@ -32,6 +32,11 @@ def test_what_is_lost_costs_no_more() -> None:
     own = Allowance(OWN, 1000)
     assert own.share(Kept(0, 400, 49)) == pytest.approx(LEAST * 0.05), "a plan for less is hopeless"
     assert own.share(Kept(0, 400, 50)) == pytest.approx(0.05), "nothing saves the bound now"
+    own.take(Kept(0, 400, 49))
+    lost = own.look(Kept(0, 500, 50))
+    assert lost is not None and lost.is_lost
+    assert lost.sentence == ("50 of 500 queries took longer than the bound, all that may of the "
+                             "whole job: it is lost, and the rest is planned for 5.0% again")
 
 
 def test_a_look_is_due_when_less_is_left_than_planned_for() -> None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from slowed_replay import Replayed, Worked, in_pulses, slowed_replay
+from slowed_replay import Replayed, Worked, in_pulses, slowed_replay, steadily
 from taken_as_true import timing_of
 
 from xgpt.app.opened import OpenedJob, open_file
@@ -72,14 +72,18 @@ class Planned(NamedTuple):
                              self.lengths, threshold=threshold)
 
 
-@pytest.fixture(scope="module", params=[pytest.param("rra", marks=pytest.mark.slow), "waa-c"])
-def planned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Planned:
-    path = tmp_path_factory.mktemp("job") / "job.yaml"
-    session = opened(path, request.param, BOUNDS[request.param])
+def plan_of(path: Path, policy: str, bound_s: float) -> Planned:
+    session = opened(path, policy, bound_s)
     schedule, rng = plan_job(session, timing_of(session)).schedule, np.random.default_rng(1)
     lengths = session.problem.lengths
     return Planned(session, schedule, QUERIES / 4 / schedule.figures.throughput_qps, [
         part.sample(QUERIES, rng) for part in (lengths.inputs, lengths.outputs)])
+
+
+@pytest.fixture(scope="module", params=[pytest.param("rra", marks=pytest.mark.slow), "waa-c"])
+def planned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Planned:
+    return plan_of(tmp_path_factory.mktemp("job") / "job.yaml", request.param,
+                   BOUNDS[request.param])
 
 
 def test_the_bound_is_kept_where_it_can_be(planned: Planned) -> None:
@@ -119,3 +123,19 @@ def test_what_is_over_the_bound_so_far_is_made_up_for(planned: Planned) -> None:
     assert decider.look_at_bound(as_planned._replace(kept=(0, 500, 62))) is None, "as planned now"
     nearly_done = Seen(dict.fromkeys(range(QUERIES - 5), (48, 20)), (0, QUERIES - 5, 300))
     assert decider.look_at_bound(nearly_done) is None, "nobody waits whom it would concern"
+
+
+@pytest.mark.slow
+def test_a_pool_whose_core_another_program_shares(tmp_path: Path) -> None:
+    """Decoding takes twice as long, encoding as long as before: fewer queries must be at work."""
+    planned = plan_of(tmp_path / "job.yaml", "waa-c", 14.0)
+    stages = planned.schedule.deployment.stages
+    worked = steadily(2.0, (stages[-1].index,), planned.slowed_s)
+    left, watched = planned.replayed(worked, None), planned.replayed(worked, 0.15)
+    (taken_s, _), *_ = watched.changes
+    assert left.over(planned.bound_s) > 10 * SHARE, "else there was nothing to do"
+    assert watched.over(planned.bound_s, taken_s) <= SHARE
+    assert watched.over(planned.bound_s) <= 1.5 * SHARE, "of 176 at work when it came many are late"
+    told = watched.decisions[0][1].record["step_times"]
+    assert told["decode"]["observed"] == pytest.approx(2.0, rel=0.1)
+    assert told["encode"]["observed"] == pytest.approx(1.0, rel=0.05)

@@ -12,13 +12,13 @@ so throughput is bounded at the one, latency at the other. Step times are those 
 (xsimulator.envelope), so that this holds for times that are not monotone. It is coarse where steps
 are far smaller than the chunk allows; single points are evaluated."""
 
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
-from xsimulator.envelope import PairEnvelope
+from xsimulator.attention_envelope import attention_envelope
 from xsimulator.layer_times import TOGETHER
 from xsimulator.plans import StagePlan
 from xsimulator.policies.rra.closed_form import Rra
@@ -51,9 +51,7 @@ class ChunkBounds:
 
     def __init__(self, rra: Rra) -> None:
         self._rra = rra
-        layers = rra.plans.layers
-        self._attention = cache(lambda degree: PairEnvelope(
-            lambda count, length: layers.decode_attention_s(count, length, degree)))
+        self._attention = cache(partial(attention_envelope, rra.plans.layers))
         self._mean_input = rra.encode_tokens.mean
         self._context = float(rra.flow.context.sum())  # tokens that a query reads while it decodes
 

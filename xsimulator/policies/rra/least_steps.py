@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
+from xsimulator.attention_envelope import attention_envelope
 from xsimulator.envelope import PairEnvelope
 from xsimulator.layer_times import TOGETHER
 from xsimulator.occupancy import expected_maximum_z
@@ -44,9 +45,8 @@ class LeastSteps:
         self._rra = rra
         layers = rra.plans.layers
         # envelopes of a layer's seconds (count, length), by degree
-        self._attention, self._compaction = (
-            cache(partial(_envelope, seconds))
-            for seconds in (layers.decode_attention_s, layers.compaction_s))
+        self._attention = cache(partial(attention_envelope, layers))
+        self._compaction = cache(partial(_envelope, layers.compaction_s))
         self._least: dict[tuple[int, int, int], FloatArray] = {}  # variances, see range_of
 
     def on_line(self, plan: StagePlan, batches: PhaseBatches, small: PhaseBatches, *,

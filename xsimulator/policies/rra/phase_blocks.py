@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -73,8 +74,7 @@ class PhaseBlocks:
             if value is not None and value.ndim > 1:
                 value = value[:most]
             if name in without:
-                chosen[name] = None if value is None else np.broadcast_to(
-                    np.nan, (len(value), len(columns)))
+                chosen[name] = None if value is None else _nothing(len(value), len(columns))
             elif name in _BY_GROUP:
                 flat, first = value.reshape(len(value), -1), columns * value.shape[-1] + lower
                 left, right = flat.take(first, axis=1), flat.take(first + 1, axis=1)
@@ -90,6 +90,12 @@ class PhaseBlocks:
             elif value is not None:
                 chosen[name] = value.take(columns, axis=0 if value.ndim == 1 else 1)
         return PhaseBlocks(**chosen)
+
+
+@lru_cache(maxsize=256)
+def _nothing(blocks: int, configs: int) -> FloatArray:
+    """[blocks, configs] what is no number."""
+    return np.broadcast_to(np.nan, (blocks, configs))
 
 
 def shared_blocks(flow: QueryFlow, *, padded: bool, seen_iterations: int,
