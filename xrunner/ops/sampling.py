@@ -146,9 +146,27 @@ def _candidates(logits: Tensor, count: int, first_token: int) -> Tensor:
     out[0] = float("-inf")
     held = min(count, logits.shape[1])
     if held:
-        values, tokens = torch.topk(logits, held)
+        values, tokens = _largest(logits, held)
         out[0, :, :held], out[1, :, :held] = values, tokens + first_token
     return out
+
+
+def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest logits of each row [n, V] float32, and their places, of equal ones the
+    first first; what is no number comes before all."""
+    width = logits.shape[1]
+    if logits.device.type == "cpu" and count < width:  # a GPU would be waited for
+        values, places = torch.topk(logits, count + 1)
+        if not (values[:, 1:] == values[:, :-1]).any():
+            return values[:, :count], places[:, :count]
+    # Of equal ones topk gives any, in any order, and others for another count. Of whole numbers,
+    # the value above the place, no two are equal.
+    bits = torch.where(logits.isnan(), torch.nan, logits + 0.0).view(torch.int32).long()
+    rising = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)  # in the order of the values
+    falling = torch.arange(width - 1, -1, -1, device=logits.device)
+    keys = torch.topk((rising << 32) + falling, count).values
+    places = width - 1 - (keys & 0xFFFFFFFF)
+    return logits.gather(1, places), places
 
 
 def _merged(parts: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,7 +201,7 @@ def _drawn(logits: Tensor, rows: Sequence[int], choices: Sequence[Sampling],
         [uniform(choices[row].seed, positions[row]) for row in rows], kept], dtype=torch.float64)
     numbers = on_device(asked, logits.device)
     most = max(kept)
-    size = max(_VALUES_AT_A_TIME // most, 1)
+    size = max(_VALUES_AT_A_TIME // width, 1)
     return torch.cat([_drawn_part(logits[first:first + size], numbers[:, first:first + size], most)
                       for first in range(0, len(rows), size)])
 
@@ -192,9 +210,11 @@ def _drawn_part(logits: Tensor, asked: Tensor, most: int) -> Tensor:
     """Inverse-CDF draws over the tokens kept by top-k, then top-p, in order of probability; the
     likeliest where one is kept. `asked` [4, n] float64: temperature, top-p, a number in [0, 1) and
     top-k of each row, at most `most`. What a row gives depends on the row alone, whatever is
-    beside it: sums go from its first token on, past its last one with zeros."""
+    beside it: of equal logits the lowest token is first, however many are asked for; and sums go
+    from its first token on, past its last one with zeros."""
     temperature, top_p, number, kept = asked[..., None]
-    values, tokens = torch.topk(logits / temperature.float(), most)
+    values, tokens = _largest(logits, most)
+    values = values / temperature.float()
     is_kept = torch.arange(most, device=logits.device) < kept
     weights = (values - values[:, :1]).double().exp().masked_fill(~is_kept, 0)
     cumulative = weights.cumsum(dim=1)

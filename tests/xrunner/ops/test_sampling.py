@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from lockstep import Lockstep
@@ -46,6 +48,20 @@ def test_a_draw_is_the_same_in_any_batch() -> None:
     assert together.tolist() == alone
 
 
+@pytest.mark.parametrize("own", [{"temperature": 1.0, "top_k": 20},
+                                 {"barred": (5,), "barred_until": 9}])
+def test_of_equal_logits_a_row_takes_the_same_whatever_is_beside_it(own: dict[str, Any]) -> None:
+    logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(3)).mul(2)
+    logits = logits.bfloat16().float()  # a few hundred values, each many times
+    logits[0, [7, 9, 300, 4000]] = logits[0].max()
+    for seed in range(30):
+        choices = [Sampling(seed=seed, **own), Sampling(temperature=1.0, seed=seed)]
+        alone = sample(WholeScores(logits[:1]), choices[:1], [7])
+        assert sample(WholeScores(logits), choices, [7, 8])[0] == alone[0]
+        if not choices[0].is_drawn:
+            assert alone.tolist() == [int(logits[0].argmax())]
+
+
 def test_uniform_numbers_fill_the_interval_evenly() -> None:
     values = torch.tensor([uniform(s, position) for s in range(50) for position in range(100)])
     assert values.min() >= 0 and values.max() < 1
@@ -64,7 +80,7 @@ def test_a_vanishing_temperature_is_greedy_and_never_overflows() -> None:
 @pytest.mark.parametrize("degree", [2, 4])
 def test_a_divided_vocabulary_gives_the_tokens_of_a_whole_one(degree: int, vocab: int) -> None:
     logits = torch.randn(40, vocab, generator=torch.Generator().manual_seed(4)) * 2
-    logits[:10] = logits[:10].round()  # equal ones: the lowest token wins
+    logits[:25] = logits[:25].round()  # equal ones: the lowest token wins
     choices = [Sampling(), Sampling(temperature=0.8, seed=1), Sampling(temperature=1.3, top_k=9),
                Sampling(temperature=1.0, top_k=500, top_p=0.7, seed=3)]
     for kinds in ([choices[0]], choices[:3], [choices[2]], choices):
