@@ -36,7 +36,7 @@ _HELD_UP = 2.0  # exponent of the steps without a chunk that one does not hold u
 class ChunkRates(NamedTuple):
     """`rates` with chunks; of a query that the decode pool encodes the seconds [configs] from its
     first chunk to its first token (0 where none is planned to be), and the tokens of inputs that
-    lie ready for it."""
+    lie ready for it (1: the encode pool is not behind)."""
 
     rates: PoolRates
     taken_s: FloatArray
@@ -57,7 +57,7 @@ class ChunkedPools:
         rows = np.flatnonzero((configs.chunk > 0) & (alone.throughput_qps > 0)
                               & (alone.decode_batch < most * (1 - _BEHIND)))
         taken: FloatArray = np.zeros(len(most))
-        stock = _SPARE_CHUNKS * configs.groups * configs.chunk
+        stock = np.minimum(configs.chunk, 1.0)
         if not len(rows):
             return ChunkRates(alone, taken, stock)
         own, least = configs.take(rows), PoolRates(*(values[rows] for values in alone))

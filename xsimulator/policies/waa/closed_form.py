@@ -127,9 +127,10 @@ class Waa:
     def _chunk_controls(self, config: WaaConfig, stock_tokens: float) -> dict[str, int]:
         if not config.encode_chunk:
             return {}
+        # where the encode pool is not behind, it would wait while the other encodes
+        planned = config.encode_batch * self.problem.lengths.outputs.mean if stock_tokens > 1 else 1
         return {"encode_chunk": config.encode_chunk, "stock_tokens": int(stock_tokens),
-                "planned_active": math.ceil(
-                    config.encode_batch * self.problem.lengths.outputs.mean)}
+                "planned_active": math.ceil(planned)}
 
     def _deployment(self, config: WaaConfig, plan: WaaPlan, kv_tokens: float) -> Deployment:
         stages = plan.encode.stages
