@@ -3,8 +3,9 @@
 A step's kind says which operators it is made of, and its rows where on their curves it lies. So
 attention is scaled by the kinds that have it, and what depends on rows by the factor seen at as
 many rows; between the rows of two kinds the factor goes over along their logarithm, beyond them it
-stays. A pool that works one phase alone has steps of that kind alone, whatever their rows: of
-WAA's pools one may be on a core that another program shares, and the other not.
+stays. A pool that works one phase alone has steps of that kind alone (and mixed ones, where it
+decodes), whatever their rows: of WAA's pools one may be on a core that another program shares, and
+the other not.
 
 Of a kind that was not seen there are two opinions. During a run it is taken to be as the others:
 what slows a machine slows everything. What is learned for later jobs leaves it as it was: a table
@@ -22,7 +23,14 @@ from numpy.typing import ArrayLike
 from xgpt.core.cluster import Link
 from xgpt.core.lengths import FloatArray
 from xgpt.core.policies import Role
-from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts, TimingSource
+from xprofiler.timing import (
+    MessageKind,
+    Operator,
+    Reach,
+    TimingFacts,
+    TimingSource,
+    of_role,
+)
 
 ENCODE, DECODE, MIXED = "encode", "decode", "mixed"  # xrunner.rules.steps.StepKind
 _ENCODED = frozenset({Operator.ENCODE_ATTENTION, Operator.ENCODER_REST, Operator.CROSS_KV})
@@ -83,8 +91,9 @@ class Retimed:
 
     def of_role(self, role: Role) -> TimingSource:
         """What steps of a pool of this role take (xprofiler.timing.of_role)."""
-        own = self.factors.by_kind.get(role)
-        return self if own is None else Retimed(self.source, {role: own})
+        kinds = {ENCODE: (ENCODE,), DECODE: (DECODE, MIXED)}.get(role, ())
+        own = {kind: self.factors.by_kind[kind] for kind in kinds if kind in self.factors.by_kind}
+        return Retimed(of_role(self.source, role), own) if own else self
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.source, name)

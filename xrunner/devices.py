@@ -101,26 +101,28 @@ class Arriving:
     def __init__(self, tensor: Tensor, then: Callable[[], None] = lambda: None) -> None:
         """`tensor` may be written to by what is asked of its device afterwards. `then`: is called
         when somebody has waited for it."""
-        self._then, self._is_here = then, _nothing
+        self._then = then
+        self._event: torch.cuda.Event | None = None  # after the copy; None: there is none to make
         self._copy = tensor
         if tensor.device.type == "cpu":
             return
         self._copy = host_buffer(tensor.shape, tensor.dtype)
         self._copy.copy_(tensor, non_blocking=True)
         if tensor.device.type == "cuda":
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(tensor.device))
-            self._is_here = event.synchronize
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record(torch.cuda.current_stream(tensor.device))
+
+    @property
+    def is_here(self) -> bool:
+        """Whether nobody would have to wait for it: on a CPU it always is."""
+        return self._event is None or self._event.query()
 
     def wait(self) -> Tensor:
         """The tensor, complete."""
-        self._is_here()
+        if self._event is not None:
+            self._event.synchronize()
         self._then()
         return self._copy
-
-
-def _nothing() -> None:
-    """In the host's memory everything is here."""
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -257,6 +257,9 @@ def _change_row(row: Mapping[str, Any]) -> dict[str, str]:
     steps = row.get("step_times")
     seen = _step_factors(steps) if isinstance(steps, Mapping) else (
         " to ".join("-" if value is None else plain(value) for value in mean))
+    if (over := number(row, "over")) is not None:
+        share = number(row, "share_left", "observed") or 0.0
+        seen = f"{over:.0f} over the bound, {share:.1%} of those left may be"
     changed = _changed(row.get("from"), row.get("to"))
     done = {"keep": "kept as it is", "adjust": changed,
             "redeploy": f"re-deployment recommended: {changed}"}

@@ -198,11 +198,13 @@ class Head:
         return bool(groups)
 
     def _take_up(self, group: int) -> None:
-        """The tokens of the group's steps, all of which are here; those of its last one need not be
-        known as yet where it is clear without them who is done: they are counted, and the device
-        goes on with the next step before the host has looked at them."""
+        """The tokens of the group's steps, all of which are here or on their way; those of its last
+        one need not be known as yet where it is clear without them who is done: they are counted,
+        and the device goes on with the next step before the host has looked at them. (What is here
+        is taken up: on a CPU the next step may be a long one, and its queries are done now.)"""
         last = self.returns.last(group)
-        if last is None or not self._executor.keeps_tokens or may_evict(self.rule) or not all(
+        if last is None or not self._executor.keeps_tokens or may_evict(self.rule) or (
+                last.is_known) or not all(
                 query.ends_by_count(self._vocabulary) for query in last.queries):
             self._commit(group)
             return
@@ -276,6 +278,11 @@ class Given:
     queries: list[ActiveQuery]
     tokens: Tensor | Arriving | None = None
     is_counted: bool = False  # who ends with it is out
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the tokens can be had without waiting."""
+        return not isinstance(self.tokens, Arriving) or self.tokens.is_here
 
     def known(self) -> Tensor:
         """The tokens, waiting for them."""

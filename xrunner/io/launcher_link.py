@@ -51,11 +51,12 @@ def load_change_order(output: Path) -> ChangeOrder | None:
 
 class Kept(NamedTuple):
     """Of the queries from `first` on, which this run began with: how many are done with an answer,
-    and how many of these took longer than the bound on latency."""
+    how many of these took longer than the bound on latency, and how many failed."""
 
     first: int
     done: int
     over: int
+    failed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +116,9 @@ class LauncherLink:
             self._num_begun += 1
 
     def finished(self, result: FinishedQuery) -> None:
-        if result.output_ids:
-            first, done, over = self._kept
-            self._kept = Kept(first, done + 1, over + (result.latency_s > self._limit_s))
+        first, done, over, failed = self._kept
+        self._kept = Kept(first, done + 1, over + (result.latency_s > self._limit_s), failed) if (
+            result.output_ids) else Kept(first, done, over, failed + 1)
         lengths = len(result.query.input_ids), len(result.output_ids)
         place = self._place.pop(result.query.index, result.query.index)
         if self._at_work is not None:

@@ -25,12 +25,13 @@ LEAST = 0.2  # of the bound's own share: what is planned for at least, of 5 % on
 
 
 class Kept(NamedTuple):
-    """Of the queries from `first` on: how many are done, and how many of them took longer than the
-    bound (xrunner.io.launcher_link)."""
+    """Of the queries from `first` on: how many are done with an answer, how many of these took
+    longer than the bound, and how many failed (xrunner.io.launcher_link)."""
 
     first: int
     done: int
     over: int
+    failed: int = 0
 
 
 class Allowance:
@@ -43,6 +44,7 @@ class Allowance:
             bound.kind == "queries" and math.isfinite(bound.limit_s)) else None
         self._num_queries, self._planned = num_queries, self._own
         self._next = ENOUGH  # queries done, for the next look
+        self._was_lost = False
 
     def share(self, kept: Kept | None) -> float | None:
         """The share of the queries left that may be over the bound: no more than the bound's own;
@@ -51,27 +53,29 @@ class Allowance:
             return self._own
         if self._is_lost(kept):
             return self._own
-        total = self._num_queries - kept.first
-        left = max(total - kept.done, 1)
-        return min(max((self._own * total - kept.over) / left, LEAST * self._own), self._own)
+        total, left = self._counts(kept)
+        return min(max((self._own * total - kept.over) / max(left, 1), LEAST * self._own),
+                   self._own)
 
     def look(self, kept: Kept | None) -> KeptLook | None:
         """What there is to decide on; None while about as much is left as is planned for."""
         share = self.share(kept)
         if share is None or kept is None or self._planned is None or kept.done < self._next:
             return None
-        left = self._num_queries - kept.first - kept.done
-        if OFF * self._planned <= share <= BACK * self._planned or (
-                share < self._planned and self._may_come_back(kept, left)):
+        _, left = self._counts(kept)
+        is_lost = self._is_lost(kept)
+        if (OFF * self._planned <= share <= BACK * self._planned or (
+                share < self._planned and self._may_come_back(kept, left))) and not (
+                is_lost and not self._was_lost):  # which is said once
             return None
-        return KeptLook(kept=kept, left=left, share=share, planned=self._planned,
-                        is_lost=self._is_lost(kept))
+        return KeptLook(kept=kept, left=left, share=share, planned=self._planned, is_lost=is_lost)
 
     def take(self, kept: Kept | None) -> None:
         """The rest is planned for what these have left of it, from now on."""
         self._planned = self.share(kept)
         if kept is not None:
             self._next = kept.done + ENOUGH
+            self._was_lost = self._own is not None and self._is_lost(kept)
 
     def constrained(self, constraint: Constraint, kept: Kept | None) -> Constraint:
         """The constraint of the queries left."""
@@ -80,9 +84,15 @@ class Allowance:
             constraint.with_latency(quantile=1 - share))
 
     def _is_lost(self, kept: Kept) -> bool:
-        """Whether not one query more may be over the bound."""
+        """Whether more are over the bound than may be of the whole job."""
         assert self._own is not None, "who looks"
-        return self._own * (self._num_queries - kept.first) - kept.over < 0.5
+        total, _ = self._counts(kept)
+        return kept.over > self._own * total + 1e-6
+
+    def _counts(self, kept: Kept) -> tuple[int, int]:
+        """Queries of the run that have or will have an answer, and those of them that are left."""
+        total = self._num_queries - kept.first - kept.failed
+        return total, total - kept.done
 
     def _may_come_back(self, kept: Kept, left: int) -> bool:
         """Whether what is over the bound so far is no more above its share than as many of those
@@ -118,6 +128,6 @@ class KeptLook:
     def sentence(self) -> str:
         what = f"{self.kept.over} of {self.kept.done} queries took longer than the bound"
         if self.is_lost:
-            return (f"{what}, all that may of the whole job: it is lost, and the rest is planned "
-                    f"for {self.share:.1%} again")
+            return (f"{what}, more than may of the whole job: it is lost, and the rest is planned "
+                    f"for as if it were a job of its own")
         return f"{what}: {self.share:.1%} of those left may ({self.planned:.1%} were planned for)"

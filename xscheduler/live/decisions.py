@@ -58,7 +58,7 @@ class Written(Protocol):
     @property
     def active(self) -> Mapping[int, tuple[int, int]]: ...
     @property
-    def kept(self) -> tuple[int, int, int] | None: ...
+    def kept(self) -> tuple[int, ...] | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,7 +248,7 @@ class Decider:
             self.allowance.take(self._kept)
         if isinstance(look, KeptLook):
             self._run_on(decision)
-            return decision.schedule is not None or not decision.is_kept
+            return decision.schedule is not None or not decision.is_kept or look.is_lost
         if isinstance(look, StepLook):
             assert self.pace is not None, "who saw them"
             self.pace.take(look.drift)

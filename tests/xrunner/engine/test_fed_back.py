@@ -60,6 +60,7 @@ class Watched(Arriving):
     """Notes when a step's tokens are asked for, and when they are waited for."""
 
     notes: list[tuple[str, int]]
+    is_here = False  # as of a GPU that is at work
 
     def __init__(self, tensor: torch.Tensor, then: Callable[[], None]) -> None:
         self._number = sum(what == "asked" for what, _ in self.notes)

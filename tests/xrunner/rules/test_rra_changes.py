@@ -195,7 +195,7 @@ def test_it_counts_what_is_over_the_bound(tmp_path: Path) -> None:
     link.finished(replace(result(7, 0), last_token_s=9.0, error="too long"))
     link.look(1.0)
     state = read_observed(tmp_path)
-    assert state is not None and state.kept == (3, 4, 2), "an error record has no latency"
+    assert state is not None and state.kept == (3, 4, 2, 1), "an error record has no latency"
 
 
 def test_only_the_latest_queries_are_told_of(tmp_path: Path,

@@ -31,12 +31,26 @@ def test_it_is_never_more_than_was_asked_for() -> None:
 def test_what_is_lost_costs_no_more() -> None:
     own = Allowance(OWN, 1000)
     assert own.share(Kept(0, 400, 49)) == pytest.approx(LEAST * 0.05), "a plan for less is hopeless"
-    assert own.share(Kept(0, 400, 50)) == pytest.approx(0.05), "nothing saves the bound now"
-    own.take(Kept(0, 400, 49))
-    lost = own.look(Kept(0, 500, 50))
+    assert own.share(Kept(0, 400, 50)) == pytest.approx(LEAST * 0.05), "not one more may"
+    assert own.share(Kept(0, 400, 51)) == pytest.approx(0.05), "nothing saves the bound now"
+
+
+def test_a_bound_that_is_lost_is_said_to_be_once() -> None:
+    own = Allowance(OWN, 1000)
+    lost = own.look(Kept(0, 400, 60))
     assert lost is not None and lost.is_lost
-    assert lost.sentence == ("50 of 500 queries took longer than the bound, all that may of the "
-                             "whole job: it is lost, and the rest is planned for 5.0% again")
+    assert lost.sentence == ("60 of 400 queries took longer than the bound, more than may of the "
+                             "whole job: it is lost, and the rest is planned for as if it were a "
+                             "job of its own")
+    own.take(lost.kept)
+    assert own.look(Kept(0, 900, 300)) is None
+
+
+def test_queries_that_failed_are_none_of_those_that_may_be_late() -> None:
+    own = Allowance(OWN, 1000)
+    assert own.share(Kept(0, 400, 22, failed=300)) == pytest.approx(13 / 300)
+    lost = own.look(Kept(0, 400, 36, failed=300))
+    assert lost is not None and lost.is_lost and lost.left == 300
 
 
 def test_a_look_is_due_when_less_is_left_than_planned_for() -> None:

@@ -83,7 +83,8 @@ def native() -> Native | None:
     if packaged.is_file() and not extra_flags():
         with contextlib.suppress(OSError, AttributeError):
             return Native(ctypes.CDLL(str(packaged)))
-    with contextlib.suppress(BuildError, OSError, AttributeError):
+    # a folder or a compiler's words that cannot be made out are no reason to plan nothing
+    with contextlib.suppress(BuildError, OSError, AttributeError, RuntimeError, ValueError):
         return Native(ctypes.CDLL(str(_compiled())))
     return None
 
