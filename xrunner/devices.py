@@ -115,7 +115,8 @@ class Arriving:
     @property
     def is_here(self) -> bool:
         """Whether nobody would have to wait for it: on a CPU it always is."""
-        return self._event is None or self._event.query()
+        return self._event is None or bool(
+            self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> Tensor:
         """The tensor, complete."""
