@@ -59,7 +59,7 @@ def test_the_schedule_is_explained_and_set_beside_its_alternatives(job: Path) ->
     found = json.loads(run(job, "--json").stdout)
     labels = [line[:13].strip() for line in done.stdout.splitlines()]
     others = {"rra", "waa-c", "waa-m"} - {found["policy"]}
-    assert {f"best {name}" for name in others} <= set(labels)
+    assert all({f"best {name}", f"seen {name}"} & set(labels) for name in others)
     assert {"why", "margin", "search", "ruled out"} <= set(labels)
     assert len(found["explanation"]) == 4 and found["explanation"][0].split()[0].lower() == (
         found["policy"])
@@ -74,15 +74,16 @@ def test_what_is_uncertain_takes_a_margin_and_the_alternatives_take_it_too(job: 
     found = planned(job, constraint__latency_s=3, constraint__drift="15%")
     assert found.margin.factor > 1 and found.margin.cost > 0.01, "else this test shows nothing"
     assert found.estimate.figures.latency_s * found.margin.factor <= found.bound.limit_s
+    bare = found.rejected[-1]
+    assert bare.label.startswith("without a margin")
     assert found.margin.cost == pytest.approx(
-        1 - found.estimate.figures.throughput_qps / sure.estimate.figures.throughput_qps)
+        1 - found.estimate.figures.throughput_qps / bare.throughput_qps)
     assert (
         found.proof.bound_qps >= sure.estimate.figures.throughput_qps
         and found.proof.status == "within gap"
     )
-    bare = found.rejected[-1]
-    assert bare.label.startswith("without a margin")
-    assert bare.throughput_qps == sure.estimate.figures.throughput_qps
+    # what a replay refuses, with or without doubts, is quicker still by its formula
+    assert bare.throughput_qps >= sure.estimate.figures.throughput_qps
     others = [row for row in found.rejected if row.label.startswith("policy ")]
     assert others and all(row.throughput_qps is None or row.throughput_qps <= (
         found.estimate.figures.throughput_qps * 1.005) for row in others)

@@ -24,6 +24,7 @@ from xrunner.transport.messages import (
     HandedQuery,
     HeldMessage,
     Joined,
+    LeftMessage,
     Message,
     PortionMessage,
     ReplicaMessage,
@@ -49,7 +50,7 @@ MESSAGES: list[Message] = [
     HandedMessage(batch=1, queries=(HandedQuery(
         query=QUERY, input_tokens=2, output_ids=(1,), encode_start_s=0.5, first_token_s=None,
         likelihoods=()),)),
-    FinishedMessage(results=(RESULT,), output_tokens=5),
+    LeftMessage(queries=(QUERY,)), FinishedMessage(results=(RESULT,), output_tokens=5),
     BlockMessage(batch=0, queries=(1, 2), lengths=(3, 4)),
     PortionMessage(queries=(1,), change=PhaseControls(
         encode_batch=1, decode_iterations=2, group_max_active=3, group_kv_tokens=4)),
