@@ -122,7 +122,7 @@ class LayerTimes:
         can change is kept: many plans' tables ask for the same ones."""
         if not isinstance(rows, np.ndarray) or rows.flags.writeable or rows.base is not None:
             return self._rest_of(operator, rows, degree, all_reduces, link)
-        key = operator, degree, link, id(rows)
+        key = operator, degree, all_reduces, link, id(rows)
         if key not in self._kept:
             seconds = self._rest_of(operator, rows, degree, all_reduces, link)
             seconds.flags.writeable = False

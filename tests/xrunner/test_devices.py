@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from zero_weights import Zeros
 
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
@@ -23,7 +24,6 @@ from xrunner.devices import Arriving
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
-from xrunner.models.weights import TensorPart
 from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
 from xrunner.transport.comm import LocalComm, local_comms
@@ -50,18 +50,6 @@ class Gate(LocalComm):
     def poll(self, *sources: int, wait_s: float = 0.0) -> tuple[Message, Tensor | None] | None:
         self.is_open.wait()
         return super().poll(*sources, wait_s=wait_s)
-
-
-class Zeros:
-    """A WeightSource in the host's memory."""
-
-    dtype = torch.float32
-
-    def get(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
-        return torch.zeros(shape if part is None else part.shape(shape))
-
-    def has(self, name: str) -> bool:
-        return True
 
 
 @pytest.fixture()

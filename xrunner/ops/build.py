@@ -64,10 +64,11 @@ def extra_flags() -> tuple[str, ...]:
     return tuple(shlex.split(os.environ.get("XGPT_NATIVE_FLAGS", "")))
 
 
-def library_key(folder: Path, compiler: Compiler, flags: Sequence[str] = ()) -> str:
+def library_key(folder: Path, compiler: Compiler, flags: Sequence[str] = (),
+                names: str = "*.cpp") -> str:
     """Fingerprint of the sources, the compiler, its options and the CPU."""
     digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.cpp"), *folder.glob("*.h")]):
+    for path in sorted([*folder.glob(names), *folder.glob("*.h")]):
         digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
         digest.update(path.read_bytes())
     digest.update("\0".join([*compiler.command, compiler.version, *_FLAGS, *flags,
@@ -92,13 +93,13 @@ def compile_library(folder: Path, target: Path, compiler: Compiler,
         temporary.unlink(missing_ok=True)
 
 
-def cached_library(cache: Path) -> Path:
-    """The library of these sources on this machine, compiled where it is not in the folder
-    `cache`. Ranks that start together wait for one of them, and share its failure. Raises
-    BuildError, or OSError where the folder cannot be written to."""
+def cached_library(cache: Path, names: str = "*.cpp") -> Path:
+    """The library of these sources, or those of such names, on this machine, compiled where it is
+    not in the folder `cache`. Ranks that start together wait for one of them, and share its
+    failure. Raises BuildError, or OSError where the folder cannot be written to."""
     compiler, flags, asked_at = find_compiler(), extra_flags(), time.time()
     folder = source_folder()
-    key = library_key(folder, compiler, flags)
+    key = library_key(folder, compiler, flags, names)
     target, failure = cache / f"{key}.so", cache / f"{key}.failed"
     if target.is_file():
         return target
@@ -109,7 +110,7 @@ def cached_library(cache: Path) -> Path:
         if failure.is_file() and failure.stat().st_mtime >= asked_at:
             raise BuildError(failure.read_text(encoding="utf-8"))
         try:
-            compile_library(folder, target, compiler, flags)
+            compile_library(folder, target, compiler, flags, names)
         except BuildError as error:
             failure.write_text(str(error), encoding="utf-8")
             raise

@@ -4,8 +4,8 @@ A bound on a share of all queries (95 % within ten seconds) allows the others to
 many of the whole job. What has gone wrong so far has used some of that up: queries that were at
 work when steps became slower, times that were off. The rest of the job is planned for the share
 that is left, so that the job as a whole keeps what was promised, and not its rest alone. Where
-nothing is left the bound is lost, and the rest is planned for its own share: more would cost
-throughput, and save nothing.
+more are over it than may be of the whole job the bound is lost, and the rest is planned for its own
+share: more would cost throughput, and save nothing.
 
 A bound on the query of a certain length ("sequence") allows for none, and a run without a bound has
 nothing to keep: there is no allowance."""

@@ -40,9 +40,9 @@ CHUNK_ROOT_PARTS = (1, 4, 3)  # of a root with chunks
 CHUNK_PARTS = (2, 2, 2)  # and of a box of several chunk sizes
 LOOKED_AT = 3  # boxes, the most promising, at whose corners points are evaluated
 GROUPS_PER_STAGE = 2  # at most
-# Tokens of a chunk. Between two of them encode_batch says what decodes.
 CHUNKED = "waa-m"  # whose chunks are searched where both ways of dividing devices are
 IMMODEST = "chunks hold more than is encoded in an iteration"  # why a box is not looked into
+# Tokens of a chunk. Between two of them encode_batch says what decodes.
 CHUNKS = (32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from zero_weights import Zeros
 
 from xgpt.core.model import ModelSpec
 from xgpt.core.schedule import StageAssignment
@@ -27,7 +28,6 @@ from xrunner.engine.last_tokens import FED_BACK
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE
-from xrunner.models.weights import TensorPart
 from xrunner.query import Sampling
 from xrunner.rules.slots import Span
 from xrunner.rules.steps import KvBudget, StepKind
@@ -43,18 +43,6 @@ CHOICES = {
                Sampling()),
     "given": (Sampling(fixed=((5, 7),)), Sampling(), Sampling()),
     "told": (Sampling(top_logprobs=2), Sampling(), Sampling(top_logprobs=0))}
-
-
-class Zeros:
-    """A WeightSource in the host's memory."""
-
-    dtype = torch.float32
-
-    def get(self, name: str, shape: tuple[int, ...], part: TensorPart | None = None) -> Tensor:
-        return torch.zeros(shape if part is None else part.shape(shape))
-
-    def has(self, name: str) -> bool:
-        return True
 
 
 class Traffic(TorchDispatchMode):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from xgpt.core.controls import WaaControls
 from xgpt.core.errors import InputError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
-from xprofiler.timing import TimingSource
+from xprofiler.timing import Operator, TimingSource
 from xscheduler.search import GAP, Scheduler
 from xscheduler.spaces.tensor_plans import tensor_plans
 from xscheduler.spaces.waa import CHUNKS, WaaSpace, group_range
+from xsimulator.policies.waa.config import WaaBoxes
 
 
 def all_points(problem: Problem, timing: TimingSource, bound_s: float) -> float:
@@ -80,3 +82,33 @@ def test_an_encoder_decoder_model_has_none() -> None:
         policies=("waa-m",), encode_chunk=64))
     with pytest.raises(InputError, match="encode_chunk"):
         Scheduler(problem, roofline_of(problem)).find()
+
+
+class Refusing:
+    """A source that refuses steps of more rows, as a profile those far beyond what it measured."""
+
+    def __init__(self, source: TimingSource, most_rows: float) -> None:
+        self._source, self._most_rows = source, most_rows
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+    def operator_s(self, operator: Operator, x: Any, y: Any = 0.0, *, tp_degree: int = 1) -> Any:
+        seconds = self._source.operator_s(operator, x, y, tp_degree=tp_degree)
+        return np.where(np.asarray(x) > self._most_rows, np.inf, seconds)
+
+
+def test_where_every_batch_is_refused_the_search_without_a_bound_goes_on() -> None:
+    """What is left of no bound after an encoding without end is no number."""
+    problem = replace(problem_of(lengths="S"), fixed=FixedSchedule(policies=("waa-m",)))
+    timing = Refusing(roofline_of(problem), 2100.0)
+    space = WaaSpace("waa-m", problem, timing, tensor_plans(problem, timing))
+    batches, chunk = (1, 11), space.chunks[1]
+    one, size = np.ones(2, np.int64), np.full(2, chunk)
+    with np.errstate(invalid="raise"):
+        found = space.bounds.bound(space.splits[0], WaaBoxes(
+            least=np.array(batches), most=np.array(batches), fewest=one, highest=one, chunk=size,
+            largest_chunk=size), worth_qps=-1.0, latency_bound_s=math.inf)
+    (own, _, _), (refused, _, _) = space.evaluate([(0, batch, 1, chunk) for batch in batches])
+    assert found.most_qps[0] >= own > 0 and refused == 0
+    assert not np.isnan(found.most_qps).any()

@@ -5,9 +5,7 @@ be had, or `XGPT_NATIVE` is `off`, arrays serve, and find the same."""
 
 import contextlib
 import ctypes
-import hashlib
 import os
-import platform
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -19,9 +17,8 @@ from xrunner.ops.build import (
     LIBRARY,
     VARIABLE,
     BuildError,
-    compile_library,
+    cached_library,
     extra_flags,
-    find_compiler,
     source_folder,
 )
 
@@ -58,7 +55,6 @@ class Native:
                     tokens.ctypes.data, joined.ctypes.data)
         return means, tokens, joined
 
-
     def starts(self, table: FloatArray, index: IntArray, kind_of: IntArray,
                is_real: FloatArray) -> FloatArray:
         """[turns, configs] Arguments as in csrc/planning.cpp."""
@@ -85,19 +81,7 @@ def native() -> Native | None:
             return Native(ctypes.CDLL(str(packaged)))
     # a folder or a compiler's words that cannot be made out are no reason to plan nothing
     with contextlib.suppress(BuildError, OSError, AttributeError, RuntimeError, ValueError):
-        return Native(ctypes.CDLL(str(_compiled())))
+        # the cache's place as xrunner.checkpoint.source has it, which planning does without
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return Native(ctypes.CDLL(str(cached_library(base / "xgpt" / "native", SOURCE))))
     return None
-
-
-def _compiled() -> Path:
-    """The library of this source on such machines, compiled where it is not in the user's cache;
-    that it is there whole or not at all lets several processes do so at once."""
-    folder, flags = source_folder(), extra_flags()
-    digest = hashlib.sha256((folder / SOURCE).read_bytes())
-    digest.update("\0".join([platform.machine(), platform.system(), *flags]).encode())
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    target = base / "xgpt" / "native" / f"planning-{digest.hexdigest()[:16]}.so"
-    if not target.is_file():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        compile_library(folder, target, find_compiler(), flags, SOURCE)
-    return target

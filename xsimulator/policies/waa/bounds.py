@@ -337,9 +337,13 @@ class _PlanBounds:
         return np.where(held <= waa.capacity_bytes, limit, 0.0), latency, through, iteration
 
     def _with_chunks(self, boxes: WaaBoxes, latency_bound_s: float) -> ChunkLimits:
-        waited = self._waa.iterations_waited
-        most_s = (latency_bound_s * (1 + QUICK_TOLERANCE) - self._least_encode[boxes.least]) / (
-            waited) if waited > 0 else np.full(len(boxes), np.inf)
+        waited, encode_s = self._waa.iterations_waited, self._least_encode[boxes.least]
+        most_s = np.full(len(boxes), np.inf)
+        if waited > 0:
+            # where every batch is refused no iteration is any good, and inf - inf no number
+            left_s = latency_bound_s * (1 + QUICK_TOLERANCE) - np.where(
+                np.isfinite(encode_s), encode_s, 0.0)
+            most_s = np.where(np.isfinite(encode_s), left_s / waited, 0.0)
         return self._chunked().limits(
             boxes, (self._least_rate[boxes.least], self._most_rate[boxes.most]),
             self._most_in_system,
