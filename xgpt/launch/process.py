@@ -18,6 +18,7 @@ from typing import IO, NamedTuple
 from xgpt.core.errors import StoppedEarly, XgptError
 from xgpt.core.lifeline import Lifeline
 from xgpt.core.troubles import is_of_memory
+from xgpt.launch.asked import raise_if_asked
 from xgpt.launch.environment import environment_of_ranks
 from xgpt.launch.first_end import FirstEnd
 
@@ -48,7 +49,8 @@ class Started(NamedTuple):
 
 def start(command: Sequence[str], *, stdin: int = subprocess.DEVNULL,
           inherited: tuple[int, ...] = (), count: int = 0) -> Started:
-    """Starts the command of ranks."""
+    """Starts the command of ranks. Raises StoppedEarly where a signal asked for it before."""
+    raise_if_asked()
     messages = tempfile.TemporaryFile()  # noqa: SIM115 (closed by who waits for the end)
     # a session of its own: the terminal's Ctrl-C must reach us, not kill the ranks mid-line
     lifeline = Lifeline()
@@ -69,7 +71,7 @@ def run_watched(command: Sequence[str], *, watch: Callable[[], None],
 def watch_to_end(started: Started, *, watch: Callable[[], None],
                  ask_to_stop: Callable[[], None] | None) -> None:
     """Returns when the ranks have ended, as a Launcher promises; or when those that stay for
-    another run are done with this one."""
+    another run are done with this one. Raises StoppedEarly as `start`."""
     process, messages, line, lifeline, num_ranks = started
     is_done, gone = False, None
     with ExitStack() as stack:
@@ -77,6 +79,7 @@ def watch_to_end(started: Started, *, watch: Callable[[], None],
         stopper = _Stopper(process, ask_to_stop)
         end = stack.enter_context(closing(FirstEnd(process.pid, num_ranks)))
         try:
+            raise_if_asked()
             with stopper, _ended(process, line) as wait:
                 while process.poll() is None and not is_done and gone is None:
                     watch()

@@ -17,24 +17,28 @@ envelope (xsimulator.envelope), so that T_iter rises with the batch and falls in
 
 import math
 from collections.abc import Sequence
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
 from xsimulator.envelope import rising_minorant
-from xsimulator.policies.waa.chunk_bounds import ChunkedPoolBounds, ChunkLimits
+from xsimulator.policies.waa.chunk_bounds import ChunkedPoolBounds
 from xsimulator.policies.waa.closed_form import Waa
-from xsimulator.policies.waa.config import WaaBoxes, WaaConfigs
-from xsimulator.policies.waa.plans import WaaPlan, WaaPlans
-from xsimulator.policies.waa.pool_times import ROWS_RATIO, root
+from xsimulator.policies.waa.config import WaaBoxes
+from xsimulator.policies.waa.plan_bounds import (
+    MEMORY_SIZES,
+    QUICK_TOLERANCE,
+    PlanBounds,
+    by_batch,
+    leap,
+)
+from xsimulator.policies.waa.plans import WaaPlans
+from xsimulator.policies.waa.pool_times import ROWS_RATIO
 
 TOLERANCE = 0.001  # of throughput and latency: the decode table is linear in a logarithm
-QUICK_TOLERANCE = 0.01  # parts of a layer may differ in which degree is best for them
 MOST_IN_SYSTEM = 1e9  # where memory does not say
-FIRST_BATCHES = 64  # tabulated to begin with
-_MEMORY_RATIO, _MEMORY_SIZES = 1.02, 700  # numbers of queries that are tried for memory: to 1e6
 
 
 class BoxBounds(NamedTuple):
@@ -62,16 +66,6 @@ class _Single(NamedTuple):
         return np.asarray(np.interp(np.maximum(rows, 1.0), self.sizes, self.decode_steps))
 
 
-def _leap(batch: int) -> int:
-    """Tables end at a power of two beyond the batch, so that plans ask for the same sizes."""
-    return int(max(1 << (2 * batch - 1).bit_length(), FIRST_BATCHES))
-
-
-def _by_batch(values: FloatArray) -> FloatArray:
-    """The values of batches 1, 2, ... are shifted such that the index is the batch."""
-    return np.append(values[0], values)
-
-
 class WaaBounds:
     """The bounds are for one Waa."""
 
@@ -79,7 +73,7 @@ class WaaBounds:
         """`is_modest`: for configurations with modest chunks alone (Waa.modest_chunk)."""
         self.waa = waa
         self._of_degree: dict[int, _Single] = {}
-        self._tables = cache(partial(_PlanBounds, waa, is_modest=is_modest))  # by plan
+        self._tables = cache(partial(PlanBounds, waa, is_modest=is_modest))  # by plan
         self._shared = cache(lambda degree: ChunkedPoolBounds(  # by degree: of a single group
             waa.times, waa.times.single(degree), waa.problem.lengths.outputs.mean))
         self._most_in_system = cache(self._find_most_in_system)
@@ -112,7 +106,7 @@ class WaaBounds:
         least[:, rows] = np.where((fits & ~wanted).any(axis=0), 0.0, np.inf)[rows]
         may_be = np.zeros(wanted.shape, bool)
         may_be[:, rows] = self.waa.division.possible(split, boxes.take(rows), wanted[:, rows])
-        left: list[tuple[_PlanBounds, IntArray]] = []
+        left: list[tuple[PlanBounds, IntArray]] = []
         for place, count in enumerate(split.encode_devices):
             rows = np.flatnonzero(may_be[place])
             if not len(rows):
@@ -246,7 +240,7 @@ class WaaBounds:
 
     def _find_held_by_division(self, split: WaaPlans) -> FloatArray:
         """No more queries can be in the decode pool [counts of encode devices]."""
-        sizes: FloatArray = np.asarray(_MEMORY_RATIO ** np.arange(_MEMORY_SIZES), float)
+        sizes = MEMORY_SIZES
         even = self.waa.memory.evenly(split.encode_devices, np.ones(len(sizes)), sizes)
         fits = (even <= self.waa.capacity_bytes).sum(axis=1)
         return np.asarray(sizes[np.minimum(fits, len(sizes) - 1)])
@@ -269,7 +263,7 @@ class WaaBounds:
         """One group's times are known as far as these sizes."""
         known = self._of_degree.get(degree)
         if known is None or len(known.encode_each) <= most or known.sizes[-1] < rows:
-            batch = np.arange(1, _leap(most) + 1, dtype=float)
+            batch = np.arange(1, leap(most) + 1, dtype=float)
             each, cluster = self.waa.times.encode_query_s(batch, degree), self.waa.problem.cluster
             times = self.waa.plans.pool([cluster.fastest_group(degree)], "both").times
             if times.is_encoder_decoder:  # WAA projects in the decode pool, which is not counted
@@ -280,8 +274,8 @@ class WaaBounds:
             per_query = (self.waa.times.decode_query_s(sizes, degree)
                          / self.waa.times.mean_iterations)
             known = self._of_degree[degree] = _Single(
-                encode_each=_by_batch(np.minimum.accumulate(each)),
-                encode_step=_by_batch(np.minimum.accumulate((each * batch)[::-1])[::-1]),
+                encode_each=by_batch(np.minimum.accumulate(each)),
+                encode_step=by_batch(np.minimum.accumulate((each * batch)[::-1])[::-1]),
                 sizes=sizes, decode_steps=rising_minorant(sizes, per_query * sizes))
         return known
 
@@ -291,114 +285,3 @@ class WaaBounds:
         size = batch.astype(float)
         even = self.waa.memory.evenly(split.encode_devices, size, np.ceil(0.5 * size))
         return np.asarray(even.min(axis=0))
-
-
-class _PlanBounds:
-    """One division is bounded by its encode pool's times by batch, its decode pool's by rows."""
-
-    def __init__(self, waa: Waa, plan: WaaPlan, *, is_modest: bool) -> None:
-        self._waa, self.plan, self._is_modest = waa, plan, is_modest
-        self._chunked = cache(partial(
-            ChunkedPoolBounds, waa.times, plan.decode, waa.problem.lengths.outputs.mean))
-        self._top = 0
-        self._most_rate = self._least_rate = np.empty(0)  # by batch
-        self._least_encode = self._least_through = np.empty(0)  # with the handover, and without
-        self._slowest = self._through = np.empty(0)  # by rows, lower envelopes
-
-    def bound(self, boxes: WaaBoxes, latency_bound_s: float,
-              ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-        """The bound is (most throughput_qps, 0 where memory does not hold it; least latency_s,
-        seconds until the first token, and of an iteration). What takes longer than
-        `latency_bound_s` need not count for the throughput."""
-        waa = self._waa
-        self._tabulate(int(boxes.most.max()))
-        outputs = waa.problem.lengths.outputs.mean
-        largest: FloatArray = boxes.most.astype(float) * outputs
-        absorbed = largest / (waa.times.mean_iterations * self._iteration_s(largest, boxes))
-        limit = np.minimum(self._most_rate[boxes.most], absorbed)
-        wanted: FloatArray = boxes.least.astype(float) * outputs
-        rate = self._least_rate[boxes.least] * waa.times.mean_iterations
-
-        def excess(decoding: FloatArray) -> FloatArray:
-            return rate * self._iteration_s(decoding, boxes) - decoding
-
-        of_wanted = excess(wanted)
-        decoding = root(excess, wanted, np.minimum(of_wanted, 0.0))
-        # the root is found from both sides: a little less is less for certain
-        decoding = np.where(of_wanted >= 0, wanted, decoding * (1 - 1e-9))
-        iteration = self._iteration_s(decoding, boxes)
-        if len(rows := np.flatnonzero(boxes.chunk)):
-            limit[rows], decoding[rows], iteration[rows] = self._with_chunks(
-                boxes.take(rows), latency_bound_s)
-        through = self._least_through[boxes.least]
-        latency = self._least_encode[boxes.least] + waa.iterations_waited * iteration
-        # what is decoding, with its caches, may not fit
-        held = self.least_bytes(boxes, decoding)
-        return np.where(held <= waa.capacity_bytes, limit, 0.0), latency, through, iteration
-
-    def _with_chunks(self, boxes: WaaBoxes, latency_bound_s: float) -> ChunkLimits:
-        waited, encode_s = self._waa.iterations_waited, self._least_encode[boxes.least]
-        most_s = np.full(len(boxes), np.inf)
-        if waited > 0:
-            # where every batch is refused no iteration is any good, and inf - inf no number
-            left_s = latency_bound_s * (1 + QUICK_TOLERANCE) - np.where(
-                np.isfinite(encode_s), encode_s, 0.0)
-            most_s = np.where(np.isfinite(encode_s), left_s / waited, 0.0)
-        return self._chunked().limits(
-            boxes, (self._least_rate[boxes.least], self._most_rate[boxes.most]),
-            self._most_in_system,
-            np.maximum(most_s, 0.0), is_modest=self._is_modest)
-
-    @cached_property
-    def _most_in_system(self) -> float:
-        """No more queries than these find room in the decode pool, in as many groups as they
-        are."""
-        sizes: FloatArray = np.asarray(_MEMORY_RATIO ** np.arange(_MEMORY_SIZES), float)
-        ones = np.ones(len(sizes))
-        fits = self._waa.memory.fullest(self.plan, WaaConfigs.plain(
-            ones, sizes), sizes) <= self._waa.capacity_bytes
-        return float(sizes[min(int(fits.sum()), len(sizes) - 1)])
-
-    def least_bytes(self, boxes: WaaBoxes, decoding: FloatArray | None = None) -> FloatArray:
-        """The fullest device holds no less [boxes], with half a batch in the decode pool and those
-        decoding."""
-        batch = boxes.least.astype(float)
-        in_system = np.ceil(0.5 * batch + (0.0 if decoding is None else decoding))
-        return self._waa.memory.fullest(self.plan, boxes.easiest, in_system)
-
-    def _iteration_s(self, decoding: FloatArray, boxes: WaaBoxes) -> FloatArray:
-        """No T_iter of as many queries or more, in any number of groups of the box, is less."""
-        steps = np.minimum(boxes.fewest, np.maximum(decoding, 1.0))
-        slowest = self._at(self._slowest, decoding / boxes.fewest)
-        through = self._at(self._through, decoding / boxes.highest)
-        return np.asarray(np.maximum(steps * slowest, through))
-
-    def _at(self, table: FloatArray, rows: FloatArray) -> FloatArray:
-        position = np.log(np.maximum(rows, 1.0)) / np.log(ROWS_RATIO)
-        index = np.minimum(position.astype(np.intp), len(table) - 2)
-        left, right = table[index], table[index + 1]
-        return np.asarray(left + np.minimum(position - index, 1.0) * (right - left))
-
-    def _tabulate(self, most: int) -> None:
-        if most <= self._top:
-            return
-        waa, plan = self._waa, self.plan
-        self._top = _leap(most)
-        batch = np.arange(1, self._top + 1, dtype=float)
-        between, through, handover = waa.times.encode(plan, batch)
-        with np.errstate(invalid="ignore"):
-            rate = np.where(np.isfinite(between), batch / between, 0.0)
-        encode = through + handover
-
-        self._most_rate = _by_batch(np.maximum.accumulate(rate))
-        timed = np.where(rate > 0, rate, np.inf)  # what is refused bounds nothing
-        self._least_rate = _by_batch(np.minimum.accumulate(timed[::-1])[::-1])
-        self._least_rate[~np.isfinite(self._least_rate)] = 0.0
-        self._least_encode, self._least_through = (
-            _by_batch(np.minimum.accumulate(seconds[::-1])[::-1]) for seconds in (encode, through))
-        rows = self._top * max(waa.problem.lengths.outputs.mean, 1.0)
-        count = int(np.log(rows) / np.log(ROWS_RATIO)) + 3
-        sizes: FloatArray = np.asarray(ROWS_RATIO ** np.arange(count), float)
-        slowest, through_rows = waa.times.decode(plan, sizes)
-        self._slowest = rising_minorant(sizes, slowest)
-        self._through = rising_minorant(sizes, through_rows)
