@@ -14,6 +14,8 @@ the constraint's `confidence`, as far as the causes below are known:
   in. The law has longer tails, since it was read off engines' requests.
 - *lengths*: the observed lengths are a sample. REPLICATES resampled distributions (smoothed
   bootstrap, fixed seed) are put in its place. Given distributions are taken as true.
+- *sample*: a bound on a share of all queries is one on the job's own, which are a sample of their
+  distribution (xscheduler.job_sample); of few the slowest may be longer than its quantile.
 - *inputs*: where they were estimated from characters, all of them may be longer or shorter by
   one factor, log-normal (xrunner.io.estimated); its effect adds to that of the times.
 - *model*: a replay of the schedule (xsimulator.replay, fixed seed) may show a longer latency than
@@ -35,7 +37,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from xgpt.core.constraint import Metric
+from xgpt.core.constraint import Constraint, Metric
 from xgpt.core.lengths import (
     FloatArray,
     JointLengths,
@@ -53,6 +55,7 @@ from xprofiler.profile_timing import MOST_NOISE, TableError
 from xprofiler.source_errors import OperatorGroup, SourceErrors, sizes_of
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import Evaluator
+from xscheduler.job_sample import levels_of, logarithms_at
 from xsimulator.replay.predict import JobPrediction
 
 REPLICATES = 40
@@ -87,6 +90,7 @@ class MarginParts:
     sentence: str
     timing: float = 1.0
     lengths: float = 1.0
+    sample: float = 1.0
     inputs: float = 1.0
     drift: float = 1.0
     model: float = 1.0
@@ -100,9 +104,11 @@ class MarginParts:
 class Doubts:
     """Margins of one problem's estimates; keeps the resampled distributions between them."""
 
-    def __init__(self, problem: Problem, evaluator: Evaluator, *, replays: bool = False) -> None:
+    def __init__(self, problem: Problem, evaluator: Evaluator, *, replays: bool = False,
+                 is_of_job: bool = True) -> None:
         """evaluator: of the problem, under this latency bound or another. replays: each schedule's
-        latency is checked by a replay."""
+        latency is checked by a replay. is_of_job: the problem's queries are all that the bound is
+        of, not what is left of them."""
         self.problem, self._evaluator, self._replays = problem, evaluator, replays
         timing = evaluator.timing
         self._errors = timing.table_errors() if isinstance(timing, Measured) else {}
@@ -114,6 +120,7 @@ class Doubts:
         lengths = problem.lengths
         self._counts = [part.num_samples for part in (lengths.inputs, lengths.outputs)
                         if part.num_samples is not None]  # queries by which lengths are known
+        self._levels = levels_of(problem) if is_of_job else np.empty(0)
         # No schedule has a smaller margin on its latency.
         self.least_factor = 1.0 if not self._computed or self.is_certain("latency") else (
             self._computed.least_factor(problem.constraint.confidence))
@@ -123,7 +130,7 @@ class Doubts:
         constraint = self.problem.constraint
         return math.isinf(constraint.limit_s(metric)) or not (
             self._errors or constraint.drift or self._counts or self.problem.input_error
-            or self._computed)
+            or self._computed or (metric == "latency" and len(self._levels)))
 
     def margin(self, estimate: Estimate, metric: Metric = "latency", *,
                is_replayed: bool = True) -> MarginParts:
@@ -149,15 +156,20 @@ class Doubts:
         ratios = np.array([shrunk * math.log(
             self._variant(index, lengths).seconds(estimate, metric) / expected_s)
             for index, (lengths, shrunk) in enumerate(self._replicates)] or [0.0])
+        constraint = self.problem.constraint
+        sampled = logarithms_at(
+            self._levels if metric == "latency" else np.empty(0), constraint.quantile,
+            lambda level: self._variant(("level", level), constraint=constraint.with_latency(
+                quantile=level)).seconds(estimate, metric))
         drift = max((self._variant(("drift", change), lengths).seconds(estimate, metric)
                      / expected_s for change, lengths in self._drifted.items()), default=1.0)
         return self._worded(MarginParts(
             factor=(model * drift * computed.factor
-                    * max(math.exp(upper_limit(ratios, spread, confidence)), 1.0)),
-            timing=computed.factor * math.exp(
-                upper_limit(np.zeros(1), of_times, confidence)), drift=drift,
-            inputs=math.exp(upper_limit(np.zeros(1), of_inputs, confidence)), model=model,
-            lengths=max(math.exp(upper_limit(ratios, 0.0, confidence)), 1.0), sentence=""),
+                    * _factor(np.add.outer(ratios, sampled).ravel(), spread, confidence)),
+            timing=computed.factor * _factor(np.zeros(1), of_times, confidence), drift=drift,
+            inputs=_factor(np.zeros(1), of_inputs, confidence), model=model,
+            lengths=_factor(ratios, 0.0, confidence), sample=_factor(sampled, 0.0, confidence),
+            sentence=""),
             unmeasured, computed)
 
     def expected_s(self, estimate: Estimate, metric: Metric) -> float:
@@ -239,12 +251,16 @@ class Doubts:
                 for change in changes}
 
     def _variant(self, name: Hashable, lengths: JointLengths | None = None,
-                 timing: TimingSource | None = None) -> Evaluator:
-        """The evaluator of that name, which is the problem's with other lengths or times."""
+                 timing: TimingSource | None = None,
+                 constraint: Constraint | None = None) -> Evaluator:
+        """The evaluator of that name, which is the problem's with other lengths, times or
+        bounds."""
         if name not in self._variants:
             problem = self._evaluator.problem
-            self._variants[name] = Evaluator(replace(problem, lengths=lengths or problem.lengths),
-                                             timing or self._evaluator.timing)
+            self._variants[name] = Evaluator(
+                replace(problem, lengths=lengths or problem.lengths,
+                        constraint=constraint or problem.constraint),
+                timing or self._evaluator.timing)
         return self._variants[name]
 
     def _worded(self, parts: MarginParts, unmeasured: float,
@@ -277,6 +293,9 @@ class Doubts:
         if self._counts:
             causes.append(f"{parts.lengths - 1:.1%} since only {min(self._counts)} queries tell "
                           "how long they are")
+        if parts.sample > 1:
+            causes.append(f"{parts.sample - 1:.1%} since the job's own queries may be longer than "
+                          "the lengths planned for, of which they are a sample")
         if self.problem.input_error:
             causes.append(f"{parts.inputs - 1:.1%} since prompts' lengths are estimated from "
                           f"characters, {self.problem.input_error:.0%} off")
@@ -335,6 +354,11 @@ def _computed_margin(errors: SourceErrors | None, problem: Problem, metric: Metr
     return _ComputedMargin(
         errors.factor(shares, confidence, sizes), errors.weakest(shares, sizes),
         {own: errors.factor(shares, own, sizes) for own in (0.9, 0.8, 0.7) if own < confidence})
+
+
+def _factor(logarithms: FloatArray, spread: float, confidence: float) -> float:
+    """The same as a factor, at least 1."""
+    return max(math.exp(upper_limit(logarithms, spread, confidence)), 1.0)
 
 
 def upper_limit(logarithms: FloatArray, spread: float, confidence: float) -> float:

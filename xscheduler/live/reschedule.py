@@ -219,8 +219,8 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
     constraint = problem.constraint.with_latency(limit_s=caution * problem.constraint.latency_s)
     try:
         planned = plan_within(
-            Doubts(replace(problem, constraint=constraint), evaluator, replays=True), within,
-            search_problem=find)
+            Doubts(replace(problem, constraint=constraint), evaluator, replays=True,
+                   is_of_job=False), within, search_problem=find)
     except InfeasibleError as cause:
         nearest = None if keep.qps else _best(now, began, replace(
             problem, constraint=problem.constraint.with_latency(limit_s=SHORTEST_S)),
@@ -272,7 +272,7 @@ def _keep(now: Estimate, evaluator: Evaluator) -> Way:
             else PinnedSearch(now, problem, evaluator.timing, bound_s).current())
     if keep.estimate is None or keep.reason is not None:
         return keep
-    own = Doubts(problem, evaluator, replays=True).margin(keep.estimate)
+    own = Doubts(problem, evaluator, replays=True, is_of_job=False).margin(keep.estimate)
     if keep.estimate.figures.latency_s * own.factor <= bound_s:
         return keep
     return replace(keep, reason=f"its latency of {keep.estimate.figures.latency_s:.3g} s keeps the "
