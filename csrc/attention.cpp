@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <new>
 #include <vector>
 
 #include "native.h"
@@ -119,7 +120,14 @@ bool wrong_bias(const float *bias, int64_t low, int64_t high, int64_t width, int
 }
 
 int run(const xgpt::Decode &arguments) { XGPT_DISPATCH(decode_any(arguments)); }
-int run(const xgpt::Encode &arguments) { XGPT_DISPATCH(encode_any(arguments)); }
+int run(const xgpt::Encode &arguments) {
+#ifdef XGPT_HAS_TILES
+    const bool is_narrow = arguments.dtype == XGPT_BFLOAT16 && arguments.kv_dtype == XGPT_BFLOAT16;
+    if (is_narrow && xgpt_level() == XGPT_AVX512_AMX)
+        return xgpt::avx512_bf16::encode_by_tiles(arguments);
+#endif
+    XGPT_DISPATCH(encode_any(arguments));
+}
 
 /* Scores a task may cost: so many that the tasks come out even, and few keys are turned twice. */
 double most_scores(double all, int threads) { return std::max(all / (8.0 * threads), 65536.0); }

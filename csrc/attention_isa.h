@@ -97,3 +97,6 @@ static void write_out(int dtype, void *out, int64_t at, const float *sums, const
 #include "decode_isa.h"
 #include "turned_isa.h"
 #include "encode_isa.h"
+#if defined(XGPT_HAS_DOTS) && defined(XGPT_HAS_TILES)
+#include "tiles_isa.h"
+#endif

@@ -51,19 +51,21 @@ static inline void tile_values(float *sums, int64_t width, const P *weights, int
         for (int i = 0; i < N; ++i) store(sums + r * width + x + i * W, kept[r][i]);
 }
 
-/* A tile of rows: rows [row, row + here) of the task, row r being head r % group of its token
+/* A tile of SIZE rows: rows [row, row + here) of the task, row r being head r % group of its token
  * r / group. Element: of queries and weights, which are multiplied as P. */
-template <typename P>
+template <typename P, int SIZE = ROWS>
 struct Tile {
     using Element = std::conditional_t<std::is_same_v<P, float>, float, bfloat16>;
-    std::vector<float> sums;      // [ROWS, width]
-    std::vector<Element> query;   // [ROWS, width]
-    alignas(64) float scores[ROWS * CHUNK];
-    alignas(64) Element weights[ROWS * CHUNK];
-    float most[ROWS], total[ROWS];
-    int64_t limit[ROWS];          // keys that each row sees
+    static constexpr int64_t rows = SIZE;
+    Lined<float> sums;            // [rows, width]
+    Lined<Element> query;         // [rows, width]
+    alignas(64) float scores[SIZE * CHUNK];
+    alignas(64) Element weights[SIZE * CHUNK];
+    float most[SIZE], total[SIZE];
+    int64_t limit[SIZE];          // keys that each row sees
+    int64_t here;
 
-    explicit Tile(int64_t width) : sums(ROWS * width), query(ROWS * width) {}
+    explicit Tile(int64_t width) : sums(SIZE * width), query(SIZE * width) {}
 };
 
 template <typename P, typename Element>
@@ -71,12 +73,12 @@ static inline const P *products_of(const Element *elements) {
     return reinterpret_cast<const P *>(elements);
 }
 
-/* The rows of a tile with keys j .. j + count. */
-template <typename P, typename Bias>
-static void attend_chunk(Tile<P> &tile, const Turned<P> &turned, int64_t j, int64_t count,
-                         int64_t dim, int64_t width, float scale, Bias &&add_bias) {
+/* scores of a tile's rows with keys j .. j + count. */
+template <typename P>
+static void score_keys(Tile<P> &tile, const Turned<P> &turned, int64_t j, int64_t count,
+                       int64_t dim, int64_t width, float scale) {
     const int64_t steps = Turned<P>::of(dim), wide = Turned<P>::of(width);
-    const P *query = products_of<P>(tile.query.data()), *weights = products_of<P>(tile.weights);
+    const P *query = products_of<P>(tile.query.data());
     for (int64_t i = 0; i < count; i += KEYS) {
         const P *keys = turned.keys.data() + (j + i) * wide;
         if (count - i > W)
@@ -84,7 +86,28 @@ static void attend_chunk(Tile<P> &tile, const Turned<P> &turned, int64_t j, int6
         else
             tile_scores<ROWS, 1>(query, wide, keys, steps, scale, tile.scores + i);
     }
-    for (int64_t r = 0; r < ROWS; ++r) {
+}
+
+/* sums of a tile's rows += its weights times the values j .. j + count. */
+template <typename P>
+static void add_weighed(Tile<P> &tile, const Turned<P> &turned, int64_t j, int64_t count,
+                        int64_t width) {
+    const P *values = turned.values.data() + Turned<P>::of(j) * width;
+    const P *weights = products_of<P>(tile.weights);
+    const int64_t stride = Turned<P>::of(CHUNK), steps = Turned<P>::of(count);
+    int64_t x = 0;
+    for (; x + 2 * W <= width; x += 2 * W)
+        tile_values<ROWS, 2>(tile.sums.data(), width, weights, stride, values, steps, x);
+    for (; x < width; x += W)
+        tile_values<ROWS, 1>(tile.sums.data(), width, weights, stride, values, steps, x);
+}
+
+/* The rows of a tile with keys j .. j + count. */
+template <typename Rows, typename P, typename Bias>
+static void attend_chunk(Rows &tile, const Turned<P> &turned, int64_t j, int64_t count,
+                         int64_t dim, int64_t width, float scale, Bias &&add_bias) {
+    score_keys(tile, turned, j, count, dim, width, scale);
+    for (int64_t r = 0; r < Rows::rows; ++r) {
         const int64_t seen = std::clamp<int64_t>(tile.limit[r] - j, 0, count);
         float *scores = tile.scores + r * CHUNK;
         auto *weight = tile.weights + r * CHUNK;
@@ -93,15 +116,10 @@ static void attend_chunk(Tile<P> &tile, const Turned<P> &turned, int64_t j, int6
             soften(scores, seen, weight, tile.most[r], tile.total[r], tile.sums.data() + r * width,
                    width);
         }
-        for (int64_t i = rounded(seen, W); i < count; i += W) store(weight + i, vec{});
+        for (int64_t i = rounded(seen, W); i < rounded(count, KEYS); i += W)
+            store(weight + i, vec{});
     }
-    const P *values = turned.values.data() + Turned<P>::of(j) * width;
-    const int64_t stride = Turned<P>::of(CHUNK), pairs = Turned<P>::of(count);
-    int64_t x = 0;
-    for (; x + 2 * W <= width; x += 2 * W)
-        tile_values<ROWS, 2>(tile.sums.data(), width, weights, stride, values, pairs, x);
-    for (; x < width; x += W)
-        tile_values<ROWS, 1>(tile.sums.data(), width, weights, stride, values, pairs, x);
+    add_weighed(tile, turned, j, count, width);
 }
 
 /* All keys and values that a task's tokens see, block by block. */
@@ -123,17 +141,18 @@ static void turn_context(const Encode &a, const Task &task, Turned<P> &turned) {
 }
 
 /* The tokens of a task. */
-template <typename E, typename P>
-static void attend_rows(const Encode &a, const Task &task, Turned<P> &turned, Tile<P> &tile) {
+template <typename E, typename P, typename Rows>
+static void attend_rows(const Encode &a, const Task &task, Turned<P> &turned, Rows &tile) {
     const int64_t group = a.heads / a.kv_heads, dim = a.dim, width = rounded(dim, 2 * W);
     turn_context<E>(a, task, turned);
     const int64_t rows = task.tokens * group;
-    for (int64_t row = 0; row < rows; row += ROWS) {
-        const int64_t here = std::min<int64_t>(ROWS, rows - row);
+    for (int64_t row = 0; row < rows; row += Rows::rows) {
+        const int64_t here = std::min(Rows::rows, rows - row);
         auto token_of = [&](int64_t r) { return task.from + (row + r) / group; };
         auto head_of = [&](int64_t r) { return task.head * group + (row + r) % group; };
         std::fill(tile.sums.begin(), tile.sums.end(), 0.0f);
-        for (int64_t r = 0; r < ROWS; ++r) {
+        tile.here = here;
+        for (int64_t r = 0; r < Rows::rows; ++r) {
             if (r < here)
                 read_head<float>(a.dtype, a.query,
                                  (task.packed + token_of(r)) * a.query_stride + head_of(r) * dim,
@@ -158,11 +177,11 @@ static void attend_rows(const Encode &a, const Task &task, Turned<P> &turned, Ti
     }
 }
 
-template <typename E, typename P>
+template <typename E, typename P, typename Rows = Tile<P>>
 static int encode(const Encode &a) {
     share(std::min<int>(a.threads, static_cast<int>(a.tasks.size())), [&](int) {
         Turned<P> turned;
-        Tile<P> tile(rounded(a.dim, 2 * W));
+        Rows tile(rounded(a.dim, 2 * W));
         for (size_t i; (i = a.next.fetch_add(1)) < a.tasks.size();)
             attend_rows<E>(a, a.tasks[i], turned, tile);
     });

@@ -180,7 +180,7 @@ extern "C" int xgpt_pairs_product(uint16_t *out, const uint16_t *weight, const u
                                   int64_t outputs, int threads) {
     if (tokens < 0 || inputs < 1 || outputs < 1 || threads < 1) return XGPT_WRONG_SIZE;
 #ifdef XGPT_HAS_PAIRS
-    if (xgpt_best_level() != XGPT_AVX512_BF16) return XGPT_WRONG_LEVEL;
+    if (xgpt_best_level() < XGPT_AVX512_BF16) return XGPT_WRONG_LEVEL;
     if (tokens)
         xgpt::multiply({out, weight, x, bias, tokens, inputs, outputs, relu != 0, threads});
     return XGPT_OK;

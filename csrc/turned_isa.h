@@ -5,6 +5,23 @@ namespace XGPT_ISA {
 
 constexpr int KEYS = 2 * W;
 
+/* Memory that begins on a cache line: a register, or a tile's row, is then read from one. */
+template <typename T>
+struct OnLine {
+    using value_type = T;
+    OnLine() = default;
+    template <typename U>
+    OnLine(const OnLine<U> &) {}
+    T *allocate(size_t count) {
+        return static_cast<T *>(::operator new(count * sizeof(T), std::align_val_t(64)));
+    }
+    void deallocate(T *p, size_t) { ::operator delete(p, std::align_val_t(64)); }
+    bool operator==(const OnLine &) const { return true; }
+    bool operator!=(const OnLine &) const { return false; }
+};
+template <typename T>
+using Lined = std::vector<T, OnLine<T>>;
+
 /* One input and KV head as P, float or a pair of bfloat16 (vec_isa.h): keys turned [blocks, width,
  * KEYS], values [keys, width]. Pairs are of a key's neighbours, and of values of two keys: half as
  * many along that side, which `of` tells. */
@@ -13,7 +30,7 @@ struct Turned;
 
 template <>
 struct Turned<float> {
-    std::vector<float> keys, values;
+    Lined<float> keys, values;
 
     static int64_t of(int64_t count) { return count; }
 
@@ -45,13 +62,13 @@ struct Turned<float> {
 #ifdef XGPT_HAS_DOTS
 template <>
 struct Turned<pair> {
-    std::vector<pair> keys, values;
+    Lined<pair> keys, values;
 
     static int64_t of(int64_t count) { return (count + 1) / 2; }
 
     void resize(int64_t count, int64_t width) {
         keys.resize(rounded(count, KEYS) * of(width));
-        values.resize(of(count) * width);
+        values.resize(of(rounded(count, KEYS)) * width);
     }
     void fill(const bfloat16 *key, const bfloat16 *value, int64_t stride, int64_t first,
               int64_t count, int64_t room, int64_t dim, int64_t width) {
@@ -66,11 +83,11 @@ struct Turned<pair> {
                 pair *block = keys.data() + (to / KEYS * of(width) + x / 2) * KEYS + to % KEYS;
                 for (int64_t i = 0; i < W; ++i) memcpy(block + i * KEYS, &rows[i], sizeof(vec));
             }
-        for (int64_t j = 0; j < count; j += 2)
+        for (int64_t j = 0; j < room; j += 2)
             for (int64_t x = 0; x < width; x += 2 * W) {
                 const bfloat16 *at = value + j * stride + x;
                 vec low, high;
-                pair_rows(load_pairs(at, dim - x),
+                pair_rows(j < count ? load_pairs(at, dim - x) : vec{},
                           j + 1 < count ? load_pairs(at + stride, dim - x) : vec{}, low, high);
                 pair *row = values.data() + (first + j) / 2 * width + x;
                 memcpy(row, &low, sizeof low);

@@ -1,6 +1,6 @@
 """Every implementation of the operators that this machine has: torch's, native on each instruction
-set, the CUDA sources executed on the CPU. A test of an operator calls its public function within
-`using()`, on tensors of `device`."""
+set (tiles emulated where there are none), the CUDA sources executed on the CPU. A test of an
+operator calls its public function within `using()`, on tensors of `device`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,102 @@
+"""Attention of inputs by tiles (AMX), carried out by a handler of refused instructions: all that
+tests/xrunner/ops/test_attention_ops.py asks of every implementation, and what is theirs alone."""
+
+from __future__ import annotations
+
+import emulated_tiles
+import pytest
+import torch
+from emulated_tiles import a_processor_with_tiles, done
+
+from xrunner.ops import native, tiles
+from xrunner.ops.attention import encode_attention, packed_attention
+from xrunner.ops.contexts import Cache, encode_context
+from xrunner.rules.slots import Span
+
+pytestmark = pytest.mark.skipif(
+    not emulated_tiles.are_emulated(),
+    reason="this processor has tiles, which the other tests use, or lacks more than tiles")
+
+
+def inputs(tokens: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[torch.Tensor, Cache]:
+    generator = torch.Generator().manual_seed(tokens)
+    query = torch.randn(tokens, 6, 64, generator=generator).to(dtype)
+    keys, values = torch.randn(2, 1, 2, tokens, 64, generator=generator).to(kv_dtype)
+    return query, (keys, values)
+
+
+def encoded(query: torch.Tensor, cache: Cache) -> torch.Tensor:
+    return encode_attention(query, cache, encode_context([Span(0, 0, len(query), True)],
+                                                         query.device))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 150])
+def test_what_is_bfloat16_is_multiplied_by_tiles_and_nothing_else_is(tokens: int) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        for kv_dtype in (torch.bfloat16, torch.float32):
+            query, cache = inputs(tokens, dtype, kv_dtype)
+            expected = encoded(query, cache)
+            with a_processor_with_tiles():
+                before = done()
+                got = encoded(query, cache)
+                assert (done() > before) == (dtype == kv_dtype == torch.bfloat16)
+            torch.testing.assert_close(got, expected, rtol=0, atol=0.02)
+
+
+def test_what_is_no_number_leaves_other_rows_alone() -> None:
+    query, cache = inputs(70, torch.bfloat16, torch.bfloat16)
+    with a_processor_with_tiles():
+        expected = encoded(query, cache)
+        query[20, 1, 3] = torch.nan
+        got = encoded(query, cache)
+    got[20, 64:128] = expected[20, 64:128]
+    assert torch.equal(got, expected)
+
+
+def test_an_encoder_s_inputs_are_multiplied_by_tiles() -> None:
+    joint = torch.randn(40, 3 * 2 * 48).bfloat16()
+    expected = packed_attention(joint, 2, [33, 7])
+    with a_processor_with_tiles():
+        before = done()
+        got = packed_attention(joint, 2, [33, 7])
+        assert done() > before
+    torch.testing.assert_close(got, expected, rtol=0, atol=0.02)
+
+
+def test_tiles_that_agree_are_trusted() -> None:
+    opened = native.Native(native.library(), origin="here")
+    with a_processor_with_tiles():
+        before = done()
+        assert native.without_wrong_tiles(opened) is opened
+        assert done() > before and native.describe().startswith("native operators: avx512_amx")
+
+
+def test_tiles_that_do_not_are_left_aside_in_words() -> None:
+    opened = native.Native(native.library(), origin="here")
+    with a_processor_with_tiles(), emulated_tiles.faulty():
+        found = native.without_wrong_tiles(opened)
+        assert "left aside" in found.left and "AVX-512" in found.left
+        before = done()
+        encoded(*inputs(20, torch.bfloat16, torch.bfloat16))
+        assert done() == before and native.describe().startswith("native operators: avx512,")
+
+
+def test_nothing_is_compared_where_there_are_no_tiles() -> None:
+    opened, before = native.Native(native.library()), done()
+    assert native.without_wrong_tiles(opened) is opened and done() == before
+
+
+def test_oneDNN_s_products_are_taken_where_there_are_tiles() -> None:  # noqa: N802
+    lib = native.library()
+    assert lib is not None
+    with a_processor_with_tiles():
+        assert not lib.xgpt_has_pairs(), "oneDNN multiplies by tiles"
+
+
+def test_what_they_come_to_is_told_by_how_much() -> None:
+    lib = native.library()
+    assert lib is not None
+    with a_processor_with_tiles():
+        assert 0 < tiles.differ_by(lib, native.LEVELS) < tiles.TOLERANCE / 2
+        with emulated_tiles.faulty():
+            assert tiles.differ_by(lib, native.LEVELS) > tiles.TOLERANCE
