@@ -65,14 +65,14 @@ def test_ranks_end_with_their_launcher(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_hangs_ends_the_run_by_its_name(tmp_path: Path) -> None:
-    job, process, own = start(tmp_path, run=", stall_timeout: 10")
+    job, process, own = start(tmp_path, run=", stall_timeout: 5")
     os.kill(own["rank"][-1], signal.SIGSTOP)
 
     def silent_s() -> float:
         status = run_status(job.output)
         return (status and status.silent_s) or 0.0
 
-    wait(lambda: silent_s() > 3, "status says how old the last sign of life is", 60)
+    wait(lambda: silent_s() > 2, "status says how old the last sign of life is", 60)
     facts = end(process, own)
     assert facts["code"] == 1
     assert "the run hangs: rank 1 (stage 1) has given no sign of life" in facts["error"]

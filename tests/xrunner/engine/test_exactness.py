@@ -155,8 +155,10 @@ def test_half_precision_logits_stay_near_transformers_in_the_same(
     assert_as_near(gathered(work, degree), exact, theirs)
 
 
-@pytest.mark.parametrize(("degree", "dtype"), HALF)
-@pytest.mark.parametrize("family", T5_FAMILIES)
+@pytest.mark.parametrize(("family", "degree", "dtype"), some(
+    product(T5_FAMILIES, [1, 2], [torch.bfloat16, torch.float16]),
+    # transformers in float16 is slow on a CPU
+    lambda case: case[1:] == (2, torch.bfloat16)))
 def test_half_precision_logits_of_t5_stay_near_transformers_in_the_same(
         made: Callable[[str], tuple[Path, Any]], family: str, degree: int,
         dtype: torch.dtype) -> None:
