@@ -98,8 +98,11 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     weights = shelf.weights(key, lambda: _read(plan, replica, pool, stage, world))
     sender, receiver = _couriers(replica, pool, weights.model.spec, world)
     is_captured = plan.cuda_graphs and world.device.type == "cuda"
+    capture = CudaCapture(world.device) if is_captured and world.has_own_gpus else None
     executor = StageExecutor(weights.model, clock=clock, sender=sender, receiver=receiver,
-                             beat=beat, capture=CudaCapture() if is_captured else None)
+                             beat=beat, capture=capture)
+    if is_captured and capture is None:
+        executor.graphs_said = "no CUDA graphs: ranks share a GPU, whose memory is planned"
     executor.records.threads = threads_of(world.device.type, plan.dtype, plan.threads_per_rank,
                                           is_deterministic=plan.deterministic)
     return Loaded(executor, routes(replica.pools)[rank], replica, pool, stage, weights)
@@ -160,12 +163,14 @@ def report_of(loaded: Loaded) -> RankReport:
                       kv_bytes=kv_bytes, kv_peak_bytes=kv_peak_bytes,
                       handover_bytes=handed_bytes, handover_s=handover_s,
                       disk_bytes=weights.disk_bytes, disk_bytes_per_s=weights.disk_bytes_per_s,
-                      operators=operators_in_words(executor.model.device))
+                      operators=operators_in_words(executor.model.device, executor.graphs_said))
 
 
-def operators_in_words(device: torch.device) -> str:
-    """Whose operators serve on the device, and why no native ones do."""
-    return native.describe() if device.type == "cpu" else cuda_modules.describe(device)
+def operators_in_words(device: torch.device, graphs: str | None = None) -> str:
+    """Whose operators serve on the device, and why no native ones do; `graphs`: what is said of
+    captured steps."""
+    said = native.describe() if device.type == "cpu" else cuda_modules.describe(device)
+    return said if graphs is None else f"{said}; {graphs}"
 
 
 class DiskMeter:

@@ -25,6 +25,7 @@ class World(NamedTuple):
     split: Callable[[int, int], Group]  # (group, place in it): the ranks of one group; collective
     duplicate: Callable[[], Comm]  # the same ranks, messages of their own; collective
     device: torch.device = CPU  # this rank's
+    has_own_gpus: bool = True  # no two ranks share one
     close: Callable[[], None] = lambda: None  # at an orderly end; collective
 
 
@@ -64,7 +65,8 @@ def connect(kind: Kind = "cpu") -> World:
 
     return World(MpiComm(world), barrier=barrier, abort=world.Abort,
                  gather=lambda report: gather(world, report, RankReport),
-                 split=split, duplicate=duplicate, device=device, close=close)
+                 split=split, duplicate=duplicate, device=device, has_own_gpus=is_direct,
+                 close=close)
 
 
 def group_of(comm: Any, *, is_direct: bool) -> Group:

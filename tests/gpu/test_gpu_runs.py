@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache as remember
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from xgpt.core.errors import XgptError  # noqa: E402
 from xgpt.launch.local import find_mpiexec  # noqa: E402
 from xrunner import devices  # noqa: E402
 from xrunner.checkpoint.source import find_model  # noqa: E402
-from xrunner.engine.graphs import CudaCapture  # noqa: E402
+from xrunner.engine.graphs import CaptureError, CudaCapture  # noqa: E402
 from xrunner.engine.kv import KvCache, kv_shape  # noqa: E402
 from xrunner.engine.stage import StageExecutor  # noqa: E402
 from xrunner.ops import cuda_modules  # noqa: E402
@@ -84,15 +83,32 @@ def test_every_family_answers_as_generate_does(made: Made, device: torch.device,
 def test_captured_decode_steps_answer_as_generate_does(
         made: Made, device: torch.device, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, model = made(family)
-    monkeypatch.setattr(toys, "executor_of", partial(toys.executor_of, capture=CudaCapture()))
+    executor_of = toys.executor_of
+    captures = CudaCapture(device), CudaCapture(device)  # a rank's each
+    given = iter(captures)
+    monkeypatch.setattr(toys, "executor_of", lambda *known, **more: executor_of(
+        *known, **more, capture=next(given)))
     queries = toys.random_queries(17)
     sink, executors = toys.run_in_process(directory, queries, degrees=(1, 1), num_groups=2,
                                           device=device)
-    if executors[0].groups[0].graphs is None:
+    if cuda_modules.gpu_of(device).ops is None:
         pytest.skip(f"our kernels do not serve: {cuda_modules.describe(device)}")
     assert answers(sink) == {q.index: toys.generate(model, q) for q in queries}
-    assert any(step.captured is not None for executor in executors for group in executor.groups
-               for step in group.graphs._steps.values())
+    for executor, capture in zip(executors, captures, strict=True):
+        assert "queries in CUDA graphs, each compared" in executor.graphs_said
+        assert all(group.graphs.steps for group in executor.groups)
+        assert 0 <= capture.taken_bytes < capture.limit_bytes
+
+
+def test_a_capture_that_fails_leaves_the_gpu_at_work(device: torch.device) -> None:
+    stream, numbers = torch.cuda.current_stream(device), torch.ones(5, device=device)
+    with pytest.raises(CaptureError):
+        CudaCapture(device)(lambda: numbers * int(numbers.sum()))  # the host may not look there
+    assert torch.cuda.current_stream(device) == stream
+    assert (numbers + 1).tolist() == [2.0] * 5
+    captured = CudaCapture(device)(lambda: numbers * 3)
+    captured.replay()
+    assert captured.out.tolist() == [3.0] * 5
 
 
 def test_the_same_seed_draws_the_same_text_whatever_the_schedule(made: Made,

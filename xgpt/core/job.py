@@ -125,7 +125,7 @@ class RunSpec:
     # share by which steps must be slower or quicker than planned for the same; None: never
     step_times: float | None = STEP_TIMES
     engine: str = OWN_ENGINE  # one of xgpt.core.engines.engine_names()
-    cuda_graphs: bool = False  # on GPUs: decode steps captured, where they can be
+    cuda_graphs: bool = True  # on GPUs: decode steps captured, where they can be
     engine_python: str | None = None  # the interpreter of another engine; None: this one
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # its own arguments, by name
     sync_s: float = 5.0  # what was reported done so long ago is on the disk

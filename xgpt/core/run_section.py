@@ -121,7 +121,7 @@ def _read_cuda_graphs(section: Section) -> bool:
             return True
         return False if value == "off" or value is False else None  # YAML reads `off` as false
 
-    return section.read("cuda_graphs", False, value_of, "auto or off")
+    return section.read("cuda_graphs", True, value_of, "auto or off")
 
 
 def _read_engine_args(section: Section) -> Mapping[str, Any]:

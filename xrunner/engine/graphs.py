@@ -7,26 +7,32 @@ there first, and rows that hold no query are in no slot and have no entries: the
 write nothing for them and give them zeros. Only those kernels read no more than these numbers say
 and take no size from the host: where torch's attention serves, nothing is captured.
 
-No GPU has run this yet (docs/gpu.md)."""
+What is captured, and that it is compared before it serves: xrunner.engine.graph_trial. No GPU has
+run this yet (docs/gpu.md)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from xgpt.core.errors import XgptError
+from xrunner.devices import free_bytes
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.stage_model import StageModel
 from xrunner.ops import cuda_modules
-from xrunner.ops.contexts import DecodeContext, Places
+from xrunner.ops.contexts import Cache, DecodeContext, Places
 from xrunner.ops.cuda import MAX_DIM
 from xrunner.ops.launch import DTYPES
 from xrunner.rules.buckets import bucket_of
 
 NO_SLOT = -1
+# Of a GPU's memory, for what captured steps keep: half of what plans leave free
+# (xsimulator.memory.USABLE_SHARE), which is there for the runtime.
+MEMORY_SHARE = 0.05
 _OPERATORS = {"decode_attention", "place"}  # of which torch's would take sizes from the host
 
 
@@ -37,93 +43,140 @@ class Captured(NamedTuple):
     out: Tensor
 
 
-Capture = Callable[[Callable[[], Tensor]], Captured]
+class CaptureError(Exception):
+    """A step cannot be captured, and why in a line."""
+
+
+class Capture(Protocol):
+    """What captures steps. `limit_bytes`: what these may keep of the device's memory;
+    `taken_bytes`: what they do."""
+
+    limit_bytes: int
+    taken_bytes: int
+
+    def __call__(self, work: Callable[[], Tensor]) -> Captured:
+        """Computes nothing yet. Raises CaptureError."""
 
 
 class CudaCapture:
     """Captures on torch's current GPU. What the graphs need in between lies in one pool: they are
     never at work at the same time."""
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
+    def __init__(self, device: torch.device) -> None:
+        self.limit_bytes = int(MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory)
+        self.taken_bytes = 0
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Callable[[], Tensor]) -> Captured:
+        stream, before = torch.cuda.current_stream(self._device), self._free_bytes()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            out = work()
+        try:
+            # threads that wait for messages may look at events of their own meanwhile
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                out = work()
+        except (RuntimeError, XgptError) as error:  # of memory, of what may not be captured
+            # NOTE: where a capture ends in an error, torch leaves its stream the current one
+            torch.cuda.set_stream(stream)
+            words = str(error).strip().splitlines() or [type(error).__name__]
+            raise CaptureError(words[0]) from error
+        self.taken_bytes += max(before - self._free_bytes(), 0)
         return Captured(graph.replay, out)
 
+    def _free_bytes(self) -> int:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # what torch keeps for later is free
+        free = free_bytes(self._device)
+        assert free is not None, f"{self._device = }"
+        return free
 
-def is_capturable(model: StageModel | EncoderDecoderStage) -> TypeGuard[StageModel]:
-    """Whether the stage's decode steps are fit for it: our kernels serve, on a GPU, and the rank
-    is alone in its stage (sums over a group go through the host)."""
-    if isinstance(model, EncoderDecoderStage) or model.shard.degree > 1:
-        return False
-    if model.work_dtype != model.dtype or model.dtype not in DTYPES or (
-            model.spec.head_dim > MAX_DIM):
-        return False
+
+def why_not(model: StageModel | EncoderDecoderStage) -> str | None:
+    """Why the stage's decode steps cannot be captured; None where they can: our kernels serve, on a
+    GPU, and the rank is alone in its stage (sums over a group go through the host)."""
+    if isinstance(model, EncoderDecoderStage):
+        return "an encoder-decoder model's steps are not captured"
+    if model.shard.degree > 1:
+        return "a tensor-parallel group's steps are not captured"
+    if not model.layers:
+        return "this rank has no layers that decode"
+    if model.work_dtype != model.dtype or model.dtype not in DTYPES:
+        return f"weights are multiplied as {model.work_dtype}, entries are {model.dtype}"
+    if model.spec.head_dim > MAX_DIM:
+        return f"heads of {model.spec.head_dim} are torch's"
     decoder = model.spec.decoder
-    if decoder.experts is not None or not decoder.is_native or decoder.qk_norm == "all":
-        return False  # they take sizes from the host
+    if decoder.experts is not None:
+        return "experts are told by the host how many rows each has"
+    if not decoder.is_native or decoder.qk_norm == "all":
+        return "this model's attention is torch's"
     gpu = cuda_modules.gpu_of(model.device)
-    return gpu.ops is not None and not gpu.differing & _OPERATORS
+    if gpu.ops is None:
+        return f"torch's operators serve, which take sizes from the host ({gpu.reason})"
+    if differing := gpu.differing & _OPERATORS:
+        return f"torch's {', '.join(sorted(differing))} serve, which take sizes from the host"
+    return None
 
 
 class DecodeGraphs:
-    """The decode steps of one group on one stage, whose cache stays where it is."""
+    """The decode steps of groups that share a cache, which stays where it is."""
 
-    def __init__(self, model: StageModel, store: Tensor, capture: Capture) -> None:
-        """store [layers, 2, slots, k, capacity, d]: the group's cache."""
-        self._model, self._store, self._capture = model, store, capture
-        self._steps: dict[int, _Step] = {}
+    def __init__(self, model: StageModel, layers: list[Cache], capture: Capture, *,
+                 width: int, in_blocks: bool) -> None:
+        """layers: keys and values [blocks, k, size, d] of each; `width`: blocks of the longest
+        query, 1 of a cache in rows."""
+        self.model, self.layers, self._capture = model, layers, capture
+        self.width, self.in_blocks = width, in_blocks
+        self.steps: dict[int, CapturedStep] = {}
 
     def decode(self, inputs: Tensor, step: DecodeContext) -> Tensor:
-        """As StageModel.decode, of the group's cache."""
+        """As StageModel.decode, of the groups' cache."""
         size = bucket_of(len(inputs))
-        if size is None:
-            return self._model.decode(inputs, self._store, step)
-        if size not in self._steps:
-            self._steps[size] = _Step.of(size, inputs, step, block_size=self._store.shape[-2])
-        own = self._steps[size]
+        own = None if size is None else self.steps.get(size)
+        if own is None:
+            return self.model.decode(inputs, self.layers, step)
         own.take(inputs, step)
-        if own.captured is not None:
-            own.captured.replay()
-            return own.captured.out[:len(inputs)].clone()  # the next step writes there
-        if own.is_known:
-            own.captured = self._capture(lambda: self._work(own))  # which computes nothing yet
-            own.captured.replay()
-            return own.captured.out[:len(inputs)].clone()
-        # kernels are loaded when they are first launched, which must not be during a capture
-        own.is_known = True
-        return self._work(own)[:len(inputs)]
+        return own.replayed().clone()  # the next step writes there
 
-    def _work(self, step: _Step) -> Tensor:
-        return self._model.decode(step.inputs, self._store, step.context)
+    def capture(self, size: int) -> CapturedStep:
+        """A step of `size` rows, which serves from now on where it is put into `steps`. Raises
+        CaptureError."""
+        own = CapturedStep(size, self)
+        own.captured = self._capture(lambda: self.work(own.inputs, own.context))
+        return own
+
+    def work(self, inputs: Tensor, step: DecodeContext) -> Tensor:
+        """The step, launched kernel by kernel."""
+        return self.model.decode(inputs, self.layers, step)
 
 
-@dataclass(slots=True)
-class _Step:
+@dataclass(slots=True, init=False)
+class CapturedStep:
     """A decode step of one size: where it reads its inputs and the numbers of its rows."""
 
     inputs: Tensor  # tokens [size], or hidden [size, H]
     context: DecodeContext
-    is_known: bool = False  # it has been taken once
-    captured: Captured | None = None
+    captured: Captured | None
+    count: int  # rows that hold a query: the first ones
 
-    @classmethod
-    def of(cls, size: int, inputs: Tensor, step: DecodeContext, *, block_size: int) -> _Step:
-        """Of `size` rows; inputs and `step` are of one with fewer."""
-        most = step.blocks.shape[1]
-        slots, positions, where, within, lengths = (
-            torch.zeros(size, dtype=torch.long, device=inputs.device) for _ in range(5))
-        return cls(inputs.new_zeros(size, *inputs.shape[1:]), DecodeContext(
-            slots=slots, blocks=step.blocks.new_zeros(size, most), positions=positions,
-            places=Places(where, within), lengths=lengths, longest=block_size * most, width=size,
-            in_blocks=step.in_blocks))
+    def __init__(self, size: int, graphs: DecodeGraphs) -> None:
+        """No row holds a query."""
+        model, device = graphs.model, graphs.model.device
+
+        def none(*shape: int) -> Tensor:
+            return torch.full(shape, NO_SLOT, dtype=torch.long, device=device)
+
+        self.inputs = (torch.zeros(size, dtype=torch.long, device=device) if model.is_first else
+                       torch.zeros(size, model.spec.hidden_size, dtype=model.dtype, device=device))
+        zeros = torch.zeros(3, size, dtype=torch.long, device=device)
+        self.context = DecodeContext(
+            slots=none(size), blocks=none(size, graphs.width), positions=zeros[0],
+            places=Places(none(size), zeros[1]), lengths=zeros[2],
+            longest=graphs.layers[0][0].shape[2] * graphs.width, width=size,
+            in_blocks=graphs.in_blocks)
+        self.captured, self.count = None, 0
 
     def take(self, inputs: Tensor, step: DecodeContext) -> None:
-        """The rows of a step, and behind them such that hold no query."""
-        count, own = len(inputs), self.context
+        """The rows of a step; behind them no row holds a query."""
+        count, before, own = len(inputs), self.count, self.context
         for buffer, values, empty in ((self.inputs, inputs, 0), (own.slots, step.slots, NO_SLOT),
                                       (own.blocks, step.blocks, NO_SLOT),
                                       (own.positions, step.positions, 0),
@@ -131,4 +184,12 @@ class _Step:
                                       (own.places.positions, step.places.positions, 0),
                                       (own.lengths, step.lengths, 0)):
             buffer[:count] = values
-            buffer[count:] = empty
+            if before > count:
+                buffer[count:before] = empty
+        self.count = count
+
+    def replayed(self) -> Tensor:
+        """What the step gives its rows, where the next one will write."""
+        assert self.captured is not None, f"{self.count = }: not captured"
+        self.captured.replay()
+        return self.captured.out[:self.count]

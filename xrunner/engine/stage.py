@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from xrunner.devices import Arriving, on_device, settle, to_host
-from xrunner.engine.graphs import Capture, DecodeGraphs, is_capturable
+from xrunner.engine.graph_trial import capture_steps
+from xrunner.engine.graphs import Capture
 from xrunner.engine.group import Model, Pending, StageGroup, make_groups
 from xrunner.engine.last_stage import embeddings, scored_tokens, tokens_of_slots
 from xrunner.engine.last_tokens import LastTokens
@@ -30,7 +31,7 @@ class StageExecutor:
                  capture: Capture | None = None) -> None:
         """`check` verifies every cache after every step (tests). `sender`, `receiver`: of the
         entries that WAA's encode and decode pools hand over. `beat`: is told of every step.
-        `capture`: what captures decode steps where they can be."""
+        `capture`: what captures decode steps where they can be; None: nothing does."""
         self.model, self._check = model, check
         self.records = StepLog(model.device, clock, beat)
         self.log = self.records.steps
@@ -40,14 +41,14 @@ class StageExecutor:
         self.returns_early = model.device.type != "cpu"
         self.sender, self.receiver, self._capture = sender, receiver, capture
         self.groups: list[StageGroup] = []
+        self.graphs_said: str | None = None  # of captured steps, or why there are none, in a line
         self.rows_compacted = 0
 
     def start(self, message: StartMessage) -> None:
         """Sets up the groups' caches; before the first step."""
         self.groups = make_groups(self.model, message)
-        if self._capture is not None and is_capturable(self.model):
-            for group in self.groups:
-                group.graphs = DecodeGraphs(self.model, group.cache.store, self._capture)
+        if self._capture is not None:
+            self.graphs_said = capture_steps(self.model, self.groups, message.slots, self._capture)
         if self.keeps_tokens:
             for group in self.groups:
                 group.last_tokens = LastTokens(self.model.device)

@@ -86,8 +86,16 @@ def test_the_summary_says_how_much_was_loaded_and_what_of_it_came_from_the_disk(
 def test_the_summary_says_why_torch_s_operators_served() -> None:
     torch = "native operators: none, torch's serve: no C++ compiler (g++) is on the PATH"
     assert torch in " ".join(summary_table({**METRICS, "operators": torch}).split())
-    native = summary_table({**METRICS, "operators": "native operators: avx2, as installed"})
-    assert native == summary_table(METRICS)
+    for ours in ("native operators: avx2, as installed",
+                 "CUDA operators: ours, each compared with torch's on this card; decode steps of "
+                 "up to 64 queries in CUDA graphs, each compared with the step launched kernel by "
+                 "kernel"):
+        assert summary_table({**METRICS, "operators": ours}) == summary_table(METRICS)
+
+
+def test_the_summary_says_why_no_step_was_captured() -> None:
+    said = "CUDA operators: ours; no CUDA graphs: a captured step of 4 queries differs by 3.0%"
+    assert said in " ".join(summary_table({**METRICS, "operators": said}).split())
 
 
 def test_a_stopped_run_and_an_empty_one_have_a_summary() -> None:

@@ -3,87 +3,307 @@ work that is done once more, into the same place, whenever it is replayed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import cpu_cuda
 import pytest
+import torch
 import toys
 from torch import Tensor
 
 from xrunner.engine import blocks, graphs
-from xrunner.engine.graphs import Captured, is_capturable
+from xrunner.engine.graph_trial import sizes_up_to, try_graphs
+from xrunner.engine.graphs import (
+    MEMORY_SHARE,
+    Captured,
+    CapturedStep,
+    CaptureError,
+    CudaCapture,
+    why_not,
+)
+from xrunner.engine.kv import KvCache, kv_shape
+from xrunner.engine.stage import StageExecutor
+from xrunner.models.shard import WHOLE, Shard
+from xrunner.models.stage_model import StageModel
+from xrunner.ops import cuda_modules
+from xrunner.ops.contexts import decode_context
 from xrunner.rules.paged import BLOCK_TOKENS, vllm
+from xrunner.transport.messages import StartMessage
+from xsimulator.memory import USABLE_SHARE
+
+TRIALS = 2  # replays of a step before it serves
 
 
 class Capture:
-    """Counts what is captured, and what is replayed."""
+    """Counts what is captured, and what is replayed. `each_bytes`: what a captured step keeps."""
 
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
+    def __init__(self, limit_bytes: int = 1 << 40, each_bytes: int = 0) -> None:
+        self.limit_bytes, self.taken_bytes, self._each_bytes = limit_bytes, 0, each_bytes
+        self.sizes = Counter[int]()
         self.replays = 0
 
     def __call__(self, work: Callable[[], Tensor]) -> Captured:
         out = work().clone().fill_(float("nan"))  # a capture computes nothing
-        self.sizes.append(len(out))
+        self.sizes[len(out)] += 1
+        self.taken_bytes += self._each_bytes
 
         def replay() -> None:
             self.replays += 1
-            out.copy_(work())
+            self.replay(work, out)
 
         return Captured(replay, out)
+
+    def replay(self, work: Callable[[], Tensor], out: Tensor) -> None:
+        out.copy_(work())
+
+
+class Stale(Capture):
+    """A graph that some kernel is missing from: nothing comes out anew."""
+
+    def replay(self, work: Callable[[], Tensor], out: Tensor) -> None:
+        pass
+
+
+class Baked(Capture):
+    """A graph with what the host knew when it was captured: it gives the same whatever it reads."""
+
+    def __call__(self, work: Callable[[], Tensor]) -> Captured:
+        captured, first = super().__call__(work), list[Tensor]()
+
+        def replay() -> None:
+            captured.replay()
+            first.append(captured.out.clone())
+            captured.out.copy_(first[0])
+
+        return Captured(replay, captured.out)
+
+
+class Refusing(Capture):
+    def __call__(self, work: Callable[[], Tensor]) -> Captured:
+        raise CaptureError("operation not permitted when stream is capturing")
+
+
+@contextmanager
+def kernels() -> Iterator[None]:
+    with cpu_cuda.using(cpu_cuda.CpuLauncher(cpu_cuda.built())):
+        yield
+
+
+def run(directory: Path, monkeypatch: pytest.MonkeyPatch, capture: Capture, count: int = 5,
+        **given: Any) -> tuple[dict[int, list[int]], list[StageExecutor]]:
+    """The answers of so many queries, and who gave them."""
+    monkeypatch.setattr(toys, "executor_of", partial(toys.executor_of, capture=capture))
+    with kernels():
+        sink, executors = toys.run_in_process(directory, toys.random_queries(count),
+                                              **{"max_active": 4, **given})
+    return {r.query.index: list(r.output_ids) for r in sink.results}, executors
+
+
+def expected(model: Any, count: int = 5) -> dict[int, list[int]]:
+    return {query.index: toys.generate(model, query) for query in toys.random_queries(count)}
+
+
+def decodes(executors: list[StageExecutor]) -> int:
+    return sum(step.kind == "decode" for executor in executors for step in executor.log)
 
 
 @pytest.mark.parametrize("family", ["llama", *(
     pytest.param(family, marks=pytest.mark.slow) for family in ("opt", "gpt2"))])
 def test_captured_steps_answer_as_generate_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                 family: str) -> None:
-    model = toys.make_model(family, tmp_path)
-    queries, capture = toys.random_queries(9), Capture()
-    monkeypatch.setattr(toys, "executor_of", partial(toys.executor_of, capture=capture))
-    with cpu_cuda.using(cpu_cuda.CpuLauncher(cpu_cuda.built())):
-        sink, executors = toys.run_in_process(tmp_path, queries, degrees=(1, 1), num_groups=2)
-    assert {r.query.index: list(r.output_ids) for r in sink.results} == {
-        q.index: toys.generate(model, q) for q in queries}
-    decodes = [step.queries for executor in executors for step in executor.log
-               if step.kind == "decode"]
-    # of each size of each group on each stage the first step is taken as it is
-    assert 0 < capture.replays < len(decodes)
-    assert capture.replays == len(decodes) - sum(
-        len(group.graphs._steps) for executor in executors for group in executor.groups)
-    assert len(set(capture.sizes)) > 1 and set(capture.sizes) <= {1, 2, 4, 8}
+    model, capture = toys.make_model(family, tmp_path), Capture()
+    answers, executors = run(tmp_path, monkeypatch, capture, 7, degrees=(1, 1), num_groups=2)
+    assert answers == expected(model, 7)
+    # once for each size of each group on each stage, and all of them before the first step
+    assert set(capture.sizes.values()) == {4}
+    assert capture.replays == decodes(executors) + TRIALS * capture.sizes.total()
+    for executor in executors:
+        assert executor.graphs_said is not None and executor.graphs_said.startswith(
+            f"decode steps of up to {max(capture.sizes)} queries in CUDA graphs, each compared")
 
 
-def test_captured_steps_read_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_that_share_their_blocks_share_their_steps(tmp_path: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", BLOCK_TOKENS)
-    model = toys.make_model("llama", tmp_path)
-    queries, capture = toys.random_queries(9), Capture()
-    monkeypatch.setattr(toys, "executor_of", partial(toys.executor_of, capture=capture))
-    rule = vllm(num_groups=2, max_active=10, kv_tokens=2 * 7 * BLOCK_TOKENS, token_budget=40)
-    with cpu_cuda.using(cpu_cuda.CpuLauncher(cpu_cuda.built())):
-        sink, _ = toys.run_in_process(tmp_path, queries, degrees=(1,), rule=rule)
-    assert {r.query.index: list(r.output_ids) for r in sink.results} == {
-        q.index: toys.generate(model, q) for q in queries}
-    assert capture.replays > 5
+    model, capture = toys.make_model("llama", tmp_path), Capture()
+    rule = vllm(num_groups=2, max_active=6, kv_tokens=2 * 7 * BLOCK_TOKENS, token_budget=40)
+    answers, (executor,) = run(tmp_path, monkeypatch, capture, degrees=(1,), rule=rule)
+    assert answers == expected(model)
+    stores = {group.cache.store.data_ptr() for group in executor.groups}
+    assert set(capture.sizes.values()) == {len(stores)}
+    assert capture.replays > 5 + TRIALS * capture.sizes.total()
+
+
+@pytest.mark.parametrize(("capture", "why"), [
+    (Stale(), "a captured step of 1 queries differs by inf"),
+    (Baked(), "differs by"),
+    (Refusing(), "operation not permitted when stream is capturing"),
+    (Capture(limit_bytes=0), "they may take 0 B of memory")],
+    ids=["stale", "baked", "refused", "no memory"])
+def test_a_step_that_is_not_what_it_was_serves_nobody(tmp_path: Path, capture: Capture,
+                                                      why: str) -> None:
+    cache, model = own_cache(tmp_path)
+    with kernels(), torch.inference_mode():
+        tried = try_graphs(model, [cache], 5, capture)
+    assert tried.graphs == [None]
+    assert tried.said.startswith("no CUDA graphs: ") and why in tried.said
+
+
+def test_a_run_goes_on_without_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, capture = toys.make_model("llama", tmp_path), Baked()
+    answers, (executor,) = run(tmp_path, monkeypatch, capture, degrees=(1,), num_groups=2)
+    assert answers == expected(model)
+    assert "differs" in str(executor.graphs_said)
+    assert all(group.graphs is None for group in executor.groups)
+    assert capture.replays <= TRIALS * 2, "none once the run has begun"
+
+
+def test_a_step_that_writes_no_entries_is_found_out(tmp_path: Path) -> None:
+    cache, model = own_cache(tmp_path)
+
+    class Forgetful(Capture):
+        def replay(self, work: Callable[[], Tensor], out: Tensor) -> None:
+            before = cache.store.clone()
+            super().replay(work, out)
+            cache.store.copy_(before)
+
+    with kernels(), torch.inference_mode():
+        tried = try_graphs(model, [cache], 5, Forgetful())
+    assert tried.graphs == [None] and "differs" in tried.said
+
+
+def test_nothing_is_left_of_what_was_tried(tmp_path: Path) -> None:
+    cache, model = own_cache(tmp_path)
+    with kernels(), torch.inference_mode():
+        for capture in (Capture(), Stale(), Refusing()):
+            try_graphs(model, [cache], 5, capture)
+            assert not cache.store.any()
+
+
+def own_cache(directory: Path) -> tuple[KvCache, StageModel]:
+    """Of one group of 5 queries of 20 tokens, and a model."""
+    toys.make_model("llama", directory)
+    model = toys.executor_of(directory, toys.stages_of(directory, [1])[0]).model
+    assert isinstance(model, StageModel)
+    return KvCache(kv_shape(model.spec, torch.float32, slots=5, capacity=20)), model
+
+
+def test_the_smallest_are_captured_as_long_as_there_is_memory(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, capture = toys.make_model("llama", tmp_path), Capture(limit_bytes=100, each_bytes=50)
+    answers, (executor,) = run(tmp_path, monkeypatch, capture, degrees=(1,), num_groups=1)
+    assert answers == expected(model)
+    assert sorted(capture.sizes) == [1, 2], "larger batches are launched kernel by kernel"
+    assert decodes([executor]) > capture.replays - TRIALS * 2 > 0
+    assert executor.graphs_said is not None
+    assert "of up to 2 queries in CUDA graphs (more would take over 100" in executor.graphs_said
+
+
+def test_what_they_take_is_not_planned_for_anything_else() -> None:
+    assert USABLE_SHARE + 2 * MEMORY_SHARE <= 1 + 1e-9
+
+
+def test_sizes_are_those_that_batches_of_a_group_are_filled_up_to() -> None:
+    assert sizes_up_to(1) == [1]
+    assert sizes_up_to(11) == [1, 2, 4, 8, 16]
+    assert max(sizes_up_to(10_000)) == 512 and len(sizes_up_to(10_000)) == 43
+
+
+def test_a_smaller_step_leaves_no_row_of_the_one_before(tmp_path: Path) -> None:
+    cache, model = own_cache(tmp_path)
+    own = CapturedStep(4, graphs.DecodeGraphs(model, cache.layers, Capture(), width=1,
+                                              in_blocks=False))
+    own.take(torch.tensor([5, 6, 7, 8]), decode_context([3, 4, 5, 6]))
+    own.take(torch.tensor([9, 9]), decode_context([7, 8]))
+    assert own.inputs.tolist() == [9, 9, 0, 0]
+    assert own.context.lengths.tolist() == [7, 8, 0, 0]
+    for numbers in (own.context.slots, own.context.blocks[:, 0], own.context.places.slots):
+        assert numbers.tolist() == [0, 1, -1, -1]
 
 
 def test_batches_of_no_captured_size_are_decoded_as_ever(tmp_path: Path,
                                                          monkeypatch: pytest.MonkeyPatch) -> None:
-    toys.make_model("llama", tmp_path)
-    capture = Capture()
+    model, capture = toys.make_model("llama", tmp_path), Capture()
     monkeypatch.setattr(graphs, "bucket_of", lambda queries: None)
-    executor = toys.executor_of(tmp_path, toys.stages_of(tmp_path, [1])[0], capture=capture)
-    with cpu_cuda.using(cpu_cuda.CpuLauncher(cpu_cuda.built())):
-        monkeypatch.setattr(toys, "executor_of", lambda *given, **more: executor)
-        toys.run_in_process(tmp_path, toys.random_queries(3), degrees=(1,))
-    assert executor.groups[0].graphs is not None and not capture.sizes
+    answers, (executor,) = run(tmp_path, monkeypatch, capture, 3, degrees=(1,))
+    assert answers == expected(model, 3)
+    assert executor.groups[0].graphs is not None
+    assert capture.replays == TRIALS * capture.sizes.total()
 
 
 def test_where_torchs_attention_serves_nothing_is_captured(tmp_path: Path) -> None:
     toys.make_model("llama", tmp_path)
-    executor = toys.executor_of(tmp_path, toys.stages_of(tmp_path, [1])[0])
-    assert not is_capturable(executor.model)
-    launcher = cpu_cuda.CpuLauncher(cpu_cuda.built())
-    with cpu_cuda.using(launcher):
-        assert is_capturable(executor.model)
+    model = toys.executor_of(tmp_path, toys.stages_of(tmp_path, [1])[0]).model
+    assert "torch's operators serve" in str(why_not(model))
+    with kernels():
+        assert why_not(model) is None
+        cpu = torch.device("cpu")
+        cuda_modules._gpus[cpu] = cuda_modules._gpus[cpu]._replace(differing=frozenset({"place"}))
+        assert str(why_not(model)).startswith("torch's place serve")
+
+
+@pytest.mark.parametrize(("family", "shard", "why"), [
+    ("t5", WHOLE, "an encoder-decoder model's"),
+    ("llama", Shard(1, 2), "a tensor-parallel group's")])
+def test_a_rank_that_cannot_have_them_says_so(tmp_path: Path, family: str, shard: Shard,
+                                              why: str) -> None:
+    toys.make_model(family, tmp_path)
+    executor = toys.executor_of(tmp_path, toys.stages_of(tmp_path, [1])[0], shard,
+                                capture=Refusing())
+    with kernels():
+        executor.start(StartMessage(num_groups=1, slots=2, capacity=8, encoded_capacity=8))
+    assert str(executor.graphs_said).startswith(f"no CUDA graphs: {why}")
+
+
+class FakeCuda:
+    """As much of torch.cuda as a capture takes, on which one ends in an error; like torch's, it
+    leaves its stream the current one then."""
+
+    def __init__(self, free_bytes: list[int]) -> None:
+        self.stream, self._free_bytes = "own", free_bytes
+        self.CUDAGraph = lambda: SimpleNamespace(replay=lambda: None)
+        self.graph_pool_handle = self.synchronize = self.empty_cache = lambda *given: None
+
+    def get_device_properties(self, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(total_memory=1000)
+
+    def current_stream(self, device: torch.device) -> str:
+        return self.stream
+
+    def set_stream(self, stream: str) -> None:
+        self.stream = stream
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return self._free_bytes.pop(0), 1000
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return 7
+
+    memory_allocated = memory_reserved
+
+    @contextmanager
+    def graph(self, graph: object, **given: object) -> Iterator[None]:
+        self.stream = "of the capture"
+        yield  # an error passes through, and what follows is left out
+        self.stream = "own"
+
+
+def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeCuda([900, 860, 860])
+    monkeypatch.setattr(torch, "cuda", fake)
+    capture = CudaCapture(torch.device("cuda"))
+    assert capture.limit_bytes == 50
+    assert capture(lambda: torch.ones(3)).out.tolist() == [1, 1, 1] and capture.taken_bytes == 40
+
+    def failing() -> Tensor:
+        raise RuntimeError("CUDA error: operation not permitted\nmore of it")
+
+    with pytest.raises(CaptureError, match=r"^CUDA error: operation not permitted$"):
+        capture(failing)
+    assert fake.stream == "own"

@@ -34,7 +34,7 @@ output: out
 @pytest.mark.parametrize(("run", "schedule", "keys"), [
     ("ranks: 1", "{policy: [waa-c, rra]}", ["schedule.policy"]),
     ("ranks: 2, hosts: [a, b]", "auto", ["run.hosts"]),
-    ("weights: random, cuda_graphs: auto", "auto", ["run.weights", "run.cuda_graphs"]),
+    ("weights: random, cuda_graphs: off", "auto", ["run.weights", "run.cuda_graphs"]),
     ("engine_args: {max_num_seqs: 9, dtype: float16, block_size: 16}", "auto",
      ["run.engine_args.max_num_seqs", "run.engine_args.dtype"])])
 def test_what_it_does_not_do_is_refused_by_key(tmp_path: Path, run: str, schedule: str,

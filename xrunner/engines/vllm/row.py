@@ -59,9 +59,9 @@ def _refusals(job: Job) -> Iterator[Mistake]:
     if job.run.weights == "random":
         yield mistake(job, "run.weights", "random", "checkpoint: vLLM loads the model from its "
                       "files")
-    if job.run.cuda_graphs:
-        yield mistake(job, "run.cuda_graphs", "auto", "left out: vLLM captures its own (engine_args"
-                      ": {enforce_eager: false})")
+    if not job.run.cuda_graphs:
+        yield mistake(job, "run.cuda_graphs", "off", "left out: vLLM captures its own, but with "
+                      "engine_args: {enforce_eager: true}")
     for name in job.run.engine_args:
         if name in _OURS:
             yield mistake(job, f"run.engine_args.{name}", job.run.engine_args[name],
