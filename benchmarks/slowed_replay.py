@@ -3,8 +3,8 @@ when, and how many queries would be over the bound.
 
 The rules, the stages and the launcher's decider are those of a run. The clock is not: a step's work
 is what the timing source says, and `worked` when it is done. The launcher looks as often as it does
-beside ranks, and a plan takes `plan_s` seconds of the run's clock; or it is told at once, which
-is how well the bound could be kept at all."""
+beside ranks, and a plan takes `plan_s` seconds of the run's clock, a change at once AT_ONCE_S; or
+it is told at once, which is how well the bound could be kept at all."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from xrunner.io.beat import MOST_STEPS, ToldStep
 from xrunner.rules.changes import Changeable, changes_of
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import EncodingRule, Step, rules_for
-from xscheduler.live.decisions import Decider, Decision, Followed
+from xscheduler.live.decisions import AnyLook, Decider, Decision, Followed
 from xscheduler.live.pace import PaceDrift
 from xscheduler.live.slowed import StepLook
 from xscheduler.room import HEADROOM, slots_for
@@ -40,6 +40,7 @@ from xsimulator.replay.step_clock import StepClock, StepClocks, StepSizes
 from xsimulator.stage_times import HandoverCost
 
 BEAT_S = 1.0  # between what ranks tell
+AT_ONCE_S = 0.4  # that a change at once takes, on cores that are taken
 TAKES_S = 0.5  # between looks of a run for a change
 # (stage, from when on, seconds of work) -> when the work is done
 Worked = Callable[[int, float, float], float]
@@ -174,12 +175,17 @@ class _Launcher:
             at_bound = self._decider.look_at_bound(seen)
             look = self._decider.look_at_steps(seen) or at_bound
         if look is not None:
-            self._is_planning = True
-            decision = self._decider.decide(look)
-            self._kernel.at(now + self._plan_s, ARRIVAL, lambda at: self._take(look, decision, at))
+            self._decide(look, now)
         self._kernel.at(now + LOOK_S, ARRIVAL, self.look)
 
-    def _take(self, look, decision: Decision, now: float) -> None:  # type: ignore[no-untyped-def]
+    def _decide(self, look: AnyLook, now: float) -> None:
+        self._is_planning = True
+        at_once = self._decider.decide_at_once(look)
+        decision = at_once or self._decider.decide(look)
+        takes_s = self._plan_s if at_once is None else AT_ONCE_S
+        self._kernel.at(now + takes_s, ARRIVAL, lambda at: self._take(look, decision, at))
+
+    def _take(self, look: AnyLook, decision: Decision, now: float) -> None:
         self._is_planning = False
         self._decider.take(look, decision)
         self._found.decisions.append((now, decision))
@@ -187,6 +193,8 @@ class _Launcher:
             is_told = isinstance(look, StepLook) and look.drift.steps == 0
             taken_s = now if is_told else now + TAKES_S / 2
             self._kernel.at(taken_s, ARRIVAL, lambda at: self._change(decision, at))
+        if decision.follow_up is not None:
+            self._decide(decision.follow_up, now)
 
     def _change(self, decision: Decision, now: float) -> None:
         assert decision.schedule is not None

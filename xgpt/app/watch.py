@@ -22,8 +22,8 @@ from xrunner.io.beat import read_beats
 from xrunner.io.launcher_link import ChangeOrder, read_observed
 from xrunner.rules.changes import changes_of
 from xscheduler.beginning import can_settle
+from xscheduler.live.at_once import is_pressing
 from xscheduler.live.decisions import LEAST_QUERIES, AnyLook, Decider, Decision, Followed
-from xscheduler.live.slowed import StepLook
 from xscheduler.room import HEADROOM, headroom, kv_tokens_for, slots_for
 
 LOOK_S = 0.5
@@ -31,8 +31,8 @@ LOOK_S = 0.5
 # programs and two ranks shared it, and a run of half a minute was over before; at 5 it has a
 # seventh.
 _NICENESS = 5
-# Where steps have become slower every second of a plan is one in which queries are begun that will
-# be late: that plan has its share of the cores.
+# Where steps have become slower every second until a change is one in which queries are begun that
+# will be late: until then it has its share of the cores.
 _URGENT = 0
 # After a plan, until ranks have told of steps that it did not disturb: they tell once a second.
 _DEAF_S = 2.0
@@ -48,6 +48,7 @@ class Rescheduler:
         self._looked_s = -math.inf
         self._thread: threading.Thread | None = None
         self._look: AnyLook | None = None  # of the thread
+        self._follow_up: AnyLook | None = None  # what is decided on next, whatever else is seen
         self._decision: Decision | None = None
         self._is_over = False
         self._deaf_until_s = -math.inf
@@ -64,23 +65,31 @@ class Rescheduler:
     def update(self) -> bool:
         """Look at what the run has written, and plan; or pass a plan's decision on, and return
         that there is one."""
-        now = time.monotonic()
-        if self._is_over or (now - self._looked_s < LOOK_S and not self._waits):
+        if self._is_over:
             return False
-        self._looked_s = now
-        if self._thread is None and (written := read_observed(self._output)) is not None:
-            self._hear()
-            # the first tells the others of how the bound was kept so far
-            at_bound = self.decider.look_at_bound(written)
-            self._look = (self.decider.look(written) or self.decider.look_at_steps(written)
-                          or at_bound)
-            if self._look is not None:
-                self._thread = threading.Thread(target=self._decide, args=(self._look,),
-                                                daemon=True)
-                self._thread.start()
+        if self._thread is None and (look := self._follow_up or self._next_look()) is not None:
+            self._begin(look)
         if self._thread is not None and self._waits:
             self._thread.join()
         return self._thread is not None and not self._thread.is_alive() and self._take_up()
+
+    def _next_look(self) -> AnyLook | None:
+        """What there is to decide on, looked for now and then."""
+        now = time.monotonic()
+        if now - self._looked_s < LOOK_S and not self._waits:
+            return None
+        self._looked_s = now
+        if (written := read_observed(self._output)) is None:
+            return None
+        self._hear()
+        # the first tells the others of how the bound was kept so far
+        at_bound = self.decider.look_at_bound(written)
+        return self.decider.look(written) or self.decider.look_at_steps(written) or at_bound
+
+    def _begin(self, look: AnyLook) -> None:
+        self._look, self._follow_up = look, None
+        self._thread = threading.Thread(target=self._decide, args=(look,), daemon=True)
+        self._thread.start()
 
     def _hear(self) -> None:
         """What ranks tell of their steps, but for those that a plan beside them made slower."""
@@ -92,10 +101,10 @@ class Rescheduler:
     def _decide(self, look: AnyLook) -> None:
         if sys.platform == "linux" and not self._waits:  # there a thread has its own priority
             thread = threading.get_native_id()  # of a command under `nice` it has that already
-            is_urgent = isinstance(look, StepLook) and look.drift.slowed > 1
             os.setpriority(os.PRIO_PROCESS, thread, max(
-                _URGENT if is_urgent else _NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
-        self._decision = self.decider.decide(look)
+                _URGENT if is_pressing(look) else _NICENESS,
+                os.getpriority(os.PRIO_PROCESS, thread)))
+        self._decision = self.decider.decide_at_once(look) or self.decider.decide(look)
 
     def _take_up(self) -> bool:
         decision, self._thread, self._decision = self._decision, None, None
@@ -105,6 +114,7 @@ class Rescheduler:
             self._is_over = True
             return False
         assert self._look is not None, "a thread has its look"
+        self._follow_up = decision.follow_up
         if not self.decider.take(self._look, decision):
             return False
         if decision.schedule is not None:

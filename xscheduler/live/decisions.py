@@ -10,7 +10,7 @@ that they have."""
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 
@@ -23,14 +23,9 @@ from xprofiler.retimed import Retimed
 from xprofiler.timing import TimingSource
 from xscheduler.beginning import FIRST_QUERIES
 from xscheduler.live.allowance import Allowance, Kept, KeptLook
-from xscheduler.live.observed import (
-    Drift,
-    Observation,
-    ObservedLengths,
-    drift_of,
-    joint_of,
-    observed_lengths,
-)
+from xscheduler.live.at_once import WholeLook, is_pressing, revise_at_once
+from xscheduler.live.drifted import Look
+from xscheduler.live.observed import Observation, drift_of, joint_of, observed_lengths
 from xscheduler.live.pace import Pace
 from xscheduler.live.reschedule import WORTH_CHANGING, Reschedule, Revised, reschedule, revise
 from xscheduler.live.slowed import StepLook
@@ -98,41 +93,17 @@ class Decision:
     record: dict[str, Any]  # of metrics.json
     schedule: Schedule | None = None  # what runs from now on; None: what ran before
     is_kept: bool = True  # the bound, by what runs from now on
+    follow_up: WholeLook | None = None  # of a change at once: what is to be decided on next
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
-    """What leads to a decision: lengths seen of queries, `admitted` so far."""
-
-    seen: Observation
-    observed: ObservedLengths
-    drift: Drift
-    is_observing: bool
-    left: int
-    done: int
-    admitted: int
-
-    def record(self) -> dict[str, Any]:
-        drift = self.drift
-        return {"cause": "observe" if self.is_observing else "drift", "after_queries": self.done,
-                "queries_left": self.left,
-                "mean_output_tokens": {"planned": drift.planned_mean,
-                                       "observed": drift.observed_mean},
-                "quantile_output_tokens": {"planned": drift.planned_reach,
-                                           "observed": drift.observed_reach}}
-
-    @property
-    def sentence(self) -> str:
-        drift = self.drift
-        figures = f"mean {_figure(drift.planned_mean)} -> {_figure(drift.observed_mean)}"
-        if drift.is_reach or not drift.is_mean:
-            figures += (f", {drift.quantile * 100:g} % within {drift.planned_reach} -> "
-                        f"{drift.observed_reach}")
-        what = "observed" if self.is_observing else "drifted"
-        return f"output lengths {what}: {figures} after {self.done} queries"
+AnyLook = Look | StepLook | KeptLook | WholeLook
 
 
-AnyLook = Look | StepLook | KeptLook
+class Held(TypedDict):
+    """See `revise`."""
+
+    began: Estimate | None
+    most_present: int | None
 
 
 class Decider:
@@ -217,19 +188,39 @@ class Decider:
         """Plans for the lengths, or the step times, that were seen and the queries that are
         left."""
         began_s = time.monotonic()
-        if isinstance(look, StepLook):
-            problem = replace(self._known, num_queries=look.left)
-            timing = Retimed(self._timing, {
-                **(self.pace.factors if self.pace else {}), **look.drift.planned})
-            decision = self._change(problem, look, timing)
-        elif isinstance(look, KeptLook):
-            decision = self._change(replace(self._known, num_queries=look.left), look, self.timing)
+        if not isinstance(look, Look):
+            decision = self._change(replace(self._known, num_queries=look.left), look,
+                                    self._timing_by(look))
         else:
             problem = self._observed(look)
             decision = (self._change(problem, look, self.timing) if self._can_change(look)
                         else self._ask(problem, look))
         decision.record["search_s"] = time.monotonic() - began_s
         return decision
+
+    def decide_at_once(self, look: AnyLook) -> Decision | None:
+        """A change that takes no time to find, where queries that are begun will be late; None
+        where there is none. What is to be decided on after it comes with it."""
+        if not (isinstance(look, (StepLook, KeptLook)) and is_pressing(look)):
+            return None
+        began_s = time.monotonic()
+        problem = replace(self._known, num_queries=look.left, constraint=(
+            self.allowance.constrained(self._known.constraint, self._kept)))
+        revised = revise_at_once(self.running, problem, self._timing_by(look),
+                                 **_held(self.followed))
+        if revised is None:
+            return None
+        decision = self._revised(look, problem, revised)
+        decision.record["search_s"] = time.monotonic() - began_s
+        return None if decision.schedule is None else replace(
+            decision, follow_up=WholeLook(look=look))
+
+    def _timing_by(self, look: AnyLook) -> TimingSource:
+        """What is planned with, after this look."""
+        if not isinstance(look, StepLook):
+            return self.timing
+        return Retimed(self._timing, {
+            **(self.pace.factors if self.pace else {}), **look.drift.planned})
 
     def _can_change(self, look: AnyLook) -> bool:
         """Whether what is decided changes the schedule, or is only told."""
@@ -246,6 +237,9 @@ class Decider:
         """Goes on with what was decided; whether there is anything to tell."""
         if self._can_change(look):
             self.allowance.take(self._kept)
+        if isinstance(look, WholeLook):
+            self._run_on(decision)
+            return True
         if isinstance(look, KeptLook):
             self._run_on(decision)
             return decision.schedule is not None or not decision.is_kept or look.is_lost
@@ -285,24 +279,24 @@ class Decider:
 
     def _change(self, problem: Problem, look: AnyLook, timing: TimingSource) -> Decision:
         """Batch sizes change on the stages there are, if that is worth it."""
-        now, record = self.running.estimate, look.record()
         problem = replace(problem, constraint=self.allowance.constrained(
             problem.constraint, self._kept))
         is_early = isinstance(look, Look) and look.is_observing and (
             look.seen.num_finished < LEAST_QUERIES)
-        is_rra = policy(now.policy).is_changeable
-        began = self.followed.schedule.estimate
-        revised = revise(
+        return self._revised(look, problem, revise(
             self.running, problem, timing, caution=CAUTION if is_early else 1.0,
             worth=WORTH_CHANGING if isinstance(look, Look) else STEPS_WORTH,
-            began=None if is_rra else began, most_present=(
-                now.deployment.num_groups * mean_present(self.followed.slots) if is_rra
-                else max_in_system(began.controls) or None))
+            **_held(self.followed)))
+
+    def _revised(self, look: AnyLook, problem: Problem, revised: Revised) -> Decision:
+        """The decision that it comes to."""
+        now, record = self.running.estimate, look.record()
         record |= {"choice": "keep", "reason": revised.reason, "from": _variables(now),
                    "throughput_qps": {"before": revised.keep.qps or None}}
         if revised.estimate is None:
             return self._unchanged(look, record, revised)
         changed = replace(self.running, estimate=revised.estimate)
+        is_rra = policy(now.policy).is_changeable
         if is_rra:
             changed = with_room_for(changed, problem, self.followed.longest)
         groups = changed.estimate.deployment.num_groups
@@ -343,13 +337,18 @@ class Decider:
         return Decision(sentence=f"{look.sentence}. {_advice(ways)}", record=record)
 
 
+def _held(followed: Followed) -> Held:
+    """What the run's caches hold."""
+    began = followed.schedule.estimate
+    if policy(began.policy).is_changeable:
+        return {"began": None,
+                "most_present": began.deployment.num_groups * mean_present(followed.slots)}
+    return {"began": began, "most_present": max_in_system(began.controls) or None}
+
+
 def _rows(part: Mapping[int, tuple[int, int]], since: int) -> IntArray:
     rows = [lengths for query, lengths in sorted(part.items()) if query >= since]
     return np.array(rows, np.int64).reshape(-1, 2)
-
-
-def _figure(value: float) -> str:
-    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def _variables(estimate: Estimate) -> dict[str, int]:

@@ -14,10 +14,14 @@ single ratio counts no more than MOST_OFF times the median.
 
 What is planned with from then on is the mean of the window's end, and where steps are slower a
 standard error more: to reckon with too little breaks the bound, with too much it costs a few
-queries a second. For the same reason slower steps count at once, quicker ones in the long window
-alone; and each time that they turn out to have been a lull, in one twice as long. Steps that have
-left the plan before are followed more closely: in the long window FOLLOWED counts, for up to the
-threshold of further slowness would otherwise stay out of every plan.
+queries a second. For the same reason slower steps count at once, quicker ones once they have lasted
+LASTING_S; and each time that they turn out to have been a lull, twice as long. All parts of that
+time must be quicker, and the slowest of them is planned with. That is half of the way, while more
+than the threshold is left of it: how much of a core another program takes depends on how busy the
+run is, and smaller batches than before are less busy, which says nothing of the larger ones that
+they would bring back. Steps that have left the plan before are followed more closely: in the long
+window FOLLOWED counts, for up to the threshold of further slowness would otherwise stay out of
+every plan.
 
 A step goes through all stages of its pool. With as many groups as stages the slowest of these sets
 the pace, a single group takes the sum of all; the ratio of a kind is that of the pool's pace, and
@@ -25,6 +29,7 @@ of several copies the slowest tells."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,10 +48,12 @@ from xsimulator.replay.step_clock import StepClock, StepClocks, StepSizes
 LEAST_STEPS = 12  # without which a kind is not said to take other times
 TELLING_S = 1.0  # of work, by the plan, that tell what a kind takes where another has left the plan
 ENOUGH_STEPS = 16  # that a factor is the mean of, where there are as many
-MOST_PATIENCE = 16  # times the steps of the long window that quicker ones must last
+LASTING_S, LASTING_PARTS = 16.0, 4  # for which steps must be quicker, each part of it
+MOST_PATIENCE = 8  # times as long where that was a lull before
 FOLLOWED = 0.05  # share by which steps must be slower still, once they have left the plan
 BEYOND_CHANCE = 3.0  # standard errors of a mean by which it must be off
 MOST_OFF = 8.0
+MOST_KEPT = 4096  # steps of a kind on a stage; ranks tell of 24 a second at most
 KINDS = ("encode", "decode", "mixed")
 
 
@@ -59,10 +66,6 @@ class Window(NamedTuple):
     least: int
     is_mean: bool = False
     times_told: int = 1
-
-    def times(self, factor: int) -> Window:
-        """So many times as long."""
-        return self._replace(length=factor * self.length, least=factor * self.least)
 
 
 SWIFT, SHORT = Window(16, 16, times_told=2), Window(32, 12, times_told=2)
@@ -148,6 +151,16 @@ class Seen(NamedTuple):
         return Seen(self.groups, {stage: own[steps] for stage, own in self.stages.items()})
 
     @property
+    def spans_s(self) -> float:
+        """Between when the first and the last of them were told of."""
+        return min(own[-1].told_s - own[0].told_s for own in self.stages.values())
+
+    def parts(self, count: int) -> list[Seen]:
+        """As many steps in each, the oldest first."""
+        edges = [self.num_steps * place // count for place in range(count + 1)]
+        return [self.part(slice(*pair)) for pair in itertools.pairwise(edges)]
+
+    @property
     def slowest(self) -> int:
         """The stage whose steps take longest against the plan."""
         return max(self.stages, key=lambda stage: _mean(self.stages[stage]).log)
@@ -225,14 +238,14 @@ class Pace:
         for step in steps:
             if step.kind in KINDS and (ratio := self._ratios.of(stage, step)) is not None:
                 self._windows.setdefault((stage, step.kind), deque(
-                    maxlen=MOST_PATIENCE * LONG.length)).append(ratio._replace(told_s=told_s))
+                    maxlen=MOST_KEPT)).append(ratio._replace(told_s=told_s))
 
     def drift(self) -> PaceDrift | None:
         """How steps have left what is planned with; None while they have not."""
         for window in (SWIFT, SHORT, LONG):
-            if slower := self._off(window, 1):
+            if slower := self._slower(window):
                 return self._drift_of(slower | self._meanwhile(slower), is_slower=True)
-        if quicker := self._off(LONG.times(self._patience), -1):
+        if quicker := self._quicker():
             return self._drift_of(quicker | self._meanwhile(quicker), is_slower=False)
         return None
 
@@ -247,23 +260,36 @@ class Pace:
     def _drift_of(self, seen: Mapping[str, Seen], *, is_slower: bool) -> PaceDrift:
         now, planned = {}, {}
         for kind, own in seen.items():
-            (steps, *_), last = own.stages.values(), max(own.num_steps // 2, ENOUGH_STEPS)
-            rows, place = float(np.median([one.rows for one in steps])), own.part(
-                slice(-last, None)).mean
+            (steps, *_), before = own.stages.values(), self._planned(kind)
+            rows = float(np.median([one.rows for one in steps]))
+            latest = own.part(slice(-max(own.num_steps // 2, ENOUGH_STEPS), None))
+            place = latest.mean if is_slower or own.num_steps < LONG.least else max(
+                part.mean for part in own.parts(LASTING_PARTS))
             factor = math.exp(place.log)
             if is_slower:  # what is quicker meanwhile must last
-                factor = max(factor, self._planned(kind))
+                factor = max(factor, before)
             now[kind] = planned[kind] = Factor(rows=rows, factor=factor)
-            if factor > self._planned(kind):
+            if factor > before:
                 planned[kind] = Factor(rows=rows, factor=factor * (1 + place.error))
+            elif before > (1 + self._threshold) ** 2 * factor:
+                planned[kind] = Factor(rows=rows, factor=math.sqrt(before * factor))
         return PaceDrift(before={kind: self._planned(kind) for kind in now}, now=now,
                          planned=planned, stages={kind: own.slowest for kind, own in seen.items()},
                          steps=sum(own.num_steps for own in seen.values()))
 
-    def _off(self, window: Window, side: int) -> dict[str, Seen]:
-        """Kinds whose steps have become slower (1) or quicker (-1) than planned with."""
+    def _slower(self, window: Window) -> dict[str, Seen]:
+        """Kinds whose steps have become slower than planned with."""
         return {kind: own for kind, own in self._seen(window.length).items()
-                if self._side(kind, own, window) == side}
+                if own.num_steps >= window.least and own.times_told >= window.times_told
+                and self._is_off(kind, own.parts(2), 1, is_mean=window.is_mean)}
+
+    def _quicker(self) -> dict[str, Seen]:
+        """Kinds whose steps have been quicker than planned with for as long as that must last."""
+        least_s, latest_s = self._patience * LASTING_S, max(self._told.values(), default=0.0)
+        return {kind: own for kind, own in self._seen(
+                    MOST_KEPT, since_s=latest_s - least_s - 2 * TELLING_S).items()
+                if own.num_steps >= LONG.least and own.spans_s >= least_s
+                and self._is_off(kind, own.parts(LASTING_PARTS), -1, is_mean=True)}
 
     def _meanwhile(self, off: Mapping[str, Seen]) -> dict[str, Seen]:
         """What steps of the other kinds took since those of `off`: fewer of them tell, if they took
@@ -300,25 +326,21 @@ class Pace:
         count = min(length, *map(len, own.values()))
         return Seen(pool.num_groups, {place: steps[-count:] for place, steps in own.items()})
 
-    def _side(self, kind: str, seen: Seen, window: Window) -> int:
-        """1 where steps of a kind have become slower than planned with, -1 where quicker; else
-        0."""
-        if seen.num_steps < window.least or seen.times_told < window.times_told:
-            return 0
-        planned, half = math.log(self._planned(kind)), seen.num_steps // 2
-        sides = set()
-        for part in (seen.part(slice(half)), seen.part(slice(half, None))):
+    def _is_off(self, kind: str, parts: Sequence[Seen], side: int, *, is_mean: bool) -> bool:
+        """Whether steps of a kind have become slower (1) or quicker (-1) than planned with in each
+        part: in its mean, and unless `is_mean` in its median."""
+        planned = math.log(self._planned(kind))
+        for part in parts:
             expected_s = part.expected_s
-            for place, error in (part.mean, *(() if window.is_mean else (part.median,))):
-                away = place - planned
-                least = FOLLOWED if (away > 0 and window.is_mean and kind in self.factors) else (
+            for place, error in (part.mean, *(() if is_mean else (part.median,))):
+                away = side * (place - planned)
+                least = FOLLOWED if (side > 0 and is_mean and kind in self.factors) else (
                     self._threshold)
-                off_s = abs(math.expm1(away)) * expected_s * math.exp(planned)
-                if abs(away) <= max(math.log1p(least), BEYOND_CHANCE * error) or (
+                off_s = abs(math.expm1(place - planned)) * expected_s * math.exp(planned)
+                if away <= max(math.log1p(least), BEYOND_CHANCE * error) or (
                         off_s <= self._overhead_s):
-                    return 0
-                sides.add(1 if away > 0 else -1)
-        return sides.pop() if len(sides) == 1 else 0
+                    return False
+        return True
 
     def _planned(self, kind: str) -> float:
         """The factor that is planned with: of a kind that was not seen, as the others (see

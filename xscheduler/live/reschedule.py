@@ -39,7 +39,7 @@ from xscheduler.copies import problem_for
 from xscheduler.evaluator import Evaluator
 from xscheduler.live.as_it_is import way_as_it_is, way_within_limits
 from xscheduler.live.deployment import Loading, redeployment
-from xscheduler.live.pinned import PinnedSearch, Way, fits_the_job, variables_words
+from xscheduler.live.pinned import MAX_BATCH, PinnedSearch, Way, fits_the_job, variables_words
 from xscheduler.over_copies import CopiesSearch
 from xscheduler.search import GAP
 from xscheduler.spaces.space import Effort
@@ -196,16 +196,12 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
     only fall; None: RRA's, which may rise within `most_present`."""
     now = running.estimate
     assert policy(now.policy).is_changeable or began is not None, f"{now.policy = }"
-    fixed = replace(problem.fixed, policies=(now.policy,), tp_degree=now.deployment.tp_degree,
-                    tp_gpus=now.deployment.tp_gpus, decode_micro_batches=now.deployment.num_groups)
-    problem = problem_for(problem, now)
-    most = [count for count in (problem.num_queries, most_present) if count is not None]
-    problem = replace(problem, fixed=fixed, num_queries=min(most, default=None))
+    problem = held_problem(now, problem, most_present)
     evaluator = Evaluator(problem, timing)
     keep = _keep(now, evaluator)
 
     def find(other: Problem) -> Schedule:
-        way = _best(now, began, other, timing)
+        way = best_held(now, began, other, timing)
         if way.estimate is None or way.reason is not None:
             raise InfeasibleError(way.reason or "nothing is admissible")
         return running.changed(estimate=way.estimate, bound_qps=way.qps, unbounded_qps=None)
@@ -222,7 +218,7 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
             Doubts(replace(problem, constraint=constraint), evaluator, replays=True,
                    is_of_job=False), within, search_problem=find)
     except InfeasibleError as cause:
-        nearest = None if keep.qps else _best(now, began, replace(
+        nearest = None if keep.qps else best_held(now, began, replace(
             problem, constraint=problem.constraint.with_latency(limit_s=SHORTEST_S)),
             timing).estimate
         if nearest is None or not _is_worth(nearest, keep, constraint.latency_s):
@@ -241,21 +237,33 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
     return Revised(keep=keep, estimate=estimate, reason=gain, is_kept=planned.is_safe)
 
 
+def held_problem(now: Estimate, problem: Problem, most_present: int | None) -> Problem:
+    """`problem`, of one copy, with all fixed that a run of `now` cannot change, and no more queries
+    present than its caches hold."""
+    fixed = replace(problem.fixed, policies=(now.policy,), tp_degree=now.deployment.tp_degree,
+                    tp_gpus=now.deployment.tp_gpus, decode_micro_batches=now.deployment.num_groups)
+    problem = problem_for(problem, now)
+    most = [count for count in (problem.num_queries, most_present) if count is not None]
+    return replace(problem, fixed=fixed, num_queries=min(most, default=None))
+
+
 def _is_worth(nearest: Estimate, keep: Way, bound_s: float) -> bool:
     """Whether the tightest that there is keeps the bound, by itself, better than what runs."""
     kept_s = math.inf if keep.estimate is None else keep.estimate.figures.latency_s
     return nearest.figures.latency_s <= min(bound_s, (1 - WORTH_CHANGING) * kept_s)
 
 
-def _best(now: Estimate, began: Estimate | None, problem: Problem, timing: TimingSource) -> Way:
-    """The best on the stages there are, and where `began` says what caches hold within that."""
+def best_held(now: Estimate, began: Estimate | None, problem: Problem, timing: TimingSource, *,
+              most_batch: int = MAX_BATCH) -> Way:
+    """The best on the stages there are, and where `began` says what caches hold within that, of no
+    larger encode_batch than `most_batch`."""
     limit_s = problem.constraint.latency_s
     if began is None:
-        return PinnedSearch(now, problem, timing, limit_s).best()
+        return PinnedSearch(now, problem, timing, limit_s, most_batch=most_batch).best()
     if isinstance(began.controls, ContinuousControls):
         return way_within_limits(began, problem, timing, limit_s)
     way = PinnedSearch(began, problem, timing, limit_s,
-                       most_batch=began.figures.encode_batch).best()
+                       most_batch=min(most_batch, began.figures.encode_batch)).best()
     if way.estimate is None:
         return way
     most = max_in_system(began.controls)
@@ -263,13 +271,19 @@ def _best(now: Estimate, began: Estimate | None, problem: Problem, timing: Timin
         max_in_system=min(max_in_system(way.estimate.controls), most)))
 
 
+def way_now(now: Estimate, problem: Problem, timing: TimingSource) -> Way:
+    """The control variables as they are, by the closed form."""
+    bound_s = problem.constraint.latency_s
+    return (way_as_it_is(now, problem, timing, bound_s)
+            if isinstance(now.controls, ContinuousControls)
+            else PinnedSearch(now, problem, timing, bound_s).current())
+
+
 def _keep(now: Estimate, evaluator: Evaluator) -> Way:
     """The control variables as they are, held to the bound's confidence too."""
     problem = evaluator.problem
     bound_s = problem.constraint.latency_s
-    keep = (way_as_it_is(now, problem, evaluator.timing, bound_s)
-            if isinstance(now.controls, ContinuousControls)
-            else PinnedSearch(now, problem, evaluator.timing, bound_s).current())
+    keep = way_now(now, problem, evaluator.timing)
     if keep.estimate is None or keep.reason is not None:
         return keep
     own = Doubts(problem, evaluator, replays=True, is_of_job=False).margin(keep.estimate)

@@ -3,6 +3,7 @@ once they have lasted. Steps are told as ranks tell of them, a few at a time."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -11,7 +12,7 @@ import pytest
 from told_steps import steps_of
 from toy_jobs import estimate_of, roofline_of, toy_problem
 
-from xscheduler.live.pace import LONG, MOST_PATIENCE, SWIFT, Pace, PaceDrift, Ratio, Seen
+from xscheduler.live.pace import LASTING_S, LONG, MOST_PATIENCE, SWIFT, Pace, PaceDrift, Ratio, Seen
 
 _FAST = toy_problem(per_node=2)
 PROBLEM = replace(_FAST, cluster=_FAST.cluster.with_nodes(device=replace(
@@ -30,13 +31,14 @@ class Told:
         self._steps = {stage: [step for step in own if step.kind == "decode"] for stage, own in (
             steps_of(PROBLEM, TIMING, ESTIMATE, lambda kind, stage: 1.0, count=AT_ONCE).items())}
 
-    def tell(self, factors: Iterator[float] | float, most: int = 1600,
-             ) -> tuple[int, PaceDrift] | None:
-        """Until there is a drift: (steps that it took, the drift); None after `most` without."""
+    def tell(self, factors: Iterator[float] | float, most: int = 1600, *,
+             is_by_second: bool = False) -> tuple[int, PaceDrift] | None:
+        """Until there is a drift: (steps that it took, the drift); None after `most` without.
+        `factors`: of each step, or of all that are told of in a second."""
         of: Callable[[], float] = (lambda: factors) if isinstance(factors, float) else (
             lambda: next(factors))
         for count in range(AT_ONCE, most + 1, AT_ONCE):
-            factor = [of() for _ in range(AT_ONCE)]
+            factor = [of()] * AT_ONCE if is_by_second else [of() for _ in range(AT_ONCE)]
             self._now_s += 1
             for stage, own in self._steps.items():
                 self.pace.hear(stage, stage, self._now_s, [
@@ -73,9 +75,40 @@ def test_quicker_steps_must_last_and_longer_each_time_they_were_a_lull() -> None
         found = told.tell(1.0)
         assert found is not None and found[1].slowed < 1
         waits.append(found[0])
-    assert waits[0] == pytest.approx(LONG.least, abs=8), "as many as the window needs"
-    assert waits[1:5] == [2**k * waits[0] for k in range(1, 5)]
-    assert waits[5] == MOST_PATIENCE * waits[0], "and no longer than that"
+    lasted_s = [count / AT_ONCE - 1 for count in waits]  # 8 steps are told of a second
+    assert lasted_s[:4] == [2**k * LASTING_S for k in range(4)]
+    assert lasted_s[4:] == [MOST_PATIENCE * LASTING_S] * 2, "and no longer than that"
+
+
+def test_quicker_steps_are_planned_with_by_halves() -> None:
+    """What smaller batches take says little of the larger ones that they would bring back."""
+    told = Told()
+    assert told.tell(1.6) is not None
+    halves = []
+    for _ in range(2):
+        found = told.tell(1.0)
+        assert found is not None and found[1].now["decode"].factor == pytest.approx(1.0)
+        halves.append(found[1].planned["decode"].factor)
+    assert halves == pytest.approx([math.sqrt(1.6), 1.0], rel=0.01)
+    assert told.tell(1.0) is None, "all of it is planned with"
+
+
+def test_what_is_quicker_now_and_then_stays_as_it_is_planned() -> None:
+    """Quicker in the mean of any 30 s, but not all the time; and the slowest part is planned
+    with."""
+    told = Told()
+    assert told.tell(1.6) is not None
+    slow_now_and_then = itertools.cycle([1.2] * 9 + [1.6] * 6)  # seconds, of 8 steps each
+    assert told.tell(slow_now_and_then, most=800, is_by_second=True) is None
+    told = Told()
+    assert told.tell(1.6) is not None
+    found = told.tell(itertools.cycle([1.1, 1.15, 1.25, 1.3]), most=800, is_by_second=True)
+    assert found is not None
+    assert found[1].now["decode"].factor == pytest.approx(1.2, rel=0.03)
+    told = Told()
+    assert told.tell(1.6) is not None
+    found = told.tell(iter([1.0] * 12 + [1.3] * 5), most=17 * AT_ONCE, is_by_second=True)
+    assert found is not None and found[1].now["decode"].factor == pytest.approx(1.3, rel=0.03)
 
 
 def test_what_has_left_the_plan_is_followed_closely() -> None:
