@@ -192,8 +192,8 @@ class Decider:
             decision = self._change(replace(self._known, num_queries=look.left), look,
                                     self._timing_by(look))
         else:
-            problem = self._observed(look)
-            decision = (self._change(problem, look, self.timing) if self._can_change(look)
+            problem = _observed(self.followed.problem, look)
+            decision = (self._change(problem, look, self.timing) if _can_change(self.followed, look)
                         else self._ask(problem, look))
         decision.record["search_s"] = time.monotonic() - began_s
         return decision
@@ -222,20 +222,9 @@ class Decider:
         return Retimed(self._timing, {
             **(self.pace.factors if self.pace else {}), **look.drift.planned})
 
-    def _can_change(self, look: AnyLook) -> bool:
-        """Whether what is decided changes the schedule, or is only told."""
-        return not isinstance(look, Look) or policy(self.running.estimate.policy).is_changeable
-
-    def _observed(self, look: Look) -> Problem:
-        planned = self.followed.problem
-        return replace(
-            planned, num_queries=look.left, lengths=joint_of(look.seen, look.observed,
-                                                             planned.lengths),
-            default_max_tokens=max(planned.default_max_tokens, look.observed.outputs.max))
-
     def take(self, look: AnyLook, decision: Decision) -> bool:
         """Goes on with what was decided; whether there is anything to tell."""
-        if self._can_change(look):
+        if _can_change(self.followed, look):
             self.allowance.take(self._kept)
         if isinstance(look, WholeLook):
             self._run_on(decision)
@@ -253,7 +242,7 @@ class Decider:
         is_awaited = self.needed <= enough <= look.seen.num_finished
         is_settled = self._learn(look, decision)
         self._run_on(decision)
-        self._known = self._observed(look)
+        self._known = _observed(self.followed.problem, look)
         return decision.schedule is not None or is_settled or is_awaited
 
     def _run_on(self, decision: Decision) -> None:
@@ -337,6 +326,11 @@ class Decider:
         return Decision(sentence=f"{look.sentence}. {_advice(ways)}", record=record)
 
 
+def _can_change(followed: Followed, look: AnyLook) -> bool:
+    """Whether what is decided changes the schedule, or is only told."""
+    return not isinstance(look, Look) or policy(followed.schedule.estimate.policy).is_changeable
+
+
 def _held(followed: Followed) -> Held:
     """What the run's caches hold."""
     began = followed.schedule.estimate
@@ -344,6 +338,13 @@ def _held(followed: Followed) -> Held:
         return {"began": None,
                 "most_present": began.deployment.num_groups * mean_present(followed.slots)}
     return {"began": began, "most_present": max_in_system(began.controls) or None}
+
+
+def _observed(planned: Problem, look: Look) -> Problem:
+    """The problem of the queries that are left, by the lengths that were seen."""
+    return replace(
+        planned, num_queries=look.left, lengths=joint_of(look.seen, look.observed, planned.lengths),
+        default_max_tokens=max(planned.default_max_tokens, look.observed.outputs.max))
 
 
 def _rows(part: Mapping[int, tuple[int, int]], since: int) -> IntArray:

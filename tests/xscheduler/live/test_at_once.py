@@ -37,7 +37,8 @@ class Planned(NamedTuple):
         return Evaluator(self.session.problem, slow).latency_s(schedule.estimate)
 
 
-@pytest.fixture(scope="module", params=["rra", "waa-c", "sarathi"])
+@pytest.fixture(scope="module", params=[
+    "rra", *(pytest.param(name, marks=pytest.mark.slow) for name in ("waa-c", "sarathi"))])
 def planned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Planned:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("xsimulator.replay.predict.CHECKED_QUERIES", 1500)
