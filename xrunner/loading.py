@@ -97,7 +97,8 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
         restart_peak_memory(world.device)  # what an earlier run took is not this one's
     weights = shelf.weights(key, lambda: _read(plan, replica, pool, stage, world))
     sender, receiver = _couriers(replica, pool, weights.model.spec, world)
-    is_captured = plan.cuda_graphs and world.device.type == "cuda"
+    # an encode pool decodes nothing
+    is_captured = plan.cuda_graphs and world.device.type == "cuda" and pool.role != "encode"
     capture = CudaCapture(world.device) if is_captured and world.has_own_gpus else None
     executor = StageExecutor(weights.model, clock=clock, sender=sender, receiver=receiver,
                              beat=beat, capture=capture)

@@ -150,7 +150,7 @@ def write_measured(output: Path, outcome: RunOutcome, tally: Tally,
         **tally.percentiles(),
         "load_s": max((report.load_s for report in reports), default=0.0),
         "loaded_bytes": sum(report.bytes_read for report in reports),
-        **_of_disk(reports), "operators": next((r.operators for r in reports), None),
+        **_of_disk(reports), "operators": operators_of(reports),
         # of the wall time: what even the busiest stage spent waiting (bubbles, host, messages)
         "overhead_share": 1 - busiest_s / wall_s if wall_s > 0 else None,
         "changes": list(outcome.changes),
@@ -169,6 +169,18 @@ def _of_disk(reports: Sequence[RankReport]) -> dict[str, float | None]:
     rate = next((r.disk_bytes_per_s for r in reports if r.disk_bytes_per_s is not None), None)
     return {"loaded_from_disk_bytes": sum(taken) if len(taken) == len(reports) else None,
             "disk_bytes_per_s": rate}
+
+
+def operators_of(reports: Sequence[RankReport]) -> str | None:
+    """Whose operators served on the ranks, in a line; each line with the first rank of which it
+    is true, where they are of several kinds (an encode pool captures no steps)."""
+    first: dict[str, int] = {}
+    for report in sorted(reports, key=lambda report: report.rank):
+        if report.operators is not None:
+            first.setdefault(report.operators, report.rank)
+    if len(first) < 2:
+        return next(iter(first), None)
+    return "; ".join(f"rank {rank}: {said}" for said, rank in first.items())
 
 
 def _of_stage(ranks: Sequence[RankReport]) -> dict[str, Any]:

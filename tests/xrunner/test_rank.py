@@ -13,7 +13,7 @@ from xgpt.core import lifeline
 from xrunner.engine.pipeline import RankReport
 from xrunner.io.sink import Tally
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.rank import RunOutcome, write_measured
+from xrunner.rank import RunOutcome, operators_of, write_measured
 from xrunner.step_record import StepRecord
 
 
@@ -31,6 +31,15 @@ def test_the_collector_rests_until_all_is_imported(monkeypatch: pytest.MonkeyPat
     finally:
         gc.unfreeze()
         gc.enable()
+
+
+def test_operators_are_told_once_where_they_are_the_same_on_all_ranks() -> None:
+    reports = [replace(report(rank, 0), operators=said) for rank, said in (
+        (2, "ours"), (1, "ours"), (0, "ours"), (3, None))]
+    assert operators_of(reports) == "ours"
+    assert operators_of(reports[3:]) is None
+    reports[0] = replace(reports[0], operators="none, torch's serve: no cupy")
+    assert operators_of(reports) == "rank 0: ours; rank 2: none, torch's serve: no cupy"
 
 
 def report(rank: int, stage: int, *, late_s: float = 0.0, iterations: int = 2) -> RankReport:

@@ -106,8 +106,8 @@ def why_not(model: StageModel | EncoderDecoderStage) -> str | None:
     decoder = model.spec.decoder
     if decoder.experts is not None:
         return "experts are told by the host how many rows each has"
-    if not decoder.is_native or decoder.qk_norm == "all":
-        return "this model's attention is torch's"
+    if decoder.attention_cap is not None:
+        return "attention of capped scores is torch's"
     gpu = cuda_modules.gpu_of(model.device)
     if gpu.ops is None:
         return f"torch's operators serve, which take sizes from the host ({gpu.reason})"

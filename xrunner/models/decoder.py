@@ -5,6 +5,7 @@ what is done with them is xgpt.core.decoder.Decoder's to say.
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -93,14 +94,20 @@ class DecoderEnds:
         self._spec, self.weights = spec, weights
         self.embedding, self.head = weights.tokens, weights.head
         self._rotaries = rotaries(spec)
+        # rounded as the embedding is, as in transformers; here, for a GPU would have to be waited
+        # for to take it
+        self._embedding_scale = spec.decoder.embedding_scale
+        if weights.tokens is not None:
+            self._embedding_scale = float(torch.tensor(self._embedding_scale,
+                                                       dtype=weights.tokens.dtype))
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens [T], positions [T] -> hidden [T, H]."""
-        weights, scale = self.weights, self._spec.decoder.embedding_scale
+        weights, scale = self.weights, self._embedding_scale
         assert weights.tokens is not None, "only the first stage embeds"
         hidden = F.embedding(tokens, weights.tokens)
-        if scale != 1.0:  # rounded as the embedding is, as in transformers
-            hidden = hidden * hidden.new_tensor(scale)
+        if scale != 1.0:
+            hidden = hidden * scale
         if weights.positions is None:
             return hidden
         at = positions + weights.position_offset if weights.position_offset else positions

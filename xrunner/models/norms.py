@@ -61,9 +61,10 @@ class HeadNorms:
                 squares[:, :heads], squares[:, heads:])], dim=1)
             if self._sums is not None:
                 sums = self._sums(sums)
-            both = sums / torch.tensor(self._over, device=sums.device)
-            mean = both.repeat_interleave(torch.tensor([heads, count - heads], device=both.device),
-                                          dim=1, output_size=count)[:, :, None]
+            # by numbers of the host: a tensor of them would make it wait for a GPU
+            mean = torch.cat([(sums[:, side:side + 1] / over).expand(-1, width) for side, (
+                over, width) in enumerate(zip(self._over, (heads, count - heads), strict=True))],
+                dim=1)[:, :, None]
         part.copy_(wide * torch.rsqrt(mean + self._eps) * self.weight)
         return joint
 

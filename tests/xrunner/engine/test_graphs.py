@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import cpu_cuda
+import modern
 import pytest
 import torch
 import toys
@@ -126,6 +127,16 @@ def test_captured_steps_answer_as_generate_does(tmp_path: Path, monkeypatch: pyt
     for executor in executors:
         assert executor.graphs_said is not None and executor.graphs_said.startswith(
             f"decode steps of up to {max(capture.sizes)} queries in CUDA graphs, each compared")
+
+
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("olmo2", marks=pytest.mark.slow)])
+def test_windows_and_norms_over_heads_are_captured_too(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    model, capture = modern.make_modern(family, tmp_path), Capture()
+    answers, executors = run(tmp_path, monkeypatch, capture, 3, degrees=(1,), num_groups=1,
+                             max_active=2)
+    assert answers == expected(model, 3)
+    assert capture.replays == decodes(executors) + TRIALS * capture.sizes.total()
 
 
 def test_groups_that_share_their_blocks_share_their_steps(tmp_path: Path,

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from zero_weights import Zeros
 
+from xgpt.core.decoder import Decoder
 from xgpt.core.model import ModelSpec
 from xgpt.core.schedule import StageAssignment
 from xrunner.devices import Arriving, on_device
@@ -87,13 +88,14 @@ def elsewhere() -> Iterator[Traffic]:
         yield traffic
 
 
-def executor_of(family: str, layers: int, budget: KvBudget | None) -> StageExecutor:
+def executor_of(family: str, layers: int, budget: KvBudget | None,
+                decoder: Decoder | None = None) -> StageExecutor:
     is_llama = family == "llama"
     spec = ModelSpec(
         name="toy", family=family, num_layers=layers, hidden_size=24, num_heads=6,
         num_kv_heads=2 if is_llama else 6, vocab_size=50, intermediate_size=32,
         is_gated_mlp=is_llama, has_bias=family in ("opt", "gpt2"), tied_embeddings=True,
-        max_positions=64)
+        max_positions=64, decoder=decoder or Decoder())
     stage = StageAssignment(index=0, ranks=(0,), first_layer=0, num_layers=layers)
     executor = StageExecutor(load_stage(spec, Zeros(), stage, WHOLE, DEVICE))
     executor.start(StartMessage(num_groups=1, capacity=20, slots=4, budget=budget))
@@ -141,6 +143,27 @@ def test_a_step_is_waited_for_once_whatever_it_holds(family: str, choice: str, i
                 of_layers.append(traffic.uploads)
             sent.append(of_layers)
     assert sent[0] == sent[1], "no more with more layers"
+
+
+@pytest.mark.parametrize("decoder", [
+    Decoder(embedding_scale=5.0, residual_scale=0.4, logit_scale=0.2), Decoder(qk_norm="head"),
+    Decoder(qk_norm="all", norm_place="after"), Decoder(windows=(4, None)),
+    Decoder(attention_cap=3.0, logit_cap=4.0)], ids=["scaled", "qk", "qk all", "window", "cap"])
+def test_what_newer_models_do_waits_for_nothing(decoder: Decoder,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    made = torch.tensor
+
+    def from_the_host(*given: Any, device: Any = None, **more: Any) -> Tensor:
+        assert device is None, "a GPU's queue must be empty before it takes numbers of the host so"
+        return made(*given, **more)
+
+    with elsewhere() as traffic:
+        executor = executor_of("llama", 2, KvBudget(512, 128), decoder)
+        traffic.waits.clear()
+        monkeypatch.setattr(torch, "tensor", from_the_host)
+        for message, tokens in steps_of(GREEDY):
+            executor.execute(message, torch.tensor(tokens))
+            assert not traffic.waits, f"{message.kind}: {traffic.waits}"
 
 
 def test_what_is_waited_for_is_seen() -> None:
