@@ -14,9 +14,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from xgpt.core.whole_file import write_atomically
+from xrunner.io.kept_before import Kept, kept_before
 from xrunner.query import FinishedQuery
 from xrunner.rules.changes import Changeable, Changes, from_json, to_json
 
@@ -49,21 +50,11 @@ def load_change_order(output: Path) -> ChangeOrder | None:
     return ChangeOrder(revision=values.pop("revision"), controls=from_json(values))
 
 
-class Kept(NamedTuple):
-    """Of the queries from `first` on, which this run began with: how many are done with an answer,
-    how many of these took longer than the bound on latency, and how many failed."""
-
-    first: int
-    done: int
-    over: int
-    failed: int = 0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedState:
     """One state of observed.json, by query. Of the queries before `first` only the active are in
-    it: the long ones, which tell nothing without the others. `kept`: of all that this run has done;
-    None where it does not say."""
+    it: the long ones, which tell nothing without the others. `kept`: of all that this run and those
+    before it have done; None where it does not say."""
 
     first: int
     finished: LengthsSoFar
@@ -104,7 +95,8 @@ class LauncherLink:
         self._finished: LengthsSoFar = {}
         self._waiting: LengthsSoFar = {}  # done, but one before them is not
         self._first = self._next = first_query
-        self._kept, self._limit_s = Kept(first_query, 0, 0), limit_s
+        self._kept, self._limit_s = kept_before(
+            output / "results.jsonl", first_query, limit_s), limit_s
         self._last_s = 0.0
         self.revision = 0  # of the change taken up last
         self.taken: list[dict[str, Any]] = []  # changes, with the phase each holds from

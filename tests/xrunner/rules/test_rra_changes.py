@@ -23,6 +23,7 @@ from toys import Collector, generate, random_queries, run_in_process
 from xgpt.core.queries import QueryLengths
 from xprofiler.roofline import Roofline
 from xrunner.io.launcher_link import ChangeOrder, LauncherLink, read_observed
+from xrunner.io.result_line import result_line
 from xrunner.query import FinishedQuery
 from xrunner.rules.rra import PhaseControls, RraRule, phase_controls, rra_rule
 from xsimulator.policies.rra.closed_form import Rra
@@ -196,6 +197,24 @@ def test_it_counts_what_is_over_the_bound(tmp_path: Path) -> None:
     link.look(1.0)
     state = read_observed(tmp_path)
     assert state is not None and state.kept == (3, 4, 2, 1), "an error record has no latency"
+
+
+def test_it_counts_what_earlier_runs_left_over_the_bound(tmp_path: Path) -> None:
+    took_s = {0: 1.0, 1: 3.0, 2: 2.5, 3: 0.5, 4: 9.0, 6: 4.0, 7: 1.0}  # of 4 there is no answer
+    lines = {index: json.dumps(result_line(replace(
+        result(index, 0 if index == 4 else 2), encode_start_s=0.0, last_token_s=own,
+        text='it says "latency_s": 99.0, "output_ids": []'), "toy", str))
+        for index, own in took_s.items()}
+    (tmp_path / "results.jsonl").write_text("".join(
+        line + "\n" for index, line in lines.items() if index < 5))
+    # the one of 3 is in both files: its turn had come
+    (tmp_path / "held.jsonl").write_text("".join(lines[index] + "\n" for index in (3, 7, 6)))
+    link = LauncherLink(tmp_path, first_query=7, at_work=dict, limit_s=2.0)
+    link.finished(replace(result(5, 2), last_token_s=2.2))
+    link.look(1.0)
+    state = read_observed(tmp_path)
+    assert state is not None and state.kept == (0, 7, 4, 1)
+    assert LauncherLink(tmp_path, first_query=7, at_work=dict)._kept == (7, 0, 0, 0), "no bound"
 
 
 def test_only_the_latest_queries_are_told_of(tmp_path: Path,

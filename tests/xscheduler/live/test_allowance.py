@@ -18,7 +18,7 @@ def test_what_is_left_is_what_the_whole_job_may_have() -> None:
     assert own.share(Kept(0, 400, 32)) == pytest.approx(18 / 600)
     left = own.constrained(OWN, Kept(0, 400, 32))
     assert left.quantile == pytest.approx(0.97) and left.latency_s == OWN.latency_s
-    # of a run that goes on after 500 queries, its own 500 alone
+    # where nobody knows what was over it of 500 queries of an earlier run: of its own 500 alone
     assert own.share(Kept(500, 100, 9)) == pytest.approx(16 / 400)
 
 
