@@ -85,7 +85,8 @@ def on_device(numbers: Tensor | Sequence[int] | Sequence[Sequence[int]],
     held = numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.long)
     if held.device == device or held.device.type != "cpu":
         return held.to(device)
-    if not held.is_pinned():
+    # a stretch of pinned memory torch would first put together in memory that is not
+    if not held.is_pinned() or not held.is_contiguous():
         held = host_buffer(held.shape, held.dtype).copy_(held)
     return held.to(device, non_blocking=True)
 

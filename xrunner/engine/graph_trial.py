@@ -106,9 +106,9 @@ def _tried(graphs: DecodeGraphs, size: int) -> CapturedStep:
     for rows in (first, second):
         own.take(rows.inputs, rows.step)
         rows.forget(graphs)
-        found = [own.replayed().clone(), *rows.written(graphs)]
+        found = [own.replayed().clone(), rows.written(graphs)]
         rows.forget(graphs)
-        expected = [graphs.work(rows.inputs, rows.step), *rows.written(graphs)]
+        expected = [graphs.work(rows.inputs, rows.step), rows.written(graphs)]
         off = distance(expected, found)
         if off > _STEPS_OFF * tolerance(graphs.model.dtype):
             raise _DifferError(f"a captured step of {len(rows.inputs)} queries differs by {off:.1%}"
@@ -170,10 +170,11 @@ class _Rows(NamedTuple):
         for part in (part for layer in graphs.layers for part in layer):
             part[slots, :, positions] = 0
 
-    def written(self, graphs: DecodeGraphs) -> list[Tensor]:
-        """What it wrote there."""
+    def written(self, graphs: DecodeGraphs) -> Tensor:
+        """What it wrote there, [2 layers, n, k, d]."""
         slots, positions = self.step.places
-        return [part[slots, :, positions] for layer in graphs.layers for part in layer]
+        return torch.stack([part[slots, :, positions] for layer in graphs.layers
+                            for part in layer])
 
 
 def _inputs(model: StageModel, count: int, is_second: bool) -> Tensor:

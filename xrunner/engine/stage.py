@@ -226,7 +226,7 @@ class StageExecutor:
         queries = [joined.query for joined in message.joined]
         first, lengths = group.join(message.joined)
         if isinstance(self.model, EncoderDecoderStage):
-            encoded = receiver.encoded(queries).to(self.model.device)
+            encoded = on_device(receiver.encoded(queries), self.model.device)
             self.model.store_encoded(encoded, group.encoded.layers, first, lengths)
             return
         for slot, query in enumerate(queries, start=first):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from xrunner.devices import on_device
 from xrunner.ops import cuda_kv, cuda_modules, native
 from xrunner.ops.reused import ReusedMemory
 from xrunner.rules.slots import Move
@@ -70,8 +71,9 @@ def scatter(store: Tensor, slots: Sequence[int], lengths: Sequence[int], block: 
     if block.shape != _block_shape(store, sum(lengths)) or len(set(slots)) < len(slots):
         raise ValueError(f"a block {list(block.shape)} for tokens {list(lengths)} in the slots "
                          f"{list(slots)} of a store {list(store.shape)}")
+    block = on_device(block, store.device)  # from another pool it comes by the host's memory
     launch = cuda_modules.launch_for("kv_scatter", store)
-    if launch is not None and block.device == store.device and block.dtype == store.dtype:
+    if launch is not None and block.dtype == store.dtype:
         cuda_kv.scatter(launch, store, slots, lengths, block.contiguous())
         return
     form, lib = _form_of(store), native.library()

@@ -1,10 +1,10 @@
 """Entries on their way from WAA's encode to its decode pool, while both pools go on computing.
 
 An encode rank copies what each decode rank needs of a batch out of its cache, from a GPU into the
-host's memory, and a thread sends it. A thread of each decode rank receives, and tells its pool's
-head, which lets a query join once all ranks have its entries; they lie in the host's memory until
-then. Threads, because a message of this size only moves while both sides call MPI, and a step may
-compute for seconds."""
+host's memory, and a thread waits for that and sends it: the rank goes on. A thread of each decode
+rank receives, and tells its pool's head, which lets a query join once all ranks have its entries;
+they lie in the host's memory until then. Threads, because a message of this size only moves while
+both sides call MPI, and a step may compute for seconds."""
 
 import queue
 import threading
@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xrunner.devices import to_host
+from xrunner.devices import Arriving
 from xrunner.engine.blocks import BlockCache
 from xrunner.engine.kv import KvCache
 from xrunner.transport.comm import Comm
@@ -62,7 +62,7 @@ class EntrySender:
         """`transfers`: of all ranks."""
         self._comm = comm
         self._transfers = [transfer for transfer in transfers if transfer.source == comm.rank]
-        self._waiting: queue.SimpleQueue[list[tuple[int, BlockMessage, Tensor]] | None] = (
+        self._waiting: queue.SimpleQueue[list[tuple[int, BlockMessage, Arriving]] | None] = (
             queue.SimpleQueue())
         self.num_bytes, self.seconds = 0, 0.0  # sent, and how long that took
         self._worker = _Worker(self._send, abort)
@@ -89,11 +89,12 @@ class EntrySender:
         leaving = [joined for joined in message.joined if joined.goes_on]
         header = BlockMessage(batch=message.phase, queries=tuple(j.query for j in leaving),
                               lengths=tuple(j.input_tokens for j in leaving))
-        self._waiting.put([(transfer.target, header, to_host(block_of(transfer)))
+        self._waiting.put([(transfer.target, header, Arriving(block_of(transfer)))
                            for transfer in self._transfers])
 
     def _send(self) -> None:
-        while (blocks := self._waiting.get()) is not None:
+        while (leaving := self._waiting.get()) is not None:
+            blocks = [(target, header, block.wait()) for target, header, block in leaving]
             start = time.perf_counter()
             for target, header, block in blocks:
                 self._comm.send(target, header, block)

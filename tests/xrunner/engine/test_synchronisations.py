@@ -29,6 +29,7 @@ from xrunner.engine.last_tokens import FED_BACK
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE
+from xrunner.ops.kv import scatter
 from xrunner.query import Sampling
 from xrunner.rules.slots import Span
 from xrunner.rules.steps import KvBudget, StepKind
@@ -164,6 +165,14 @@ def test_what_newer_models_do_waits_for_nothing(decoder: Decoder,
         for message, tokens in steps_of(GREEDY):
             executor.execute(message, torch.tensor(tokens))
             assert not traffic.waits, f"{message.kind}: {traffic.waits}"
+
+
+def test_entries_from_another_pool_are_put_in_place_without_a_wait() -> None:
+    with elsewhere() as traffic:
+        store, block = torch.zeros(2, 2, 4, 3, 8, 4, device=DEVICE), torch.ones(2, 2, 3, 9, 4)
+        scatter(store, [3], [4], block[:, :, :, :4])  # one query's part of what came together
+        scatter(store, [0], [5], block[:, :, :, 4:])
+        assert not traffic.waits and traffic.uploads == 2
 
 
 def test_what_is_waited_for_is_seen() -> None:

@@ -14,10 +14,12 @@ from toys import pool_of, transfers_of
 from xgpt.core import catalog
 from xgpt.core.model import ModelSpec
 from xgpt.core.schedule import Pool, StageAssignment
+from xrunner.devices import Arriving
 from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.engine.pipeline import routes
 from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
+from xrunner.transport import courier
 from xrunner.transport.comm import local_comms
 from xrunner.transport.courier import EntryReceiver, EntrySender
 from xrunner.transport.handover import pack
@@ -129,6 +131,36 @@ def test_the_decode_head_learns_of_a_batch_when_all_ranks_have_all_of_it() -> No
         thread.join(timeout=10)
         assert not thread.is_alive()
     assert senders[0].num_bytes + senders[1].num_bytes == head.num_bytes + other.num_bytes
+
+
+def test_who_encodes_goes_on_while_entries_are_on_their_way_to_the_host(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU's are: the thread that sends them waits for them."""
+    are_here = threading.Event()
+
+    class Later(Arriving):
+        def wait(self) -> torch.Tensor:
+            assert are_here.wait(10)
+            return super().wait()
+
+    monkeypatch.setattr(courier, "Arriving", Later)
+    pools = pools_of(((1, 6),), ((1, 6),))
+    comms, found = local_comms(2), transfers_of(pools, spec())
+    sender, receiver = EntrySender(comms[0], found), EntryReceiver(comms[1], found, [1])
+    cache = cache_of(pools[0].stages[0])
+    cache.allocate([3])
+    fill(cache, pools[0].stages[0], 0)
+    sender.hand_over(StepMessage(kind=StepKind.ENCODE, group=0, phase=2, iteration=0, joined=(
+        Joined(query=7, input_tokens=3, sampling=Sampling(), goes_on=True),)), cache, 0)
+    assert not receiver.is_held(2)
+    are_here.set()
+    sender.close()
+    receiver.close()
+    assert receiver.is_held(2)
+    target = cache_of(pools[1].stages[0])
+    target.allocate([3])
+    receiver.put_into(target, 0, 7)
+    assert torch.equal(target.store[:, :, 0, :, :3], cache.store[:, :, 0, :, :3])
 
 
 def test_a_failing_courier_is_not_kept_quiet() -> None:
