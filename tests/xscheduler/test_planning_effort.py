@@ -199,6 +199,22 @@ def test_all_policies_and_copies_look_into_one_flow_of_queries():
     assert longer.flow is not whole.flow and longer.blocks is not whole.blocks
 
 
+def test_both_ways_to_divide_devices_ask_for_the_times_of_the_same_pools():
+    problem = toy_problem(per_node=4)
+    timing = roofline_of(problem)
+    by_time, by_memory = (make_policy(name, problem, timing) for name in ("waa-c", "waa-m"))
+    assert by_time.times is by_memory.times and by_time.split(2, 2) is by_memory.split(2, 2)
+    others = make_policy("waa-c", replace(problem, default_max_tokens=999), timing)
+    assert others.times is not by_time.times
+    # of batches that nobody changes a pool's steps are kept, and are what they are without
+    plan, batch = by_time.split(1, 0).plan(2), np.arange(1.0, 65.0)
+    fixed = batch.copy()
+    fixed.flags.writeable = False
+    for mine, theirs in zip(by_time.times.encode(plan, fixed), by_memory.times.encode(plan, batch),
+                            strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
 def test_copies_on_parts_of_any_size_look_into_one_table_of_walks():
     problem = toy_problem(per_node=4)
     timing = roofline_of(problem)

@@ -17,7 +17,7 @@ envelope (xsimulator.envelope), so that T_iter rises with the batch and falls in
 
 import math
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -73,12 +73,19 @@ class WaaBounds:
         """`is_modest`: for configurations with modest chunks alone (Waa.modest_chunk)."""
         self.waa = waa
         self._of_degree: dict[int, _Single] = {}
-        self._tables = cache(partial(PlanBounds, waa, is_modest=is_modest))  # by plan
         self._shared = cache(lambda degree: ChunkedPoolBounds(  # by degree: of a single group
             waa.times, waa.times.single(degree), waa.problem.lengths.outputs.mean))
         self._most_in_system = cache(self._find_most_in_system)
         self._held_by_division = cache(self._find_held_by_division)
         self._is_modest = is_modest
+
+    def _tables(self, plan: WaaPlan) -> PlanBounds:
+        """They do not depend on how the devices are divided."""
+        kept, key = self.waa.times.kept, (plan, self._is_modest)
+        if key not in kept:
+            kept[key] = PlanBounds(self.waa, plan, is_modest=self._is_modest)
+        tables: PlanBounds = kept[key]
+        return tables
 
     def bound(self, split: WaaPlans, boxes: WaaBoxes, *, worth_qps: float = 0.0,
               latency_bound_s: float = math.inf) -> BoxBounds:

@@ -53,7 +53,7 @@ from xsimulator.policies.waa.config import WaaConfig, WaaConfigs
 from xsimulator.policies.waa.divisions import Division, DivisionByMemory, DivisionByTime
 from xsimulator.policies.waa.memory import WaaMemory
 from xsimulator.policies.waa.plans import WaaPlan, WaaPlans
-from xsimulator.policies.waa.pool_times import PoolTimes, pool_rates
+from xsimulator.policies.waa.pool_times import PoolTimes, pool_rates, shared_times
 
 
 class Waa:
@@ -68,7 +68,8 @@ class Waa:
         self.adjustment = share_of(problem.adjustment) if adjustment is None else adjustment
         self.flow = flow_of(problem)
         self.plans: PlanSource = plans or shared_plans(problem, timing)
-        self.times = PoolTimes(problem, timing, self.plans, self.flow, self.adjustment)
+        self.times = (PoolTimes if plans else shared_times)(
+            problem, timing, self.plans, self.flow, self.adjustment)
         self.chunked = ChunkedPools(problem, self.times, self.flow,
                                     padded=timing.facts.is_padded)
         self.memory = WaaMemory(problem, self.flow, self.plans, self.adjustment)
@@ -76,7 +77,6 @@ class Waa:
         self._range = MeasuredRange(problem, timing)
         self._assembler = Assembler(problem, timing)
         self.capacity_bytes = self._assembler.capacity_bytes
-        self._of_degree: dict[tuple[int, int], WaaPlans] = {}
 
     def grid(self, max_queries: int, plans: Sequence[tuple[int, int]]) -> list[WaaConfig]:
         """The grid has every (tp_degree, tp_gpus) of `plans` that both pools can be laid out for,
@@ -147,15 +147,15 @@ class Waa:
     def split(self, tp_degree: int, tp_gpus: int) -> WaaPlans:
         """These divisions can be. Raises InputError where there is none."""
         key = (tp_degree, tp_gpus)
-        if key not in self._of_degree:
+        if key not in self.times.splits:
             split = WaaPlans(self.plans, tp_degree, tp_gpus)
             if not len(split.encode_devices):
                 raise wrong("schedule", "tp_degree, tp_gpus", key, (
                     f"groups within one node and one pool, and no more stages in a pool "
                     f"than layers; {self.problem.cluster.num_devices} devices, "
                     f"{self.problem.model.num_layers} layers"))
-            self._of_degree[key] = split
-        return self._of_degree[key]
+            self.times.splits[key] = split
+        return self.times.splits[key]
 
     @cached_property
     def iterations_waited(self) -> float:

@@ -25,6 +25,15 @@ def leap(batch: int) -> int:
     return int(max(1 << (2 * batch - 1).bit_length(), FIRST_BATCHES))
 
 
+@cache
+def _batches(most: int) -> FloatArray:
+    """1, 2, ... up to so many: the same array for every plan, so that who answers for it can know
+    it again."""
+    batches = np.arange(1, most + 1, dtype=float)
+    batches.flags.writeable = False
+    return batches
+
+
 def by_batch(values: FloatArray) -> FloatArray:
     """The values of batches 1, 2, ... are shifted such that the index is the batch."""
     return np.append(values[0], values)
@@ -121,7 +130,7 @@ class PlanBounds:
             return
         waa, plan = self._waa, self.plan
         self._top = leap(most)
-        batch = np.arange(1, self._top + 1, dtype=float)
+        batch = _batches(self._top)
         between, through, handover = waa.times.encode(plan, batch)
         with np.errstate(invalid="ignore"):
             rate = np.where(np.isfinite(between), batch / between, 0.0)

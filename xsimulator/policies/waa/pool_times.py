@@ -1,9 +1,11 @@
 """WAA's two pools: how long their steps take, what one query costs in a single group, and where the
 two meet, in throughput and decode batch (waa.closed_form has the equations)."""
 
-from collections.abc import Callable, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +15,7 @@ from xprofiler.timing import TimingSource
 from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import PlanSource, StagePlan
 from xsimulator.policies.waa.config import WaaConfigs
-from xsimulator.policies.waa.plans import WaaPlan
+from xsimulator.policies.waa.plans import WaaPlan, WaaPlans
 from xsimulator.policies.waa.unevenness import Unevenness, UnevenPool
 from xsimulator.stage_times import HandoverCost, StageTimes
 
@@ -32,6 +34,18 @@ class EncodeTimes(NamedTuple):
     handover: FloatArray
 
 
+def shared_times(problem: Problem, timing: TimingSource, plans: PlanSource, flow: QueryFlow,
+                 adjustment: float) -> PoolTimes:
+    """The times of the plans asked for last are kept: WAA-C and WAA-M divide the devices among the
+    same pools."""
+    known = next((own for one, share, own in tuple(_latest)
+                  if one is plans and share == adjustment), None)
+    if known is None:
+        known = PoolTimes(problem, timing, plans, flow, adjustment)
+        _latest[:] = [*_latest[1 - _MOST_KEPT:], (plans, adjustment, known)]
+    return known
+
+
 class PoolTimes:
     """The times of one problem's pools are asked for here; those of decode pools are tabulated."""
 
@@ -47,6 +61,9 @@ class PoolTimes:
         self.mean_input = self._inputs.mean
         self._uneven = Unevenness(self._inputs, adjustment)
         self._lengthened: dict[WaaPlan, FloatArray] = {}
+        self.splits: dict[tuple[int, int], WaaPlans] = {}  # by tp_degree and tp_gpus
+        self.kept: dict[Hashable, Any] = {}  # what bounds tabulate of a plan
+        self._summed: dict[Hashable, tuple[FloatArray, FloatArray]] = {}
         self.decode_table = cache(partial(DecodeTable, self))  # by plan
 
     def encode_steps(self, plan: WaaPlan, batch: FloatArray, share: float = 1.0) -> FloatArray:
@@ -54,13 +71,26 @@ class PoolTimes:
         return self._encode_s(plan.encode.times, batch, share)
 
     def encode(self, plan: WaaPlan, batch: FloatArray) -> EncodeTimes:
-        longest = self.encode_steps(plan, batch, 1 + self._adjustment).sum(axis=1)
+        _, longest = self._slowest_and_through(plan, batch, 1 + self._adjustment)
         return EncodeTimes(self.between_s(plan, batch), longest, self.handover_s(plan, batch))
+
+    def _slowest_and_through(self, plan: WaaPlan, batch: FloatArray,
+                             share: float) -> tuple[FloatArray, FloatArray]:
+        """[batches] seconds of the slowest stage's encode step, and through all. Of batches that
+        nobody can change they are kept: many divisions have the same encode pool."""
+        if batch.flags.writeable or batch.base is not None:
+            steps = self.encode_steps(plan, batch, share)
+            return steps.max(axis=1), steps.sum(axis=1)
+        key = plan.encode, id(batch), share
+        if key not in self._summed:
+            steps = self.encode_steps(plan, batch, share)
+            self._summed[key] = steps.max(axis=1), steps.sum(axis=1)
+        return self._summed[key]
 
     def between_s(self, plan: WaaPlan, batch: FloatArray) -> FloatArray:
         """An encode step follows the one before it in such seconds [batches]: those of the slowest
         stage, or of the handover, and what uneven batches add."""
-        slowest = self.encode_steps(plan, batch).max(axis=1)
+        slowest, _ = self._slowest_and_through(plan, batch, 1.0)
         return np.asarray(np.maximum(slowest, self.handover_s(plan, batch))
                           * self._uneven.interpolated(self._lengthened_of(plan), batch))
 
@@ -227,3 +257,7 @@ def root(excess: Callable[[FloatArray], FloatArray], high: FloatArray,
         low, high = np.where(is_below, between, low), np.where(is_above, between, high)
         was_above, was_below = is_above, is_below
     return between
+
+
+_latest: list[tuple[PlanSource, float, PoolTimes]] = []
+_MOST_KEPT = 2
