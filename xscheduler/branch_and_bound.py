@@ -24,6 +24,7 @@ from xgpt.core.schedule import Status
 # at: where thousands of points are as good as each other, closing them one by one proves little
 # more. And after which a search is left that has found nothing, where nothing is had elsewhere.
 MANY_NODES, FRUITLESS_NODES = 1500, 3000
+MANY_ROOTS = 500  # of more roots it is as many times fewer boxes: each takes longer there
 BATCH = 64  # best boxes split at a time, so that `examine` can work on arrays
 AGAIN = 4  # times as many are examined again at a time
 WORTH_IT = 4  # times as many boxes as roots and a batch: of more it is quicker to begin anew
@@ -80,6 +81,7 @@ class NodeResult:
     best: Candidate | None = None  # best admissible point seen in it
     box: Box  # as examined, or contracted
     is_settled: bool = True  # nothing would be gained by splitting it
+    is_glance: bool = False  # it is to be examined again, not split, when it is its turn
     reason: str  # why it is settled; counted
 
 
@@ -142,7 +144,7 @@ class Maximisation:
             self._has_begun = True
             wider, self._wider = self._wider, None
             if wider is None or not wider._has_begun or not tree.begin_with(wider._tree):
-                tree.add(self._examine(self._roots) if self._roots else [])
+                tree.add(self._examine(self._roots) if self._roots else [], are_roots=True)
         while tree.is_open:
             if (max_nodes is not None and tree.nodes >= max_nodes) or tree.is_fruitless or (
                     ends is not None and ends(tree.nodes, tree.incumbent, tree.upper_bound)):
@@ -158,9 +160,11 @@ class _SearchTree:
     def __init__(self, gap: float, num_roots: int, *, keeps_gap: bool) -> None:
         self.best: Candidate | None = None
         self._floor = -math.inf
-        self.nodes = 0
+        self.nodes = self._age = 0
         self._gap, self._keeps_gap, self._num_roots = gap, keeps_gap, num_roots
-        # (-upper bound, age, box, whether that was found out here, not in a wider search)
+        self._many = MANY_NODES * min(MANY_ROOTS / max(num_roots, 1), 1.0)
+        # (-upper bound, age, box, whether that was found out here, not in a wider search, nor at a
+        # glance)
         self._queue: list[tuple[float, int, Box, bool]] = []
         self._given_up: list[tuple[float, Box]] = []  # closed boxes that have admissible points
         self._closed: Counter[str] = Counter()
@@ -186,7 +190,7 @@ class _SearchTree:
     @property
     def _cutoff(self) -> float:
         most = self.incumbent
-        widened = 1.0 if self._keeps_gap else max(self._further / MANY_NODES, 1.0)
+        widened = 1.0 if self._keeps_gap else max(self._further / self._many, 1.0)
         return most * (1 + self._gap * widened**2) if most > 0 else most
 
     @property
@@ -221,18 +225,21 @@ class _SearchTree:
         if floor > 0:
             self._floor = max(self._floor, floor)
 
-    def add(self, results: Sequence[NodeResult]) -> None:
+    def add(self, results: Sequence[NodeResult], *, are_roots: bool = False) -> None:
+        """What was found out about boxes; those that were but glanced at do not count again."""
         for result in results:
             if result.best is not None:
                 self.note(result.best)
         for result in results:
-            self.nodes += 1
+            self._age += 1
+            self.nodes += are_roots or not result.is_glance
             if result.is_settled:
                 self._close(result.box, result.upper_bound, result.reason)
             elif result.upper_bound <= self._cutoff:
                 self._close(result.box, result.upper_bound, "no better than the incumbent")
             else:
-                heapq.heappush(self._queue, (-result.upper_bound, self.nodes, result.box, True))
+                heapq.heappush(self._queue, (
+                    -result.upper_bound, self._age, result.box, not result.is_glance))
 
     def note(self, found: Candidate) -> None:
         """An admissible point."""

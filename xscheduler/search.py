@@ -263,7 +263,11 @@ class Scheduler:
         for space in sorted(self.spaces, key=lambda space: policy(space.name).turn):
             if space.name not in self._free:
                 floor = max((floor_qps, *(one.candidate.objective for one in seen)))
-                self._free[space.name] = search_space(space, math.inf, effort, floor)
+                # the paper's own serve a latency: where others have something, they are looked
+                # into briefly
+                brief = replace(effort, max_nodes=BRIEF_NODES) if floor > 0 and policy(
+                    space.name).is_papers else effort
+                self._free[space.name] = search_space(space, math.inf, brief, floor)
             seen += [best for searched in (self._free[space.name], results.get(space.name))
                      if searched is not None for best in best_in(space, searched)]
         return max(seen, key=lambda one: one.candidate.objective, default=None)

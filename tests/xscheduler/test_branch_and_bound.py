@@ -141,6 +141,36 @@ def test_the_gap_widens_with_many_boxes_and_the_outcome_says_so(monkeypatch):
     assert exact.upper_bound <= exact.best.objective * 1.005
 
 
+def test_a_box_that_was_glanced_at_is_examined_when_it_is_its_turn_and_counts_once():
+    looked, whole = [], examiner(product, 90)
+
+    def glancing(boxes):
+        results = []
+        for box, result in zip(boxes, whole(boxes), strict=True):
+            is_first, known = box not in looked, result.upper_bound > -math.inf
+            looked.append(box)
+            results.append(NodeResult(upper_bound=2.0 * product(*box.upper), box=box, reason="",
+                                      is_settled=False, is_glance=True)
+                           if is_first and known else result)
+        return results
+
+    root = [Box(root=0, lower=(1, 1), upper=(40, 40))]
+    exact = maximise(root, examiner(product, 90), gap=0.0)
+    glanced = maximise(root, glancing, gap=0.0)
+    assert glanced.best == exact.best and glanced.upper_bound == exact.upper_bound
+    assert glanced.nodes < len(looked), "only what was examined, and the root"
+
+
+def test_where_roots_are_many_the_gap_widens_sooner(monkeypatch):
+    roots = [Box(root=index, lower=(1, 1), upper=(40, 40)) for index in range(8)]
+    few = maximise(roots, examiner(product, 90), gap=0.005)
+    monkeypatch.setattr("xscheduler.branch_and_bound.MANY_NODES", few.nodes)
+    assert maximise(roots, examiner(product, 90), gap=0.005) == few
+    monkeypatch.setattr("xscheduler.branch_and_bound.MANY_ROOTS", 1)
+    wide = maximise(roots, examiner(product, 90), gap=0.005)
+    assert wide.nodes < few.nodes and wide.upper_bound >= few.best.objective
+
+
 def test_a_search_that_finds_nothing_is_left_unless_its_gap_was_asked_for(monkeypatch):
     def nothing(boxes):
         return [NodeResult(upper_bound=float(box.num_points), box=box,

@@ -91,7 +91,8 @@ class ContinuousSpace:
     def num_evaluated(self) -> int:
         return self._known.num_evaluated
 
-    def examiner(self, latency_bound_s: float, gap: float, floor_qps: float) -> ContinuousExaminer:
+    def examiner(self, latency_bound_s: float, gap: float, floor_qps: float, *,
+                 keeps_gap: bool = False) -> ContinuousExaminer:
         return ContinuousExaminer(self, latency_bound_s, gap=gap, floor_qps=floor_qps)
 
     def config(self, plan: int, point: tuple[int, ...]) -> ContinuousConfig:

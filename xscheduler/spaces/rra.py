@@ -42,7 +42,8 @@ class RraSpace:
     def num_evaluated(self) -> int:
         return self.points.num_evaluated + self.chunks.num_evaluated
 
-    def examiner(self, latency_bound_s: float, gap: float, floor_qps: float) -> FamilyExaminer:
+    def examiner(self, latency_bound_s: float, gap: float, floor_qps: float, *,
+                 keeps_gap: bool = False) -> FamilyExaminer:
         between = None if self.problem.fixed.encode_chunk else RraExaminer(
             self.points, latency_bound_s, gap=gap, floor_qps=floor_qps)
         return FamilyExaminer(between, self.chunks, latency_bound_s, gap=gap, floor_qps=floor_qps)

@@ -67,7 +67,9 @@ class Space(Protocol):
     @property
     def num_evaluated(self) -> int: ...
 
-    def examiner(self, latency_bound_s: float, gap: float, floor_qps: float) -> Examiner: ...
+    def examiner(self, latency_bound_s: float, gap: float, floor_qps: float, *,
+                 keeps_gap: bool = False) -> Examiner:
+        """keeps_gap: nothing is left open for what it would take."""
 
     def estimate(self, plan: int, point: tuple[int, ...]) -> Estimate: ...
 
@@ -127,7 +129,8 @@ class SpaceSearch:
                  wider: SpaceSearch | None = None) -> None:
         """wider: a search of this space under no tighter a bound, from whose boxes it begins."""
         self.latency_bound_s = latency_bound_s
-        self._examiner = space.examiner(latency_bound_s, effort.gap, 0.0)
+        self._examiner = space.examiner(latency_bound_s, effort.gap, 0.0,
+                                         keeps_gap=effort.keeps_gap)
         self._copies = space.problem.copies
         self._search: Maximisation = Maximisation(
             self._examiner.roots, self._examiner.examine, gap=effort.gap,

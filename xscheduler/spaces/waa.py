@@ -39,8 +39,14 @@ ROOT_PARTS = (8, 4, 1)  # and of a root: encode_batch, decode_micro_batches, chu
 CHUNK_ROOT_PARTS = (1, 4, 3)  # of a root with chunks
 CHUNK_PARTS = (2, 2, 2)  # and of a box of several chunk sizes
 LOOKED_AT = 3  # boxes, the most promising, at whose corners points are evaluated
+FIRST_PLANS = 6  # of which so many are; of other tensor plans one
 GROUPS_PER_STAGE = 2  # at most
 CHUNKED = "waa-m"  # whose chunks are searched where both ways of dividing devices are
+# Divisions that boxes with chunks are bounded for in one search, times the devices that they
+# divide: what is spent on a large cluster is to be no more than on two nodes of eight.
+CHUNKED_WORK = 24_000
+WORK_SHARE = 0.25  # of what is left, spent before other boxes have their turn again
+LEFT = "chunks left open: their bounds cost much"
 IMMODEST = "chunks hold more than is encoded in an iteration"  # why a box is not looked into
 # Tokens of a chunk. Between two of them encode_batch says what decodes.
 CHUNKS = (32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
@@ -69,8 +75,17 @@ class WaaSpace:
     def num_evaluated(self) -> int:
         return len(self._known)
 
-    def examiner(self, latency_bound_s: float, gap: float, floor_qps: float) -> WaaExaminer:
-        return WaaExaminer(self, latency_bound_s, gap=gap, floor_qps=floor_qps)
+    def examiner(self, latency_bound_s: float, gap: float, floor_qps: float, *,
+                 keeps_gap: bool = False) -> WaaExaminer:
+        return WaaExaminer(self, latency_bound_s, gap=gap, floor_qps=floor_qps,
+                           work=math.inf if keeps_gap else (
+                               CHUNKED_WORK / self.problem.cluster.num_devices))
+
+    def best_known(self, latency_bound_s: float) -> tuple[float, int, tuple[int, ...]] | None:
+        """(throughput, plan, point) of the best admissible point that was evaluated so far."""
+        best = min(((-qps, key) for key, (qps, latency_s, forbidding) in self._known.items()
+                    if latency_s <= latency_bound_s and qps > 0 and not forbidding), default=None)
+        return None if best is None else (-best[0], best[1][0], best[1][1:])
 
     def config(self, plan: int, point: tuple[int, ...]) -> WaaConfig:
         return WaaConfig(encode_batch=point[0], decode_micro_batches=point[1],
@@ -94,6 +109,11 @@ class WaaSpace:
                 figures.throughput_qps.tolist(), figures.latency_s.tolist(),
                 map(Limit, limits.tolist()), strict=True), strict=True))
         return [self._known[key] for key in keys]
+
+    def degrees(self, plan: int) -> list[int]:
+        """Of the stages that a tensor plan may have."""
+        own, devices = self.plans[plan], self.problem.cluster.num_devices
+        return sorted({own.tp_degree} | ({1} if own.tp_gpus < devices else set()))
 
     def is_modest(self, batch: int, groups: int, chunk: int) -> bool:
         """Whether a configuration with that chunk is looked at."""
@@ -130,10 +150,13 @@ class WaaExaminer:
     """Examines boxes under one latency bound."""
 
     def __init__(self, space: WaaSpace, latency_bound_s: float, *, gap: float,
-                 floor_qps: float) -> None:
-        """`floor_qps`: throughput found elsewhere; what is no better is not looked into."""
+                 floor_qps: float, work: float = math.inf) -> None:
+        """`floor_qps`: throughput found elsewhere; what is no better is not looked into. `work`:
+        divisions that boxes with chunks are bounded for, which costs far more than of others."""
         self._space, self._bound_s, self._gap = space, latency_bound_s, gap
-        self._best_qps, self.known = floor_qps, None
+        self._best_qps, self._work = floor_qps, work
+        self._glanced_at: set[int] = set()  # roots with chunks
+        self._largest: dict[int, int] = {}  # by plan: encode_batch within the bound
         # an encoder-decoder model's first token is decoded, too
         tokens = space.problem.lengths.outputs.quantile(space.problem.constraint.quantile) - 1
         waited = space.waa.iterations_waited - 1.5 * space.problem.model.is_encoder_decoder
@@ -152,6 +175,19 @@ class WaaExaminer:
                     self.roots.append(Box(root=len(self.roots), lower=part.lower, upper=part.upper))
                     self.plan_of_root.append(plan)
 
+    @property
+    def known(self) -> Candidate | None:
+        """The best admissible point that was evaluated under any bound so far."""
+        best = self._space.best_known(self._bound_s)
+        if best is None:
+            return None
+        qps, plan, (batch, groups, chunk) = best
+        point = batch, groups, self._space.chunks.index(chunk)
+        return next((Candidate(objective=qps, root=box.root, point=best[2])
+                     for box, own in zip(self.roots, self.plan_of_root, strict=True) if own == plan
+                     and all(low <= value <= up for low, value, up in zip(
+                         box.lower, point, box.upper, strict=True))), None)
+
     def raise_floor(self, floor_qps: float) -> None:
         self._best_qps = max(self._best_qps, floor_qps)
 
@@ -162,40 +198,78 @@ class WaaExaminer:
         return _grid(box, (SIDE_PARTS, SIDE_PARTS, 1))
 
     def examine(self, boxes: Sequence[Box]) -> list[NodeResult]:
-        """Plan after plan, the most promising first by a quick bound: boxes that are then no better
-        than what was found are not looked into."""
+        """Plan after plan, the most promising first by a quick bound, those without chunks before
+        those with: boxes that are then no better than what was found are not looked into."""
+        boxes = [self._contracted(box) for box in boxes]
         limit, latency, stretch = self._quick(boxes)
-        is_refused = beyond_range(stretch)
-        space, chunks = self._space, self._space.chunks
-        has_modest = [space.is_modest(box.upper[0], box.lower[1], chunks[box.lower[2]])
-                      for box in boxes]
+        is_refused, space = beyond_range(stretch), self._space
         results: list[NodeResult | None] = [None] * len(boxes)
-        by_plan = sorted(self._by_plan(boxes), key=lambda one: (-limit[one[1]].max(), one[0]))
-        for _, rows in by_plan:
+        share = WORK_SHARE * self._work
+        for place, (has_chunks, rows) in enumerate(self._in_turn(boxes, limit)):
             left = []
             for row in rows.tolist():
-                if not has_modest[row]:
-                    results[row] = NodeResult(box=boxes[row], reason=IMMODEST)
+                box = boxes[row]
+                if not space.is_modest(box.upper[0], box.lower[1], space.chunks[box.lower[2]]):
+                    results[row] = NodeResult(box=box, reason=IMMODEST)
                 elif latency[row] > self._bound_s or is_refused[row]:
-                    results[row] = NodeResult(box=boxes[row], reason=(
+                    results[row] = NodeResult(box=box, reason=(
                         Limit.RANGE if is_refused[row] else Limit.LATENCY).words)
                 elif limit[row] <= self._best_qps * (1 + self._gap):
-                    results[row] = NodeResult(upper_bound=float(limit[row]), box=boxes[row],
+                    results[row] = NodeResult(upper_bound=float(limit[row]), box=box,
                                               is_settled=False, reason="")
+                elif has_chunks and (share <= 0 or self._is_first_glance(box)):
+                    results[row] = NodeResult(upper_bound=float(limit[row]), box=box, reason=LEFT,
+                                              is_settled=self._work < 1, is_glance=True)
                 else:
                     left.append(row)
-            own = self._examine([boxes[row] for row in left]) if left else []
+            before = space.bounds.work
+            own = self._examine([boxes[row] for row in left], LOOKED_AT if place < FIRST_PLANS
+                                else 1) if left else []
+            if has_chunks:
+                spent = space.bounds.work - before
+                share, self._work = share - spent, self._work - spent
             for row, result in zip(left, own, strict=True):
                 results[row] = result
         return [result for result in results if result is not None]
 
+    def _in_turn(self, boxes: Sequence[Box], limit: FloatArray) -> list[tuple[bool, IntArray]]:
+        """(whether they take chunks, rows of boxes of one plan)."""
+        has_chunks = np.array([self._space.chunks[box.upper[2]] > 0 for box in boxes])
+        turns = [(takes, -float(limit[own].max()), index, own)
+                 for index, rows in self._by_plan(boxes) for takes in (False, True)
+                 if len(own := rows[has_chunks[rows] == takes])]
+        return [(takes, own) for takes, _, _, own in sorted(turns, key=lambda turn: turn[:3])]
+
+    def _contracted(self, box: Box) -> Box:
+        """The box without batches that are too large to be quick enough: the tables that bound it
+        need not reach so far."""
+        most = self._largest_within(self.plan_of_root[box.root])
+        upper = max(min(box.upper[0], most), box.lower[0])
+        return box if upper == box.upper[0] else replace(box, upper=(upper, *box.upper[1:]))
+
+    def _largest_within(self, plan: int) -> int:
+        if plan not in self._largest:
+            largest = max(box.upper[0] for box, own in zip(
+                self.roots, self.plan_of_root, strict=True) if own == plan)
+            if not math.isinf(self._bound_s):
+                largest = self._space.bounds.largest_within(
+                    largest, self._space.degrees(plan), self._bound_s)
+            self._largest[plan] = largest
+        return self._largest[plan]
+
+    def _is_first_glance(self, box: Box) -> bool:
+        """Whether it is a root that was not looked at before, and may yet be given up by then."""
+        is_first = (box.lower == self.roots[box.root].lower and box.upper[1:] == self.roots[
+            box.root].upper[1:] and box.root not in self._glanced_at)
+        self._glanced_at.add(box.root)
+        return is_first
+
     def _quick(self, boxes: Sequence[Box]) -> tuple[FloatArray, FloatArray, FloatArray]:
         """[boxes] most throughput, least latency, least stretch beyond what was measured."""
-        space, devices = self._space, self._space.problem.cluster.num_devices
+        space = self._space
         limit, latency, stretch = (np.empty(len(boxes)) for _ in range(3))
         for index, rows in self._by_plan(boxes):
-            plan, own = space.plans[index], self._corners(boxes, rows)
-            degrees = sorted({plan.tp_degree} | ({1} if plan.tp_gpus < devices else set()))
+            own, degrees = self._corners(boxes, rows), self._space.degrees(index)
             limit[rows], latency[rows] = space.bounds.quick(
                 space.splits[index], own, degrees, self._bound_s)
             stretch[rows] = space.waa.least_stretch(own.least.astype(float), degrees)
@@ -205,7 +279,7 @@ class WaaExaminer:
         plan = np.array([self.plan_of_root[box.root] for box in boxes])
         return [(int(index), np.flatnonzero(plan == index)) for index in np.unique(plan)]
 
-    def _examine(self, boxes: Sequence[Box]) -> list[NodeResult]:
+    def _examine(self, boxes: Sequence[Box], looked_at: int) -> list[NodeResult]:
         limit, latency, ttft, iteration, held = self._bounds(boxes)
         capacity, limits = self._space.waa.capacity_bytes, self._space.limits
         # where outputs are of one token there is no pace, however long an iteration
@@ -217,7 +291,7 @@ class WaaExaminer:
                              tpot > limits.tpot_s, limit <= 0],
                             [Limit.MEMORY.words, Limit.MEMORY.words, Limit.LATENCY.words,
                              Limit.TTFT.words, Limit.TPOT.words, Limit.RANGE.words], "")
-        seen = self._look(boxes, np.where(reasons == "", limit, 0.0))
+        seen = self._look(boxes, np.where(reasons == "", limit, 0.0), looked_at)
         results = []
         for box, most, reason, (best, is_all) in zip(boxes, limit, reasons, seen, strict=True):
             if reason:
@@ -248,13 +322,14 @@ class WaaExaminer:
                         highest=corners[:, 4], chunk=sizes[corners[:, 2]],
                         largest_chunk=sizes[corners[:, 5]])
 
-    def _look(self, boxes: Sequence[Box], limit: FloatArray) -> list[tuple[Candidate | None, bool]]:
+    def _look(self, boxes: Sequence[Box], limit: FloatArray,
+              looked_at: int) -> list[tuple[Candidate | None, bool]]:
         """[boxes] (best admissible point looked at, whether these were all): of boxes that may
-        still have a better one."""
+        still have a better one, so many and those of few points."""
         seen: list[tuple[Candidate | None, bool]] = [(None, False)] * len(boxes)
         rows = [row for place, row in enumerate(np.argsort(-limit, kind="stable").tolist())
                 if limit[row] > self._best_qps * (1 + self._gap)
-                and (place < LOOKED_AT or boxes[row].num_points <= FEW_POINTS)]
+                and (place < looked_at or boxes[row].num_points <= FEW_POINTS)]
         points = [[point for point in _points(boxes[row], self._space.chunks)
                    if self._space.is_modest(*point)] for row in rows]
         keys = [(self.plan_of_root[boxes[row].root], *point)

@@ -165,6 +165,7 @@ def check_waa(case: Case, seed: int) -> int:
         bounds.bound(split, boxes, latency_bound_s=bound_s)[0],
         bounds.bound(split, boxes, latency_bound_s=bound_s, worth_qps=math.inf)[0],
         bounds.quick(split, boxes, degrees, bound_s)[0]])
+    most_batch = bounds.largest_within(1500, degrees, bound_s)
     for row in np.flatnonzero(has_room.any(axis=1)):
         own = has_room[row]
         box = (where, least[row], most[row], fewest[row], highest[row], smallest[row],
@@ -173,6 +174,7 @@ def check_waa(case: Case, seed: int) -> int:
             found.throughput_qps, found.latency_s, found.memory_bytes))
         assert qps.max() <= min(limit[row], low_qps[row], quick_qps[row]), box
         assert qps[latency_s <= bound_s].max(initial=0.0) <= within_qps[row], box
+        assert batch[row][own][latency_s <= bound_s].max(initial=0.0) <= most_batch, box
         assert max(least_s[row], quick_s[row]) <= latency_s.min(), box
         assert least_bytes[row] <= held.min(), box
         ttft_s, iteration_s = (figures.reshape(batch.shape)[row][own] for figures in (

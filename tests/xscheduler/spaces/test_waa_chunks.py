@@ -17,8 +17,9 @@ from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xprofiler.timing import Operator, TimingSource
 from xscheduler.search import GAP, Scheduler
+from xscheduler.spaces.space import Effort
 from xscheduler.spaces.tensor_plans import tensor_plans
-from xscheduler.spaces.waa import CHUNKS, WaaSpace, group_range
+from xscheduler.spaces.waa import CHUNKS, LEFT, WaaSpace, group_range
 from xsimulator.policies.waa.config import WaaBoxes
 
 
@@ -51,6 +52,21 @@ def test_the_search_finds_what_all_chunks_have(bound_s: float, gain: float) -> N
     assert found.estimate.variables["encode_chunk"] in CHUNKS
     assert alone.estimate.variables["encode_chunk"] == 0
     assert found.figures.throughput_qps > gain * alone.figures.throughput_qps
+
+
+def test_where_chunks_would_take_too_much_they_are_left_open_and_the_bound_says_so(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = replace(problem_of(lengths="S", latency_s=7.0), fixed=FixedSchedule(
+        policies=("waa-m",)), num_queries=None)
+    timing = roofline_of(problem)
+    whole = Scheduler(problem, timing).find()
+    monkeypatch.setattr("xscheduler.spaces.waa.CHUNKED_WORK", 0)
+    left = Scheduler(problem, timing).find()
+    assert left.estimate.variables["encode_chunk"] == 0 < whole.estimate.variables["encode_chunk"]
+    assert left.proof.bound_qps >= whole.figures.throughput_qps > left.figures.throughput_qps
+    assert any(LEFT in reason for reason, _ in left.proof.pruned)
+    asked = Scheduler(problem, timing, Effort(gap=GAP, keeps_gap=True)).find()
+    assert asked.figures.throughput_qps >= whole.figures.throughput_qps / (1 + GAP)
 
 
 def test_chunks_are_searched_once_and_as_the_job_and_the_model_have_them() -> None:

@@ -34,11 +34,12 @@ from xsimulator.policies.waa.plan_bounds import (
     by_batch,
     leap,
 )
-from xsimulator.policies.waa.plans import WaaPlans
+from xsimulator.policies.waa.plans import WaaPlan, WaaPlans
 from xsimulator.policies.waa.pool_times import ROWS_RATIO
 
 TOLERANCE = 0.001  # of throughput and latency: the decode table is linear in a logarithm
 MOST_IN_SYSTEM = 1e9  # where memory does not say
+NEW_WORK = 3  # looks into a division's tables that their making takes
 
 
 class BoxBounds(NamedTuple):
@@ -78,6 +79,8 @@ class WaaBounds:
         self._most_in_system = cache(self._find_most_in_system)
         self._held_by_division = cache(self._find_held_by_division)
         self._is_modest = is_modest
+        self.work = 0  # divisions that were looked at so far, batch of boxes by batch of boxes
+        self._begun: set[PlanBounds] = set()
 
     def _tables(self, plan: WaaPlan) -> PlanBounds:
         """They do not depend on how the devices are divided."""
@@ -124,6 +127,9 @@ class WaaBounds:
             if len(rows := rows[held <= self.waa.capacity_bytes]):
                 left.append((tables, rows))
         self.waa.times.lengthen([tables.plan for tables, _ in left])
+        new = {tables for tables, _ in left} - self._begun
+        self.work += len(left) + NEW_WORK * len(new)
+        self._begun |= new
         for tables, rows in left:
             most, *seconds = tables.bound(boxes.take(rows), latency_bound_s)
             limit[rows] = np.maximum(limit[rows], most)
@@ -216,6 +222,16 @@ class WaaBounds:
         limit = np.minimum(devices / (encode_work + iterations * decode_work),
                            decoding / (iterations * step))
         return limit * (1 + QUICK_TOLERANCE), through / (1 + QUICK_TOLERANCE)
+
+    def largest_within(self, largest: int, degrees: Sequence[int], latency_bound_s: float) -> int:
+        """No encode_batch beyond this one, of those up to `largest`, is quick enough whatever the
+        division, with stages of such degrees (see `quick`); 0: none is."""
+        waited, through = self.waa.iterations_waited, np.full(largest, np.inf)
+        for degree in degrees:
+            single = self._single(degree, largest, 1.0)
+            np.minimum(through, single.encode_step[1:largest + 1]
+                       + waited * single.decode_steps[0], out=through)
+        return int(np.searchsorted(through, latency_bound_s * (1 + QUICK_TOLERANCE), side="right"))
 
     def _decode_step(self, single: _Single, degree: int, boxes: WaaBoxes,
                      rows: FloatArray) -> FloatArray:
