@@ -41,9 +41,10 @@ from xrunner.query import PreparedQuery
 from xrunner.rank import Stopwatch, conduct, leave, order_of, read_work, to_the_end
 from xrunner.replica import Replica, replicas_of
 from xrunner.rules.changes import Changeable
-from xrunner.rules.routing import Router, expected_tokens, window_of
+from xrunner.rules.routing import Router, expected_tokens
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import BatchingRule, EncodingRule, rules_for
+from xrunner.rules.windows import window_of
 from xrunner.transport.comm import Comm
 from xrunner.world import World, connect
 
@@ -170,7 +171,7 @@ def _other_replicas(plan: RunPlan, schedule: Schedule, comm: Comm, sink: RunSink
     rows = np.array(places, np.int64)
     tokens = expected_tokens(spool.input_tokens[rows], spool.most_outputs[rows],
                              plan.mean_output_tokens, is_forced[rows])
-    router = Router(tokens, replicas=1 + len(heads), window=window_of(schedule.estimate),
+    router = Router(tokens, windows=[window_of(schedule.estimate)] * (1 + len(heads)),
                     routing=plan.routing)
     return ToReplicas(comm, sink, router, queries, places, heads)
 

@@ -25,7 +25,7 @@ from xgpt.core.queries import QueryLengths  # noqa: E402
 from xgpt.core.schedule import Estimate  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.query import PreparedQuery  # noqa: E402
-from xrunner.rules.routing import window_of  # noqa: E402
+from xrunner.rules.windows import window_of  # noqa: E402
 from xscheduler.planner import Planner, PlanOptions  # noqa: E402
 from xsimulator.policies import make_policy  # noqa: E402
 from xsimulator.policies.continuous.config import ContinuousConfig  # noqa: E402
@@ -71,8 +71,9 @@ def test_chunks_of_three_sizes_on_two_stages(toy: Toy, tmp_path: Path, chunk: in
 def test_two_copies_of_one_rank(toy: Toy, tmp_path: Path) -> None:
     problem = toy.problem(devices=1)
     one = estimated("rra", problem, RraConfig(encode_batch=6, decode_iterations=4))
-    # A copy's window holds its whole share: with a smaller one, a copy whose next queries come late
-    # because the other was not let run decodes on without them, and no replay knows when.
+    # A copy's window holds its whole share, which it keeps: with a smaller one, a copy whose next
+    # queries come late because the other was not let run decodes on without them, and no replay of
+    # its queries knows when.
     assert window_of(one).waiting >= 0.6 * len(toy.queries)
     check_run(toy, tmp_path / "out", problem, one, copies=2)
 

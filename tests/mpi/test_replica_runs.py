@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +18,12 @@ import pytest
 pytest.importorskip("torch", reason="runs need the extra `run`")
 import job_folder  # noqa: E402
 import toys  # noqa: E402
-from given_runs import given, killed_and_gone_on, run  # noqa: E402
+from given_runs import given, killed_and_gone_on, rank_of, run  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 from replayed import problem_of, replayed_steps  # noqa: E402
 
 from xgpt.app.opened import open_file  # noqa: E402
+from xgpt.core.job import LEAST_TOKENS  # noqa: E402
 from xgpt.core.queries import QueryLengths  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xsimulator.policies import make_policy  # noqa: E402
@@ -96,6 +101,59 @@ def test_a_job_of_two_replicas_goes_on_after_one_was_killed(
     assert (metrics["queries"], metrics["ranks"], metrics["status"]) == (300, 2, "done")
     assert [(s["replica"], s["ranks"]) for s in metrics["stages"]] == [(0, [0]), (1, [1])]
     assert (out / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.slow  # test_replicas.py takes queries back from heads on threads
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds ranks in /proc")
+@pytest.mark.parametrize("slow", [0, 1])
+def test_what_a_stopped_copy_has_not_begun_is_the_others(llama: tuple[Path, Any], tmp_path: Path,
+                                                         slow: int) -> None:
+    directory, reference = llama
+    query = toys.PreparedQuery(index=0, id="q0", input_ids=(7, 8, 9), max_new_tokens=40,
+                               is_forced=True)
+    requests = [{"id": f"q{i}", "tokens": [7, 8, 9], "forced_tokens": 40} for i in range(300)]
+    out, problem = tmp_path / "out", problem_of(directory, np.array([[3, 40]] * 300), 1)
+    timing = Roofline(problem.model, problem.cluster.device, "float32")
+    one = make_policy("rra", problem, timing).estimate(
+        RraConfig(encode_batch=3, decode_iterations=4)).changed(kv_tokens=20_000)
+    out.mkdir()
+    given(one.in_copies(2), problem, out / "schedule.json")
+    pulses = Pulses(out, slow)
+    run(directory, out, requests, ranks=2, routing=LEAST_TOKENS, watch=pulses.look)
+
+    assert pulses.count >= 3, "the job was over before the copy was stopped"
+    results = read_lines(out / "results.jsonl")
+    assert [r["id"] for r in results] == [r["id"] for r in requests]
+    expected = toys.generate(reference, query)
+    assert all(r["output_ids"] == expected for r in results)
+    given_out = [i for line in read_lines(out / "underway.jsonl") for i in line]
+    assert set(given_out) == set(range(300))
+    if slow:  # else nobody is there meanwhile who routes
+        assert len(given_out) > 300, "some twice"
+        assert sum(r["replica"] == slow for r in results) < 150
+
+
+class Pulses:
+    """Stops a rank for most of the time from its first answers on."""
+
+    def __init__(self, out: Path, rank: int) -> None:
+        self._out, self._rank, self._pid = out, rank, 0
+        self._turn_s, self._is_stopped, self.count = 0.0, False, 0
+
+    def look(self) -> None:
+        results = self._out / "results.jsonl"
+        if not (results.is_file() and results.stat().st_size):
+            return
+        self._pid = self._pid or rank_of(self._out / "ranks", self._rank)
+        if time.monotonic() > self._turn_s:
+            self._signal(signal.SIGCONT if self._is_stopped else signal.SIGSTOP)
+            self._turn_s = time.monotonic() + (0.25 if self._is_stopped else 0.02)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, number)
+        self._is_stopped = number is signal.SIGSTOP
+        self.count += self._is_stopped
 
 
 def two_copies(job: Path) -> Path:

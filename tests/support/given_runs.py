@@ -9,11 +9,14 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import toys
 
+from xgpt.core.job import FIXED
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xgpt.core.schedule_file import save_schedule, schedule_from_flat
@@ -99,11 +102,14 @@ def toy_plan(directory: Path, out: Path, *, query_kv_tokens: int, is_chat: bool 
         query_kv_tokens=query_kv_tokens)
 
 
-def run(directory: Path, out: Path, requests: list[dict[str, Any]], ranks: int) -> None:
-    """The ranks alone, without the command around them."""
+def run(directory: Path, out: Path, requests: list[dict[str, Any]], ranks: int, *,
+        routing: str = FIXED, watch: Callable[[], None] = lambda: None) -> None:
+    """The ranks alone, without the command around them. `routing`: by default copies of the model
+    keep what they are dealt, so that each takes the steps of a replay of its own queries. `watch`
+    is called while they run."""
     file = out.parent / "requests.jsonl"
     file.write_text("".join(json.dumps(request) + "\n" for request in requests))
-    plan = toy_plan(directory, out, query_kv_tokens=200)
+    plan = replace(toy_plan(directory, out, query_kv_tokens=200), routing=routing)
     toys.write_spool(plan, file)
     LocalLauncher().run(RankProgram(module="xrunner.worker", argument=plan.save(), count=ranks),
-                        watch=lambda: None)
+                        watch=watch)

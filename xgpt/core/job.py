@@ -18,9 +18,10 @@ from xgpt.core.slurm import SlurmSpec
 RESCHEDULE = 0.1  # run.reschedule: auto
 STEP_TIMES = 0.15  # run.step_times: auto
 # Which copy of the model takes a query: the next in turn, or the one with the fewest tokens so far
-# (known, or expected of its output), so that all end together.
-ROUND_ROBIN, LEAST_TOKENS = "round-robin", "least-tokens"
-ROUTINGS = (LEAST_TOKENS, ROUND_ROBIN)
+# (known, or expected of its output), so that all end together. Fixed: the latter, and each keeps
+# what it was dealt, however slow it is.
+ROUND_ROBIN, LEAST_TOKENS, FIXED = "round-robin", "least-tokens", "fixed"
+ROUTINGS = (LEAST_TOKENS, ROUND_ROBIN, FIXED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

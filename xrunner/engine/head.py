@@ -17,7 +17,7 @@ from xrunner.engine.pipeline import Executor, Neighbours
 from xrunner.engine.roster import ActiveQuery, Roster, Vocabulary
 from xrunner.ops.likelihoods import unpacked
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.rules.steps import BatchingRule, Step, may_evict
+from xrunner.rules.steps import BatchingRule, Step, YieldingRule, may_evict
 from xrunner.transport.messages import Message, StartMessage
 
 LOOK_S = 0.1  # a head with nothing to do looks at least so often whether it is to stop
@@ -142,6 +142,16 @@ class Head:
             return False
         self.roster.add(query)
         return True
+
+    def take_back(self, count: int) -> list[int]:
+        """Takes the last `count` of the queries whose encoding has not begun out of the pool, or as
+        many as its rule can give up; their indices, in the order in which they came."""
+        if not isinstance(self.rule, YieldingRule):
+            return []
+        # an evicted query waits as well, before all that have not begun
+        indices = self.rule.take_back(min(count, self.roster.num_waiting))
+        self.roster.remove(indices)
+        return indices
 
     def lengths_so_far(self) -> dict[int, tuple[int, int]]:
         """(input, output) tokens of each active query."""

@@ -1,12 +1,15 @@
 """Replicas: whole copies of a deployment, each with a head of its own, which share one job.
 
-    rank 0 -> head of a replica   PortionMessage: which queries are its own, a few at a time
-    head of a replica -> rank 0   ReplicaMessage: how many have begun, which are done; its end
+    rank 0 -> head of a replica   PortionMessage: which queries are its own, a few at a time; how
+                                  many of those that it has not begun are wanted back
+    head of a replica -> rank 0   ReplicaMessage: how many have begun, which are done, which it
+                                  gives back; its end
     rank 0 -> head of a replica   StopMessage: its end is known
 
 Rank 0 routes (xrunner.rules.routing) and writes all results, and it is the first replica's head
 besides: between its own steps it takes up what has come, and never waits for the others while it
-has work. Each replica's head reads its queries from the spool."""
+has work. Each replica's head reads its queries from the spool. A query belongs to the head that was
+given it until this has given it back, so that it is answered once whatever crosses on the way."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,8 +19,9 @@ from xrunner.engine.head import Head
 from xrunner.io.sink import RunSink
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.changes import Changeable, Changes
-from xrunner.rules.routing import Router, Window, rra_window
+from xrunner.rules.routing import Router
 from xrunner.rules.rra import PhaseControls
+from xrunner.rules.windows import Load, Window, rra_window
 from xrunner.transport.comm import Comm
 from xrunner.transport.messages import Message, PortionMessage, ReplicaMessage, StopMessage
 
@@ -26,7 +30,8 @@ _TELL_S = 0.25  # between words of a replica that has no news
 
 @dataclass(slots=True, kw_only=True)
 class _Account:
-    """What rank 0 knows of one replica. `begun` and `done` count queries, of those `given`."""
+    """What rank 0 knows of one replica. `begun` and `done` count queries, of those `given`, which
+    are places in the order in which they are taken up."""
 
     given: list[int] = field(default_factory=list)
     begun: int = 0
@@ -36,12 +41,12 @@ class _Account:
     has_ended: bool = False
 
     @property
-    def waiting(self) -> int:
-        return len(self.given) - self.begun
+    def load(self) -> Load:
+        return Load(len(self.given) - self.begun, self.begun - self.done)
 
     @property
-    def active(self) -> int:
-        return self.begun - self.done
+    def waiting(self) -> list[int]:
+        return self.given[self.begun:]
 
 
 class ToReplicas:
@@ -65,6 +70,7 @@ class ToReplicas:
         self._begun_here = lambda: len(own.given) - head.roster.num_waiting
         for replica in range(len(self._replicas)):
             self._top_up(head, replica)
+        self._supply(head, 0)
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -83,7 +89,7 @@ class ToReplicas:
             self.hear(head, got[0])
             wait_s = 0.0
         self._note_begun(0, self._begun_here())
-        self._top_up(head, 0)
+        self._supply(head, 0)
 
     def hear(self, head: Head, message: Message) -> None:
         assert isinstance(message, ReplicaMessage), f"{message = }"
@@ -100,8 +106,10 @@ class ToReplicas:
             self._sink.launcher.taken_by(message.replica, *message.changed, head.clock())
         if message.has_ended:
             self._comm.send(self._heads[message.replica - 1], StopMessage())
-        else:
-            self._top_up(head, message.replica)
+            return
+        if message.given_back is not None:
+            self._come_back(head, message.replica, message.given_back)
+        self._supply(head, message.replica)
 
     def close(self, head: Head) -> bool:
         """Ends the other replicas; whether every query is done."""
@@ -120,7 +128,9 @@ class ToReplicas:
 
     def change(self, controls: Changes, window: Window | None) -> None:
         """The other replicas' rules are to obey these too. `window` None: it stays."""
-        self._router.window = window or self._router.window
+        if window is not None:
+            self._router.windows[:] = [replace(window, at_work=before.at_work)
+                                       for before in self._router.windows]
         launcher = self._sink.launcher
         assert launcher is not None, "who changes"
         for rank in self.sources:
@@ -144,26 +154,54 @@ class ToReplicas:
         """So many of those given have begun; the launcher counts queries in this order."""
         account = self._replicas[replica]
         if begun > account.begun and self._sink.launcher is not None:
-            self._sink.launcher.begin(account.given[account.begun:begun])
+            self._sink.launcher.begin([
+                self._order[place] for place in account.given[account.begun:begun]])
+        if begun > account.begun:
+            self._router.note_begun(replica, begun - account.begun)
         account.begun = begun
 
-    def _top_up(self, head: Head, replica: int) -> None:
+    def _supply(self, head: Head, replica: int) -> None:
+        """A replica of which there is news gets what it lacks, from others where nothing is left to
+        be given out. Once all have begun all, they are told that no more will come."""
         if self._has_told_last:
             return
+        self._top_up(head, replica)
+        for giver, takers in self._router.recalls([each.load for each in self._replicas]):
+            if giver:
+                self._comm.send(self._heads[giver - 1], PortionMessage(wanted=len(takers)))
+            else:
+                self._note_begun(0, self._begun_here())
+                self._come_back(head, 0, head.take_back(len(takers)))
+        if self._router.is_done and not any(each.load.waiting for each in self._replicas):
+            self._has_told_last = True
+            for rank in self.sources:
+                self._comm.send(rank, PortionMessage(is_last=True))
+
+    def _come_back(self, head: Head, replica: int, indices: Sequence[int]) -> None:
+        """The replica has given these queries back: they go to who lacks some."""
+        account, wanted = self._replicas[replica], set(indices)
+        places = [place for place in account.waiting if self._order[place] in wanted]
+        assert len(places) == len(indices), f"{places = } {indices = }"
+        account.given[account.begun:] = [
+            place for place in account.waiting if self._order[place] not in wanted]
+        self._router.take_back(replica, places)
+        if self._has_told_last:
+            return  # a run that ends before all are done
+        for other in range(len(self._replicas)):
+            if self._router.num_left(other):
+                self._top_up(head, other)
+
+    def _top_up(self, head: Head, replica: int) -> None:
         account = self._replicas[replica]
-        given = [self._order[place] for place in self._router.top_up(
-            replica, waiting=account.waiting, active=account.active)]
-        account.given += given
+        places = self._router.top_up(replica, account.load)
+        given = [self._order[place] for place in places]
+        account.given += places
         if given:
             self._sink.underway.begin(given)  # which of them have begun, others know
         if replica and given:
             self._comm.send(self._heads[replica - 1], PortionMessage(queries=tuple(given)))
         for query in () if replica else map(self._queries.__getitem__, given):
             assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
-        if self._router.is_empty:
-            self._has_told_last = True
-            for rank in self.sources:
-                self._comm.send(rank, PortionMessage(is_last=True))
 
 
 class OfEveryReplica:
@@ -200,6 +238,7 @@ class FromRankZero:
         self._results: list[FinishedQuery] = []
         self._told_begun, self._told_s = 0, 0.0
         self._changed: tuple[int, int] | None = None
+        self._given_back: tuple[int, ...] | None = None
 
     sources = (0,)
 
@@ -226,6 +265,10 @@ class FromRankZero:
             phase = head.rule.next_phase
             head.rule.change(message.change, phase=phase)
             self._changed = message.revision, phase
+        if message.wanted:
+            self._given_back = tuple(head.take_back(message.wanted))
+            self._given -= len(self._given_back)
+            self._tell(head)
 
     def close(self, head: Head) -> bool:
         self._tell(head, has_ended=True)
@@ -248,13 +291,14 @@ class FromRankZero:
         begun, now_s = self._given - head.roster.num_waiting, head.clock()
         is_time = now_s > self._told_s + _TELL_S
         if not (has_ended or is_time or self._results or self._changed is not None
-                or begun != self._told_begun):
+                or self._given_back is not None or begun != self._told_begun):
             return
         self._comm.send(0, ReplicaMessage(
             replica=self._replica, begun=begun, output_tokens=head.output_tokens,
-            results=tuple(self._results), changed=self._changed, has_ended=has_ended,
+            results=tuple(self._results), changed=self._changed,
+            given_back=self._given_back, has_ended=has_ended,
             at_work=head.lengths_so_far() if is_time and self._tells_lengths else None))
-        self._told_begun, self._changed = begun, None
+        self._told_begun, self._changed, self._given_back = begun, None, None
         if is_time:
             self._told_s = now_s
         self._results.clear()

@@ -70,6 +70,11 @@ class Roster:
         else:
             self._new[query.index] = query
 
+    def remove(self, indices: Sequence[int]) -> None:
+        """These queries, which wait, are not the pool's any more."""
+        for index in indices:
+            del self._new[index]
+
     def start_message(self, rule: BatchingRule, spare_bytes: int) -> StartMessage:
         """The sizes of caches for a pool that works all waiting queries by `rule`, to their end. A
         group gets no more slots than there are queries: a short job's caches would be mostly empty,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from xgpt.core.controls import ContinuousControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import KvBudget, Step, StepKind
+from xrunner.rules.steps import KvBudget, Step, StepKind, last_of
 
 
 class Turns:
@@ -114,6 +114,9 @@ class OrcaRule:
             return False
         self._waiting.append((query, reserve_tokens))
         return True
+
+    def take_back(self, count: int) -> list[int]:
+        return [query for query, _ in last_of(self._waiting, count)]
 
     def next_group(self) -> int | None:
         return self._turns.find(lambda group: bool(self._active[group] or self._waiting))

@@ -16,7 +16,7 @@ from xgpt.core.controls import ContinuousControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.iteration import StepLimits, Turns, slot_shares
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import Chunk, KvBudget, Step, StepKind
+from xrunner.rules.steps import Chunk, KvBudget, Step, StepKind, last_of
 
 BLOCK_TOKENS = 16
 WATERMARK = 0.01  # share of the blocks that admission leaves free, against evictions right after
@@ -157,6 +157,9 @@ class PagedRule:
             return False
         self.waiting.append((query, input_tokens))
         return True
+
+    def take_back(self, count: int) -> list[int]:
+        return [query for query, _ in last_of(self.waiting, count)]
 
     def next_group(self) -> int | None:
         return self.turns.find(lambda g: bool(self.waiting or self.groups[g].num_present))

@@ -3,7 +3,9 @@
 A job's queries are shared out beforehand, in the order in which they are taken up. A replica is
 given its share a few queries at a time (`Window`): enough that its batching rule decides as if it
 saw the whole of it, and no more, for what has not been given out can still go to another. One whose
-share has run dry takes over from the replica with the most queries left.
+share has run dry takes over from the replica with the most queries left. Once all are given out,
+those that wait in a replica that is behind are called back, and given to who begins them sooner
+(xrunner.rules.recalls): a replica gives back what it has not begun, and nobody else decides that.
 
 All of it follows from the calls and their order, without a clock: the replay and the runner, told
 of the same events, give every query to the same replica."""
@@ -12,63 +14,13 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from xgpt.core.controls import (
-    ContinuousControls,
-    EvenBatches,
-    RraControls,
-    StaticControls,
-    WaaControls,
-)
-from xgpt.core.job import LEAST_TOKENS, ROUND_ROBIN, ROUTINGS
+from xgpt.core.job import FIXED, LEAST_TOKENS, ROUND_ROBIN, ROUTINGS
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
-from xgpt.core.schedule import Estimate
-from xrunner.rules.batch_sizer import sizer_of
-
-_WAITING_SHARE = 4  # of what is active under continuous batching, this part may join in a step
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
-    """What a replica is kept supplied with: so many queries `waiting` for their encoding, and so
-    many `present`, those at work included."""
-
-    waiting: int
-    present: int = 0
-
-    def missing(self, waiting: int, active: int) -> int:
-        """Queries to be given to a replica that has these."""
-        return max(self.waiting - waiting, self.present - waiting - active, 0)
-
-
-def window_of(estimate: Estimate) -> Window:
-    """The window of a replica that executes `estimate`: twice what its rule may look at at once,
-    since more comes only after word of what has begun has gone to and fro."""
-    controls, groups = estimate.controls, estimate.deployment.num_groups
-    if isinstance(controls, RraControls):
-        return rra_window(controls.encode_batch, groups, controls.even)
-    if isinstance(controls, WaaControls):
-        most = sizer_of(controls.even).most(controls.encode_batch)
-        # what is left to the decode pool is given out besides
-        left = math.ceil(controls.stock_tokens / max(controls.even.mean_input_tokens, 1.0))
-        return Window(waiting=estimate.deployment.encoding.num_groups * most + left)
-    if isinstance(controls, StaticControls):
-        return Window(waiting=controls.encode_batch)  # word comes while the batch before is decoded
-    if isinstance(controls, ContinuousControls):
-        waiting = max(math.ceil(controls.max_active / _WAITING_SHARE), 2 * groups)
-        return Window(waiting=waiting, present=controls.max_active + waiting)
-    most = max(math.ceil(estimate.most_in_system), 1)
-    return Window(waiting=most, present=2 * most)
-
-
-def rra_window(encode_batch: int, num_groups: int, even: EvenBatches) -> Window:
-    """RRA's: two rounds at their largest, and a batch behind them, for a rule with less than that
-    waiting takes its queries for the job's last."""
-    most = num_groups * sizer_of(even).most(math.ceil(encode_batch / num_groups))
-    return Window(waiting=2 * most + encode_batch)
+from xrunner.rules.recalls import Paces, Recall, recalls
+from xrunner.rules.windows import Load, Window
 
 
 def expected_tokens(inputs: IntArray, most_outputs: IntArray, mean_output: float,
@@ -99,45 +51,83 @@ def deal(tokens: Sequence[float] | FloatArray, replicas: int,
 
 
 class Router:
-    """The queries that are not given out yet, by the replica whose share they are."""
+    """The queries that are not given out yet, by the replica whose share they are, and how quickly
+    each replica begins its own."""
 
-    def __init__(self, tokens: Sequence[float] | FloatArray, *, replicas: int, window: Window,
+    def __init__(self, tokens: Sequence[float] | FloatArray, *, windows: Sequence[Window],
                  routing: str = LEAST_TOKENS) -> None:
-        """`tokens`: of each query, known or expected, in the order in which they are taken up."""
-        assert replicas >= 1, f"{replicas = }"
-        self.window = window  # may be changed while the job runs
-        self._shares = [deque(share) for share in deal(tokens, replicas, routing)]
-        self._supplied = [False] * replicas  # who has had a portion: others take from these alone
+        """`tokens`: of each query, known or expected, in the order in which they are taken up;
+        `windows`: of each replica."""
+        assert len(windows) >= 1, f"{windows = }"
+        self.windows = list(windows)  # may be changed while the job runs
+        self._is_fixed = routing == FIXED
+        self._shares = [deque(share) for share in deal(tokens, len(windows), routing)]
+        self._supplied = [False] * len(windows)  # who has had a portion: others take from these
+        self._paces = Paces(windows)
+        self._takers: dict[int, tuple[int, ...]] = {}  # by whom they were called back from
+        self._has_none = [False] * len(windows)  # to give back, until it is given more
 
     @property
     def is_empty(self) -> bool:
-        """Whether no replica will be given anything any more."""
+        """Whether nothing is left to be given out; what was called back may come."""
         return not any(self._shares)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is left to be given out, and none that was called back is to come."""
+        return self.is_empty and not self._takers
 
     def num_left(self, replica: int) -> int:
         """Queries of the replica's share that are not given out."""
         return len(self._shares[replica])
 
-    def top_up(self, replica: int, *, waiting: int, active: int) -> list[int]:
-        """The queries, by their places, that are given to a replica with so many waiting and at
-        work: of its own share, else of those of others. To be called before the first step, and
+    def top_up(self, replica: int, load: Load) -> list[int]:
+        """The queries, by their places, that are given to a replica that has these: of its own
+        share, else of those of others. To be called before the first step, and
         whenever queries have begun or ended."""
-        missing, own = self.window.missing(waiting, active), self._shares[replica]
+        missing, own = self.windows[replica].missing(load), self._shares[replica]
         given = [own.popleft() for _ in range(min(missing, len(own)))]
         self._supplied[replica] = True
-        while len(given) < missing and not self.is_empty:
-            taken = self._take_over(waiting + len(given), missing - len(given))
+        while len(given) < missing and not self.is_empty and not self._is_fixed:
+            taken = self._take_over(replica, load.waiting + len(given), missing - len(given))
             if not taken:
                 break
             given += taken
+        if given:
+            self._has_none[replica] = False
         return given
 
-    def _take_over(self, waiting: int, most: int) -> list[int]:
+    def note_begun(self, replica: int, count: int) -> None:
+        """So many of the replica's queries have begun."""
+        self._paces.note_begun(replica, count)
+
+    def recalls(self, loads: Sequence[Load]) -> list[Recall]:
+        """What is to be called back now, by what each replica has; each answers by `take_back`.
+        To be called when all have been topped up."""
+        if self._is_fixed or not self.is_empty:
+            return []
+        coming = [sum(own.count(replica) for own in self._takers.values())
+                  for replica in range(len(loads))]
+        asked = [replica in self._takers or none for replica, none in enumerate(self._has_none)]
+        found = recalls(self.windows, self._paces, loads, coming, asked)
+        self._takers |= dict(found)
+        return found
+
+    def take_back(self, replica: int, places: Sequence[int]) -> None:
+        """The replica has given these back, which it had not begun: the last that waited there, in
+        their order, none where all have begun meanwhile. They are others' to be given out."""
+        takers = self._takers.pop(replica)
+        self._has_none[replica] = len(places) < len(takers)
+        for place, taker in zip(places, takers, strict=False):
+            self._shares[taker].append(place)
+
+    def _take_over(self, replica: int, waiting: int, most: int) -> list[int]:
         """The next queries of the longest share, as many as leave both replicas with equally many
         that wait: whose share it is has its window's worth of them besides, once it has been
         supplied. Before that nothing is taken from it, or the first to be supplied, with a window
         as large as its share, would take what another is to begin with."""
-        left = max((share for share, supplied in zip(self._shares, self._supplied, strict=True)
-                    if supplied), key=len)
-        even = math.ceil((self.window.waiting + len(left) - waiting) / 2)
+        owner = max((other for other, supplied in enumerate(self._supplied) if supplied),
+                    key=self.num_left)
+        left = self._shares[owner]
+        even = math.ceil((self.windows[owner].waiting + len(left) - waiting) / 2)
         return [left.popleft() for _ in range(min(most, even, len(left)))]

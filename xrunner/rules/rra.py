@@ -22,7 +22,7 @@ from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import sizer_of
 from xrunner.rules.chunks import PhaseChunks
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import KvBudget, Step, StepKind, Waiting
+from xrunner.rules.steps import KvBudget, Step, StepKind, Waiting, last_of
 
 UNEVEN = EvenBatches()  # batches as queries come
 
@@ -133,6 +133,9 @@ class RraRule:
             return False
         self._waiting.append(Waiting(query, reserve_tokens, input_tokens))
         return True
+
+    def take_back(self, count: int) -> list[int]:
+        return [waiting.query for waiting in last_of(self._waiting, count)]
 
     def next_group(self) -> int | None:
         is_at_work = bool(self._admitted.group_of) or (

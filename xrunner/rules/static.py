@@ -11,7 +11,7 @@ from typing import NamedTuple
 from xgpt.core.controls import StaticControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import Step, StepKind
+from xrunner.rules.steps import Step, StepKind, last_of
 
 
 class _Waiting(NamedTuple):
@@ -101,6 +101,9 @@ class StaticRule:
             return False
         self._waiting.append(_Waiting(query, input_tokens, reserve_tokens - input_tokens))
         return True
+
+    def take_back(self, count: int) -> list[int]:
+        return [waiting.query for waiting in last_of(self._waiting, count)]
 
     def next_group(self) -> int | None:
         if not self._batch.unfinished:

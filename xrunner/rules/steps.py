@@ -1,13 +1,16 @@
 """What a batching rule decides: `Step`, the work one group of queries takes through all stages."""
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Estimate
 from xrunner.rules.slots import SlotUse
+
+T = TypeVar("T")
 
 
 class StepKind(Enum):
@@ -151,6 +154,20 @@ class TakingRule(Protocol):
 
     def take(self, waiting: Waiting) -> None:
         """The query is this pool's to encode."""
+
+
+@runtime_checkable
+class YieldingRule(Protocol):
+    """A rule that gives up queries that wait."""
+
+    def take_back(self, count: int) -> list[int]:
+        """The last `count` of the queries that wait (all of them, where they are fewer) are not
+        this rule's any more. They are returned in the order in which they came."""
+
+
+def last_of(waiting: deque[T], count: int) -> list[T]:
+    """Takes the last `count` out of those that wait, or all; they keep their order."""
+    return [waiting.pop() for _ in range(min(count, len(waiting)))][::-1]
 
 
 def rules_for(estimate: Estimate) -> tuple[BatchingRule, ...]:

@@ -19,7 +19,7 @@ from xgpt.core.controls import WaaControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import BatchSizer, sizer_of
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import KvBudget, Step, StepKind, Waiting
+from xrunner.rules.steps import KvBudget, Step, StepKind, Waiting, last_of
 from xrunner.rules.taken import DecodeAim, Given, TakenInputs
 
 NO_AIM = DecodeAim()
@@ -98,6 +98,10 @@ class WaaEncodeRule:
         self._waiting.append(Waiting(query, reserve_tokens, input_tokens))
         self._next = None
         return True
+
+    def take_back(self, count: int) -> list[int]:
+        self._next = None
+        return [waiting.query for waiting in last_of(self._waiting, count)]
 
     def give(self) -> list[Waiting]:
         """The next queries that wait, as many as the decode pool is to encode: they have room in

@@ -163,10 +163,12 @@ class HeldMessage:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PortionMessage:
     """Rank 0 tells the head of another replica which queries are its own, by their indices in the
-    spool. `is_last`: none will follow; `stops`: it ends after its next step. `change`: of its
-    control variables, by the launcher's order `revision`."""
+    spool. `wanted`: so many of those that it has not begun are to be given back, the last first.
+    `is_last`: none will follow; `stops`: it ends after its next step. `change`: of its control
+    variables, by the launcher's order `revision`."""
 
     queries: tuple[int, ...] = ()
+    wanted: int = 0
     is_last: bool = False
     stops: bool = False
     change: Changes | None = None
@@ -178,7 +180,9 @@ class ReplicaMessage:
     """The head of a replica tells rank 0 how far it is: how many of its queries have begun (in the
     order in which they were given), its tokens so far, and what is done, each query without its
     input's tokens. `at_work`: (input, output) tokens of the active queries; None where they have
-    not been looked up. `changed`: (revision, the first phase it holds in) of a change taken up."""
+    not been looked up. `changed`: (revision, the first phase it holds in) of a change taken up.
+    `given_back`: queries that are not its own any more, in answer to what was wanted; None: nothing
+    was."""
 
     replica: int
     begun: int
@@ -186,6 +190,7 @@ class ReplicaMessage:
     results: tuple[FinishedQuery, ...] = ()
     at_work: Mapping[int, tuple[int, int]] | None = None
     changed: tuple[int, int] | None = None
+    given_back: tuple[int, ...] | None = None
     has_ended: bool = False
 
 

@@ -35,7 +35,7 @@ class Replayer:
     def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate,
                  clocks: StepClocks | None = None) -> None:
         """`clocks`: of this problem and timing, whose tables other replays have filled."""
-        self.problem, self._estimate = problem, estimate
+        self.problem, self.estimate = problem, estimate
         self._pools = estimate.deployment.pools
         self._known_clocks = clocks or StepClocks(problem, timing)
         # (source, target, cost): each pool that encodes alone hands over to one that decodes
@@ -55,24 +55,32 @@ class Replayer:
         arrival_s: [queries] when each comes. rules, clocks: others than the estimate's own, one
         per pool. Raises XgptError for a query that the schedule's KV budget can never hold."""
         if clocks is not None or rules is not None or self._sharing <= 1:
-            return self._once(queries, arrival_s, rules or rules_for(self._estimate),
-                              clocks or self._ready(queries))
+            return self._once(queries, arrival_s, rules or rules_for(self.estimate),
+                              clocks or self.clocks(queries))
         return self._sharing_cores(queries, arrival_s)
 
     def _sharing_cores(self, queries: QueryLengths, arrival_s: ArrayLike) -> ReplayResult:
-        clocks = self._ready(queries)
-        cores = sum(stage.tp_degree for stage in self._estimate.deployment.stages) / self._sharing
+        clocks = self.clocks(queries)
+        cores = sum(stage.tp_degree for stage in self.estimate.deployment.stages) / self._sharing
         factors = [[1.0] * len(pool.stages) for pool in self._pools]
         for left in reversed(range(ROUNDS)):
-            result = self._once(queries, arrival_s, rules_for(self._estimate), [
+            result = self._once(queries, arrival_s, rules_for(self.estimate), [
                 SharedClock(clock, own) for clock, own in zip(clocks, factors, strict=True)])
             if left:
                 factors = [[slow / self._sharing for slow in own] for own in slow_downs(
-                    result, self._estimate.deployment.stages, cores)]
+                    result, self.estimate.deployment.stages, cores)]
         return result
 
     def _once(self, queries: QueryLengths, arrival_s: ArrayLike, own: Sequence[BatchingRule],
               clocks: Sequence[PoolClock]) -> ReplayResult:
+        plans, handovers = self.plans(own, clocks)
+        gives_token = not self.problem.model.is_encoder_decoder
+        return run(Queries(queries, encode_gives_token=gives_token, arrival_s=arrival_s), plans,
+                   handovers)
+
+    def plans(self, own: Sequence[BatchingRule],
+              clocks: Sequence[PoolClock]) -> tuple[tuple[PoolPlan, ...], list[HandoverPlan]]:
+        """What the pools, which decide by these rules, and the links between them are made of."""
         plans = {pool.name: PoolPlan(
             name=pool.name, role=pool.role, rule=rule, clock=clock, kv_tokens=pool.kv_tokens,
             stages=tuple(stage.index for stage in pool.stages))
@@ -83,11 +91,9 @@ class Replayer:
             assert isinstance(rule, EncodingRule), f"{rule = }"
             handovers.append(HandoverPlan(seconds=cost.seconds, release=rule.release,
                                           source=source.name, target=target.name))
-        gives_token = not self.problem.model.is_encoder_decoder
-        return run(Queries(queries, encode_gives_token=gives_token, arrival_s=arrival_s),
-                   tuple(plans.values()), handovers)
+        return tuple(plans.values()), handovers
 
-    def _ready(self, queries: QueryLengths) -> list[StepClock]:
+    def clocks(self, queries: QueryLengths) -> list[StepClock]:
         """The pools' clocks, with tables up to these lengths. A dead row of a static batch grows
         to the longest output, whatever its own."""
         assert queries.outputs is not None

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 Act = Callable[[float], None]  # is called with the event's time
 
-# Priorities of events at one time: first what brings work, then those who look for it.
-ARRIVAL, TURN = 0, 1
+# Priorities of events at one time: first what brings work, then those who look for it, then those
+# who hear of what they did.
+ARRIVAL, TURN, NEWS = 0, 1, 2
 
 
 class Kernel:

@@ -196,6 +196,7 @@ class PoolProcess:
         self.plan, self.rule = plan, plan.rule
         self._line = StageLine(plan.clock, len(plan.stages))
         self.head = PoolHead(plan, queries, self._line)
+        self.after_turn: Callable[[float], None] | None = None  # is told when one is over
         self._kernel, self._is_idle = kernel, True
 
     def wake(self, now: float) -> None:
@@ -232,3 +233,5 @@ class PoolProcess:
         if now > self._line.free_s[0]:
             self._line.free_s[0] = now
         self.head.turn(group, now)
+        if self.after_turn is not None:
+            self.after_turn(now)

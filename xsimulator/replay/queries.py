@@ -31,7 +31,7 @@ class Queries:
         self.start_s: list[float | None] = [None] * count
         self.first_token_s: list[float | None] = [None] * count
         self.last_token_s: list[float | None] = [None] * count
-        self.num_done = self.preemptions = 0
+        self.num_begun = self.num_done = self.preemptions = 0
         # what is to be told when a query is done: of those alone that are handed over
         self.when_done: dict[int, Callable[[int, float], None]] = {}
 
@@ -40,6 +40,7 @@ class Queries:
         for query in queries:
             if self.start_s[query] is None:
                 self.start_s[query] = now
+                self.num_begun += 1
 
     def give_first_tokens(self, queries: Iterable[int], now: float) -> None:
         """Their first tokens are there; an evicted query had its own before."""

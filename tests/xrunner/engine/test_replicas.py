@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from replayed import problem_of, run_steps
 from toys import Collector, executor_of, generate, head_of, random_queries, serve, spec_of
 
 from xgpt.core.controls import EvenBatches
-from xgpt.core.job import ROUND_ROBIN
+from xgpt.core.job import FIXED, ROUND_ROBIN
 from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
@@ -26,16 +27,21 @@ from xrunner.engine.stage import StageExecutor
 from xrunner.io.launcher_link import ChangeOrder, LauncherLink, read_observed
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.replica import replica_of, replicas_of
-from xrunner.rules.routing import Router, window_of
+from xrunner.rules.routing import Router
 from xrunner.rules.rra import PhaseControls, RraRule
-from xrunner.rules.steps import rules_for
+from xrunner.rules.steps import Step, YieldingRule, rules_for
+from xrunner.rules.windows import window_of
 from xrunner.transport.comm import LocalComm, local_comms
 from xrunner.transport.messages import StopMessage
 from xsimulator.policies import make_policy
 from xsimulator.policies.continuous.config import ContinuousConfig
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.static.config import StaticConfig
-from xsimulator.replay.job import replay_job
+from xsimulator.replay.flow import submit
+from xsimulator.replay.job import Replayer, replay_job
+from xsimulator.replay.pool import PoolHead
+from xsimulator.replay.queries import Queries
+from xsimulator.replay.stage_line import StageLine
 
 Made = Callable[[str], tuple[Path, Any]]
 CONFIGS = [("rra", RraConfig(encode_batch=2, decode_iterations=4)),
@@ -57,6 +63,7 @@ class Job:
             _ANSWERS[query.index] = generate(self.model, query)
         self.outputs = np.array([len(_ANSWERS[q.index]) for q in self.queries])
         inputs = np.array([len(q.input_ids) for q in self.queries])
+        self.news: dict[int, list[News]] = {}  # by replica
         self.problem = problem_of(self.directory, np.stack([inputs, self.outputs], axis=1), stages)
         self.timing = Roofline(self.problem.model, self.problem.cluster.device, "float32")
         one: Estimate = make_policy(policy, self.problem, self.timing).estimate(config)
@@ -64,6 +71,7 @@ class Job:
         self.estimate = self.one.in_copies(replicas)
 
     def run(self, sink: Collector, *, comms: Sequence[LocalComm] = (), slow: int | None = None,
+            routing: str = ROUND_ROBIN,
             prepare: Callable[[Head, ToReplicas], None] = lambda head, others: None,
             ) -> dict[int, StageExecutor]:
         """Every rank's executor. `comms`: of ranks that ran before. `slow`: a replica that takes
@@ -78,8 +86,8 @@ class Job:
         for thread in threads:
             thread.start()
         order = list(range(len(self.queries)))
-        router = Router([1.0] * len(order), replicas=deployment.replicas,
-                        window=window_of(self.estimate), routing=ROUND_ROBIN)
+        router = Router([1.0] * len(order), routing=routing,
+                        windows=[window_of(self.estimate)] * deployment.replicas)
         supply = ToReplicas(comms[0], sink, router, self.queries, order,  # type: ignore[arg-type]
                             [replica.head for replica in replicas_of(deployment)[1:]])
         head = self._head(comms[0], executors[0], supply)
@@ -106,6 +114,35 @@ class Job:
                 for step, encoded, decoded in zip(pool.steps, pool.encoded, pool.decoded,
                                                   strict=True)]
 
+    def replayed_as_told(self, replica: int) -> list[tuple[object, ...]]:
+        """The steps of the replica's rule, which queries come to, and are taken back from, at the
+        same turns."""
+        lengths = QueryLengths(
+            inputs=np.array([len(q.input_ids) for q in self.queries]), outputs=self.outputs,
+            most_outputs=np.array([q.max_new_tokens for q in self.queries]))
+        replayer = Replayer(self.problem, self.timing, self.one)
+        clock, rule = replayer.clocks(lengths)[0], rules_for(self.one)[0]
+        (plan,), _ = replayer.plans([rule], [clock])
+        queries, line = Queries(lengths, encode_gives_token=True), StageLine(clock, 1)
+        head, news, turn = PoolHead(plan, queries, line), deque(self.news[replica]), 0
+        while True:
+            while news and news[0].turn == turn:
+                told = news.popleft()
+                if told.wanted:
+                    assert isinstance(rule, YieldingRule)
+                    assert tuple(rule.take_back(told.wanted)) == told.queries
+                for index in () if told.wanted else told.queries:
+                    submit(queries, index, rule)
+            group = head.next_group()
+            if group is None:
+                break
+            head.turn(group, turn)
+            turn += 1
+        assert not news
+        times = line.times()
+        return [(step.kind.value, step.group, step.phase, step.iteration, int(size[1] + size[2]))
+                for step, size in zip(times.steps, times.sizes, strict=True)]
+
     def check_answers(self, results: list[FinishedQuery]) -> None:
         assert sorted(r.query.index for r in results) == list(range(len(self.queries)))
         assert all(list(r.output_ids) == _ANSWERS[r.query.index]
@@ -131,7 +168,40 @@ class Job:
                        executor, rules_for(self.estimate)[0], supply, Alone(supply))
         head.roster.extent = Extent(queries=len(self.queries), longest_input=20,
                                     longest_output=30, longest=50)
+        self.news[replica.number] = record_news(head)
         return head
+
+
+class News(NamedTuple):
+    """Queries that came to a head, or (`wanted` of them) were taken back, before its turn."""
+
+    turn: int
+    wanted: int
+    queries: tuple[int, ...]
+
+
+def record_news(head: Head) -> list[News]:
+    """What the head is told from now on."""
+    news, turns = list[News](), [0]
+    decide, submit_, take_back = head.rule.decide, head.submit, head.take_back
+
+    def counted() -> Step | None:
+        turns[0] += 1
+        return decide()
+
+    def submitted(query: PreparedQuery) -> bool:
+        news.append(News(turns[0], 0, (query.index,)))
+        return submit_(query)
+
+    def taken_back(count: int) -> list[int]:
+        indices = take_back(count)
+        if indices:
+            news.append(News(turns[0], len(indices), tuple(indices)))
+        return indices
+
+    head.rule.decide, head.submit = counted, submitted  # type: ignore[method-assign]
+    head.take_back = taken_back  # type: ignore[method-assign]
+    return news
 
 
 class Begun:
@@ -167,10 +237,11 @@ class Told(Collector):
 def test_each_replica_takes_the_steps_of_its_queries_replay(made: Made, policy: str,
                                                             config: object) -> None:
     job, sink = Job(made, policy, config), Told()
-    executors = job.run(sink)
+    executors = job.run(sink, routing=FIXED)
     assert sink.is_complete
     job.check_answers(sink.results)
     for replica in (0, 1):
+        assert sum(r.replica == replica for r in sink.results) == 13
         steps = run_steps(executors[replica])
         assert len(steps) > 10 and steps == job.replayed(sink.results, replica)
 
@@ -185,15 +256,21 @@ def test_three_replicas_of_two_stages_each(made: Made) -> None:
         assert run_steps(executors[2 * replica]) == run_steps(executors[2 * replica + 1])
 
 
+@pytest.mark.parametrize(("policy", "config"), [CONFIGS[0], CONFIGS[2]])
 @pytest.mark.parametrize("slow", [0, 1])
-def test_a_replica_that_is_behind_leaves_its_queries_to_the_other(made: Made, slow: int) -> None:
-    job, sink = Job(made, *CONFIGS[0], count=40), Told()
+def test_a_replica_that_is_behind_leaves_its_queries_to_the_other(
+        made: Made, slow: int, policy: str, config: object) -> None:
+    job, sink = Job(made, policy, config, count=40), Told()
     if slow == 0:
         sink.progress = lambda *_: time.sleep(0.03)  # type: ignore[method-assign]
-    job.run(sink, slow=slow)
+    executors = job.run(sink, slow=slow)
     job.check_answers(sink.results)
     shares = [sum(r.replica == replica for r in sink.results) for replica in (0, 1)]
     assert shares[slow] < 20 < shares[1 - slow]
+    back = {replica: sum(told.wanted for told in job.news[replica]) for replica in (0, 1)}
+    assert back[slow] > 0 and back[1 - slow] == 0, "some were given out, and not begun"
+    for replica in (0, 1):
+        assert run_steps(executors[replica]) == job.replayed_as_told(replica)
 
 
 def test_all_stop_when_rank_zero_is_asked_to_and_what_is_done_is_kept(made: Made) -> None:

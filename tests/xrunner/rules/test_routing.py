@@ -9,15 +9,10 @@ from hypothesis import strategies as st
 from toy_jobs import roofline_of, toy_problem
 
 from xgpt.core.controls import EvenBatches
-from xgpt.core.job import LEAST_TOKENS, ROUND_ROBIN, ROUTINGS
-from xrunner.rules.routing import (
-    Router,
-    Window,
-    deal,
-    expected_tokens,
-    rra_window,
-    window_of,
-)
+from xgpt.core.job import FIXED, LEAST_TOKENS, ROUND_ROBIN, ROUTINGS
+from xrunner.rules.recalls import Paces, Recall, recalls
+from xrunner.rules.routing import Router, deal, expected_tokens
+from xrunner.rules.windows import Load, Window, rra_window, window_of
 from xsimulator.policies import make_policy
 from xsimulator.policies.continuous.config import ContinuousConfig
 from xsimulator.policies.rra.config import RraConfig
@@ -51,44 +46,44 @@ def test_tokens_are_those_expected_unless_more_is_known() -> None:
 
 
 def test_a_replica_is_kept_supplied_and_no_more() -> None:
-    router = Router([1.0] * 20, replicas=2, window=Window(waiting=3, present=5),
+    router = Router([1.0] * 20, windows=[Window(waiting=3, present=5)] * 2,
                     routing=ROUND_ROBIN)
-    assert router.top_up(0, waiting=0, active=0) == [0, 2, 4, 6, 8]
-    assert router.top_up(1, waiting=0, active=0) == [1, 3, 5, 7, 9]
-    assert router.top_up(0, waiting=3, active=2) == []
-    assert router.top_up(0, waiting=1, active=4) == [10, 12]
+    assert router.top_up(0, Load(0, 0)) == [0, 2, 4, 6, 8]
+    assert router.top_up(1, Load(0, 0)) == [1, 3, 5, 7, 9]
+    assert router.top_up(0, Load(3, 2)) == []
+    assert router.top_up(0, Load(1, 4)) == [10, 12]
     assert (router.num_left(0), router.num_left(1), router.is_empty) == (3, 5, False)
 
 
 def test_who_has_run_dry_takes_over_from_the_longest_share() -> None:
-    router = Router([1.0] * 24, replicas=3, window=Window(waiting=2), routing=ROUND_ROBIN)
+    router = Router([1.0] * 24, windows=[Window(waiting=2)] * 3, routing=ROUND_ROBIN)
     for replica in range(3):
-        router.top_up(replica, waiting=0, active=0)
+        router.top_up(replica, Load(0, 0))
     while router.num_left(0):
-        router.top_up(0, waiting=0, active=2)
-    router.top_up(1, waiting=0, active=2)
+        router.top_up(0, Load(0, 2))
+    router.top_up(1, Load(0, 2))
     assert [router.num_left(r) for r in range(3)] == [0, 4, 6]
     # of the third, its next ones; that one has the window's worth waiting besides
-    assert router.top_up(0, waiting=0, active=2) == [8, 11]
+    assert router.top_up(0, Load(0, 2)) == [8, 11]
     assert [router.num_left(r) for r in range(3)] == [0, 4, 4]
     # an even share of what waits: nobody who has more than the other takes from it
-    assert router.top_up(0, waiting=1, active=1) == [13]
+    assert router.top_up(0, Load(1, 1)) == [13]
 
 
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_a_window_larger_than_a_share_takes_nothing_that_another_begins_with(replicas: int) -> None:
-    router = Router([1.0] * 36 * replicas, replicas=replicas, window=Window(waiting=55))
-    assert [len(router.top_up(replica, waiting=0, active=0)) for replica in range(replicas)] == \
+    router = Router([1.0] * 36 * replicas, windows=[Window(waiting=55)] * replicas)
+    assert [len(router.top_up(replica, Load(0, 0))) for replica in range(replicas)] == \
         [36] * replicas
 
 
 def test_the_last_query_goes_to_who_is_idle() -> None:
-    router = Router([1.0] * 4, replicas=2, window=Window(waiting=1), routing=ROUND_ROBIN)
-    assert router.top_up(0, waiting=0, active=0) == [0]
-    assert router.top_up(1, waiting=0, active=0) == [1]
-    assert router.top_up(0, waiting=0, active=1) == [2]
-    assert router.top_up(0, waiting=0, active=0) == [3] and router.is_empty
-    assert router.top_up(1, waiting=0, active=0) == []
+    router = Router([1.0] * 4, windows=[Window(waiting=1)] * 2, routing=ROUND_ROBIN)
+    assert router.top_up(0, Load(0, 0)) == [0]
+    assert router.top_up(1, Load(0, 0)) == [1]
+    assert router.top_up(0, Load(0, 1)) == [2]
+    assert router.top_up(0, Load(0, 0)) == [3] and router.is_empty
+    assert router.top_up(1, Load(0, 0)) == []
 
 
 @given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 6), st.integers(0, 8),
@@ -96,9 +91,8 @@ def test_the_last_query_goes_to_who_is_idle() -> None:
 def test_all_are_given_out_whoever_is_quick(count: int, replicas: int, waiting: int, present: int,
                                             chance: object) -> None:
     """Replicas that begin and end queries as it comes; each asks whenever one of its own has."""
-    router = Router([1.0] * count, replicas=replicas,
-                    window=Window(waiting=waiting, present=present))
-    waits = [len(router.top_up(r, waiting=0, active=0)) for r in range(replicas)]
+    router = Router([1.0] * count, windows=[Window(waiting=waiting, present=present)] * replicas)
+    waits = [len(router.top_up(r, Load(0, 0))) for r in range(replicas)]
     given_out, active = sum(waits), [0] * replicas
     while given_out < count:
         replica = chance.randrange(replicas)  # type: ignore[attr-defined]
@@ -106,7 +100,7 @@ def test_all_are_given_out_whoever_is_quick(count: int, replicas: int, waiting: 
             waits[replica], active[replica] = waits[replica] - 1, active[replica] + 1
         else:
             active[replica] = max(active[replica] - 1, 0)
-        new = len(router.top_up(replica, waiting=waits[replica], active=active[replica]))
+        new = len(router.top_up(replica, Load(waits[replica], active[replica])))
         waits[replica], given_out = waits[replica] + new, given_out + new
     assert given_out == count and router.is_empty
 
@@ -117,14 +111,118 @@ def test_rras_window_holds_two_rounds_at_their_largest() -> None:
     assert rra_window(10, 2, adjusted).waiting == 2 * 20 + 10
 
 
-@pytest.mark.parametrize(("policy", "config", "waiting", "present"), [
-    ("rra", RraConfig(encode_batch=8, decode_iterations=4), 2 * 8 + 8, 0),
-    ("waa-c", WaaConfig(encode_batch=2), 4 * 2, 0),  # a batch for each group of the encode pool
-    ("ft", StaticConfig(encode_batch=9, decode_micro_batches=4), 9, 0),
-    ("orca", ContinuousConfig(max_active=20), 8, 28),
-    ("sarathi", ContinuousConfig(max_active=64, token_budget=40), 16, 80)])
+@pytest.mark.parametrize(("policy", "config", "waiting", "present", "batch"), [
+    ("rra", RraConfig(encode_batch=8, decode_iterations=4), 2 * 8 + 8, 0, 8),
+    ("waa-c", WaaConfig(encode_batch=2), 4 * 2, 0, 2),  # a batch for each group of the encode pool
+    ("ft", StaticConfig(encode_batch=9, decode_micro_batches=4), 9, 0, 9),
+    ("orca", ContinuousConfig(max_active=20), 8, 28, 1),
+    ("sarathi", ContinuousConfig(max_active=64, token_budget=40), 16, 80, 1)])
 def test_every_kind_of_policy_has_a_window(policy: str, config: object, waiting: int,
-                                           present: int) -> None:
+                                           present: int, batch: int) -> None:
     problem = toy_problem()
     estimate = make_policy(policy, problem, roofline_of(problem)).estimate(config)
-    assert window_of(estimate) == Window(waiting=waiting, present=present)
+    assert window_of(estimate) == Window(waiting=waiting, present=present, batch=batch,
+                                         at_work=estimate.figures.decode_batch)
+
+
+RRA_LIKE = Window(waiting=12, batch=4, at_work=8)  # two batches at work
+
+
+def paced(*begun: int, window: Window = RRA_LIKE) -> Paces:
+    """Replicas that have begun these many of every sum(begun) queries for long."""
+    paces = Paces([window] * len(begun))
+    for _ in range(60):
+        for replica, count in enumerate(begun):
+            paces.note_begun(replica, count)
+    return paces
+
+
+def test_a_replica_that_begins_half_as_many_has_twice_the_time() -> None:
+    quick, slow = paced(4, 2).times()
+    assert slow / quick == pytest.approx(2, rel=0.1)
+    assert len(set(paced(4, 4, 4).times())) == 1, "who begins first is no quicker"
+
+
+def called(paces: Paces, *loads: tuple[int, int], window: Window = RRA_LIKE) -> list[Recall]:
+    loads_ = [Load(*load) for load in loads]
+    return recalls([window] * len(loads), paces, loads_, [0] * len(loads), [False] * len(loads))
+
+
+def test_between_equal_replicas_only_a_second_batch_goes_to_one_that_is_dry() -> None:
+    equal = paced(4, 4)
+    assert called(equal, (4, 8), (8, 8)) == []
+    assert called(equal, (0, 8), (4, 8)) == [], "it would begin them no sooner"
+    assert called(equal, (0, 8), (8, 8)) == [Recall(1, (0,) * 4)]
+    assert called(equal, (0, 0), (3, 8)) == [Recall(1, (0,) * 3)], "who is idle begins at once"
+
+
+def test_what_waits_in_a_replica_that_is_behind_goes_to_one_that_is_not() -> None:
+    assert called(paced(8, 2), (5, 8), (12, 8)) == [Recall(1, (0,) * 12)]
+    assert called(paced(8, 2), (12, 8), (5, 8)) == [], "not back"
+    assert called(paced(8, 2), (9, 8), (12, 8)) == [], "while that has enough"
+
+
+def test_a_replica_that_has_begun_nothing_yet_is_about_to() -> None:
+    paces = Paces([RRA_LIKE] * 2)
+    paces.note_begun(0, 4)
+    assert called(paces, (0, 4), (12, 0)) == []
+
+
+def test_who_keeps_what_it_was_dealt_is_asked_for_nothing() -> None:
+    router = Router([1.0] * 20, windows=[Window(waiting=12, batch=4)] * 2, routing=FIXED)
+    assert [len(router.top_up(replica, Load(0, 0))) for replica in (0, 1)] == [10, 10]
+    for _ in range(10):
+        router.note_begun(0, 1)
+    assert router.top_up(0, Load(0, 10)) == [] and router.recalls([Load(0, 10), Load(9, 1)]) == []
+
+
+def test_of_who_has_none_to_give_back_nothing_is_wanted_again() -> None:
+    router = Router([1.0] * 20, windows=[Window(waiting=12, batch=4)] * 2)
+    for replica in (0, 1):
+        router.top_up(replica, Load(0, 0))
+        router.note_begun(replica, 1)
+    loads = [Load(0, 0), Load(9, 1)]
+    assert [recall.replica for recall in router.recalls(loads)] == [1]
+    assert router.recalls(loads) == [] and not router.is_done, "its answer is awaited"
+    router.take_back(1, [])
+    assert router.recalls(loads) == [] and router.is_done
+
+
+@given(st.integers(1, 40), st.integers(2, 4), st.sampled_from([
+    RRA_LIKE, Window(waiting=3, present=9, at_work=6), Window(waiting=2, batch=2)]),
+       st.randoms(use_true_random=False))
+def test_every_query_is_begun_once_however_answers_cross(count: int, replicas: int, window: Window,
+                                                         chance: object) -> None:
+    """Replicas that begin and end queries, and answer what is wanted of them, as it comes."""
+    pick = chance.randrange  # type: ignore[attr-defined]
+    router = Router([1.0] * count, windows=[window] * replicas)
+    waits: list[list[int]] = [[] for _ in range(replicas)]
+    active, begun, wanted = [0] * replicas, list[int](), dict[int, int]()
+
+    def supply(replica: int) -> None:
+        waits[replica] += router.top_up(replica, Load(len(waits[replica]), active[replica]))
+
+    for replica in range(replicas):
+        supply(replica)
+    for turn in range(20 * count):
+        by_chance = turn < 5 * count
+        replica = pick(replicas) if by_chance else turn % replicas
+        if replica in wanted and not (by_chance and pick(2)):
+            places = waits[replica][max(len(waits[replica]) - wanted.pop(replica), 0):]
+            del waits[replica][len(waits[replica]) - len(places):]
+            router.take_back(replica, places)
+            for other in range(replicas):
+                if router.num_left(other):
+                    supply(other)
+        elif waits[replica] and not (by_chance and pick(2)):
+            begun.append(waits[replica].pop(0))
+            active[replica] += 1
+            router.note_begun(replica, 1)
+        elif active[replica]:
+            active[replica] -= 1
+        supply(replica)
+        for recall in router.recalls([Load(len(own), n) for own, n in zip(
+                waits, active, strict=True)]):
+            assert recall.replica not in wanted
+            wanted[recall.replica] = len(recall.takers)
+    assert sorted(begun) == list(range(count))

@@ -1,0 +1,91 @@
+"""Copies of the model replayed together: who gets which query, and what one that is slow costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from toy_jobs import roofline_of, toy_problem
+
+from xgpt.core.job import FIXED, LEAST_TOKENS
+from xgpt.core.queries import QueryLengths
+from xsimulator.policies import make_policy
+from xsimulator.policies.continuous.config import ContinuousConfig
+from xsimulator.policies.rra.config import RraConfig
+from xsimulator.policies.static.config import StaticConfig
+from xsimulator.policies.waa.config import WaaConfig
+from xsimulator.replay.job import Replayer, planned_queries
+from xsimulator.replay.records import PoolRecords
+from xsimulator.replay.routed import RoutedReplay, replay_routed
+
+CASES = [("rra", RraConfig(encode_batch=12, decode_iterations=12)),
+         ("rra", RraConfig(encode_batch=12, decode_iterations=12, encode_chunk=64)),
+         ("ft", StaticConfig(encode_batch=32, decode_micro_batches=4)),
+         ("sarathi", ContinuousConfig(max_active=32, token_budget=200)),
+         ("vllm", ContinuousConfig(max_active=32, token_budget=2000)),
+         ("waa-c", WaaConfig(encode_batch=4))]
+
+
+def made(policy: str, config: object, count: int = 300) -> tuple[Replayer, QueryLengths]:
+    problem = replace(toy_problem(), num_queries=count)
+    timing = roofline_of(problem)
+    estimate = make_policy(policy, problem, timing).estimate(config)
+    inputs, outputs = problem.lengths.sample(count, np.random.default_rng(3))
+    return Replayer(problem, timing, estimate), planned_queries(problem, inputs, outputs)
+
+
+def steps(pool: PoolRecords) -> list[tuple[object, ...]]:
+    return [(step.kind, step.group, step.phase, step.iteration, encoded, decoded)
+            for step, encoded, decoded in zip(pool.steps, pool.encoded.tolist(),
+                                              pool.decoded.tolist(), strict=True)]
+
+
+def makespan(replay: RoutedReplay) -> float:
+    return max(result.makespan_s for result in replay.results)
+
+
+@pytest.mark.parametrize(("policy", "config"), CASES)
+def test_a_copy_takes_the_steps_that_it_takes_alone(policy: str, config: object) -> None:
+    replayer, queries = made(policy, config)
+    replay = replay_routed([replayer] * 2, queries, FIXED)
+    assert sorted(place for own in replay.rows for place in own) == list(range(300))
+    assert replay.num_taken_back == 0
+    for own, result in zip(replay.rows, replay.results, strict=True):
+        alone = replayer.run(queries.take(np.array(sorted(own))))
+        assert [steps(pool) for pool in result.pools] == [steps(pool) for pool in alone.pools]
+        assert result.makespan_s == pytest.approx(alone.makespan_s, rel=1e-9)
+
+
+@pytest.mark.parametrize(("policy", "config"), [
+    pytest.param(*case, marks=[pytest.mark.slow] * (place % 2))
+    for place, case in enumerate(CASES)])
+def test_what_a_slow_copy_has_not_begun_is_taken_back_and_answered_once(
+        policy: str, config: object) -> None:
+    replayer, queries = made(policy, config)
+    slow_downs = (1.0, 3.0)
+    replay = replay_routed([replayer] * 2, queries, LEAST_TOKENS, slow_downs)
+    kept = replay_routed([replayer] * 2, queries, FIXED, slow_downs)
+    assert sorted(place for own in replay.rows for place in own) == list(range(300))
+    assert replay.num_taken_back > 0
+    # the best of all ways to divide the job beforehand, each copy's part spread evenly over it
+    best_s = min(max(share_s(replayer, queries, count, slow_downs)) for count in range(200, 300, 4))
+    # who has begun cannot be moved: it may be there until its life in a slow copy is over
+    life_s = float(np.quantile(kept.results[1].latency_s, 0.5))
+    assert makespan(replay) < best_s + life_s < makespan(kept)
+
+
+def share_s(replayer: Replayer, queries: QueryLengths, count: int,
+            slow_downs: tuple[float, float]) -> list[float]:
+    own = np.zeros(300, bool)
+    own[np.linspace(0, 299, count).astype(int)] = True
+    return [slow * replayer.run(queries.take(np.flatnonzero(mask))).makespan_s
+            for mask, slow in zip((own, ~own), slow_downs, strict=True)]
+
+
+@pytest.mark.parametrize(("policy", "config"), CASES[:3])
+def test_between_equal_copies_hardly_any_query_moves(policy: str, config: object) -> None:
+    replayer, queries = made(policy, config)
+    replay = replay_routed([replayer] * 3, queries, LEAST_TOKENS)
+    assert replay.num_taken_back <= 12
+    assert max(map(len, replay.rows)) < 1.3 * min(map(len, replay.rows))

@@ -1,0 +1,166 @@
+"""Replay of a job by several copies of the model at once: queries are given out, taken over and
+called back by the rule that the runner routes by (xrunner.rules.routing), as the copies begin them.
+
+Word of what has begun or ended, and queries, need no time here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+
+from xgpt.core.lengths import FloatArray
+from xgpt.core.queries import QueryLengths, QueryTimes
+from xrunner.rules.routing import Router, expected_tokens
+from xrunner.rules.steps import YieldingRule, rules_for
+from xrunner.rules.windows import Load, window_of
+from xsimulator.replay.flow import Handover, submit
+from xsimulator.replay.job import Replayer, SharedClock
+from xsimulator.replay.kernel import ARRIVAL, NEWS, Kernel
+from xsimulator.replay.pool import PoolProcess
+from xsimulator.replay.queries import Queries
+from xsimulator.replay.records import ReplayResult
+
+
+class RoutedCopy:
+    """One copy at work: its pools, and the queries that it was given."""
+
+    def __init__(self, replayer: Replayer, lengths: QueryLengths, kernel: Kernel,
+                 slow_down: float = 1.0) -> None:
+        """`slow_down`: times as long as planned that its steps take."""
+        self.queries = Queries(lengths, encode_gives_token=not (
+            replayer.problem.model.is_encoder_decoder))
+        clocks = [SharedClock(clock, [slow_down] * len(pool.stages)) if slow_down != 1 else clock
+                  for pool, clock in zip(replayer.estimate.deployment.pools,
+                                         replayer.clocks(lengths), strict=True)]
+        plans, handovers = replayer.plans(rules_for(replayer.estimate), clocks)
+        self.pools = {plan.name: PoolProcess(plan, kernel, self.queries) for plan in plans}
+        self.links = [Handover(plan, kernel, self.queries, self.pools) for plan in handovers]
+        self._encoding = next(p for p in self.pools.values() if p.plan.role != "decode")
+        self.given: set[int] = set()
+
+    @property
+    def load(self) -> Load:
+        begun = self.queries.num_begun
+        return Load(len(self.given) - begun, begun - self.queries.num_done)
+
+    def give(self, places: Sequence[int], now: float) -> None:
+        """These are its own from now on."""
+        self.given.update(places)
+        for place in places:
+            submit(self.queries, place, self._encoding.rule)
+        for link in self.links:
+            link.give(now)
+        self._encoding.wake(now)
+
+    def take_back(self, count: int) -> list[int]:
+        """The last `count` that it has not begun, or as many as can be had, are not its own any
+        more."""
+        rule = self._encoding.rule
+        if not isinstance(rule, YieldingRule):
+            return []
+        places = rule.take_back(min(count, self.load.waiting))
+        self.given.difference_update(places)
+        return places
+
+
+class _Supply:
+    """Gives the copies their queries, as rank 0 does (xrunner.engine.replicas)."""
+
+    def __init__(self, router: Router, copies: Sequence[RoutedCopy], kernel: Kernel) -> None:
+        self._router, self._copies, self._kernel = router, copies, kernel
+        self._begun, self._loads = [0] * len(copies), [Load(-1, -1)] * len(copies)
+        self._news: list[int] = []  # copies that have begun queries, or ended some
+        self.num_taken_back = 0
+
+    def start(self, now: float) -> None:
+        for copy in range(len(self._copies)):
+            self._top_up(copy, now)
+
+    def look(self, copy: int, now: float) -> None:
+        """The copy's turn is over: it may have begun queries, or ended some."""
+        load = self._copies[copy].load
+        if load != self._loads[copy]:
+            self._loads[copy] = load
+            if not self._news:
+                self._kernel.at(now, NEWS, self._route)
+            self._news.append(copy)
+
+    def _route(self, now: float) -> None:
+        """Acts on all that has happened by now."""
+        news, self._news = self._news, []
+        for copy in news:
+            self._hear(copy, now)
+        for giver, takers in self._router.recalls([one.load for one in self._copies]):
+            places = self._copies[giver].take_back(len(takers))
+            self.num_taken_back += len(places)
+            self._router.take_back(giver, places)
+            for other in range(len(self._copies)):
+                if self._router.num_left(other):
+                    self._top_up(other, now)
+
+    def _hear(self, copy: int, now: float) -> None:
+        own = self._copies[copy]
+        if own.queries.num_begun > self._begun[copy]:
+            self._router.note_begun(copy, own.queries.num_begun - self._begun[copy])
+            self._begun[copy] = own.queries.num_begun
+        self._top_up(copy, now)
+
+    def _top_up(self, copy: int, now: float) -> None:
+        own = self._copies[copy]
+        if places := self._router.top_up(copy, own.load):
+            own.give(places, now)
+
+
+def replay_routed(replayers: Sequence[Replayer], lengths: QueryLengths, routing: str,
+                  slow_downs: Sequence[float] = ()) -> RoutedReplay:
+    """Replays a job by copies, each of which executes its own replayer's estimate, until every
+    query is done. Times as long that the steps of each take: `slow_downs`, all 1 where there are
+    none."""
+    assert lengths.outputs is not None
+    kernel = Kernel()
+    copies = [RoutedCopy(replayer, lengths, kernel, slow) for replayer, slow in zip(
+        replayers, slow_downs or [1.0] * len(replayers), strict=True)]
+    tokens = expected_tokens(lengths.inputs, lengths.most_outputs,
+                             replayers[0].problem.lengths.outputs.mean,
+                             lengths.outputs == lengths.most_outputs)
+    supply = _Supply(Router(tokens, windows=[window_of(one.estimate) for one in replayers],
+                            routing=routing), copies, kernel)
+    for number, copy in enumerate(copies):
+        for pool in copy.pools.values():
+            pool.after_turn = partial(supply.look, number)
+    kernel.at(0.0, ARRIVAL, supply.start)
+    kernel.run()
+    return RoutedReplay(copies, supply.num_taken_back)
+
+
+class RoutedReplay:
+    """What copies did of one job."""
+
+    def __init__(self, copies: Sequence[RoutedCopy], num_taken_back: int) -> None:
+        self._copies, self.num_taken_back = copies, num_taken_back
+        self.rows = [sorted(copy.given, key=lambda place, own=copy: (
+            own.queries.start_s[place], place)) for copy in copies]
+
+    @property
+    def results(self) -> list[ReplayResult]:
+        """Of each copy: of its own queries, in the order in which it took them up."""
+        return [_result(copy, np.array(own, np.int64))
+                for copy, own in zip(self._copies, self.rows, strict=True)]
+
+
+def _result(copy: RoutedCopy, own: np.ndarray) -> ReplayResult:
+    queries = copy.queries
+    assert queries.num_done == len(own), f"{len(own) - queries.num_done} queries are not done"
+
+    def column(values: Sequence[float | None]) -> FloatArray:
+        return np.array([values[place] for place in own], float)
+
+    return ReplayResult(
+        pools=tuple(pool.records() for pool in copy.pools.values()),
+        handovers=tuple(link.records() for link in copy.links), preemptions=queries.preemptions,
+        times=QueryTimes(arrival_s=np.zeros(len(own)), start_s=column(queries.start_s),
+                         first_token_s=column(queries.first_token_s),
+                         last_token_s=column(queries.last_token_s)),
+        output_tokens=queries.output_tokens[own])
