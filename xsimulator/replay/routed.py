@@ -45,6 +45,10 @@ class RoutedCopy:
         begun = self.queries.num_begun
         return Load(len(self.given) - begun, begun - self.queries.num_done)
 
+    def in_order(self) -> list[int]:
+        """Its queries, all begun, in the order in which it took them up."""
+        return sorted(self.given, key=lambda place: (self.queries.start_s[place] or 0.0, place))
+
     def give(self, places: Sequence[int], now: float) -> None:
         """These are its own from now on."""
         self.given.update(places)
@@ -140,8 +144,7 @@ class RoutedReplay:
 
     def __init__(self, copies: Sequence[RoutedCopy], num_taken_back: int) -> None:
         self._copies, self.num_taken_back = copies, num_taken_back
-        self.rows = [sorted(copy.given, key=lambda place, own=copy: (
-            own.queries.start_s[place], place)) for copy in copies]
+        self.rows = [copy.in_order() for copy in copies]  # in which each took up its queries
 
     @property
     def results(self) -> list[ReplayResult]:
