@@ -11,42 +11,22 @@ besides: between its own steps it takes up what has come, and never waits for th
 has work. Each replica's head reads its queries from the spool. A query belongs to the head that was
 given it until this has given it back, so that it is answered once whatever crosses on the way."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from xgpt.core.controls import EvenBatches
+from xrunner.engine.accounts import Accounts
 from xrunner.engine.head import Head
 from xrunner.io.sink import RunSink
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.changes import Changeable, Changes
 from xrunner.rules.routing import Router
 from xrunner.rules.rra import PhaseControls
-from xrunner.rules.windows import Load, Window, rra_window
+from xrunner.rules.windows import Window, rra_window
 from xrunner.transport.comm import Comm
 from xrunner.transport.messages import Message, PortionMessage, ReplicaMessage, StopMessage
 
 _TELL_S = 0.25  # between words of a replica that has no news
-
-
-@dataclass(slots=True, kw_only=True)
-class _Account:
-    """What rank 0 knows of one replica. `begun` and `done` count queries, of those `given`, which
-    are places in the order in which they are taken up."""
-
-    given: list[int] = field(default_factory=list)
-    begun: int = 0
-    done: int = 0
-    output_tokens: int = 0
-    at_work: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    has_ended: bool = False
-
-    @property
-    def load(self) -> Load:
-        return Load(len(self.given) - self.begun, self.begun - self.done)
-
-    @property
-    def waiting(self) -> list[int]:
-        return self.given[self.begun:]
 
 
 class ToReplicas:
@@ -57,49 +37,48 @@ class ToReplicas:
                  heads: Sequence[int]) -> None:
         """`queries`: of the job, by index; `order`: the indices of those to be answered, as they
         are taken up; `heads`: the ranks of the other replicas' heads, in their order."""
-        self._comm, self._sink, self._router = comm, sink, router
-        self._queries, self._order = queries, order
-        self._heads = tuple(heads)
-        self._replicas = [_Account() for _ in range(1 + len(heads))]
+        self._comm, self._sink, self._queries = comm, sink, queries
+        self._accounts, self._heads = Accounts(router, order, sink), tuple(heads)
         self._has_told_last = False
         self._begun_here: Callable[[], int] = lambda: 0  # of rank 0's own queries
 
     def start(self, head: Head) -> None:
         """Every replica gets its first portion."""
-        own = self._replicas[0]
+        own = self._accounts.all[0]
         self._begun_here = lambda: len(own.given) - head.roster.num_waiting
-        for replica in range(len(self._replicas)):
+        for replica in range(len(self._accounts.all)):
             self._top_up(head, replica)
         self._supply(head, 0)
 
     @property
     def sources(self) -> tuple[int, ...]:
         """The heads that have something to say yet."""
-        return tuple(rank for rank, replica in zip(self._heads, self._replicas[1:], strict=True)
+        return tuple(rank for rank, replica in zip(self._heads, self._accounts.all[1:], strict=True)
                      if not replica.has_ended)
 
     @property
     def is_open(self) -> bool:
         """Whether there is a query that nobody has been given, or another replica is at work."""
-        return not self._router.is_empty or bool(self.sources)
+        return not self._accounts.router.is_empty or bool(self.sources)
 
     def look(self, head: Head, wait_s: float = 0.0) -> None:
         while (sources := self.sources) and (
                 got := self._comm.poll(*sources, wait_s=wait_s)) is not None:
             self.hear(head, got[0])
             wait_s = 0.0
-        self._note_begun(0, self._begun_here())
+        self._accounts.note_begun(0, self._begun_here())
         self._supply(head, 0)
 
     def hear(self, head: Head, message: Message) -> None:
         assert isinstance(message, ReplicaMessage), f"{message = }"
-        replica = self._replicas[message.replica]
+        replica = self._accounts.all[message.replica]
         head.output_tokens += message.output_tokens - replica.output_tokens
         replica.output_tokens, replica.has_ended = message.output_tokens, message.has_ended
-        self._note_begun(message.replica, message.begun)
+        self._accounts.note_begun(message.replica, message.begun)
         for result in message.results:
-            self._finish(message.replica, replace(
-                result, query=self._queries[result.query.index]))
+            replica.done += 1
+            self._sink.finished(replace(result, query=self._queries[result.query.index],
+                                        replica=message.replica))
         if message.at_work is not None:
             replica.at_work = message.at_work
         if message.changed is not None and self._sink.launcher is not None:
@@ -119,26 +98,27 @@ class ToReplicas:
         while sources := self.sources:
             message, _ = self._comm.receive(*sources)
             self.hear(head, message)
-        return sum(replica.done for replica in self._replicas) == len(self._order)
+        return self._accounts.is_complete
 
     def lengths_so_far(self) -> dict[int, tuple[int, int]]:
         """(input, output) tokens of the active queries of the other replicas, as they said last."""
-        return {index: lengths for replica in self._replicas[1:]
+        return {index: lengths for replica in self._accounts.all[1:]
                 for index, lengths in replica.at_work.items()}
 
     def change(self, controls: Changes, window: Window | None) -> None:
         """The other replicas' rules are to obey these too. `window` None: it stays."""
         if window is not None:
-            self._router.windows[:] = [replace(window, at_work=before.at_work)
-                                       for before in self._router.windows]
+            windows = self._accounts.router.windows
+            windows[:] = [replace(window, at_work=before.at_work) for before in windows]
         launcher = self._sink.launcher
         assert launcher is not None, "who changes"
         for rank in self.sources:
             self._comm.send(rank, PortionMessage(change=controls, revision=launcher.revision))
 
     def finished(self, result: FinishedQuery) -> None:
-        self._note_begun(0, self._begun_here())
-        self._finish(0, result)
+        self._accounts.note_begun(0, self._begun_here())
+        self._accounts.all[0].done += 1
+        self._sink.finished(replace(result, replica=0))
 
     def progress(self, elapsed_s: float, output_tokens: int) -> None:
         self._sink.progress(elapsed_s, output_tokens)
@@ -146,56 +126,34 @@ class ToReplicas:
     def should_stop(self) -> bool:
         return self._sink.should_stop()
 
-    def _finish(self, replica: int, result: FinishedQuery) -> None:
-        self._replicas[replica].done += 1
-        self._sink.finished(replace(result, replica=replica))
-
-    def _note_begun(self, replica: int, begun: int) -> None:
-        """So many of those given have begun; the launcher counts queries in this order."""
-        account = self._replicas[replica]
-        if begun > account.begun and self._sink.launcher is not None:
-            self._sink.launcher.begin([
-                self._order[place] for place in account.given[account.begun:begun]])
-        if begun > account.begun:
-            self._router.note_begun(replica, begun - account.begun)
-        account.begun = begun
-
     def _supply(self, head: Head, replica: int) -> None:
         """A replica of which there is news gets what it lacks, from others where nothing is left to
         be given out. Once all have begun all, they are told that no more will come."""
         if self._has_told_last:
             return
         self._top_up(head, replica)
-        for giver, takers in self._router.recalls([each.load for each in self._replicas]):
+        for giver, takers in self._accounts.recalls():
             if giver:
                 self._comm.send(self._heads[giver - 1], PortionMessage(wanted=len(takers)))
             else:
-                self._note_begun(0, self._begun_here())
+                self._accounts.note_begun(0, self._begun_here())
                 self._come_back(head, 0, head.take_back(len(takers)))
-        if self._router.is_done and not any(each.load.waiting for each in self._replicas):
+        if self._accounts.have_begun_all:
             self._has_told_last = True
             for rank in self.sources:
                 self._comm.send(rank, PortionMessage(is_last=True))
 
     def _come_back(self, head: Head, replica: int, indices: Sequence[int]) -> None:
         """The replica has given these queries back: they go to who lacks some."""
-        account, wanted = self._replicas[replica], set(indices)
-        places = [place for place in account.waiting if self._order[place] in wanted]
-        assert len(places) == len(indices), f"{places = } {indices = }"
-        account.given[account.begun:] = [
-            place for place in account.waiting if self._order[place] not in wanted]
-        self._router.take_back(replica, places)
+        self._accounts.take_back(replica, indices)
         if self._has_told_last:
             return  # a run that ends before all are done
-        for other in range(len(self._replicas)):
-            if self._router.num_left(other):
+        for other in range(len(self._accounts.all)):
+            if self._accounts.router.num_left(other):
                 self._top_up(head, other)
 
     def _top_up(self, head: Head, replica: int) -> None:
-        account = self._replicas[replica]
-        places = self._router.top_up(replica, account.load)
-        given = [self._order[place] for place in places]
-        account.given += places
+        given = self._accounts.top_up(replica)
         if given:
             self._sink.underway.begin(given)  # which of them have begun, others know
         if replica and given:

@@ -8,11 +8,12 @@ reserved at admission (input and most output tokens), and a query leaves with it
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from xgpt.core.controls import ContinuousControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import KvBudget, Step, StepKind, last_of
+from xrunner.rules.steps import KvBudget, Step, StepKind, take_last
 
 
 class Turns:
@@ -80,6 +81,7 @@ class OrcaRule:
         self.group_kv_tokens = kv_tokens // num_groups
         self._slots = slot_shares(max_active, num_groups)
         self._waiting: deque[tuple[int, int]] = deque()
+        self.take_back = partial(take_last, self._waiting)
         self._active: list[dict[int, int]] = [{} for _ in range(num_groups)]  # query -> reserve
         self._reserved = [0] * num_groups
         self._group_of: dict[int, int] = {}
@@ -114,9 +116,6 @@ class OrcaRule:
             return False
         self._waiting.append((query, reserve_tokens))
         return True
-
-    def take_back(self, count: int) -> list[int]:
-        return [query for query, _ in last_of(self._waiting, count)]
 
     def next_group(self) -> int | None:
         return self._turns.find(lambda group: bool(self._active[group] or self._waiting))

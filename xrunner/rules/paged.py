@@ -16,7 +16,7 @@ from xgpt.core.controls import ContinuousControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.iteration import StepLimits, Turns, slot_shares
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import Chunk, KvBudget, Step, StepKind, last_of
+from xrunner.rules.steps import Chunk, KvBudget, Step, StepKind, take_last
 
 BLOCK_TOKENS = 16
 WATERMARK = 0.01  # share of the blocks that admission leaves free, against evictions right after
@@ -117,6 +117,7 @@ class PagedRule:
         assert token_budget >= 1, f"{token_budget = }"
         self.num_groups, self.token_budget = num_groups, token_budget
         self.turns, self.waiting = Turns(num_groups), deque[tuple[int, int]]()  # (query, tokens)
+        self.take_back = partial(take_last, self.waiting)
         self._decide = decide
         self._slots = slot_shares(max_active, num_groups)
         self._most = StepLimits(max_active=max_active, token_budget=token_budget)
@@ -157,9 +158,6 @@ class PagedRule:
             return False
         self.waiting.append((query, input_tokens))
         return True
-
-    def take_back(self, count: int) -> list[int]:
-        return [query for query, _ in last_of(self.waiting, count)]
 
     def next_group(self) -> int | None:
         return self.turns.find(lambda g: bool(self.waiting or self.groups[g].num_present))

@@ -22,7 +22,7 @@ from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import sizer_of
 from xrunner.rules.chunks import PhaseChunks
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import KvBudget, Step, StepKind, Waiting, last_of
+from xrunner.rules.steps import KvBudget, Step, StepKind, Waiting, take_last
 
 UNEVEN = EvenBatches()  # batches as queries come
 
@@ -92,6 +92,7 @@ class RraRule:
         self._chunks = PhaseChunks(encode_chunk, num_groups) if encode_chunk else None
         self._sizer = sizer_of(even)
         self._waiting: deque[Waiting] = deque()
+        self.take_back = partial(take_last, self._waiting)
         self._admitted = _Admitted(num_groups)
         self._changes: deque[tuple[int, PhaseControls]] = deque()  # to come: (from phase, new)
         self._phase = 0
@@ -133,9 +134,6 @@ class RraRule:
             return False
         self._waiting.append(Waiting(query, reserve_tokens, input_tokens))
         return True
-
-    def take_back(self, count: int) -> list[int]:
-        return [waiting.query for waiting in last_of(self._waiting, count)]
 
     def next_group(self) -> int | None:
         is_at_work = bool(self._admitted.group_of) or (

@@ -6,12 +6,13 @@ several parts. Nobody leaves early: rows that are done keep decoding, and their 
 
 import math
 from collections import deque
+from functools import partial
 from typing import NamedTuple
 
 from xgpt.core.controls import StaticControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import Step, StepKind, last_of
+from xrunner.rules.steps import Step, StepKind, take_last
 
 
 class _Waiting(NamedTuple):
@@ -76,6 +77,7 @@ class StaticRule:
         self.group_max_active = math.ceil(encode_batch / num_groups)
         self.group_kv_tokens = kv_tokens // num_groups
         self._waiting: deque[_Waiting] = deque()
+        self.take_back = partial(take_last, self._waiting)
         self._batch = _Batch(num_groups, self.group_kv_tokens)
         self._phase = -1  # number of the batch
         self._iteration = 0  # 0: encoding
@@ -101,9 +103,6 @@ class StaticRule:
             return False
         self._waiting.append(_Waiting(query, input_tokens, reserve_tokens - input_tokens))
         return True
-
-    def take_back(self, count: int) -> list[int]:
-        return [waiting.query for waiting in last_of(self._waiting, count)]
 
     def next_group(self) -> int | None:
         if not self._batch.unfinished:

@@ -4,13 +4,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Estimate
 from xrunner.rules.slots import SlotUse
-
-T = TypeVar("T")
 
 
 class StepKind(Enum):
@@ -165,9 +163,9 @@ class YieldingRule(Protocol):
         this rule's any more. They are returned in the order in which they came."""
 
 
-def last_of(waiting: deque[T], count: int) -> list[T]:
-    """Takes the last `count` out of those that wait, or all; they keep their order."""
-    return [waiting.pop() for _ in range(min(count, len(waiting)))][::-1]
+def take_last(waiting: deque[Any], count: int) -> list[int]:
+    """What a rule's `take_back` does whose queries wait here, each the first of its tuple."""
+    return [waiting.pop()[0] for _ in range(min(count, len(waiting)))][::-1]
 
 
 def rules_for(estimate: Estimate) -> tuple[BatchingRule, ...]:

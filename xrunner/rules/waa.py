@@ -14,12 +14,13 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 
 from xgpt.core.controls import WaaControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import BatchSizer, sizer_of
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import KvBudget, Step, StepKind, Waiting, last_of
+from xrunner.rules.steps import KvBudget, Step, StepKind, Waiting, take_last
 from xrunner.rules.taken import DecodeAim, Given, TakenInputs
 
 NO_AIM = DecodeAim()
@@ -60,13 +61,14 @@ class WaaEncodeRule:
         self._most = SystemLimits(encode_batch=encode_batch, max_in_system=max_in_system)
         self._sizer, self._aim, self._given = sizer, aim, Given()
         self._waiting: deque[Waiting] = deque()
+        self.take_back = partial(take_last, self._waiting)
         self._in_system: dict[int, int] = {}  # query -> reserve
         self._encoding: dict[int, int] = {}  # query -> input; still in this pool
         self._held = self._reserved = 0
         self._steps = 0
         # of the next batch: (queries, KV tokens reserved, input tokens)
         self._next: tuple[int, int, int] | None = None
-        self._next_lean = 0  # with which it was found
+        self._next_of = 0, 0  # (lean, queries that wait) with which it was found
 
     @property
     def group_max_active(self) -> int:
@@ -98,10 +100,6 @@ class WaaEncodeRule:
         self._waiting.append(Waiting(query, reserve_tokens, input_tokens))
         self._next = None
         return True
-
-    def take_back(self, count: int) -> list[int]:
-        self._next = None
-        return [waiting.query for waiting in last_of(self._waiting, count)]
 
     def give(self) -> list[Waiting]:
         """The next queries that wait, as many as the decode pool is to encode: they have room in
@@ -171,8 +169,8 @@ class WaaEncodeRule:
         lean, target = 0, self._aim.target_active
         if target:  # queries more, or fewer, that would bring the decode batch back to its mean
             lean = self._sizer.lean(len(self._in_system) - len(self._encoding) - target, target)
-        if self._next is None or lean != self._next_lean:
-            self._next_lean = lean
+        if self._next is None or self._next_of != (lean, len(self._waiting)):
+            self._next_of = lean, len(self._waiting)
             most = min(self._sizer.most(self.encode_batch), len(self._waiting))
             first = [self._waiting[i] for i in range(most)]
             count = self._sizer.count([tokens for _, _, tokens in first], self.encode_batch, lean)
