@@ -93,10 +93,3 @@ static void write_out(int dtype, void *out, int64_t at, const float *sums, const
 
 }  // namespace XGPT_ISA
 }  // namespace xgpt
-
-#include "decode_isa.h"
-#include "turned_isa.h"
-#include "encode_isa.h"
-#if defined(XGPT_HAS_DOTS) && defined(XGPT_HAS_TILES)
-#include "tiles_isa.h"
-#endif

@@ -1,10 +1,12 @@
-/* Attention of decoded tokens, for one instruction set; included by attention_isa.h.
+/* Attention of decoded tokens, for one instruction set; included by decode_attention.cpp.
  *
  * Each key and value is read once for all the heads that share them (as many as KEPT at a time), so
  * that it runs at the speed of the memory. The keys of all (query, KV head) pairs stand in one long
  * row that is cut into equal parts, one a thread: a pair that is cut is put together at the end
  * from its parts' maxima, sums and sums of values.
  */
+#include "attention_isa.h"
+
 namespace xgpt {
 namespace XGPT_ISA {
 

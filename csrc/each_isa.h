@@ -19,14 +19,17 @@
 #include <immintrin.h>
 #endif
 
+#if XGPT_LEAST_LEVEL <= 0 || !defined(XGPT_HAS_X86_LEVELS)
 #define XGPT_ISA portable
 #define XGPT_W 4
 #include "vec_isa.h"
 #include XGPT_BODY
 #undef XGPT_ISA
 #undef XGPT_W
+#endif
 
 #ifdef XGPT_HAS_X86_LEVELS
+#if XGPT_LEAST_LEVEL <= 1 && XGPT_MOST_LEVEL >= 1
 #pragma GCC push_options
 #pragma GCC target("avx2,fma")
 #define XGPT_ISA avx2
@@ -36,7 +39,9 @@
 #undef XGPT_ISA
 #undef XGPT_W
 #pragma GCC pop_options
+#endif
 
+#if XGPT_MOST_LEVEL >= 2
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
 #define XGPT_ISA avx512
@@ -46,7 +51,9 @@
 #undef XGPT_ISA
 #undef XGPT_W
 #pragma GCC pop_options
+#endif
 
+#if XGPT_MOST_LEVEL >= 3
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,prefer-vector-width=512")
 #define XGPT_ISA avx512_bf16
@@ -60,4 +67,5 @@
 #undef XGPT_HAS_DOTS
 #undef XGPT_WIDE
 #pragma GCC pop_options
+#endif
 #endif

@@ -1,9 +1,12 @@
-/* Attention of inputs, for one instruction set; included by attention_isa.h.
+/* Attention of inputs, for one instruction set; included by encode_attention.cpp.
  *
  * The keys of one input and KV head are turned once, so that a tile of ROWS queries by KEYS keys
  * stays in registers; the softmax takes CHUNK keys at a time, so that what it does once a row is
  * little beside the products.
  */
+#include "attention_isa.h"
+#include "turned_isa.h"
+
 namespace xgpt {
 namespace XGPT_ISA {
 
@@ -199,3 +202,7 @@ static int encode_any(const Encode &a) {
 
 }  // namespace XGPT_ISA
 }  // namespace xgpt
+
+#if defined(XGPT_HAS_DOTS) && defined(XGPT_HAS_TILES)
+#include "tiles_isa.h"
+#endif

@@ -1,5 +1,6 @@
 #include "levels.h"
 
+#include <algorithm>
 #include <atomic>
 
 #ifdef XGPT_HAS_TILES
@@ -30,7 +31,7 @@ bool has_tiles() {
 #endif
 }
 
-int best_level() {
+int processors_best() {
 #ifdef XGPT_HAS_X86_LEVELS
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return XGPT_PORTABLE;
@@ -43,6 +44,8 @@ int best_level() {
     return XGPT_PORTABLE;
 #endif
 }
+
+int best_level() { return std::min(processors_best(), XGPT_MOST_LEVEL); }
 
 /* The best level, but for Intel's processors, whose dot products of bfloat16 pairs do half of what
  * their float32 does (AMD's do twice as much). */
@@ -74,8 +77,16 @@ int xgpt_level(void) {
 
 void xgpt_assume_best_level(int level) { assumed_best.store(level); }
 
+int xgpt_least_level(void) {
+#ifdef XGPT_HAS_X86_LEVELS
+    return XGPT_LEAST_LEVEL;
+#else
+    return XGPT_PORTABLE;
+#endif
+}
+
 int xgpt_use_level(int level) {
-    if (level < 0 || level > xgpt_best_level()) return XGPT_WRONG_LEVEL;
+    if (level < xgpt_least_level() || level > xgpt_best_level()) return XGPT_WRONG_LEVEL;
     level_in_use.store(level);
     return XGPT_OK;
 }

@@ -5,20 +5,51 @@
 
 #include "native.h"
 
+/* The sets of this build, by their numbers in native.h: all, unless its maker wants those of one
+ * processor alone. The least is at most XGPT_AVX512, which the ones after it fall back to. */
+#ifndef XGPT_LEAST_LEVEL
+#define XGPT_LEAST_LEVEL 0
+#endif
+#ifndef XGPT_MOST_LEVEL
+#define XGPT_MOST_LEVEL 4
+#endif
+
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define XGPT_HAS_X86_LEVELS 1
-#if __GNUC__ >= 11 && defined(__linux__)  // whose assembler knows tiles; whose kernel is asked
+#if __GNUC__ >= 11 && defined(__linux__) && XGPT_MOST_LEVEL >= 4  // whose assembler knows tiles; whose kernel is asked
 #define XGPT_HAS_TILES 1
 #endif
-#define XGPT_DISPATCH(call)                                     \
-    switch (xgpt_level()) {                                     \
-        case XGPT_AVX512_BF16: return xgpt::avx512_bf16::call;  \
-        case XGPT_AVX512_AMX: return xgpt::avx512::call;        \
-        case XGPT_AVX512: return xgpt::avx512::call;            \
-        case XGPT_AVX2: return xgpt::avx2::call;                \
-        default: return xgpt::portable::call;                   \
+#define XGPT_DISPATCH(call)                                \
+    switch (xgpt_level()) {                                \
+        XGPT_BF16_CASE(call)                               \
+        XGPT_AVX512_CASE(call)                             \
+        XGPT_AVX2_CASE(call)                               \
+        default: return xgpt::XGPT_LEAST_ISA::call;        \
     }
 #else
 #define XGPT_DISPATCH(call) return xgpt::portable::call
+#endif
+
+#if XGPT_LEAST_LEVEL <= 0
+#define XGPT_LEAST_ISA portable
+#elif XGPT_LEAST_LEVEL == 1
+#define XGPT_LEAST_ISA avx2
+#else
+#define XGPT_LEAST_ISA avx512
+#endif
+#if XGPT_LEAST_LEVEL < 1 && XGPT_MOST_LEVEL >= 1
+#define XGPT_AVX2_CASE(call) case XGPT_AVX2: return xgpt::avx2::call;
+#else
+#define XGPT_AVX2_CASE(call)
+#endif
+#if XGPT_LEAST_LEVEL < 2 && XGPT_MOST_LEVEL >= 2
+#define XGPT_AVX512_CASE(call) case XGPT_AVX512_AMX: case XGPT_AVX512: return xgpt::avx512::call;
+#else
+#define XGPT_AVX512_CASE(call)
+#endif
+#if XGPT_MOST_LEVEL >= 3
+#define XGPT_BF16_CASE(call) case XGPT_AVX512_BF16: return xgpt::avx512_bf16::call;
+#else
+#define XGPT_BF16_CASE(call)
 #endif
 #endif

@@ -43,6 +43,7 @@ const char *xgpt_words(int code);
 enum { XGPT_PORTABLE = 0, XGPT_AVX2 = 1, XGPT_AVX512 = 2, XGPT_AVX512_BF16 = 3,
        XGPT_AVX512_AMX = 4, XGPT_NUM_LEVELS = 5 };
 int xgpt_best_level(void);
+int xgpt_least_level(void);  /* of this build: all sets, or those of one kind of processor */
 int xgpt_level(void);
 int xgpt_use_level(int level);
 /* For tests, which carry out themselves what the processor lacks: it is taken to have this level and

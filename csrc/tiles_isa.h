@@ -1,4 +1,4 @@
-/* Attention of inputs by tiles of bfloat16 (Intel's AMX), included by attention_isa.h in the namespace
+/* Attention of inputs by tiles of bfloat16 (Intel's AMX), included by encode_isa.h in the namespace
  * of AVX-512 with pairs: keys and values lie as they do there (turned_isa.h), and so are tiles of 16
  * rows of 16 pairs. What a tile's row has of a product is summed by the processor in float32, even
  * elements apart from odd ones, 32 at a time.

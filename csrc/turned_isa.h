@@ -1,5 +1,5 @@
 /* Keys and values of one input and KV head as encode_isa.h multiplies them, for one instruction set;
- * included by attention_isa.h. */
+ * included by encode_isa.h. */
 namespace xgpt {
 namespace XGPT_ISA {
 

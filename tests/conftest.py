@@ -21,6 +21,8 @@ from compiled import keep_compiled
 from job_folder import SUPPORT, XGPT, MeasuredToy, write_job
 from representative import one_in
 
+# of every instruction set that this processor has, not only of the one that serves
+os.environ.setdefault("XGPT_NATIVE_LEVELS", "all")
 gc.disable()  # until all is collected: it would go through torch and the tests again and again
 
 _STARTS_RANKS = ("tests/mpi/", "tests/gpu/", "tests/extending/", "tests/slurm/")

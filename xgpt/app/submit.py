@@ -10,6 +10,7 @@ from xgpt.app.begun import goes_on, taken_over
 from xgpt.app.messages import KeptTeller, failure_kept
 from xgpt.app.opened import OpenedJob, open_job
 from xgpt.app.plan import Plan, plan_job
+from xgpt.app.profile_identity import begin_compiling
 from xgpt.app.run import execute_locked, open_to_run, to_run
 from xgpt.app.telling import Teller
 from xgpt.app.troubles import troubles_told
@@ -35,6 +36,7 @@ def submit(job: Job, tell: Teller, standby: Ahead | None = None) -> dict[str, An
     """Profiles, plans and runs the job; returns what metrics.json holds: at once, of a run
     whose command was killed with all results there. `standby`: may serve as its ranks. Raises
     StoppedEarly where it was asked to stop."""
+    begin_compiling(job)
     with warned_in_good_order(), at_work(open_to_run(job, tell, standby)) as (opened, lock):
         if (found := taken_over(opened)) is not None:
             return found

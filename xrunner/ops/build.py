@@ -5,23 +5,31 @@ neither is installed.
 """
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 LIBRARY = "libxgpt_native.so"
 VARIABLE = "XGPT_NATIVE"  # auto, off or require
+# Which instruction sets are compiled into a library that is kept on this machine: `own` (those that
+# serve on its processor, which takes a third of the time), or `all`, as in a wheel.
+LEVELS_VARIABLE = "XGPT_NATIVE_LEVELS"
 # Portable: what instruction set serves is chosen when it runs (csrc/levels.h), so that one library
 # is right on every CPU of a family. No OpenMP: it is handed torch's (csrc/threads.h).
-_FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-pthread")
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread")
+_PROBE, _WIDE = "levels.cpp", 2  # tells the processor's best set; the one that those above build on
 _COMPILERS = ("g++", "c++", "clang++")
 _LIMIT_S = 600.0
 _CPU_KEYS = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "Features")
@@ -79,18 +87,50 @@ def library_key(folder: Path, compiler: Compiler, flags: Sequence[str] = (),
 def compile_library(folder: Path, target: Path, compiler: Compiler,
                     flags: Sequence[str] = (), names: str = "*.cpp") -> None:
     """All of `folder`'s C++, or those of such names, as `target`, which is there whole or not at
-    all. Raises BuildError."""
-    sources = sorted(map(str, folder.glob(names)))
+    all: as many sources at once as there are cores, the largest first. Raises BuildError."""
+    sources = sorted(folder.glob(names), key=_work, reverse=True)
     if not sources:
         raise BuildError(f"no sources in {folder}")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    command = [*compiler.command, *_FLAGS, *flags]
     try:
-        done = _run([*compiler.command, *_FLAGS, *flags, "-o", str(temporary), *sources])
-        if done.returncode != 0:
-            raise BuildError(f"{shlex.join(compiler.command)} fails on csrc: {_last_line(done)}")
+        if len(sources) == 1:
+            _compile([*command, "-shared", "-o", str(temporary), str(sources[0])])
+        else:
+            with (tempfile.TemporaryDirectory(prefix="xgpt-native-") as scratch,
+                  ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool):
+                objects = [f"{scratch}/{source.stem}.o" for source in sources]
+                list(pool.map(_compile, ([*command, "-c", "-o", one, str(source)]
+                                         for one, source in zip(objects, sources, strict=True))))
+                _compile([*command, "-shared", "-o", str(temporary), *objects])
         os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _work(source: Path) -> int:
+    """How long a source takes, roughly: what is compiled for each instruction set far longer."""
+    text = source.read_text(encoding="utf-8", errors="replace")
+    bodies = [source.parent / str(name) for name in re.findall(r'#define XGPT_BODY "(.*)"', text)]
+    return len(text) + 10 * sum(body.stat().st_size for body in bodies if body.is_file())
+
+
+def _compile(command: Sequence[str]) -> None:
+    done = _run(command)
+    if done.returncode != 0:
+        raise BuildError(f"{Path(command[0]).name} fails on csrc: {_last_line(done)}")
+
+
+def own_levels(folder: Path, compiler: Compiler) -> tuple[str, ...]:
+    """Options that leave out instruction sets which never serve on this processor; none where all
+    are asked for, or the sources do not tell."""
+    if os.environ.get(LEVELS_VARIABLE, "").strip() == "all" or not (folder / _PROBE).is_file():
+        return ()
+    with tempfile.TemporaryDirectory(prefix="xgpt-native-") as scratch:
+        probe = Path(scratch) / "levels.so"
+        compile_library(folder, probe, compiler, names=_PROBE)
+        best = int(ctypes.CDLL(str(probe)).xgpt_best_level())
+    return (f"-DXGPT_LEAST_LEVEL={min(best, _WIDE)}", f"-DXGPT_MOST_LEVEL={best}")
 
 
 def cached_library(cache: Path, names: str = "*.cpp") -> Path:
@@ -98,8 +138,9 @@ def cached_library(cache: Path, names: str = "*.cpp") -> Path:
     not in the folder `cache`. Ranks that start together wait for one of them, and share its
     failure. Raises BuildError, or OSError where the folder cannot be written to."""
     compiler, flags, asked_at = find_compiler(), extra_flags(), time.time()
-    folder = source_folder()
-    key = library_key(folder, compiler, flags, names)
+    folder, wish = source_folder(), os.environ.get(LEVELS_VARIABLE, "").strip()
+    # the processor, whose sets are taken, is in the key
+    key = library_key(folder, compiler, (*flags, *filter(None, [wish])), names)
     target, failure = cache / f"{key}.so", cache / f"{key}.failed"
     if target.is_file():
         return target
@@ -110,7 +151,8 @@ def cached_library(cache: Path, names: str = "*.cpp") -> Path:
         if failure.is_file() and failure.stat().st_mtime >= asked_at:
             raise BuildError(failure.read_text(encoding="utf-8"))
         try:
-            compile_library(folder, target, compiler, flags, names)
+            own = own_levels(folder, compiler) if names == "*.cpp" else ()
+            compile_library(folder, target, compiler, (*flags, *own), names)
         except BuildError as error:
             failure.write_text(str(error), encoding="utf-8")
             raise

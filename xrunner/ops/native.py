@@ -38,6 +38,7 @@ LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "avx512_amx")
 OPERATORS = {
     "xgpt_words": "s i",
     "xgpt_best_level": "i",
+    "xgpt_least_level": "i",
     "xgpt_level": "i",
     "xgpt_use_level": "i i",
     "xgpt_assume_best_level": "v i",
@@ -122,7 +123,7 @@ def threads() -> int:
 def levels() -> tuple[str, ...]:
     """Instruction sets of this build that this processor has, the best one last."""
     lib = library()
-    return () if lib is None else LEVELS[:lib.xgpt_best_level() + 1]
+    return () if lib is None else LEVELS[lib.xgpt_least_level():lib.xgpt_best_level() + 1]
 
 
 def use_level(name: str) -> None:

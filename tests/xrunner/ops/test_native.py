@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import shutil
@@ -103,6 +104,44 @@ def test_a_library_is_built_once(cache: Path, sources: Path) -> None:
     assert build.cached_library(cache) == first and first.stat().st_mtime_ns == made
     (sources / "two.h").write_text("\n")
     assert build.cached_library(cache) != first
+
+
+@needs_compiler
+def test_sources_are_compiled_each_and_linked_to_one_library(cache: Path, sources: Path) -> None:
+    (sources / "two.cpp").write_text('extern "C" int two(void) { return 2; }\n')
+    lib = ctypes.CDLL(str(build.cached_library(cache)))
+    assert (lib.one(), lib.two()) == (1, 2)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("best", "least"), [(0, 0), (1, 1), (2, 2), (3, 2), (4, 2)])
+def test_what_is_kept_here_has_the_sets_that_serve_here(
+        cache: Path, sources: Path, monkeypatch: pytest.MonkeyPatch, best: int, least: int) -> None:
+    monkeypatch.delenv("XGPT_NATIVE_LEVELS", raising=False)
+    (sources / "one.cpp").write_text(
+        'extern "C" int one(void) { return 10 * XGPT_LEAST_LEVEL + XGPT_MOST_LEVEL; }\n')
+    (sources / "levels.cpp").write_text(
+        f'extern "C" int xgpt_best_level(void) {{ return {best}; }}\n')
+    own = build.cached_library(cache)
+    assert ctypes.CDLL(str(own)).one() == 10 * least + best
+    monkeypatch.setenv("XGPT_NATIVE_LEVELS", "all")
+    (sources / "one.cpp").write_text('#ifdef XGPT_LEAST_LEVEL\n#error\n#endif\n')
+    assert build.cached_library(cache) != own
+
+
+@needs_compiler
+def test_a_set_that_a_build_lacks_is_refused(tmp_path: Path) -> None:
+    found = build.find_compiler()
+    every = tmp_path / "every.so"
+    build.compile_library(build.source_folder(), every, found, names="levels.cpp")
+    best = ctypes.CDLL(str(every)).xgpt_best_level()
+    few = tmp_path / "few.so"
+    build.compile_library(build.source_folder(), few, found, names="levels.cpp", flags=(
+        f"-DXGPT_LEAST_LEVEL={min(best, 1)}", "-DXGPT_MOST_LEVEL=1"))
+    lib = ctypes.CDLL(str(few))
+    assert lib.xgpt_best_level() == lib.xgpt_level() == lib.xgpt_least_level() == min(best, 1)
+    assert lib.xgpt_use_level(best) == (0 if best <= 1 else 6)
+    assert lib.xgpt_use_level(0) == (6 if best else 0)
 
 
 @needs_compiler
