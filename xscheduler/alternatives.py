@@ -165,9 +165,10 @@ class _Easy(NamedTuple):
 
 def explain(spaces: Sequence[Space], latency_bound_s: float, *, is_proved: bool) -> InfeasibleError:
     """The error to raise: the binding constraint, the tightest latency and who reaches it."""
-    # a time that is infinite is one the profile does not speak of
-    easy = [_Easy(space, tight if math.isfinite(tight.latency_s) or tight.limit else
-                  tight._replace(limit=Limit.RANGE))
+    # a time that is infinite is one the profile does not speak of, whatever bound is on it
+    of_times = (Limit.NONE, Limit.TTFT, Limit.TPOT)
+    easy = [_Easy(space, tight._replace(limit=Limit.RANGE) if (
+                tight.limit in of_times and math.isinf(tight.latency_s)) else tight)
             for space in spaces for tight in space.easiest()]
     with_room = [one for one in easy if not one.tight.limit]
     if not with_room:

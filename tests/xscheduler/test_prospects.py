@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from brute_force import evaluate_grid
 from problems_suite import planted, roofline_of
+from refusing import Refusing
 from toy_jobs import estimate_of, toy_problem
 
 from xgpt.core.constraint import Bound, Metric
@@ -96,6 +97,14 @@ def test_a_bound_that_cannot_be_met_is_named_with_what_can_be_had() -> None:
         asked = bounded(problem, **{metric: 1e-6})
         with pytest.raises(InfeasibleError, match=f"bound of 1 us on {words}: the least seen is"):
             Planner(asked, roofline_of(problem)).plan()
+
+
+@pytest.mark.parametrize("policy", ["rra", "vllm"])
+def test_where_the_profile_refuses_all_a_bound_on_the_tokens_pace_is_not_blamed(
+        policy: str) -> None:
+    problem = toy_problem(fixed=replace(ONE_COPY, policies=(policy,)))
+    with pytest.raises(InfeasibleError, match="was measured for smaller sizes"):
+        Planner(bounded(problem, ttft=1.0), Refusing(roofline_of(problem), 0.0)).plan()
 
 
 def test_a_job_is_done_in_time_or_refused_with_the_shortest_time() -> None:

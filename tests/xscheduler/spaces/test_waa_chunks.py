@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 from problems import problem_of, roofline_of
+from refusing import Refusing
 
 from xgpt.core.controls import WaaControls
 from xgpt.core.errors import InputError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
-from xprofiler.timing import Operator, TimingSource
+from xprofiler.timing import TimingSource
 from xscheduler.search import GAP, Scheduler
 from xscheduler.spaces.space import Effort
 from xscheduler.spaces.tensor_plans import tensor_plans
@@ -98,20 +98,6 @@ def test_an_encoder_decoder_model_has_none() -> None:
         policies=("waa-m",), encode_chunk=64))
     with pytest.raises(InputError, match="encode_chunk"):
         Scheduler(problem, roofline_of(problem)).find()
-
-
-class Refusing:
-    """A source that refuses steps of more rows, as a profile those far beyond what it measured."""
-
-    def __init__(self, source: TimingSource, most_rows: float) -> None:
-        self._source, self._most_rows = source, most_rows
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
-
-    def operator_s(self, operator: Operator, x: Any, y: Any = 0.0, *, tp_degree: int = 1) -> Any:
-        seconds = self._source.operator_s(operator, x, y, tp_degree=tp_degree)
-        return np.where(np.asarray(x) > self._most_rows, np.inf, seconds)
 
 
 def test_where_every_batch_is_refused_the_search_without_a_bound_goes_on() -> None:
