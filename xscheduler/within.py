@@ -165,7 +165,9 @@ class _Tried:
         if math.isinf(self._most_needed_s):
             return middle_s
         if needed_s is None:
-            is_even = self._most_margin.lengths * self._most_margin.drift == 1
+            margin = self._most_margin
+            # one that a replay shows to be far off is that schedule's own
+            is_even = margin.lengths * margin.drift == 1 and margin.model < FAR
             is_shut = most_s * self._bound_s / self._most_needed_s <= NEAR * least_s and (
                 is_even or most_s <= FAR * least_s)
             return None if is_shut else middle_s

@@ -3,11 +3,11 @@
 Where steps have become slower, every second until a change is a second in which queries are begun
 that will be late; and a plan with its margins, of half a dozen searches and replays, takes seconds
 of a core that the ranks and another program share. So what runs is first held to the closed form
-alone, and where that misses the bound the best of no larger batch (RRA; with other phases and
-chunks), or of smaller limits (the others, within their caches), is taken up: a search of a tenth of
-a second. It is planned for what the margin of the schedule that the run began with leaves of the
-bound, and CAUTIOUS of that: the margin of smaller batches at other times is not known yet. Then all
-is planned as ever, beside the ranks, and may better it."""
+alone, and where that misses the bound itself the best of no larger batch (RRA; with other phases
+and chunks), or of smaller limits (the others, within their caches), is taken up: a search of a
+tenth of a second. It is planned for what the margin of the schedule that the run began with leaves
+of the bound, and CAUTIOUS of that: the margin of smaller batches at other times is not known yet.
+Then all is planned as ever, beside the ranks, and may better it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def is_pressing(look: object) -> bool:
 def revise_at_once(running: Schedule, problem: Problem, timing: TimingSource, *,
                    most_present: int | None, began: Estimate | None) -> Revised | None:
     """What to change to for now (see `revise`); None where the closed form says that what runs
-    keeps the bound with the margin that it began with, or that nothing smaller is quicker."""
+    keeps the bound, if not with a margin, or that nothing smaller is quicker."""
     now, bound_s = running.estimate, problem.constraint.latency_s
     with_margin_s = bound_s / running.margin.factor
     problem = held_problem(now, problem, most_present)
@@ -45,7 +45,7 @@ def revise_at_once(running: Schedule, problem: Problem, timing: TimingSource, *,
     def within(limit_s: float) -> Problem:
         return replace(problem, constraint=problem.constraint.with_latency(limit_s=limit_s))
 
-    keep = way_now(now, within(with_margin_s), timing)
+    keep = way_now(now, within(bound_s), timing)
     if keep.qps or keep.estimate is None:
         return None
     most_batch = {} if isinstance(now.controls, ContinuousControls) else {
