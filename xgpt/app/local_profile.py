@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from xgpt.app.profile_identity import profile_metadata
+from xgpt.app.profile_worth import lacks
 from xgpt.app.stop import is_asked_to_stop
 from xgpt.app.telling import Teller, tell_share
 from xgpt.core.errors import InputError, MissingExtraError, Mistake, StoppedEarly, wrong
@@ -29,7 +30,7 @@ from xgpt.launch.launcher import Launcher, RankProgram
 from xgpt.launch.rows import launcher_of
 from xprofiler.cache import cached_profile_path
 from xprofiler.noise import disturbed, disturbed_words, noise_words, noisy, worth_again
-from xprofiler.points import OWN_TABLE, Kind, Needs, Point, lacking, missing, quick_points
+from xprofiler.points import Needs, missing, quick_points
 from xprofiler.profile import TRANSFER, Profile, ProfileMetadata
 from xprofiler.profile_file import load_profile
 from xprofiler.verdict import judge
@@ -45,7 +46,6 @@ _SHARE, _WORTH = 0.1, 2.0
 _KV_SHARE = 4  # a decode step is measured with caches of at most this part of a rank's memory
 _LEAST_QUERIES = 9
 QUICK_PATIENCE_S, PATIENCE_SHARE = 3.0, 0.2  # for others: of a quick profile, and of a budget
-REACH = 2.0  # see _lacks
 _LOOK_S = 0.2  # between looks whether another process has ended measuring
 
 
@@ -118,7 +118,7 @@ def quick_profile(wanted: WantedProfile, tell: Teller) -> Profile:
     Raises StoppedEarly as `local_profile`."""
     def is_enough(profile: Profile) -> bool:
         points = quick_points(wanted.model, wanted.needs, wanted.own)
-        if any(_lacks(profile, degree, points, wanted.own) for degree in wanted.degrees):
+        if any(lacks(profile, degree, points, wanted.own) for degree in wanted.degrees):
             return False
         if profile.learned:  # runs have told what its times are worth
             return True
@@ -130,25 +130,6 @@ def quick_profile(wanted: WantedProfile, tell: Teller) -> Profile:
 
     session = _Measurement(is_quick=True, why="the sizes that this job has")
     return _profile(wanted, tell, session, is_enough)
-
-
-def _lacks(profile: Profile, degree: int, points: Sequence[Point], own: Needs) -> bool:
-    """Whether a job of these points needs more than the profile has. Of one that runs have added
-    to, sizes up to REACH times the largest are as good as measured: it says how far its lines go
-    on, and the next run adds what it sees there."""
-    missed = lacking(profile, degree, points)
-    if not profile.learned:
-        return bool(missed)
-    # the job's own sizes count, and not the points beyond them
-    most = {Kind.DECODE: (own.queries, own.context_tokens), Kind.REST: (own.tokens, 0),
-            Kind.CROSS: (own.queries, own.input_tokens), Kind.COMPACTION: (0, own.context_tokens)}
-    for point in missed:
-        table = profile.table(OWN_TABLE[point.kind].value, degree)
-        x, y = most.get(point.kind, (own.input_tokens, 0))
-        if not table or min(point.x, x) > REACH * max(one.x for one in table) or (
-                min(point.y, y) > REACH * max(max(one.y for one in table), 1)):
-            return True
-    return False
 
 
 def _is_as_busy(missing: float) -> bool:

@@ -11,15 +11,18 @@ from xgpt.app.local_profile import (
 )
 from xgpt.app.opened import OpenedJob
 from xgpt.app.profile_identity import profile_metadata
+from xgpt.app.profile_worth import lacks, quick_cost_s
 from xgpt.core.errors import InputError, Mistake, XgptError
 from xgpt.core.local import why_no_torch
+from xprofiler.cache import cached_profile_path
+from xprofiler.points import quick_points
 from xprofiler.profile import match
 from xprofiler.profile_file import load_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xprofiler.verdict import judge
-from xrunner.checkpoint.source import model_at_hand
+from xrunner.checkpoint.source import cache_dir, model_at_hand
 from xrunner.engines.engine import engine_of
 
 
@@ -58,6 +61,30 @@ def refined_timing(opened: OpenedJob, timing: TimingSource, job_s: float, *,
     wanted = wanted_profile(opened.job, opened.problem, folder=folder)
     most_s = refining_s(timing.profile, wanted, job_s, layouts=layouts)
     return ProfileTiming(refined_profile(wanted, opened.tell, most_s)) if most_s else None
+
+
+def is_timed(opened: OpenedJob) -> bool:
+    """Whether `timing_of` this job measures nothing for want of points."""
+    if opened.job.profile is not None or not opened.is_local or (
+            why_no_torch(opened.problem.cluster.device.kind) is not None):
+        return True
+    wanted = wanted_profile(opened.job, opened.problem, folder=_folder_of(opened))
+    try:
+        profile = load_profile(cached_profile_path(cache_dir() / "profiles", wanted.metadata))
+    except InputError:
+        return False
+    points = quick_points(wanted.model, wanted.needs, wanted.own)
+    return not any(lacks(profile, degree, points, wanted.own) for degree in wanted.degrees)
+
+
+def timing_cost_s(opened: OpenedJob, timing: TimingSource) -> float:
+    """About what it takes to time this job on another layout of the cores: as long for each point
+    as `timing`, its times on one, took; 0 where they were not measured."""
+    if not isinstance(timing, ProfileTiming):
+        return 0.0
+    wanted = wanted_profile(opened.job, opened.problem, folder=_folder_of(opened))
+    return quick_cost_s(timing.profile, wanted.degrees,
+                        quick_points(wanted.model, wanted.needs, wanted.own))
 
 
 def _folder_of(opened: OpenedJob) -> Path | None:

@@ -42,6 +42,8 @@ class Machine:
         self.refined: dict[str, tuple[float, int]] = {}  # layout: the job's seconds, contenders
         self.better: Law | None = None  # what measuring more would show; None: not worth it
         patch.setattr("xgpt.app.plan.refined_timing", self.refined_timing)
+        self.is_timed = True  # all layouts, by earlier jobs
+        patch.setattr("xgpt.app.plan.is_timed", lambda _: self.is_timed)
 
     def timing_of(self, opened: OpenedJob) -> ProfileTiming:
         run, problem = opened.job.run, opened.problem
@@ -127,6 +129,34 @@ def test_a_layout_whose_derived_times_cannot_win_is_not_measured(
     assert plan.schedule.deployment.num_devices == 1
     assert "2 ranks x 4 threads" in plan.schedule.estimate.notes[-1]
     assert "derived from 1x8 and 8x1" in plan.schedule.estimate.notes[-1]
+
+
+@pytest.mark.parametrize(("count", "cost_s", "expected"), [
+    (12, 1e6, ["1x2"]), (12, 0.0, ["1x2", "2x1"]), (None, 1e6, ["1x2", "2x1"])])
+def test_another_layout_is_timed_where_it_may_save_more_than_that_takes(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int | None, cost_s: float,
+        expected: list[str]) -> None:
+    machine = Machine(monkeypatch, 2, amdahl(0.5))
+    machine.is_timed = False
+    monkeypatch.setattr("xgpt.app.plan.timing_cost_s", lambda *_: cost_s)
+    said: list[str] = []
+    monkeypatch.setattr("xgpt.app.telling.LogTeller.say", lambda _, message: said.append(message))
+    planner = JobPlanner(job_of(tmp_path, count=count))
+    planner.plan()
+    assert machine.measured == expected
+    assert len(expected) == 2 or ("layout: 1 rank x 2 threads; no other is timed" in said[-1]
+                                  and "--set run.ranks=2" in said[-1])
+    assert len(planner.times) == 2, "many plans are worth it"
+
+
+def test_where_the_first_layout_keeps_no_bound_the_others_are_timed(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, 2, amdahl(1.0))
+    machine.is_timed = False
+    monkeypatch.setattr("xgpt.app.plan.timing_cost_s", lambda *_: 1e6)
+    with pytest.raises(InfeasibleError):
+        plan_job(job_of(tmp_path, bound="0.0001"))
+    assert machine.measured == ["1x2", "2x1"]
 
 
 def test_a_layout_that_may_win_is_measured_and_only_then_chosen(
