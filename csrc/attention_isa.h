@@ -8,6 +8,23 @@ constexpr float NOTHING = -3.4e38f;  // a maximum over no keys
 
 static inline int64_t rounded(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 
+/* Memory that begins on a cache line: a register, or a tile's row, is then read from one. */
+template <typename T>
+struct OnLine {
+    using value_type = T;
+    OnLine() = default;
+    template <typename U>
+    OnLine(const OnLine<U> &) {}
+    T *allocate(size_t count) {
+        return static_cast<T *>(::operator new(count * sizeof(T), std::align_val_t(64)));
+    }
+    void deallocate(T *p, size_t) { ::operator delete(p, std::align_val_t(64)); }
+    bool operator==(const OnLine &) const { return true; }
+    bool operator!=(const OnLine &) const { return false; }
+};
+template <typename T>
+using Lined = std::vector<T, OnLine<T>>;
+
 /* N registers of scores -> weights against `most`; their sum, as they are kept, is added. */
 template <int N, typename Weight>
 XGPT_INLINE void weigh(const float *scores, float most, Weight *weights, vec &added) {

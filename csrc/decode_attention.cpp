@@ -1,4 +1,6 @@
 /* Attention of decoded tokens: the arguments' checks; decode_isa.h does it. */
+#include <new>
+
 #include "attention.h"
 
 namespace xgpt {
@@ -26,7 +28,13 @@ struct Decode {
 
 namespace {
 
-int run(const xgpt::Decode &arguments) { XGPT_DISPATCH(decode_any(arguments)); }
+int run(const xgpt::Decode &arguments) {
+#ifdef XGPT_HAS_TILES
+    if (xgpt_level() == XGPT_AVX512_AMX && xgpt::avx512_bf16::suits_tiles(arguments))
+        return xgpt::avx512_bf16::decode_by_tiles(arguments);
+#endif
+    XGPT_DISPATCH(decode_any(arguments));
+}
 
 }  // namespace
 

@@ -139,13 +139,48 @@ static void attend_heads(const float *query, int64_t width, const E *keys, const
     }
 }
 
+/* The heads of one query that share a KV head, as attend_heads takes them. `Order`: their sums are
+ * in its order (vec_isa.h); `together`: they have room for a multiple of so many. */
+template <typename E>
+struct HeadsOf {
+    using Order = E;
+    static constexpr int64_t together = 1;
+    const Decode &a;
+    int64_t width;
+    Lined<float> query;  // [group, width]
+
+    HeadsOf(const Decode &decode, int64_t group, int64_t wide)
+        : a(decode), width(wide), query(group * wide) {}
+
+    /* Those from element `at` of the queries on. */
+    void read(int64_t at, int64_t group) {
+        for (int64_t g = 0; g < group; ++g)
+            read_head<E>(a.dtype, a.query, at + g * a.dim, a.dim, query.data() + g * width, width);
+    }
+    /* All of them over `count` keys, which are followed by those at `after`; most, total [group] and
+     * sums [group, width] go on from what they are; `bias` [group, a.bias_width] or null. */
+    void attend(const E *keys, const E *values, int64_t group, int64_t count, const float *bias,
+                float *most, float *total, float *sums, const E *after) {
+        for (int64_t g = 0; g < group; g += KEPT) {
+            const int64_t heads = std::min<int64_t>(KEPT, group - g);
+            const auto some = heads == 1   ? attend_heads<E, 1>
+                              : heads == 2 ? attend_heads<E, 2>
+                              : heads == 3 ? attend_heads<E, 3>
+                                           : attend_heads<E, 4>;
+            some(query.data() + g * width, width, keys, values, a.dim, count, a.scale,
+                 bias ? bias + g * a.bias_width : nullptr, a.bias_width, most + g, total + g,
+                 sums + g * width, after);
+        }
+    }
+};
+
 /* What one thread has of a (query, KV head) pair that others have parts of. */
 struct Part {
     int64_t pair;
     const float *most, *total, *sums;  // [group], [group], [group, width]
 };
 
-template <typename E>
+template <typename E, typename Heads = HeadsOf<E>>
 static int decode(const Decode &a) {
     const int64_t group = a.heads / a.kv_heads, width = rounded(a.dim, 2 * W);
     const int64_t pairs = a.n * a.kv_heads;
@@ -154,27 +189,27 @@ static int decode(const Decode &a) {
         start[pair + 1] = start[pair] + a.lengths[pair / a.kv_heads];
     const int64_t all_keys = start[pairs];
     const int threads = static_cast<int>(std::min<int64_t>(a.threads, all_keys / 256 + 1));
-    const int64_t kept = group * (width + 2), room = group * width + 2 * kept;
-    std::vector<float> scratch(threads * room);
+    const int64_t padded = rounded(group, Heads::together);
+    const int64_t kept = rounded(padded * (width + 2), 16), room = 2 * kept;
+    Lined<float> scratch(threads * room);
     std::vector<Part> parts(threads * 2, Part{-1, nullptr, nullptr, nullptr});
 
     share(threads, [&](int thread) {
         const int64_t first = begin(all_keys, threads, thread);
         const int64_t last = begin(all_keys, threads, thread + 1);
-        float *query = scratch.data() + thread * room, *sums = query + group * width;
+        float *sums = scratch.data() + thread * room;
+        Heads heads(a, padded, width);
         int cut = 0;
         int64_t pair = std::upper_bound(start.begin(), start.end(), first) - start.begin() - 1;
         for (; pair < pairs && start[pair] < last; ++pair) {
             const int64_t i = pair / a.kv_heads, head = pair % a.kv_heads;
             const int64_t from = std::max(first, start[pair]) - start[pair];
             const int64_t to = std::min(last, start[pair + 1]) - start[pair];
-            for (int64_t g = 0; g < group; ++g)
-                read_head<E>(a.dtype, a.query, i * a.query_stride + (head * group + g) * a.dim,
-                             a.dim, query + g * width, width);
-            float *most = sums + group * width, *total = most + group;
+            heads.read(i * a.query_stride + head * group * a.dim, group);
+            float *most = sums + padded * width, *total = most + padded;
             std::fill(sums, most, 0.0f);
             std::fill(most, total, NOTHING);
-            std::fill(total, total + group, 0.0f);
+            std::fill(total, total + padded, 0.0f);
             const int64_t then = std::min(pair + 1, pairs - 1);  // the pair whose keys come next
             // elements before the entries of a head in a block
             auto start_of = [&](int64_t block, int64_t of_head) {
@@ -190,21 +225,14 @@ static int decode(const Decode &a) {
                 const int64_t beyond = at + count;  // whose keys are read next
                 const E *after = static_cast<const E *>(a.keys) + (
                     beyond < to ? start_of(a.blocks.of(i, beyond), head) : next);
-                for (int64_t g = 0; g < group; g += KEPT) {
-                    const int64_t heads = std::min<int64_t>(KEPT, group - g);
-                    const float *bias = a.bias ? a.bias + (head * group + g) * a.bias_width +
-                                                     a.bias_center - (a.lengths[i] - 1) + at
-                                               : nullptr;
-                    const auto attend = heads == 1   ? attend_heads<E, 1>
-                                        : heads == 2 ? attend_heads<E, 2>
-                                        : heads == 3 ? attend_heads<E, 3>
-                                                     : attend_heads<E, 4>;
-                    attend(query + g * width, width, keys, values, a.dim, count, a.scale, bias,
-                           a.bias_width, most + g, total + g, sums + g * width, after);
-                }
+                heads.attend(keys, values, group, count,
+                             a.bias ? a.bias + head * group * a.bias_width + a.bias_center -
+                                          (a.lengths[i] - 1) + at
+                                    : nullptr,
+                             most, total, sums, after);
             });
             if (to - from == a.lengths[i]) {
-                write_out<E>(a.dtype, a.out, (i * a.heads + head * group) * a.dim, sums, total,
+                write_out<typename Heads::Order>(a.dtype, a.out, (i * a.heads + head * group) * a.dim, sums, total,
                              group, width, a.dim);
             } else {  // kept until all parts are there; a thread has two of them at most
                 parts[thread * 2 + cut++] = Part{pair, most, total, sums};
@@ -213,14 +241,14 @@ static int decode(const Decode &a) {
         }
     });
 
-    std::vector<float> whole(kept);
+    Lined<float> whole(kept);
     for (size_t at = 0; at < parts.size();) {
         const int64_t pair = parts[at].pair;
         if (pair < 0) {
             ++at;
             continue;
         }
-        float *sums = whole.data(), *most = sums + group * width, *total = most + group;
+        float *sums = whole.data(), *most = sums + padded * width, *total = most + padded;
         std::fill(sums, most, 0.0f);
         std::fill(most, total, NOTHING);
         std::fill(total, total + group, 0.0f);
@@ -237,8 +265,8 @@ static int decode(const Decode &a) {
             }
         }
         const int64_t i = pair / a.kv_heads, head = pair % a.kv_heads;
-        write_out<E>(a.dtype, a.out, (i * a.heads + head * group) * a.dim, sums, total, group,
-                     width, a.dim);
+        write_out<typename Heads::Order>(a.dtype, a.out, (i * a.heads + head * group) * a.dim, sums,
+                                         total, group, width, a.dim);
     }
     return XGPT_OK;
 }
@@ -253,3 +281,7 @@ static int decode_any(const Decode &a) {
 
 }  // namespace XGPT_ISA
 }  // namespace xgpt
+
+#if defined(XGPT_HAS_DOTS) && defined(XGPT_HAS_TILES)
+#include "decode_tiles_isa.h"
+#endif

@@ -5,23 +5,6 @@ namespace XGPT_ISA {
 
 constexpr int KEYS = 2 * W;
 
-/* Memory that begins on a cache line: a register, or a tile's row, is then read from one. */
-template <typename T>
-struct OnLine {
-    using value_type = T;
-    OnLine() = default;
-    template <typename U>
-    OnLine(const OnLine<U> &) {}
-    T *allocate(size_t count) {
-        return static_cast<T *>(::operator new(count * sizeof(T), std::align_val_t(64)));
-    }
-    void deallocate(T *p, size_t) { ::operator delete(p, std::align_val_t(64)); }
-    bool operator==(const OnLine &) const { return true; }
-    bool operator!=(const OnLine &) const { return false; }
-};
-template <typename T>
-using Lined = std::vector<T, OnLine<T>>;
-
 /* One input and KV head as P, float or a pair of bfloat16 (vec_isa.h): keys turned [blocks, width,
  * KEYS], values [keys, width]. Pairs are of a key's neighbours, and of values of two keys: half as
  * many along that side, which `of` tells. */

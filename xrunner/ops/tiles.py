@@ -15,7 +15,7 @@ TILES, BELOW = "avx512_amx", "avx512"
 # Of the largest of the values averaged: weights, and what comes out, are rounded to 8 bits.
 TOLERANCE = 2.0**-6
 # Tokens of spans, heads, KV heads, head size: tiles that are full, cut, and of one row.
-_CASES = (((48, 17), 4, 2, 64), ((1, 70), 3, 1, 80), ((33,), 1, 1, 128))
+_CASES = (((48, 17), 4, 2, 64), ((1, 70), 3, 1, 80), ((130, 33), 12, 2, 128))
 
 
 def differ_by(lib: ctypes.CDLL, levels: Sequence[str]) -> float:
@@ -27,7 +27,7 @@ def differ_by(lib: ctypes.CDLL, levels: Sequence[str]) -> float:
         outs = []
         for level in (BELOW, TILES):
             assert lib.xgpt_use_level(levels.index(level)) == 0, f"{level = }"
-            outs.append(_attended(lib, *arguments))
+            outs.append(torch.cat([_encoded(lib, *arguments), _decoded(lib, *arguments)]))
         by = (outs[0] - outs[1]).abs().max() / arguments[2].abs().max().float()
         found = max(found, float(by.nan_to_num(torch.inf)))
     return found
@@ -43,8 +43,22 @@ def _arguments(seed: int, tokens: tuple[int, ...], heads: int, kv_heads: int,
     return query, keys, values, torch.tensor(tokens)
 
 
-def _attended(lib: ctypes.CDLL, query: Tensor, keys: Tensor, values: Tensor,
-              tokens: Tensor) -> Tensor:
+def _decoded(lib: ctypes.CDLL, query: Tensor, keys: Tensor, values: Tensor,
+             tokens: Tensor) -> Tensor:
+    """Of the first token of each span as the last one of its query. Float32, [spans, h, d]."""
+    spans, kv_heads, longest, dim = keys.shape
+    query, blocks = query[:spans].contiguous(), torch.arange(spans)
+    out = torch.full_like(query, torch.nan)
+    code = lib.xgpt_decode_attention(
+        1, 1, out.data_ptr(), query.data_ptr(), query.stride(0), keys.data_ptr(),
+        values.data_ptr(), blocks.data_ptr(), 1, tokens.data_ptr(), spans, query.shape[1],
+        kv_heads, dim, spans, longest, dim**-0.5, None, 0, 0, 1)
+    assert code == 0, f"{code = }"
+    return out.float()
+
+
+def _encoded(lib: ctypes.CDLL, query: Tensor, keys: Tensor, values: Tensor,
+             tokens: Tensor) -> Tensor:
     """Float32, [T, h, d]."""
     out = torch.full_like(query, torch.nan)
     spans, kv_heads, longest, dim = keys.shape

@@ -1,4 +1,4 @@
-"""Attention of inputs by tiles (AMX), carried out by a handler of refused instructions: all that
+"""Attention by tiles (AMX), carried out by a handler of refused instructions: all that
 tests/xrunner/ops/test_attention_ops.py asks of every implementation, and what is theirs alone."""
 
 from __future__ import annotations
@@ -7,10 +7,16 @@ import emulated_tiles
 import pytest
 import torch
 from emulated_tiles import a_processor_with_tiles, done
+from implementations import num_threads
 
 from xrunner.ops import native, tiles
-from xrunner.ops.attention import encode_attention, packed_attention
-from xrunner.ops.contexts import Cache, encode_context
+from xrunner.ops.attention import (
+    Distances,
+    decode_attention,
+    encode_attention,
+    packed_attention,
+)
+from xrunner.ops.contexts import BlockTable, Cache, decode_context, encode_context
 from xrunner.rules.slots import Span
 
 pytestmark = pytest.mark.skipif(
@@ -61,6 +67,48 @@ def test_an_encoder_s_inputs_are_multiplied_by_tiles() -> None:
         got = packed_attention(joint, 2, [33, 7])
         assert done() > before
     torch.testing.assert_close(got, expected, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize(("group", "dim", "threads"), [
+    (6, 64, 1), (8, 128, 2), (16, 32, 3), (17, 64, 1), (33, 96, 2)])
+def test_decoded_tokens_of_many_heads_are_multiplied_by_tiles(group: int, dim: int,
+                                                              threads: int) -> None:
+    lengths, size = [1, 15, 64, 65, 97, 700], 128
+    generator = torch.Generator().manual_seed(group)
+    query = torch.randn(6, 2 * group, dim, generator=generator).bfloat16()
+    width = -(-max(lengths) // size)
+    blocks = torch.randperm(6 * width, generator=generator).view(6, width)
+    keys, values = torch.randn(2, 6 * width, 2, size, dim, generator=generator).bfloat16()
+    keys[blocks[5, 3], 1, 40] *= 4  # a maximum that comes late
+    for row, length in zip(blocks, lengths, strict=True):  # nobody may look behind the last entry
+        for part in (keys, values):
+            part[row[length // size], :, length % size:] = torch.nan
+            part[row[length // size + 1:]] = torch.nan
+    step = decode_context(lengths, table=BlockTable(blocks, size))
+    with num_threads(threads):
+        expected = decode_attention(query, (keys, values), step)
+        with a_processor_with_tiles():
+            before = done()
+            got = decode_attention(query, (keys, values), step)
+            assert done() > before
+    assert expected.isfinite().all()
+    torch.testing.assert_close(got, expected, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize(("group", "dim", "kv_dtype", "has_bias"), [
+    (5, 64, torch.bfloat16, False), (8, 80, torch.bfloat16, False), (8, 64, torch.float32, False),
+    (8, 64, torch.bfloat16, True)])
+def test_other_decoded_tokens_are_not(group: int, dim: int, kv_dtype: torch.dtype,
+                                      has_bias: bool) -> None:
+    query, cache = torch.randn(1, group, dim).bfloat16(), torch.randn(2, 1, 1, 9, dim).to(kv_dtype)
+    bias = Distances(torch.randn(group, 9), 8) if has_bias else None
+    keys, values = cache
+    step = decode_context([9])
+    expected = decode_attention(query, (keys, values), step, bias=bias)
+    with a_processor_with_tiles():
+        before = done()
+        assert torch.equal(decode_attention(query, (keys, values), step, bias=bias), expected)
+        assert done() == before
 
 
 def test_tiles_that_agree_are_trusted() -> None:
