@@ -56,7 +56,12 @@ def try_graphs(model: StageModel, caches: Sequence[KvCache | BlockCache], slots:
     for cache in caches:
         if cache.store.data_ptr() not in by_store:
             by_store[cache.store.data_ptr()] = _graphs_of(model, cache, capture)
-    own, sizes = list(by_store.values()), sizes_up_to(slots)
+    own = list(by_store.values())
+    # more queries than there are entries are never there, and a trial's rows need one each
+    room = min(graphs.num_entries for graphs in own)
+    sizes = [size for size in sizes_up_to(slots) if size <= room]
+    if not sizes:
+        return Tried([None] * len(caches), "no CUDA graphs: the caches have no room for a query")
     fill = [_Entries(graphs) for graphs in own]
     done, why = 0, None
     try:
@@ -143,8 +148,7 @@ class _Rows(NamedTuple):
         elsewhere, the first with as many entries as a query may have."""
         model, (num_blocks, _, block_size, _) = graphs.model, graphs.layers[0][0].shape
         most = min(graphs.width * block_size, model.spec.max_positions or block_size * graphs.width)
-        deep = -(-size // num_blocks)  # rows that write into one block
-        assert deep <= block_size, f"{size = } rows in {num_blocks} blocks of {block_size}"
+        deep = -(-size // num_blocks)  # rows that write into one block: there are entries enough
         shift = deep if is_second and 2 * deep <= block_size else 0
         count = max(size - 1, 1) if is_second else size
         lines = [[row % num_blocks] + [0] * (graphs.width - 1) for row in range(count)]

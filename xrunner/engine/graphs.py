@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from xgpt.core.errors import XgptError
-from xrunner.devices import free_bytes
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.stage_model import StageModel
 from xrunner.ops import cuda_modules
@@ -83,11 +82,10 @@ class CudaCapture:
         return Captured(graph.replay, out)
 
     def _free_bytes(self) -> int:
+        """What the driver has left: what the graphs' pool keeps between replays is not free."""
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # what torch keeps for later is free
-        free = free_bytes(self._device)
-        assert free is not None, f"{self._device = }"
-        return free
+        torch.cuda.empty_cache()  # what torch keeps for other work is
+        return int(torch.cuda.mem_get_info(self._device)[0])
 
 
 def why_not(model: StageModel | EncoderDecoderStage) -> str | None:
@@ -126,6 +124,12 @@ class DecodeGraphs:
         self.model, self.layers, self._capture = model, layers, capture
         self.width, self.in_blocks = width, in_blocks
         self.steps: dict[int, CapturedStep] = {}
+
+    @property
+    def num_entries(self) -> int:
+        """Tokens that the cache has room for."""
+        num_blocks, _, size, _ = self.layers[0][0].shape
+        return num_blocks * size
 
     def decode(self, inputs: Tensor, step: DecodeContext) -> Tensor:
         """As StageModel.decode, of the groups' cache."""

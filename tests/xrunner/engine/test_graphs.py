@@ -220,6 +220,19 @@ def test_what_they_take_is_not_planned_for_anything_else() -> None:
     assert USABLE_SHARE + 2 * MEMORY_SHARE <= 1 + 1e-9
 
 
+@pytest.mark.parametrize(("blocks", "size", "sizes"), [(3, 2, [1, 2, 4]), (1, 1, [1]), (0, 4, [])])
+def test_a_cache_of_few_entries_has_steps_of_few_queries(tmp_path: Path, blocks: int, size: int,
+                                                         sizes: list[int]) -> None:
+    """More may be planned at most than a small budget of blocks ever admits."""
+    _, model = own_cache(tmp_path)
+    cache = KvCache(kv_shape(model.spec, torch.float32, slots=blocks, capacity=size))
+    capture = Capture()
+    with kernels(), torch.inference_mode():
+        tried = try_graphs(model, [cache], 100, capture)
+    assert sorted(capture.sizes) == sizes
+    assert tried.said.startswith("no CUDA graphs: the caches") == (not sizes)
+
+
 def test_sizes_are_those_that_batches_of_a_group_are_filled_up_to() -> None:
     assert sizes_up_to(1) == [1]
     assert sizes_up_to(11) == [1, 2, 4, 8, 16]
@@ -292,11 +305,6 @@ class FakeCuda:
 
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
         return self._free_bytes.pop(0), 1000
-
-    def memory_reserved(self, device: torch.device) -> int:
-        return 7
-
-    memory_allocated = memory_reserved
 
     @contextmanager
     def graph(self, graph: object, **given: object) -> Iterator[None]:
