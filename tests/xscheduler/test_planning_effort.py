@@ -22,7 +22,7 @@ from xscheduler.spaces.rra import RraSpace
 from xscheduler.spaces.rra_family import FamilyExaminer
 from xscheduler.spaces.rra_points import RraPoints
 from xscheduler.spaces.space import Effort, search_space
-from xscheduler.spaces.tensor_plans import tensor_plans
+from xscheduler.spaces.tensor_plans import all_tensor_plans, tensor_plans
 from xsimulator.policies import make_policy
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.replay.predict import (
@@ -185,6 +185,19 @@ def test_plans_that_are_too_slow_altogether_are_told_so_at_once(monkeypatch):
                      tensor_plans(problem, roofline_of(problem)))
     searched = search_space(space, 1e-9, Effort(gap=GAP))
     assert searched.outcome.upper_bound == -math.inf and sum(asked) == 0
+
+
+def test_on_many_nodes_tensor_parallelism_is_of_whole_nodes_unless_the_job_asks():
+    few, many = (replace(one, model=replace(one.model, num_layers=32)) for one in (
+        toy_problem(nodes=3, per_node=4), toy_problem(nodes=4, per_node=4)))
+    timing = roofline_of(many)
+    every = tensor_plans(few, timing)
+    assert every == all_tensor_plans(few, timing) and (2, 6) in every
+    wholes = tensor_plans(many, timing)
+    assert len(wholes) < len(all_tensor_plans(many, timing)) and (1, 0) in wholes
+    assert {gpus for _, gpus in wholes} == {0, 4, 8, 12, 16}
+    asked = replace(many, fixed=FixedSchedule(tp_degree=2, tp_gpus=6))
+    assert tensor_plans(asked, timing) == [(2, 6)]
 
 
 def test_all_policies_and_copies_look_into_one_flow_of_queries():

@@ -3,8 +3,9 @@
 A group lies within a node. One over several whole nodes is looked at where the job asks for it
 (`schedule.tp_degree`), and where the weights have no room otherwise: its sums go over the network.
 Every (tp_degree, tp_gpus) is a root of its own: neither memory nor, over fast links, throughput is
-monotone in tp_gpus, and there are few values. The other two variables of a policy are searched as
-boxes (xscheduler.spaces.rra, xscheduler.spaces.waa)."""
+monotone in tp_gpus, and there are few values: on MANY_NODES nodes and more those of whole nodes are
+looked at, which leave pipelines of many lengths. The other two variables of a policy are searched
+as boxes (xscheduler.spaces.rra, xscheduler.spaces.waa)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from xsimulator.memory import capacity_bytes
 
 MAX_ENCODE_BATCH = 1 << 20
 SIZE_RATIO = 1.25  # between sizes that are looked at all over a space
+MANY_NODES = 4  # from which on tp_gpus that are no whole nodes are not looked at, unless asked for
 _DEGREES = (1, 2, 4, 8, 16)
 
 
@@ -41,15 +43,21 @@ def tensor_plans(problem: Problem, timing: TimingSource) -> list[TensorPlan]:
         key = "tp_degree" if fixed.tp_gpus is None else "tp_gpus"
         raise wrong("schedule", f"schedule.{key}", getattr(fixed, key), reasons[0] if reasons else
                     f"{cluster.num_devices} devices cannot form a group")
-    timed = _timed(plans, cluster, timing)
+    timed = _timed(plans if fixed.tp_gpus is not None else _likely(plans, cluster), cluster, timing)
     if not timed:
         raise wrong("schedule", "schedule.tp_degree", sorted({plan.tp_degree for plan in plans}),
                     f"none of these can be timed by what there is: {timing.provenance()}")
     return timed
 
 
+def _likely(plans: Sequence[TensorPlan], cluster: Cluster) -> Sequence[TensorPlan]:
+    """Those that are looked at; all where none is of whole nodes."""
+    whole = [plan for plan in plans if plan.tp_gpus % cluster.devices_per_node == 0]
+    return whole if whole and cluster.num_nodes >= MANY_NODES else plans
+
+
 def all_tensor_plans(problem: Problem, timing: TimingSource) -> list[TensorPlan]:
-    """The same whatever the job fixes; [] where there is none."""
+    """All of them, whatever the job fixes; [] where there is none."""
     return _timed(_allocatable(problem, FixedSchedule())[0], problem.cluster, timing)
 
 

@@ -43,8 +43,8 @@ FIRST_PLANS = 6  # of which so many are; of other tensor plans one
 GROUPS_PER_STAGE = 2  # at most
 CHUNKED = "waa-m"  # whose chunks are searched where both ways of dividing devices are
 # Divisions that boxes with chunks are bounded for in one search, times the devices that they
-# divide: what is spent on a large cluster is to be no more than on two nodes of eight.
-CHUNKED_WORK = 24_000
+# divide: what is spent on a large cluster is to be no more than on a node.
+CHUNKED_WORK = 8_000
 WORK_SHARE = 0.25  # of what is left, spent before other boxes have their turn again
 LEFT = "chunks left open: their bounds cost much"
 IMMODEST = "chunks hold more than is encoded in an iteration"  # why a box is not looked into
