@@ -1,6 +1,6 @@
 """Tiles (Intel's AMX) carried out by a handler of refused instructions (emulated_tiles.cpp), for
 processors that lack them but have AVX-512 with bfloat16 pairs: the native operators run as they
-would on a processor with tiles."""
+would on a processor with tiles. On one that has them, they run there."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ _KEPT = Path(__file__).resolve().parents[2] / ".pytest_cache" / "emulated_tiles"
 _FLAGS = ("-std=c++17", "-O2", "-mfma", "-fPIC", "-shared", "-pthread", "-Wall", "-Wextra",
           "-Werror")
 LEVEL, BELOW = "avx512_amx", "avx512_bf16"
+
+
+def are_there() -> bool:
+    """Whether this processor has tiles."""
+    return LEVEL in native.levels()
 
 
 def are_emulated() -> bool:
@@ -51,8 +56,13 @@ def _emulator() -> ctypes.CDLL:
 
 
 def done() -> int:
-    """Instructions of tiles carried out so far."""
-    return int(_emulator().tiles_done())
+    """Instructions of tiles carried out so far; of a processor's own nobody knows."""
+    return 0 if are_there() else int(_emulator().tiles_done())
+
+
+def are_used_since(before: int, is_meant: bool = True) -> bool:
+    """Whether tiles were used, or left alone, as is meant, since so many were done."""
+    return are_there() or (done() > before) == is_meant
 
 
 @contextmanager
@@ -66,11 +76,32 @@ def faulty() -> Iterator[None]:
 
 
 @contextmanager
-def a_processor_with_tiles(level: str = LEVEL) -> Iterator[None]:
-    """The native operators are on one, and use `level`."""
-    lib, emulator = native.library(), _emulator()
+def by_avx512() -> Iterator[None]:
+    """The native operators use it, and no tiles."""
+    lib = native.library()
     assert lib is not None
     before = lib.xgpt_level()
+    native.use_level("avx512")
+    try:
+        yield
+    finally:
+        lib.xgpt_use_level(before)
+
+
+@contextmanager
+def a_processor_with_tiles(level: str = LEVEL) -> Iterator[None]:
+    """The native operators are on one, and use `level`."""
+    lib = native.library()
+    assert lib is not None
+    before = lib.xgpt_level()
+    if are_there():
+        native.use_level(level)
+        try:
+            yield
+        finally:
+            lib.xgpt_use_level(before)
+        return
+    emulator = _emulator()
     lib.xgpt_assume_best_level(native.LEVELS.index(LEVEL))
     assert emulator.tiles_begin() == 0
     try:
