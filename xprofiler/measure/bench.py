@@ -43,19 +43,21 @@ class LayerBench:
     """A stage of `num_stages` with both ends, one shard of `tp_degree` of it, on `device`."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, *, num_stages: int = 1,
-                 tp_degree: int = 1, device: torch.device | str = "cpu",
+                 tp_degree: int | Shard = 1, device: torch.device | str = "cpu",
                  sampling: Sampling = GREEDY,
                  weight_dtype: torch.dtype | None = None) -> None:
-        """`weight_dtype`: as which weights are multiplied; None: as `dtype`."""
-        layer_bytes = spec.decoder_layer_params * dtype.itemsize // tp_degree
+        """`weight_dtype`: as which weights are multiplied; None: as `dtype`.
+        `tp_degree`: of a shard whose products nothing sums, or the shard."""
+        shard = shard_of(tp_degree)
+        layer_bytes = spec.decoder_layer_params * dtype.itemsize // shard.degree
         self.num_layers = max(1, min(math.ceil(spec.num_layers / num_stages),
                                      MAX_WEIGHT_BYTES // layer_bytes))
         self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
         self._sampling = sampling
         stage = StageAssignment(index=0, ranks=(0,), first_layer=0, num_layers=self.num_layers)
         self.model = StageModel(replace(spec, num_layers=self.num_layers), RandomWeights(dtype),
-                                stage, dtype, shard=Shard(degree=tp_degree), device=self.device,
-                                weight_dtype=weight_dtype)
+                                stage, dtype, shard=shard,
+                                device=self.device, weight_dtype=weight_dtype)
         self.model.narrows = False  # a layer is timed with all of its rows
         self.probe = Probe(self.model, clock_of(self.device))
 
@@ -135,6 +137,11 @@ class LayerBench:
             cache.share_layers(layers)
         cache.store[:1 if is_shared else None].fill_(_ENTRY)
         return cache
+
+
+def shard_of(tp_degree: int | Shard) -> Shard:
+    """The first of so many, unless it is given."""
+    return Shard(degree=tp_degree) if isinstance(tp_degree, int) else tp_degree
 
 
 def compaction(cache: KvCache, rows: int, tokens: int, clock: Clock) -> Callable[[], float]:

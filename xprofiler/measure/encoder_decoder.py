@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from xgpt.core.model import ModelSpec
-from xprofiler.measure.bench import GREEDY, MAX_WEIGHT_BYTES, Measurement, compaction
+from xprofiler.measure.bench import GREEDY, MAX_WEIGHT_BYTES, Measurement, compaction, shard_of
 from xprofiler.measure.clock import clock_of
 from xprofiler.measure.probe import StepParts
 from xrunner.engine.kv import KvCache, kv_shape
@@ -32,16 +32,17 @@ class EncoderDecoderBench:
     `tp_degree` of them, on `device`; random weights."""
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, *, num_stages: int = 1,
-                 tp_degree: int = 1, device: torch.device | str = "cpu",
+                 tp_degree: int | Shard = 1, device: torch.device | str = "cpu",
                  sampling: Sampling = GREEDY,
                  weight_dtype: torch.dtype | None = None) -> None:
-        layer_bytes = spec.decoder_layer_params * dtype.itemsize // tp_degree
+        shard = shard_of(tp_degree)
+        layer_bytes = spec.decoder_layer_params * dtype.itemsize // shard.degree
         most = max(MAX_WEIGHT_BYTES // 2 // layer_bytes, 1)
         self.num_layers = min(math.ceil(spec.num_layers / num_stages), most)
         self.num_encoder_layers = min(math.ceil(spec.num_encoder_layers / num_stages), most)
         self.spec, self.dtype, self.device = spec, dtype, torch.device(device)
         self._sampling, self._clock = sampling, clock_of(self.device)
-        classes, shard = ENCODER_DECODER_CLASSES[spec.family], Shard(degree=tp_degree)
+        classes = ENCODER_DECODER_CLASSES[spec.family]
         self._scoring = classes.scoring
         as_type = weight_dtype or dtype
         self._work_dtype = activations_of(as_type, dtype)

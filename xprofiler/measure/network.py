@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from xgpt.core.model import ModelSpec
 from xprofiler.measure.clock import clock_of
+from xprofiler.measure.sums import Sums, seconds_of_sums, summing_bench
 from xprofiler.profile import ALL_REDUCE, HANDOVER, HANDOVER_DIRECT, TRANSFER, Sample, TableKey
 from xrunner.devices import has_own_gpu_each
 from xrunner.engine.kv import KvCache, kv_shape
@@ -31,7 +31,7 @@ from xrunner.transport.messages import TokensMessage
 TRANSFER_BYTES = (2**10, 2**14, 2**17, 2**20, 2**22)
 ALL_REDUCE_ROWS = (1, 6, 36, 216, 1300)  # hidden states of so many tokens
 HANDOVER_TOKENS = (20, 150, 600)
-_ROUNDS, _WARM_UP, _REDUCES = 21, 4, 8
+_ROUNDS, _WARM_UP = 21, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +83,7 @@ class Subject:
     spec: ModelSpec
     dtype: torch.dtype
     device: torch.device
+    weight_dtype: torch.dtype  # as which weights are multiplied
 
     @property
     def row_bytes(self) -> int:
@@ -114,7 +115,8 @@ def measure_network(world: Any, subject: Subject, *, degrees: tuple[int, ...], n
         for link, groups in _scopes(where, degree, near, far):
             tables[TableKey(ALL_REDUCE, degree, link)] = tuple(
                 _on_groups(world, groups, n * subject.row_bytes,
-                           partial(_all_reduce, subject=subject, rows=n, is_direct=can_go_direct))
+                           partial(_all_reduce, subject=subject, degree=degree, rows=n,
+                                   is_direct=can_go_direct))
                 for n in ALL_REDUCE_ROWS)
     return tables
 
@@ -221,25 +223,13 @@ def _ping_pong(rank: int, send: Callable[[], object], receive: Callable[[], obje
     return rounds[_WARM_UP:] if rank == 0 else []
 
 
-def _all_reduce(comm: Any, subject: Subject, rows: int, is_direct: bool) -> list[float]:
-    """What an all-reduce adds to work of a layer's kind: the ranks come to it as skewed as a layer
-    leaves them, and find their caches as it leaves them (design.md section 3.6)."""
-    group = TorchGroup(comm, "nccl") if is_direct else MpiGroup(comm)
-    size, dtype, device = subject.spec.hidden_size, subject.dtype, subject.device
-    hidden = torch.randn(rows, size, device=device).to(dtype)
-    weight = torch.randn(size, size, device=device).to(dtype)
-    clock = clock_of(device)
-
-    def seconds(reduce: Callable[[Tensor], Tensor]) -> float:
-        comm.Barrier()
-        begin = clock.mark()
-        for _ in range(_REDUCES):
-            reduce(linear(hidden, weight))
-        end = clock.mark()
-        clock.settle()
-        return clock.seconds(begin, end) / _REDUCES
-
-    rounds = [seconds(group.all_reduce) - seconds(lambda t: t) for _ in range(_ROUNDS)]
+def _all_reduce(comm: Any, subject: Subject, degree: int, rows: int,
+                is_direct: bool) -> list[float]:
+    """What an all-reduce adds to a real step (xprofiler.measure.sums)."""
+    group, sums = TorchGroup(comm, "nccl") if is_direct else MpiGroup(comm), Sums()
+    bench = summing_bench(subject.spec, subject.dtype, degree, sums, device=subject.device,
+                          weight_dtype=subject.weight_dtype)
+    added = seconds_of_sums(comm, group, bench, sums, rows)
     if isinstance(group, TorchGroup):
         group.close()
-    return [max(s, 0.0) for s in rounds[_WARM_UP:]]
+    return added

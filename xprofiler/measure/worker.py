@@ -38,6 +38,7 @@ from xprofiler.measure.host import head_overhead
 from xprofiler.measure.network import Subject, measure_network, places
 from xprofiler.measure.ranks import Ranks, connect, own_device
 from xprofiler.measure.recorder import Recorder
+from xprofiler.measure.sums import Bench
 from xprofiler.noise import worth_again
 from xprofiler.points import Kind, Needs, Point, quick_points, refinement, skeleton
 from xprofiler.profile import (
@@ -63,7 +64,6 @@ _ATTENTION_LAYERS = 2  # of a step that is taken for its attention alone
 _QUICK_WEIGHT_BYTES, _QUICK_KV_BYTES, _QUICK_ROWS = 2**26, 2**28, 4200
 _LEAST_LAYERS, _MOST_LAYERS = 2, 6
 _GROUP = 8  # points between two calibrations
-Bench = LayerBench | EncoderDecoderBench  # one shard: a stage's layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +255,8 @@ class Measuring:
             raise XgptError(f"the profile is to be of {nodes} nodes, and MPI finds all ranks on "
                             "one: no transfer over the network can be timed")
         self._recorder.add_network(measure_network(
-            ranks.world, Subject(spec=self._spec, dtype=self._dtype, device=self._device),
+            ranks.world, Subject(spec=self._spec, dtype=self._dtype, device=self._device,
+                                weight_dtype=self._weight_dtype),
             degrees=tuple(d for d in request.degrees if d <= ranks.size), near=request.near,
             far=request.far))
 
