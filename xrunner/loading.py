@@ -85,7 +85,7 @@ class Loaded(NamedTuple):
 def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
          shelf: Shelf) -> Loaded:
     rank = world.comm.rank
-    replica = replica_of(schedule.deployment, rank)
+    replica = replica_of(schedule.estimate, rank)
     pool, stage = next((pool, stage) for pool in replica.pools for stage in pool.stages
                        if rank in stage.ranks)
     invariant.ask(plan.deterministic)

@@ -95,12 +95,13 @@ class RunPlan:
 def weights_key(plan: RunPlan, schedule: Schedule) -> dict[str, str]:
     """What the ranks hold in memory before the first query, by what may differ, in words: two runs
     of which it is equal can be had from the same ranks, one after the other."""
-    deployment = [(pool.name, pool.role, [asdict(stage) for stage in pool.stages])
-                  for pool in schedule.deployment.pools]
+    shapes = [([(pool.name, pool.role, [asdict(stage) for stage in pool.stages])
+                for pool in shape.deployment.pools], shape.deployment.replicas)
+              for shape in schedule.estimate.shapes]
     files = dict(sorted(plan.model_files.items()))
     return {"model": json.dumps(files) if files else str(plan.model_dir), "engine": plan.engine,
             "dtype": plan.dtype, "weight_dtype": plan.weight_dtype, "device": plan.device_kind,
-            "layout of ranks and stages": json.dumps([deployment, schedule.deployment.replicas]),
+            "layout of ranks and stages": json.dumps(shapes),
             "kind of products": "deterministic" if plan.deterministic else "usual",
             "number of threads": str(plan.threads_per_rank)}
 

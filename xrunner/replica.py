@@ -1,16 +1,23 @@
-"""The copies of a deployment: which ranks each has, and in which of them a rank is."""
+"""The copies of a deployment: which ranks each has, what it executes, and in which of them a rank
+is."""
 
 from dataclasses import dataclass, replace
 
-from xgpt.core.schedule import Deployment, Pool
+from xgpt.core.schedule import Deployment, Estimate, Pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
-    """One whole copy: `own` is the deployment of it alone, on its ranks among all."""
+    """One whole copy: `estimate` is what it alone executes, on its ranks among all; `first_stage`
+    the number of its first stage among all replicas' stages."""
 
     number: int
-    own: Deployment
+    estimate: Estimate
+    first_stage: int
+
+    @property
+    def own(self) -> Deployment:
+        return self.estimate.deployment
 
     @property
     def pools(self) -> tuple[Pool, ...]:
@@ -27,16 +34,24 @@ class Replica:
 
     def world_stage(self, index: int) -> int:
         """The number, among all replicas' stages, of its stage `index`."""
-        return self.number * sum(len(pool.stages) for pool in self.pools) + index
+        return self.first_stage + index
 
 
-def replicas_of(deployment: Deployment) -> tuple[Replica, ...]:
+def replicas_of(estimate: Estimate) -> tuple[Replica, ...]:
     """All of them, in the order of their ranks."""
-    return tuple(Replica(number=number, own=replace(
-        deployment, pools=deployment.pools_of(number), replicas=1))
-                 for number in range(deployment.replicas))
+    found, first_rank, first_stage = list[Replica](), 0, 0
+    for shape in estimate.shapes:
+        one, deployment = shape.one_copy, shape.deployment
+        for copy in range(deployment.replicas):
+            pools = deployment.pools_of(copy, first_rank=first_rank)
+            found.append(Replica(
+                number=len(found), first_stage=first_stage, estimate=replace(
+                    one, deployment=replace(one.deployment, pools=pools))))
+            first_stage += len(deployment.stages)
+        first_rank += deployment.num_devices
+    return tuple(found)
 
 
-def replica_of(deployment: Deployment, rank: int) -> Replica:
+def replica_of(estimate: Estimate, rank: int) -> Replica:
     """The one in which the rank is."""
-    return next(replica for replica in replicas_of(deployment) if rank in replica.ranks)
+    return next(replica for replica in replicas_of(estimate) if rank in replica.ranks)

@@ -89,7 +89,7 @@ def _lead_decoding(plan: RunPlan, schedule: Schedule, world: World, loaded: Load
     receiver = loaded.executor.receiver
     assert receiver is not None
     link = FromEncodePool(world.comm, receiver, encode_head=loaded.replica.head)
-    head = Head(rule=_rule_of(loaded.pool, schedule), executor=loaded.executor, link=link,
+    head = Head(rule=_rule_of(loaded.pool, loaded.replica), executor=loaded.executor, link=link,
                 neighbours=Neighbours(world.comm, loaded.route), sink=link, clock=clock,
                 vocabulary=_vocabulary(plan, loaded))
     head.start()
@@ -100,16 +100,16 @@ def _lead_replica(plan: RunPlan, schedule: Schedule, world: World, loaded: Loade
                   clock: Stopwatch) -> None:
     """The first rank of a replica other than the first is its head; rank 0 says what it works, and
     hears what is done."""
-    rule, spool = _rule_of(loaded.pool, schedule), Spool(plan.output)
+    rule, spool = _rule_of(loaded.pool, loaded.replica), Spool(plan.output)
     supply = FromRankZero(world.comm, loaded.replica.number, partial(query_of, spool, plan),
                           tells_lengths=plan.is_watched and isinstance(rule, RraRule))
     head = Head(rule=rule, executor=loaded.executor, sink=supply, clock=clock,
                 neighbours=Neighbours(world.comm, loaded.route),
                 vocabulary=_vocabulary(plan, loaded),
-                link=_link(rule, schedule, loaded.replica, world.comm, supply))
+                link=_link(rule, loaded.replica, world.comm, supply))
     _make_room(head, plan)
     head.roster.extent = _extent(spool, Answered(0, frozenset()))
-    head.start(_spare_bytes(schedule))
+    head.start(_spare_bytes(loaded.replica))
     _serve(head, world, clock)
 
 
@@ -128,7 +128,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     loaded = load(plan, schedule, world, clock, shelf)
     sink, order = RunSink(plan, num_queries=len(queries), before=before), order_of(
         len(queries), plan, before)
-    rule = _rule_of(loaded.pool, schedule)
+    rule = _rule_of(loaded.pool, loaded.replica)
     num_left = len(queries) - before.total - len(plan.aside)
     others = _other_replicas(plan, schedule, world.comm, sink, queries, order)
     supply = others or FromSpool(
@@ -137,7 +137,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     head = Head(rule=rule, executor=loaded.executor, sink=others or sink, clock=clock,
                 neighbours=Neighbours(world.comm, loaded.route),
                 vocabulary=_vocabulary(plan, loaded),
-                link=_link(rule, schedule, loaded.replica, world.comm, supply))
+                link=_link(rule, loaded.replica, world.comm, supply))
     _make_room(head, plan)
     if plan.is_watched:
         sink.launcher = LauncherLink(plan.output, first_query=before.total,
@@ -149,7 +149,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
         supply.look(head)
     else:
         others.start(head)
-    head.start(_spare_bytes(schedule))
+    head.start(_spare_bytes(loaded.replica))
 
     def report() -> RankReport:
         loaded.executor.close()
@@ -162,7 +162,8 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
 def _other_replicas(plan: RunPlan, schedule: Schedule, comm: Comm, sink: RunSink,
                     queries: Sequence[PreparedQuery], order: Iterator[int]) -> ToReplicas | None:
     """Rank 0's end of the links to them; None where there is one replica."""
-    heads = [replica.head for replica in replicas_of(schedule.deployment)[1:]]
+    replicas = replicas_of(schedule.estimate)
+    heads = [replica.head for replica in replicas[1:]]
     if not heads:
         return None
     spool, places = Spool(plan.output), array("q", order)
@@ -171,7 +172,8 @@ def _other_replicas(plan: RunPlan, schedule: Schedule, comm: Comm, sink: RunSink
     rows = np.array(places, np.int64)
     tokens = expected_tokens(spool.input_tokens[rows], spool.most_outputs[rows],
                              plan.mean_output_tokens, is_forced[rows])
-    router = Router(tokens, windows=[window_of(schedule.estimate)] * (1 + len(heads)),
+    router = Router(tokens, windows=[window_of(replica.estimate) for replica in replicas],
+                    speeds=[replica.estimate.figures.throughput_qps for replica in replicas],
                     routing=plan.routing)
     return ToReplicas(comm, sink, router, queries, places, heads)
 
@@ -207,24 +209,24 @@ def _make_room(head: Head, plan: RunPlan) -> None:
         head.rule.make_room(plan.slots, plan.kv_tokens)
 
 
-def _spare_bytes(schedule: Schedule) -> int:
-    figures = schedule.figures
+def _spare_bytes(replica: Replica) -> int:
+    figures = replica.estimate.figures
     return max(figures.memory_capacity_bytes - max(figures.memory_bytes), 0)
 
 
-def _rule_of(pool: Pool, schedule: Schedule) -> BatchingRule:
-    names = [other.name for other in schedule.deployment.pools]
-    return rules_for(schedule.estimate)[names.index(pool.name)]
+def _rule_of(pool: Pool, replica: Replica) -> BatchingRule:
+    names = [other.name for other in replica.pools]
+    return rules_for(replica.estimate)[names.index(pool.name)]
 
 
-def _link(rule: BatchingRule, schedule: Schedule, replica: Replica, comm: Comm,
+def _link(rule: BatchingRule, replica: Replica, comm: Comm,
           supply: Supply | None) -> PoolLink:
     """What ties the pool of `rule`, which encodes, to the decode pool of its replica."""
     if len(replica.pools) == 1:
         return Alone(supply)
     assert isinstance(rule, EncodingRule), f"{rule = }"
     decode = replica.own.decoding
-    return ToDecodePool(comm, rule, _rule_of(decode, schedule), decode.stages[0].ranks[0], supply)
+    return ToDecodePool(comm, rule, _rule_of(decode, replica), decode.stages[0].ranks[0], supply)
 
 
 def _vocabulary(plan: RunPlan, loaded: Loaded) -> Vocabulary:
@@ -235,15 +237,17 @@ def _vocabulary(plan: RunPlan, loaded: Loaded) -> Vocabulary:
 
 
 def _check_fits(schedule: Schedule, comm: Comm) -> None:
-    deployment, name = schedule.deployment, schedule.controls.policy
-    roles, expected = [pool.role for pool in deployment.pools], list(policy(name).pools)
-    if roles != expected:
-        raise XgptError(f"the schedule's stages have the roles {roles}; {name} has {expected}")
-    ranks = sorted(rank for replica in replicas_of(deployment) for rank in replica.ranks)
+    for shape in schedule.estimate.shapes:
+        roles, expected = [pool.role for pool in shape.deployment.pools], list(
+            policy(shape.policy).pools)
+        if roles != expected:
+            raise XgptError(f"the schedule's stages have the roles {roles}; {shape.policy} has "
+                            f"{expected}")
+    ranks = sorted(rank for replica in replicas_of(schedule.estimate) for rank in replica.ranks)
     if ranks != list(range(comm.size)):
         raise XgptError(f"the schedule's stages have the ranks {ranks}, the launcher started "
                         f"{comm.size}")
-    first = deployment.stages[0].ranks
+    first = schedule.deployment.stages[0].ranks
     if first[0] != 0:
         raise XgptError(f"the schedule's first stage has the ranks {first}: rank 0 must be its "
                         "first, since it decides")

@@ -91,7 +91,7 @@ def has_room(problem: Problem) -> bool:
 
 def idle_note(cluster: Cluster, estimate: Estimate) -> str:
     """What is said of devices that no copy has; "" where there are none."""
-    idle = cluster.num_devices - estimate.deployment.num_devices
+    idle = cluster.num_devices - estimate.num_devices
     if idle <= 0:
         return ""
     each, copies = estimate.deployment.devices_per_replica, estimate.deployment.replicas

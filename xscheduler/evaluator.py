@@ -174,9 +174,9 @@ def _runnable(problem: Problem, estimate: Estimate) -> tuple[QueryLengths, IntAr
         known = QueryLengths(inputs=inputs, most_outputs=outputs, outputs=outputs)
     if known is None:
         return None
-    runs = known.reserves <= estimate.deployment.group_kv_tokens
+    runs = known.reserves <= estimate.longest_query
     runs &= output_room(problem.model, known.inputs) >= 1
-    runs &= known.inputs <= (estimate.deployment.encoding.kv_tokens or np.inf)
+    runs &= known.inputs <= (estimate.longest_input or np.inf)
     return known, np.flatnonzero(runs)
 
 

@@ -28,7 +28,7 @@ from xgpt.core.schedule import (  # noqa: E402
     Rejected,
     Schedule,
 )
-from xgpt.core.schedule_file import SCHEDULE_VERSION  # noqa: E402
+from xgpt.core.schedule_file import SCHEDULE_VERSION, WITH_OTHERS  # noqa: E402
 from xgpt.core.sweep_axes import AXES as AXES_OF_SWEEP  # noqa: E402
 from xgpt.report.expected import VERSION as EXPECTED_VERSION  # noqa: E402
 from xgpt.report.lanes import KINDS  # noqa: E402
@@ -205,9 +205,10 @@ def schedule_schema() -> Json:
     """A section for each part; the estimate's stand beside the others."""
     own = of_fields(Schedule)["properties"]
     estimate = of_fields(Estimate)["properties"]
-    return of_keys({"version": {"const": SCHEDULE_VERSION}, "policy": text("its name"),
+    return of_keys({"version": {"enum": [SCHEDULE_VERSION, WITH_OTHERS]},
+                    "policy": text("its name"),
                     **estimate, **{key: own[key] for key in own if key != "estimate"}},
-                   words=" ".join((Schedule.__doc__ or "").split()))
+                   words=" ".join((Schedule.__doc__ or "").split()), without=("others",))
 
 
 def sweep_schema(job: Json) -> Json:

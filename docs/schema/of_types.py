@@ -41,9 +41,12 @@ def of_type(kind: Any) -> Json:
 def of_fields(kind: Any, **others: Json) -> Json:
     """An object with all fields of a dataclass or NamedTuple, and `others`."""
     names = [each.name for each in fields(kind)] if is_dataclass(kind) else kind._fields
-    hints = get_type_hints(kind)
-    return of_keys({**{name: of_type(hints[name]) for name in names}, **others},
-                   words=" ".join((kind.__doc__ or "").split()))
+    hints, words = get_type_hints(kind), " ".join((kind.__doc__ or "").split())
+    # those of its own kind, which have none
+    inner = {name for name in names if hints[name] == tuple[kind, ...]}
+    own = {name: of_type(hints[name]) for name in names if name not in inner}
+    alone = {"type": "array", "items": of_keys(own)}
+    return of_keys({**own, **dict.fromkeys(inner, alone), **others}, words=words)
 
 
 def of_keys(properties: Mapping[str, Json], *, words: str = "", without: tuple[str, ...] = (),

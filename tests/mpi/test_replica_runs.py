@@ -25,8 +25,11 @@ from replayed import problem_of, replayed_steps  # noqa: E402
 from xgpt.app.opened import open_file  # noqa: E402
 from xgpt.core.job import LEAST_TOKENS  # noqa: E402
 from xgpt.core.queries import QueryLengths  # noqa: E402
+from xgpt.core.schedule_file import load_schedule  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
+from xrunner.rules.windows import window_of  # noqa: E402
 from xsimulator.policies import make_policy  # noqa: E402
+from xsimulator.policies.continuous.config import ContinuousConfig  # noqa: E402
 from xsimulator.policies.rra.config import RraConfig  # noqa: E402
 from xsimulator.policies.waa.config import WaaConfig  # noqa: E402
 from xsimulator.replay.job import replay_job  # noqa: E402
@@ -79,6 +82,48 @@ def test_two_replicas_of_two_ranks(llama: tuple[Path, Any], tmp_path: Path, poli
         assert [(s["kind"], s["group"], s["phase"], s["iteration"], s["queries"]) for s in steps
                 if s["stage"] == first] == replayed_steps(replayed.pools[0])
         assert all(s["replica"] == replica for s in steps if s["stage"] == first)
+
+
+@pytest.mark.slow  # test_replicas.py has two shapes on threads
+def test_a_copy_of_two_ranks_beside_one_of_one(llama: tuple[Path, Any], tmp_path: Path) -> None:
+    """By schedules of their own: RRA in a pipeline, and Sarathi."""
+    directory, reference = llama
+    queries, out = toys.random_queries(40, seed=8), tmp_path / "out"
+    answers = {q.id: toys.generate(reference, q) for q in queries}
+    lengths = np.array([[len(q.input_ids), len(answers[q.id])] for q in queries])
+    problem, part = problem_of(directory, lengths, 3), problem_of(directory, lengths, 1)
+    timing = Roofline(problem.model, problem.cluster.device, "float32")
+    two = make_policy("rra", problem_of(directory, lengths, 2), timing).estimate(
+        RraConfig(encode_batch=9, decode_iterations=4)).changed(kv_tokens=20_000)
+    one = make_policy("sarathi", part, timing).estimate(
+        ContinuousConfig(max_active=24, token_budget=16)).changed(kv_tokens=20_000)
+    for estimate in (two, one):  # a window holds a copy's share: see test_family_runs.py
+        window = window_of(estimate)
+        assert max(window.waiting, window.present) >= 27
+    out.mkdir()
+    given(two.beside((one,)), problem, out / "schedule.json")
+    assert load_schedule(out / "schedule.json").estimate == two.beside((one,))
+    run(directory, out, as_requests(queries), ranks=3)
+
+    results = read_lines(out / "results.jsonl")
+    assert {r["id"]: r["output_ids"] for r in results} == answers and len(results) == 40
+    measured = json.loads((out / "measured.json").read_text())
+    assert [(s["stage"], s["replica"], s["ranks"]) for s in measured["stages"]] == [
+        (0, 0, [0]), (1, 0, [1]), (2, 1, [2])]
+    steps = read_lines(out / "steps.jsonl")
+    for replica, (estimate, first) in enumerate([(two, 0), (one, 2)]):
+        own = sorted((r for r in results if r["replica"] == replica),
+                     key=lambda r: (r["encode_start_s"], r["index"]))
+        replayed = replay_job(problem, timing, estimate, QueryLengths(
+            inputs=np.array([r["input_tokens"] for r in own]),
+            outputs=np.array([r["output_tokens"] for r in own]),
+            most_outputs=np.array([queries[r["index"]].max_new_tokens for r in own])))
+        pool = replayed.pools[0]
+        assert [(s["kind"], s["phase"], s["iteration"], s["queries"]) for s in steps
+                if s["stage"] == first] == [
+            (step.kind.value, step.phase, step.iteration, encoded + decoded)
+            for step, encoded, decoded in zip(pool.steps, pool.encoded.tolist(),
+                                              pool.decoded.tolist(), strict=True)]
 
 
 @pytest.mark.slow

@@ -51,10 +51,11 @@ class Attribution:
 def attribute(problem: Problem, timing: TimingSource, schedule: Schedule, output: Path,
               predicted_s: float) -> Attribution | None:
     """Attributes the time of the whole run in `output`; None where its record does not tell: it was
-    stopped or resumed, is longer than the log, or of more queries than a prediction replays. Of
-    several copies of the model the last to be done decides, each with the queries that it took."""
+    stopped or resumed, is longer than the log, of more queries than a prediction replays, or by
+    copies of several shapes. Of several copies of the model the last to be done decides, each with
+    the queries that it took."""
     estimate = schedule.estimate
-    if (problem.num_queries or 0) > MOST_PREDICTED:
+    if (problem.num_queries or 0) > MOST_PREDICTED or estimate.others:
         return None
     try:
         recordings = load_recordings(output, estimate.deployment)

@@ -59,7 +59,7 @@ def _schedule_of(opened: OpenedJob) -> tuple[OpenedJob, Schedule] | None:
     this job can execute."""
     try:
         schedule = load_schedule(opened.job.output / "schedule.json")
-        own = on_ranks(opened, schedule.deployment.num_devices)
+        own = on_ranks(opened, schedule.estimate.num_devices)
     except (InputError, OSError):
         return None
     return (own, schedule) if schedule.fingerprint == own.problem.fingerprint else None

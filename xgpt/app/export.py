@@ -27,7 +27,7 @@ def export(job: Job, overrides: Sequence[str], tell: Teller, *, to: str, image: 
            claim: str) -> str:
     """The file's text. Raises InputError for a job that such a file cannot run."""
     plan = plan_job(open_job(job, tell, "lengths"))
-    cluster, num_devices = plan.opened.problem.cluster, plan.schedule.deployment.num_devices
+    cluster, num_devices = plan.opened.problem.cluster, plan.schedule.estimate.num_devices
     each = min(cluster.devices_per_node, num_devices)
     nodes = -(-num_devices // each)
     _check(job, to, nodes)

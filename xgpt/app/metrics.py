@@ -103,7 +103,7 @@ def _measured_beside_predicted(opened: OpenedJob, schedule: Schedule, measured: 
             "loaded_bytes", "loaded_from_disk_bytes", "disk_bytes_per_s")},
         "operators": measured.get("operators"),
         "model_source": opened.files.served_by, "weights": job.run.weights,
-        "ranks": schedule.deployment.num_devices, "dtype": opened.problem.dtype,
+        "ranks": schedule.estimate.num_devices, "dtype": opened.problem.dtype,
         "weight_dtype": opened.problem.weight_dtype,
         "date": datetime.now().astimezone().isoformat("T", "seconds"),
         "machine": {"device": cluster.device.name,
@@ -118,7 +118,5 @@ def _measured_beside_predicted(opened: OpenedJob, schedule: Schedule, measured: 
 def _kv_bytes(problem: Problem, schedule: Schedule) -> list[int]:
     """What each rank of a stage may hold of KV entries by the schedule, for the stages of all
     replicas."""
-    deployment, one = schedule.deployment, list[int]()
-    for pool in deployment.pools:
-        one += [int(held) for held in kv_bytes(problem, pool.stages, pool.kv_tokens)]
-    return one * deployment.replicas
+    return [int(held) for pool in schedule.estimate.all_pools
+            for held in kv_bytes(problem, pool.stages, pool.kv_tokens)]

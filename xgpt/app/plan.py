@@ -265,7 +265,7 @@ def settled(opened: OpenedJob, given: Estimate | None = None) -> tuple[OpenedJob
     """The job on one layout, and its times: on the ranks of the estimate given, else where it is
     planned, or where no plan of it is on the fewest ranks."""
     if given is not None:
-        opened = on_ranks(opened, given.deployment.num_devices)
+        opened = on_ranks(opened, given.num_devices)
         return opened, timing_of(opened)
     if len(on_open_layouts(opened)) == 1:
         (opened,) = on_open_layouts(opened).values()

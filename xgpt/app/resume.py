@@ -13,7 +13,7 @@ from xgpt.app.opened import OpenedJob
 from xgpt.app.run_files import RESULTS_FILE, is_told_done, kept
 from xgpt.core.choices import parts
 from xgpt.core.policies import policy
-from xgpt.core.schedule import Schedule
+from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.schedule_file import load_schedule
 from xgpt.core.spool import num_queries
 from xgpt.report.table import paragraph
@@ -101,7 +101,10 @@ def take_over(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
 
 def _executed(schedule: Schedule) -> tuple[object, ...]:
     """What is executed. (The memory that there is to plan with changes from hour to hour.)"""
-    controls, names = schedule.controls, policy(schedule.controls.policy).variable_names
-    deployment = schedule.deployment
+    return tuple(_of_shape(shape) for shape in schedule.estimate.shapes)
+
+
+def _of_shape(shape: Estimate) -> tuple[object, ...]:
+    controls, names = shape.controls, policy(shape.policy).variable_names
     own = (getattr(controls, name) for name in ("policy", *names))
-    return deployment.stages, deployment.replicas, *own
+    return shape.deployment.stages, shape.deployment.replicas, *own

@@ -84,11 +84,14 @@ def open_to_run(job: Job, tell: Teller, standby: Ahead | None = None) -> OpenedJ
 def to_run(opened: OpenedJob, schedule: Schedule, source: Path) -> Plan:
     """A schedule, from the file `source`, as the job's engine executes it. Raises InputError for
     one of another job, or that the engine does not execute."""
-    opened = on_ranks(opened, schedule.deployment.num_devices)
+    opened = on_ranks(opened, schedule.estimate.num_devices)
     if schedule.fingerprint != opened.problem.fingerprint:
         raise wrong(source, "fingerprint", schedule.fingerprint,
                     f"this job's is {opened.problem.fingerprint}: another model, dtype or number "
                     "of ranks; find a schedule for this job with `xgpt schedule`")
+    if schedule.estimate.others and opened.problem.cluster.num_nodes > 1:
+        raise wrong(source, "others", len(schedule.estimate.others),
+                    "none on several nodes: copies of several shapes lie on one")
     opened = executable(opened, schedule)
     return Plan(schedule=schedule, opened=opened, timing=timing_of(opened), horizon="job")
 
@@ -192,7 +195,7 @@ def _start(opened: OpenedJob, plan: RunPlan, schedule: Schedule, lock: int,
     (output / "measured.json").unlink(missing_ok=True)
     figures, engine = schedule.estimate.figures, engine_of(opened.job)
     command = program_of(opened.job, engine.worker, run_file)
-    count = 1 if command else schedule.deployment.num_devices  # of our own processes
+    count = 1 if command else schedule.estimate.num_devices  # of our own processes
     guard = Guard(output, None if not engine.tells_steps else StallWatch(
         output, ranks=count, limit_s=opened.job.run.stall_timeout_s,
         step_s=figures.encode_s))
@@ -208,7 +211,7 @@ def _start(opened: OpenedJob, plan: RunPlan, schedule: Schedule, lock: int,
         module=engine.worker, argument=run_file, inherited=(lock,), command=command,
         standby=opened.standby, holds=weights_key(plan, schedule),
         count=count, per_node=ranks_per_node(
-            schedule.deployment, opened.problem.cluster.devices_per_node))
+            schedule.estimate, opened.problem.cluster.devices_per_node))
     try:
         launcher_of(opened.job, opened.problem).run(
             program, watch=watch, ask_to_stop=StopRequest(output).make)

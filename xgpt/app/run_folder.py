@@ -50,8 +50,8 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule, requests: Requests) ->
     assert files is not None, "a run needs the model's files"
     if job.run.weights == "random":
         write_random_model(files.directory, files.spec)
-    query_tokens = schedule.estimate.deployment.group_kv_tokens
-    most_input = schedule.estimate.deployment.encoding.kv_tokens
+    query_tokens = schedule.estimate.longest_query
+    most_input = schedule.estimate.longest_input
     # what no request needs decides nothing: a run may go on by another schedule
     if (longest := _longest(opened, requests)) is not None:
         longest_input, longest_reserve = longest
@@ -114,7 +114,7 @@ def going_on(plan: RunPlan, schedule: Schedule) -> RunPlan | None:
     if begun is plan or not before.total or (total is not None and before.total >= total):
         return plan
     # where a schedule holds more than query_kv_tokens, that is the longest request
-    holds_longest = plan.query_kv_tokens < schedule.estimate.deployment.group_kv_tokens
+    holds_longest = plan.query_kv_tokens < schedule.estimate.longest_query
     holds_queries = holds_longest or begun.query_kv_tokens <= plan.query_kv_tokens
     holds_inputs = not plan.most_input_tokens or (  # 0: any input
         0 < begun.most_input_tokens <= plan.most_input_tokens)

@@ -128,6 +128,8 @@ def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -
         replace(problem, fixed=replace(fixed, replicas=fixed.replicas or 1)))[0][0]
     form: Any = make_policy(name, of_copy, timing)
     estimate: Estimate = form.estimate(config).in_copies(of_copy.copies)
+    if given is not None:
+        estimate = estimate.beside(given.others)
     if math.isinf(estimate.figures.latency_s):
         words = form.beyond(config, REFUSED_BEYOND) if hasattr(form, "beyond") else [
             "a size of this schedule lies beyond that"]
@@ -162,7 +164,7 @@ def steady_timeline(problem: Problem, estimate: Estimate, result: ReplayResult) 
 
 def _stage_names(problem: Problem, estimate: Estimate) -> list[str]:
     kind = "GPU" if problem.cluster.device.kind == "gpu" else "worker"
-    return timeline.stage_names(estimate.deployment.all_pools, kind)
+    return timeline.stage_names(estimate.all_pools, kind)
 
 
 def _figures(result: ReplayResult, steady: SteadyFigures | None, copies: int) -> ReplayFigures:

@@ -127,13 +127,13 @@ class Rescheduler:
 
 def rescheduler_of(opened: OpenedJob, timing: TimingSource,
                    schedule: Schedule) -> Rescheduler | None:
-    """Makes the rescheduler of a run; None where the job wants none, or where there is nothing to
-    observe or to change."""
+    """Makes the rescheduler of a run; None where the job wants none, where there is nothing to
+    observe or to change, or where copies are of several shapes, each with a schedule of its own."""
     job, problem, estimate = opened.job, opened.problem, schedule.estimate
     known, fixed, row = problem.queries, job.schedule, policy(estimate.policy)
     is_fixed = (fixed.encode_batch is not None or fixed.max_active is not None) and (
         not row.is_changeable or fixed.decode_iterations is not None)
-    if job.run.reschedule is None or not engine_of(job).is_changeable or (
+    if estimate.others or job.run.reschedule is None or not engine_of(job).is_changeable or (
             not row.is_searched or is_fixed):
         return None
     is_observing = job.workload.output_tokens.kind == "observe"

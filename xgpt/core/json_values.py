@@ -60,5 +60,7 @@ def estimate_keys(estimate: Estimate) -> dict[str, Any]:
                    "num_groups": pool.num_groups, "stages": len(pool.stages)}
                   for pool in deployment.pools],
         "stages": [{**asdict(stage), "role": pool.role} for pool in deployment.pools
-                   for stage in pool.stages], "notes": estimate.notes}
+                   for stage in pool.stages], "notes": estimate.notes,
+        **({"others": [estimate_keys(other) for other in estimate.others]}
+           if estimate.others else {})}
     return {"policy": keys.pop("policy"), **keys}

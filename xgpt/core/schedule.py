@@ -117,9 +117,10 @@ class Deployment:
         """KV entries (tokens) of each group of the pool that decodes."""
         return self.decoding.group_kv_tokens
 
-    def pools_of(self, copy: int) -> tuple[Pool, ...]:
-        """The pools of a copy (0 is the first), with the ranks that it has."""
-        first = copy * self.devices_per_replica
+    def pools_of(self, copy: int, *, first_rank: int = 0) -> tuple[Pool, ...]:
+        """The pools of a copy (0 is the first), with the ranks that it has; `first_rank`: of the
+        first copy, where others come before it."""
+        first = first_rank + copy * self.devices_per_replica
         return tuple(replace(pool, stages=tuple(
             replace(stage, ranks=tuple(first + rank for rank in stage.ranks))
             for stage in pool.stages)) for pool in self.pools)
@@ -169,12 +170,67 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """One configuration: what is executed, where, and what is expected of it."""
+    """One configuration: what is executed, where, and what is expected of it.
+
+    `others`: copies of another shape, on the ranks behind these, which share the queries with them
+    by a schedule of their own; their throughputs are in those of `figures` as well. They have no
+    others."""
 
     controls: Controls
     deployment: Deployment
     figures: Figures
     notes: tuple[str, ...] = ()
+    others: tuple[Estimate, ...] = ()
+
+    @property
+    def shapes(self) -> tuple[Estimate, ...]:
+        """The copies of each shape by themselves, in the order of their ranks."""
+        return (self.beside(()), *self.others)
+
+    @property
+    def all_pools(self) -> tuple[Pool, ...]:
+        """The pools of every copy of all shapes, in the order of their ranks."""
+        pools, first_rank = list[Pool](), 0
+        for shape in (self, *self.others):
+            for copy in range(shape.deployment.replicas):
+                pools += shape.deployment.pools_of(copy, first_rank=first_rank)
+            first_rank += shape.deployment.num_devices
+        return tuple(pools)
+
+    @property
+    def longest_query(self) -> int:
+        """KV entries (tokens) of the longest query that a copy of any shape can take."""
+        return min(shape.deployment.group_kv_tokens for shape in (self, *self.others))
+
+    @property
+    def longest_input(self) -> int:
+        """Tokens of the longest input that a copy of any shape can encode; 0: any."""
+        room = [tokens for shape in (self, *self.others)
+                if (tokens := shape.deployment.encoding.kv_tokens)]
+        return min(room, default=0)
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the copies of all shapes."""
+        return sum(shape.deployment.num_devices for shape in (self, *self.others))
+
+    @property
+    def num_copies(self) -> int:
+        """Copies of all shapes."""
+        return sum(shape.deployment.replicas for shape in (self, *self.others))
+
+    def beside(self, others: tuple[Estimate, ...]) -> Estimate:
+        """The same copies beside these others, in place of those that they are beside."""
+        def total(name: str) -> float:
+            more = sum(getattr(other.figures, name) for other in others)
+            less = sum(getattr(other.figures, name) for other in self.others)
+            return float(getattr(self.figures, name) + more - less)
+
+        if others == self.others:
+            return self
+        return replace(self, others=others, figures=replace(
+            self.figures, throughput_qps=total("throughput_qps"),
+            output_tokens_per_s=total("output_tokens_per_s")))
 
     @property
     def policy(self) -> str:
@@ -200,11 +256,13 @@ class Estimate:
         return self.in_copies(1)
 
     def in_copies(self, count: int) -> Estimate:
-        """The same configuration in so many copies, which answer as many times the queries."""
-        figures, more = self.figures, count / self.deployment.replicas
+        """The same configuration in so many copies, which answer as many times the queries, and
+        none of another shape."""
+        own = self.beside(())
+        figures, more = own.figures, count / self.deployment.replicas
         if more == 1:
-            return self
-        return replace(self, deployment=replace(self.deployment, replicas=count), figures=replace(
+            return own
+        return replace(own, deployment=replace(self.deployment, replicas=count), figures=replace(
             figures, throughput_qps=figures.throughput_qps * more,
             output_tokens_per_s=figures.output_tokens_per_s * more))
 

@@ -32,8 +32,13 @@ def mistakes_in(schedule: Schedule, file: object) -> list[Mistake]:
     """What is wrong with a schedule of `file`; empty for one that can be executed."""
     found = list(_of(Schedule, schedule, ""))
     if not found:  # what must agree is told of values that are possible each
-        found = list(_of_deployment(schedule.estimate.deployment))
-        found += _of_chunks(schedule.estimate.controls)
+        for place, shape in enumerate((schedule.estimate, *schedule.estimate.others), start=-1):
+            of = "" if place < 0 else f"others[{place}]."
+            found += [(f"{of}{key}", value, allowed) for key, value, allowed in (
+                *_of_deployment(shape.deployment), *_of_chunks(shape.controls))]
+            if shape.others and place >= 0:
+                found.append((f"{of}others", len(shape.others), "none: others stand beside the "
+                              "first copies"))
         if not any(bound.metric == "latency" for bound in schedule.bounds):
             found.append(("bounds", None, "one of them on the latency"))
     return [Mistake(file=str(file), line=None, key=key.removeprefix(".estimate").removeprefix("."),

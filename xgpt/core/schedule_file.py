@@ -24,7 +24,8 @@ from xgpt.core.whole_file import read_text
 #   2: pruned, margin, explanation; one flat object
 #   3: a section for each part
 #   4: copies of the whole deployment (`deployment.replicas`), no longer of a pool
-SCHEDULE_VERSION = 4
+#   5: copies of another shape beside them (`others`); without those a file is of version 4
+SCHEDULE_VERSION, WITH_OTHERS = 4, 5
 
 
 def save_schedule(schedule: Schedule, path: Path) -> None:
@@ -38,7 +39,7 @@ def load_schedule(path: Path) -> Schedule:
     except (OSError, ValueError, RecursionError) as cause:
         raise wrong(path, "schedule", None, f"not a readable schedule file: {cause}") from None
     version = raw.get("version") if isinstance(raw, dict) else None
-    readers = {2: _of_flat, 3: from_json, SCHEDULE_VERSION: from_json}
+    readers = {2: _of_flat, 3: from_json, SCHEDULE_VERSION: from_json, WITH_OTHERS: from_json}
     if type(version) is not int or version not in readers:
         raise wrong(path, "version", version,
                    f"this xgpt reads versions {', '.join(map(str, readers))}")
@@ -57,9 +58,14 @@ def load_schedule(path: Path) -> Schedule:
 def to_json(schedule: Schedule) -> dict[str, Any]:
     """A section for each part. Infinity is the string "inf"."""
     parts = asdict(schedule)
+    estimate, version = parts.pop("estimate"), WITH_OTHERS
+    if not estimate["others"]:
+        version = SCHEDULE_VERSION
+        del estimate["others"]
+    for other in estimate.get("others", ()):
+        del other["others"]
     sections: dict[str, Any] = plain({
-        "version": SCHEDULE_VERSION, "policy": schedule.controls.policy, **parts.pop("estimate"),
-        **parts})
+        "version": version, "policy": schedule.controls.policy, **estimate, **parts})
     return sections
 
 
@@ -67,7 +73,11 @@ def from_json(raw: Mapping[str, Any]) -> Schedule:
     """Inverse of `to_json`. Raises KeyError, TypeError or ValueError on missing, foreign or wrong
     keys."""
     data = {key: _text_to_infinities(value) for key, value in raw.items() if key != "version"}
-    name, estimate = data.pop("policy"), {key: data.pop(key) for key in _names(Estimate)}
+    name = data.pop("policy")
+    estimate = {key: data.pop(key) for key in _names(Estimate) - {"others"}}
+    if raw.get("version") == WITH_OTHERS:
+        estimate["others"] = tuple(Estimate(**_parts(Estimate, _with_controls(other)))
+                                   for other in data.pop("others"))
     for pool in estimate["deployment"]["pools"]:
         if raw.get("version") == 3 and pool.pop("replicas", 1) != 1:
             raise ValueError("copies of a pool were never executed")
@@ -75,9 +85,15 @@ def from_json(raw: Mapping[str, Any]) -> Schedule:
             stage.pop("role", None)  # its pool's, which files of before repeat
     if (other := estimate["controls"]["policy"]) != name:
         raise ValueError(f"policy is {name}, but the controls are {other}'s")
-    estimate["controls"] = _built(policy(name).load("controls"), estimate["controls"])
+    estimate = _with_controls(estimate)
     own = {key: data.pop(key) for key in _names(Schedule) & data.keys()}
     return Schedule(**_parts(Schedule, {**own, "estimate": estimate}), **data)
+
+
+def _with_controls(estimate: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of an estimate, with the controls of its policy."""
+    kind = policy(estimate["controls"]["policy"]).load("controls")
+    return {**estimate, "controls": _built(kind, estimate["controls"])}
 
 
 def _names(part: Any) -> set[str]:

@@ -89,6 +89,9 @@ def engine_command(engine: str, schedule: Schedule, problem: Problem, *, model: 
     elif deployment.replicas > 1:
         notes.append(f"{deployment.replicas} copies: start it {deployment.replicas} times, each on "
                      f"{deployment.devices_per_replica} of the devices and a port of its own.")
+    if estimate.others:
+        notes.append("This command is of the first copies alone: those of another shape have a "
+                     "schedule of their own (`others` in `--json`).")
     words += [flags.queries, str(getattr(controls, "max_active", 0)
                                  or math.ceil(estimate.most_in_system))]
     budget, chunk = getattr(controls, "token_budget", None), getattr(controls, "encode_chunk", 0)

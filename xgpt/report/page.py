@@ -98,7 +98,7 @@ def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart],
         "unpredicted": figures.why_not_predicted(metrics),
         "attribution": text_at(metrics, "attribution", "sentence"),
         "schedule": schedule,
-        "stages": [(pool.role, stage) for pool in schedule.deployment.all_pools
+        "stages": [(pool.role, stage) for pool in schedule.estimate.all_pools
                    for stage in pool.stages] if schedule else (),
         "schedule_facts": _schedule_facts(schedule) if schedule else (),
         "schedule_sentences": schedule_sentences(schedule.estimate) if schedule else (),

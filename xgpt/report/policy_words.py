@@ -112,6 +112,12 @@ def schedule_sentences(estimate: Estimate) -> tuple[str, ...]:
         devices = counted(deployment.devices_per_replica, "device")
         sentences.append(f"{copies:,} copies of the model, each on {devices}, share the queries; "
                          "batches and times are those of one copy.")
+    for other in estimate.others:
+        copies, each = other.deployment.replicas, other.deployment.devices_per_replica
+        are = "copy of another shape shares" if copies == 1 else "copies of another shape share"
+        sentences.append(
+            f"{copies:,} more {are} the queries, on {counted(each, 'device')}"
+            f"{' each' * (copies > 1)}, with a schedule of its own: {controls_line(other)}.")
     return tuple(sentences)
 
 

@@ -174,7 +174,8 @@ def _busy(lane: Lane, edges: FloatArray) -> FloatArray:
 def memory(schedule: Schedule, metrics: Mapping[str, Any]) -> Chart | None:
     """What each rank is expected to hold, and did where the run says so (the paper's Figure 9)."""
     room = schedule.figures.memory_capacity_bytes
-    used = schedule.figures.memory_bytes * schedule.deployment.replicas  # all alike
+    used = sum((shape.figures.memory_bytes * shape.deployment.replicas
+                for shape in schedule.estimate.shapes), ())
     if not used:
         return None
     ranks = [f"rank {i}" for i in range(len(used))]

@@ -152,7 +152,17 @@ def stage_table(schedule: Schedule) -> str:
             body.append((str(stage.index), words.ranks_of(stage), words.layers_of(stage), phase,
                          format_bytes(max(held)) if held else "-"))
     stages = table(("stage", "ranks", "layers", "phase", "memory"), body, right=(0, 4))
-    return f"{stages}\n{_ranks_of_copies(schedule.deployment)}".rstrip()
+    return "\n".join([stages, *filter(None, (
+        _ranks_of_copies(schedule.deployment), _ranks_of_others(schedule.estimate)))])
+
+
+def _ranks_of_others(estimate: Estimate) -> str:
+    """Where copies of another shape lie; "" where there are none."""
+    if not estimate.others:
+        return ""
+    first, last = estimate.deployment.num_devices, estimate.num_devices - 1
+    on = f"rank {last}" if first == last else f"ranks {first} to {last}"
+    return paragraph(f"copies of another shape, with a schedule of their own, are on {on}")
 
 
 def _ranks_of_copies(deployment: Deployment) -> str:
@@ -174,6 +184,7 @@ def _facts(label: str, e: Estimate, bound: Bound, cost: Sequence[tuple[str, str]
         (label, f"{controls_line(e)}; {figures.decode_batch:.1f} queries decode at once"
                 f"{_each(e)}"),
         ("parallel", _parallel(e)),
+        *(("beside", _beside(other)) for other in e.others),
         *(("layout", note.removeprefix(LAYOUT_NOTE)) for note in e.notes
           if note.startswith(LAYOUT_NOTE)),
         ("throughput", f"{plain(figures.throughput_qps)} queries/s, "
@@ -214,6 +225,16 @@ def _parallel(e: Estimate) -> str:
         return (f"{copies}{stages}; tensor parallelism of {deployment.tp_degree} on "
                 f"{deployment.tp_gpus} devices")
     return f"{copies}{stages}; no tensor parallelism"
+
+
+def _beside(other: Estimate) -> str:
+    """Copies of another shape in a line."""
+    figures, deployment = other.figures, other.deployment
+    stages = "" if deployment.replicas > 1 else words.copies(1, deployment.devices_per_replica) + (
+        f" of {words.counted(len(deployment.stages), 'stage')}")
+    return (f"{stages or _parallel(other)}: {controls_line(other)}; "
+            f"{plain(figures.throughput_qps)} of the queries/s, latency "
+            f"{format_seconds(figures.latency_s)}")
 
 
 def _each(e: Estimate) -> str:

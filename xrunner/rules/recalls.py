@@ -30,9 +30,13 @@ class Recall(NamedTuple):
 class Paces:
     """How quickly each replica begins queries, beside the others."""
 
-    def __init__(self, windows: Sequence[Window]) -> None:
-        self._begun = [max(_LEAST_BATCHES * window.batch, window.at_work) for window in windows]
-        self._usual, self._memory = list(self._begun), sum(self._begun)
+    def __init__(self, windows: Sequence[Window], speeds: Sequence[float] = ()) -> None:
+        """`speeds`: as planned; () where all are alike."""
+        self._memory = sum(max(_LEAST_BATCHES * window.batch, window.at_work)
+                           for window in windows)
+        planned = speeds or [1.0] * len(windows)
+        self._usual = [self._memory * speed / sum(planned) for speed in planned]
+        self._begun = list(self._usual)
         self.has_begun = [False] * len(windows)
 
     def note_begun(self, replica: int, count: int) -> None:

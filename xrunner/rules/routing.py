@@ -33,20 +33,24 @@ def expected_tokens(inputs: IntArray, most_outputs: IntArray, mean_output: float
     return np.asarray(inputs + outputs, float)
 
 
-def deal(tokens: Sequence[float] | FloatArray, replicas: int,
-         routing: str = LEAST_TOKENS) -> list[list[int]]:
+def deal(tokens: Sequence[float] | FloatArray, replicas: int, routing: str = LEAST_TOKENS,
+         speeds: Sequence[float] = ()) -> list[list[int]]:
     """The share of each replica, as places in `tokens` (of each query, in the order in which they
     are taken up): in turn, or each query to the replica with the fewest tokens so far, the first
-    one of several, so that all end together."""
+    one of several, so that all end together. `speeds`: of each replica, where they are not all
+    alike; a replica that is twice as quick is given twice as much."""
     assert routing in ROUTINGS, f"{routing = }"
-    if routing == ROUND_ROBIN:
+    is_equal = len(set(speeds)) < 2
+    if routing == ROUND_ROBIN and is_equal:
         return [list(range(first, len(tokens), replicas)) for first in range(replicas)]
+    counted = np.ones(len(tokens)) if routing == ROUND_ROBIN else tokens
+    own_speeds = [1.0] * replicas if is_equal else [speed / max(speeds) for speed in speeds]
     shares: list[list[int]] = [[] for _ in range(replicas)]
     loads = [(0.0, replica) for replica in range(replicas)]  # a heap
-    for place, own in enumerate(tokens):
+    for place, own in enumerate(counted):
         load, replica = loads[0]
         shares[replica].append(place)
-        heapq.heapreplace(loads, (load + float(own), replica))
+        heapq.heapreplace(loads, (load + float(own) / own_speeds[replica], replica))
     return shares
 
 
@@ -55,15 +59,16 @@ class Router:
     each replica begins its own."""
 
     def __init__(self, tokens: Sequence[float] | FloatArray, *, windows: Sequence[Window],
-                 routing: str = LEAST_TOKENS) -> None:
+                 routing: str = LEAST_TOKENS, speeds: Sequence[float] = ()) -> None:
         """`tokens`: of each query, known or expected, in the order in which they are taken up;
-        `windows`: of each replica."""
+        `windows`: of each replica; `speeds`: queries that each is planned to answer in a second,
+        () where all are alike."""
         assert len(windows) >= 1, f"{windows = }"
         self.windows = list(windows)  # may be changed while the job runs
         self._is_fixed = routing == FIXED
-        self._shares = [deque(share) for share in deal(tokens, len(windows), routing)]
+        self._shares = [deque(share) for share in deal(tokens, len(windows), routing, speeds)]
         self._supplied = [False] * len(windows)  # who has had a portion: others take from these
-        self._paces = Paces(windows)
+        self._paces = Paces(windows, speeds)
         self._takers: dict[int, tuple[int, ...]] = {}  # by whom they were called back from
         self._has_none = [False] * len(windows)  # to give back, until it is given more
 

@@ -5,6 +5,7 @@ Which copy takes which query is said by the rule that the runner routes by
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from xprofiler.timing import TimingSource
 from xrunner.rules.routing import deal, expected_tokens
 from xsimulator.replay.job import Replayer
 from xsimulator.replay.records import ReplayResult
+from xsimulator.replay.routed import replay_routed
 from xsimulator.replay.step_clock import StepClocks
 
 APART = 0.02  # share by which the ends of copies may differ, and count as one
@@ -35,9 +37,28 @@ class JobReplayer(Protocol):
 def replayer_of(problem: Problem, timing: TimingSource, estimate: Estimate,
                 clocks: StepClocks | None = None) -> JobReplayer:
     """Replays jobs by all copies that the estimate has (clocks: see Replayer)."""
+    if estimate.others:
+        return ShapesReplayer(problem, timing, estimate, clocks)
     replayer = Replayer(problem, timing, estimate, clocks)
     copies = estimate.deployment.replicas
     return replayer if copies == 1 else CopiesReplayer(replayer, copies)
+
+
+class ShapesReplayer:
+    """Replays a job by copies of several shapes, all at once (xsimulator.replay.routed). Cores that
+    ranks share are not shared here: no stage is slowed down for them."""
+
+    def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate,
+                 clocks: StepClocks | None = None) -> None:
+        self.problem = problem
+        known = clocks or StepClocks(problem, timing)
+        self._copies = [one for shape in estimate.shapes for one in [
+            Replayer(problem, timing, shape.one_copy, known)] * shape.deployment.replicas]
+
+    def run(self, queries: QueryLengths) -> ReplayResult:
+        """The copies' results as one: pools and stages are numbered over all copies."""
+        replay = replay_routed(self._copies, queries, self.problem.adjustment.routing)
+        return joined(replay.results, replay.rows)
 
 
 class CopiesReplayer:
@@ -98,10 +119,10 @@ def joined(results: Sequence[ReplayResult], rows: Sequence[Sequence[int]]) -> Re
         columns = [getattr(result.times, name) for result in results]
         return np.asarray(np.concatenate(columns)[order])
 
-    num_stages = sum(len(pool.stages) for pool in results[0].pools)
+    firsts = [0, *accumulate(sum(len(pool.stages) for pool in one.pools) for one in results)]
     return ReplayResult(
         pools=tuple(replace(pool, name=_name(pool.name, copy), stages=tuple(
-            copy * num_stages + stage for stage in pool.stages))
+            firsts[copy] + stage for stage in pool.stages))
             for copy, result in enumerate(results) for pool in result.pools),
         handovers=tuple(replace(one, source=_name(one.source, copy), target=_name(one.target, copy))
                         for copy, result in enumerate(results) for one in result.handovers),

@@ -129,8 +129,9 @@ def replay_routed(replayers: Sequence[Replayer], lengths: QueryLengths, routing:
     tokens = expected_tokens(lengths.inputs, lengths.most_outputs,
                              replayers[0].problem.lengths.outputs.mean,
                              lengths.outputs == lengths.most_outputs)
-    supply = _Supply(Router(tokens, windows=[window_of(one.estimate) for one in replayers],
-                            routing=routing), copies, kernel)
+    supply = _Supply(Router(
+        tokens, windows=[window_of(one.estimate) for one in replayers], routing=routing,
+        speeds=[one.estimate.figures.throughput_qps for one in replayers]), copies, kernel)
     for number, copy in enumerate(copies):
         for pool in copy.pools.values():
             pool.after_turn = partial(supply.look, number)

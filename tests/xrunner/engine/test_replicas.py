@@ -76,20 +76,21 @@ class Job:
             ) -> dict[int, StageExecutor]:
         """Every rank's executor. `comms`: of ranks that ran before. `slow`: a replica that takes
         its time. `prepare`: rank 0's head, before it starts."""
-        deployment = self.estimate.deployment
-        comms = comms or local_comms(deployment.num_devices)
+        ranks = self.estimate.num_devices
+        comms = comms or local_comms(ranks)
         executors = {
-            rank: executor_of(self.directory, stage) for replica in replicas_of(deployment)
+            rank: executor_of(self.directory, stage) for replica in replicas_of(self.estimate)
             for pool in replica.pools for stage in pool.stages for rank in stage.ranks}
         threads = [threading.Thread(target=self._work, daemon=True, args=(
-            comms[rank], executors[rank], slow)) for rank in range(1, deployment.num_devices)]
+            comms[rank], executors[rank], slow)) for rank in range(1, ranks)]
         for thread in threads:
             thread.start()
         order = list(range(len(self.queries)))
-        router = Router([1.0] * len(order), routing=routing,
-                        windows=[window_of(self.estimate)] * deployment.replicas)
+        replicas = [replica.estimate for replica in replicas_of(self.estimate)]
+        router = Router([1.0] * len(order), routing=routing, windows=[*map(window_of, replicas)],
+                        speeds=[one.figures.throughput_qps for one in replicas])
         supply = ToReplicas(comms[0], sink, router, self.queries, order,  # type: ignore[arg-type]
-                            [replica.head for replica in replicas_of(deployment)[1:]])
+                            [replica.head for replica in replicas_of(self.estimate)[1:]])
         head = self._head(comms[0], executors[0], supply)
         prepare(head, supply)
         supply.start(head)
@@ -105,7 +106,9 @@ class Job:
         took them up."""
         own = sorted((r for r in results if r.replica == replica),
                      key=lambda r: (r.encode_start_s, r.query.index))
-        result = replay_job(self.problem, self.timing, self.one, QueryLengths(
+        one = [shape.one_copy for shape in self.estimate.shapes
+               for _ in range(shape.deployment.replicas)][replica]
+        result = replay_job(self.problem, self.timing, one, QueryLengths(
             inputs=np.array([len(r.query.input_ids) for r in own]),
             outputs=np.array([len(r.output_ids) for r in own]),
             most_outputs=np.array([r.query.max_new_tokens for r in own])))
@@ -150,7 +153,7 @@ class Job:
         assert all(r.query.input_ids for r in results), "as rank 0 knows them"
 
     def _work(self, comm: LocalComm, executor: StageExecutor, slow: int | None) -> None:
-        replica = replica_of(self.estimate.deployment, comm.rank)
+        replica = replica_of(self.estimate, comm.rank)
         if comm.rank != replica.head:
             serve(comm, routes(replica.pools)[comm.rank], executor)
             return
@@ -163,9 +166,9 @@ class Job:
         head.run()
 
     def _head(self, comm: LocalComm, executor: StageExecutor, supply: Any) -> Any:
-        replica = replica_of(self.estimate.deployment, comm.rank)
+        replica = replica_of(self.estimate, comm.rank)
         head = head_of(self.directory, Neighbours(comm, routes(replica.pools)[comm.rank]),
-                       executor, rules_for(self.estimate)[0], supply, Alone(supply))
+                       executor, rules_for(replica.estimate)[0], supply, Alone(supply))
         head.roster.extent = Extent(queries=len(self.queries), longest_input=20,
                                     longest_output=30, longest=50)
         self.news[replica.number] = record_news(head)
@@ -244,6 +247,23 @@ def test_each_replica_takes_the_steps_of_its_queries_replay(made: Made, policy: 
         assert sum(r.replica == replica for r in sink.results) == 13
         steps = run_steps(executors[replica])
         assert len(steps) > 10 and steps == job.replayed(sink.results, replica)
+
+
+def test_replicas_of_two_shapes_each_by_a_schedule_of_its_own(made: Made) -> None:
+    """Two ranks in a pipeline by RRA, and one by Sarathi; who is quicker is given more."""
+    job, sink = Job(made, *CONFIGS[0], replicas=1, stages=2), Told()
+    alone = Job(made, *CONFIGS[2], stages=1).one
+    slow = alone.changed(throughput_qps=job.one.figures.throughput_qps / 3)
+    job.estimate = job.one.beside((slow,))
+    assert job.estimate.figures.throughput_qps == pytest.approx(
+        4 / 3 * job.one.figures.throughput_qps)
+    executors = job.run(sink, routing=FIXED)
+    job.check_answers(sink.results)
+    shares = [sum(r.replica == replica for r in sink.results) for replica in (0, 1)]
+    assert shares == [19, 7]
+    assert run_steps(executors[0]) == run_steps(executors[1]) == job.replayed(sink.results, 0)
+    assert run_steps(executors[2]) == job.replayed(sink.results, 1)
+    assert {kind for kind, *_ in run_steps(executors[2])} >= {"mixed"}
 
 
 def test_three_replicas_of_two_stages_each(made: Made) -> None:

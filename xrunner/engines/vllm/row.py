@@ -113,7 +113,8 @@ def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Proble
     devices = problem.cluster.num_devices
     if schedule is not None:
         estimate = schedule.estimate
-        if not runs_here(estimate.policy) or not _is_one_group(estimate.deployment, devices):
+        is_one = not estimate.others and _is_one_group(estimate.deployment, devices)
+        if not is_one or not runs_here(estimate.policy):
             mistakes.append(mistake(job, "schedule", estimate.policy, "a policy of one pool on one "
                                     f"tensor-parallel group of {devices} (run.ranks): the engine "
                                     "vllm is one instance"))
