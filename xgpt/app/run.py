@@ -210,8 +210,8 @@ def _start(opened: OpenedJob, plan: RunPlan, schedule: Schedule, lock: int,
     program = RankProgram(
         module=engine.worker, argument=run_file, inherited=(lock,), command=command,
         standby=opened.standby, holds=weights_key(plan, schedule),
-        count=count, per_node=ranks_per_node(
-            schedule.estimate, opened.problem.cluster.devices_per_node))
+        count=count, per_node=count if schedule.estimate.others else ranks_per_node(
+            schedule.deployment, opened.problem.cluster.devices_per_node))  # others: on one node
     try:
         launcher_of(opened.job, opened.problem).run(
             program, watch=watch, ask_to_stop=StopRequest(output).make)

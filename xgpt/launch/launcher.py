@@ -10,7 +10,7 @@ from typing import Protocol
 from xgpt.core.job import Job
 from xgpt.core.local import usable_cores
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate
+from xgpt.core.schedule import Deployment
 from xgpt.launch.process import Started
 
 
@@ -70,10 +70,7 @@ def threads_per_rank(job: Job, problem: Problem) -> int:
     return given or max(usable_cores() // problem.cluster.devices_per_node, 1)
 
 
-def ranks_per_node(estimate: Estimate, devices_per_node: int) -> int:
-    """Ranks that a node gets of a deployment: whole replicas, unless one is larger than a node. (Of
-    several shapes all lie on one node.)"""
-    if estimate.others:
-        return devices_per_node
-    each = estimate.deployment.devices_per_replica
+def ranks_per_node(deployment: Deployment, devices_per_node: int) -> int:
+    """Ranks that a node gets of a deployment: whole replicas, unless one is larger than a node."""
+    each = deployment.devices_per_replica
     return max(devices_per_node // each * each, min(each, devices_per_node))

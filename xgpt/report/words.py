@@ -238,7 +238,7 @@ def banner(output: Output) -> str | None:
 def _place(output: Output, metrics: Mapping[str, Any]) -> str:
     ranks = number(metrics, "ranks") or number(output.job, "run", "ranks")
     if ranks is None and output.schedule is not None:
-        ranks = float(output.schedule.deployment.num_devices)
+        ranks = float(output.schedule.estimate.num_devices)
     cluster = output.job.get("cluster")
     name = cluster if isinstance(cluster, str) else text_at(output.job, "cluster", "name")
     where = "this machine" if name in (None, "local") else str(name)
