@@ -9,10 +9,10 @@ bound, the search is repeated for a bound tightened by as much."""
 import math
 from collections.abc import Callable
 
-from xgpt.core.constraint import METRIC_WORDS, Constraint, Metric
+from xgpt.core.constraint import METRIC_WORDS, Constraint, Metric, Prospect
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.policies import policy
-from xgpt.core.schedule import Estimate, Prospect, Schedule
+from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import format_seconds
 from xscheduler.uncertainty import Doubts
 from xscheduler.within import PlannedWithin

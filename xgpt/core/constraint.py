@@ -90,3 +90,18 @@ def latency_constraint(latency_s: float, *, kind: BoundKind = "sequence", quanti
     Constraint."""
     return Constraint(bounds=(Bound(limit_s=latency_s, kind=kind, quantile=quantile), *further),
                       **others)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prospect:
+    """What is expected of a bound besides that on latency: by closed form (a makespan: by replay),
+    and with the margin that the constraint's confidence asks for."""
+
+    metric: Metric
+    limit_s: float
+    expected_s: float
+    with_margin_s: float
+
+    @property
+    def is_kept(self) -> bool:
+        return self.with_margin_s <= self.limit_s

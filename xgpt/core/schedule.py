@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from xgpt.core.constraint import Bound, Metric
+from xgpt.core.constraint import Bound, Prospect
 from xgpt.core.controls import Controls, max_in_system
 from xgpt.core.policies import Role as Role
 
@@ -214,11 +214,6 @@ class Estimate:
         """Devices of the copies of all shapes."""
         return sum(shape.deployment.num_devices for shape in (self, *self.others))
 
-    @property
-    def num_copies(self) -> int:
-        """Copies of all shapes."""
-        return sum(shape.deployment.replicas for shape in (self, *self.others))
-
     def beside(self, others: tuple[Estimate, ...]) -> Estimate:
         """The same copies beside these others, in place of those that they are beside."""
         def total(name: str) -> float:
@@ -345,21 +340,6 @@ class Margin:
     factor: float = 1.0
     cost: float = 0.0
     note: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prospect:
-    """What is expected of a bound besides that on latency: by closed form (a makespan: by replay),
-    and with the margin that the constraint's confidence asks for."""
-
-    metric: Metric
-    limit_s: float
-    expected_s: float
-    with_margin_s: float
-
-    @property
-    def is_kept(self) -> bool:
-        return self.with_margin_s <= self.limit_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from xgpt.core.constraint import Metric
+from xgpt.core.constraint import Metric, Prospect
 from xgpt.core.policies import policy
-from xgpt.core.schedule import Prospect, Schedule, StageAssignment, Status
+from xgpt.core.schedule import Schedule, StageAssignment, Status
 from xgpt.core.units import format_seconds
 from xgpt.core.visible import visible
 from xgpt.report.figures import lost_to_bound, percent, plain

@@ -70,8 +70,8 @@ def _unknown_schedule(job: Job, schedule: Schedule, ranks: int) -> Iterator[Mist
     if estimate.policy not in _POLICIES:
         yield mistake(job, "schedule.policy", estimate.policy,
                       f"{' or '.join(_POLICIES)}: the engine deepspeed works static batches")
-    elif estimate.num_copies > 1:
-        yield mistake(job, "schedule.replicas", estimate.num_copies, "1: the engine "
+    elif estimate.others or estimate.deployment.replicas > 1:
+        yield mistake(job, "schedule.replicas", estimate.deployment.replicas, "1: the engine "
                       "deepspeed takes all ranks as one tensor-parallel group")
     elif [len(stage.ranks) for stage in estimate.deployment.stages] != [ranks]:
         yield mistake(job, "schedule.stages", len(estimate.deployment.stages),
