@@ -54,7 +54,10 @@ def learn(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
 
 def learned_of(opened: OpenedJob, profile: Profile, schedule: Schedule,
                steps: Path) -> tuple[LearnedSteps, ...]:
-    """What the run's steps took against the profile's own times, of the slowest stage by kind."""
+    """What the run's steps took against the profile's own times, of the slowest stage by kind;
+    nothing of copies of several shapes, whose stages are not those of the first over again."""
+    if schedule.estimate.others:
+        return ()
     own = ProfileTiming(replace(profile, learned=()))
     known = opened.problem.queries
     longest = opened.problem.lengths.inputs.max + opened.problem.lengths.outputs.max

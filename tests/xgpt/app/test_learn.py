@@ -107,3 +107,10 @@ def test_a_kind_with_few_steps_is_not_learned_and_keeps_its_times(ran: Ran) -> N
     overhead_s = ProfileTiming(ran.profile).facts.step_overhead_s
     assert knows.expected_s(at_8) - overhead_s == pytest.approx(
         0.92 * (ran.expected_s(at_8) - overhead_s), rel=0.002)
+
+
+def test_a_run_of_two_shapes_teaches_nothing(ran: Ran) -> None:
+    estimate = ran.schedule.estimate
+    both = Ran(ran.opened, ran.profile, ran.schedule.changed(
+        estimate=estimate.beside((estimate.one_copy,))))
+    assert ran.learned((LONG, 1.1, 97)) and not both.learned((LONG, 1.1, 97))
