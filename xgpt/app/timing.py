@@ -10,8 +10,9 @@ from xgpt.app.local_profile import (
     wanted_profile,
 )
 from xgpt.app.opened import OpenedJob
-from xgpt.app.profile_identity import profile_metadata
+from xgpt.app.profile_identity import profile_metadata, why_no_operators
 from xgpt.app.profile_worth import lacks, quick_cost_s
+from xgpt.app.telling import told_while
 from xgpt.core.errors import InputError, Mistake, XgptError
 from xgpt.core.local import why_no_torch
 from xprofiler.cache import cached_profile_path
@@ -42,6 +43,9 @@ def timing_of(opened: OpenedJob) -> TimingSource:
         if folder is None and engine_of(job).identity is not None:
             why = f"the files of {job.model} are not here, with which {job.run.engine} is timed"
         if why is None:
+            if kind == "cpu" and engine_of(job).identity is None:
+                with told_while(opened.tell, "compiling what computes, once"):
+                    why_no_operators()
             return ProfileTiming(quick_profile(
                 wanted_profile(job, problem, folder=folder), opened.tell))
         of = "a generic CPU" if kind == "cpu" else problem.cluster.device.name

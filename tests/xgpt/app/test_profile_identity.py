@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from pathlib import Path
 
 import pytest
 
-from xgpt.app import profile_identity
+from xgpt.app import profile_identity, timing
 from xgpt.app.opened import open_file
 
 
@@ -21,3 +22,27 @@ def test_operators_are_compiled_beside_the_beginning_of_a_run_on_this_machine(
                     "constraint: {latency_s: 9}\n", encoding="utf-8")
     profile_identity.begin_compiling(open_file(path).job)
     assert called.wait(5.0 if is_compiled else 0.05) == is_compiled
+
+
+def test_that_operators_are_being_compiled_is_told_before_anything_is_timed(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("model: opt-125m\ncluster: local\nworkload: {task: S}\n"
+                    "constraint: {latency_s: 9}\nrun: {ranks: 1}\n", encoding="utf-8")
+    order: list[str] = []
+    monkeypatch.setattr(timing, "why_no_torch", lambda _: None)
+    monkeypatch.setattr(timing, "why_no_operators", lambda: order.append("compiled"))
+    monkeypatch.setattr(timing, "told_while",
+                        lambda _, what: order.append(what) or contextlib.nullcontext())
+
+    def stop(*_: object) -> None:
+        order.append("timed")
+        raise InterruptedError
+
+    monkeypatch.setattr(timing, "quick_profile", stop)
+    opened = open_file(path)
+    if opened.problem.cluster.device.kind != "cpu":
+        pytest.skip("this machine's GPUs would be timed")
+    with pytest.raises(InterruptedError):
+        timing.timing_of(opened)
+    assert order == ["compiling what computes, once", "compiled", "timed"]
