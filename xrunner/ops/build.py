@@ -91,7 +91,8 @@ def compile_library(folder: Path, target: Path, compiler: Compiler,
     sources = sorted(folder.glob(names), key=_work, reverse=True)
     if not sources:
         raise BuildError(f"no sources in {folder}")
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    # of this process on this machine: others may share the folder, where nothing can be locked
+    temporary = target.with_name(f".{target.name}.{platform.node()}.{os.getpid()}.tmp")
     command = [*compiler.command, *_FLAGS, *flags]
     try:
         if len(sources) == 1:
@@ -123,13 +124,17 @@ def _compile(command: Sequence[str]) -> None:
 
 def own_levels(folder: Path, compiler: Compiler) -> tuple[str, ...]:
     """Options that leave out instruction sets which never serve on this processor; none where all
-    are asked for, or the sources do not tell."""
+    are asked for, the sources do not tell, or nothing can be loaded from the temporary folder (a
+    cluster's administrators may forbid that)."""
     if os.environ.get(LEVELS_VARIABLE, "").strip() == "all" or not (folder / _PROBE).is_file():
         return ()
     with tempfile.TemporaryDirectory(prefix="xgpt-native-") as scratch:
         probe = Path(scratch) / "levels.so"
         compile_library(folder, probe, compiler, names=_PROBE)
-        best = int(ctypes.CDLL(str(probe)).xgpt_best_level())
+        try:
+            best = int(ctypes.CDLL(str(probe)).xgpt_best_level())
+        except OSError:
+            return ()
     return (f"-DXGPT_LEAST_LEVEL={min(best, _WIDE)}", f"-DXGPT_MOST_LEVEL={best}")
 
 

@@ -197,14 +197,17 @@ def _open() -> Native:
 
 
 def _loaded(path: Path) -> ctypes.CDLL:
-    """The library with every operator declared, and torch's threads. Raises OSError, or
-    AttributeError where it is not that of these sources."""
+    """The library with every operator declared, and torch's threads. Raises OSError, also where it
+    is another processor's, or AttributeError where it is not that of these sources."""
     lib = ctypes.CDLL(str(path))
     for name, signature in OPERATORS.items():
         result, _, arguments = signature.partition(" ")
         operator = getattr(lib, name)
         operator.restype = _TYPES[result]
         operator.argtypes = [_TYPES[kind] for kind in arguments]
+    if lib.xgpt_best_level() < lib.xgpt_least_level():
+        raise OSError(f"{path}: compiled for {LEVELS[lib.xgpt_least_level()]} and more, and this "
+                      f"processor has {LEVELS[lib.xgpt_best_level()]}")
     lib.xgpt_use_openmp(_gomp_parallel())
     return lib
 

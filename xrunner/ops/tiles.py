@@ -26,7 +26,8 @@ def differ_by(lib: ctypes.CDLL, levels: Sequence[str]) -> float:
         arguments = _arguments(number, *case)
         outs = []
         for level in (BELOW, TILES):
-            assert lib.xgpt_use_level(levels.index(level)) == 0, f"{level = }"
+            code = lib.xgpt_use_level(levels.index(level))
+            assert code == 0, f"{level = } {code = }"
             outs.append(torch.cat([_encoded(lib, *arguments), _decoded(lib, *arguments)]))
         by = (outs[0] - outs[1]).abs().max() / arguments[2].abs().max().float()
         found = max(found, float(by.nan_to_num(torch.inf)))

@@ -145,6 +145,35 @@ def test_a_set_that_a_build_lacks_is_refused(tmp_path: Path) -> None:
 
 
 @needs_compiler
+def test_where_nothing_may_be_loaded_from_the_temporary_folder_all_sets_are_compiled(
+        cache: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XGPT_NATIVE_LEVELS", raising=False)
+    (sources / "levels.cpp").write_text('extern "C" int xgpt_best_level(void) { return 1; }\n')
+    (sources / "one.cpp").write_text('#ifdef XGPT_LEAST_LEVEL\n#error\n#endif\n')
+    load = ctypes.CDLL
+
+    def mounted_noexec(name: str) -> ctypes.CDLL:
+        if not name.startswith(str(cache)):
+            raise OSError(f"{name}: failed to map segment from shared object")
+        return load(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", mounted_noexec)
+    assert build.cached_library(cache).is_file()
+
+
+@needs_compiler
+def test_a_library_of_another_processor_is_not_called(
+        cache: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache may be shared by machines whose processors tell themselves apart by nothing."""
+    (sources / "one.cpp").write_text("\n".join(
+        f'extern "C" int {name}(void) {{ return {int(name == "xgpt_least_level")}; }}'
+        for name in native.OPERATORS))
+    found = native.open_native("auto")
+    assert found.library is None
+    assert "compiled for avx2 and more, and this processor has portable" in found.reason
+
+
+@needs_compiler
 def test_other_options_make_another_library(cache: Path, sources: Path,
                                             monkeypatch: pytest.MonkeyPatch) -> None:
     first = build.cached_library(cache)

@@ -217,6 +217,19 @@ def test_it_counts_what_earlier_runs_left_over_the_bound(tmp_path: Path) -> None
     assert LauncherLink(tmp_path, first_query=7, at_work=dict)._kept == (7, 0, 0, 0), "no bound"
 
 
+@pytest.mark.parametrize("is_openai", [False, True])
+def test_an_earlier_run_s_embeddings_are_answers(tmp_path: Path, is_openai: bool) -> None:
+    lines = []
+    for index, (took_s, error) in enumerate([(1.0, None), (3.0, None), (9.0, "no number")]):
+        one = replace(result(index, 1), encode_start_s=0.0, last_token_s=took_s,
+                      embedding=(0.5, -2.0), error=error)
+        lines.append(json.dumps(result_line(replace(one, query=replace(
+            one.query, is_openai=is_openai, sampling=replace(
+                one.query.sampling, pooled="last"))), "toy", str)))
+    (tmp_path / "results.jsonl").write_text("\n".join(lines) + "\n")
+    assert LauncherLink(tmp_path, first_query=3, limit_s=2.0)._kept == (0, 2, 1, 1)
+
+
 def test_only_the_latest_queries_are_told_of(tmp_path: Path,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xrunner.io.launcher_link._LEAST_KEPT", 50)
