@@ -126,7 +126,7 @@ def own_levels(folder: Path, compiler: Compiler) -> tuple[str, ...]:
     """Options that leave out instruction sets which never serve on this processor; none where all
     are asked for, the sources do not tell, or nothing can be loaded from the temporary folder (a
     cluster's administrators may forbid that)."""
-    if os.environ.get(LEVELS_VARIABLE, "").strip() == "all" or not (folder / _PROBE).is_file():
+    if _levels_wish() == "all" or not (folder / _PROBE).is_file():
         return ()
     with tempfile.TemporaryDirectory(prefix="xgpt-native-") as scratch:
         probe = Path(scratch) / "levels.so"
@@ -138,14 +138,22 @@ def own_levels(folder: Path, compiler: Compiler) -> tuple[str, ...]:
     return (f"-DXGPT_LEAST_LEVEL={min(best, _WIDE)}", f"-DXGPT_MOST_LEVEL={best}")
 
 
+def _levels_wish() -> str:
+    """Raises BuildError for one that there is not."""
+    wish = os.environ.get(LEVELS_VARIABLE, "").strip() or "own"
+    if wish not in ("own", "all"):
+        raise BuildError(f"{LEVELS_VARIABLE} is {wish!r}; it may be own, all")
+    return wish
+
+
 def cached_library(cache: Path, names: str = "*.cpp") -> Path:
     """The library of these sources, or those of such names, on this machine, compiled where it is
     not in the folder `cache`. Ranks that start together wait for one of them, and share its
     failure. Raises BuildError, or OSError where the folder cannot be written to."""
     compiler, flags, asked_at = find_compiler(), extra_flags(), time.time()
-    folder, wish = source_folder(), os.environ.get(LEVELS_VARIABLE, "").strip()
+    folder, wish = source_folder(), _levels_wish()
     # the processor, whose sets are taken, is in the key
-    key = library_key(folder, compiler, (*flags, *filter(None, [wish])), names)
+    key = library_key(folder, compiler, (*flags, *([wish] if wish == "all" else [])), names)
     target, failure = cache / f"{key}.so", cache / f"{key}.failed"
     if target.is_file():
         return target

@@ -162,6 +162,17 @@ def test_where_nothing_may_be_loaded_from_the_temporary_folder_all_sets_are_comp
 
 
 @needs_compiler
+def test_sets_that_cannot_be_wished_for_are_refused(
+        cache: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XGPT_NATIVE_LEVELS", raising=False)
+    own = build.cached_library(cache)
+    monkeypatch.setenv("XGPT_NATIVE_LEVELS", "own")
+    assert build.cached_library(cache) == own
+    monkeypatch.setenv("XGPT_NATIVE_LEVELS", "avx2")
+    assert "XGPT_NATIVE_LEVELS is 'avx2'; it may be own, all" in native.open_native("auto").reason
+
+
+@needs_compiler
 def test_a_library_of_another_processor_is_not_called(
         cache: Path, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache may be shared by machines whose processors tell themselves apart by nothing."""
