@@ -159,7 +159,8 @@ class ToReplicas:
         if replica and given:
             self._comm.send(self._heads[replica - 1], PortionMessage(queries=tuple(given)))
         for query in () if replica else map(self._queries.__getitem__, given):
-            assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
+            is_taken = head.submit(query)
+            assert is_taken, f"{query.id = } {query.reserve_tokens = }"
 
 
 class OfEveryReplica:
@@ -214,7 +215,8 @@ class FromRankZero:
         assert isinstance(message, PortionMessage), f"{message = }"
         for index in message.queries:
             query = self._query_of(index)
-            assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
+            is_taken = head.submit(query)
+            assert is_taken, f"{query.id = } {query.reserve_tokens = }"
         self._given += len(message.queries)
         self._is_last, self._is_to_stop = (self._is_last or message.is_last,
                                            self._is_to_stop or message.stops)

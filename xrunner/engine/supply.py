@@ -39,7 +39,8 @@ class FromSpool:
         if self._begin is not None:
             self._begin(given)
         for query in map(self._queries.__getitem__, given):
-            assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
+            is_taken = head.submit(query)
+            assert is_taken, f"{query.id = } {query.reserve_tokens = }"
 
     def hear(self, head: Head, message: Message) -> None:
         raise AssertionError(f"{message = } from nobody")

@@ -64,7 +64,8 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World) -> None:
     head.roster.on_begin = sink.underway.begin
     for place in order_of(len(queries), plan, before):
         query = queries[place]
-        assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
+        is_taken = head.submit(query)
+        assert is_taken, f"{query.id = } {query.reserve_tokens = }"
     head.start()
     conduct(head, sink, world, clock, report=lambda: _report(plan, 0, executor, load_s),
             queries_before=before.total, num_errors=num_errors)

@@ -15,7 +15,8 @@ TILES, BELOW = "avx512_amx", "avx512"
 # Of the largest of the values averaged: weights, and what comes out, are rounded to 8 bits.
 TOLERANCE = 2.0**-6
 # Tokens of spans, heads, KV heads, head size: tiles that are full, cut, and of one row.
-_CASES = (((48, 17), 4, 2, 64), ((1, 70), 3, 1, 80), ((130, 33), 12, 2, 128))
+_CASES = (((48, 17), 4, 2, 64), ((1, 70), 3, 1, 80), ((130, 33), 12, 2, 128),
+          ((33,), 20, 1, 64))  # heads of more than one tile
 
 
 def differ_by(lib: ctypes.CDLL, levels: Sequence[str]) -> float:

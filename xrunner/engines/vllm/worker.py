@@ -80,7 +80,8 @@ def run(plan: RunPlan, world: World) -> None:
                 query=query, output_ids=(), finish_reason="error", text="", encode_start_s=0.0,
                 first_token_s=0.0, last_token_s=0.0, error=why))
             continue
-        assert head.submit(query), f"{query.id = } {query.reserve_tokens = }"
+        is_taken = head.submit(query)
+        assert is_taken, f"{query.id = } {query.reserve_tokens = }"
     started_s = clock()
     head.start()
     load_s = clock() - started_s
