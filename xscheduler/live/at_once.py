@@ -46,7 +46,8 @@ def revise_at_once(running: Schedule, problem: Problem, timing: TimingSource, *,
         return replace(problem, constraint=problem.constraint.with_latency(limit_s=limit_s))
 
     keep = way_now(now, within(bound_s), timing)
-    if keep.qps or keep.estimate is None:
+    # (more present than the caches hold is no reason: the run holds them to that)
+    if keep.qps or keep.estimate is None or keep.estimate.figures.latency_s <= bound_s:
         return None
     most_batch = {} if isinstance(now.controls, ContinuousControls) else {
         "most_batch": max(now.figures.encode_batch, 1)}

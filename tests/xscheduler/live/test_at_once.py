@@ -19,6 +19,7 @@ from xscheduler.live.allowance import Kept, KeptLook
 from xscheduler.live.at_once import WholeLook
 from xscheduler.live.decisions import Decider, Followed
 from xscheduler.live.pace import PaceDrift
+from xscheduler.live.pinned import Way
 from xscheduler.live.slowed import StepLook
 
 
@@ -92,6 +93,15 @@ def test_where_nothing_presses_there_is_no_change_at_once(planned: Planned) -> N
     decider = planned.decider()
     assert decider.decide_at_once(_slower(0.7)) is None, "quicker: that can wait for a plan"
     assert decider.decide_at_once(_slower(1.0)) is None, "what runs keeps the bound"
+
+
+def test_that_more_would_be_present_than_caches_hold_does_not_press(
+        planned: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    estimate = planned.schedule.estimate
+    assert estimate.figures.latency_s <= planned.session.problem.constraint.latency_s
+    monkeypatch.setattr("xscheduler.live.at_once.way_now", lambda *_: Way(
+        estimate=estimate, reason="number of queries: 162 present of 137"))
+    assert planned.decider().decide_at_once(_slower(1.2)) is None
 
 
 def test_what_is_over_the_bound_leads_to_one_too(planned: Planned) -> None:
