@@ -22,11 +22,12 @@ right for the whole box although measured times are only nearly monotone. Why it
 
 What rests on the closed form's own approximations (iterations taken in blocks, a period watched for
 two phases) is covered by tolerances: LINE_TOLERANCE, RANGE_TOLERANCE; one group a stage never took
-more than half of them. More groups than stages, which only a job can ask for, take the pipeline
-longer to settle than the closed form watches it: throughput came out up to 13 % above what the
-busiest stage can do, latency up to 9 % too low (CROWDED_TOLERANCE). Where there are fewer queries
-than such groups, the chance that a group has one is interpolated up to a fifth too high, and
-throughput was up to 35 % above the bound of a larger batch (SPARSE_TOLERANCE)."""
+more than half of them, but where a phase has fewer iterations than there are stages: there a line
+took up to 0.5 % (SHORT_TOLERANCE). More groups than stages, which only a job can ask for, take the
+pipeline longer to settle than the closed form watches it: throughput came out up to 13 % above what
+the busiest stage can do, latency up to 9 % too low (CROWDED_TOLERANCE). Where there are fewer
+queries than such groups, the chance that a group has one is interpolated up to a fifth too high,
+and throughput was up to 35 % above the bound of a larger batch (SPARSE_TOLERANCE)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -45,6 +46,7 @@ from xsimulator.policies.rra.phases import PhaseBatches
 
 LINE_TOLERANCE = 0.001  # of throughput and latency, on a line
 RANGE_TOLERANCE = 0.005  # and over several N_D: iterations are taken in other blocks
+SHORT_TOLERANCE = 0.01  # of phases with fewer iterations than there are stages
 CROWDED_TOLERANCE = 0.2  # of more groups than stages
 SPARSE_TOLERANCE = 0.5  # of more groups than stages, and than queries in a batch
 # Batches on either side are worked out in other blocks: a box lies on one side (phase_blocks).
@@ -142,8 +144,9 @@ class RraBounds:
 def _tolerance(plan: StagePlan, batches: PhaseBatches, is_range: bool) -> FloatArray:
     """The closed form may be off a bound by this share [configs]."""
     is_crowded = batches.groups > len(plan.stages)
-    return np.select([is_crowded & (batches.encode_batch < batches.groups), is_crowded],
-                     [SPARSE_TOLERANCE, CROWDED_TOLERANCE],
+    is_short = batches.queries.widths.sum(axis=0) < len(plan.stages)
+    return np.select([is_crowded & (batches.encode_batch < batches.groups), is_crowded, is_short],
+                     [SPARSE_TOLERANCE, CROWDED_TOLERANCE, SHORT_TOLERANCE],
                      RANGE_TOLERANCE if is_range else LINE_TOLERANCE)
 
 
