@@ -15,7 +15,6 @@ from xgpt.core.problem import Problem
 from xgpt.core.workload import synthetic_lengths
 
 LEVELS = 40  # equally likely ones
-_DRAWN, _SEED = 4000, 20240427  # of the distribution, whose quantiles they are
 _MOST = 1 - 1e-9
 _ASKED = (0, 13, 26, 36, 39)  # of the levels: at which a latency is asked for
 
@@ -48,10 +47,11 @@ def logarithms_at(levels: FloatArray, quantile: float,
 
 @cache
 def _beta_levels(quantile: float, count: int) -> FloatArray:
+    from scipy.special import betaincinv  # slow to import
+
     kept = _kept(quantile, count)
-    drawn = np.sort(np.random.default_rng(_SEED).beta(kept, count + 1 - kept, size=_DRAWN))
-    each = _DRAWN // LEVELS
-    return np.minimum(drawn[each // 2::each], _MOST)
+    chances = (np.arange(LEVELS) + 0.5) / LEVELS
+    return np.minimum(betaincinv(kept, count + 1 - kept, chances), _MOST)
 
 
 def _kept(quantile: float, count: int) -> int:
