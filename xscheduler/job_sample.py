@@ -51,7 +51,7 @@ def _beta_levels(quantile: float, count: int) -> FloatArray:
 
     kept = _kept(quantile, count)
     chances = (np.arange(LEVELS) + 0.5) / LEVELS
-    return np.minimum(betaincinv(kept, count + 1 - kept, chances), _MOST)
+    return np.asarray(np.minimum(betaincinv(kept, count + 1 - kept, chances), _MOST))
 
 
 def _kept(quantile: float, count: int) -> int:

@@ -50,10 +50,13 @@ class DivisionByTime:
         most_rows = np.maximum(boxes.most * iterations / boxes.fewest, 1.0)
         sizes = ROWS_RATIO ** np.arange(int(np.log(most_rows.max()) / np.log(ROWS_RATIO)) + 3)
         per_row = self._times.decode_query_s(np.asarray(sizes, float), degree)
-        # rows between two sizes cost no less, and no more, than at one of those around them
+        # rows between two sizes cost no less, and no more, than at one of those around them; that
+        # is so nearly, and a box's own ends are looked at, too
+        ends = self._times.decode_query_s(np.stack([fewest_rows, most_rows], axis=1), degree)
         first = np.maximum(np.searchsorted(sizes, fewest_rows, side="right") - 1, 0)
         last = np.searchsorted(sizes, most_rows) + 1
-        decode = [per_row[low:up] for low, up in zip(first, last, strict=True)]
+        decode = [np.append(per_row[low:up], own)
+                  for low, up, own in zip(first, last, ends, strict=True)]
         # sizes that are refused take for ever, and are no configuration's
         timed = [[part[np.isfinite(part)] for part in parts] for parts in (encode, decode)]
         least, largest = ([np.array([pick(part) if len(part) else np.inf for part in parts])
