@@ -10,6 +10,7 @@ from xgpt.core.model import ModelSpec
 from xprofiler.profile import ProfileMetadata
 
 _TIMED_CODE = ("xrunner/models", "xrunner/ops", "xrunner/engine/stage.py", "xrunner/engine/kv.py",
+               "xrunner/engine/graphs.py", "xrunner/rules/buckets.py",
                "xrunner/engine/head.py", "xrunner/engine/roster.py",
                "xrunner/engine/last_stage.py", "xrunner/engine/last_tokens.py",
                "xrunner/transport", "xrunner/devices.py", "xprofiler/measure",
@@ -32,7 +33,7 @@ def model_shape(spec: ModelSpec) -> str:
     return _digest(json.dumps(shape, sort_keys=True))
 
 
-_TIMED_SUFFIXES = (".py", ".cpp", ".h")
+_TIMED_SUFFIXES = (".py", ".cpp", ".cu", ".h")
 
 
 def kernels_fingerprint() -> str:

@@ -20,7 +20,8 @@ SCHEMA_HISTORY = {
        "sampling, padding and origin; the model's shape and the device's peaks; refused degrees; "
        "seconds spent; y of encode_attention",
     3: "of a point, where they are known: its date, and the share of the machine that was "
-       "missing, and how often it was measured anew; what runs took since"}
+       "missing, and how often it was measured anew; what runs took since",
+    4: "decode_rest: the layers of decode steps that a GPU takes captured, beside layer_rest"}
 PROFILE_VERSION = max(SCHEMA_HISTORY)
 
 # name -> (x, y) in words; every value is in seconds
@@ -29,6 +30,7 @@ AXES = {
     Operator.DECODE_ATTENTION.value: ("queries", "context tokens"),
     Operator.CROSS_ATTENTION.value: ("queries", "encoder tokens"),
     Operator.LAYER_REST.value: ("tokens", ""), Operator.ENCODER_REST.value: ("tokens", ""),
+    Operator.DECODE_REST.value: ("tokens", ""),
     Operator.CROSS_KV.value: ("tokens", ""), Operator.EMBED.value: ("tokens", ""),
     Operator.HEAD.value: ("queries", ""), Operator.KV_COMPACTION.value: ("rows moved", "tokens"),
     "all_reduce": ("bytes", ""), "transfer": ("bytes", ""), "kv_handover": ("bytes", ""),
@@ -39,7 +41,8 @@ _MOST_SIZE = 1e18  # bytes, tokens, queries
 _MOST_S = 86_400.0  # a day: no operator of one layer, no message takes as long
 # Imported formulas leave out embedding and head, and attention to nothing is free; the products of
 # a layer never are.
-_NEVER_ZERO = (Operator.LAYER_REST.value, Operator.ENCODER_REST.value)
+_NEVER_ZERO = (Operator.LAYER_REST.value, Operator.DECODE_REST.value,
+               Operator.ENCODER_REST.value)
 _COUNTS = ("num_layers", "hidden_size", "num_heads", "vocab_size", "intermediate_size")
 
 

@@ -87,7 +87,9 @@ class ProfileTiming:
         self.facts = TimingFacts(
             step_overhead_s=self._step_overhead_s(), is_padded=profile.metadata.is_padded,
             sharing=self._sharing,
-            tp_degrees=frozenset(d for d in profile.tp_degrees if self._can_reduce(d)))
+            tp_degrees=frozenset(d for d in profile.tp_degrees if self._can_reduce(d)),
+            captured_degrees=frozenset(key.tp_degree for key in profile.tables
+                                       if key.name == Operator.DECODE_REST.value))
 
     def operator_s(self, operator: Operator, x: ArrayLike, y: ArrayLike = 0.0, *,
                    tp_degree: int = 1) -> FloatArray:

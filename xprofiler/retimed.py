@@ -34,7 +34,8 @@ from xprofiler.timing import (
 
 ENCODE, DECODE, MIXED = "encode", "decode", "mixed"  # xrunner.rules.steps.StepKind
 _ENCODED = frozenset({Operator.ENCODE_ATTENTION, Operator.ENCODER_REST, Operator.CROSS_KV})
-_DECODED = frozenset({Operator.DECODE_ATTENTION, Operator.CROSS_ATTENTION, Operator.KV_COMPACTION})
+_DECODED = frozenset({Operator.DECODE_ATTENTION, Operator.DECODE_REST, Operator.CROSS_ATTENTION,
+                      Operator.KV_COMPACTION})
 _UNSEEN_RATIO = 4.0  # see Factors: a choice, for nobody saw what lies between
 
 

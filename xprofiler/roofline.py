@@ -40,7 +40,8 @@ class Roofline:
         self.links = LinkTimes(self.kernels)
         rows, attention = RowKernels(model, self.kernels), AttentionKernels(model, self.kernels)
         self._rows: dict[Operator, Callable[[FloatArray, int], FloatArray]] = {
-            Operator.LAYER_REST: rows.layer_rest_s, Operator.ENCODER_REST: rows.block_s,
+            Operator.LAYER_REST: rows.layer_rest_s, Operator.DECODE_REST: rows.layer_rest_s,
+            Operator.ENCODER_REST: rows.block_s,
             Operator.CROSS_KV: rows.cross_kv_s, Operator.HEAD: rows.head_s,
             Operator.EMBED: rows.embed_s}
         self._attention: dict[Operator, Callable[[FloatArray, FloatArray, int], FloatArray]] = {

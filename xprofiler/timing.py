@@ -23,6 +23,8 @@ class Operator(Enum):
     # one layer: x = queries, y = context (tokens) of each, the one being decoded included
     DECODE_ATTENTION = "decode_attention"
     LAYER_REST = "layer_rest"  # one decoder layer without its attention kernels: x = tokens
+    # the same in decode steps that a GPU takes captured (TimingFacts.captured_degrees): x = tokens
+    DECODE_REST = "decode_rest"
     EMBED = "embed"  # x = tokens
     HEAD = "head"  # final norm, output head, sampling: x = queries
     KV_COMPACTION = "kv_compaction"  # one layer: x = cache rows moved, y = tokens in each
@@ -60,6 +62,9 @@ class TimingFacts:
     # works on for itself: 1, or more where ranks outnumber the cores and all work at once
     sharing: float = 1.0
     tp_degrees: frozenset[int] | None = None  # sizes of groups that are timed; None: any
+    # those whose decode steps are captured in CUDA graphs, which the host does not hold up: their
+    # layers are timed apart (DECODE_REST), for those of steps that encode are launched one by one
+    captured_degrees: frozenset[int] = frozenset()
 
     def can_time(self, tp_degree: int) -> bool:
         """Whether the source answers for groups of `tp_degree`."""

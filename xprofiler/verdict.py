@@ -64,7 +64,8 @@ def judge(profile: Profile) -> Judgement:
     noisy = sum(p.spread > SPREAD_LIMIT for p in points)
     outliers = sum(_outliers(p) for p in points)
     main = [table for key, table in judged.items()
-            if key.name in (Operator.LAYER_REST.value, Operator.DECODE_ATTENTION.value)]
+            if key.name in (Operator.LAYER_REST.value, Operator.DECODE_REST.value,
+                            Operator.DECODE_ATTENTION.value)]
     too_short = sum(p.median_s < _TOO_SHORT_S for table in main for p in table)
     moved = sum(Grid([p.x for p in table], [p.y for p in table],
                      [p.median_s for p in table]).moved for table in main)

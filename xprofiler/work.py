@@ -138,5 +138,6 @@ def _heads_width(model: ModelSpec) -> int:
 _COUNTS = {
     Operator.ENCODE_ATTENTION: _encode_attention, Operator.DECODE_ATTENTION: _cached_attention,
     Operator.CROSS_ATTENTION: _cached_attention, Operator.LAYER_REST: _layer_rest,
+    Operator.DECODE_REST: _layer_rest,
     Operator.ENCODER_REST: _encoder_rest, Operator.CROSS_KV: _cross_kv, Operator.EMBED: _embed,
     Operator.HEAD: _head, Operator.KV_COMPACTION: _kv_compaction}

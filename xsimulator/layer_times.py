@@ -38,6 +38,7 @@ class LayerTimes:
         self.has_head = has_head
         self.row_bytes = model.hidden_size * DTYPE_BYTES[dtype]
         self._link, self._inputs, self._mean_input = link, inputs, inputs.mean
+        self._captured_degrees = timing.facts.captured_degrees
         self._shares: dict[int, FloatArray] = {}  # mean attention by degree, at TOGETHER
         # sizes that nobody can change, and a layer's rest at them
         self._kept: dict[Hashable, tuple[FloatArray, FloatArray]] = {}
@@ -89,7 +90,9 @@ class LayerTimes:
     def decode_rest_s(self, rows: ArrayLike, degree: int, link: Link | None = None) -> FloatArray:
         """The part of a layer's decode iteration that depends on the number of rows alone."""
         if not self.model.is_encoder_decoder:
-            return self._rest_s(Operator.LAYER_REST, rows, degree, ALL_REDUCES_PER_LAYER, link)
+            operator = (Operator.DECODE_REST if degree in self._captured_degrees
+                        else Operator.LAYER_REST)
+            return self._rest_s(operator, rows, degree, ALL_REDUCES_PER_LAYER, link)
         cross_s = self.timing.operator_s(Operator.CROSS_ATTENTION, rows, self._mean_input,
                                          tp_degree=degree)
         rest_s = self._rest_s(Operator.LAYER_REST, rows, degree, ALL_REDUCES_PER_LAYER + 1, link)

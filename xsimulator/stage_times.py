@@ -89,7 +89,7 @@ class StageTimes:
         alone go through."""
         if not self.is_encoder_decoder:
             return self._with_ends(self._groups.seconds(
-                self.layers.decode_rest_s, tokens, self._whole_layers), tokens)
+                self.layers.encode_rest_s, tokens, self._whole_layers), tokens)
         work = self._with_ends(self._groups.seconds(
             self.layers.encode_rest_s, tokens, self.encode_layers), tokens)
         if not self.decoder_layers.any():
@@ -124,7 +124,7 @@ class StageTimes:
         queries = np.asarray(queries, float) * self.layers.head_rows
         if not self._narrowed:
             return self.first_tokens_s(queries)
-        rest_s = self.layers.decode_rest_s(queries, *self._groups.last)
+        rest_s = self.layers.encode_rest_s(queries, *self._groups.last)
         return self.first_tokens_s(queries) + self._narrowed * rest_s
 
     def per_stage_s(self, of_degree: PerDegree, layers: FloatArray) -> FloatArray:

@@ -217,7 +217,7 @@ def test_a_file_that_is_not_there_is_refused_by_name(path: Path) -> None:
 
 def test_another_version_names_those_that_are_read(path: Path) -> None:
     changed_file(path, lambda raw: raw.update(version=99))
-    assert faults(path) == {"version": "this xgpt reads versions 1, 2, 3"}
+    assert faults(path) == {"version": "this xgpt reads versions 1, 2, 3, 4"}
 
 
 def test_every_fault_is_named_at_once(path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from problems import problem_of, roofline_of
 
+from xprofiler.timing import Operator
 from xsimulator.layer_times import LayerTimes
 from xsimulator.plans import StagePlans
 from xsimulator.replay.step_clock import StepClock, StepSizes
@@ -99,3 +100,19 @@ def test_encoding_takes_the_inputs_ends_alone_through_the_end_of_the_last_layer(
     spared = rows[-1] + times.first_tokens_s(10.0) - encode[-1]
     assert spared == pytest.approx(layers.after_attention * (rest_s[0] - rest_s[1]), rel=1e-9)
     assert 0.6 < layers.after_attention < 0.9
+
+
+def test_steps_that_decode_captured_take_their_own_time_and_others_theirs():
+    problem = problem_of("opt-13b", "a40-4", "S")
+    plain, captured = roofline_of(problem), roofline_of(problem)
+    captured.facts = replace(captured.facts, captured_degrees=frozenset({1}))
+    captured._rows[Operator.DECODE_REST] = lambda rows, degree: plain._rows[
+        Operator.LAYER_REST](rows, degree) / 4
+    usual, own = (StagePlans(problem, source).both(1, 0).times for source in (plain, captured))
+    layers = problem.model.num_layers
+    saved = 0.75 * plain.operator_s(Operator.LAYER_REST, 7.0) * layers
+    assert usual.decode_s(7, 300).sum() - own.decode_s(7, 300).sum() == pytest.approx(saved)
+    assert (usual.encode_rows_s(70) == own.encode_rows_s(70)).all()
+    assert (usual.ends_s(3) == own.ends_s(3)).all()
+    two, other = (StagePlans(problem, source).both(2, 4).times for source in (captured, plain))
+    assert two.decode_s(7, 300) == pytest.approx(other.decode_s(7, 300)), "groups are not captured"

@@ -65,6 +65,7 @@ class WantedProfile:
     engine: Engine  # whose times
     program: Callable[[Path], tuple[str, ...]]  # starts its profiler on a request; (): as ours is
     engine_settings: Mapping[str, object]  # what that is told besides
+    captures: bool = True  # decode steps on GPUs, as a run of the job does
 
 
 def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = None,
@@ -92,6 +93,7 @@ def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = N
                          refused=refused,
                          links=(cluster.intra_link.name, cluster.inter_link.name),
                          launcher=launcher_of(job, problem), output=job.output, engine=engine,
+                         captures=job.run.cuda_graphs,
                          program=partial(program_of, job, engine.profiler),
                          engine_settings={
                              "model_dir": str(folder), "arguments": job.run.engine_args,
@@ -345,7 +347,7 @@ def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: T
             "refused": wanted.refused, "needs": asdict(wanted.needs), "own": asdict(wanted.own),
             "is_quick": session.is_quick, "skeleton_s": session.skeleton_s,
             "budget_s": session.budget_s, "patience_s": session.patience_s,
-            "near": near, "far": far, "target": str(target),
+            "captures": wanted.captures, "near": near, "far": far, "target": str(target),
             "progress": str(progress), "stop": str(stop), "engine": dict(wanted.engine_settings)}),
             encoding="utf-8")
 

@@ -6,7 +6,8 @@ bench holds as many layers as a stage does, and both ends of the model, whose vo
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from xgpt.core.model import ModelSpec
 from xgpt.core.schedule import StageAssignment
+from xprofiler.measure.captured import Capturing, TimedCapture, captured_step
 from xprofiler.measure.clock import Clock, clock_of
 from xprofiler.measure.probe import Probe, StepParts
 from xprofiler.points import MEAN_INPUT
@@ -40,7 +42,10 @@ Measurement = Callable[[], StepParts]  # executes the step once
 
 
 class LayerBench:
-    """A stage of `num_stages` with both ends, one shard of `tp_degree` of it, on `device`."""
+    """A stage of `num_stages` with both ends, one shard of `tp_degree` of it, on `device`.
+    `capturing`: decode steps are timed captured, where a run captures them; None: none is."""
+
+    capturing: Capturing | None = None
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, *, num_stages: int = 1,
                  tp_degree: int | Shard = 1, device: torch.device | str = "cpu",
@@ -67,14 +72,33 @@ class LayerBench:
         layers = self.model.layers[:most_layers]
         executor = self._executor(len(contexts), max(contexts) + 1, len(layers))
         group, joined = executor.groups[0], self._joined(contexts)
+        capture = None if self.capturing is None else TimedCapture(
+            self.capturing, self.probe, clock_of(self.device))
+        with self._through(layers):
+            graphs = None if capture is None else captured_step(
+                self.model, group, len(contexts), capture)
         tokens = torch.ones(len(contexts), dtype=torch.long, device=self.device)
         message = StepMessage(kind=StepKind.DECODE, group=0, phase=0, iteration=1)
 
         def step() -> StepParts:
             group.adopt(joined)
-            return self._time(layers, lambda: executor.execute(message, tokens))
+            with self._through(layers):
+                return self.probe.time(lambda: executor.execute(message, tokens))
 
-        return step
+        def captured() -> StepParts:
+            """Launched kernel by kernel, for what steps that encode launch; then captured."""
+            assert capture is not None, f"{graphs = }"
+            launched = step()
+            group.adopt(joined)
+            group.graphs = graphs
+            ends = self.probe.ends(lambda: executor.execute(message, tokens))
+            group.graphs = None
+            inner = capture.parts(len(layers))
+            return launched._replace(
+                whole_s=ends.whole_s, head_s=ends.head_s, attention_s=inner.attention_s,
+                embed_s=inner.embed_s, captured_rest_s=inner.rest_s)
+
+        return step if graphs is None else captured
 
     def encode(self, lengths: list[int], *, most_layers: int | None = None) -> Measurement:
         """An encode step of queries of these lengths. `most_layers`: through so many layers only,
@@ -87,18 +111,19 @@ class LayerBench:
 
         def step() -> StepParts:
             executor.groups[0].adopt(())
-            return self._time(layers, lambda: executor.execute(message, tokens),
-                              has_head=most_layers is None)
+            with self._through(layers, has_head=most_layers is None):
+                return self.probe.time(lambda: executor.execute(message, tokens))
 
         return step
 
-    def _time(self, layers: list[Any], run: Callable[[], object], *,
-              has_head: bool = True) -> StepParts:
-        """One step through `layers`, the model's first ones."""
+    @contextmanager
+    def _through(self, layers: list[Any], *, has_head: bool = True) -> Iterator[None]:
+        """Steps go through `layers` meanwhile, the model's first ones."""
         whole, self.model.layers, self.model.is_last = self.model.layers, layers, has_head
-        parts = self.probe.time(run)
-        self.model.layers, self.model.is_last = whole, True
-        return parts
+        try:
+            yield
+        finally:
+            self.model.layers, self.model.is_last = whole, True
 
     def compaction(self, rows: int, tokens: int) -> Callable[[], float]:
         """Seconds, a layer, of moving `rows` cache rows of `tokens` each."""

@@ -102,6 +102,8 @@ class Recorder:
             put(Operator.CROSS_KV, rows, 0, (s.cross_kv_s for s in steps))
         elif is_decode or point.kind is Kind.REST:
             put(Operator.LAYER_REST, rows, 0, (s.rest_s for s in steps))
+        if captured := [s.captured_rest_s for s in steps if s.captured_rest_s is not None]:
+            put(Operator.DECODE_REST, rows, 0, captured)
         put(Operator.EMBED, rows, 0, (s.embed_s for s in steps))
 
     def operator(self, operator: Operator, degree: int) -> tuple[Sample, ...]:

@@ -31,6 +31,7 @@ from xprofiler.measure.bench import (
     ordinary_inputs,
     ragged,
 )
+from xprofiler.measure.captured import Capturing
 from xprofiler.measure.clock import measure_peaks
 from xprofiler.measure.disturbance import Calibration, Disturbance
 from xprofiler.measure.encoder_decoder import EncoderDecoderBench
@@ -51,6 +52,8 @@ from xprofiler.profile import (
 )
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.timing import Operator
+from xrunner.devices import has_own_gpu_each
+from xrunner.engine.graphs import CudaCapture
 
 STEADY_ERROR = 0.01  # intervals whose middle is estimated closer than this are left alone
 _COMPACTIONS = 5  # times each is measured
@@ -87,6 +90,7 @@ class MeasureRequest:
     target: str
     progress: str
     stop: str
+    captures: bool = True  # decode steps on GPUs, where a run captures them
     # of another engine: its folder of the model, its own arguments, on which kind of device
     engine: dict[str, Any] = field(default_factory=dict)
 
@@ -125,6 +129,9 @@ class Measuring:
         self._effort = _quick_effort if request.is_quick else _effort
         self._left = 0.0  # work of the skeleton still to do (_effort)
         is_cpu = self._device.type == "cpu"
+        # as a run does: not where ranks share a GPU, whose memory is planned
+        self._captures = request.captures and self._device.type == "cuda" and (
+            ranks.world is None or has_own_gpu_each(ranks.world, self._device))
         self._watch = Disturbance(ranks, request.patience_s) if is_cpu else None
         self._calibration = Calibration(
             ranks, target.parent, _like(metadata) + self.beside) if is_cpu else None
@@ -158,9 +165,12 @@ class Measuring:
     def bench_of(self, degree: int) -> Bench:
         """What executes this degree's points."""
         make = EncoderDecoderBench if self._spec.is_encoder_decoder else LayerBench
-        return make(self._bench_spec(degree), self._dtype, tp_degree=degree,
-                    num_stages=self._known.metadata.ranks, device=self._device,
-                    sampling=self._sampling, weight_dtype=self._weight_dtype)
+        bench = make(self._bench_spec(degree), self._dtype, tp_degree=degree,
+                     num_stages=self._known.metadata.ranks, device=self._device,
+                     sampling=self._sampling, weight_dtype=self._weight_dtype)
+        if self._captures and isinstance(bench, LayerBench):
+            bench.capturing = Capturing(CudaCapture(self._device))
+        return bench
 
     def _calibrate(self) -> None:
         """The end of a group of points, and the beginning of the next: how slow the machine was

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import fcntl
 import hashlib
+import importlib.util
 import os
 import platform
 import re
@@ -185,6 +186,22 @@ def why_not_native(cache: Path) -> str:
     except (BuildError, OSError) as error:
         return str(error)
     return ""
+
+
+def why_no_cupy() -> str | None:
+    """Why cupy cannot be had, without importing it; None where it is installed."""
+    if importlib.util.find_spec("cupy") is None:
+        return ("cupy is not installed (pip install -e '.[cuda12]', or '.[cuda13]' where the "
+                "driver is of CUDA 13)")
+    return None
+
+
+def why_no_kernels() -> str:
+    """Why torch will serve on GPUs instead of our kernels, as far as it can be told without
+    looking at one; empty where they will, unless they differ from torch there."""
+    if os.environ.get(VARIABLE, "").strip() == "off":
+        return f"{VARIABLE} is off"
+    return why_no_cupy() or ""
 
 
 @contextlib.contextmanager

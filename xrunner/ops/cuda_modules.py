@@ -8,7 +8,6 @@ xrunner.ops.native) may ask for none, or for all.
 
 import ctypes
 import hashlib
-import importlib.util
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from xgpt.core.errors import XgptError
-from xrunner.ops.build import VARIABLE, source_folder
+from xrunner.ops.build import VARIABLE, source_folder, why_no_cupy
 from xrunner.ops.cuda import CudaOps
 from xrunner.ops.cuda_check import Case, cases, distance, tolerance
 from xrunner.ops.launch import DTYPES, Launch, Launcher
@@ -130,14 +129,6 @@ def _first_of_each(all_cases: Iterator[Case]) -> Iterator[Case]:
         if (case.operator, case.dtype) not in seen:
             seen.add((case.operator, case.dtype))
             yield case
-
-
-def why_no_cupy() -> str | None:
-    """Why cupy cannot be had, without importing it; None where it is installed."""
-    if importlib.util.find_spec("cupy") is None:
-        return ("cupy is not installed (pip install -e '.[cuda12]', or '.[cuda13]' where the "
-                "driver is of CUDA 13)")
-    return None
 
 
 def source_of(name: str) -> str:

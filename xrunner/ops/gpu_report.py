@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from xgpt.core.errors import XgptError
+from xrunner.ops.build import why_no_cupy
 from xrunner.ops.cuda import CudaOps
 from xrunner.ops.cuda_check import Case, cases, tolerance
-from xrunner.ops.cuda_modules import CupyLauncher, off_by, source_digest, why_no_cupy
+from xrunner.ops.cuda_modules import CupyLauncher, off_by, source_digest
 from xrunner.ops.launch import Launcher
 
 SIZES = (1, 8)  # of cuda_check.cases: as at the start of a run, and as in one

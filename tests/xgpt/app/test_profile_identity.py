@@ -10,6 +10,9 @@ import pytest
 
 from xgpt.app import profile_identity, timing
 from xgpt.app.opened import open_file
+from xprofiler.cache import kernels_fingerprint
+from xprofiler.profile import ProfileMetadata
+from xrunner.ops import build
 
 
 @pytest.mark.parametrize(("cluster", "is_compiled"), [("local", True), ("a40-4", False)])
@@ -46,3 +49,24 @@ def test_that_operators_are_being_compiled_is_told_before_anything_is_timed(
     with pytest.raises(InterruptedError):
         timing.timing_of(opened)
     assert order == ["compiling what computes, once", "compiled", "timed"]
+
+
+def test_a_profile_of_gpus_tells_whether_kernels_read_each_query_alone_and_steps_are_captured(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "job.yaml"
+
+    def of(graphs: str) -> ProfileMetadata:
+        path.write_text("model: opt-125m\ncluster: a40-4\nworkload: {task: S}\n"
+                        f"constraint: {{latency_s: 9}}\nrun: {{cuda_graphs: {graphs}}}\n")
+        opened = open_file(path)
+        return profile_identity.profile_metadata(opened.job, opened.problem)
+
+    monkeypatch.setattr(build, "why_no_cupy", lambda: "cupy is not installed")
+    assert of("auto").is_padded, "torch reads all up to the longest"
+    monkeypatch.setattr(build, "why_no_cupy", lambda: None)
+    captured, launched = of("auto"), of("off")
+    assert not captured.is_padded
+    assert captured.kernels == kernels_fingerprint()
+    assert launched.kernels == f"{captured.kernels}, no CUDA graphs"
+    monkeypatch.setenv("XGPT_NATIVE", "off")
+    assert of("auto").is_padded

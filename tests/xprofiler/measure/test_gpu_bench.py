@@ -8,11 +8,9 @@ torch = pytest.importorskip("torch", reason="the bench needs the extra `run`")
 
 from xgpt.core.model import ModelSpec  # noqa: E402
 from xprofiler.measure.bench import LayerBench  # noqa: E402
-from xprofiler.measure.clock import (  # noqa: E402
-    CudaClock,
-    clock_of,
-    measure_peaks,  # noqa: E402
-)
+from xprofiler.measure.captured import Capturing  # noqa: E402
+from xprofiler.measure.clock import CudaClock, clock_of, measure_peaks  # noqa: E402
+from xrunner.engine.graphs import CudaCapture, why_not  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 SPEC = ModelSpec(name="toy", family="llama", num_layers=4, hidden_size=512, num_heads=8,
@@ -32,6 +30,21 @@ def test_parts_of_a_step_add_up_on_the_devices_own_clock(tp_degree: int) -> None
             assert parts.rest_s > 0 and parts.attention_s > 0 and parts.head_s > 0
             # events are read in half microseconds; what is left over is the step's own
             assert layers_s + parts.embed_s + parts.head_s <= parts.whole_s * 1.02 + 1e-5
+
+
+def test_captured_decode_steps_are_told_apart_on_the_device() -> None:
+    bench, device = LayerBench(SPEC, torch.bfloat16, device="cuda"), torch.device("cuda", 0)
+    bench.capturing = Capturing(CudaCapture(device))
+    with torch.inference_mode():
+        if (why := why_not(bench.model)) is not None:
+            pytest.skip(why)
+        step = bench.decode([100, 7, 300])
+        step()
+        parts = step()
+    assert parts.captured_rest_s is not None
+    assert 0 < parts.captured_rest_s < parts.rest_s, "launched kernel by kernel it takes longer"
+    layers_s = bench.num_layers * (parts.captured_rest_s + parts.attention_s)
+    assert 0 < layers_s + parts.embed_s + parts.head_s <= parts.whole_s * 1.02 + 1e-5
 
 
 def test_compaction_moves_rows_on_the_device() -> None:

@@ -35,7 +35,7 @@ def parts(scale: float = 1.0) -> StepParts:
     """A step of three layers: 3 (2 + 1 + 0.5) + 0.25 + 0.75 and 1.5 besides."""
     plain = StepParts(whole_s=13.0, rest_s=2.0, attention_s=1.0, embed_s=0.25, head_s=0.75,
                   cross_s=0.5, cross_kv_s=0.125)
-    return StepParts(*(scale * value for value in plain))
+    return StepParts(*(value and scale * value for value in plain))
 
 
 def recorded(point: Point, rows: int, queries: int, **how: Any) -> Profile:
@@ -251,3 +251,12 @@ def test_how_often_a_bad_point_was_measured_anew_is_kept() -> None:
             recorder.add(key, 9, 0, [3.0, 3.0, 3.0], missing)
         profile = recorder.profile(spent_s=0.0, host_s=[])
         assert profile.table("layer_rest")[0].tries == tries
+
+
+def test_layers_of_captured_steps_have_a_table_beside_those_that_are_launched() -> None:
+    recorder = Recorder(EMPTY)
+    recorder.add_step(Point(Kind.DECODE, 4, 100), 1, 4, 4,
+                      [parts()._replace(captured_rest_s=0.5)], LAYERS)
+    recorder.add_step(Point(Kind.REST, 75), 1, 75, 1, [parts()], LAYERS)
+    assert [(s.x, s.samples_s) for s in recorder.operator(Operator.DECODE_REST, 1)] == [(4, (0.5,))]
+    assert [s.x for s in recorder.operator(Operator.LAYER_REST, 1)] == [4, 75]

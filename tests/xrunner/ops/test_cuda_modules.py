@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from xgpt.core.errors import XgptError
-from xrunner.ops import cuda_check, cuda_modules, gpu_report
+from xrunner.ops import build, cuda_check, cuda_modules, gpu_report
 from xrunner.ops.build import source_folder
 from xrunner.ops.cuda import CudaOps
 from xrunner.ops.launch import Launch
@@ -102,12 +102,12 @@ def test_a_card_that_refuses_every_launch_is_left_to_torch() -> None:
                                              ("auto", "cupy is not installed")])
 def test_none_are_loaded_without_cupy_or_where_they_are_not_wanted(
         monkeypatch: pytest.MonkeyPatch, wish: str, words: str) -> None:
-    monkeypatch.setattr(cuda_modules.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
     assert words in cuda_modules._load(torch.device("cuda", 0), wish).reason
 
 
 def test_where_they_are_required_their_lack_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_modules.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(XgptError, match="require.*cupy is not installed"):
         cuda_modules._load(torch.device("cuda", 0), "require")
 
