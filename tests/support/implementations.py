@@ -1,6 +1,6 @@
 """Every implementation of the operators that this machine has: torch's, native on each instruction
-set (tiles emulated where there are none), the CUDA sources executed on the CPU. A test of an
-operator calls its public function within `using()`, on tensors of `device`."""
+set, the CUDA sources executed on the CPU. A test of an operator calls its public function within
+`using()`, on tensors of `device`. (Tiles, where they are emulated: test_tiles_ops.py.)"""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from xrunner.ops import cuda_modules, invariant
@@ -186,13 +187,13 @@ def encode_attention(query: Tensor, cache: Cache, step: EncodeContext,
 
 
 def _suits_flash(query: Tensor, step: EncodeContext) -> bool:
-    """Whether a GPU is left to torch's flash attention, a call for each span: for inputs in half
-    precision, from their beginning, and so long that its tensor cores save more than the calls
-    cost (_FLASH_FLOPS)."""
-    tokens, heads, dim = query.shape
-    if query.dtype == torch.float32 or any(span.first for span in step.spans):
-        return False
-    return 2 * heads * dim * tokens**2 >= _FLASH_FLOPS * len(step.spans)**2
+    """Whether a GPU is left to torch's flash attention, a call for each span: in half precision,
+    where a span, be it a whole input or a chunk of one, has so much to do in the mean that its
+    tensor cores save more than the calls cost (_FLASH_FLOPS)."""
+    _, heads, dim = query.shape
+    pairs = sum(span.tokens * (2 * span.first + span.tokens) for span in step.spans)  # twice
+    return (query.dtype != torch.float32
+            and 2 * heads * dim * pairs >= _FLASH_FLOPS * len(step.spans))
 
 
 def _encode_by_span(query: Tensor, cache: Cache, step: EncodeContext, scoring: Scoring) -> Tensor:
@@ -211,10 +212,11 @@ def _encode_by_span(query: Tensor, cache: Cache, step: EncodeContext, scoring: S
 
 def _causal(at: Tensor, first: int, tokens: int, scoring: Scoring,
             dtype: torch.dtype) -> Tensor | None:
-    """Added to the scores [t, s] of the tokens from `first` on; None: torch knows it itself."""
+    """Added to the scores [t, s] of the tokens from `first` on; None: torch knows it itself. Of a
+    chunk it is told in a word, which torch's flash attention knows, too."""
     window = scoring.window or first + tokens
-    if first == 0 and window >= tokens and scoring.cap is None:
-        return None
+    if window >= first + tokens and scoring.cap is None:
+        return None if first == 0 else causal_lower_right(tokens, first + tokens)
     seen = (at[None, :] <= at[first:, None]) & (at[None, :] > at[first:, None] - window)
     return torch.zeros(seen.shape, dtype=dtype, device=at.device).masked_fill_(
         ~seen, float("-inf"))

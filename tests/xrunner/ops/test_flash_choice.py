@@ -13,7 +13,7 @@ from xrunner.rules.slots import Span
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 INPUTS = [Span(0, 0, 9, True), Span(2, 0, 5, True)]
-CHUNK = [Span(0, 0, 9, True), Span(2, 4, 5, True)]
+CHUNKS = [Span(0, 1, 9, True), Span(2, 4, 5, True)]
 
 
 def by_kernel(launcher: cpu_cuda.CpuLauncher, spans: list[Span],
@@ -33,12 +33,24 @@ def test_long_inputs_in_half_precision_are_left_to_torch(monkeypatch: pytest.Mon
     launcher = cpu_cuda.CpuLauncher(cpu_cuda.built())
     is_ours, expected = by_kernel(launcher, INPUTS, torch.bfloat16)
     assert is_ours, "short ones are not"
-    flops = 2 * HEADS * DIM * 7**2  # of the mean one
+    flops = 2 * HEADS * DIM * (9**2 + 5**2) // 2  # of one, in the mean
     monkeypatch.setattr(attention, "_FLASH_FLOPS", flops)
     is_ours, out = by_kernel(launcher, INPUTS, torch.bfloat16)
     assert not is_ours
     torch.testing.assert_close(out.float(), expected.float(), atol=0.02, rtol=0.02)
-    assert by_kernel(launcher, CHUNK, torch.bfloat16)[0], "a chunk attends to what is there"
     assert by_kernel(launcher, INPUTS, torch.float32)[0]
     monkeypatch.setattr(attention, "_FLASH_FLOPS", flops + 1)
     assert by_kernel(launcher, INPUTS, torch.bfloat16)[0]
+
+
+def test_a_chunk_counts_with_what_it_attends_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = cpu_cuda.CpuLauncher(cpu_cuda.built())
+    is_ours, expected = by_kernel(launcher, CHUNKS, torch.bfloat16)
+    assert is_ours
+    pairs = sum(range(2, 11)) + sum(range(5, 10))  # of tokens with what each attends to
+    flops = 4 * HEADS * DIM * pairs // 2
+    for most, is_kept in ((flops // 2, False), (2 * flops, True)):
+        monkeypatch.setattr(attention, "_FLASH_FLOPS", most)
+        is_ours, out = by_kernel(launcher, CHUNKS, torch.bfloat16)
+        assert is_ours == is_kept
+        torch.testing.assert_close(out.float(), expected.float(), atol=0.02, rtol=0.02)

@@ -1,13 +1,20 @@
-"""Attention by tiles (AMX), carried out by a handler of refused instructions: all that
-tests/xrunner/ops/test_attention_ops.py asks of every implementation, and what is theirs alone."""
+"""Attention by tiles (AMX), carried out by a handler of refused instructions: what
+tests/xrunner/ops/test_attention_ops.py asks of every implementation, on random shapes of those that
+are left to tiles, and what is theirs alone."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import emulated_tiles
 import pytest
+import test_attention_ops as attention
 import torch
 from emulated_tiles import a_processor_with_tiles, are_used_since, by_avx512, done
-from implementations import num_threads
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from implementations import Implementation, num_threads
 
 from xrunner.ops import native, tiles
 from xrunner.ops.attention import (
@@ -24,6 +31,55 @@ pytestmark = pytest.mark.skipif(
     reason="this processor lacks more than tiles")
 emulated = pytest.mark.skipif(not emulated_tiles.are_emulated(),
                               reason="no product of a processor's own tiles can be made wrong")
+
+
+TILED = Implementation("native-avx512_amx", a_processor_with_tiles)
+some = examples(60)
+
+
+def tiled(dims: list[int], groups: list[int]) -> st.SearchStrategy[attention.Shape]:
+    """Shapes in bfloat16 throughout."""
+    return st.builds(
+        attention.Shape, st.just(torch.bfloat16), st.just(torch.bfloat16), st.integers(1, 2),
+        st.sampled_from(groups), st.sampled_from(dims), st.sampled_from([None, 1.0, 0.3]),
+        st.integers(1, 3), st.integers(0, 2**31))
+
+
+decoded_shapes = tiled([32, 64, 96, 128, 160], [6, 7, 8, 15, 16, 17, 32, 33])
+encoded_shapes = tiled(attention.DIMS, [1, 2, 3, 5, 8, 17])
+
+
+def asked(test: Any, *case: Any) -> None:
+    """What that test asks of every implementation, of this case; by tiles."""
+    before = done()
+    test.hypothesis.inner_test(TILED, *case)
+    assert are_used_since(before)
+
+
+@some
+@given(shape=decoded_shapes, case=attention.decode_cases(), size=attention.block_sizes)
+def test_decoded_tokens_of_random_shapes(shape: attention.Shape, case: Any,
+                                         size: int | None) -> None:
+    asked(attention.test_a_token_that_is_decoded_attends_to_its_own_query_alone,
+          (shape, *case[1:]), False, size)
+
+
+@some
+@given(shape=encoded_shapes, case=attention.spans().filter(lambda case: case[2]),
+       size=attention.block_sizes)
+def test_encoded_tokens_of_random_shapes(shape: attention.Shape, case: Any,
+                                         size: int | None) -> None:
+    asked(attention.test_a_token_that_is_encoded_attends_to_what_came_before_it,
+          (shape, *case[1:]), size)
+
+
+@some
+@given(shape=encoded_shapes, lengths=st.lists(st.integers(1, 70), min_size=1, max_size=4),
+       has_bias=st.booleans())
+def test_packed_inputs_of_random_shapes(shape: attention.Shape, lengths: list[int],
+                                        has_bias: bool) -> None:
+    asked(attention.test_a_token_of_a_packed_input_attends_to_all_of_that_input, shape, lengths,
+          has_bias)
 
 
 def inputs(tokens: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> tuple[torch.Tensor, Cache]:
