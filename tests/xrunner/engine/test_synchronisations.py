@@ -25,11 +25,18 @@ from xgpt.core.model import ModelSpec
 from xgpt.core.schedule import StageAssignment
 from xrunner.devices import Arriving, on_device
 from xrunner.engine.blocks import BLOCK_TOKENS
+from xrunner.engine.graphs import Captured, CapturedStep, DecodeGraphs, why_not
 from xrunner.engine.last_tokens import FED_BACK
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE
+from xrunner.models.stage_model import StageModel
+from xrunner.ops import cuda, cuda_modules
+from xrunner.ops.contexts import layers_of
+from xrunner.ops.cuda import CudaOps
+from xrunner.ops.cuda_modules import Gpu
 from xrunner.ops.kv import scatter
+from xrunner.ops.launch import Launch
 from xrunner.query import Sampling
 from xrunner.rules.slots import Span
 from xrunner.rules.steps import KvBudget, StepKind
@@ -165,6 +172,46 @@ def test_what_newer_models_do_waits_for_nothing(decoder: Decoder,
         for message, tokens in steps_of(GREEDY):
             executor.execute(message, torch.tensor(tokens))
             assert not traffic.waits, f"{message.kind}: {traffic.waits}"
+
+
+@pytest.mark.parametrize(("family", "decoder"), [
+    ("llama", Decoder()), ("opt", Decoder()), ("gpt2", Decoder()),
+    ("llama", Decoder(embedding_scale=5.0, residual_scale=0.4)),
+    ("llama", Decoder(qk_norm="all", norm_place="after")), ("llama", Decoder(windows=(4, None)))])
+@pytest.mark.parametrize("width", [1, 3])
+def test_nothing_passes_between_device_and_host_in_what_is_captured(
+        family: str, decoder: Decoder, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph would keep what the host had at its capture, from memory that is long another's."""
+    launched = list[str]()
+    monkeypatch.setattr(cuda, "filled", lambda kind, **values: None)  # addresses of no memory
+    monkeypatch.setattr(cuda, "is_wide", lambda *tensors, row: True)
+
+    def launch(asked: Launch) -> None:
+        launched.append(asked.kernel)
+
+    monkeypatch.setitem(cuda_modules._gpus, DEVICE, Gpu(CudaOps(launch, 100), launch))
+    with elsewhere() as traffic, torch.inference_mode():
+        model = executor_of(family, 2, None, decoder).model
+        assert isinstance(model, StageModel) and why_not(model) is None
+        cache = torch.zeros(2, 2, 4 * width, model.kv_heads, 16, 4, device=DEVICE)
+        graphs = DecodeGraphs(model, layers_of(cache), Nothing(), width=width, in_blocks=width > 1)
+        own = CapturedStep(4, graphs)
+        graphs.work(own.inputs, own.context)  # as before every capture: some things go up once
+        traffic.waits.clear()
+        launched.clear()
+        traffic.downloads = traffic.uploads = 0
+        assert graphs.work(own.inputs, own.context).shape == (4, 24)
+        assert not traffic.waits and traffic.downloads == traffic.uploads == 0
+        assert sum("decode_attention" in kernel for kernel in launched) == 2
+
+
+class Nothing:
+    """Captures nothing."""
+
+    limit_bytes = taken_bytes = 0
+
+    def __call__(self, work: object) -> Captured:
+        raise AssertionError("nothing is to be captured here")
 
 
 def test_entries_from_another_pool_are_put_in_place_without_a_wait() -> None:
