@@ -30,6 +30,8 @@ _WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 
 if _WORKERS > 1:  # before numpy and torch load: each worker has its share of the cores
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // _WORKERS, 1)))
+    # a thread that waits for its like sleeps: the other worker's tests need the core
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 if sys.dont_write_bytecode:  # the workers of this process too
     keep_compiled(Path(__file__).parents[1] / ".pytest_cache" / "compiled")
@@ -73,6 +75,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="no Slurm (sbatch) on PATH"))
         if "gpu" in item.keywords and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """What runs a rank in this process gives torch that rank's threads: of more than one, toys'
+    many small products would take ten times as long in every test that follows."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
 
 
 def _chromium() -> str | None:
