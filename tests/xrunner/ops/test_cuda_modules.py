@@ -30,7 +30,7 @@ def launcher() -> cpu_cuda.CpuLauncher:
 @pytest.fixture(autouse=True)
 def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cuda_modules, "_gpus", {})
-    monkeypatch.setattr(cuda_check, "_HEADS", ((2, 1, 16),))
+    monkeypatch.setattr(cuda_check, "_HEADS", ((4, 1, 16), (2, 1, 16), (3, 3, 16)))
     yield
 
 
@@ -61,7 +61,7 @@ def test_a_public_function_would_take_them_while_a_test_wants_it(
 
 
 def load(launch: cpu_cuda.CpuLauncher) -> None:
-    cuda_modules._gpus[CPU] = cuda_modules.compared(CudaOps(launch, 1), launch, CPU)
+    cuda_modules._gpus[CPU] = cuda_modules.compared(CudaOps(launch, 100), launch, CPU)
 
 
 def test_a_tensor_on_the_cpu_is_not_looked_at_twice() -> None:
@@ -80,7 +80,9 @@ def test_kernels_that_agree_serve(launcher: cpu_cuda.CpuLauncher) -> None:
 
 
 @pytest.mark.parametrize(("kernel", "operators"), [
-    ("silu_mul_float16", {"silu_mul"}), ("decode_attention", {"decode_attention"}),
+    ("silu_mul_float16", {"silu_mul"}), ("decode_attention_1_float32", {"decode_attention"}),
+    ("decode_attention_4_bfloat16", {"decode_attention"}), ("combine_parts", {"decode_attention"}),
+    ("encode_attention_float16", {"encode_attention"}),
     ("kv_scatter", {"kv_gather", "kv_scatter"}), ("kv_compact", {"kv_compact"})])
 def test_torch_serves_where_a_kernel_differs_and_one_line_says_so(
         launcher: cpu_cuda.CpuLauncher, kernel: str, operators: set[str]) -> None:

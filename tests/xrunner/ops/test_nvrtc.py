@@ -1,6 +1,6 @@
-"""The CUDA sources compiled as cupy does it on a user's machine: by NVRTC, which has neither nvcc's
-headers nor the host's. `XGPT_NVRTC` is the path of its library, whose wheel needs no GPU; without it
-there is nothing to compile by (.ci/run has it)."""
+"""The CUDA sources compiled as cupy does it on a user's machine: by NVRTC, which has neither the
+headers of nvcc nor the host's. `XGPT_NVRTC` is the path of its library, whose wheel needs no GPU;
+without it there is nothing to compile by (.ci/run has it)."""
 
 from __future__ import annotations
 
