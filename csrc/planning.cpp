@@ -240,3 +240,32 @@ extern "C" void xgpt_rounds(const double *table, const int64_t *index, const int
         std::swap(done, then);
     }
 }
+
+/* The stages of a replay's only pool, which work its steps in order (xsimulator/replay/stage_line.py:
+ * _in_line): a turn begins when the head is free and the tokens of the turn it waits for are there.
+ *
+ * waits[turns]: that turn, or -1; turn_of[steps], rising: the turn of each step; seconds[steps]
+ * [stages]; free[stages]: when each is free at first. Into turns_s[turns] when each began, and into
+ * ends[steps][stages]; ready[turns] is room. */
+extern "C" void xgpt_in_line(const int64_t *waits, const int64_t *turn_of, const double *seconds,
+                             int64_t turns, int64_t steps, int64_t stages, double *free,
+                             double *ready, double *turns_s, double *ends) {
+    int64_t step = 0;
+    for (int64_t turn = 0; turn < turns; ++turn) {
+        double at = free[0];
+        if (waits[turn] >= 0 && ready[waits[turn]] > at) at = ready[waits[turn]];
+        turns_s[turn] = at;
+        if (step == steps || turn_of[step] != turn) {
+            free[0] = at;
+            continue;
+        }
+        const double *own = seconds + step * stages;
+        double *row = ends + step * stages;
+        for (int64_t s = 0; s < stages; ++s) {
+            at = (at > free[s] ? at : free[s]) + own[s];
+            free[s] = row[s] = at;
+        }
+        ready[turn] = at;
+        ++step;
+    }
+}

@@ -15,6 +15,8 @@ NEAR = 1.02  # a safe and an unsafe bound this near each other: no more is to be
 STEEP = 1.05  # times what is had: while an unsafe schedule near it has more, more is to be gained
 WORTH = 0.02  # share of its throughput that an unsafe schedule must have more to go on: the first
 # searches of all policies leave as much open, and what is given up is within the bound that is told
+SAME = 0.001  # share by which a schedule must have more than one that is known to be safe, of the
+NARROW = 0.005  # same policy, and than what is had elsewhere, to be worth a replay
 GROW = 1.15  # from a safe bound to the next, while none is known to be unsafe
 SHRINK = 0.985  # of an unsafe schedule's latency: what is tried next, at least; more each time
 FAR = 1.3  # between what nothing meets and an unsafe bound: further apart, their middle is tried
@@ -72,7 +74,13 @@ def plan_within(doubts: Doubts, search: Callable[[float], Schedule], *,
     tried = _Tried(doubts, free, floor_qps)
     first = tried.margin(free)
     if search_first is not None and free.figures.latency_s * first.factor <= bound_s:
-        free = search(most_s)
+        safe, free = free, search(most_s)
+        if free.figures.throughput_qps <= (1 + SAME) * safe.figures.throughput_qps:
+            # what is known to be safe is as good
+            return PlannedWithin(schedule=safe.changed(
+                limit_s=bound_s, bound_qps=free.proof.bound_qps,
+                gap=free.proof.bound_qps / safe.figures.throughput_qps - 1,
+                policy_bounds=free.proof.policy_bounds), free=free, margin=first, cost=0.0)
         tried = _Tried(doubts, free, floor_qps)
         first = tried.margin(free)
     if free.estimate.figures.latency_s * first.factor <= bound_s:
@@ -137,6 +145,9 @@ class _Tried:
         estimate = schedule.estimate
         own = self._doubts.margin(estimate, is_replayed=False)
         if estimate.figures.latency_s * own.factor <= self._bound_s:
+            if self._floor_qps and not self._safe and (
+                    schedule.figures.throughput_qps <= (1 + NARROW) * self._floor_qps):
+                raise BeatenError(self._free.proof.bound_qps)
             own = self._doubts.margin(estimate)
             self._model = own.model
         if estimate.figures.latency_s * own.factor > self._bound_s:

@@ -37,9 +37,9 @@ def weight_bytes(model: ModelSpec, stages: Sequence[StageAssignment], dtype: str
     """[stages] bytes of weights on each rank of a stage. The embedding lies whole, as `dtype`, on
     every rank of the first stage; layers and the head are sharded, and held as `weight_dtype`
     (None: as `dtype`)."""
-    elements = np.array([
-        (s.num_layers * model.decoder_layer_params
-         + s.num_encoder_layers * model.encoder_layer_params) / s.tp_degree for s in stages])
+    decoder, encoder = model.decoder_layer_params, model.encoder_layer_params
+    elements = np.array([(s.num_layers * decoder + s.num_encoder_layers * encoder) / s.tp_degree
+                         for s in stages])
     elements[-1] += model.head_params / stages[-1].tp_degree
     held: FloatArray = elements * WEIGHT_BYTES[weight_dtype or dtype]
     held[0] += model.embedding_params * DTYPE_BYTES[dtype]
@@ -58,8 +58,10 @@ def kv_bytes(problem: Problem, stages: Sequence[StageAssignment],
              kv_tokens: ArrayLike) -> FloatArray:
     """[..., stages] bytes of KV cache on each rank. In an encoder-decoder model a query's input
     lies in the cross-attention's cache and its output in the self-attention's: as much together."""
-    per_token = np.array([s.num_layers * kv_elements_of_rank(problem.model, s.tp_degree)
-                          for s in stages]) * problem.kv_item_bytes
+    degrees = [stage.tp_degree for stage in stages]
+    elements = {own: kv_elements_of_rank(problem.model, own) for own in set(degrees)}
+    per_token = np.array([stage.num_layers * elements[degree] for stage, degree in zip(
+        stages, degrees, strict=True)]) * problem.kv_item_bytes
     return np.asarray(np.asarray(kv_tokens, float)[..., None] * per_token)
 
 

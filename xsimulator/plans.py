@@ -24,7 +24,7 @@ from xsimulator import memory
 from xsimulator.allocation import StageCost, allocate, pool_layers, refuse_plan, stage_ranks
 from xsimulator.convex_steps import ConvexSteps
 from xsimulator.layer_times import LayerTimes
-from xsimulator.stage_times import StageTimes
+from xsimulator.stage_times import StageKinds, StageTimes, stage_kinds
 from xsimulator.step_table import StepTable
 
 REFERENCE_ENCODE_QUERIES = 8
@@ -38,6 +38,11 @@ class StagePlan:
     stages: tuple[StageAssignment, ...]
     times: StageTimes
     weight_bytes: FloatArray  # [stages] on each rank
+
+    @cached_property
+    def kinds(self) -> StageKinds:
+        """Stages that any step takes as long on."""
+        return stage_kinds(self.times)
 
     @cached_property
     def steps(self) -> StepTable:

@@ -7,8 +7,11 @@ xsimulator.replay.step_clock). Arrays broadcast; the last axis of every result i
 
 The output of an encoder goes back through the head to every stage: one transfer each."""
 
-from collections.abc import Callable, Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -30,9 +33,12 @@ _OfGroup = Callable[[ArrayLike, int, Link | None], FloatArray]  # sizes, degree,
 class StageTimes:
     """Seconds per stage, for one allocation of layers."""
 
-    def __init__(self, layers: LayerTimes, cluster: Cluster,
-                 stages: Sequence[StageAssignment]) -> None:
+    def __init__(self, layers: LayerTimes, cluster: Cluster, stages: Sequence[StageAssignment],
+                 links: tuple[Link, ...] | None = None) -> None:
+        """`links`: each stage's to the next one, the last one's to the first, where the cluster is
+        not to be asked."""
         self.layers, self._cluster, self.stages = layers, cluster, tuple(stages)
+        self._given_links = links
         self._timing = layers.timing
         self.is_encoder_decoder = layers.model.is_encoder_decoder
         self.overhead_s = layers.timing.facts.step_overhead_s  # in every stage's time
@@ -150,9 +156,41 @@ class StageTimes:
     @cached_property
     def _links(self) -> tuple[Link, ...]:
         """Each stage's link to the next one; the last stage's leads back to the first."""
+        if self._given_links is not None:
+            return self._given_links
         ends = [(stage.ranks[-1], following.ranks[0]) for stage, following in zip(
             self.stages, (*self.stages[1:], self.stages[0]), strict=True)]
         return tuple(self._cluster.link_between(a, b) for a, b in ends)
+
+
+class StageKinds(NamedTuple):
+    """[stages] the kind of each, the times of the first of each kind, as it has them among all, and
+    [kinds] names: those of one name take as long in all pools of a problem that have one role."""
+
+    kind_of: list[int]
+    times: StageTimes
+    names: tuple[Hashable, ...]
+
+
+def stage_kinds(times: StageTimes) -> StageKinds:
+    """Stages of one kind take as long for any step: they have as many layers, in groups that are
+    alike, and the same way to the next. Kinds are numbered as they come; the first and the last
+    stage are of kinds of their own."""
+    count, links = len(times.stages), times._links
+    if times.is_encoder_decoder:  # what the last stage sends hangs on how many there are
+        return StageKinds(list(range(count)), times, tuple(range(count)))
+    names = tuple((group, stage.num_layers, link, index == 0, index == count - 1)
+                  for index, (stage, group, link) in enumerate(zip(
+                      times.stages, times._groups.of_stages, links, strict=True)))
+    # equal groups and links of one pool are one object, which is found sooner
+    kinds: dict[object, int] = {}
+    kind_of = [kinds.setdefault((id(group), layers, id(link), is_first, is_last), len(kinds))
+               for group, layers, link, is_first, is_last in names]
+    first = [kind_of.index(kind) for kind in range(len(kinds))]
+    alone = times if len(first) == count else StageTimes(
+        times.layers, times._cluster, [times.stages[stage] for stage in first],
+        tuple(links[stage] for stage in first))
+    return StageKinds(kind_of, alone, tuple(names[stage] for stage in first))
 
 
 class _Groups:
@@ -162,8 +200,10 @@ class _Groups:
     def __init__(self, cluster: Cluster, stages: Sequence[StageAssignment]) -> None:
         own = [(stage.tp_degree, None if stage.tp_degree == 1 else cluster.link_of(stage.ranks))
                for stage in stages]
-        self._are_of = {group: np.array([float(group == each) for each in own])
-                        for group in dict.fromkeys(own)}
+        same: dict[tuple[int, Link | None], tuple[int, Link | None]] = {}
+        self.of_stages = [same.setdefault(group, group) for group in own]  # equal ones are one
+        self._are_of = {group: np.array([float(group is each) for each in self.of_stages])
+                        for group in same}
         self.last = own[-1]
 
     def seconds(self, of_group: _OfGroup, sizes: ArrayLike, layers: FloatArray) -> FloatArray:

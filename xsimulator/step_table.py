@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from xgpt.core.lengths import FloatArray
 from xsimulator.envelope import rising_minorant
-from xsimulator.stage_times import PerDegree, StageTimes
+from xsimulator.stage_times import PerDegree, StageTimes, stage_kinds
 
 SPLITS = 5  # halvings of an octave: a bend's times come out 1e-2 / 32 too high at most
 LEAST = 2.0**-10  # sizes below it count as this
@@ -81,8 +81,10 @@ class StepTable:
     and ends; results have one entry a kind. `lowered`: tables of one size are lower bounds."""
 
     def __init__(self, times: StageTimes, *, lowered: bool = False) -> None:
+        every, times, _ = stage_kinds(times)
         self._times = times
-        self.kind_of, of_kind = _kinds(times)
+        kind_of, of_kind = _kinds(times)
+        self.kind_of = [kind_of[kind] for kind in every]
         self._stage_of = np.array(of_kind)
         self.degrees = [times.stages[stage].tp_degree for stage in of_kind]
         self._last = self.kind_of[-1]  # no other stage is of the last one's kind: it has the head

@@ -10,6 +10,7 @@ import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
 from xrunner.rules.steps import Step
+from xsimulator.policies.continuous.native import native
 from xsimulator.replay.records import RowLog, StepLog
 from xsimulator.replay.step_clock import ManySizes, PoolClock, StepClock, StepSizes
 
@@ -152,7 +153,10 @@ class LaterLine:
             ends = np.concatenate([[begin_s], end_s[:, -1]])
             turns_s = ends[np.searchsorted(turn_of, np.arange(len(self._waits)))]
         else:
-            turns_s, end_s = _in_line(self._waits, turn_of, durations_s, begin_s)
+            library = native()
+            turns_s, end_s = _in_line(self._waits, turn_of, durations_s, begin_s) if (
+                library is None) else library.in_line(
+                    np.array(self._waits, np.int64), turn_of, durations_s, begin_s)
         return StepTimes(self._steps, sizes[:, :4], durations_s,
                          end_s.reshape(-1, num_stages)), turns_s
 

@@ -1,7 +1,8 @@
 """What planning takes step by step, by csrc/planning.cpp: walks (continuous.paged_walk) some twenty
-times as quick as by arrays, rounds of a pipeline (continuous.in_flight) some ten times. Out of an
-installed wheel's library, or compiled for itself, which takes half a second once. Where neither can
-be had, or `XGPT_NATIVE` is `off`, arrays serve, and find the same."""
+times as quick as by arrays, rounds of a pipeline (continuous.in_flight) some ten times, and when a
+replay's steps end (replay.stage_line). Out of an installed wheel's library, or compiled for itself,
+which takes half a second once. Where neither can be had, or `XGPT_NATIVE` is `off`, Python serves,
+and finds the same."""
 
 import contextlib
 import ctypes
@@ -37,6 +38,9 @@ class Native:
         self._walks.argtypes = [address, address, address, ctypes.c_int, address, number, number,
                                 number, address, address, address]
         self._rounds.argtypes = [*[address] * 4, *[number] * 5, address, address]
+        self._in_line = library.xgpt_in_line
+        self._in_line.restype = None
+        self._in_line.argtypes = [*[address] * 3, *[number] * 3, *[address] * 4]
 
     def walks(self, streams: Sequence[tuple[FloatArray, FloatArray]], facts: FloatArray,
                  configs: FloatArray, *, is_chunked: bool, count: int,
@@ -68,6 +72,19 @@ class Native:
                      is_real.ctypes.data, rows, turns, stages, kinds, configs, ends.ctypes.data,
                      starts.ctypes.data)
         return starts
+
+    def in_line(self, waits: IntArray, turn_of: IntArray, durations_s: FloatArray,
+                begin_s: float) -> tuple[FloatArray, FloatArray]:
+        """Arguments and results as of replay.stage_line's `_in_line`."""
+        (steps, stages), turns = durations_s.shape, len(waits)
+        free_s = np.array([begin_s] + [-np.inf] * (stages - 1))
+        ready_s, turns_s, ends = np.full(turns, np.inf), np.empty(turns), np.empty((steps, stages))
+        waits, turn_of, durations_s = (np.ascontiguousarray(waits), np.ascontiguousarray(turn_of),
+                                       np.ascontiguousarray(durations_s))
+        self._in_line(waits.ctypes.data, turn_of.ctypes.data, durations_s.ctypes.data, turns, steps,
+                      stages, free_s.ctypes.data, ready_s.ctypes.data, turns_s.ctypes.data,
+                      ends.ctypes.data)
+        return turns_s, ends
 
 
 @cache

@@ -116,7 +116,7 @@ class WaaBounds:
         least[:, rows] = np.where((fits & ~wanted).any(axis=0), 0.0, np.inf)[rows]
         may_be = np.zeros(wanted.shape, bool)
         may_be[:, rows] = self.waa.division.possible(split, boxes.take(rows), wanted[:, rows])
-        left: list[tuple[PlanBounds, IntArray]] = []
+        left: list[tuple[int, PlanBounds, IntArray]] = []
         for place, count in enumerate(split.encode_devices):
             rows = np.flatnonzero(may_be[place])
             if not len(rows):
@@ -125,14 +125,15 @@ class WaaBounds:
             held = tables.least_bytes(boxes.take(rows))
             least[3, rows] = np.minimum(least[3, rows], held)
             if len(rows := rows[held <= self.waa.capacity_bytes]):
-                left.append((tables, rows))
-        self.waa.times.lengthen([tables.plan for tables, _ in left])
-        new = {tables for tables, _ in left} - self._begun
+                left.append((place, tables, rows))
+        self.waa.times.lengthen([tables.plan for _, tables, _ in left])
+        new = {tables for _, tables, _ in left} - self._begun
         self.work += len(left) + NEW_WORK * len(new)
         self._begun |= new
-        for tables, rows in left:
+        for place, tables, rows in left:
             most, *seconds = tables.bound(boxes.take(rows), latency_bound_s)
-            limit[rows] = np.maximum(limit[rows], most)
+            # the quick bound knows how many rows the latency bound leaves time for
+            limit[rows] = np.maximum(limit[rows], np.minimum(most, quick[place, rows]))
             least[:3, rows] = np.minimum(least[:3, rows], seconds)
         least[:3] /= 1 + TOLERANCE
         return BoxBounds(limit * (1 + TOLERANCE), *least)

@@ -37,7 +37,7 @@ from xsimulator.policies.waa.config import WaaBoxes
 from xsimulator.policies.waa.pool_times import ROWS_RATIO, PoolTimes
 
 TOLERANCE = 0.01  # of throughput and time: as xsimulator.policies.rra.chunk_bounds
-_STEPS = 5  # towards the fewest that decode
+_STEPS = 3  # towards the fewest that decode
 
 
 class ChunkLimits(NamedTuple):
@@ -132,10 +132,11 @@ class ChunkedPoolBounds:
         """No T(n, c) of as many queries or more [boxes], and of chunks as large, is less, in any
         number of groups of the box; with no chunk no T_iter, whether steps encode or not."""
         steps = np.minimum(boxes.fewest, np.maximum(decoding, 1.0))
-        slowest = self._steps_s(np.maximum(decoding / boxes.fewest, 1.0), chunk).max(axis=0)
-        through = (self._number * self._steps_s(
-            np.maximum(decoding / boxes.highest, 1.0), chunk)).sum(axis=0)
-        return np.asarray(np.maximum(steps * slowest, through))
+        # at both numbers of groups together: what a call takes hangs little on how many are asked
+        kinds = self._steps_s(np.maximum(np.concatenate(
+            [decoding / boxes.fewest, decoding / boxes.highest]), 1.0), np.tile(chunk, 2))
+        slowest, through = kinds[:, :len(chunk)].max(axis=0), kinds[:, len(chunk):]
+        return np.asarray(np.maximum(steps * slowest, (self._number * through).sum(axis=0)))
 
     def least_step_s(self, rows: FloatArray, chunk: FloatArray) -> FloatArray:
         """No step of so many queries or more, with a chunk of that size or less, takes less

@@ -106,10 +106,11 @@ class DivisionByMemory:
         """The fullest device holds such bytes [counts of encode devices, configs]; they are
         infinite where not wanted."""
         held = np.full(wanted.shape, np.inf)
-        for place, count in enumerate(split.encode_devices):
+        sizes = self._memory.sizes(configs, self._in_system(configs.batch))
+        for place in np.flatnonzero(wanted.any(axis=1)).tolist():
             rows = np.flatnonzero(wanted[place])
-            if len(rows):
-                held[place, rows] = self._held(split, int(count), configs.take(rows))
+            held[place, rows] = self._memory.fullest_of(
+                split.plan(int(split.encode_devices[place])), sizes.take(rows))
         return held
 
     def _held(self, split: WaaPlans, count: int, configs: WaaConfigs) -> FloatArray:

@@ -1,5 +1,8 @@
 """Bytes on the ranks of WAA's two pools (docs/design.md; xsimulator.memory)."""
 
+from __future__ import annotations
+
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -31,6 +34,22 @@ class _PerUnit(NamedTuple):
         return np.asarray(held.max(axis=0))
 
 
+class HeldSizes(NamedTuple):
+    """What configurations have their pools hold [configs]: tokens of the largest encode batch, rows
+    and queries of an encode step; the decode pool's KV tokens, rows and queries of its steps."""
+
+    batch_tokens: FloatArray
+    encode_rows: FloatArray
+    encoded: FloatArray
+    decode_tokens: FloatArray
+    decode_rows: FloatArray
+    decoded: FloatArray
+
+    def take(self, rows: IntArray) -> HeldSizes:
+        """Those of some configurations."""
+        return HeldSizes(*(values[rows] for values in self))
+
+
 class WaaMemory:
     """It says what the configurations of one problem need."""
 
@@ -52,7 +71,7 @@ class WaaMemory:
     def by_stage(self, plan: WaaPlan, configs: WaaConfigs, in_system: FloatArray) -> FloatArray:
         """Each rank of a stage holds so many bytes [configs, stages of both pools]."""
         pools = []
-        for pool, tokens, rows, heads in self._largest(plan, configs, in_system):
+        for pool, tokens, rows, heads in self._largest(plan, self.sizes(configs, in_system)):
             rest, token, row, head = self._linear(pool, pool is plan.encode)
             pools.append(rest + tokens[:, None] * token + rows[:, None] * row
                          + heads[:, None] * head)
@@ -60,9 +79,27 @@ class WaaMemory:
 
     def fullest(self, plan: WaaPlan, configs: WaaConfigs, in_system: FloatArray) -> FloatArray:
         """The fullest rank of any stage holds so many bytes [configs]."""
-        return np.maximum(*(self._per_unit(pool, pool is plan.encode).fullest(
-            tokens, rows, heads)
-            for pool, tokens, rows, heads in self._largest(plan, configs, in_system)))
+        return self.fullest_of(plan, self.sizes(configs, in_system))
+
+    def fullest_of(self, plan: WaaPlan, sizes: HeldSizes) -> FloatArray:
+        """The same of what is held, which is asked of many plans."""
+        encode, decode = (self._per_unit(pool, pool is plan.encode).fullest(tokens, rows, heads)
+                          for pool, tokens, rows, heads in self._largest(plan, sizes))
+        return np.maximum(encode, decode)
+
+    def sizes(self, configs: WaaConfigs, in_system: FloatArray) -> HeldSizes:
+        """What the pools hold with so many queries in the system."""
+        encoded = np.ceil(configs.batch * (1 + self._adjustment))
+        decoded = np.ceil(in_system / configs.groups)
+        largest = self._largest_batch(configs.batch)
+        return HeldSizes(
+            batch_tokens=largest, encode_rows=memory.largest_rows(self._inputs, encoded),
+            encoded=encoded,
+            # its caches, and a batch that has been handed over and waits for its turn to join
+            decode_tokens=self.kv_tokens(in_system) + largest,
+            decode_rows=decoded + configs.chunk,
+            # beside a chunk, and those whose encoding it ends
+            decoded=decoded + np.ceil(configs.chunk / self._mean))
 
     def evenly(self, counts: IntArray, batch: FloatArray, in_system: FloatArray) -> FloatArray:
         """The fullest device would hold so many bytes [counts of encode devices, configs] if all
@@ -80,7 +117,7 @@ class WaaMemory:
     def encode_kv_tokens(self, batch: FloatArray, stages: int) -> FloatArray:
         """The encode pool has so many tokens at most: a batch in each stage, one that waits, and
         one that is handed over."""
-        return np.asarray(np.ceil((stages + 2) * self._largest_batch(batch)))
+        return _encode_tokens(self._largest_batch(batch), stages)
 
     def _largest_batch(self, batch: FloatArray) -> FloatArray:
         """An encode batch has so many tokens at its upper threshold."""
@@ -94,22 +131,22 @@ class WaaMemory:
                   + memory.KV_QUANTILE_Z * self._std * np.sqrt(in_system))
         return np.asarray(np.ceil(np.clip(wanted, most, np.maximum(in_system, 1.0) * most)))
 
-    def _largest(self, plan: WaaPlan, configs: WaaConfigs, in_system: FloatArray,
+    def _largest(self, plan: WaaPlan, sizes: HeldSizes,
                  ) -> list[tuple[StagePlan, FloatArray, FloatArray, FloatArray]]:
         """Each pool comes with KV tokens, and rows and queries of its largest step."""
-        batch = configs.batch
-        encoded = np.ceil(batch * (1 + self._adjustment))
-        decoded = np.ceil(in_system / configs.groups)
-        # beside a chunk, and those whose encoding it ends
-        ended = np.ceil(configs.chunk / self._mean)
-        return [(plan.encode, self.encode_kv_tokens(batch, len(plan.encode.stages)),
-                 memory.largest_rows(self._inputs, encoded), encoded),
-                # its caches, and a batch that has been handed over and waits for its turn to join
-                (plan.decode, self.kv_tokens(in_system) + self._largest_batch(batch),
-                 decoded + configs.chunk, decoded + ended)]
+        tokens = _encode_tokens(sizes.batch_tokens, len(plan.encode.stages))
+        return [(plan.encode, tokens, sizes.encode_rows, sizes.encoded),
+                (plan.decode, sizes.decode_tokens, sizes.decode_rows, sizes.decoded)]
 
     def _find_per_unit(self, pool: StagePlan, is_encode: bool) -> _PerUnit:
-        kinds = np.unique(np.stack(self._linear(pool, is_encode), axis=1), axis=0)
+        # stages between the ends are of few kinds
+        stages, last = pool.stages, len(pool.stages) - 1
+        first = {(stage.num_layers, stage.num_encoder_layers, stage.tp_degree,
+                  index == 0, index == last): index for index, stage in enumerate(stages)}
+        own = sorted(first.values())
+        kinds = np.unique(np.stack(self._linear(replace(
+            pool, stages=tuple(stages[index] for index in own),
+            weight_bytes=pool.weight_bytes[own]), is_encode), axis=1), axis=0)
         return _PerUnit(*kinds.T)
 
     def _linear(self, pool: StagePlan, is_encode: bool) -> tuple[FloatArray, ...]:
@@ -126,3 +163,8 @@ class WaaMemory:
             token[-1] = problem.model.hidden_size * DTYPE_BYTES[problem.dtype]
         idle = step(0.0, 0.0)
         return pool.weight_bytes + idle, token, step(1.0, 0.0) - idle, step(0.0, 1.0) - idle
+
+
+def _encode_tokens(batch_tokens: FloatArray, stages: int) -> FloatArray:
+    """Tokens of an encode pool of so many stages: see WaaMemory.encode_kv_tokens."""
+    return np.asarray(np.ceil((stages + 2) * batch_tokens))

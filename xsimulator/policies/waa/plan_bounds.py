@@ -15,6 +15,7 @@ from xsimulator.policies.waa.plans import WaaPlan
 from xsimulator.policies.waa.pool_times import ROWS_RATIO, root
 
 QUICK_TOLERANCE = 0.01  # parts of a layer may differ in which degree is best for them
+_ROOT_ACCURACY = 1e-6  # of the fewest that decode: a thousandth of what bounds allow anyway
 FIRST_BATCHES = 64  # tabulated to begin with
 # numbers of queries that are tried for memory: to 1e6
 MEMORY_SIZES: FloatArray = np.asarray(1.02 ** np.arange(700), float)
@@ -62,25 +63,32 @@ class PlanBounds:
         largest: FloatArray = boxes.most.astype(float) * outputs
         absorbed = largest / (waa.times.mean_iterations * self._iteration_s(largest, boxes))
         limit = np.minimum(self._most_rate[boxes.most], absorbed)
-        wanted: FloatArray = boxes.least.astype(float) * outputs
+        decoding, iteration = np.empty((2, len(limit)))
+        if len(rows := np.flatnonzero(boxes.chunk)):
+            limit[rows], decoding[rows], iteration[rows] = self._with_chunks(
+                boxes.take(rows), latency_bound_s)
+        if len(rows := np.flatnonzero(boxes.chunk == 0)):
+            decoding[rows], iteration[rows] = self._without_chunks(boxes.take(rows))
+        through = self._least_through[boxes.least]
+        latency = self._least_encode[boxes.least] + waa.iterations_waited * iteration
+        # what is decoding, with its caches, may not fit
+        held = self.least_bytes(boxes, decoding)
+        return np.where(held <= waa.capacity_bytes, limit, 0.0), latency, through, iteration
+
+    def _without_chunks(self, boxes: WaaBoxes) -> tuple[FloatArray, FloatArray]:
+        """No fewer decode [boxes], and no iteration is shorter."""
+        waa = self._waa
+        wanted: FloatArray = boxes.least.astype(float) * waa.problem.lengths.outputs.mean
         rate = self._least_rate[boxes.least] * waa.times.mean_iterations
 
         def excess(decoding: FloatArray) -> FloatArray:
             return rate * self._iteration_s(decoding, boxes) - decoding
 
         of_wanted = excess(wanted)
-        decoding = root(excess, wanted, np.minimum(of_wanted, 0.0))
         # the root is found from both sides: a little less is less for certain
-        decoding = np.where(of_wanted >= 0, wanted, decoding * (1 - 1e-9))
-        iteration = self._iteration_s(decoding, boxes)
-        if len(rows := np.flatnonzero(boxes.chunk)):
-            limit[rows], decoding[rows], iteration[rows] = self._with_chunks(
-                boxes.take(rows), latency_bound_s)
-        through = self._least_through[boxes.least]
-        latency = self._least_encode[boxes.least] + waa.iterations_waited * iteration
-        # what is decoding, with its caches, may not fit
-        held = self.least_bytes(boxes, decoding)
-        return np.where(held <= waa.capacity_bytes, limit, 0.0), latency, through, iteration
+        decoding = np.where(of_wanted >= 0, wanted, (1 - 2 * _ROOT_ACCURACY) * root(
+            excess, wanted, np.minimum(of_wanted, 0.0), _ROOT_ACCURACY))
+        return decoding, self._iteration_s(decoding, boxes)
 
     def _with_chunks(self, boxes: WaaBoxes, latency_bound_s: float) -> ChunkLimits:
         waited, encode_s = self._waa.iterations_waited, self._least_encode[boxes.least]

@@ -23,6 +23,7 @@ ROWS_RATIO = 1.03  # between the group sizes at which decode steps are tabulated
 _ROWS_SPARE = 24  # of them beyond what is asked for: twice as large
 _ROOT_STEPS = 100  # to the decode batch at most; 6 to 10 are usual
 _ROOT_ACCURACY = 1e-12  # of the decode batch that is wanted
+_FEW, _STEPS_KEPT = 512, 64  # encode steps that are kept: batches of one, and how many
 DEVIATIONS = 3.0  # of the number in the system, where the encode pool sets the pace
 
 
@@ -64,11 +65,24 @@ class PoolTimes:
         self.splits: dict[tuple[int, int], WaaPlans] = {}  # by tp_degree and tp_gpus
         self.kept: dict[Hashable, Any] = {}  # what bounds tabulate of a plan
         self._summed: dict[Hashable, tuple[FloatArray, FloatArray]] = {}
+        self._columns: dict[Hashable, FloatArray] = {}  # of a stage, by its name
+        self._steps: dict[Hashable, FloatArray] = {}  # the last that were asked for
+        self._handover = cache(lambda plan: HandoverCost(
+            problem, timing, plan.encode.stages, plan.decode.stages))
         self.decode_table = cache(partial(DecodeTable, self))  # by plan
 
     def encode_steps(self, plan: WaaPlan, batch: FloatArray, share: float = 1.0) -> FloatArray:
         """An encode step with `share` of the mean tokens takes such seconds [batches, stages]."""
-        return self._encode_s(plan.encode.times, batch, share)
+        key = plan.encode, batch.tobytes() if len(batch) <= _FEW else b"", share
+        found = self._steps.get(key)
+        if found is None:
+            found = self._encode_s(plan.encode.times, batch, share)
+            if key[1]:
+                if len(self._steps) >= _STEPS_KEPT:
+                    self._steps.clear()
+                found.flags.writeable = False
+                self._steps[key] = found
+        return found
 
     def encode(self, plan: WaaPlan, batch: FloatArray) -> EncodeTimes:
         _, longest = self._slowest_and_through(plan, batch, 1 + self._adjustment)
@@ -82,9 +96,19 @@ class PoolTimes:
             steps = self.encode_steps(plan, batch, share)
             return steps.max(axis=1), steps.sum(axis=1)
         key = plan.encode, id(batch), share
-        if key not in self._summed:
-            steps = self.encode_steps(plan, batch, share)
-            self._summed[key] = steps.max(axis=1), steps.sum(axis=1)
+        if key in self._summed:
+            return self._summed[key]
+        kind_of, alone, names = plan.encode.kinds
+        # all pools share them that have such stages
+        columns = [(name, id(batch), share) for name in names]
+        if alone.is_encoder_decoder or not all(one in self._columns for one in columns):
+            self._columns.update(zip(columns, np.ascontiguousarray(
+                self._encode_s(alone, batch, share).T), strict=True))
+        slowest, through = np.zeros((2, len(batch)))
+        for number, one in zip(np.bincount(kind_of).tolist(), columns, strict=True):
+            slowest = np.maximum(slowest, self._columns[one])
+            through = through + number * self._columns[one]
+        self._summed[key] = slowest, through
         return self._summed[key]
 
     def between_s(self, plan: WaaPlan, batch: FloatArray) -> FloatArray:
@@ -116,8 +140,7 @@ class PoolTimes:
     def handover_s(self, plan: WaaPlan, batch: FloatArray) -> FloatArray:
         """The queries that are not done with their first token are handed over in such seconds
         [batches]."""
-        cost = HandoverCost(self._problem, self._timing, plan.encode.stages, plan.decode.stages)
-        return cost.seconds(batch * self._inputs.mean * self._decoding_share)
+        return self._handover(plan).seconds(batch * self._inputs.mean * self._decoding_share)
 
     def decode(self, plan: WaaPlan, rows: FloatArray) -> tuple[FloatArray, FloatArray]:
         """A decode step of that many queries takes such seconds [rows] on the slowest stage, and
@@ -238,7 +261,7 @@ def pool_rates(times: PoolTimes, plan: WaaPlan, configs: WaaConfigs,
 
 
 def root(excess: Callable[[FloatArray], FloatArray], high: FloatArray,
-         of_high: FloatArray) -> FloatArray:
+         of_high: FloatArray, accuracy: float = _ROOT_ACCURACY) -> FloatArray:
     """The root is where `excess`, positive at 0, falls through 0 on the way to `high`, where it is
     `of_high`; `high` itself where that is 0. The Illinois method: a secant within a bracket."""
     is_open, low = of_high < 0, np.zeros_like(high)
@@ -247,7 +270,7 @@ def root(excess: Callable[[FloatArray], FloatArray], high: FloatArray,
     for _ in range(_ROOT_STEPS):
         between = high + (high - low) * of_high / (of_low - of_high)
         of_between = excess(between)
-        is_open = is_open & (np.abs(of_between) > _ROOT_ACCURACY * between)
+        is_open = is_open & (np.abs(of_between) > accuracy * between)
         if not is_open.any():
             break
         is_above, is_below = is_open & (of_between < 0), is_open & (of_between >= 0)

@@ -11,6 +11,7 @@ import pytest
 from xrunner.ops.build import BuildError, find_compiler
 from xsimulator.policies.continuous import in_flight, native, paged_walk
 from xsimulator.policies.continuous.paged_walk import STEPS, Walk, WalkedQueries, walk
+from xsimulator.replay import stage_line
 
 CONFIGS = 24
 
@@ -75,6 +76,22 @@ def test_both_run_a_pipeline_to_the_bit(kinds: list[int], alternates: bool,
     own = found()
     monkeypatch.setattr(in_flight, "native", lambda: None)
     for mine, theirs in zip(own, found(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+@pytest.mark.parametrize("stages", [1, 5])
+def test_both_time_a_replay_s_turns_to_the_bit(stages: int) -> None:
+    rng = np.random.default_rng(4)
+    # of 60 turns some wait for none, and some have no step
+    waits = [int(rng.integers(-1, turn)) if turn and turn % 7 else -1 for turn in range(60)]
+    turn_of = np.flatnonzero(rng.random(60) < 0.8)
+    seconds = rng.uniform(0.1, 2, (len(turn_of), stages))
+    seconds[40:, -1] = np.inf  # beyond what was measured
+    library = native.native()
+    assert library is not None and len(turn_of) < 60
+    for mine, theirs in zip(library.in_line(np.array(waits), turn_of, seconds, 3.0),
+                            stage_line._in_line(waits, turn_of, seconds, 3.0), strict=True):
         np.testing.assert_array_equal(mine, theirs)
 
 
