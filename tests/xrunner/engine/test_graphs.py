@@ -19,7 +19,7 @@ import toys
 from torch import Tensor
 
 from xrunner.engine import blocks, graphs
-from xrunner.engine.graph_trial import sizes_up_to, try_graphs
+from xrunner.engine.graph_trial import apart, sizes_up_to, try_graphs
 from xrunner.engine.graphs import (
     MEMORY_SHARE,
     Captured,
@@ -231,6 +231,15 @@ def test_a_cache_of_few_entries_has_steps_of_few_queries(tmp_path: Path, blocks:
         tried = try_graphs(model, [cache], 100, capture)
     assert sorted(capture.sizes) == sizes
     assert tried.said.startswith("no CUDA graphs: the caches") == (not sizes)
+
+
+def test_what_is_small_in_a_row_of_large_values_may_be_off_by_their_rounding() -> None:
+    """As in Gemma, whose hidden states are of hundreds."""
+    row, near, far = torch.tensor([[300.0, 0.1]]), torch.tensor([[300.0, 0.9]]), torch.zeros(1, 2)
+    assert apart([row], [near]) == pytest.approx(0.8 / (300 / 2**0.5), rel=1e-5)
+    assert apart([row, row], [row, far]) == 1.0
+    assert apart([near / 300], [row / 300]) == pytest.approx(0.8 / 300, rel=1e-5), "of 1 at least"
+    assert apart([row], [row.masked_fill(row > 1, torch.nan)]) == torch.inf
 
 
 def test_sizes_are_those_that_batches_of_a_group_are_filled_up_to() -> None:
