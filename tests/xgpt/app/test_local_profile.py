@@ -81,7 +81,7 @@ model: smollm2-135m
 cluster: local
 workload: {requests: {count: 20}, input_tokens: {mean: 40, std: 20, max: 80},
            output_tokens: {mean: 12, std: 5, max: 24}}
-run: {dtype: float32, ranks: 1, weights: random}
+run: {dtype: float32, ranks: 1, threads_per_rank: 1, weights: random}
 output: out
 """)
     opened = open_file(path)
