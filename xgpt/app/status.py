@@ -9,7 +9,7 @@ from xgpt.app.stall import age_s
 from xgpt.core.spool import num_queries
 from xrunner.io.beat import RankState, read_beats
 from xrunner.io.lock import is_locked
-from xrunner.io.results import Answered, answered
+from xrunner.io.results import Answered, answered_by_last_line
 from xrunner.io.sink import Progress, read_progress
 
 _UNKNOWN = Progress(state="starting", total=0, done=0, output_tokens=0, elapsed_s=0.0,
@@ -30,8 +30,10 @@ class RunStatus:
 
     @property
     def answered(self) -> Answered:
-        """What is on the disk. All of results.jsonl may be read for it, which can be long."""
-        return answered(self.output / RESULTS_FILE) if self.counted is None else self.counted
+        """What is on the disk, of which results.jsonl can be long: its end alone is read."""
+        if self.counted is not None:
+            return self.counted
+        return answered_by_last_line(self.output / RESULTS_FILE)
 
     @property
     def silent_s(self) -> float | None:
@@ -51,7 +53,7 @@ def run_status(output: Path) -> RunStatus | None:
         progress = replace(progress, state="died")
     counted = None
     if progress.state in ("died", "stopped"):
-        counted = answered(output / RESULTS_FILE)
+        counted = answered_by_last_line(output / RESULTS_FILE)
         progress = replace(progress, done=counted.total,
                            total=progress.total or num_queries(output) or 0)
     return RunStatus(progress=progress, is_alive=is_alive, output=output, counted=counted,

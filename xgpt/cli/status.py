@@ -31,7 +31,7 @@ def status(where: Path, overrides: tuple[str, ...], as_json: bool) -> None:
         raise XgptError(f"{output}: no run has started there")
     run = status.run
     if as_json:
-        found = None if run is None else run.answered  # all of results.jsonl is read for it
+        found = None if run is None else run.answered
         print_json({"output": output, **({} if run is None else asdict(run.progress)),
                     "state": status.state, "is_alive": None if run is None else run.is_alive,
                     "results": output / "results.jsonl",

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from xgpt.core.choices import merged, num_parts
 from xgpt.core.whole_file import sync_folder, write_atomically
@@ -20,6 +20,7 @@ from xrunner.query import FinishedQuery
 
 HELD_FILE = "held.jsonl"
 _LOOK_S = 1.0  # between looks whether the file has its name
+_CHUNK_BYTES = 2**16  # of a long file's end that are read at once
 _DEAD_CHARS = 2**20  # of lines that are in results.jsonl by now, before the file is written anew
 
 
@@ -137,6 +138,38 @@ def answered(path: Path) -> Answered:
     be writing there."""
     _, written = _whole(path)
     return Answered(written, frozenset(read_held(path.with_name(HELD_FILE), written)))
+
+
+def answered_by_last_line(path: Path) -> Answered:
+    """`answered` for who only looks: lines are in the input's order, so the last whole one tells
+    how many there are, and no other is read. Where it does not tell, all are counted."""
+    written = _told_by_last(path)
+    if written is None:
+        return answered(path)
+    return Answered(written, frozenset(read_held(path.with_name(HELD_FILE), written)))
+
+
+def _told_by_last(path: Path) -> int | None:
+    """The queries up to the last whole line of a results file; None where it does not say which
+    query it is of."""
+    try:
+        with path.open("rb") as file:
+            at, tail = file.seek(0, os.SEEK_END), b""
+            # a torn line may follow; the whole one is then between two ends of lines
+            while at > 0 and tail.count(b"\n") < 2:
+                start = max(at - _CHUNK_BYTES, 0)
+                file.seek(start)
+                tail, at = file.read(at - start) + tail, start
+    except OSError:
+        return None
+    whole = tail[:tail.rfind(b"\n") + 1]
+    try:
+        row = json.loads(whole[whole.rfind(b"\n", 0, -1) + 1:])
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or (index := _first_index(row)) is None:
+        return None
+    return index + num_parts(row)
 
 
 def count_results(path: Path) -> int:
@@ -268,8 +301,11 @@ def _index_of(line: bytes) -> int | None:
         row = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:  # of UnicodeDecodeError too
         return None
-    if not isinstance(row, dict):
-        return None
+    return _first_index(row) if isinstance(row, dict) else None
+
+
+def _first_index(row: Mapping[str, Any]) -> int | None:
+    """The index of the query, or of the first of those, that a line is of."""
     own = row.get("xgpt", row)  # of OpenAI's form
     index = own.get("index") if isinstance(own, dict) else None
     return index if isinstance(index, int) else None

@@ -90,7 +90,7 @@ def test_of_a_run_at_work_a_long_file_of_results_is_not_read(
     def read(path: Path) -> Answered:
         raise AssertionError(path)
 
-    monkeypatch.setattr("xgpt.app.status.answered", read)
+    monkeypatch.setattr("xgpt.app.status.answered_by_last_line", read)
     with output_lock(job.parent / "out"):
         status = run_status(job.parent / "out")
         assert status is not None and status.progress.done == 120

@@ -6,8 +6,17 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from xgpt.core.workload import RequestError
-from xrunner.io.results import ResultWriter, count_results, write_errors
+from xrunner.io import results
+from xrunner.io.results import (
+    ResultWriter,
+    answered,
+    answered_by_last_line,
+    count_results,
+    write_errors,
+)
 from xrunner.query import FinishedQuery, PreparedQuery
 
 
@@ -57,6 +66,32 @@ def test_a_torn_last_line_is_cut_and_the_rest_counted(tmp_path: Path) -> None:
     writer.write(finished(2))
     writer.close()
     assert count_results(path) == 3
+
+
+@pytest.mark.parametrize("chunk", [1, 2**16])
+@pytest.mark.parametrize("torn", ["", '{"index": 9, "te', "\0" * 40])
+@pytest.mark.parametrize("last", ['{"index": 7}', '{"id": "a", "xgpt": {"index": 7, "tokens": []}}',
+                                  '{"xgpt": {"index": 6, "choices": [{"index": 6}, {}]}}'])
+def test_the_last_whole_line_tells_how_many_there_are(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, torn: str, last: str) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text("".join(f'{{"index": {i}, "text": "{i}"}}\n' for i in range(
+        6 if "choices" in last else 7)) + f"{last}\n{torn}")
+    (tmp_path / "held.jsonl").write_text('{"index": 7}\n{"index": 9}\n')
+    found = answered(path)
+    monkeypatch.setattr(results, "_CHUNK_BYTES", chunk)
+    monkeypatch.setattr(results, "_whole", None)  # which reads all
+    assert answered_by_last_line(path) == found == (8, {9})
+
+
+@pytest.mark.parametrize("text", [None, "", '{"index": 0', '{"index": 0}\n{"text": ""}\n',
+                                  '{"index": 0}\n\0\0\n', '{"index": 0}\n[1]\n'])
+def test_where_the_last_line_does_not_tell_all_are_counted(tmp_path: Path,
+                                                           text: str | None) -> None:
+    path = tmp_path / "results.jsonl"
+    if text is not None:
+        path.write_text(text)
+    assert answered_by_last_line(path) == answered(path)
 
 
 def test_an_openai_request_is_answered_with_a_batch_response(tmp_path: Path) -> None:
