@@ -6,13 +6,11 @@ from datetime import date
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from threading import Thread
 
 from xgpt.core.cluster import Device
 from xgpt.core.job import Job
-from xgpt.core.local import core_clock, usable_cores, why_no_torch
+from xgpt.core.local import core_clock, usable_cores
 from xgpt.core.problem import Problem
-from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.launch.launcher import threads_per_rank
 from xprofiler.cache import kernels_fingerprint, model_shape
 from xprofiler.profile import ProfileMetadata
@@ -26,14 +24,6 @@ def why_no_operators() -> str:
     """Why torch serves on this machine's CPU instead of the native operators; empty where they
     do."""
     return why_not_native(cache_dir() / "native")
-
-
-def begin_compiling(job: Job) -> None:
-    """Compiles the native operators, where they are not there yet, beside what a command on this
-    machine's cores does until it needs them."""
-    if job.cluster == LOCAL_CLUSTER and why_no_torch("cpu") is None and (
-            engine_of(job).identity is None):
-        Thread(target=why_no_operators).start()
 
 
 def profile_metadata(job: Job, problem: Problem) -> ProfileMetadata:

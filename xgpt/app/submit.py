@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.app.begun import goes_on, taken_over
+from xgpt.app.compiling import begin_compiling
 from xgpt.app.messages import KeptTeller, failure_kept
 from xgpt.app.opened import OpenedJob, open_job
 from xgpt.app.plan import Plan, plan_job
-from xgpt.app.profile_identity import begin_compiling
 from xgpt.app.run import execute_locked, open_to_run, to_run
 from xgpt.app.telling import Teller
 from xgpt.app.troubles import troubles_told

@@ -14,7 +14,9 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -239,3 +241,14 @@ def _last_line(done: subprocess.CompletedProcess[str]) -> str:
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     wrong = [line for line in lines if "error" in line.lower()]
     return (wrong or lines[-1:] or [f"exit code {done.returncode}"])[0].strip()
+
+
+def _ended(*_: object) -> None:
+    """Of a process that compiles for another which has ended: its files are taken away, and no
+    failure is kept."""
+    raise SystemExit(128 + signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _ended)
+    sys.exit(why_not_native(Path(sys.argv[1])) or None)
