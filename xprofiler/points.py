@@ -132,21 +132,34 @@ def missing(profile: Profile, degree: int, needs: Needs) -> list[Point]:
     return lacking(profile, degree, skeleton(profile.model, needs))
 
 
-def left_out(profile: Profile, degree: int) -> list[Point]:
-    """Points of the skeleton up to the sizes that `profile` has itself: what was measured briefly
-    lacks some. Of others' profiles nothing is known."""
+def sizes_in(profile: Profile, degree: int) -> Needs | None:
+    """The largest sizes that `profile` has itself; None of others' profiles, of which nothing is
+    known, and where a table is missing."""
     rows = profile.table(Operator.LAYER_REST.value, degree)
     encode = profile.table(Operator.ENCODE_ATTENTION.value, degree)
     decode = profile.table(Operator.DECODE_ATTENTION.value, degree)
     is_ours = profile.metadata.origin.startswith(("measured", "derived"))
     if profile.model is None or not is_ours or not (rows and encode and decode):
-        return []
-    own = Needs(
+        return None
+    return Needs(
         input_tokens=int(max(p.x for p in encode)),
         context_tokens=int(max(p.y for p in decode)), queries=int(max(p.x for p in decode)),
         tokens=int(max(*(p.x for p in rows), *(p.x * p.y for p in encode))))
-    # the largest sizes are there, whether the skeleton of a larger profile has them or not
-    return [point for point in missing(profile, degree, own)
+
+
+def left_out(profile: Profile, degree: int) -> list[Point]:
+    """Points of the skeleton up to the sizes that `profile` has itself: what was measured briefly
+    lacks some."""
+    own = sizes_in(profile, degree)
+    if own is None:
+        return []
+    return inside(missing(profile, degree, own), own)
+
+
+def inside(points: Iterable[Point], own: Needs) -> list[Point]:
+    """Those of the points that lie below the largest sizes of a profile: these are there, whether
+    the skeleton of a larger profile has them or not."""
+    return [point for point in points
             if point.x < (own.tokens if point.kind is Kind.REST else own.input_tokens)
             or point.kind not in (Kind.REST, Kind.ENCODE, Kind.ENCODER)]
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from xgpt.app.profile_identity import profile_metadata
+from xgpt.app.profile_needs import SHARE, needs_of, own_sizes, share_of, work_of
 from xgpt.app.profile_worth import lacks
 from xgpt.app.stop import is_asked_to_stop
 from xgpt.app.telling import Teller, tell_share
@@ -24,13 +25,14 @@ from xgpt.core.job import Job
 from xgpt.core.layout import Layout
 from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xgpt.core.problem import Problem
-from xgpt.core.units import DTYPE_BYTES, format_seconds
+from xgpt.core.units import format_seconds
 from xgpt.launch.contention import LARGE_SHARE, Contention, in_words
 from xgpt.launch.launcher import Launcher, RankProgram
 from xgpt.launch.rows import launcher_of
 from xprofiler.cache import cached_profile_path
+from xprofiler.coarse import START_S, JobWork, coarse_points, coarse_words
 from xprofiler.noise import disturbed, disturbed_words, noise_words, noisy, worth_again
-from xprofiler.points import Needs, missing, quick_points
+from xprofiler.points import Needs, Point, missing, quick_points
 from xprofiler.profile import TRANSFER, Profile, ProfileMetadata
 from xprofiler.profile_file import load_profile
 from xprofiler.verdict import judge
@@ -38,13 +40,10 @@ from xrunner.checkpoint.source import cache_dir
 from xrunner.engines.engine import Engine, engine_of, program_of
 
 DEFAULT_BUDGET_S = 45.0
-_GPU_NEEDS = Needs(input_tokens=2060, context_tokens=4120, queries=520, tokens=8240)
 # Measuring beyond the quick profile takes at most this share of a job's time, what went into the
 # profile before included; and is done where that is so many times as long as what did: less would
 # change little.
-_SHARE, _WORTH = 0.1, 2.0
-_KV_SHARE = 4  # a decode step is measured with caches of at most this part of a rank's memory
-_LEAST_QUERIES = 9
+_WORTH = 2.0
 QUICK_PATIENCE_S, PATIENCE_SHARE = 3.0, 0.2  # for others: of a quick profile, and of a budget
 _LOOK_S = 0.2  # between looks whether another process has ended measuring
 
@@ -65,7 +64,15 @@ class WantedProfile:
     engine: Engine  # whose times
     program: Callable[[Path], tuple[str, ...]]  # starts its profiler on a request; (): as ours is
     engine_settings: Mapping[str, object]  # what that is told besides
+    job: JobWork | None  # None: one without end
+    share: float  # of the job's time, for measuring more than the least; infinite: all it may use
     captures: bool = True  # decode steps on GPUs, as a run of the job does
+
+    @property
+    def points(self) -> list[Point]:
+        """What is measured in any case."""
+        least = coarse_points if math.isfinite(self.share) else quick_points
+        return least(self.model, self.needs, self.own)
 
 
 def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = None,
@@ -87,13 +94,14 @@ def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = N
     if not possible or fixed in refused:
         raise InputError([Mistake(file=str(job.source), line=None, key="tensor-parallel degree",
                                   value=d, allowed=why) for d, why in refused.items()])
-    needs = _needs(problem)
+    needs = needs_of(problem)
     return WantedProfile(metadata=profile_metadata(job, problem), model=problem.model,
-                         needs=needs, own=_own_sizes(problem, needs), degrees=possible,
+                         needs=needs, own=own_sizes(problem, needs), degrees=possible,
                          refused=refused,
                          links=(cluster.intra_link.name, cluster.inter_link.name),
                          launcher=launcher_of(job, problem), output=job.output, engine=engine,
-                         captures=job.run.cuda_graphs,
+                         captures=job.run.cuda_graphs, job=work_of(problem),
+                         share=share_of(problem, engine),
                          program=partial(program_of, job, engine.profiler),
                          engine_settings={
                              "model_dir": str(folder), "arguments": job.run.engine_args,
@@ -116,10 +124,11 @@ def local_profile(wanted: WantedProfile, tell: Teller, *, budget_s: float | None
 
 def quick_profile(wanted: WantedProfile, tell: Teller) -> Profile:
     """The cached profile; where it lacks sizes that this job needs, or has them with repeats that
-    disagree, or disturbed, these are measured briefly, each so often at most as `worth_again` says.
+    disagree, or disturbed, these are measured briefly, each so often at most as `worth_again` says,
+    and as many between them as the job is long enough for.
     Raises StoppedEarly as `local_profile`."""
     def is_enough(profile: Profile) -> bool:
-        points = quick_points(wanted.model, wanted.needs, wanted.own)
+        points = wanted.points
         if any(lacks(profile, degree, points, wanted.own) for degree in wanted.degrees):
             return False
         if profile.learned:  # runs have told what its times are worth
@@ -130,7 +139,10 @@ def quick_profile(wanted: WantedProfile, tell: Teller) -> Profile:
         return not any(noisy(profile, degree, own) for degree, own in again.items()) and (
             worst == 0.0 or _is_as_busy(worst))
 
-    session = _Measurement(is_quick=True, why="the sizes that this job has")
+    session = _Measurement(
+        is_quick=True, why="the sizes that this job has" if math.isinf(wanted.share) else
+        f"the least sizes, and more of those that this job has within {wanted.share:.0%} of its "
+        "time")
     return _profile(wanted, tell, session, is_enough)
 
 
@@ -159,8 +171,9 @@ def refining_s(profile: Profile, wanted: WantedProfile, job_s: float, *, layouts
     as it is, or has the whole skeleton."""
     if profile.learned:
         return 0.0  # runs have told, and the next one adds to it
-    most_s = _SHARE * job_s / layouts
-    return most_s if most_s >= _WORTH * profile.spent_s and not _is_whole(profile, wanted) else 0.0
+    most_s = SHARE * job_s / layouts
+    is_worth_it = most_s >= _WORTH * (START_S + profile.spent_s)
+    return most_s if is_worth_it and not _is_whole(profile, wanted) else 0.0
 
 
 def _is_whole(profile: Profile, wanted: WantedProfile) -> bool:
@@ -217,8 +230,8 @@ def _profile(wanted: WantedProfile, tell: Teller, session: _Measurement,
         _measure(wanted, target, session, tell, is_new=is_new)
         os.replace(target, path)  # `again`: what was there counts until its successor is whole
         profile = load_profile(path)
-    tell.say(f"profile: {format_seconds(profile.spent_s)} of measuring in all; "
-             f"{judge(profile).sentence}")
+    tell.say(f"profile: {format_seconds(profile.spent_s)} of measuring in all; " + "; ".join(
+        filter(None, (judge(profile).sentence, coarse_words(profile)))))
     for warning in _warnings(profile, wanted, contention.others_share()):
         tell.say(f"profile: {warning}")
     return profile
@@ -251,7 +264,8 @@ def _sufficient(path: Path, is_enough: Callable[[Profile], bool],
     judgement = judge(profile)
     anew = "; `xgpt profile JOB --again` measures it anew, best on a quiet machine" if (
         judgement.grade == "noisy") else ""
-    tell.say(f"profile: from the cache, {profile.metadata.date}; {judgement.brief}{anew}")
+    tell.say(f"profile: from the cache, {profile.metadata.date}; " + "; ".join(
+        filter(None, (judgement.brief + anew, coarse_words(profile)))))
     return profile
 
 
@@ -296,31 +310,6 @@ def _wait_for(file: IO[str], output: Path) -> None:
             time.sleep(_LOOK_S)
 
 
-def _needs(problem: Problem) -> Needs:
-    """The job's own sizes where they are larger than usual ones."""
-    usual = Needs() if problem.cluster.device.kind == "cpu" else _GPU_NEEDS
-    inputs, outputs = problem.lengths.inputs.max, problem.lengths.outputs.max
-    context = max(usual.context_tokens, inputs + max(outputs, problem.default_max_tokens))
-    per_query = (problem.model.kv_elements_per_token_layer * DTYPE_BYTES[problem.dtype]
-                 * min(context, problem.model.max_positions or context))
-    room = problem.cluster.device.memory_bytes // _KV_SHARE // per_query
-    return Needs(input_tokens=max(usual.input_tokens, inputs), context_tokens=context,
-                 queries=max(min(usual.queries, room), _LEAST_QUERIES),
-                 tokens=max(usual.tokens, inputs)).within(problem.model)
-
-
-def _own_sizes(problem: Problem, usual: Needs) -> Needs:
-    """The sizes of the job itself; `usual` where it does not say how many queries it has."""
-    lengths, count = problem.lengths, problem.num_queries
-    inputs = lengths.inputs.max
-    return Needs(
-        input_tokens=inputs,
-        context_tokens=inputs + max(lengths.outputs.max, problem.default_max_tokens),
-        queries=usual.queries if count is None else min(max(count, 1), usual.queries),
-        tokens=usual.tokens if count is None else max(
-            min(math.ceil(count * lengths.inputs.mean), usual.tokens), inputs))
-
-
 def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: Teller, *,
              is_new: bool) -> None:
     for package in ("torch", "mpi4py"):
@@ -345,6 +334,7 @@ def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: T
         request.write_text(json.dumps({
             "metadata": asdict(of), "model": asdict(wanted.model), "degrees": wanted.degrees,
             "refused": wanted.refused, "needs": asdict(wanted.needs), "own": asdict(wanted.own),
+            "job": {} if wanted.job is None else asdict(wanted.job), "share": wanted.share,
             "is_quick": session.is_quick, "skeleton_s": session.skeleton_s,
             "budget_s": session.budget_s, "patience_s": session.patience_s,
             "captures": wanted.captures, "near": near, "far": far, "target": str(target),

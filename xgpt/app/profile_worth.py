@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
+from xprofiler.coarse import START_S
 from xprofiler.points import OWN_TABLE, Kind, Needs, Point, lacking
 from xprofiler.profile import Profile
 
 REACH = 2.0  # see `lacks`
-START_S = 1.5  # of the ranks that measure, which import torch
 
 
 def lacks(profile: Profile, degree: int, points: Sequence[Point], own: Needs) -> bool:

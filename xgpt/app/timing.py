@@ -16,7 +16,6 @@ from xgpt.app.telling import told_while
 from xgpt.core.errors import InputError, Mistake, XgptError
 from xgpt.core.local import why_no_torch
 from xprofiler.cache import cached_profile_path
-from xprofiler.points import quick_points
 from xprofiler.profile import match
 from xprofiler.profile_file import load_profile
 from xprofiler.profile_timing import ProfileTiming
@@ -77,8 +76,7 @@ def is_timed(opened: OpenedJob) -> bool:
         profile = load_profile(cached_profile_path(cache_dir() / "profiles", wanted.metadata))
     except InputError:
         return False
-    points = quick_points(wanted.model, wanted.needs, wanted.own)
-    return not any(lacks(profile, degree, points, wanted.own) for degree in wanted.degrees)
+    return not any(lacks(profile, degree, wanted.points, wanted.own) for degree in wanted.degrees)
 
 
 def timing_cost_s(opened: OpenedJob, timing: TimingSource) -> float:
@@ -87,8 +85,7 @@ def timing_cost_s(opened: OpenedJob, timing: TimingSource) -> float:
     if not isinstance(timing, ProfileTiming):
         return 0.0
     wanted = wanted_profile(opened.job, opened.problem, folder=_folder_of(opened))
-    return quick_cost_s(timing.profile, wanted.degrees,
-                        quick_points(wanted.model, wanted.needs, wanted.own))
+    return quick_cost_s(timing.profile, wanted.degrees, wanted.points)
 
 
 def _folder_of(opened: OpenedJob) -> Path | None:

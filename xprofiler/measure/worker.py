@@ -10,6 +10,7 @@ if __name__ == "__main__":  # before what takes seconds to import
     begin_rank()
 
 import json
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ import torch
 from xgpt.core.errors import XgptError
 from xgpt.core.lifeline import all_imported
 from xgpt.core.model import ModelSpec, model_from_dict
+from xprofiler.coarse import by_worth, coarse_points, left_to_shape
 from xprofiler.measure.bench import (
     DRAWN,
     GREEDY,
@@ -30,6 +32,13 @@ from xprofiler.measure.bench import (
     around,
     ordinary_inputs,
     ragged,
+)
+from xprofiler.measure.budget import (
+    LEAST_LAYERS,
+    Budget,
+    effort,
+    quick_effort,
+    rows_layers,
 )
 from xprofiler.measure.captured import Capturing
 from xprofiler.measure.clock import measure_peaks
@@ -51,6 +60,7 @@ from xprofiler.profile import (
     TableKey,
 )
 from xprofiler.profile_file import load_profile, save_profile
+from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import Operator
 from xrunner.devices import has_own_gpu_each
 from xrunner.engine.graphs import CudaCapture
@@ -62,10 +72,8 @@ _REFINED = (Operator.LAYER_REST, Operator.DECODE_ATTENTION, Operator.ENCODE_ATTE
             Operator.HEAD, Operator.CROSS_ATTENTION)
 _ATTENTION_LAYERS = 2  # of a step that is taken for its attention alone
 # Of a quick profile: the bench's weights, which are to be read from memory in every step; at most
-# so much memory for a decode step's caches (to get it takes longer than the step); rows times
-# layers of an encode step that is taken for its rows.
-_QUICK_WEIGHT_BYTES, _QUICK_KV_BYTES, _QUICK_ROWS = 2**26, 2**28, 4200
-_LEAST_LAYERS, _MOST_LAYERS = 2, 6
+# so much memory for a decode step's caches (to get it takes longer than the step).
+_QUICK_WEIGHT_BYTES, _QUICK_KV_BYTES = 2**26, 2**28
 _GROUP = 8  # points between two calibrations
 
 
@@ -90,6 +98,10 @@ class MeasureRequest:
     target: str
     progress: str
     stop: str
+    # What the job has to do (xprofiler.coarse.JobWork), and the share of its time that a quick
+    # profile may take where it measures more than a coarse one has; infinite: all of its points.
+    job: dict[str, int] = field(default_factory=dict)
+    share: float = math.inf
     captures: bool = True  # decode steps on GPUs, where a run captures them
     # of another engine: its folder of the model, its own arguments, on which kind of device
     engine: dict[str, Any] = field(default_factory=dict)
@@ -126,8 +138,10 @@ class Measuring:
         self._sampling = DRAWN if metadata.sampling == "drawn" else GREEDY
         self.begin_s = self._saved_s = time.monotonic()
         self._host_s: list[float] = []
-        self._effort = _quick_effort if request.is_quick else _effort
+        self._effort = quick_effort if request.is_quick else effort
         self._left = 0.0  # work of the skeleton still to do (_effort)
+        self._least: set[Point] = set()  # points that are measured whatever they take
+        self._budget = Budget(request.share, request.job, spec)  # for the others
         is_cpu = self._device.type == "cpu"
         # as a run does: not where ranks share a GPU, whose memory is planned
         self._captures = request.captures and self._device.type == "cuda" and (
@@ -138,20 +152,21 @@ class Measuring:
         self._in_group, self._slowed = 0, 1.0
 
     def run(self) -> None:
-        is_quick = self.request.is_quick
-        if self._known.peaks is None and not is_quick:
+        if self._known.peaks is None and not self.request.is_quick:
             self._measure_peaks()
         self._host_s = self._ranks.together(head_overhead)
         self.add_network()
-        needs = Needs(**self.request.needs)
-        points = (quick_points(self._spec, needs, Needs(**self.request.own)) if is_quick
-                  else skeleton(self._spec, needs))
+        points = self._points()
         degrees = self.request.degrees
         again = {d: worth_again(self._known, d, points) for d in degrees}
         todo = [(d, p) for d in degrees for p in points
                 if not self._recorder.has(p, d) or p in again[d]]
-        self._total = self._left = sum(map(self._effort, (p for _, p in todo)))
-        self._worked_s = 0.0  # at points of the skeleton
+        if todo and any(left_to_shape(self._known, degree) for degree in degrees):
+            # what runs took against a coarse profile says nothing of one that knows more
+            self._known = replace(self._known, learned=())
+            self._recorder.forget_runs()
+        self._total = self._left = sum(self._effort(p) for _, p in todo if p in self._least)
+        self._worked_s = self._done = 0.0  # seconds and work at points of the skeleton
         for index, degree in enumerate(degrees):
             bench = self.bench_of(degree)
             self._calibrate()  # with what the bench has changed: vLLM binds threads to cores
@@ -161,6 +176,29 @@ class Measuring:
                 break
         self._calibrate()
         self._save(force=True)
+
+    def _points(self) -> list[Point]:
+        """What is to be measured, the most telling first."""
+        request, spec, needs = self.request, self._spec, Needs(**self.request.needs)
+        own = Needs(**request.own)
+        quick, every = quick_points(spec, needs, own), skeleton(spec, needs)
+        if not request.is_quick:
+            self._least = set(every)
+            return sorted(every, key=lambda point: point not in quick)
+        is_coarse = math.isfinite(request.share)
+        first = coarse_points(spec, needs, own) if is_coarse else quick
+        self._least = set(first)
+        return [*first, *by_worth(point for point in quick if point not in self._least)]
+
+    def _is_worth(self, degree: int, point: Point, share: float) -> bool:
+        """Whether the job is so long that this point may be measured, too."""
+        def timing() -> ProfileTiming:
+            return ProfileTiming(self._recorder.profile(spent_s=0.0, host_s=self._host_s))
+
+        pace = self._worked_s / max(self._done, 1.0)  # of the points so far
+        after_s = time.monotonic() - self.begin_s + pace * self._effort(point)
+        return self._ranks.agree(after_s <= share * self._budget.seconds(
+            timing, self._known.metadata.ranks, degree))
 
     def bench_of(self, degree: int) -> Bench:
         """What executes this degree's points."""
@@ -199,10 +237,13 @@ class Measuring:
                 return False
             if not self._ranks.agree(self._spent_s() < self.request.skeleton_s * share):
                 return True
+            if point not in self._least and not self._is_worth(degree, point, share):
+                return True
             begin_s = time.monotonic()
             self._measure(bench, degree, point)
             self._worked_s += time.monotonic() - begin_s
-            self._left -= self._effort(point)
+            self._done += self._effort(point)
+            self._left -= self._effort(point) if point in self._least else 0.0
             self._save()
         failed: set[Point] = set()
         while self._ranks.agree(self._has_time(share)):
@@ -244,8 +285,8 @@ class Measuring:
         if not self.request.is_quick or isinstance(bench, EncoderDecoderBench):
             return None
         if point.kind is Kind.REST:
-            return _rows_layers(point.x)
-        return max(_QUICK_KV_BYTES // bench.layer_kv_bytes(point.x, point.y), _LEAST_LAYERS)
+            return rows_layers(point.x)
+        return max(_QUICK_KV_BYTES // bench.layer_kv_bytes(point.x, point.y), LEAST_LAYERS)
 
     def _measure_peaks(self) -> None:
         self._ranks.barrier()
@@ -324,11 +365,6 @@ def _like(metadata: ProfileMetadata) -> str:
     return f"{metadata.device} {metadata.ranks}x{metadata.threads_per_rank}"
 
 
-def _rows_layers(rows: int) -> int:
-    """Layers of a quick profile's step that is taken for its rows."""
-    return min(max(_QUICK_ROWS // rows, _LEAST_LAYERS), _MOST_LAYERS)
-
-
 def _lengths(point: Point, most: int | None, is_padded: bool) -> list[int]:
     """Tokens cached before a decode step, inputs of an encode step. `most`: the model's positions.
     A decode point's y is the longest context where attention is padded to it, else the mean."""
@@ -336,30 +372,6 @@ def _lengths(point: Point, most: int | None, is_padded: bool) -> list[int]:
         # the token decoded is read too
         return ragged(point.x, point.y - 1) if is_padded else around(point.x, point.y - 1)
     return ordinary_inputs(point.x, most) if point.kind is Kind.REST else [point.x] * point.y
-
-
-def _effort(point: Point) -> float:
-    """How long a point takes against others, roughly: a point that is quick counts 1."""
-    match point.kind:
-        case Kind.REST:
-            return 1 + point.x / 110
-        case Kind.ENCODE | Kind.ENCODER:
-            return 1 + point.x * point.y / 700
-        case _:
-            return 1 + point.x * (point.y + 130) / 20_000
-
-
-def _quick_effort(point: Point) -> float:
-    """The same of a quick profile, whose points take as many steps each."""
-    match point.kind:
-        case Kind.REST:
-            return 1 + point.x * _rows_layers(point.x) / 870
-        case Kind.ENCODE:
-            return 0.45 + point.x * point.y / 330
-        case Kind.COMPACTION:
-            return 0.4
-        case _:
-            return 1 + point.x / 44 + point.x * point.y / 21_000
 
 
 if __name__ == "__main__":
