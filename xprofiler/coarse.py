@@ -70,10 +70,18 @@ def coarse_words(profile: Profile) -> str:
     has."""
     degrees = profile.tp_degrees
     left = sum(len(left_to_shape(profile, degree)) for degree in degrees)
-    every = sum(len(told_of(profile, degree)) for degree in degrees)
+    count = sum(_count(profile, degree) for degree in degrees)
     return "" if not left else (
-        f"coarse: {every - left} of the {every} sizes that tell most of a job were measured, "
+        f"coarse: {count} of the {count + left} sizes that tell most of a job were measured, "
         "between them times follow the roofline's shape")
+
+
+def _count(profile: Profile, degree: int) -> int:
+    """Sizes that were measured: decode steps, inputs, and rows of neither."""
+    decode, encode, rest = (profile.table(operator.value, degree) for operator in (
+        Operator.DECODE_ATTENTION, Operator.ENCODE_ATTENTION, Operator.LAYER_REST))
+    rows = {p.x for p in rest} - {p.x for p in decode}
+    return len(decode) + len(encode) + len(rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,7 @@ DEFAULT_BUDGET_S = 45.0
 # change little.
 _WORTH = 2.0
 QUICK_PATIENCE_S, PATIENCE_SHARE = 3.0, 0.2  # for others: of a quick profile, and of a budget
+_COARSER = 3  # a third of a quick profile's points: a third of the patience
 _LOOK_S = 0.2  # between looks whether another process has ended measuring
 
 
@@ -139,10 +140,11 @@ def quick_profile(wanted: WantedProfile, tell: Teller) -> Profile:
         return not any(noisy(profile, degree, own) for degree, own in again.items()) and (
             worst == 0.0 or _is_as_busy(worst))
 
+    is_coarse = math.isfinite(wanted.share)
     session = _Measurement(
-        is_quick=True, why="the sizes that this job has" if math.isinf(wanted.share) else
-        f"the least sizes, and more of those that this job has within {wanted.share:.0%} of its "
-        "time")
+        is_quick=True, is_coarse=is_coarse, why="the sizes that this job has" if not is_coarse else
+        f"a few sizes, and more of those that this job has as far as {wanted.share:.0%} of its "
+        "time goes")
     return _profile(wanted, tell, session, is_enough)
 
 
@@ -186,6 +188,7 @@ class _Measurement(NamedTuple):
 
     why: str
     is_quick: bool = False
+    is_coarse: bool = False  # of a quick one, the least points and what the job is long enough for
     skeleton_s: float = math.inf
     budget_s: float = 0.0
     again: bool = False  # anew, whatever is cached
@@ -194,7 +197,7 @@ class _Measurement(NamedTuple):
     def patience_s(self) -> float:
         """Seconds that may go on waiting for other programs, and on measuring again what they
         disturbed."""
-        return QUICK_PATIENCE_S if self.is_quick else max(
+        return QUICK_PATIENCE_S / (_COARSER if self.is_coarse else 1) if self.is_quick else max(
             QUICK_PATIENCE_S, PATIENCE_SHARE * min(self.budget_s, DEFAULT_BUDGET_S))
 
     @property

@@ -92,8 +92,8 @@ class Ranks:
                watch: Watch | None = None) -> Steps:
         """A step on all ranks, timed until it has been seen often enough; again where the times
         disagree, or others were at work: the least disturbed attempt counts. `is_brief`: as seldom
-        as will do, and again only where they disagree by more than a profile is left at. `watch`:
-        who sees the others; None: nobody."""
+        as will do, and again only where they disagree by more than a profile is left at, as long
+        as the watch has patience. `watch`: who sees the others; None: nobody."""
         first, count = self.gather(self._in_turn(step), StepParts), _SLOW_STEPS
         is_slow = max(parts.whole_s for parts in first) >= _SLOW_STEP_S
         if is_brief and not is_slow:
@@ -112,9 +112,11 @@ class Ranks:
             attempts.append(Steps([*first, *steps] if is_slow else steps))
             if watch is not None:
                 attempts[-1].missing = watch.missing()
-            is_alone = attempts[-1].missing <= DISTURBED_LIMIT
-            if _spread(attempts[-1]) <= most and (is_alone or watch is None
-                                                  or not watch.has_patience()):
+            is_steady = _spread(attempts[-1]) <= most
+            if is_steady and attempts[-1].missing <= DISTURBED_LIMIT:
+                break
+            # briefly: no longer than there is patience, whatever it is that disturbs
+            if watch is not None and (is_steady or is_brief) and not watch.has_patience():
                 break
         return min(attempts, key=lambda own: (
             own.missing if own.missing > DISTURBED_LIMIT else 0.0, _spread(own)))

@@ -141,7 +141,7 @@ def test_a_job_shorter_than_its_measuring_starts_with_the_least_points(
     least = coarse_points(TOY, short.needs, short.own)
     assert set(measured) == set(least) and len(least) <= 10
     assert quick_profile(short, tell) == coarse and max(measured.values()) == 1
-    assert "from the cache" in tell.said[0] and "coarse: 6 of the 11 sizes" in tell.said[0]
+    assert "from the cache" in tell.said[0] and "coarse: 8 of the 13 sizes" in tell.said[0]
     timing = ProfileTiming(coarse)
     assert "coarse" in timing.provenance()
     errors = timing.table_errors()
