@@ -156,7 +156,7 @@ class Measuring:
             self._measure_peaks()
         self._host_s = self._ranks.together(head_overhead)
         self.add_network()
-        points = self._points()
+        points, self._least = _points(self.request, self._spec)
         degrees = self.request.degrees
         again = {d: worth_again(self._known, d, points) for d in degrees}
         todo = [(d, p) for d in degrees for p in points
@@ -176,29 +176,6 @@ class Measuring:
                 break
         self._calibrate()
         self._save(force=True)
-
-    def _points(self) -> list[Point]:
-        """What is to be measured, the most telling first."""
-        request, spec, needs = self.request, self._spec, Needs(**self.request.needs)
-        own = Needs(**request.own)
-        quick, every = quick_points(spec, needs, own), skeleton(spec, needs)
-        if not request.is_quick:
-            self._least = set(every)
-            return sorted(every, key=lambda point: point not in quick)
-        is_coarse = math.isfinite(request.share)
-        first = coarse_points(spec, needs, own) if is_coarse else quick
-        self._least = set(first)
-        return [*first, *by_worth(point for point in quick if point not in self._least)]
-
-    def _is_worth(self, degree: int, point: Point, share: float) -> bool:
-        """Whether the job is so long that this point may be measured, too."""
-        def timing() -> ProfileTiming:
-            return ProfileTiming(self._recorder.profile(spent_s=0.0, host_s=self._host_s))
-
-        pace = self._worked_s / max(self._done, 1.0)  # of the points so far
-        after_s = time.monotonic() - self.begin_s + pace * self._effort(point)
-        return self._ranks.agree(after_s <= share * self._budget.seconds(
-            timing, self._known.metadata.ranks, degree))
 
     def bench_of(self, degree: int) -> Bench:
         """What executes this degree's points."""
@@ -232,13 +209,20 @@ class Measuring:
     def _measure_degree(self, bench: Bench, degree: int, points: Sequence[Point],
                         share: float) -> bool:
         """False when asked to stop."""
+        def timing() -> ProfileTiming:  # what is known by then
+            return ProfileTiming(self._recorder.profile(spent_s=0.0, host_s=self._host_s))
+
         for point in points:
             if self._is_stopped():
                 return False
             if not self._ranks.agree(self._spent_s() < self.request.skeleton_s * share):
                 return True
-            if point not in self._least and not self._is_worth(degree, point, share):
-                return True
+            if point not in self._least:  # is the job so long that it is worth this one, too?
+                pace = self._worked_s / max(self._done, 1.0)  # of the points so far
+                after_s = time.monotonic() - self.begin_s + pace * self._effort(point)
+                if not self._ranks.agree(after_s <= share * self._budget.seconds(
+                        timing, self._known.metadata.ranks, degree)):
+                    return True
             begin_s = time.monotonic()
             self._measure(bench, degree, point)
             self._worked_s += time.monotonic() - begin_s
@@ -339,6 +323,16 @@ class Measuring:
 
     def _is_stopped(self) -> bool:
         return self._ranks.agree(Path(self.request.stop).exists())
+
+
+def _points(request: MeasureRequest, spec: ModelSpec) -> tuple[list[Point], set[Point]]:
+    """What is to be measured, the most telling first; and of it, what is whatever it takes."""
+    needs, own = Needs(**request.needs), Needs(**request.own)
+    quick, every = quick_points(spec, needs, own), skeleton(spec, needs)
+    if not request.is_quick:
+        return sorted(every, key=lambda point: point not in quick), set(every)
+    first = coarse_points(spec, needs, own) if math.isfinite(request.share) else quick
+    return [*first, *by_worth(point for point in quick if point not in first)], set(first)
 
 
 def messages_between(request: MeasureRequest, ranks: int, nodes: int) -> list[TableKey]:
