@@ -7,6 +7,8 @@ the mean input, self-attention what is left of it."""
 from __future__ import annotations
 
 from collections.abc import Hashable
+from copy import copy
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -38,7 +40,7 @@ class LayerTimes:
         self.has_head = has_head
         self.row_bytes = model.hidden_size * DTYPE_BYTES[dtype]
         self._link, self._inputs, self._mean_input = link, inputs, inputs.mean
-        self._captured_degrees = timing.facts.captured_degrees
+        self._captured_degrees, self._is_least = timing.facts.captured_degrees, False
         self._shares: dict[int, FloatArray] = {}  # mean attention by degree, at TOGETHER
         # sizes that nobody can change, and a layer's rest at them
         self._kept: dict[Hashable, tuple[FloatArray, FloatArray]] = {}
@@ -48,6 +50,17 @@ class LayerTimes:
         """The layers of the problem's model on its cluster."""
         return cls(problem.model, timing, problem.cluster.intra_link, problem.dtype,
                    problem.lengths.inputs, problem.head_rows, has_head=problem.has_head)
+
+    @cached_property
+    def at_least(self) -> LayerTimes:
+        """The same where rows take as long as in steps that encode or in steps that decode, in
+        whichever is quicker: for bounds on steps that may be either. These where all steps are
+        alike."""
+        if not self._captured_degrees:
+            return self
+        least = copy(self)
+        least._is_least, least._kept = True, {}
+        return least
 
     @property
     def cross_context(self) -> float:
@@ -135,6 +148,9 @@ class LayerTimes:
     def _rest_of(self, operator: Operator, rows: ArrayLike, degree: int, all_reduces: int,
                  link: Link | None) -> FloatArray:
         rest_s = self.timing.operator_s(operator, rows, tp_degree=degree)
+        if self._is_least and degree in self._captured_degrees:
+            other = {Operator.LAYER_REST: Operator.DECODE_REST}.get(operator, Operator.LAYER_REST)
+            rest_s = np.minimum(rest_s, self.timing.operator_s(other, rows, tp_degree=degree))
         if degree == 1:
             return rest_s
         rows = np.asarray(rows, float)

@@ -24,7 +24,7 @@ from xsimulator import memory
 from xsimulator.allocation import StageCost, allocate, pool_layers, refuse_plan, stage_ranks
 from xsimulator.convex_steps import ConvexSteps
 from xsimulator.layer_times import LayerTimes
-from xsimulator.stage_times import StageKinds, StageTimes, stage_kinds
+from xsimulator.stage_times import StageKinds, StageTimes, at_least, stage_kinds
 from xsimulator.step_table import StepTable
 
 REFERENCE_ENCODE_QUERIES = 8
@@ -52,7 +52,7 @@ class StagePlan:
     @cached_property
     def least_steps(self) -> StepTable:
         """A table of lower bounds of them."""
-        return StepTable(self.times, lowered=True)
+        return StepTable(at_least(self.times), lowered=True)
 
     @cached_property
     def convex_steps(self) -> ConvexSteps:

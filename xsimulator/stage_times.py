@@ -172,6 +172,13 @@ class StageKinds(NamedTuple):
     names: tuple[Hashable, ...]
 
 
+def at_least(times: StageTimes) -> StageTimes:
+    """The same of rows in whichever steps they are quicker (LayerTimes.at_least)."""
+    layers = times.layers.at_least
+    return times if layers is times.layers else StageTimes(
+        layers, times._cluster, times.stages, times._given_links)
+
+
 def stage_kinds(times: StageTimes) -> StageKinds:
     """Stages of one kind take as long for any step: they have as many layers, in groups that are
     alike, and the same way to the next. Kinds are numbered as they come; the first and the last

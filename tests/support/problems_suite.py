@@ -85,6 +85,19 @@ def as_padded(timing: Any, is_padded: bool) -> Any:
     return timing
 
 
+def captured(source: Roofline) -> Roofline:
+    """The source itself, from now on of GPUs that take decode steps captured, but for groups; what
+    is launched kernel by kernel takes the host as long as a large step."""
+    rest = source._rows[Operator.LAYER_REST]
+
+    def launched(rows, degree):
+        return np.maximum(rest(rows, degree), 5 * rest(np.ones(()), degree))
+
+    source._rows |= {Operator.DECODE_REST: rest, Operator.LAYER_REST: launched}
+    source.facts = replace(source.facts, captured_degrees=frozenset({1}))
+    return source
+
+
 def planted(rng: np.random.Generator, source: Roofline, *, largest: float = 4000.0) -> Planted:
     """Dips and jumps of 5 to 40 % in all operators: at single sizes, and over ranges. Those at a
     single number of queries or rows are of up to 256 where a time depends on two sizes: bounds look

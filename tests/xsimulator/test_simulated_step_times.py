@@ -13,7 +13,7 @@ from xprofiler.timing import Operator
 from xsimulator.layer_times import LayerTimes
 from xsimulator.plans import StagePlans
 from xsimulator.replay.step_clock import StepClock, StepSizes
-from xsimulator.stage_times import StageTimes
+from xsimulator.stage_times import StageTimes, at_least
 
 POOLS = [("opt-13b", "a40-4", 1, 0), ("gpt3-39b", "a40-16", 2, 6), ("t5-11b", "a40-8", 4, 4)]
 ONE = StepSizes(spans=[], tokens=0, encoded=0, decoded=0, context=0.0, longest=0.0, moved=0.0,
@@ -116,3 +116,21 @@ def test_steps_that_decode_captured_take_their_own_time_and_others_theirs():
     assert (usual.ends_s(3) == own.ends_s(3)).all()
     two, other = (StagePlans(problem, source).both(2, 4).times for source in (captured, plain))
     assert two.decode_s(7, 300) == pytest.approx(other.decode_s(7, 300)), "groups are not captured"
+
+
+def test_bounds_take_rows_for_no_slower_than_in_either_kind_of_step():
+    problem = problem_of("opt-13b", "a40-4", "S")
+    source, sizes = roofline_of(problem), np.array([3.0, 40.0, 500.0])
+    usual_times = StagePlans(problem, source).both(1, 0).times
+    assert at_least(usual_times) is usual_times
+    source.facts = replace(source.facts, captured_degrees=frozenset({1}))
+    usual = source._rows[Operator.LAYER_REST]
+    source._rows[Operator.DECODE_REST] = lambda rows, degree: usual(rows, degree) * np.where(
+        rows < 100, 0.25, 1.5)
+    plan = StagePlans(problem, source).both(1, 0)
+    encode, decode = (np.stack([rows[:, plan.steps.kind_of.index(kind)] for kind in range(
+        1 + max(plan.steps.kind_of))]) for rows in (
+            plan.times.encode_rows_s(sizes), plan.times.decode_rows_s(sizes)))
+    least = plan.least_steps.rows_s(sizes)
+    assert (least[:-1] <= np.minimum(encode, decode)[:-1] * (1 + 1e-9)).all()
+    assert (encode[:, 0] > 2 * least[:, 0]).all() and (decode[:-1, 2] > 1.2 * least[:-1, 2]).all()

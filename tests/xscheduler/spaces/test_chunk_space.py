@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from problems import problem_of, roofline_of
-from problems_suite import noisy_profile, planted, toy_problem
+from problems_suite import captured, noisy_profile, planted, toy_problem
 from problems_suite import roofline_of as toy_roofline
 
 from xgpt.core.job import FixedSchedule
@@ -44,7 +44,17 @@ def case_of(seed: int) -> tuple[Problem, TimingSource]:
 @pytest.mark.parametrize("seed", [*range(6), *(
     pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 60))])
 def test_no_configuration_of_a_box_betters_its_bounds(seed: int) -> None:
-    problem, timing = case_of(seed)
+    check_boxes(seed, *case_of(seed))
+
+
+@pytest.mark.parametrize("seed", [1, 4, *(
+    pytest.param(seed, marks=pytest.mark.slow) for seed in range(7, 40, 3))])
+def test_nor_where_rows_decode_quicker_than_they_are_encoded(seed: int) -> None:
+    problem, _ = case_of(seed)
+    check_boxes(seed, problem, captured(toy_roofline(problem)))
+
+
+def check_boxes(seed: int, problem: Problem, timing: TimingSource) -> None:
     rng, rra = np.random.default_rng([4, seed]), Rra(problem, timing)
     plans = tensor_plans(problem, timing)
     plan = plans[int(rng.integers(len(plans)))]

@@ -9,7 +9,15 @@ from itertools import product
 
 import numpy as np
 import pytest
-from problems_suite import SLOW, correlated, noisy_profile, planted, roofline_of, toy_problem
+from problems_suite import (
+    SLOW,
+    captured,
+    correlated,
+    noisy_profile,
+    planted,
+    roofline_of,
+    toy_problem,
+)
 from representative import some
 
 from xgpt.core.job import FixedSchedule
@@ -28,7 +36,8 @@ TOYS = {
 }
 TIMES = {"smooth": lambda problem: roofline_of(problem),
          "bumpy": lambda problem: planted(np.random.default_rng(4), roofline_of(problem)),
-         "noisy": lambda problem: noisy_profile(np.random.default_rng(2), problem, noise=0.1)}
+         "noisy": lambda problem: noisy_profile(np.random.default_rng(2), problem, noise=0.1),
+         "captured": lambda problem: captured(roofline_of(problem))}
 MOST = 60  # queries at a time
 
 
@@ -44,7 +53,9 @@ def points_of(space: ContinuousSpace):
 # every policy, kind of times and narrow case with one of the others
 ALWAYS = {("little memory", "smooth", "orca"), ("a token at most", "smooth", "vllm"),
           ("short", "smooth", "sarathi"), ("tight memory", "bumpy", "orca"),
-          ("tight memory", "bumpy", "sarathi"), ("slow link, median", "noisy", "vllm")}
+          ("tight memory", "bumpy", "sarathi"), ("slow link, median", "noisy", "vllm"),
+          ("long outputs", "captured", "sarathi"), ("short", "captured", "vllm"),
+          ("fast", "captured", "orca")}
 
 
 @pytest.mark.parametrize(("toy", "times", "policy"), some(
