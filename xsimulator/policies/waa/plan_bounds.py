@@ -8,7 +8,7 @@ import numpy as np
 
 from xgpt.core.lengths import FloatArray
 from xsimulator.envelope import rising_minorant
-from xsimulator.policies.waa.chunk_bounds import ChunkedPoolBounds, ChunkLimits
+from xsimulator.policies.waa.chunk_bounds import ChunkedPoolBounds
 from xsimulator.policies.waa.closed_form import Waa
 from xsimulator.policies.waa.config import WaaBoxes, WaaConfigs
 from xsimulator.policies.waa.plans import WaaPlan
@@ -33,6 +33,14 @@ def _batches(most: int) -> FloatArray:
     batches = np.arange(1, most + 1, dtype=float)
     batches.flags.writeable = False
     return batches
+
+
+@cache
+def _sizes(count: int) -> FloatArray:
+    """So many group sizes, at which decode steps are tabulated."""
+    sizes: FloatArray = np.asarray(ROWS_RATIO ** np.arange(count), float)
+    sizes.flags.writeable = False
+    return sizes
 
 
 def by_batch(values: FloatArray) -> FloatArray:
@@ -60,13 +68,17 @@ class PlanBounds:
         waa = self._waa
         self._tabulate(int(boxes.most.max()))
         outputs = waa.problem.lengths.outputs.mean
-        largest: FloatArray = boxes.most.astype(float) * outputs
+        iteration_s = self._longest_s(boxes, latency_bound_s)
+        largest: FloatArray = np.minimum(boxes.most.astype(float) * outputs,
+                                         self._most_decoding(boxes, iteration_s))
         absorbed = largest / (waa.times.mean_iterations * self._iteration_s(largest, boxes))
         limit = np.minimum(self._most_rate[boxes.most], absorbed)
         decoding, iteration = np.empty((2, len(limit)))
         if len(rows := np.flatnonzero(boxes.chunk)):
-            limit[rows], decoding[rows], iteration[rows] = self._with_chunks(
-                boxes.take(rows), latency_bound_s)
+            own = boxes.take(rows)
+            limit[rows], decoding[rows], iteration[rows] = self._chunked().limits(
+                own, (self._least_rate[own.least], self._most_rate[own.most]),
+                self._most_in_system, iteration_s[rows], is_modest=self._is_modest)
         if len(rows := np.flatnonzero(boxes.chunk == 0)):
             decoding[rows], iteration[rows] = self._without_chunks(boxes.take(rows))
         through = self._least_through[boxes.least]
@@ -90,18 +102,23 @@ class PlanBounds:
             excess, wanted, np.minimum(of_wanted, 0.0), _ROOT_ACCURACY))
         return decoding, self._iteration_s(decoding, boxes)
 
-    def _with_chunks(self, boxes: WaaBoxes, latency_bound_s: float) -> ChunkLimits:
+    def _longest_s(self, boxes: WaaBoxes, latency_bound_s: float) -> FloatArray:
+        """No longer an iteration [boxes] keeps the latency bound."""
         waited, encode_s = self._waa.iterations_waited, self._least_encode[boxes.least]
-        most_s = np.full(len(boxes), np.inf)
-        if waited > 0:
-            # where every batch is refused no iteration is any good, and inf - inf no number
-            left_s = latency_bound_s * (1 + QUICK_TOLERANCE) - np.where(
-                np.isfinite(encode_s), encode_s, 0.0)
-            most_s = np.where(np.isfinite(encode_s), left_s / waited, 0.0)
-        return self._chunked().limits(
-            boxes, (self._least_rate[boxes.least], self._most_rate[boxes.most]),
-            self._most_in_system,
-            np.maximum(most_s, 0.0), is_modest=self._is_modest)
+        if waited <= 0:
+            return np.full(len(boxes), np.inf)
+        # where every batch is refused no iteration is any good, and inf - inf no number
+        left_s = latency_bound_s * (1 + QUICK_TOLERANCE) - np.where(
+            np.isfinite(encode_s), encode_s, 0.0)
+        return np.maximum(np.where(np.isfinite(encode_s), left_s / waited, 0.0), 0.0)
+
+    def _most_decoding(self, boxes: WaaBoxes, iteration_s: FloatArray) -> FloatArray:
+        """No more can decode [boxes] where an iteration takes no longer than that, by either of
+        what `_iteration_s` is the larger of."""
+        in_turn, at_once = (np.append(_sizes(len(table)), np.inf)[np.searchsorted(
+            table, seconds, side="right")] for table, seconds in (
+                (self._slowest, iteration_s / boxes.fewest), (self._through, iteration_s)))
+        return np.asarray(np.minimum(boxes.fewest * in_turn, boxes.highest * at_once))
 
     @cached_property
     def _most_in_system(self) -> float:
@@ -152,7 +169,7 @@ class PlanBounds:
             by_batch(np.minimum.accumulate(seconds[::-1])[::-1]) for seconds in (encode, through))
         rows = self._top * max(waa.problem.lengths.outputs.mean, 1.0)
         count = int(np.log(rows) / np.log(ROWS_RATIO)) + 3
-        sizes: FloatArray = np.asarray(ROWS_RATIO ** np.arange(count), float)
+        sizes = _sizes(count)
         slowest, through_rows = waa.times.decode(plan, sizes)
         self._slowest = rising_minorant(sizes, slowest)
         self._through = rising_minorant(sizes, through_rows)
