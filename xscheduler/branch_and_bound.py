@@ -17,6 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from xgpt.core.schedule import Status
 
@@ -121,18 +122,17 @@ class Maximisation:
                  examine: Callable[[Sequence[Box]], Sequence[NodeResult]], *, gap: float,
                  keeps_gap: bool = False, known: Candidate | None = None,
                  split: Callable[[Box], Sequence[Box]] = Box.split,
-                 wider: Maximisation | None = None) -> None:
+                 earlier: Earlier | None = None) -> None:
         """See `maximise`. keeps_gap: the gap is the same after any number of boxes. known: an
-        admissible point that was seen before. wider: a search of the same roots, where all that is
-        admissible here is so too: its boxes and their bounds are what is begun with, and each is
-        examined again only once it is its turn."""
+        admissible point that was seen before. earlier: its boxes and their bounds are what is begun
+        with, and each is examined again only once it is its turn."""
         assert gap >= 0, f"{gap = }"
         assert [box.root for box in roots] == list(range(len(roots))), f"{roots = }"
         self._roots, self._examine, self._split = roots, examine, split
         self._tree = _SearchTree(gap, len(roots), keeps_gap=keeps_gap)
         if known is not None:
             self._tree.note(known)
-        self._has_begun, self._wider = False, wider
+        self._has_begun, self._earlier = False, earlier
 
     def go_on(self, *, max_nodes: int | None = None, floor: float = 0.0,
               ends: Callable[[int, float, float], bool] | None = None) -> Outcome:
@@ -142,8 +142,9 @@ class Maximisation:
         tree.raise_floor(floor)
         if not self._has_begun:
             self._has_begun = True
-            wider, self._wider = self._wider, None
-            if wider is None or not wider._has_begun or not tree.begin_with(wider._tree):
+            earlier, self._earlier = self._earlier, None
+            if earlier is None or not earlier.search._has_begun or not tree.begin_with(
+                    earlier.search._tree, is_same=earlier.is_same):
                 tree.add(self._examine(self._roots) if self._roots else [], are_roots=True)
         while tree.is_open:
             if (max_nodes is not None and tree.nodes >= max_nodes) or tree.is_fruitless or (
@@ -152,6 +153,14 @@ class Maximisation:
             tree.add(self._examine([child for box, is_known in tree.pop(BATCH)
                                     for child in (self._split(box) if is_known else [box])]))
         return tree.outcome(Status.INFEASIBLE if tree.best is None else Status.OPTIMAL)
+
+
+class Earlier(NamedTuple):
+    """A search of the same roots, where all that is admissible in a later one is so too; where it
+    `is_same`, no more is: what it has looked into need not be looked into again."""
+
+    search: Maximisation
+    is_same: bool
 
 
 class _SearchTree:
@@ -166,7 +175,8 @@ class _SearchTree:
         # (-upper bound, age, box, whether that was found out here, not in a wider search, nor at a
         # glance)
         self._queue: list[tuple[float, int, Box, bool]] = []
-        self._given_up: list[tuple[float, Box]] = []  # closed boxes that have admissible points
+        # closed boxes that have admissible points, and whether they were looked into
+        self._given_up: list[tuple[float, Box, bool]] = []
         self._closed: Counter[str] = Counter()
         self._ruled_out: Counter[str] = Counter()  # of these, boxes without an admissible point
         self._root_best: list[Candidate | None] = [None] * num_roots
@@ -203,20 +213,25 @@ class _SearchTree:
         """Boxes looked at besides the roots."""
         return self.nodes - self._num_roots
 
-    def begin_with(self, wider: _SearchTree) -> bool:
+    def begin_with(self, wider: _SearchTree, *, is_same: bool) -> bool:
         """The boxes of a wider search that has begun: those without admissible points have none
-        here. False where that would be no quicker than to begin anew: boxes that were divided for
-        the best of the wider one may have nothing here all together."""
-        left = [*((bound, box) for bound, _, box, _ in wider._queue), *wider._given_up]
+        here; of one that `is_same` the best points are so here, too. False where that would be no
+        quicker than to begin anew: boxes that were divided for the best of the wider one may have
+        nothing here all together."""
+        queue = ((bound, box, is_known) for bound, _, box, is_known in wider._queue)
+        left = [*queue, *wider._given_up]
+        if is_same:
+            for found in filter(None, wider._root_best):
+                self.note(found)
         cutoff = self._cutoff
-        again = sum(-bound > cutoff for bound, _ in left)
-        if again > WORTH_IT * (self._num_roots + BATCH):
+        again = sum(-bound > cutoff for bound, _, _ in left)
+        if again > WORTH_IT * (self._num_roots + BATCH) and not is_same:
             return False
         self._num_roots = again  # nor does any of these count as divided
         self._closed += wider._ruled_out
         self._ruled_out += wider._ruled_out
-        self._queue = [(bound, age - len(left), box, False)
-                       for age, (bound, box) in enumerate(left)]
+        self._queue = [(bound, age - len(left), box, is_known and is_same and box.num_points > 1)
+                       for age, (bound, box, is_known) in enumerate(left)]
         heapq.heapify(self._queue)
         return True
 
@@ -234,9 +249,9 @@ class _SearchTree:
             self._age += 1
             self.nodes += are_roots or not result.is_glance
             if result.is_settled:
-                self._close(result.box, result.upper_bound, result.reason)
+                self._close(result, result.reason)
             elif result.upper_bound <= self._cutoff:
-                self._close(result.box, result.upper_bound, "no better than the incumbent")
+                self._close(result, "no better than the incumbent")
             else:
                 heapq.heappush(self._queue, (
                     -result.upper_bound, self._age, result.box, not result.is_glance))
@@ -269,11 +284,12 @@ class _SearchTree:
                        upper_bound=max(incumbent, *bounds), closed=tuple(sorted(closed.items())),
                        per_root=tuple(zip(self._root_best, bounds, strict=True)))
 
-    def _close(self, box: Box, upper_bound: float, reason: str) -> None:
+    def _close(self, result: NodeResult, reason: str) -> None:
+        box, upper_bound = result.box, result.upper_bound
         self._closed[reason] += 1
         self._root_bound[box.root] = max(self._root_bound[box.root], upper_bound)
         if upper_bound > -math.inf:
-            self._given_up.append((-upper_bound, box))
+            self._given_up.append((-upper_bound, box, not result.is_glance))
         else:
             self._ruled_out[reason] += 1
 

@@ -50,6 +50,7 @@ PAPERS_SHOWN = 0.8  # of a schedule by one of the paper's policies: what another
 # claimed: what is proved is proved of all policies under the bound that every margin leaves.
 ALONE_GAP = 0.01
 FREE_GAP = 0.02  # of the search without a latency bound, which is only compared with
+PAPERS_FREE = 0.05  # share by which one of the paper's policies must be better than another there
 FIRST_GAP = 0.02  # of the search of all policies under what every margin leaves of the bound: what
 # it finds is searched for again, policy by policy, under what its own margin leaves
 KEPT_SEARCHES = 4  # of a policy, from whose boxes those under tighter bounds begin
@@ -265,9 +266,10 @@ class Scheduler:
                 floor = max((floor_qps, *(one.candidate.objective for one in seen)))
                 # the paper's own serve a latency: where others have something, they are looked
                 # into briefly
-                brief = replace(effort, max_nodes=BRIEF_NODES) if floor > 0 and policy(
-                    space.name).is_papers else effort
-                self._free[space.name] = search_space(space, math.inf, brief, floor)
+                is_brief = floor > 0 and policy(space.name).is_papers
+                brief = replace(effort, max_nodes=BRIEF_NODES) if is_brief else effort
+                self._free[space.name] = search_space(
+                    space, math.inf, brief, (1 + PAPERS_FREE * is_brief) * floor)
             seen += [best for searched in (self._free[space.name], results.get(space.name))
                      if searched is not None for best in best_in(space, searched)]
         return max(seen, key=lambda one: one.candidate.objective, default=None)

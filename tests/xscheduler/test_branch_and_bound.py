@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from xscheduler.branch_and_bound import (
     Box,
     Candidate,
+    Earlier,
     Maximisation,
     NodeResult,
     Status,
@@ -202,7 +203,8 @@ def test_a_search_that_begins_with_the_boxes_of_a_wider_one_finds_the_optimum(li
     root = [Box(root=0, lower=(1, 1), upper=(width, height))]
     wider = Maximisation(root, examiner(product, max(limits)), gap=0.0)
     wider.go_on(max_nodes=nodes, floor=float(floor))
-    outcome = Maximisation(root, examiner(product, min(limits)), gap=0.0, wider=wider).go_on()
+    outcome = Maximisation(root, examiner(product, min(limits)), gap=0.0,
+                           earlier=Earlier(wider, limits[0] == limits[1])).go_on()
     values = [product(x, y) for x in range(1, width + 1) for y in range(1, height + 1)
               if x + 2 * y <= min(limits)]
     if not values:
@@ -216,11 +218,26 @@ def test_what_a_wider_search_gave_up_is_examined_again_only_where_it_may_matter(
     looked: list[Box] = []
     wider = Maximisation(root, examiner(product, 90), gap=0.0)
     best = wider.go_on().best
-    again = Maximisation(root, examiner(product, 90, looked), gap=0.0, wider=wider, known=best)
+    again = Maximisation(root, examiner(product, 90, looked), gap=0.0, known=best,
+                         earlier=Earlier(wider, False))
     assert again.go_on().best == best and not looked
-    tighter = Maximisation(root, examiner(product, 80, looked), gap=0.0, wider=wider).go_on()
+    tighter = Maximisation(root, examiner(product, 80, looked), gap=0.0,
+                 earlier=Earlier(wider, False)).go_on()
     anew = maximise(root, examiner(product, 80), gap=0.0)
     assert tighter.best.objective == anew.best.objective and tighter.nodes < anew.nodes
+
+
+def test_what_a_search_under_the_same_bound_looked_into_is_not_looked_into_again(monkeypatch):
+    monkeypatch.setattr("xscheduler.branch_and_bound.WORTH_IT", 0)
+    root = [Box(root=0, lower=(1, 1), upper=(40, 40))]
+    looked: list[Box] = []
+    first = Maximisation(root, examiner(product, 90, looked), gap=0.0)
+    first.go_on(floor=1100.0)
+    before, looked[:] = looked.copy(), []
+    again = Maximisation(root, examiner(product, 90, looked), gap=0.0,
+                         earlier=Earlier(first, True)).go_on()
+    assert again.best.objective == maximise(root, examiner(product, 90), gap=0.0).best.objective
+    assert looked and not {box for box in before if box.num_points > 1} & set(looked)
 
 
 def test_a_wider_search_of_too_many_boxes_is_not_begun_with(monkeypatch):
@@ -228,5 +245,6 @@ def test_a_wider_search_of_too_many_boxes_is_not_begun_with(monkeypatch):
     wider = Maximisation(root, examiner(product, 90), gap=0.0)
     wider.go_on()
     monkeypatch.setattr("xscheduler.branch_and_bound.WORTH_IT", 0)
-    Maximisation(root, examiner(product, 90, looked), gap=0.0, wider=wider).go_on()
+    Maximisation(root, examiner(product, 90, looked), gap=0.0,
+                 earlier=Earlier(wider, False)).go_on()
     assert looked[0] == root[0]

@@ -13,7 +13,7 @@ import numpy as np
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xscheduler.admissible import Limit
-from xscheduler.branch_and_bound import Box, Candidate, Maximisation, NodeResult, Outcome
+from xscheduler.branch_and_bound import Box, Candidate, Earlier, Maximisation, NodeResult, Outcome
 from xscheduler.spaces.tensor_plans import TensorPlan
 from xscheduler.watch import Watch
 
@@ -135,7 +135,8 @@ class SpaceSearch:
         self._search: Maximisation = Maximisation(
             self._examiner.roots, self._examiner.examine, gap=effort.gap,
             keeps_gap=effort.keeps_gap, split=self._examiner.split, known=self._examiner.known,
-            wider=None if wider is None else wider._search)
+            earlier=None if wider is None else Earlier(
+                wider._search, wider.latency_bound_s == latency_bound_s))
 
     def go_on(self, effort: Effort, floor_qps: float = 0.0) -> Searched:
         """The best point found until the effort is spent; what is no better than `floor_qps`, had

@@ -69,6 +69,7 @@ class WaaSpace:
         self.splits = [waa.split(plan.tp_degree, plan.tp_gpus) for plan in self.plans]
         self.limits = Limits.of(problem.constraint, queries=problem.num_queries or math.inf)
         self._known: dict[tuple[int, ...], tuple[float, float, Limit]] = {}
+        self._work: dict[float, list[float]] = {}  # what is left, by latency bound
         self.chunks = _chunks_of(name, problem)
 
     @property
@@ -77,9 +78,9 @@ class WaaSpace:
 
     def examiner(self, latency_bound_s: float, gap: float, floor_qps: float, *,
                  keeps_gap: bool = False) -> WaaExaminer:
-        return WaaExaminer(self, latency_bound_s, gap=gap, floor_qps=floor_qps,
-                           work=math.inf if keeps_gap else (
-                               CHUNKED_WORK / self.problem.cluster.num_devices))
+        left = [math.inf] if keeps_gap else self._work.setdefault(
+            latency_bound_s, [CHUNKED_WORK / self.problem.cluster.num_devices])
+        return WaaExaminer(self, latency_bound_s, gap=gap, floor_qps=floor_qps, work=left)
 
     def best_known(self, latency_bound_s: float) -> tuple[float, int, tuple[int, ...]] | None:
         """(throughput, plan, point) of the best admissible point that was evaluated so far."""
@@ -150,11 +151,12 @@ class WaaExaminer:
     """Examines boxes under one latency bound."""
 
     def __init__(self, space: WaaSpace, latency_bound_s: float, *, gap: float,
-                 floor_qps: float, work: float = math.inf) -> None:
+                 floor_qps: float, work: list[float] | None = None) -> None:
         """`floor_qps`: throughput found elsewhere; what is no better is not looked into. `work`:
-        divisions that boxes with chunks are bounded for, which costs far more than of others."""
+        one number, the divisions that boxes with chunks are yet bounded for, which costs far more
+        than of others; searches under one bound share it."""
         self._space, self._bound_s, self._gap = space, latency_bound_s, gap
-        self._best_qps, self._work = floor_qps, work
+        self._best_qps, self._work = floor_qps, work or [math.inf]
         self._glanced_at: set[int] = set()  # roots with chunks
         self._largest: dict[int, int] = {}  # by plan: encode_batch within the bound
         # an encoder-decoder model's first token is decoded, too
@@ -204,7 +206,7 @@ class WaaExaminer:
         limit, latency, stretch = self._quick(boxes)
         is_refused, space = beyond_range(stretch), self._space
         results: list[NodeResult | None] = [None] * len(boxes)
-        share = WORK_SHARE * self._work
+        share = WORK_SHARE * self._work[0]
         for place, (has_chunks, rows) in enumerate(self._in_turn(boxes, limit)):
             left = []
             for row in rows.tolist():
@@ -219,7 +221,7 @@ class WaaExaminer:
                                               is_settled=False, reason="")
                 elif has_chunks and (share <= 0 or self._is_first_glance(box)):
                     results[row] = NodeResult(upper_bound=float(limit[row]), box=box, reason=LEFT,
-                                              is_settled=self._work < 1, is_glance=True)
+                                              is_settled=self._work[0] < 1, is_glance=True)
                 else:
                     left.append(row)
             before = space.bounds.work
@@ -227,7 +229,8 @@ class WaaExaminer:
                                 else 1) if left else []
             if has_chunks:
                 spent = space.bounds.work - before
-                share, self._work = share - spent, self._work - spent
+                share -= spent
+                self._work[0] -= spent
             for row, result in zip(left, own, strict=True):
                 results[row] = result
         return [result for result in results if result is not None]
