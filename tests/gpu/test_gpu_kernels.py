@@ -53,23 +53,23 @@ def test_they_serve_on_this_card(device: torch.device) -> None:
 
 
 def decoded(device: torch.device) -> tuple[torch.Tensor, ...]:
-    """A query [3, 4, 64] of heads that share a KV head, keys, values, slots, lengths."""
+    """Queries [3, 4, 64] of heads that share a KV head, keys, values, blocks [3, 1], lengths."""
     query, keys, values = (torch.randn(3, heads, tokens, 64, device=device)
                            for heads, tokens in ((4, 1), (2, 700), (2, 700)))
-    return (query[:, :, 0].contiguous(), keys, values, torch.tensor([2, 0, 1], device=device),
+    return (query[:, :, 0].contiguous(), keys, values, torch.tensor([[2], [0], [1]], device=device),
             torch.tensor([1, 700, 333], device=device))
 
 
 def test_a_kernel_waits_for_the_stream_that_it_is_launched_on(ops: CudaOps,
                                                               device: torch.device) -> None:
-    query, keys, values, slots, lengths = decoded(device)
-    expected = reference.decode(query, (keys, values), slots, lengths, 0.125)
+    query, keys, values, blocks, lengths = decoded(device)
+    expected = reference.decode(query, (keys, values), blocks, lengths, 0.125)
     given = torch.zeros_like(query)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(100_000_000)
         given.copy_(query)
-        found = ops.decode_attention(given, (keys, values), slots, lengths, 0.125)
+        found = ops.decode_attention(given, (keys, values), blocks, lengths, 0.125)
     torch.cuda.synchronize()
     assert cuda_check.distance([expected], [found]) <= cuda_check.tolerance(torch.float32)
 
@@ -77,15 +77,15 @@ def test_a_kernel_waits_for_the_stream_that_it_is_launched_on(ops: CudaOps,
 def test_a_captured_step_reads_what_its_buffers_hold_then(ops: CudaOps,
                                                           device: torch.device) -> None:
     """A row of length 0 holds no query: what fills a batch up to its bucket."""
-    query, keys, values, slots, lengths = decoded(device)
-    ops.decode_attention(query, (keys, values), slots, lengths, 0.125)  # loads the module
+    query, keys, values, blocks, lengths = decoded(device)
+    ops.decode_attention(query, (keys, values), blocks, lengths, 0.125)  # loads the module
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = ops.decode_attention(query, (keys, values), slots, lengths, 0.125)
+        found = ops.decode_attention(query, (keys, values), blocks, lengths, 0.125)
     query.copy_(torch.randn_like(query))
     lengths.copy_(torch.tensor([9, 0, 512]))
     graph.replay()
-    expected = reference.decode(query, (keys, values), slots, lengths, 0.125)
+    expected = reference.decode(query, (keys, values), blocks, lengths, 0.125)
     assert not found[1].any()
     assert cuda_check.distance([expected], [found]) <= cuda_check.tolerance(torch.float32)
 

@@ -1,11 +1,12 @@
 """Every implementation of the operators that this machine has: torch's, native on each instruction
-set, the CUDA sources executed on the CPU. A test of an operator calls its public function within
-`using()`, on tensors of `device`. (Tiles, where they are emulated: test_tiles_ops.py.)"""
+set, the CUDA sources executed on the CPU, and on a GPU where there is one. A test of an operator
+calls its public function within `using()`, on tensors of `device`. (Tiles, where they are emulated:
+test_tiles_ops.py.)"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import cpu_cuda
@@ -46,7 +47,10 @@ def _cuda() -> Iterator[None]:
 
 
 TORCH = Implementation("torch", native.left_aside)
-IMPLEMENTATIONS = [TORCH, *map(_native, native.levels()), Implementation("cuda-source", _cuda)]
+SOURCES = Implementation("cuda-source", _cuda)
+IMPLEMENTATIONS = [TORCH, *map(_native, native.levels()), SOURCES, *(
+    [Implementation("cuda", nullcontext, torch.device("cuda", 0))]
+    if torch.cuda.is_available() else [])]
 
 
 @contextmanager

@@ -58,20 +58,23 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """Captures on torch's current GPU. What the graphs need in between lies in one pool: they are
-    never at work at the same time."""
+    """Captures on torch's current GPU, on a stream of its own: torch's for captures is one for all
+    threads of a process. What the graphs need in between lies in one pool: they are never at work
+    at the same time."""
 
     def __init__(self, device: torch.device) -> None:
         self.limit_bytes = int(MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory)
         self.taken_bytes = 0
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, work: Callable[[], Tensor]) -> Captured:
         stream, before = torch.cuda.current_stream(self._device), self._free_bytes()
         graph = torch.cuda.CUDAGraph()
         try:
             # threads that wait for messages may look at events of their own meanwhile
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream,
+                                  capture_error_mode="thread_local"):
                 out = work()
         except (RuntimeError, XgptError) as error:  # of memory, of what may not be captured
             # NOTE: where a capture ends in an error, torch leaves its stream the current one

@@ -14,7 +14,7 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from implementations import IMPLEMENTATIONS, TORCH, Implementation
+from implementations import SOURCES, TORCH, Implementation
 from representative import some
 from toys import generate, random_queries, run_in_process
 
@@ -193,7 +193,7 @@ def test_a_run_has_the_blocks_that_its_rule_counts(
 
 
 @pytest.mark.parametrize(("implementation", "policy"), some(
-    product([TORCH, IMPLEMENTATIONS[-1]], ["orca", "vllm", "sarathi"]),
+    product([TORCH, SOURCES], ["orca", "vllm", "sarathi"]),
     lambda case: case[0] is TORCH or case[1] == "vllm"), ids=str)
 def test_torch_and_the_cuda_sources_answer_as_generate_does(
         made: Made, monkeypatch: pytest.MonkeyPatch, implementation: Implementation,

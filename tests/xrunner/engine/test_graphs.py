@@ -302,6 +302,7 @@ class FakeCuda:
         self.stream, self._free_bytes = "own", free_bytes
         self.CUDAGraph = lambda: SimpleNamespace(replay=lambda: None)
         self.graph_pool_handle = self.synchronize = self.empty_cache = lambda *given: None
+        self.Stream, self.captured_on = lambda device: object(), list[object]()
 
     def get_device_properties(self, device: torch.device) -> SimpleNamespace:
         return SimpleNamespace(total_memory=1000)
@@ -316,14 +317,15 @@ class FakeCuda:
         return self._free_bytes.pop(0), 1000
 
     @contextmanager
-    def graph(self, graph: object, **given: object) -> Iterator[None]:
+    def graph(self, graph: object, stream: object, **given: object) -> Iterator[None]:
+        self.captured_on.append(stream)
         self.stream = "of the capture"
         yield  # an error passes through, and what follows is left out
         self.stream = "own"
 
 
 def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeCuda([900, 860, 860])
+    fake = FakeCuda([900, 860, 860, 860, 860])
     monkeypatch.setattr(torch, "cuda", fake)
     capture = CudaCapture(torch.device("cuda"))
     assert capture.limit_bytes == 50
@@ -335,3 +337,6 @@ def test_a_capture_that_fails_leaves_the_stream_as_it_was(monkeypatch: pytest.Mo
     with pytest.raises(CaptureError, match=r"^CUDA error: operation not permitted$"):
         capture(failing)
     assert fake.stream == "own"
+    CudaCapture(torch.device("cuda"))(lambda: torch.ones(1))
+    first, second, other = fake.captured_on
+    assert first is second is not other, "threads may capture at the same time"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from implementations import IMPLEMENTATIONS, TORCH, Implementation
+from implementations import SOURCES, TORCH, Implementation
 from representative import some
 from toys import (
     Collector,
@@ -73,7 +73,7 @@ def test_rra_answers_as_generate_does(made: Made, degrees: tuple[int, ...], grou
                    for cache in caches(executor))
 
 
-@pytest.mark.parametrize("implementation", [TORCH, IMPLEMENTATIONS[-1]], ids=str)
+@pytest.mark.parametrize("implementation", [TORCH, SOURCES], ids=str)
 def test_torch_and_the_cuda_sources_take_them(made: Made, implementation: Implementation) -> None:
     directory, model = made("llama")
     with implementation.using():

@@ -110,6 +110,14 @@ def in_blocks(cache: tuple[Tensor, Tensor], lengths: dict[int, int], size: int,
     return (parts[0], parts[1]), BlockTable(table, size)
 
 
+def there(implementation: Implementation, cache: tuple[Tensor, Tensor], table: BlockTable | None
+          ) -> tuple[tuple[Tensor, Tensor], BlockTable | None]:
+    """On its device."""
+    device = implementation.device
+    return (cache[0].to(device), cache[1].to(device)), (
+        None if table is None else table._replace(blocks=table.blocks.to(device)))
+
+
 block_sizes = st.sampled_from([None, None, 16, 32, 64, 128, 256])
 
 
@@ -149,6 +157,9 @@ def test_a_token_that_is_decoded_attends_to_its_own_query_alone(
     cache, table = (keys, values), None
     if size is not None:
         cache, table = in_blocks(cache, dict(zip(slots, lengths, strict=True)), size, shape.seed)
+    cache, table = there(implementation, cache, table)
+    if bias is not None:
+        bias = bias._replace(table=bias.table.to(implementation.device))
     with implementation.using(), num_threads(shape.threads):
         step = decode_context(lengths, slots, implementation.device, table)
         got = decode_attention(query.to(implementation.device), cache, step,
@@ -191,6 +202,7 @@ def test_a_token_that_is_encoded_attends_to_what_came_before_it(
     if size is not None:
         ends = {part.slot: part.first + part.tokens for part in parts}
         cache, table = in_blocks(cache, ends, size, shape.seed)
+    cache, table = there(implementation, cache, table)
     with implementation.using(), num_threads(shape.threads):
         step = encode_context(parts, implementation.device, table)
         got = encode_attention(query.to(implementation.device), cache, step,
@@ -215,7 +227,8 @@ def test_a_token_of_a_packed_input_attends_to_all_of_that_input(
         expected.append(softmax_attention(query[here], key[here], value[here], shape.scale, added))
     with implementation.using(), num_threads(shape.threads):
         got = packed_attention(joint.to(implementation.device), shape.heads, lengths, shape.scale,
-                               bias)
+                               None if bias is None else bias._replace(
+                                   table=bias.table.to(implementation.device)))
     assert_near(got.cpu(), torch.cat(expected), shape.dtype)
 
 

@@ -64,10 +64,10 @@ def test_moves_happen_one_after_the_other(
     expected = store.clone()
     for move, length in zip(moves, lengths, strict=True):
         expected[:, :, move.target, :, :length] = expected[:, :, move.source, :, :length].clone()
-    own = store.clone() if store.is_contiguous() else store
+    own = (store.clone() if store.is_contiguous() else store).to(implementation.device)
     with implementation.using():
         kv.compact(own, moves, lengths)
-    assert torch.equal(own, expected)
+    assert torch.equal(own.cpu(), expected)
 
 
 @every_implementation
@@ -77,7 +77,7 @@ def test_a_block_has_the_tokens_of_its_queries_one_after_the_other(
         implementation: Implementation, case: tuple[Tensor, list[int], list[int]]) -> None:
     store, slots, lengths = case
     with implementation.using():
-        block = kv.gather(store, slots, lengths)
+        block = kv.gather(store.to(implementation.device), slots, lengths).cpu()
     starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     assert block.shape[3] == starts[-1] and block.dtype == store.dtype
     for slot, (start, end) in zip(slots, pairwise(starts), strict=True):
@@ -97,9 +97,10 @@ def test_a_stretch_of_a_block_fills_its_slots_and_nothing_else(
     block = whole[:, :, :, before:before + tokens]
     expected = store.clone()
     kv.scatter_torch(expected, slots, lengths, block)
+    own = store.to(implementation.device)
     with implementation.using():
-        kv.scatter(store, slots, lengths, block)
-    assert torch.equal(store, expected)
+        kv.scatter(own, slots, lengths, block)
+    assert torch.equal(own.cpu(), expected)
 
 
 @every_implementation
@@ -112,15 +113,17 @@ def test_copies_that_threads_share_are_whole(implementation: Implementation,
     store, capacity = store_of(shape, torch.float32), shape[3]
     moves = [Move(2, 1), Move(1, 0), Move(0, 2)]
     lengths = [capacity, capacity - 7, capacity // 2]
-    expected = store.clone()
+    expected, own = store.clone(), store.to(implementation.device)
     kv.compact_torch(expected, moves, lengths)
     with implementation.using():
-        kv.compact(store, moves, lengths)
+        kv.compact(own, moves, lengths)
+        store = own.cpu()
         assert torch.equal(store, expected)
-        block = kv.gather(store, [2, 0], lengths[:2])
-        assert torch.equal(block, kv.gather_torch(store, [2, 0], lengths[:2]))
-        emptied = torch.zeros_like(store)
+        block = kv.gather(own, [2, 0], lengths[:2])
+        assert torch.equal(block.cpu(), kv.gather_torch(store, [2, 0], lengths[:2]))
+        emptied = torch.zeros_like(own)
         kv.scatter(emptied, [1, 2], lengths[:2], block)
+    emptied = emptied.cpu()
     assert torch.equal(emptied[:, :, 1, :, :capacity], store[:, :, 2])
     assert torch.equal(emptied[:, :, 2, :, :capacity - 7], store[:, :, 0, :, :capacity - 7])
     assert not emptied[:, :, 0].any() and not emptied[:, :, 2, :, capacity - 7:].any()
@@ -130,9 +133,11 @@ def test_copies_that_threads_share_are_whole(implementation: Implementation,
 def test_a_block_that_is_laid_out_otherwise_is_taken(implementation: Implementation) -> None:
     store = store_of((2, 3, 2, 4, 8), torch.float32)
     block = torch.randn(8, 3, 2, 2, 2).permute(4, 3, 2, 1, 0)  # [2, 2, 2, 3, 8]
+    own = store.to(implementation.device)
     with implementation.using():
-        kv.scatter(store, [2, 0], [1, 2], block)
-        kv.scatter(store, [1], [3], block.double())
+        kv.scatter(own, [2, 0], [1, 2], block)
+        kv.scatter(own, [1], [3], block.double())
+    store = own.cpu()
     assert torch.equal(store[:, :, 2, :, :1], block[:, :, :, :1])
     assert torch.equal(store[:, :, 0, :, :2], block[:, :, :, 1:])
     assert torch.equal(store[:, :, 1, :, :3], block)
