@@ -6,6 +6,7 @@ whole, that others left alone, and whose steps took as long at its end as at its
 disturbed one, or one that was slowed in its middle, says nothing of the machine."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
@@ -26,6 +27,8 @@ from xrunner.io.beat import ToldStep
 from xscheduler.live.pace import KINDS, Ratio, Ratios
 
 LEAST_STEPS = 30  # of a kind on a stage that a run must have taken for it to tell
+# or so few, which took so long together: a job of few queries encodes them in a few long steps
+_FEW_STEPS, LONG_S = 3, 1.0
 _MOST_STEPS = 2000  # of a stage, the latest, that are looked at
 PASSING = 1.3  # by which a kind's last third may be slower, or quicker, than its first
 _EXTREME = 0.1  # of a kind's steps, those whose ratios are farthest out, half at each end
@@ -77,7 +80,7 @@ def learned_of(opened: OpenedJob, profile: Profile, schedule: Schedule,
     found = []
     for kind in KINDS:
         stages = [taken[-_MOST_STEPS:] for (_, own_kind), taken in by_place.items()
-                  if own_kind == kind and len(taken) >= LEAST_STEPS]
+                  if own_kind == kind and _tell(taken)]
         if not stages:
             continue
         slowest = max(stages, key=factor_of)
@@ -90,6 +93,12 @@ def learned_of(opened: OpenedJob, profile: Profile, schedule: Schedule,
             factor=round(factor, 4), spread=round(float(high - low) / factor, 4),
             steps=len(slowest), date=date.today().isoformat()))
     return tuple(found)
+
+
+def _tell(ratios: Sequence[Ratio]) -> bool:
+    """Whether these steps are enough to tell what others of their kind take."""
+    took_s = sum(own.expected_s * math.exp(own.log) for own in ratios)
+    return len(ratios) >= LEAST_STEPS or (len(ratios) >= _FEW_STEPS and took_s >= LONG_S)
 
 
 def _is_passing(ratios: Sequence[Ratio]) -> bool:

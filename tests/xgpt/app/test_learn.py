@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -94,7 +95,9 @@ def test_what_was_slowed_while_the_run_lasted_teaches_nothing(
     assert set(ran.learned((LONG, 1.5, 200))) == {"decode"}, "slow from the first step on"
 
 
-def test_a_kind_with_few_steps_is_not_learned_and_keeps_its_times(ran: Ran) -> None:
+def test_a_kind_with_few_steps_is_not_learned_and_keeps_its_times(
+        ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xgpt.app.learn.LONG_S", math.inf)
     found = ran.learned((LONG, 0.92, 200), (ENCODE, 1.03, LEAST_STEPS - 1))
     assert set(found) == {"decode"}
     both = ran.learned((LONG, 0.92, 200), (ENCODE, 1.03, LEAST_STEPS))
@@ -107,6 +110,17 @@ def test_a_kind_with_few_steps_is_not_learned_and_keeps_its_times(ran: Ran) -> N
     overhead_s = ProfileTiming(ran.profile).facts.step_overhead_s
     assert knows.expected_s(at_8) - overhead_s == pytest.approx(
         0.92 * (ran.expected_s(at_8) - overhead_s), rel=0.002)
+
+
+def test_few_steps_that_are_long_teach_as_well(
+        ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+    took_s = 3 * 1.2 * ran.expected_s(ENCODE)
+    monkeypatch.setattr("xgpt.app.learn.LONG_S", 0.99 * took_s)
+    own = ran.learned((ENCODE, 1.2, 3))["encode"]
+    assert own.factor == pytest.approx(1.2, abs=1e-4) and own.steps == 3
+    assert not ran.learned((ENCODE, 1.2, 2)), "two may be anything"
+    monkeypatch.setattr("xgpt.app.learn.LONG_S", 1.01 * took_s)
+    assert not ran.learned((ENCODE, 1.2, 3))
 
 
 def test_a_run_of_two_shapes_teaches_nothing(ran: Ran) -> None:
