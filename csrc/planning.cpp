@@ -269,3 +269,50 @@ extern "C" void xgpt_in_line(const int64_t *waits, const int64_t *turn_of, const
         ++step;
     }
 }
+
+namespace {
+
+/* As numpy's maximum: what is no number stays. */
+inline double larger(double one, double other) {
+    return one >= other || one != one ? one : other;
+}
+
+}  // namespace
+
+/* WAA's encode pools with uneven batches (xsimulator/policies/waa/unevenness.py: _between_s), row by
+ * row: a pool with one kind of batch.
+ *
+ * shares[batches][count]: tokens of each batch over their mean; of a row its batch, the steps that
+ * may be under way (`limits`, DEPTH at most `depth`), steps and rises [rows][most] of its stages and
+ * of those that take no time, and handover. Into between[rows] the seconds from one step to the next
+ * after the first `begin`; room[2 most + 2 + depth]. */
+extern "C" void xgpt_between(const double *shares, const int64_t *batch, const int64_t *limits,
+                             const double *steps, const double *rises, const double *handover,
+                             int64_t rows, int64_t most, int64_t count, int64_t begin,
+                             int64_t depth, double *room, double *between) {
+    double *before = room, *seconds = before + most + 1, *ends = seconds + most + 1;
+    for (int64_t row = 0; row < rows; ++row) {
+        const double *share = shares + batch[row] * count, *rise = rises + row * most;
+        const double *step_s = steps + row * most;
+        std::fill(before, before + most + 1, 0.0);
+        std::fill(ends, ends + depth, 0.0);
+        double began = 0.0;
+        for (int64_t step = 0; step < count; ++step) {
+            for (int64_t s = 0; s < most; ++s)
+                seconds[s] = larger(step_s[s] + (share[step] - 1) * rise[s], 0.0);
+            seconds[most] = share[step] * handover[row];
+            double &end = ends[step % limits[row]];
+            double so_far = 0.0, free = 0.0;
+            for (int64_t s = 0; s <= most; ++s) {
+                so_far = s ? so_far + seconds[s] : seconds[s];
+                double own = before[s] - so_far + seconds[s];
+                if (s == 0) free = larger(before[0], end);
+                else free = larger(free, own);
+                before[s] = so_far + free;
+            }
+            end = before[most];
+            if (step == begin - 1) began = before[most];
+        }
+        between[row] = (before[most] - began) / static_cast<double>(count - begin);
+    }
+}

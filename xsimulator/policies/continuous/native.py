@@ -1,8 +1,8 @@
 """What planning takes step by step, by csrc/planning.cpp: walks (continuous.paged_walk) some twenty
-times as quick as by arrays, rounds of a pipeline (continuous.in_flight) some ten times, and when a
-replay's steps end (replay.stage_line). Out of an installed wheel's library, or compiled for itself,
-which takes half a second once. Where neither can be had, or `XGPT_NATIVE` is `off`, Python serves,
-and finds the same."""
+times as quick as by arrays, rounds of a pipeline (continuous.in_flight) some ten times, when a
+replay's steps end (replay.stage_line), and what uneven batches cost (waa.unevenness). Out of an
+installed wheel's library, or compiled for itself, which takes half a second once. Where neither can
+be had, or `XGPT_NATIVE` is `off`, Python serves, and finds the same."""
 
 import contextlib
 import ctypes
@@ -39,7 +39,9 @@ class Native:
                                 number, address, address, address]
         self._rounds.argtypes = [*[address] * 4, *[number] * 5, address, address]
         self._in_line = library.xgpt_in_line
-        self._in_line.restype = None
+        self._between = library.xgpt_between
+        self._in_line.restype = self._between.restype = None
+        self._between.argtypes = [*[address] * 6, *[number] * 5, address, address]
         self._in_line.argtypes = [*[address] * 3, *[number] * 3, *[address] * 4]
 
     def walks(self, streams: Sequence[tuple[FloatArray, FloatArray]], facts: FloatArray,
@@ -85,6 +87,20 @@ class Native:
                       stages, free_s.ctypes.data, ready_s.ctypes.data, turns_s.ctypes.data,
                       ends.ctypes.data)
         return turns_s, ends
+
+    def between_s(self, shares: FloatArray, limits: IntArray, steps: FloatArray, rises: FloatArray,
+                  handover: FloatArray, begin: int) -> FloatArray:
+        """Arguments as in csrc/planning.cpp, [rows, stages] and [rows] of pools with every kind of
+        batch: [rows] seconds."""
+        rows, most = steps.shape
+        batch, depth = np.arange(rows) % len(shares), int(limits.max())
+        shares, steps, rises, handover = map(np.ascontiguousarray, (shares, steps, rises, handover))
+        limits = np.ascontiguousarray(limits, np.int64)
+        room, between = np.empty(2 * most + 2 + depth), np.empty(rows)
+        self._between(shares.ctypes.data, batch.ctypes.data, limits.ctypes.data, steps.ctypes.data,
+                      rises.ctypes.data, handover.ctypes.data, rows, most, shares.shape[1], begin,
+                      depth, room.ctypes.data, between.ctypes.data)
+        return between
 
 
 @cache

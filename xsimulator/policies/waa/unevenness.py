@@ -20,6 +20,7 @@ import numpy as np
 
 from xgpt.core.lengths import FloatArray, Lengths
 from xrunner.rules.batch_sizer import LEAST_ADJUSTED
+from xsimulator.policies.continuous.native import native
 
 SPARE_STEPS = 2  # under way beyond one for each stage: one waits for its tokens, one is handed over
 _STEPS = 600  # of the sequence
@@ -104,6 +105,9 @@ def _between_s(shares: FloatArray, pools: Sequence[UnevenPool]) -> FloatArray:
     steps, rises = steps.reshape(rows, most), rises.reshape(rows, most)
     handover = np.concatenate([pool.handover for pool in pools])
     limits, row = np.repeat(np.array(stages) + SPARE_STEPS, batches), np.arange(rows)
+    if (library := native()) is not None:
+        return library.between_s(shares, limits, steps, rises, handover, _BEGIN).reshape(
+            len(pools), batches)
     ends = np.zeros((most + SPARE_STEPS, rows))  # of the last steps' handovers
     before = np.zeros((rows, most + 1))
     began, seconds = np.zeros(rows), np.empty((rows, most + 1))

@@ -11,6 +11,7 @@ import pytest
 from xrunner.ops.build import BuildError, find_compiler
 from xsimulator.policies.continuous import in_flight, native, paged_walk
 from xsimulator.policies.continuous.paged_walk import STEPS, Walk, WalkedQueries, walk
+from xsimulator.policies.waa import unevenness
 from xsimulator.replay import stage_line
 
 CONFIGS = 24
@@ -93,6 +94,21 @@ def test_both_time_a_replay_s_turns_to_the_bit(stages: int) -> None:
     for mine, theirs in zip(library.in_line(np.array(waits), turn_of, seconds, 3.0),
                             stage_line._in_line(waits, turn_of, seconds, 3.0), strict=True):
         np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+def test_both_pace_uneven_batches_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(5)
+    pools = [unevenness.UnevenPool(rng.uniform(0.5, 2, (3, stages)), rng.uniform(0, 2, (3, stages)),
+                                   rng.uniform(0, 3, 3)) for stages in (1, 2, 5, 64)]
+    pools[1].steps[2] = np.inf  # sizes that are refused
+    pools[1].rises[2] = np.nan
+    shares = rng.uniform(0.2, 2, (3, unevenness._STEPS))
+    assert native.native() is not None
+    own = unevenness._between_s(shares, pools)
+    monkeypatch.setattr(unevenness, "native", lambda: None)
+    np.testing.assert_array_equal(own, unevenness._between_s(shares, pools))
+    assert np.isnan(own[1, 2]) and np.isfinite(own[0]).all()
 
 
 def test_arrays_serve_where_it_is_turned_off(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
