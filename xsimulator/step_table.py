@@ -131,9 +131,17 @@ class StepTable:
 
     def decode_rows_s(self, queries: FloatArray, attention_s: PerDegree) -> list[FloatArray]:
         """The same with one layer's attention given."""
-        work = list(self._decode_rows(queries))
-        self._add_per_layer(work, attention_s, self._times.decoder_layers)
+        work = self.decode_bare_s(queries)
+        self.add_attention(work, attention_s)
         return work
+
+    def decode_bare_s(self, queries: FloatArray) -> list[FloatArray]:
+        """The same without attention."""
+        return list(self._decode_rows(queries))
+
+    def add_attention(self, work: Sequence[FloatArray], attention_s: PerDegree) -> None:
+        """A layer's attention is added to decode steps, in place."""
+        self._add_per_layer(work, attention_s, self._times.decoder_layers)
 
     def _decode_rows_s(self, queries: FloatArray) -> FloatArray:
         work: FloatArray = self._times.decode_rows_s(queries)[..., self._stage_of]

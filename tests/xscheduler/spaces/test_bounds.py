@@ -220,6 +220,28 @@ def test_rra_boxes_of_tiny_outputs(longest):
         assert check_rra(case, longest, is_line=True) > 0
 
 
+def test_a_query_is_there_for_certain_when_its_latency_is_bounded():
+    """In a long phase of few queries nobody else may be left: the bound counts the steps of the one
+    whose latency it is, where it was up to half too low."""
+    case = paper_case("opt-13b", "C2", "rra", 1)
+    assert case is not None
+    rra = Rra(replace(case.problem, num_queries=None), case.timing)
+    last = rra.flow.max_iterations
+    first = rra.seen_iterations  # from here on one phase is enough
+    bounds = RraBounds(rra)
+
+    def configs(n_d):
+        one = np.ones(len(n_d), np.int64)
+        return RraConfigs(encode_batch=one, decode_iterations=n_d, tp_degree=one, tp_gpus=0 * one,
+                          decode_micro_batches=one)
+
+    n_d, one = np.arange(first, last + 1), np.ones(last - first + 1, np.int64)
+    latency_s = rra.evaluate(configs(n_d)).latency_s
+    of_all = bounds.latency_s(configs(n_d[-1:]), one[:1], n_d[:1])[0]
+    assert 0.9 * latency_s.min() < of_all <= latency_s.min()
+    assert (0.9 * latency_s < bounds.latency_s(configs(n_d), one)).all()
+
+
 def test_where_the_corner_is_refused_nothing_is_claimed():
     problem = toy_problem(fixed=FixedSchedule(tp_degree=1))
     timing = noisy_profile(np.random.default_rng(0), problem, noise=0.02)

@@ -17,6 +17,9 @@ right for the whole box although measured times are only nearly monotone. Why it
   falls with N_D and so does latency, in these sums, for step times that rise with the batch and
   fall in relation to it. Attention counts there by the least time for a token of context that any
   such step could have.
+- The query whose latency is asked for is there for certain. An iteration takes, in its eyes, the
+  chance of a step times the slowest one, and one of its own where nobody is there in the mean: the
+  chances come to one (least_steps.OWN_TOLERANCE), so it is no less than its group's usual step.
 - On a line the timeline itself (xsimulator.pipeline) is followed too: it is a longest path over
   sums of one group's and of all groups' steps, so lower ones never make a period longer.
 
@@ -120,8 +123,10 @@ class RraBounds:
             timeline = least_timeline(_work(kinds, plan), queries.blocks, queries.widths)
             finish = (timeline.encoded_s if self._rra.seen_iterations == 0 else
                       timeline.finish_s[np.arange(len(rows)), queries.seen])
-            return (finish + queries.phases_before * timeline.period_s) / (
-                1 + _tolerance(plan, batches, False))
+            finish = finish + queries.phases_before * timeline.period_s
+            by_sums = least_latency_s(kinds, plan.least_steps.kind_of, batches, is_line=True,
+                                      seen_iterations=self._rra.seen_iterations)
+            return np.maximum(finish, by_sums) / (1 + _tolerance(plan, batches, False))
 
         return _known(self._of_each_plan(corners, bound))
 
@@ -201,23 +206,24 @@ def least_decoding_s(kinds: Sequence[StageSteps], kind_of: Sequence[int], batche
         kind_of)
     if seen_iterations == 0:
         return np.zeros(len(rows))
-    own = np.sum([c * (np.cumsum(blocks.widths * k.decode_one, axis=0)[blocks.seen, rows]
-                       - k.decode_one[0]) for k, c in zip(kinds, counts, strict=True)], axis=0)
-    return np.asarray(own + blocks.phases_before * least_period_s(kinds, kind_of, batches))
+    own = np.sum([c * (np.cumsum(blocks.widths * k.decode_own, axis=0)[blocks.seen, rows]
+                       - k.decode_own[0]) for k, c in zip(kinds, counts, strict=True)], axis=0)
+    return np.asarray(own + blocks.phases_before * _least_phase_s(kinds, kind_of, batches))
 
 
 def least_latency_s(kinds: Sequence[StageSteps], kind_of: Sequence[int], batches: PhaseBatches, *,
                     seen_iterations: int, is_line: bool) -> FloatArray:
-    """A latency is no shorter than own steps one after the other, the first group's behind all
-    groups' encode steps; nor than the way through the stages up to one, all groups' steps there,
-    and on through the others; in the mean of first and last group."""
+    """A latency is no shorter than own steps one after the other, of a group that has the query for
+    certain, the first group's behind all groups' encode steps; nor than the way through the stages
+    up to one, all groups' steps there, and on through the others; in the mean of first and last
+    group."""
     blocks, rows, counts = batches.queries, np.arange(len(batches.encode_batch)), np.bincount(
         kind_of)
     through = _encode_through(kinds, counts)
     if seen_iterations == 0:
         return np.asarray(through)
     last_one = [k.decode_one[blocks.seen, rows] for k in kinds]
-    until = [np.cumsum(blocks.widths * k.decode_one, axis=0)[blocks.seen, rows] for k in kinds]
+    until = [np.cumsum(blocks.widths * k.decode_own, axis=0)[blocks.seen, rows] for k in kinds]
     own = np.sum([u * c for u, c in zip(until, counts, strict=True)], axis=0)
     first = np.sum([k.decode_one[0] * c for k, c in zip(kinds, counts, strict=True)], axis=0)
     behind = _encode_all(kinds, counts) + kinds[kind_of[-1]].decode_one[0] - first
@@ -238,7 +244,18 @@ def least_latency_s(kinds: Sequence[StageSteps], kind_of: Sequence[int], batches
                 path = k.encode_one + all_s - last_all
             longest = np.maximum(longest, path)
         before = before + kinds[kind].encode_one
-    return np.asarray(longest + blocks.phases_before * least_period_s(kinds, kind_of, batches))
+    return np.asarray(longest + blocks.phases_before * _least_phase_s(kinds, kind_of, batches))
+
+
+def _least_phase_s(kinds: Sequence[StageSteps], kind_of: Sequence[int],
+                   batches: PhaseBatches) -> FloatArray:
+    """A phase is no shorter than a period in the eyes of a query that is there all the while, nor
+    than its group's steps one after the other."""
+    counts = np.bincount(kind_of)
+    own = np.sum([c * (batches.queries.widths * k.decode_own).sum(axis=0)
+                  for k, c in zip(kinds, counts, strict=True)], axis=0)
+    return np.asarray(np.maximum(least_period_s(kinds, kind_of, batches),
+                                 own + _encode_through(kinds, counts)))
 
 
 _LEAST_SECONDS: Mapping[Metric, Callable[..., FloatArray]] = {
