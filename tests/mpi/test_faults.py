@@ -252,6 +252,7 @@ def test_a_folder_that_is_removed_ends_the_run_in_words(tmp_path: Path) -> None:
     assert job.run_to_end().returncode == 0 and len(job.answers()) == job.count
 
 
+@pytest.mark.slow  # the next one dies a moment earlier, test_second_job.py asks again for a job
 def test_a_job_whose_command_dies_at_its_very_end_is_done(tmp_path: Path) -> None:
     job = ToyJob(folder=tmp_path, schedule=RRA, ranks=1, count=60).write()
     process = job.start()
@@ -375,7 +376,8 @@ def test_memory_that_runs_out_is_one_message(gigabytes: int, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("number", "count"), [
-    (0, 24), *(pytest.param(number, 60, marks=pytest.mark.slow) for number in (0, 6, 7))])
+    # test_power_cut.py has every moment of a cut, and what goes on after it
+    pytest.param(number, 60, marks=pytest.mark.slow) for number in (0, 6, 7)])
 def test_a_short_soak(number: int, count: int, tmp_path: Path) -> None:
     library = power_cut.compiled(tmp_path)
     expected = undisturbed(tmp_path / "undisturbed", count=count)

@@ -74,6 +74,7 @@ def toy_job(tmp_path: Path) -> Path:
     return job_of(tmp_path, model=".")
 
 
+@pytest.mark.slow  # tests/xgpt/app/test_library.py runs such a job, test_second_job.py measures one
 def test_a_shape_alone_runs(toy_job: Path, tmp_path: Path, cache: dict[str, str]) -> None:
     metrics = check_run(tmp_path / "out", xgpt("submit", str(toy_job), "--json", cache=cache))
     again = json.loads(xgpt("submit", str(toy_job), "--json", cache=cache).stdout)

@@ -54,6 +54,7 @@ def test_continuations_are_as_likely_as_transformers_finds_them(
         assert result["is_greedy"] == (rows.argmax(dim=1).tolist() == targets)
 
 
+@pytest.mark.slow  # tests/xrunner/engine/test_embeddings.py has every policy and layout on threads
 def test_texts_are_embedded_by_transformers_last_hidden_states(
         tmp_path: Path, profiled: Callable[..., dict[str, str]]) -> None:
     folder = tmp_path / "model"

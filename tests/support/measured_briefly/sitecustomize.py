@@ -16,7 +16,7 @@ if sys.orig_argv[-3:-1] == ["-m", "xprofiler.measure.worker"] and "-n" not in sy
     from xprofiler.noise import MOST_TRIES
 
     assert ranks._MAX_STEPS > 10 and ranks._ATTEMPTS > 1, "else this saves nothing"
-    ranks._MAX_STEPS = int(os.environ.get("MOST_STEPS", "10"))
+    ranks._MAX_STEPS = int(os.environ.get("MOST_STEPS", "5"))
     ranks._ATTEMPTS, ranks._PAUSE_S = 1, 0.005
     clock._SIDE, clock._BYTES = 512, 16 * 2**20
     network._ROUNDS = 11

@@ -120,6 +120,7 @@ def test_every_example_of_the_docs_runs(section: str, tmp_path: Path,
     assert capsys.readouterr().out
 
 
+@pytest.mark.slow  # the example of the docs above runs such a plan
 def test_a_plan_runs_and_its_report_is_written(tmp_path: Path,
                                                monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="runs need the extra `run`")

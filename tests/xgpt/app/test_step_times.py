@@ -135,9 +135,9 @@ def test_what_is_slowed_in_pulses_takes_as_long_as_its_mean_step(planned: Planne
     assert not any(run.tell(pulsed, times=8)) and len(run.own.decisions) == count
 
 
-def test_switched_off(tmp_path: Path) -> None:
+def test_switched_off(planned: Planned, tmp_path: Path) -> None:
+    schedule = planned[1]
     session = session_of(tmp_path, run="step_times: off")
-    schedule = plan_job(session, timing_of(session)).schedule
     assert follow(session, schedule).decider.pace is None
     for key in ("reschedule: off", "reschedule: off, step_times: 20%"):
         session = session_of(tmp_path, run=key)
