@@ -1,5 +1,6 @@
-"""Several jobs on this machine, one after another: planned before the first of them starts, run by
-the same ranks as long as they hold the same weights, and none stopped by another one's failure."""
+"""Several jobs on this machine, one after another: planned before the first of them starts, and
+again where those before it have told how long steps take, run by the same ranks as long as they
+hold the same weights, and none stopped by another one's failure."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xgpt.app.finished import done_already, shown
+from xgpt.app.learn import has_learned_since
 from xgpt.app.plan import Plan, plan_job
 from xgpt.app.run import execute, open_to_run
 from xgpt.app.submit import at_work
@@ -65,9 +67,14 @@ def submit_all(jobs: Sequence[Job], tell: Teller, *, is_again: bool = False) -> 
         try:
             for number, turn in enumerate(turns, start=1):
                 tell.say(f"\n== planning job {number} of {len(turns)}: {turn.job.name}")
-                _plan(turn, tell, ranks, is_again=is_again)
+                _plan_or_find_done(turn, tell, ranks, is_again=is_again)
             for number, turn in enumerate(turns, start=1):
-                if not _run(turn, f"{number} of {len(turns)}", tell):
+                of = f"{number} of {len(turns)}"
+                if turn.plan is not None and has_learned_since(turn.plan.timing):
+                    tell.say(f"\n== planning job {of} by what those before it took: "
+                             f"{turn.job.name}")
+                    _plan(turn, tell, ranks)
+                if not _run(turn, of, tell):
                     break
         finally:
             ranks.dismiss()
@@ -76,15 +83,29 @@ def submit_all(jobs: Sequence[Job], tell: Teller, *, is_again: bool = False) -> 
     return {"jobs": [turn.to_dict() for turn in turns]}
 
 
-def _plan(turn: Turn, tell: Teller, ranks: KeptRanks, *, is_again: bool) -> None:
+def _plan_or_find_done(turn: Turn, tell: Teller, ranks: KeptRanks, *, is_again: bool) -> None:
     """Finds out what is wrong with a job before those before it have taken their hours."""
-    try:
+    with _failing(turn, tell):
         found = done_already(turn.job, tell, is_again=is_again)
         if found is not None:
             turn.state, turn.facts = "already done", found
             return
+    if turn.error is None:
+        _plan(turn, tell, ranks)
+
+
+def _plan(turn: Turn, tell: Teller, ranks: KeptRanks) -> None:
+    with _failing(turn, tell):
         with at_work(open_to_run(turn.job, tell, ranks)) as (opened, _):
             turn.plan = plan_job(opened)
+        turn.state = "planned"
+
+
+@contextmanager
+def _failing(turn: Turn, tell: Teller) -> Iterator[None]:
+    """What is wrong with a job is its own failure; a signal before its ranks start is for all."""
+    try:
+        yield
     except StoppedEarly as stop:
         if not StopRequest(turn.job.output).is_by_user:
             raise
@@ -92,8 +113,6 @@ def _plan(turn: Turn, tell: Teller, ranks: KeptRanks, *, is_again: bool) -> None
     except XgptError as error:
         turn.fail(error)
         tell.say(f"error: {error}")
-    else:
-        turn.state = "planned"
 
 
 def _run(turn: Turn, number: str, tell: Teller) -> bool:
