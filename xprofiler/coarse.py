@@ -36,7 +36,8 @@ def coarse_points(model: ModelSpec, needs: Needs, own: Needs) -> list[Point]:
             case Kind.DECODE | Kind.CROSS:
                 places = {(first, ys[0]), (middle, ys[-1]), (last, ys[0]), (last, ys[-1])}
             case Kind.ENCODE | Kind.ENCODER:
-                places = {(middle, ys[0]), (last, ys[0]), (middle, ys[-1])}
+                # short ones alone take a fixed time, which others share
+                places = {(xs[min(1, len(xs) - 1)], ys[0]), (last, ys[0]), (middle, ys[-1])}
             case Kind.REST:
                 places = {(last, ys[0])}
             case Kind.COMPACTION:
