@@ -69,6 +69,18 @@ def problem_of_copy(problem: Problem, slicing: Slicing) -> Problem:
     return replace(problem, cluster=part, num_queries=share, copies=copies)
 
 
+def problem_on(problem: Problem, devices: int) -> Problem:
+    """That of copies on so many devices of one node, or on whole nodes: as many as there are."""
+    return problem_of_copy(problem, Slicing(
+        most_copies(problem.cluster, devices), _part_of(problem.cluster, devices)))
+
+
+def _part_of(cluster: Cluster, devices: int) -> Cluster:
+    nodes = -(-devices // cluster.devices_per_node)
+    return cluster.equal_part(devices) if devices < cluster.devices_per_node else (
+        cluster.with_nodes(num_nodes=nodes, devices_per_node=devices // nodes))
+
+
 def problem_for(problem: Problem, estimate: Estimate) -> Problem:
     """The problem of one of the copies that an estimate of the problem has; the same where it is
     of a copy already."""
@@ -76,11 +88,7 @@ def problem_for(problem: Problem, estimate: Estimate) -> Problem:
     copies, devices = deployment.replicas, deployment.devices_per_replica
     if (problem.copies, problem.cluster.num_devices) == (copies, devices):
         return problem
-    cluster = problem.cluster
-    nodes = -(-devices // cluster.devices_per_node)
-    part = cluster.equal_part(devices) if devices < cluster.devices_per_node else (
-        cluster.with_nodes(num_nodes=nodes, devices_per_node=devices // nodes))
-    return problem_of_copy(problem, Slicing(copies, part))
+    return problem_of_copy(problem, Slicing(copies, _part_of(problem.cluster, devices)))
 
 
 def has_room(problem: Problem) -> bool:

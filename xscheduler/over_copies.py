@@ -22,7 +22,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Rejected, Schedule, Status
 from xprofiler.timing import TimingSource
 from xscheduler.alternatives import BARE_ROW, FREE_ROW
-from xscheduler.copies import has_room, problems_of_copies
+from xscheduler.copies import has_room, problem_on, problems_of_copies
 from xscheduler.copies_shown import (
     NO_ROOM,
     Looked,
@@ -38,6 +38,7 @@ from xscheduler.within import PlannedWithin, for_its_margin
 
 SHOWN = 0.9  # of the best so far: at first sight what is no better at other numbers of copies is
 # not looked into, but by the first policy
+Planned = PlannedWithin | InfeasibleError
 _CLOSED = 1e-9  # share by which a bound may exceed the throughput it proves, by rounding
 
 
@@ -56,18 +57,21 @@ class CopiesSearch:
         self._every = [[CopyPlanner(one, timing, effort, has_margin=has_margin) for one in parts]
                        for parts in problems_of_copies(problem)]
         self._of_hidden: dict[tuple[str, ...], list[CopyPlanner]] = {}
+        self._on = {one.problem.cluster.num_devices: one for parts in self._every for one in parts}
+        # what `best` went over, and planned with a margin, by bound and whether that was asked for
+        self.gone_over: dict[tuple[float, bool], list[tuple[Looked, Planned | None]]] = {}
         self._unbounded: tuple[Rejected | None] | None = None  # once it was asked for
         self._compares = not is_brief and problem.fixed.policy not in baselines()
 
     def best(self, latency_bound_s: float, *, has_margin: bool) -> Schedule:
         """The best within the bound; `has_margin`: with the constraint's confidence. Raises
         InfeasibleError, and InputError for fixed values that no copy can hold."""
-        began, before = time.monotonic(), self._nodes
+        began, before = time.monotonic(), self.nodes
         looked = self._looked_within(latency_bound_s) if has_margin else (
             self._look(latency_bound_s))
         free = max((one.found for one in looked if one.found is not None),
                    key=lambda found: found.figures.throughput_qps)
-        tried: dict[int, PlannedWithin | InfeasibleError] = {}
+        tried: dict[int, Planned] = {}
         schedule, planner = free, next(one.planner for one in looked if one.found is free)
         if self._compares and not has_margin:
             schedule = planner.completed(free)
@@ -91,11 +95,19 @@ class CopiesSearch:
             if len(looked) > 1:
                 schedule = schedule.changed(explanation=(
                     *schedule.explanation, why_so_many(schedule, looked)))
-        return replace(schedule.changed(nodes=self._nodes - before,
-                                        seconds=time.monotonic() - began),
-                       fingerprint=self.problem.fingerprint,
-                       over_copies=() if len(looked) < 2 else tuple(
-                           tried_row(one, tried.get(index)) for index, one in enumerate(looked)))
+        gone_over = [(one, tried.get(index)) for index, one in enumerate(looked)]
+        self.gone_over[latency_bound_s, has_margin] = gone_over
+        rows = () if len(looked) < 2 else tuple(tried_row(*one) for one in gone_over)
+        took_s, nodes = time.monotonic() - began, self.nodes - before
+        return replace(schedule.changed(nodes=nodes, seconds=took_s), over_copies=rows,
+                       fingerprint=self.problem.fingerprint)
+
+    def on(self, devices: int) -> CopyPlanner:
+        """The planner of copies on so many devices of one node, or on whole nodes."""
+        if devices not in self._on:
+            self._on[devices] = CopyPlanner(problem_on(self.problem, devices), self._timing,
+                                            self._effort, has_margin=self._has_margin)
+        return self._on[devices]
 
     def selections(self, num_queries: int) -> list[Selection]:
         """Configurations all over the space, for a job of so many queries: on the largest part of
@@ -105,9 +117,10 @@ class CopiesSearch:
                 for selection in planner.own.selections(-(-num_queries // planner.problem.copies))]
 
     @property
-    def _nodes(self) -> int:
-        return sum(planner.nodes for parts in (*self._every, *self._of_hidden.values())
-                   for planner in parts)
+    def nodes(self) -> int:
+        """Configurations evaluated so far."""
+        return sum(planner.nodes for own in (self._on.values(), *self._of_hidden.values())
+                   for planner in own)
 
     @cached_property
     def _planners(self) -> list[CopyPlanner]:
@@ -183,14 +196,13 @@ class CopiesSearch:
             raise _refusal(looked)
         return looked
 
-    def _planned(self, looked: Sequence[Looked],
-                 latency_bound_s: float) -> dict[int, PlannedWithin | InfeasibleError]:
+    def _planned(self, looked: Sequence[Looked], latency_bound_s: float) -> dict[int, Planned]:
         """Those that may be the best with their margin, by their place in `looked`."""
         order = sorted((index for index, one in enumerate(looked) if one.upper_qps > 0),
                        key=lambda index: (-found_qps(looked[index]), -looked[index].upper_qps))
         promised = self._promised(looked, order, latency_bound_s)
         order.sort(key=lambda index: -promised[index])  # of equals the order stays
-        tried: dict[int, PlannedWithin | InfeasibleError] = {}
+        tried: dict[int, Planned] = {}
         floor_qps, watch = 0.0, self._effort.watch
         for index in order:
             if looked[index].upper_qps <= floor_qps * (1 + self._effort.gap) or (
@@ -338,8 +350,8 @@ def _refusal(looked: Sequence[Looked]) -> InfeasibleError | InputError:
     return InfeasibleError(f"{refusal} ({where})", refusal.tightest_s)
 
 
-def _safest(looked: Sequence[Looked], tried: dict[int, PlannedWithin | InfeasibleError],
-            ) -> tuple[CopyPlanner, PlannedWithin]:
+def _safest(looked: Sequence[Looked],
+            tried: dict[int, Planned]) -> tuple[CopyPlanner, PlannedWithin]:
     """The best that keeps the bound with its margin, else what comes nearest to that. Raises
     InfeasibleError where nothing was planned."""
     planned = {index: one for index, one in tried.items() if isinstance(one, PlannedWithin)}

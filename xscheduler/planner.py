@@ -22,9 +22,9 @@ from xgpt.core.schedule import Schedule
 from xprofiler.timing import TimingSource
 from xscheduler.beginning import beginning, can_settle
 from xscheduler.copies import idle_note
+from xscheduler.divisions import Divider
 from xscheduler.evaluator import Evaluator
 from xscheduler.job_time import for_the_job
-from xscheduler.leftover import beside_left_over
 from xscheduler.over_copies import CopiesSearch
 from xscheduler.prospects import judged
 from xscheduler.room import with_room
@@ -113,8 +113,8 @@ class Planner:
             schedule = judged(schedule, Doubts(problem, self._evaluator, replays=True), self._tell,
                               is_job=self.options.horizon == "job",
                               has_margin=self.options.has_margin and not self.options.untimed)
-            if not self.options.untimed:
-                schedule = beside_left_over(problem, schedule, self._alone)
+            if not self.options.untimed and not self.options.is_rough:
+                schedule = self._divider(problem).better(schedule)
         return _noted(problem, schedule.changed(hardware_qps=most_queries_per_s(problem)))
 
     def steady(self, latency_bound_s: float | None = None) -> Schedule:
@@ -137,10 +137,9 @@ class Planner:
         InfeasibleError."""
         return self._search_of(problem).best(problem.constraint.latency_s, has_margin=False)
 
-    def _alone(self, problem: Problem) -> Schedule:
-        """The steady state's schedule of other devices, not explained."""
-        options = replace(self.options, horizon="steady", is_brief=True)
-        return Planner(problem, self.timing, options, watch=self._watch).steady()
+    def _divider(self, problem: Problem) -> Divider:
+        return Divider(problem=problem, search=self._own, evaluator=self._evaluator,
+                       has_margin=self.options.has_margin, cuts=self._watch.cuts)
 
     def _watched(self) -> Watch:
         if self._resets:

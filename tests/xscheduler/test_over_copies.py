@@ -162,12 +162,13 @@ def test_the_choice_is_that_of_all_numbers_searched_one_by_one(latency_s, memory
 
 
 def test_copies_that_the_job_names_are_kept_and_devices_left_over_are_named():
-    found = planned(toy_problem(per_node=5, fixed=replace(RRA, replicas=2)))
-    assert (found.deployment.replicas, found.deployment.devices_per_replica) == (2, 2)
-    assert found.deployment.num_devices == 4
+    """On several nodes all alike: on one they may be unlike (test_divisions.py)."""
+    found = planned(toy_problem(per_node=5, nodes=2, fixed=replace(RRA, replicas=4)))
+    assert (found.deployment.replicas, found.deployment.devices_per_replica) == (4, 2)
+    assert found.deployment.num_devices == 8
     tried = [(row.replicas, row.devices_per_replica) for row in found.over_copies]
-    assert tried == [(2, 2), (2, 1)]
-    assert any("1 GPU idles" in note for note in found.estimate.notes)
+    assert tried == [(4, 2), (4, 1)]
+    assert any("2 GPUs idle" in note for note in found.estimate.notes)
     assert not any("idle" in note for note in planned(toy_problem(fixed=RRA)).estimate.notes)
 
 

@@ -89,9 +89,11 @@ def to_run(opened: OpenedJob, schedule: Schedule, source: Path) -> Plan:
         raise wrong(source, "fingerprint", schedule.fingerprint,
                     f"this job's is {opened.problem.fingerprint}: another model, dtype or number "
                     "of ranks; find a schedule for this job with `xgpt schedule`")
-    if schedule.estimate.others and opened.problem.cluster.num_nodes > 1:
+    each = opened.problem.cluster.devices_per_node
+    if schedule.estimate.others and ranks_per_node(schedule.estimate, each) is None:
         raise wrong(source, "others", len(schedule.estimate.others),
-                    "none on several nodes: copies of several shapes lie on one")
+                    f"shapes of which every copy lies within a node of {each} devices, "
+                    "or on whole nodes")
     opened = executable(opened, schedule)
     return Plan(schedule=schedule, opened=opened, timing=timing_of(opened), horizon="job")
 
@@ -210,8 +212,8 @@ def _start(opened: OpenedJob, plan: RunPlan, schedule: Schedule, lock: int,
     program = RankProgram(
         module=engine.worker, argument=run_file, inherited=(lock,), command=command,
         standby=opened.standby, holds=weights_key(plan, schedule),
-        count=count, per_node=count if schedule.estimate.others else ranks_per_node(
-            schedule.deployment, opened.problem.cluster.devices_per_node))  # others: on one node
+        count=count, per_node=ranks_per_node(
+            schedule.estimate, opened.problem.cluster.devices_per_node))
     try:
         launcher_of(opened.job, opened.problem).run(
             program, watch=watch, ask_to_stop=StopRequest(output).make)

@@ -128,12 +128,13 @@ class Rescheduler:
 def rescheduler_of(opened: OpenedJob, timing: TimingSource,
                    schedule: Schedule) -> Rescheduler | None:
     """Makes the rescheduler of a run; None where the job wants none, where there is nothing to
-    observe or to change, or where copies are of several shapes, each with a schedule of its own."""
+    observe or to change, or, which is said, where copies are of several shapes, each with a
+    schedule of its own."""
     job, problem, estimate = opened.job, opened.problem, schedule.estimate
     known, fixed, row = problem.queries, job.schedule, policy(estimate.policy)
     is_fixed = (fixed.encode_batch is not None or fixed.max_active is not None) and (
         not row.is_changeable or fixed.decode_iterations is not None)
-    if estimate.others or job.run.reschedule is None or not engine_of(job).is_changeable or (
+    if job.run.reschedule is None or not engine_of(job).is_changeable or (
             not row.is_searched or is_fixed):
         return None
     is_observing = job.workload.output_tokens.kind == "observe"
@@ -145,6 +146,11 @@ def rescheduler_of(opened: OpenedJob, timing: TimingSource,
     is_timed = row.is_changeable or row.limits is not None
     step_threshold = job.run.step_times if is_timed and engine_of(job).tells_steps else None
     if is_known and step_threshold is None:
+        return None
+    if estimate.others:
+        opened.tell.say("note: copies of unlike sizes are not planned anew while they run: each "
+                        "keeps its schedule, should steps take longer than expected; what is not "
+                        "begun goes to the copy that is quicker")
         return None
     longest = problem.lengths.inputs.max + problem.lengths.outputs.max
     if known is not None:  # longer ones than the schedule can hold become error records

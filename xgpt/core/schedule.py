@@ -210,6 +210,12 @@ class Estimate:
         return min(room, default=0)
 
     @property
+    def copy_devices(self) -> tuple[int, ...]:
+        """Devices of each copy of all shapes, in the order of their ranks."""
+        return tuple(shape.deployment.devices_per_replica for shape in (self, *self.others)
+                     for _ in range(shape.deployment.replicas))
+
+    @property
     def num_devices(self) -> int:
         """Devices of the copies of all shapes."""
         return sum(shape.deployment.num_devices for shape in (self, *self.others))
@@ -297,7 +303,9 @@ class Rejected:
 class CopiesTried:
     """What so many copies of the model come to, on so many devices each: the best that was found,
     in `words` (None, and why, where there is none), and what no schedule of them exceeds. One that
-    cannot win is not searched to its own best."""
+    cannot win is not searched to its own best. `devices`: of each copy, the largest first, where
+    they are unlike: then `devices_per_replica` is the largest, and the bound is of all divisions
+    into copies that are unlike; else empty."""
 
     replicas: int
     devices_per_replica: int
@@ -305,6 +313,12 @@ class CopiesTried:
     latency_s: float | None
     bound_qps: float
     words: str
+    devices: tuple[int, ...] = ()
+
+    @property
+    def copy_devices(self) -> tuple[int, ...]:
+        """Devices of each copy."""
+        return self.devices or (self.devices_per_replica,) * self.replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

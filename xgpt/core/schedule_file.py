@@ -24,7 +24,8 @@ from xgpt.core.whole_file import read_text
 #   2: pruned, margin, explanation; one flat object
 #   3: a section for each part
 #   4: copies of the whole deployment (`deployment.replicas`), no longer of a pool
-#   5: copies of another shape beside them (`others`); without those a file is of version 4
+#   5: copies of another shape beside them (`others`), or a line on such in `over_copies`; without
+#      those a file is of version 4
 SCHEDULE_VERSION, WITH_OTHERS = 4, 5
 
 
@@ -59,9 +60,11 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
     """A section for each part. Infinity is the string "inf"."""
     parts = asdict(schedule)
     estimate, version = parts.pop("estimate"), WITH_OTHERS
-    if not estimate["others"]:
+    if not estimate["others"] and not any(row["devices"] for row in parts["over_copies"]):
         version = SCHEDULE_VERSION
         del estimate["others"]
+        for row in parts["over_copies"]:
+            del row["devices"]
     for other in estimate.get("others", ()):
         del other["others"]
     sections: dict[str, Any] = plain({

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -10,7 +10,7 @@ from typing import Protocol
 from xgpt.core.job import Job
 from xgpt.core.local import usable_cores
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Deployment
+from xgpt.core.schedule import Estimate
 from xgpt.launch.process import Started
 
 
@@ -70,7 +70,23 @@ def threads_per_rank(job: Job, problem: Problem) -> int:
     return given or max(usable_cores() // problem.cluster.devices_per_node, 1)
 
 
-def ranks_per_node(deployment: Deployment, devices_per_node: int) -> int:
-    """Ranks that a node gets of a deployment: whole replicas, unless one is larger than a node."""
-    each = deployment.devices_per_replica
+def ranks_per_node(estimate: Estimate, devices_per_node: int) -> int | None:
+    """Ranks that a node gets of a schedule: as many as leave every copy within a node, or on whole
+    ones. None where copies of several shapes do not lie so, however many it gets."""
+    if estimate.others:
+        return next((count for count in range(devices_per_node, 0, -1)
+                     if _is_placed(estimate.copy_devices, count, devices_per_node)), None)
+    each = estimate.deployment.devices_per_replica
     return max(devices_per_node // each * each, min(each, devices_per_node))
+
+
+def _is_placed(copies: Sequence[int], count: int, devices_per_node: int) -> bool:
+    """Whether copies on so many devices each, one after the other, lie well with `count` ranks on a
+    node."""
+    first = 0
+    for each in copies:
+        is_whole = count == devices_per_node and first % count == 0 and each % count == 0
+        if not is_whole and first // count != (first + each - 1) // count:
+            return False
+        first += each
+    return True

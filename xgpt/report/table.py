@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -17,6 +18,7 @@ from xgpt.report.figures import comparisons, lost_to, lost_to_bound, percent, pl
 from xgpt.report.output import number, text_at
 from xgpt.report.policy_words import controls_line
 from xscheduler.layouts import LAYOUT_NOTE, LAYOUT_ROW
+from xscheduler.partition import sum_of
 from xscheduler.sizes import SIZE_ROW
 
 WIDTH = 80  # of what is written to a file or a pipe, and at most on a terminal
@@ -95,12 +97,11 @@ def copies_table(schedule: Schedule) -> str:
     """What each number of copies of the model comes to; "" where there was one to look at."""
     own, body = schedule.figures.throughput_qps, []
     for row in schedule.over_copies:
-        is_chosen = (row.replicas, row.devices_per_replica) == (
-            schedule.deployment.replicas, schedule.deployment.devices_per_replica)
+        is_chosen = row.copy_devices == schedule.estimate.copy_devices
         qps = own if is_chosen else row.throughput_qps
         less = "chosen" if is_chosen else "-" if qps is None else percent(1 - qps / own, 1)
         latency_s = schedule.figures.latency_s if is_chosen else row.latency_s
-        body.append((str(row.replicas), str(row.devices_per_replica),
+        body.append((str(row.replicas), sum_of(row.devices or (row.devices_per_replica,)),
                      "-" if qps is None else plain(qps), less,
                      "-" if latency_s is None else format_seconds(latency_s),
                      plain(row.bound_qps) if row.bound_qps > 0 else "-", row.words))
@@ -184,7 +185,7 @@ def _facts(label: str, e: Estimate, bound: Bound, cost: Sequence[tuple[str, str]
         (label, f"{controls_line(e)}; {figures.decode_batch:.1f} queries decode at once"
                 f"{_each(e)}"),
         ("parallel", _parallel(e)),
-        *(("beside", _beside(other)) for other in e.others),
+        *(("beside", _beside(other, count)) for other, count in Counter(e.others).items()),
         *(("layout", note.removeprefix(LAYOUT_NOTE)) for note in e.notes
           if note.startswith(LAYOUT_NOTE)),
         ("throughput", f"{plain(figures.throughput_qps)} queries/s, "
@@ -227,13 +228,14 @@ def _parallel(e: Estimate) -> str:
     return f"{copies}{stages}; no tensor parallelism"
 
 
-def _beside(other: Estimate) -> str:
-    """Copies of another shape in a line."""
+def _beside(other: Estimate, count: int) -> str:
+    """Copies of another shape in a line. count: of nodes that have them."""
     figures, deployment = other.figures, other.deployment
     stages = "" if deployment.replicas > 1 else words.copies(1, deployment.devices_per_replica) + (
         f" of {words.counted(len(deployment.stages), 'stage')}")
-    return (f"{stages or _parallel(other)}: {controls_line(other)}; "
-            f"{plain(figures.throughput_qps)} of the queries/s, latency "
+    nodes = f"on each of {count} nodes " if count > 1 else ""
+    return (f"{nodes}{stages or _parallel(other)}: {controls_line(other)}; "
+            f"{plain(count * figures.throughput_qps)} of the queries/s, latency "
             f"{format_seconds(figures.latency_s)}")
 
 

@@ -128,6 +128,8 @@ def bounds_words(schedule: Schedule) -> str:
     (name, most), *others = proof.policy_bounds
     rest = ", ".join(f"{plain(qps)} by {policy(other).title}" for other, qps in others)
     text = f"{plain(most)} queries/s by {policy(name).title}{f', {rest}' if rest else ''}"
+    if schedule.estimate.others:
+        return f"of copies that are all alike {text}"
     if not others or most <= own * (1 + WIDE):
         return text
     wide = [(other, qps / own - 1) for other, qps in proof.policy_bounds if qps > own * (1 + WIDE)]

@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import toy_jobs
 
 from xgpt.core.cluster import Cluster
 from xgpt.core.errors import InputError
 from xgpt.core.job_file import load_job
 from xgpt.core.problem import resolve, resolve_cluster
-from xgpt.core.schedule import Deployment, Pool, StageAssignment
+from xgpt.core.schedule import Deployment, Estimate, Pool, StageAssignment
 from xgpt.core.slurm import SlurmSpec
 from xgpt.launch import local
 from xgpt.launch.hosts import HostsLauncher, check_hosts
@@ -106,10 +107,26 @@ def test_mpiexec_is_told_of_the_hosts_and_without_them_of_nothing(
     (2, 3, 6), (8, 1, 8), (3, 4, 8), (2, 8, 8), (1, 16, 8), (2, 5, 5)])
 def test_a_replica_stays_on_its_node_unless_it_is_larger(replicas: int, each: int,
                                                          per_node: int) -> None:
+    assert ranks_per_node(copies(replicas, each), 8) == per_node
+
+
+@pytest.mark.parametrize(("shapes", "per_node"), [
+    ([(1, 5), (1, 3), (1, 5), (1, 3)], 8), ([(1, 4), (1, 2), (1, 4), (1, 2)], 6),
+    ([(1, 16), (1, 5), (3, 1)], 8), ([(1, 4), (1, 2), (1, 1)], 8), ([(1, 5), (1, 4), (1, 5)], None),
+    ([(1, 8), (1, 16)], 8), ([(1, 4), (1, 16)], None)])
+def test_copies_of_several_shapes_stay_on_their_nodes(shapes: list[tuple[int, int]],
+                                                      per_node: int | None) -> None:
+    first, *others = (copies(count, each) for count, each in shapes)
+    assert ranks_per_node(first.beside(tuple(others)), 8) == per_node
+
+
+def copies(count: int, each: int) -> Estimate:
+    """So many copies, each a tensor-parallel group."""
     stage = StageAssignment(index=0, ranks=tuple(range(each)), first_layer=0, num_layers=2)
     pool = Pool(name="all", role="both", stages=(stage,), num_groups=1, kv_tokens=9)
-    deployment = Deployment(pools=(pool,), tp_degree=each, tp_gpus=each, replicas=replicas)
-    assert ranks_per_node(deployment, 8) == per_node
+    return replace(toy_jobs.estimate_of(
+        toy_jobs.toy_problem(), encode_batch=2, decode_iterations=4), deployment=Deployment(
+        pools=(pool,), tp_degree=each, tp_gpus=each, replicas=count))
 
 
 def test_nodes_get_no_more_ranks_than_whole_replicas(tmp_path: Path,

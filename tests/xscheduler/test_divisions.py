@@ -1,0 +1,228 @@
+"""Copies of unlike sizes: chosen, kept, replayed, shown."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_partition import divisions
+from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
+
+from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.job import FixedSchedule
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate, Schedule, Status
+from xgpt.core.schedule_file import load_schedule, save_schedule
+from xgpt.launch.launcher import ranks_per_node
+from xgpt.report.table import schedule_table, stage_table
+from xrunner.replica import replicas_of
+from xrunner.rules.routing import deal
+from xscheduler.divisions import LEAST_SHARE, Divider, may_divide, takes_all
+from xscheduler.evaluator import Evaluator
+from xscheduler.over_copies import CopiesSearch
+from xscheduler.partition import sum_of
+from xscheduler.planner import Planner, PlanOptions
+from xscheduler.search import FIRST_GAP
+from xscheduler.spaces.space import Effort
+from xsimulator.replay.copies import replayer_of
+from xsimulator.replay.job import planned_queries
+
+OPTIONS = PlanOptions(horizon="steady", has_margin=False)
+
+
+@lru_cache
+def on(devices: int) -> Estimate:
+    """One copy on so many devices, two of them a tensor-parallel group."""
+    found: Estimate = estimate_of(toy_problem(per_node=devices), encode_batch=2 + devices,
+                                  decode_iterations=4, tp_degree=2, tp_gpus=2)
+    return found
+
+
+def best_of_each_size(problem: Problem) -> dict[int, float]:
+    """Queries/s of the best copy on 1, 2, ... devices of the node, each planned by itself."""
+    found = {}
+    for size in range(1, problem.cluster.devices_per_node + 1):
+        part = replace(problem, cluster=problem.cluster.with_nodes(devices_per_node=size),
+                       fixed=FixedSchedule(replicas=1))
+        try:
+            schedule = CopiesSearch(part, roofline_of(problem), Effort(gap=0.001), is_brief=True
+                                    ).best(problem.constraint.latency_s, has_margin=False)
+        except InfeasibleError:
+            continue
+        if schedule.deployment.num_devices == size:  # else others idle: a smaller size
+            found[size] = schedule.figures.throughput_qps
+    return found
+
+
+@pytest.mark.parametrize(("per_node", "memory", "latency_s", "replicas", "expected"), [
+    (5, 130e6, 0.0436, None, (3, 2)),
+    pytest.param(5, 130e6, 0.0436, 2, (3, 2), marks=pytest.mark.slow),
+    pytest.param(7, 100e6, 0.0425, None, (4, 3), marks=pytest.mark.slow),
+    pytest.param(7, 130e6, math.inf, 2, (4, 3), marks=pytest.mark.slow),
+    pytest.param(7, 200e6, math.inf, 3, (3, 2, 2), marks=pytest.mark.slow)])
+def test_the_division_chosen_is_the_best_of_all(
+        per_node: int, memory: float, latency_s: float, replicas: int | None,
+        expected: tuple[int, ...]) -> None:
+    """Every partition of the devices, each of its copies at its best, is worth no more."""
+    problem = toy_problem(per_node=per_node, memory=memory, latency_s=latency_s,
+                          fixed=FixedSchedule(replicas=replicas))
+    worth = best_of_each_size(problem)
+    by_hand = max(sum(worth[one] for one in sizes) for sizes in divisions(per_node)
+                  if all(one in worth for one in sizes)
+                  and replicas in (None, len(sizes)))
+    found = Planner(problem, roofline_of(problem), OPTIONS).plan()
+    assert found.estimate.copy_devices == expected
+    assert found.figures.throughput_qps > (1 - 2 * FIRST_GAP) * by_hand
+    row = next(row for row in found.over_copies if row.devices)
+    assert row.devices == expected and row.throughput_qps == found.figures.throughput_qps
+    assert row.bound_qps >= by_hand * (1 - 0.002) and found.proof.bound_qps >= row.bound_qps
+    equal = found.rejected[0]
+    assert equal.label.startswith("equal copies") and equal.throughput_qps is not None
+    assert equal.throughput_qps * (1 + LEAST_SHARE) < found.figures.throughput_qps
+    assert all(shape.figures.latency_s <= latency_s for shape in found.estimate.shapes)
+    assert sum_of(expected) in found.explanation[0]
+    ranks = [rank for replica in replicas_of(found.estimate) for rank in replica.ranks]
+    assert ranks == list(range(sum(expected)))
+
+
+@pytest.mark.slow  # plans for six GPUs, with a margin too
+@pytest.mark.parametrize("has_margin", [False, True])
+def test_a_tight_bound_divides_six_gpus_into_four_and_two(has_margin: bool) -> None:
+    """The layers of a 13B model on six L4 are best shared by four of them."""
+    from hand_problems import HandScenario
+
+    scenario = HandScenario(model="llama-2-13b", device="L4", nodes=1, per_node=6, task="G")
+    timing = scenario.timing()
+    problem = scenario.problem(43.5 if has_margin else 37.9)
+    options = replace(OPTIONS, has_margin=has_margin)
+    found = Planner(problem, timing, options).plan()
+    (other,) = found.estimate.others
+    assert (found.deployment.num_devices, other.deployment.num_devices) == (4, 2)
+    alone = Planner(problem, timing, options).steady()
+    assert alone.figures.throughput_qps < 0.95 * found.figures.throughput_qps
+    assert found.proof.bound_qps >= found.figures.throughput_qps
+    factor = found.margin.factor if has_margin else 1.0
+    assert other.figures.latency_s * min(factor, 1.1) <= problem.constraint.latency_s
+
+
+def test_nodes_are_divided_alike_and_ranks_fill_one_after_the_other() -> None:
+    problem = toy_problem(per_node=5, nodes=2, memory=130e6, latency_s=0.0436)
+    found = Planner(problem, roofline_of(problem), OPTIONS).plan()
+    assert found.estimate.copy_devices == (3, 2, 3, 2)
+    assert ranks_per_node(found.estimate, 5) == 5
+    assert all(problem.cluster.node_of(min(replica.ranks)) == problem.cluster.node_of(
+        max(replica.ranks)) for replica in replicas_of(found.estimate))
+
+
+def test_whole_nodes_beside_divided_ones() -> None:
+    """Three nodes, of which a copy on two answers most: the third has small copies."""
+    problem = toy_problem(per_node=4, nodes=3)
+    found = divider_of(problem).division({1: 1.0, 2: 1.5, 8: 20.0})
+    assert found is not None and found.sizes == (8, 1, 1, 1, 1) and found.worth == 24.0
+    assert divider_of(problem).division({3: 1.0, 8: 20.0}) is None, "ranks would not fill nodes"
+    found = divider_of(problem).division({3: 5.0, 1: 0.5})
+    assert found is not None and found.sizes == (3, 1, 3, 1, 3, 1)
+
+
+def divider_of(problem: Problem) -> Divider:
+    timing = roofline_of(problem)
+    search = CopiesSearch(problem, timing, Effort(gap=0.001), is_brief=True)
+    return Divider(problem=problem, search=search, evaluator=Evaluator(problem, timing),
+                   has_margin=False, cuts=lambda: False)
+
+
+def test_where_copies_must_be_alike_there_is_nothing_to_divide() -> None:
+    problem = toy_problem(per_node=7)
+    one = schedule_of(problem, on(2))
+    assert may_divide(problem, one)
+    for other in (replace(problem, observes=True), replace(problem, copies=2),
+                  toy_problem(per_node=7, nodes=2, fixed=FixedSchedule(replicas=3)),
+                  toy_problem(per_node=2)):
+        assert not may_divide(other, one)
+    for status in (Status.GRID, Status.BEGINNING, Status.BEST_SEEN):
+        assert not may_divide(problem, one.changed(status=status))
+
+
+def test_copies_that_would_not_take_every_query_are_not_put_there() -> None:
+    problem = toy_problem(per_node=5)
+    short = on(3).changed(kv_tokens=50 * on(3).deployment.num_groups)
+    assert takes_all(on(2), on(3), problem) and not takes_all(on(2), short, problem)
+
+
+@pytest.mark.slow  # some hundred replays
+@pytest.mark.parametrize("num_queries", [100, 300])
+def test_a_short_job_is_divided_where_it_is_done_sooner(num_queries: int) -> None:
+    problem = toy_problem(per_node=5, memory=130e6, latency_s=0.0436, num_queries=num_queries)
+    planner = Planner(problem, roofline_of(problem), replace(OPTIONS, horizon="job"))
+    found, equal = planner.plan(), planner.steady()
+    assert found.estimate.copy_devices == (3, 2) and set(equal.estimate.copy_devices) == {2}
+    own, other = (Evaluator(problem, planner.timing).job(one, 1)
+                  for one in (found.estimate, equal.estimate))
+    assert own is not None and other is not None and own.wall_s < other.wall_s
+    assert f"this job's {num_queries} queries should take" in found.explanation[0]
+
+
+def test_a_schedule_of_two_shapes_is_read_as_it_was_written(tmp_path: Path) -> None:
+    both = beside()
+    save_schedule(both, tmp_path / "schedule.json")
+    raw = json.loads((tmp_path / "schedule.json").read_text())
+    assert raw["version"] == 5 and "others" not in raw["others"][0]
+    assert load_schedule(tmp_path / "schedule.json") == both
+    save_schedule(schedule_of(toy_problem(), on(2)), tmp_path / "alike.json")
+    raw_alike = json.loads((tmp_path / "alike.json").read_text())
+    assert raw_alike["version"] == 4 and "others" not in raw_alike
+
+
+def test_a_mistake_in_the_other_shape_is_named(tmp_path: Path) -> None:
+    save_schedule(beside(), tmp_path / "schedule.json")
+    raw = json.loads((tmp_path / "schedule.json").read_text())
+    raw["others"][0]["deployment"]["pools"][0]["stages"][0]["ranks"] = [1]
+    (tmp_path / "schedule.json").write_text(json.dumps(raw))
+    with pytest.raises(InputError, match=r"others\[0\]\.deployment\.pools"):
+        load_schedule(tmp_path / "schedule.json")
+
+
+def beside() -> Schedule:
+    """Two copies on two devices each beside one on three."""
+    return schedule_of(toy_problem(per_node=7), on(2).in_copies(2).beside((on(3),)))
+
+
+def test_throughputs_are_of_all_shapes_and_each_has_its_own_ranks() -> None:
+    estimate = beside().estimate
+    assert estimate.figures.throughput_qps == pytest.approx(
+        2 * on(2).figures.throughput_qps + on(3).figures.throughput_qps)
+    assert estimate.beside(()).figures.throughput_qps == pytest.approx(
+        2 * on(2).figures.throughput_qps)
+    replicas = replicas_of(estimate)
+    assert [replica.ranks for replica in replicas] == [(0, 1), (2, 3), (4, 5, 6)]
+    assert [replica.world_stage(0) for replica in replicas] == [0, 1, 2]
+    assert estimate.num_devices == 7
+
+
+def test_a_job_is_replayed_by_all_shapes_at_once() -> None:
+    problem, estimate = toy_problem(per_node=7), beside().estimate
+    timing = roofline_of(problem)
+    inputs, outputs = problem.lengths.sample(300, np.random.default_rng(3))
+    queries = planned_queries(problem, inputs, outputs)
+    both = replayer_of(problem, timing, estimate).run(queries)
+    alone = replayer_of(problem, timing, estimate.beside(())).run(queries)
+    assert len(both.times.last_token_s) == 300 and both.makespan_s < alone.makespan_s
+    stages = [stage for pool in both.pools for stage in pool.stages]
+    assert stages == list(range(len(stages)))
+
+
+def test_a_replica_that_is_twice_as_quick_is_dealt_twice_as_much() -> None:
+    assert [len(share) for share in deal([1.0] * 30, 2, speeds=[2.0, 1.0])] == [20, 10]
+    assert [len(share) for share in deal([1.0] * 30, 2, "round-robin", [2.0, 1.0])] == [20, 10]
+
+
+def test_tables_say_what_stands_beside() -> None:
+    both = beside()
+    text = " ".join(schedule_table(both).split())
+    assert "beside" in text and "of the queries/s" in text
+    assert "copies of another shape" in stage_table(both)

@@ -1,0 +1,47 @@
+"""Devices divided into parts of several sizes, against every division there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from xscheduler.partition import best_division, best_unequal, sum_of
+
+
+def divisions(devices: int, most: int | None = None) -> Iterator[tuple[int, ...]]:
+    """Every multiset of sizes of at most so many devices, the largest first."""
+    yield ()
+    for size in range(min(devices, most or devices), 0, -1):
+        for rest in divisions(devices - size, size):
+            yield (size, *rest)
+
+
+@pytest.mark.parametrize("parts", [None, 1, 2, 3, 5])
+def test_no_division_is_better_than_the_best(parts: int | None) -> None:
+    rng = np.random.default_rng(7)
+    for devices in range(1, 10):
+        worth = {size: float(rng.uniform(0, size) * (rng.random() < 0.7))
+                 for size in range(1, devices + 1)}
+        every = [sizes for sizes in divisions(devices)
+                 if (parts is None or len(sizes) == parts) and all(worth[one] for one in sizes)]
+        for found, able in ((best_division(worth, devices, parts), every),
+                            (best_unequal(worth, devices, parts),
+                             [sizes for sizes in every if len(set(sizes)) > 1])):
+            if not able:
+                assert found is None
+                continue
+            assert found is not None and found.sizes in able
+            assert found.worth == pytest.approx(sum(worth[one] for one in found.sizes))
+            assert found.worth == pytest.approx(max(
+                sum(worth[one] for one in sizes) for sizes in able))
+
+
+def test_of_equals_the_fewest_parts_are_taken() -> None:
+    found = best_division({1: 1.0, 2: 2.0, 4: 4.0}, 6)
+    assert found is not None and found.sizes == (4, 2)
+
+
+def test_sizes_read_as_a_sum() -> None:
+    assert sum_of((4, 3)) == "4 + 3" and sum_of((1, 5, 1, 1)) == "5 + 3 x 1"

@@ -1,0 +1,145 @@
+"""What one copy of the model comes to on so many devices of a node, size by size: what was seen of
+it, what no schedule of it exceeds, and, where it is to be used, the schedule to use.
+
+Most of it is known from the search over equal copies, which looks at every size that these may
+have. Of another one a glance is taken; a search that ends at a few per cent, and where margins are
+asked for their replays, are made only of sizes that promise enough."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from xgpt.core.errors import BeatenError, InfeasibleError, InputError
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Schedule
+from xscheduler.copies import has_room
+from xscheduler.copies_shown import Looked
+from xscheduler.copy_planner import CopyPlanner
+from xscheduler.over_copies import CopiesSearch, Planned
+from xscheduler.room import with_room
+from xscheduler.search import FIRST_GAP
+from xscheduler.within import PlannedWithin
+
+
+class CopySizes:
+    """Copies of a problem under one bound, by their devices. All throughputs are of one copy; what
+    is promised has its margin, as far as can be told before it is planned with one."""
+
+    def __init__(self, problem: Problem, search: CopiesSearch, *, has_margin: bool,
+                 kept: float = 1.0) -> None:
+        """search: what went over equal copies of the problem. kept: share of its throughput that
+        the best of those keeps with its margin."""
+        self.problem, self._search, self._has_margin, self._kept = problem, search, has_margin, kept
+        self.bound_s = problem.constraint.latency_s
+        self.worth: dict[int, float] = {}  # queries/s promised, or planned; 0: nothing
+        self._seen: dict[int, Schedule] = {}
+        self.most: dict[int, float] = {}  # what no schedule exceeds, of those looked at
+        self._settled: dict[int, Schedule | None] = {}
+        for looked, planned in search.gone_over.get((self.bound_s, has_margin), ()):
+            if looked.planner is search.on(looked.planner.problem.cluster.num_devices):
+                self._take(looked, planned)
+
+    def is_known(self, devices: int) -> bool:
+        return devices in self.worth
+
+    def is_settled(self, devices: int) -> bool:
+        return devices in self._settled
+
+    def has_room(self, devices: int) -> bool:
+        """Whether so many devices hold the weights."""
+        return has_room(self._search.on(devices).problem)
+
+    def schedule(self, devices: int) -> Schedule | None:
+        """Of one copy: as planned, or else as it was seen."""
+        found = self._settled.get(devices) or self._seen.get(devices)
+        return None if found is None else replace(found, estimate=found.estimate.one_copy)
+
+    def glance(self, devices: int) -> None:
+        """Looks at a size for the first time."""
+        planner = self._search.on(devices)
+        try:
+            if not planner.is_able:
+                raise InfeasibleError("no room")
+            seen = planner.own.glance(self._free_s(planner), 0.0)
+        except BeatenError as unseen:
+            self.worth[devices], self.most[devices] = 0.0, unseen.upper_qps / _copies(planner)
+        except (InfeasibleError, InputError):
+            self.worth[devices] = self.most[devices] = 0.0
+        else:
+            self._see(planner, seen)
+
+    def take(self, devices: int, schedule: Schedule) -> None:
+        """A schedule of such copies, as it is to be used."""
+        own = schedule.estimate.one_copy
+        self._settled[devices] = replace(schedule, estimate=own)
+        self.worth[devices] = own.figures.throughput_qps
+
+    def drop(self, devices: int) -> None:
+        """Nothing on so many devices can be used."""
+        self.worth[devices], self._settled[devices] = 0.0, None
+
+    def settle(self, devices: int, floor_qps: float) -> None:
+        """Plans a copy of that size as it is to be used, if it answers more than the floor."""
+        planner = self._search.on(devices)
+        least_qps = max(floor_qps, 0.0) * _copies(planner)
+        try:
+            schedule = self._planned(planner, least_qps)
+        except BeatenError as beaten:
+            self.worth[devices] = min(self.worth[devices], floor_qps)
+            if not self._has_margin:
+                self.most[devices] = min(self.most[devices],
+                                          beaten.upper_qps / _copies(planner))
+        except (InfeasibleError, InputError):
+            self.drop(devices)
+        else:
+            self.take(devices, with_room(schedule, planner.problem))
+
+    def _planned(self, planner: CopyPlanner, least_qps: float) -> Schedule:
+        """Raises InfeasibleError."""
+        if self._has_margin:
+            within = planner.within(self.bound_s, least_qps)
+            if not within.is_safe:
+                raise InfeasibleError("its margin is more than the bound leaves")
+            return _as_planned(within)
+        seen = self._seen.get(planner.problem.cluster.num_devices)
+        if any(one is seen for one in planner.own.found):  # and not at a glance
+            assert seen is not None, "it is one of those that were found"
+            if seen.figures.throughput_qps <= least_qps:
+                raise BeatenError(seen.proof.bound_qps)
+            return seen
+        found = planner.own.find(self.bound_s, least_qps, gap=FIRST_GAP)
+        self._see(planner, found)
+        return found
+
+    def _take(self, looked: Looked, planned: Planned | None) -> None:
+        """What the search over equal copies found."""
+        planner = looked.planner
+        devices = planner.problem.cluster.num_devices
+        self.worth[devices], self.most[devices] = 0.0, looked.upper_qps / _copies(planner)
+        if looked.found is not None:
+            self._see(planner, looked.found)
+            self.most[devices] = looked.upper_qps / _copies(planner)
+        if isinstance(planned, PlannedWithin) and planned.is_safe:
+            self.take(devices, with_room(_as_planned(planned), planner.problem))
+        elif planned is not None and not isinstance(planned, BeatenError):
+            self.drop(devices)
+
+    def _see(self, planner: CopyPlanner, seen: Schedule) -> None:
+        devices, copies = planner.problem.cluster.num_devices, _copies(planner)
+        self._seen[devices] = seen
+        self.worth[devices] = self._kept * seen.figures.throughput_qps / copies
+        self.most[devices] = min(self.most.get(devices, float("inf")),
+                                  seen.proof.bound_qps / copies)
+
+    def _free_s(self, planner: CopyPlanner) -> float:
+        """What the margin that every schedule has leaves of the bound."""
+        return self.bound_s / (planner.doubts(self.bound_s).least_factor if self._has_margin
+                               else 1.0)
+
+
+def _copies(planner: CopyPlanner) -> int:
+    return planner.problem.copies
+
+
+def _as_planned(within: PlannedWithin) -> Schedule:
+    return within.schedule.changed(margin=within.margin.kept(cost=within.cost))

@@ -1,0 +1,259 @@
+"""Copies of unlike sizes: where another division of the devices answers more than equal copies
+under the same bound, it is taken, each copy with a schedule of its own.
+
+    worth of a size   queries/s of the best copy on so many devices that keeps the bound
+    division          sizes that fit a node's devices, the same in every node; or copies on whole
+                      nodes beside divided ones
+    worth, bound      the sums of the copies' own (xscheduler.partition): no division is worth more
+                      than the best sum of what no copy of a size exceeds
+
+Worth taking are LEAST_SHARE of the throughput. Sizes that no equal copies have cost a glance each:
+they are looked at where something is left over, where a node's devices are not 2^k, and where the
+bound costs so much that sizes differ (TIGHT): a copy on five GPUs may answer twice what one on four
+does, if these just miss the bound, while without a bound no size is far better than another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import NamedTuple
+
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import CopiesTried, Estimate, Rejected, Schedule, Status
+from xgpt.core.units import format_seconds
+from xscheduler.alternatives import why_not
+from xscheduler.copies_shown import configuration, tried_row
+from xscheduler.copy_sizes import CopySizes
+from xscheduler.evaluator import Evaluator
+from xscheduler.job_time import MOST_AGAIN, MOST_REPLAYS, WORTH, is_short, words_of
+from xscheduler.over_copies import CopiesSearch
+from xscheduler.partition import Division, best_division, best_unequal, sum_of
+
+LEAST_SHARE = 0.02  # of all queries: for less nobody is to tell several schedules apart
+TIGHT = 0.75  # of what there would be without a bound: what has less has a tight one
+SHOWN = 0.9  # of the schedule's throughput: the best division that has less gets no line
+MOST_SETTLED = 6  # sizes planned as they would be used, with their margins
+MOST_GLANCED = 0.5  # of the configurations that the search over equal copies evaluated
+
+
+def may_divide(problem: Problem, schedule: Schedule) -> bool:
+    """Whether copies may be unlike. They are alike where nothing is searched or proved, where
+    lengths are yet to be observed (a run by several schedules is not planned anew), where there are
+    further bounds than that on latency, where links within a node differ (a part would not be like
+    others), and, of a number that the job fixes, on several nodes."""
+    cluster = problem.cluster
+    searched = (Status.OPTIMAL, Status.WITHIN_GAP, Status.LIMIT, Status.JOB)
+    return schedule.proof.status in searched and problem.copies == 1 and not (
+        problem.observes or cluster.islands or len(problem.constraint.bounds) > 1
+        or cluster.num_devices < 3
+        or (problem.fixed.replicas is not None and cluster.num_nodes > 1))
+
+
+class _Taken(NamedTuple):
+    """Copies that are better than equal ones; of a short job, by how much it takes less."""
+
+    estimate: Estimate
+    job: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divider:
+    """Looks for divisions of one problem's devices. search: what went over equal copies of it.
+    has_margin: bounds are kept with the constraint's confidence. cuts: whether no more is to be
+    looked at."""
+
+    problem: Problem
+    search: CopiesSearch
+    evaluator: Evaluator
+    has_margin: bool
+    cuts: Callable[[], bool]
+
+    def better(self, schedule: Schedule) -> Schedule:
+        """The schedule of equal copies, or one of a division that answers more; with a line on the
+        best division beside those on equal copies, where one was seen."""
+        key = self.problem.constraint.latency_s, self.has_margin
+        if key not in self.search.gone_over or not may_divide(self.problem, schedule):
+            return schedule
+        before = self.search.nodes
+        sizes = CopySizes(self.problem, self.search, has_margin=self.has_margin,
+                          kept=1 - schedule.margin.cost)
+        if schedule.proof.status != Status.JOB:
+            sizes.take(schedule.deployment.devices_per_replica, schedule)
+        self._look(sizes, schedule)
+        best = self._best(sizes, schedule)
+        if best is None:
+            return schedule
+        most = self.division(sizes.most)
+        row = _row(best, sizes, best.worth if most is None else max(most.worth, best.worth))
+        taken = self._taken(best, sizes, schedule)
+        nodes = schedule.proof.nodes + self.search.nodes - before
+        rows = schedule.over_copies or tuple(
+            tried_row(*one) for one in self.search.gone_over[key])
+        if taken is not None:
+            first = sizes.schedule(best.sizes[0])
+            assert first is not None, f"{best = } is planned"
+            schedule = _chosen(schedule, taken, row, first, self._not_looked_at(sizes))
+        elif best.worth < SHOWN * schedule.figures.throughput_qps:
+            return schedule.changed(nodes=nodes)
+        return replace(schedule.changed(nodes=nodes), over_copies=(*rows, row))
+
+    def division(self, worth: dict[int, float]) -> Division | None:
+        """The best division of all devices into copies that are not all alike, its sizes in the
+        order of their ranks; None where there is none. worth: by size."""
+        cluster = self.problem.cluster
+        each, nodes = cluster.devices_per_node, cluster.num_nodes
+        within = {size: own for size, own in worth.items() if size <= each}
+        found = []
+        if (alike := best_unequal(within, each, self.problem.fixed.replicas)) is not None:
+            found.append(Division(nodes * alike.worth, nodes * alike.sizes))
+        node = best_division(within, each) if nodes > 1 else None
+        if node is not None and sum(node.sizes) in (0, each):  # else ranks would not fill nodes
+            over = {size // each: own for size, own in worth.items() if size > each}
+            if (mixed := best_unequal({**over, 1: node.worth}, nodes)) is not None:
+                found.append(Division(mixed.worth, tuple(
+                    size for count in mixed.sizes
+                    for size in (node.sizes if count == 1 else (count * each,)))))
+        return max(found, default=None)
+
+    def _not_looked_at(self, sizes: CopySizes) -> list[int]:
+        """Sizes within a node that may have a schedule, for all that is known."""
+        return [size for size in range(1, self.problem.cluster.devices_per_node)
+                if not sizes.is_known(size) and sizes.has_room(size)]
+
+    def _look(self, sizes: CopySizes, schedule: Schedule) -> None:
+        """Looks at sizes within a node that equal copies do not have, the smallest first."""
+        each, own = self.problem.cluster.devices_per_node, schedule.deployment.devices_per_replica
+        parts = self.problem.fixed.replicas
+        idle = 0 if own > each else each % own if parts is None else each - parts * own
+        if not idle and not each & (each - 1) and not self._is_tight(schedule):
+            return
+        before, most = self.search.nodes, MOST_GLANCED * schedule.proof.nodes
+        largest = each - (0 if parts is None else parts - 1)
+        for size in range(1, largest + 1):
+            if sizes.is_known(size):
+                continue
+            if self.search.nodes - before > most or self.cuts():
+                break
+            sizes.glance(size)
+
+    def _is_tight(self, schedule: Schedule) -> bool:
+        if math.isinf(self.problem.constraint.latency_s):
+            return False
+        free = schedule.proof.unbounded_qps
+        if free is None:
+            planner = self.search.on(schedule.deployment.devices_per_replica)
+            try:
+                seen = planner.own.glance(math.inf, 0.0)
+            except InfeasibleError:
+                return False
+            free = seen.estimate.in_copies(
+                schedule.deployment.replicas).figures.throughput_qps
+        return schedule.figures.throughput_qps < TIGHT * (1 - schedule.margin.cost) * free
+
+    def _best(self, sizes: CopySizes, schedule: Schedule) -> Division | None:
+        """The best division. As long as it is worth taking, the copies that it takes are planned as
+        they are to be used, those that bring most first; what that leaves of them decides."""
+        least_qps = (1 + LEAST_SHARE) * schedule.figures.throughput_qps
+        for _ in range(MOST_SETTLED):
+            best = self.division(sizes.worth)
+            if best is None or best.worth <= least_qps or self.cuts():
+                break
+            left = [size for size in set(best.sizes) if not sizes.is_settled(size)]
+            if not left:
+                break
+            size = max(left, key=lambda one: (best.sizes.count(one) * sizes.worth[one], one))
+            count = best.sizes.count(size)
+            sizes.settle(size, sizes.worth[size] - (best.worth - least_qps) / count)
+            found = sizes.schedule(size)
+            if found is not None and not takes_all(schedule.estimate, found.estimate,
+                                                    self.problem):
+                sizes.drop(size)
+        return self.division(sizes.worth)
+
+    def _taken(self, best: Division, sizes: CopySizes, schedule: Schedule) -> _Taken | None:
+        """The copies of a division, if they are planned and answer more; of a short job, sooner."""
+        count = self.problem.num_queries
+        if best.worth <= (1 + LEAST_SHARE) * schedule.figures.throughput_qps or not all(
+                map(sizes.is_settled, best.sizes)) or (
+                count is not None and count < len(best.sizes)):
+            return None
+        shapes = [_copies_of(sizes, size, len(list(own))) for size, own in groupby(best.sizes)]
+        estimate = shapes[0].beside(tuple(replace(one, notes=()) for one in shapes[1:]))
+        if not count or not is_short(self.problem, schedule):
+            return _Taken(estimate)
+        replays = min(max(MOST_AGAIN // count, 1), MOST_REPLAYS)
+        before, after = (self.evaluator.job(one, replays) for one in (schedule.estimate, estimate))
+        if before is None or after is None or after.wall_s > (1 - WORTH) * before.wall_s:
+            return None
+        return _Taken(estimate, f"this job's {count} queries should take "
+                                f"{format_seconds(after.wall_s)} by them, and "
+                                f"{format_seconds(before.wall_s)} by these")
+
+
+def _copies_of(sizes: CopySizes, size: int, count: int) -> Estimate:
+    schedule = sizes.schedule(size)
+    assert schedule is not None, f"{size = } is planned"
+    return schedule.estimate.in_copies(count)
+
+
+def takes_all(own: Estimate, other: Estimate, problem: Problem) -> bool:
+    """Whether the other copy takes every query of the problem that these do."""
+    lengths = problem.lengths
+    longest, most_input = lengths.inputs.max + lengths.outputs.max, lengths.inputs.max
+    if problem.queries is not None:
+        longest = int(problem.queries.reserves.max(initial=1))
+        most_input = int(problem.queries.inputs.max(initial=1))
+    most_encoded = other.longest_input or most_input
+    return other.longest_query >= min(own.longest_query, longest) and (
+        most_encoded >= min(own.longest_input or most_input, most_input))
+
+
+def _row(best: Division, sizes: CopySizes, most_qps: float) -> CopiesTried:
+    """The best division, as it is shown beside equal copies."""
+    found = {size: one for size in sorted(set(best.sizes), reverse=True)
+             if (one := sizes.schedule(size)) is not None}
+    return CopiesTried(
+        replicas=len(best.sizes), devices_per_replica=max(best.sizes), throughput_qps=best.worth,
+        latency_s=max((one.figures.latency_s for one in found.values()), default=None),
+        bound_qps=most_qps, devices=best.sizes, words="; ".join(
+            f"on {size}: {configuration(one.estimate)}" for size, one in found.items()))
+
+
+def _chosen(schedule: Schedule, taken: _Taken, row: CopiesTried, first: Schedule,
+            unseen: Sequence[int]) -> Schedule:
+    """The schedule of the division, told beside that of equal copies. first: of its first copies,
+    whose margin it has. unseen: sizes that were not looked at."""
+    equal, qps = schedule.estimate, taken.estimate.figures.throughput_qps
+    equal_qps, deployment = equal.figures.throughput_qps, equal.deployment
+    bound_qps = max(schedule.proof.bound_qps, row.bound_qps)
+    words = f"{words_of(equal)} on {_counted(deployment.devices_per_replica)}" + (
+        " each" if deployment.replicas > 1 else "")
+    status = schedule.proof.status
+    return schedule.changed(
+        estimate=taken.estimate, bound_qps=bound_qps, gap=bound_qps / qps - 1,
+        status=Status.WITHIN_GAP if status == Status.OPTIMAL else status,
+        margin=first.margin,
+        rejected=(Rejected(label=f"equal copies: {words}", throughput_qps=equal_qps,
+                           latency_s=equal.figures.latency_s, reason=why_not(equal_qps, qps)),
+                  *schedule.rejected),
+        explanation=(
+            f"Copies of unlike sizes, on {sum_of(row.devices)} devices, each with a schedule of "
+            f"its own, answer {qps:.4g} queries/s: {qps / equal_qps - 1:.1%} more than the best "
+            f"equal copies ({words}: {equal_qps:.4g}){taken.job and '; '}{taken.job}. No other "
+            f"division exceeds {row.bound_qps:.4g}{_but_for(unseen)}.",))
+
+
+def _but_for(unseen: Sequence[int]) -> str:
+    """Of which sizes that is not proved."""
+    if not unseen:
+        return ""
+    *others, last = map(str, unseen)
+    sizes = f"{', '.join(others)} and {last}" if others else last
+    return f", but for those with copies on {sizes} devices, which were not looked at"
+
+
+def _counted(devices: int) -> str:
+    return f"{devices} device{'s' * (devices != 1)}"

@@ -1,0 +1,81 @@
+"""Devices divided into parts of several sizes, each worth something: the best division.
+
+    worth   {size: what one part of that size brings}
+    best    max of the sum over all multisets of sizes that fit the devices
+
+Sums are built up device by device (dynamic programming), so that every division counts though few
+are looked at: of n devices and m sizes n m, or n m k for exactly k parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import NamedTuple
+
+
+class Division(NamedTuple):
+    """Sizes of the parts, the largest first, and what they bring together."""
+
+    worth: float
+    sizes: tuple[int, ...]
+
+
+NOTHING = Division(0.0, ())
+
+
+def best_division(worth: Mapping[int, float], devices: int,
+                  parts: int | None = None) -> Division | None:
+    """The best division of at most so many devices into `parts` (None: any number) of sizes that
+    bring something; None where there is none into so many. Of equals the one of fewest parts."""
+    return _of_rooms(worth, devices, parts)[devices]
+
+
+def best_unequal(worth: Mapping[int, float], devices: int,
+                 parts: int | None = None) -> Division | None:
+    """The same over divisions into parts that are not all of one size; None where there is none."""
+    if parts is not None and parts < 2:
+        return None
+    rests, found = _of_rooms(worth, devices, None if parts is None else parts - 2), []
+    for large, small in combinations(_able(worth), 2):
+        left = devices - large - small
+        if left >= 0 and (rest := rests[left]) is not None:
+            found.append(_with(_with(rest, small, worth), large, worth))
+    return _better(found)
+
+
+def sum_of(sizes: Sequence[int]) -> str:
+    """The sizes as a sum: "4 + 3", "5 + 3 x 1"."""
+    counts = {size: sizes.count(size) for size in sorted(set(sizes), reverse=True)}
+    return " + ".join(f"{count} x {size}" if count > 1 else str(size)
+                      for size, count in counts.items())
+
+
+def _of_rooms(worth: Mapping[int, float], devices: int,
+              parts: int | None) -> list[Division | None]:
+    """The best division of 0, 1, ... devices."""
+    able = _able(worth)
+    if parts is None:
+        best: list[Division | None] = [NOTHING]
+        for room in range(1, devices + 1):
+            best.append(_better([best[-1], *(_with(rest, size, worth) for size in able
+                                             if size <= room and (rest := best[room - size]))]))
+        return best
+    best = [NOTHING] * (devices + 1)
+    for _ in range(parts):
+        best = [_better([_with(rest, size, worth) for size in able
+                         if size <= room and (rest := best[room - size]) is not None])
+                for room in range(devices + 1)]
+    return best
+
+
+def _able(worth: Mapping[int, float]) -> list[int]:
+    return sorted((size for size, own in worth.items() if own > 0), reverse=True)
+
+
+def _with(rest: Division, size: int, worth: Mapping[int, float]) -> Division:
+    return Division(rest.worth + worth[size], tuple(sorted((*rest.sizes, size), reverse=True)))
+
+
+def _better(divisions: Sequence[Division | None]) -> Division | None:
+    able = [one for one in divisions if one is not None]
+    return max(able, key=lambda one: (one.worth, -len(one.sizes)), default=None)
