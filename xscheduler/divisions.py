@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import NamedTuple
 
+from xgpt.core.copies import sum_of
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import CopiesTried, Estimate, Rejected, Schedule, Status
@@ -30,7 +31,7 @@ from xscheduler.copy_sizes import CopySizes
 from xscheduler.evaluator import Evaluator
 from xscheduler.job_time import MOST_AGAIN, MOST_REPLAYS, WORTH, is_short, words_of
 from xscheduler.over_copies import CopiesSearch
-from xscheduler.partition import Division, best_division, best_unequal, sum_of
+from xscheduler.partition import Division, best_division, best_unequal
 
 LEAST_SHARE = 0.02  # of all queries: for less nobody is to tell several schedules apart
 TIGHT = 0.75  # of what there would be without a bound: what has less has a tight one

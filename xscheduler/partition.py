@@ -43,13 +43,6 @@ def best_unequal(worth: Mapping[int, float], devices: int,
     return _better(found)
 
 
-def sum_of(sizes: Sequence[int]) -> str:
-    """The sizes as a sum: "4 + 3", "5 + 3 x 1"."""
-    counts = {size: sizes.count(size) for size in sorted(set(sizes), reverse=True)}
-    return " + ".join(f"{count} x {size}" if count > 1 else str(size)
-                      for size, count in counts.items())
-
-
 def _of_rooms(worth: Mapping[int, float], devices: int,
               parts: int | None) -> list[Division | None]:
     """The best division of 0, 1, ... devices."""

@@ -13,6 +13,7 @@ import pytest
 from test_partition import divisions
 from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
 
+from xgpt.core.copies import devices_of_copies, devices_tried, sum_of
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
@@ -25,7 +26,6 @@ from xrunner.rules.routing import deal
 from xscheduler.divisions import LEAST_SHARE, Divider, may_divide, takes_all
 from xscheduler.evaluator import Evaluator
 from xscheduler.over_copies import CopiesSearch
-from xscheduler.partition import sum_of
 from xscheduler.planner import Planner, PlanOptions
 from xscheduler.search import FIRST_GAP
 from xscheduler.spaces.space import Effort
@@ -76,7 +76,7 @@ def test_the_division_chosen_is_the_best_of_all(
                   if all(one in worth for one in sizes)
                   and replicas in (None, len(sizes)))
     found = Planner(problem, roofline_of(problem), OPTIONS).plan()
-    assert found.estimate.copy_devices == expected
+    assert devices_of_copies(found.estimate) == expected
     assert found.figures.throughput_qps > (1 - 2 * FIRST_GAP) * by_hand
     row = next(row for row in found.over_copies if row.devices)
     assert row.devices == expected and row.throughput_qps == found.figures.throughput_qps
@@ -113,10 +113,18 @@ def test_a_tight_bound_divides_six_gpus_into_four_and_two(has_margin: bool) -> N
 def test_nodes_are_divided_alike_and_ranks_fill_one_after_the_other() -> None:
     problem = toy_problem(per_node=5, nodes=2, memory=130e6, latency_s=0.0436)
     found = Planner(problem, roofline_of(problem), OPTIONS).plan()
-    assert found.estimate.copy_devices == (3, 2, 3, 2)
+    assert devices_of_copies(found.estimate) == (3, 2, 3, 2)
     assert ranks_per_node(found.estimate, 5) == 5
     assert all(problem.cluster.node_of(min(replica.ranks)) == problem.cluster.node_of(
         max(replica.ranks)) for replica in replicas_of(found.estimate))
+
+
+def test_two_copies_on_three_ranks_of_a_processor_are_unlike() -> None:
+    problem = toy_problem(per_node=3, kind="cpu", fixed=FixedSchedule(
+        replicas=2, policies=("sarathi",)))
+    found = Planner(problem, roofline_of(problem), OPTIONS).plan()
+    assert devices_of_copies(found.estimate) == (2, 1)
+    assert [devices_tried(row) for row in found.over_copies] == [(1, 1), (2, 1)]
 
 
 def test_whole_nodes_beside_divided_ones() -> None:
@@ -160,7 +168,7 @@ def test_a_short_job_is_divided_where_it_is_done_sooner(num_queries: int) -> Non
     problem = toy_problem(per_node=5, memory=130e6, latency_s=0.0436, num_queries=num_queries)
     planner = Planner(problem, roofline_of(problem), replace(OPTIONS, horizon="job"))
     found, equal = planner.plan(), planner.steady()
-    assert found.estimate.copy_devices == (3, 2) and set(equal.estimate.copy_devices) == {2}
+    assert devices_of_copies(found.estimate) == (3, 2) and set(devices_of_copies(equal.estimate)) == {2}
     own, other = (Evaluator(problem, planner.timing).job(one, 1)
                   for one in (found.estimate, equal.estimate))
     assert own is not None and other is not None and own.wall_s < other.wall_s

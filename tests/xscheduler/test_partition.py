@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from xscheduler.partition import best_division, best_unequal, sum_of
+from xgpt.core.copies import sum_of
+from xscheduler.partition import best_division, best_unequal
 
 
 def divisions(devices: int, most: int | None = None) -> Iterator[tuple[int, ...]]:

@@ -210,12 +210,6 @@ class Estimate:
         return min(room, default=0)
 
     @property
-    def copy_devices(self) -> tuple[int, ...]:
-        """Devices of each copy of all shapes, in the order of their ranks."""
-        return tuple(shape.deployment.devices_per_replica for shape in (self, *self.others)
-                     for _ in range(shape.deployment.replicas))
-
-    @property
     def num_devices(self) -> int:
         """Devices of the copies of all shapes."""
         return sum(shape.deployment.num_devices for shape in (self, *self.others))
@@ -314,11 +308,6 @@ class CopiesTried:
     bound_qps: float
     words: str
     devices: tuple[int, ...] = ()
-
-    @property
-    def copy_devices(self) -> tuple[int, ...]:
-        """Devices of each copy."""
-        return self.devices or (self.devices_per_replica,) * self.replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from xgpt.core.copies import devices_of_copies
 from xgpt.core.job import Job
 from xgpt.core.local import usable_cores
 from xgpt.core.problem import Problem
@@ -75,7 +76,7 @@ def ranks_per_node(estimate: Estimate, devices_per_node: int) -> int | None:
     ones. None where copies of several shapes do not lie so, however many it gets."""
     if estimate.others:
         return next((count for count in range(devices_per_node, 0, -1)
-                     if _is_placed(estimate.copy_devices, count, devices_per_node)), None)
+                     if _is_placed(devices_of_copies(estimate), count, devices_per_node)), None)
     each = estimate.deployment.devices_per_replica
     return max(devices_per_node // each * each, min(each, devices_per_node))
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from xgpt.core.copies import devices_tried, sum_of
 from xgpt.core.lengths import FloatArray, Lengths
 from xgpt.core.schedule import Schedule
 from xgpt.core.units import GIB, format_bytes, format_seconds
@@ -15,7 +16,6 @@ from xgpt.report.lanes import KINDS, Lane, lanes_chart, stage_label, thinned
 from xgpt.report.output import LoggedStep, Output, number
 from xgpt.report.policy_words import controls_cell
 from xgpt.report.queries import QueryColumns, ends_since_first
-from xscheduler.partition import sum_of
 
 _CURVE, _BINS = 200, 60  # points of a curve; spans of time that a stage's work is counted in
 # what xrunner.devices.peak_memory_bytes counts: no measurement of what was predicted
@@ -229,7 +229,7 @@ def choice(schedule: Schedule) -> Chart | None:
         series.insert(1, Series(
             label="the best of so many copies", kind="dots", colour=PALETTE[1],
             x=[one.latency_s for one in tried], y=[one.throughput_qps for one in tried],
-            notes=[f"{sum_of(one.copy_devices)} devices: {one.words}" for one in tried]))
+            notes=[f"{sum_of(devices_tried(one))} devices: {one.words}" for one in tried]))
     marks = [] if math.isinf(bound_s) else [
         Mark(label=f"bound {format_seconds(bound_s)}", at=bound_s, colour="bad", is_dashed=False)]
     return Chart(name="choice", title="The choice", series=series, marks=marks,

@@ -11,6 +11,7 @@ from itertools import zip_longest
 from typing import Any
 
 from xgpt.core.constraint import Bound, Constraint
+from xgpt.core.copies import devices_of_copies, devices_tried, sum_of
 from xgpt.core.schedule import Deployment, Estimate, Rejected, Schedule, Status
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report import words
@@ -18,7 +19,6 @@ from xgpt.report.figures import comparisons, lost_to, lost_to_bound, percent, pl
 from xgpt.report.output import number, text_at
 from xgpt.report.policy_words import controls_line
 from xscheduler.layouts import LAYOUT_NOTE, LAYOUT_ROW
-from xscheduler.partition import sum_of
 from xscheduler.sizes import SIZE_ROW
 
 WIDTH = 80  # of what is written to a file or a pipe, and at most on a terminal
@@ -97,7 +97,7 @@ def copies_table(schedule: Schedule) -> str:
     """What each number of copies of the model comes to; "" where there was one to look at."""
     own, body = schedule.figures.throughput_qps, []
     for row in schedule.over_copies:
-        is_chosen = row.copy_devices == schedule.estimate.copy_devices
+        is_chosen = devices_tried(row) == devices_of_copies(schedule.estimate)
         qps = own if is_chosen else row.throughput_qps
         less = "chosen" if is_chosen else "-" if qps is None else percent(1 - qps / own, 1)
         latency_s = schedule.figures.latency_s if is_chosen else row.latency_s
