@@ -8,7 +8,7 @@ many of the others there is time for."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -92,6 +92,14 @@ class JobWork:
     queries: int
     input_tokens: int
     output_tokens: int
+
+
+def at_best(profile: Profile) -> Profile:
+    """The profile of each point's quickest sample: what others disturbed would make a job look
+    long, and so worth much measuring beside them."""
+    return replace(profile, tables={key: tuple(
+        replace(p, samples_s=(min(p.samples_s),)) for p in points)
+        for key, points in profile.tables.items()})
 
 
 def expected_s(timing: TimingSource, model: ModelSpec, job: JobWork, *, ranks: int,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from xgpt.core import catalog
 from xprofiler.coarse import (
     JobWork,
+    at_best,
     by_worth,
     coarse_points,
     coarse_words,
@@ -111,3 +112,9 @@ def test_what_a_job_takes_is_expected_from_what_was_measured() -> None:
         40_000 / 2080 * float(timing.operator_s(Operator.LAYER_REST, 2080))
         + 400 * float(timing.operator_s(Operator.ENCODE_ATTENTION, 100, 4)))
     assert alone == pytest.approx(steps_s + inputs_s)
+    disturbed = replace(profile, tables={key: tuple(
+        replace(p, samples_s=(*p.samples_s, 5 * p.median_s, 9 * p.median_s)) for p in points)
+        for key, points in profile.tables.items()})
+    seen, best = ProfileTiming(disturbed), ProfileTiming(at_best(disturbed))
+    assert expected_s(best, DECODER, job, ranks=1, degree=1) == pytest.approx(alone)
+    assert expected_s(seen, DECODER, job, ranks=1, degree=1) == pytest.approx(5 * alone)

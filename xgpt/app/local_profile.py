@@ -69,6 +69,11 @@ class WantedProfile:
     share: float  # of the job's time, for measuring more than the least; infinite: all it may use
     captures: bool = True  # decode steps on GPUs, as a run of the job does
 
+    def is_lacked_by(self, profile: Profile) -> bool:
+        """Whether the profile has too little to plan with."""
+        return any(lacks(profile, degree, self.points, self.own,
+                         is_coarse=math.isfinite(self.share)) for degree in self.degrees)
+
     @property
     def points(self) -> list[Point]:
         """What is measured in any case."""
@@ -130,7 +135,7 @@ def quick_profile(wanted: WantedProfile, tell: Teller) -> Profile:
     Raises StoppedEarly as `local_profile`."""
     def is_enough(profile: Profile) -> bool:
         points = wanted.points
-        if any(lacks(profile, degree, points, wanted.own) for degree in wanted.degrees):
+        if wanted.is_lacked_by(profile):
             return False
         if profile.learned:  # runs have told what its times are worth
             return True

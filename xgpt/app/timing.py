@@ -11,7 +11,7 @@ from xgpt.app.local_profile import (
 )
 from xgpt.app.opened import OpenedJob
 from xgpt.app.profile_identity import profile_metadata, why_no_operators
-from xgpt.app.profile_worth import lacks, quick_cost_s
+from xgpt.app.profile_worth import quick_cost_s
 from xgpt.app.telling import told_while
 from xgpt.core.errors import InputError, Mistake, XgptError
 from xgpt.core.local import why_no_torch
@@ -76,7 +76,7 @@ def is_timed(opened: OpenedJob) -> bool:
         profile = load_profile(cached_profile_path(cache_dir() / "profiles", wanted.metadata))
     except InputError:
         return False
-    return not any(lacks(profile, degree, wanted.points, wanted.own) for degree in wanted.degrees)
+    return not wanted.is_lacked_by(profile)
 
 
 def timing_cost_s(opened: OpenedJob, timing: TimingSource) -> float:

@@ -23,7 +23,7 @@ import torch
 from xgpt.core.errors import XgptError
 from xgpt.core.lifeline import all_imported
 from xgpt.core.model import ModelSpec, model_from_dict
-from xprofiler.coarse import by_worth, coarse_points, left_to_shape
+from xprofiler.coarse import at_best, by_worth, coarse_points, left_to_shape
 from xprofiler.measure.bench import (
     DRAWN,
     GREEDY,
@@ -210,7 +210,8 @@ class Measuring:
                         share: float) -> bool:
         """False when asked to stop."""
         def timing() -> ProfileTiming:  # what is known by then
-            return ProfileTiming(self._recorder.profile(spent_s=0.0, host_s=self._host_s))
+            known = self._recorder.profile(spent_s=0.0, host_s=self._host_s)
+            return ProfileTiming(at_best(known))
 
         for point in points:
             if self._is_stopped():

@@ -130,7 +130,8 @@ def test_a_job_begins_with_few_points_and_later_ones_add_to_them(
 
 def few(wanted: WantedProfile, **changes: object) -> WantedProfile:
     """For a job of so little work that it is worth no more than the least points."""
-    return replace(wanted, share=0.1, own=replace(wanted.own, queries=33, tokens=600), **{
+    return replace(wanted, **{  # type: ignore[arg-type]
+        "share": 0.1, "own": replace(wanted.own, queries=33, tokens=600),
         "job": JobWork(queries=33, input_tokens=660, output_tokens=300), **changes})
 
 
@@ -147,6 +148,10 @@ def test_a_job_shorter_than_its_measuring_starts_with_the_least_points(
     errors = timing.table_errors()
     assert errors[TableKey("layer_rest")].is_brief
     assert errors[TableKey("layer_rest")].interpolation >= 0.1
+
+    smaller = few(wanted, own=replace(short.own, input_tokens=15, queries=5, tokens=75))
+    assert set(coarse_points(TOY, smaller.needs, smaller.own)) - set(least), "in between"
+    assert quick_profile(smaller, Kept()) == coarse and set(measured) == set(least)
 
     quick = quick_profile(replace(short, share=math.inf), Kept())
     assert set(measured) == set(quick_points(TOY, short.needs, short.own))
