@@ -203,7 +203,9 @@ def _figures(ranks: Sequence[RankReport]) -> dict[str, Any]:
     """The figures of one rank, or of a stage's together. Of what went from one pool to the other
     the seconds are known to who sends."""
     first = ranks[0]
-    figures = {"busy_s": max(r.busy_s for r in ranks), "load_s": max(r.load_s for r in ranks),
+    known_s = [r.host_s for r in ranks if r.host_s is not None]
+    figures = {"busy_s": max(r.busy_s for r in ranks), "host_s": max(known_s, default=None),
+               "load_s": max(r.load_s for r in ranks),
                "bytes_read": sum(r.bytes_read for r in ranks),
                "rows_compacted": first.rows_compacted,
                "peak_memory_bytes": max(r.peak_memory_bytes for r in ranks),

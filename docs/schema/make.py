@@ -113,7 +113,9 @@ OPENAI_ERROR = of_keys({
 ROLE = {"enum": ["both", "encode", "decode"]}
 PLACE = {"stage": whole("its number, over all replicas"),
          "replica": whole("of the model, from 0"), "pool": text("its pool"), "role": ROLE}
-WORK = {"busy_s": number("at work"), "load_s": number("to load the model's part"),
+WORK = {"busy_s": number("at work"),
+        "host_s": or_none(number("of these, besides what the model computed")),
+        "load_s": number("to load the model's part"),
         "bytes_read": whole("of the model"), "rows_compacted": whole("moved in the cache"),
         "peak_memory_bytes": whole("most that was in use"),
         "kv_bytes": whole("set aside on each rank for KV entries"),

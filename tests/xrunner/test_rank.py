@@ -71,11 +71,12 @@ def test_the_queries_times_are_told_by_their_percentiles(tmp_path: Path) -> None
 
 def test_a_stage_is_as_busy_as_its_busiest_rank_and_reads_what_its_ranks_read(
         tmp_path: Path) -> None:
-    write(tmp_path, [report(0, 0), report(1, 0, late_s=0.1), report(2, 1)])
+    write(tmp_path, [replace(report(0, 0), host_s=0.25), report(1, 0, late_s=0.1), report(2, 1)])
     measured = json.loads((tmp_path / "measured.json").read_text())
     stages, ranks = measured["stages"], measured["ranks"]
     assert [(s["stage"], s["ranks"]) for s in stages] == [(0, [0, 1]), (1, [2])]
     assert [s["busy_s"] for s in stages] == [2.0, 3.0]
+    assert [s["host_s"] for s in stages] == [0.25, None], "of a GPU nobody knows"
     assert [s["bytes_read"] for s in stages] == [200, 100]
     assert sum(s["bytes_read"] for s in stages) == measured["loaded_bytes"] == sum(
         r["bytes_read"] for r in ranks)

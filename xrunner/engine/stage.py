@@ -89,7 +89,7 @@ class StageExecutor:
         for seat in message.freed:
             self.groups[seat.group].give_up(seat.slot)
         if message.removed:
-            self.rows_compacted += group.remove(message.removed)
+            self.rows_compacted += self.records.computed(group.remove, message.removed)
         if message.spans or message.resting or message.replaced:
             queries, out, sizes = self._mix(group, message, inputs)
         elif message.kind is StepKind.ENCODE:
@@ -114,8 +114,8 @@ class StageExecutor:
         own = self.groups[group]
         first, lengths, message = own.pending.popleft()
         assert isinstance(self.model, EncoderDecoderStage), f"{self.model.spec.family = }"
-        self.model.store_encoded(on_device(encoded, self.model.device), own.encoded.layers, first,
-                                 lengths)
+        self.records.computed(self.model.store_encoded, on_device(encoded, self.model.device),
+                              own.encoded.layers, first, lengths)
         self._record("cross_kv", message, len(lengths), len(encoded))
         self.records.settle()
 
@@ -139,25 +139,27 @@ class StageExecutor:
             tails = lengths
         step = encode_context(whole_inputs(lengths, first), inputs.device, group.cache.room_for([]),
                               tails)
-        hidden = self.model.encode(inputs, group.cache.layers, step, ends_only=self.model.is_last)
+        hidden = self.records.computed(self.model.encode, inputs, group.cache.layers, step,
+                                       ends_only=self.model.is_last)
         if self.sender is not None:
             self.sender.hand_over(message, group.cache, first)
         if not self.model.is_last:
             return hidden
         if pooled:
-            return embeddings(self.model, hidden, pooled, lengths)
+            return self.records.computed(embeddings, self.model, hidden, pooled, lengths)
         if tails:
-            return scored_tokens(self.model, hidden, choices)
+            return self.records.computed(scored_tokens, self.model, hidden, choices)
         return self._sample(group, hidden, range(first, first + len(lengths)), lengths)
 
     def _encode_apart(self, model: EncoderDecoderStage, group: StageGroup, new: Pending,
                       inputs: Tensor) -> Tensor:
-        hidden = model.encode(inputs, new.lengths)
+        hidden = self.records.computed(model.encode, inputs, new.lengths)
         if not model.layers:  # the decode pool's ranks look at the encoder's output
             if self.sender is not None and model.is_last:
                 self.sender.hand_over_encoded(new.message, hidden)
         elif model.is_last:
-            model.store_encoded(hidden, group.encoded.layers, new.first, new.lengths)
+            self.records.computed(model.store_encoded, hidden, group.encoded.layers, new.first,
+                                  new.lengths)
         else:
             group.pending.append(new)
         return hidden
@@ -174,11 +176,12 @@ class StageExecutor:
             assert not group.pending, f"{message.group = } decodes inputs that are not encoded"
             encoded = group.encoded
             across = decode_context(encoded.lengths, device=inputs.device)
-            hidden = model.decode(inputs, cache.layers, encoded.layers, step, across)
+            hidden = self.records.computed(model.decode, inputs, cache.layers, encoded.layers, step,
+                                           across)
         elif group.graphs is not None:
-            hidden = group.graphs.decode(inputs, step)
+            hidden = self.records.computed(group.graphs.decode, inputs, step)
         else:
-            hidden = model.decode(inputs, cache.layers, step)
+            hidden = self.records.computed(model.decode, inputs, cache.layers, step)
         cache.extend()
         if not model.is_last:
             return hidden
@@ -200,9 +203,9 @@ class StageExecutor:
         step = decode_context(lengths, decoding, inputs.device, table) if decoding else None
         if step is not None and group.last_tokens is not None:
             inputs = group.last_tokens.fed(inputs, step)
-        hidden = model.mixed(inputs, cache.layers, step,
-                             encode_context(spans, inputs.device, table) if spans else None,
-                             ends_only=model.is_last)
+        encoded = encode_context(spans, inputs.device, table) if spans else None
+        hidden = self.records.computed(model.mixed, inputs, cache.layers, step, encoded,
+                                       ends_only=model.is_last)
         for slot in decoding:
             cache.grow(slot)
         sizes = decoded_sizes([cache.lengths[slot] for slot in decoding])._replace(
@@ -227,7 +230,8 @@ class StageExecutor:
         first, lengths = group.join(message.joined)
         if isinstance(self.model, EncoderDecoderStage):
             encoded = on_device(receiver.encoded(queries), self.model.device)
-            self.model.store_encoded(encoded, group.encoded.layers, first, lengths)
+            self.records.computed(self.model.store_encoded, encoded, group.encoded.layers, first,
+                                  lengths)
             return
         for slot, query in enumerate(queries, start=first):
             receiver.put_into(group.cache, slot, query)
@@ -235,7 +239,7 @@ class StageExecutor:
     def _sample(self, group: StageGroup, hidden: Tensor, slots: Sequence[int],
                 positions: Sequence[int]) -> Tensor | None:
         """The next token of the query in each of these slots of the group."""
-        tokens = tokens_of_slots(self.model, group, hidden, slots, positions)
+        tokens = self.records.computed(tokens_of_slots, self.model, group, hidden, slots, positions)
         if tokens is not None and group.last_tokens is not None:
             group.last_tokens.keep(slots, tokens[:len(slots)])
         return tokens
