@@ -61,6 +61,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+    gc.set_threshold(20_000)  # garbage of tests is not worth a look after every 700 objects
 
 
 @pytest.hookimpl(trylast=True)  # of what -m and -k leave
