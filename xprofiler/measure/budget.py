@@ -4,9 +4,10 @@ import math
 from collections.abc import Callable, Mapping
 
 from xgpt.core.model import ModelSpec
-from xprofiler.coarse import START_S, JobWork, expected_s
-from xprofiler.points import Kind, Point
-from xprofiler.timing import TimingSource
+from xprofiler.coarse import START_S, JobWork, at_best, expected_s
+from xprofiler.points import OWN_TABLE, Kind, Point
+from xprofiler.profile import Profile
+from xprofiler.profile_timing import ProfileTiming
 
 LEAST_LAYERS, _MOST_LAYERS = 2, 6  # of a quick profile's steps
 _QUICK_ROWS = 4200  # rows times layers of an encode step that is taken for its rows
@@ -20,12 +21,22 @@ class Budget:
         self._share, self._job, self._model = share, job, model
         self._seconds = math.inf if math.isinf(share) else math.nan
 
-    def seconds(self, timing: Callable[[], TimingSource], ranks: int, degree: int) -> float:
-        """Of measuring, without the start. `timing`: what is known when it is first asked for."""
+    def seconds(self, known: Callable[[], Profile], ranks: int, degree: int) -> float:
+        """Of measuring, without the start. `known`: what was measured when it is first asked for.
+        Nothing where others were at work beside most of that: a job would look long, and be worth
+        much measuring of what tells of them."""
         if math.isnan(self._seconds):
-            self._seconds = self._share * expected_s(
-                timing(), self._model, JobWork(**self._job), ranks=ranks, degree=degree) - START_S
+            profile = known()
+            self._seconds = 0.0 if _is_disturbed(profile) else self._share * expected_s(
+                ProfileTiming(at_best(profile)), self._model, JobWork(**self._job), ranks=ranks,
+                degree=degree) - START_S
         return self._seconds
+
+
+def _is_disturbed(profile: Profile) -> bool:
+    names = {operator.value for operator in OWN_TABLE.values()}
+    points = [p for key, table in profile.tables.items() if key.name in names for p in table]
+    return 2 * sum(p.is_disturbed for p in points) > len(points)
 
 
 def rows_layers(rows: int) -> int:

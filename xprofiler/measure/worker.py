@@ -23,7 +23,7 @@ import torch
 from xgpt.core.errors import XgptError
 from xgpt.core.lifeline import all_imported
 from xgpt.core.model import ModelSpec, model_from_dict
-from xprofiler.coarse import at_best, by_worth, coarse_points, left_to_shape
+from xprofiler.coarse import by_worth, coarse_points, left_to_shape
 from xprofiler.measure.bench import (
     DRAWN,
     GREEDY,
@@ -60,7 +60,6 @@ from xprofiler.profile import (
     TableKey,
 )
 from xprofiler.profile_file import load_profile, save_profile
-from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import Operator
 from xrunner.devices import has_own_gpu_each
 from xrunner.engine.graphs import CudaCapture
@@ -209,9 +208,8 @@ class Measuring:
     def _measure_degree(self, bench: Bench, degree: int, points: Sequence[Point],
                         share: float) -> bool:
         """False when asked to stop."""
-        def timing() -> ProfileTiming:  # what is known by then
-            known = self._recorder.profile(spent_s=0.0, host_s=self._host_s)
-            return ProfileTiming(at_best(known))
+        def known() -> Profile:  # by then
+            return self._recorder.profile(spent_s=0.0, host_s=self._host_s)
 
         for point in points:
             if self._is_stopped():
@@ -222,7 +220,7 @@ class Measuring:
                 pace = self._worked_s / max(self._done, 1.0)  # of the points so far
                 after_s = time.monotonic() - self.begin_s + pace * self._effort(point)
                 if not self._ranks.agree(after_s <= share * self._budget.seconds(
-                        timing, self._known.metadata.ranks, degree)):
+                        known, self._known.metadata.ranks, degree)):
                     return True
             begin_s = time.monotonic()
             self._measure(bench, degree, point)

@@ -185,6 +185,20 @@ def test_the_longer_a_job_the_more_points_it_is_worth(
     assert short < longer < long == len(quick_points(TOY, wanted.needs, few(wanted).own))
 
 
+def test_beside_others_no_more_than_the_least_is_measured(
+        wanted: WantedProfile, measured: Counter[Point], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xprofiler.measure.budget.expected_s", lambda *_, **__: 1e6)
+    monkeypatch.setattr("xprofiler.measure.disturbance.missing_share", lambda *_: 0.5)
+    monkeypatch.setattr(app, "QUICK_PATIENCE_S", 0.0)
+    quick_profile(few(wanted), LogTeller())
+    least = set(coarse_points(TOY, wanted.needs, few(wanted).own))
+    assert set(measured) == least
+    monkeypatch.setattr("xprofiler.measure.disturbance.missing_share", lambda *_: 0.0)
+    quick_profile(few(wanted, own=replace(wanted.own, queries=33, tokens=700, input_tokens=90)),
+                  LogTeller())
+    assert len(measured) > len(least) + 2, "of a job so long"
+
+
 def test_what_runs_took_against_few_points_is_not_said_of_more(
         wanted: WantedProfile, measured: Counter[Point]) -> None:
     quick_profile(few(wanted), LogTeller())
