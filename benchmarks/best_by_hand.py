@@ -5,8 +5,8 @@
 For every problem of hand_problems.py: the schedule that `xgpt schedule --horizon steady` chooses,
 beside the best of
 - any policy at its best, as `xgpt simulate --baselines` finds it (RRA and WAA by their search, all
-  others by a grid and every neighbour of its best points), on the whole cluster and as any number
-  of equal copies of a smaller part of it;
+  others by a grid and every neighbour of its best points), on the whole cluster, as any number of
+  equal copies of a smaller part of it, and, on one node, as copies on unlike numbers of devices;
 - 2,000 configurations drawn at random: the number of copies, the policy, the tensor plan, and every
   control variable, sizes evenly over their logarithms.
 All by the same times (the roofline's) and closed forms, all without a margin. Seconds are the
@@ -32,8 +32,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from closed_form_speed import cpu
-from hand_problems import SCENARIOS, HandScenario, copies
+from hand_problems import SCENARIOS, HandScenario, copies, other_sizes
 
+from xgpt.core.copies import devices_of_copies, sum_of
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.policies import policies, policy
@@ -42,6 +43,7 @@ from xgpt.core.schedule import Schedule
 from xgpt.report.policy_words import controls_cell
 from xprofiler.roofline import Roofline
 from xscheduler.admissible import Limits, admissible
+from xscheduler.partition import best_unequal
 from xscheduler.planner import Planner, PlanOptions
 from xscheduler.search import GAP, Scheduler
 from xscheduler.spaces.grid import MOST_QUERIES, QuicklyBounded, best
@@ -249,9 +251,11 @@ def kept_by_hand(scenario: HandScenario, path: Path | None) -> list[tuple[Found,
     bounds, timing = scenario.bounds(), scenario.timing()
     parts = [part for count, problem in copies(scenario.problem())
              if (part := ByHand(count, problem, timing)).plans]
+    unlike = [part for problem in other_sizes(scenario.problem())
+              if (part := ByHand(1, problem, timing)).plans]
     pieces: dict[str, Callable[[], Any]] = {
-        f"{scenario.name}: {part.count} under {_seconds(bound_s)}": partial(part.best, bound_s)
-        for part in parts for bound_s in bounds}
+        f"{name} under {_seconds(bound_s)}": partial(part.best, bound_s)
+        for name, part in _named(scenario, parts, unlike) for bound_s in bounds}
     drawn = f"{scenario.name}: drawn"
     pieces[drawn] = lambda: [Drawn(parts, timing, np.random.default_rng(_SEED)).best(bound_s)
                              for bound_s in bounds]
@@ -262,9 +266,32 @@ def kept_by_hand(scenario: HandScenario, path: Path | None) -> list[tuple[Found,
             kept = {**_kept(path), **kept, name: found}
             if path is not None:
                 path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-    return [(max(Found(*kept[f"{scenario.name}: {part.count} under {_seconds(bound_s)}"])
-                 for part in parts), Found(*kept[drawn][place]))
-            for place, bound_s in enumerate(bounds)]
+    rows = []
+    for place, bound_s in enumerate(bounds):
+        found = [(part, Found(*kept[f"{name} under {_seconds(bound_s)}"]))
+                 for name, part in _named(scenario, parts, unlike)]
+        equal = (one for part, one in found if part in parts)
+        rows.append((max([*equal, divided(scenario, found)]), Found(*kept[drawn][place])))
+    return rows
+
+
+def divided(scenario: HandScenario, found: Sequence[tuple[ByHand, Found]]) -> Found:
+    """The best of copies on unlike numbers of devices of one node, by the best of each."""
+    if scenario.nodes > 1:
+        return NOTHING
+    each = {part.problem.cluster.num_devices: Found(one.throughput_qps / part.count, one.words)
+            for part, one in found}
+    best = best_unequal({size: one.throughput_qps for size, one in each.items()}, scenario.per_node)
+    return NOTHING if best is None else Found(best.worth, "; ".join(
+        f"{best.sizes.count(size)} on {size}: {each[size].words.rpartition(' copies of ')[2]}"
+        for size in dict.fromkeys(best.sizes)))
+
+
+def _named(scenario: HandScenario, parts: Sequence[ByHand],
+           unlike: Sequence[ByHand]) -> list[tuple[str, ByHand]]:
+    """Each part by the name that its results are kept under."""
+    return [*((f"{scenario.name}: {part.count}", part) for part in parts),
+            *((f"{scenario.name}: on {part.problem.cluster.num_devices}", part) for part in unlike)]
 
 
 def _kept(path: Path | None) -> dict[str, Any]:
@@ -283,8 +310,9 @@ def rows_of(scenario: HandScenario, hand: Path | None = None) -> list[Row]:
             scenario=scenario.name, bound_s=bound_s, search_s=search_s, margin_s=margin_s,
             planned=None if found is None else Found(
                 found.figures.throughput_qps, words_of(found)),
-            bound_qps=0.0 if found is None else found.proof.bound_qps, by_hand=by_hand,
-            drawn=drawn))
+            bound_qps=0.0 if found is None else max(
+                found.proof.bound_qps, *(one.bound_qps for one in found.over_copies), 0.0),
+            by_hand=by_hand, drawn=drawn))
         print(line_of(rows[-1]), flush=True)
     return rows
 
@@ -295,7 +323,7 @@ def planned(problem: Problem, timing: Roofline, *,
     began = time.process_time()
     try:
         found: Schedule | None = Planner(problem, timing, PlanOptions(
-            horizon="steady", has_margin=has_margin)).steady()
+            horizon="steady", has_margin=has_margin)).plan()
     except InfeasibleError:
         found = None
     return found, time.process_time() - began
@@ -304,6 +332,9 @@ def planned(problem: Problem, timing: Roofline, *,
 def words_of(schedule: Schedule) -> str:
     count = getattr(schedule.deployment, "replicas", 1)
     one = f"{policy(schedule.estimate.policy).title}: {controls_cell(schedule.estimate)}"
+    if others := schedule.estimate.others:
+        return "; ".join([f"{sum_of(devices_of_copies(schedule.estimate))} devices: {one}", *(
+            f"{policy(other.policy).title}: {controls_cell(other)}" for other in others)])
     return one if count == 1 else f"{count} copies of {one}"
 
 

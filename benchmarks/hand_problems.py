@@ -120,3 +120,12 @@ def copies(problem: Problem) -> list[tuple[int, Problem]]:
     most = dict(sorted(found, key=lambda pair: pair[1].num_devices))
     return [(number, replace(problem, cluster=part)) for number, part in sorted(most.items())]
 
+
+def other_sizes(problem: Problem) -> list[Problem]:
+    """What one copy on so many devices of one node has, for every number that no equal copies
+    have: copies on unlike numbers of devices may."""
+    cluster = problem.cluster
+    known = {part.cluster.num_devices for _, part in copies(problem)}
+    return [replace(problem, cluster=cluster.with_nodes(num_nodes=1, devices_per_node=size))
+            for size in range(1, cluster.devices_per_node if cluster.num_nodes == 1 else 0)
+            if size not in known]

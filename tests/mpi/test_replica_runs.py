@@ -23,11 +23,13 @@ from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 from replayed import problem_of, replayed_steps  # noqa: E402
 
 from xgpt.app.opened import open_file  # noqa: E402
+from xgpt.core.copies import devices_of_copies  # noqa: E402
 from xgpt.core.job import LEAST_TOKENS  # noqa: E402
 from xgpt.core.queries import QueryLengths  # noqa: E402
 from xgpt.core.schedule_file import load_schedule  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.rules.windows import window_of  # noqa: E402
+from xscheduler.planner import Planner, PlanOptions  # noqa: E402
 from xsimulator.policies import make_policy  # noqa: E402
 from xsimulator.policies.continuous.config import ContinuousConfig  # noqa: E402
 from xsimulator.policies.rra.config import RraConfig  # noqa: E402
@@ -124,6 +126,34 @@ def test_a_copy_of_two_ranks_beside_one_of_one(llama: tuple[Path, Any], tmp_path
             (step.kind.value, step.phase, step.iteration, encoded + decoded)
             for step, encoded, decoded in zip(pool.steps, pool.encoded.tolist(),
                                               pool.decoded.tolist(), strict=True)]
+
+
+@pytest.mark.slow  # test_divisions.py plans for three ranks of a processor
+def test_copies_that_the_planner_makes_unlike(llama: tuple[Path, Any], tmp_path: Path) -> None:
+    """Two copies on three ranks: the planner's own schedules of a pipeline and of a single rank."""
+    directory, reference = llama
+    queries, out = toys.random_queries(60, seed=8), tmp_path / "out"
+    answers = {q.id: toys.generate(reference, q) for q in queries}
+    problem = problem_of(directory, np.array([[len(q.input_ids), len(answers[q.id])]
+                                              for q in queries]), 3)
+    slow = replace(problem.cluster.device, bandwidth_bytes_per_s=1e7)  # so that a pipeline pays
+    timing = Roofline(problem.model, slow, "float32")
+    schedule = Planner(replace(
+        problem, cluster=problem.cluster.with_nodes(device=slow), fixed=replace(
+            problem.fixed, replicas=2)), timing,
+                       PlanOptions(horizon="steady", has_margin=False)).plan()
+    assert devices_of_copies(schedule.estimate) == (2, 1)
+    roomy = [shape.changed(kv_tokens=max(shape.deployment.kv_tokens, 20_000))
+             for shape in schedule.estimate.shapes]
+    out.mkdir()
+    given(roomy[0].beside(tuple(roomy[1:])), problem, out / "schedule.json")
+    run(directory, out, as_requests(queries), ranks=3)
+
+    results = read_lines(out / "results.jsonl")
+    assert {r["id"]: r["output_ids"] for r in results} == answers and len(results) == 60
+    assert {r["replica"] for r in results} == {0, 1}
+    measured = json.loads((out / "measured.json").read_text())
+    assert sorted(rank for s in measured["stages"] for rank in s["ranks"]) == [0, 1, 2]
 
 
 @pytest.mark.slow
