@@ -45,6 +45,8 @@ CHUNKED = "waa-m"  # whose chunks are searched where both ways of dividing devic
 # Divisions that boxes with chunks are bounded for in one search, times the devices that they
 # divide: what is spent on a large cluster is to be no more than on a node.
 CHUNKED_WORK = 8_000
+# On more devices a quarter of it: on 64 no gap was narrower for the rest of it.
+MANY_DEVICES = 48
 WORK_SHARE = 0.25  # of what is left, spent before other boxes have their turn again
 LEFT = "chunks left open: their bounds cost much"
 IMMODEST = "chunks hold more than is encoded in an iteration"  # why a box is not looked into
@@ -69,7 +71,6 @@ class WaaSpace:
         self.splits = [waa.split(plan.tp_degree, plan.tp_gpus) for plan in self.plans]
         self.limits = Limits.of(problem.constraint, queries=problem.num_queries or math.inf)
         self._known: dict[tuple[int, ...], tuple[float, float, Limit]] = {}
-        self._work: dict[float, list[float]] = {}  # what is left, by latency bound
         self.chunks = _chunks_of(name, problem)
 
     @property
@@ -78,9 +79,10 @@ class WaaSpace:
 
     def examiner(self, latency_bound_s: float, gap: float, floor_qps: float, *,
                  keeps_gap: bool = False) -> WaaExaminer:
-        left = [math.inf] if keeps_gap else self._work.setdefault(
-            latency_bound_s, [CHUNKED_WORK / self.problem.cluster.num_devices])
-        return WaaExaminer(self, latency_bound_s, gap=gap, floor_qps=floor_qps, work=left)
+        devices = self.problem.cluster.num_devices
+        return WaaExaminer(self, latency_bound_s, gap=gap, floor_qps=floor_qps,
+                           work=math.inf if keeps_gap else CHUNKED_WORK / devices / (
+                               1 if devices <= MANY_DEVICES else 4))
 
     def best_known(self, latency_bound_s: float) -> tuple[float, int, tuple[int, ...]] | None:
         """(throughput, plan, point) of the best admissible point that was evaluated so far."""
@@ -151,12 +153,11 @@ class WaaExaminer:
     """Examines boxes under one latency bound."""
 
     def __init__(self, space: WaaSpace, latency_bound_s: float, *, gap: float,
-                 floor_qps: float, work: list[float] | None = None) -> None:
+                 floor_qps: float, work: float = math.inf) -> None:
         """`floor_qps`: throughput found elsewhere; what is no better is not looked into. `work`:
-        one number, the divisions that boxes with chunks are yet bounded for, which costs far more
-        than of others; searches under one bound share it."""
+        divisions that boxes with chunks are bounded for, which costs far more than of others."""
         self._space, self._bound_s, self._gap = space, latency_bound_s, gap
-        self._best_qps, self._work = floor_qps, work or [math.inf]
+        self._best_qps, self._work = floor_qps, work
         self._glanced_at: set[int] = set()  # roots with chunks
         self._largest: dict[int, int] = {}  # by plan: encode_batch within the bound
         # an encoder-decoder model's first token is decoded, too
@@ -206,7 +207,7 @@ class WaaExaminer:
         limit, latency, stretch = self._quick(boxes)
         is_refused, space = beyond_range(stretch), self._space
         results: list[NodeResult | None] = [None] * len(boxes)
-        share = WORK_SHARE * self._work[0]
+        share = WORK_SHARE * self._work
         for place, (has_chunks, rows) in enumerate(self._in_turn(boxes, limit)):
             left = []
             for row in rows.tolist():
@@ -221,7 +222,7 @@ class WaaExaminer:
                                               is_settled=False, reason="")
                 elif has_chunks and (share <= 0 or self._is_first_glance(box)):
                     results[row] = NodeResult(upper_bound=float(limit[row]), box=box, reason=LEFT,
-                                              is_settled=self._work[0] < 1, is_glance=True)
+                                              is_settled=self._work < 1, is_glance=True)
                 else:
                     left.append(row)
             before = space.bounds.work
@@ -229,8 +230,7 @@ class WaaExaminer:
                                 else 1) if left else []
             if has_chunks:
                 spent = space.bounds.work - before
-                share -= spent
-                self._work[0] -= spent
+                share, self._work = share - spent, self._work - spent
             for row, result in zip(left, own, strict=True):
                 results[row] = result
         return [result for result in results if result is not None]

@@ -37,7 +37,7 @@ from xsimulator.policies.waa.config import WaaBoxes
 from xsimulator.policies.waa.pool_times import ROWS_RATIO, PoolTimes
 
 TOLERANCE = 0.01  # of throughput and time: as xsimulator.policies.rra.chunk_bounds
-_STEPS = 3  # towards the fewest that decode
+_STEPS = 5  # towards the fewest that decode
 
 
 class ChunkLimits(NamedTuple):
