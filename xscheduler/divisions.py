@@ -34,7 +34,7 @@ from xscheduler.over_copies import CopiesSearch
 from xscheduler.partition import Division, best_division, best_unequal
 
 LEAST_SHARE = 0.02  # of all queries: for less nobody is to tell several schedules apart
-TIGHT = 0.75  # of what there would be without a bound: what has less has a tight one
+TIGHT = 0.6  # of what there would be without a bound: what has less has a tight one
 SHOWN = 0.9  # of the schedule's throughput: the best division that has less gets no line
 MOST_SETTLED = 6  # sizes planned as they would be used, with their margins
 MOST_GLANCED = 0.5  # of the configurations that the search over equal copies evaluated
