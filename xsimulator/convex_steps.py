@@ -38,12 +38,20 @@ class ConvexTimes:
             self._sizes, self._seconds = np.ones(1), np.zeros(1)
         nodes = np.arange(0, len(self._sizes), AN_OCTAVE // 2)
         slopes = np.diff(self._seconds[nodes]) / np.diff(self._sizes[nodes])
-        self._slopes = np.unique(np.append(slopes, 0.0))
-        self._offsets = (self._seconds - self._slopes[:, None] * self._sizes).min(axis=1)
+        slopes = np.unique(np.append(slopes, 0.0))
+        offsets = (self._seconds - slopes[:, None] * self._sizes).min(axis=1)
+        # the others are of dips: beyond the sizes looked at they would be above the times
+        is_below = offsets >= 0
+        self._slopes, self._offsets = slopes[is_below], offsets[is_below]
 
     def mean_s(self, sizes: FloatArray) -> FloatArray:
         """Seconds that steps of `sizes` in the mean take in the mean, at least."""
         return np.asarray((self._offsets + self._slopes * sizes[..., None]).max(axis=-1))
+
+    def whole_s(self, size: FloatArray, pieces: FloatArray) -> FloatArray:
+        """Seconds that `size` takes in so many pieces or more, at least."""
+        whole = self._slopes * size[..., None]
+        return np.asarray((self._offsets * pieces[..., None] + whole).max(axis=-1))
 
     def rate_s(self, largest: FloatArray) -> FloatArray:
         """Seconds a row takes in steps of `largest` rows at most, at least."""

@@ -77,6 +77,37 @@ def test_no_point_is_better_than_its_line_s_bound(toy, times, policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("toy", ["fast", "long outputs"])
+def test_few_queries_at_a_time_are_bounded_closely(toy, policy):
+    problem = toy_problem(num_queries=MOST, **TOYS[toy])
+    timing = roofline_of(problem)
+    space = ContinuousSpace(policy, problem, timing, tensor_plans(problem, timing))
+    points = [point for _, keys in points_of(space) for point in space.evaluate(keys)
+              if not point.limit and point.throughput_qps > 0]
+    least_s = min(point.latency_s for point in points)
+    # budgets are looked at in one line with those of a few tokens more
+    limit, _ = space.limits((0.95 if policy == "orca" else 0.88) * least_s)
+    assert not limit.any()
+    limit, _ = space.limits(least_s)
+    assert limit.any()
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [((2000.0, 900.0, 4000), (5.0, 2.0, 12)),
+                                                 ((900.0, 100.0, 1500), (34.0, 9.0, 60)),
+                                                 ((30.0, 5.0, 60), (1.0, 0.0, 1))])
+def test_sarathi_works_no_more_tokens_than_its_steps_have_room_for(inputs, outputs):
+    problem = toy_problem(num_queries=MOST, inputs=inputs, outputs=outputs, memory=2e9)
+    timing = roofline_of(problem)
+    space = ContinuousSpace("sarathi", problem, timing, tensor_plans(problem, timing))
+    lengths = problem.lengths
+    each = lengths.inputs.mean + max(lengths.outputs.mean - 1, 0.0)
+    keys = [(0, active, budget) for active in (1, 8, 60) for budget in (24, 63, 130)]
+    loads = [held.load for key in keys for held in space.form._held([space.config(key[0], key[1:])])]
+    for (_, active, budget), load in zip(keys, loads, strict=True):
+        assert 0 < load.per_step[0] * each <= budget * (1 + 1e-9), f"{active = } {budget = }"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("toy", ["tight memory", *(pytest.param(
     toy, marks=pytest.mark.slow) for toy in ("fast", "long outputs", "correlated"))])
 def test_the_search_finds_what_brute_force_does_and_its_bound_holds(toy, policy):

@@ -8,7 +8,10 @@ queries that end per step. A step of stage k takes, in the mean over a group's s
 C_k: the greatest convex function below the time of a step's rows (products, collectives, messages,
 the host), which by Jensen's inequality no mix of large and small steps gets below, at least
 x R_k(m) / m for the largest step m; H: the same of the output head; A_k: a query's attention, at
-its cheapest. Times are lower envelopes (xsimulator.envelope), so they may be not monotone. With
+its cheapest. Times are lower envelopes (xsimulator.envelope), so they may be not monotone. With W_k
+
+(and what continuous.least_steps says of steps that decode alone and those that encode, too, which
+is more where few are present)
 
     I(y) = max(sum of W_k, n max W_k)      seconds between a group's steps, at least
     throughput = n y / I(y)
@@ -19,26 +22,26 @@ latency, which is at least about I(y) for each decode iteration.
 What is assumed of the walks (continuous.paged_walk): those present are no more than PRESENT times
 what memory holds in the mean, and no query is evicted more than EVICTIONS times in the mean."""
 
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
-from xsimulator.convex_steps import ConvexSteps
 from xsimulator.plans import StagePlan
 from xsimulator.policies.continuous import load as loads
-from xsimulator.policies.continuous.closed_form import LEAST_LATENCY, Continuous
+from xsimulator.policies.continuous.closed_form import Continuous
 from xsimulator.policies.continuous.filling import OrcaFilling, SarathiFilling, VllmFilling
+from xsimulator.policies.continuous.least_steps import EVICTIONS, LeastSteps
 from xsimulator.policies.continuous.load import one_at_a_time
 
-PRESENT, EVICTIONS, SLACK = 1.03, 1.0, 1.001
+PRESENT = 1.06
+SLACK = 1.001  # of the largest rate among a few looked at
+WALKED = 1.003  # of what steps of as many as memory holds answer, whose evictions scatter
+LEAST = 0.985  # of the latency found here, which has means for sizes that scatter
+CROWDED = 0.25  # of what memory holds: with fewer present nobody is evicted
 LARGEST = 1.1  # times the budget: vLLM's steps of parts of a batch scatter
 RATES, PASSES = 40, 2  # values of y looked at together, and how often
-LEAST_RATE = 2.0**-14  # of the largest y
-_COUNTS = np.unique(np.concatenate([
-    np.arange(1.0, 65.0), np.rint(2.0 ** np.arange(6, 17, 1 / 16))]))
-_LENGTHS = np.unique(np.rint(2.0 ** np.arange(0, 20, 1 / 8)))
+LEAST_RATE = 2.0**-14  # of the largest y, or half of what one query at a time comes to
 
 
 class Lines(NamedTuple):
@@ -67,7 +70,7 @@ class ContinuousBounds:
         self._mean = self._inputs.mean
         watched = self._outputs.quantile(form.problem.constraint.quantile)
         self._watched = float(form.flow.iterations_of(watched))
-        self._attention = cache(self._find_attention)
+        self._least = LeastSteps(form)
 
     def limit(self, plan: StagePlan, lines: Lines, latency_bound_s: float) -> Limit:
         """No configuration of a line that keeps the bound answers more."""
@@ -86,7 +89,8 @@ class ContinuousBounds:
         iterations = np.where(is_crowded, np.maximum(
             self._iterations - EVICTIONS, self._iterations / 2), self._iterations)
         top = self._most_rate(held, lines.most, iterations)
-        at = _Lines(plan, groups, held, lines.most, iterations, is_crowded)
+        at = _Lines(plan, groups, held, lines.least, lines.most, iterations, is_crowded,
+                    self._least.decoding(plan, room, lines.least))
         # most lines keep the bound at any rate, or at none: neither needs a look at several
         high, is_able = top.copy(), self._least_latency_s(at, top[:, None])[:, 0] <= latency_bound_s
         if len(rows := np.flatnonzero(~is_able)):
@@ -94,6 +98,7 @@ class ContinuousBounds:
                                                            latency_bound_s)
         rates = high[:, None]
         qps = (groups * rates / np.maximum(self._interval_s(at, rates), 1e-300))[:, 0]
+        qps = np.where(is_crowded & (high >= top), WALKED * qps, qps)
         qps = np.where((held > 0) & is_able, qps, 0.0)
         return Limit(qps, np.minimum(groups * high * (self._iterations + 1), lines.most_active))
 
@@ -101,7 +106,9 @@ class ContinuousBounds:
                       latency_bound_s: float) -> tuple[FloatArray, BoolArray]:
         """[lines] (a rate up to `top` that no rate which keeps the bound exceeds, whether there is
         one that does)."""
-        shares = LEAST_RATE ** (1 - np.arange(RATES) / (RATES - 1))
+        one = at.decoding / (2 * (self._iterations + 1))
+        least = np.minimum(LEAST_RATE, one / np.maximum(top, 1e-300))[:, None]
+        shares = least ** (1 - np.arange(RATES) / (RATES - 1))
         low, high, place = np.zeros(len(top)), top, np.arange(len(top))
         for number in range(PASSES):
             rates = low[:, None] + (high - low)[:, None] * (
@@ -127,14 +134,12 @@ class ContinuousBounds:
 
     def _interval_s(self, at: "_Lines", rates: FloatArray) -> FloatArray:
         """[lines, rates] I(y)."""
-        steps = at.plan.convex_steps
-        work = self._work_s(at, rates, steps)
-        return np.asarray(np.maximum(
-            sum(number * own for number, own in zip(steps.number, work, strict=True)),
-            at.groups * np.max(work, axis=0)))
+        work = self._work_s(at, rates, self._plain_s(at, rates))
+        return np.maximum(_sum(at.plan, work), at.groups * np.max(work, axis=0))
 
-    def _work_s(self, at: "_Lines", rates: FloatArray, steps: ConvexSteps) -> FloatArray:
-        """[kinds, lines, rates] W_k(y)."""
+    def _work_s(self, at: "_Lines", rates: FloatArray, plain_s: FloatArray) -> FloatArray:
+        """[kinds, lines, rates] W_k(y); `plain_s`: of steps that decode alone."""
+        steps, least = at.plan.convex_steps, self._least
         iterations, largest = at.iterations[:, None], self._largest(at)[:, None]
         rows = rates * (self._mean + iterations)
         heads = rates * (1 + iterations)
@@ -145,22 +150,33 @@ class ContinuousBounds:
             if isinstance(self.form.filling, VllmFilling):  # its steps encode, or decode
                 own = np.maximum(own, rates * self._mean * of_rows.rate_s(largest)
                                  + rates * iterations * of_rows.rate_s(at.held[:, None]))
-            encode_s, decode_s = self._attention(degree)
-            own = own + rates * layers * (encode_s + iterations * np.interp(
-                at.held, _COUNTS, decode_s)[:, None])
+            own = own + rates * layers * (least.attention(degree).encode_s + iterations
+                                          * least.each_s(degree, at.held)[:, None])
             if kind == steps.last:
                 own = own + np.maximum(steps.head.mean_s(heads), heads * steps.head.rate_s(
                     np.maximum(largest, at.held[:, None])))
             work.append(own)
-        return np.stack(work)
+        share = least.most_share(rates, self._again(at, rates), at.least, at.iterations)
+        return np.maximum(work, least.mixed_s(at.plan, plain_s, rates, share))
+
+    def _again(self, at: "_Lines", rates: FloatArray) -> FloatArray:
+        """[lines, rates] evictions of a query, at most."""
+        is_full = rates * (at.iterations[:, None] + 1) >= CROWDED * at.held[:, None]
+        return np.where(at.is_crowded[:, None] & is_full, EVICTIONS, 0.0)
+
+    def _plain_s(self, at: "_Lines", rates: FloatArray) -> FloatArray:
+        """[kinds, lines, rates] of a step that does not encode: who decodes is there in each of
+        them, y D in the mean."""
+        return self._least.plain_s(at.plan, np.maximum(
+            rates * at.iterations[:, None], at.decoding[:, None]))
 
     def _largest(self, at: "_Lines") -> FloatArray:
         """[lines] rows of a step at most."""
         if isinstance(self.form.filling, SarathiFilling):
-            return at.budget
+            return at.most
         if isinstance(self.form.filling, OrcaFilling):
             return self._inputs.max + at.held + 1
-        return LARGEST * np.maximum(np.maximum(at.budget, self._inputs.max), at.held)
+        return LARGEST * np.maximum(np.maximum(at.most, self._inputs.max), at.held)
 
     def _least_latency_s(self, at: "_Lines", rates: FloatArray) -> FloatArray:
         """[lines, rates] of the sequence that the bound is for, or of the quantile of all.
@@ -169,44 +185,37 @@ class ContinuousBounds:
         A query that decodes is seldom in a step that encodes, by the factor k, and its own
         encoding is one: together w ((1 - k) P + k I) + E, w its iterations."""
         watched, mean, filling = self._watched, self._iterations, self.form.filling
-        again = np.where(at.is_crowded, EVICTIONS, 0.0)[:, None]
-        interval_s = self._interval_s(at, rates)
-        plain_s = np.minimum(self._plain_s(at, rates), interval_s)
+        again, plain = self._again(at, rates), self._plain_s(at, rates)
+        work = self._work_s(at, rates, plain)
+        plain_s, through_s = _sum(at.plan, plain), _sum(at.plan, work)
+        # fewer groups than stages hold one query each, and wait for none
+        is_filled = rates * mean > 1
+        interval_s = np.where(is_filled, np.maximum(
+            through_s, at.groups * np.max(work, axis=0)), through_s)
+        lower_s = np.minimum(plain_s, interval_s)
+        own_s = self._least.own_encoding_s(at.plan, rates, at.most)
+        # what is seen by one that decodes is no shorter than a step that does not encode
+        alone_s = own_s + np.maximum(watched - again, 0.0) * lower_s
         if isinstance(filling, SarathiFilling):
             # those present are in the steps that encode less often by one in D + 1
             share = -np.expm1(rates * (mean + 1) * np.log1p(-1 / (mean + 1)))
             share = np.maximum(share, 1e-12)
             longer = max(watched / mean - 1, 0.0)
             times = np.minimum(watched * (mean + 1) / mean - longer / share, watched + 1)
-            seconds = times * interval_s + longer * (1 / share - 1) * plain_s
+            seconds = times * interval_s + longer * (1 / share - 1) * lower_s
             # more steps where an input is larger than a step has room for
-            pieces = np.maximum(self._mean / at.budget, 1.0)[:, None]
+            pieces = np.maximum(self._mean / at.most, 1.0)[:, None]
             seconds = seconds + (pieces - 1 - again) * interval_s
         elif isinstance(filling, VllmFilling):
-            times = (watched - 1) * np.maximum(1 - 1 / np.maximum(rates * mean, 1.0), 0.0)
-            seconds = np.maximum(times - again, 0.0) * interval_s
+            # steps that encode others come between two of its tokens
+            others = np.maximum(1 - 1 / np.maximum(rates * mean, 1.0), 0.0)
+            seconds = own_s + np.maximum(watched - again, 0.0) * lower_s + np.maximum(
+                watched - 1 - again, 0.0) * others * (interval_s - lower_s)
         else:
             seldom = np.interp(rates, *self._orca_weights(float(at.held.max(initial=1.0))))
-            seconds = watched * (seldom * interval_s + (1 - seldom) * plain_s) + (
-                1 - again) * interval_s
-        # no step is shorter than one row's way through all stages
-        steps = at.plan.convex_steps
-        alone_s = sum(number * float(rows.mean_s(np.ones(1))[0]) for number, rows in zip(
-            steps.number, steps.rows, strict=True))
-        return np.asarray(LEAST_LATENCY * np.maximum(
-            seconds, np.maximum(watched - again, 0.0) * alone_s))
-
-    def _plain_s(self, at: "_Lines", rates: FloatArray) -> FloatArray:
-        """[lines, rates] less than a step that does not encode takes through all stages: who
-        decodes is there in each of them, y D in the mean."""
-        steps, decoding = at.plan.convex_steps, rates * at.iterations[:, None]
-        total = np.zeros_like(rates)
-        for number, of_rows, degree, layers in zip(
-                steps.number, steps.rows, steps.degrees, at.plan.layers_of_kinds, strict=True):
-            _, decode_s = self._attention(degree)
-            total += number * (of_rows.mean_s(decoding) + decoding * layers * np.interp(
-                at.held, _COUNTS, decode_s)[:, None])
-        return total
+            seconds = watched * (seldom * interval_s + (1 - seldom) * lower_s) + (
+                1 - again) * np.maximum(interval_s, own_s)
+        return np.asarray(LEAST * np.maximum(seconds, alone_s))
 
     def _orca_weights(self, held: float) -> tuple[FloatArray, FloatArray]:
         """(rates, how often a decoding query is in a step that encodes, over all steps'), at
@@ -217,25 +226,6 @@ class ContinuousBounds:
         beside = loads.beside(decoding, np.maximum(places, decoding), rates)
         return rates, np.minimum(beside / decoding, 1.0)
 
-    def _find_attention(self, degree: int) -> tuple[float, FloatArray]:
-        """One layer's seconds, at least: of encoding a query; [counts] of an iteration of one of
-        so many that decode, or fewer."""
-        layers, form = self.form.plans.layers, self.form
-        inputs, mean = self._inputs, self._mean
-        lengths = np.append(_LENGTHS[inputs.max > _LENGTHS], float(inputs.max))
-        single = layers.encode_attention_s(lengths, 1.0, degree) / lengths
-        together = layers.mean_attention_s(np.arange(1.0, 129.0), degree) / mean
-        sizes = form.queries.input_sizes
-        own = float(layers.encode_attention_s(sizes, 1.0, degree).mean())
-        least = mean * float(min(np.nanmin(single), np.nanmin(together)))
-        if isinstance(form.filling, OrcaFilling):  # each query is encoded alone, and whole
-            least = own
-        context = form.flow.charged_context(_COUNTS, padded=form.timing.facts.is_padded)
-        decode = layers.decode_attention_s(_COUNTS, context, degree) / _COUNTS
-        decode = np.minimum.accumulate(np.where(np.isfinite(decode), decode, np.inf))
-        return (least if np.isfinite(least) else 0.0,
-                np.where(np.isfinite(decode), decode, 0.0))
-
 
 class _Lines(NamedTuple):
     """Lines of one plan, with what they hold at most: see ContinuousBounds."""
@@ -243,11 +233,19 @@ class _Lines(NamedTuple):
     plan: StagePlan
     groups: int
     held: FloatArray
-    budget: FloatArray
+    least: FloatArray  # token budgets
+    most: FloatArray
     iterations: FloatArray
     is_crowded: BoolArray
+    decoding: FloatArray  # in a step that decodes, at least
 
     def take(self, rows: IntArray) -> "_Lines":
         """Some of the lines."""
-        return _Lines(self.plan, self.groups, self.held[rows], self.budget[rows],
-                      self.iterations[rows], self.is_crowded[rows])
+        return _Lines(self.plan, self.groups, *(
+            own[rows] for own in (self.held, self.least, self.most, self.iterations,
+                                  self.is_crowded, self.decoding)))
+
+
+def _sum(plan: StagePlan, of_kinds: FloatArray) -> FloatArray:
+    """Over all stages, of what is [kinds, ...]."""
+    return np.asarray(np.tensordot(plan.convex_steps.number, of_kinds, axes=1))

@@ -153,12 +153,18 @@ class SarathiFilling:
         rows = np.flatnonzero((present < MEMORY_BINDS * slots) | is_full)
         if rows.size:
             walk = paged.walks(slots[rows], kv_tokens[rows], budget[rows])
-            rate[rows] = paged.rate(walk)
+            # few queries end in a walk of large inputs: no more than steps have tokens for, nor,
+            # where next to none decodes, than it encodes
+            each = mean * (1 + walk.again)
+            rate[rows] = np.minimum(paged.rate(walk), budget[rows] / (each + paged.decoded(walk)))
+            if iterations < 1:
+                rate[rows] = np.minimum(rate[rows], walk.share * walk.tokens.mean(axis=1) / each)
+            running = rate[rows] * paged.decoded(walk)
             chance[rows], tokens[rows], counts[rows] = loads.scaled(walk, rate[rows], mean)
-            tokens[rows] = np.minimum(tokens[rows], (budget[rows] - walk.running)[:, None])
+            tokens[rows] = np.minimum(tokens[rows], (budget[rows] - running)[:, None])
             waits[rows] = walk.evicted / rate[rows] - walk.evictions
             steps[rows] = walk.chunks
-            decoding[rows] = alone[rows] = beside[rows] = walk.running
+            decoding[rows] = alone[rows] = beside[rows] = running
         return Load(
             per_step=rate, share=chance, tokens=tokens, encoded=counts, beside=beside,
             alone=alone, ended=rate, decoding=decoding, present=decoding + rate,
@@ -192,8 +198,13 @@ class _Paged:
                                    self._queries.present.context_std)
 
     def rate(self, walk: Walk) -> FloatArray:
-        """So many queries [configs] end per step; encoding one again yields a token too."""
-        return walk.running / np.maximum(self.iterations - walk.evictions, self.iterations / 2)
+        """So many queries [configs] end per step."""
+        return walk.running / self.decoded(walk)
+
+    def decoded(self, walk: Walk) -> FloatArray:
+        """A query takes so many decode iterations [configs]; encoding one again yields a token
+        too."""
+        return np.maximum(self.iterations - walk.evictions, self.iterations / 2)
 
 
 Filling = OrcaFilling | VllmFilling | SarathiFilling  # how an engine fills the steps of a group
