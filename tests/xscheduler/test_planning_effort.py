@@ -122,7 +122,7 @@ def test_a_planner_keeps_the_boxes_of_a_few_searches_however_many_bounds_it_is_a
 
 def test_what_is_searched_for_again_with_its_margin_is_searched_to_a_wider_gap_at_first(
         monkeypatch):
-    problem, counts = toy_problem(latency_s=0.06), boxes_examined(monkeypatch)
+    problem, counts = toy_problem(latency_s=0.08), boxes_examined(monkeypatch)
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
 
     def planned():
