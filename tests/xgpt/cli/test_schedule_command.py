@@ -65,7 +65,7 @@ def test_the_schedule_is_explained_and_set_beside_its_alternatives(job: Path) ->
         found["policy"])
     text = " ".join(done.stdout.split())
     assert all(" ".join(sentence.split()) in text for sentence in found["explanation"])
-    assert found["margin"] == 1 and "lengths are given" in found["margin_note"]
+    assert 1 <= found["margin"] < 1.02 and "not measured" in found["margin_note"]
     assert not {"price", "drift", "reschedule", "infeasible"} & set(found)
 
 

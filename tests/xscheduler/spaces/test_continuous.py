@@ -102,7 +102,8 @@ def test_sarathi_works_no_more_tokens_than_its_steps_have_room_for(inputs, outpu
     lengths = problem.lengths
     each = lengths.inputs.mean + max(lengths.outputs.mean - 1, 0.0)
     keys = [(0, active, budget) for active in (1, 8, 60) for budget in (24, 63, 130)]
-    loads = [held.load for key in keys for held in space.form._held([space.config(key[0], key[1:])])]
+    loads = [held.load for plan, *point in keys
+             for held in space.form._held([space.config(plan, tuple(point))])]
     for (_, active, budget), load in zip(keys, loads, strict=True):
         assert 0 < load.per_step[0] * each <= budget * (1 + 1e-9), f"{active = } {budget = }"
 

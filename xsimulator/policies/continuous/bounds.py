@@ -135,7 +135,7 @@ class ContinuousBounds:
     def _interval_s(self, at: "_Lines", rates: FloatArray) -> FloatArray:
         """[lines, rates] I(y)."""
         work = self._work_s(at, rates, self._plain_s(at, rates))
-        return np.maximum(_sum(at.plan, work), at.groups * np.max(work, axis=0))
+        return np.asarray(np.maximum(_sum(at.plan, work), at.groups * np.max(work, axis=0)))
 
     def _work_s(self, at: "_Lines", rates: FloatArray, plain_s: FloatArray) -> FloatArray:
         """[kinds, lines, rates] W_k(y); `plain_s`: of steps that decode alone."""
@@ -241,9 +241,8 @@ class _Lines(NamedTuple):
 
     def take(self, rows: IntArray) -> "_Lines":
         """Some of the lines."""
-        return _Lines(self.plan, self.groups, *(
-            own[rows] for own in (self.held, self.least, self.most, self.iterations,
-                                  self.is_crowded, self.decoding)))
+        return _Lines(self.plan, self.groups, self.held[rows], self.least[rows], self.most[rows],
+                      self.iterations[rows], self.is_crowded[rows], self.decoding[rows])
 
 
 def _sum(plan: StagePlan, of_kinds: FloatArray) -> FloatArray:
