@@ -228,10 +228,10 @@ def _profile(wanted: WantedProfile, tell: Teller, session: _Measurement,
         return profile
     with _alone(path.parent, wanted.output, tell):
         # another process may have measured it while this one waited
-        if (profile := _sufficient(path, serves, tell)) is not None:
+        if (profile := _sufficient(path, serves, tell, is_again=True)) is not None:
             return profile
         target = path.with_suffix(".again.json") if session.again else path
-        is_new = _cached(target, tell) is None
+        is_new = _cached(target, tell if session.again else None) is None
         if is_new:
             target.unlink(missing_ok=True)
         contention = Contention()
@@ -263,10 +263,11 @@ def _warnings(profile: Profile, wanted: WantedProfile, others_share: float | Non
             "repeat the command: it measures these sizes again"]
 
 
-def _sufficient(path: Path, is_enough: Callable[[Profile], bool],
-                tell: Teller) -> Profile | None:
-    """The cached profile, if nothing is to be added to it."""
-    profile = _cached(path, tell)
+def _sufficient(path: Path, is_enough: Callable[[Profile], bool], tell: Teller, *,
+                is_again: bool = False) -> Profile | None:
+    """The cached profile, if nothing is to be added to it. is_again: what is wrong with it was
+    told."""
+    profile = _cached(path, None if is_again else tell)
     if profile is None or not is_enough(profile):
         return None
     judgement = judge(profile)
@@ -277,13 +278,14 @@ def _sufficient(path: Path, is_enough: Callable[[Profile], bool],
     return profile
 
 
-def _cached(path: Path, tell: Teller) -> Profile | None:
+def _cached(path: Path, tell: Teller | None) -> Profile | None:
     """Reads the cached profile; None where there is none, or none that can be read: a cache is no
-    input of the user's."""
+    input of the user's. tell: whom to tell what is wrong with it."""
     try:
         return load_profile(path) if path.is_file() else None
     except InputError as error:
-        tell.say(f"profile: the cached one is left aside, {error.mistakes[0]}")
+        if tell is not None:
+            tell.say(f"profile: the cached one is left aside, {error.mistakes[0]}")
         return None
 
 

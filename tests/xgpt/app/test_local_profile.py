@@ -240,6 +240,16 @@ def _kept(wanted: WantedProfile, change: Callable[[Profile], Profile]) -> None:
     save_profile(change(load_profile(path)), path)
 
 
+def test_a_cached_profile_that_cannot_be_read_is_told_of_once(
+        wanted: WantedProfile, measured: Counter[Point]) -> None:
+    path = cached_profile_path(app.cache_dir() / "profiles", wanted.metadata)
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    tell = Kept()
+    quick_profile(few(wanted), tell)
+    assert measured and sum("left aside" in text for text in tell.said) == 1
+
+
 def test_a_profile_that_runs_have_added_to_is_measured_no_further(
         wanted: WantedProfile, measured: Counter[Point]) -> None:
     quick_profile(wanted, LogTeller())
