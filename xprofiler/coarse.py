@@ -38,6 +38,9 @@ def coarse_points(model: ModelSpec, needs: Needs, own: Needs) -> list[Point]:
             case Kind.ENCODE | Kind.ENCODER:
                 # short ones alone take a fixed time, which others share
                 places = {(xs[min(1, len(xs) - 1)], ys[0]), (last, ys[0]), (middle, ys[-1])}
+                if kind is Kind.ENCODER:  # no other steps tell of so many rows
+                    largest = max(mine, key=lambda point: point.x * point.y)
+                    places.add((largest.x, largest.y))
             case Kind.REST:
                 places = {(last, ys[0])}
             case Kind.COMPACTION:

@@ -122,12 +122,17 @@ def _row(label: str, space: Space, searched: Searched, plans: Sequence[int],
         is_proved = upper == -math.inf
         return Rejected(label=label, throughput_qps=None, latency_s=None,
                         reason="no admissible schedule" if is_proved else
-                        f"{NOT_LOOKED_INTO}: no more than {upper * copies:.4g} queries/s")
+                        not_looked_into(upper * copies))
     plan = searched.plan_of_root[candidate.root]
     qps, latency_s = space.figures(plan, candidate.point)
     return Rejected(label=f"{label}: {words_of(space, plan, candidate.point)}",
                     reason=why_not(qps, best.candidate.objective, max(upper, qps) * copies),
                     throughput_qps=qps * copies, latency_s=latency_s)
+
+
+def not_looked_into(most_qps: float) -> str:
+    """Why a policy is not among those looked into."""
+    return f"{NOT_LOOKED_INTO}: no more than {most_qps:.4g} queries/s"
 
 
 def why_not(qps: float, chosen_qps: float, most_qps: float | None = None) -> str:

@@ -10,7 +10,13 @@ from typing import NamedTuple
 from xgpt.core.errors import BeatenError, InfeasibleError, InputError
 from xgpt.core.policies import policy
 from xgpt.core.schedule import CopiesTried, Estimate, Rejected, Schedule
-from xscheduler.alternatives import PAPERS_ROW, POLICY_ROW, why_not
+from xscheduler.alternatives import (
+    NOT_LOOKED_INTO,
+    PAPERS_ROW,
+    POLICY_ROW,
+    not_looked_into,
+    why_not,
+)
 from xscheduler.copy_planner import CopyPlanner
 from xscheduler.within import PlannedWithin
 
@@ -71,7 +77,16 @@ def beside_policies(schedule: Schedule, looked: Sequence[Looked]) -> Schedule:
     unseen = {_policy_of(row): row for one in looked if one.found is not None
               for row in one.found.rejected
               if row.label.startswith(POLICY_ROW) and _policy_of(row) not in told}
-    return schedule.changed(rejected=(*best.values(), *unseen.values(), *others))
+    rows = (*best.values(), *unseen.values(), *others)
+    return schedule.changed(rejected=tuple(_at_any_number(row, schedule) for row in rows))
+
+
+def _at_any_number(row: Rejected, schedule: Schedule) -> Rejected:
+    """A policy that was not looked into for the copies chosen, with what was proved of it for all
+    numbers: of those alone, or under the bound that a margin leaves, it may have been less."""
+    is_policy = row.label.startswith(POLICY_ROW) and row.reason.startswith(NOT_LOOKED_INTO)
+    most_qps = dict(schedule.proof.policy_bounds).get(_policy_of(row)) if is_policy else None
+    return row if most_qps is None else replace(row, reason=not_looked_into(most_qps))
 
 
 def beside_papers_own(schedule: Schedule) -> Schedule:
@@ -118,8 +133,9 @@ def why_so_many(schedule: Schedule, looked: Sequence[Looked]) -> str:
     words = (f"one on {_counted(problem.cluster.num_devices)}" if more == 1 else
              f"{more} on {_counted(problem.cluster.num_devices)} each")
     share = 1 - found_qps(best) / qps
-    beside = f"answer{'s' * (more == 1)} {share:.1%} less" if share > 5e-4 else (
-        f"answer{'s' * (more == 1)} as many, but without the margin")
+    amount = "as many" if abs(share) <= 5e-4 else (
+        f"{share:.1%} less" if share > 0 else f"{-share:.1%} more")
+    beside = f"answer{'s' * (more == 1)} {amount}{', but without the margin' * (share <= 5e-4)}"
     return f"{chosen}: the next best, {words}, {beside} ({found_qps(best):.4g} queries/s)."
 
 

@@ -48,6 +48,10 @@ def test_few_points_reach_as_far_as_a_quick_profile_has(own: Needs, is_both: boo
         for axis in (1, 2):
             assert max(p[axis] for p in few if p.kind is kind) == max(
                 p[axis] for p in quick if p.kind is kind)
+        if kind is Kind.ENCODER:
+            most, ours = (max(p.x * p.y for p in points if p.kind is kind)
+                          for points in (quick, few))
+            assert ours == most, "rows of one step"
     rest = by_worth(set(quick) - set(few))
     assert Counter([*few, *rest]) == Counter(quick)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,9 @@ from xgpt.core.job import ROUTINGS, Adjustment, FixedSchedule
 from xgpt.core.schedule import Status
 from xgpt.report.table import copies_table
 from xprofiler.roofline import Roofline
+from xscheduler.alternatives import NOT_LOOKED_INTO, POLICY_ROW, not_looked_into
 from xscheduler.copies import most_copies, problem_for, problems_of_copies, slicings
+from xscheduler.copies_shown import why_so_many
 from xscheduler.copy_planner import ProblemSearch
 from xscheduler.evaluator import Evaluator, predict
 from xscheduler.planner import Planner, PlanOptions
@@ -272,3 +275,33 @@ def test_a_copy_that_is_early_takes_over_and_no_query_is_lost():
     assert sorted(moved[0] + moved[1]) == list(range(80)) and len(moved[0]) == 53
     assert moved[1] == list(range(40, 67)), "who is late keeps what comes first"
     assert taken_over(rows, [4.0, 4.01]) == rows
+
+
+@pytest.mark.parametrize(("qps", "words"), [
+    (8.0, "answer 20.0% less (8 queries/s)"),
+    (10.0, "answer as many, but without the margin (10 queries/s)"),
+    (13.2, "answer 32.0% more, but without the margin (13.2 queries/s)")])
+def test_the_next_best_number_of_copies_is_said_to_have_what_it_has(qps: float, words: str):
+    schedule = SimpleNamespace(
+        deployment=SimpleNamespace(replicas=1, devices_per_replica=4),
+        figures=SimpleNamespace(throughput_qps=10.0))
+    other = SimpleNamespace(
+        planner=SimpleNamespace(problem=SimpleNamespace(
+            copies=2, cluster=SimpleNamespace(num_devices=2))),
+        found=SimpleNamespace(figures=SimpleNamespace(throughput_qps=qps)))
+    assert why_so_many(schedule, [other]) == (
+        f"One copy of the model on 4 devices: the next best, 2 on 2 devices each, {words}.")
+
+
+@pytest.mark.parametrize("latency_s", [0.05, 0.07])
+def test_what_is_said_of_a_policy_not_looked_into_is_what_was_proved_of_it(latency_s: float):
+    problem = toy_problem(latency_s=latency_s, per_node=4)
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    schedule = Planner(problem, timing, PlanOptions(horizon="steady")).plan()
+    bounds = dict(schedule.proof.policy_bounds)
+    rows = [one for one in schedule.rejected if one.label.startswith(POLICY_ROW)
+            and one.reason.startswith(NOT_LOOKED_INTO)]
+    assert rows
+    for one in rows:
+        name = one.label.removeprefix(POLICY_ROW)
+        assert name not in bounds or one.reason == not_looked_into(bounds[name]), one
