@@ -192,6 +192,9 @@ class _Tried:
     def add(self, target_s: float, searched_s: float, schedule: Schedule) -> None:
         """searched_s: the schedule's latency in the eyes of the search."""
         latency_s, qps = schedule.estimate.figures.latency_s, schedule.figures.throughput_qps
+        if qps <= self._floor_qps:  # as if there were nothing: more is at wider bounds alone
+            self._least_s, self._least_needed_s = target_s, None
+            return
         if self._safe and qps <= self._had_qps and (
                 latency_s * self._doubts.margin(schedule.estimate, is_replayed=False).factor
                 <= self._bound_s):

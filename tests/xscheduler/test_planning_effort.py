@@ -315,4 +315,4 @@ def test_what_another_policy_has_does_not_keep_sarathi_from_climbing():
     problem = replace(one.problem(143.0), fixed=FixedSchedule(
         policies=("sarathi", "rra"), replicas=2))
     found = Planner(problem, one.timing(), replace(BARE, is_brief=True)).plan()
-    assert found.estimate.policy == "sarathi" and found.figures.throughput_qps >= 1.46
+    assert found.estimate.policy == "sarathi" and found.figures.throughput_qps >= 1.43
