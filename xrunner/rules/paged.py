@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from xgpt.core.controls import ContinuousControls
 from xgpt.core.schedule import Estimate
@@ -35,6 +36,17 @@ class _Partial:
     done: int = 0
 
 
+class PagedFacts(NamedTuple):
+    """A PagedRule's limits: of each group its slots, its blocks, and those that admission leaves
+    free; tokens of a step; whether inputs are encoded in chunks, or alone."""
+
+    slots: tuple[int, ...]
+    num_blocks: int
+    left_free: int
+    token_budget: int
+    is_chunked: bool
+
+
 class _PagedGroup:
     """Blocks and queries of one group.
 
@@ -44,6 +56,7 @@ class _PagedGroup:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.left_free = int(WATERMARK * num_blocks)  # by admission
         self.free = num_blocks
         self.running: dict[int, int] = {}  # query -> base, the latest admitted last
         self.partial: _Partial | None = None
@@ -63,7 +76,7 @@ class _PagedGroup:
         """Whether a new query of so many tokens may join. An empty group takes any that can fit at
         all."""
         left = self.free - blocks_of(tokens)
-        return left >= (int(WATERMARK * self.num_blocks) if self.num_present else 0)
+        return left >= (self.left_free if self.num_present else 0)
 
     def hold(self, tokens: int) -> None:
         self.free -= blocks_of(tokens)
@@ -134,6 +147,14 @@ class PagedRule:
     def next_phase(self) -> int:
         """The first step of the group whose turn it is that a change can still be made for."""
         return self.turns.next_step
+
+    @property
+    def facts(self) -> PagedFacts:
+        """What decides all that it will do."""
+        return PagedFacts(
+            slots=tuple(self._slots), num_blocks=self.groups[0].num_blocks,
+            left_free=self.groups[0].left_free, token_budget=self.token_budget,
+            is_chunked=self._decide is _decode_and_chunks)
 
     def change(self, controls: StepLimits, *, phase: int) -> None:
         """These hold from now on. Queries at work stay: where they are more than may be, none

@@ -14,12 +14,12 @@ from typing import SupportsFloat
 
 import numpy as np
 
-from xgpt.core.errors import XgptError
 from xgpt.core.lengths import FloatArray
 from xgpt.core.queries import QueryTimes
 from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import BatchingRule, GivingRule, TakingRule
 from xsimulator.replay.kernel import ARRIVAL, Kernel
+from xsimulator.replay.paged_alone import never_fits, replay_paged
 from xsimulator.replay.pool import PoolHead, PoolPlan, PoolProcess
 from xsimulator.replay.queries import Queries
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
@@ -58,10 +58,8 @@ class Arrivals:
 
 def submit(queries: Queries, query: int, rule: BatchingRule) -> None:
     """The query comes to a pool of this rule. Raises XgptError where it can never fit."""
-    reserve = queries.reserve_tokens[query]
-    if not rule.submit(query, reserve, queries.inputs[query]):
-        raise XgptError(f"query {query} reserves {reserve} tokens of KV cache: more than "
-                        "the schedule gives one micro-batch")
+    if not rule.submit(query, queries.reserve_tokens[query], queries.inputs[query]):
+        raise never_fits(queries, query)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,6 +183,8 @@ def is_alone(plan: PoolPlan, queries: Queries) -> bool:
 def replay_alone(plan: PoolPlan, queries: Queries) -> ReplayResult:
     """The same of a pool that is alone: its turns are numbered, and timed in the end."""
     assert isinstance(plan.clock, StepClock)
+    if (found := replay_paged(plan, queries)) is not None:
+        return found
     line, rule = LaterLine(), plan.rule
     head = PoolHead(plan, queries, line)
     for query in range(len(queries.inputs)):
@@ -193,8 +193,9 @@ def replay_alone(plan: PoolPlan, queries: Queries) -> ReplayResult:
         turn = line.begin_turn(int(group.awaited[-1][0]) if group.awaited else -1)
         if not head.decode_ahead(group, turn):
             head.turn(group, turn)
-    times, turns_s = line.times(plan.clock, len(plan.stages), float(queries.arrival_s[0]),
-                                is_one_group=rule.num_groups == 1)
+    times, turns_s = line.decided().times(
+        plan.clock, len(plan.stages), float(queries.arrival_s[0]),
+        is_one_group=rule.num_groups == 1)
     return _result(queries, [head.records(times, lambda turns: turns_s[
         np.array(turns, np.int64)].tolist())], [], turns_s)
 

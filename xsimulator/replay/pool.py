@@ -36,6 +36,21 @@ class PoolPlan:
     role: Role = "both"
 
 
+def records_of(plan: PoolPlan, times: StepTimes, memory_s: Sequence[float],
+               memory_tokens: Sequence[int]) -> PoolRecords:
+    """What a pool did. From each of `memory_s` on it held so many tokens."""
+    durations_s = times.durations_s
+    # a step beyond what was measured never ends, and those after it never begin
+    start_s = np.subtract(times.end_s, durations_s, out=np.full(durations_s.shape, np.inf),
+                          where=np.isfinite(durations_s))
+    tokens, encoded, decoded = (times.sizes[:, i].astype(np.int64) for i in range(3))
+    return PoolRecords(
+        name=plan.name, role=plan.role, stages=plan.stages, steps=times.steps,
+        decoded=decoded, encoded=encoded, tokens=tokens, context=times.sizes[:, 3],
+        end_s=times.end_s, start_s=start_s, kv_tokens=plan.kv_tokens,
+        memory_s=np.array(memory_s, float), memory_tokens=np.array(memory_tokens, np.int64))
+
+
 class PoolHead:
     """The head of a pool, which takes up tokens and decides steps, one turn after the other. `now`
     is whatever counts the turns: it is kept, and handed on to the line of stages. A query's last
@@ -75,17 +90,8 @@ class PoolHead:
     def records(self, times: StepTimes, memory_s: Callable[[list[float]], Sequence[float]]
                 ) -> PoolRecords:
         """memory_s: the seconds that so many `now` stand for."""
-        plan, durations_s = self.plan, times.durations_s
-        # a step beyond what was measured never ends, and those after it never begin
-        start_s = np.subtract(times.end_s, durations_s, out=np.full(durations_s.shape, np.inf),
-                              where=np.isfinite(durations_s))
-        tokens, encoded, decoded = (times.sizes[:, i].astype(np.int64) for i in range(3))
-        return PoolRecords(
-            name=plan.name, role=plan.role, stages=plan.stages, steps=times.steps,
-            decoded=decoded, encoded=encoded, tokens=tokens, context=times.sizes[:, 3],
-            end_s=times.end_s, start_s=start_s, kv_tokens=plan.kv_tokens,
-            memory_s=np.array(memory_s([now for now, _ in self._memory]), float),
-            memory_tokens=np.array([held for _, held in self._memory], np.int64))
+        return records_of(self.plan, times, memory_s([now for now, _ in self._memory]),
+                          [held for _, held in self._memory])
 
     def decode_ahead(self, group: GroupRows, now: float) -> bool:
         """Takes the only group's steps in which nothing changes but contexts, all at once; False

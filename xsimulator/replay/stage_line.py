@@ -2,6 +2,8 @@
 them up: each step when it is decided (StageLine) or, where nothing that is decided hangs on when,
 all of them in the end (LaterLine), since what steps take is found much quicker for many."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -27,7 +29,7 @@ class StepTimes(NamedTuple):
     """Steps in the order in which the head took them up: [steps, 4] tokens, encoded, decoded and
     context; [steps, stages] seconds and ends."""
 
-    steps: StepLog
+    steps: Sequence[Step]
     sizes: FloatArray
     durations_s: FloatArray
     end_s: FloatArray
@@ -139,25 +141,38 @@ class LaterLine:
         self._sizes.extend(sizes)
         return turn + count - 1
 
+    def decided(self) -> Decided:
+        """All steps so far."""
+        owners = np.array(self._num_spans, np.int64).reshape(-1, 2)
+        return Decided(self._steps, ManySizes(
+            self._sizes.array(7), np.repeat(owners[:, 0], owners[:, 1]),
+            np.repeat(owners[:, 1], owners[:, 1]), np.array(self._spans, np.int64).reshape(-1, 2)),
+            np.array(self._waits, np.int64), np.array(self._turn_of, np.int64))
+
+
+class Decided(NamedTuple):
+    """Steps that are to be timed, their sizes, the turn that each turn waits for and the turn of
+    each step, as LaterLine keeps them."""
+
+    steps: Sequence[Step]
+    sizes: ManySizes
+    waits: IntArray
+    turn_of: IntArray
+
     def times(self, clock: StepClock, num_stages: int, begin_s: float, *,
               is_one_group: bool) -> tuple[StepTimes, FloatArray]:
         """(what the stages did, [turns] when the head took each), from `begin_s` on."""
-        sizes = self._sizes.array(7)
-        owners = np.array(self._num_spans, np.int64).reshape(-1, 2)
-        durations_s = clock.many(ManySizes(
-            sizes, np.repeat(owners[:, 0], owners[:, 1]), np.repeat(owners[:, 1], owners[:, 1]),
-            np.array(self._spans, np.int64).reshape(-1, 2)))
-        turn_of = np.array(self._turn_of, np.int64)
+        durations_s = clock.many(self.sizes)
         if is_one_group:  # each of its steps waits for the one before
             end_s = one_after_the_other(begin_s, durations_s)
             ends = np.concatenate([[begin_s], end_s[:, -1]])
-            turns_s = ends[np.searchsorted(turn_of, np.arange(len(self._waits)))]
+            turns_s = ends[np.searchsorted(self.turn_of, np.arange(len(self.waits)))]
         else:
             library = native()
-            turns_s, end_s = _in_line(self._waits, turn_of, durations_s, begin_s) if (
+            turns_s, end_s = _in_line(self.waits.tolist(), self.turn_of, durations_s, begin_s) if (
                 library is None) else library.in_line(
-                    np.array(self._waits, np.int64), turn_of, durations_s, begin_s)
-        return StepTimes(self._steps, sizes[:, :4], durations_s,
+                    self.waits, self.turn_of, durations_s, begin_s)
+        return StepTimes(self.steps, self.sizes.sizes[:, :4], durations_s,
                          end_s.reshape(-1, num_stages)), turns_s
 
 

@@ -23,6 +23,8 @@ CASES = [
     ("opt-13b", "rra", RraConfig(encode_batch=6, decode_iterations=30, tp_degree=2, tp_gpus=2)),
     ("t5-11b", "rra", RraConfig(encode_batch=9, decode_iterations=12, **GROUPS)),
     ("opt-13b", "sarathi", ContinuousConfig(max_active=40, token_budget=90, **GROUPS)),
+    ("opt-13b", "sarathi", ContinuousConfig(max_active=25, token_budget=30, tp_degree=4,
+                                            tp_gpus=4)),
     ("opt-13b", "vllm", ContinuousConfig(max_active=40, token_budget=512, **GROUPS)),
     ("opt-13b", "orca", ContinuousConfig(max_active=17, **GROUPS)),
 ]

@@ -38,6 +38,9 @@ class Native:
         self._walks.argtypes = [address, address, address, ctypes.c_int, address, number, number,
                                 number, address, address, address]
         self._rounds.argtypes = [*[address] * 4, *[number] * 5, address, address]
+        self._paged, self._paged_told = library.xgpt_paged, library.xgpt_paged_told
+        self._paged.restype, self._paged_told.restype = address, number
+        self._paged.argtypes, self._paged_told.argtypes = [address] * 5, [address] * 10
         self._in_line = library.xgpt_in_line
         self._between = library.xgpt_between
         self._in_line.restype = self._between.restype = None
@@ -87,6 +90,23 @@ class Native:
                       stages, free_s.ctypes.data, ready_s.ctypes.data, turns_s.ctypes.data,
                       ends.ctypes.data)
         return turns_s, ends
+
+    def paged(self, facts: IntArray, slots: IntArray, inputs: IntArray,
+              left: IntArray) -> tuple[dict[str, IntArray], FloatArray, int]:
+        """Arguments and results as in csrc/planning.cpp: (what is told, by name, sizes of steps,
+        evictions)."""
+        counts = np.empty(6, np.int64)
+        given = [np.ascontiguousarray(one, np.int64) for one in (facts, slots, inputs, left)]
+        replay = self._paged(*(one.ctypes.data for one in given), counts.ctypes.data)
+        turns, steps, chunks, ended, evicted, changes = counts.tolist()
+        shapes = {"waits": (turns,), "turn_of": (steps,), "labels": (steps, 6),
+                  "chunks": (chunks, 3), "ended": (ended,), "evicted": (evicted,),
+                  "memory": (changes, 2)}
+        told = {name: np.empty(shape, np.int64) for name, shape in shapes.items()}
+        sizes, times = np.empty((steps, 7)), np.empty((3, len(given[2])), np.int64)
+        number = self._paged_told(replay, *(one.ctypes.data for one in told.values()),
+                                  sizes.ctypes.data, times.ctypes.data)
+        return {**told, "times": times}, sizes, int(number)
 
     def between_s(self, shares: FloatArray, limits: IntArray, steps: FloatArray, rises: FloatArray,
                   handover: FloatArray, begin: int) -> FloatArray:

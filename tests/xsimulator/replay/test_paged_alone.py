@@ -1,0 +1,75 @@
+"""Replays of paged KV by csrc/planning.cpp are those of the rules themselves, to the bit, evictions
+included."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from problems import problem_of, roofline_of
+
+from xgpt.core.errors import XgptError
+from xgpt.core.lengths import joint_empirical
+from xgpt.core.queries import QueryLengths
+from xsimulator.policies import make_policy
+from xsimulator.policies.continuous import native
+from xsimulator.policies.continuous.config import ContinuousConfig
+from xsimulator.replay import paged_alone
+from xsimulator.replay.job import replay_job
+
+NUMBERS = ("decoded", "encoded", "tokens", "context", "memory_tokens", "memory_s", "start_s",
+           "end_s")
+
+pytestmark = pytest.mark.skipif(native.native() is None, reason="there is no compiler")
+
+
+def planned(policy, rng):
+    """(problem, timing, estimate, queries) of a small job that has hardly room for its queries."""
+    size = int(rng.integers(30, 120))
+    inputs, outputs = rng.integers(1, 200, size), rng.integers(1, 120, size)
+    outputs[rng.random(size) < 0.2] = 1
+    problem = problem_of("opt-13b", "a40-4", joint_empirical(np.stack([inputs, outputs], axis=1)))
+    timing, (degree, gpus) = roofline_of(problem), [(1, 0), (2, 4), (4, 4)][rng.integers(3)]
+    estimate = make_policy(policy, problem, timing).estimate(ContinuousConfig(
+        max_active=int(rng.integers(4, 60)), token_budget=int(rng.integers(20, 400)),
+        tp_degree=degree, tp_gpus=gpus))
+    (pool,) = estimate.deployment.pools
+    kv_tokens = pool.num_groups * int(rng.integers(330, 1500))
+    deployment = replace(estimate.deployment, pools=(replace(pool, kv_tokens=kv_tokens),))
+    queries = QueryLengths(inputs=inputs, outputs=outputs, most_outputs=outputs)
+    return problem, timing, replace(estimate, deployment=deployment), queries
+
+
+@pytest.mark.parametrize("policy", ["sarathi", "vllm"])
+def test_a_replay_is_that_of_the_rule(monkeypatch, policy):
+    evicted = 0
+    for seed in range(12):
+        given = planned(policy, np.random.default_rng(seed))
+        quick = replay_job(*given)
+        with monkeypatch.context() as patched:
+            patched.setattr(paged_alone, "native", lambda: None)
+            by_rule = replay_job(*given)
+        assert quick.pools[0].steps == list(by_rule.pools[0].steps)
+        for name in NUMBERS:
+            np.testing.assert_array_equal(*(getattr(one.pools[0], name)
+                                            for one in (quick, by_rule)), name)
+        for name in ("start_s", "first_token_s", "last_token_s"):
+            np.testing.assert_array_equal(*(getattr(one.times, name)
+                                            for one in (quick, by_rule)), name)
+        assert quick.preemptions == by_rule.preemptions
+        evicted += quick.preemptions
+    assert evicted > 20, "else there was room for all"
+
+
+def test_a_query_that_never_fits_is_named(monkeypatch):
+    problem, timing, estimate, queries = planned("sarathi", np.random.default_rng(0))
+    inputs = queries.inputs.copy()
+    inputs[3] = estimate.deployment.kv_tokens + 1
+    words = []
+    for library in (native.native(), None):
+        monkeypatch.setattr(paged_alone, "native", lambda library=library: library)
+        with pytest.raises(XgptError, match="query 3 reserves") as refusal:
+            replay_job(problem, timing, estimate, replace(queries, inputs=inputs))
+        words.append(str(refusal.value))
+    assert words[0] == words[1]
