@@ -26,6 +26,8 @@ def _opened(event, arguments):
         name = os.fsdecode(arguments[0])
         if name.endswith(("requests.csv", "tokens.bin")):
             os.write(_log, f"{os.getpid()} {os.path.basename(name)}\\n".encode())
+    if event == "import" and arguments[0] == "torch._dynamo":
+        os.write(_log, f"{os.getpid()} compiler\\n".encode())
 sys.addaudithook(_opened)
 """
 
@@ -54,6 +56,7 @@ def test_requests_are_opened_once_and_the_spool_by_those_who_need_it(
     names = Counter(line.split()[1] for line in opened.read_text().splitlines())
     pids = Counter(line.split()[0] for line in opened.read_text().splitlines())
     assert names["requests.csv"] == 1, opened.read_text()
+    assert not names["compiler"], "torch's own takes a rank a second to import"
     # six times by the launcher, the report and the table of results among them, twice by rank 0;
     # by no other rank
     assert names["tokens.bin"] == 8 and len(pids) == 2, opened.read_text()

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from xrunner.ops import cuda_modules, invariant
@@ -213,13 +212,24 @@ def _encode_by_span(query: Tensor, cache: Cache, step: EncodeContext, scoring: S
 def _causal(at: Tensor, first: int, tokens: int, scoring: Scoring,
             dtype: torch.dtype) -> Tensor | None:
     """Added to the scores [t, s] of the tokens from `first` on; None: torch knows it itself. Of a
-    chunk it is told in a word, which torch's flash attention knows, too."""
+    chunk it is told in a word on GPUs, whose flash attention knows that, too."""
     window = scoring.window or first + tokens
     if window >= first + tokens and scoring.cap is None:
-        return None if first == 0 else causal_lower_right(tokens, first + tokens)
+        if first == 0:
+            return None
+        if at.is_cuda:
+            return in_a_word(tokens, first + tokens)
     seen = (at[None, :] <= at[first:, None]) & (at[None, :] > at[first:, None] - window)
     return torch.zeros(seen.shape, dtype=dtype, device=at.device).masked_fill_(
         ~seen, float("-inf"))
+
+
+def in_a_word(tokens: int, entries: int) -> Tensor:
+    """The mask of a chunk's tokens, which are the last of so many entries: without its numbers."""
+    # brings torch's compiler along, a second of a rank's start: cuda_modules has GPUs import it
+    from torch.nn.attention.bias import causal_lower_right
+
+    return causal_lower_right(tokens, entries)
 
 
 def packed_attention(joint: Tensor, heads: int, lengths: Sequence[int], scale: float | None = None,

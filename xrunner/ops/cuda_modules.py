@@ -11,6 +11,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -99,6 +100,7 @@ def _load(device: torch.device, wish: str) -> Gpu:
         except XgptError as error:
             why = str(error)
     if why is None and not (wish == "require" and gpu.differing):
+        import_module("torch.nn.attention.bias")  # for chunks (xrunner.ops.attention): a second
         return gpu
     if wish == "require":
         raise XgptError(f"{VARIABLE} is require, and the CUDA kernels cannot serve: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import cpu_cuda
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from xrunner.ops import attention, native
 from xrunner.ops.attention import encode_attention
@@ -54,3 +55,12 @@ def test_a_chunk_counts_with_what_it_attends_to(monkeypatch: pytest.MonkeyPatch)
         is_ours, out = by_kernel(launcher, CHUNKS, torch.bfloat16)
         assert is_ours == is_kept
         torch.testing.assert_close(out.float(), expected.float(), atol=0.02, rtol=0.02)
+
+
+def test_what_flash_attention_is_told_of_a_chunk_is_its_mask() -> None:
+    generator = torch.Generator().manual_seed(5)
+    query, key, value = (torch.randn(1, 2, rows, DIM, generator=generator) for rows in (5, 9, 9))
+    mask = attention._causal(torch.arange(9), 4, 5, attention.PLAIN, torch.float32)
+    by_numbers, in_a_word = (scaled_dot_product_attention(query, key, value, attn_mask=of)
+                             for of in (mask, attention.in_a_word(5, 9)))
+    torch.testing.assert_close(in_a_word, by_numbers)
