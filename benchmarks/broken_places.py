@@ -20,7 +20,7 @@ class Place(NamedTuple):
 
 
 _FAULTS = "tests/mpi/test_faults.py::test_"
-_GOING_ON = "tests/xgpt/app/test_going_on.py::test_"
+_CHANGED = "tests/xgpt/app/going_on/test_changed_since.py::test_"
 _BROKEN_MODELS = "tests/xrunner/checkpoint/test_broken_models.py::test_"
 
 PLACES = (
@@ -39,10 +39,10 @@ PLACES = (
           "xrunner/checkpoint/identity.py",
           "return sorted(name for name in before.keys() | now.keys() if before.get(name)",
           "return sorted(name for name in () if before.get(name)",
-          f"{_GOING_ON}a_stopped_run_is_not_gone_on_with_by_another_model"),
+          f"{_CHANGED}a_stopped_run_is_not_gone_on_with_by_another_model"),
     Place("2 another model", "its path is part of what a run is known by", "xrunner/plan.py",
           '_NOT_DECISIVE = ("name", "output", "model_dir", ', '_NOT_DECISIVE = ("name", "output", ',
-          f"{_GOING_ON}a_folder_that_was_moved_goes_on"),
+          f"{_CHANGED}a_folder_that_was_moved_goes_on"),
     Place("2 another model", "weights are known by their headers alone",
           "xrunner/checkpoint/identity.py", "for block in range(1, _BLOCKS + 1):",
           "for block in ():", "tests/xrunner/checkpoint/test_identity.py::"
@@ -50,7 +50,7 @@ PLACES = (
     Place("2 another model", "--verify reads no more than the samples", "xrunner/plan.py",
           "name for name in common if self.weights_whole[name] != weights_whole[name])})",
           "name for name in common if not name)})",
-          f"{_GOING_ON}a_byte_between_the_samples_is_seen_by_who_reads_them_all"),
+          f"{_CHANGED}a_byte_between_the_samples_is_seen_by_who_reads_them_all"),
     Place("2 another model", "its chat template is no part of what it is known by",
           "xrunner/checkpoint/identity.py", '".model", ".jinja")', '".model")',
           "tests/xrunner/checkpoint/test_identity.py::"
@@ -137,7 +137,8 @@ PLACES = (
     Place("deaths", "a stop between a death and the next start is not heard", "xgpt/app/deaths.py",
           "            if StopRequest(plan.output).is_made:\n                raise",
           "            if leg.alone == -1:\n                raise",
-          f"{_FAULTS}a_stop_between_a_death_and_the_next_start_ends_the_run", True),
+          "tests/mpi/test_stops.py::"
+          "test_a_stop_between_a_death_and_the_next_start_ends_the_run", True),
     Place("one query's trouble", "a tokenizer's exception ends the run", "xrunner/engine/roster.py",
           "        except Exception as cause:  # a tokenizer's: no other query is to suffer for it",
           "        except ZeroDivisionError as cause:",

@@ -15,9 +15,9 @@ from typing import NamedTuple
 from xgpt.core import catalog
 from xgpt.core.cluster import Cluster
 from xgpt.core.constraint import latency_constraint
+from xgpt.core.deployment import Pool
 from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Pool
 from xprofiler.roofline import Roofline
 from xscheduler.live.deployment import Loading, redeployment
 from xsimulator.plans import StagePlans

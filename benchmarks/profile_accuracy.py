@@ -25,10 +25,10 @@ import torch
 
 from xgpt.app.local_profile import local_profile, wanted_profile
 from xgpt.app.opened import open_file
+from xgpt.core.deployment import StageAssignment
 from xgpt.core.lengths import empirical
 from xgpt.core.local import detect
 from xgpt.core.model import refuse_tp_degree
-from xgpt.core.schedule import StageAssignment
 from xgpt.core.units import parse_seconds
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.local import LocalLauncher

@@ -14,10 +14,10 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
+from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import XgptError
 from xgpt.core.lifeline import end_with_launcher
 from xgpt.core.model import ModelSpec
-from xgpt.core.schedule import StageAssignment
 from xgpt.core.spool import Spool
 from xgpt.core.whole_file import write_atomically
 from xrunner.checkpoint.reader import open_weights

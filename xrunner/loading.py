@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import torch
 
+from xgpt.core.deployment import Pool, StageAssignment
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
-from xgpt.core.schedule import Pool, Schedule, StageAssignment
+from xgpt.core.schedule import Schedule
 from xgpt.core.units import INT8
 from xrunner.checkpoint.reader import CheckpointReader, open_weights
 from xrunner.checkpoint.source import read_spec

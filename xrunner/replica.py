@@ -3,7 +3,8 @@ is."""
 
 from dataclasses import dataclass, replace
 
-from xgpt.core.schedule import Deployment, Estimate, Pool
+from xgpt.core.deployment import Deployment, Pool
+from xgpt.core.schedule import Estimate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

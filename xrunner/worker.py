@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from xgpt.core.controls import EvenBatches
+from xgpt.core.deployment import Pool
 from xgpt.core.errors import XgptError
 from xgpt.core.policies import policy
-from xgpt.core.schedule import Pool, Schedule
+from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
 from xgpt.core.spool import Spool
 from xrunner.engine.head import Alone, Head, PoolLink, Supply

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 from xgpt.core.cluster import Cluster
 from xgpt.core.controls import ContinuousControls, RraControls, max_in_system
+from xgpt.core.deployment import Pool
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Pool, Rejected, Schedule
+from xgpt.core.schedule import Estimate, Rejected, Schedule
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limit, Limits, breaches

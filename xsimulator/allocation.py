@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from xgpt.core.cluster import Cluster
+from xgpt.core.deployment import StageAssignment
 from xgpt.core.model import ModelSpec, refuse_tp_degree
-from xgpt.core.schedule import Role, StageAssignment
+from xgpt.core.policies import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from xgpt.core.cluster import Device
+from xgpt.core.deployment import StageAssignment
 from xgpt.core.lengths import FloatArray, Lengths
 from xgpt.core.model import ModelSpec, kv_elements_of_rank
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import StageAssignment
 from xgpt.core.units import DTYPE_BYTES, WEIGHT_BYTES, activation_item_bytes
 
 # Share of a device's memory that may be planned: the rest is the runtime's context, kernels,

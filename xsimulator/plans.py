@@ -14,10 +14,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from xgpt.core.cluster import Link
+from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import wrong
 from xgpt.core.lengths import FloatArray
+from xgpt.core.policies import Role
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Role, StageAssignment
 from xgpt.core.units import WEIGHT_BYTES
 from xprofiler.timing import Operator, TimingSource, of_role
 from xsimulator import memory

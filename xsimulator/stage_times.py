@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from xgpt.core.cluster import Cluster, Link
+from xgpt.core.deployment import StageAssignment
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import StageAssignment
 from xgpt.core.units import DTYPE_BYTES
 from xprofiler.timing import MessageKind, Operator, TimingSource
 from xsimulator import memory

@@ -29,7 +29,8 @@ def test_copies_use_parts_of_a_node_or_whole_nodes() -> None:
 
 
 def test_a_bound_is_exceeded_by_more_than_the_gap_proved_of_that_problem() -> None:
-    from best_by_hand import Found, Row, line_of, page
+    from best_by_hand import Row, line_of, page
+    from by_hand import Found
 
     def row(bound_qps: float, hand_qps: float) -> Row:
         return Row(scenario="s", bound_s=1.0, planned=Found(10.0, "a"), bound_qps=bound_qps,

@@ -47,7 +47,7 @@ def test_a_variable_of_it_is_checked_as_ours_are(with_package: Command) -> None:
 
 @pytest.mark.mpi
 def test_ranks_execute_it_and_answer_as_rra_does(toy_job: Any, with_package: Command) -> None:
-    from toys import run_in_process  # torch, which planning does without
+    from toy_runs import run_in_process  # torch, which planning does without
 
     done = json.loads(with_package(FOLDER, "submit", toy_job.path, "--json", "--set",
                                    "schedule={policy: waves, tp_degree: 1, replicas: 1}",

@@ -21,6 +21,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="ranks need the extra `run`")
 import job_folder  # noqa: E402
+import toy_runs  # noqa: E402
 import toys  # noqa: E402
 from job_folder import SUPPORT, XGPT, as_requests, read_lines  # noqa: E402
 
@@ -61,7 +62,7 @@ def device() -> torch.device:
     return devices.own_device("gpu", 0)
 
 
-def answers(sink: toys.Collector) -> dict[int, list[int]]:
+def answers(sink: toy_runs.Collector) -> dict[int, list[int]]:
     return {r.query.index: list(r.output_ids) for r in sink.results}
 
 
@@ -72,8 +73,8 @@ def test_every_family_answers_as_generate_does(made: Made, device: torch.device,
     queries = toys.random_queries(17)
     expected = {q.index: toys.generate(model, q) for q in queries}
     for degrees, groups in (((1,), 2), ((1, 1), 2), ((2,), 1), ((2, 1), 3)):
-        sink, executors = toys.run_in_process(directory, queries, degrees=degrees,
-                                              num_groups=groups, device=device)
+        sink, executors = toy_runs.run_in_process(directory, queries, degrees=degrees,
+                                                  num_groups=groups, device=device)
         assert answers(sink) == expected, f"{degrees = }"
         assert all(e.groups[0].cache.store.device == device for e in executors)
         assert sum(e.rows_compacted for e in executors) > 0
@@ -83,14 +84,14 @@ def test_every_family_answers_as_generate_does(made: Made, device: torch.device,
 def test_captured_decode_steps_answer_as_generate_does(
         made: Made, device: torch.device, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, model = made(family)
-    executor_of = toys.executor_of
+    executor_of = toy_runs.executor_of
     captures = CudaCapture(device), CudaCapture(device)  # a rank's each
     given = iter(captures)
-    monkeypatch.setattr(toys, "executor_of", lambda *known, **more: executor_of(
+    monkeypatch.setattr(toy_runs, "executor_of", lambda *known, **more: executor_of(
         *known, **more, capture=next(given)))
     queries = toys.random_queries(17)
-    sink, executors = toys.run_in_process(directory, queries, degrees=(1, 1), num_groups=2,
-                                          device=device)
+    sink, executors = toy_runs.run_in_process(directory, queries, degrees=(1, 1), num_groups=2,
+                                              device=device)
     if cuda_modules.gpu_of(device).ops is None:
         pytest.skip(f"our kernels do not serve: {cuda_modules.describe(device)}")
     assert answers(sink) == {q.index: toys.generate(model, q) for q in queries}
@@ -117,15 +118,15 @@ def test_the_same_seed_draws_the_same_text_whatever_the_schedule(made: Made,
     queries = [replace(q, is_forced=True, max_new_tokens=12, sampling=Sampling(
         temperature=0.9, top_k=20 if q.index % 2 else None, top_p=0.9, seed=q.index))
         for q in toys.random_queries(QUERIES)]
-    texts = [answers(toys.run_in_process(directory, queries, degrees=degrees, num_groups=groups,
-                                         encode_batch=batch, device=device)[0])
+    texts = [answers(toy_runs.run_in_process(directory, queries, degrees=degrees, num_groups=groups,
+                                             encode_batch=batch, device=device)[0])
              for degrees, groups, batch in (((1,), 1, 9), ((1, 1), 2, 3), ((2,), 1, 4))]
     assert texts[0] == texts[1] == texts[2]
 
 
 def test_a_step_lasts_until_its_work_is_done(made: Made, device: torch.device) -> None:
     directory, _ = made("llama")
-    executor = toys.executor_of(directory, toys.stages_of(directory, [1])[0], device=device)
+    executor = toy_runs.executor_of(directory, toy_runs.stages_of(directory, [1])[0], device=device)
     executor.start(StartMessage(num_groups=1, slots=2, capacity=8))
     message = StepMessage(kind=StepKind.ENCODE, group=0, phase=0, iteration=0, joined=(
         Joined(query=0, input_tokens=3, sampling=Sampling()),))
@@ -159,9 +160,9 @@ def test_nothing_within_a_step_waits_for_the_gpu(
 
     directory, model = made(family)
     queries = [replace(query, is_forced=is_forced) for query in toys.random_queries(17)]
-    toys.run_in_process(directory, queries, degrees=(1,), device=device)  # loads kernels
+    toy_runs.run_in_process(directory, queries, degrees=(1,), device=device)  # loads kernels
     monkeypatch.setattr(StageExecutor, "execute", strictly)
-    sink, (executor,) = toys.run_in_process(directory, queries, degrees=(1,), device=device)
+    sink, (executor,) = toy_runs.run_in_process(directory, queries, degrees=(1,), device=device)
     assert answers(sink) == {q.index: toys.generate(model, q) for q in queries}
     # one step after the other, as the GPU took them
     times = [(record.start_s, record.end_s) for record in executor.log]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,22 +11,22 @@ import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
 import toys  # noqa: E402
-from job_folder import XGPT, as_requests, read_lines, write_job  # noqa: E402
+from by_data_sheets import COMMAND  # noqa: E402
+from job_folder import as_requests, read_lines, write_job  # noqa: E402
 
 pytestmark = pytest.mark.mpi
 PLANNED = "constraint: {ttft_s: {limit_s: 2, quantile: 0.9}, tpot_s: 0.5, makespan_s: 10 min}\n"
 
 
 def test_bounds_are_kept_by_a_run_or_told_and_strict(
-        tmp_path: Path, profiled: Callable[..., dict[str, str]]) -> None:
+        tmp_path: Path, cache: dict[str, str]) -> None:
     directory, out = tmp_path / "model", tmp_path / "out"
     _, queries = toys.make_model("llama", directory), toys.random_queries(24)
-    job = write_job(tmp_path, directory, as_requests(queries), ranks=2,
+    job = write_job(tmp_path, directory, as_requests(queries), ranks=1,
                     schedule="policy: rra, encode_batch: 3, decode_iterations: 4, tp_degree: 1")
     job.write_text(job.read_text() + PLANNED)
-    env = profiled("llama")
-    done = subprocess.run([*XGPT, "submit", str(job), "--strict"], capture_output=True, text=True,
-                          env=env, timeout=240)
+    done = subprocess.run([*COMMAND, "submit", str(job), "--strict"], capture_output=True,
+                          text=True, env=cache, timeout=240)
     assert done.returncode == 0, done.stderr
     metrics = json.loads((out / "metrics.json").read_text())
     assert metrics["bound_kept"] is True
@@ -46,8 +45,8 @@ def test_bounds_are_kept_by_a_run_or_told_and_strict(
     schedule["bounds"][2]["limit_s"] = 1e-6  # nothing keeps that
     tight = tmp_path / "tight.json"
     tight.write_text(json.dumps(schedule))
-    missed = subprocess.run([*XGPT, "run", str(job), "--schedule", str(tight), "--strict",
-                             "--json"], capture_output=True, text=True, env=env, timeout=240)
+    missed = subprocess.run([*COMMAND, "run", str(job), "--schedule", str(tight), "--strict",
+                             "--json"], capture_output=True, text=True, env=cache, timeout=240)
     assert missed.returncode == 4, missed.stderr
     told = json.loads(missed.stdout)
     assert told["bound_kept"] is False and "time per output token missed: 0 %" in told["error"]

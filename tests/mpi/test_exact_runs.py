@@ -1,5 +1,6 @@
 """Greedy float32 tokens equal transformers' `generate` under real mpiexec: every family on 1 to 4
-ranks, single and in tensor-parallel groups. One launch runs many cases."""
+ranks, single and in tensor-parallel groups; and what ranks say to each other. One launch runs many
+cases."""
 
 from __future__ import annotations
 
@@ -41,6 +42,7 @@ POOL_CHUNK_CASES = [("llama", (1,), (1,), 1, 2), ("opt", (1,), (1, 1), 2, 1),
 Models = dict[str, tuple[Path, dict[str, Any]]]
 Case = dict[str, Any]
 Launched = dict[str, tuple[list[Case], list[Any]]]
+SAID = "what ranks say to each other"
 
 
 @pytest.fixture(scope="module")
@@ -73,17 +75,19 @@ def waa_cases(models: Models, cases: Sequence[tuple[str, tuple[int, ...], tuple[
             for family, encode, decode, groups, batch in cases]
 
 
-def launch(folder: Path, cases: Sequence[Case], timeout_s: float) -> list[Any]:
-    """What the ranks of one launch, four of them, answer to each of the cases."""
+def launch(folder: Path, cases: Sequence[Case], timeout_s: float,
+           checks: Sequence[str] = ()) -> tuple[list[Any], str]:
+    """What the ranks of one launch, four of them, answer to each of the cases, and what they print.
+    `checks`: of ranks_script.py."""
     (folder / "cases.json").write_text(json.dumps(cases))
     done = subprocess.run(
         [find_mpiexec(), "-n", "4", sys.executable, "-m", "mpi4py", str(SCRIPT),
-         str(folder / "cases.json"), str(folder / "answers.json")],
+         str(folder / "cases.json"), str(folder / "answers.json"), *checks],
         capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     answers = json.loads((folder / "answers.json").read_text())
     assert len(answers) == len(cases)
-    return list(answers)
+    return list(answers), done.stdout
 
 
 def check(models: Models, cases: Sequence[Case], answers: Sequence[Any]) -> None:
@@ -99,9 +103,11 @@ def launched(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Launch
              "gloo": rra_cases(models, GLOO_CASES, group="gloo"),
              "chunks": rra_cases(models, CHUNK_CASES, encode_chunk=7),
              "chunks in pools": waa_cases(models, POOL_CHUNK_CASES, encode_chunk=7)}
-    answers = launch(tmp_path_factory.mktemp("launch"),
-                     [case for cases in parts.values() for case in cases], timeout_s=280)
-    found, first = {}, 0
+    answers, said = launch(tmp_path_factory.mktemp("launch"),
+                           [case for cases in parts.values() for case in cases], timeout_s=280,
+                           checks=("mpi", "gloo"))
+    found: Launched = {SAID: ([], [said])}
+    first = 0
     for name, cases in parts.items():
         found[name] = cases, answers[first:first + len(cases)]
         first += len(cases)
@@ -134,6 +140,17 @@ def test_decode_pools_that_encode_inputs_answer_as_generate_does(models: Models,
     check(models, *launched["chunks in pools"])
 
 
+def test_every_rank_holds_the_same_sum_and_the_first_one_every_part(launched: Launched) -> None:
+    """And programs that are none of ours are refused: of two ranks, and of three."""
+    _, (said,) = launched[SAID]
+    for what in ("no JSON: UnicodeDecodeError", "int expected, not str", "'Other' is none of",
+                 "a tensor [-1] of 'int64'", "1099511627776 bytes was announced, 8 came"):
+        assert said.count(what) == 2, what
+    for over in ("mpi", "gloo"):
+        for ranks in (2, 3):
+            assert said.count(f"{over} over {ranks} ok") == ranks
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layout_and_number_of_micro_batches(models: Models, tmp_path: Path,
@@ -141,7 +158,7 @@ def test_every_layout_and_number_of_micro_batches(models: Models, tmp_path: Path
     cases = rra_cases(models, [
         (family, layout, groups, batch, iterations) for layout, groups, (batch, iterations)
         in product(LAYOUTS, (1, 2, 3, 4), ((1, 1), (4, 5), (9, 30)))])
-    check(models, cases, launch(tmp_path, cases, timeout_s=280))
+    check(models, cases, launch(tmp_path, cases, timeout_s=280)[0])
 
 
 @pytest.mark.slow
@@ -152,4 +169,4 @@ def test_every_layout_of_two_pools(models: Models, tmp_path: Path, family: str) 
         (family, encode, decode, groups, batch)
         for encode, decode in product(pools, pools) if sum(encode) + sum(decode) <= 4
         for groups, batch in ((1, 3), (2, 1), (3, 9))])
-    check(models, cases, launch(tmp_path, cases, timeout_s=280))
+    check(models, cases, launch(tmp_path, cases, timeout_s=280)[0])

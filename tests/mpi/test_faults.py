@@ -1,5 +1,5 @@
-"""What happens to real commands with real ranks when something dies, hangs, or fills up: everybody
-ends, the message says what is to be done, and the same command goes on."""
+"""What happens to real commands with real ranks when one of them dies or hangs: everybody ends, the
+message says what is to be done, and the same command goes on."""
 
 from __future__ import annotations
 
@@ -10,43 +10,21 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
 import power_cut  # noqa: E402
-from faults import FAULTS, ToyJob, alive, await_lines, below, wait  # noqa: E402
+from disturbed import RRA, TOGETHER_S, end, start  # noqa: E402
+from faults import FAULTS, ToyJob, alive, below, wait  # noqa: E402
 from soak import SHAPES, one_job, undisturbed  # noqa: E402
 
 from xgpt.app.status import run_status  # noqa: E402
 
 pytestmark = pytest.mark.mpi
-RRA = "policy: rra, encode_batch: 6, decode_iterations: 4, tp_degree: 1, replicas: 1"
-TOGETHER_S = 10.0
-
-
-def start(folder: Path, *, ranks: int = 2, count: int = 1500, after: int = 20,
-          **more: Any) -> tuple[ToyJob, subprocess.Popen[str], dict[str, list[int]]]:
-    """A job at work: (it, its command, what that started)."""
-    job = ToyJob(folder=folder, schedule=RRA, ranks=ranks, count=count, **more).write()
-    process = job.start()
-    assert await_lines(job, process, after), process.communicate()
-    return job, process, below(process.pid)
-
-
-def end(process: subprocess.Popen[str], own: dict[str, list[int]]) -> dict[str, Any]:
-    """What `--json` printed, once all are gone."""
-    printed, told = process.communicate(timeout=200)
-    wait(lambda: not alive([pid for pids in own.values() for pid in pids]), "all ends", TOGETHER_S)
-    assert "Traceback" not in told, told
-    facts: dict[str, Any] = json.loads(printed) if printed else {}
-    return {**facts, "code": process.returncode, "told": told}
 
 
 @pytest.mark.parametrize("kind", ["kill the launcher", *(
@@ -79,59 +57,6 @@ def test_a_rank_that_hangs_ends_the_run_by_its_name(tmp_path: Path) -> None:
     assert "it was last told to " in facts["error"] and facts["queries"] == len(job.lines())
     said = " ".join(job.command("status").stdout.split())
     assert "it failed: the run hangs: rank 1 (stage 1) has given no sign of life" in said
-
-
-@pytest.mark.slow
-def test_a_stop_ends_ranks_that_do_not_hear_of_it(tmp_path: Path) -> None:
-    job, process, own = start(tmp_path)
-    os.kill(own["rank"][0], signal.SIGSTOP)
-    assert job.command("stop").returncode == 0
-    facts = end(process, own)
-    assert facts["code"] == 75 and "asked to stop, and the ranks did not" in facts["message"]
-
-
-@pytest.mark.slow
-def test_a_stop_is_heard_while_the_command_itself_is_stopped(tmp_path: Path) -> None:
-    """Ctrl-Z, or Slurm's suspension: the ranks see to it."""
-    job, process, own = start(tmp_path)
-    process.send_signal(signal.SIGSTOP)
-    assert "asked to stop" in job.command("stop").stdout
-    wait(lambda: not alive(own["rank"]), "the ranks end")
-    process.send_signal(signal.SIGCONT)
-    facts = end(process, own)
-    assert facts["code"] == 75 and facts["queries"] == len(job.lines()) < job.count
-
-
-@pytest.mark.slow
-def test_a_stop_before_the_ranks_start_and_of_what_has_ended(tmp_path: Path) -> None:
-    job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=20).write()
-    assert "no run has started there" in job.command("stop").stderr
-    process = job.start()
-    wait((job.output / ".owner.json").is_file, "the folder is taken")
-    process.send_signal(signal.SIGSTOP)
-    own = below(process.pid)
-    assert not own["rank"] and "asked to stop" in job.command("stop").stdout
-    process.send_signal(signal.SIGCONT)
-    facts = end(process, own)
-    assert facts["code"] == 75 and "before the ranks were started" in facts["message"]
-    refused = job.command("stop")
-    assert refused.returncode == 1 and "no run has started there" in refused.stderr
-    assert job.run_to_end().returncode == 0 and len(job.answers()) == 20
-    refused = job.command("stop", "--json")
-    assert refused.returncode == 1 and "state: done" in json.loads(refused.stdout)["error"]
-
-
-@pytest.mark.slow
-def test_a_stop_between_a_death_and_the_next_start_ends_the_run(tmp_path: Path) -> None:
-    job, process, own = start(tmp_path)
-    process.send_signal(signal.SIGSTOP)  # else the ranks are there again before `stop` is
-    os.kill(own["rank"][-1], signal.SIGKILL)
-    wait(lambda: not alive(own["rank"]), "the ranks end")
-    assert "asked to stop" in job.command("stop").stdout
-    process.send_signal(signal.SIGCONT)
-    facts = end(process, own)
-    assert facts["code"] == 75 and facts["queries"] == len(job.lines()) < job.count
-    assert "asked to stop meanwhile" in facts["message"] and "start again" not in facts["told"]
 
 
 @pytest.mark.slow
@@ -296,85 +221,6 @@ def test_a_job_whose_command_dies_before_its_account_is_done_whatever_is_planned
     assert not list(job.output.glob("results-*"))
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
-    """A file system of a job's output folder alone."""
-    own = Disk(tmp_path / "disk.img", tmp_path / "out")
-    own.folder.mkdir()
-    with own.image.open("wb") as file:
-        file.truncate(32 * 2**20)
-    try:
-        subprocess.run(["mkfs.ext4", "-q", own.image], check=True, capture_output=True)
-        own.mount()
-    except (OSError, subprocess.CalledProcessError) as cause:
-        pytest.skip(f"no file system of its own can be mounted here: {cause}")
-    yield own
-    subprocess.run(["umount", "-l", own.folder], check=False, capture_output=True)
-
-
-class Disk(NamedTuple):
-    image: Path
-    folder: Path
-
-    def mount(self) -> None:
-        subprocess.run(["mount", "-o", "loop,errors=remount-ro", self.image, self.folder],
-                       check=True, capture_output=True)
-
-    def fill(self, left_bytes: int) -> None:
-        with (self.folder / "ballast").open("wb", buffering=0) as file:
-            with suppress(OSError):  # what a system tells to be free is not all to be had
-                while True:
-                    file.write(bytes(65_536))
-            file.truncate(file.tell() - left_bytes)
-
-    def fail(self) -> None:
-        """An error of the disk, upon which the system mounts it read-only."""
-        device = next(line.split()[0] for line in Path("/proc/mounts").read_text().splitlines()
-                      if line.split()[1] == str(self.folder))
-        Path(f"/sys/fs/ext4/{Path(device).name}/trigger_fs_error").write_text("1")
-
-    def repair(self) -> None:
-        subprocess.run(["umount", self.folder], check=True, capture_output=True)
-        done = subprocess.run(["e2fsck", "-fp", self.image], check=False, capture_output=True)
-        assert done.returncode <= 1, done.stdout
-        self.mount()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trouble", ["full", "read-only"])
-def test_a_disk_that_takes_no_more_is_one_message(trouble: str, disk: Disk,
-                                                  tmp_path: Path) -> None:
-    job, process, own = start(tmp_path, run=", sync_s: 0.2", after=200)
-    if trouble == "full":
-        disk.fill(left_bytes=20_000)
-    else:
-        disk.fail()
-    facts = end(process, own)
-    said = "No space left on device" if trouble == "full" else "Read-only file system"
-    assert facts["code"] == 1, facts
-    assert said in facts["error"] and "the same command goes on" in facts["error"]
-    if trouble == "full":
-        (disk.folder / "ballast").unlink()
-    else:
-        disk.repair()
-    done = job.lines()
-    assert 100 < len(done) < job.count
-    again = job.run_to_end()
-    assert again.returncode == 0, again.stderr
-    assert [line for line, _ in job.answers()] == [f"q{i}" for i in range(1500)]
-    assert job.lines().items() >= done.items()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gigabytes", [1, 3, 5])
-def test_memory_that_runs_out_is_one_message(gigabytes: int, tmp_path: Path) -> None:
-    job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=60,
-                 prefix=("prlimit", f"--as={gigabytes * 10**9}")).write()
-    done = job.run_to_end()
-    assert "Traceback" not in done.stderr, done.stderr
-    assert done.returncode == 0 or "memory ran out" in done.stderr, done.stderr
-
-
 @pytest.mark.parametrize(("number", "count"), [
     # test_power_cut.py has every moment of a cut, and what goes on after it
     pytest.param(number, 60, marks=pytest.mark.slow) for number in (0, 6, 7)])
@@ -384,46 +230,6 @@ def test_a_short_soak(number: int, count: int, tmp_path: Path) -> None:
     outcome = one_job(SHAPES[number], "power cut", number, tmp_path / "job", library, expected,
                       count=count)
     assert not outcome.trouble, outcome
-
-
-# The second rank goes into a group of little memory before it has any.
-_CONFINED = """
-import os, sys
-if "xrunner.worker" in sys.orig_argv and os.environ.get("PMI_RANK") == "1":
-    with open(os.environ["GROUP"] + "/cgroup.procs", "w") as file:
-        file.write(str(os.getpid()))
-"""
-
-
-@pytest.fixture
-def group() -> Iterator[Path]:
-    """A control group of 60 MB."""
-    base = Path("/sys/fs/cgroup/memory")
-    base = base if base.is_dir() else base.parent
-    limit = "memory.limit_in_bytes" if base.name == "memory" else "memory.max"
-    folder = base / f"xgpt-test-{os.getpid()}"
-    try:
-        folder.mkdir()
-        (folder / limit).write_text(str(60 * 10**6))
-    except OSError as cause:
-        pytest.skip(f"no control groups of memory here: {cause}")
-    yield folder
-    wait(lambda: not (folder / "cgroup.procs").read_text(), "the group is empty")
-    folder.rmdir()
-
-
-@pytest.mark.slow
-def test_a_rank_that_the_system_kills_for_its_memory_is_told(group: Path, tmp_path: Path) -> None:
-    (tmp_path / "confined").mkdir()
-    (tmp_path / "confined" / "sitecustomize.py").write_text(_CONFINED)
-    path = os.pathsep.join([str(tmp_path / "confined"), os.environ.get("PYTHONPATH", "")])
-    job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=20, run=", restarts: 1",
-                 environ={"PYTHONPATH": path, "GROUP": str(group)}).write()
-    done = job.run_to_end()
-    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    error = json.loads(done.stdout)["error"]
-    assert "Signal 9 ended a rank" in error and "when memory runs out" in error
-    assert done.stderr.count("the ranks start again") == 1
 
 
 # A rank that is gone before it has met the others, as the interpreter starts or imports.

@@ -28,7 +28,7 @@ def submitted(folder: Path, model: Path, *, count: int, longest: int, outputs: i
     requests = [{"id": f"q{i}", "tokens": list(queries[i % 20].input_ids),
                  "forced_tokens": 1 + (i * 7) % outputs} for i in range(count)]
     job = write_job(folder, model, requests,
-                    schedule="policy: rra, encode_batch: 4, decode_iterations: 4", ranks=2)
+                    schedule="policy: rra, encode_batch: 4, decode_iterations: 4", ranks=1)
     done = xgpt("submit", job, "--json", "--set", "workload.output_tokens=from_requests")
     assert done.returncode == 0, done.stderr
     return done

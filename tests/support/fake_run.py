@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from xgpt.core.schedule import Rejected, Schedule, StageAssignment
+from xgpt.core.deployment import StageAssignment
+from xgpt.core.schedule import Rejected, Schedule
 from xgpt.core.schedule_file import estimate_from_flat, save_schedule, schedule_from_flat
 from xgpt.core.spool import Record, SpoolWriter
 

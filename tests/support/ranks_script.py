@@ -1,4 +1,4 @@
-"""What every rank of test_rank_messages.py runs: checks by arithmetic, on all ranks alike, for
+"""What ranks of test_exact_runs.py and of GPUs run: checks by arithmetic, on all ranks alike, for
 every size of group up to all of them. Pickles are refused.
 Usage: ranks_script.py mpi|gloo|nccl ..."""
 
@@ -115,16 +115,17 @@ def check(world: MPI.Comm, over: str) -> None:
     print(f"{over} over {world.Get_size()} ok", flush=True)
 
 
-def main() -> None:
+def check_sizes(world: MPI.Comm, over: str, most: int) -> None:
+    """Groups of up to so many of the ranks."""
+    for size in range(min(2, most), most + 1):
+        takes_part = world.Get_rank() < size
+        comm = world.Split(int(takes_part), world.Get_rank())
+        if takes_part:
+            check(comm, over)
+        world.Barrier()
+
+
+if __name__ == "__main__":
     all_imported()
-    world = MPI.COMM_WORLD
-    for over in sys.argv[1:]:
-        for size in range(min(2, world.Get_size()), world.Get_size() + 1):
-            takes_part = world.Get_rank() < size
-            comm = world.Split(int(takes_part), world.Get_rank())
-            if takes_part:
-                check(comm, over)
-            world.Barrier()
-
-
-main()
+    for way in sys.argv[1:]:
+        check_sizes(MPI.COMM_WORLD, way, MPI.COMM_WORLD.Get_size())

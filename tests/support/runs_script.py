@@ -1,6 +1,7 @@
 """What every rank of test_exact_runs.py runs: the cases of a file, one after the other, each on as
 many of the ranks as its stages have. A case may ask for GPUs (`device`), and for sums over gloo
-(`group`). Usage: runs_script.py CASES.json ANSWERS.json"""
+(`group`). Before them, the checks of ranks_script.py for up to three ranks, where they are named.
+Usage: runs_script.py CASES.json ANSWERS.json [mpi|gloo ...]"""
 
 from __future__ import annotations
 
@@ -14,11 +15,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import ranks_script
+import toy_runs
 import toys
 from mpi4py import MPI
 
+from xgpt.core.deployment import Pool
 from xgpt.core.lifeline import all_imported
-from xgpt.core.schedule import Pool
 from xrunner.devices import has_own_gpu_each, local_rank, own_device
 from xrunner.engine.links import ToDecodePool
 from xrunner.engine.pipeline import Route, routes
@@ -35,8 +38,8 @@ def run(case: dict[str, Any], comm: Any) -> dict[int, list[int]] | None:
     """The answers, on the first rank."""
     directory, rank = Path(case["directory"]), comm.Get_rank()
     is_waa = "encode" in case
-    pools = (toys.waa_pools(directory, case["encode"], case["decode"]) if is_waa
-             else [toys.pool_of(toys.stages_of(directory, case["degrees"]))])
+    pools = (toy_runs.waa_pools(directory, case["encode"], case["decode"]) if is_waa
+             else [toy_runs.pool_of(toy_runs.stages_of(directory, case["degrees"]))])
     pool, stage = next((p, s) for p in pools for s in p.stages if rank in s.ranks)
     index = stage.ranks.index(rank)
     device = own_device(case.get("device", "cpu"), local_rank(comm))
@@ -46,9 +49,10 @@ def run(case: dict[str, Any], comm: Any) -> dict[int, list[int]] | None:
              Shard(index, stage.tp_degree, group.all_reduce, group.gather))
     side: dict[str, Any] = {}
     if is_waa:
-        own = toys.transfers_of(pools, toys.spec_of(directory))
-        side = toys.couriers(pool.role, MpiComm(comm.Dup(), LOOK_S), own, toys.ranks_of(pools[1]))
-    executor = toys.executor_of(directory, stage, shard, device=device, role=pool.role, **side)
+        own = toy_runs.transfers_of(pools, toys.spec_of(directory))
+        side = toy_runs.couriers(pool.role, MpiComm(comm.Dup(), LOOK_S), own,
+                                 toy_runs.ranks_of(pools[1]))
+    executor = toy_runs.executor_of(directory, stage, shard, device=device, role=pool.role, **side)
     execute = run_waa if is_waa else run_rra
     answers = execute(case, pools, routes(pools)[rank], MpiComm(comm), executor)
     if isinstance(group, TorchGroup):
@@ -69,13 +73,13 @@ def run_rra(case: dict[str, Any], pools: list[Pool], route: Route, messages: Mpi
             executor: StageExecutor) -> dict[int, list[int]] | None:
     directory = Path(case["directory"])
     if messages.rank > 0:
-        toys.serve(messages, route, executor)
+        toy_runs.serve(messages, route, executor)
         return None
     rule = RraRule(encode_batch=case["encode_batch"], max_active=12, kv_tokens=10_000,
                    decode_iterations=case["decode_iterations"], num_groups=case["num_groups"],
                    encode_chunk=case.get("encode_chunk", 0))
     queries = toys.random_queries(case["queries"])
-    sink = toys.lead(directory, messages, route, executor, rule, queries)
+    sink = toy_runs.lead(directory, messages, route, executor, rule, queries)
     messages.flush()
     return {r.query.index: list(r.output_ids) for r in sink.results}
 
@@ -84,34 +88,29 @@ def run_waa(case: dict[str, Any], pools: list[Pool], route: Route, messages: Mpi
             executor: StageExecutor) -> dict[int, list[int]] | None:
     """The same of WAA's two pools."""
     directory = Path(case["directory"])
-    decode_head = toys.ranks_of(pools[1])[0]
-    rules = toys.toy_waa_rules(len(case["encode"]), encode_batch=case["encode_batch"],
-                               num_groups=case["num_groups"],
-                               encode_chunk=case.get("encode_chunk", 0))
+    decode_head = toy_runs.ranks_of(pools[1])[0]
+    rules = toy_runs.toy_waa_rules(len(case["encode"]), encode_batch=case["encode_batch"],
+                                   num_groups=case["num_groups"],
+                                   encode_chunk=case.get("encode_chunk", 0))
     if messages.rank == 0:
-        sink = toys.lead(directory, messages, route, executor, rules[0],
-                         toys.random_queries(case["queries"]),
-                         link=ToDecodePool(messages, *rules, decode_head))
+        sink = toy_runs.lead(directory, messages, route, executor, rules[0],
+                             toys.random_queries(case["queries"]),
+                             link=ToDecodePool(messages, *rules, decode_head))
         messages.flush()
         return {r.query.index: list(r.output_ids) for r in sink.results}
     if messages.rank == decode_head:
-        toys.lead_decoding(directory, messages, route, executor, rules[1])
+        toy_runs.lead_decoding(directory, messages, route, executor, rules[1])
         messages.flush()
     else:
-        toys.serve(messages, route, executor)
+        toy_runs.serve(messages, route, executor)
     return None
-
-
-def refuse(*anything: object) -> bytes:
-    raise AssertionError(f"a pickle between ranks: {anything}")
-
-
-MPI.pickle.__init__(refuse, refuse)
 
 
 def main() -> None:
     all_imported()
     world = MPI.COMM_WORLD
+    for over in sys.argv[3:]:
+        ranks_script.check_sizes(world, over, most=3)
     answers = []
     for case in json.loads(Path(sys.argv[1]).read_text()):
         takes_part = world.Get_rank() < sum(

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import toy_runs
 import toys
 from torch import Tensor
 
@@ -34,7 +35,7 @@ def logits(spec: ModelSpec, weight_dtype: torch.dtype, stages: int) -> Tensor:
     """Of a decode step after an encode step, through that many stages."""
     models = [StageModel(spec, RandomWeights(torch.float32, scale=0.3), stage, torch.float32,
                          weight_dtype=weight_dtype)
-              for stage in toys.split_stages(spec.num_layers, stages)]
+              for stage in toy_runs.split_stages(spec.num_layers, stages)]
     caches = [torch.zeros(len(m.layers), 2, len(LENGTHS), m.kv_heads, CAPACITY, spec.head_dim)
               for m in models]
     out, spans = torch.arange(sum(LENGTHS)) * 7 % spec.vocab_size, whole_inputs(LENGTHS)

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from zero_weights import Zeros
 
+from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
-from xgpt.core.schedule import StageAssignment
 from xrunner import devices
 from xrunner.devices import Arriving
 from xrunner.engine.stage import StageExecutor

@@ -9,8 +9,9 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from xgpt.core.controls import Controls, WaaControls
+from xgpt.core.deployment import Deployment
 from xgpt.core.errors import Mistake
-from xgpt.core.schedule import Deployment, Schedule
+from xgpt.core.schedule import Schedule
 
 MAX_COUNT = 2**53  # JSON's other readers hold no larger whole number exactly
 # at least 1 of each; other counts may be 0

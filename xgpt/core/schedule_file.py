@@ -12,10 +12,11 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from xgpt.core.constraint import Bound
 from xgpt.core.controls import EvenBatches
+from xgpt.core.deployment import Deployment, Pool
 from xgpt.core.errors import InputError, UnknownNameError, wrong
 from xgpt.core.json_values import plain, write_json
 from xgpt.core.policies import policy
-from xgpt.core.schedule import Deployment, Estimate, Figures, Margin, Pool, Proof, Schedule
+from xgpt.core.schedule import Estimate, Figures, Margin, Proof, Schedule
 from xgpt.core.schedule_check import mistakes_in
 from xgpt.core.whole_file import read_text
 

@@ -10,9 +10,10 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from xgpt.core.deployment import Deployment, Pool
 from xgpt.core.errors import XgptError
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Deployment, Pool, Schedule
+from xgpt.core.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

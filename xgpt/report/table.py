@@ -12,7 +12,8 @@ from typing import Any
 
 from xgpt.core.constraint import Bound, Constraint
 from xgpt.core.copies import devices_of_copies, devices_tried, sum_of
-from xgpt.core.schedule import Deployment, Estimate, Rejected, Schedule, Status
+from xgpt.core.deployment import Deployment
+from xgpt.core.schedule import Estimate, Rejected, Schedule, Status
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report import words
 from xgpt.report.figures import comparisons, lost_to, lost_to_bound, percent, plain

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from xgpt.core.schedule import Pool
+from xgpt.core.deployment import Pool
 from xgpt.core.units import format_seconds
 from xgpt.report.chart import Chart
 from xgpt.report.lanes import DECODE, KINDS, Lane, lanes_chart, stage_label, thinned

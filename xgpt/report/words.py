@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from xgpt.core.constraint import Metric, Prospect
+from xgpt.core.deployment import StageAssignment
 from xgpt.core.policies import policy
-from xgpt.core.schedule import Schedule, StageAssignment, Status
+from xgpt.core.schedule import Schedule, Status
 from xgpt.core.units import format_seconds
 from xgpt.core.visible import visible
 from xgpt.report.figures import lost_to_bound, percent, plain

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from xgpt.core.deployment import StageAssignment
 from xgpt.core.model import ModelSpec
-from xgpt.core.schedule import StageAssignment
 from xprofiler.measure.captured import Capturing, TimedCapture, captured_step
 from xprofiler.measure.clock import Clock, clock_of
 from xprofiler.measure.probe import Probe, StepParts

@@ -16,7 +16,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from xgpt.core.schedule import Pool, Role
+from xgpt.core.deployment import Pool
+from xgpt.core.policies import Role
 from xrunner.devices import Arriving
 from xrunner.rules.steps import StepKind
 from xrunner.step_record import StepRecord

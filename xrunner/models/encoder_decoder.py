@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec, refuse_tp_degree
-from xgpt.core.schedule import Role, StageAssignment
+from xgpt.core.policies import Role
 from xrunner.devices import on_device
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import (

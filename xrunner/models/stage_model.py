@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec, refuse_tp_degree
-from xgpt.core.schedule import StageAssignment
 from xrunner.models import bart, t5
 from xrunner.models.decoder import DecoderEnds, DecoderLayer
 from xrunner.models.gated import gated_ends, gated_layer

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from xgpt.core.deployment import StageAssignment
 from xgpt.core.model import ModelSpec
-from xgpt.core.schedule import StageAssignment
 from xrunner.engine.blocks import BlockCache
 from xrunner.engine.kv import KvCache
 from xrunner.ops.kv import gather, scatter

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from xgpt.core.cluster import Cluster
+from xgpt.core.deployment import Pool, StageAssignment
 from xgpt.core.model import ModelSpec
-from xgpt.core.schedule import Pool, StageAssignment
 from xgpt.core.units import DTYPE_BYTES
 from xsimulator.allocation import pool_layers
 

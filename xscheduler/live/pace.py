@@ -38,8 +38,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from xgpt.core.deployment import Pool
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Pool
+from xgpt.core.schedule import Estimate
 from xprofiler.retimed import Factor, Factors
 from xprofiler.timing import TimingSource
 from xscheduler.copies import problem_for

@@ -14,10 +14,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from xgpt.core.controls import ContinuousControls, RraControls, WaaControls
+from xgpt.core.deployment import Pool
 from xgpt.core.errors import InputError, Mistake
-from xgpt.core.policies import policy, searched_policies
+from xgpt.core.policies import Role, policy, searched_policies
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Pool, Role
+from xgpt.core.schedule import Estimate
 from xgpt.core.units import format_bytes, format_seconds
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource

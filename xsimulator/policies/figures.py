@@ -7,9 +7,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from xgpt.core.controls import Controls
+from xgpt.core.deployment import Deployment, Pool, StageAssignment
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Deployment, Estimate, Figures, Pool, StageAssignment
+from xgpt.core.schedule import Estimate, Figures
 from xprofiler.timing import TimingSource
 from xsimulator import memory
 

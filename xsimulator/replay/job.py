@@ -13,10 +13,11 @@ from itertools import cycle
 import numpy as np
 from numpy.typing import ArrayLike
 
+from xgpt.core.deployment import StageAssignment
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.queries import QueryLengths
-from xgpt.core.schedule import Estimate, StageAssignment
+from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules.steps import BatchingRule, EncodingRule, rules_for
 from xsimulator.replay.flow import HandoverPlan, run

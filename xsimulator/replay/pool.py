@@ -11,7 +11,7 @@ from functools import partial
 
 import numpy as np
 
-from xgpt.core.schedule import Role
+from xgpt.core.policies import Role
 from xrunner.rules.rra import RraRule, decide_plain, plain_rounds
 from xrunner.rules.slots import Departures, SlotUse
 from xrunner.rules.steps import BatchingRule, Step, StepKind

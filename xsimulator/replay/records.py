@@ -13,8 +13,8 @@ from typing import overload
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.policies import Role
 from xgpt.core.queries import QueryTimes
-from xgpt.core.schedule import Role
 from xrunner.rules.steps import Step
 
 

@@ -12,10 +12,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from xgpt.core.deployment import StageAssignment
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xgpt.core.policies import Role
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import StageAssignment
 from xprofiler.timing import TimingSource, of_role
 from xsimulator.layer_times import LayerTimes
 from xsimulator.stage_times import StageTimes

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from xgpt.core import catalog, local
+from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import InputError
 from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
@@ -18,7 +19,6 @@ from xgpt.core.job_lengths import DEFAULT_MAX_TOKENS
 from xgpt.core.problem import Problem, resolve, resolve_dtype
 from xgpt.core.queries import Requests
 from xgpt.core.request_files.reader import read_requests
-from xgpt.core.schedule import StageAssignment
 from xgpt.core.workload import Request
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from toy_jobs import estimate_of, toy_problem
 
+from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import InputError
 from xgpt.core.json_values import flat
-from xgpt.core.schedule import Rejected, Schedule, StageAssignment
+from xgpt.core.schedule import Rejected, Schedule
 from xgpt.core.schedule_file import (
     estimate_from_flat,
     from_json,

@@ -10,10 +10,11 @@ import pytest
 import toy_jobs
 
 from xgpt.core.cluster import Cluster
+from xgpt.core.deployment import Deployment, Pool, StageAssignment
 from xgpt.core.errors import InputError
 from xgpt.core.job_file import load_job
 from xgpt.core.problem import resolve, resolve_cluster
-from xgpt.core.schedule import Deployment, Estimate, Pool, StageAssignment
+from xgpt.core.schedule import Estimate
 from xgpt.core.slurm import SlurmSpec
 from xgpt.launch import local
 from xgpt.launch.hosts import HostsLauncher, check_hosts

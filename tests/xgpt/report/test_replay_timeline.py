@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from xgpt.core.deployment import Pool, StageAssignment
 from xgpt.core.queries import QueryTimes
-from xgpt.core.schedule import Pool, StageAssignment
 from xgpt.report.expected import read_expected, write_expected
 from xgpt.report.html_page import write_chart_page
 from xgpt.report.image import can_draw, write_image

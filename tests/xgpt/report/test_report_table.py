@@ -9,7 +9,8 @@ import sys
 import pytest
 from fake_run import fake_schedule
 
-from xgpt.core.schedule import Schedule, StageAssignment
+from xgpt.core.deployment import StageAssignment
+from xgpt.core.schedule import Schedule
 from xgpt.report.table import WIDTH, schedule_table, stage_table, summary_table, table
 
 METRICS = {"queries": 72, "errors": 1, "status": "done",

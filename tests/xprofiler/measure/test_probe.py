@@ -11,8 +11,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="measuring needs the extra `run`")
 
+from xgpt.core.deployment import StageAssignment  # noqa: E402
 from xgpt.core.model import ModelSpec  # noqa: E402
-from xgpt.core.schedule import StageAssignment  # noqa: E402
 from xprofiler.measure.bench import (  # noqa: E402
     LayerBench,
     around,

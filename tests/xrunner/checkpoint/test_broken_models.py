@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from toys import ENCODER_DECODER_FAMILIES, FAMILIES, make_model, spec_of, split_stages
+from toy_runs import split_stages
+from toys import ENCODER_DECODER_FAMILIES, FAMILIES, make_model, spec_of
 
 from xgpt.core.errors import InputError, Mistake
 from xrunner.checkpoint.reader import CheckpointReader

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from toys import make_model, random_queries, run_in_process, spec_of
+from toy_runs import run_in_process
+from toys import make_model, random_queries, spec_of
 
 from xgpt.core.errors import XgptError
 from xrunner.checkpoint import source

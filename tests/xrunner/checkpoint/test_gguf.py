@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toys import EOS, VOCAB, generate, random_queries, run_in_process, stir_norms_and_biases
+from toy_runs import run_in_process
+from toys import EOS, VOCAB, generate, random_queries, stir_norms_and_biases
 
 from xgpt.app.model_check import check_model_named
 from xgpt.core.errors import InputError, MissingExtraError

@@ -14,7 +14,8 @@ import torch
 from quantised_toys import LEFT_OUT, VARIANTS, make_quantised, write_config
 from representative import some
 from safetensors.torch import load_file, save_file
-from toys import generate, random_queries, run_in_process, spec_of
+from toy_runs import run_in_process
+from toys import generate, random_queries, spec_of
 
 from xgpt.core.errors import InputError, XgptError
 from xrunner.checkpoint.layout import wanted_tensors

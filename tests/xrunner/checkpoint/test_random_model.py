@@ -11,7 +11,8 @@ import pytest
 import torch
 from representative import some
 from safetensors.torch import save_file
-from toys import logits_of, random_queries, run_in_process, spec_of, split_stages
+from toy_runs import run_in_process, split_stages
+from toys import logits_of, random_queries, spec_of
 
 from xgpt.core import catalog
 from xgpt.core.model import ModelSpec

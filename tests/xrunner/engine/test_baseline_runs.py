@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from representative import some
-from toys import FAMILIES, T5_FAMILIES, Collector, random_queries, run_in_process
+from toy_runs import Collector, run_in_process
+from toys import FAMILIES, T5_FAMILIES, random_queries
 
 from xrunner.engine import blocks
 from xrunner.engine.stage import StageExecutor

@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from implementations import SOURCES, TORCH, Implementation
 from representative import some
-from toys import generate, random_queries, run_in_process
+from toy_runs import run_in_process
+from toys import generate, random_queries
 
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import cpu_cuda
 import pytest
+import toy_runs
 import toys
 from representative import some
 
@@ -28,7 +29,7 @@ def test_every_family_answers_as_generate_does(tmp_path: Path, family: str) -> N
     queries = toys.random_queries(5)
     launcher = cpu_cuda.CpuLauncher(cpu_cuda.built())
     with cpu_cuda.using(launcher):
-        sink, _ = toys.run_in_process(tmp_path, queries, degrees=(1,), num_groups=1)
+        sink, _ = toy_runs.run_in_process(tmp_path, queries, degrees=(1,), num_groups=1)
     assert {r.query.index: list(r.output_ids) for r in sink.results} == {
         q.index: toys.generate(model, q) for q in queries}
     launched = " ".join(sorted({launch.kernel for launch in launcher.launched}))

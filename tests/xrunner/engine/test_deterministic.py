@@ -11,15 +11,8 @@ from typing import Any
 import pytest
 import torch
 from representative import some
-from toys import (
-    random_queries,
-    run_in_process,
-    run_waa_in_process,
-    spec_of,
-    stages_of,
-    toy_waa_rules,
-    waa_pools,
-)
+from toy_runs import run_in_process, run_waa_in_process, stages_of, toy_waa_rules, waa_pools
+from toys import random_queries, spec_of
 
 from xgpt.core.errors import XgptError
 from xrunner.checkpoint.reader import open_weights

@@ -13,6 +13,7 @@ from representative import some
 
 pytest.importorskip("torch", reason="the runner needs the extra `run`")
 import torch
+import toy_runs
 import toys
 
 from xrunner.io.result_line import result_line
@@ -53,8 +54,8 @@ def test_embeddings_are_transformers_last_hidden_states(
     folder, model = toy
     rule = StaticRule(encode_batch=5, num_groups=2, encode_micro_batches=2,
                       kv_tokens=10_000) if is_static else None
-    sink, _ = toys.run_in_process(folder, embedded(pooled), degrees=degrees, num_groups=2,
-                                  rule=rule)
+    sink, _ = toy_runs.run_in_process(folder, embedded(pooled), degrees=degrees, num_groups=2,
+                                      rule=rule)
     assert sorted(result.query.index for result in sink.results) == list(range(12))
     for result in sink.results:
         query = embedded(pooled)[result.query.index]
@@ -70,7 +71,7 @@ def test_what_is_no_number_is_an_error_of_its_own(tmp_path: Path) -> None:
     queries = embedded("mean")
     queries[4] = replace(queries[4], input_ids=(3, 7, 3))
     sound = {q.index for q in queries if 7 not in q.input_ids}
-    sink, _ = toys.run_in_process(tmp_path, queries, degrees=(1,))
+    sink, _ = toy_runs.run_in_process(tmp_path, queries, degrees=(1,))
     assert {one.query.index for one in sink.results if one.error is None} == sound
     bad = next(one for one in sink.results if one.query.index == 4)
     assert result_line(bad, "toy", str)["embedding"] == []

@@ -14,16 +14,8 @@ import pytest
 import torch
 from lockstep import Lockstep
 from representative import some
-from toys import (
-    T5_FAMILIES,
-    Collector,
-    generate,
-    logits_of,
-    random_queries,
-    run_in_process,
-    spec_of,
-    stages_of,
-)
+from toy_runs import Collector, run_in_process, stages_of
+from toys import T5_FAMILIES, generate, logits_of, random_queries, spec_of
 
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.models.encoder_decoder import EncoderDecoderStage

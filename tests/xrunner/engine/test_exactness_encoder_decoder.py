@@ -9,14 +9,8 @@ from typing import Any
 
 import pytest
 from representative import some
-from toys import (
-    ENCODER_DECODER_FAMILIES,
-    T5_FAMILIES,
-    run_in_process,
-    run_waa_in_process,
-    toy_waa_rules,
-    waa_pools,
-)
+from toy_runs import run_in_process, run_waa_in_process, toy_waa_rules, waa_pools
+from toys import ENCODER_DECODER_FAMILIES, T5_FAMILIES
 
 from xrunner.query import PreparedQuery
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from representative import some
-from toys import Collector, generate, random_queries, run_in_process, stages_of
+from toy_runs import Collector, run_in_process, stages_of
+from toys import generate, random_queries
 
 from xrunner.engine.stage import StageExecutor
 from xrunner.query import PreparedQuery

@@ -14,18 +14,8 @@ import modern
 import pytest
 import torch
 from representative import some
-from toys import (
-    VOCAB,
-    generate,
-    logits_of,
-    random_queries,
-    run_in_process,
-    run_waa_in_process,
-    spec_of,
-    stages_of,
-    toy_waa_rules,
-    waa_pools,
-)
+from toy_runs import run_in_process, run_waa_in_process, stages_of, toy_waa_rules, waa_pools
+from toys import VOCAB, generate, logits_of, random_queries, spec_of
 
 from xrunner.checkpoint.layout import wanted_tensors
 from xrunner.checkpoint.reader import CheckpointReader

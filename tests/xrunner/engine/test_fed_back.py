@@ -12,15 +12,8 @@ import numpy as np
 import pytest
 import torch
 from replayed import problem_of, replayed_steps, run_steps
-from toys import (
-    Collector,
-    generate,
-    random_queries,
-    run_in_process,
-    run_waa_in_process,
-    toy_waa_rules,
-    waa_pools,
-)
+from toy_runs import Collector, run_in_process, run_waa_in_process, toy_waa_rules, waa_pools
+from toys import generate, random_queries
 
 from xgpt.core.queries import QueryLengths
 from xprofiler.roofline import Roofline

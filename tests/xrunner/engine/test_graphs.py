@@ -15,6 +15,7 @@ import cpu_cuda
 import modern
 import pytest
 import torch
+import toy_runs
 import toys
 from torch import Tensor
 
@@ -99,10 +100,10 @@ def kernels() -> Iterator[None]:
 def run(directory: Path, monkeypatch: pytest.MonkeyPatch, capture: Capture, count: int = 5,
         **given: Any) -> tuple[dict[int, list[int]], list[StageExecutor]]:
     """The answers of so many queries, and who gave them."""
-    monkeypatch.setattr(toys, "executor_of", partial(toys.executor_of, capture=capture))
+    monkeypatch.setattr(toy_runs, "executor_of", partial(toy_runs.executor_of, capture=capture))
     with kernels():
-        sink, executors = toys.run_in_process(directory, toys.random_queries(count),
-                                              **{"max_active": 4, **given})
+        sink, executors = toy_runs.run_in_process(directory, toys.random_queries(count),
+                                                  **{"max_active": 4, **given})
     return {r.query.index: list(r.output_ids) for r in sink.results}, executors
 
 
@@ -200,7 +201,7 @@ def test_nothing_is_left_of_what_was_tried(tmp_path: Path) -> None:
 def own_cache(directory: Path) -> tuple[KvCache, StageModel]:
     """Of one group of 5 queries of 20 tokens, and a model."""
     toys.make_model("llama", directory)
-    model = toys.executor_of(directory, toys.stages_of(directory, [1])[0]).model
+    model = toy_runs.executor_of(directory, toy_runs.stages_of(directory, [1])[0]).model
     assert isinstance(model, StageModel)
     return KvCache(kv_shape(model.spec, torch.float32, slots=5, capacity=20)), model
 
@@ -272,7 +273,7 @@ def test_batches_of_no_captured_size_are_decoded_as_ever(tmp_path: Path,
 
 def test_where_torchs_attention_serves_nothing_is_captured(tmp_path: Path) -> None:
     toys.make_model("llama", tmp_path)
-    model = toys.executor_of(tmp_path, toys.stages_of(tmp_path, [1])[0]).model
+    model = toy_runs.executor_of(tmp_path, toy_runs.stages_of(tmp_path, [1])[0]).model
     assert "torch's operators serve" in str(why_not(model))
     with kernels():
         assert why_not(model) is None
@@ -287,8 +288,8 @@ def test_where_torchs_attention_serves_nothing_is_captured(tmp_path: Path) -> No
 def test_a_rank_that_cannot_have_them_says_so(tmp_path: Path, family: str, shard: Shard,
                                               why: str) -> None:
     toys.make_model(family, tmp_path)
-    executor = toys.executor_of(tmp_path, toys.stages_of(tmp_path, [1])[0], shard,
-                                capture=Refusing())
+    executor = toy_runs.executor_of(tmp_path, toy_runs.stages_of(tmp_path, [1])[0], shard,
+                                    capture=Refusing())
     with kernels():
         executor.start(StartMessage(num_groups=1, slots=2, capacity=8, encoded_capacity=8))
     assert str(executor.graphs_said).startswith(f"no CUDA graphs: {why}")

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the runner needs the extra `run`")
 import torch
+import toy_runs
 import toys
 from representative import some
 
@@ -71,7 +72,7 @@ def asking() -> list[PreparedQuery]:
 def test_what_is_told_of_chosen_tokens_is_transformers_own(
         toy: tuple[Path, Any], degrees: tuple[int, ...]) -> None:
     folder, model = toy
-    sink, _ = toys.run_in_process(folder, asking(), degrees=degrees, num_groups=2)
+    sink, _ = toy_runs.run_in_process(folder, asking(), degrees=degrees, num_groups=2)
     assert len(sink.results) == len(QUERIES)
     for result in sink.results:
         check_chosen(model, result)
@@ -110,7 +111,7 @@ def test_given_tokens_are_as_likely_as_transformers_finds_them(
     folder, model = toy
     rule = StaticRule(encode_batch=5, num_groups=2, encode_micro_batches=2,
                       kv_tokens=10_000) if is_static else None
-    sink, _ = toys.run_in_process(folder, scored(), degrees=degrees, num_groups=2, rule=rule)
+    sink, _ = toy_runs.run_in_process(folder, scored(), degrees=degrees, num_groups=2, rule=rule)
     assert sorted(result.query.index for result in sink.results) == list(range(12))
     for result in sink.results:
         query, targets = scored()[result.query.index], result.query.sampling.targets

@@ -7,14 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from toys import (
-    make_model,
-    random_queries,
-    run_in_process,
-    run_waa_in_process,
-    toy_waa_rules,
-    waa_pools,
-)
+from toy_runs import run_in_process, run_waa_in_process, toy_waa_rules, waa_pools
+from toys import make_model, random_queries
 
 POISON = 5  # a token whose embedding overflows in the first norm
 

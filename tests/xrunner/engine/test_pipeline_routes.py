@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from toys import pool_of, split_stages
+from toy_runs import pool_of, split_stages
 
 from xrunner.engine.pipeline import ALONE, Route, routes
 

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from replayed import problem_of, replayed_steps, run_steps
 from representative import some
-from toys import generate, random_queries, ranks_of, run_in_process, run_waa_in_process
+from toy_runs import ranks_of, run_in_process, run_waa_in_process
+from toys import generate, random_queries
 
 from xgpt.core.policies import policy as row_of
 from xgpt.core.queries import QueryLengths

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from replayed import problem_of, run_steps
-from toys import Collector, executor_of, generate, head_of, random_queries, serve, spec_of
+from toy_runs import Collector, executor_of, head_of, serve
+from toys import generate, random_queries, spec_of
 
 from xgpt.core.controls import EvenBatches
 from xgpt.core.job import FIXED, ROUND_ROBIN

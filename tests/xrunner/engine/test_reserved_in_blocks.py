@@ -10,15 +10,8 @@ from typing import Any
 import pytest
 from implementations import SOURCES, TORCH, Implementation
 from representative import some
-from toys import (
-    Collector,
-    generate,
-    random_queries,
-    run_in_process,
-    run_waa_in_process,
-    toy_waa_rules,
-    waa_pools,
-)
+from toy_runs import Collector, run_in_process, run_waa_in_process, toy_waa_rules, waa_pools
+from toys import generate, random_queries
 
 from xgpt.core.errors import XgptError
 from xrunner.engine import blocks, group

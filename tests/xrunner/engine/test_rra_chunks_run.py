@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from replayed import problem_of
-from toys import run_in_process
+from toy_runs import run_in_process
 
 from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from toys import run_in_process
+from toy_runs import run_in_process
 
 from xgpt.core.errors import XgptError
 from xrunner.checkpoint.source import find_model

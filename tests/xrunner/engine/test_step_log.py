@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import toy_runs
 import toys
 
 from xrunner.engine import last_stage, stage
@@ -39,7 +40,7 @@ def test_the_model_s_part_of_steps_is_not_the_host_s(tmp_path: Path, family: str
     monkeypatch.setattr(stage.StageExecutor.__init__, "__kwdefaults__", {
         **stage.StageExecutor.__init__.__kwdefaults__, "clock": clock})
     toys.make_model(family, tmp_path)
-    made = toys.executor_of
+    made = toy_runs.executor_of
 
     def slow(*given: Any, **named: Any) -> Any:
         executor = made(*given, **named)
@@ -47,11 +48,11 @@ def test_the_model_s_part_of_steps_is_not_the_host_s(tmp_path: Path, family: str
             setattr(executor.model, part, clock.spending(2.0, getattr(executor.model, part)))
         return executor
 
-    monkeypatch.setattr(toys, "executor_of", slow)
+    monkeypatch.setattr(toy_runs, "executor_of", slow)
     for module, name, seconds in ((last_stage, "next_tokens", 0.5),
                                   (stage, "decode_context", 0.25)):
         monkeypatch.setattr(module, name, clock.spending(seconds, getattr(module, name)))
-    _, (executor,) = toys.run_in_process(tmp_path, toys.random_queries(5), degrees=(1,))
+    _, (executor,) = toy_runs.run_in_process(tmp_path, toys.random_queries(5), degrees=(1,))
     kinds = [record.kind for record in executor.log]
     contexts = kinds.count("decode") * (2 if family == "t5" else 1)
     assert executor.records.host_s == 0.25 * contexts > 0

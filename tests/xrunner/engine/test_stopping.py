@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toys import Collector, random_queries, run_in_process, run_waa_in_process, toy_waa_rules
-from toys import waa_pools as two_pools
+from toy_runs import Collector, run_in_process, run_waa_in_process, toy_waa_rules
+from toy_runs import waa_pools as two_pools
+from toys import random_queries
 
 from xrunner import worker
 from xrunner.engines import deepspeed_worker

@@ -12,17 +12,15 @@ from typing import Any
 
 import pytest
 from representative import some
-from toys import (
+from toy_runs import (
     Collector,
-    generate,
-    random_queries,
     ranks_of,
     run_in_process,
     run_waa_in_process,
-    spec_of,
     toy_waa_rules,
     waa_pools,
 )
+from toys import generate, random_queries, spec_of
 
 from xrunner.query import PreparedQuery, Sampling
 from xrunner.rules.steps import Step

@@ -14,8 +14,9 @@ import pytest
 import toys
 
 from xgpt.core.controls import RraControls
+from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import XgptError
-from xgpt.core.schedule import Estimate, StageAssignment
+from xgpt.core.schedule import Estimate
 from xgpt.core.schedule_file import estimate_from_flat, save_schedule, schedule_from_flat
 from xrunner.engines import deepspeed_worker
 from xrunner.plan import RunPlan

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from representative import some
-from toys import EOS, Collector, generate, random_queries, run_in_process, spec_of
+from toy_runs import Collector, run_in_process
+from toys import EOS, generate, random_queries, spec_of
 
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint

@@ -9,7 +9,8 @@ from itertools import count
 import pytest
 
 pytest.importorskip("torch", reason="the head needs the extra `run`")
-from toys import VOCAB, Collector, random_queries  # noqa: E402
+from toy_runs import Collector  # noqa: E402
+from toys import VOCAB, random_queries  # noqa: E402
 
 from xrunner.engine.head import Head  # noqa: E402
 from xrunner.engine.pipeline import ALONE, Neighbours  # noqa: E402

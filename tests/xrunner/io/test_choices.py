@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import toys
+import toy_runs
 from schemas import faults
 from test_intake_queries import plan_of, spooled
 
@@ -144,7 +144,7 @@ def test_a_run_answers_lines_with_n(llama: tuple[Path, Any], tmp_path: Path) -> 
                for error in errors)
     queries = list(queries_of(spool, plan))
     assert [query.choices for query in queries] == [1, 4, 4, 4, 4, 2, 2, 1]
-    sink, _ = toys.run_in_process(llama[0], queries, degrees=(1,))
+    sink, _ = toy_runs.run_in_process(llama[0], queries, degrees=(1,))
     path = tmp_path / "results.jsonl"
     writer = opened(path)
     for result in sink.results:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import toy_runs
 import toys
 from test_intake_queries import plan_of, spooled
 
@@ -48,7 +49,8 @@ def test_what_a_models_files_say_is_as_generate_has_it(
     assert not errors
     queries = list(queries_of(spool, plan))
     # of few slots, so that rows move while others go on
-    sink, _ = toys.run_in_process(tmp_path, queries, degrees=degrees, num_groups=2, max_active=4)
+    sink, _ = toy_runs.run_in_process(tmp_path, queries, degrees=degrees, num_groups=2,
+                                       max_active=4)
     results = {result.query.index: result for result in sink.results}
     for place, (tokens, most) in enumerate(zip(inputs, MOST, strict=True)):
         found = list(results[place].output_ids)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import toy_runs
 import toys
 from test_intake_queries import plan_of, spooled
 
@@ -77,14 +78,16 @@ def test_a_decoder_only_models_own_rules_are_as_generate_has_them(
     monkeypatch.setitem(blocks.BLOCK_TOKENS, "cpu", 16)
     folder, queries, expected = answered
     if way == "waa":
-        sink, _ = toys.run_waa_in_process(folder, queries, toys.waa_pools(folder, (1,), (2, 1)),
-                                          toys.toy_waa_rules(1, num_groups=2))
+        pools, rules = toy_runs.waa_pools(folder, (1,), (2, 1)), toy_runs.toy_waa_rules(
+            1, num_groups=2)
+        sink, _ = toy_runs.run_waa_in_process(folder, queries, pools, rules)
     elif way == "rra":
-        sink, _ = toys.run_in_process(folder, queries, degrees=(1, 2), num_groups=2, max_active=6)
+        sink, _ = toy_runs.run_in_process(folder, queries, degrees=(1, 2), num_groups=2,
+                                           max_active=6)
     else:
         rule = (sarathi if way == "sarathi" else vllm)(
             num_groups=1, max_active=5, kv_tokens=96, token_budget=9 if way == "sarathi" else 40)
-        sink, _ = toys.run_in_process(folder, queries, degrees=(1,), rule=rule)
+        sink, _ = toy_runs.run_in_process(folder, queries, degrees=(1,), rule=rule)
     assert tokens_of(sink.results, queries) == expected
 
 

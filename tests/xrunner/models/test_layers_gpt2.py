@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from toys import make_model, spec_of, split_stages
+from toy_runs import split_stages
+from toys import make_model, spec_of
 
 from xgpt.core.errors import InputError
 from xgpt.core.hf_config import from_hf_config

@@ -12,7 +12,8 @@ import torch
 from lockstep import Lockstep
 from safetensors.torch import save_file
 from torch import Tensor
-from toys import logits_of, spec_of, split_stages
+from toy_runs import split_stages
+from toys import logits_of, spec_of
 
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec, refuse_tp_degree

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
-from toys import logits_of, split_stages
+from toy_runs import split_stages
+from toys import logits_of
 
 from xgpt.core.model import ModelSpec
 from xrunner.models.shard import Shard

@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from replayed import problem_of, replayed_steps, run_steps
 from representative import some
-from toys import Collector, generate, random_queries, run_in_process
+from toy_runs import Collector, run_in_process
+from toys import generate, random_queries
 
 from xgpt.core.queries import QueryLengths
 from xprofiler.roofline import Roofline

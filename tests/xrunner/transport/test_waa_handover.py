@@ -9,11 +9,11 @@ from itertools import product
 
 import pytest
 import torch
-from toys import pool_of, transfers_of
+from toy_runs import pool_of, transfers_of
 
 from xgpt.core import catalog
+from xgpt.core.deployment import Pool, StageAssignment
 from xgpt.core.model import ModelSpec
-from xgpt.core.schedule import Pool, StageAssignment
 from xrunner.devices import Arriving
 from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.engine.pipeline import routes

@@ -6,7 +6,7 @@ import pytest
 
 from xgpt.core import catalog
 from xgpt.core.cluster import Cluster
-from xgpt.core.schedule import Pool, StageAssignment
+from xgpt.core.deployment import Pool, StageAssignment
 from xscheduler.live.deployment import holdings, redeployment
 from xsimulator import memory
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from problems import problem_of
 
+from xgpt.core.deployment import StageAssignment
 from xgpt.core.queries import QueryTimes
-from xgpt.core.schedule import StageAssignment
 from xprofiler.roofline import Roofline
 from xrunner.rules.steps import Step, StepKind
 from xsimulator.policies import make_policy

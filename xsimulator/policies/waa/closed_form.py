@@ -30,10 +30,11 @@ from functools import cached_property, partial
 import numpy as np
 
 from xgpt.core.controls import EvenBatches, WaaControls
+from xgpt.core.deployment import Deployment, Pool
 from xgpt.core.errors import wrong
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Deployment, Estimate, Pool
+from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules.batch_sizer import share_of
 from xsimulator.occupancy import flow_of

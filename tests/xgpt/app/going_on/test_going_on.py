@@ -6,8 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,99 +14,19 @@ import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
 
-from taken_as_true import TakenAsTrue
+from begun_runs import COUNT, POLICIES, RUN, WORKLOAD, Run, lines, opened, roofline  # noqa: E402
 
 from xgpt.app import run as execution  # noqa: E402
 from xgpt.app.begun import BY_WHAT_WAS_BEGUN, goes_on  # noqa: E402
-from xgpt.app.opened import OpenedJob, open_file  # noqa: E402
-from xgpt.app.plan import Plan, executable, plan_job  # noqa: E402
+from xgpt.app.plan import Plan, plan_job  # noqa: E402
 from xgpt.app.resume import TAKEN_OVER  # noqa: E402
 from xgpt.app.run import open_to_run  # noqa: E402
-from xgpt.app.run_folder import make_room, plan_for_ranks  # noqa: E402
 from xgpt.cli.terminal import Terminal  # noqa: E402
 from xgpt.core.errors import InputError, StoppedEarly, XgptError  # noqa: E402
 from xgpt.core.job_file import load_job  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xgpt.launch.process import run_watched  # noqa: E402
-from xprofiler.roofline import Roofline  # noqa: E402
-from xrunner import worker  # noqa: E402
 from xrunner.io.results import HELD_FILE  # noqa: E402
-from xrunner.transport.comm import local_comms  # noqa: E402
-from xrunner.world import World  # noqa: E402
-
-CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32,
-          "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-          "num_hidden_layers": 2, "vocab_size": 97, "max_position_embeddings": 128,
-          "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
-          "hidden_act": "silu"}
-COUNT = 24
-WORKLOAD = {"requests": "requests: requests.jsonl"}
-RUN = {"dtype": "dtype: float32"}
-POLICIES = {"rra": "encode_batch: 3, decode_iterations: 4, shuffle: 12",
-            "waa-c": "encode_batch: 3", "orca": "max_active: 5", "ft": "encode_batch: 6",
-            "vllm": "max_active: 5, token_budget: 32"}
-Run = Callable[..., dict[str, Any]]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
-    lines = [{"id": f"q{i}", "tokens": [7, 8, 9 + i], "forced_tokens": 30 if i % 5 == 2 else 3}
-             for i in range(COUNT)]
-    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return tmp_path
-
-
-def opened(folder: Path, policy: str = "rra", ranks: int = 1) -> OpenedJob:
-    (folder / "job.yaml").write_text(f"""
-model: {folder / "model"}
-cluster: local
-workload: {{{WORKLOAD["requests"]}, output_tokens: {{mean: 9, std: 8, max: 40}}, max_tokens: 40}}
-schedule: {{policy: {policy}, {POLICIES[policy]}}}
-run: {{ranks: {ranks}, {RUN["dtype"]}, threads_per_rank: 1, weights: random}}
-output: out
-""")
-    (folder / "out").mkdir(exist_ok=True)
-    return executable(open_file(folder / "job.yaml", (), Terminal(), "run"))
-
-
-def roofline(session: OpenedJob) -> Roofline:
-    problem = session.problem
-    return TakenAsTrue(problem.model, problem.cluster.device, problem.dtype)
-
-
-@pytest.fixture
-def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Executes the job, until `stop_after` results are there. `ranks_work`: or none may start."""
-    alone = World(local_comms(1)[0], barrier=lambda: None, gather=lambda report: [report],
-                  abort=lambda code: pytest.fail(f"aborted: {code}"),
-                  split=lambda *_: pytest.fail("in no group"), duplicate=lambda: local_comms(1)[0])
-    monkeypatch.setattr(worker, "connect", lambda kind: alone)
-
-    def once(stop_after: int = COUNT + 2, ranks_work: bool = True,
-             plan: Plan | None = None) -> dict[str, Any]:
-        class InProcess:
-            is_here = True
-
-            def run(self, ranks: RankProgram, **_: Any) -> None:
-                assert ranks_work and (ranks.module, ranks.count) == ("xrunner.worker", 1)
-                assert worker.main([str(ranks.argument)]) == 0
-
-        monkeypatch.setattr(execution, "launcher_of", lambda job, problem: InProcess())
-        monkeypatch.setattr("xrunner.io.sink.RunSink.should_stop",
-                            lambda sink: len(sink.tally) >= stop_after)
-        session = opened(folder)
-        plan = plan or plan_job(session, roofline(session))
-        return execution.execute(plan.opened, plan.timing, plan.schedule)
-
-    return once
-
-
-def lines(path: Path) -> dict[int, str]:
-    """Query -> its line."""
-    found = path.read_text().splitlines() if path.is_file() else []
-    return {json.loads(line)["index"]: line for line in found}
 
 
 def test_a_stopped_run_goes_on_without_what_it_held_back(folder: Path, run: Run) -> None:
@@ -133,105 +51,6 @@ def test_a_stopped_run_goes_on_without_what_it_held_back(folder: Path, run: Run)
     assert (progress["done"], progress["done_before"]) == (COUNT, len(done))
 
 
-def test_a_stopped_run_is_not_gone_on_with_by_another_model(folder: Path, run: Run) -> None:
-    """Answers of two models in one file would look like those of one."""
-    with pytest.raises(StoppedEarly):
-        run(6)
-    out = folder / "out"
-    done, asked = (out / "results.jsonl").read_bytes(), (out / "run.json").read_bytes()
-    (out / "model" / "generation_config.json").write_text("{}")
-    with pytest.raises(InputError, match=r"generation_config.json.*begin anew with `--again`"):
-        run(ranks_work=False)
-    assert (out / "results.jsonl").read_bytes() == done and (out / HELD_FILE).exists()
-    assert (out / "run.json").read_bytes() == asked, "nothing is touched"
-    (out / "model" / "generation_config.json").unlink()
-    assert run()["queries_before"] >= 6
-
-
-def test_a_stopped_run_whose_requests_changed_is_refused_untouched(folder: Path,
-                                                                   run: Run) -> None:
-    with pytest.raises(StoppedEarly):
-        run(6)
-    out, requests = folder / "out", folder / "requests.jsonl"
-    done, asked = (out / "results.jsonl").read_bytes(), (out / "run.json").read_bytes()
-    text = requests.read_text()
-    requests.write_text(text.replace("[7, 8, 9]", "[7, 8, 1]"))
-    with pytest.raises(InputError, match=r"the requests: changed .*`xgpt submit --again`"):
-        run(ranks_work=False)
-    requests.write_text(text)
-    assert (out / "results.jsonl").read_bytes() == done and not list(out.glob("results-*"))
-    assert (out / "run.json").read_bytes() == asked, "nothing is touched"
-    assert run()["queries_before"] >= 6
-
-
-def test_a_stopped_run_whose_products_changed_is_refused_untouched(
-        folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StoppedEarly):
-        run(6)
-    out = folder / "out"
-    done, asked = (out / "results.jsonl").read_bytes(), (out / "run.json").read_bytes()
-    monkeypatch.setitem(RUN, "dtype", "dtype: float32, deterministic: true")
-    with pytest.raises(InputError, match=r"run.deterministic: changed .*`xgpt submit --again`"):
-        run(ranks_work=False)
-    assert (out / "results.jsonl").read_bytes() == done
-    assert (out / "run.json").read_bytes() == asked, "nothing is touched"
-    monkeypatch.setitem(RUN, "dtype", "dtype: float32")
-    assert run()["queries_before"] >= 6
-
-
-@pytest.mark.parametrize(("changes", "said"), [
-    ({"engine_args": {"max_num_seqs": 8}}, "run.engine_args"),
-    ({"engine_version": "0.9.2"}, "the engine's version"), ({"engine": "vllm"}, "run.engine"),
-    ({"seed": 3, "top_k": 5}, "run.seed, run.top_k"), ({"max_tokens": 7}, "workload.max_tokens")])
-def test_what_else_decides_the_answers_is_refused_by_its_key(
-        folder: Path, run: Run, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(StoppedEarly):
-        run(6)
-    out, session = folder / "out", opened(folder)
-    plan = plan_for_ranks(session, plan_job(session, roofline(session)).schedule, session.requests)
-    asked = (out / "run.json").read_bytes()
-    with pytest.raises(InputError, match=f"{re.escape(said)}: changed since the run"):
-        make_room(out, replace(plan, **changes), Terminal())
-    assert (out / "run.json").read_bytes() == asked and (out / HELD_FILE).exists()
-
-
-def test_a_byte_between_the_samples_is_seen_by_who_reads_them_all(
-        folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str]) -> None:
-    weights = folder / "out" / "model" / "model.safetensors"
-    weights.parent.mkdir(parents=True)
-    weights.write_bytes(bytes(4 * 2**20))
-    verified = "dtype: float32, verify: true"
-    monkeypatch.setitem(RUN, "dtype", verified)
-    with pytest.raises(StoppedEarly):
-        run(6)
-    monkeypatch.setitem(RUN, "dtype", "dtype: float32")
-    with pytest.raises(StoppedEarly):  # what was read stays known
-        run(3)
-    with weights.open("r+b") as file:
-        file.seek(2**20 + 2**15)  # behind the beginning and before the first block
-        file.write(b"x")
-    monkeypatch.setitem(RUN, "dtype", verified)
-    with pytest.raises(InputError, match=r"model.safetensors: .*begin anew with `--again`"):
-        run(ranks_work=False)
-    capsys.readouterr()
-    monkeypatch.setitem(RUN, "dtype", "dtype: float32")
-    run()
-    assert "begun without `--verify`" not in capsys.readouterr().err
-
-
-def test_what_was_begun_without_reading_all_says_so(
-        folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "out" / "model").mkdir(parents=True)
-    (folder / "out" / "model" / "model.safetensors").write_bytes(bytes(2**20))
-    with pytest.raises(StoppedEarly):
-        run(6)
-    monkeypatch.setitem(RUN, "dtype", "dtype: float32, verify: true")
-    run()
-    assert "begun without `--verify`" in " ".join(capsys.readouterr().err.split())
-
-
 def test_a_run_goes_on_with_the_weights_that_it_was_begun_with(
         folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `auto` takes depends on the memory that is free."""
@@ -249,17 +68,6 @@ def test_a_run_goes_on_with_the_weights_that_it_was_begun_with(
     assert run(plan=plan)["queries_before"] >= 6
     session = open_to_run(load_job(folder / "job.yaml", ()), Terminal())
     assert session.problem.weight_dtype == "bfloat16", "of a job that is done nothing is kept"
-
-
-def test_a_folder_that_was_moved_goes_on(folder: Path) -> None:
-    moved = folder.with_name(f"{folder.name} moved")
-    shutil.copytree(folder, moved)
-    prints = []
-    for place in (folder, moved):
-        session = opened(place)
-        prints.append(plan_for_ranks(
-            session, plan_job(session, roofline(session)).schedule, session.requests).fingerprint)
-    assert prints[0] == prints[1]
 
 
 def test_another_schedule_goes_on_with_what_is_held(folder: Path, run: Run,
@@ -385,21 +193,6 @@ def test_a_job_of_fewer_queries_than_its_schedule_is_for_runs(
     monkeypatch.setitem(POLICIES, "rra", "encode_batch: 40, decode_iterations: 4")
     metrics = run()
     assert metrics["queries"] == COUNT and metrics["throughput_qps"]["predicted"] > 0
-
-
-def test_lines_that_no_schedule_answers_do_not_keep_another_from_going_on(folder: Path) -> None:
-    with (folder / "requests.jsonl").open("a") as file:
-        for line in ({"tokens": [7] * 201}, {"tokens": [7], "forced_tokens": 500},
-                     {"tokens": [7] * 80, "forced_tokens": 49}, {"tokens": [1, 97] * 40}):
-            file.write(json.dumps(line) + "\n")
-    prints = {}
-    for policy in POLICIES:
-        session = opened(folder, policy, ranks=2)
-        schedule = plan_job(session, roofline(session)).schedule
-        plan = plan_for_ranks(session, schedule, session.requests)
-        prints[policy] = plan.fingerprint
-        assert (plan.query_kv_tokens, plan.most_input_tokens) == (33, 0), policy
-    assert len(set(prints.values())) == 1, prints
 
 
 def test_the_end_tells_cut_answers_the_bound_and_the_first_error(
