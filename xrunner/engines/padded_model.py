@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from xrunner.engines.decoder_only import DecoderOnly
 from xrunner.ops.head import WholeScores
 from xrunner.ops.sampling import sample
 from xrunner.query import Sampling
@@ -35,7 +36,7 @@ class _PaddedRows:
     choices: list[Sampling]
 
 
-class PaddedModel:
+class PaddedModel(DecoderOnly):
     """An Executor (xrunner.engine.pipeline) of a decoder-only model that every rank calls alike."""
 
     keeps_tokens = returns_early = False
@@ -52,15 +53,6 @@ class PaddedModel:
     def start(self, message: StartMessage) -> None:
         """transformers' caches grow by themselves: there is nothing to set up."""
         self._groups.clear()
-
-    def gives_tokens(self, message: StepMessage) -> bool:
-        return True
-
-    def awaits_encoded(self, group: int | None = None) -> bool:
-        return False
-
-    def take_encoded(self, group: int, encoded: Tensor) -> None:
-        raise AssertionError(f"{group = }: a decoder-only model has no encoder")
 
     @torch.inference_mode()
     def execute(self, message: StepMessage, inputs: Tensor) -> Tensor | None:

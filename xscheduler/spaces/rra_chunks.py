@@ -17,6 +17,7 @@ from xscheduler.admissible import Limit, Limits, crowding, crowding_or_pace
 from xscheduler.branch_and_bound import Box, Candidate, NodeResult
 from xscheduler.spaces.rra_points import RraPoints
 from xscheduler.spaces.tensor_plans import batch_range, iteration_range
+from xsimulator.policies import geometric
 from xsimulator.policies.rra.chunk_bounds import ChunkBounds, RateRanges
 from xsimulator.policies.rra.config import RraConfig
 
@@ -53,23 +54,16 @@ def ladder_of(problem: Problem, max_iterations: int, groups: int) -> Ladder:
     if fixed.encode_batch is not None:
         pairs = {(least, n) for n in range(first, last + 1)}
     elif fixed.decode_iterations is not None:
-        pairs = {(size, first) for size in _sizes(1, most)}
+        pairs = {(size, first) for size in geometric(most, ratio=SIZE_RATIO)}
     else:
         low = min(max(LEAST_BATCH, GROUP_BATCH * groups), max(most // 2, 1))
         longest = 1 << (last.bit_length() - 1)
-        pairs = {(size, 1) for size in _sizes(low, most)}
+        pairs = {(size, 1) for size in geometric(most, least=low, ratio=SIZE_RATIO)}
         pairs |= {(size, longest) for size in range(1, low)}
         pairs |= {(size, 1 << k) for k in range(1, longest.bit_length())
                   for size in range(low, 2 * low)}
     ordered = np.array(sorted(pairs, key=lambda pair: (pair[0] / pair[1], pair)), np.int64)
     return Ladder(ordered[:, 0], ordered[:, 1])
-
-
-def _sizes(least: int, most: int) -> list[int]:
-    sizes = [least]
-    while sizes[-1] < most:
-        sizes.append(min(max(sizes[-1] + 1, int(sizes[-1] * SIZE_RATIO)), most))
-    return sizes
 
 
 class _Root(NamedTuple):

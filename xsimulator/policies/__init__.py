@@ -50,11 +50,11 @@ def make_config(name: str, source: Estimate | FixedSchedule) -> tuple[Any, list[
     return (None if missing else config(**given)), missing
 
 
-def geometric(largest: int) -> list[int]:
-    """Whole numbers from 1 to `largest`, GRID_RATIO apart."""
-    sizes = [1]
+def geometric(largest: int, *, least: int = 1, ratio: float = GRID_RATIO) -> list[int]:
+    """Whole numbers from `least` to `largest`, about `ratio` apart."""
+    sizes = [least]
     while sizes[-1] < largest:
-        sizes.append(min(max(sizes[-1] + 1, int(sizes[-1] * GRID_RATIO)), largest))
+        sizes.append(min(max(sizes[-1] + 1, int(sizes[-1] * ratio)), largest))
     return sizes
 
 

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from xrunner.engines.decoder_only import DecoderOnly
 from xrunner.engines.vllm.core import Token
 from xrunner.io.beat import Beat
 from xrunner.ops.likelihoods import packed
@@ -44,7 +45,7 @@ class Core(Protocol):
     def close(self) -> None: ...
 
 
-class VllmExecutor:
+class VllmExecutor(DecoderOnly):
     """One request of the core for each query in a slot. A query that is evicted leaves it, and
     comes back as a new one whose input is all that it had."""
 
@@ -77,15 +78,6 @@ class VllmExecutor:
         """Ends what the core has started, if there is one."""
         if hasattr(self, "_core"):
             self._core.close()
-
-    def gives_tokens(self, message: StepMessage) -> bool:
-        return True
-
-    def awaits_encoded(self, group: int | None = None) -> bool:
-        return False
-
-    def take_encoded(self, group: int, encoded: Tensor) -> None:
-        raise AssertionError(f"{group = }: a decoder-only model has no encoder")
 
     def execute(self, message: StepMessage, inputs: Tensor) -> Tensor:
         """inputs: tokens, which the core has already of those who decode. Returns the next token

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from xgpt.core.deployment import Deployment
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.job import Job
 from xgpt.core.model import refuse_tp_degree
 from xgpt.core.policies import policies, policy
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Deployment, Schedule
+from xgpt.core.schedule import Schedule
 from xrunner.engines.engine import Engine, mistake
 from xrunner.engines.vllm.given import LORA, OWN, TOOL_PARSER, rank_of
 from xrunner.engines.vllm.installed import command_of, installed_in, version_in
