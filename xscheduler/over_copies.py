@@ -15,16 +15,17 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 
-from xgpt.core.errors import BeatenError, InfeasibleError, InputError
+from xgpt.core.errors import InfeasibleError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.policies import baselines
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Rejected, Schedule, Status
+from xgpt.core.schedule import Rejected, Schedule
 from xprofiler.timing import TimingSource
 from xscheduler.alternatives import BARE_ROW, FREE_ROW
-from xscheduler.copies import has_room, problem_on, problems_of_copies
+from xscheduler.copies import problem_on, problems_of_copies
+from xscheduler.copies_looked import glance_at, look_at, refusal_of, searched
+from xscheduler.copies_proved import certified, proved_again
 from xscheduler.copies_shown import (
-    NO_ROOM,
     Looked,
     beside_papers_own,
     beside_policies,
@@ -39,7 +40,6 @@ from xscheduler.within import PlannedWithin, for_its_margin
 SHOWN = 0.9  # of the best so far: at first sight what is no better at other numbers of copies is
 # not looked into, but by the first policy
 Planned = PlannedWithin | InfeasibleError
-_CLOSED = 1e-9  # share by which a bound may exceed the throughput it proves, by rounding
 
 
 class CopiesSearch:
@@ -78,7 +78,7 @@ class CopiesSearch:
         if has_margin:
             tried = self._planned(looked, latency_bound_s)
             planner, planned = _safest(looked, tried)
-            looked = [_proved_again(one, planned) if one.planner is planner else one
+            looked = [proved_again(one, planned) if one.planner is planner else one
                       for one in looked]
             if free.bound.limit_s < latency_bound_s:  # every schedule has a margin
                 free = planner.own.at_first_sight(latency_bound_s, planned.schedule)
@@ -86,7 +86,7 @@ class CopiesSearch:
             schedule = planner.compared(planned, free) if self._compares else planned.schedule
             schedule = schedule.changed(margin=planned.margin.kept(cost=max(cost, 0.0)))
         watch = self._effort.watch
-        schedule = _certified(schedule, looked, is_cut=watch is not None and watch.has_cut)
+        schedule = certified(schedule, looked, is_cut=watch is not None and watch.has_cut)
         if self._compares:
             schedule = beside_papers_own(beside_policies(schedule, looked))
             schedule = self._beside_no_bound(schedule, free, looked)
@@ -155,7 +155,7 @@ class CopiesSearch:
                             has_margin=self._has_margin)
                 for one in parts[parts.index(first.planner) + 1:]]
         smaller = self._of_hidden.get(names, [])
-        hidden = _look_at(smaller, latency_bound_s) if smaller else None
+        hidden = look_at(smaller, latency_bound_s) if smaller else None
         return [] if hidden is None or hidden.found is None else [hidden]
 
     def _looked_within(self, latency_bound_s: float) -> list[Looked]:
@@ -177,23 +177,23 @@ class CopiesSearch:
         searched, and which cannot win. Raises the refusal that says most where none has a
         schedule."""
         if len(self._planners) == 1:
-            looked = [_look_at(self._every[0], latency_bound_s)]
+            looked = [look_at(self._every[0], latency_bound_s)]
             looked += self._hidden(looked[0], latency_bound_s)
         else:
             looked = []
             for planner in self._planners:
                 best_qps = max(map(found_qps, looked), default=0.0)
-                looked.append(_glance_at(planner, latency_bound_s, SHOWN * best_qps))
+                looked.append(glance_at(planner, latency_bound_s, SHOWN * best_qps))
             for index in sorted(range(len(looked)), key=lambda index: -found_qps(looked[index])):
                 floor_qps = max(map(found_qps, looked))
                 is_first = floor_qps == found_qps(looked[index])
                 if is_first or looked[index].upper_qps > floor_qps * (1 + self._effort.gap):
-                    looked[index] = _searched(looked[index], latency_bound_s,
+                    looked[index] = searched(looked[index], latency_bound_s,
                                               SHOWN * floor_qps if is_first else floor_qps)
         if all(one.found is None for one in looked):
-            looked = [_look_at(parts, latency_bound_s) for parts in self._every]
+            looked = [look_at(parts, latency_bound_s) for parts in self._every]
         if all(one.found is None for one in looked):
-            raise _refusal(looked)
+            raise refusal_of(looked)
         return looked
 
     def _planned(self, looked: Sequence[Looked], latency_bound_s: float) -> dict[int, Planned]:
@@ -275,81 +275,6 @@ def _divides(planner: CopyPlanner) -> bool:
     return number & (number - 1) == 0
 
 
-def _glance_at(planner: CopyPlanner, latency_bound_s: float, floor_qps: float) -> Looked:
-    """One number of copies on one part at first sight."""
-    if planner.problem.copies > 1 and not has_room(planner.problem):
-        return Looked(planner, None, 0.0, InfeasibleError(NO_ROOM))
-    try:
-        found = planner.own.glance(latency_bound_s, floor_qps)
-    except BeatenError as unseen:
-        return Looked(planner, None, unseen.upper_qps)
-    except (InfeasibleError, InputError) as refusal:
-        return Looked(planner, None, 0.0, refusal)
-    return Looked(planner, found, _most_qps(found))
-
-
-def _searched(glanced: Looked, latency_bound_s: float, floor_qps: float) -> Looked:
-    """The same searched for what is better than the floor."""
-    try:
-        found = glanced.planner.own.find(latency_bound_s, floor_qps)
-    except BeatenError as beaten:
-        return glanced._replace(upper_qps=min(glanced.upper_qps, beaten.upper_qps))
-    except (InfeasibleError, InputError) as refusal:
-        return Looked(glanced.planner, None, 0.0, refusal)
-    best = found if found.figures.throughput_qps >= found_qps(glanced) else glanced.found
-    return glanced._replace(found=best, upper_qps=min(glanced.upper_qps, _most_qps(found)),
-                            is_limited=found.proof.status == Status.LIMIT)
-
-
-def _most_qps(found: Schedule) -> float:
-    """What no schedule of so many copies exceeds; of a baseline what was found, for nothing is
-    proved of those."""
-    proof = found.proof
-    return found.figures.throughput_qps if proof.status == Status.GRID else proof.bound_qps
-
-
-def _look_at(parts: Sequence[CopyPlanner], latency_bound_s: float) -> Looked:
-    """One number of copies on the largest part on which there is a schedule."""
-    refused: list[Looked] = []
-    for place, planner in enumerate(parts):
-        if planner.problem.copies > 1 and not has_room(planner.problem):
-            break  # nor on smaller ones
-        try:
-            if place:  # a smaller part is looked into where something is seen at first
-                planner.own.glance(latency_bound_s, 0.0)
-            found = planner.own.find(latency_bound_s)
-        except (InfeasibleError, InputError) as refusal:
-            refused.append(Looked(planner, None, 0.0, refusal))
-        else:
-            return Looked(planner, found, _most_qps(found),
-                           is_limited=found.proof.status == Status.LIMIT)
-    infeasible = [one for one in refused if isinstance(one.refusal, InfeasibleError)]
-    if refused:  # what could be had says more than that nothing can be laid out on a larger part
-        return (infeasible or refused)[0]
-    return Looked(parts[0], None, 0.0, InfeasibleError(
-        NO_ROOM))
-
-
-def _refusal(looked: Sequence[Looked]) -> InfeasibleError | InputError:
-    """Of numbers of copies that all have no schedule: the tightest latency that any can keep, else
-    what is in the way of the fewest."""
-    infeasible = [one for one in looked if isinstance(one.refusal, InfeasibleError)]
-    tightest = min(reversed(infeasible), default=None, key=lambda one: (
-        one.refusal.tightest_s if isinstance(one.refusal, InfeasibleError) else 0.0))
-    refusal = looked[-1].refusal if tightest is None else tightest.refusal
-    assert refusal is not None, f"{looked = }"
-    if tightest is None or (problem := tightest.planner.problem).copies == 1 and (
-            problem.cluster.num_devices == max(
-                one.planner.problem.cluster.num_devices for one in looked)):
-        return refusal
-    assert isinstance(refusal, InfeasibleError)
-    copies, devices = problem.copies, problem.cluster.num_devices
-    on = f"{devices} device{'s' * (devices != 1)}"
-    where = f"in each of {copies} copies of the model, on {on} each" if copies > 1 else (
-        f"in a copy of the model on {on}")
-    return InfeasibleError(f"{refusal} ({where})", refusal.tightest_s)
-
-
 def _safest(looked: Sequence[Looked],
             tried: dict[int, Planned]) -> tuple[CopyPlanner, PlannedWithin]:
     """The best that keeps the bound with its margin, else what comes nearest to that. Raises
@@ -359,42 +284,3 @@ def _safest(looked: Sequence[Looked],
         raise next(one for one in tried.values() if isinstance(one, InfeasibleError))
     best = max(planned, key=lambda index: planned[index].rank())
     return looked[best].planner, planned[best]
-
-
-def _proved_again(looked: Looked, planned: PlannedWithin) -> Looked:
-    """What a number of copies was proved to have, with what the search of the policy that was
-    planned there has proved of that policy: it is to a narrower gap. (Of further bounds, which
-    that search may have tightened, it says nothing.)"""
-    found, schedule = looked.found, planned.schedule
-    bounds = {} if found is None else dict(found.proof.policy_bounds)
-    name = schedule.estimate.policy
-    if found is None or name not in bounds or len(looked.planner.problem.constraint.bounds) > 1:
-        return looked
-    bounds[name] = min(bounds[name], schedule.proof.bound_qps)
-    return looked._replace(upper_qps=min(looked.upper_qps, max(bounds.values())),
-                           found=found.changed(policy_bounds=tuple(bounds.items())))
-
-
-def _certified(schedule: Schedule, looked: Sequence[Looked], *, is_cut: bool) -> Schedule:
-    """The schedule with what was proved over all numbers of copies. is_cut: by the clock."""
-    qps, upper_qps = schedule.figures.throughput_qps, max(one.upper_qps for one in looked)
-    status = schedule.proof.status
-    if status == Status.GRID:  # of which nothing is proved
-        return schedule
-    if is_cut or any(one.is_limited for one in looked):
-        status = Status.LIMIT
-    elif status in (Status.OPTIMAL, Status.WITHIN_GAP):
-        status = Status.OPTIMAL if upper_qps <= qps * (1 + _CLOSED) else Status.WITHIN_GAP
-    return schedule.changed(status=status, bound_qps=upper_qps, gap=upper_qps / qps - 1,
-                            policy_bounds=_policy_bounds(looked))
-
-
-def _policy_bounds(looked: Sequence[Looked]) -> tuple[tuple[str, float], ...]:
-    """What no configuration of each policy exceeds at any number of copies, the highest first."""
-    bounds: dict[str, float] = {}
-    for one in looked:
-        for name, bound_qps in () if one.found is None else one.found.proof.policy_bounds:
-            bounds[name] = max(bounds.get(name, 0.0), min(bound_qps, one.upper_qps))
-    unseen_qps = max((one.upper_qps for one in looked if one.found is None), default=0.0)
-    return tuple(sorted(((name, max(bound_qps, unseen_qps)) for name, bound_qps in bounds.items()),
-                        key=lambda pair: -pair[1]))
