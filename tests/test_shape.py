@@ -72,6 +72,14 @@ def test_a_file_is_short(sources: dict[str, Path]) -> None:
     assert not long
 
 
+def test_a_file_of_tests_or_scripts_is_short() -> None:
+    files = [path for room in (".ci", "benchmarks", "docs", "tests")
+             for path in sorted((ROOT / room).rglob("*.py"))]
+    assert len(files) > 300
+    assert not [str(path.relative_to(ROOT)) for path in files
+                if len(path.read_text("utf-8").splitlines()) > MAX_LINES]
+
+
 def test_a_class_has_few_methods(sources: dict[str, Path]) -> None:
     many = {(name, c.name): count for name, path in sources.items() for c in nodes(path)[1]
             if isinstance(c, ast.ClassDef)

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from in_process import xgpt
 from job_folder import SUPPORT, XGPT, as_requests, write_job
+
+from xgpt.core import policies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,26 @@ def with_package() -> Callable[..., str]:
             **({} if cache is None else {"XDG_CACHE_HOME": str(cache)})})
 
     return run
+
+
+@pytest.fixture
+def within(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """The same in this process, which has forgotten the package afterwards."""
+    before = {*sys.modules}
+
+    def run(folder: Path, *arguments: object) -> str:
+        if str(folder) not in sys.path:
+            monkeypatch.syspath_prepend(str(folder))
+            policies._rows.cache_clear()
+        done = xgpt(*arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    yield run
+    policies._rows.cache_clear()
+    for name in {*sys.modules} - before:
+        if name.startswith("toy_"):
+            del sys.modules[name]
 
 
 def command(*arguments: object, env: dict[str, str]) -> str:

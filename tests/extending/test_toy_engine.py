@@ -24,10 +24,9 @@ def test_schedule_plans_what_the_engine_executes(with_package: Command) -> None:
 @pytest.mark.parametrize(("wanted", "message"), [
     ("schedule.policy=rra", "ft: the engine toy works static batches"),
     ("run.engine=other", "allowed: xgpt, deepspeed, vllm, toy")])
-def test_what_it_does_not_execute_is_refused(with_package: Command, wanted: str,
-                                             message: str) -> None:
+def test_what_it_does_not_execute_is_refused(within: Command, wanted: str, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
-        with_package(FOLDER, "schedule", JOB, "--set", "run.engine=toy", "--set", wanted)
+        within(FOLDER, "schedule", JOB, "--set", "run.engine=toy", "--set", wanted)
 
 
 def submit(toy_job: Any) -> tuple[object, ...]:

@@ -15,34 +15,35 @@ JOB = FOLDER.parents[2] / "jobs" / "opt-13b-summarise.yaml"
 Command = Callable[..., str]
 
 
-def test_schedule_searches_its_grid(with_package: Command) -> None:
-    best, fixed = (json.loads(with_package(
+def test_schedule_searches_its_grid(with_package: Command, within: Command) -> None:
+    best, fixed = (json.loads(run(
         FOLDER, "schedule", JOB, "--json", "--horizon", "steady", "--set",
-        f"schedule={{policy: waves{more}}}")) for more in ("", ", wave_queries: 5"))
+        f"schedule={{policy: waves{more}}}"))
+        for run, more in ((with_package, ""), (within, ", wave_queries: 5")))
     assert best["policy"] == "waves" and "grid" in best["status"] and best["wave_queries"] > 5
     assert best["latency_s"] <= best["latency_bound_s"]
     assert fixed["wave_queries"] == 5
     assert fixed["throughput_qps"] < best["throughput_qps"]
 
 
-def test_schedule_shows_it_by_the_words_of_its_row(with_package: Command) -> None:
-    table = with_package(FOLDER, "schedule", JOB, "--horizon", "steady", "--set",
-                         "schedule={policy: waves, wave_queries: 5}")
+def test_schedule_shows_it_by_the_words_of_its_row(within: Command) -> None:
+    table = within(FOLDER, "schedule", JOB, "--horizon", "steady", "--set",
+                   "schedule={policy: waves, wave_queries: 5}")
     assert "Waves" in table and "5 queries of a wave" in table
 
 
-def test_simulate_replays_it_as_its_closed_form_says(with_package: Command) -> None:
-    shown = json.loads(with_package(FOLDER, "simulate", JOB, "--json", "--set",
-                                    "schedule={policy: waves, wave_queries: 16}"))
+def test_simulate_replays_it_as_its_closed_form_says(within: Command) -> None:
+    shown = json.loads(within(FOLDER, "simulate", JOB, "--json", "--set",
+                              "schedule={policy: waves, wave_queries: 16}"))
     assert shown["policy"] == "waves" and shown["wave_queries"] == 16
     assert shown["replay"]["throughput_qps"] == pytest.approx(shown["throughput_qps"], rel=0.2)
 
 
-def test_a_variable_of_it_is_checked_as_ours_are(with_package: Command) -> None:
+def test_a_variable_of_it_is_checked_as_ours_are(within: Command) -> None:
     for wanted, message in (("policy: waves, wave_queries: 0", "schedule.wave_queries"),
                             ("policy: rra, wave_queries: 5", "a variable of waves; rra has")):
         with pytest.raises(AssertionError, match=message):
-            with_package(FOLDER, "schedule", JOB, "--set", f"schedule={{{wanted}}}")
+            within(FOLDER, "schedule", JOB, "--set", f"schedule={{{wanted}}}")
 
 
 @pytest.mark.mpi

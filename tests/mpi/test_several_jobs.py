@@ -20,7 +20,7 @@ from job_folder import XGPT, as_requests, read_lines, write_job  # noqa: E402
 pytestmark = pytest.mark.mpi
 
 STAGES, HALVES = "tp_degree: 1", "tp_degree: 2, tp_gpus: 2"
-QUERIES = {"first": toys.random_queries(7, seed=1), "long": toys.random_queries(250, seed=2),
+QUERIES = {"first": toys.random_queries(7, seed=1), "long": toys.random_queries(180, seed=2),
            "last": toys.random_queries(8, seed=3), "halves": toys.random_queries(6, seed=4)}
 
 
@@ -42,7 +42,7 @@ def test_jobs_of_one_model_load_it_once_and_a_stop_ends_all_until_the_same_comma
     assert states(out) == ["done", "stopped", "failed", "not started", "not started"], told
     assert told.index("planning job 5 of 5") < told.index("running job 1 of 5"), told
     kept = (tmp_path / "long" / "out" / "results.jsonl").read_bytes()
-    assert 0 < kept.count(b"\n") < 250
+    assert 0 < kept.count(b"\n") < 180
     assert metrics(tmp_path, "first")["loaded_bytes"] > 0 == metrics(tmp_path, "long")[
         "loaded_bytes"]
 

@@ -7,6 +7,7 @@ import hashlib
 import html
 import json
 import re
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -210,17 +211,22 @@ def test_a_killed_run_has_a_page_that_says_so(tmp_path: Path, size: int) -> None
     assert expected in page.text
 
 
-@pytest.mark.parametrize("name", ["errors.jsonl", "expected.json", "job.json", "metrics.json",
-                                  "profile.json",
-                                  "results.jsonl", "schedule.json", "spool/places.npy",
-                                  "spool/queries.npy", "spool/records.jsonl",
-                                  "spool/spool.json", "spool/tokens.bin", "steps.jsonl"])
-def test_any_single_file_may_be_missing_or_broken(
-        tmp_path: Path, name: str) -> None:
+FILES = ("errors.jsonl", "expected.json", "job.json", "metrics.json", "profile.json",
+         "results.jsonl", "schedule.json", "spool/places.npy", "spool/queries.npy",
+         "spool/records.jsonl", "spool/spool.json", "spool/tokens.bin", "steps.jsonl")
+BROKEN = (b"", b'{"a": [', b"[]", b"{}", b'{"version": 1}', b"\xff\xfe")
+
+
+@pytest.mark.parametrize(("name", "ways"), [
+    # each way with every other file
+    *((name, BROKEN[place % 2::2]) for place, name in enumerate(FILES)),
+    *(pytest.param(name, BROKEN, marks=pytest.mark.slow) for name in FILES)])
+def test_any_single_file_may_be_missing_or_broken(tmp_path: Path, name: str,
+                                                  ways: Sequence[bytes]) -> None:
     directory = write_fake_run(tmp_path / "out", num_queries=8)
     (directory / name).unlink()
     assert "</html>" in write_report(directory).read_text(encoding="utf-8")
-    for broken in (b"", b'{"a": [', b"[]", b"{}", b'{"version": 1}', b"\xff\xfe"):
+    for broken in ways:
         (directory / name).write_bytes(broken)
         assert "</html>" in write_report(directory).read_text(encoding="utf-8")
 
