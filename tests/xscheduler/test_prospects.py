@@ -102,13 +102,13 @@ def test_a_bound_that_cannot_be_met_is_named_with_what_can_be_had() -> None:
 @pytest.mark.parametrize("policy", ["rra", "vllm"])
 def test_where_the_profile_refuses_all_a_bound_on_the_tokens_pace_is_not_blamed(
         policy: str) -> None:
-    problem = toy_problem(fixed=replace(ONE_COPY, policies=(policy,)))
+    problem = toy_problem(fixed=replace(ONE_COPY, policies=(policy,), tp_degree=1))
     with pytest.raises(InfeasibleError, match="was measured for smaller sizes"):
         Planner(bounded(problem, ttft=1.0), Refusing(roofline_of(problem), 0.0)).plan()
 
 
 def test_a_job_is_done_in_time_or_refused_with_the_shortest_time() -> None:
-    problem = toy_problem(num_queries=400, fixed=RRA)
+    problem = toy_problem(num_queries=150, fixed=RRA)
     timing = roofline_of(problem)
     schedule = Planner(problem, timing).plan()
     job = Evaluator(problem, timing).job(schedule.estimate, 3)
@@ -117,7 +117,7 @@ def test_a_job_is_done_in_time_or_refused_with_the_shortest_time() -> None:
     assert in_time.estimate == schedule.estimate
     (prospect,) = in_time.prospects
     assert prospect.expected_s == pytest.approx(job.wall_s) and prospect.is_kept
-    with pytest.raises(InfeasibleError, match="no schedule answers the 400 queries within") as why:
+    with pytest.raises(InfeasibleError, match="no schedule answers the 150 queries within") as why:
         Planner(bounded(problem, makespan=0.9 * job.wall_s), timing).plan()
     assert "the shortest time that can be had is" in str(why.value)
     steady = PlanOptions(horizon="steady")  # of a job without end nothing is asked
