@@ -42,8 +42,7 @@ LOOKED_AT = 3  # boxes, the most promising, at whose corners points are evaluate
 FIRST_PLANS = 6  # of which so many are; of other tensor plans one
 GROUPS_PER_STAGE = 2  # at most
 CHUNKED = "waa-m"  # whose chunks are searched where both ways of dividing devices are
-# Divisions that boxes with chunks are bounded for in one search, times the devices that they
-# divide: what is spent on a large cluster is to be no more than on a node.
+# Divisions that boxes with chunks are bounded for in a search, times devices: it costs much.
 CHUNKED_WORK = 8_000
 # On more devices a quarter of it: on 64 no gap was narrower for the rest of it.
 MANY_DEVICES = 48
@@ -102,14 +101,15 @@ class WaaSpace:
         return self.evaluate([(plan, *point)])[0][:2]
 
     def evaluate(self, keys: Sequence[tuple[int, ...]]) -> list[tuple[float, float, Limit]]:
-        """(throughput_qps, latency_s, what forbids it apart from latency) of each (plan, encode
-        batch, groups, chunk)."""
+        """(throughput_qps, latency_s by the slower way of encoding, what else forbids it) of each
+        (plan, encode batch, groups, chunk)."""
         new = [key for key in dict.fromkeys(keys) if key not in self._known]
         if new:
-            figures = self.waa.evaluate([self.config(key[0], key[1:]) for key in new])
+            figures, slower_s = self.waa.evaluate_either_way([
+                self.config(key[0], key[1:]) for key in new])
             limits = crowding_or_pace(figures, self.limits)
             self._known.update(zip(new, zip(
-                figures.throughput_qps.tolist(), figures.latency_s.tolist(),
+                figures.throughput_qps.tolist(), slower_s.tolist(),
                 map(Limit, limits.tolist()), strict=True), strict=True))
         return [self._known[key] for key in keys]
 

@@ -10,11 +10,34 @@ E[L] by chunks, so that
     n = E[D] (lambda_E T(n, t) + G t / E[L])
 
 The encode pool is behind where that is below n* with t = 0. Then either every step has a whole
-chunk and n is still below n* (t = c), or whole chunks keep it at n*, in a share f of the steps. On
-one stage T is linear in f. On several a long step holds up the short ones of groups behind it, as
-if there were more long ones: 1 - (1 - f)^2 of the steps, as the replay has it on four and five
-stages. So chunks that are too large do not pay. lambda = n / (E[D] T)."""
+chunk and n is still below n* (t = c), or chunks keep it at n*, in a share f of the steps.
 
+*What they hold.* A query is begun as another one leaves, while no more are there than planned. In a
+group's step m = n* / (E[D] G) leave in the mean, nearly Poisson's number; where any do, they are
+m' = m / (1 - exp(-m)), and a chunk has that many inputs' tokens, or c: c' = min(c, E[L] m'), in
+f = x E[L] / (G c') of the steps, where x queries in an iteration are encoded in chunks.
+
+*What they take.* Let a and b be a short and a long step's seconds on the slowest stage, A and B
+through all of them, and a' = max(a, A / G) a short step's share of an iteration without long ones.
+An iteration of G steps takes as long as the longest path through the pipeline does in the mean. One
+stays on the slowest stage, one follows a group, and one goes through all stages with a long step,
+back to its group's next turn, and over (1 - f) / f short steps to the next long one:
+
+    T = max( G (f b + (1 - f) a), f B + (1 - f) A, G (f B' + (1 - f) a') / (f G + 1 - f) )
+
+with B' = B - (G - 1) / 2 (a' - a), since what is left of a whole turn of short steps goes by on a
+stage. The last is what short steps lose behind long ones, where groups are not many more than
+stages. Against the recurrence of random steps it is 0 to 7 % short, by more the more they differ.
+Where inputs decide what a chunk holds, one holds much and another little, nearly exponentially: the
+same holds of the longer ones alone, exp(-1) f of the steps of 2 c' tokens (or c) in the mean, among
+all others.
+lambda = n / (E[D] T).
+
+Of all queries the share 1 - lambda_E / lambda is encoded in chunks. One of L tokens has its first
+token (L - 1) / c iterations and a step after its first chunk begins, for where in a chunk its input
+begins is as good as random."""
+
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -30,17 +53,28 @@ _BEHIND = 1e-9  # of the planned decode batch
 # Chunks that lie ready in a decode pool besides those of an encode step, while whose head hears of
 # nothing: one is encoded, the next is begun before word of that is there.
 _SPARE_CHUNKS = 2.0
-_HELD_UP = 2.0  # exponent of the steps without a chunk that one does not hold up, on several stages
+_ACCURACY = 1e-9  # of queries in an iteration
+_LONGER = math.exp(-1)  # of the long steps, those that are longer than these are in the mean
 
 
 class ChunkRates(NamedTuple):
-    """`rates` with chunks; of a query that the decode pool encodes the seconds [configs] from its
-    first chunk to its first token (0 where none is planned to be), and the tokens of inputs that
-    lie ready for it (1: the encode pool is not behind)."""
+    """`rates` with chunks [configs]; the `share` of queries that the decode pool encodes (0 where
+    none is planned to be), of one such seconds from its first chunk to its first token, in the mean
+    and of the bound's query; and the tokens of inputs that lie ready for them (1: the encode pool
+    is not behind)."""
 
     rates: PoolRates
+    share: FloatArray
     taken_s: FloatArray
+    bounded_taken_s: FloatArray
     stock_tokens: FloatArray
+
+
+class StepSeconds(NamedTuple):
+    """A step takes so long [configs] on the slowest stage, and through all."""
+
+    slowest: FloatArray
+    through: FloatArray
 
 
 class ChunkedPools:
@@ -49,59 +83,60 @@ class ChunkedPools:
     def __init__(self, problem: Problem, times: PoolTimes, flow: QueryFlow, *,
                  padded: bool) -> None:
         self._times, self._flow, self._padded = times, flow, padded
-        self._inputs, self._outputs = problem.lengths.inputs, problem.lengths.outputs.mean
+        lengths, constraint = problem.lengths, problem.constraint
+        self._inputs, self._outputs = lengths.inputs, lengths.outputs.mean
+        self._bounded_input = lengths.inputs.mean  # mean input of the queries that the bound is on
+        if constraint.kind == "sequence":
+            self._bounded_input = float(lengths.mean_input_given_output()[
+                lengths.outputs.quantile(constraint.quantile) - 1])
 
     def with_chunks(self, plan: WaaPlan, configs: WaaConfigs, alone: PoolRates) -> ChunkRates:
         """`alone`: the rates of the same configurations without chunks."""
         most = configs.batch * self._outputs
         rows = np.flatnonzero((configs.chunk > 0) & (alone.throughput_qps > 0)
                               & (alone.decode_batch < most * (1 - _BEHIND)))
-        taken: FloatArray = np.zeros(len(most))
+        taken: FloatArray = np.zeros((3, len(most)))
         stock = np.minimum(configs.chunk, 1.0)
         if not len(rows):
-            return ChunkRates(alone, taken, stock)
+            return ChunkRates(alone, taken[0], taken[1], taken[2], stock)
         own, least = configs.take(rows), PoolRates(*(values[rows] for values in alone))
-        rates, taken[rows], stock[rows], is_timed = self._behind(plan, own, least, most[rows])
+        rates, taken[:, rows], stock[rows], is_timed = self._behind(plan, own, least, most[rows])
         columns = []
         for before, after, refused in zip(alone, rates, _REFUSED, strict=True):
             column = before.copy()
             column[rows] = np.where(is_timed, after, before[rows] if refused is None else refused)
             columns.append(column)
-        return ChunkRates(PoolRates(*columns), taken, stock)
+        return ChunkRates(PoolRates(*columns), taken[0], taken[1], taken[2], stock)
+
+    def step_s(self, plan: WaaPlan, decoding: FloatArray, groups: FloatArray,
+               chunk: FloatArray) -> StepSeconds:
+        """A step of one of so many groups of `decoding` queries that encodes `chunk` tokens."""
+        pool, mean = plan.decode, self._inputs.mean
+        rows = np.maximum(decoding / groups, 1.0)
+        attention = {degree: chunk / mean * one for degree, one in
+                     pool.times.mean_attention_s(chunk / mean + 1).items()}
+        return _summed(plan, np.stack(pool.steps.mixed_s(
+            chunk, chunk / mean, attention, rows,
+            self._flow.charged_context(rows, padded=self._padded))))
 
     def iteration_s(self, plan: WaaPlan, decoding: FloatArray, groups: FloatArray,
                     chunk: FloatArray) -> tuple[FloatArray, FloatArray]:
         """T(n, t), and a step's seconds through all stages [configs]: `decoding` queries in so many
         groups, each of which encodes `chunk` tokens in every step. Every group takes steps, though
         fewer queries may decode."""
-        pool, mean = plan.decode, self._inputs.mean
-        rows = np.maximum(decoding / groups, 1.0)
-        attention = {degree: chunk / mean * one for degree, one in
-                     pool.times.mean_attention_s(chunk / mean + 1).items()}
-        kinds = np.stack(pool.steps.mixed_s(
-            chunk, chunk / mean, attention, rows,
-            self._flow.charged_context(rows, padded=self._padded)))
-        return self._timed(plan, groups, kinds)
+        step = self.step_s(plan, decoding, groups, chunk)
+        return np.asarray(np.maximum(groups * step.slowest, step.through)), step.through
 
-    def _plain_s(self, plan: WaaPlan, decoding: FloatArray, groups: FloatArray) -> FloatArray:
-        """T(n, 0). Rows that joining queries take over are not compacted."""
+    def _plain_s(self, plan: WaaPlan, decoding: FloatArray, groups: FloatArray) -> StepSeconds:
+        """A step that encodes nothing. Rows that joining queries take over are not compacted."""
         rows = np.maximum(decoding / groups, 1.0)
-        kinds = np.stack(plan.decode.steps.decode_s(rows, self._flow.charged_context(
-            rows, padded=self._padded)))
-        return self._timed(plan, np.minimum(groups, np.maximum(decoding, 1.0)), kinds)[0]
-
-    @staticmethod
-    def _timed(plan: WaaPlan, steps: FloatArray, kinds: FloatArray,
-               ) -> tuple[FloatArray, FloatArray]:
-        """(seconds of an iteration, through all stages) of as many `steps` of each kind of
-        stage."""
-        through = (np.bincount(plan.decode.steps.kind_of)[:, None] * kinds).sum(axis=0)
-        return np.asarray(np.maximum(steps * kinds.max(axis=0), through)), np.asarray(through)
+        return _summed(plan, np.stack(plan.decode.steps.decode_s(rows, self._flow.charged_context(
+            rows, padded=self._padded))))
 
     def _behind(self, plan: WaaPlan, configs: WaaConfigs, alone: PoolRates, most: FloatArray,
                 ) -> tuple[PoolRates, FloatArray, FloatArray, BoolArray]:
-        """Of configurations whose encode pools are behind: their rates, taken_s, stock_tokens, and
-        whether the timing source answers."""
+        """Of configurations whose encode pools are behind: their rates, (share, taken_s,
+        bounded_taken_s), stock_tokens, and whether the timing source answers."""
         chunk, groups, iterations = configs.chunk, configs.groups, self._times.mean_iterations
         brought = groups * chunk / self._inputs.mean  # queries in an iteration, by whole chunks
         sent = configs.batch / self._times.between_s(plan, configs.batch)  # lambda_E
@@ -115,19 +150,11 @@ class ChunkedPools:
 
         of_most = iterations * (sent * whole_s + brought) - most
         decoding = root(excess, most, np.minimum(of_most, 0.0))
-        plain_s = self._plain_s(plan, most, groups)
-        held_up = _HELD_UP if len(plan.decode.stages) > 1 else 1.0
-
-        def mixed_s(share: FloatArray) -> FloatArray:
-            return np.asarray(plain_s + (1 - (1 - share) ** held_up) * (whole_s - plain_s))
-
-        def lacking(share: FloatArray) -> FloatArray:
-            return np.asarray(most / iterations - sent * mixed_s(share) - share * brought)
-
-        whole = np.ones(len(most))
-        share = np.clip(root(lacking, whole, np.minimum(-of_most / iterations, 0.0)), 0.0, 1.0)
         every_s, through = self.iteration_s(plan, decoding, groups, chunk)
-        iteration = np.where(of_most >= 0, mixed_s(share), every_s)
+        iteration = every_s
+        if len(rows := np.flatnonzero(is_timed & (of_most >= 0))):
+            iteration[rows], through[rows] = self._as_planned(
+                plan, configs.take(rows), most[rows], sent[rows])
         stock = np.ceil(groups * chunk * (1 / (sent / configs.batch * iteration) + _SPARE_CHUNKS))
         # with one that exceeds it, and one of each group that is encoded in part
         beside = stock / self._inputs.mean + 1 + groups
@@ -139,8 +166,63 @@ class ChunkedPools:
             iteration_s=iteration, encode_s=alone.encode_s, handover_s=alone.handover_s,
             present=np.ceil(decoding + away + beside + 2 * configs.batch
                             + DEVIATIONS * np.sqrt(np.maximum(decoding, 1.0))))
-        taken = np.maximum(self._inputs.mean - 1, 0.0) / chunk * iteration + through
+        taken_s, bounded_s = (max(tokens - 1, 0.0) / chunk * iteration + through
+                              for tokens in (self._inputs.mean, self._bounded_input))
+        taken = np.stack([np.clip(1 - sent / rate, 0.0, 1.0), taken_s, bounded_s])
         return rates, np.where(is_timed, taken, 0.0), np.where(is_timed, stock, 0.0), is_timed
+
+    def _as_planned(self, plan: WaaPlan, configs: WaaConfigs, most: FloatArray,
+                    sent: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """(T, seconds of a step with a chunk through all stages) where chunks keep the decode batch
+        at n*."""
+        groups, mean = configs.groups, self._inputs.mean
+        wanted, plain = most / self._times.mean_iterations, self._plain_s(plan, most, groups)
+        leaving = wanted / groups
+        chunk = np.minimum(configs.chunk, mean * leaving / -np.expm1(-leaving))
+        long, brought = self.step_s(plan, most, groups, chunk), groups * chunk / mean
+
+        def iteration_s(share: FloatArray) -> FloatArray:
+            return mixed_s(groups, share, plain, long, np.minimum(configs.chunk / chunk, 2.0))
+
+        def lacking(share: FloatArray) -> FloatArray:
+            return np.asarray(wanted - sent * iteration_s(share) - share * brought)
+
+        whole = np.ones(len(most))
+        share = np.clip(root(lacking, whole, np.minimum(lacking(whole), 0.0), _ACCURACY), 0.0, 1.0)
+        return iteration_s(share), long.through
+
+
+def mixed_s(groups: FloatArray, share: FloatArray, short: StepSeconds, long: StepSeconds,
+            longer: FloatArray) -> FloatArray:
+    """T [configs] of so many groups' steps, a share of which is long, and of these a part so many
+    times `longer` in what they take more than short ones."""
+    rest = 1 - share
+    in_turn = groups * (share * long.slowest + rest * short.slowest)
+    one_group = share * long.through + rest * short.through
+    few = share * _LONGER
+    between = (share - few * longer) / (1 - few)
+    held_up = np.maximum(_held_up_s(groups, share, short, long), _held_up_s(
+        groups, few, _beside(short, long, between), _beside(short, long, longer)))
+    return np.asarray(np.maximum(np.maximum(in_turn, one_group), held_up))
+
+
+def _beside(short: StepSeconds, long: StepSeconds, times: FloatArray) -> StepSeconds:
+    """A step that takes so many times what a long one takes more than a short one."""
+    return StepSeconds(short.slowest + times * (long.slowest - short.slowest),
+                       short.through + times * (long.through - short.through))
+
+
+def _held_up_s(groups: FloatArray, share: FloatArray, short: StepSeconds,
+               long: StepSeconds) -> FloatArray:
+    rest, turn = 1 - share, np.maximum(short.slowest, short.through / groups)
+    through = long.through - (groups - 1) / 2 * (turn - short.slowest)
+    return np.asarray(groups * (share * through + rest * turn) / (share * groups + rest))
+
+
+def _summed(plan: WaaPlan, kinds: FloatArray) -> StepSeconds:
+    """Of a step's seconds [kinds of stages, configs]."""
+    number = np.bincount(plan.decode.steps.kind_of)[:, None]
+    return StepSeconds(kinds.max(axis=0), (number * kinds).sum(axis=0))
 
 
 # What a configuration has whose sizes are refused, of each of PoolRates; None: as without chunks.

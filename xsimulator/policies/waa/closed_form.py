@@ -16,8 +16,9 @@ turn comes, uniform over one. L_E is charged for a batch at the upper threshold 
 adjustment (the paper's buffer, section 5.2): a schedule holds its bound for such batches too.
 
 Where the encode pool is too slow and the decode pool takes chunks of inputs (encode_chunk):
-xsimulator.policies.waa.chunk_rates; the latency is that of whoever is slower then, a query that is
-handed over or one that is encoded in chunks.
+xsimulator.policies.waa.chunk_rates. The latency is then that of both ways of encoding by their
+shares: the mean of a `sequence`, and of all `queries` the quantile of what both are together. What
+is searched keeps a bound by the slower way, too (`evaluate_either_way`).
 
 T_iter(B) = max(G slowest stage, all stages in turn) for groups of B / G queries. The devices are
 divided by the time that encoding and decoding of a query take at these batch sizes (WAA-C), or so
@@ -25,7 +26,7 @@ that the fullest device is as empty as can be (WAA-M)."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 
 import numpy as np
 
@@ -55,6 +56,7 @@ from xsimulator.policies.waa.divisions import Division, DivisionByMemory, Divisi
 from xsimulator.policies.waa.memory import WaaMemory
 from xsimulator.policies.waa.plans import WaaPlan, WaaPlans
 from xsimulator.policies.waa.pool_times import PoolTimes, pool_rates, shared_times
+from xsimulator.policies.waa.waits import Waits
 
 
 class Waa:
@@ -68,6 +70,7 @@ class Waa:
         self.name, self.problem, self.timing = name, problem, timing
         self.adjustment = share_of(problem.adjustment) if adjustment is None else adjustment
         self.flow = flow_of(problem)
+        self.waits = Waits(problem, self.flow)
         self.plans: PlanSource = plans or shared_plans(problem, timing)
         self.times = (PoolTimes if plans else shared_times)(
             problem, timing, self.plans, self.flow, self.adjustment)
@@ -96,10 +99,17 @@ class Waa:
 
     def evaluate(self, configs: Sequence[WaaConfig]) -> EstimateArrays:
         """The figures of every configuration are worked out together for those of one plan."""
+        return self.evaluate_either_way(configs)[0]
+
+    def evaluate_either_way(self, configs: Sequence[WaaConfig],
+                            ) -> tuple[EstimateArrays, FloatArray]:
+        """The same, and seconds [configs] of the latency by the slower way of encoding."""
         columns = gathered(len(configs), (
             (rows, self._figures(plan, own)) for plan, own, rows in self._divided(configs)))
         del columns["stock_tokens"]  # of an estimate's controls alone
-        return EstimateArrays(**columns, fits=columns["memory_bytes"] <= self.capacity_bytes)
+        slower_s = columns.pop("slower_s")
+        return EstimateArrays(
+            **columns, fits=columns["memory_bytes"] <= self.capacity_bytes), slower_s
 
     def estimate(self, config: WaaConfig) -> Estimate:
         """The Estimate says of one configuration what is shown, and what is executed."""
@@ -158,17 +168,10 @@ class Waa:
             self.times.splits[key] = split
         return self.times.splits[key]
 
-    @cached_property
+    @property
     def iterations_waited(self) -> float:
-        """So many iterations pass between a query's arrival in the decode pool and its last token,
-        for the bound: of the output length at the quantile, or that quantile over all queries."""
-        constraint, outputs = self.problem.constraint, self.problem.lengths.outputs
-        if constraint.kind == "sequence":
-            longest = self.flow.iterations_of(outputs.quantile(constraint.quantile))
-            return longest + 0.5 if longest > 0 else 0.0
-        # D + U with U uniform over one iteration: its distribution function is linear between
-        ends = np.array([self.flow.iterations_of(int(k)) + 1 for k in outputs.support], float)
-        return float(np.interp(constraint.quantile, np.cumsum(outputs.pmf), ends))
+        """See Waits.iterations."""
+        return self.waits.iterations
 
     def modest_chunk(self, batch: FloatArray, groups: FloatArray) -> FloatArray:
         """Chunks of so many tokens [configs], one in each group's step, hold what is encoded in an
@@ -206,8 +209,9 @@ class Waa:
                 yield split.plan(int(count)), every.take(own), own
 
     def _figures(self, plan: WaaPlan, configs: WaaConfigs) -> dict[str, FloatArray]:
-        rates, taken_s, stock = self.chunked.with_chunks(plan, configs, pool_rates(
+        found = self.chunked.with_chunks(plan, configs, pool_rates(
             self.times, plan, configs, self.problem.lengths.outputs.mean))
+        rates = found.rates
         with np.errstate(invalid="ignore"):  # refused sizes are infinite
             buffer = (self.times.encode_steps(plan, configs.batch, 1 + self.adjustment)
                       - self.times.encode_steps(plan, configs.batch)).sum(axis=1)
@@ -215,30 +219,23 @@ class Waa:
             latency = (ttft + rates.handover_s + self.iterations_waited * rates.iteration_s)
             if self.problem.model.is_encoder_decoder:  # the first token is decoded
                 ttft = ttft + rates.handover_s + 1.5 * rates.iteration_s
-            # who is encoded in chunks goes on in its group's next step
-            latency = np.maximum(latency, taken_s + np.where(
-                taken_s > 0, self._iterations_after * rates.iteration_s, 0.0))
-            ttft = np.maximum(ttft, taken_s)
+            latency, slower = self.waits.either_way(found, latency)
+            ttft = np.maximum(ttft, found.taken_s)
         rows = np.maximum(rates.decode_batch / configs.groups, 1.0)
-        latency, ttft = (np.where(rates.throughput_qps > 0, seconds, np.inf)
-                         for seconds in (latency, ttft))
+        latency, slower, ttft = (np.where(rates.throughput_qps > 0, seconds, np.inf)
+                                 for seconds in (latency, slower, ttft))
         return {
             "throughput_qps": rates.throughput_qps, "decode_batch": rates.decode_batch,
             "period_s": rates.iteration_s, "encode_s": rates.encode_s, "present": rates.present,
-            "latency_s": latency, "ttft_s": ttft,
-            "tpot_s": per_token_s(self.problem, latency, ttft),
-            "kv_tokens": self.memory.kv_tokens(rates.present), "stock_tokens": stock,
+            "latency_s": latency, "slower_s": slower, "ttft_s": ttft,
+            "tpot_s": per_token_s(self.problem, slower, ttft),
+            "kv_tokens": self.memory.kv_tokens(rates.present),
+            "stock_tokens": found.stock_tokens,
             "memory_bytes": self.memory.fullest(plan, configs, rates.present),
             "stretch": np.maximum(
                 self._range.stretch(plan.encode.times.degrees, self._encoded(configs.batch)),
                 self._range.stretch(plan.decode.times.degrees, self._decoded(
                     rows, configs.chunk)))}
-
-    @cached_property
-    def _iterations_after(self) -> float:
-        """Iterations that the bound's query takes part in, in its turn."""
-        waited = self.iterations_waited
-        return max(waited - 0.5, 0.0) if self.problem.constraint.kind == "sequence" else waited
 
     def _encoded(self, batch: FloatArray) -> Presented:
         """The encode pool presents such sizes to the timing source."""

@@ -13,10 +13,12 @@ from xgpt.core.errors import InputError
 from xgpt.core.lengths import JointLengths, empirical
 from xrunner.rules.batch_sizer import ADJUSTMENT
 from xsimulator.plans import StagePlans
+from xsimulator.policies.waa.chunk_rates import ChunkRates, StepSeconds, mixed_s
 from xsimulator.policies.waa.closed_form import Waa, waa_c, waa_m
 from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.policies.waa.divisions import FixedDivision
 from xsimulator.policies.waa.plans import WaaPlans, pool_ranks
+from xsimulator.policies.waa.pool_times import PoolRates
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.steady import steady_figures
 from xsimulator.stage_times import HandoverCost
@@ -97,15 +99,16 @@ def test_chunks_bring_what_the_encode_pool_lacks_and_no_more(chunk):
     waa = waa_of(problem_of(lengths="S"), padded=False)
     batches = np.arange(4, 80)
     alone = waa.evaluate(configs_of(batches, (3,)))
-    found = waa.evaluate([replace(config, encode_chunk=chunk) for config in configs_of(
-        batches, (3,))])
+    found, slower_s = waa.evaluate_either_way([
+        replace(config, encode_chunk=chunk) for config in configs_of(batches, (3,))])
     meant = batches * waa.problem.lengths.outputs.mean
     is_behind = alone.decode_batch < meant * (1 - 1e-9)
     assert is_behind.any(), "short outputs: one device cannot encode as much"
     np.testing.assert_array_equal(found.throughput_qps[~is_behind],
                                   alone.throughput_qps[~is_behind])
     more = found.throughput_qps[is_behind] - alone.throughput_qps[is_behind]
-    assert (more > 0).all() and (found.latency_s >= alone.latency_s).all()
+    assert (more > 0).all() and (slower_s >= alone.latency_s).all()
+    assert (slower_s >= found.latency_s).all() and (slower_s > found.latency_s)[is_behind].any()
     # Little's law holds of both ways of encoding, and the decode batch stays as planned
     present = found.throughput_qps * waa.flow.mean_iterations * found.period_s
     np.testing.assert_allclose(present, found.decode_batch, rtol=1e-9)
@@ -116,6 +119,49 @@ def test_chunks_bring_what_the_encode_pool_lacks_and_no_more(chunk):
     is_full = found.decode_batch[is_behind] < meant[is_behind] * (1 - 1e-6)
     np.testing.assert_allclose(tokens[is_full], 3 * chunk, rtol=1e-6)
     assert is_full.any()
+
+
+@pytest.mark.parametrize(("stages", "groups"), [(1, 1), (1, 3), (4, 2), (4, 4), (4, 6), (2, 3)])
+@pytest.mark.parametrize("share", [0.0, 0.15, 0.5, 1.0])
+def test_long_steps_among_short_ones_take_what_the_pipeline_does(stages, groups, share):
+    short_s, long_s, steps, skipped = 1.0, 1.7, 3000, 500
+    rng, ends, groups_end = np.random.default_rng(3), [0.0] * stages, [0.0] * groups
+    began = 0.0
+    for step, is_long in enumerate((rng.random(steps) < share).tolist()):
+        now = groups_end[step % groups]
+        for stage in range(stages):
+            now = ends[stage] = max(now, ends[stage]) + (long_s if is_long else short_s)
+        groups_end[step % groups] = now
+        began = now if step == skipped else began
+    simulated_s = (now - began) / (steps - 1 - skipped) * groups
+    one, short, long = np.ones(1), *(StepSeconds(np.array([own]), np.array([own * stages]))
+                                     for own in (short_s, long_s))
+    (found_s,) = mixed_s(groups * one, share * one, short, long, one)
+    assert 0.95 * simulated_s <= found_s <= 1.015 * simulated_s
+
+
+@pytest.mark.parametrize("kind", ["sequence", "queries"])
+def test_the_latency_is_of_both_ways_of_encoding_by_their_shares(kind):
+    waa = waa_of(problem_of(lengths="S", kind=kind, quantile=0.9), padded=False)
+    handed_s, taken_s, share = np.array([9.0, 9.0, 9.0]), np.array([1.0, 3.0, 0.0]), np.array(
+        [0.25, 0.75, 0.0])
+    every = np.full(3, 0.1)
+    rates = PoolRates(*[np.ones(3)] * 2, every, *[np.ones(3)] * 3)
+    latency_s, slower_s = waa.waits.either_way(
+        ChunkRates(rates, share, taken_s, taken_s, np.ones(3)), handed_s)
+    own_s = taken_s + (waa.iterations_waited - 0.5) * every
+    assert (slower_s[:2] == np.maximum(handed_s, own_s)[:2]).all()
+    assert latency_s[2] == slower_s[2] == 9.0, "none is encoded in chunks"
+    if kind == "sequence":
+        np.testing.assert_allclose(latency_s[:2], ((1 - share) * handed_s + share * own_s)[:2])
+        return
+    rng, outputs = np.random.default_rng(5), waa.problem.lengths.outputs
+    waited = rng.choice(outputs.support, 400_000, p=outputs.pmf) - 1 + rng.random(400_000)
+    for row in range(2):
+        is_taken = rng.random(len(waited)) < share[row]
+        begun_s = np.where(is_taken, own_s[row], handed_s[row]) - waa.iterations_waited * every[row]
+        assert latency_s[row] == pytest.approx(
+            np.quantile(begun_s + waited * every[row], 0.9), rel=2e-3)
 
 
 @pytest.mark.parametrize(("task", "is_throttled"), [("T", True), ("S", False)])
