@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from threading import Lock
 from typing import Any
 
@@ -86,6 +86,8 @@ class QueryFlow:
         self.max_reserve_tokens = lengths.inputs.max + most_output
         self._survival: FloatArray = np.minimum(self._tail(pmf), 1.0)  # P(D >= k)
         self.mean_iterations = float(self._survival.sum())  # E[D]
+        # [D max] a query's share in the variance of the number active
+        self.survival_spread: FloatArray = self._survival * (1 - self._survival)
         mean = lengths.mean_input_given_output()
         # E[(input + k) 1{D >= k}]: tokens of KV read at a query's k-th decode iteration
         self.context: FloatArray = self._tail(pmf * mean) + self._survival * np.arange(
@@ -108,6 +110,13 @@ class QueryFlow:
         self.own_absent = lru_cache(maxsize=1)(self._find_own_absent)
         self.context_read_until = cache(self._find_context_read)
 
+    @cached_property
+    def described(self) -> tuple[IntArray, FloatArray]:
+        """The C structure Flow of csrc/planning_phases.cpp, and what it points to."""
+        values = np.ascontiguousarray(self._by_iteration)
+        reserved = np.array(self._all_reserve).view(np.int64)
+        return np.array([values.ctypes.data, values.shape[1], *reserved], np.int64), values
+
     def iterations_of(self, output_tokens: int) -> int:
         """D of a query with that many output tokens."""
         return output_tokens - self.iterations_fewer
@@ -121,7 +130,7 @@ class QueryFlow:
         """[count] no N_D from `fewest` to `most` has a lower `variance_active` at iterations
         1..count: a query's share, S (1 - S) of its survival S, rises and then falls with the
         iteration, so that over a range of iterations it is least at an end."""
-        share = self._survival * (1 - self._survival)
+        share = self.survival_spread
         total: FloatArray = np.zeros(count)
         for phase in range(-(-len(share) // most)):  # later ones are empty at `most`
             first, last = (np.zeros(count), np.zeros(count))

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
+from xsimulator.policies.continuous.native import native
 
 WARM_UP_PHASES = 2  # until the timeline repeats
 # Shorter phases may then swing between two lengths: their period is a mean over two. (Swings over
@@ -65,6 +66,12 @@ def sorted_timeline(work: Sequence[StageWork], blocks: IntArray,
     when the last encoded one is. Stages that a configuration lacks come last, with zero time."""
     configs = len(blocks)
     assert (np.diff(blocks) <= 0).all(), "configurations in falling order of their blocks"
+    if (library := native()) is not None:
+        kinds, kind_of = _kinds(work)
+        period, encoded, finish = library.timeline(
+            [(own.encode_s, own.encode_rest_s, own.decode_s, own.decode_rest_s) for own in kinds],
+            kind_of, blocks, widths)
+        return Timeline(period_s=period, encoded_s=encoded, finish_s=finish.T)
     period, encoded = np.empty(configs), np.empty(configs)
     finish = np.empty((len(work[0].decode_s), configs))
     # few blocks are few iterations: longer phases have more than SHORT_ITERATIONS blocks
@@ -91,6 +98,13 @@ def least_timeline(work: Sequence[StageWork], blocks: IntArray,
     encoded, finish = rounds.from_rest()
     finish[most:] = finish[most - 1]
     return Timeline(period_s=period, encoded_s=encoded, finish_s=finish.T)
+
+
+def _kinds(work: Sequence[StageWork]) -> tuple[list[StageWork], list[int]]:
+    """(the work of each kind of stage, the kind of each stage)"""
+    kinds = list({id(own): own for own in work}.values())
+    place = {id(own): kind for kind, own in enumerate(kinds)}
+    return kinds, [place[id(own)] for own in work]
 
 
 class _Round:
@@ -184,9 +198,7 @@ class _PhaseRounds:
         self._advance = _State.advance_stacked if is_stacked else _State.advance
         most = int(blocks[0])
         self._counts = np.searchsorted(-blocks, -np.arange(1, most + 1), side="right").tolist()
-        kinds = list({id(own): own for own in work}.values())
-        place = {id(own): kind for kind, own in enumerate(kinds)}
-        kind_of = [place[id(own)] for own in work]
+        kinds, kind_of = _kinds(work)
         self._encode = _Round([own.encode_s[part] for own in kinds],
                               [own.encode_rest_s[part] for own in kinds], kind_of, None,
                               is_stacked=is_stacked)

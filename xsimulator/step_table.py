@@ -32,7 +32,7 @@ class SizeTable:
     def __init__(self, function: Callable[[FloatArray], FloatArray], *,
                  lowered: bool = False) -> None:
         self._function, self._lowered = function, lowered
-        self._nodes = self._rises = np.empty((0, 0))  # [columns, nodes]
+        self.nodes = self.rises = np.empty((0, 0))  # [columns, nodes]
         self._is_finite = True
 
     def __call__(self, sizes: FloatArray) -> FloatArray:
@@ -43,11 +43,11 @@ class SizeTable:
         np.subtract(sizes, beyond, out=beyond)
         index -= _FIRST
         top = int(index.max(initial=0))
-        if top >= self._nodes.shape[1]:
+        if top >= self.nodes.shape[1]:
             self._extend(max(top + (2 << SPLITS), _LEAST_NODES))
-        of_columns = np.empty((len(self._nodes), *sizes.shape))
+        of_columns = np.empty((len(self.nodes), *sizes.shape))
         with np.errstate(invalid="ignore"):
-            for seconds, nodes, rises in zip(of_columns, self._nodes, self._rises, strict=True):
+            for seconds, nodes, rises in zip(of_columns, self.nodes, self.rises, strict=True):
                 rises.take(index, out=seconds, mode="clip")
                 seconds *= beyond
                 seconds += nodes.take(index)
@@ -55,6 +55,12 @@ class SizeTable:
             unsure = ~np.isfinite(of_columns).all(axis=0)
             of_columns[:, unsure] = np.moveaxis(self._function(sizes[unsure]), -1, 0)
         return of_columns
+
+    def reach(self, size: float) -> None:
+        """The table has the nodes around sizes up to this one."""
+        top = (int(np.array(max(size, LEAST)).view(np.int64)) >> _SHIFT) - _FIRST
+        if top >= self.nodes.shape[1]:
+            self._extend(max(top + (2 << SPLITS), _LEAST_NODES))
 
     def _extend(self, count: int) -> None:
         sizes = _node_sizes(count)
@@ -64,7 +70,7 @@ class SizeTable:
         self._is_finite = bool(np.isfinite(nodes).all())
         with np.errstate(invalid="ignore"):
             rises = np.diff(nodes, axis=1) / np.diff(sizes)
-        self._nodes, self._rises = np.ascontiguousarray(nodes[:, :-1]), rises
+        self.nodes, self.rises = (np.ascontiguousarray(own) for own in (nodes[:, :-1], rises))
 
 
 @lru_cache(maxsize=16)
@@ -87,25 +93,28 @@ class StepTable:
         self.kind_of = [kind_of[kind] for kind in every]
         self._stage_of = np.array(of_kind)
         self.degrees = [times.stages[stage].tp_degree for stage in of_kind]
+        self.is_encoder_decoder = times.is_encoder_decoder
+        # [kinds] layers that decoding, and attention of encoding, runs through
+        self.layers = (times.decoder_layers[of_kind], times.encode_layers[of_kind])
         self._last = self.kind_of[-1]  # no other stage is of the last one's kind: it has the head
-        self._encode_rows = SizeTable(lambda n: times.encode_rows_s(n)[..., self._stage_of],
+        self.encode_rows = SizeTable(lambda n: times.encode_rows_s(n)[..., self._stage_of],
                                       lowered=lowered)
-        self._decode_rows = SizeTable(self._decode_rows_s, lowered=lowered)
-        self._ends = SizeTable(lambda n: times.ends_s(n)[..., None], lowered=lowered)
+        self.decode_rows = SizeTable(self._decode_rows_s, lowered=lowered)
+        self.ends = SizeTable(lambda n: times.ends_s(n)[..., None], lowered=lowered)
 
     def rows_s(self, tokens: FloatArray) -> FloatArray:
         """[kinds, *tokens.shape] of encode steps: all but attention and `head_s`."""
-        return self._encode_rows(tokens)
+        return self.encode_rows(tokens)
 
     def head_s(self, queries: FloatArray) -> FloatArray:
         """What the last stage does for the queries alone that get a token: the last layer's end
         (StageTimes.ends_s), the head, and the tokens' way back to the first."""
-        return np.asarray(self._ends(queries)[0])
+        return np.asarray(self.ends(queries)[0])
 
     def encode_s(self, tokens: FloatArray, queries: FloatArray,
                  attention_s: PerDegree) -> list[FloatArray]:
         """Seconds of encode steps, with the arguments of StageTimes.encode_s."""
-        work = list(self._encode_rows(tokens))
+        work = list(self.encode_rows(tokens))
         self._add_per_layer(work, attention_s, self._times.encode_layers)
         if not self._times.is_encoder_decoder:
             work[self._last] = work[self._last] + self.head_s(queries)
@@ -137,7 +146,7 @@ class StepTable:
 
     def decode_bare_s(self, queries: FloatArray) -> list[FloatArray]:
         """The same without attention."""
-        return list(self._decode_rows(queries))
+        return list(self.decode_rows(queries))
 
     def add_attention(self, work: Sequence[FloatArray], attention_s: PerDegree) -> None:
         """A layer's attention is added to decode steps, in place."""

@@ -11,7 +11,7 @@ import numpy as np
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
-from xscheduler.admissible import Limits, crowding, crowding_or_pace
+from xscheduler.admissible import SLACK, Limits, crowding, crowding_or_pace
 from xscheduler.spaces.tensor_plans import TensorPlan
 from xsimulator.policies.rra.bounds import RraBounds
 from xsimulator.policies.rra.closed_form import Rra
@@ -95,6 +95,10 @@ class RraPoints:
 
     def _find_room(self, plan: IntArray, iterations: IntArray, largest: int) -> IntArray:
         """Bisection, several places at a time."""
+        most = self.rra.largest_batch(self.configs(plan, np.full(len(plan), largest), iterations),
+                                      largest, (self.problem.num_queries or math.inf) + SLACK)
+        if most is not None:
+            return most
         low, high = np.zeros(len(plan), np.int64), np.full(len(plan), largest + 1)
         steps = np.arange(1, _ROOM_POINTS + 1) / (_ROOM_POINTS + 1)
         while (is_open := high - low > 1).any():

@@ -1,6 +1,7 @@
-"""What planning takes step by step, by csrc/planning.cpp: walks (continuous.paged_walk) some twenty
+"""What planning takes step by step, by csrc/planning*.cpp: walks (continuous.paged_walk) twenty
 times as quick as by arrays, rounds of a pipeline (continuous.in_flight) some ten times, when a
-replay's steps end (replay.stage_line), and what uneven batches cost (waa.unevenness). Out of an
+replay's steps end (replay.stage_line), what uneven batches cost (waa.unevenness), timelines of
+phases (xsimulator.pipeline), and RRA's points and bounds (rra.native). Out of an
 installed wheel's library, or compiled for itself, which takes half a second once. Where neither can
 be had, or `XGPT_NATIVE` is `off`, Python serves, and finds the same."""
 
@@ -23,7 +24,7 @@ from xrunner.ops.build import (
     source_folder,
 )
 
-SOURCE = "planning.cpp"
+SOURCE = "planning*.cpp"
 _SUMS = 8  # of a configuration
 
 
@@ -33,6 +34,10 @@ class Native:
     def __init__(self, library: ctypes.CDLL) -> None:
         """Raises AttributeError where it has none."""
         address, number = ctypes.c_void_p, ctypes.c_int64
+        self.library = library
+        self._timeline = library.xgpt_timeline
+        self._timeline.restype = None
+        self._timeline.argtypes = [*[address] * 4, *[number] * 4, *[address] * 3]
         self._walks, self._rounds = library.xgpt_walks, library.xgpt_rounds
         self._walks.restype = self._rounds.restype = None
         self._walks.argtypes = [address, address, address, ctypes.c_int, address, number, number,
@@ -121,6 +126,23 @@ class Native:
                       rises.ctypes.data, handover.ctypes.data, rows, most, shares.shape[1], begin,
                       depth, room.ctypes.data, between.ctypes.data)
         return between
+
+    def timeline(self, work: Sequence[Sequence[FloatArray]], kind_of: Sequence[int],
+                 blocks: IntArray, widths: FloatArray | IntArray | None,
+                 ) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Arguments as in csrc/planning_rra.cpp, `work` by kind of stage: (period_s, encoded_s
+        [configs], finish_s [rows, configs])."""
+        held = [np.ascontiguousarray(one, float) for kind in work for one in kind]
+        rows, configs = held[2].shape
+        pointers = np.array([one.ctypes.data for one in held])
+        kinds, blocks = np.array(kind_of, np.int64), np.ascontiguousarray(blocks, np.int64)
+        if widths is not None:
+            widths = np.ascontiguousarray(widths, float)
+        period, encoded, finish = np.empty(configs), np.empty(configs), np.empty((rows, configs))
+        self._timeline(pointers.ctypes.data, kinds.ctypes.data, blocks.ctypes.data,
+                       None if widths is None else widths.ctypes.data, len(work), len(kinds),
+                       configs, rows, period.ctypes.data, encoded.ctypes.data, finish.ctypes.data)
+        return period, encoded, finish
 
 
 @cache

@@ -43,8 +43,10 @@ from xsimulator.pipeline import StageWork, least_timeline, sorted_timeline
 from xsimulator.plans import StagePlan
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfigs
-from xsimulator.policies.rra.least_steps import LeastSteps, StageSteps
-from xsimulator.policies.rra.phase_blocks import OWN, SMALL_BATCH
+from xsimulator.policies.rra.least_steps import OWN_TOLERANCE, LeastSteps, StageSteps
+from xsimulator.policies.rra.native import OF_METRIC, Of
+from xsimulator.policies.rra.packed_blocks import OWN
+from xsimulator.policies.rra.phase_blocks import SMALL_BATCH
 from xsimulator.policies.rra.phases import PhaseBatches
 
 LINE_TOLERANCE = 0.001  # of throughput and latency, on a line
@@ -63,6 +65,9 @@ class RraBounds:
 
     def __init__(self, rra: Rra) -> None:
         self._rra, self._steps = rra, LeastSteps(rra)
+        self._tolerances: FloatArray = np.array([
+            OWN_TOLERANCE, SPARSE_TOLERANCE, CROWDED_TOLERANCE, SHORT_TOLERANCE, RANGE_TOLERANCE,
+            LINE_TOLERANCE])
 
     def throughput_qps(self, corners: RraConfigs, smallest: IntArray,
                        last: IntArray | None = None) -> FloatArray:
@@ -79,7 +84,7 @@ class RraBounds:
             period_s = least_period_s(kinds, plan.least_steps.kind_of, batches)
             return _rate(batches, period_s) * (1 + _tolerance(plan, batches, last is not None))
 
-        return self._of_each_plan(corners, bound)
+        return self._limits(Of.RATE, corners, bound, {"smallest": smallest, "other": last})
 
     def line_throughput_qps(self, corners: RraConfigs, smallest: IntArray) -> FloatArray:
         """On lines this is tighter than throughput_qps, and slower to find: by the timeline."""
@@ -90,7 +95,7 @@ class RraBounds:
                                        batches.queries.widths)
             return _rate(batches, timeline.period_s) * (1 + _tolerance(plan, batches, False))
 
-        return self._of_each_plan(corners, bound)
+        return self._limits(Of.LINE_RATE, corners, bound, {"smallest": smallest})
 
     def latency_s(self, corners: RraConfigs, largest: IntArray, first: IntArray | None = None, *,
                   of: Metric = "latency") -> FloatArray:
@@ -111,7 +116,8 @@ class RraBounds:
                 seen_iterations=self._rra.seen_iterations)
             return least_s / (1 + _tolerance(plan, batches, first is not None))
 
-        return _known(self._of_each_plan(corners, bound))
+        return _known(self._limits(OF_METRIC[of], corners, bound,
+                                   {"largest": largest, "other": first}))
 
     def line_latency_s(self, corners: RraConfigs, largest: IntArray) -> FloatArray:
         """On lines this is tighter than latency_s, and slower to find: by the timeline."""
@@ -128,13 +134,27 @@ class RraBounds:
                                       seen_iterations=self._rra.seen_iterations)
             return np.maximum(finish, by_sums) / (1 + _tolerance(plan, batches, False))
 
-        return _known(self._of_each_plan(corners, bound))
+        return _known(self._limits(Of.LINE_LATENCY, corners, bound, {"largest": largest}))
 
-    def _of_each_plan(self, corners: RraConfigs, bound: _OfPlan) -> FloatArray:
-        limits = np.empty(len(corners))
+    def _limits(self, of: Of, corners: RraConfigs, bound: _OfPlan,
+                others: Mapping[str, IntArray | None]) -> FloatArray:
+        """[boxes] natively where it can be had, else by arrays: `bound`."""
+        if self._rra.native is None or not len(corners):
+            return self._by_arrays(corners, bound, np.arange(len(corners)))
+        limits, is_sure = self._rra.native.bounds(of, self._steps, self._tolerances, corners,
+                                                  **others)
+        if not is_sure.all():
+            rows = np.flatnonzero(~is_sure)
+            limits[rows] = self._by_arrays(corners, bound, rows)
+        return limits
+
+    def _by_arrays(self, corners: RraConfigs, bound: _OfPlan, of: IntArray) -> FloatArray:
+        """[of] the bounds of some boxes."""
+        limits = np.empty(len(of))
         with np.errstate(invalid="ignore"):  # refused sizes are infinite
-            for plan, rows in self._rra.by_plan(corners):
-                limits[rows] = bound(plan, self._rra.batches_of(
+            for plan, places in self._rra.by_plan(corners.take(of)):
+                rows = of[places]
+                limits[places] = bound(plan, self._rra.batches_of(
                     plan, corners, rows, without=OWN), rows)
         return limits
 

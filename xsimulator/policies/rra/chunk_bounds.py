@@ -22,7 +22,7 @@ from xsimulator.attention_envelope import attention_envelope
 from xsimulator.layer_times import TOGETHER
 from xsimulator.plans import StagePlan
 from xsimulator.policies.rra.closed_form import Rra
-from xsimulator.policies.rra.phase_blocks import OWN
+from xsimulator.policies.rra.packed_blocks import OWN
 from xsimulator.policies.rra.phases import PhaseBatches
 
 TOLERANCE = 0.01  # of throughput and latency: the timeline is watched for two small phases

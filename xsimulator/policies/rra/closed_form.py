@@ -28,6 +28,7 @@ from xrunner.rules.batch_sizer import share_of
 from xsimulator import memory
 from xsimulator.occupancy import flow_of
 from xsimulator.plans import PlanSource, StagePlan, shared_plans
+from xsimulator.policies.continuous.native import native
 from xsimulator.policies.figures import (
     Assembler,
     EstimateArrays,
@@ -39,6 +40,7 @@ from xsimulator.policies.measured_range import MeasuredRange, Presented
 from xsimulator.policies.rra.chunked import Chunked
 from xsimulator.policies.rra.chunked_form import ChunkedForm
 from xsimulator.policies.rra.config import RraConfig, RraConfigs
+from xsimulator.policies.rra.native import NativeRra
 from xsimulator.policies.rra.phase_blocks import (
     EXACT_ITERATIONS,
     LOADS,
@@ -83,6 +85,8 @@ class Rra:
         self._assembler = Assembler(problem, timing)
         self.capacity_bytes = self._assembler.capacity_bytes
         self.plans: PlanSource = plans or shared_plans(problem, timing)
+        library = native()
+        self.native = None if library is None else NativeRra(self, library)
         self.chunked = ChunkedForm(
             chunked=Chunked(problem, self.flow, self.blocks, self.encode_tokens),
             plans=self.plans, measured=self._range, assembler=self._assembler, even=self._even)
@@ -92,6 +96,55 @@ class Rra:
         if not isinstance(configs, RraConfigs) and any(one.encode_chunk for one in configs):
             return self._evaluate_both(configs)
         configs = RraConfigs.of(configs)
+        if self.native is not None and len(configs):
+            return self._evaluate_natively(configs, self.native)
+        return self._evaluate_by_arrays(configs)
+
+    def _evaluate_natively(self, configs: RraConfigs, library: NativeRra) -> EstimateArrays:
+        """Those that a table of steps does not answer for by arrays."""
+        found, sizes, is_sure = library.points(configs)
+        period_s, latency_s, encoded_s, first_s, encode_s, timed = found
+        (kv_tokens, memory_bytes, present), columns = library.held(configs)
+        is_timed = timed > 0
+        ttft_s = first_s if self.problem.model.is_encoder_decoder else encoded_s
+        latency_s, ttft_s, period_s, encode_s = (np.where(is_timed, seconds, np.inf) for seconds in
+                                                 (latency_s, ttft_s, period_s, encode_s))
+        phases = self.blocks.packed.single("mean_phases")[columns]
+        figures = {
+            "throughput_qps": configs.encode_batch / period_s, "latency_s": latency_s,
+            "ttft_s": ttft_s, "tpot_s": per_token_s(self.problem, latency_s, ttft_s),
+            "period_s": period_s, "encode_s": encode_s,
+            "stretch": self._stretches(configs, sizes),
+            "decode_batch": configs.encode_batch * phases,
+            "present": present, "kv_tokens": kv_tokens, "memory_bytes": memory_bytes}
+        if not is_sure.all():
+            rows = np.flatnonzero(~is_sure)
+            others = self._evaluate_by_arrays(configs.take(rows))
+            for name, values in figures.items():
+                values[rows] = getattr(others, name)
+        return EstimateArrays(**figures, fits=memory_bytes <= self.capacity_bytes)
+
+    def largest_batch(self, configs: RraConfigs, largest: int,
+                      most_present: float) -> IntArray | None:
+        """[lines] the largest encode_batch up to `largest` there is room for, with that many
+        queries present; None where it is to be looked for (`room`)."""
+        degrees = set(configs.tp_degree.tolist()) | {1}
+        if self.native is None or not self._range.is_endless(degrees):
+            return None
+        return self.native.room(configs, np.full(len(configs), SMALL_BATCH), largest, most_present)
+
+    def _stretches(self, configs: RraConfigs, sizes: FloatArray) -> FloatArray:
+        """[configs] of `sizes` as NativeRra.points has them."""
+        stretch: FloatArray = np.zeros(len(configs))
+        degrees = set(configs.tp_degree.tolist()) | {1}
+        if self._range.is_endless(degrees):
+            return stretch
+        for plan, rows in self.by_plan(configs):
+            stretch[rows] = self._range.stretch(plan.times.degrees, self._presented_at(
+                *(own[rows] for own in sizes)))
+        return stretch
+
+    def _evaluate_by_arrays(self, configs: RraConfigs) -> EstimateArrays:
         columns = gathered(len(configs), (
             (rows, self._figures(plan, self.batches_of(plan, configs, rows)))
             for plan, rows in self.by_plan(configs)))
@@ -146,7 +199,7 @@ class Rra:
         like = configs.encode_batch if like is None else like
         keys = configs.tp_degree * (self.problem.cluster.num_devices + 1) + configs.tp_gpus
         columns = self.blocks.columns(configs.decode_iterations, like)
-        blocks = self.blocks.stacked.blocks[columns]
+        blocks = self.blocks.packed.counts[columns]
         order = np.lexsort((-blocks, keys))
         begins = np.flatnonzero(np.diff(keys[order], prepend=-1))
         parts = []
@@ -227,11 +280,15 @@ class Rra:
             batches, loads or batches.decode_loads()))
 
     def _presented(self, batches: PhaseBatches, loads: DecodeLoads) -> Presented:
+        queries, _, tokens = self.encode_tokens.largest(batches)
+        return self._presented_at(tokens, queries, loads.both[0].max(axis=0, initial=0.0))
+
+    def _presented_at(self, tokens: FloatArray, queries: FloatArray,
+                      decoding: FloatArray) -> Presented:
         lengths = self.problem.lengths
         longest = float(lengths.inputs.max)
-        queries, _, tokens = self.encode_tokens.largest(batches)
         return Presented(
-            tokens, queries, loads.both[0].max(axis=0, initial=0.0), input_tokens=longest,
+            tokens, queries, decoding, input_tokens=longest,
             context=longest * (not self.problem.model.is_encoder_decoder) + lengths.outputs.max)
 
     def _kv_tokens(self, batches: PhaseBatches) -> FloatArray:

@@ -36,6 +36,11 @@ class RraConfigs:
     def __len__(self) -> int:
         return len(self.encode_batch)
 
+    def take(self, rows: IntArray) -> RraConfigs:
+        """Some of the configurations."""
+        return RraConfigs(**{field.name: getattr(self, field.name)[rows]
+                             for field in fields(RraConfigs)})
+
     @classmethod
     def of(cls, configs: RraConfigs | Sequence[RraConfig]) -> RraConfigs:
         """The same configurations are given as arrays, which have no chunks."""

@@ -53,8 +53,8 @@ class LeastSteps:
         self._rra = rra
         layers = rra.plans.layers
         # envelopes of a layer's seconds (count, length), by degree
-        self._attention = cache(partial(attention_envelope, layers))
-        self._compaction = cache(partial(_envelope, layers.compaction_s))
+        self.attention_of = cache(partial(attention_envelope, layers))
+        self.compaction_of = cache(partial(_envelope, layers.compaction_s))
         self._least: dict[tuple[int, int, int], FloatArray] = {}  # variances, see range_of
 
     def on_line(self, plan: StagePlan, batches: PhaseBatches, small: PhaseBatches, *,
@@ -65,7 +65,7 @@ class LeastSteps:
             plan.least_steps, batches.decode_loads(), largest is not None)
         context = batches.charged_context(loads if small is batches else small.decode_loads())
         attention = {
-            degree: own * self._attention(degree).factor(loads.both, context,
+            degree: own * self.attention_of(degree).factor(loads.both, context,
                                                          of_more=is_least_latency)
             for degree, own in plan.times.decode_attention_s(loads.both, context).items()}
         seconds = tables.decode_rows_s(loads.both, attention)
@@ -74,7 +74,7 @@ class LeastSteps:
         for work, moved, degree in zip(seconds, tables.compaction_s(rows, context[1]),
                                        tables.degrees, strict=True):
             if np.ndim(moved):  # it has been measured
-                work += share * moved * self._compaction(degree).factor(
+                work += share * moved * self.compaction_of(degree).factor(
                     rows, context[1], of_more=is_least_latency)
         return self._with_encoding(plan, batches, largest,
                                    _one_and_all(seconds, loads.steps, own))
@@ -95,7 +95,7 @@ class LeastSteps:
             usual = np.where(queries[1] > 0, queries[1], 1.0)  # blocks that a phase lacks
             each = queries / usual * (per_step / loads.chance)
         longest = np.full(most.shape, rra.flow.largest_context)
-        attention = {degree: each * self._attention(degree).least_rate(most, longest)
+        attention = {degree: each * self.attention_of(degree).least_rate(most, longest)
                      for degree in plan.times.degrees}
         seconds = plan.least_steps.decode_bare_s(queries)
         bare = [slowest.copy() for slowest, _ in seconds]

@@ -19,15 +19,15 @@ import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
 from xsimulator.occupancy import GROUP_OCTAVES, Occupancy, QueryFlow
+from xsimulator.policies.continuous.native import native
+from xsimulator.policies.rra.packed_blocks import BY_GROUP, SINGLES, PackedBlocks
 
 EXACT_ITERATIONS = 10  # up to as many, each is a block
 # Of the logarithm of the number of active queries, within a block: of small batches, whose groups
 # are often empty, and of others.
 SMALL_BATCH, FINE_RESOLUTION, RESOLUTION = 16, 0.25, 0.5
-OWN = ("own_before", "own_last")  # what only one query's own steps hang on
-_BY_GROUP = ("log_absent", *OWN)  # have a last axis of GROUP_OCTAVES
 # what only the loads of steps hang on, not what is held
-LOADS = (*_BY_GROUP, "widths", "active", "context", "variance_active", "nobody", "moved",
+LOADS = (*BY_GROUP, "widths", "active", "context", "variance_active", "nobody", "moved",
          "maximum_context")
 SINGLE_BLOCKS = 2  # iterations after the encoding that are blocks of their own
 FADED = 1e-3  # a number of active queries below this share of the first's counts as unchanging
@@ -75,7 +75,7 @@ class PhaseBlocks:
                 value = value[:most]
             if name in without:
                 chosen[name] = None if value is None else _nothing(len(value), len(columns))
-            elif name in _BY_GROUP:
+            elif name in BY_GROUP:
                 flat, first = value.reshape(len(value), -1), columns * value.shape[-1] + lower
                 left, right = flat.take(first, axis=1), flat.take(first + 1, axis=1)
                 with np.errstate(invalid="ignore"):
@@ -115,12 +115,12 @@ class BlockTable:
     def __init__(self, flow: QueryFlow, *, padded: bool, seen_iterations: int,
                  exact_iterations: int = EXACT_ITERATIONS) -> None:
         """The query whose latency is asked for needs `seen_iterations`."""
-        self._flow, self._padded, self._exact_iterations = flow, padded, exact_iterations
+        self._flow, self.is_padded, self._exact_iterations = flow, padded, exact_iterations
         self._seen = max(seen_iterations - 1, 0)
         self._column: IntArray = np.full(0, -1, np.int64)  # by 2 N_D + whether few are encoded
-        self._stack = _StackedRows()
+        self.packed = PackedBlocks(is_padded=padded)
         self.ends: list[IntArray] = []  # [blocks] by column: each ends before such an iteration
-        self.stacked: PhaseBlocks  # all blocks that are known, by column
+        self._stack, self._stacked = _StackedRows(), 0  # and how many columns it has
 
     def columns(self, iterations: IntArray, encode_batch: IntArray) -> IntArray:
         """These N_D are found in such columns [configs], for so many queries encoded in a phase."""
@@ -132,22 +132,51 @@ class BlockTable:
             self._column = grown
         columns = self._column[keys]
         if (columns < 0).any():
-            rows = []
             # in rising order: both of an N_D in turn, for they share most of the work
             for key in np.unique(keys[columns < 0]).tolist():
                 self._column[key] = len(self.ends)
-                rows.append(self._derive(*divmod(key, 2)))
-            self._stack.add(rows)
-            self.stacked = PhaseBlocks(**self._stack.fields)
+                n_d, is_small = divmod(key, 2)
+                self._add(n_d, FINE_RESOLUTION if is_small else RESOLUTION)
             columns = self._column[keys]
         return np.asarray(columns)
 
-    def _derive(self, n_d: int, is_small: int) -> dict[str, FloatArray]:
+    @property
+    def stacked(self) -> PhaseBlocks:
+        """All blocks that are known, by column."""
+        if self._stacked < len(self.ends):
+            self._stack.add([self.packed.row(column)
+                             for column in range(self._stacked, len(self.ends))])
+            self._stacked = len(self.ends)
+        return PhaseBlocks(**self._stack.fields)
+
+    def _add(self, n_d: int, resolution: float) -> None:
+        """The next column."""
+        phases_before, last = divmod(self._seen, n_d)
+        library = native()
+        if library is None:
+            ends, row = self._derive(n_d, resolution)
+            self.packed.add(row)
+        else:
+            widths = self.packed.derive(library, self._flow, (n_d, last, phases_before),
+                                        self._exact_iterations, resolution)
+            ends = np.cumsum(widths).astype(np.int64)
+            if self.is_padded:
+                self.packed.set_longest(self._longest(n_d, ends))
+        self.ends.append(ends)
+
+    def _longest(self, n_d: int, ends: IntArray) -> FloatArray:
+        """[blocks, doublings + 1] That of the iteration in the middle, and the half token it is
+        from the mean one."""
+        first = np.append(0, ends[:-1])
+        middle = first + (ends - first - 1) // 2
+        return np.asarray(self._flow.longest.expected(n_d, middle) + (
+            (first + ends - 1) / 2 - middle)[:, None])
+
+    def _derive(self, n_d: int, resolution: float) -> tuple[IntArray, dict[str, FloatArray]]:
+        """([blocks] as `ends` has it, the fields of the column)."""
         occupancy = self._flow.occupancy(n_d, padded=False)
         phases_before, last = divmod(self._seen, n_d)
-        ends = block_ends(occupancy, last, self._exact_iterations,
-                          FINE_RESOLUTION if is_small else RESOLUTION)
-        self.ends.append(ends)
+        ends = block_ends(occupancy, last, self._exact_iterations, resolution)
         first = np.append(0, ends[:-1])
         widths = (ends - first).astype(float)
         active = occupancy.active
@@ -170,15 +199,11 @@ class BlockTable:
             "own_before": _log(mean(own_before)) / groups,
             "own_last": _log(mean(own_last)) / groups,
             "moved": mean(active * removed_of)}
-        if self._padded:
-            # that of the iteration in the middle, and the half token it is from the mean one
-            middle = first + (ends - first - 1) // 2
-            row["maximum_context"] = self._flow.longest.expected(n_d, middle) + (
-                (first + ends - 1) / 2 - middle)[:, None]
-        for name in ("mean_phases", "mean_present", "mean_reserved", "variance_reserved",
-                     "max_present"):
+        if self.is_padded:
+            row["maximum_context"] = self._longest(n_d, ends)
+        for name in SINGLES:
             row[name] = np.array(float(getattr(occupancy, name)))
-        return row
+        return ends, row
 
 
 def block_ends(occupancy: Occupancy, last: int, exact_iterations: int,
@@ -232,3 +257,4 @@ class _StackedRows:
                 else:
                     held[: len(row[name]), column] = row[name]
         self._count, self._blocks = total, blocks
+

@@ -1,0 +1,204 @@
+"""What csrc/planning_rra.cpp finds of RRA's points and boxes is what arrays find, within 1e-9."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from problems import problem_of, roofline_of
+
+from xgpt.core.lengths import IntArray
+from xprofiler.timing import Operator, Reach
+from xrunner.ops.build import BuildError, find_compiler
+from xscheduler.spaces.rra_points import RraPoints
+from xscheduler.spaces.tensor_plans import tensor_plans
+from xsimulator import pipeline
+from xsimulator.policies.continuous.native import native
+from xsimulator.policies.figures import EstimateArrays
+from xsimulator.policies.rra import closed_form, phase_blocks
+from xsimulator.policies.rra.bounds import SIDES
+from xsimulator.policies.rra.config import RraConfigs
+
+COUNT, NEAR = 40, 1e-9
+
+
+def has_compiler() -> bool:
+    try:
+        return bool(find_compiler().command)
+    except BuildError:
+        return False
+
+
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+
+
+class Limited:
+    """A source that has measured up to some sizes and refuses what is four times as large."""
+
+    def __init__(self, source, most: float) -> None:
+        self._source, self._most = source, most
+        self.facts = source.facts
+
+    def __getattr__(self, name):
+        return getattr(self._source, name)
+
+    def operator_s(self, operator, x, y=0.0, *, tp_degree=1):
+        seconds = self._source.operator_s(operator, x, y, tp_degree=tp_degree)
+        return np.where(np.asarray(x, float) > 4 * self._most, np.inf, seconds)
+
+    def reach(self, operator: Operator, tp_degree: int) -> Reach:
+        self._source.reach(operator, tp_degree)
+        return Reach(self._most, np.inf)
+
+
+class Case(NamedTuple):
+    model: str
+    cluster: str
+    task: str
+    padded: bool = False
+    groups: int | None = None
+    most: float = np.inf
+    kind: str = "sequence"
+
+
+CASES = [Case("opt-13b", "a40-4", "S", padded=True), Case("opt-13b", "a40-4", "S", most=300.0),
+         Case("opt-13b", "a40-8", "C2", groups=12), Case("t5-11b", "a40-8", "T"),
+         Case("gpt3-175b", "a40-16", "G", kind="queries")]
+
+
+class Both(NamedTuple):
+    """The same points of a problem, natively and by arrays, and boxes drawn."""
+
+    natively: RraPoints
+    arrays: RraPoints
+    configs: RraConfigs
+    smallest: IntArray
+    largest: IntArray
+    first: IntArray
+    last: IntArray
+
+
+@pytest.fixture
+def by_arrays() -> Callable:
+    """Calls a function where there is no library."""
+    def call(function):
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (pipeline, phase_blocks, closed_form):
+                patch.setattr(module, "native", lambda: None)
+            return function()
+
+    return call
+
+
+def both(case: Case, call: Callable, seed: int = 0) -> Both:
+    problem = problem_of(case.model, case.cluster, case.task, kind=case.kind)
+    problem = replace(problem, fixed=replace(problem.fixed, decode_micro_batches=case.groups))
+    source = roofline_of(problem, padded=case.padded)
+    timing = source if np.isinf(case.most) else Limited(source, case.most)
+    plans = tensor_plans(problem, timing)
+    natively = RraPoints(problem, timing, plans)
+    arrays = call(lambda: RraPoints(problem, timing, plans))
+    # tables of phases are a flow's: these are to be derived by arrays too
+    flow = arrays.rra.flow
+    arrays.rra.blocks = call(lambda: phase_blocks.BlockTable(
+        flow, padded=timing.facts.is_padded, seen_iterations=arrays.rra.seen_iterations))
+    assert natively.rra.native is not None and arrays.rra.native is None
+    rng = np.random.default_rng(seed)
+
+    def drawn(most: float) -> IntArray:
+        return np.minimum(np.exp(rng.uniform(0, np.log(most + 1), COUNT)), most).astype(np.int64)
+
+    iterations, batch = drawn(flow.max_iterations), drawn(2000)
+    iterations[:4] = 1, 2, 3, flow.max_iterations
+    side = np.where(batch < SIDES, 1, SIDES)
+    return Both(
+        natively, arrays, natively.configs(rng.integers(0, len(plans), COUNT), batch, iterations),
+        np.maximum(batch // rng.integers(1, 5, COUNT), side),
+        np.where(batch < SIDES, np.minimum(2 * batch, SIDES - 1), 3 * batch),
+        np.maximum(iterations // 3, 1), np.minimum(3 * iterations, flow.max_iterations))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_points_are_the_same(case: Case, by_arrays: Callable) -> None:
+    own = both(case, by_arrays)
+    mine = own.natively.rra.evaluate(own.configs)
+    theirs = by_arrays(lambda: own.arrays.rra.evaluate(own.configs))
+    for name in EstimateArrays.__slots__:
+        np.testing.assert_allclose(getattr(mine, name), getattr(theirs, name), rtol=NEAR,
+                                   err_msg=name)
+    is_timed = theirs.throughput_qps > 0
+    assert is_timed.any() and is_timed.all() == np.isinf(case.most)
+
+
+BOUNDS: dict[str, Callable] = {
+    "throughput of a line": lambda b, own: b.throughput_qps(own.configs, own.smallest),
+    "of a range": lambda b, own: b.throughput_qps(own.configs, own.smallest, own.last),
+    "by timeline": lambda b, own: b.line_throughput_qps(own.configs, own.smallest),
+    "latency by timeline": lambda b, own: b.line_latency_s(own.configs, own.largest),
+    **{f"{of} of a line": lambda b, own, of=of: b.latency_s(own.configs, own.largest, of=of)
+       for of in ("latency", "ttft", "tpot")},
+    **{f"{of} of a range": lambda b, own, of=of: b.latency_s(
+        own.configs, own.largest, own.first, of=of) for of in ("latency", "ttft", "tpot")}}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bounds_are_the_same(case: Case, by_arrays: Callable) -> None:
+    own = both(case, by_arrays, seed=1)
+    for name, bound in BOUNDS.items():
+        mine = bound(own.natively.bounds, own)
+        theirs = by_arrays(lambda bound=bound: bound(own.arrays.bounds, own))
+        np.testing.assert_allclose(mine, theirs, rtol=NEAR, err_msg=name)
+        assert (np.isfinite(theirs) & (theirs > 0)).any(), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_room_is_the_same(case: Case, by_arrays: Callable) -> None:
+    own = both(case, by_arrays, seed=2)
+    plan = np.arange(COUNT) % len(own.natively.plans)
+    iterations = own.configs.decode_iterations
+    mine = own.natively.room(plan, iterations, 5000)
+    np.testing.assert_array_equal(
+        mine, by_arrays(lambda: own.arrays.room(plan, iterations, 5000)))
+    assert (mine > 0).any()
+
+
+def test_every_size_of_a_call_is_reached(by_arrays: Callable) -> None:
+    """A batch far larger than those asked for before makes tables anew."""
+    own = both(CASES[2], by_arrays)
+    small, large = (own.natively.configs(np.zeros(1, np.int64), np.array([size]), np.array([20]))
+                    for size in (2, 1 << 18))
+    for configs in (small, large, small):
+        mine = own.natively.rra.evaluate(configs)
+        theirs = by_arrays(lambda configs=configs: own.arrays.rra.evaluate(configs))
+        np.testing.assert_allclose(mine.latency_s, theirs.latency_s, rtol=NEAR)
+
+
+@cache
+def lines(seed: int) -> tuple[list[pipeline.StageWork], IntArray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    configs, most = int(rng.integers(1, 40)), int(rng.integers(1, 14))
+    blocks = np.sort(rng.integers(1, most + 1, configs))[::-1].astype(np.int64)
+    kinds = [pipeline.StageWork(
+        encode_s=rng.uniform(0, 5, configs), encode_rest_s=rng.uniform(0, 9, configs),
+        decode_s=rng.uniform(0, 1, (most, configs)), decode_rest_s=rng.uniform(
+            0, 5, (most, configs))) for _ in range(3)]
+    work = [kinds[0], *(kinds[k] for k in rng.integers(0, 3, int(rng.integers(0, 16))))]
+    return work, blocks, rng.integers(0 if most == 1 else 1, 40, (most, configs)).astype(float)
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("is_even", [False, True])
+def test_timelines_are_the_same(seed: int, is_even: bool, by_arrays: Callable) -> None:
+    work, blocks, widths = lines(seed)
+    given = None if is_even else widths
+    mine = pipeline.sorted_timeline(work, blocks, given)
+    theirs = by_arrays(lambda: pipeline.sorted_timeline(work, blocks, given))
+    np.testing.assert_allclose(mine.period_s, theirs.period_s, rtol=NEAR)
+    np.testing.assert_allclose(mine.encoded_s, theirs.encoded_s, rtol=NEAR)
+    is_own = np.arange(widths.shape[0]) < blocks[:, None]
+    np.testing.assert_allclose(mine.finish_s[is_own], theirs.finish_s[is_own], rtol=NEAR)
+    assert native() is not None

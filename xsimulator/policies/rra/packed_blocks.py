@@ -1,0 +1,116 @@
+"""Blocks of phases one after the other, as csrc/planning_rra.h has them, and derived natively."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from xgpt.core.lengths import FloatArray, IntArray
+from xsimulator.longest_context import MAX_DOUBLINGS
+from xsimulator.occupancy import GROUP_OCTAVES, QueryFlow
+from xsimulator.policies.continuous.native import Native
+
+OWN = ("own_before", "own_last")  # what only one query's own steps hang on
+BY_GROUP = ("log_absent", *OWN)  # have a last axis of GROUP_OCTAVES
+PLAIN = ("widths", "active", "context", "variance_active", "nobody", "moved")  # one of a block
+SINGLES = ("mean_phases", "mean_present", "mean_reserved", "variance_reserved", "max_present")
+_WHOLE = ("blocks", "seen", "phases_before")  # whole numbers of a phase
+_WIDTH = len(PLAIN) + len(BY_GROUP) * len(GROUP_OCTAVES) + MAX_DOUBLINGS + 1
+
+
+class PackedBlocks:
+    """The fields of rra.phase_blocks.PhaseBlocks, columns one after the other; grows in leaps."""
+
+    def __init__(self, *, is_padded: bool) -> None:
+        self._is_padded = is_padded
+        self.values: FloatArray = np.zeros((0, _WIDTH))  # [blocks of all columns]
+        self.begins: IntArray = np.zeros(0, np.int64)  # by column
+        self.whole: IntArray = np.zeros((len(_WHOLE), 0), np.int64)
+        self.singles: FloatArray = np.zeros((len(SINGLES), 0))
+        self._columns = self._blocks = 0
+        self._scratch: FloatArray = np.empty((0, _WIDTH))
+
+    def single(self, name: str) -> FloatArray:
+        """[columns and more] one of SINGLES."""
+        return np.asarray(self.singles[SINGLES.index(name)])
+
+    @property
+    def counts(self) -> IntArray:
+        """[columns and more] blocks."""
+        return np.asarray(self.whole[0])
+
+    def add(self, row: dict[str, FloatArray]) -> None:
+        """A column by its fields."""
+        values, octaves = np.zeros((len(row["widths"]), _WIDTH)), len(GROUP_OCTAVES)
+        for place, name in enumerate(PLAIN):
+            values[:, place] = row[name]
+        for place, name in enumerate(BY_GROUP):
+            begin = len(PLAIN) + place * octaves
+            values[:, begin:begin + octaves] = row[name]
+        self._append(values, [int(row[name]) for name in _WHOLE],
+                     np.array([float(row[name]) for name in SINGLES]))
+        if "maximum_context" in row:
+            self.set_longest(row["maximum_context"])
+
+    def set_longest(self, longest: FloatArray) -> None:
+        """The `maximum_context` of the last column."""
+        self.values[self._blocks - len(longest):self._blocks, -MAX_DOUBLINGS - 1:] = longest
+
+    def derive(self, native: Native, flow: QueryFlow, phase: tuple[int, int, int],
+               exact_iterations: int, resolution: float) -> FloatArray:
+        """Adds a column of (N_D, the last iteration of the latency's query in its phase, phases
+        before): its blocks' widths."""
+        function = native.library.xgpt_rra_phase
+        function.restype = ctypes.c_int64
+        address, number = ctypes.c_void_p, ctypes.c_int64
+        function.argtypes = [address, *[number] * 4, ctypes.c_double, *[address] * 3]
+        n_d, last, before = phase
+        if len(self._scratch) < max(n_d, 1):
+            self._scratch = np.empty((n_d, _WIDTH))
+        singles, seen = np.empty(len(SINGLES)), np.empty(1, np.int64)
+        described, _held = flow.described
+        count = function(described.ctypes.data, n_d, last, before, exact_iterations, resolution,
+                         self._scratch.ctypes.data, singles.ctypes.data, seen.ctypes.data)
+        self._append(self._scratch[:count], [count, int(seen[0]), before], singles)
+        return np.asarray(self._scratch[:count, 0])
+
+    def row(self, column: int) -> dict[str, Any]:
+        """The fields of a column."""
+        begin, count = int(self.begins[column]), int(self.counts[column])
+        values, octaves = self.values[begin:begin + count], len(GROUP_OCTAVES)
+        row: dict[str, Any] = {name: values[:, place] for place, name in enumerate(PLAIN)}
+        for place, name in enumerate(BY_GROUP):
+            first = len(PLAIN) + place * octaves
+            row[name] = values[:, first:first + octaves]
+        row |= {name: self.whole[place, column] for place, name in enumerate(_WHOLE)}
+        row |= {name: self.singles[place, column] for place, name in enumerate(SINGLES)}
+        if self._is_padded:
+            row["maximum_context"] = values[:, -MAX_DOUBLINGS - 1:]
+        return row
+
+    def described(self) -> IntArray:
+        """The C structure Blocks; it holds until more columns are added."""
+        return np.array([self.values.ctypes.data, self.begins.ctypes.data, *(
+            own.ctypes.data for own in self.whole), int(self._is_padded)], np.int64)
+
+    def _append(self, values: FloatArray, whole: list[int], singles: FloatArray) -> None:
+        blocks, column = self._blocks + len(values), self._columns
+        if blocks > len(self.values):
+            self.values = _grown(self.values.T, 2 * blocks).T.copy()
+        if column == len(self.begins):
+            size = 2 * column + 16
+            self.begins, self.whole, self.singles = (
+                _grown(own, size) for own in (self.begins, self.whole, self.singles))
+        self.values[self._blocks:blocks] = values
+        self.begins[column], self.whole[:, column] = self._blocks, whole
+        self.singles[:, column] = singles
+        self._blocks, self._columns = blocks, column + 1
+
+
+def _grown(array: Any, size: int) -> Any:
+    """With room for so many along its last axis."""
+    grown = np.zeros((*array.shape[:-1], size), array.dtype)
+    grown[..., : array.shape[-1]] = array
+    return grown
