@@ -94,6 +94,10 @@ class ChunkPoints:
         held = [(root, first) for root, first in zip(every, bottoms, strict=True)
                 if first < len(rate)]
         self.roots, self.bottoms = [root for root, _ in held], [first for _, first in held]
+        self._rate = self.ladder.rate
+        self._plan_of = np.array([root.plan for root in self.roots], np.int64)
+        self._chunk_of = np.array([root.chunk for root in self.roots], float)
+        self._group_of = np.array(self._groups, float)  # by plan
         self._limits = Limits.of(problem.constraint, queries=problem.num_queries or np.inf)
         self._known: dict[tuple[int, int], tuple[float, float, int]] = {}
         self._tops: dict[int, int] = {}
@@ -160,18 +164,19 @@ class ChunkPoints:
     def limits(self, root: IntArray, low: IntArray, high: IntArray, *,
                is_latency: bool) -> FloatArray:
         """[boxes] the bound of throughput, or of latency, over these rungs."""
-        limit, rate = np.empty(len(root)), self.ladder.rate
-        plans = np.array([self.roots[r].plan for r in root.tolist()])
-        chunks = np.array([float(self.roots[r].chunk) for r in root.tolist()])
-        for plan in np.unique(plans).tolist():
-            rows = np.flatnonzero(plans == plan)
-            batch = np.array([self.ladder.batch[a:b + 1].max() for a, b in zip(
-                low[rows].tolist(), high[rows].tolist(), strict=True)], float)
-            ranges = RateRanges(rate[low[rows]], rate[high[rows]], batch, chunks[rows],
-                                np.full(len(rows), float(self._groups[plan])))
-            own = self.points.rra.plans.both(*self.points.plans[plan])
-            limit[rows] = (self.bounds.latency_s if is_latency
-                           else self.bounds.throughput_qps)(own, ranges)
+        limit, rate = np.empty(len(root)), self._rate
+        plans = self._plan_of[root]
+        order = np.argsort(plans, kind="stable")
+        root, low, high, plans = root[order], low[order], high[order], plans[order]
+        begins = np.flatnonzero(np.diff(plans, prepend=-1)).tolist()
+        parts = [(self.points.rra.plans.both(*self.points.plans[plans[begin]]), slice(begin, end))
+                 for begin, end in zip(begins, [*begins[1:], len(order)], strict=True)]
+        # the largest batch of these rungs: of pairs (first, one after the last) every other part
+        pairs = np.stack([low, high + 1], axis=1).ravel()
+        batch = np.maximum.reduceat(np.append(self.ladder.batch, 0), pairs)[::2].astype(float)
+        limit[order] = self.bounds.limits(parts, RateRanges(
+            rate[low], rate[high], batch, self._chunk_of[root], self._group_of[plans]),
+            is_latency=is_latency)
         return limit
 
     @property

@@ -22,6 +22,7 @@ from xsimulator.attention_envelope import attention_envelope
 from xsimulator.layer_times import TOGETHER
 from xsimulator.plans import StagePlan
 from xsimulator.policies.rra.closed_form import Rra
+from xsimulator.policies.rra.native import PlanRows
 from xsimulator.policies.rra.packed_blocks import OWN
 from xsimulator.policies.rra.phases import PhaseBatches
 
@@ -37,6 +38,10 @@ class RateRanges(NamedTuple):
     batch: FloatArray
     chunk: FloatArray
     groups: FloatArray
+
+    def take(self, rows: IntArray | slice) -> "RateRanges":
+        """Some of the boxes."""
+        return RateRanges(*(own[rows] for own in self))
 
 
 class _Work(NamedTuple):
@@ -54,6 +59,21 @@ class ChunkBounds:
         self._attention = cache(partial(attention_envelope, rra.plans.layers))
         self._mean_input = rra.encode_tokens.mean
         self._context = float(rra.flow.context.sum())  # tokens that a query reads while it decodes
+
+    def limits(self, plans: PlanRows, ranges: RateRanges, *, is_latency: bool) -> FloatArray:
+        """[boxes] throughput_qps or latency_s over boxes of several plans, each one's in a row."""
+        native, bound = self._rra.native, self.latency_s if is_latency else self.throughput_qps
+        if native is None:
+            return np.concatenate([bound(plan, ranges.take(rows)) for plan, rows in plans])
+        limits, is_sure = native.chunks(
+            self._attention, plans, ranges, self._crowd(ranges), is_latency=is_latency,
+            context=self._context, tolerance=TOLERANCE)
+        if not is_sure.all():
+            for plan, part in plans:
+                rows = part.start + np.flatnonzero(~is_sure[part])
+                if len(rows):
+                    limits[rows] = bound(plan, ranges.take(rows))
+        return limits
 
     def throughput_qps(self, plan: StagePlan, ranges: RateRanges) -> FloatArray:
         """No configuration of a box has more; infinite where the sizes are refused."""
@@ -74,11 +94,8 @@ class ChunkBounds:
     def _work(self, plan: StagePlan, ranges: RateRanges, rate: FloatArray) -> _Work:
         """Of rounds at `rate`, whose steps are no larger than those at the largest."""
         rra, tables, groups = self._rra, plan.least_steps, ranges.groups
-        iterations, mean = max(rra.flow.mean_iterations, 1e-9), self._mean_input
-        # right after a chunk its queries decode besides those that do in the mean
-        joining = np.minimum(np.maximum(1.25 * ranges.chunk / mean * groups, 2 * ranges.high),
-                             ranges.batch)
-        crowd = self._batches(ranges.high + joining / iterations, groups)
+        mean = self._mean_input
+        crowd = self._batches(self._crowd(ranges), groups)
         largest = np.maximum(crowd.decode_loads().both[0, 0], 1.0)
         most_rows, most_heads = largest + ranges.chunk, largest + ranges.chunk / mean
         decoded = rate * rra.flow.mean_iterations
@@ -106,6 +123,13 @@ class ChunkBounds:
             through_s += counts[kind] * whole / groups
             plain_through_s += counts[kind] * alone / groups
         return _Work(np.maximum(round_s, through_s), np.maximum(plain_s, plain_through_s))
+
+    def _crowd(self, ranges: RateRanges) -> FloatArray:
+        """[boxes] right after a chunk its queries decode besides those that do in the mean: as many
+        as if so many were encoded in each round."""
+        joining = np.minimum(np.maximum(1.25 * ranges.chunk / self._mean_input * ranges.groups,
+                                        2 * ranges.high), ranges.batch)
+        return ranges.high + joining / max(self._rra.flow.mean_iterations, 1e-9)
 
     def _batches(self, rate: FloatArray, groups: FloatArray) -> PhaseBatches:
         """A phase is one iteration: see rra.chunked."""

@@ -6,7 +6,7 @@ least, leave far behind; where a table of step times does not answer, arrays do.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +25,7 @@ from xsimulator.policies.rra.phases import NEGLIGIBLE
 from xsimulator.step_table import SizeTable, StepTable
 
 if TYPE_CHECKING:
+    from xsimulator.policies.rra.chunk_bounds import RateRanges
     from xsimulator.policies.rra.closed_form import Rra
     from xsimulator.policies.rra.least_steps import LeastSteps
 
@@ -46,6 +47,9 @@ class Of(IntEnum):
 OF_METRIC: dict[Metric, Of] = {"latency": Of.LATENCY, "ttft": Of.TTFT, "tpot": Of.TPOT}
 
 
+PlanRows = list[tuple[StagePlan, slice]]  # plans, and the rows of each
+
+
 class _Described(NamedTuple):
     """A table of steps as the C structure Plan; `held`: what it points to."""
 
@@ -58,7 +62,7 @@ class _Call(NamedTuple):
     """Configurations by plan, in falling order of their blocks within each."""
 
     order: IntArray
-    plans: list[tuple[StagePlan, slice]]
+    plans: PlanRows
     column: IntArray
     begin: IntArray
     total: int
@@ -93,7 +97,10 @@ class NativeRra:
         self._figures.argtypes = [*[address] * 8, *[number] * 4, address, address]
         self._held.argtypes = [*[address] * 5, number, address]
         self._room.argtypes = [*[address] * 4, number, number, address]
-        for function in (self._loads, self._figures, self._held, self._room):
+        self._chunks = library.xgpt_rra_chunks
+        self._chunks.argtypes = [*[address] * 5, number, number, *[ctypes.c_double] * 2,
+                                 address, address]
+        for function in (self._chunks, self._loads, self._figures, self._held, self._room):
             function.restype = None
         self._slots: dict[int, int] = {}  # of degrees
         self._described: dict[int, _Described] = {}
@@ -156,6 +163,38 @@ class NativeRra:
                    call.groups.ctypes.data, len(configs), largest, most.ctypes.data)
         return np.asarray(_in_order(most, call.order)[0])
 
+    def chunks(self, attention_of: Callable[[int], PairEnvelope], plans: PlanRows,
+               ranges: RateRanges, crowd: FloatArray, *, is_latency: bool, context: float,
+               tolerance: float) -> tuple[FloatArray, BoolArray]:
+        """([boxes] rra.chunk_bounds' limits, whether these are sure). `crowd`: queries encoded in
+        an iteration of which as many decode as right after a chunk."""
+        count, ones = len(crowd), np.ones(len(crowd), np.int64)
+        call = _Call(np.arange(count), plans, self._rra.blocks.columns(ones, ones << 10),
+                     np.arange(count), count, ranges.groups, crowd, [])
+        loaded = self._loaded(call, None, self._no_tolerances, is_bound=True)
+        largest = np.maximum(loaded.queries[0], 1.0)
+        pointers, kept = np.empty(count, np.int64), list[Any]()
+        rates, longest = np.zeros(_MOST_DEGREES, np.int64), np.full(
+            count, self._rra.flow.largest_context)
+        for plan, rows in plans:
+            rows_most = largest[rows] + ranges.chunk[rows]
+            described = self._description(plan.least_steps, plan, (
+                largest[rows], rows_most, np.maximum(rows_most, 1.0)))
+            kept.append(described)
+            pointers[rows] = described.words.ctypes.data
+        for degree in {degree for plan, _ in plans for degree in plan.times.degrees}:
+            own = np.ascontiguousarray(attention_of(degree).least_rate(largest, longest))
+            kept.append(own)
+            rates[self._slots[degree]] = own.ctypes.data
+        parts = [np.ascontiguousarray(own, float) for own in (
+            ranges.low, ranges.high, ranges.chunk, ranges.groups, largest)]
+        words = np.array([own.ctypes.data for own in parts])
+        found, is_sure = np.empty(count), np.empty(count, np.int64)
+        self._chunks(loaded.facts.ctypes.data, words.ctypes.data, pointers.ctypes.data,
+                     rates.ctypes.data, self._shares.ctypes.data, count, int(is_latency), context,
+                     tolerance, found.ctypes.data, is_sure.ctypes.data)
+        return found, is_sure > 0
+
     def _called(self, configs: RraConfigs, like: IntArray | None = None) -> _Call:
         rra = self._rra
         columns = rra.blocks.columns(configs.decode_iterations,
@@ -181,7 +220,7 @@ class NativeRra:
                      np.where(fixed > 0, fixed, stages), configs.encode_batch[order].astype(float),
                      [])
 
-    def _loaded(self, call: _Call, configs: RraConfigs, tolerances: FloatArray, *,
+    def _loaded(self, call: _Call, configs: RraConfigs | None, tolerances: FloatArray, *,
                 is_bound: bool, largest: IntArray | None = None,
                 other: IntArray | None = None) -> _Loaded:
         rra, count, total = self._rra, len(call.order), call.total
@@ -195,7 +234,7 @@ class NativeRra:
             *blocks, *configured], np.int64)
         is_latency = largest is not None
         share = own = others = until = None
-        if other is not None:
+        if other is not None and configs is not None:
             share = rra.flow.survival_spread
             own = configs.decode_iterations[call.order]
             others = other[call.order].astype(np.int64)
