@@ -49,11 +49,11 @@ class Lengths:
 
     @property
     def mean(self) -> float:
-        return float(self.pmf @ self.support)
+        return _mean_and_std(self)[0]
 
     @property
     def std(self) -> float:
-        return float(np.sqrt(max(float(self.pmf @ (self.support - self.mean) ** 2), 0.0)))
+        return _mean_and_std(self)[1]
 
     @property
     def skewness(self) -> float:
@@ -68,6 +68,14 @@ class Lengths:
 
     def sample(self, count: int, rng: np.random.Generator) -> IntArray:
         return rng.choice(self.support, size=count, p=self.pmf)
+
+
+@lru_cache(maxsize=64)
+def _mean_and_std(lengths: Lengths) -> tuple[float, float]:
+    """Asked for again and again while a schedule is searched."""
+    mean = float(lengths.pmf @ lengths.support)
+    variance = float(lengths.pmf @ (lengths.support - mean) ** 2)
+    return mean, float(np.sqrt(max(variance, 0.0)))
 
 
 def truncated_normal(mean: float, std: float, maximum: int) -> Lengths:

@@ -8,6 +8,7 @@ looked at, which leave pipelines of many lengths. The other two variables of a p
 as boxes (xscheduler.spaces.rra, xscheduler.spaces.waa)."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -129,7 +130,9 @@ def spread_sizes(most: int, given: int | None, also: set[int]) -> list[int]:
     return sorted(sizes | {most})
 
 
-def even_parts(first: int, last: int, count: int) -> list[tuple[int, int]]:
+@lru_cache(maxsize=4096)
+def even_parts(first: int, last: int, count: int) -> tuple[tuple[int, int], ...]:
     """`first`..`last` in up to `count` ranges of even ratio: sizes act in ratios."""
     borders = np.unique(np.rint(np.geomspace(first, last + 1, count + 1)).astype(np.int64))
-    return [(int(low), int(up) - 1) for low, up in zip(borders[:-1], borders[1:], strict=True)]
+    return tuple((int(low), int(up) - 1)
+                 for low, up in zip(borders[:-1], borders[1:], strict=True))
