@@ -14,6 +14,7 @@ from problems import problem_of, roofline_of
 from xgpt.core.lengths import IntArray
 from xprofiler.timing import Operator, Reach
 from xrunner.ops.build import BuildError, find_compiler
+from xscheduler.spaces.rra_chunks import ChunkPoints
 from xscheduler.spaces.rra_points import RraPoints
 from xscheduler.spaces.tensor_plans import tensor_plans
 from xsimulator import pipeline
@@ -164,6 +165,20 @@ def test_room_is_the_same(case: Case, by_arrays: Callable) -> None:
     np.testing.assert_array_equal(
         mine, by_arrays(lambda: own.arrays.room(plan, iterations, 5000)))
     assert (mine > 0).any()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.model != "t5-11b"])
+def test_bounds_in_chunks_are_the_same(case: Case, by_arrays: Callable) -> None:
+    own = both(case, by_arrays)
+    mine, theirs = ChunkPoints(own.natively), by_arrays(lambda: ChunkPoints(own.arrays))
+    rng, most = np.random.default_rng(3), len(mine.ladder.batch)
+    root, low = rng.integers(0, len(mine.roots), COUNT), rng.integers(0, most, COUNT)
+    high = np.minimum(low + rng.integers(0, 200, COUNT), most - 1)
+    for is_latency in (False, True):
+        found = mine.limits(root, low, high, is_latency=is_latency)
+        np.testing.assert_allclose(found, by_arrays(lambda is_latency=is_latency: theirs.limits(
+            root, low, high, is_latency=is_latency)), rtol=NEAR)
+        assert (np.isfinite(found) & (found > 0)).any()
 
 
 def test_every_size_of_a_call_is_reached(by_arrays: Callable) -> None:
