@@ -18,8 +18,8 @@ from xscheduler.branch_and_bound import Box, Candidate, NodeResult
 from xscheduler.spaces.rra_points import RraPoints
 from xscheduler.spaces.tensor_plans import batch_range, iteration_range
 from xsimulator.policies import geometric
-from xsimulator.policies.rra.chunk_bounds import ChunkBounds, RateRanges
-from xsimulator.policies.rra.config import RraConfig
+from xsimulator.policies.rra.chunk_bounds import ChunkBounds
+from xsimulator.policies.rra.config import RateRanges, RraConfig
 
 # Small chunks load every step alike, which long pipelines need; large ones encode a query soon.
 CHUNKS = (32, 64, 128, 256, 512, 1024, 2048)

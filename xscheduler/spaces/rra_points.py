@@ -13,9 +13,10 @@ from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
 from xscheduler.admissible import SLACK, Limits, crowding, crowding_or_pace
 from xscheduler.spaces.tensor_plans import TensorPlan
-from xsimulator.policies.rra.bounds import RraBounds
+from xsimulator.policies.rra.bounds import SIDES, RraBounds
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig, RraConfigs
+from xsimulator.policies.rra.native_points import largest_batch
 
 _ROOM_POINTS = 16  # batches looked at together on the way to the largest there is room for
 
@@ -95,8 +96,9 @@ class RraPoints:
 
     def _find_room(self, plan: IntArray, iterations: IntArray, largest: int) -> IntArray:
         """Bisection, several places at a time."""
-        most = self.rra.largest_batch(self.configs(plan, np.full(len(plan), largest), iterations),
-                                      largest, (self.problem.num_queries or math.inf) + SLACK)
+        most = largest_batch(
+            self.rra.native, self.rra.measured, self.configs(plan, plan, iterations),
+            np.full(len(plan), SIDES), (largest, (self.problem.num_queries or math.inf) + SLACK))
         if most is not None:
             return most
         low, high = np.zeros(len(plan), np.int64), np.full(len(plan), largest + 1)

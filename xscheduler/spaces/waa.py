@@ -376,10 +376,9 @@ def _grid(box: Box, parts: tuple[int, int, int]) -> list[Box]:
         box.lower[:2], box.upper[:2], parts[:2], strict=True)]
     borders = np.unique(np.linspace(box.lower[2], box.upper[2] + 1, parts[2] + 1).astype(
         np.int64)).tolist()
-    sides.append(tuple((first, end - 1) for first, end in zip(
-        borders[:-1], borders[1:], strict=True)))
+    chunks = [(first, end - 1) for first, end in zip(borders[:-1], borders[1:], strict=True)]
     return [Box(root=box.root, lower=(b1, g1, c1), upper=(b2, g2, c2))
-            for b1, b2 in sides[0] for g1, g2 in sides[1] for c1, c2 in sides[2]]
+            for b1, b2 in sides[0] for g1, g2 in sides[1] for c1, c2 in chunks]
 
 
 def _largest_batch(bounds: WaaBounds, split: WaaPlans, largest: int) -> int:

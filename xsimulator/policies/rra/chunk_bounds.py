@@ -22,26 +22,12 @@ from xsimulator.attention_envelope import attention_envelope
 from xsimulator.layer_times import TOGETHER
 from xsimulator.plans import StagePlan
 from xsimulator.policies.rra.closed_form import Rra
-from xsimulator.policies.rra.native import PlanRows
+from xsimulator.policies.rra.config import RateRanges
+from xsimulator.policies.rra.native_tables import PlanRows
 from xsimulator.policies.rra.packed_blocks import OWN
 from xsimulator.policies.rra.phases import PhaseBatches
 
 TOLERANCE = 0.01  # of throughput and latency: the timeline is watched for two small phases
-
-
-class RateRanges(NamedTuple):
-    """Boxes of one plan and number of groups, [boxes]: queries encoded in each round of iterations
-    from `low` to `high`, up to `batch` of them in a phase, in chunks of at most `chunk` tokens."""
-
-    low: FloatArray
-    high: FloatArray
-    batch: FloatArray
-    chunk: FloatArray
-    groups: FloatArray
-
-    def take(self, rows: IntArray | slice) -> "RateRanges":
-        """Some of the boxes."""
-        return RateRanges(*(own[rows] for own in self))
 
 
 class _Work(NamedTuple):

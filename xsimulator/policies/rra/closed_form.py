@@ -41,6 +41,7 @@ from xsimulator.policies.rra.chunked import Chunked
 from xsimulator.policies.rra.chunked_form import ChunkedForm
 from xsimulator.policies.rra.config import RraConfig, RraConfigs
 from xsimulator.policies.rra.native import NativeRra
+from xsimulator.policies.rra.native_points import evaluated, presented_at
 from xsimulator.policies.rra.phase_blocks import (
     EXACT_ITERATIONS,
     LOADS,
@@ -81,7 +82,7 @@ class Rra:
             self.flow, padded=timing.facts.is_padded, seen_iterations=self.seen_iterations,
             exact_iterations=exact_iterations)
         self.encode_tokens = EncodeTokens(problem.lengths.inputs, self.adjustment)
-        self._range = MeasuredRange(problem, timing)
+        self.measured = MeasuredRange(problem, timing)
         self._assembler = Assembler(problem, timing)
         self.capacity_bytes = self._assembler.capacity_bytes
         self.plans: PlanSource = plans or shared_plans(problem, timing)
@@ -89,66 +90,23 @@ class Rra:
         self.native = None if library is None else NativeRra(self, library)
         self.chunked = ChunkedForm(
             chunked=Chunked(problem, self.flow, self.blocks, self.encode_tokens),
-            plans=self.plans, measured=self._range, assembler=self._assembler, even=self._even)
+            plans=self.plans, measured=self.measured, assembler=self._assembler, even=self._even)
 
     def evaluate(self, configs: RraConfigs | Sequence[RraConfig]) -> EstimateArrays:
         """The figures of every configuration are worked out together for those of one plan."""
         if not isinstance(configs, RraConfigs) and any(one.encode_chunk for one in configs):
             return self._evaluate_both(configs)
         configs = RraConfigs.of(configs)
-        if self.native is not None and len(configs):
-            return self._evaluate_natively(configs, self.native)
-        return self._evaluate_by_arrays(configs)
 
-    def _evaluate_natively(self, configs: RraConfigs, library: NativeRra) -> EstimateArrays:
-        """Those that a table of steps does not answer for by arrays."""
-        found, sizes, is_sure = library.points(configs)
-        period_s, latency_s, encoded_s, first_s, encode_s, timed = found
-        (kv_tokens, memory_bytes, present), columns = library.held(configs)
-        is_timed = timed > 0
-        ttft_s = first_s if self.problem.model.is_encoder_decoder else encoded_s
-        latency_s, ttft_s, period_s, encode_s = (np.where(is_timed, seconds, np.inf) for seconds in
-                                                 (latency_s, ttft_s, period_s, encode_s))
-        phases = self.blocks.packed.single("mean_phases")[columns]
-        figures = {
-            "throughput_qps": configs.encode_batch / period_s, "latency_s": latency_s,
-            "ttft_s": ttft_s, "tpot_s": per_token_s(self.problem, latency_s, ttft_s),
-            "period_s": period_s, "encode_s": encode_s,
-            "stretch": self._stretches(configs, sizes),
-            "decode_batch": configs.encode_batch * phases,
-            "present": present, "kv_tokens": kv_tokens, "memory_bytes": memory_bytes}
-        if not is_sure.all():
-            rows = np.flatnonzero(~is_sure)
-            others = self._evaluate_by_arrays(configs.take(rows))
-            for name, values in figures.items():
-                values[rows] = getattr(others, name)
-        return EstimateArrays(**figures, fits=memory_bytes <= self.capacity_bytes)
+        def by_arrays(some: RraConfigs) -> EstimateArrays:
+            columns = gathered(len(some), (
+                (rows, self._figures(plan, self.batches_of(plan, some, rows)))
+                for plan, rows in self.by_plan(some)))
+            return EstimateArrays(**columns, fits=columns["memory_bytes"] <= self.capacity_bytes)
 
-    def largest_batch(self, configs: RraConfigs, largest: int,
-                      most_present: float) -> IntArray | None:
-        """[lines] the largest encode_batch up to `largest` there is room for, with that many
-        queries present; None where it is to be looked for (`room`)."""
-        degrees = set(configs.tp_degree.tolist()) | {1}
-        if self.native is None or not self._range.is_endless(degrees):
-            return None
-        return self.native.room(configs, np.full(len(configs), SMALL_BATCH), largest, most_present)
-
-    def _stretches(self, configs: RraConfigs, sizes: FloatArray) -> FloatArray:
-        """[configs] of `sizes` as NativeRra.points has them."""
-        stretch: FloatArray = np.zeros(len(configs))
-        degrees = set(configs.tp_degree.tolist()) | {1}
-        if self._range.is_endless(degrees):
-            return stretch
-        for plan, rows in self.by_plan(configs):
-            stretch[rows] = self._range.stretch(plan.times.degrees, self._presented_at(
-                *(own[rows] for own in sizes)))
-        return stretch
-
-    def _evaluate_by_arrays(self, configs: RraConfigs) -> EstimateArrays:
-        columns = gathered(len(configs), (
-            (rows, self._figures(plan, self.batches_of(plan, configs, rows)))
-            for plan, rows in self.by_plan(configs)))
-        return EstimateArrays(**columns, fits=columns["memory_bytes"] <= self.capacity_bytes)
+        if self.native is None or not len(configs):
+            return by_arrays(configs)
+        return evaluated(self, self.native, self.measured, configs, by_arrays)
 
     def room(self, configs: RraConfigs | Sequence[RraConfig]) -> Room:
         """Each configuration takes so much of what there is. That is quick: no timeline."""
@@ -157,7 +115,7 @@ class Rra:
         # what is held does not depend on how finely a phase is divided: blocks of one kind do
         like = np.full(len(configs), SMALL_BATCH)
         for plan, rows in self.by_plan(configs, like):
-            is_endless = self._range.is_endless(plan.times.degrees)
+            is_endless = self.measured.is_endless(plan.times.degrees)
             batches = self.batches_of(plan, configs, rows, like, LOADS if is_endless else ())
             memory_bytes[rows] = self._held(plan, batches, self._kv_tokens(batches)).max(axis=1)
             present[rows] = batches.encode_batch * batches.queries.mean_present
@@ -189,7 +147,7 @@ class Rra:
         if config.encode_chunk:
             return self.chunked.beyond(config, times)
         plan, batches = self._single(config)
-        return self._range.beyond(plan.times.degrees, self._presented(
+        return self.measured.beyond(plan.times.degrees, self._presented(
             batches, batches.decode_loads()), times)
 
     def by_plan(self, configs: RraConfigs,
@@ -274,22 +232,15 @@ class Rra:
     def _stretch(self, plan: StagePlan, batches: PhaseBatches,
                  loads: DecodeLoads | None = None) -> FloatArray:
         degrees = plan.times.degrees
-        if self._range.is_endless(degrees):
+        if self.measured.is_endless(degrees):
             return np.zeros(len(batches.encode_batch))
-        return self._range.stretch(degrees, self._presented(
+        return self.measured.stretch(degrees, self._presented(
             batches, loads or batches.decode_loads()))
 
     def _presented(self, batches: PhaseBatches, loads: DecodeLoads) -> Presented:
         queries, _, tokens = self.encode_tokens.largest(batches)
-        return self._presented_at(tokens, queries, loads.both[0].max(axis=0, initial=0.0))
-
-    def _presented_at(self, tokens: FloatArray, queries: FloatArray,
-                      decoding: FloatArray) -> Presented:
-        lengths = self.problem.lengths
-        longest = float(lengths.inputs.max)
-        return Presented(
-            tokens, queries, decoding, input_tokens=longest,
-            context=longest * (not self.problem.model.is_encoder_decoder) + lengths.outputs.max)
+        return presented_at(self.problem, tokens, queries,
+                            loads.both[0].max(axis=0, initial=0.0))
 
     def _kv_tokens(self, batches: PhaseBatches) -> FloatArray:
         """[configs] tokens of KV reserved over all groups. Cohorts are independent, so mean and

@@ -1,13 +1,14 @@
-"""RRA's control variables: one configuration, and many as arrays."""
+"""RRA's control variables: one configuration, many as arrays, and boxes of those in chunks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.core.lengths import IntArray
+from xgpt.core.lengths import FloatArray, IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,3 +52,18 @@ class RraConfigs:
         columns = np.array([[getattr(config, name) or 0 for config in configs] for name in names],
                            np.int64)
         return cls(**dict(zip(names, columns, strict=True)))
+
+
+class RateRanges(NamedTuple):
+    """Boxes of one plan and number of groups, [boxes]: queries encoded in each round of iterations
+    from `low` to `high`, up to `batch` of them in a phase, in chunks of at most `chunk` tokens."""
+
+    low: FloatArray
+    high: FloatArray
+    batch: FloatArray
+    chunk: FloatArray
+    groups: FloatArray
+
+    def take(self, rows: IntArray | slice) -> RateRanges:
+        """Some of the boxes."""
+        return RateRanges(*(own[rows] for own in self))
