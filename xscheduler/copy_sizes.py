@@ -7,6 +7,7 @@ asked for their replays, are made only of sizes that promise enough."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 from xgpt.core.errors import BeatenError, InfeasibleError, InputError
@@ -35,6 +36,7 @@ class CopySizes:
         self._seen: dict[int, Schedule] = {}
         self.most: dict[int, float] = {}  # what no schedule exceeds, of those looked at
         self._settled: dict[int, Schedule | None] = {}
+        self._of_some: list[CopyPlanner] = []  # policies
         for looked, planned in search.gone_over.get((self.bound_s, has_margin), ()):
             if looked.planner is search.on(looked.planner.problem.cluster.num_devices):
                 self._take(looked, planned)
@@ -44,6 +46,15 @@ class CopySizes:
 
     def is_settled(self, devices: int) -> bool:
         return devices in self._settled
+
+    def is_proved(self, devices: int) -> bool:
+        """Whether it is known what no schedule on so many devices exceeds."""
+        return devices in self.most
+
+    @property
+    def nodes(self) -> int:
+        """Configurations evaluated here, beside those of the search over equal copies."""
+        return sum(planner.nodes for planner in self._of_some)
 
     def has_room(self, devices: int) -> bool:
         """Whether so many devices hold the weights."""
@@ -67,6 +78,20 @@ class CopySizes:
             self.worth[devices] = self.most[devices] = 0.0
         else:
             self._see(planner, seen)
+
+    def glance_at_some(self, devices: int, names: tuple[str, ...], floor_qps: float) -> None:
+        """Looks at these policies alone for a copy of that size that has more than the floor.
+        Nothing is proved of the size."""
+        problem = self._search.on(devices).problem
+        planner = self._search.of_policies(problem, names)
+        self._of_some.append(planner)
+        self.worth[devices] = 0.0
+        if planner.is_able:
+            with suppress(InfeasibleError):
+                seen = planner.own.glance(
+                    self._free_s(planner), floor_qps * _copies(planner) / self._kept)
+                self._seen[devices] = seen
+                self.worth[devices] = self._kept * seen.figures.throughput_qps / _copies(planner)
 
     def take(self, devices: int, schedule: Schedule) -> None:
         """A schedule of such copies, as it is to be used."""

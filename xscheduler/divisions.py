@@ -10,7 +10,10 @@ under the same bound, it is taken, each copy with a schedule of its own.
 Worth taking are LEAST_SHARE of the throughput. Sizes that no equal copies have cost a glance each:
 they are looked at where something is left over, where a node's devices are not 2^k, and where the
 bound costs so much that sizes differ (TIGHT): a copy on five GPUs may answer twice what one on four
-does, if these just miss the bound, while without a bound no size is far better than another."""
+does, if these just miss the bound, while without a bound no size is far better than another.
+Where it costs less, but something (LOOSE), 2^k + 1 devices may still be worth more than their
+share to policies of two pools alone: a group of 2^k that decodes beside one that encodes, which no
+other size has."""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from typing import NamedTuple
 
 from xgpt.core.copies import sum_of
 from xgpt.core.errors import InfeasibleError
+from xgpt.core.policies import able_policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import CopiesTried, Estimate, Rejected, Schedule, Status
 from xgpt.core.units import format_seconds
@@ -33,8 +37,12 @@ from xscheduler.job_time import MOST_AGAIN, MOST_REPLAYS, WORTH, is_short, words
 from xscheduler.over_copies import CopiesSearch
 from xscheduler.partition import Division, best_division, best_unequal
 
+PROVED = (Status.OPTIMAL, Status.WITHIN_GAP, Status.LIMIT, Status.JOB)
+EQUAL_ALONE, ANY_SIZES = "equal copies", "copies of any sizes"  # what a bound is of
+_ROUNDED = 1e-9
 LEAST_SHARE = 0.02  # of all queries: for less nobody is to tell several schedules apart
 TIGHT = 0.6  # of what there would be without a bound: what has less has a tight one
+LOOSE = 0.8  # of it: what has less has one that policies of two pools may use better
 SHOWN = 0.9  # of the schedule's throughput: the best division that has less gets no line
 MOST_SETTLED = 6  # sizes planned as they would be used, with their margins
 MOST_GLANCED = 0.5  # of the configurations that the search over equal copies evaluated
@@ -46,8 +54,7 @@ def may_divide(problem: Problem, schedule: Schedule) -> bool:
     further bounds than that on latency, where links within a node differ (a part would not be like
     others), and, of a number that the job fixes, on several nodes."""
     cluster = problem.cluster
-    searched = (Status.OPTIMAL, Status.WITHIN_GAP, Status.LIMIT, Status.JOB)
-    return schedule.proof.status in searched and problem.copies == 1 and not (
+    return schedule.proof.status in PROVED and problem.copies == 1 and not (
         problem.observes or cluster.islands or len(problem.constraint.bounds) > 1
         or cluster.num_devices < 3
         or (problem.fixed.replicas is not None and cluster.num_nodes > 1))
@@ -76,8 +83,11 @@ class Divider:
         """The schedule of equal copies, or one of a division that answers more; with a line on the
         best division beside those on equal copies, where one was seen."""
         key = self.problem.constraint.latency_s, self.has_margin
-        if key not in self.search.gone_over or not may_divide(self.problem, schedule):
+        if key not in self.search.gone_over or schedule.proof.status not in PROVED:
             return schedule
+        if not may_divide(self.problem, schedule):
+            is_any = self.problem.cluster.num_devices > 2
+            return schedule.changed(covers=EQUAL_ALONE) if is_any else schedule
         before = self.search.nodes
         sizes = CopySizes(self.problem, self.search, has_margin=self.has_margin,
                           kept=1 - schedule.margin.cost)
@@ -86,11 +96,11 @@ class Divider:
         self._look(sizes, schedule)
         best = self._best(sizes, schedule)
         if best is None:
-            return schedule
+            return self._covering(schedule, sizes)
         most = self.division(sizes.most)
         row = _row(best, sizes, best.worth if most is None else max(most.worth, best.worth))
         taken = self._taken(best, sizes, schedule)
-        nodes = schedule.proof.nodes + self.search.nodes - before
+        nodes = schedule.proof.nodes + self._nodes(sizes) - before
         rows = schedule.over_copies or tuple(
             tried_row(*one) for one in self.search.gone_over[key])
         if taken is not None:
@@ -98,8 +108,23 @@ class Divider:
             assert first is not None, f"{best = } is planned"
             schedule = _chosen(schedule, taken, row, first, self._not_looked_at(sizes))
         elif best.worth < SHOWN * schedule.figures.throughput_qps:
-            return schedule.changed(nodes=nodes)
-        return replace(schedule.changed(nodes=nodes), over_copies=(*rows, row))
+            return self._covering(schedule.changed(nodes=nodes), sizes)
+        return replace(self._covering(schedule.changed(nodes=nodes), sizes),
+                       over_copies=(*rows, row))
+
+    def _covering(self, schedule: Schedule, sizes: CopySizes) -> Schedule:
+        """The schedule with a word on which divisions its bound covers: none is worth more than the
+        best sum of what no copy of a size exceeds."""
+        cluster, but = self.problem.cluster, _but_for(self._not_looked_at(sizes))
+        each = cluster.devices_per_node
+        within = {size: own for size, own in sizes.most.items() if size <= each}
+        over = {size // each: own for size, own in sizes.most.items() if size > each}
+        node = best_division(within, each, self.problem.fixed.replicas)
+        whole = best_division({**over, 1: 0.0 if node is None else node.worth}, cluster.num_nodes)
+        most_qps, bound_qps = 0.0 if whole is None else whole.worth, schedule.proof.bound_qps
+        return schedule.changed(covers=f"{ANY_SIZES}{but}" if most_qps <= (1 + _ROUNDED) * bound_qps
+                                else f"{EQUAL_ALONE}; unlike ones have at most {most_qps:.4g} "
+                                     f"queries/s{but}")
 
     def division(self, worth: dict[int, float]) -> Division | None:
         """The best division of all devices into copies that are not all alike, its sizes in the
@@ -120,39 +145,55 @@ class Divider:
         return max(found, default=None)
 
     def _not_looked_at(self, sizes: CopySizes) -> list[int]:
-        """Sizes within a node that may have a schedule, for all that is known."""
-        return [size for size in range(1, self.problem.cluster.devices_per_node)
-                if not sizes.is_known(size) and sizes.has_room(size)]
+        """Sizes, in devices, that may have a schedule, for all that is known."""
+        cluster = self.problem.cluster
+        each = cluster.devices_per_node
+        return [size for size in (*range(1, each), *range(each, cluster.num_devices + 1, each))
+                if not sizes.is_proved(size) and sizes.has_room(size)]
 
     def _look(self, sizes: CopySizes, schedule: Schedule) -> None:
-        """Looks at sizes within a node that equal copies do not have, the smallest first."""
+        """Looks at sizes within a node that equal copies do not have."""
         each, own = self.problem.cluster.devices_per_node, schedule.deployment.devices_per_replica
         parts = self.problem.fixed.replicas
         idle = 0 if own > each else each % own if parts is None else each - parts * own
-        if not idle and not each & (each - 1) and not self._is_tight(schedule):
-            return
-        before, most = self.search.nodes, MOST_GLANCED * schedule.proof.nodes
         largest = each - (0 if parts is None else parts - 1)
-        for size in range(1, largest + 1):
-            if sizes.is_known(size):
-                continue
-            if self.search.nodes - before > most or self.cuts():
-                break
-            sizes.glance(size)
+        share = 0.0 if idle or each & (each - 1) else self._share_had(schedule)
+        if share < TIGHT:
+            self._glance(sizes, range(1, largest + 1), sizes.glance, schedule)
+        elif share < LOOSE and (names := _of_two_pools(self.problem)):
+            qps = schedule.figures.throughput_qps / self.problem.cluster.num_nodes
+            self._glance(
+                sizes, [size for size in range(3, largest + 1) if not (size - 1) & (size - 2)],
+                lambda size: sizes.glance_at_some(
+                    size, names, (size / each + LEAST_SHARE) * qps), schedule)
 
-    def _is_tight(self, schedule: Schedule) -> bool:
+    def _glance(self, sizes: CopySizes, wanted: Sequence[int], look: Callable[[int], None],
+                schedule: Schedule) -> None:
+        """Looks at sizes, the smallest first, as long as that takes little beside all else."""
+        before = self._nodes(sizes)
+        for size in wanted:
+            if self._nodes(sizes) - before > MOST_GLANCED * schedule.proof.nodes or self.cuts():
+                break
+            if not sizes.is_known(size):
+                look(size)
+
+    def _nodes(self, sizes: CopySizes) -> int:
+        return self.search.nodes + sizes.nodes
+
+    def _share_had(self, schedule: Schedule) -> float:
+        """What the schedule has of what there would be without a bound, but for its margin."""
         if math.isinf(self.problem.constraint.latency_s):
-            return False
+            return 1.0
         free = schedule.proof.unbounded_qps
         if free is None:
             planner = self.search.on(schedule.deployment.devices_per_replica)
             try:
                 seen = planner.own.glance(math.inf, 0.0)
             except InfeasibleError:
-                return False
+                return 1.0
             free = seen.estimate.in_copies(
                 schedule.deployment.replicas).figures.throughput_qps
-        return schedule.figures.throughput_qps < TIGHT * (1 - schedule.margin.cost) * free
+        return schedule.figures.throughput_qps / ((1 - schedule.margin.cost) * free)
 
     def _best(self, sizes: CopySizes, schedule: Schedule) -> Division | None:
         """The best division. As long as it is worth taking, the copies that it takes are planned as
@@ -192,6 +233,12 @@ class Divider:
         return _Taken(estimate, f"this job's {count} queries should take "
                                 f"{format_seconds(after.wall_s)} by them, and "
                                 f"{format_seconds(before.wall_s)} by these")
+
+
+def _of_two_pools(problem: Problem) -> tuple[str, ...]:
+    """Policies that the job allows, and that encode and decode on devices of their own."""
+    return tuple(row.name for row in able_policies(problem.fixed)
+                 if row.is_searched and len(row.pools) == 2)
 
 
 def _copies_of(sizes: CopySizes, size: int, count: int) -> Estimate:

@@ -109,6 +109,11 @@ class CopiesSearch:
                                             self._effort, has_margin=self._has_margin)
         return self._on[devices]
 
+    def of_policies(self, problem: Problem, names: tuple[str, ...]) -> CopyPlanner:
+        """A planner of copies that are to be planned for by these policies alone."""
+        return CopyPlanner(replace(problem, fixed=replace(problem.fixed, policies=names)),
+                           self._timing, self._effort, has_margin=self._has_margin)
+
     def selections(self, num_queries: int) -> list[Selection]:
         """Configurations all over the space, for a job of so many queries: on the largest part of
         each number of copies, since too few are replayed to go over the others, too."""
@@ -149,11 +154,8 @@ class CopiesSearch:
             return []
         names = first.planner.own.without(latency_bound_s)
         if names and names not in self._of_hidden:
-            fixed = replace(self.problem.fixed, policies=names)
-            self._of_hidden[names] = [
-                CopyPlanner(replace(one.problem, fixed=fixed), self._timing, self._effort,
-                            has_margin=self._has_margin)
-                for one in parts[parts.index(first.planner) + 1:]]
+            self._of_hidden[names] = [self.of_policies(one.problem, names)
+                                      for one in parts[parts.index(first.planner) + 1:]]
         smaller = self._of_hidden.get(names, [])
         hidden = look_at(smaller, latency_bound_s) if smaller else None
         return [] if hidden is None or hidden.found is None else [hidden]

@@ -17,8 +17,9 @@ from xgpt.core.schedule import Schedule
 from xscheduler.by_policy import plan_by_policy
 from xscheduler.planner import PlanOptions, plan
 from xscheduler.search import GAP
+from xscheduler.targets import WORTH
 from xscheduler.uncertainty import MarginParts
-from xscheduler.within import WORTH, PlannedWithin
+from xscheduler.within import PlannedWithin
 
 PROBLEM = toy_problem(latency_s=0.05)
 BOUNDS = (("rra", 12.0), ("sarathi", 11.0), ("orca", 10.0), ("waa-c", 7.0))
@@ -139,10 +140,10 @@ def safe_qps(problem: Problem) -> float:
 
 
 @pytest.mark.usefixtures("short_replays")
-# 31: the best without a margin is Sarathi's, with it RRA's. Not 12: with one copy on one of two
-# devices, the smaller part is looked at only where the larger has nothing at all.
-@pytest.mark.parametrize("seed", [3, *(
-    pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, *range(4, 12), 13, 14, 15, 31))])
+# 2: what passes the margin lies above a schedule of less than another policy has; 31: the best
+# without a margin is Sarathi's, with it RRA's
+@pytest.mark.parametrize("seed", [
+    pytest.param(seed, marks=() if seed == 46 else pytest.mark.slow) for seed in range(61)])
 def test_all_policies_together_are_no_worse_than_any_alone(seed: int) -> None:
     problem = replace(doubtful(seed), fixed=FixedSchedule(replicas=1))
     together = safe_qps(problem)

@@ -1,7 +1,6 @@
 """The artefacts the scheduler hands to the runner: `Estimate` and `Schedule`.
 
-The runner executes a Schedule wherever it came from; it never imports the planner.
-xgpt.core.schedule_file reads and writes schedules."""
+The runner executes one wherever it came from; xgpt.core.schedule_file reads and writes them."""
 
 from __future__ import annotations
 
@@ -190,8 +189,7 @@ class CopiesTried:
     """What so many copies of the model come to, on so many devices each: the best that was found,
     in `words` (None, and why, where there is none), and what no schedule of them exceeds. One that
     cannot win is not searched to its own best. `devices`: of each copy, the largest first, where
-    they are unlike: then `devices_per_replica` is the largest, and the bound is of all divisions
-    into copies that are unlike; else empty."""
+    they are unlike (the bound then is of all divisions into unlike ones); else empty."""
 
     replicas: int
     devices_per_replica: int
@@ -208,7 +206,8 @@ class Proof:
     configuration, `gap` what it is above the schedule's, as a share; `nodes` the configurations
     evaluated; `unbounded_qps` the best throughput with no latency bound; `pruned` the boxes given
     up, by reason; `policy_bounds` what no configuration of each policy exceeds, the highest first;
-    `hardware_qps` what the devices could do at all (xsimulator.hardware)."""
+    `hardware_qps` what the devices could do at all (xsimulator.hardware); `covers` of which copies
+    the bound is, in words, where they may be of several sizes."""
 
     status: str
     bound_qps: float
@@ -219,6 +218,7 @@ class Proof:
     pruned: tuple[tuple[str, int], ...] = ()
     policy_bounds: tuple[tuple[str, float], ...] = ()
     hardware_qps: float | None = None
+    covers: str = ""
 
     def left_open(self, name: str, throughput_qps: float) -> float | None:
         """What no configuration of a policy exceeds, where that is more than OPEN above the best

@@ -68,6 +68,8 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
             del row["devices"]
     for other in estimate.get("others", ()):
         del other["others"]
+    if not parts["proof"]["covers"]:
+        del parts["proof"]["covers"]
     sections: dict[str, Any] = plain({
         "version": version, "policy": schedule.controls.policy, **estimate, **parts})
     return sections

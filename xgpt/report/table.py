@@ -48,6 +48,8 @@ def schedule_table(schedule: Schedule) -> str:
                          f"{format_seconds(proof.seconds)}")]
     if len(proof.policy_bounds) > 1:
         search.append(("at most", words.bounds_words(schedule)))
+    if proof.covers:
+        search.append(("proved of", proof.covers))
     if proof.hardware_qps:
         search.append(("devices", words.hardware_words(schedule)))
     if proof.pruned:
