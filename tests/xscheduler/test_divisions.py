@@ -23,7 +23,15 @@ from xgpt.launch.launcher import ranks_per_node
 from xgpt.report.table import schedule_table, stage_table
 from xrunner.replica import replicas_of
 from xrunner.rules.routing import deal
-from xscheduler.divisions import LEAST_SHARE, Divider, may_divide, takes_all
+from xscheduler.copy_sizes import CopySizes
+from xscheduler.divisions import (
+    ANY_SIZES,
+    EQUAL_ALONE,
+    LEAST_SHARE,
+    Divider,
+    may_divide,
+    takes_all,
+)
 from xscheduler.evaluator import Evaluator
 from xscheduler.over_copies import CopiesSearch
 from xscheduler.planner import Planner, PlanOptions
@@ -81,6 +89,7 @@ def test_the_division_chosen_is_the_best_of_all(
     row = next(row for row in found.over_copies if row.devices)
     assert row.devices == expected and row.throughput_qps == found.figures.throughput_qps
     assert row.bound_qps >= by_hand * (1 - 0.002) and found.proof.bound_qps >= row.bound_qps
+    assert found.proof.covers == ANY_SIZES, "every size was looked at"
     equal = found.rejected[0]
     assert equal.label.startswith("equal copies") and equal.throughput_qps is not None
     assert equal.throughput_qps * (1 + LEAST_SHARE) < found.figures.throughput_qps
@@ -108,6 +117,46 @@ def test_a_tight_bound_divides_six_gpus_into_four_and_two(has_margin: bool) -> N
     assert found.proof.bound_qps >= found.figures.throughput_qps
     factor = found.margin.factor if has_margin else 1.0
     assert other.figures.latency_s * min(factor, 1.1) <= problem.constraint.latency_s
+
+
+@pytest.mark.slow  # plans for eight GPUs
+def test_where_a_bound_costs_a_third_five_gpus_may_be_worth_more_than_their_share() -> None:
+    """One that encodes beside four that decode: found by hand before the planner did."""
+    from hand_problems import HandScenario
+
+    scenario = HandScenario(model="opt-13b", device="A100-80", nodes=1, per_node=8, task="C2")
+    found = Planner(scenario.problem(16.7), scenario.timing(), OPTIONS).plan()
+    assert devices_of_copies(found.estimate) == (5, 2, 1)
+    assert found.estimate.controls.policy in ("waa-m", "waa-c")
+    equal_qps = found.rejected[0].throughput_qps
+    assert equal_qps is not None and found.figures.throughput_qps > 1.03 * equal_qps
+    assert found.proof.covers.startswith(ANY_SIZES) and "on 3, 6 and 7" in found.proof.covers
+
+
+def test_a_bound_says_of_which_copies_it_is() -> None:
+    """Sizes that divide the devices have been looked at, and no division into them has more than
+    the bound of equal copies; of three devices of four nothing is known."""
+    fixed = FixedSchedule(policies=("orca",))
+    problem = toy_problem(per_node=4, fixed=fixed)
+    found = Planner(problem, roofline_of(problem), OPTIONS).plan()
+    assert found.proof.covers == (
+        f"{ANY_SIZES}, but for those with copies on 3 devices, which were not looked at")
+    assert f"proved of    {ANY_SIZES}, but for" in schedule_table(found)
+    pair = toy_problem(per_node=2, fixed=fixed)
+    assert not Planner(pair, roofline_of(pair), OPTIONS).plan().proof.covers, "none are unlike"
+    nodes = toy_problem(per_node=2, nodes=2, fixed=replace(fixed, replicas=2))
+    assert Planner(nodes, roofline_of(nodes), OPTIONS).plan().proof.covers == EQUAL_ALONE
+
+
+def test_a_bound_of_equal_copies_names_what_unlike_ones_have_at_most() -> None:
+    problem = toy_problem(per_node=5)
+    divider, found = divider_of(problem), schedule_of(problem, on(2), throughput_qps=10.0)
+    sizes = CopySizes(problem, divider.search, has_margin=False)
+    sizes.most.update({size: 2.0 * size for size in (1, 2, 3, 4, 5)})
+    assert divider._covering(found, sizes).proof.covers == ANY_SIZES
+    sizes.most[3] = 6.5
+    assert divider._covering(found, sizes).proof.covers == (
+        f"{EQUAL_ALONE}; unlike ones have at most 10.5 queries/s")
 
 
 def test_nodes_are_divided_alike_and_ranks_fill_one_after_the_other() -> None:
@@ -181,7 +230,9 @@ def test_a_schedule_of_two_shapes_is_read_as_it_was_written(tmp_path: Path) -> N
     save_schedule(both, tmp_path / "schedule.json")
     raw = json.loads((tmp_path / "schedule.json").read_text())
     assert raw["version"] == 5 and "others" not in raw["others"][0]
-    assert load_schedule(tmp_path / "schedule.json") == both
+    assert load_schedule(tmp_path / "schedule.json") == both and "covers" not in raw["proof"]
+    save_schedule(both.changed(covers=EQUAL_ALONE), tmp_path / "covers.json")
+    assert load_schedule(tmp_path / "covers.json").proof.covers == EQUAL_ALONE
     save_schedule(schedule_of(toy_problem(), on(2)), tmp_path / "alike.json")
     raw_alike = json.loads((tmp_path / "alike.json").read_text())
     assert raw_alike["version"] == 4 and "others" not in raw_alike

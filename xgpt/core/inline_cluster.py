@@ -23,6 +23,19 @@ from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS, parse_bytes, parse_seconds
 _LOADING = ("ssd_bytes_per_s", "host_bytes_per_s")  # may be left out: xgpt.core.cluster's defaults
 
 
+_ONE_KIND = ("one kind of device: a job is not planned for several. Give each kind a job of its own, "
+             "with a share of the requests (by the queries/s that `xgpt schedule` predicts of it)")
+
+
+def is_of_several(section: Section, key: str) -> bool:
+    """Whether a list stands where one cluster or device is to be named; that is a mistake."""
+    field = section.get(key)
+    if field is None or not isinstance(field.value, list):
+        return False
+    section.reject(key, _ONE_KIND)
+    return True
+
+
 def read_inline_cluster(section: Section) -> dict[str, Any]:
     """The mapping with its defaults filled in; `build_cluster` makes a Cluster of it."""
     num_nodes = section.integer("num_nodes", 1, 1, 100_000)
@@ -89,6 +102,8 @@ def _groups(value: Any, per_node: int) -> list[list[int]] | None:
 def _read_part(section: Section, key: str, kind: catalog.Kind,
                read: Callable[[Section], dict[str, Any]]) -> str | dict[str, Any]:
     """A catalog row's name, or a mapping that `read` understands."""
+    if kind == "device" and is_of_several(section, key):
+        return ""
     if not section.has(key):
         section.reject(key, f"required: {', '.join(catalog.names(kind))}, or a mapping")
         return ""

@@ -16,7 +16,7 @@ from xgpt.core import catalog
 from xgpt.core.constraint_section import read_constraint, read_price
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.errors import InputError, Mistake, nearest, wrong
-from xgpt.core.inline_cluster import read_inline_cluster
+from xgpt.core.inline_cluster import is_of_several, read_inline_cluster
 from xgpt.core.job import Job, LengthSpec, WorkloadSpec
 from xgpt.core.length_file import MAX_LENGTH_TOKENS
 from xgpt.core.model_file import gguf_in
@@ -143,6 +143,8 @@ def _read_cluster(top: Section) -> str | dict[str, Any]:
     known = [*catalog.names("cluster"), LOCAL_CLUSTER]
     if not top.has("cluster"):
         top.reject("cluster", f"required: {', '.join(known)}, or a mapping")
+    if is_of_several(top, "cluster"):
+        return ""
     section = top.mapping("cluster")
     return top.choice("cluster", "", known) if section is None else read_inline_cluster(section)
 
