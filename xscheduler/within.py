@@ -15,7 +15,7 @@ from xgpt.core.errors import BeatenError, InfeasibleError
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xgpt.core.units import format_seconds
-from xscheduler.targets import Targets, Unsafe, tighter_s
+from xscheduler.targets import WORTH, Targets, Unsafe, tighter_s
 from xscheduler.uncertainty import Doubts, MarginParts
 
 ROUNDS = 6  # searches under other targets at most
@@ -74,7 +74,7 @@ def plan_within(doubts: Doubts, search: Search, *,
         free = search(most_s)
         if free.figures.throughput_qps > (1 + SAME) * judged.safe_qps:
             first = judged.best(free)  # else what is known to be safe is as good
-    if not judged.has(free):
+    if free.figures.throughput_qps > (1 + WORTH) * judged.had_qps:  # nothing else has more
         _try_targets(judged, free, first, search, search_problem, cuts)
     return judged.result(free)
 
@@ -140,10 +140,6 @@ class _Judged:
     def had_qps(self) -> float:
         """What is had with its margin, here or elsewhere."""
         return max(self._floor_qps, self.safe_qps)
-
-    def has(self, schedule: Schedule) -> bool:
-        """Whether a schedule, or one that is as good, is known to be safe."""
-        return schedule.figures.throughput_qps <= (1 + SAME) * self.safe_qps
 
     def best(self, schedule: Schedule) -> MarginParts:
         """The margin of one than which nothing has more. Raises BeatenError where it could only be

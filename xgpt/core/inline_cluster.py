@@ -23,8 +23,8 @@ from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS, parse_bytes, parse_seconds
 _LOADING = ("ssd_bytes_per_s", "host_bytes_per_s")  # may be left out: xgpt.core.cluster's defaults
 
 
-_ONE_KIND = ("one kind of device: a job is not planned for several. Give each kind a job of its own, "
-             "with a share of the requests (by the queries/s that `xgpt schedule` predicts of it)")
+_ONE_KIND = ("one kind of device: a job is not planned for several. Give each kind a job of its "
+             "own, with a share of the requests (by the queries/s that `xgpt schedule` predicts)")
 
 
 def is_of_several(section: Section, key: str) -> bool:
