@@ -47,10 +47,6 @@ class CopySizes:
     def is_settled(self, devices: int) -> bool:
         return devices in self._settled
 
-    def is_proved(self, devices: int) -> bool:
-        """Whether it is known what no schedule on so many devices exceeds."""
-        return devices in self.most
-
     @property
     def nodes(self) -> int:
         """Configurations evaluated here, beside those of the search over equal copies."""

@@ -149,7 +149,7 @@ class Divider:
         cluster = self.problem.cluster
         each = cluster.devices_per_node
         return [size for size in (*range(1, each), *range(each, cluster.num_devices + 1, each))
-                if not sizes.is_proved(size) and sizes.has_room(size)]
+                if size not in sizes.most and sizes.has_room(size)]
 
     def _look(self, sizes: CopySizes, schedule: Schedule) -> None:
         """Looks at sizes within a node that equal copies do not have."""

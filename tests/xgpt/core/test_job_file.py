@@ -183,13 +183,6 @@ def test_what_is_no_cluster_is_refused(folder: Path, cluster: str, keys: list[st
     assert sorted(found) == keys
 
 
-@pytest.mark.parametrize("cluster", [
-    "[a40-4, l4-4]", "{device: [A40, L4], devices_per_node: 4, intra_link: pcie4-x16}"])
-def test_two_kinds_of_gpu_are_refused_in_words(folder: Path, cluster: str) -> None:
-    (mistake,) = _mistakes(folder, MINIMAL, f"cluster={cluster}")
-    assert "one kind of device" in mistake and "a job of its own" in mistake
-
-
 def test_five_different_mistakes_are_exactly_five(folder: Path) -> None:
     text = """\
 model: opt-13b
