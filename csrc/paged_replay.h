@@ -300,3 +300,48 @@ private:
 };
 
 }  // namespace xgpt_replay
+
+/* A replay of a pool with paged KV that is alone. facts: numbers of queries, groups,
+ * blocks of a group, blocks that admission leaves free, tokens of a step, whether inputs are encoded
+ * in chunks; slots[groups]; inputs[queries] tokens, left[queries] iterations. Into counts[6] how many
+ * turns, steps, chunks, queries encoded, queries evicted and changes of memory there are, which
+ * xgpt_paged_told hands over, and frees what is returned here. */
+extern "C" void *xgpt_paged(const int64_t *facts, const int64_t *slots, const int64_t *inputs,
+                            const int64_t *left, int64_t *counts) {
+    auto *replay = new xgpt_replay::Replay(
+        {facts[0], facts[1], facts[2], facts[3], facts[4], facts[5]}, slots, inputs, left);
+    replay->run();
+    const auto &told = replay->told;
+    const size_t sizes[6] = {told.waits.size(), told.turn_of.size(), told.chunks.size() / 3,
+                             told.ended.size(), told.evicted.size(), told.memory.size() / 2};
+    std::copy(sizes, sizes + 6, counts);
+    return replay;
+}
+
+/* Into waits[turns] the turn whose tokens each waits for (-1: none); turn_of[steps]; labels[steps][6]
+ * kind (0 encode, 1 decode, 2 mixed), group, number, chunks, evicted, encoded; chunks[chunks][3]
+ * query, first, tokens; ended, evicted: queries; memory[changes][2] turn, tokens; sizes[steps][7] as
+ * of LaterLine; times[3][queries] the turns of a query's start, first and last token. Returns how
+ * often a query with a row was evicted. */
+extern "C" int64_t xgpt_paged_told(void *given, int64_t *waits, int64_t *turn_of, int64_t *labels,
+                                   int64_t *chunks, int64_t *ended, int64_t *evicted,
+                                   int64_t *memory, double *sizes, int64_t *times) {
+    auto *replay = static_cast<xgpt_replay::Replay *>(given);
+    const auto &told = replay->told;
+    const std::pair<const std::vector<int64_t> *, int64_t *> all[] = {
+        {&told.waits, waits},     {&told.turn_of, turn_of}, {&told.labels, labels},
+        {&told.chunks, chunks},   {&told.ended, ended},     {&told.evicted, evicted},
+        {&told.memory, memory}};
+    for (const auto &[from, to] : all) std::copy(from->begin(), from->end(), to);
+    std::copy(told.sizes.begin(), told.sizes.end(), sizes);
+    const int64_t count = static_cast<int64_t>(replay->queries().size());
+    for (int64_t q = 0; q < count; ++q) {
+        const auto &query = replay->queries()[q];
+        times[q] = query.start;
+        times[count + q] = query.first;
+        times[2 * count + q] = query.last;
+    }
+    int64_t preemptions = told.preemptions;
+    delete replay;
+    return preemptions;
+}

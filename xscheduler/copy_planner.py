@@ -4,6 +4,7 @@ one latency bound after the other. Their figures are those of all copies that ar
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 
@@ -133,13 +134,21 @@ class ProblemSearch:
                 raise
             return self.find(latency_bound_s)
 
-    def at_first_sight(self, latency_bound_s: float, planned: Schedule) -> Schedule:
-        """What is seen at first within a bound, all taken as certain, to compare what was planned
-        with; where that is no more, the best."""
-        try:
-            return _better(self.glance(latency_bound_s, 0.0), planned.figures.throughput_qps)
-        except InfeasibleError:
+    def at_first_sight(self, latency_bound_s: float, planned: Schedule,
+                       free: Schedule) -> Schedule:
+        """What is seen at first within a bound, all taken as certain, of the policy planned and of
+        that of `free`, which was best within less; where that is no more, the best."""
+        seen = []
+        for name in dict.fromkeys((free.estimate.policy, planned.estimate.policy)):
+            if isinstance(self._search, Scheduler) and all(
+                    space.name != name for space in self._search.spaces):
+                continue  # devices of so few cannot be divided
+            with suppress(InfeasibleError):
+                seen.append(self.alone(name).glance(latency_bound_s, 0.0))
+        best = max(seen, key=lambda one: one.figures.throughput_qps, default=None)
+        if best is None or best.figures.throughput_qps <= planned.figures.throughput_qps:
             return self.find(latency_bound_s)
+        return best
 
     def rows_beside(self, found: Schedule) -> tuple[Rejected, ...]:
         """The alternatives to one of those `found`, the paper's own policies looked into."""
@@ -257,13 +266,14 @@ class CopyPlanner:
             is_glance = is_glance or floor_qps > 0
             most_s = bound_s / doubts.least_factor
             look = search.glance if is_glance else search.find
-            free = _better(look(most_s, floor_qps, gap=self.own.gap), SEEN * floor_qps)
+            least_qps = SEEN * floor_qps
+            free = _better(look(most_s, least_qps, gap=self.own.gap), least_qps)
             factor = doubts.margin(free.estimate, is_replayed=False).factor
             if free.figures.latency_s * factor <= bound_s or math.isinf(factor):
                 return free.figures.throughput_qps
             if is_glance:  # a proof that there is nothing takes much longer
-                return _better(search.glance(bound_s / factor, floor_qps),
-                               SEEN * floor_qps).figures.throughput_qps
+                return _better(search.glance(bound_s / factor, least_qps),
+                               least_qps).figures.throughput_qps
             return search.find(bound_s / factor).figures.throughput_qps
         except InfeasibleError:
             return 0.0

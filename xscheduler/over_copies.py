@@ -81,7 +81,7 @@ class CopiesSearch:
             looked = [proved_again(one, planned) if one.planner is planner else one
                       for one in looked]
             if free.bound.limit_s < latency_bound_s:  # every schedule has a margin
-                free = planner.own.at_first_sight(latency_bound_s, planned.schedule)
+                free = planner.own.at_first_sight(latency_bound_s, planned.schedule, free)
             cost = 1 - planned.schedule.figures.throughput_qps / free.figures.throughput_qps
             schedule = planner.compared(planned, free) if self._compares else planned.schedule
             schedule = schedule.changed(margin=planned.margin.kept(cost=max(cost, 0.0)))

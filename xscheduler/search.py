@@ -94,7 +94,7 @@ class Scheduler:
         """The best schedule within a bound, by default the problem's. `compares`: also with the
         best without a bound. `floor_qps`, had elsewhere: what is no better is not looked into, and
         a schedule below it is the best of those looked at. `is_glance`: no box is divided, and the
-        first policy looked at whatever the floor; a search under the same bound goes on from there.
+        first of all policies looked at whatever the floor; a search under the same bound goes on.
         `gap`: one wide enough, where nobody asked for another. Raises InfeasibleError, and
         BeatenError where there may be one, but none was seen for these."""
         began, constraint = time.monotonic(), self.problem.constraint
@@ -143,7 +143,8 @@ class Scheduler:
         """The search of one of the policies, which shares what was evaluated, and what is known of
         its bounds."""
         one, effort = copy.copy(self), self._effort
-        one._effort = effort.with_gap(ALONE_GAP)  # what is proved is proved of all policies
+        # what is proved is proved of all policies
+        one._effort = replace(effort.with_gap(ALONE_GAP), is_claimed=False)
         one._whole = self
         one.spaces = [space for space in self.spaces if space.name == name]
         one._begun, one._results, one._left_out = _Begun(math.nan, 0.0, 0.0, {}, {}), {}, ()
@@ -198,7 +199,8 @@ class Scheduler:
         for number, space in enumerate(self._in_turn(results)):
             name = space.name
             others = [_best_qps(one) for other, one in results.items() if other != name]
-            floor = max((0.0 if is_glance and not number else floor_qps, *others))
+            is_shown = is_glance and not number and self._whole is None
+            floor = max((0.0 if is_shown else floor_qps, *others))
             results[name] = self._searched(space, begun, effort, floor)
             if not is_glance:
                 self._limits.setdefault(name, []).append(
@@ -265,12 +267,15 @@ class Scheduler:
             if space.name not in self._free:
                 floor = max((floor_qps, *(one.candidate.objective for one in seen)))
                 # the paper's own serve a latency: where others have something, they are looked
-                # into briefly
+                # into briefly, and not for every number of copies
                 is_brief = floor > 0 and policy(space.name).is_papers
+                if is_brief and floor_qps > 0 and not all(
+                        policy(one.name).is_papers for one in self.spaces):
+                    continue
                 brief = replace(effort, max_nodes=BRIEF_NODES) if is_brief else effort
                 self._free[space.name] = search_space(
                     space, math.inf, brief, (1 + PAPERS_FREE * is_brief) * floor)
-            seen += [best for searched in (self._free[space.name], results.get(space.name))
+            seen += [best for searched in (self._free.get(space.name), results.get(space.name))
                      if searched is not None for best in best_in(space, searched)]
         return max(seen, key=lambda one: one.candidate.objective, default=None)
 

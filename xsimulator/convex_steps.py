@@ -42,18 +42,37 @@ class ConvexTimes:
         offsets = (self._seconds - slopes[:, None] * self._sizes).min(axis=1)
         # the others are of dips: beyond the sizes looked at they would be above the times
         is_below = offsets >= 0
-        self._slopes, self._offsets = slopes[is_below], offsets[is_below]
+        self._slopes, self._offsets, self._from = _highest(slopes[is_below], offsets[is_below])
 
     def mean_s(self, sizes: FloatArray) -> FloatArray:
         """Seconds that steps of `sizes` in the mean take in the mean, at least."""
-        return np.asarray((self._offsets + self._slopes * sizes[..., None]).max(axis=-1))
+        place = np.searchsorted(self._from, sizes, side="right")
+        return np.asarray(self._offsets[place] + self._slopes[place] * sizes)
 
     def whole_s(self, size: FloatArray, pieces: FloatArray) -> FloatArray:
         """Seconds that `size` takes in so many pieces or more, at least."""
-        whole = self._slopes * size[..., None]
-        return np.asarray((self._offsets * pieces[..., None] + whole).max(axis=-1))
+        return np.asarray(pieces * self.mean_s(size / pieces))
 
     def rate_s(self, largest: FloatArray) -> FloatArray:
         """Seconds a row takes in steps of `largest` rows at most, at least."""
         place = np.clip(np.searchsorted(self._sizes, largest), 0, len(self._sizes) - 1)
         return np.asarray(self._seconds[place] / self._sizes[place])
+
+
+def _highest(slopes: FloatArray, offsets: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """Of lines whose slopes rise: (slopes, offsets) of those that are the highest somewhere beyond
+    0, and from which size on each but the first is."""
+    kept: list[tuple[float, float]] = []
+    begins: list[float] = []
+    for slope, offset in zip(slopes.tolist(), offsets.tolist(), strict=True):
+        while kept:
+            crosses = (kept[-1][1] - offset) / (slope - kept[-1][0])
+            if crosses > (begins[-1] if begins else 0.0):
+                begins.append(crosses)
+                break
+            kept.pop()
+            if begins:
+                begins.pop()
+        kept.append((slope, offset))
+    of_kept = np.array(kept).T.copy()
+    return of_kept[0], of_kept[1], np.array(begins)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from xgpt.core.lengths import FloatArray
 from xsimulator.envelope import rising_minorant
+from xsimulator.policies.continuous.native import Native, native
 from xsimulator.stage_times import PerDegree, StageTimes, stage_kinds
 
 SPLITS = 5  # halvings of an octave: a bend's times come out 1e-2 / 32 too high at most
@@ -33,10 +34,32 @@ class SizeTable:
                  lowered: bool = False) -> None:
         self._function, self._lowered = function, lowered
         self.nodes = self.rises = np.empty((0, 0))  # [columns, nodes]
+        self._at = 0, 0  # addresses of both
         self._is_finite = True
 
     def __call__(self, sizes: FloatArray) -> FloatArray:
         """[columns, *sizes.shape]."""
+        of_columns = self._in_arrays(sizes) if (library := native()) is None else (
+            self._natively(library, sizes))
+        if not self._is_finite:
+            unsure = ~np.isfinite(of_columns).all(axis=0)
+            own = np.maximum(sizes, LEAST)[unsure]
+            of_columns[:, unsure] = np.moveaxis(self._function(own), -1, 0)
+        return of_columns
+
+    def _natively(self, library: Native, sizes: FloatArray) -> FloatArray:
+        """By csrc/planning.cpp, to the bit."""
+        sizes = np.asarray(sizes, float, order="C")
+        while True:
+            columns, width = self.nodes.shape
+            of_columns = np.empty((columns, *sizes.shape))
+            top = library.lines(*self._at, columns, width, sizes.ctypes.data, sizes.size, LEAST,
+                                _SHIFT, _FIRST, of_columns.ctypes.data)
+            if top < width:
+                return of_columns
+            self._extend(max(top + (2 << SPLITS), _LEAST_NODES))
+
+    def _in_arrays(self, sizes: FloatArray) -> FloatArray:
         sizes = np.maximum(sizes, LEAST)
         index = sizes.view(np.int64) >> _SHIFT
         beyond = np.left_shift(index, _SHIFT).view(np.float64)  # the node before
@@ -51,9 +74,6 @@ class SizeTable:
                 rises.take(index, out=seconds, mode="clip")
                 seconds *= beyond
                 seconds += nodes.take(index)
-        if not self._is_finite:
-            unsure = ~np.isfinite(of_columns).all(axis=0)
-            of_columns[:, unsure] = np.moveaxis(self._function(sizes[unsure]), -1, 0)
         return of_columns
 
     def reach(self, size: float) -> None:
@@ -70,7 +90,9 @@ class SizeTable:
         self._is_finite = bool(np.isfinite(nodes).all())
         with np.errstate(invalid="ignore"):
             rises = np.diff(nodes, axis=1) / np.diff(sizes)
-        self.nodes, self.rises = (np.ascontiguousarray(own) for own in (nodes[:, :-1], rises))
+        self.nodes = np.ascontiguousarray(nodes[:, :-1])
+        self.rises = np.ascontiguousarray(rises)
+        self._at = self.nodes.ctypes.data, self.rises.ctypes.data
 
 
 @lru_cache(maxsize=16)

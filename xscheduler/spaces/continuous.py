@@ -92,7 +92,7 @@ class ContinuousSpace:
         return self._known.num_evaluated
 
     def examiner(self, latency_bound_s: float, gap: float, floor_qps: float, *,
-                 keeps_gap: bool = False) -> ContinuousExaminer:
+                 keeps_gap: bool = False, is_claimed: bool = True) -> ContinuousExaminer:
         return ContinuousExaminer(self, latency_bound_s, gap=gap, floor_qps=floor_qps)
 
     def config(self, plan: int, point: tuple[int, ...]) -> ContinuousConfig:

@@ -43,7 +43,7 @@ class RraSpace:
         return self.points.num_evaluated + self.chunks.num_evaluated
 
     def examiner(self, latency_bound_s: float, gap: float, floor_qps: float, *,
-                 keeps_gap: bool = False) -> FamilyExaminer:
+                 keeps_gap: bool = False, is_claimed: bool = True) -> FamilyExaminer:
         between = None if self.problem.fixed.encode_chunk else RraExaminer(
             self.points, latency_bound_s, gap=gap, floor_qps=floor_qps)
         return FamilyExaminer(between, self.chunks, latency_bound_s, gap=gap, floor_qps=floor_qps)

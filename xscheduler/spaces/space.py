@@ -68,8 +68,8 @@ class Space(Protocol):
     def num_evaluated(self) -> int: ...
 
     def examiner(self, latency_bound_s: float, gap: float, floor_qps: float, *,
-                 keeps_gap: bool = False) -> Examiner:
-        """keeps_gap: nothing is left open for what it would take."""
+                 keeps_gap: bool = False, is_claimed: bool = True) -> Examiner:
+        """keeps_gap: nothing is left open for what it would take. is_claimed: see Effort."""
 
     def estimate(self, plan: int, point: tuple[int, ...]) -> Estimate: ...
 
@@ -113,6 +113,7 @@ class Effort:
 
     gap: float
     keeps_gap: bool = False
+    is_claimed: bool = True
     max_nodes: int | None = None
     watch: Watch | None = None
 
@@ -130,7 +131,8 @@ class SpaceSearch:
         """wider: a search of this space under no tighter a bound, from whose boxes it begins."""
         self.latency_bound_s = latency_bound_s
         self._examiner = space.examiner(latency_bound_s, effort.gap, 0.0,
-                                         keeps_gap=effort.keeps_gap)
+                                        keeps_gap=effort.keeps_gap,
+                                        is_claimed=effort.is_claimed)
         self._copies = space.problem.copies
         self._search: Maximisation = Maximisation(
             self._examiner.roots, self._examiner.examine, gap=effort.gap,

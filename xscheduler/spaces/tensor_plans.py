@@ -4,8 +4,9 @@ A group lies within a node. One over several whole nodes is looked at where the 
 (`schedule.tp_degree`), and where the weights have no room otherwise: its sums go over the network.
 Every (tp_degree, tp_gpus) is a root of its own: neither memory nor, over fast links, throughput is
 monotone in tp_gpus, and there are few values: on MANY_NODES nodes and more those of whole nodes are
-looked at, which leave pipelines of many lengths. The other two variables of a policy are searched
-as boxes (xscheduler.spaces.rra, xscheduler.spaces.waa)."""
+looked at, which leave pipelines of many lengths; on MOST_NODES those of one node and of quarters
+of all. The other two variables of a policy are searched as boxes (xscheduler.spaces.rra,
+xscheduler.spaces.waa)."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -25,6 +26,7 @@ from xsimulator.memory import capacity_bytes
 MAX_ENCODE_BATCH = 1 << 20
 SIZE_RATIO = 1.25  # between sizes that are looked at all over a space
 MANY_NODES = 4  # from which on tp_gpus that are no whole nodes are not looked at, unless asked for
+MOST_NODES = 8  # from which on those of one node and of quarters of them all are
 _DEGREES = (1, 2, 4, 8, 16)
 
 
@@ -53,8 +55,12 @@ def tensor_plans(problem: Problem, timing: TimingSource) -> list[TensorPlan]:
 
 def _likely(plans: Sequence[TensorPlan], cluster: Cluster) -> Sequence[TensorPlan]:
     """Those that are looked at; all where none is of whole nodes."""
-    whole = [plan for plan in plans if plan.tp_gpus % cluster.devices_per_node == 0]
-    return whole if whole and cluster.num_nodes >= MANY_NODES else plans
+    each, nodes = cluster.devices_per_node, cluster.num_nodes
+    whole = [plan for plan in plans if plan.tp_gpus % each == 0]
+    if nodes >= MOST_NODES:
+        few = {0, each, *(each * round(nodes * share / 4) for share in range(1, 5))}
+        whole = [plan for plan in whole if plan.tp_gpus in few]
+    return whole if whole and nodes >= MANY_NODES else plans
 
 
 def all_tensor_plans(problem: Problem, timing: TimingSource) -> list[TensorPlan]:

@@ -17,7 +17,6 @@ import numpy as np
 
 from xgpt.core.controls import max_in_system
 from xgpt.core.lengths import FloatArray, IntArray
-from xgpt.core.policies import searched_policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.made_sources import remembering
@@ -25,32 +24,37 @@ from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limit, Limits, beyond_range, crowding_or_pace
 from xscheduler.branch_and_bound import Box, Candidate, NodeResult
 from xscheduler.spaces.space import SMALL_BATCHES, Selection, Tight
-from xscheduler.spaces.tensor_plans import TensorPlan, batch_range, even_parts
+from xscheduler.spaces.tensor_plans import TensorPlan, batch_range
+from xscheduler.spaces.waa_boxes import (
+    FEW_POINTS,
+    WorkLeft,
+    chunks_of,
+    grid,
+    group_range,
+    largest_batch,
+    points_of,
+)
 from xsimulator.policies import make_policy
 from xsimulator.policies.waa.bounds import BoxBounds, WaaBounds
 from xsimulator.policies.waa.closed_form import Waa
 from xsimulator.policies.waa.config import WaaBoxes, WaaConfig
-from xsimulator.policies.waa.plans import WaaPlans
 
 MOST_GROUPS = 4  # decode_micro_batches above the fewest, for the tightest latency
-FEW_POINTS = 6  # that are evaluated one by one
 SIDE_PARTS = 3  # into which either side of a box is split
 ROOT_PARTS = (8, 4, 1)  # and of a root: encode_batch, decode_micro_batches, chunk sizes
 CHUNK_ROOT_PARTS = (1, 4, 3)  # of a root with chunks
 CHUNK_PARTS = (2, 2, 2)  # and of a box of several chunk sizes
 LOOKED_AT = 3  # boxes, the most promising, at whose corners points are evaluated
 FIRST_PLANS = 6  # of which so many are; of other tensor plans one
-GROUPS_PER_STAGE = 2  # at most
-CHUNKED = "waa-m"  # whose chunks are searched where both ways of dividing devices are
-# Divisions that boxes with chunks are bounded for in a search, times devices: it costs much.
+# Divisions that boxes with chunks are bounded for in one search, times the devices that they
+# divide: what is spent on a large cluster is to be no more than on a node.
 CHUNKED_WORK = 8_000
 # On more devices a quarter of it: on 64 no gap was narrower for the rest of it.
 MANY_DEVICES = 48
+UNCLAIMED = 0.5  # share of it more for searches of which nothing is claimed
 WORK_SHARE = 0.25  # of what is left, spent before other boxes have their turn again
 LEFT = "chunks left open: their bounds cost much"
 IMMODEST = "chunks hold more than is encoded in an iteration"  # why a box is not looked into
-# Tokens of a chunk. Between two of them encode_batch says what decodes.
-CHUNKS = (32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 
 
 class WaaSpace:
@@ -66,22 +70,24 @@ class WaaSpace:
         # a chunk that the job fixes is taken as it is
         self.bounds = WaaBounds(waa, is_modest=problem.fixed.encode_chunk is None)
         self.plans = tuple(plan for plan in plans if len(
-            WaaPlans(waa.plans, plan.tp_degree, plan.tp_gpus).encode_devices))
+            waa.times.split(plan.tp_degree, plan.tp_gpus).encode_devices))
         self.splits = [waa.split(plan.tp_degree, plan.tp_gpus) for plan in self.plans]
         self.limits = Limits.of(problem.constraint, queries=problem.num_queries or math.inf)
         self._known: dict[tuple[int, ...], tuple[float, float, Limit]] = {}
-        self.chunks = _chunks_of(name, problem)
+        self.chunks = chunks_of(name, problem)
+        self.work = WorkLeft()  # on bounding boxes with chunks
 
     @property
     def num_evaluated(self) -> int:
         return len(self._known)
 
     def examiner(self, latency_bound_s: float, gap: float, floor_qps: float, *,
-                 keeps_gap: bool = False) -> WaaExaminer:
+                 keeps_gap: bool = False, is_claimed: bool = True) -> WaaExaminer:
         devices = self.problem.cluster.num_devices
-        return WaaExaminer(self, latency_bound_s, gap=gap, floor_qps=floor_qps,
-                           work=math.inf if keeps_gap else CHUNKED_WORK / devices / (
-                               1 if devices <= MANY_DEVICES else 4))
+        self.work.grant(latency_bound_s, is_claimed=is_claimed, work=(
+            math.inf if keeps_gap else CHUNKED_WORK / devices * (
+                1.0 if is_claimed else UNCLAIMED) / (1 if devices <= MANY_DEVICES else 4)))
+        return WaaExaminer(self, latency_bound_s, gap=gap, floor_qps=floor_qps)
 
     def best_known(self, latency_bound_s: float) -> tuple[float, int, tuple[int, ...]] | None:
         """(throughput, plan, point) of the best admissible point that was evaluated so far."""
@@ -153,11 +159,10 @@ class WaaExaminer:
     """Examines boxes under one latency bound."""
 
     def __init__(self, space: WaaSpace, latency_bound_s: float, *, gap: float,
-                 floor_qps: float, work: float = math.inf) -> None:
-        """`floor_qps`: throughput found elsewhere; what is no better is not looked into. `work`:
-        divisions that boxes with chunks are bounded for, which costs far more than of others."""
+                 floor_qps: float) -> None:
+        """`floor_qps`: throughput found elsewhere; what is no better is not looked into."""
         self._space, self._bound_s, self._gap = space, latency_bound_s, gap
-        self._best_qps, self._work = floor_qps, work
+        self._best_qps = floor_qps
         self._glanced_at: set[int] = set()  # roots with chunks
         self._largest: dict[int, int] = {}  # by plan: encode_batch within the bound
         # an encoder-decoder model's first token is decoded, too
@@ -169,12 +174,12 @@ class WaaExaminer:
         batches = batch_range(space.problem.fixed, space.problem.num_queries)
         for plan, split in enumerate(space.splits):
             groups = group_range(space.problem, split)
-            largest = max(_largest_batch(space.bounds, split, batches[1]), batches[0])
+            largest = max(largest_batch(space.bounds, split, batches[1]), batches[0])
             last = len(space.chunks) - 1
             for first, end in ((0, 0), (1, last)) if last else ((0, 0),):
                 whole = Box(root=0, lower=(batches[0], groups[0], first),
                             upper=(largest, groups[1], end))
-                for part in _grid(whole, CHUNK_ROOT_PARTS if first else ROOT_PARTS):
+                for part in grid(whole, CHUNK_ROOT_PARTS if first else ROOT_PARTS):
                     self.roots.append(Box(root=len(self.roots), lower=part.lower, upper=part.upper))
                     self.plan_of_root.append(plan)
 
@@ -197,8 +202,8 @@ class WaaExaminer:
     def split(self, box: Box) -> list[Box]:
         """Either side into parts of even ratio; first the sizes of chunks."""
         if box.lower[2] < box.upper[2]:
-            return _grid(box, CHUNK_PARTS)
-        return _grid(box, (SIDE_PARTS, SIDE_PARTS, 1))
+            return grid(box, CHUNK_PARTS)
+        return grid(box, (SIDE_PARTS, SIDE_PARTS, 1))
 
     def examine(self, boxes: Sequence[Box]) -> list[NodeResult]:
         """Plan after plan, the most promising first by a quick bound, those without chunks before
@@ -207,7 +212,7 @@ class WaaExaminer:
         limit, latency, stretch = self._quick(boxes)
         is_refused, space = beyond_range(stretch), self._space
         results: list[NodeResult | None] = [None] * len(boxes)
-        share = WORK_SHARE * self._work
+        share = WORK_SHARE * space.work.left(self._bound_s)
         for place, (has_chunks, rows) in enumerate(self._in_turn(boxes, limit)):
             left = []
             for row in rows.tolist():
@@ -222,7 +227,8 @@ class WaaExaminer:
                                               is_settled=False, reason="")
                 elif has_chunks and (share <= 0 or self._is_first_glance(box)):
                     results[row] = NodeResult(upper_bound=float(limit[row]), box=box, reason=LEFT,
-                                              is_settled=self._work < 1, is_glance=True)
+                                              is_settled=space.work.left(self._bound_s) < 1,
+                                              is_glance=True)
                 else:
                     left.append(row)
             before = space.bounds.work
@@ -230,7 +236,8 @@ class WaaExaminer:
                                 else 1) if left else []
             if has_chunks:
                 spent = space.bounds.work - before
-                share, self._work = share - spent, self._work - spent
+                share -= spent
+                space.work.spend(self._bound_s, spent)
             for row, result in zip(left, own, strict=True):
                 results[row] = result
         return [result for result in results if result is not None]
@@ -333,7 +340,7 @@ class WaaExaminer:
         rows = [row for place, row in enumerate(np.argsort(-limit, kind="stable").tolist())
                 if limit[row] > self._best_qps * (1 + self._gap)
                 and (place < looked_at or boxes[row].num_points <= FEW_POINTS)]
-        points = [[point for point in _points(boxes[row], self._space.chunks)
+        points = [[point for point in points_of(boxes[row], self._space.chunks)
                    if self._space.is_modest(*point)] for row in rows]
         keys = [(self.plan_of_root[boxes[row].root], *point)
                 for row, own in zip(rows, points, strict=True) for point in own]
@@ -348,53 +355,3 @@ class WaaExaminer:
             if best is not None:
                 self._best_qps = max(self._best_qps, best.objective)
         return seen
-
-
-def _chunks_of(name: str, problem: Problem) -> tuple[int, ...]:
-    """Sizes of chunks that are looked at, 0 (none) among them. How devices are divided matters
-    less where those that decode encode, too: where both ways are searched, chunks are by
-    memory alone."""
-    asked, among = problem.fixed.encode_chunk, problem.fixed.policies or searched_policies()
-    if asked is not None or problem.model.is_encoder_decoder:
-        return (asked or 0,)
-    return (0,) if name != CHUNKED and CHUNKED in among else (0, *CHUNKS)
-
-
-def _points(box: Box, chunks: Sequence[int]) -> list[tuple[int, int, int]]:
-    """All points of a small box, else its corners, with a chunk of middle size."""
-    (least, fewest, first), (most, highest, last) = box.lower, box.upper
-    if box.num_points <= FEW_POINTS:
-        return [(batch, groups, chunks[size]) for batch in range(least, most + 1)
-                for groups in range(fewest, highest + 1) for size in range(first, last + 1)]
-    return list(dict.fromkeys((batch, groups, chunks[(first + last) // 2])
-                              for batch in (most, least) for groups in (fewest, highest)))
-
-
-def _grid(box: Box, parts: tuple[int, int, int]) -> list[Box]:
-    """The box cut along its sides: in even ratios, the sizes of chunks in even numbers."""
-    sides = [even_parts(low, up, count) for low, up, count in zip(
-        box.lower[:2], box.upper[:2], parts[:2], strict=True)]
-    borders = np.unique(np.linspace(box.lower[2], box.upper[2] + 1, parts[2] + 1).astype(
-        np.int64)).tolist()
-    chunks = [(first, end - 1) for first, end in zip(borders[:-1], borders[1:], strict=True)]
-    return [Box(root=box.root, lower=(b1, g1, c1), upper=(b2, g2, c2))
-            for b1, b2 in sides[0] for g1, g2 in sides[1] for c1, c2 in chunks]
-
-
-def _largest_batch(bounds: WaaBounds, split: WaaPlans, largest: int) -> int:
-    """No larger encode_batch up to `largest` can fit; 0 if none can."""
-    low, high = 0, largest + 1
-    while high - low > 1:
-        tried = np.unique(np.rint(np.geomspace(low + 1, high - 1, 16)).astype(np.int64))
-        fits = bounds.least_bytes(split, tried) <= bounds.waa.capacity_bytes
-        low = int(max(tried[fits], default=low))
-        high = int(min(tried[~fits], default=high))
-    return low
-
-
-def group_range(problem: Problem, split: WaaPlans) -> tuple[int, int]:
-    """Fewest and most decode_micro_batches to consider."""
-    if problem.fixed.decode_micro_batches is not None:
-        return problem.fixed.decode_micro_batches, problem.fixed.decode_micro_batches
-    plan = split.plan(int(split.encode_devices[0]))
-    return 1, max(GROUPS_PER_STAGE * len(plan.decode.stages), 1)

@@ -19,7 +19,8 @@ from xprofiler.timing import TimingSource
 from xscheduler.search import GAP, Scheduler
 from xscheduler.spaces.space import Effort
 from xscheduler.spaces.tensor_plans import tensor_plans
-from xscheduler.spaces.waa import CHUNKS, LEFT, WaaSpace, group_range
+from xscheduler.spaces.waa import LEFT, WaaSpace
+from xscheduler.spaces.waa_boxes import CHUNKS, group_range
 from xsimulator.policies.waa.config import WaaBoxes
 
 

@@ -46,6 +46,10 @@ class Native:
         self._paged, self._paged_told = library.xgpt_paged, library.xgpt_paged_told
         self._paged.restype, self._paged_told.restype = address, number
         self._paged.argtypes, self._paged_told.argtypes = [address] * 5, [address] * 10
+        self.lines = library.xgpt_lines  # by addresses: it is called too often for more
+        self.lines.restype = number
+        self.lines.argtypes = [address, address, number, number, address, number, ctypes.c_double,
+                               number, number, address]
         self._in_line = library.xgpt_in_line
         self._between = library.xgpt_between
         self._in_line.restype = self._between.restype = None

@@ -73,7 +73,6 @@ class WaaBounds:
     def __init__(self, waa: Waa, *, is_modest: bool = False) -> None:
         """`is_modest`: for configurations with modest chunks alone (Waa.modest_chunk)."""
         self.waa = waa
-        self._of_degree: dict[int, _Single] = {}
         self._shared = cache(lambda degree: ChunkedPoolBounds(  # by degree: of a single group
             waa.times, waa.times.single(degree), waa.problem.lengths.outputs.mean))
         self._most_in_system = cache(self._find_most_in_system)
@@ -285,11 +284,12 @@ class WaaBounds:
 
     def _single(self, degree: int, most: int, rows: float) -> _Single:
         """One group's times are known as far as these sizes."""
-        known = self._of_degree.get(degree)
+        # WAA-C and WAA-M share them
+        known: _Single | None = self.waa.times.kept.get(("single", degree))
         if known is None or len(known.encode_each) <= most or known.sizes[-1] < rows:
             batch = np.arange(1, leap(most) + 1, dtype=float)
-            each, cluster = self.waa.times.encode_query_s(batch, degree), self.waa.problem.cluster
-            times = self.waa.plans.pool([cluster.fastest_group(degree)], "both").times
+            each = self.waa.times.encode_query_s(batch, degree)
+            times = self.waa.times.single(degree).times
             if times.is_encoder_decoder:  # WAA projects in the decode pool, which is not counted
                 tokens = batch * self.waa.problem.lengths.inputs.mean
                 each = each - times.cross_kv_s(tokens)[..., 0] / batch
@@ -297,7 +297,7 @@ class WaaBounds:
             sizes: FloatArray = np.asarray(ROWS_RATIO ** np.arange(count), float)
             per_query = (self.waa.times.decode_query_s(sizes, degree)
                          / self.waa.times.mean_iterations)
-            known = self._of_degree[degree] = _Single(
+            known = self.waa.times.kept["single", degree] = _Single(
                 encode_each=by_batch(np.minimum.accumulate(each)),
                 encode_step=by_batch(np.minimum.accumulate((each * batch)[::-1])[::-1]),
                 sizes=sizes, decode_steps=rising_minorant(sizes, per_query * sizes))

@@ -157,16 +157,13 @@ class Waa:
 
     def split(self, tp_degree: int, tp_gpus: int) -> WaaPlans:
         """These divisions can be. Raises InputError where there is none."""
-        key = (tp_degree, tp_gpus)
-        if key not in self.times.splits:
-            split = WaaPlans(self.plans, tp_degree, tp_gpus)
-            if not len(split.encode_devices):
-                raise wrong("schedule", "tp_degree, tp_gpus", key, (
-                    f"groups within one node and one pool, and no more stages in a pool "
-                    f"than layers; {self.problem.cluster.num_devices} devices, "
-                    f"{self.problem.model.num_layers} layers"))
-            self.times.splits[key] = split
-        return self.times.splits[key]
+        split = self.times.split(tp_degree, tp_gpus)
+        if not len(split.encode_devices):
+            raise wrong("schedule", "tp_degree, tp_gpus", (tp_degree, tp_gpus), (
+                f"groups within one node and one pool, and no more stages in a pool "
+                f"than layers; {self.problem.cluster.num_devices} devices, "
+                f"{self.problem.model.num_layers} layers"))
+        return split
 
     @property
     def iterations_waited(self) -> float:

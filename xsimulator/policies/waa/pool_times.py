@@ -62,7 +62,7 @@ class PoolTimes:
         self.mean_input = self._inputs.mean
         self._uneven = Unevenness(self._inputs, adjustment)
         self._lengthened: dict[WaaPlan, FloatArray] = {}
-        self.splits: dict[tuple[int, int], WaaPlans] = {}  # by tp_degree and tp_gpus
+        self.split = cache(partial(WaaPlans, plans))  # of a tp_degree and tp_gpus, perhaps none
         self.kept: dict[Hashable, Any] = {}  # what bounds tabulate of a plan
         self._summed: dict[Hashable, tuple[FloatArray, FloatArray]] = {}
         self._columns: dict[Hashable, FloatArray] = {}  # of a stage, by its name
@@ -70,6 +70,7 @@ class PoolTimes:
         self._handover = cache(lambda plan: HandoverCost(
             problem, timing, plan.encode.stages, plan.decode.stages))
         self.decode_table = cache(partial(DecodeTable, self))  # by plan
+        self.single = cache(self._find_single)  # a group of a degree holds all layers
 
     def encode_steps(self, plan: WaaPlan, batch: FloatArray, share: float = 1.0) -> FloatArray:
         """An encode step with `share` of the mean tokens takes such seconds [batches, stages]."""
@@ -157,8 +158,7 @@ class PoolTimes:
         a stage of that degree."""
         return np.asarray(pool.times.layers.decode_attention_s(rows, self._context(rows), degree))
 
-    def single(self, degree: int) -> StagePlan:
-        """A single group of that degree holds all layers."""
+    def _find_single(self, degree: int) -> StagePlan:
         return self._plans.pool([self._problem.cluster.fastest_group(degree)], "both")
 
     def encode_query_s(self, batch: FloatArray, degree: int) -> FloatArray:

@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from xgpt.core.lengths import FloatArray
 from xrunner.ops.build import BuildError, find_compiler
+from xsimulator import step_table
 from xsimulator.policies.continuous import in_flight, native, paged_walk
 from xsimulator.policies.continuous.paged_walk import STEPS, Walk, WalkedQueries, walk
 from xsimulator.policies.waa import unevenness
@@ -134,3 +136,26 @@ def test_it_is_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> No
     native.native.cache_clear()
     assert native.native() is not None
     assert list(fresh.glob("*.so")) == [library] and library.stat().st_mtime_ns == made
+
+
+def test_step_times_out_of_tables_are_the_same_to_the_bit(monkeypatch):
+    if native.native() is None:
+        pytest.skip("there is no compiler")
+
+    def seconds(sizes: FloatArray) -> FloatArray:
+        bent = np.stack([1e-5 * sizes + 3e-4, np.maximum(2e-5 * sizes, 1e-3)], axis=-1)
+        return np.where(sizes[..., None] > 5e4, np.inf, bent)
+
+    rng = np.random.default_rng(3)
+    asked = [10 ** rng.uniform(-4, top, shape) for top, shape in (
+        (3.0, (300,)), (4.2, (3, 7)), (5.0, (600,)), (2.0, (0,)))]
+    found = []
+    for library in (native.native(), None):
+        monkeypatch.setattr(step_table, "native", lambda library=library: library)
+        for is_lowered in (False, True):
+            table = step_table.SizeTable(seconds, lowered=is_lowered)
+            found.append([table(np.asarray(sizes)) for sizes in asked])
+    for quick, by_arrays in zip(found[:2], found[2:], strict=True):
+        for one, other in zip(quick, by_arrays, strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert np.isinf(found[0][2]).any(), "else nothing was refused"

@@ -1,0 +1,91 @@
+"""Boxes of WAA's space (xscheduler.spaces.waa): encode_batch, decode_micro_batches, and the place
+of a chunk's size; and points in them."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from xgpt.core.policies import searched_policies
+from xgpt.core.problem import Problem
+from xscheduler.branch_and_bound import Box
+from xscheduler.spaces.tensor_plans import even_parts
+from xsimulator.policies.waa.bounds import WaaBounds
+from xsimulator.policies.waa.plans import WaaPlans
+
+FEW_POINTS = 6  # that are evaluated one by one
+GROUPS_PER_STAGE = 2  # at most
+CHUNKED = "waa-m"  # whose chunks are searched where both ways of dividing devices are
+# Tokens of a chunk. Between two of them encode_batch says what decodes.
+CHUNKS = (32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+
+
+class WorkLeft:
+    """What all searches under a latency bound, those of which something is claimed and the others,
+    may still spend: one that is begun again does not spend it again."""
+
+    def __init__(self) -> None:
+        self._granted: dict[float, dict[bool, float]] = {}  # by bound, is_claimed
+        self._spent: dict[float, float] = {}
+
+    def grant(self, latency_bound_s: float, *, is_claimed: bool, work: float) -> None:
+        """So much may be spent by searches of that kind."""
+        self._granted.setdefault(latency_bound_s, {})[is_claimed] = work
+
+    def left(self, latency_bound_s: float) -> float:
+        return (sum(self._granted[latency_bound_s].values())
+                - self._spent.get(latency_bound_s, 0.0))
+
+    def spend(self, latency_bound_s: float, work: float) -> None:
+        """So much was."""
+        self._spent[latency_bound_s] = self._spent.get(latency_bound_s, 0.0) + work
+
+
+def points_of(box: Box, chunks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """All points of a small box, else its corners, with a chunk of middle size."""
+    (least, fewest, first), (most, highest, last) = box.lower, box.upper
+    if box.num_points <= FEW_POINTS:
+        return [(batch, groups, chunks[size]) for batch in range(least, most + 1)
+                for groups in range(fewest, highest + 1) for size in range(first, last + 1)]
+    return list(dict.fromkeys((batch, groups, chunks[(first + last) // 2])
+                              for batch in (most, least) for groups in (fewest, highest)))
+
+
+def grid(box: Box, parts: tuple[int, int, int]) -> list[Box]:
+    """The box cut along its sides: in even ratios, the sizes of chunks in even numbers."""
+    sides = [even_parts(low, up, count) for low, up, count in zip(
+        box.lower[:2], box.upper[:2], parts[:2], strict=True)]
+    borders = np.unique(np.linspace(box.lower[2], box.upper[2] + 1, parts[2] + 1).astype(
+        np.int64)).tolist()
+    sides.append(tuple((first, end - 1) for first, end in zip(
+        borders[:-1], borders[1:], strict=True)))
+    return [Box(root=box.root, lower=(b1, g1, c1), upper=(b2, g2, c2))
+            for b1, b2 in sides[0] for g1, g2 in sides[1] for c1, c2 in sides[2]]
+
+
+def group_range(problem: Problem, split: WaaPlans) -> tuple[int, int]:
+    """Fewest and most decode_micro_batches to consider."""
+    if problem.fixed.decode_micro_batches is not None:
+        return problem.fixed.decode_micro_batches, problem.fixed.decode_micro_batches
+    plan = split.plan(int(split.encode_devices[0]))
+    return 1, max(GROUPS_PER_STAGE * len(plan.decode.stages), 1)
+
+
+def largest_batch(bounds: WaaBounds, split: WaaPlans, largest: int) -> int:
+    """No larger encode_batch up to `largest` can fit; 0 if none can."""
+    low, high = 0, largest + 1
+    while high - low > 1:
+        tried = np.unique(np.rint(np.geomspace(low + 1, high - 1, 16)).astype(np.int64))
+        fits = bounds.least_bytes(split, tried) <= bounds.waa.capacity_bytes
+        low = int(max(tried[fits], default=low))
+        high = int(min(tried[~fits], default=high))
+    return low
+
+
+def chunks_of(name: str, problem: Problem) -> tuple[int, ...]:
+    """Sizes of chunks that are looked at, 0 (none) among them. How devices are divided matters
+    less where those that decode encode, too: where both ways are searched, chunks are by
+    memory alone."""
+    asked, among = problem.fixed.encode_chunk, problem.fixed.policies or searched_policies()
+    if asked is not None or problem.model.is_encoder_decoder:
+        return (asked or 0,)
+    return (0,) if name != CHUNKED and CHUNKED in among else (0, *CHUNKS)
