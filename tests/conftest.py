@@ -23,6 +23,9 @@ from representative import one_in
 
 # of every instruction set that this processor has, not only of the one that serves
 os.environ.setdefault("XGPT_NATIVE_LEVELS", "all")
+# toys' products are of thousands of sizes, each of which oneDNN compiles: 0.6 ms, 0.04 once it is
+# kept, and it keeps 1,024 by itself
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "4096")
 gc.disable()  # until all is collected: it would go through torch and the tests again and again
 
 _STARTS_RANKS = ("tests/mpi/", "tests/gpu/", "tests/extending/", "tests/slurm/")
