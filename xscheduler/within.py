@@ -18,7 +18,7 @@ from xgpt.core.units import format_seconds
 from xscheduler.targets import WORTH, Targets, Unsafe, tighter_s
 from xscheduler.uncertainty import Doubts, MarginParts
 
-ROUNDS = 5  # searches under other targets at most
+ROUNDS = 6  # searches under other targets at most
 SAME = 0.001  # share by which a schedule must have more than one that is known to be safe, of the
 NARROW = 0.005  # same policy, and than what is had elsewhere, to be worth a replay
 
