@@ -68,13 +68,25 @@ XGPT_INLINE void dots_of_keys(const float *query, int64_t width, const E *keys, 
 template <typename E, int G, int N>
 static void scores_of(const float *query, int64_t width, const E *keys, const E *values,
                       int64_t dim, int64_t count, float scale, float *scores) {
+    // a register's keys in one piece are no quicker, and take longer to compile
+    constexpr int PARTS = N ? 2 : 4, KEYS = W / PARTS;
     const int64_t whole = rounded(count, W);
     for (int64_t j = 0; j < count; j += W) {
         const E *ahead = j + AHEAD<E> < whole ? keys + (j + AHEAD<E>) * dim
                                            : values + (j + AHEAD<E> - whole) * dim;
-        vec dots[G];
-        dots_of_keys<E, G, N, W>(query, width, keys, j, count - 1, dim, ahead, dots);
-        for (int g = 0; g < G; ++g) store(scores + g * BLOCK + j, dots[g] * scale);
+        vec parts[PARTS][G];
+#pragma GCC unroll 1
+        for (int part = 0; part < PARTS; ++part)
+            dots_of_keys<E, G, N, KEYS>(query, width, keys, j + part * KEYS, count - 1, dim,
+                                        ahead + part * KEYS * dim, parts[part]);
+        for (int g = 0; g < G; ++g) {
+            vec low = parts[0][g], high = parts[PARTS / 2][g];
+            if constexpr (PARTS == 4) {
+                low = add_halves<KEYS>(low, parts[1][g]);
+                high = add_halves<KEYS>(high, parts[3][g]);
+            }
+            store(scores + g * BLOCK + j, add_halves<W / 2>(low, high) * scale);
+        }
     }
 }
 

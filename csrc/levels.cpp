@@ -91,6 +91,24 @@ int xgpt_use_level(int level) {
     return XGPT_OK;
 }
 
+int xgpt_has_pairs(void) {
+#ifdef XGPT_HAS_PAIRS
+    static const bool is_intel = __builtin_cpu_is("intel");  // whose units do half of that
+    return xgpt_best_level() == XGPT_AVX512_BF16 && !is_intel ? 1 : 0;
+#else
+    return 0;
+#endif
+}
+
+int xgpt_has_float16(void) {
+#ifdef XGPT_HAS_FLOAT16
+    __builtin_cpu_init();
+    return xgpt_best_level() >= XGPT_AVX512 && __builtin_cpu_supports("avx512fp16") ? 1 : 0;
+#else
+    return 0;
+#endif
+}
+
 const char *xgpt_words(int code) {
     switch (code) {
         case XGPT_OK: return "served";

@@ -19,6 +19,13 @@
 #if __GNUC__ >= 11 && defined(__linux__) && XGPT_MOST_LEVEL >= 4  // whose assembler knows tiles; whose kernel is asked
 #define XGPT_HAS_TILES 1
 #endif
+/* Products of our own, each for its processors; a library of one that is none of them has none. */
+#ifndef XGPT_NO_PAIRS
+#define XGPT_HAS_PAIRS 1
+#endif
+#if __GNUC__ >= 12 && !defined(XGPT_NO_FLOAT16)
+#define XGPT_HAS_FLOAT16 1
+#endif
 #define XGPT_DISPATCH(call)                                \
     switch (xgpt_level()) {                                \
         XGPT_BF16_CASE(call)                               \

@@ -14,8 +14,7 @@
 #include <algorithm>
 #include <vector>
 
-#if defined(XGPT_HAS_X86_LEVELS)
-#define XGPT_HAS_PAIRS 1
+#ifdef XGPT_HAS_PAIRS
 #include <immintrin.h>
 #endif
 
@@ -165,15 +164,6 @@ void multiply(const Product &a) {
 
 }  // namespace
 }  // namespace xgpt
-
-extern "C" int xgpt_has_pairs(void) {
-#ifdef XGPT_HAS_PAIRS
-    static const bool is_intel = __builtin_cpu_is("intel");  // whose units do half of that
-    return xgpt_best_level() == XGPT_AVX512_BF16 && !is_intel ? 1 : 0;
-#else
-    return 0;
-#endif
-}
 
 extern "C" int xgpt_pairs_product(uint16_t *out, const uint16_t *weight, const uint16_t *x,
                                   const uint16_t *bias, int relu, int64_t tokens, int64_t inputs,

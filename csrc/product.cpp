@@ -12,8 +12,7 @@
 #include <algorithm>
 #include <vector>
 
-#if defined(XGPT_HAS_X86_LEVELS) && __GNUC__ >= 12
-#define XGPT_HAS_FLOAT16 1
+#ifdef XGPT_HAS_FLOAT16
 #include <immintrin.h>
 #endif
 
@@ -207,15 +206,6 @@ void multiply(const Product &a) {
 
 }  // namespace
 }  // namespace xgpt
-
-extern "C" int xgpt_has_float16(void) {
-#ifdef XGPT_HAS_FLOAT16
-    __builtin_cpu_init();
-    return xgpt_best_level() >= XGPT_AVX512 && __builtin_cpu_supports("avx512fp16") ? 1 : 0;
-#else
-    return 0;
-#endif
-}
 
 extern "C" int xgpt_float16_product(float *out, const uint16_t *weight,
                                     const float *weight_scales, const float *x,

@@ -161,19 +161,26 @@ static int shared_rows(const Arguments &a, void (*floats)(const Arguments &, int
     return XGPT_OK;
 }
 
+/* What of it keeps no bfloat16 is the same with and without pairs: it is compiled once. */
+#ifdef XGPT_HAS_DOTS
+namespace plain = xgpt::XGPT_WIDE;
+#else
+namespace plain = xgpt::XGPT_ISA;
+#endif
+
 static int norm_any(const Norm &a) {
-    return shared_rows(a, norm_rows<float>, norm_rows<bfloat16>);
+    return shared_rows(a, plain::norm_rows<float>, norm_rows<bfloat16>);
 }
 static int place_any(const Place &a) {
     if (a.kv_dtype == XGPT_FLOAT32)
-        return shared_rows(a, place_rows<float, float>, place_rows<bfloat16, float>);
+        return shared_rows(a, plain::place_rows<float, float>, place_rows<bfloat16, float>);
     return shared_rows(a, place_rows<float, bfloat16>, place_rows<bfloat16, bfloat16>);
 }
 static int best_any(const Best &a) {
-    return shared_rows(a, best_rows<float>, best_rows<bfloat16>);
+    return shared_rows(a, plain::best_rows<float>, plain::best_rows<bfloat16>);
 }
 static int gate_any(const Gate &a) {
-    return shared_rows(a, gate_rows<float>, gate_rows<bfloat16>);
+    return shared_rows(a, plain::gate_rows<float>, gate_rows<bfloat16>);
 }
 
 }  // namespace XGPT_ISA

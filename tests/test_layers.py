@@ -98,6 +98,17 @@ def test_torch_and_its_kin_are_imported_only_by_the_runner_and_the_measuring_par
     assert not heavy
 
 
+def test_no_rank_imports_torch_s_compiler_before_it_is_asked_for() -> None:
+    """It takes as long as torch itself, and comes with what seems to be small."""
+    compilers = ("torch._dynamo", "torch._inductor", "torch.nn.attention", "sympy")
+    heavy = {(module, name) for module, path in modules().items()
+             for node in ast.parse(path.read_text(encoding="utf-8")).body
+             for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import)
+                          else [str(node.module)] if isinstance(node, ast.ImportFrom) else [])
+             if name.startswith(compilers)}
+    assert not heavy
+
+
 def test_only_the_command_line_knows_click() -> None:
     assert {layer_of(module) for module in modules() if "click" in imports(module)} == {"cli"}
 

@@ -2,9 +2,10 @@
 of their run: its run.json, and the descriptors that they are to keep open meanwhile.
 
 `python -m xrunner.standby` is a rank alone, for one run; word comes over the socket that is its
-standard input. `... xrunner.standby N` is any rank of several or one, for run after run: word comes
-to rank 0 over the socket of descriptor N, and after each run a byte goes back. World and weights
-stay. They end when the socket is closed."""
+standard input. It may be told before to take another program's part, "MODULE\\0ARGUMENT", after
+which a byte goes back. `... xrunner.standby N` is any rank of several or one, for run after run:
+word comes to rank 0 over the socket of descriptor N, and after each run a byte goes back. World and
+weights stay. They end when the socket is closed."""
 
 if __name__ == "__main__":  # before what takes seconds to import
     from xgpt.core.lifeline import begin_rank
@@ -15,6 +16,7 @@ import os
 import socket
 import sys
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,17 @@ def main(arguments: list[str]) -> int:
     if arguments:
         return _run_after_run(int(arguments[0]))
     with socket.socket(fileno=os.dup(sys.stdin.fileno())) as line:
-        argument, *_ = socket.recv_fds(line, _MOST_BYTES, _MOST_FILES)
-    return worker.main([argument.decode()]) if argument else 0  # nothing: it is not wanted
+        while True:
+            word, *_ = socket.recv_fds(line, _MOST_BYTES, _MOST_FILES)
+            module, _, argument = word.decode().rpartition("\0")
+            if not argument:  # it is not wanted
+                return 0
+            if not module:
+                return worker.main([argument])
+            if code := import_module(module).main([argument]):
+                return int(code)
+            sys.stdout.flush()
+            line.send(DONE)
 
 
 def _run_after_run(descriptor: int) -> int:

@@ -22,7 +22,8 @@ from xprofiler.profile_file import load_profile  # noqa: E402
 pytestmark = pytest.mark.mpi
 
 
-def submitted(folder: Path, model: Path, *, count: int, longest: int, outputs: int) -> Any:
+def submitted(folder: Path, model: Path, *, count: int, longest: int, outputs: int,
+              ranks: int = 2) -> Any:
     folder.mkdir()
     queries = toys.random_queries(20, seed=count, longest=longest)
     requests = [{"id": f"q{i}", "tokens": list(queries[i % 20].input_ids),
@@ -55,14 +56,31 @@ def cached(home: Path) -> Profile:
     return load_profile(path)
 
 
-def test_the_second_job_measures_nothing(tmp_path: Path, cache: dict[str, str],
-                                         monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def home(tmp_path: Path, cache: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache in which nothing is measured yet."""
     home = tmp_path / "home"
     (home / "xgpt").mkdir(parents=True)
     native = Path(cache["XDG_CACHE_HOME"]) / "xgpt" / "native"
     (home / "xgpt" / "native").symlink_to(native.resolve())
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     monkeypatch.setenv("PYTHONPATH", cache["PYTHONPATH"])
+    return home
+
+
+@pytest.mark.slow
+def test_the_rank_that_was_started_ahead_measures_and_runs(
+        tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []  # beside it
+    monkeypatch.setattr("xgpt.launch.local.start", lambda *words, **_: started.append(words))
+    toys.make_model("llama", tmp_path / "model")
+    done = submitted(tmp_path / "job", tmp_path / "model", count=20, longest=8, outputs=8, ranks=1)
+    assert "profile: timing" in done.stderr and not started
+    assert cached(home).tables
+
+
+def test_the_second_job_measures_nothing(tmp_path: Path, home: Path,
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
     # tests run beside one another: neither that nor what came and went with it counts here
     monkeypatch.setattr("xgpt.app.learn.NOTICEABLE_SHARE", 2.0)
     monkeypatch.setattr("xgpt.app.learn.PASSING", 1e9)

@@ -31,10 +31,12 @@ def begin_compiling(job: Job) -> subprocess.Popen[bytes] | None:
 
 def start_compiling(cache: Path) -> subprocess.Popen[bytes]:
     """A process of its own, not a thread: what a thread has started is waited for at the end, and a
-    command that fails at once, or is interrupted, would last as long as the compiler."""
+    command that fails at once, or is interrupted, would last as long as the compiler. It ends with
+    this one though that is killed."""
     process = subprocess.Popen(
-        [sys.executable, "-I", build.__file__, str(cache)], start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        [sys.executable, "-I", build.__file__, str(cache), str(os.getpid())],
+        start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL)
     atexit.register(_end, process)
     return process
 

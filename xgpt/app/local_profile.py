@@ -5,8 +5,6 @@ import importlib.util
 import json
 import math
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +25,8 @@ from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xgpt.core.problem import Problem
 from xgpt.core.units import format_seconds
 from xgpt.launch.contention import LARGE_SHARE, Contention, in_words
-from xgpt.launch.launcher import Launcher, RankProgram
+from xgpt.launch.launcher import Ahead, Launcher, RankProgram
+from xgpt.launch.leftovers import passing_folder
 from xgpt.launch.rows import launcher_of
 from xprofiler.cache import cached_profile_path
 from xprofiler.coarse import START_S, JobWork, coarse_points, coarse_words
@@ -61,6 +60,7 @@ class WantedProfile:
     refused: dict[int, str]
     links: tuple[str, str]  # inside a node, between nodes
     launcher: Launcher  # of the ranks that measure
+    standby: Ahead | None  # who may be one of them
     output: Path  # of the job: a run of it that is asked to stop stops measuring, too
     engine: Engine  # whose times
     program: Callable[[Path], tuple[str, ...]]  # starts its profiler on a request; (): as ours is
@@ -82,10 +82,10 @@ class WantedProfile:
 
 
 def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = None,
-                   folder: Path | None = None) -> WantedProfile:
+                   folder: Path | None = None, standby: Ahead | None = None) -> WantedProfile:
     """The profile this job is planned with on this machine. `degrees`: tensor-parallel degrees,
     also more than there are devices (a shard needs but one); None: what the job can use. `folder`:
-    the model's, which other engines than ours measure with."""
+    the model's, which other engines than ours measure with. `standby`: a rank that may measure."""
     cluster, fixed = problem.cluster, problem.fixed.tp_degree
     engine = engine_of(job)
     if degrees is None:
@@ -105,7 +105,8 @@ def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = N
                          needs=needs, own=own_sizes(problem, needs), degrees=possible,
                          refused=refused,
                          links=(cluster.intra_link.name, cluster.inter_link.name),
-                         launcher=launcher_of(job, problem), output=job.output, engine=engine,
+                         launcher=launcher_of(job, problem), standby=standby,
+                         output=job.output, engine=engine,
                          captures=job.run.cuda_graphs, job=work_of(problem),
                          share=share_of(problem, engine),
                          program=partial(program_of, job, engine.profiler),
@@ -234,7 +235,8 @@ def _profile(wanted: WantedProfile, tell: Teller, session: _Measurement,
         is_new = _cached(target, tell if session.again else None) is None
         if is_new:
             target.unlink(missing_ok=True)
-        contention = Contention()
+        standby = wanted.standby
+        contention = Contention(alive=lambda: () if standby is None else standby.processes)
         _measure(wanted, target, session, tell, is_new=is_new)
         os.replace(target, path)  # `again`: what was there counts until its successor is whole
         profile = load_profile(path)
@@ -336,9 +338,8 @@ def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: T
     for reason in wanted.refused.values():
         tell.say(f"profile: left out, {reason}")
     # every rank reads the request: hosts have the cache in common, but not /tmp
-    scratch = Path(tempfile.mkdtemp(prefix="xgpt-profile-",
-                                    dir=None if wanted.launcher.is_here else target.parent))
-    try:
+    shared = None if wanted.launcher.is_here else target.parent
+    with passing_folder("xgpt-profile-", shared) as scratch:
         request, progress, stop = (scratch / name for name in ("request.json", "progress", "stop"))
         near, far = wanted.links
         request.write_text(json.dumps({
@@ -359,11 +360,10 @@ def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: T
         try:
             command = wanted.program(request)
             ranks = RankProgram(module=wanted.engine.profiler, argument=request, command=command,
-                                count=1 if command else of.ranks)
+                                count=1 if command else of.ranks,
+                                standby=None if command else wanted.standby)
             wanted.launcher.run(ranks, watch=watch, ask_to_stop=stop.touch)
         finally:
             tell.end_progress()
         if stop.exists():
             raise StoppedEarly("stopped; what was measured is kept, and the same command goes on")
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)

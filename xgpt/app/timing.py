@@ -46,7 +46,7 @@ def timing_of(opened: OpenedJob) -> TimingSource:
                 with told_while(opened.tell, "compiling what computes, once"):
                     why_no_operators()
             return ProfileTiming(quick_profile(
-                wanted_profile(job, problem, folder=folder), opened.tell))
+                wanted_profile(job, problem, folder=folder, standby=opened.standby), opened.tell))
         of = "a generic CPU" if kind == "cpu" else problem.cluster.device.name
         opened.tell.say(
             f"note: {why}, so nothing can be measured here; times come from the roofline of {of} "
@@ -61,7 +61,7 @@ def refined_timing(opened: OpenedJob, timing: TimingSource, job_s: float, *,
     if not (isinstance(timing, ProfileTiming) and opened.is_local and opened.job.profile is None):
         return None
     folder = _folder_of(opened)
-    wanted = wanted_profile(opened.job, opened.problem, folder=folder)
+    wanted = wanted_profile(opened.job, opened.problem, folder=folder, standby=opened.standby)
     most_s = refining_s(timing.profile, wanted, job_s, layouts=layouts)
     return ProfileTiming(refined_profile(wanted, opened.tell, most_s)) if most_s else None
 

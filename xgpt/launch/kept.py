@@ -10,7 +10,7 @@ from pathlib import Path
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.local import local_mpi_command
 from xgpt.launch.process import Started, start
-from xgpt.launch.standby import PROGRAM, SERVES
+from xgpt.launch.standby import MEASURES, PROGRAM, SERVES
 
 _LEAVE_S = 10.0  # for ranks that are told to end
 
@@ -32,7 +32,10 @@ class KeptRanks:
 
     def serves(self, ranks: RankProgram) -> Started | None:
         """The ranks of the run before where they hold what these are to hold, else new ones that
-        will stay; None for another program than the runner's own, for which they make room."""
+        will stay; None for another program than the runner's own, for which they make room unless
+        it measures."""
+        if ranks.module == MEASURES:
+            return None
         if ranks.module != SERVES:
             self.dismiss()
             return None

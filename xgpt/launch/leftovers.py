@@ -1,10 +1,14 @@
-"""What killed ranks leave in shared memory: MPICH removes its files at an orderly end alone, and on
-many machines nothing else does before the next boot."""
+"""What killed processes leave. Ranks, in shared memory: MPICH removes its files at an orderly end
+alone, and on many machines nothing else does before the next boot. Commands, folders for what lasts
+no longer than they do."""
 
+import fcntl
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _FOLDER, _NAMES = Path("/dev/shm"), "mpich_shm_*"
@@ -25,6 +29,36 @@ def remove_leftovers(folder: Path = _FOLDER, processes: Path = Path("/proc")) ->
             path.unlink()
             removed.append(path)
     return removed
+
+
+@contextmanager
+def passing_folder(prefix: str, folder: Path | None = None) -> Iterator[Path]:
+    """A new folder, in the temporary one or in `folder`, which is gone afterwards. So are those of
+    its prefix that a killed process of this user's has left there: a living one holds a lock."""
+    parent = Path(tempfile.gettempdir()) if folder is None else folder
+    for path in parent.glob(f"{prefix}*"):
+        if _is_old_and_own(path):
+            with suppress(OSError), _locked(path):
+                shutil.rmtree(path, ignore_errors=True)
+    scratch = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    try:
+        with _locked(scratch, or_not=True):
+            yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path, *, or_not: bool = False) -> Iterator[None]:
+    """Raises OSError where another process has it locked, or its file system has no such locks,
+    unless it may be without."""
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        with suppress(*(OSError,) * or_not):
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(opened)
 
 
 def _is_old_and_own(path: Path) -> bool:

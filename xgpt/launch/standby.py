@@ -1,5 +1,6 @@
 """A rank that is started before it is known what it is to run. Importing takes it longer than it
-takes to plan for it; where it turns out not to be wanted, it is let go of."""
+takes to plan for it; where it turns out not to be wanted, it is let go of. What a first run
+measures beforehand on one rank, it measures too."""
 
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from xgpt.launch.process import Started, start
 
 SERVES = "xrunner.worker"  # whose part it takes, alone in its run
 PROGRAM = "xrunner.standby"
+MEASURES = "xprofiler.measure.worker"  # whose part it may take before
 
 
 class Standby:
@@ -39,23 +41,37 @@ class Standby:
 
     def serves(self, ranks: RankProgram) -> Started | None:
         """The process at work as these ranks; None where they must be started, for whom it makes
-        room."""
+        room, unless they measure: it waits for its run beside those."""
         if ranks.count == 1 and ranks.module == SERVES:
             return self.serve(ranks.argument, ranks.inherited)
+        if ranks.module == MEASURES:
+            return self.measure(ranks.argument) if ranks.count == 1 else None
         self.dismiss()
         return None
 
     def serve(self, argument: Path, inherited: tuple[int, ...]) -> Started | None:
         """The process, which from now on works as `python -m xrunner.worker ARGUMENT` and keeps
         the descriptors `inherited` open; None where it has ended, or has served before."""
-        if not self._is_free or self.process.poll() is not None:
-            return None
-        try:
-            socket.send_fds(self._line, [str(argument).encode()], inherited)
-        except OSError:
+        if not self._hears(str(argument), inherited):
             return None
         self._is_free = False
         return self._started
+
+    def measure(self, argument: Path) -> Started | None:
+        """The process, which now works as `python -m xprofiler.measure.worker ARGUMENT`, and then
+        waits for its run; None as of `serve`."""
+        told = self._hears(f"{MEASURES}\0{argument}", ())
+        return self._started._replace(line=self._line) if told else None
+
+    def _hears(self, word: str, inherited: tuple[int, ...]) -> bool:
+        """Whether it is told so: neither has it ended, nor has it a run."""
+        if not self._is_free or self.process.poll() is not None:
+            return False
+        try:
+            socket.send_fds(self._line, [word.encode()], inherited)
+        except OSError:
+            return False
+        return True
 
     def dismiss(self) -> None:
         """Ends the process, unless it serves."""

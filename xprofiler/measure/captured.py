@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from xprofiler.measure.clock import Clock
+from xprofiler.measure.clock import Clock, CudaClock
 from xprofiler.measure.probe import LayerParts, Probe, Spans
 from xrunner.engine.graphs import Capture, Captured, CaptureError, DecodeGraphs, why_not
 from xrunner.engine.group import StageGroup
@@ -28,7 +28,7 @@ class InnerClock(Clock, Protocol):
         """The next mark is the first one again."""
 
 
-class GraphClock:
+class GraphClock(CudaClock):
     """CUDA events that a graph records. They are made before it is captured, in the same step
     launched kernel by kernel, and are then recorded by the capture, one after the other."""
 
@@ -52,12 +52,6 @@ class GraphClock:
         self._next += 1
         event.record()
         return event
-
-    def settle(self) -> None:
-        torch.cuda.synchronize()
-
-    def seconds(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
-        return float(first.elapsed_time(second)) / 1e3
 
 
 class Capturing(NamedTuple):

@@ -314,8 +314,9 @@ class Measuring:
     def _outlook(self) -> tuple[float, float]:
         """(share done, seconds left) of the skeleton and what the budget leaves after it."""
         done, spent_s = 1 - self._left / self._total if self._total else 1.0, self._spent_s()
-        skeleton_s = min(self._worked_s * (1 / done - 1) if done > 0 else 0.0,
-                         self.request.skeleton_s - spent_s)
+        if done <= 0:  # stopped before the first: nobody knows what the others take
+            return 0.0, 0.0
+        skeleton_s = min(self._worked_s * (1 / done - 1), self.request.skeleton_s - spent_s)
         left_s = max(skeleton_s, self.request.budget_s - spent_s, 0.0)
         elapsed_s = time.monotonic() - self.begin_s
         return elapsed_s / max(elapsed_s + left_s, 1e-9), left_s

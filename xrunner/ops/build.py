@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 LIBRARY = "libxgpt_native.so"
+PLANNING = "planning*.cpp"  # what planning alone needs, and compiles for itself
 VARIABLE = "XGPT_NATIVE"  # auto, off or require
 # Which instruction sets are compiled into a library that is kept on this machine: `own` (those that
 # serve on its processor, which takes a third of the time), or `all`, as in a wheel.
@@ -36,6 +37,7 @@ _PROBE, _WIDE = "levels.cpp", 2  # tells the processor's best set; the one that 
 _COMPILERS = ("g++", "c++", "clang++")
 _LIMIT_S = 600.0
 _CPU_KEYS = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "Features")
+_PR_SET_PDEATHSIG = 1
 
 
 class BuildError(Exception):
@@ -53,6 +55,11 @@ def source_folder() -> Path:
     """csrc/ of an installed wheel, or else of the checkout."""
     packaged = Path(__file__).resolve().parent.parent / "csrc"
     return packaged if packaged.is_dir() else packaged.parent.parent / "csrc"
+
+
+def cache_folder() -> Path:
+    """Where compiled libraries are kept: the cache's place as xrunner.checkpoint.source has it."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "xgpt" / "native"
 
 
 def find_compiler() -> Compiler:
@@ -126,19 +133,22 @@ def _compile(command: Sequence[str]) -> None:
 
 
 def own_levels(folder: Path, compiler: Compiler) -> tuple[str, ...]:
-    """Options that leave out instruction sets which never serve on this processor; none where all
-    are asked for, the sources do not tell, or nothing can be loaded from the temporary folder (a
-    cluster's administrators may forbid that)."""
+    """Options that leave out instruction sets, and products, which never serve on this processor;
+    none where all are asked for, the sources do not tell, or nothing can be loaded from the
+    temporary folder (a cluster's administrators may forbid that)."""
     if _levels_wish() == "all" or not (folder / _PROBE).is_file():
         return ()
     with tempfile.TemporaryDirectory(prefix="xgpt-native-") as scratch:
         probe = Path(scratch) / "levels.so"
         compile_library(folder, probe, compiler, names=_PROBE)
         try:
-            best = int(ctypes.CDLL(str(probe)).xgpt_best_level())
+            told = ctypes.CDLL(str(probe))
         except OSError:
             return ()
-    return (f"-DXGPT_LEAST_LEVEL={min(best, _WIDE)}", f"-DXGPT_MOST_LEVEL={best}")
+        best = int(told.xgpt_best_level())
+        return (f"-DXGPT_LEAST_LEVEL={min(best, _WIDE)}", f"-DXGPT_MOST_LEVEL={best}",
+                *["-DXGPT_NO_PAIRS"] * (not told.xgpt_has_pairs()),
+                *["-DXGPT_NO_FLOAT16"] * (not told.xgpt_has_float16()))
 
 
 def _levels_wish() -> str:
@@ -188,6 +198,14 @@ def why_not_native(cache: Path) -> str:
     except (BuildError, OSError) as error:
         return str(error)
     return ""
+
+
+def keep_here() -> None:
+    """What runs of this checkout will look for in the user's cache is compiled into it, where it
+    is not there. Raises BuildError or OSError as `cached_library`."""
+    if os.environ.get(VARIABLE, "").strip() != "off":
+        for names in (PLANNING, "*.cpp"):
+            cached_library(cache_folder(), names)
 
 
 def why_no_cupy() -> str | None:
@@ -244,11 +262,23 @@ def _last_line(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def _ended(*_: object) -> None:
-    """Of a process that compiles for another which has ended: its files are taken away, and no
-    failure is kept."""
+    """Of a process that compiles for another which has ended: its compilers end, its files are
+    taken away, and no failure is kept."""
+    signal.signal(signal.SIGTERM, lambda *_: None)  # not ignored, which compilers would inherit
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGTERM)
     raise SystemExit(128 + signal.SIGTERM)
 
 
-if __name__ == "__main__":
+def _end_with(parent: int) -> None:
+    """This process is told when the one that started it ends, however that ends."""
     signal.signal(signal.SIGTERM, _ended)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it has ended before
+        _ended()
+
+
+if __name__ == "__main__":
+    _end_with(int(sys.argv[2]))
     sys.exit(why_not_native(Path(sys.argv[1])) or None)

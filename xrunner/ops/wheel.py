@@ -1,6 +1,8 @@
-"""What `pip wheel` does beyond copying Python files (declared in setup.cfg): csrc/ goes along, as
-xrunner/csrc/, with the library compiled from it. Without a compiler the wheel has none, and the
-runner compiles one where it can (xrunner.ops.native).
+"""What pip does beyond copying Python files (declared in setup.cfg). Into a wheel csrc/ goes along,
+as xrunner/csrc/, with the library compiled from it. For a checkout that is installed as it lies
+(`pip install -e`) the library is compiled into the user's cache, under the name by which runs look
+for it, so that the first of them compiles nothing. Without a compiler there is none, and the runner
+compiles one where it can (xrunner.ops.native).
 
 setuptools loads this file alone, before anything of this project can be imported.
 """
@@ -37,7 +39,9 @@ class BuildPy(build_py):  # type: ignore[misc]  # setuptools is untyped
 
     def run(self) -> None:
         super().run()
-        if not self.editable_mode:  # there the checkout's own csrc/ serves
+        if self.editable_mode:  # the checkout's own csrc/ serves
+            self._keep()
+        else:
             self._copy_sources()
             self._compile()
 
@@ -60,6 +64,14 @@ class BuildPy(build_py):  # type: ignore[misc]  # setuptools is untyped
         self._folder().mkdir(parents=True)
         for source in _sources():
             shutil.copy2(source, self._folder())
+
+    def _keep(self) -> None:
+        build = _build()
+        try:
+            build.keep_here()
+        except (build.BuildError, OSError, RuntimeError, ValueError) as error:
+            # nothing depends on it; and a user may have no home to keep it in
+            self.warn(f"the native operators are not compiled now: {error}")
 
     def _compile(self) -> None:
         build = _build()

@@ -34,8 +34,10 @@ def test_operators_are_compiled_beside_the_beginning_of_a_run_on_this_machine(
     assert asked == [tmp_path / "native"] * is_compiled
 
 
+@pytest.mark.parametrize(("end", "code"), [
+    ("raise SystemExit(2)", 2), ("os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL)])
 def test_a_command_that_ends_before_the_compiler_ends_it_and_leaves_no_file(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, code: int) -> None:
     compiler, at_work = tmp_path / "slow", tmp_path / "at_work"
     compiler.write_text(SLOW, encoding="utf-8")
     compiler.chmod(0o755)
@@ -45,17 +47,19 @@ def test_a_command_that_ends_before_the_compiler_ends_it_and_leaves_no_file(
     (tmp_path / "tmp").mkdir()
     (tmp_path / "native").mkdir()
     command = f"""
+import os
+import signal
 import time
 from pathlib import Path
 from xgpt.app.compiling import start_compiling
 print(start_compiling(Path({str(tmp_path / "native")!r})).pid, flush=True)
 while not Path({str(at_work)!r}).exists():
     time.sleep(0.01)
-raise SystemExit(2)
+{end}
 """
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True,
                           timeout=60, check=False)
-    assert done.returncode == 2, done.stderr
+    assert done.returncode == code, done.stderr
     assert _are_gone(int(done.stdout)), "its compilers too"
     assert [path.suffix for path in (tmp_path / "native").iterdir()] == [".lock"]
     assert not list((tmp_path / "tmp").iterdir())

@@ -11,13 +11,18 @@ from xgpt.core.job_file import load_job
 from xgpt.launch import standby as ahead
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.local import LocalLauncher
-from xgpt.launch.standby import SERVES, Standby, standby_for
+from xgpt.launch.standby import MEASURES, SERVES, Standby, standby_for
 
 # Waits like xrunner.standby; writes its process id where it is told to, and ends as that file says.
 PROGRAM = """
 import os, pathlib, socket, sys, time
 with socket.socket(fileno=os.dup(0)) as line:
     argument, files, *_ = socket.recv_fds(line, 4096, 4)
+    if b"\\0" in argument:
+        module, _, path = argument.decode().partition("\\0")
+        pathlib.Path(path).write_text(f"{os.getpid()} {module}")
+        line.send(b".")
+        argument, files, *_ = socket.recv_fds(line, 4096, 4)
 if not argument:
     sys.exit(0)
 path = pathlib.Path(argument.decode())
@@ -95,7 +100,30 @@ def test_it_ends_when_it_is_let_go_of_or_its_launcher_is_gone(tmp_path: Path,
     orphan.dismiss()
 
 
-@pytest.mark.parametrize("other", [{"count": 2}, {"module": "xprofiler.measure.worker"}])
+def test_it_measures_first_and_then_takes_the_run(tmp_path: Path, standby: Standby) -> None:
+    measured, ran = tmp_path / "request.json", program(tmp_path, standby)
+    LocalLauncher().run(program(tmp_path, standby, module=MEASURES, argument=measured),
+                        watch=lambda: None)
+    assert measured.read_text() == f"{standby.process.pid} xprofiler.measure.worker"
+    LocalLauncher().run(ran, watch=lambda: None)
+    assert ran.argument.read_text() == f"{standby.process.pid} 0"
+    assert standby.measure(measured) is None, "it has had its run"
+    standby.dismiss()
+
+
+def test_it_waits_beside_several_that_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                              standby: Standby) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalLauncher, "command", lambda self, ranks: ["true"])
+        LocalLauncher().run(program(tmp_path, standby, module=MEASURES, count=2),
+                            watch=lambda: None)
+    ranks = program(tmp_path, standby)
+    LocalLauncher().run(ranks, watch=lambda: None)
+    assert ranks.argument.read_text() == f"{standby.process.pid} 0"
+    standby.dismiss()
+
+
+@pytest.mark.parametrize("other", [{"count": 2}, {"module": "xrunner.agreement"}])
 def test_another_program_does_not_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                          standby: Standby, other: dict[str, object]) -> None:
     monkeypatch.setattr(LocalLauncher, "command", lambda self, ranks: ["true"])

@@ -114,16 +114,32 @@ def test_sources_are_compiled_each_and_linked_to_one_library(cache: Path, source
 
 
 @needs_compiler
-@pytest.mark.parametrize(("best", "least"), [(0, 0), (1, 1), (2, 2), (3, 2), (4, 2)])
-def test_what_is_kept_here_has_the_sets_that_serve_here(
-        cache: Path, sources: Path, monkeypatch: pytest.MonkeyPatch, best: int, least: int) -> None:
+@pytest.mark.parametrize(("best", "least", "pairs", "float16"), [
+    (0, 0, 0, 0), (1, 1, 0, 0), (2, 2, 0, 1), (3, 2, 1, 0), (4, 2, 0, 1)])
+def test_what_is_kept_here_has_the_sets_and_products_that_serve_here(
+        cache: Path, sources: Path, monkeypatch: pytest.MonkeyPatch, best: int, least: int,
+        pairs: int, float16: int) -> None:
     monkeypatch.delenv("XGPT_NATIVE_LEVELS", raising=False)
-    (sources / "one.cpp").write_text(
-        'extern "C" int one(void) { return 10 * XGPT_LEAST_LEVEL + XGPT_MOST_LEVEL; }\n')
-    (sources / "levels.cpp").write_text(
-        f'extern "C" int xgpt_best_level(void) {{ return {best}; }}\n')
+    (sources / "one.cpp").write_text("""
+#ifdef XGPT_NO_PAIRS
+#define PAIRS 0
+#else
+#define PAIRS 1
+#endif
+#ifdef XGPT_NO_FLOAT16
+#define FLOAT16 0
+#else
+#define FLOAT16 1
+#endif
+extern "C" int one(void) { return 10 * XGPT_LEAST_LEVEL + XGPT_MOST_LEVEL; }
+extern "C" int two(void) { return 10 * PAIRS + FLOAT16; }
+""")
+    (sources / "levels.cpp").write_text("".join(
+        f'extern "C" int xgpt_{name}(void) {{ return {value}; }}\n' for name, value in (
+            ("best_level", best), ("has_pairs", pairs), ("has_float16", float16))))
     own = build.cached_library(cache)
     assert ctypes.CDLL(str(own)).one() == 10 * least + best
+    assert ctypes.CDLL(str(own)).two() == 10 * pairs + float16
     monkeypatch.setenv("XGPT_NATIVE_LEVELS", "all")
     (sources / "one.cpp").write_text('#ifdef XGPT_LEAST_LEVEL\n#error\n#endif\n')
     assert build.cached_library(cache) != own

@@ -1,4 +1,5 @@
-"""A wheel holds the native operators and their sources, and installs without a compiler, too."""
+"""A wheel holds the native operators and their sources, and installs without a compiler, too; a
+checkout that is installed as it lies has them compiled for its first run."""
 
 from __future__ import annotations
 
@@ -101,6 +102,36 @@ def plans_in_a_folder_of_its_own(target: Path, folder: Path) -> None:
                        cwd=folder, capture_output=True,
                        env={"PATH": str(folder), "PYTHONPATH": str(target), "HOME": str(folder)})
     assert (folder / "schedule.json").is_file() and (folder / "sweep" / "report.html").is_file()
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_an_installed_checkout_is_compiled_for_its_first_run(tree: Path, tmp_path: Path) -> None:
+    for source in (tree / "csrc").iterdir():
+        source.unlink()
+    for name in ("planning.cpp", "other.cpp"):
+        (tree / "csrc" / name).write_text(f'extern "C" int {name[:-4]}(void) {{ return 1; }}\n')
+    program = "from setuptools.build_meta import build_editable; build_editable('.')"
+    said = {}
+    for compiler in ("/nowhere/c++", "g++"):
+        done = subprocess.run(
+            [sys.executable, "-c", program], check=True, cwd=tree, timeout=100,
+            capture_output=True, text=True, env={**os.environ, "CXX": compiler,
+                "XDG_CACHE_HOME": str(tmp_path / "cache"), "XGPT_NATIVE": ""})
+        said[compiler] = done.stdout + done.stderr
+    line = "the native operators are not compiled now: $CXX is /nowhere/c++"
+    assert line in said["/nowhere/c++"] and line[:20] not in said["g++"]
+    code = f"""
+import sys; sys.path.insert(0, {str(tree)!r})
+from xrunner.ops import build
+build.compile_library = None  # all is there
+for names in ("*.cpp", build.PLANNING):
+    print(build.cached_library(build.cache_folder(), names))
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True,
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "CXX": "g++"})
+    assert len(set(found.stdout.split())) == 2
+    assert all(Path(one).is_file() for one in found.stdout.split())
 
 
 def test_a_source_distribution_holds_csrc(tree: Path) -> None:

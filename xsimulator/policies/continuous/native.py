@@ -10,21 +10,21 @@ import ctypes
 import os
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
 from xrunner.ops.build import (
     LIBRARY,
+    PLANNING,
     VARIABLE,
     BuildError,
+    cache_folder,
     cached_library,
     extra_flags,
     source_folder,
 )
 
-SOURCE = "planning*.cpp"
 _SUMS = 8  # of a configuration
 
 
@@ -160,7 +160,5 @@ def native() -> Native | None:
             return Native(ctypes.CDLL(str(packaged)))
     # a folder or a compiler's words that cannot be made out are no reason to plan nothing
     with contextlib.suppress(BuildError, OSError, AttributeError, RuntimeError, ValueError):
-        # the cache's place as xrunner.checkpoint.source has it, which planning does without
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        return Native(ctypes.CDLL(str(cached_library(base / "xgpt" / "native", SOURCE))))
+        return Native(ctypes.CDLL(str(cached_library(cache_folder(), PLANNING))))
     return None
