@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -29,15 +30,17 @@ from xscheduler.spaces.waa_boxes import (
     FEW_POINTS,
     WorkLeft,
     chunks_of,
+    corners_of,
     grid,
     group_range,
     largest_batch,
     points_of,
 )
+from xscheduler.spaces.waa_climb import MOST_CLIMBED, Climber, candidate_in, least_modest, ranges_of
 from xsimulator.policies import make_policy
 from xsimulator.policies.waa.bounds import BoxBounds, WaaBounds
 from xsimulator.policies.waa.closed_form import Waa
-from xsimulator.policies.waa.config import WaaBoxes, WaaConfig
+from xsimulator.policies.waa.config import WaaConfig
 
 MOST_GROUPS = 4  # decode_micro_batches above the fewest, for the tightest latency
 SIDE_PARTS = 3  # into which either side of a box is split
@@ -164,6 +167,8 @@ class WaaExaminer:
         self._space, self._bound_s, self._gap = space, latency_bound_s, gap
         self._best_qps = floor_qps
         self._glanced_at: set[int] = set()  # roots with chunks
+        self._has_climbed = space.problem.cluster.num_devices > MOST_CLIMBED or (
+            space.problem.fixed.encode_chunk is not None)
         self._largest: dict[int, int] = {}  # by plan: encode_batch within the bound
         # an encoder-decoder model's first token is decoded, too
         tokens = space.problem.lengths.outputs.quantile(space.problem.constraint.quantile) - 1
@@ -187,14 +192,8 @@ class WaaExaminer:
     def known(self) -> Candidate | None:
         """The best admissible point that was evaluated under any bound so far."""
         best = self._space.best_known(self._bound_s)
-        if best is None:
-            return None
-        qps, plan, (batch, groups, chunk) = best
-        point = batch, groups, self._space.chunks.index(chunk)
-        return next((Candidate(objective=qps, root=box.root, point=best[2])
-                     for box, own in zip(self.roots, self.plan_of_root, strict=True) if own == plan
-                     and all(low <= value <= up for low, value, up in zip(
-                         box.lower, point, box.upper, strict=True))), None)
+        return None if best is None else candidate_in(
+            self.roots, self.plan_of_root, self._space.chunks, best[0], (best[1], *best[2]))
 
     def raise_floor(self, floor_qps: float) -> None:
         self._best_qps = max(self._best_qps, floor_qps)
@@ -232,8 +231,11 @@ class WaaExaminer:
                 else:
                     left.append(row)
             before = space.bounds.work
+            peak = self._climb() if has_chunks and left else None
             own = self._examine([boxes[row] for row in left], LOOKED_AT if place < FIRST_PLANS
                                 else 1) if left else []
+            if peak is not None and (own[0].best is None or peak.rank < own[0].best.rank):
+                own[0] = replace(own[0], best=peak)
             if has_chunks:
                 spent = space.bounds.work - before
                 share -= spent
@@ -241,6 +243,28 @@ class WaaExaminer:
             for row, result in zip(left, own, strict=True):
                 results[row] = result
         return [result for result in results if result is not None]
+
+    def _climb(self) -> Candidate | None:
+        """The best with chunks that a climb finds, once."""
+        if self._has_climbed:
+            return None
+        self._has_climbed, space = True, self._space
+        roots = [root for root in self.roots if space.chunks[root.upper[2]]]
+        limit, latency, _ = self._quick(roots)
+        plans = {self.plan_of_root[root.root] for root, most, least_s in zip(
+            roots, limit, latency, strict=True)
+            if most > self._best_qps * (1 + self._gap) and least_s <= self._bound_s}
+        climber = Climber(space.evaluate, partial(least_modest, space.waa), self._bound_s)
+        ranges = {plan: ranges_of(space.problem, space.bounds, split)
+                  for plan, split in enumerate(space.splits)}
+        grid = [key for plan in sorted(plans) for key in climber.grid(
+            plan, (ranges[plan][0][0], self._largest_within(plan)), ranges[plan][1])]
+        best = space.best_known(self._bound_s)
+        found = climber.best([*grid, *(climber.beside(best[1], best[2]) if best else ())], ranges)
+        if found is None or found[0] <= self._best_qps:
+            return None
+        self._best_qps = found[0]
+        return candidate_in(self.roots, self.plan_of_root, space.chunks, *found)
 
     def _in_turn(self, boxes: Sequence[Box], limit: FloatArray) -> list[tuple[bool, IntArray]]:
         """(whether they take chunks, rows of boxes of one plan)."""
@@ -279,7 +303,7 @@ class WaaExaminer:
         space = self._space
         limit, latency, stretch = (np.empty(len(boxes)) for _ in range(3))
         for index, rows in self._by_plan(boxes):
-            own, degrees = self._corners(boxes, rows), self._space.degrees(index)
+            own, degrees = corners_of(boxes, rows, space.chunks), space.degrees(index)
             limit[rows], latency[rows] = space.bounds.quick(
                 space.splits[index], own, degrees, self._bound_s)
             stretch[rows] = space.waa.least_stretch(own.least.astype(float), degrees)
@@ -320,17 +344,9 @@ class WaaExaminer:
         bounds = np.empty((len(BoxBounds._fields), len(boxes)))
         for index, rows in self._by_plan(boxes):
             bounds[:, rows] = space.bounds.bound(
-                space.splits[index], self._corners(boxes, rows),
+                space.splits[index], corners_of(boxes, rows, space.chunks),
                 worth_qps=self._best_qps * (1 + self._gap), latency_bound_s=self._bound_s)
         return BoxBounds(*bounds)
-
-    def _corners(self, boxes: Sequence[Box], rows: IntArray) -> WaaBoxes:
-        corners = np.array([(*boxes[row].lower, *boxes[row].upper) for row in rows.tolist()],
-                           np.int64)
-        sizes = np.array(self._space.chunks, np.int64)
-        return WaaBoxes(least=corners[:, 0], fewest=corners[:, 1], most=corners[:, 3],
-                        highest=corners[:, 4], chunk=sizes[corners[:, 2]],
-                        largest_chunk=sizes[corners[:, 5]])
 
     def _look(self, boxes: Sequence[Box], limit: FloatArray,
               looked_at: int) -> list[tuple[Candidate | None, bool]]:

@@ -5,11 +5,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from xgpt.core.lengths import IntArray
 from xgpt.core.policies import searched_policies
 from xgpt.core.problem import Problem
 from xscheduler.branch_and_bound import Box
 from xscheduler.spaces.tensor_plans import even_parts
 from xsimulator.policies.waa.bounds import WaaBounds
+from xsimulator.policies.waa.config import WaaBoxes
 from xsimulator.policies.waa.plans import WaaPlans
 
 FEW_POINTS = 6  # that are evaluated one by one
@@ -60,6 +62,15 @@ def grid(box: Box, parts: tuple[int, int, int]) -> list[Box]:
         borders[:-1], borders[1:], strict=True)))
     return [Box(root=box.root, lower=(b1, g1, c1), upper=(b2, g2, c2))
             for b1, b2 in sides[0] for g1, g2 in sides[1] for c1, c2 in sides[2]]
+
+
+def corners_of(boxes: Sequence[Box], rows: IntArray, chunks: Sequence[int]) -> WaaBoxes:
+    """The ranges of some of the boxes."""
+    corners = np.array([(*boxes[row].lower, *boxes[row].upper) for row in rows.tolist()], np.int64)
+    sizes = np.array(chunks, np.int64)
+    return WaaBoxes(least=corners[:, 0], fewest=corners[:, 1], most=corners[:, 3],
+                    highest=corners[:, 4], chunk=sizes[corners[:, 2]],
+                    largest_chunk=sizes[corners[:, 5]])
 
 
 def group_range(problem: Problem, split: WaaPlans) -> tuple[int, int]:

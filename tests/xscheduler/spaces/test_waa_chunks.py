@@ -70,6 +70,18 @@ def test_where_chunks_would_take_too_much_they_are_left_open_and_the_bound_says_
     assert asked.figures.throughput_qps >= whole.figures.throughput_qps / (1 + GAP)
 
 
+def test_a_climb_finds_the_best_chunks_where_hardly_a_box_is_bounded(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = replace(problem_of(lengths="S", latency_s=7.0), fixed=FixedSchedule(
+        policies=("waa-m",)), num_queries=None)
+    timing = roofline_of(problem)
+    best = all_points(problem, timing, 7.0)
+    monkeypatch.setattr("xscheduler.spaces.waa.CHUNKED_WORK", 8)
+    found = Scheduler(problem, timing).find()
+    assert found.figures.throughput_qps >= 0.99 * best and found.estimate.variables["encode_chunk"]
+    assert found.proof.bound_qps >= best
+
+
 def test_chunks_are_searched_once_and_as_the_job_and_the_model_have_them() -> None:
     def chunks(name: str, model: str = "opt-13b", **fixed: object) -> tuple[int, ...]:
         problem = replace(problem_of(model), fixed=FixedSchedule(**fixed))  # type: ignore[arg-type]
