@@ -197,9 +197,10 @@ struct Sums {
     }
     double decoding() const {
         if (asked.facts.seen_iterations == 0) return 0;
-        double own = through_blocks(steps.own, seen + 1);
+        double own = 0;  // kind by kind, so that of one iteration nothing is left
         for (int64_t k = 0; k < kinds; ++k)
-            own -= static_cast<double>(plan.counts[k]) * steps.own[k];
+            own += static_cast<double>(plan.counts[k])
+                   * (of_blocks(steps.own, k, seen + 1) - steps.own[k]);
         return own + before * phase();
     }
     double latency() const {

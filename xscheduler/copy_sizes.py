@@ -107,8 +107,8 @@ class CopySizes:
             schedule = self._planned(planner, least_qps)
         except BeatenError as beaten:
             self.worth[devices] = min(self.worth[devices], floor_qps)
-            if not self._has_margin:
-                self.most[devices] = min(self.most[devices],
+            if not self._has_margin:  # of a size of which some policies were seen, it is the first
+                self.most[devices] = min(self.most.get(devices, float("inf")),
                                           beaten.upper_qps / _copies(planner))
         except (InfeasibleError, InputError):
             self.drop(devices)

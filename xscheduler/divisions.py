@@ -36,6 +36,7 @@ from xscheduler.evaluator import Evaluator
 from xscheduler.job_time import MOST_AGAIN, MOST_REPLAYS, WORTH, is_short, words_of
 from xscheduler.over_copies import CopiesSearch
 from xscheduler.partition import Division, best_division, best_unequal
+from xscheduler.spaces.tensor_plans import left_out
 
 PROVED = (Status.OPTIMAL, Status.WITHIN_GAP, Status.LIMIT, Status.JOB)
 EQUAL_ALONE, ANY_SIZES = "equal copies", "copies of any sizes"  # what a bound is of
@@ -81,10 +82,18 @@ class Divider:
 
     def better(self, schedule: Schedule) -> Schedule:
         """The schedule of equal copies, or one of a division that answers more; with a line on the
-        best division beside those on equal copies, where one was seen."""
+        best division beside those on equal copies, where one was seen; and of which copies its
+        bound is."""
         key = self.problem.constraint.latency_s, self.has_margin
         if key not in self.search.gone_over or schedule.proof.status not in PROVED:
             return schedule
+        problems = [looked.planner.problem for looked, _ in self.search.gone_over[key]]
+        narrower = dict.fromkeys(left_out(one) for one in problems if one.cluster.num_nodes > 1)
+        schedule = self._divided(schedule, key)
+        return schedule.changed(covers="; ".join(filter(None, (schedule.proof.covers, *narrower))))
+
+    def _divided(self, schedule: Schedule, key: tuple[float, bool]) -> Schedule:
+        """The better of both, and of which sizes of copies its bound is."""
         if not may_divide(self.problem, schedule):
             is_any = self.problem.cluster.num_devices > 2
             return schedule.changed(covers=EQUAL_ALONE) if is_any else schedule

@@ -23,6 +23,7 @@ from xgpt.launch.launcher import ranks_per_node
 from xgpt.report.table import schedule_table, stage_table
 from xrunner.replica import replicas_of
 from xrunner.rules.routing import deal
+from xscheduler.copies_shown import Looked
 from xscheduler.copy_sizes import CopySizes
 from xscheduler.divisions import (
     ANY_SIZES,
@@ -37,6 +38,7 @@ from xscheduler.over_copies import CopiesSearch
 from xscheduler.planner import Planner, PlanOptions
 from xscheduler.search import FIRST_GAP
 from xscheduler.spaces.space import Effort
+from xscheduler.spaces.tensor_plans import left_out
 from xsimulator.replay.copies import replayer_of
 from xsimulator.replay.job import planned_queries
 
@@ -157,6 +159,29 @@ def test_a_bound_of_equal_copies_names_what_unlike_ones_have_at_most() -> None:
     sizes.most[3] = 6.5
     assert divider._covering(found, sizes).proof.covers == (
         f"{EQUAL_ALONE}; unlike ones have at most 10.5 queries/s")
+
+
+def test_a_bound_says_which_tensor_plans_of_large_copies_were_not_looked_at() -> None:
+    for nodes, words in ((2, ""), (4, "whole nodes"), (8, "one node or quarters of all")):
+        problem = toy_problem(per_node=4, nodes=nodes, fixed=FixedSchedule(replicas=1))
+        problem = replace(problem, model=replace(problem.model, num_layers=64))
+        divider, found = divider_of(problem), schedule_of(toy_problem(), on(2))
+        divider.search.gone_over[math.inf, False] = [
+            (Looked(divider.search.on(4 * nodes), None, 0.0), None)]
+        covers = divider.better(found).proof.covers
+        assert covers == EQUAL_ALONE + (words and (
+            f"; of copies on {nodes} nodes only with tensor-parallel groups on {words}"))
+        assert not left_out(replace(problem, fixed=FixedSchedule(tp_degree=2, tp_gpus=6)))
+
+
+def test_a_size_of_which_two_policies_were_seen_may_be_beaten_when_it_is_planned() -> None:
+    problem = toy_problem(per_node=3)
+    sizes = CopySizes(problem, divider_of(problem).search, has_margin=False)
+    sizes.glance_at_some(3, ("waa-c", "waa-m"), 0.0)
+    assert 3 not in sizes.most, "nothing is proved of the others"
+    seen_qps = sizes.worth[3]
+    sizes.settle(3, 10 * seen_qps)
+    assert not sizes.is_settled(3) and seen_qps < sizes.most[3] < 10 * seen_qps
 
 
 def test_nodes_are_divided_alike_and_ranks_fill_one_after_the_other() -> None:

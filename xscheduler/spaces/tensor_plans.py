@@ -63,6 +63,16 @@ def _likely(plans: Sequence[TensorPlan], cluster: Cluster) -> Sequence[TensorPla
     return whole if whole and nodes >= MANY_NODES else plans
 
 
+def left_out(problem: Problem) -> str:
+    """Of copies of a problem on how many nodes which tensor plans are not looked at, in words; ""
+    where all that can be are."""
+    plans, nodes = _allocatable(problem, problem.fixed)[0], problem.cluster.num_nodes
+    if problem.fixed.tp_gpus is not None or len(_likely(plans, problem.cluster)) == len(plans):
+        return ""
+    which = "one node or quarters of all" if nodes >= MOST_NODES else "whole nodes"
+    return f"of copies on {nodes} nodes only with tensor-parallel groups on {which}"
+
+
 def all_tensor_plans(problem: Problem, timing: TimingSource) -> list[TensorPlan]:
     """All of them, whatever the job fixes; [] where there is none."""
     return _timed(_allocatable(problem, FixedSchedule())[0], problem.cluster, timing)

@@ -261,6 +261,16 @@ def test_a_waa_c_box_whose_largest_batches_are_refused_keeps_its_others():
     check_waa(case_of("waa-c", 493), 493)
 
 
+def test_chunks_of_a_size_that_is_refused_have_no_share():
+    """It was divided by their rate, 0, which warns (and a warning is an error here)."""
+    check_waa(case_of("waa-c", 7005), 7005)
+
+
+def test_of_outputs_of_one_token_no_box_is_said_to_take_longer_than_no_time_each():
+    """Its bound was what rounding left of a sum over unlike stages: 3e-19 s."""
+    assert check_rra(case_of("rra", 7125), 7125, is_line=True) > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", range(30))
 def test_many_boxes(chunk):

@@ -168,7 +168,9 @@ class ChunkedPools:
                             + DEVIATIONS * np.sqrt(np.maximum(decoding, 1.0))))
         taken_s, bounded_s = (max(tokens - 1, 0.0) / chunk * iteration + through
                               for tokens in (self._inputs.mean, self._bounded_input))
-        taken = np.stack([np.clip(1 - sent / rate, 0.0, 1.0), taken_s, bounded_s])
+        is_had = rate > 0  # not where a size is refused
+        share = np.clip(1 - sent / np.where(is_had, rate, 1.0), 0.0, 1.0)
+        taken = np.stack([np.where(is_had, share, 0.0), taken_s, bounded_s])
         return rates, np.where(is_timed, taken, 0.0), np.where(is_timed, stock, 0.0), is_timed
 
     def _as_planned(self, plan: WaaPlan, configs: WaaConfigs, most: FloatArray,
