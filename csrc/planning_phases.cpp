@@ -173,6 +173,7 @@ extern "C" int64_t xgpt_rra_phase(const Flow *flow, int64_t n_d, int64_t last, i
         singles[3] += (at ? squared[at] : flow->squared) - held * held;
         singles[4] += 1;
     }
+    singles[3] = std::max(singles[3], 0.0);  // rounding may leave less of lengths that are nearly one
     *seen = std::lower_bound(ends.begin(), ends.end(), last + 1) - ends.begin();
     return static_cast<int64_t>(ends.size());
 }

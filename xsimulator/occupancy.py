@@ -190,7 +190,8 @@ class QueryFlow:
             log_absent=self._absence(n_d).log_mean(),
             mean_phases=float(entering.sum()),
             mean_present=float(1.0 + entering[1:].sum()), mean_reserved=float(reserve.sum()),
-            variance_reserved=float((reserve_squared - reserve**2).sum()),
+            # rounding may leave less than nothing of lengths that are nearly one
+            variance_reserved=max(float((reserve_squared - reserve**2).sum()), 0.0),
             max_present=len(entering),
             maximum_context=self.longest.expected(n_d, np.arange(n_d)) if padded else None)
 

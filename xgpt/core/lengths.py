@@ -15,6 +15,7 @@ FloatArray: TypeAlias = NDArray[np.float64]
 IntArray: TypeAlias = NDArray[np.int64]
 BoolArray: TypeAlias = NDArray[np.bool_]
 _MOMENTS_MET = 1e-3  # of the std (of 1, for skewness): how near changed moments come at least
+_SPREAD = 1e-6  # tokens: less is none
 _ROOM = (1.0, 1.15, 1.5)  # times the maximum, for a longer tail where a skewness needs it
 
 
@@ -57,9 +58,10 @@ class Lengths:
 
     @property
     def skewness(self) -> float:
-        """Third standardised moment; 0 for a single length."""
+        """Third standardised moment; 0 for a single length, or what is one but for next to nothing:
+        of a spread of 1e-150 tokens the third power has no number."""
         std = self.std
-        return float(self.pmf @ ((self.support - self.mean) / std) ** 3) if std > 0 else 0.0
+        return float(self.pmf @ ((self.support - self.mean) / std) ** 3) if std > _SPREAD else 0.0
 
     def quantile(self, q: float) -> int:
         """Smallest length k with P(length <= k) >= q."""

@@ -58,6 +58,7 @@ class Climber(NamedTuple):
     def best(self, grid: Sequence[Key], ranges: Mapping[int, Ranges]) -> tuple[float, Key] | None:
         """(throughput, what has it) of the best that is found from the grid's best points, each of
         another tensor plan, by steps to what is better near by; None where none is admissible."""
+        grid = [key for key in grid if ranges[key[0]][0][0] <= key[1] <= ranges[key[0]][0][1]]
         best: dict[int, tuple[float, Key]] = {}
         for own, key in zip(self._value(grid), grid, strict=True):
             if own > best.get(key[0], (0.0, key))[0]:

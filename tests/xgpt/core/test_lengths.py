@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from xgpt.core.lengths import (
     JointLengths,
+    Lengths,
     bootstrap,
     empirical,
     joint_empirical,
@@ -135,6 +136,11 @@ def test_the_maximum_moves_with_mean_and_std() -> None:
     assert with_moments(before, std_factor=1.3).max == pytest.approx(
         before.mean + 1.3 * (80 - before.mean), abs=1)
     assert with_moments(before, mean_factor=0.7).max == 80
+
+
+def test_lengths_that_are_one_but_for_next_to_nothing_have_no_skewness() -> None:
+    nearly = Lengths(pmf=np.array([1e-200, 1.0]))
+    assert nearly.std > 0 and nearly.skewness == 0
 
 
 def test_a_skewness_beyond_the_maximum_takes_a_longer_tail() -> None:

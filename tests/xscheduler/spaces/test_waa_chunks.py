@@ -16,11 +16,13 @@ from xgpt.core.errors import InputError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
+from xscheduler.admissible import Limit
 from xscheduler.search import GAP, Scheduler
 from xscheduler.spaces.space import Effort
 from xscheduler.spaces.tensor_plans import tensor_plans
 from xscheduler.spaces.waa import LEFT, WaaSpace
 from xscheduler.spaces.waa_boxes import CHUNKS, group_range
+from xscheduler.spaces.waa_climb import Climber
 from xsimulator.policies.waa.config import WaaBoxes
 
 
@@ -80,6 +82,16 @@ def test_a_climb_finds_the_best_chunks_where_hardly_a_box_is_bounded(
     found = Scheduler(problem, timing).find()
     assert found.figures.throughput_qps >= 0.99 * best and found.estimate.variables["encode_chunk"]
     assert found.proof.bound_qps >= best
+
+
+def test_a_climb_keeps_to_the_batches_that_the_job_asks_for() -> None:
+    """Points beside the best without chunks have fewer: what they have would have been the floor
+    of all others, and none of the job's."""
+    climber = Climber(lambda keys: [(1 / key[1], 1.0, Limit.NONE) for key in keys],
+                      lambda groups, chunk: 1, math.inf)
+    found = climber.best(climber.beside(0, (20, 1)), {0: ((20, 20), (1, 2))})
+    assert found is not None and found[1][:2] == (0, 20)
+    assert climber.best(climber.beside(0, (20, 1)), {0: ((30, 30), (1, 2))}) is None
 
 
 def test_chunks_are_searched_once_and_as_the_job_and_the_model_have_them() -> None:

@@ -10,8 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from problems import problem_of, roofline_of
+from toy_jobs import roofline_of as toy_roofline
+from toy_jobs import toy_problem
 
-from xgpt.core.lengths import IntArray
+from xgpt.core.lengths import IntArray, JointLengths, truncated_normal
 from xprofiler.timing import Operator, Reach
 from xrunner.ops.build import BuildError, find_compiler
 from xscheduler.spaces.rra_chunks import ChunkPoints
@@ -190,6 +192,24 @@ def test_every_size_of_a_call_is_reached(by_arrays: Callable) -> None:
         mine = own.natively.rra.evaluate(configs)
         theirs = by_arrays(lambda configs=configs: own.arrays.rra.evaluate(configs))
         np.testing.assert_allclose(mine.latency_s, theirs.latency_s, rtol=NEAR)
+
+
+def test_lengths_that_are_nearly_one_need_their_memory(by_arrays: Callable) -> None:
+    """What is left of their variance by rounding was below 0 and has no root: a million queries
+    had room natively, and the plan ended in an error."""
+    lengths = JointLengths(inputs=truncated_normal(30, 0.01, 30),
+                           outputs=truncated_normal(53, 0.2, 106))
+    problem = replace(toy_problem(per_node=1), lengths=lengths, default_max_tokens=106)
+    none = np.zeros(2, np.int64)
+    configs = RraConfigs(encode_batch=np.array([1, 1_000_000]), decode_iterations=none + 5,
+                         tp_degree=none + 1, tp_gpus=none, decode_micro_batches=none)
+
+    def figures() -> EstimateArrays:
+        return closed_form.Rra(problem, toy_roofline(problem)).evaluate(configs)
+
+    mine, theirs = figures(), by_arrays(figures)
+    np.testing.assert_allclose(mine.kv_tokens, theirs.kv_tokens, rtol=NEAR)
+    assert mine.fits.tolist() == theirs.fits.tolist() == [True, False]
 
 
 @cache
