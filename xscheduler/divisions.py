@@ -157,15 +157,22 @@ class Divider:
         """Sizes, in devices, that may have a schedule, for all that is known."""
         cluster = self.problem.cluster
         each = cluster.devices_per_node
-        return [size for size in (*range(1, each), *range(each, cluster.num_devices + 1, each))
-                if size not in sizes.most and sizes.has_room(size)]
+        able = [*range(1, each), *range(each, cluster.num_devices + 1, each)]
+        if self.problem.fixed.replicas is not None:  # one node: the others need a device each
+            able = able[:self._largest]
+        return [size for size in able if size not in sizes.most and sizes.has_room(size)]
+
+    @property
+    def _largest(self) -> int:
+        """Devices of a node that one of its copies has at most."""
+        return self.problem.cluster.devices_per_node - (self.problem.fixed.replicas or 1) + 1
 
     def _look(self, sizes: CopySizes, schedule: Schedule) -> None:
         """Looks at sizes within a node that equal copies do not have."""
         each, own = self.problem.cluster.devices_per_node, schedule.deployment.devices_per_replica
         parts = self.problem.fixed.replicas
         idle = 0 if own > each else each % own if parts is None else each - parts * own
-        largest = each - (0 if parts is None else parts - 1)
+        largest = self._largest
         share = 0.0 if idle or each & (each - 1) else self._share_had(schedule)
         if share < TIGHT:
             self._glance(sizes, range(1, largest + 1), sizes.glance, schedule)

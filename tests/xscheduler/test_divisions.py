@@ -144,6 +144,9 @@ def test_a_bound_says_of_which_copies_it_is() -> None:
     assert found.proof.covers == (
         f"{ANY_SIZES}, but for those with copies on 3 devices, which were not looked at")
     assert f"proved of    {ANY_SIZES}, but for" in schedule_table(found)
+    three = divider_of(toy_problem(per_node=5, fixed=replace(fixed, replicas=3)))
+    sizes = CopySizes(three.problem, three.search, has_margin=False)
+    assert three._not_looked_at(sizes) == [1, 2, 3], "beside one on four there are no two others"
     pair = toy_problem(per_node=2, fixed=fixed)
     assert not Planner(pair, roofline_of(pair), OPTIONS).plan().proof.covers, "none are unlike"
     nodes = toy_problem(per_node=2, nodes=2, fixed=replace(fixed, replicas=2))
