@@ -295,9 +295,10 @@ def _chosen(schedule: Schedule, taken: _Taken, row: CopiesTried, first: Schedule
     bound_qps = max(schedule.proof.bound_qps, row.bound_qps)
     words = f"{words_of(equal)} on {_counted(deployment.devices_per_replica)}" + (
         " each" if deployment.replicas > 1 else "")
-    status = schedule.proof.status
+    status, free_qps = schedule.proof.status, schedule.proof.unbounded_qps
     return schedule.changed(
         estimate=taken.estimate, bound_qps=bound_qps, gap=bound_qps / qps - 1,
+        unbounded_qps=None if free_qps is None else max(free_qps, qps),  # seen of equal copies
         status=Status.WITHIN_GAP if status == Status.OPTIMAL else status,
         margin=first.margin,
         rejected=(Rejected(label=f"equal copies: {words}", throughput_qps=equal_qps,

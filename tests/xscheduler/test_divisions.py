@@ -92,6 +92,7 @@ def test_the_division_chosen_is_the_best_of_all(
     assert row.devices == expected and row.throughput_qps == found.figures.throughput_qps
     assert row.bound_qps >= by_hand * (1 - 0.002) and found.proof.bound_qps >= row.bound_qps
     assert found.proof.covers == ANY_SIZES, "every size was looked at"
+    assert (found.proof.unbounded_qps or 0) >= found.figures.throughput_qps, "it is one without"
     equal = found.rejected[0]
     assert equal.label.startswith("equal copies") and equal.throughput_qps is not None
     assert equal.throughput_qps * (1 + LEAST_SHARE) < found.figures.throughput_qps

@@ -93,16 +93,17 @@ def headline(output: Output, metrics: Mapping[str, Any]) -> str:
 
 
 def bound_cost(schedule: Schedule) -> str:
-    """What the latency bound costs in throughput, against the best schedule without one."""
+    """What the latency bound costs in throughput, against the best schedule that was seen without
+    one: that search is a brief one, and nothing is proved by it."""
     if math.isinf(schedule.bound.limit_s):
         return "No latency bound was set, so nothing was given up for one."
     lost, free = lost_to_bound(schedule), schedule.proof.unbounded_qps
     if lost is None or free is None:
         return "What the bound costs was not computed."
     if not lost:
-        return "The bound costs nothing: no schedule without it is faster."
-    return (f"Without a bound the best schedule reaches {plain(free)} queries/s: the bound costs "
-            f"{percent(lost, digits=1)} of the throughput.")
+        return "The bound costs nothing: no schedule that was seen without it is faster."
+    return (f"Without a bound the best schedule that was seen reaches {plain(free)} queries/s: the "
+            f"bound costs {percent(lost, digits=1)} of the throughput.")
 
 
 def proof(schedule: Schedule) -> str:
