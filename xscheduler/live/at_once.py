@@ -85,4 +85,5 @@ class WholeLook:
 
     @property
     def sentence(self) -> str:
-        return f"after the change at once that followed {self.look.done} queries all was planned"
+        return (f"planned again as a whole, after the quick change "
+                f"made when {self.look.done} queries were done")
