@@ -31,7 +31,7 @@ from xsimulator.policies.rra.bounds import SIDES, RraBounds
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfigs
 from xsimulator.policies.waa.bounds import WaaBounds
-from xsimulator.policies.waa.config import WaaBoxes, WaaConfig
+from xsimulator.policies.waa.config import WaaBoxes, WaaConfig, WaaConfigs
 
 BOXES, POINTS = 24, 30  # of a problem; of a box
 
@@ -158,6 +158,10 @@ def check_waa(case: Case, seed: int) -> int:
     has_room = (found.fits & (found.stretch <= REFUSED_BEYOND)).reshape(batch.shape)
     if is_modest:
         has_room &= chunk <= waa.modest_chunk(batch.astype(float), groups.astype(float))
+    divided = waa.division.divide(split, WaaConfigs(
+        batch=batch.ravel().astype(float), groups=groups.ravel().astype(float),
+        chunk=chunk.ravel().astype(float))).reshape(batch.shape)
+    may_be = waa.division.possible(split, boxes, np.ones((len(split.encode_devices), BOXES), bool))
     where = f"{case.name} {plan}"
     # with a latency bound, no point that keeps it is better
     bound_s = float(np.median(slower_s[has_room.ravel()])) if has_room.any() else 1.0
@@ -170,6 +174,7 @@ def check_waa(case: Case, seed: int) -> int:
         own = has_room[row]
         box = (where, least[row], most[row], fewest[row], highest[row], smallest[row],
                largest[row])
+        assert may_be[np.searchsorted(split.encode_devices, divided[row][own]), row].all(), box
         qps, latency_s, held = (figures.reshape(batch.shape)[row][own] for figures in (
             found.throughput_qps, slower_s, found.memory_bytes))
         assert qps.max() <= min(limit[row], low_qps[row], quick_qps[row]), box
@@ -259,6 +264,17 @@ def test_where_the_corner_is_refused_nothing_is_claimed():
 
 def test_a_waa_c_box_whose_largest_batches_are_refused_keeps_its_others():
     check_waa(case_of("waa-c", 493), 493)
+
+
+def test_a_waa_c_box_has_the_division_of_a_step_that_one_number_of_rows_alone_makes_longer():
+    """Between two sizes 3 % apart it was not looked at, and the box was said to have nothing."""
+    check_waa(case_of("waa-c", 3079), 3079)
+
+
+def test_no_waa_batch_is_too_slow_by_a_step_of_one_row_where_those_of_more_are_quicker():
+    """The largest batch within a latency bound was said to be none: steps of up to two rows alone
+    had been looked at."""
+    check_waa(case_of("waa-c", 3272), 3272)
 
 
 def test_chunks_of_a_size_that_is_refused_have_no_share():

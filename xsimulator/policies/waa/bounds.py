@@ -227,8 +227,10 @@ class WaaBounds:
         """No encode_batch beyond this one, of those up to `largest`, is quick enough whatever the
         division, with stages of such degrees (see `quick`); 0: none is."""
         waited, through = self.waa.iterations_waited, np.full(largest, np.inf)
+        # the quickest step may be one of more rows
+        rows = largest * self.waa.problem.lengths.outputs.mean
         for degree in degrees:
-            single = self._single(degree, largest, 1.0)
+            single = self._single(degree, largest, rows)
             np.minimum(through, single.encode_step[1:largest + 1]
                        + waited * single.decode_steps[0], out=through)
         return int(np.searchsorted(through, latency_bound_s * (1 + QUICK_TOLERANCE), side="right"))

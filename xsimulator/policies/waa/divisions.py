@@ -1,5 +1,7 @@
 """How WAA's devices are divided between encoding and decoding (paper section 4.1)."""
 
+import math
+
 import numpy as np
 
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
@@ -7,6 +9,10 @@ from xsimulator.policies.waa.config import WaaBoxes, WaaConfigs
 from xsimulator.policies.waa.memory import WaaMemory
 from xsimulator.policies.waa.plans import WaaPlans
 from xsimulator.policies.waa.pool_times import ROWS_RATIO, PoolTimes
+
+WHOLE = 4096  # so many rows of a decode step, and fewer, are looked at wherever they are whole
+MANY_RATIO = 1.005  # between more of them
+ROUNDED = 1e-12  # parts of a time that rounding leaves
 
 
 class FixedDivision:
@@ -31,6 +37,7 @@ class DivisionByTime:
     def __init__(self, times: PoolTimes) -> None:
         self._times = times
         self._encode: dict[int, FloatArray] = {}  # by degree: C_E at batches 1, 2, ...
+        self._decode: dict[int, tuple[FloatArray, FloatArray]] = {}  # as _decode_steps has them
 
     def divide(self, split: WaaPlans, configs: WaaConfigs) -> IntArray:
         rows = configs.batch * self._times.mean_iterations / configs.groups
@@ -46,24 +53,43 @@ class DivisionByTime:
             each = self._encode[degree] = self._times.encode_query_s(
                 np.arange(1, 2 * most + 1, dtype=float), degree)
         encode = [each[low - 1:up] for low, up in zip(boxes.least, boxes.most, strict=True)]
-        fewest_rows = np.maximum(boxes.least * iterations / boxes.highest, 1.0)
-        most_rows = np.maximum(boxes.most * iterations / boxes.fewest, 1.0)
-        sizes = ROWS_RATIO ** np.arange(int(np.log(most_rows.max()) / np.log(ROWS_RATIO)) + 3)
-        per_row = self._times.decode_query_s(np.asarray(sizes, float), degree)
-        # rows between two sizes cost no less, and no more, than at one of those around them; that
-        # is so nearly, and a box's own ends are looked at, too
-        ends = self._times.decode_query_s(np.stack([fewest_rows, most_rows], axis=1), degree)
-        first = np.maximum(np.searchsorted(sizes, fewest_rows, side="right") - 1, 0)
-        last = np.searchsorted(sizes, most_rows) + 1
-        decode = [np.append(per_row[low:up], own)
-                  for low, up, own in zip(first, last, ends, strict=True)]
+        rows = np.maximum(np.stack([boxes.least * iterations / boxes.highest,
+                                    boxes.most * iterations / boxes.fewest], axis=1), 1.0)
         # sizes that are refused take for ever, and are no configuration's
-        timed = [[part[np.isfinite(part)] for part in parts] for parts in (encode, decode)]
-        least, largest = ([np.array([pick(part) if len(part) else np.inf for part in parts])
-                           for parts in timed] for pick in (np.min, np.max))
-        fewest = _nearest(split, least[0], largest[1])
+        timed = [part[np.isfinite(part)] for part in encode]
+        least, largest = (np.array([pick(part) if len(part) else np.inf for part in timed])
+                          for pick in (np.min, np.max))
+        least_decode, largest_decode = self._decode_range(degree, rows)
+        fewest = _nearest(split, least, largest_decode)
         return np.asarray(wanted & (counts >= fewest)
-                          & (counts <= _nearest(split, largest[0], least[1])))
+                          & (counts <= _nearest(split, largest, least_decode)))
+
+    def _decode_range(self, degree: int, rows: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """No query in steps of as many rows as from [boxes, 0] to [boxes, 1] decodes in less time,
+        and none takes longer. A step of more rows takes no less time than one of fewer, but a
+        query's share of it falls and jumps: between two sizes it is no less than the quicker step's
+        for each of the more rows, and no more than the slower one's for each of the fewer."""
+        sizes, steps = self._decode_steps(degree, float(rows.max()))
+        of_ends = rows * self._times.decode_query_s(rows, degree)
+        first = np.searchsorted(sizes, rows[:, 0], side="right")
+        last = np.maximum(np.searchsorted(sizes, rows[:, 1], side="left"), first)
+        least, largest = np.empty((2, len(rows)))
+        for box, (low, up) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
+            at = np.concatenate([rows[box, :1], sizes[low:up], rows[box, 1:]])
+            step = np.concatenate([of_ends[box, :1], steps[low:up], of_ends[box, 1:]])
+            timed = np.where(np.isfinite(step), step, 0.0)
+            least[box] = (np.minimum(step[:-1], step[1:]) / at[1:]).min()
+            largest[box] = (np.maximum(timed[:-1], timed[1:]) / at[:-1]).max()
+        return least / (1 + ROUNDED), np.where(np.isfinite(least), largest * (1 + ROUNDED), np.inf)
+
+    def _decode_steps(self, degree: int, most_rows: float) -> tuple[FloatArray, FloatArray]:
+        """(sizes to `most_rows` at least, seconds of decode steps of these through one group)."""
+        known = self._decode.get(degree)
+        if known is None or known[0][-1] < most_rows:
+            sizes = _sizes_to(2 * most_rows)
+            known = self._decode[degree] = (
+                sizes, sizes * self._times.decode_query_s(sizes, degree))
+        return known
 
 
 class DivisionByMemory:
@@ -115,6 +141,15 @@ class DivisionByMemory:
 
     def _held(self, split: WaaPlans, count: int, configs: WaaConfigs) -> FloatArray:
         return self._memory.fullest(split.plan(count), configs, self._in_system(configs.batch))
+
+
+def _sizes_to(most_rows: float) -> FloatArray:
+    """Numbers of rows from 1 to `most_rows` at least, closely, and as far as WHOLE each whole one:
+    there a measured table's points lie."""
+    few = ROWS_RATIO ** np.arange(math.log(WHOLE) / math.log(ROWS_RATIO))
+    many = WHOLE * MANY_RATIO ** np.arange(
+        2 + max(math.log(most_rows / WHOLE) / math.log(MANY_RATIO), 0.0))
+    return np.unique(np.concatenate([few, np.arange(1.0, WHOLE), many]))
 
 
 def _nearest(split: WaaPlans, encode_s: FloatArray, decode_s: FloatArray) -> IntArray:
