@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,7 @@ _COMPILERS = ("g++", "c++", "clang++")
 _LIMIT_S = 600.0
 _CPU_KEYS = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "Features")
 _PR_SET_PDEATHSIG = 1
+_AGAIN_S = 0.05
 
 
 class BuildError(Exception):
@@ -266,8 +268,16 @@ def _ended(*_: object) -> None:
     taken away, and no failure is kept."""
     signal.signal(signal.SIGTERM, lambda *_: None)  # not ignored, which compilers would inherit
     if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGTERM)
+        threading.Thread(target=_end_compilers, daemon=True).start()
     raise SystemExit(128 + signal.SIGTERM)
+
+
+def _end_compilers() -> None:
+    """As long as this process lasts: where one ends, another may have begun on the next source
+    before what is left is given up."""
+    while True:
+        os.killpg(0, signal.SIGTERM)
+        time.sleep(_AGAIN_S)
 
 
 def _end_with(parent: int) -> None:
