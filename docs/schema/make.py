@@ -207,6 +207,7 @@ def schedule_schema() -> Json:
     """A section for each part; the estimate's stand beside the others."""
     own = of_fields(Schedule)["properties"]
     own["over_copies"]["items"]["required"].remove("devices")  # where none are unlike
+    own["proof"]["required"].remove("covers")  # where nothing was searched
     estimate = of_fields(Estimate)["properties"]
     return of_keys({"version": {"enum": [SCHEDULE_VERSION, WITH_OTHERS]},
                     "policy": text("its name"),
