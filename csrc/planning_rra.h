@@ -10,11 +10,7 @@
 #include <algorithm>
 #include <cmath>
 
-#if defined(__clang__)
-#pragma STDC FP_CONTRACT OFF
-#elif defined(__GNUC__)
-#pragma GCC optimize("fp-contract=off")
-#endif
+#include "uncontracted.h"
 
 namespace xgpt_planning {
 

@@ -6,11 +6,7 @@
 #include <algorithm>
 #include <vector>
 
-#if defined(__clang__)
-#pragma STDC FP_CONTRACT OFF
-#elif defined(__GNUC__)
-#pragma GCC optimize("fp-contract=off")
-#endif
+#include "uncontracted.h"
 
 namespace xgpt_planning {
 

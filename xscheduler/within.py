@@ -1,7 +1,8 @@
 """The best schedule that keeps its bound with the confidence that is asked for.
 
-It is never below what the same policy has by itself, but for what a search leaves open (its gap)
-and WORTH of what is had: the targets are the same with a floor as without one (xscheduler.targets),
+It is not below what the same policy has by itself, but for what a search leaves open (its gap),
+WORTH of what is had, and, of longer outputs, schedules that a wider bound finds and that have less
+by the problem's own: the targets are the same with a floor as without one (xscheduler.targets),
 and all that a floor does is to end them where what is left has no more than WORTH above it, or to
 pass over a target whose best has no more than NARROW above it. Of whatever was found to be safe on
 the way the best is kept."""

@@ -151,7 +151,8 @@ class RraBounds:
     def _by_arrays(self, corners: RraConfigs, bound: _OfPlan, of: IntArray) -> FloatArray:
         """[of] the bounds of some boxes."""
         limits = np.empty(len(of))
-        with np.errstate(invalid="ignore"):  # refused sizes are infinite
+        # refused sizes are infinite; so is a limit by next to no chance, which says nothing
+        with np.errstate(invalid="ignore", over="ignore"):
             for plan, places in self._rra.by_plan(corners.take(of)):
                 rows = of[places]
                 limits[places] = bound(plan, self._rra.batches_of(
