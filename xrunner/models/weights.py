@@ -2,6 +2,7 @@
 
 import math
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 import torch
@@ -85,20 +86,30 @@ class RandomWeights:
         out = torch.empty(wanted.shape(shape), dtype=self.dtype)
         rows = TensorPart(0, 0, shape[0]) if wanted.dim != 0 else wanted
         block_rows = min(max(_BLOCK_ELEMENTS // math.prod(shape[1:]), 1), shape[0])
-        scratch = torch.empty((block_rows, *shape[1:]), dtype=torch.float32)  # all that is extra
-        for first in range(rows.start - rows.start % block_rows, rows.stop, block_rows):
-            block = self._draw(name, first, scratch[:shape[0] - first])
+
+        def draw(first: int) -> None:
+            block = self._draw(name, first, (min(block_rows, shape[0] - first), *shape[1:]))
             low, high = max(rows.start, first), min(rows.stop, first + len(block))
             drawn = block[low - first:high - first]
             out[low - rows.start:high - rows.start] = drawn if wanted is rows else wanted.of(drawn)
+
+        firsts = range(rows.start - rows.start % block_rows, rows.stop, block_rows)
+        workers = min(torch.get_num_threads(), len(firsts))
+        if workers <= 1:
+            for first in firsts:
+                draw(first)
+        else:  # a generator draws on one core: 13 billion elements take it a minute
+            with ThreadPoolExecutor(workers) as pool:
+                list(pool.map(draw, firsts))
         return out
 
     def has(self, name: str) -> bool:
         return True
 
-    def _draw(self, name: str, first_row: int, into: Tensor) -> Tensor:
+    def _draw(self, name: str, first_row: int, shape: tuple[int, ...]) -> Tensor:
         seed = zlib.crc32(f"{self.seed} {name} {first_row}".encode())
-        return into.normal_(0, self.scale, generator=torch.Generator().manual_seed(seed))
+        return torch.empty(shape, dtype=torch.float32).normal_(
+            0, self.scale, generator=torch.Generator().manual_seed(seed))
 
 
 def _is_norm(name: str) -> bool:
