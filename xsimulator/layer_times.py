@@ -6,7 +6,7 @@ the mean input, self-attention what is left of it."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from copy import copy
 from functools import cached_property
 
@@ -27,6 +27,11 @@ ALL_REDUCES_PER_LAYER = 2  # after attention and after the MLP; a cross-attentio
 TOGETHER = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
+def is_fixed(sizes: ArrayLike) -> bool:
+    """Whether nobody can change them."""
+    return isinstance(sizes, np.ndarray) and not sizes.flags.writeable and sizes.base is None
+
+
 class LayerTimes:
     """One layer's seconds by the degree of the tensor-parallel group that holds it, and, where it
     sums over the group, by the link that the sums go over (None: that of the node). `inputs`: the
@@ -43,7 +48,7 @@ class LayerTimes:
         self._captured_degrees, self._is_least = timing.facts.captured_degrees, False
         self._shares: dict[int, FloatArray] = {}  # mean attention by degree, at TOGETHER
         # sizes that nobody can change, and a layer's rest at them
-        self._kept: dict[Hashable, tuple[FloatArray, FloatArray]] = {}
+        self._kept: dict[Hashable, tuple[ArrayLike, FloatArray]] = {}
 
     @classmethod
     def of(cls, problem: Problem, timing: TimingSource) -> LayerTimes:
@@ -132,17 +137,27 @@ class LayerTimes:
             return False
         return True
 
+    def head_s(self, queries: ArrayLike, degree: int) -> FloatArray:
+        """The head of so many queries' tokens; 0 where there is none."""
+        return self._once((Operator.HEAD, degree), queries, lambda: self.timing.operator_s(
+            Operator.HEAD, queries, tp_degree=degree) * self.has_head)
+
     def _rest_s(self, operator: Operator, rows: ArrayLike, degree: int, all_reduces: int,
                 link: Link | None) -> FloatArray:
-        """A layer without its attention, with its collectives. What is asked of sizes that nobody
-        can change is kept: many plans' tables ask for the same ones."""
-        if not isinstance(rows, np.ndarray) or rows.flags.writeable or rows.base is not None:
-            return self._rest_of(operator, rows, degree, all_reduces, link)
-        key = operator, degree, all_reduces, link, id(rows)
+        """A layer without its attention, with its collectives."""
+        return self._once((operator, degree, all_reduces, link), rows, lambda: self._rest_of(
+            operator, rows, degree, all_reduces, link))
+
+    def _once(self, what: Hashable, sizes: ArrayLike, ask: Callable[[], FloatArray]) -> FloatArray:
+        """What is asked of sizes that nobody can change is kept: many plans' tables ask for the
+        same ones."""
+        if not is_fixed(sizes):
+            return ask()
+        key = what, id(sizes)
         if key not in self._kept:
-            seconds = self._rest_of(operator, rows, degree, all_reduces, link)
+            seconds = ask()
             seconds.flags.writeable = False
-            self._kept[key] = rows, seconds
+            self._kept[key] = sizes, seconds
         return self._kept[key][1]
 
     def _rest_of(self, operator: Operator, rows: ArrayLike, degree: int, all_reduces: int,

@@ -118,8 +118,7 @@ class StageTimes:
 
     def first_tokens_s(self, queries: ArrayLike) -> FloatArray:
         """The last stage's head, and the tokens' way back to the first."""
-        head = self._timing.operator_s(
-            Operator.HEAD, queries, tp_degree=self.stages[-1].tp_degree) * self.layers.has_head
+        head = self.layers.head_s(queries, self.stages[-1].tp_degree)
         if len(self.stages) == 1:
             return head
         return head + self._transfer_s(np.asarray(queries, float) * TOKEN_BYTES, self._links[-1])
@@ -127,7 +126,8 @@ class StageTimes:
     def ends_s(self, queries: ArrayLike) -> FloatArray:
         """The last stage's work for the last tokens of so many inputs alone, or for as many of each
         as are scored: the last layer after its attention, the head, and the tokens' way back."""
-        queries = np.asarray(queries, float) * self.layers.head_rows
+        if self.layers.head_rows != 1:
+            queries = np.asarray(queries, float) * self.layers.head_rows
         if not self._narrowed:
             return self.first_tokens_s(queries)
         rest_s = self.layers.encode_rest_s(queries, *self._groups.last)

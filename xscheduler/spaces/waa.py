@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import cast
 
 import numpy as np
@@ -28,15 +28,22 @@ from xscheduler.spaces.space import SMALL_BATCHES, Selection, Tight
 from xscheduler.spaces.tensor_plans import TensorPlan, batch_range
 from xscheduler.spaces.waa_boxes import (
     FEW_POINTS,
+    Ranges,
     WorkLeft,
     chunks_of,
     corners_of,
     grid,
     group_range,
-    largest_batch,
     points_of,
+    roots_of,
 )
-from xscheduler.spaces.waa_climb import MOST_CLIMBED, Climber, candidate_in, least_modest, ranges_of
+from xscheduler.spaces.waa_climb import (
+    MOST_CLIMBED,
+    Climber,
+    candidate_in,
+    least_modest,
+    ranges_of,
+)
 from xsimulator.policies import make_policy
 from xsimulator.policies.waa.bounds import BoxBounds, WaaBounds
 from xsimulator.policies.waa.closed_form import Waa
@@ -44,8 +51,6 @@ from xsimulator.policies.waa.config import WaaConfig
 
 MOST_GROUPS = 4  # decode_micro_batches above the fewest, for the tightest latency
 SIDE_PARTS = 3  # into which either side of a box is split
-ROOT_PARTS = (8, 4, 1)  # and of a root: encode_batch, decode_micro_batches, chunk sizes
-CHUNK_ROOT_PARTS = (1, 4, 3)  # of a root with chunks
 CHUNK_PARTS = (2, 2, 2)  # and of a box of several chunk sizes
 LOOKED_AT = 3  # boxes, the most promising, at whose corners points are evaluated
 FIRST_PLANS = 6  # of which so many are; of other tensor plans one
@@ -130,7 +135,17 @@ class WaaSpace:
     def is_modest(self, batch: int, groups: int, chunk: int) -> bool:
         """Whether a configuration with that chunk is looked at."""
         return not chunk or self.problem.fixed.encode_chunk is not None or chunk <= float(
-            self.waa.modest_chunk(np.array(float(batch)), np.array(float(groups))))
+            self.waa.modest_chunk(float(batch), float(groups)))
+
+    @cached_property
+    def roots(self) -> tuple[list[Box], list[int]]:
+        """The roots, and the tensor plan of each."""
+        return roots_of(self.ranges, len(self.chunks) - 1)
+
+    @cached_property
+    def ranges(self) -> list[Ranges]:
+        """Of each tensor plan."""
+        return [ranges_of(self.problem, self.bounds, split) for split in self.splits]
 
     def beyond(self, tight: Tight) -> str:
         return ""
@@ -174,19 +189,7 @@ class WaaExaminer:
         tokens = space.problem.lengths.outputs.quantile(space.problem.constraint.quantile) - 1
         waited = space.waa.iterations_waited - 1.5 * space.problem.model.is_encoder_decoder
         self._iterations_a_token = max(waited, 0.0) / max(tokens, 1)
-        self.roots: list[Box] = []
-        self.plan_of_root: list[int] = []
-        batches = batch_range(space.problem.fixed, space.problem.num_queries)
-        for plan, split in enumerate(space.splits):
-            groups = group_range(space.problem, split)
-            largest = max(largest_batch(space.bounds, split, batches[1]), batches[0])
-            last = len(space.chunks) - 1
-            for first, end in ((0, 0), (1, last)) if last else ((0, 0),):
-                whole = Box(root=0, lower=(batches[0], groups[0], first),
-                            upper=(largest, groups[1], end))
-                for part in grid(whole, CHUNK_ROOT_PARTS if first else ROOT_PARTS):
-                    self.roots.append(Box(root=len(self.roots), lower=part.lower, upper=part.upper))
-                    self.plan_of_root.append(plan)
+        self.roots, self.plan_of_root = space.roots
 
     @property
     def known(self) -> Candidate | None:
@@ -255,8 +258,7 @@ class WaaExaminer:
             roots, limit, latency, strict=True)
             if most > self._best_qps * (1 + self._gap) and least_s <= self._bound_s}
         climber = Climber(space.evaluate, partial(least_modest, space.waa), self._bound_s)
-        ranges = {plan: ranges_of(space.problem, space.bounds, split)
-                  for plan, split in enumerate(space.splits)}
+        ranges = dict(enumerate(space.ranges))
         grid = [key for plan in sorted(plans) for key in climber.grid(
             plan, (ranges[plan][0][0], self._largest_within(plan)), ranges[plan][1])]
         best = space.best_known(self._bound_s)
@@ -279,7 +281,8 @@ class WaaExaminer:
         need not reach so far."""
         most = self._largest_within(self.plan_of_root[box.root])
         upper = max(min(box.upper[0], most), box.lower[0])
-        return box if upper == box.upper[0] else replace(box, upper=(upper, *box.upper[1:]))
+        return box if upper == box.upper[0] else Box(
+            root=box.root, lower=box.lower, upper=(upper, *box.upper[1:]))
 
     def _largest_within(self, plan: int) -> int:
         if plan not in self._largest:

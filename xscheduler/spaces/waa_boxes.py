@@ -14,11 +14,15 @@ from xsimulator.policies.waa.bounds import WaaBounds
 from xsimulator.policies.waa.config import WaaBoxes
 from xsimulator.policies.waa.plans import WaaPlans
 
+ROOT_PARTS = (8, 4, 1)  # of a root: encode_batch, decode_micro_batches, chunk sizes
+CHUNK_ROOT_PARTS = (1, 4, 3)  # of a root with chunks
 FEW_POINTS = 6  # that are evaluated one by one
 GROUPS_PER_STAGE = 2  # at most
 CHUNKED = "waa-m"  # whose chunks are searched where both ways of dividing devices are
 # Tokens of a chunk. Between two of them encode_batch says what decodes.
 CHUNKS = (32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+
+Ranges = tuple[tuple[int, int], tuple[int, int]]  # of encode_batch, decode_micro_batches
 
 
 class WorkLeft:
@@ -62,6 +66,19 @@ def grid(box: Box, parts: tuple[int, int, int]) -> list[Box]:
         borders[:-1], borders[1:], strict=True)))
     return [Box(root=box.root, lower=(b1, g1, c1), upper=(b2, g2, c2))
             for b1, b2 in sides[0] for g1, g2 in sides[1] for c1, c2 in sides[2]]
+
+
+def roots_of(ranges: Sequence[Ranges], last_chunk: int) -> tuple[list[Box], list[int]]:
+    """Roots over the ranges of tensor plans, without chunks and, where `last_chunk` is not 0, with
+    the sizes from the first to that place; and the tensor plan of each."""
+    roots, plan_of_root = list[Box](), list[int]()
+    for plan, ((least, largest), (fewest, highest)) in enumerate(ranges):
+        for first, end in ((0, 0), (1, last_chunk)) if last_chunk else ((0, 0),):
+            whole = Box(root=0, lower=(least, fewest, first), upper=(largest, highest, end))
+            for part in grid(whole, CHUNK_ROOT_PARTS if first else ROOT_PARTS):
+                roots.append(Box(root=len(roots), lower=part.lower, upper=part.upper))
+                plan_of_root.append(plan)
+    return roots, plan_of_root
 
 
 def corners_of(boxes: Sequence[Box], rows: IntArray, chunks: Sequence[int]) -> WaaBoxes:

@@ -13,7 +13,7 @@ from xgpt.core.problem import Problem
 from xscheduler.admissible import Limit
 from xscheduler.branch_and_bound import Box, Candidate
 from xscheduler.spaces.tensor_plans import batch_range
-from xscheduler.spaces.waa_boxes import CHUNKS, group_range, largest_batch
+from xscheduler.spaces.waa_boxes import CHUNKS, Ranges, group_range, largest_batch
 from xsimulator.policies.waa.bounds import WaaBounds
 from xsimulator.policies.waa.closed_form import Waa
 from xsimulator.policies.waa.plans import WaaPlans
@@ -29,7 +29,6 @@ STEPS = (0.75, 1.33)  # of encode_batch, beside one more or less
 MOST_STEPS = 12
 
 Key = tuple[int, ...]  # tensor plan, encode_batch, decode_micro_batches, encode_chunk
-Ranges = tuple[tuple[int, int], tuple[int, int]]  # of encode_batch, decode_micro_batches
 
 
 class Climber(NamedTuple):

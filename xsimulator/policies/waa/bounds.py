@@ -27,6 +27,7 @@ from xsimulator.envelope import rising_minorant
 from xsimulator.policies.waa.chunk_bounds import ChunkedPoolBounds
 from xsimulator.policies.waa.closed_form import Waa
 from xsimulator.policies.waa.config import WaaBoxes
+from xsimulator.policies.waa.memory import HeldSizes
 from xsimulator.policies.waa.plan_bounds import (
     MEMORY_SIZES,
     QUICK_TOLERANCE,
@@ -116,15 +117,15 @@ class WaaBounds:
         may_be = np.zeros(wanted.shape, bool)
         may_be[:, rows] = self.waa.division.possible(split, boxes.take(rows), wanted[:, rows])
         left: list[tuple[int, PlanBounds, IntArray]] = []
-        for place, count in enumerate(split.encode_devices):
-            rows = np.flatnonzero(may_be[place])
-            if not len(rows):
-                continue
-            tables = self._tables(split.plan(int(count)))
-            held = tables.least_bytes(boxes.take(rows))
-            least[3, rows] = np.minimum(least[3, rows], held)
-            if len(rows := rows[held <= self.waa.capacity_bytes]):
-                left.append((place, tables, rows))
+        places = np.flatnonzero(may_be.any(axis=1))
+        plans = [split.plan(count) for count in split.encode_devices[places].tolist()]
+        if plans:
+            held = np.where(may_be[places], self.waa.memory.fullest_of_many(
+                plans, self._halves(boxes)), np.inf)
+            least[3] = np.minimum(least[3], held.min(axis=0))
+            for place, plan, own in zip(places.tolist(), plans, held, strict=True):
+                if len(rows := np.flatnonzero(own <= self.waa.capacity_bytes)):
+                    left.append((place, self._tables(plan), rows))
         self.waa.times.lengthen([tables.plan for _, tables, _ in left])
         new = {tables for _, tables, _ in left} - self._begun
         self.work += len(left) + NEW_WORK * len(new)
@@ -136,6 +137,10 @@ class WaaBounds:
             least[:3, rows] = np.minimum(least[:3, rows], seconds)
         least[:3] /= 1 + TOLERANCE
         return BoxBounds(limit * (1 + TOLERANCE), *least)
+
+    def _halves(self, boxes: WaaBoxes) -> HeldSizes:
+        """What is held at least, with half a batch in the decode pool."""
+        return self.waa.memory.sizes(boxes.easiest, np.ceil(0.5 * boxes.least))
 
     def _quick_by_division(self, split: WaaPlans, boxes: WaaBoxes,
                            latency_bound_s: float) -> FloatArray:

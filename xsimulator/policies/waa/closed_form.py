@@ -170,7 +170,7 @@ class Waa:
         """See Waits.iterations."""
         return self.waits.iterations
 
-    def modest_chunk(self, batch: FloatArray, groups: FloatArray) -> FloatArray:
+    def modest_chunk(self, batch: FloatArray | float, groups: FloatArray | float) -> FloatArray:
         """Chunks of so many tokens [configs], one in each group's step, hold what is encoded in an
         iteration where the decode batch is as planned. Larger ones come in some steps only, and
         hold up those without."""

@@ -13,6 +13,7 @@ from xsimulator.policies.waa.pool_times import ROWS_RATIO, PoolTimes
 WHOLE = 4096  # so many rows of a decode step, and fewer, are looked at wherever they are whole
 MANY_RATIO = 1.005  # between more of them
 ROUNDED = 1e-12  # parts of a time that rounding leaves
+AT_ONCE = 20_000  # divisions of configurations whose bytes are worked out though not all are wanted
 
 
 class FixedDivision:
@@ -115,14 +116,12 @@ class DivisionByMemory:
         evenly over a pool's devices, others are worse than the best of these is at worst."""
         counts = split.encode_devices
         even = self._memory.evenly(counts, low.batch, self._in_system(low.batch))
-        worst = np.empty(len(low.batch))
-        likely = np.argmin(even, axis=0)
-        for place in np.unique(likely):
-            rows = np.flatnonzero(likely == place)
-            worst[rows] = self._held(split, int(counts[place]), high.take(rows))
+        likely = np.argmin(even, axis=0), np.arange(len(low.batch))
+        is_best: BoolArray = np.zeros(even.shape, bool)
+        is_best[likely] = True
+        worst = self._fullest(split, high, is_best)[likely]
         is_likely: BoolArray = even <= worst
-        is_likely[likely, np.arange(len(worst))] = True
-        return is_likely
+        return is_likely | is_best
 
     def _in_system(self, batch: FloatArray) -> FloatArray:
         """So many queries are in the system as it is meant to be."""
@@ -133,14 +132,16 @@ class DivisionByMemory:
         infinite where not wanted."""
         held = np.full(wanted.shape, np.inf)
         sizes = self._memory.sizes(configs, self._in_system(configs.batch))
-        for place in np.flatnonzero(wanted.any(axis=1)).tolist():
+        places = np.flatnonzero(wanted.any(axis=1))
+        plans = [split.plan(count) for count in split.encode_devices[places].tolist()]
+        if wanted.size <= AT_ONCE and plans:
+            held[places] = np.where(wanted[places], self._memory.fullest_of_many(plans, sizes),
+                                    np.inf)
+            return held
+        for place, plan in zip(places.tolist(), plans, strict=True):
             rows = np.flatnonzero(wanted[place])
-            held[place, rows] = self._memory.fullest_of(
-                split.plan(int(split.encode_devices[place])), sizes.take(rows))
+            held[place, rows] = self._memory.fullest_of(plan, sizes.take(rows))
         return held
-
-    def _held(self, split: WaaPlans, count: int, configs: WaaConfigs) -> FloatArray:
-        return self._memory.fullest(split.plan(count), configs, self._in_system(configs.batch))
 
 
 def _sizes_to(most_rows: float) -> FloatArray:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,8 @@ from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import PlanSource, StagePlan
 from xsimulator.policies.waa.config import WaaConfigs
 from xsimulator.policies.waa.plans import WaaPlan
+
+_MANY_KEPT = 256  # choices of plans whose bytes are kept together
 
 
 class _PerUnit(NamedTuple):
@@ -32,6 +35,27 @@ class _PerUnit(NamedTuple):
         held = (self.rest[:, None] + self.token[:, None] * tokens + self.row[:, None] * rows
                 + self.head[:, None] * heads)
         return np.asarray(held.max(axis=0))
+
+
+class _ManyPlans(NamedTuple):
+    """Of the two pools of many plans: [pools, kinds of stages, plans, 1] the bytes of _PerUnit,
+    and [plans, 1] stages of the encode pool."""
+
+    rest: FloatArray
+    token: FloatArray
+    row: FloatArray
+    head: FloatArray
+    stages: FloatArray
+
+    def fullest(self, sizes: HeldSizes) -> FloatArray:
+        """The fullest rank of each plan holds such bytes [plans, configs]."""
+        tokens = np.empty((2, 1, len(self.stages), len(sizes.encoded)))
+        tokens[0, 0] = _encode_tokens(sizes.batch_tokens, self.stages)
+        tokens[1, 0] = sizes.decode_tokens
+        rows, heads = (np.stack(both)[:, None, None] for both in (
+            (sizes.encode_rows, sizes.decode_rows), (sizes.encoded, sizes.decoded)))
+        held = self.rest + self.token * tokens + self.row * rows + self.head * heads
+        return np.asarray(held.max(axis=(0, 1)))
 
 
 class HeldSizes(NamedTuple):
@@ -67,6 +91,7 @@ class WaaMemory:
         biased = float(weights @ lengths.mean_input_given_output() / weights.sum())
         self._mean_reserved = biased + self._most_tokens - self._inputs.max
         self._per_unit = cache(self._find_per_unit)
+        self._many = lru_cache(_MANY_KEPT)(self._find_many)
 
     def by_stage(self, plan: WaaPlan, configs: WaaConfigs, in_system: FloatArray) -> FloatArray:
         """Each rank of a stage holds so many bytes [configs, stages of both pools]."""
@@ -87,6 +112,10 @@ class WaaMemory:
                           for pool, tokens, rows, heads in self._largest(plan, sizes))
         return np.maximum(encode, decode)
 
+    def fullest_of_many(self, plans: Sequence[WaaPlan], sizes: HeldSizes) -> FloatArray:
+        """The same [plans, configs] of many plans at once."""
+        return self._many(tuple(plans)).fullest(sizes)
+
     def sizes(self, configs: WaaConfigs, in_system: FloatArray) -> HeldSizes:
         """What the pools hold with so many queries in the system."""
         encoded = np.ceil(configs.batch * (1 + self._adjustment))
@@ -104,15 +133,24 @@ class WaaMemory:
     def evenly(self, counts: IntArray, batch: FloatArray, in_system: FloatArray) -> FloatArray:
         """The fullest device would hold so many bytes [counts of encode devices, configs] if all
         were spread evenly over each pool's: a lower bound, without laying anything out."""
-        problem = self._problem
-        encode, decode = (self._plans.pool([(0,)], role) for role in ("encode", "decode"))
-        cached = memory.kv_bytes(problem, decode.stages, self.kv_tokens(in_system))[:, 0]
-        encoded = np.zeros(len(batch)) if problem.model.is_encoder_decoder else memory.kv_bytes(
-            problem, encode.stages, self.encode_kv_tokens(batch, 1))[:, 0]
+        (encode_rest, encode_token), (decode_rest, decode_token) = self._of_whole
         encoding = counts[:, None]
         return np.asarray(np.maximum(
-            (encode.weight_bytes[0] + encoded) / encoding,
-            (decode.weight_bytes[0] + cached) / (problem.cluster.num_devices - encoding)))
+            (encode_rest + self.encode_kv_tokens(batch, 1) * encode_token) / encoding,
+            (decode_rest + self.kv_tokens(in_system) * decode_token)
+            / (self._problem.cluster.num_devices - encoding)))
+
+    @cached_property
+    def _of_whole(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """Bytes at rest, and of a token, of each pool on one device; the encode pool of an
+        encoder-decoder model has no cache."""
+        encode, decode = (self._plans.pool([(0,)], role) for role in ("encode", "decode"))
+        tokens = [float(memory.kv_bytes(self._problem, pool.stages, 1.0)[0])
+                  for pool in (encode, decode)]
+        if self._problem.model.is_encoder_decoder:
+            tokens[0] = 0.0
+        return (float(encode.weight_bytes[0]), tokens[0]), (float(decode.weight_bytes[0]),
+                                                            tokens[1])
 
     def encode_kv_tokens(self, batch: FloatArray, stages: int) -> FloatArray:
         """The encode pool has so many tokens at most: a batch in each stage, one that waits, and
@@ -149,6 +187,17 @@ class WaaMemory:
             weight_bytes=pool.weight_bytes[own]), is_encode), axis=1), axis=0)
         return _PerUnit(*kinds.T)
 
+    def _find_many(self, plans: tuple[WaaPlan, ...]) -> _ManyPlans:
+        pools = [[self._per_unit(pool, is_encode) for plan in plans for pool in (
+            plan.encode if is_encode else plan.decode,)] for is_encode in (True, False)]
+        most = max(len(own.rest) for side in pools for own in side)
+        # as many of each: one kind again is no fuller
+        rest, token, row, head = (
+            np.array([[np.resize(own[part], most) for own in side] for side in pools]).swapaxes(
+                1, 2)[..., None] for part in range(len(_PerUnit._fields)))
+        stages = np.array([[float(len(plan.encode.stages))] for plan in plans])
+        return _ManyPlans(rest, token, row, head, stages)
+
     def _linear(self, pool: StagePlan, is_encode: bool) -> tuple[FloatArray, ...]:
         """The figures of _PerUnit are given by stage."""
         problem, stages = self._problem, pool.stages
@@ -165,6 +214,6 @@ class WaaMemory:
         return pool.weight_bytes + idle, token, step(1.0, 0.0) - idle, step(0.0, 1.0) - idle
 
 
-def _encode_tokens(batch_tokens: FloatArray, stages: int) -> FloatArray:
+def _encode_tokens(batch_tokens: FloatArray, stages: FloatArray | int) -> FloatArray:
     """Tokens of an encode pool of so many stages: see WaaMemory.encode_kv_tokens."""
     return np.asarray(np.ceil((stages + 2) * batch_tokens))

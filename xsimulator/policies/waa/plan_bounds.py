@@ -84,7 +84,8 @@ class PlanBounds:
         through = self._least_through[boxes.least]
         latency = self._least_encode[boxes.least] + waa.iterations_waited * iteration
         # what is decoding, with its caches, may not fit
-        held = self.least_bytes(boxes, decoding)
+        held = waa.memory.fullest(self.plan, boxes.easiest, np.ceil(
+            0.5 * boxes.least.astype(float) + decoding))
         return np.where(held <= waa.capacity_bytes, limit, 0.0), latency, through, iteration
 
     def _without_chunks(self, boxes: WaaBoxes) -> tuple[FloatArray, FloatArray]:
@@ -129,13 +130,6 @@ class PlanBounds:
         fits = self._waa.memory.fullest(self.plan, WaaConfigs.plain(
             ones, sizes), sizes) <= self._waa.capacity_bytes
         return float(sizes[min(int(fits.sum()), len(sizes) - 1)])
-
-    def least_bytes(self, boxes: WaaBoxes, decoding: FloatArray | None = None) -> FloatArray:
-        """The fullest device holds no less [boxes], with half a batch in the decode pool and those
-        decoding."""
-        batch = boxes.least.astype(float)
-        in_system = np.ceil(0.5 * batch + (0.0 if decoding is None else decoding))
-        return self._waa.memory.fullest(self.plan, boxes.easiest, in_system)
 
     def _iteration_s(self, decoding: FloatArray, boxes: WaaBoxes) -> FloatArray:
         """No T_iter of as many queries or more, in any number of groups of the box, is less."""

@@ -12,6 +12,7 @@ import numpy as np
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
+from xsimulator.layer_times import is_fixed
 from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import PlanSource, StagePlan
 from xsimulator.policies.waa.config import WaaConfigs
@@ -65,6 +66,7 @@ class PoolTimes:
         self.split = cache(partial(WaaPlans, plans))  # of a tp_degree and tp_gpus, perhaps none
         self.kept: dict[Hashable, Any] = {}  # what bounds tabulate of a plan
         self._summed: dict[Hashable, tuple[FloatArray, FloatArray]] = {}
+        self._tokens: dict[Hashable, tuple[FloatArray, FloatArray]] = {}  # of batches
         self._columns: dict[Hashable, FloatArray] = {}  # of a stage, by its name
         self._steps: dict[Hashable, FloatArray] = {}  # the last that were asked for
         self._handover = cache(lambda plan: HandoverCost(
@@ -93,7 +95,7 @@ class PoolTimes:
                              share: float) -> tuple[FloatArray, FloatArray]:
         """[batches] seconds of the slowest stage's encode step, and through all. Of batches that
         nobody can change they are kept: many divisions have the same encode pool."""
-        if batch.flags.writeable or batch.base is not None:
+        if not is_fixed(batch):
             steps = self.encode_steps(plan, batch, share)
             return steps.max(axis=1), steps.sum(axis=1)
         key = plan.encode, id(batch), share
@@ -146,12 +148,12 @@ class PoolTimes:
     def decode(self, plan: WaaPlan, rows: FloatArray) -> tuple[FloatArray, FloatArray]:
         """A decode step of that many queries takes such seconds [rows] on the slowest stage, and
         through all."""
-        times = plan.decode.times
+        kind_of, times, _ = plan.decode.kinds
         done = rows / max(self._flow.mean_iterations, 1.0)  # leave, and join, each iteration
         seconds = times.decode_s(rows, self._context(rows), moved=done * rows / (rows + done))
         if times.is_encoder_decoder:
             seconds = seconds + times.cross_kv_s(done * self._inputs.mean)
-        return seconds.max(axis=1), seconds.sum(axis=1)
+        return seconds.max(axis=1), seconds.take(kind_of, axis=1).sum(axis=1)
 
     def attention_s(self, pool: StagePlan, degree: int, rows: FloatArray) -> FloatArray:
         """One layer's attention takes such seconds [rows] in a decode step of so many queries, on
@@ -174,7 +176,17 @@ class PoolTimes:
 
     def _encode_s(self, times: StageTimes, batch: FloatArray, share: float = 1.0) -> FloatArray:
         attention = {d: share * batch * own for d, own in times.mean_attention_s(batch).items()}
-        return times.encode_s(share * batch * self._inputs.mean, batch, attention)
+        return times.encode_s(self._encoded_tokens(batch, share), batch, attention)
+
+    def _encoded_tokens(self, batch: FloatArray, share: float) -> FloatArray:
+        """Tokens of batches [batches]; of those that nobody can change the same array each time."""
+        if not is_fixed(batch):
+            return share * batch * self._inputs.mean
+        key = id(batch), share
+        if key not in self._tokens:
+            self._tokens[key] = batch, share * batch * self._inputs.mean
+            self._tokens[key][1].flags.writeable = False
+        return self._tokens[key][1]
 
 
 class DecodeTable:
