@@ -40,17 +40,20 @@ _IN_PIECES = (Operator.LAYER_REST.value, Operator.EMBED.value)
 # quick profiles (SmolLM2-135M on 1 rank x 2 threads and on 2 ranks of a Xeon) missed the others of
 # whole ones; tables of encoder-decoder models are taken to be like those of their kind.
 _LEFT_OUT_ERRORS = {
-    Operator.LAYER_REST: 0.05, Operator.ENCODER_REST: 0.05, Operator.DECODE_ATTENTION: 0.06,
-    Operator.CROSS_ATTENTION: 0.06, Operator.ENCODE_ATTENTION: 0.1, Operator.HEAD: 0.04}
+    Operator.LAYER_REST: 0.05, Operator.DECODE_REST: 0.05, Operator.ENCODER_REST: 0.05,
+    Operator.DECODE_ATTENTION: 0.06, Operator.CROSS_ATTENTION: 0.06,
+    Operator.ENCODE_ATTENTION: 0.1, Operator.HEAD: 0.04}
 # The same of tables that follow the roofline's shape between the few points of a coarse profile
 # (xprofiler.shape): what that missed the other points of fourteen quick and whole ones by, or a
 # little more (SmolLM2-135M on one core and both layouts of two of an EPYC, OPT-125M, T5-small).
 _COARSE_ERRORS = {
-    Operator.LAYER_REST: 0.10, Operator.ENCODER_REST: 0.13, Operator.DECODE_ATTENTION: 0.10,
-    Operator.CROSS_ATTENTION: 0.10, Operator.ENCODE_ATTENTION: 0.13, Operator.HEAD: 0.20}
+    Operator.LAYER_REST: 0.10, Operator.DECODE_REST: 0.10, Operator.ENCODER_REST: 0.13,
+    Operator.DECODE_ATTENTION: 0.10, Operator.CROSS_ATTENTION: 0.10,
+    Operator.ENCODE_ATTENTION: 0.13, Operator.HEAD: 0.20}
 # the tables that a kind of point adds to
 _TABLES_OF = {
-    Kind.DECODE: (Operator.LAYER_REST, Operator.DECODE_ATTENTION, Operator.HEAD),
+    Kind.DECODE: (Operator.LAYER_REST, Operator.DECODE_REST, Operator.DECODE_ATTENTION,
+                  Operator.HEAD),
     Kind.CROSS: (Operator.LAYER_REST, Operator.DECODE_ATTENTION, Operator.CROSS_ATTENTION,
                  Operator.HEAD),
     Kind.ENCODE: (Operator.ENCODE_ATTENTION,), Kind.REST: (Operator.LAYER_REST,),

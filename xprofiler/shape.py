@@ -23,8 +23,9 @@ from xprofiler.work import work
 # What each kind of point tells of, and where (xprofiler.measure.recorder), that is worth filling:
 # of the other tables a step has little.
 SHAPED = frozenset({
-    Operator.LAYER_REST, Operator.DECODE_ATTENTION, Operator.ENCODE_ATTENTION,
-    Operator.CROSS_ATTENTION, Operator.ENCODER_REST, Operator.CROSS_KV, Operator.HEAD})
+    Operator.LAYER_REST, Operator.DECODE_REST, Operator.DECODE_ATTENTION,
+    Operator.ENCODE_ATTENTION, Operator.CROSS_ATTENTION, Operator.ENCODER_REST, Operator.CROSS_KV,
+    Operator.HEAD})
 _CACHED = frozenset({Operator.DECODE_ATTENTION, Operator.CROSS_ATTENTION})
 _MOST_FOLLOWED = 1.5  # a curve follows the points' ratios to it so far, either way
 
@@ -46,7 +47,7 @@ def places(points: Iterable[Point], operator: Operator) -> set[tuple[float, floa
         is_decode, is_encode = kind in (Kind.DECODE, Kind.CROSS), kind in (
             Kind.ENCODE, Kind.ENCODER)
         match operator:
-            case Operator.LAYER_REST | Operator.HEAD:
+            case Operator.LAYER_REST | Operator.HEAD | Operator.DECODE_REST:
                 if is_decode or (kind is Kind.REST and operator is Operator.LAYER_REST):
                     found.add((x, 0))
             case Operator.DECODE_ATTENTION | Operator.CROSS_ATTENTION:

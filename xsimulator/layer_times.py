@@ -20,6 +20,7 @@ from xgpt.core.model import ModelSpec, active_layer_params, input_projection_par
 from xgpt.core.problem import Problem
 from xgpt.core.units import DTYPE_BYTES
 from xprofiler.timing import MessageKind, Operator, TimingSource
+from xrunner.rules.buckets import MOST_CAPTURED
 
 ALL_REDUCES_PER_LAYER = 2  # after attention and after the MLP; a cross-attention adds one
 # Queries of an encode micro-batch at which a query's share of the attention is asked for. The share
@@ -108,9 +109,14 @@ class LayerTimes:
     def decode_rest_s(self, rows: ArrayLike, degree: int, link: Link | None = None) -> FloatArray:
         """The part of a layer's decode iteration that depends on the number of rows alone."""
         if not self.model.is_encoder_decoder:
-            operator = (Operator.DECODE_REST if degree in self._captured_degrees
-                        else Operator.LAYER_REST)
-            return self._rest_s(operator, rows, degree, ALL_REDUCES_PER_LAYER, link)
+            if degree not in self._captured_degrees:
+                return self._rest_s(Operator.LAYER_REST, rows, degree, ALL_REDUCES_PER_LAYER, link)
+            rest_s = self._rest_s(Operator.DECODE_REST, rows, degree, ALL_REDUCES_PER_LAYER, link)
+            if np.max(rows, initial=0) <= MOST_CAPTURED:
+                return rest_s
+            launched_s = self._rest_s(Operator.LAYER_REST, rows, degree, ALL_REDUCES_PER_LAYER,
+                                      link)
+            return np.where(np.asarray(rows) > MOST_CAPTURED, launched_s, rest_s)
         cross_s = self.timing.operator_s(Operator.CROSS_ATTENTION, rows, self._mean_input,
                                          tp_degree=degree)
         rest_s = self._rest_s(Operator.LAYER_REST, rows, degree, ALL_REDUCES_PER_LAYER + 1, link)

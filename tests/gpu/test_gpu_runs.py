@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache as remember
@@ -32,6 +33,7 @@ from xrunner.checkpoint.source import find_model  # noqa: E402
 from xrunner.engine.graphs import CaptureError, CudaCapture  # noqa: E402
 from xrunner.engine.kv import KvCache, kv_shape  # noqa: E402
 from xrunner.engine.stage import StageExecutor  # noqa: E402
+from xrunner.engine.timeline import timeline_of  # noqa: E402
 from xrunner.ops import cuda_modules  # noqa: E402
 from xrunner.query import Sampling  # noqa: E402
 from xrunner.rules.steps import StepKind  # noqa: E402
@@ -112,6 +114,14 @@ def test_a_capture_that_fails_leaves_the_gpu_at_work(device: torch.device) -> No
     assert captured.out.tolist() == [3.0] * 5
 
 
+def test_a_capture_may_follow_on_others_that_are_gone(device: torch.device) -> None:
+    capture, numbers = CudaCapture(device), torch.ones(1 << 20, device=device)
+    held = capture(lambda: numbers * 3).out  # its graph is gone
+    again = capture(lambda: numbers + 1)
+    again.replay()
+    assert again.out.tolist()[:2] == [2.0, 2.0] and held.shape == again.out.shape
+
+
 def test_the_same_seed_draws_the_same_text_whatever_the_schedule(made: Made,
                                                                  device: torch.device) -> None:
     directory, _ = made("llama")
@@ -124,7 +134,7 @@ def test_the_same_seed_draws_the_same_text_whatever_the_schedule(made: Made,
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_a_step_lasts_until_its_work_is_done(made: Made, device: torch.device) -> None:
+def test_a_step_is_over_when_the_gpu_is_done_with_it(made: Made, device: torch.device) -> None:
     directory, _ = made("llama")
     executor = toy_runs.executor_of(directory, toy_runs.stages_of(directory, [1])[0], device=device)
     executor.start(StartMessage(num_groups=1, slots=2, capacity=8))
@@ -132,16 +142,32 @@ def test_a_step_lasts_until_its_work_is_done(made: Made, device: torch.device) -
         Joined(query=0, input_tokens=3, sampling=Sampling()),))
     tokens = torch.tensor([7, 8, 9])
     executor.execute(message, tokens).wait()  # kernels are loaded when first called
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
+    end = torch.cuda.Event()
     torch.cuda._sleep(200_000_000)  # clock ticks: about a tenth of a second
     end.record()
     given = executor.execute(replace(message, removed=(0,)), tokens)
     assert not end.query(), "it returns before the GPU is done"
     given.wait()
-    record = executor.log[-1]
-    # begun while the GPU slept, ended after it
-    assert record.end_s - record.start_s > 0.5 * begin.elapsed_time(end) / 1e3
+    assert end.query()
+
+
+def test_steps_last_as_long_as_the_gpu_works_on_them(device: torch.device) -> None:
+    timeline, steps = timeline_of(device, time.monotonic), []
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    asked_s = time.monotonic()
+    begin.record()
+    for _ in range(2):  # the second is asked for while the GPU is at the first
+        timeline.begin()
+        torch.cuda._sleep(100_000_000)
+        steps.append(timeline.end())
+    end.record()
+    assert not steps[0].is_over()
+    (first_s, over_s), (second_s, last_s) = (step.times() for step in steps)
+    slept_s = begin.elapsed_time(end) / 1e3
+    assert over_s - first_s == pytest.approx(slept_s / 2, rel=0.1)
+    assert over_s <= second_s < over_s + 1e-3, "it begins when the one before it ends"
+    assert last_s - asked_s == pytest.approx(slept_s, rel=0.1)
 
 
 @pytest.mark.parametrize("is_forced", [False, True])

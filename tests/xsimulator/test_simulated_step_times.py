@@ -118,6 +118,18 @@ def test_steps_that_decode_captured_take_their_own_time_and_others_theirs():
     assert two.decode_s(7, 300) == pytest.approx(other.decode_s(7, 300)), "groups are not captured"
 
 
+def test_steps_of_more_rows_than_are_captured_are_launched():
+    problem = problem_of("opt-13b", "a40-4", "S")
+    plain, captured = roofline_of(problem), roofline_of(problem)
+    captured.facts = replace(captured.facts, captured_degrees=frozenset({1}))
+    captured._rows[Operator.DECODE_REST] = lambda rows, degree: plain._rows[
+        Operator.LAYER_REST](rows, degree) / 4
+    rows = np.array([1.0, 512.0, 513.0, 900.0])
+    usual, own = (LayerTimes.of(problem, source).decode_rest_s(rows, 1)
+                  for source in (plain, captured))
+    assert own / usual == pytest.approx([0.25, 0.25, 1, 1])
+
+
 def test_bounds_take_rows_for_no_slower_than_in_either_kind_of_step():
     problem = problem_of("opt-13b", "a40-4", "S")
     source, sizes = roofline_of(problem), np.array([3.0, 40.0, 500.0])

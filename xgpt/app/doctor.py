@@ -87,9 +87,16 @@ def compare_on_gpu(tell: Teller, folder: Path) -> GpuVerdict:
     slug = re.sub(r"[^a-z0-9]+", "-", card["card"].lower()).strip("-")
     file = folder / f"xgpt-doctor-{slug}.json"
     write_atomically(file, json.dumps({
-        "schema_version": SCHEMA_VERSION, "xgpt": metadata.version("xgpt"), **card,
+        "schema_version": SCHEMA_VERSION, "xgpt": _own_version(), **card,
         "cases": cases}, indent=1) + "\n")
     return verdict_of(file, card, cases)
+
+
+def _own_version() -> str:
+    try:
+        return metadata.version("xgpt")
+    except metadata.PackageNotFoundError:  # a checkout on the path
+        return "not installed"
 
 
 def verdict_of(file: Path, card: Mapping[str, Any], cases: list[dict[str, Any]]) -> GpuVerdict:

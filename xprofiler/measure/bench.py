@@ -20,6 +20,7 @@ from xprofiler.measure.captured import Capturing, TimedCapture, captured_step
 from xprofiler.measure.clock import Clock, clock_of
 from xprofiler.measure.probe import Probe, StepParts
 from xprofiler.points import MEAN_INPUT
+from xrunner.engine.graphs import CaptureError
 from xrunner.engine.group import StageGroup
 from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.engine.last_tokens import LastTokens
@@ -43,9 +44,11 @@ Measurement = Callable[[], StepParts]  # executes the step once
 
 class LayerBench:
     """A stage of `num_stages` with both ends, one shard of `tp_degree` of it, on `device`.
-    `capturing`: decode steps are timed captured, where a run captures them; None: none is."""
+    `capturing`: decode steps are timed captured, where a run captures them; None: none is.
+    `capture_failure`: why none is from now on, for a run that cannot capture one captures none."""
 
     capturing: Capturing | None = None
+    capture_failure: str | None = None
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, *, num_stages: int = 1,
                  tp_degree: int | Shard = 1, device: torch.device | str = "cpu",
@@ -74,9 +77,13 @@ class LayerBench:
         group, joined = executor.groups[0], self._joined(contexts)
         capture = None if self.capturing is None else TimedCapture(
             self.capturing, self.probe, clock_of(self.device))
+        graphs = None
         with self._through(layers):
-            graphs = None if capture is None else captured_step(
-                self.model, group, len(contexts), capture)
+            if capture is not None:
+                try:
+                    graphs = captured_step(self.model, group, len(contexts), capture)
+                except CaptureError as error:
+                    self.capturing, self.capture_failure = None, str(error)
         tokens = torch.ones(len(contexts), dtype=torch.long, device=self.device)
         message = StepMessage(kind=StepKind.DECODE, group=0, phase=0, iteration=1)
 

@@ -3,7 +3,7 @@
 To the host a captured step is one thing, so nothing can be marked in it while it is replayed. What
 its parts take is told by a second capture of the same step, with marks among its kernels: events
 that the graph itself records at each replay. They are scaled to what the first one takes, which has
-none and is what a run replays. No GPU has run this yet (docs/gpu.md)."""
+none and is what a run replays."""
 
 from __future__ import annotations
 
@@ -105,13 +105,10 @@ class TimedCapture:
 def captured_step(model: StageModel, group: StageGroup, queries: int,
                   capture: TimedCapture) -> DecodeGraphs | None:
     """The step of so many queries of a group whose entries lie in rows, captured as in a run; None
-    where a run does not capture it either."""
+    where a run does not capture it either. Raises CaptureError."""
     size = bucket_of(queries)
     if size is None or why_not(model) is not None:
         return None
     graphs = DecodeGraphs(model, group.cache.layers, capture, width=1, in_blocks=False)
-    try:
-        graphs.steps[size] = graphs.capture(size)
-    except CaptureError:
-        return None
+    graphs.steps[size] = graphs.capture(size)
     return graphs

@@ -41,6 +41,17 @@ class Recorder:
         return {Point(kind, int(x), int(y)) for kind, operator in OWN_TABLE.items()
                 for x, y in self._tables.get(TableKey(operator.value, degree), {})}
 
+    def has_captured(self, degree: int) -> bool | None:
+        """Whether the decode steps measured so far were captured; None: none was measured."""
+        tables = (self._tables.get(TableKey(operator.value, degree)) for operator in (
+            Operator.DECODE_REST, Operator.DECODE_ATTENTION))
+        captured, decoded = map(bool, tables)
+        return captured if decoded else None
+
+    def forget_captured(self, degree: int) -> None:
+        """Decode steps are launched kernel by kernel in runs, as some were here."""
+        self._tables.pop(TableKey(Operator.DECODE_REST.value, degree), None)
+
     def add(self, key: TableKey, x: float, y: float, samples_s: Iterable[float],
             missing: float = 0.0) -> None:
         """Samples of one place; those of the same place measured before stay, but where they were

@@ -182,7 +182,8 @@ class Measuring:
         bench = make(self._bench_spec(degree), self._dtype, tp_degree=degree,
                      num_stages=self._known.metadata.ranks, device=self._device,
                      sampling=self._sampling, weight_dtype=self._weight_dtype)
-        if self._captures and isinstance(bench, LayerBench):
+        if self._captures and isinstance(bench, LayerBench) and (
+                self._recorder.has_captured(degree) is not False):
             bench.capturing = Capturing(CudaCapture(self._device))
         return bench
 
@@ -260,6 +261,11 @@ class Measuring:
                                    is_brief=self.request.is_quick, watch=self._watch)
         self._recorder.add_step(point, degree, rows, len(lengths), steps,
                                 min(bench.num_layers, most_layers or bench.num_layers))
+        if isinstance(bench, LayerBench) and bench.capture_failure is not None:
+            self._recorder.forget_captured(degree)
+            print("decode steps are timed as they are launched kernel by kernel: one could not be "
+                  f"captured: {bench.capture_failure}", file=sys.stderr)
+            bench.capture_failure = None
 
     def most_layers(self, bench: Bench, point: Point) -> int | None:
         """Layers that a step goes through; None: all of the bench."""

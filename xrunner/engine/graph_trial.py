@@ -21,7 +21,7 @@ from xrunner.engine.kv import KvCache
 from xrunner.models.stage_model import StageModel
 from xrunner.ops.contexts import BlockTable, DecodeContext, Places
 from xrunner.ops.cuda_check import tolerance
-from xrunner.rules.buckets import MOST, bucket_of
+from xrunner.rules.buckets import MOST_CAPTURED, bucket_of
 
 _STEPS_OFF = 4  # tolerances of one operator that a step of many may be off
 _TOKEN_STEP = 7919  # from one row's token to the next one's: a prime
@@ -88,7 +88,7 @@ def try_graphs(model: StageModel, caches: Sequence[KvCache | BlockCache], slots:
 
 def sizes_up_to(slots: int) -> list[int]:
     """Batch sizes that are captured for groups of up to so many queries, rising."""
-    return sorted({size for count in range(1, min(slots, MOST) + 1)
+    return sorted({size for count in range(1, min(slots, MOST_CAPTURED) + 1)
                    if (size := bucket_of(count)) is not None})
 
 
@@ -140,7 +140,8 @@ class _Entries:
     def __init__(self, graphs: DecodeGraphs) -> None:
         device = graphs.model.device
         generator = torch.Generator(device).manual_seed(11)
-        self._parts = [part[:max(MOST, graphs.width)] for layer in graphs.layers for part in layer]
+        self._parts = [part[:max(MOST_CAPTURED, graphs.width)]
+                       for layer in graphs.layers for part in layer]
         for part in self._parts:
             part.normal_(generator=generator)
 

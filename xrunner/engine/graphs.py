@@ -7,11 +7,11 @@ there first, and rows that hold no query are in no slot and have no entries: the
 write nothing for them and give them zeros. Only those kernels read no more than these numbers say
 and take no size from the host: where torch's attention serves, nothing is captured.
 
-What is captured, and that it is compared before it serves: xrunner.engine.graph_trial. No GPU has
-run this yet (docs/gpu.md)."""
+What is captured, and that it is compared before it serves: xrunner.engine.graph_trial."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -57,6 +57,10 @@ class Capture(Protocol):
         """Computes nothing yet. Raises CaptureError."""
 
 
+# The driver refuses to wait for the whole GPU while any thread captures: _free_bytes does.
+_one_at_a_time = threading.Lock()
+
+
 class CudaCapture:
     """Captures on torch's current GPU, on a stream of its own: torch's for captures is one for all
     threads of a process. What the graphs need in between lies in one pool: they are never at work
@@ -67,22 +71,31 @@ class CudaCapture:
         self.taken_bytes = 0
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._holder: torch.cuda.CUDAGraph | None = None
 
     def __call__(self, work: Callable[[], Tensor]) -> Captured:
-        stream, before = torch.cuda.current_stream(self._device), self._free_bytes()
-        graph = torch.cuda.CUDAGraph()
+        with _one_at_a_time:
+            if self._holder is None:
+                # NOTE: torch refuses a pool whose graphs are all gone while a tensor of theirs is
+                # held: one graph stays
+                self._holder, _ = self._captured(lambda: torch.zeros(1, device=self._device))
+            before = self._free_bytes()
+            graph, out = self._captured(work)
+            self.taken_bytes += max(before - self._free_bytes(), 0)
+        return Captured(graph.replay, out)
+
+    def _captured(self, work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        stream, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
         try:
             # threads that wait for messages may look at events of their own meanwhile
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream,
                                   capture_error_mode="thread_local"):
-                out = work()
+                return graph, work()
         except (RuntimeError, XgptError) as error:  # of memory, of what may not be captured
             # NOTE: where a capture ends in an error, torch leaves its stream the current one
             torch.cuda.set_stream(stream)
             words = str(error).strip().splitlines() or [type(error).__name__]
             raise CaptureError(words[0]) from error
-        self.taken_bytes += max(before - self._free_bytes(), 0)
-        return Captured(graph.replay, out)
 
     def _free_bytes(self) -> int:
         """What the driver has left: what the graphs' pool keeps between replays is not free."""

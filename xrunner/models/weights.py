@@ -87,11 +87,15 @@ class RandomWeights:
         rows = TensorPart(0, 0, shape[0]) if wanted.dim != 0 else wanted
         block_rows = min(max(_BLOCK_ELEMENTS // math.prod(shape[1:]), 1), shape[0])
 
+        is_inference = torch.is_inference_mode_enabled()  # a thread has a mode of its own
+
         def draw(first: int) -> None:
-            block = self._draw(name, first, (min(block_rows, shape[0] - first), *shape[1:]))
-            low, high = max(rows.start, first), min(rows.stop, first + len(block))
-            drawn = block[low - first:high - first]
-            out[low - rows.start:high - rows.start] = drawn if wanted is rows else wanted.of(drawn)
+            with torch.inference_mode(is_inference):
+                block = self._draw(name, first, (min(block_rows, shape[0] - first), *shape[1:]))
+                low, high = max(rows.start, first), min(rows.stop, first + len(block))
+                drawn = block[low - first:high - first]
+                out[low - rows.start:high - rows.start] = (
+                    drawn if wanted is rows else wanted.of(drawn))
 
         firsts = range(rows.start - rows.start % block_rows, rows.stop, block_rows)
         workers = min(torch.get_num_threads(), len(firsts))

@@ -8,7 +8,9 @@ import numpy as np
 
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
+from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import Operator, TimingSource
+from xrunner.rules.buckets import MOST_CAPTURED
 
 
 class Presented(NamedTuple):
@@ -59,8 +61,13 @@ class MeasuredRange:
         """These are the largest sizes that were measured at that degree."""
         reach = self._timing.reach
         head, attention = reach(Operator.HEAD, degree).x, reach(Operator.DECODE_ATTENTION, degree)
+        queries = min(head, attention.x)
+        if degree in self._timing.facts.captured_degrees:
+            captured = reach(Operator.DECODE_REST, degree).x
+            if captured * REFUSED_BEYOND < MOST_CAPTURED:  # larger steps are not captured
+                queries = min(queries, captured)
         return Presented(
-            reach(self._encode, degree).x, head, decode_queries=min(head, attention.x),
+            reach(self._encode, degree).x, head, decode_queries=queries,
             context=attention.y, input_tokens=reach(Operator.ENCODE_ATTENTION, degree).x)
 
 

@@ -173,6 +173,7 @@ def test_what_a_run_does_not_capture_is_not_captured_here(monkeypatch: pytest.Mo
         monkeypatch.setattr(Capture, "__call__", refused)
         parts = bench.decode([4, 9])()
         assert parts.captured_rest_s is None and parts.rest_s > 0
+        assert bench.capturing is None and "not permitted" in str(bench.capture_failure)
     bench, capture = bench_of()  # torch's operators serve
     with torch.inference_mode():
         assert bench.decode([4, 9])().captured_rest_s is None and not capture.shapes

@@ -260,3 +260,14 @@ def test_layers_of_captured_steps_have_a_table_beside_those_that_are_launched() 
     recorder.add_step(Point(Kind.REST, 75), 1, 75, 1, [parts()], LAYERS)
     assert [(s.x, s.samples_s) for s in recorder.operator(Operator.DECODE_REST, 1)] == [(4, (0.5,))]
     assert [s.x for s in recorder.operator(Operator.LAYER_REST, 1)] == [4, 75]
+
+
+def test_captured_steps_are_forgotten_where_one_could_not_be() -> None:
+    recorder = Recorder(EMPTY)
+    assert recorder.has_captured(1) is None
+    steps = [parts()._replace(captured_rest_s=1.0)]
+    recorder.add_step(Point(Kind.DECODE, 3, 40), 1, 3, 3, steps, 4)
+    assert recorder.has_captured(1) and recorder.operator(Operator.DECODE_REST, 1)
+    recorder.forget_captured(1)
+    assert recorder.has_captured(1) is False and not recorder.operator(Operator.DECODE_REST, 1)
+    assert recorder.operator(Operator.LAYER_REST, 1)

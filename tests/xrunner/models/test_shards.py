@@ -129,6 +129,19 @@ def test_a_shards_cache_takes_its_heads_bytes() -> None:
     assert whole._replace(kv_heads=2).num_bytes * 3 == whole.num_bytes
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_random_weights_are_drawn_where_nothing_is_differentiated(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with torch.inference_mode():
+            drawn = RandomWeights(torch.float32).get("a.weight", (3000, 1000))
+    finally:
+        torch.set_num_threads(before)
+    assert drawn.is_inference() and drawn.equal(
+        RandomWeights(torch.float32).get("a.weight", (3000, 1000)))
+
+
 @pytest.mark.parametrize("shape", [(33,), (12, 10), (37, 24)])
 def test_random_weights_do_not_depend_on_how_they_are_divided(
         shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from xrunner.rules.buckets import MOST, bucket_of
+from xrunner.rules.buckets import MOST_CAPTURED, bucket_of
 
 
 def test_a_bucket_holds_the_batch_and_little_more() -> None:
-    sizes = {n: bucket_of(n) for n in range(1, MOST + 1)}
+    sizes = {n: bucket_of(n) for n in range(1, MOST_CAPTURED + 1)}
     for count, size in sizes.items():
         assert size is not None and 0 <= size - count < max(8, count / 8, 1)
         assert sizes[size] == size, "a bucket is its own"
@@ -16,4 +16,4 @@ def test_a_bucket_holds_the_batch_and_little_more() -> None:
 
 
 def test_larger_batches_are_not_captured() -> None:
-    assert bucket_of(MOST + 1) is None
+    assert bucket_of(MOST_CAPTURED + 1) is None

@@ -14,13 +14,14 @@ REACHES = {Operator.LAYER_REST: (100.0, 1.0), Operator.HEAD: (8.0, 1.0),
            Operator.DECODE_ATTENTION: (16.0, 50.0), Operator.ENCODE_ATTENTION: (40.0, 1.0)}
 
 
-def measured(reaches):
+def measured(reaches, captured=()):
     def reach(operator, degree):
         x, y = reaches[operator]
         return Reach(x=x * degree, y=y)
 
     problem = SimpleNamespace(model=SimpleNamespace(is_encoder_decoder=False))
-    return MeasuredRange(problem, SimpleNamespace(reach=reach))
+    return MeasuredRange(problem, SimpleNamespace(
+        reach=reach, facts=SimpleNamespace(captured_degrees=frozenset(captured))))
 
 
 def test_the_largest_ratio_counts():
@@ -33,6 +34,17 @@ def test_the_largest_ratio_counts():
 
 def test_a_decode_step_needs_the_head_too():
     assert measured(REACHES).stretch((1,), Presented(decode_queries=np.array([16.0]))) == [2.0]
+
+
+def test_decode_steps_reach_as_far_as_captured_ones_were_measured():
+    def stretch(most):
+        reaches = REACHES | {Operator.HEAD: (900.0, 1.0), Operator.DECODE_ATTENTION: (900.0, 50.0),
+                             Operator.DECODE_REST: (most, 1.0)}
+        return measured(reaches, captured=[1]).stretch((1,), Presented(
+            decode_queries=np.array([450.0])))
+
+    assert stretch(100.0) == [4.5]
+    assert stretch(128.0) == [0.5], "larger steps than 512 rows are not captured"
 
 
 def test_what_exceeds_the_range_is_named_once():
