@@ -27,6 +27,7 @@ SHAPED = frozenset({
     Operator.ENCODE_ATTENTION, Operator.CROSS_ATTENTION, Operator.ENCODER_REST, Operator.CROSS_KV,
     Operator.HEAD})
 _CACHED = frozenset({Operator.DECODE_ATTENTION, Operator.CROSS_ATTENTION})
+_LITTLE_WEIGHT = 0.03  # of usual costs against a point
 _MOST_FOLLOWED = 1.5  # a curve follows the points' ratios to it so far, either way
 
 Curve = Callable[[FloatArray, FloatArray], FloatArray]
@@ -62,19 +63,35 @@ def places(points: Iterable[Point], operator: Operator) -> set[tuple[float, floa
     return found
 
 
+def features(model: ModelSpec, operator: Operator, degree: int, x: FloatArray,
+             y: FloatArray) -> FloatArray:
+    """[sizes, features] of what the operator does: once, (over a cache) for each query, elements
+    that it moves, operations."""
+    least = work(model, operator, x, y, tp_degree=degree, item_bytes=1)
+    # of a query encoded with others the fixed time is a share
+    once = 1 / np.maximum(y, 1.0) if operator is Operator.ENCODE_ATTENTION else np.ones_like(x)
+    # attention over a cache also has something to do for each query, however short
+    each = [x] if operator in _CACHED else []
+    return np.stack([once, *each, least.num_bytes, least.flops], axis=-1)
+
+
+def costs_of(model: ModelSpec, operator: Operator, degree: int, table: Measured,
+             usual: FloatArray | None = None) -> FloatArray:
+    """[features] seconds that each feature costs, by a table of at least one point. Of one model
+    what is done once and what its weights' bytes take cannot be told apart: where that matters they
+    are as near to the `usual` costs as the points leave room for."""
+    scaled = features(model, operator, degree, table.x, table.y) / np.maximum(
+        table.seconds, LEAST_S)[:, None]
+    if usual is None:
+        return _least_squares(scaled, np.ones(len(scaled)))
+    weights = np.r_[np.ones(len(scaled)), np.full(len(usual), _LITTLE_WEIGHT)]
+    return _least_squares(np.vstack([scaled, _LITTLE_WEIGHT * np.diag(1 / usual)]), weights)
+
+
 def fitted(model: ModelSpec, operator: Operator, degree: int, table: Measured) -> Curve:
     """The curve of the roofline's shape through a table of at least one point."""
-    def features(x: FloatArray, y: FloatArray) -> FloatArray:
-        least = work(model, operator, x, y, tp_degree=degree, item_bytes=1)
-        # of a query encoded with others the fixed time is a share
-        once = 1 / np.maximum(y, 1.0) if operator is Operator.ENCODE_ATTENTION else np.ones_like(x)
-        # attention over a cache also has something to do for each query, however short
-        each = [x] if operator in _CACHED else []
-        return np.stack([once, *each, least.num_bytes, least.flops], axis=-1)
-
-    scaled = features(table.x, table.y) / np.maximum(table.seconds, LEAST_S)[:, None]
-    costs = _least_squares(scaled)
-    return lambda x, y: np.maximum(features(x, y) @ costs, LEAST_S)
+    costs = costs_of(model, operator, degree, table)
+    return lambda x, y: np.maximum(features(model, operator, degree, x, y) @ costs, LEAST_S)
 
 
 def filled(model: ModelSpec, operator: Operator, degree: int, table: Measured,
@@ -116,17 +133,17 @@ def _in_order(every: Measured, known: int) -> Measured:
     return every._replace(seconds=kept[row, column])
 
 
-def _least_squares(scaled: FloatArray) -> FloatArray:
-    """[features] costs, none below 0, that bring `scaled` [points, features] nearest to 1. Of few
-    points as few features are taken as tell them."""
+def _least_squares(scaled: FloatArray, wanted: FloatArray) -> FloatArray:
+    """[features] costs, none below 0, that bring `scaled` [points, features] nearest to what is
+    `wanted` [points]. Of few points as few features are taken as tell them."""
     count = scaled.shape[1]
     best, least = np.zeros(count), np.inf
     for size in range(1, min(count, len(scaled)) + 1):
         for taken in combinations(range(count), size):
             own = scaled[:, taken]
             scale = np.maximum(np.abs(own).max(axis=0), LEAST_S)
-            costs = np.linalg.lstsq(own / scale, np.ones(len(own)), rcond=None)[0] / scale
-            error = float(np.sum((own @ costs - 1) ** 2))
+            costs = np.linalg.lstsq(own / scale, wanted, rcond=None)[0] / scale
+            error = float(np.sum((own @ costs - wanted) ** 2))
             if (costs >= 0).all() and error < least - 1e-12:
                 best, least = np.zeros(count), error
                 best[list(taken)] = costs

@@ -50,7 +50,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Margin, Schedule
 from xgpt.core.units import format_seconds
 from xprofiler.made_sources import Raised
-from xprofiler.profile import TableKey
+from xprofiler.profile import ESTIMATED, TableKey
 from xprofiler.profile_timing import MOST_NOISE, TableError
 from xprofiler.source_errors import OperatorGroup, SourceErrors, sizes_of
 from xprofiler.timing import TimingSource
@@ -73,6 +73,9 @@ class Measured(Protocol):
 
     @property
     def common_error(self) -> float: ...
+
+    @property
+    def kind_of_times(self) -> str: ...
 
 
 @runtime_checkable
@@ -111,6 +114,7 @@ class Doubts:
         of, not what is left of them."""
         self.problem, self._evaluator, self._replays = problem, evaluator, replays
         timing = evaluator.timing
+        self._kind_of_times = timing.kind_of_times if isinstance(timing, Measured) else ""
         self._errors = timing.table_errors() if isinstance(timing, Measured) else {}
         self._common = timing.common_error if isinstance(timing, Measured) else 0.0
         # as likely as not is what computed times are by themselves
@@ -271,7 +275,7 @@ class Doubts:
             return replace(parts, sentence="there is no bound, so none can be broken")
         causes = []
         if self._errors:
-            kind = "imported" if self._common else "measured"
+            kind = self._kind_of_times
             causes.append(f"{parts.timing - 1:.1%} since {kind} times may be off")
             if any(error.is_brief for error in self._errors.values()):
                 causes[-1] += " (they were measured briefly, at few sizes)"
@@ -281,7 +285,8 @@ class Doubts:
             if any(error.is_noisy for error in self._errors.values()):
                 causes[-1] += (f" (repeats were disturbed: {MOST_NOISE:.0%} of noise is reckoned "
                                "with, and more is not covered; profile again on a quiet machine)")
-            if float(np.mean([error.unknown for error in self._errors.values()])) > 0.5:
+            if kind != ESTIMATED and (
+                    float(np.mean([error.unknown for error in self._errors.values()])) > 0.5):
                 causes[-1] += " (most points have too few samples to tell their noise)"
         if self._computed:
             parts = replace(parts, remedy=_remedy(self._computed, computed,

@@ -227,7 +227,7 @@ def _profile(wanted: WantedProfile, tell: Teller, session: _Measurement,
 
     if (profile := _sufficient(path, serves, tell)) is not None:
         return profile
-    with _alone(path.parent, wanted.output, tell):
+    with alone(path.parent, wanted.output, tell):
         # another process may have measured it while this one waited
         if (profile := _sufficient(path, serves, tell, is_again=True)) is not None:
             return profile
@@ -292,7 +292,7 @@ def _cached(path: Path, tell: Teller | None) -> Profile | None:
 
 
 @contextmanager
-def _alone(folder: Path, output: Path, tell: Teller) -> Iterator[None]:
+def alone(folder: Path, output: Path, tell: Teller) -> Iterator[None]:
     """One process at a time measures: two would disturb each other. Raises InputError where the
     cache cannot be written to."""
     try:

@@ -95,7 +95,8 @@ def to_run(opened: OpenedJob, schedule: Schedule, source: Path) -> Plan:
                     f"shapes of which every copy lies within a node of {each} devices, "
                     "or on whole nodes")
     opened = executable(opened, schedule)
-    return Plan(schedule=schedule, opened=opened, timing=timing_of(opened), horizon="job")
+    return Plan(schedule=schedule, opened=opened, timing=timing_of(opened, may_estimate=True),
+                horizon="job")
 
 
 def execute(opened: OpenedJob, timing: TimingSource, schedule: Schedule) -> dict[str, Any]:

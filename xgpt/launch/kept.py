@@ -34,7 +34,7 @@ class KeptRanks:
         """The ranks of the run before where they hold what these are to hold, else new ones that
         will stay; None for another program than the runner's own, for which they make room unless
         it measures."""
-        if ranks.module == MEASURES:
+        if ranks.module in MEASURES:
             return None
         if ranks.module != SERVES:
             self.dismiss()

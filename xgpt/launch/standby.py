@@ -18,7 +18,8 @@ from xgpt.launch.process import Started, start
 
 SERVES = "xrunner.worker"  # whose part it takes, alone in its run
 PROGRAM = "xrunner.standby"
-MEASURES = "xprofiler.measure.worker"  # whose part it may take before
+# whose part it may take before
+MEASURES = frozenset({"xprofiler.measure.worker", "xprofiler.measure.calibrate"})
 
 
 class Standby:
@@ -44,8 +45,8 @@ class Standby:
         room, unless they measure: it waits for its run beside those."""
         if ranks.count == 1 and ranks.module == SERVES:
             return self.serve(ranks.argument, ranks.inherited)
-        if ranks.module == MEASURES:
-            return self.measure(ranks.argument) if ranks.count == 1 else None
+        if ranks.module in MEASURES:
+            return self.measure(ranks.module, ranks.argument) if ranks.count == 1 else None
         self.dismiss()
         return None
 
@@ -57,10 +58,10 @@ class Standby:
         self._is_free = False
         return self._started
 
-    def measure(self, argument: Path) -> Started | None:
-        """The process, which now works as `python -m xprofiler.measure.worker ARGUMENT`, and then
-        waits for its run; None as of `serve`."""
-        told = self._hears(f"{MEASURES}\0{argument}", ())
+    def measure(self, module: str, argument: Path) -> Started | None:
+        """The process, which now works as `python -m MODULE ARGUMENT`, and then waits for its run;
+        None as of `serve`."""
+        told = self._hears(f"{module}\0{argument}", ())
         return self._started._replace(line=self._line) if told else None
 
     def _hears(self, word: str, inherited: tuple[int, ...]) -> bool:

@@ -45,7 +45,7 @@ class Machine:
         self.is_timed = True  # all layouts, by earlier jobs
         patch.setattr("xgpt.app.plan.is_timed", lambda _: self.is_timed)
 
-    def timing_of(self, opened: OpenedJob) -> ProfileTiming:
+    def timing_of(self, opened: OpenedJob, *, may_estimate: bool = False) -> ProfileTiming:
         run, problem = opened.job.run, opened.problem
         assert run.ranks and run.threads_per_rank, "laid out"
         self.measured.append(f"{run.ranks}x{run.threads_per_rank}")

@@ -100,14 +100,16 @@ def test_it_ends_when_it_is_let_go_of_or_its_launcher_is_gone(tmp_path: Path,
     orphan.dismiss()
 
 
-def test_it_measures_first_and_then_takes_the_run(tmp_path: Path, standby: Standby) -> None:
+@pytest.mark.parametrize("module", sorted(MEASURES))
+def test_it_measures_first_and_then_takes_the_run(tmp_path: Path, standby: Standby,
+                                                  module: str) -> None:
     measured, ran = tmp_path / "request.json", program(tmp_path, standby)
-    LocalLauncher().run(program(tmp_path, standby, module=MEASURES, argument=measured),
+    LocalLauncher().run(program(tmp_path, standby, module=module, argument=measured),
                         watch=lambda: None)
-    assert measured.read_text() == f"{standby.process.pid} xprofiler.measure.worker"
+    assert measured.read_text() == f"{standby.process.pid} {module}"
     LocalLauncher().run(ran, watch=lambda: None)
     assert ran.argument.read_text() == f"{standby.process.pid} 0"
-    assert standby.measure(measured) is None, "it has had its run"
+    assert standby.measure(module, measured) is None, "it has had its run"
     standby.dismiss()
 
 
@@ -115,7 +117,7 @@ def test_it_waits_beside_several_that_measure(tmp_path: Path, monkeypatch: pytes
                                               standby: Standby) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(LocalLauncher, "command", lambda self, ranks: ["true"])
-        LocalLauncher().run(program(tmp_path, standby, module=MEASURES, count=2),
+        LocalLauncher().run(program(tmp_path, standby, module=min(MEASURES), count=2),
                             watch=lambda: None)
     ranks = program(tmp_path, standby)
     LocalLauncher().run(ranks, watch=lambda: None)

@@ -1,0 +1,200 @@
+"""A job that is shorter than measuring starts with what this machine is known to take."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from laid_out import amdahl, profile_of
+
+from xgpt.app import known_times as app
+from xgpt.app import local_profile, plan, timing
+from xgpt.app.known_times import known_times
+from xgpt.app.learn import has_learned_since
+from xgpt.app.local_profile import WantedProfile
+from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.plan import JobPlanner, plan_job
+from xgpt.app.telling import LogTeller
+from xgpt.core import catalog
+from xgpt.core.errors import InfeasibleError
+from xgpt.launch.launcher import RankProgram
+from xprofiler.cache import cached_profile_path
+from xprofiler.kept_peaks import keep_peaks, kept_peaks, name_of
+from xprofiler.profile import LearnedSteps, Peaks, Profile
+from xprofiler.profile_file import load_profile, save_profile
+from xprofiler.profile_timing import ProfileTiming
+from xprofiler.source_errors import ESTIMATED_ERROR
+from xscheduler.planner import PlanOptions
+
+PEAKS = Peaks(flops_per_s=4e11, bandwidth_bytes_per_s=2e10, source="measured")
+
+
+class Machine:
+    """One whose ranks are asked for what they would measure. `profiled`: how often points were
+    measured; `calibrated`: how often peaks were."""
+
+    is_here = True
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.folder, self.profiled, self.calibrated = folder / "profiles", 0, 0
+        self.folder.mkdir()
+        for module in (app, local_profile, timing):
+            patch.setattr(module, "cache_dir", lambda: folder)
+        patch.setattr("xgpt.app.learn.cache_dir", lambda: folder)
+        patch.setattr(local_profile, "launcher_of", lambda *_: self)
+        patch.setattr("xgpt.app.profile_identity.why_no_operators", str)
+        patch.setattr(timing, "why_no_operators", str)
+        patch.setattr(timing, "quick_profile", self.measure)
+        patch.setattr(timing, "refining_s", lambda *_, **__: 0.0)
+
+    def run(self, program: RankProgram, watch: object, ask_to_stop: object = None) -> None:
+        assert program.module == app.CALIBRATES and program.count == 1
+        self.calibrated += 1
+        asked = json.loads(program.argument.read_text(encoding="utf-8"))
+        keep_peaks(Path(asked["folder"]), asked["name"], PEAKS)
+
+    def measure(self, wanted: WantedProfile, tell: LogTeller) -> Profile:
+        self.profiled += 1
+        found = replace(profile_of(wanted.model, 1, 2, amdahl(0.1), dtype=wanted.metadata.dtype),
+                        metadata=wanted.metadata)
+        save_profile(found, cached_profile_path(self.folder, wanted.metadata))
+        return found
+
+
+class Kept(LogTeller):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def say(self, message: str) -> None:
+        self.said.append(message)
+
+
+@pytest.fixture()
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(tmp_path, monkeypatch)
+
+
+def job_of(folder: Path, *, count: int = 5, bound: str = "inf", model: str = "smollm2-135m",
+           ranks: int = 1) -> OpenedJob:
+    path = folder / "job.yaml"
+    path.write_text(f"""
+model: {model}
+cluster: local
+workload: {{requests: {{count: {count}}}, input_tokens: {{mean: 40, std: 20, max: 80}},
+           output_tokens: {{mean: 12, std: 5, max: 24}}}}
+constraint: {{latency_s: {bound}}}
+run: {{dtype: float32, ranks: {ranks}, threads_per_rank: {2 // ranks}, weights: random}}
+output: out
+""")
+    return replace(open_file(path), tell=Kept())
+
+
+def wanted_of(opened: OpenedJob) -> WantedProfile:
+    return local_profile.wanted_profile(opened.job, opened.problem)
+
+
+def test_a_short_job_measures_no_point_and_a_long_one_does(
+        tmp_path: Path, machine: Machine) -> None:
+    short = job_of(tmp_path)
+    found = plan_job(short)
+    assert (machine.profiled, machine.calibrated) == (0, 1)
+    assert isinstance(found.timing, ProfileTiming)
+    assert found.timing.provenance().startswith("estimated from this machine's peaks on cpu-")
+    assert "estimated from this machine's peaks" in str(found)
+    (said,) = (text for text in short.tell.said if "none is measured" in text)
+    assert f"perhaps {ESTIMATED_ERROR:.0%} off" in said and "\n" not in said
+
+    plan_job(job_of(tmp_path, count=8))
+    assert (machine.profiled, machine.calibrated) == (0, 1), "the peaks are kept"
+    plan_job(job_of(tmp_path, count=20_000))
+    assert (machine.profiled, machine.calibrated) == (1, 1)
+    again = plan_job(job_of(tmp_path))
+    assert machine.profiled == 2 and "estimated" not in again.timing.provenance(), (
+        "what was measured counts")
+
+
+def test_a_job_that_is_long_beyond_doubt_is_measured_without_a_calibration(
+        tmp_path: Path, machine: Machine) -> None:
+    plan_job(job_of(tmp_path, count=200_000))
+    assert (machine.profiled, machine.calibrated) == (1, 0)
+
+
+def test_only_what_plans_a_job_estimates(tmp_path: Path, machine: Machine) -> None:
+    JobPlanner(job_of(tmp_path))
+    assert machine.profiled == 1
+    plan_job(job_of(tmp_path, model="opt-125m"), options=PlanOptions(horizon="steady"))
+    assert machine.profiled == 2
+
+
+def test_other_models_tell_more_than_peaks(tmp_path: Path, machine: Machine) -> None:
+    plan_job(job_of(tmp_path, model="opt-125m", count=200_000))
+    assert (machine.profiled, machine.calibrated) == (1, 0)
+    found = plan_job(job_of(tmp_path))
+    assert (machine.profiled, machine.calibrated) == (1, 0)
+    assert "estimated like opt-125m" in found.timing.provenance()
+    own = wanted_of(job_of(tmp_path))
+    estimate, truth = found.timing, ProfileTiming(profile_of(
+        catalog.model("smollm2-135m"), 1, 2, amdahl(0.1)))
+    assert app.expected_s(estimate, own.model, own.job, ranks=1, degree=1) == pytest.approx(
+        app.expected_s(truth, own.model, own.job, ranks=1, degree=1), rel=0.5)
+
+
+def test_of_several_ranks_nothing_is_known_without_their_messages(
+        tmp_path: Path, machine: Machine) -> None:
+    plan_job(job_of(tmp_path, count=200_000, model="opt-125m"))  # on one rank
+    assert known_times(wanted_of(job_of(tmp_path, ranks=2)), LogTeller(),
+                       job_of(tmp_path).problem.cluster.device) is None
+
+
+def test_what_runs_took_is_added_and_kept(tmp_path: Path, machine: Machine) -> None:
+    first = plan_job(job_of(tmp_path)).timing
+    assert isinstance(first, ProfileTiming)
+    path = cached_profile_path(machine.folder, first.profile.metadata)
+    learned = LearnedSteps(kind="decode", rows=5.0, factor=1.6, spread=0.1, steps=99,
+                           date="2026-11-26")
+    save_profile(replace(load_profile(path), learned=(learned,)), path)
+    assert has_learned_since(first)
+    second = plan_job(job_of(tmp_path, count=7)).timing
+    assert isinstance(second, ProfileTiming) and second.profile.learned == (learned,)
+    assert "as runs here took since: decode steps x 1.60" in second.provenance()
+    assert machine.profiled == 0
+
+
+def test_margins_are_as_wide_as_estimates_may_be_off(tmp_path: Path, machine: Machine) -> None:
+    found = plan_job(job_of(tmp_path, bound="60"))
+    assert machine.profiled == 0
+    margin = found.schedule.margin
+    assert margin.factor >= math.exp(ESTIMATED_ERROR)
+    assert "since estimated times may be off" in margin.note
+
+
+@pytest.mark.parametrize("bound", ["0.0001", "3"])
+def test_a_bound_that_estimates_do_not_keep_is_measured_for(
+        tmp_path: Path, machine: Machine, bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if bound == "3":  # that costs much of a job's time by margins alone
+        monkeypatch.setattr(plan, "timing_cost_s", lambda *_: 1e-9)
+    job = job_of(tmp_path, bound=bound)
+    try:
+        found = plan_job(job)
+    except InfeasibleError:
+        assert bound == "0.0001"
+    else:
+        assert "estimated" not in found.timing.provenance()
+    assert machine.profiled == 1
+
+
+def test_peaks_that_cannot_be_read_are_none(tmp_path: Path) -> None:
+    metadata = profile_of(catalog.model("opt-125m"), 1, 2, amdahl(0.1)).metadata
+    assert kept_peaks(tmp_path, name_of(metadata)) is None
+    keep_peaks(tmp_path, name_of(metadata), PEAKS)
+    keep_peaks(tmp_path, "another", replace(PEAKS, flops_per_s=1.0))
+    assert kept_peaks(tmp_path, name_of(metadata)) == PEAKS
+    for text in ("{", "[]", '{"another": {"flops_per_s": "x"}}'):
+        (tmp_path / "peaks.json").write_text(text, encoding="utf-8")
+        assert kept_peaks(tmp_path, "another") is None
