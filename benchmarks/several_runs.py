@@ -20,6 +20,7 @@ import yaml
 
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
+from xprofiler.profile_file import load_profile
 from xrunner.checkpoint.source import cache_dir
 
 XGPT = [sys.executable, "-c", "from xgpt.cli.main import main; main()"]
@@ -84,6 +85,12 @@ class SeveralRuns:
         """A command with the round's cache."""
         return subprocess.run([*XGPT, *words], capture_output=True, text=True, check=False,
                               env={**os.environ, "XDG_CACHE_HOME": str(self._cache)})
+
+    def peak_bytes_per_s(self) -> float:
+        """Of the memory of a rank's device, as the round's profile has it; 0 before one."""
+        profiles = map(load_profile, sorted((self._cache / "xgpt" / "profiles").glob("*-*.json")))
+        return max((profile.peaks.bandwidth_bytes_per_s for profile in profiles
+                    if profile.peaks is not None), default=0.0)
 
     def keeps_no_bound(self, name: str) -> bool:
         """Whether a run of it was refused: no schedule keeps the job's bound."""

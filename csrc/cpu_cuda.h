@@ -51,7 +51,9 @@ struct Barrier {
 
 struct Warp {
     Barrier barrier;
-    unsigned values[2][LANES];  // of two shuffles in turn: one may still be read
+    // of two exchanges in turn: one may still be read
+    unsigned values[2][LANES];
+    unsigned operands[2][LANES][6];  // of a product: four registers of A, two of B
 };
 
 struct Thread {
@@ -104,6 +106,40 @@ inline unsigned shuffle(unsigned bits, int source) {
     warp.values[turn][thread_index.x % LANES] = bits;
     wait(warp.barrier);
     return warp.values[turn][source];
+}
+
+/* mma.sync.m16n8k16: the lane's four of sums [16, 8] += A [16, 16] B [16, 8], of two bytes an element,
+ * laid out over the lanes as PTX says. `to_float`: of an element's bits. */
+template <typename ToFloat>
+inline void multiply(float (&sums)[4], const unsigned (&a)[4], unsigned b0, unsigned b1,
+                     ToFloat to_float) {
+    Warp &warp = own_warp();
+    const int turn = here().turn ^= 1, lane = static_cast<int>(thread_index.x) % LANES;
+    const unsigned own[6] = {a[0], a[1], a[2], a[3], b0, b1};
+    std::memcpy(warp.operands[turn][lane], own, sizeof own);
+    wait(warp.barrier);
+    const auto element = [&](int holder, int which, int k) {
+        return to_float(static_cast<unsigned short>(
+            warp.operands[turn][holder][which] >> (k % 2 ? 16 : 0)));
+    };
+    for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4 + (i < 2 ? 0 : 8), column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 16; ++k)
+            sums[i] += element(row % 8 * 4 + k % 8 / 2, row / 8 + k / 8 * 2, k) *
+                       element(column * 4 + k % 8 / 2, 4 + k / 8, k);
+    }
+}
+
+/* movmatrix.m8n8.trans: of a matrix [8, 8] of two bytes an element, two neighbours of a row each. */
+inline unsigned transposed(unsigned pair) {
+    Warp &warp = own_warp();
+    const int turn = here().turn ^= 1, lane = static_cast<int>(thread_index.x) % LANES;
+    warp.values[turn][lane] = pair;
+    wait(warp.barrier);
+    const int shift = lane / 4 % 2 ? 16 : 0, column = lane / 4 / 2;
+    const unsigned low = warp.values[turn][lane % 4 * 2 * 4 + column] >> shift & 0xffffu;
+    const unsigned high = warp.values[turn][(lane % 4 * 2 + 1) * 4 + column] >> shift & 0xffffu;
+    return low | high << 16;
 }
 
 inline void thread_main() {
@@ -223,6 +259,14 @@ inline float __uint_as_float(unsigned bits) {
     float x;
     std::memcpy(&x, &bits, sizeof x);
     return x;
+}
+/* Bytes of two registers, chosen by the digits of `selector`, the lowest first. */
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+    const uint64_t both = uint64_t(high) << 32 | low;
+    unsigned out = 0;
+    for (int i = 0; i < 4; ++i)
+        out |= static_cast<unsigned>(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+    return out;
 }
 inline void __syncthreads() { cpu_cuda::wait(cpu_cuda::block.barrier); }
 inline float __shfl_xor_sync(unsigned, float x, int offset) {

@@ -19,6 +19,8 @@
     XGPT_CPU_ENTRY(kernel, Arguments)
 #define KERNEL(name, Arguments)                                            \
     KERNEL_AS(name##_float32, Arguments, xgpt::name<float>)                \
+    KERNEL_OF_HALVES(name, Arguments)
+#define KERNEL_OF_HALVES(name, Arguments)                                  \
     KERNEL_AS(name##_bfloat16, Arguments, xgpt::name<xgpt::bfloat16>)      \
     KERNEL_AS(name##_float16, Arguments, xgpt::name<xgpt::float16>)
 #ifdef __CUDACC__
@@ -55,6 +57,13 @@ struct Entries {
 };
 
 __device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); }
+
+constexpr float LOG2_E = 1.4426950408889634f;  // scores are in powers of two
+
+/* What a sum is to be multiplied by when its maximum rises from `old` to `now`. */
+__device__ inline float rescale(float old, float now) {
+    return old == minus_infinity() ? 0.f : exp2f(old - now);
+}
 
 __device__ inline float to_float(float x) { return x; }
 __device__ inline float to_float(bfloat16 x) {

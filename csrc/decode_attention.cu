@@ -6,28 +6,11 @@
  * keys it met, and they are merged at the end: over the warp by shuffles, over the block in shared
  * memory, over the parts of the context by a second kernel.
  */
-#include "cuda_elements.h"
+#include "cuda_decode.h"
 
 namespace xgpt {
 
-struct DecodeAttention {
-    void *out;                 // [n, heads, dim]
-    const void *query;         // [n, heads, dim], rows query_stride elements apart
-    const void *keys, *values; // [num_blocks, kv_heads, block_size, dim]
-    const i64 *blocks;         // [n, most_blocks]
-    const i64 *lengths;
-    const float *bias;         // [heads, bias_width] by distance, the farthest's beyond; or null
-    float *parts;              // [n, heads, num_parts, dim + 2]: sums, maximum, weight
-    i64 query_stride, n, heads, kv_heads, dim, num_blocks, block_size, block_bits, most_blocks,
-        bias_width, bias_center, num_parts, is_wide;
-    float scale;
-};
-
-constexpr int THREADS = 128;
-constexpr int WARPS = THREADS / WARP;
 constexpr int KEYS = 4;  // of a team, whose loads are under way at once
-constexpr i64 LEAST = 64;  // keys of a part, where there are as many
-constexpr float LOG2_E = 1.4426950408889634f;
 
 /* A softmax under way, of one head: `sum` of values, each times 2^(score - most); `weight` is the
  * sum of those factors. `most` is -inf before the first key. */
@@ -35,11 +18,6 @@ struct Softmax {
     float sum[8];
     float most, weight;
 };
-
-/* What a sum is to be multiplied by when its maximum rises from `old` to `now`. */
-__device__ inline float rescale(float old, float now) {
-    return old == minus_infinity() ? 0.f : exp2f(old - now);
-}
 
 __device__ inline void merge(Softmax &own, int offset) {
     const float other_most = __shfl_xor_sync(ALL, own.most, offset);
@@ -51,32 +29,6 @@ __device__ inline void merge(Softmax &own, int offset) {
 #pragma unroll
     for (int e = 0; e < 8; ++e)
         own.sum[e] = own.sum[e] * factor + __shfl_xor_sync(ALL, own.sum[e], offset) * other_factor;
-}
-
-/* Which part of which head's context a block works on. */
-struct Work {
-    i64 query, kv_head, first_head, heads;  // `heads` of them from first_head on
-    i64 length, from, to;                   // of the context; the part of it
-};
-
-template <int HEADS>
-__device__ inline Work work_of(const DecodeAttention &p) {
-    const i64 group = p.heads / p.kv_heads, chunks = (group + HEADS - 1) / HEADS;
-    const i64 each = (group + chunks - 1) / chunks;  // heads of a block
-    Work work;
-    const i64 chunk = blockIdx.x % chunks, pair = blockIdx.x / chunks;
-    work.query = pair / p.kv_heads;
-    work.kv_head = pair % p.kv_heads;
-    work.first_head = work.kv_head * group + chunk * each;
-    work.heads = min(each, group - chunk * each);
-    // a row of a captured batch that holds no query has length 0: it gets zeros
-    const i64 block = p.blocks[work.query * p.most_blocks];
-    const bool is_there = block >= 0 && block < p.num_blocks;
-    work.length = is_there ? min(p.lengths[work.query], p.most_blocks * p.block_size) : 0;
-    const i64 part = max((work.length + p.num_parts - 1) / p.num_parts, LEAST);
-    work.from = min(blockIdx.y * part, work.length);
-    work.to = min(work.from + part, work.length);
-    return work;
 }
 
 /* Scores of KEYS keys from `key` on, `step` apart, in powers of two; -inf beyond the part. */
@@ -125,18 +77,17 @@ __device__ inline void softmax_step(float (&scores)[HEADS][KEYS], Softmax (&stat
     }
 }
 
-/* Merges the block's softmaxes, the warps' in shared memory [WARPS, HEADS, dim + 2], and writes the
- * heads' rows: whole, or as a part. */
+/* Brings the block's softmaxes together, and writes the heads' rows. */
 template <typename T, int HEADS>
 __device__ inline void finish(const DecodeAttention &p, const Work &work, int team,
                               Softmax (&state)[HEADS]) {
     XGPT_SHARED(shared);
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    const i64 width = p.dim + 2;
 #pragma unroll
     for (int h = 0; h < HEADS; ++h) {
         for (int offset = team; offset < WARP; offset *= 2) merge(state[h], offset);
-        float *row = shared + (warp * HEADS + h) * width;
+        if (h >= work.heads) continue;
+        float *row = shared + (warp * work.heads + h) * (p.dim + 2);
         if (lane < team) {
 #pragma unroll
             for (int e = 0; e < 8; ++e)
@@ -147,29 +98,7 @@ __device__ inline void finish(const DecodeAttention &p, const Work &work, int te
             row[p.dim + 1] = state[h].weight;
         }
     }
-    __syncthreads();
-    for (i64 at = threadIdx.x; at < work.heads * p.dim; at += THREADS) {
-        const i64 h = at / p.dim, e = at % p.dim;
-        float most = minus_infinity(), weight = 0.f, sum = 0.f;
-        for (int w = 0; w < WARPS; ++w) most = fmaxf(most, shared[(w * HEADS + h) * width + p.dim]);
-        for (int w = 0; w < WARPS; ++w) {
-            const float *row = shared + (w * HEADS + h) * width;
-            const float factor = rescale(row[p.dim], most);
-            weight += row[p.dim + 1] * factor;
-            sum += row[e] * factor;
-        }
-        const i64 out = work.query * p.heads + work.first_head + h;
-        if (p.num_parts == 1) {
-            from_float(weight > 0.f ? sum / weight : 0.f, static_cast<T *>(p.out) + out * p.dim + e);
-            continue;
-        }
-        float *part = p.parts + (out * p.num_parts + blockIdx.y) * width;
-        part[e] = sum;
-        if (e == 0) {
-            part[p.dim] = most;
-            part[p.dim + 1] = weight;
-        }
-    }
+    merge_warps<T>(p, work, shared);
 }
 
 /* Grid: (n x kv_heads x chunks of a group, parts). */

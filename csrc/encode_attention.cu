@@ -3,25 +3,12 @@
  * Keys come 32 at a time into shared memory: first a lane has a key and all of the head's elements
  * (scores), then every 32nd element and all keys (the sum of values).
  */
-#include "cuda_elements.h"
+#include "cuda_encode.h"
 
 namespace xgpt {
 
-struct EncodeAttention {
-    void *out;                  // [T, heads, dim]
-    const void *query;          // [T, heads, dim], rows query_stride elements apart
-    const void *keys, *values;  // [num_blocks, kv_heads, block_size, dim]
-    const i64 *blocks;                  // [spans, most_blocks]
-    const i64 *first, *tokens_of;       // [spans]; where a span begins, and its tokens
-    const i64 *starts;                  // [spans] packed tokens before it
-    i64 query_stride, spans, heads, kv_heads, dim, num_blocks, block_size, block_bits, most_blocks,
-        is_wide;
-    float scale;
-};
-
-constexpr int THREADS = 128;
 constexpr int TOKENS = 16;           // of a block
-constexpr int OWN = TOKENS / (THREADS / WARP);  // of a warp
+constexpr int OWN = TOKENS / WARPS;  // of a warp
 constexpr int TILE = WARP;           // keys at a time
 constexpr int ELEMENTS = 8;          // of a head, 32 apart, that a lane sums: up to 256
 
@@ -66,13 +53,12 @@ __device__ inline void score_tile(const Tiles &tiles, i64 from, int dim, Tokens 
     for (int t = 0; t < OWN; ++t) {
         const float mine = from + lane <= own.last[t] ? score[t] : minus_infinity();
         const float now = fmaxf(own.most[t], warp_max(mine));
-        const float rescale = own.most[t] == minus_infinity() ? 0.f : exp2f(own.most[t] - now);
-        const float factor = mine == minus_infinity() ? 0.f : exp2f(mine - now);
+        const float fading = rescale(own.most[t], now), factor = rescale(mine, now);
         own.most[t] = now;
-        own.weight[t] = own.weight[t] * rescale + factor;  // of this lane's keys
+        own.weight[t] = own.weight[t] * fading + factor;  // of this lane's keys
         tiles.factor[(first + t) * TILE + lane] = factor;
 #pragma unroll
-        for (int i = 0; i < ELEMENTS; ++i) own.sum[t][i] *= rescale;
+        for (int i = 0; i < ELEMENTS; ++i) own.sum[t][i] *= fading;
     }
 }
 
@@ -95,20 +81,18 @@ __device__ inline void add_values(const Tiles &tiles, int dim, Tokens &own) {
 /* Grid: (tiles of the longest span, heads, spans). */
 template <typename T>
 __device__ inline void encode_attention(const EncodeAttention &p) {
-    const i64 span = blockIdx.z, head = blockIdx.y, from = blockIdx.x * TOKENS;
-    const i64 tokens = p.tokens_of[span], before = p.first[span];
-    const i64 *blocks = p.blocks + span * p.most_blocks;
-    const bool is_there = blocks[0] >= 0 && blocks[0] < p.num_blocks && before >= 0 &&
-                          before + tokens <= p.most_blocks * p.block_size;
-    if (from >= tokens || !is_there) return;  // all of the block
+    const OwnSpan span = span_of(p, blockIdx.z);
+    const i64 head = blockIdx.y, from = blockIdx.x * TOKENS;
+    const i64 tokens = span.tokens, before = span.before;
+    if (from >= tokens || !span.is_there) return;  // all of the block
     XGPT_SHARED(shared);
     const Tiles tiles = {shared, shared + TOKENS * p.dim, shared + TOKENS * (p.dim + TILE)};
-    const i64 start = p.starts[span] + from;
+    const i64 start = span.start + from;
     for (i64 at = threadIdx.x; at < TOKENS * p.dim; at += THREADS) {
         const i64 t = at / p.dim, e = at % p.dim;
         const T *row = static_cast<const T *>(p.query) + (start + t) * p.query_stride +
                        head * p.dim;
-        tiles.query[at] = from + t < tokens ? to_float(row[e]) * (p.scale * 1.44269504f) : 0.f;
+        tiles.query[at] = from + t < tokens ? to_float(row[e]) * (p.scale * LOG2_E) : 0.f;
     }
     const int lane = threadIdx.x % WARP, first = threadIdx.x / WARP * OWN;
     const int dim = static_cast<int>(p.dim);
@@ -121,7 +105,7 @@ __device__ inline void encode_attention(const EncodeAttention &p) {
 #pragma unroll
         for (int i = 0; i < ELEMENTS; ++i) own.sum[t][i] = 0.f;
     }
-    const Entries entries = {blocks, p.kv_heads, head / (p.heads / p.kv_heads), p.block_size,
+    const Entries entries = {span.blocks, p.kv_heads, head / (p.heads / p.kv_heads), p.block_size,
                              p.block_bits, p.dim};
     const T *keys = static_cast<const T *>(p.keys), *values = static_cast<const T *>(p.values);
     const i64 end = before + min(from + TOKENS, tokens);  // keys that the last token sees

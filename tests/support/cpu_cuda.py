@@ -20,7 +20,7 @@ from xrunner.ops.cuda import CudaOps
 from xrunner.ops.launch import Launch
 
 _ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("decode_attention", "encode_attention", "rows", "kv")
+SOURCES = ("decode_attention", "decode_tiles", "encode_attention", "encode_tiles", "rows", "kv")
 # Hidden: what executes a library's kernels is that library's own, however others were compiled.
 FLAGS = ("-x", "c++", "-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-fno-strict-aliasing",
          "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")

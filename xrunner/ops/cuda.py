@@ -34,6 +34,10 @@ MAX_DIM = 256  # of a head, in attention
 _MAX_GRID = 65535  # blocks along y and z
 _THREADS = 128
 _MOST_PARTS = 64
+_BLOCKS_EACH = 4  # of threads, for a multiprocessor: fewer, and contexts are split
+_TILE_HEADS = 8  # of a block, in decode_tiles.cu
+_TILE_TOKENS = {64: 64, 128: 64, 256: 32}  # of a block, by the heads' width, in encode_tiles.cu
+_TILE_BITS = 4  # of an entry's number: 16 of them lie in one block
 _ONE_BLOCK = 62  # bits of an entry's number: more than any has
 _ENCODE_TOKENS, _ENCODE_KEYS = 16, 32  # of a block and at a time, in encode_attention.cu
 
@@ -79,10 +83,11 @@ class CudaOps:
         if n == 0:
             return out
         group = heads // kv_heads
-        together = 1 if group == 1 else 2 if group == 2 else 4
+        by_tiles = _by_tiles(query, cache, sizes)
+        together = _TILE_HEADS if by_tiles else 1 if group == 1 else 2 if group == 2 else 4
         at_work = n * kv_heads * -(-group // together)  # blocks of threads
         if parts is None:
-            wanted = -(-2 * self._multiprocessors // at_work)
+            wanted = -(-_BLOCKS_EACH * self._multiprocessors // at_work)
             longest = sizes["most_blocks"] * sizes["block_size"]
             parts = max(1, min(wanted, longest // 128, _MOST_PARTS))
         work = torch.empty((n, heads, parts, dim + 2), dtype=torch.float32,
@@ -97,9 +102,11 @@ class CudaOps:
             is_wide=is_wide(query, *cache, row=dim) and query.stride(0) % 8 == 0,
             scale=scale)
         name = DTYPES[query.dtype]
-        shared = _THREADS // 32 * together * (dim + 2) * 4
-        self._launch(Launch("decode_attention", f"decode_attention_{together}_{name}",
-                            (at_work, parts, 1), _THREADS, shared, arguments))
+        shared = _THREADS // 32 * -(-group // -(-group // together)) * (dim + 2) * 4
+        source, kind = ("decode_tiles", _tile_width(dim)) if by_tiles else (
+            "decode_attention", together)
+        self._launch(Launch(source, f"{source}_{kind}_{name}", (at_work, parts, 1), _THREADS,
+                            shared, arguments))
         if parts > 1:
             self._launch(Launch("decode_attention", f"combine_parts_{name}", (n * heads, 1, 1),
                                 32 * -(-dim // 32), 0, arguments))
@@ -140,10 +147,17 @@ class CudaOps:
             query_stride=query.stride(0), spans=len(spans), heads=heads,
             kv_heads=kv_heads, dim=dim, **sizes,
             is_wide=is_wide(*cache, row=dim), scale=scale)
+        longest, name = max(s.tokens for s in spans), DTYPES[query.dtype]
+        if _by_tiles(query, cache, sizes):
+            width = _tile_width(dim)
+            self._launch(Launch("encode_tiles", f"encode_tiles_{width}_{name}",
+                                (-(-longest // _TILE_TOKENS[width]), heads, len(spans)), _THREADS,
+                                0, arguments))
+            return
         shared = 4 * (_ENCODE_TOKENS * (dim + _ENCODE_KEYS) + _ENCODE_KEYS * (dim + 1))
-        tiles = -(-max(s.tokens for s in spans) // _ENCODE_TOKENS)
-        self._launch(Launch("encode_attention", f"encode_attention_{DTYPES[query.dtype]}",
-                            (tiles, heads, len(spans)), _THREADS, shared, arguments))
+        self._launch(Launch("encode_attention", f"encode_attention_{name}",
+                            (-(-longest // _ENCODE_TOKENS), heads, len(spans)), _THREADS, shared,
+                            arguments))
 
     def add_rms_norm(self, hidden: Tensor, added: Tensor | None, weight: Tensor,
                      eps: float) -> Tensor:
@@ -217,6 +231,19 @@ class CudaOps:
             self._launch(Launch("rows", f"silu_mul_{DTYPES[joint.dtype]}",
                                 (tokens, min(-(-inner // 2048), _MAX_GRID), 1), 256, 0, arguments))
         return out
+
+
+def _by_tiles(query: Tensor, cache: tuple[Tensor, Tensor], sizes: dict[str, int]) -> bool:
+    """Whether attention may go by tensor cores (csrc/cuda_tiles.h): half precision, rows of whole
+    16 bytes, and 16 entries that begin at a multiple of 16 always in one block."""
+    dim = query.shape[-1]
+    return (query.dtype != torch.float32 and sizes["block_bits"] >= _TILE_BITS
+            and is_wide(query, *cache, row=dim) and query.stride(0) % 8 == 0)
+
+
+def _tile_width(dim: int) -> int:
+    """The elements of a head that a kernel is compiled for."""
+    return 64 if dim <= 64 else 128 if dim <= 128 else MAX_DIM
 
 
 def _check_cache(query: Tensor, cache: tuple[Tensor, Tensor],

@@ -20,12 +20,13 @@ from xrunner.rules.slots import Move, Span
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STEPS = 8  # of the type, by which a result may be off; 64 of float32, whose sums differ in order
 _BLOCK = 16  # entries
-_HEADS = ((9, 3, 64), (12, 12, 64), (8, 1, 80), (5, 5, 33), (4, 2, 256))  # h, k, d
+_HEADS = ((9, 3, 64), (12, 12, 64), (8, 1, 80), (5, 5, 33), (4, 1, 20), (4, 2, 256))  # h, k, d
 
 
 class Case(NamedTuple):
     """One operator on one set of arguments: what it should give, what gives it, and the bytes that
-    have to move for it."""
+    have to move for it. `is_wide`: heads are of whole 16 bytes, for which there may be a kernel of
+    their own."""
 
     operator: str
     shape: str
@@ -33,6 +34,7 @@ class Case(NamedTuple):
     expected: Callable[[], list[Tensor]]
     found: Callable[[], list[Tensor]]
     num_bytes: int
+    is_wide: bool = True
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -147,7 +149,7 @@ def _encode_case(ops: CudaOps, drawn: _Drawn, heads: int, cache: Cache, lengths:
                 lambda: [reference.encode(query, cache, spans, in_rows.blocks, dim ** -0.5)] * 2,
                 lambda: [ops.encode_attention(query, *where, dim ** -0.5)
                          for where in ((cache, in_rows), (paged, in_blocks))],
-                _entry_bytes(cache) * int(lengths.sum()) + 2 * query.nbytes)
+                _entry_bytes(cache) * int(lengths.sum()) + 2 * query.nbytes, dim % 8 == 0)
 
 
 def _norm_cases(ops: CudaOps, drawn: _Drawn, tokens: int, size: int,

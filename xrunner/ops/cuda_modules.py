@@ -9,6 +9,7 @@ xrunner.ops.native) may ask for none, or for all.
 import ctypes
 import hashlib
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -23,8 +24,8 @@ from xrunner.ops.cuda import CudaOps
 from xrunner.ops.cuda_check import Case, cases, distance, tolerance
 from xrunner.ops.launch import DTYPES, Launch, Launcher
 
-SOURCES = ("decode_attention", "encode_attention", "rows", "kv")
-_HEADER = '#include "cuda_elements.h"'
+SOURCES = ("decode_attention", "decode_tiles", "encode_attention", "encode_tiles", "rows", "kv")
+_HEADER = re.compile(r'^#include "(cuda_\w+\.h)"$', re.M)
 _USUAL_SHARED_BYTES = 48 << 10  # more than that a kernel must ask for
 
 
@@ -127,21 +128,31 @@ def off_by(case: Case) -> float:
 
 def _before_a_run(all_cases: Iterator[Case]) -> Iterator[Case]:
     """All of an operator that has several kernels for one type, by heads, parts and blocks. Of
-    attention of inputs, which has one and takes longest, the first of each type."""
+    attention of inputs, which takes longest, the first of each type and kernel."""
     seen = set()
     for case in all_cases:
-        if case.operator != "encode_attention" or case.dtype not in seen:
+        kind = case.dtype, case.is_wide
+        if case.operator != "encode_attention" or kind not in seen:
             yield case
         if case.operator == "encode_attention":
-            seen.add(case.dtype)
+            seen.add(kind)
 
 
 def source_of(name: str) -> str:
-    """A source with its header in it: cupy keys what it compiled by the text that it is given."""
-    folder = source_folder()
-    text = (folder / f"{name}.cu").read_text("utf-8")
-    assert text.count(_HEADER) == 1, f"{name}.cu must include the header once"
-    return text.replace(_HEADER, (folder / "cuda_elements.h").read_text("utf-8"))
+    """A source with its headers in it: cupy keys what it compiled by the text that it is given."""
+    folder, seen = source_folder(), set[str]()
+
+    def inlined(file: str) -> str:
+        def once(found: re.Match[str]) -> str:
+            header = found[1]
+            if header in seen:
+                return ""
+            seen.add(header)
+            return inlined(header)
+
+        return _HEADER.sub(once, (folder / file).read_text("utf-8"))
+
+    return inlined(f"{name}.cu")
 
 
 def source_digest() -> str:

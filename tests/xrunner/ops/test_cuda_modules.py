@@ -30,7 +30,7 @@ def launcher() -> cpu_cuda.CpuLauncher:
 @pytest.fixture(autouse=True)
 def nothing_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cuda_modules, "_gpus", {})
-    monkeypatch.setattr(cuda_check, "_HEADS", ((4, 1, 16), (2, 1, 16), (3, 3, 16)))
+    monkeypatch.setattr(cuda_check, "_HEADS", ((4, 1, 12), (2, 1, 16), (3, 3, 12), (2, 2, 72)))
     yield
 
 
@@ -82,7 +82,9 @@ def test_kernels_that_agree_serve(launcher: cpu_cuda.CpuLauncher) -> None:
 @pytest.mark.parametrize(("kernel", "operators"), [
     ("silu_mul_float16", {"silu_mul"}), ("decode_attention_1_float32", {"decode_attention"}),
     ("decode_attention_4_bfloat16", {"decode_attention"}), ("combine_parts", {"decode_attention"}),
+    ("decode_tiles_128_float16", {"decode_attention"}),
     ("encode_attention_float16", {"encode_attention"}),
+    ("encode_tiles_64_bfloat16", {"encode_attention"}),
     ("kv_scatter", {"kv_gather", "kv_scatter"}), ("kv_compact", {"kv_compact"})])
 def test_torch_serves_where_a_kernel_differs_and_one_line_says_so(
         launcher: cpu_cuda.CpuLauncher, kernel: str, operators: set[str]) -> None:
@@ -154,7 +156,7 @@ from xrunner.ops import cuda_check
 from xrunner.ops.cuda import CudaOps
 torch.set_num_threads(1)
 launch = CpuLauncher({name: Path(r"FOLDER") / f"{name}.so" for name in NAMES})
-cuda_check._HEADS = ((3, 1, 16), (2, 2, 33), (1, 1, 256))
+cuda_check._HEADS = ((3, 1, 16), (2, 2, 33), (2, 1, 72), (1, 1, 256))
 found = [case.found() for case in cuda_check.cases(CudaOps(launch, 4), launch,
                                                    torch.device("cpu"), size=1)]
 print(len(found), "cases")
