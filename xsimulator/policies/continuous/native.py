@@ -1,9 +1,9 @@
 """What planning takes step by step, by csrc/planning*.cpp: walks (continuous.paged_walk) twenty
 times as quick as by arrays, rounds of a pipeline (continuous.in_flight) some ten times, when a
 replay's steps end (replay.stage_line), what uneven batches cost (waa.unevenness), timelines of
-phases (xsimulator.pipeline), and RRA's points and bounds (rra.native). Out of an installed wheel's
-library, or compiled for itself, which takes a second or two once. Where neither can be had, or
-`XGPT_NATIVE` is `off`, Python serves, and finds the same."""
+phases (xsimulator.pipeline), RRA's points and bounds (rra.native), and WAA's bounds (waa.native).
+Out of an installed wheel's library, or compiled for itself, which takes a second or two once. Where
+neither can be had, or `XGPT_NATIVE` is `off`, Python serves, and finds the same."""
 
 import contextlib
 import ctypes
@@ -50,6 +50,9 @@ class Native:
         self.lines.restype = number
         self.lines.argtypes = [address, address, number, number, address, number, ctypes.c_double,
                                number, number, address]
+        self.waa_bounds = library.xgpt_waa_bounds  # by addresses, as in csrc/planning_waa.cpp
+        self.waa_bounds.restype = number
+        self.waa_bounds.argtypes = [*[address] * 3, number, *[address] * 4]
         self._in_line = library.xgpt_in_line
         self._between = library.xgpt_between
         self._in_line.restype = self._between.restype = None

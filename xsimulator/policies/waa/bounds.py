@@ -28,6 +28,7 @@ from xsimulator.policies.waa.chunk_bounds import ChunkedPoolBounds
 from xsimulator.policies.waa.closed_form import Waa
 from xsimulator.policies.waa.config import WaaBoxes
 from xsimulator.policies.waa.memory import HeldSizes
+from xsimulator.policies.waa.native import bounds_of_pairs
 from xsimulator.policies.waa.plan_bounds import (
     MEMORY_SIZES,
     QUICK_TOLERANCE,
@@ -36,7 +37,7 @@ from xsimulator.policies.waa.plan_bounds import (
     leap,
 )
 from xsimulator.policies.waa.plans import WaaPlan, WaaPlans
-from xsimulator.policies.waa.pool_times import ROWS_RATIO
+from xsimulator.policies.waa.step_columns import ROWS_RATIO
 
 TOLERANCE = 0.001  # of throughput and latency: the decode table is linear in a logarithm
 MOST_IN_SYSTEM = 1e9  # where memory does not say
@@ -130,13 +131,32 @@ class WaaBounds:
         new = {tables for _, tables, _ in left} - self._begun
         self.work += len(left) + NEW_WORK * len(new)
         self._begun |= new
-        for place, tables, rows in left:
-            most, *seconds = tables.bound(boxes.take(rows), latency_bound_s)
-            # the quick bound knows how many rows the latency bound leaves time for
-            limit[rows] = np.maximum(limit[rows], np.minimum(most, quick[place, rows]))
-            least[:3, rows] = np.minimum(least[:3, rows], seconds)
+        if left:
+            self._bound_left(left, boxes, latency_bound_s, quick, limit, least)
         least[:3] /= 1 + TOLERANCE
         return BoxBounds(limit * (1 + TOLERANCE), *least)
+
+    def _bound_left(self, left: list[tuple[int, PlanBounds, IntArray]], boxes: WaaBoxes,
+                    latency_bound_s: float, quick: FloatArray, limit: FloatArray,
+                    least: FloatArray) -> None:
+        """Bounds under the divisions that are left, each of some of the boxes, into `limit` and
+        `least`."""
+        waa, rows = self.waa, np.concatenate([rows for _, _, rows in left])
+        which = np.repeat(np.arange(len(left)), [len(rows) for _, _, rows in left])
+        own, tables = boxes.take(rows), [tables for _, tables, _ in left]
+        found = bounds_of_pairs(waa, tables, which, own, latency_bound_s,
+                                is_modest=self._is_modest)
+        # what is decoding, with its caches, may not fit
+        held = waa.memory.fullest_of_pairs(
+            [one.plan for one in tables], which, waa.memory.sizes(own.easiest, np.ceil(
+                0.5 * own.least.astype(float) + found.decoding)))
+        # the quick bound knows how many rows the latency bound leaves time for
+        places = np.array([place for place, _, _ in left])[which]
+        np.maximum.at(limit, rows, np.where(held <= waa.capacity_bytes, np.minimum(
+            found.most_qps, quick[places, rows]), 0.0))
+        for column, seconds in zip(least[:3], (found.latency_s, found.ttft_s, found.iteration_s),
+                                   strict=True):
+            np.minimum.at(column, rows, seconds)
 
     def _halves(self, boxes: WaaBoxes) -> HeldSizes:
         """What is held at least, with half a batch in the decode pool."""

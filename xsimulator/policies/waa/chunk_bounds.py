@@ -29,12 +29,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray
+from xgpt.core.lengths import FloatArray, IntArray
 from xsimulator.envelope import rising_minorant
 from xsimulator.layer_times import TOGETHER
 from xsimulator.plans import StagePlan
 from xsimulator.policies.waa.config import WaaBoxes
-from xsimulator.policies.waa.pool_times import ROWS_RATIO, PoolTimes
+from xsimulator.policies.waa.pool_times import PoolTimes
+from xsimulator.policies.waa.step_columns import ROWS_RATIO
 
 TOLERANCE = 0.01  # of throughput and time: as xsimulator.policies.rra.chunk_bounds
 _STEPS = 5  # towards the fewest that decode
@@ -57,6 +58,9 @@ class ChunkedPoolBounds:
         self._attention_of: dict[int, FloatArray] = {}  # by degree: seconds a row, least up to size
         encode = decode.times.mean_attention_s(np.asarray(TOGETHER, float))
         self._encoded_s = {degree: float(own.min()) for degree, own in encode.items()}
+        self._words: IntArray | None = None  # see described
+        self._kept: list[FloatArray] = []  # that it was made of
+        self._held: list[object] = []  # that it points to
         self._number = np.bincount(decode.least_steps.kind_of)[:, None]
 
     def limits(self, boxes: WaaBoxes, sent_qps: tuple[FloatArray, FloatArray],
@@ -87,6 +91,38 @@ class ChunkedPoolBounds:
         every = np.maximum(self._iteration_s(boxes, least, plain) / (1 + TOLERANCE),
                            least / (iterations * limit))
         return ChunkLimits(limit, least, every)
+
+    def described(self) -> IntArray:
+        """The C structure Pool of csrc/planning_waa.cpp."""
+        steps, pool = self._decode.least_steps, self._decode
+        tables = steps.encode_rows, steps.ends, steps.decode_rows
+        for degree in steps.degrees:
+            if degree not in self._attention_of:
+                self._attention_s(degree, np.ones(1))
+        attention = [self._attention_of[degree] for degree in steps.degrees]
+        kept = [*(table.nodes for table in tables), *attention]
+        if self._words is None or any(a is not b for a, b in zip(self._kept, kept, strict=True)):
+            held = [self._number[:, 0].astype(float), np.array(pool.layers_of_kinds, float),
+                    np.array([self._encoded_s[degree] for degree in steps.degrees]),
+                    np.array([own.ctypes.data for own in attention], np.int64),
+                    np.array([len(own) for own in attention], np.int64)]
+            self._kept, self._held = kept, [held, *(table.rises for table in tables)]
+            self._words = np.array([
+                len(attention), steps.kind_of[-1], *(own.ctypes.data for own in held),
+                *(word for table in tables for word in (
+                    table.nodes.ctypes.data, table.rises.ctypes.data, table.nodes.shape[1]))],
+                np.int64)
+        return self._words
+
+    def reach(self, size: float, *, is_attention: bool) -> None:
+        """The tables of steps, or of attention, have sizes up to this one."""
+        steps = self._decode.least_steps
+        if is_attention:
+            for degree in steps.degrees:
+                self._attention_s(degree, np.array([size]))
+        else:
+            for table in (steps.encode_rows, steps.ends, steps.decode_rows):
+                table.reach(size)
 
     def _fewest(self, boxes: WaaBoxes, sent_qps: FloatArray) -> FloatArray:
         planned, chunk = boxes.least * self._outputs, boxes.chunk.astype(float)

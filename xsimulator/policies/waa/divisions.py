@@ -8,7 +8,8 @@ from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xsimulator.policies.waa.config import WaaBoxes, WaaConfigs
 from xsimulator.policies.waa.memory import WaaMemory
 from xsimulator.policies.waa.plans import WaaPlans
-from xsimulator.policies.waa.pool_times import ROWS_RATIO, PoolTimes
+from xsimulator.policies.waa.pool_times import PoolTimes
+from xsimulator.policies.waa.step_columns import ROWS_RATIO
 
 WHOLE = 4096  # so many rows of a decode step, and fewer, are looked at wherever they are whole
 MANY_RATIO = 1.005  # between more of them

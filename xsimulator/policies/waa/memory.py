@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -17,8 +17,6 @@ from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import PlanSource, StagePlan
 from xsimulator.policies.waa.config import WaaConfigs
 from xsimulator.policies.waa.plans import WaaPlan
-
-_MANY_KEPT = 256  # choices of plans whose bytes are kept together
 
 
 class _PerUnit(NamedTuple):
@@ -38,24 +36,30 @@ class _PerUnit(NamedTuple):
 
 
 class _ManyPlans(NamedTuple):
-    """Of the two pools of many plans: [pools, kinds of stages, plans, 1] the bytes of _PerUnit,
-    and [plans, 1] stages of the encode pool."""
+    """Bytes of _PerUnit by pool and kind of stage [2, kinds, plans], and stages of the encode pools
+    [plans]."""
 
-    rest: FloatArray
-    token: FloatArray
-    row: FloatArray
-    head: FloatArray
+    per_unit: FloatArray  # [4, 2, kinds, plans]
     stages: FloatArray
 
     def fullest(self, sizes: HeldSizes) -> FloatArray:
         """The fullest rank of each plan holds such bytes [plans, configs]."""
-        tokens = np.empty((2, 1, len(self.stages), len(sizes.encoded)))
-        tokens[0, 0] = _encode_tokens(sizes.batch_tokens, self.stages)
-        tokens[1, 0] = sizes.decode_tokens
-        rows, heads = (np.stack(both)[:, None, None] for both in (
-            (sizes.encode_rows, sizes.decode_rows), (sizes.encoded, sizes.decoded)))
-        held = self.rest + self.token * tokens + self.row * rows + self.head * heads
-        return np.asarray(held.max(axis=(0, 1)))
+        return _fullest(self.per_unit[..., None], self.stages[:, None], sizes)
+
+    def of_pairs(self, which: IntArray, sizes: HeldSizes) -> FloatArray:
+        """And of plans, one for each of the configurations [configs]."""
+        return _fullest(self.per_unit[..., which], self.stages[which], sizes)
+
+
+def _fullest(per_unit: FloatArray, stages: FloatArray, sizes: HeldSizes) -> FloatArray:
+    rest, token, row, head = per_unit
+    encoded = _encode_tokens(sizes.batch_tokens, stages)
+    held = np.empty((2, *np.broadcast_shapes(rest.shape[1:], encoded.shape)))
+    for pool, (tokens, rows, heads) in enumerate((
+            (encoded, sizes.encode_rows, sizes.encoded),
+            (sizes.decode_tokens, sizes.decode_rows, sizes.decoded))):
+        held[pool] = rest[pool] + token[pool] * tokens + row[pool] * rows + head[pool] * heads
+    return np.asarray(held.max(axis=(0, 1)))
 
 
 class HeldSizes(NamedTuple):
@@ -91,7 +95,7 @@ class WaaMemory:
         biased = float(weights @ lengths.mean_input_given_output() / weights.sum())
         self._mean_reserved = biased + self._most_tokens - self._inputs.max
         self._per_unit = cache(self._find_per_unit)
-        self._many = lru_cache(_MANY_KEPT)(self._find_many)
+        self._of_both = cache(self._find_of_both)
 
     def by_stage(self, plan: WaaPlan, configs: WaaConfigs, in_system: FloatArray) -> FloatArray:
         """Each rank of a stage holds so many bytes [configs, stages of both pools]."""
@@ -114,7 +118,12 @@ class WaaMemory:
 
     def fullest_of_many(self, plans: Sequence[WaaPlan], sizes: HeldSizes) -> FloatArray:
         """The same [plans, configs] of many plans at once."""
-        return self._many(tuple(plans)).fullest(sizes)
+        return self._many(plans).fullest(sizes)
+
+    def fullest_of_pairs(self, plans: Sequence[WaaPlan], which: IntArray,
+                         sizes: HeldSizes) -> FloatArray:
+        """The same of configurations that each have one of the plans: `which` [configs]."""
+        return self._many(plans).of_pairs(which, sizes)
 
     def sizes(self, configs: WaaConfigs, in_system: FloatArray) -> HeldSizes:
         """What the pools hold with so many queries in the system."""
@@ -187,16 +196,19 @@ class WaaMemory:
             weight_bytes=pool.weight_bytes[own]), is_encode), axis=1), axis=0)
         return _PerUnit(*kinds.T)
 
-    def _find_many(self, plans: tuple[WaaPlan, ...]) -> _ManyPlans:
-        pools = [[self._per_unit(pool, is_encode) for plan in plans for pool in (
-            plan.encode if is_encode else plan.decode,)] for is_encode in (True, False)]
-        most = max(len(own.rest) for side in pools for own in side)
-        # as many of each: one kind again is no fuller
-        rest, token, row, head = (
-            np.array([[np.resize(own[part], most) for own in side] for side in pools]).swapaxes(
-                1, 2)[..., None] for part in range(len(_PerUnit._fields)))
-        stages = np.array([[float(len(plan.encode.stages))] for plan in plans])
-        return _ManyPlans(rest, token, row, head, stages)
+    def _many(self, plans: Sequence[WaaPlan]) -> _ManyPlans:
+        held = [self._of_both(plan) for plan in plans]
+        most = max(own.shape[-1] for own in held)
+        return _ManyPlans(
+            np.stack([own if own.shape[-1] == most else _again(own, most) for own in held],
+                     axis=-1), np.array([float(len(plan.encode.stages)) for plan in plans]))
+
+    def _find_of_both(self, plan: WaaPlan) -> FloatArray:
+        """[4, 2, kinds of stages] the bytes of _PerUnit, of the encode pool and the decode pool."""
+        pools = [np.stack(self._per_unit(pool, pool is plan.encode))
+                 for pool in (plan.encode, plan.decode)]
+        most = max(own.shape[-1] for own in pools)
+        return np.stack([_again(own, most) for own in pools], axis=1)
 
     def _linear(self, pool: StagePlan, is_encode: bool) -> tuple[FloatArray, ...]:
         """The figures of _PerUnit are given by stage."""
@@ -217,3 +229,8 @@ class WaaMemory:
 def _encode_tokens(batch_tokens: FloatArray, stages: FloatArray | int) -> FloatArray:
     """Tokens of an encode pool of so many stages: see WaaMemory.encode_kv_tokens."""
     return np.asarray(np.ceil((stages + 2) * batch_tokens))
+
+
+def _again(values: FloatArray, most: int) -> FloatArray:
+    """[..., most] the last axis with its first values once more: no stage is fuller for that."""
+    return values[..., np.arange(most) % values.shape[-1]]

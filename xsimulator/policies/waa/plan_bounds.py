@@ -2,20 +2,22 @@
 from the encode pool's times by batch and the decode pool's by rows
 (xsimulator.policies.waa.bounds)."""
 
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray
+from xgpt.core.lengths import FloatArray, IntArray
 from xsimulator.envelope import rising_minorant
 from xsimulator.policies.waa.chunk_bounds import ChunkedPoolBounds
 from xsimulator.policies.waa.closed_form import Waa
 from xsimulator.policies.waa.config import WaaBoxes, WaaConfigs
 from xsimulator.policies.waa.plans import WaaPlan
-from xsimulator.policies.waa.pool_times import ROWS_RATIO, root
+from xsimulator.policies.waa.pool_times import root
+from xsimulator.policies.waa.step_columns import ROWS_RATIO, first_batches, group_sizes
 
 QUICK_TOLERANCE = 0.01  # parts of a layer may differ in which degree is best for them
-_ROOT_ACCURACY = 1e-6  # of the fewest that decode: a thousandth of what bounds allow anyway
+ROOT_ACCURACY = 1e-6  # of the fewest that decode: a thousandth of what bounds allow anyway
 FIRST_BATCHES = 64  # tabulated to begin with
 # numbers of queries that are tried for memory: to 1e6
 MEMORY_SIZES: FloatArray = np.asarray(1.02 ** np.arange(700), float)
@@ -27,20 +29,9 @@ def leap(batch: int) -> int:
 
 
 @cache
-def _batches(most: int) -> FloatArray:
-    """1, 2, ... up to so many: the same array for every plan, so that who answers for it can know
-    it again."""
-    batches = np.arange(1, most + 1, dtype=float)
-    batches.flags.writeable = False
-    return batches
-
-
-@cache
-def _sizes(count: int) -> FloatArray:
-    """So many group sizes, at which decode steps are tabulated."""
-    sizes: FloatArray = np.asarray(ROWS_RATIO ** np.arange(count), float)
-    sizes.flags.writeable = False
-    return sizes
+def _sizes_and_more(count: int) -> FloatArray:
+    """The same, and without limit."""
+    return np.append(group_sizes(count), np.inf)
 
 
 def by_batch(values: FloatArray) -> FloatArray:
@@ -48,25 +39,32 @@ def by_batch(values: FloatArray) -> FloatArray:
     return np.append(values[0], values)
 
 
+class PairBounds(NamedTuple):
+    """[boxes] Under one division no configuration has more throughput_qps, fewer queries that
+    decode, a shorter iteration, is quicker, or has its first token sooner."""
+
+    most_qps: FloatArray
+    decoding: FloatArray
+    iteration_s: FloatArray
+    latency_s: FloatArray
+    ttft_s: FloatArray
+
+
 class PlanBounds:
     """One division is bounded by its encode pool's times by batch, its decode pool's by rows."""
 
     def __init__(self, waa: Waa, plan: WaaPlan, *, is_modest: bool) -> None:
         self._waa, self.plan, self._is_modest = waa, plan, is_modest
-        self._chunked = cache(partial(
-            ChunkedPoolBounds, waa.times, plan.decode, waa.problem.lengths.outputs.mean))
         self._top = 0
+        self._words: IntArray | None = None  # see described
         self._most_rate = self._least_rate = np.empty(0)  # by batch
         self._least_encode = self._least_through = np.empty(0)  # with the handover, and without
         self._slowest = self._through = np.empty(0)  # by rows, lower envelopes
 
-    def bound(self, boxes: WaaBoxes, latency_bound_s: float,
-              ) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-        """The bound is (most throughput_qps, 0 where memory does not hold it; least latency_s,
-        seconds until the first token, and of an iteration). What takes longer than
-        `latency_bound_s` need not count for the throughput."""
+    def bound(self, boxes: WaaBoxes, latency_bound_s: float) -> PairBounds:
+        """What takes longer than `latency_bound_s` need not count for the throughput. Tables reach
+        as far as the boxes (see `reach`)."""
         waa = self._waa
-        self._tabulate(int(boxes.most.max()))
         outputs = waa.problem.lengths.outputs.mean
         iteration_s = self._longest_s(boxes, latency_bound_s)
         largest: FloatArray = np.minimum(boxes.most.astype(float) * outputs,
@@ -76,17 +74,13 @@ class PlanBounds:
         decoding, iteration = np.empty((2, len(limit)))
         if len(rows := np.flatnonzero(boxes.chunk)):
             own = boxes.take(rows)
-            limit[rows], decoding[rows], iteration[rows] = self._chunked().limits(
+            limit[rows], decoding[rows], iteration[rows] = self.chunked.limits(
                 own, (self._least_rate[own.least], self._most_rate[own.most]),
                 self._most_in_system, iteration_s[rows], is_modest=self._is_modest)
         if len(rows := np.flatnonzero(boxes.chunk == 0)):
             decoding[rows], iteration[rows] = self._without_chunks(boxes.take(rows))
-        through = self._least_through[boxes.least]
         latency = self._least_encode[boxes.least] + waa.iterations_waited * iteration
-        # what is decoding, with its caches, may not fit
-        held = waa.memory.fullest(self.plan, boxes.easiest, np.ceil(
-            0.5 * boxes.least.astype(float) + decoding))
-        return np.where(held <= waa.capacity_bytes, limit, 0.0), latency, through, iteration
+        return PairBounds(limit, decoding, iteration, latency, self._least_through[boxes.least])
 
     def _without_chunks(self, boxes: WaaBoxes) -> tuple[FloatArray, FloatArray]:
         """No fewer decode [boxes], and no iteration is shorter."""
@@ -99,8 +93,8 @@ class PlanBounds:
 
         of_wanted = excess(wanted)
         # the root is found from both sides: a little less is less for certain
-        decoding = np.where(of_wanted >= 0, wanted, (1 - 2 * _ROOT_ACCURACY) * root(
-            excess, wanted, np.minimum(of_wanted, 0.0), _ROOT_ACCURACY))
+        decoding = np.where(of_wanted >= 0, wanted, (1 - 2 * ROOT_ACCURACY) * root(
+            excess, wanted, np.minimum(of_wanted, 0.0), ROOT_ACCURACY))
         return decoding, self._iteration_s(decoding, boxes)
 
     def _longest_s(self, boxes: WaaBoxes, latency_bound_s: float) -> FloatArray:
@@ -116,10 +110,28 @@ class PlanBounds:
     def _most_decoding(self, boxes: WaaBoxes, iteration_s: FloatArray) -> FloatArray:
         """No more can decode [boxes] where an iteration takes no longer than that, by either of
         what `_iteration_s` is the larger of."""
-        in_turn, at_once = (np.append(_sizes(len(table)), np.inf)[np.searchsorted(
+        in_turn, at_once = (_sizes_and_more(len(table))[np.searchsorted(
             table, seconds, side="right")] for table, seconds in (
                 (self._slowest, iteration_s / boxes.fewest), (self._through, iteration_s)))
         return np.asarray(np.minimum(boxes.fewest * in_turn, boxes.highest * at_once))
+
+    @cached_property
+    def chunked(self) -> ChunkedPoolBounds:
+        return ChunkedPoolBounds(self._waa.times, self.plan.decode,
+                                 self._waa.problem.lengths.outputs.mean)
+
+    def described(self, *, has_chunks: bool) -> IntArray:
+        """The C structure Division of csrc/planning_waa.cpp, of which the pool and most_in_system
+        are for boxes with chunks alone."""
+        if self._words is None:
+            tables = (self._most_rate, self._least_rate, self._least_encode, self._least_through,
+                      self._slowest, self._through, _sizes_and_more(len(self._slowest)))
+            self._words = np.array([*(table.ctypes.data for table in tables), len(self._slowest),
+                                    0, 0], np.int64)
+        if has_chunks:
+            self._words[-2:-1].view(float)[0] = self._most_in_system
+            self._words[-1] = self.chunked.described().ctypes.data
+        return self._words
 
     @cached_property
     def _most_in_system(self) -> float:
@@ -144,12 +156,13 @@ class PlanBounds:
         left, right = table[index], table[index + 1]
         return np.asarray(left + np.minimum(position - index, 1.0) * (right - left))
 
-    def _tabulate(self, most: int) -> None:
+    def reach(self, most: int) -> None:
+        """The tables have batches up to so many queries."""
         if most <= self._top:
             return
         waa, plan = self._waa, self.plan
-        self._top = leap(most)
-        batch = _batches(self._top)
+        self._top, self._words = leap(most), None
+        batch = first_batches(self._top)
         between, through, handover = waa.times.encode(plan, batch)
         with np.errstate(invalid="ignore"):
             rate = np.where(np.isfinite(between), batch / between, 0.0)
@@ -163,7 +176,7 @@ class PlanBounds:
             by_batch(np.minimum.accumulate(seconds[::-1])[::-1]) for seconds in (encode, through))
         rows = self._top * max(waa.problem.lengths.outputs.mean, 1.0)
         count = int(np.log(rows) / np.log(ROWS_RATIO)) + 3
-        sizes = _sizes(count)
+        sizes = group_sizes(count)
         slowest, through_rows = waa.times.decode(plan, sizes)
         self._slowest = rising_minorant(sizes, slowest)
         self._through = rising_minorant(sizes, through_rows)

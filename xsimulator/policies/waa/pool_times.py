@@ -17,10 +17,10 @@ from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import PlanSource, StagePlan
 from xsimulator.policies.waa.config import WaaConfigs
 from xsimulator.policies.waa.plans import WaaPlan, WaaPlans
+from xsimulator.policies.waa.step_columns import ROWS_RATIO, StepColumns, group_sizes
 from xsimulator.policies.waa.unevenness import Unevenness, UnevenPool
 from xsimulator.stage_times import HandoverCost, StageTimes
 
-ROWS_RATIO = 1.03  # between the group sizes at which decode steps are tabulated
 _ROWS_SPARE = 24  # of them beyond what is asked for: twice as large
 _ROOT_STEPS = 100  # to the decode batch at most; 6 to 10 are usual
 _ROOT_ACCURACY = 1e-12  # of the decode batch that is wanted
@@ -67,7 +67,8 @@ class PoolTimes:
         self.kept: dict[Hashable, Any] = {}  # what bounds tabulate of a plan
         self._summed: dict[Hashable, tuple[FloatArray, FloatArray]] = {}
         self._tokens: dict[Hashable, tuple[FloatArray, FloatArray]] = {}  # of batches
-        self._columns: dict[Hashable, FloatArray] = {}  # of a stage, by its name
+        self._encode = cache(lambda share: StepColumns(partial(self._encode_s, share=share)))
+        self._decode = StepColumns(self._decode_s)
         self._steps: dict[Hashable, FloatArray] = {}  # the last that were asked for
         self._handover = cache(lambda plan: HandoverCost(
             problem, timing, plan.encode.stages, plan.decode.stages))
@@ -79,7 +80,7 @@ class PoolTimes:
         key = plan.encode, batch.tobytes() if len(batch) <= _FEW else b"", share
         found = self._steps.get(key)
         if found is None:
-            found = self._encode_s(plan.encode.times, batch, share)
+            found = self._encode(share).of_stages(plan.encode, batch)
             if key[1]:
                 if len(self._steps) >= _STEPS_KEPT:
                     self._steps.clear()
@@ -101,16 +102,11 @@ class PoolTimes:
         key = plan.encode, id(batch), share
         if key in self._summed:
             return self._summed[key]
-        kind_of, alone, names = plan.encode.kinds
-        # all pools share them that have such stages
-        columns = [(name, id(batch), share) for name in names]
-        if alone.is_encoder_decoder or not all(one in self._columns for one in columns):
-            self._columns.update(zip(columns, np.ascontiguousarray(
-                self._encode_s(alone, batch, share).T), strict=True))
         slowest, through = np.zeros((2, len(batch)))
-        for number, one in zip(np.bincount(kind_of).tolist(), columns, strict=True):
-            slowest = np.maximum(slowest, self._columns[one])
-            through = through + number * self._columns[one]
+        for number, seconds in zip(np.bincount(plan.encode.kinds.kind_of).tolist(),
+                                   self._encode(share).of_kinds(plan.encode, batch), strict=True):
+            slowest = np.maximum(slowest, seconds)
+            through = through + number * seconds
         self._summed[key] = slowest, through
         return self._summed[key]
 
@@ -148,12 +144,15 @@ class PoolTimes:
     def decode(self, plan: WaaPlan, rows: FloatArray) -> tuple[FloatArray, FloatArray]:
         """A decode step of that many queries takes such seconds [rows] on the slowest stage, and
         through all."""
-        kind_of, times, _ = plan.decode.kinds
+        seconds = self._decode.of_stages(plan.decode, rows)
+        return seconds.max(axis=1), seconds.sum(axis=1)
+
+    def _decode_s(self, times: StageTimes, rows: FloatArray) -> FloatArray:
         done = rows / max(self._flow.mean_iterations, 1.0)  # leave, and join, each iteration
         seconds = times.decode_s(rows, self._context(rows), moved=done * rows / (rows + done))
         if times.is_encoder_decoder:
             seconds = seconds + times.cross_kv_s(done * self._inputs.mean)
-        return seconds.max(axis=1), seconds.take(kind_of, axis=1).sum(axis=1)
+        return seconds
 
     def attention_s(self, pool: StagePlan, degree: int, rows: FloatArray) -> FloatArray:
         """One layer's attention takes such seconds [rows] in a decode step of so many queries, on
@@ -215,8 +214,7 @@ class DecodeTable:
         return np.asarray(np.maximum(steps * slowest, through))
 
     def _tabulate(self, count: int) -> None:
-        sizes = np.asarray(ROWS_RATIO ** np.arange(count), float)
-        self._slowest, self._through = self._times.decode(self._plan, sizes)
+        self._slowest, self._through = self._times.decode(self._plan, group_sizes(count))
         with np.errstate(invalid="ignore"):  # from one refused size to the next
             self._slowest_rises = np.diff(self._slowest)
             self._through_rises = np.diff(self._through)

@@ -53,6 +53,7 @@ class Unevenness:
             int(np.log2(most)) + 1), most)).astype(float)
         if adjustment > 0:
             self.batches = np.arange(1.0, LEAST_ADJUSTED)
+        self.batches.flags.writeable = False
         self._shares: FloatArray | None = None
         self._name = b""  # of the sequence, once there is one
 

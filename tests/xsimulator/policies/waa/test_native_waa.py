@@ -1,0 +1,93 @@
+"""What csrc/planning_waa.cpp finds of WAA's boxes is what arrays find, within 1e-9."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from problems import problem_of, roofline_of
+
+from xrunner.ops.build import BuildError, find_compiler
+from xsimulator.policies import make_policy
+from xsimulator.policies.continuous.native import native
+from xsimulator.policies.waa import native as waa_native
+from xsimulator.policies.waa.bounds import BoxBounds, WaaBounds
+from xsimulator.policies.waa.config import WaaBoxes
+from xsimulator.policies.waa.plan_bounds import PlanBounds
+
+BOXES, NEAR = 60, 1e-9
+
+
+def has_compiler() -> bool:
+    try:
+        return bool(find_compiler().command)
+    except BuildError:
+        return False
+
+
+pytestmark = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+
+
+def boxes_of(seed, *, takes_chunks):
+    rng = np.random.default_rng(seed)
+
+    def drawn(most):
+        first = np.exp(rng.uniform(0, np.log(most), BOXES)).astype(np.int64)
+        return first, (first * np.exp(rng.uniform(0, 1.5, BOXES))).astype(np.int64)
+
+    (least, most), (fewest, highest), (chunk, largest) = drawn(400), drawn(16), drawn(1500)
+    is_plain = rng.random(BOXES) < (0.5 if takes_chunks else 1.1)
+    return WaaBoxes(least=least, most=most, fewest=fewest, highest=highest,
+                    chunk=np.where(is_plain, 0, chunk),
+                    largest_chunk=np.where(is_plain, 0, largest))
+
+
+def bounds_of(case, boxes, bound_s, *, is_modest, unanswered=False) -> BoxBounds:
+    """`unanswered`: some tables have a place that is infinite."""
+    model, policy, plan = case
+    problem = replace(problem_of(model, "a40-16"))  # of its own: tables are kept by problem
+    waa = make_policy(policy, problem, roofline_of(problem))
+    bounds, split = WaaBounds(waa, is_modest=is_modest), waa.split(*plan)
+    if unanswered:
+        bounds.bound(split, boxes, latency_bound_s=bound_s)
+        for tables in [one for one in waa.times.kept.values() if isinstance(one, PlanBounds)][::2]:
+            tables._through[20] = np.inf
+    with np.errstate(invalid="ignore"):
+        return bounds.bound(split, boxes, latency_bound_s=bound_s)
+
+
+def both(case, boxes, bound_s, **options) -> tuple[BoxBounds, BoxBounds, list[int]]:
+    """Natively and by arrays; and how many boxes arrays served natively."""
+    served, own = [], PlanBounds.bound
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlanBounds, "bound", lambda self, some, limit_s: (
+            served.append(len(some)), own(self, some, limit_s))[1])
+        natively = bounds_of(case, boxes, bound_s, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(waa_native, "native", lambda: None)
+        return natively, bounds_of(case, boxes, bound_s, **options), served
+
+
+CASES = [("opt-13b", "waa-m", (1, 0)), ("opt-13b", "waa-c", (4, 8)), ("gpt3-39b", "waa-m", (2, 8)),
+         ("t5-11b", "waa-m", (1, 0))]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+@pytest.mark.parametrize(("bound_s", "is_modest"), [(math.inf, True), (20.0, True), (60.0, False)])
+def test_bounds_are_the_same(case, bound_s, is_modest):
+    assert native() is not None
+    boxes = boxes_of(3, takes_chunks=case[0] != "t5-11b")
+    natively, arrays, served = both(case, boxes, bound_s, is_modest=is_modest)
+    for name, one, other in zip(BoxBounds._fields, natively, arrays, strict=True):
+        np.testing.assert_allclose(one, other, rtol=NEAR, err_msg=name)
+    assert (arrays.most_qps > 0).any() and not served
+
+
+def test_arrays_serve_where_a_table_does_not_answer():
+    natively, arrays, served = both(CASES[0], boxes_of(4, takes_chunks=False), 60.0,
+                                    is_modest=True, unanswered=True)
+    for name, one, other in zip(BoxBounds._fields, natively, arrays, strict=True):
+        np.testing.assert_allclose(one, other, rtol=NEAR, err_msg=name)
+    assert served
