@@ -76,7 +76,9 @@ class Waa:
             problem, timing, self.plans, self.flow, self.adjustment)
         self.chunked = ChunkedPools(problem, self.times, self.flow,
                                     padded=timing.facts.is_padded)
-        self.memory = WaaMemory(problem, self.flow, self.plans, self.adjustment)
+        if "memory" not in self.times.kept:
+            self.times.kept["memory"] = WaaMemory(problem, self.flow, self.plans, self.adjustment)
+        self.memory: WaaMemory = self.times.kept["memory"]
         self.division = division(self.times, self.memory)
         self._range = MeasuredRange(problem, timing)
         self._assembler = Assembler(problem, timing)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from typing import NamedTuple
@@ -95,6 +95,7 @@ class WaaMemory:
         biased = float(weights @ lengths.mean_input_given_output() / weights.sum())
         self._mean_reserved = biased + self._most_tokens - self._inputs.max
         self._per_unit = cache(self._find_per_unit)
+        self._of_kind: dict[Hashable, FloatArray] = {}  # [4] of a stage, as _PerUnit
         self._of_both = cache(self._find_of_both)
 
     def by_stage(self, plan: WaaPlan, configs: WaaConfigs, in_system: FloatArray) -> FloatArray:
@@ -186,15 +187,18 @@ class WaaMemory:
                 (plan.decode, sizes.decode_tokens, sizes.decode_rows, sizes.decoded)]
 
     def _find_per_unit(self, pool: StagePlan, is_encode: bool) -> _PerUnit:
-        # stages between the ends are of few kinds
+        # stages between the ends are of few kinds, of which many pools have some
         stages, last = pool.stages, len(pool.stages) - 1
-        first = {(stage.num_layers, stage.num_encoder_layers, stage.tp_degree,
+        kinds = {(is_encode, stage.num_layers, stage.num_encoder_layers, stage.tp_degree,
                   index == 0, index == last): index for index, stage in enumerate(stages)}
-        own = sorted(first.values())
-        kinds = np.unique(np.stack(self._linear(replace(
-            pool, stages=tuple(stages[index] for index in own),
-            weight_bytes=pool.weight_bytes[own]), is_encode), axis=1), axis=0)
-        return _PerUnit(*kinds.T)
+        new = [key for key in kinds if key not in self._of_kind]
+        if new:
+            own = sorted({*(kinds[key] for key in new), last})  # the last stage stays the last
+            found = np.stack(self._linear(replace(
+                pool, stages=tuple(stages[index] for index in own),
+                weight_bytes=pool.weight_bytes[own]), is_encode), axis=1)
+            self._of_kind.update((key, found[own.index(kinds[key])]) for key in new)
+        return _PerUnit(*np.stack([self._of_kind[key] for key in kinds], axis=1))
 
     def _many(self, plans: Sequence[WaaPlan]) -> _ManyPlans:
         held = [self._of_both(plan) for plan in plans]

@@ -14,7 +14,12 @@ from xsimulator.policies.waa.closed_form import Waa
 from xsimulator.policies.waa.config import WaaBoxes, WaaConfigs
 from xsimulator.policies.waa.plans import WaaPlan
 from xsimulator.policies.waa.pool_times import root
-from xsimulator.policies.waa.step_columns import ROWS_RATIO, first_batches, group_sizes
+from xsimulator.policies.waa.step_columns import (
+    ROWS_RATIO,
+    first_batches,
+    group_sizes,
+    many,
+)
 
 QUICK_TOLERANCE = 0.01  # parts of a layer may differ in which degree is best for them
 ROOT_ACCURACY = 1e-6  # of the fewest that decode: a thousandth of what bounds allow anyway
@@ -175,8 +180,7 @@ class PlanBounds:
         self._least_encode, self._least_through = (
             by_batch(np.minimum.accumulate(seconds[::-1])[::-1]) for seconds in (encode, through))
         rows = self._top * max(waa.problem.lengths.outputs.mean, 1.0)
-        count = int(np.log(rows) / np.log(ROWS_RATIO)) + 3
-        sizes = group_sizes(count)
+        sizes = group_sizes(many(int(np.log(rows) / np.log(ROWS_RATIO)) + 3))
         slowest, through_rows = waa.times.decode(plan, sizes)
         self._slowest = rising_minorant(sizes, slowest)
         self._through = rising_minorant(sizes, through_rows)

@@ -17,7 +17,7 @@ from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import PlanSource, StagePlan
 from xsimulator.policies.waa.config import WaaConfigs
 from xsimulator.policies.waa.plans import WaaPlan, WaaPlans
-from xsimulator.policies.waa.step_columns import ROWS_RATIO, StepColumns, group_sizes
+from xsimulator.policies.waa.step_columns import ROWS_RATIO, StepColumns, group_sizes, many
 from xsimulator.policies.waa.unevenness import Unevenness, UnevenPool
 from xsimulator.stage_times import HandoverCost, StageTimes
 
@@ -214,7 +214,7 @@ class DecodeTable:
         return np.asarray(np.maximum(steps * slowest, through))
 
     def _tabulate(self, count: int) -> None:
-        self._slowest, self._through = self._times.decode(self._plan, group_sizes(count))
+        self._slowest, self._through = self._times.decode(self._plan, group_sizes(many(count)))
         with np.errstate(invalid="ignore"):  # from one refused size to the next
             self._slowest_rises = np.diff(self._slowest)
             self._through_rises = np.diff(self._through)
@@ -275,6 +275,8 @@ def root(excess: Callable[[FloatArray], FloatArray], high: FloatArray,
     """The root is where `excess`, positive at 0, falls through 0 on the way to `high`, where it is
     `of_high`; `high` itself where that is 0. The Illinois method: a secant within a bracket."""
     is_open, low = of_high < 0, np.zeros_like(high)
+    if not is_open.any():
+        return high
     of_low, between = np.maximum(excess(low), np.finfo(float).tiny), high
     was_above = was_below = np.zeros(high.shape, bool)
     for _ in range(_ROOT_STEPS):

@@ -15,6 +15,7 @@ from xsimulator.plans import StagePlan
 from xsimulator.stage_times import StageTimes
 
 ROWS_RATIO = 1.03  # between the group sizes at which decode steps are tabulated
+_SIZES = 64  # of which so many are taken together, so that many pools' tables are of the same ones
 
 
 @cache
@@ -32,6 +33,11 @@ def group_sizes(count: int) -> FloatArray:
     sizes: FloatArray = np.asarray(ROWS_RATIO ** np.arange(count), float)
     sizes.flags.writeable = False
     return sizes
+
+
+def many(count: int) -> int:
+    """So many group sizes or a few more."""
+    return -(-count // _SIZES) * _SIZES
 
 
 class StepColumns:
