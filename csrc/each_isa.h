@@ -16,7 +16,7 @@
 #endif
 
 #ifdef XGPT_HAS_X86_LEVELS
-#include <immintrin.h>
+#include "intrinsics.h"
 #endif
 
 #if XGPT_LEAST_LEVEL <= 0 || !defined(XGPT_HAS_X86_LEVELS)

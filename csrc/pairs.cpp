@@ -15,7 +15,7 @@
 #include <vector>
 
 #ifdef XGPT_HAS_PAIRS
-#include <immintrin.h>
+#include "intrinsics.h"
 #endif
 
 namespace xgpt {

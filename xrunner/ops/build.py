@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 LIBRARY = "libxgpt_native.so"
 PLANNING = "planning*.cpp"  # what planning alone needs, and compiles for itself
+EVERYTHING, OPERATORS = "*.cpp", f"!{PLANNING}"  # a wheel's; what ranks need, and is kept apart
 VARIABLE = "XGPT_NATIVE"  # auto, off or require
 # Which instruction sets are compiled into a library that is kept on this machine: `own` (those that
 # serve on its processor, which takes a third of the time), or `all`, as in a wheel.
@@ -84,11 +85,18 @@ def extra_flags() -> tuple[str, ...]:
     return tuple(shlex.split(os.environ.get("XGPT_NATIVE_FLAGS", "")))
 
 
+def _sources(folder: Path, names: str) -> list[Path]:
+    """Those of such names; after a "!", all others."""
+    if names.startswith("!"):
+        return sorted({*folder.glob(EVERYTHING)} - {*folder.glob(names[1:])})
+    return sorted(folder.glob(names))
+
+
 def library_key(folder: Path, compiler: Compiler, flags: Sequence[str] = (),
-                names: str = "*.cpp") -> str:
+                names: str = EVERYTHING) -> str:
     """Fingerprint of the sources, the compiler, its options and the CPU."""
     digest = hashlib.sha256()
-    for path in sorted([*folder.glob(names), *folder.glob("*.h")]):
+    for path in sorted([*_sources(folder, names), *folder.glob("*.h")]):
         digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
         digest.update(path.read_bytes())
     digest.update("\0".join([*compiler.command, compiler.version, *_FLAGS, *flags,
@@ -97,10 +105,11 @@ def library_key(folder: Path, compiler: Compiler, flags: Sequence[str] = (),
 
 
 def compile_library(folder: Path, target: Path, compiler: Compiler,
-                    flags: Sequence[str] = (), names: str = "*.cpp") -> None:
-    """All of `folder`'s C++, or those of such names, as `target`, which is there whole or not at
-    all: as many sources at once as there are cores, the largest first. Raises BuildError."""
-    sources = sorted(folder.glob(names), key=_work, reverse=True)
+                    flags: Sequence[str] = (), names: str = EVERYTHING) -> None:
+    """All of `folder`'s C++, or those of such names (a pattern; after a "!", all others), as
+    `target`, which is there whole or not at all: as many sources at once as there are cores, the
+    largest first. Raises BuildError."""
+    sources = sorted(_sources(folder, names), key=_work, reverse=True)
     if not sources:
         raise BuildError(f"no sources in {folder}")
     # of this process on this machine: others may share the folder, where nothing can be locked
@@ -161,9 +170,9 @@ def _levels_wish() -> str:
     return wish
 
 
-def cached_library(cache: Path, names: str = "*.cpp") -> Path:
-    """The library of these sources, or those of such names, on this machine, compiled where it is
-    not in the folder `cache`. Ranks that start together wait for one of them, and share its
+def cached_library(cache: Path, names: str = OPERATORS) -> Path:
+    """The library of the operators, or of sources of such names, on this machine, compiled where it
+    is not in the folder `cache`. Ranks that start together wait for one of them, and share its
     failure. Raises BuildError, or OSError where the folder cannot be written to."""
     compiler, flags, asked_at = find_compiler(), extra_flags(), time.time()
     folder, wish = source_folder(), _levels_wish()
@@ -179,7 +188,7 @@ def cached_library(cache: Path, names: str = "*.cpp") -> Path:
         if failure.is_file() and failure.stat().st_mtime >= asked_at:
             raise BuildError(failure.read_text(encoding="utf-8"))
         try:
-            own = own_levels(folder, compiler) if names == "*.cpp" else ()
+            own = own_levels(folder, compiler) if names == OPERATORS else ()
             compile_library(folder, target, compiler, (*flags, *own), names)
         except BuildError as error:
             failure.write_text(str(error), encoding="utf-8")
@@ -206,7 +215,7 @@ def keep_here() -> None:
     """What runs of this checkout will look for in the user's cache is compiled into it, where it
     is not there. Raises BuildError or OSError as `cached_library`."""
     if os.environ.get(VARIABLE, "").strip() != "off":
-        for names in (PLANNING, "*.cpp"):
+        for names in (PLANNING, OPERATORS):
             cached_library(cache_folder(), names)
 
 

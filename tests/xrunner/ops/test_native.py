@@ -114,6 +114,21 @@ def test_sources_are_compiled_each_and_linked_to_one_library(cache: Path, source
 
 
 @needs_compiler
+def test_ranks_wait_for_no_source_of_planning(cache: Path, sources: Path) -> None:
+    (sources / "planning_two.cpp").write_text('extern "C" int two(void) { return 2; }\n')
+    first = build.cached_library(cache)
+    own, planning = ctypes.CDLL(str(first)), ctypes.CDLL(
+        str(build.cached_library(cache, build.PLANNING)))
+    assert hasattr(own, "one") and not hasattr(own, "two")
+    assert hasattr(planning, "two") and not hasattr(planning, "one")
+    (sources / "planning_two.cpp").write_text('extern "C" int two(void) { return 3; }\n')
+    assert build.cached_library(cache) == first, "nor is it compiled anew for one"
+    whole = cache / "whole.so"
+    build.compile_library(sources, whole, build.find_compiler())
+    assert hasattr(ctypes.CDLL(str(whole)), "two"), "a wheel's library has all"
+
+
+@needs_compiler
 @pytest.mark.parametrize(("best", "least", "pairs", "float16"), [
     (0, 0, 0, 0), (1, 1, 0, 0), (2, 2, 0, 1), (3, 2, 1, 0), (4, 2, 0, 1)])
 def test_what_is_kept_here_has_the_sets_and_products_that_serve_here(

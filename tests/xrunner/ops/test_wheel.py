@@ -124,7 +124,7 @@ def test_an_installed_checkout_is_compiled_for_its_first_run(tree: Path, tmp_pat
 import sys; sys.path.insert(0, {str(tree)!r})
 from xrunner.ops import build
 build.compile_library = None  # all is there
-for names in ("*.cpp", build.PLANNING):
+for names in (build.OPERATORS, build.PLANNING):
     print(build.cached_library(build.cache_folder(), names))
 """
     found = subprocess.run(
