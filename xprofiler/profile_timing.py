@@ -99,7 +99,7 @@ class ProfileTiming:
         self._learned = Factors(learned, leaves_unseen=True) if learned else None
         self.facts = TimingFacts(
             step_overhead_s=self._step_overhead_s(), is_padded=profile.metadata.is_padded,
-            sharing=self._sharing,
+            sharing=self._sharing, sends_in_groups=self._is_of_our_ranks(),
             tp_degrees=frozenset(d for d in profile.tp_degrees if self._can_reduce(d)),
             captured_degrees=frozenset(key.tp_degree for key in profile.tables
                                        if key.name == Operator.DECODE_REST.value))
@@ -129,6 +129,12 @@ class ProfileTiming:
         if overhead:
             return overhead[0].median_s * self._sharing
         return 0.0 if self._fallback is None else self._fallback.facts.step_overhead_s
+
+    def _is_of_our_ranks(self) -> bool:
+        """Whether it is of the runner under xgpt, whose messages it has: others' tables say what
+        their engines do in a step as one."""
+        return not self.profile.metadata.origin.startswith("imported") and any(
+            key.name == MessageKind.TRANSFER.value for key in self.profile.tables)
 
     def _can_reduce(self, tp_degree: int) -> bool:
         """Whether all-reduces of this degree were measured, or can be had elsewhere."""

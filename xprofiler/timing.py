@@ -65,6 +65,9 @@ class TimingFacts:
     # those whose decode steps are captured in CUDA graphs, which the host does not hold up: their
     # layers are timed apart (DECODE_REST), for those of steps that encode are launched one by one
     captured_degrees: frozenset[int] = frozenset()
+    # whether the ranks of a tensor-parallel group get each step by a message from the first, and
+    # send it what the head chose of their shares, besides what is in these times
+    sends_in_groups: bool = False
 
     def can_time(self, tp_degree: int) -> bool:
         """Whether the source answers for groups of `tp_degree`."""

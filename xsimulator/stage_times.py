@@ -5,7 +5,10 @@ Closed forms, bounds and the replay all rest on these sums: the closed forms of 
 batches ask for them at expected sizes, the others read tables of them (xsimulator.step_table,
 xsimulator.replay.step_clock). Arrays broadcast; the last axis of every result is the stage.
 
-The output of an encoder goes back through the head to every stage: one transfer each."""
+The output of an encoder goes back through the head to every stage: one transfer each. In the
+runner's own tensor-parallel groups the first rank hands each step to the others, and they hand it
+the best of their shares of the vocabulary (TimingFacts.sends_in_groups): one transfer each way,
+of stage to stage the ranks of a group have theirs at once."""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ from xsimulator import memory
 from xsimulator.layer_times import LayerTimes
 
 TOKEN_BYTES = 8  # a token id on its way back from the last stage to the first
+BEST_BYTES = 8  # a rank's best token of a row, and its logit
 PerDegree = Mapping[int, FloatArray]  # tp_degree -> seconds
 _OfGroup = Callable[[ArrayLike, int, Link | None], FloatArray]  # sizes, degree, link of its sums
 
@@ -119,6 +123,8 @@ class StageTimes:
     def first_tokens_s(self, queries: ArrayLike) -> FloatArray:
         """The last stage's head, and the tokens' way back to the first."""
         head = self.layers.head_s(queries, self.stages[-1].tp_degree)
+        head = head + _within_s(self._timing, self._groups.last,
+                                BEST_BYTES * np.asarray(queries, float))
         if len(self.stages) == 1:
             return head
         return head + self._transfer_s(np.asarray(queries, float) * TOKEN_BYTES, self._links[-1])
@@ -148,6 +154,8 @@ class StageTimes:
         work = work + np.take(onward, [*(place[link] for link in self._links[:-1]), -1], axis=-1)
         work[..., 0] += self._timing.operator_s(Operator.EMBED, rows,
                                                 tp_degree=self.stages[0].tp_degree)
+        work[..., 0] += _within_s(self._timing, self._groups.of_stages[0],
+                                  TOKEN_BYTES * np.asarray(rows, float))
         return work + self.overhead_s
 
     def _transfer_s(self, num_bytes: ArrayLike, link: Link) -> FloatArray:
@@ -170,6 +178,15 @@ class StageKinds(NamedTuple):
     kind_of: list[int]
     times: StageTimes
     names: tuple[Hashable, ...]
+
+
+def _within_s(timing: TimingSource, group: tuple[int, Link | None],
+              num_bytes: FloatArray) -> FloatArray:
+    """Of a message between the first rank of a stage's group and the others."""
+    _, link = group
+    if link is None or not timing.facts.sends_in_groups:
+        return np.zeros_like(num_bytes)
+    return timing.message_s(MessageKind.TRANSFER, num_bytes, link)
 
 
 def at_least(times: StageTimes) -> StageTimes:

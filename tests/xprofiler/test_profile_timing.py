@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from laid_out import amdahl, profile_of
 
 from xgpt.core import catalog
 from xgpt.core.cluster import Link
@@ -257,3 +258,12 @@ def test_a_pool_of_one_phase_takes_the_times_of_its_own_steps() -> None:
         Operator.LAYER_REST, 32) == timing().operator_s(Operator.LAYER_REST, 32)
     mixed = Retimed(timing(), {"mixed": Factor(rows=8, factor=1.5)})
     assert of_role(mixed, "encode") is mixed
+
+
+@pytest.mark.parametrize(("ranks", "origin", "expected"), [
+    (2, "measured", True), (1, "measured", False), (2, "imported from vidur", False),
+    (2, "derived from 1x2 and 2x1", True), (2, "estimated like opt-125m", True)])
+def test_messages_within_groups_are_our_runners(ranks: int, origin: str, expected: bool) -> None:
+    profile = profile_of(catalog.model("opt-125m"), ranks, 1, amdahl(0.1))
+    timing = ProfileTiming(replace(profile, metadata=replace(profile.metadata, origin=origin)))
+    assert timing.facts.sends_in_groups is expected

@@ -15,6 +15,7 @@ from xgpt.core.job import FixedSchedule
 from xgpt.core.model import ModelSpec
 from xprofiler.links import link_kind
 from xprofiler.roofline import Roofline
+from xprofiler.timing import MessageKind
 from xscheduler.spaces.tensor_plans import tensor_plans
 from xsimulator.compared_runs import Shape, static_batch_s, superpod_link
 from xsimulator.plans import StagePlans
@@ -63,6 +64,26 @@ def test_groups_of_one_degree_over_different_links_take_their_own_time() -> None
         assert layer_s == pytest.approx(float(
             layers.decode_rest_s(64.0, 2, link) + layers.decode_attention_s(64.0, 99.0, 2)))
     assert of_bus > 1.2 * of_bridge
+
+
+@pytest.mark.parametrize(("degree", "at_first", "at_last"), [(1, 0, 0), (2, 1, 1), (4, 2, 2)])
+def test_our_ranks_tell_their_group_each_step_and_gather_what_its_heads_choose(
+        degree: int, at_first: int, at_last: int) -> None:
+    problem = replace(toy_problem(), cluster=_joined((0, 1), (2, 3)))
+    plain, ours = roofline_of(problem), roofline_of(problem)
+    ours.facts = replace(ours.facts, sends_in_groups=True)
+    added = []
+    for work in (lambda times: times.decode_s(64.0, 99.0), lambda times: times.encode_s(
+            64.0, 64.0, {degree: np.zeros(())})):
+        without, with_them = (work(StagePlans(problem, timing).both(
+            degree, 4 if degree > 1 else 0).times) for timing in (plain, ours))
+        added.append(with_them - without)
+    link = BRIDGE if degree == 2 else BUS
+    message_s = float(plain.message_s(MessageKind.TRANSFER, 8 * 64.0, link))
+    for each in added:
+        assert each[0] == pytest.approx(at_first * message_s, abs=1e-12)
+        assert each[-1] == pytest.approx(at_last * message_s, abs=1e-12)
+        assert (each[1:-1] == 0).all() or degree == 4, "what is passed on was charged before"
 
 
 def test_a_bridge_of_four_lanes_counts_as_nvlink() -> None:
