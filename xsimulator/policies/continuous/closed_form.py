@@ -137,15 +137,16 @@ class Continuous:
 
     def _held(self, configs: Sequence[ContinuousConfig]) -> list[_OfPlan]:
         """All plans are asked for at once: a walk costs the same for many configurations."""
-        slots, group_tokens = np.zeros(len(configs)), np.zeros(len(configs))
+        slots, group_tokens, number = (np.zeros(len(configs)) for _ in range(3))
         parts = []
         for key, rows in by_plan(configs).items():
             plan = self.plans.both(*key)
             groups = self._groups(plan, [configs[row] for row in rows])
             kv_tokens, fits = self.memory.kv_tokens(plan, groups)
-            slots[rows], group_tokens[rows] = groups.slots, np.floor(kv_tokens / groups.number)
+            slots[rows], number[rows] = groups.slots, groups.number
+            group_tokens[rows] = np.floor(kv_tokens / groups.number)
             parts.append((key, rows, groups, kv_tokens, fits))
-        load = self.filling.load(slots, group_tokens, self._budgets(configs))
+        load = self.filling.load(slots, group_tokens, self._budgets(configs), number)
         return [_OfPlan(*part, load.take(part[1])) for part in parts]
 
     def _figures(self, configs: Sequence[ContinuousConfig]) -> dict[str, FloatArray]:

@@ -44,8 +44,10 @@ class OrcaFilling:
         """The token budget that the engine has where this one is asked for (0: its default)."""
         return 0
 
-    def load(self, slots: FloatArray, kv_tokens: FloatArray, budget: FloatArray) -> Load:
-        """What a group holds with so many slots, KV tokens and tokens a step, all [configs]."""
+    def load(self, slots: FloatArray, kv_tokens: FloatArray, budget: FloatArray,
+             groups: FloatArray) -> Load:
+        """What each of so many groups holds with its slots, KV tokens and tokens a step, all
+        [configs]."""
         present = self._queries.present
         iterations = present.iterations
         places = self.most_present(slots, kv_tokens)
@@ -85,7 +87,8 @@ class VllmFilling:
     def budget_of(self, token_budget: int) -> int:
         return token_budget or max(DEFAULT_TOKEN_BUDGET, self._longest)
 
-    def load(self, slots: FloatArray, kv_tokens: FloatArray, budget: FloatArray) -> Load:
+    def load(self, slots: FloatArray, kv_tokens: FloatArray, budget: FloatArray,
+             groups: FloatArray) -> Load:
         queries, paged, inputs = self._queries, self._paged, self._queries.lengths.inputs
         # only queries of more than one token decode; for each that leaves, more are encoded
         decoding = max(queries.decoding_share, LEAST_DECODING)
@@ -97,10 +100,10 @@ class VllmFilling:
         rate = present / iterations
         rows = np.flatnonzero((present < MEMORY_BINDS * slots) | (iterations < 4))
         if rows.size:
-            walk = paged.walks(slots[rows], kv_tokens[rows], budget[rows])
+            walk = paged.walks(slots[rows], kv_tokens[rows], budget[rows], groups[rows])
             present[rows], rate[rows] = walk.running, paged.rate(walk)
             chance[rows], tokens[rows], counts[rows] = loads.scaled(walk, rate[rows], inputs.mean)
-            waits[rows] = walk.evicted / rate[rows] - walk.evictions
+            waits[rows] = paged.waits(walk, rate[rows], groups[rows])
         # the input that a step has no room left for is length-biased, and finds half of it free
         filled = np.maximum(budget - (inputs.mean + inputs.std**2 / inputs.mean) / 2, inputs.mean)
         pieces = np.where(tokens > budget[:, None], np.ceil(tokens / filled[:, None]), 1.0)
@@ -139,7 +142,8 @@ class SarathiFilling:
     def budget_of(self, token_budget: int) -> int:
         return token_budget or DEFAULT_TOKEN_BUDGET
 
-    def load(self, slots: FloatArray, kv_tokens: FloatArray, budget: FloatArray) -> Load:
+    def load(self, slots: FloatArray, kv_tokens: FloatArray, budget: FloatArray,
+             groups: FloatArray) -> Load:
         paged, mean = self._paged, self._queries.lengths.inputs.mean
         iterations, slots = paged.iterations, np.minimum(slots, budget)
         present = paged.most_present(slots, kv_tokens)
@@ -152,7 +156,7 @@ class SarathiFilling:
         is_full = tokens.max(axis=1) > budget - rate * iterations
         rows = np.flatnonzero((present < MEMORY_BINDS * slots) | is_full)
         if rows.size:
-            walk = paged.walks(slots[rows], kv_tokens[rows], budget[rows])
+            walk = paged.walks(slots[rows], kv_tokens[rows], budget[rows], groups[rows])
             # few queries end in a walk of large inputs: no more than steps have tokens for, nor,
             # where next to none decodes, than it encodes
             each = mean * (1 + walk.again)
@@ -161,8 +165,9 @@ class SarathiFilling:
                 rate[rows] = np.minimum(rate[rows], walk.share * walk.tokens.mean(axis=1) / each)
             running = rate[rows] * paged.decoded(walk)
             chance[rows], tokens[rows], counts[rows] = loads.scaled(walk, rate[rows], mean)
-            tokens[rows] = np.minimum(tokens[rows], (budget[rows] - running)[:, None])
-            waits[rows] = walk.evicted / rate[rows] - walk.evictions
+            chance[rows], tokens[rows] = loads.no_more_than(
+                budget[rows] - running, chance[rows], tokens[rows])
+            waits[rows] = paged.waits(walk, rate[rows], groups[rows])
             steps[rows] = walk.chunks
             decoding[rows] = alone[rows] = beside[rows] = running
         return Load(
@@ -200,6 +205,12 @@ class _Paged:
     def rate(self, walk: Walk) -> FloatArray:
         """So many queries [configs] end per step."""
         return walk.running / self.decoded(walk)
+
+    def waits(self, walk: Walk, rate: FloatArray, groups: FloatArray) -> FloatArray:
+        """Steps that evictions cost a query [configs], by Little's law, where `rate` end per step:
+        whoever waits is taken by the first of so many groups that has room, a turn later at least,
+        and is then encoded again in a step that yields a token as well."""
+        return (walk.evicted / rate - walk.evictions) / groups
 
     def decoded(self, walk: Walk) -> FloatArray:
         """A query takes so many decode iterations [configs]; encoding one again yields a token

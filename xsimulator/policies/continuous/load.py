@@ -22,6 +22,7 @@ from xsimulator.policies.continuous.query_sizes import SIZES, normal_scores
 from xsimulator.policies.measured_range import MeasuredRange, Presented
 
 _WINDOW = 32  # counts looked at on each side of the mean
+_FILLS = 6  # rounds in which steps with room take what others have none for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -130,6 +131,20 @@ def scaled(walk: Walk, rate: FloatArray,
     more_often = np.clip(ratio, walk.share, 1 / np.maximum(walk.share, 1e-12))
     share = np.minimum(walk.share * more_often, 1.0)
     return share, walk.tokens * (ratio / more_often)[:, None], walk.joined
+
+
+def no_more_than(most: FloatArray, share: FloatArray,
+                 tokens: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """(share of steps that encode, their tokens) where no step has more than `most`, all [configs]
+    but `tokens` [configs, SIZES]: what larger ones had is encoded in others, in as many more steps
+    as it takes."""
+    wanted = share * tokens.mean(axis=1)
+    share = np.clip(wanted / np.maximum(most, 1e-12), share, 1.0)
+    mean = np.minimum(wanted / np.maximum(share, 1e-12), most)
+    for _ in range(_FILLS):
+        tokens = np.minimum(tokens * (mean / np.maximum(tokens.mean(axis=1), 1e-12))[:, None],
+                            most[:, None])
+    return share, tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -41,7 +41,7 @@ class Native:
         self._walks, self._rounds = library.xgpt_walks, library.xgpt_rounds
         self._walks.restype = self._rounds.restype = None
         self._walks.argtypes = [address, address, address, ctypes.c_int, address, number, number,
-                                number, address, address, address]
+                                number, number, address, address, address]
         self._rounds.argtypes = [*[address] * 4, *[number] * 5, address, address]
         self._paged, self._paged_told = library.xgpt_paged, library.xgpt_paged_told
         self._paged.restype, self._paged_told.restype = address, number
@@ -60,19 +60,19 @@ class Native:
         self._in_line.argtypes = [*[address] * 3, *[number] * 3, *[address] * 4]
 
     def walks(self, streams: Sequence[tuple[FloatArray, FloatArray]], facts: FloatArray,
-                 configs: FloatArray, *, is_chunked: bool, count: int,
+                 configs: FloatArray, *, is_chunked: bool, groups: int, count: int,
                  warm_up: int) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Arguments and results as in csrc/planning.cpp: (sums [8, configs], tokens, queries
-        [configs, steps])."""
+        [configs, steps of all groups])."""
         size = configs.shape[1]
         means = np.zeros((_SUMS, size))
-        tokens, joined = (np.empty((size, count - warm_up)) for _ in range(2))
+        tokens, joined = (np.empty((size, (count - warm_up) * groups)) for _ in range(2))
         pointers = (ctypes.c_void_p * (2 * len(streams)))(*(
             one.ctypes.data for stream in streams for one in stream))
         sizes = np.array([len(values) for values, _ in streams], np.int64)
         facts, configs = np.ascontiguousarray(facts), np.ascontiguousarray(configs)
         self._walks(pointers, sizes.ctypes.data, facts.ctypes.data, int(is_chunked),
-                    configs.ctypes.data, size, count, warm_up, means.ctypes.data,
+                    configs.ctypes.data, size, groups, count, warm_up, means.ctypes.data,
                     tokens.ctypes.data, joined.ctypes.data)
         return means, tokens, joined
 

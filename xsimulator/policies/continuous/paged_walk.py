@@ -6,6 +6,10 @@ the number of queries that run, the free tokens, and the latest admitted (who ar
 who ends, and how much it frees, is drawn once for all configurations. Ages are not followed: a
 query ends with chance 1 / E[D] per step, and frees more where those present hold more.
 
+Groups of a pipeline share the queries that wait: one that a group evicts is encoded again by the
+next that has room, and while none has, no group begins a new one. So several groups are walked
+together, in turn: one by itself encodes half as often where memory is scarce.
+
 Where there is a C++ compiler, or an installed wheel's library, csrc/planning.cpp takes the steps,
 to the bit as they are taken here (continuous.native).
 
@@ -23,11 +27,11 @@ import numpy as np
 from xgpt.core.lengths import FloatArray, IntArray
 from xrunner.rules.paged import BLOCK_TOKENS, WATERMARK
 from xsimulator.policies.continuous.native import Native, native
+from xsimulator.policies.continuous.size_stack import SizeStack
 from xsimulator.policies.continuous.size_stream import SizeStream
 
 STEPS = 448
 _WARM_UP = 64
-_DEPTH = 32  # latest admitted, and evicted, queries that are remembered; a power of two
 _AT_ONCE = 128  # most queries that are evicted or come back at one step
 _HALF_BLOCK = (BLOCK_TOKENS - 1) / 2  # what a query's last block leaves empty, in the mean
 _SEED = 3
@@ -53,7 +57,7 @@ class Walk:
 
     running: FloatArray
     again: FloatArray  # tokens encoded again, per token encoded for the first time
-    evicted: FloatArray  # queries that wait to be encoded again
+    evicted: FloatArray  # queries that wait to be encoded again, of all groups
     evictions: FloatArray  # of a query
     chunks: FloatArray  # steps that a query's encoding takes
     share: FloatArray  # of steps that encode, beside decoding or after it
@@ -72,50 +76,21 @@ def _streams(queries: WalkedQueries) -> tuple[SizeStream, SizeStream, SizeStream
             SizeStream(gaps))
 
 
-class _Stack:
-    """Each configuration has a stack of sizes; the oldest of a full one are forgotten."""
+class _Group:
+    """One group of each configuration: [configs] queries that run, free tokens, what is left to
+    encode of an input and the whole of it, and the sizes of the latest admitted."""
 
-    def __init__(self, configs: int) -> None:
-        self.count = np.zeros(configs, np.int64)
-        self._sizes, self._end = np.zeros((configs, _DEPTH)), np.zeros(configs, np.int64)
-
-    def push(self, rows: IntArray, values: FloatArray) -> None:
-        """One value goes on each of these rows."""
-        self._sizes[rows, self._end[rows] % _DEPTH] = values
-        self._end[rows] += 1
-        self.count[rows] = np.minimum(self.count[rows] + 1, _DEPTH)
-
-    def push_many(self, numbers: IntArray, first: IntArray, values: SizeStream, age: int) -> None:
-        """So many [configs] of `values` from `first` on, less `age`, go on the stacks."""
-        kept = np.minimum(numbers, _DEPTH)
-        rows = kept.nonzero()[0]
-        if not rows.size:
-            return
-        if kept.max() > 1:
-            rows = np.repeat(rows, kept[rows])
-            ends = kept.cumsum()
-            place = np.arange(rows.size) - (ends - kept)[rows]
-            self._sizes[rows, (self._end[rows] + place) % _DEPTH] = values.at(
-                (first + numbers - kept)[rows] + place) - age
-        else:
-            self._sizes[rows, self._end[rows] % _DEPTH] = values.at(
-                (first + numbers - 1)[rows]) - age
-        self._end += kept
-        self.count = np.minimum(self.count + kept, _DEPTH)
-
-    def top(self, rows: IntArray) -> FloatArray:
-        return np.asarray(self._sizes[rows, (self._end[rows] - 1) % _DEPTH])
-
-    def pop(self, rows: IntArray) -> None:
-        self._end[rows] -= 1
-        self.count[rows] = np.maximum(self.count[rows] - 1, 0)
+    def __init__(self, running: FloatArray, free: FloatArray) -> None:
+        self.running, self.free = running.copy(), free.copy()
+        self.part, self.whole = np.zeros(len(free)), np.zeros(len(free))
+        self.latest = SizeStack(len(free))
 
 
 class _Walker:
     """The walker keeps the state of all configurations, and takes their steps."""
 
     def __init__(self, queries: WalkedQueries, slots: FloatArray, room: FloatArray,
-                 budget: FloatArray) -> None:
+                 budget: FloatArray, together: int) -> None:
         """The arguments are those of `walk`."""
         self.is_chunked, self.iterations, self.held = (
             queries.is_chunked, queries.iterations, queries.held)
@@ -127,11 +102,12 @@ class _Walker:
                 self.iterations + queries.input_sizes.mean()))
         self.running = np.maximum(np.floor(running), 1.0)
         self.free = room - self.running * self.held
+        self.groups = [_Group(self.running, self.free) for _ in range(together)]
         self.watermark = np.floor(WATERMARK * room / BLOCK_TOKENS) * BLOCK_TOKENS
         configs = len(slots)
-        self.latest, self.waiting = _Stack(configs), _Stack(configs)
+        self.waiting = SizeStack(configs)
         self.drawn, self.ended = np.zeros(configs, np.int64), np.zeros(configs, np.int64)
-        self.hazard, self.part, self.whole = (np.zeros(configs) for _ in range(3))
+        self.hazard = np.zeros(configs)
         self.anew, self.pieces, self.done, self.evictions = (np.zeros(configs) for _ in range(4))
         self.tokens, self.joined, self.left = (np.zeros(configs) for _ in range(3))
         self.may_admit = np.ones(configs, bool)
@@ -140,105 +116,103 @@ class _Walker:
         self._blocks_drawn, self._inputs_drawn, self._lasts_ended = (
             np.zeros(configs) for _ in range(3))
 
-    def step(self, number: int) -> tuple[FloatArray, FloatArray]:
-        """A step returns the queries that decode at it, and those that wait evicted."""
-        if number % _ENSURED_STEPS == 0:
-            self._ensure()
+    def step(self, number: int, group: _Group) -> tuple[FloatArray, FloatArray]:
+        """A group's step returns the queries that decode at it, and those that wait evicted."""
         self.may_admit[:] = True
-        self._evict(number)
-        self.free -= self.running
-        decoding, waits = self.running.copy(), self.waiting.count.astype(float)
+        self._evict(number, group)
+        group.free -= group.running
+        decoding, waits = group.running.copy(), self.waiting.count.astype(float)
         self.tokens, self.joined = np.zeros(self.room.size), np.zeros(self.room.size)
-        self.hazard += self.running / self.iterations
+        self.hazard += group.running / self.iterations
         if self.is_chunked:
-            self.left = np.maximum(self.budget - self.running, 0.0)  # more may decode than it has
-            self._admit(number)
-            self._end()
+            self.left = np.maximum(self.budget - group.running, 0.0)  # more may decode than it has
+            self._admit(number, group)
+            self._end(group)
         else:  # encodes once those are gone that this step ends
             self.left = np.full(self.room.size, _NO_LIMIT)
-            self._end()
-            self._admit(number)
-        np.minimum(self.free, self.room, out=self.free)
-        self.latest.count = np.minimum(self.latest.count, self.running.astype(np.int64))
+            self._end(group)
+            self._admit(number, group)
+        np.minimum(group.free, self.room, out=group.free)
+        group.latest.count = np.minimum(group.latest.count, group.running.astype(np.int64))
         return decoding, waits
 
-    def _ensure(self) -> None:
+    def ensure(self) -> None:
         """Streams have what the next _ENSURED_STEPS may draw: at each step no more begin, nor end,
         than there are slots."""
-        more = (_ENSURED_STEPS + 1) * (self._most_slots + 2)
+        more = (_ENSURED_STEPS + 1) * (self._most_slots + 2) * len(self.groups)
         for streams, index in (((self.inputs, self.blocks), self.drawn),
                                ((self.lasts, self.gaps), self.ended)):
             for stream in streams:
                 stream.ensure(int(index.max(initial=0)) + more)
 
-    def _evict(self, number: int) -> None:
+    def _evict(self, number: int, group: _Group) -> None:
         """The latest admitted are evicted until all others can grow by a token."""
-        rows = ((self.free < self.running) & (self.running > 1)).nonzero()[0]
+        rows = ((group.free < group.running) & (group.running > 1)).nonzero()[0]
         for _ in range(_AT_ONCE):
             if not rows.size:
                 break
             self.may_admit[rows] = not self.is_chunked
-            is_partly = self.part[rows] > 0
+            is_partly = group.part[rows] > 0
             partly, wholly = rows[is_partly], rows[~is_partly]
-            self.free[partly] += self.whole[partly] + _HALF_BLOCK
-            self.waiting.push(partly, self.whole[partly])
-            self.part[partly] = 0.0
-            size = np.where(self.latest.count[wholly] > 0, self.latest.top(wholly) + number,
+            group.free[partly] += group.whole[partly] + _HALF_BLOCK
+            self.waiting.push(partly, group.whole[partly])
+            group.part[partly] = 0.0
+            size = np.where(group.latest.count[wholly] > 0, group.latest.top(wholly) + number,
                             self.held)
-            self.free[wholly] += size
-            self.running[wholly] -= 1
+            group.free[wholly] += size
+            group.running[wholly] -= 1
             self.evictions[wholly] += 1
-            self.latest.pop(wholly)
+            group.latest.pop(wholly)
             self.waiting.push(wholly, size - _HALF_BLOCK + 1)
-            rows = rows[(self.free[rows] < self.running[rows]) & (self.running[rows] > 1)]
+            rows = rows[(group.free[rows] < group.running[rows]) & (group.running[rows] > 1)]
 
-    def _admit(self, number: int) -> None:
-        self._encode(number)
+    def _admit(self, number: int, group: _Group) -> None:
+        self._encode(number, group)
         rows = ((self.waiting.count > 0) & self.may_admit).nonzero()[0]
         for _ in range(_AT_ONCE):
             if not rows.size:
                 break
-            rows = self._come_back(rows, number)
-        self._begin(number)
+            rows = self._come_back(rows, number, group)
+        self._begin(number, group)
 
-    def _encode(self, number: int) -> None:
+    def _encode(self, number: int, group: _Group) -> None:
         """Inputs that are encoded in part go on, where the step has tokens left."""
-        take = np.minimum(self.part, self.left)
+        take = np.minimum(group.part, self.left)
         is_going = take > 0
         self.tokens += take
         self.left -= take
-        self.part -= take
+        group.part -= take
         self.pieces += is_going
-        ready = (is_going & (self.part <= 0)).nonzero()[0]
+        ready = (is_going & (group.part <= 0)).nonzero()[0]
         if ready.size:
             self.done[ready] += 1
-            self.running[ready] += 1
+            group.running[ready] += 1
             self.joined[ready] += 1
-            self.latest.push(ready, self.whole[ready] + _HALF_BLOCK - (number + 1))
+            group.latest.push(ready, group.whole[ready] + _HALF_BLOCK - (number + 1))
 
-    def _come_back(self, rows: IntArray, number: int) -> IntArray:
+    def _come_back(self, rows: IntArray, number: int, group: _Group) -> IntArray:
         """The latest evicted is first in line; the result is the rows where another may follow."""
-        size, running = self.waiting.top(rows), self.running[rows]
-        fits = (self.free[rows] - size - _HALF_BLOCK >= self.watermark[rows]) | (running == 0)
-        starts = (self.part[rows] <= 0) & (self.left[rows] > 0) & fits
+        size, running = self.waiting.top(rows), group.running[rows]
+        fits = (group.free[rows] - size - _HALF_BLOCK >= self.watermark[rows]) | (running == 0)
+        starts = (group.part[rows] <= 0) & (self.left[rows] > 0) & fits
         starts &= running < self.slots[rows]
         rows, size = rows[starts], size[starts]
         self.waiting.pop(rows)
         self.anew[rows] += size
-        self.free[rows] -= size + _HALF_BLOCK
-        self.part[rows] = self.whole[rows] = size
+        group.free[rows] -= size + _HALF_BLOCK
+        group.part[rows] = group.whole[rows] = size
         self.hazard[rows] += 1 / self.iterations  # its encoding yields a token
-        self._encode(number)  # all others' parts, or what is left, are used up
+        self._encode(number, group)  # all others' parts, or what is left, are used up
         return rows[self.waiting.count[rows] > 0]
 
-    def _begin(self, number: int) -> None:
+    def _begin(self, number: int, group: _Group) -> None:
         """New queries begin, as many as slots, blocks and budget hold; the last perhaps in part."""
         left, drawn = self.left, self.drawn
-        can = self.may_admit & (self.waiting.count == 0) & (self.part <= 0) & (left > 0)
+        can = self.may_admit & (self.waiting.count == 0) & (group.part <= 0) & (left > 0)
         held = self._blocks_drawn
-        most = self.blocks.reach(held + np.maximum(self.free - self.watermark, 0.0)) - drawn
-        most = np.maximum(most, self.running == 0)
-        room = np.maximum(np.minimum(most, self.slots - self.running), 0.0)
+        most = self.blocks.reach(held + np.maximum(group.free - self.watermark, 0.0)) - drawn
+        most = np.maximum(most, group.running == 0)
+        room = np.maximum(np.minimum(most, self.slots - group.running), 0.0)
         most = np.where(can, room, 0).astype(np.int64)
         before = self._inputs_drawn
         ready = most if not self.is_chunked else np.minimum(
@@ -251,35 +225,35 @@ class _Walker:
         begun = after - drawn
         is_partly = begun > ready
         if is_partly.any():
-            self.part = np.where(is_partly, whole - left, self.part)
-            self.whole = np.where(is_partly, self.inputs.at(drawn + ready), self.whole)
-        self.free -= self._blocks_drawn - held
+            group.part = np.where(is_partly, whole - left, group.part)
+            group.whole = np.where(is_partly, self.inputs.at(drawn + ready), group.whole)
+        group.free -= self._blocks_drawn - held
         self.pieces += begun
         self.done += ready
         self.joined += ready
-        self.running += ready
-        self.latest.push_many(ready, drawn, self.blocks, number + 1)
+        group.running += ready
+        group.latest.push_many(ready, drawn, self.blocks, number + 1)
         self.drawn = after
 
-    def _end(self) -> None:
+    def _end(self, group: _Group) -> None:
         number = np.minimum(self.gaps.reach(self.hazard) - self.ended,
-                            self.running.astype(np.int64))
+                            group.running.astype(np.int64))
         after = self.ended + number
-        used = (self.room - self.free) / np.maximum(self.running, 1.0) / self.held
+        used = (self.room - group.free) / np.maximum(group.running, 1.0) / self.held
         lasts = self.lasts.until(after)
-        self.free += (lasts - self._lasts_ended) * np.minimum(np.maximum(used, 0.5), 2.0)
+        group.free += (lasts - self._lasts_ended) * np.minimum(np.maximum(used, 0.5), 2.0)
         self._lasts_ended = lasts
-        self.running -= number
+        group.running -= number
         self.hazard = np.minimum(self.hazard, self.gaps.until(after + 1))
         self.ended = after
 
 
 def walk(queries: WalkedQueries, slots: FloatArray, room: FloatArray, budget: FloatArray,
-         sizes: int) -> Walk:
-    """The walk is that of one group of each configuration: slots, room (tokens), and budget (tokens
-    a step, where inputs are encoded in parts) are [configs]; `sizes` of steps that encode stand for
-    their distribution."""
-    walker = _Walker(queries, slots, room, budget)
+         sizes: int, together: int = 1) -> Walk:
+    """The walk is that of `together` groups of each configuration, which take turns and share the
+    queries that wait: each one's slots, room (tokens), and budget (tokens a step, where inputs are
+    encoded in parts) are [configs]; `sizes` of steps that encode stand for their distribution."""
+    walker = _Walker(queries, slots, room, budget, together)
     walked = (walked_in_numpy if (library := native()) is None else partial(
         _walked_natively, library))(walker)
     share, of_tokens, of_joined = equally_likely(walked.tokens, walked.joined, sizes)
@@ -310,15 +284,19 @@ class _Walked(NamedTuple):
 
 def walked_in_numpy(walker: _Walker) -> _Walked:
     """All configurations step by step together."""
-    configs = len(walker.slots)
-    tokens, joined = (np.empty((STEPS - _WARM_UP, configs)) for _ in range(2))
+    configs, groups = len(walker.slots), len(walker.groups)
+    turns = (STEPS - _WARM_UP) * groups
+    tokens, joined = (np.empty((turns, configs)) for _ in range(2))
     running, waits = np.zeros(configs), np.zeros(configs)
-    for step in range(STEPS):
-        decoding, waiting = walker.step(step)
-        if step >= _WARM_UP:
+    for turn in range(-_WARM_UP * groups, turns):
+        step, group = divmod(turn + _WARM_UP * groups, groups)
+        if group == 0 and step % _ENSURED_STEPS == 0:
+            walker.ensure()
+        decoding, waiting = walker.step(step, walker.groups[group])
+        if turn >= 0:
             running += decoding
             waits += waiting
-            tokens[step - _WARM_UP], joined[step - _WARM_UP] = walker.tokens, walker.joined
+            tokens[turn], joined[turn] = walker.tokens, walker.joined
     drawn = np.maximum(walker.drawn, 1)
     return _Walked(running, waits, walker.anew, walker.inputs.until(drawn), walker.evictions,
                    walker.pieces, walker.done, drawn.astype(float), tokens.T, joined.T)
@@ -330,7 +308,8 @@ def _walked_natively(library: Native, walker: _Walker) -> _Walked:
     means, tokens, joined = library.walks(
         streams, np.array([walker.iterations, walker.held, _HALF_BLOCK]),
         np.stack([walker.slots, walker.room, walker.budget, walker.watermark, walker.running,
-                  walker.free]), is_chunked=walker.is_chunked, count=STEPS, warm_up=_WARM_UP)
+                  walker.free]), is_chunked=walker.is_chunked, groups=len(walker.groups),
+        count=STEPS, warm_up=_WARM_UP)
     named = dict(zip(_Walked._fields, means, strict=False))
     return _Walked(**named, tokens=tokens, joined=joined)
 

@@ -293,12 +293,33 @@ def test_walks_between_points_of_the_table_are_as_if_walked(is_chunked):
     rng = np.random.default_rng(0)
     holds = np.exp(rng.uniform(np.log(5), np.log(300), 50))
     sizes = (np.rint(holds * rng.uniform(0.8, 3, 50)), holds * held, rng.uniform(200, 3000, 50))
-    direct, found = walk(queries, *sizes, SIZES), WalkTable(queries, SIZES)(*sizes)
+    direct, found = walk(queries, *sizes, SIZES), WalkTable(queries, SIZES)(*sizes, np.ones(50))
     error = np.abs(found.running / direct.running - 1)
     assert np.median(error) < 0.01 and error.max() < 0.06
     encoded = [w.share * w.tokens.mean(axis=1) for w in (direct, found)]
     assert np.median(np.abs(encoded[1] / encoded[0] - 1)) < 0.03
     assert (found.running <= 1.01 * sizes[1] / held + 4).all()
+
+
+@pytest.mark.parametrize("name", ["vllm", "sarathi"])
+def test_groups_short_of_memory_encode_whom_others_evict(name):
+    """Each of 48 groups holds nine queries: by itself one would encode in every sixth step."""
+    problem = problem_of("gpt3-341b", "a40-48", "S")
+    policy = policy_of(name, problem, padded=False)
+    config = ContinuousConfig(max_active=700, token_budget=1247)
+    found = policy.estimate(config)
+    result, _ = replayed(name, problem, found, 5000, padded=False)
+    steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
+    assert found.figures.throughput_qps == pytest.approx(steady.throughput_qps, rel=0.05)
+    assert found.figures.latency_s == pytest.approx(steady.latency_s, rel=0.06)
+    pool, load = result.pools[0], policy._held([config])[0].load
+    encodes = (pool.tokens > 0)[len(pool.steps) // 4:-len(pool.steps) // 4]
+    assert result.preemptions > 200
+    assert load.share[0] == pytest.approx(encodes.mean(), rel=0.06)
+    alone = policy.filling.load(*(np.array([x]) for x in (
+        700 / 48, found.deployment.kv_tokens // 48, 1247.0, 1.0)))
+    assert alone.share[0] < 0.93 * load.share[0], "one group has no others to take up"
+    assert load.waits[0] < alone.waits[0] / 4, "whom others take waits a turn, not a step"
 
 
 def test_a_budget_below_what_decodes_encodes_nothing_meanwhile():

@@ -35,7 +35,8 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     native.native.cache_clear()
 
 
-def walks(seed: int, iterations: float, held: float, *, is_chunked: bool) -> list[Walk]:
+def walks(seed: int, iterations: float, held: float, *, is_chunked: bool,
+          together: int) -> list[Walk]:
     """By arrays, and as it comes."""
     rng = np.random.default_rng(seed)
     queries = WalkedQueries(
@@ -47,16 +48,18 @@ def walks(seed: int, iterations: float, held: float, *, is_chunked: bool) -> lis
     for one in (None, native.native()):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(paged_walk, "native", lambda one=one: one)
-            found.append(walk(queries, slots, room, budget, 16))
+            found.append(walk(queries, slots, room, budget, 16, together))
     return found
 
 
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
 @pytest.mark.parametrize("is_chunked", [False, True])
-@pytest.mark.parametrize(("iterations", "held"), [(200.0, 900.0), (4.0, 60.0), (1.0, 20.0)])
-def test_both_find_the_same_to_the_bit(iterations: float, held: float, is_chunked: bool) -> None:
+@pytest.mark.parametrize(("iterations", "held", "together"), [
+    (200.0, 900.0, 1), (4.0, 60.0, 1), (1.0, 20.0, 1), (60.0, 300.0, 3)])
+def test_both_find_the_same_to_the_bit(iterations: float, held: float, together: int,
+                                       is_chunked: bool) -> None:
     assert native.native() is not None
-    arrays, steps = walks(1, iterations, held, is_chunked=is_chunked)
+    arrays, steps = walks(1, iterations, held, is_chunked=is_chunked, together=together)
     assert arrays.evictions.sum() > 0 and (arrays.running < STEPS).any()
     for name in Walk.__slots__:
         np.testing.assert_array_equal(getattr(arrays, name), getattr(steps, name), err_msg=name)
@@ -123,7 +126,7 @@ def test_arrays_serve_without_a_compiler(fresh: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.setattr(native, "LIBRARY", "no-such-library.so")
     assert native.native() is None
-    arrays, same = walks(2, 50.0, 300.0, is_chunked=True)
+    arrays, same = walks(2, 50.0, 300.0, is_chunked=True, together=2)
     np.testing.assert_array_equal(arrays.running, same.running)
 
 
