@@ -37,6 +37,7 @@ from xscheduler.job_time import MOST_AGAIN, MOST_REPLAYS, WORTH, is_short, words
 from xscheduler.over_copies import CopiesSearch
 from xscheduler.partition import Division, best_division, best_unequal
 from xscheduler.spaces.tensor_plans import left_out
+from xscheduler.spaces.waa_boxes import climbed_alone
 
 PROVED = (Status.OPTIMAL, Status.WITHIN_GAP, Status.LIMIT, Status.JOB)
 EQUAL_ALONE, ANY_SIZES = "equal copies", "copies of any sizes"  # what a bound is of
@@ -88,7 +89,9 @@ class Divider:
         if key not in self.search.gone_over or schedule.proof.status not in PROVED:
             return schedule
         problems = [looked.planner.problem for looked, _ in self.search.gone_over[key]]
-        narrower = dict.fromkeys(left_out(one) for one in problems if one.cluster.num_nodes > 1)
+        narrower = dict.fromkeys([
+            *(left_out(one) for one in problems if one.cluster.num_nodes > 1),
+            *map(climbed_alone, problems)])
         schedule = self._divided(schedule, key)
         return schedule.changed(covers="; ".join(filter(None, (schedule.proof.covers, *narrower))))
 

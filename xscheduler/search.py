@@ -203,6 +203,7 @@ class Scheduler:
             floor = max((0.0 if is_shown else floor_qps, *others))
             results[name] = self._searched(space, begun, effort, floor)
             if not is_glance:
+                results[name] = _beside_unproved(space, bound_s, effort.gap, floor, results[name])
                 self._limits.setdefault(name, []).append(
                     (bound_s, results[name].outcome.upper_bound))
         return dict(results)
@@ -314,6 +315,13 @@ def _keep(searches: list[SpaceSearch], latest: SpaceSearch) -> None:
 def _best_qps(searched: Searched | None) -> float:
     return 0.0 if searched is None or searched.outcome.best is None else (
         searched.outcome.best.objective)
+
+
+def _beside_unproved(space: Space, bound_s: float, gap: float, floor_qps: float,
+                     searched: Searched) -> Searched:
+    """What a search came to, and what is found of configurations that it does not cover."""
+    found = space.unproved(bound_s, gap, max(floor_qps, _best_qps(searched)))
+    return searched if found is None else searched.with_unproved(*found)
 
 
 def _better_of(first: Searched, again: Searched) -> Searched:

@@ -100,6 +100,9 @@ class ContinuousSpace:
                                 tp_degree=self.plans[plan].tp_degree,
                                 tp_gpus=self.plans[plan].tp_gpus)
 
+    def unproved(self, latency_bound_s: float, gap: float, floor_qps: float) -> None:
+        """See Space."""
+
     def estimate(self, plan: int, point: tuple[int, ...]) -> Estimate:
         return self.form.estimate(self.config(plan, point))
 

@@ -48,6 +48,9 @@ class RraSpace:
             self.points, latency_bound_s, gap=gap, floor_qps=floor_qps)
         return FamilyExaminer(between, self.chunks, latency_bound_s, gap=gap, floor_qps=floor_qps)
 
+    def unproved(self, latency_bound_s: float, gap: float, floor_qps: float) -> None:
+        """See Space."""
+
     def estimate(self, plan: int, point: tuple[int, ...]) -> Estimate:
         return self.points.rra.estimate(self.points.config(plan, point))
 

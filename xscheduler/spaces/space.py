@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate
+from xgpt.core.schedule import Estimate, Status
 from xscheduler.admissible import Limit
 from xscheduler.branch_and_bound import Box, Candidate, Earlier, Maximisation, NodeResult, Outcome
 from xscheduler.spaces.tensor_plans import TensorPlan
@@ -71,6 +71,11 @@ class Space(Protocol):
                  keeps_gap: bool = False, is_claimed: bool = True) -> Examiner:
         """keeps_gap: nothing is left open for what it would take. is_claimed: see Effort."""
 
+    def unproved(self, latency_bound_s: float, gap: float,
+                 floor_qps: float) -> tuple[float, int, tuple[int, ...]] | None:
+        """(throughput, plan, point) of the best that is found of configurations which no root has
+        and nothing is proved of, if that is more than the floor; None where there are none."""
+
     def estimate(self, plan: int, point: tuple[int, ...]) -> Estimate: ...
 
     def figures(self, plan: int, point: tuple[int, ...]) -> tuple[float, float]:
@@ -95,6 +100,19 @@ class Searched(NamedTuple):
 
     outcome: Outcome
     plan_of_root: tuple[int, ...]
+
+    def with_unproved(self, qps: float, plan: int, point: tuple[int, ...]) -> Searched:
+        """The same with a point that no root has, as one of the first of its tensor plan."""
+        own, outcome = self.plan_of_root.index(plan), self.outcome
+        found = Candidate(objective=qps, root=own, point=point)
+        per_root = list(outcome.per_root)
+        first, bound = per_root[own]
+        per_root[own] = min(filter(None, (first, found)), key=lambda one: one.rank), bound
+        status = Status.OPTIMAL if outcome.status is Status.INFEASIBLE else outcome.status
+        return self._replace(outcome=replace(
+            outcome, status=status, upper_bound=max(outcome.upper_bound, qps),
+            best=min(filter(None, (outcome.best, found)), key=lambda one: one.rank),
+            per_root=tuple(per_root)))
 
     def best_of(self, plans: Sequence[int]) -> tuple[Candidate | None, float]:
         """(best candidate, upper bound) over the roots of some tensor plans."""

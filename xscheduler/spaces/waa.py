@@ -1,6 +1,5 @@
 """WAA's space: encode_batch x decode_micro_batches under every tensor plan that leaves devices for
-both pools, whose decode pool takes chunks of some sizes or none; and its boxes examined for branch
-and bound (paper section 5).
+both pools, whose decode pool takes chunks of some sizes or none (paper section 5).
 
 A root is a tensor plan with ranges of encode_batch and decode_micro_batches, without chunks or with
 all sizes of them. A box is bounded from its corners (xsimulator.policies.waa.bounds), over every
@@ -11,58 +10,43 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import cast
 
 import numpy as np
 
 from xgpt.core.controls import max_in_system
-from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.made_sources import remembering
 from xprofiler.timing import TimingSource
-from xscheduler.admissible import Limit, Limits, beyond_range, crowding_or_pace
-from xscheduler.branch_and_bound import Box, Candidate, NodeResult
+from xscheduler.admissible import Limit, Limits, crowding_or_pace
+from xscheduler.branch_and_bound import Box
 from xscheduler.spaces.space import SMALL_BATCHES, Selection, Tight
 from xscheduler.spaces.tensor_plans import TensorPlan, batch_range
 from xscheduler.spaces.waa_boxes import (
-    FEW_POINTS,
     Ranges,
     WorkLeft,
     chunks_of,
-    corners_of,
-    grid,
     group_range,
-    points_of,
     roots_of,
+    takes_climbed,
 )
-from xscheduler.spaces.waa_climb import (
-    MOST_CLIMBED,
-    Climber,
-    candidate_in,
-    least_modest,
-    ranges_of,
-)
+from xscheduler.spaces.waa_climb import MOST_CLIMBED, climbed, ranges_of
+from xscheduler.spaces.waa_examiner import WaaExaminer
 from xsimulator.policies import make_policy
-from xsimulator.policies.waa.bounds import BoxBounds, WaaBounds
+from xsimulator.policies.waa.bounds import WaaBounds
 from xsimulator.policies.waa.closed_form import Waa
-from xsimulator.policies.waa.config import WaaConfig
+from xsimulator.policies.waa.config import WaaConfig, WaaConfigs
 
 MOST_GROUPS = 4  # decode_micro_batches above the fewest, for the tightest latency
-SIDE_PARTS = 3  # into which either side of a box is split
-CHUNK_PARTS = (2, 2, 2)  # and of a box of several chunk sizes
-LOOKED_AT = 3  # boxes, the most promising, at whose corners points are evaluated
-FIRST_PLANS = 6  # of which so many are; of other tensor plans one
 # Divisions that boxes with chunks are bounded for in one search, times the devices that they
 # divide: what is spent on a large cluster is to be no more than on a node.
 CHUNKED_WORK = 8_000
 # On more devices a quarter of it: on 64 no gap was narrower for the rest of it.
 MANY_DEVICES = 48
 UNCLAIMED = 0.5  # share of it more for searches of which nothing is claimed
-WORK_SHARE = 0.25  # of what is left, spent before other boxes have their turn again
-LEFT = "chunks left open: their bounds cost much"
-IMMODEST = "chunks hold more than is encoded in an iteration"  # why a box is not looked into
 
 
 class WaaSpace:
@@ -97,10 +81,32 @@ class WaaSpace:
                 1.0 if is_claimed else UNCLAIMED) / (1 if devices <= MANY_DEVICES else 4)))
         return WaaExaminer(self, latency_bound_s, gap=gap, floor_qps=floor_qps)
 
+    def unproved(self, latency_bound_s: float, gap: float,
+                 floor_qps: float) -> tuple[float, int, tuple[int, ...]] | None:
+        """See Space: the best with chunks that is climbed to, where no box has any."""
+        if not takes_climbed(self.name, self.problem) or (
+                self.problem.cluster.num_devices > MOST_CLIMBED):
+            return None
+        found = climbed(self, latency_bound_s, floor_qps, gap)
+        return None if found is None else (found[0], found[1][0], found[1][1:])
+
+    def most(self, keys: Sequence[tuple[int, ...]], latency_bound_s: float) -> FloatArray:
+        """What none of these has more of within the bound, before they are evaluated."""
+        plan, batch, groups, chunk = np.array(keys, np.int64).reshape(len(keys), 4).T
+        most = np.empty(len(keys))
+        for index in np.unique(plan).tolist():
+            rows = np.flatnonzero(plan == index)
+            most[rows] = self.bounds.of_points(self.splits[index], WaaConfigs(
+                batch=batch[rows].astype(float), groups=groups[rows].astype(float),
+                chunk=chunk[rows].astype(float)), latency_bound_s)
+        return most
+
     def best_known(self, latency_bound_s: float) -> tuple[float, int, tuple[int, ...]] | None:
-        """(throughput, plan, point) of the best admissible point that was evaluated so far."""
+        """(throughput, plan, point) of the best admissible point of any box that was evaluated so
+        far."""
         best = min(((-qps, key) for key, (qps, latency_s, forbidding) in self._known.items()
-                    if latency_s <= latency_bound_s and qps > 0 and not forbidding), default=None)
+                    if latency_s <= latency_bound_s and qps > 0 and not forbidding
+                    and key[3] in self.chunks), default=None)
         return None if best is None else (-best[0], best[1][0], best[1][1:])
 
     def config(self, plan: int, point: tuple[int, ...]) -> WaaConfig:
@@ -171,206 +177,3 @@ class WaaSpace:
                 if (value := getattr(self.problem.fixed, name)) is not None}
         return Selection(closed_form=self.waa, configs=list(dict.fromkeys(
             replace(config, **pins) for config in self.waa.grid(num_queries, self.plans))))
-
-
-class WaaExaminer:
-    """Examines boxes under one latency bound."""
-
-    def __init__(self, space: WaaSpace, latency_bound_s: float, *, gap: float,
-                 floor_qps: float) -> None:
-        """`floor_qps`: throughput found elsewhere; what is no better is not looked into."""
-        self._space, self._bound_s, self._gap = space, latency_bound_s, gap
-        self._best_qps = floor_qps
-        self._glanced_at: set[int] = set()  # roots with chunks
-        self._has_climbed = space.problem.cluster.num_devices > MOST_CLIMBED or (
-            space.problem.fixed.encode_chunk is not None)
-        self._largest: dict[int, int] = {}  # by plan: encode_batch within the bound
-        # an encoder-decoder model's first token is decoded, too
-        tokens = space.problem.lengths.outputs.quantile(space.problem.constraint.quantile) - 1
-        waited = space.waa.iterations_waited - 1.5 * space.problem.model.is_encoder_decoder
-        self._iterations_a_token = max(waited, 0.0) / max(tokens, 1)
-        self.roots, self.plan_of_root = space.roots
-
-    @property
-    def known(self) -> Candidate | None:
-        """The best admissible point that was evaluated under any bound so far."""
-        best = self._space.best_known(self._bound_s)
-        return None if best is None else candidate_in(
-            self.roots, self.plan_of_root, self._space.chunks, best[0], (best[1], *best[2]))
-
-    def raise_floor(self, floor_qps: float) -> None:
-        self._best_qps = max(self._best_qps, floor_qps)
-
-    def split(self, box: Box) -> list[Box]:
-        """Either side into parts of even ratio; first the sizes of chunks."""
-        if box.lower[2] < box.upper[2]:
-            return grid(box, CHUNK_PARTS)
-        return grid(box, (SIDE_PARTS, SIDE_PARTS, 1))
-
-    def examine(self, boxes: Sequence[Box]) -> list[NodeResult]:
-        """Plan after plan, the most promising first by a quick bound, those without chunks before
-        those with: boxes that are then no better than what was found are not looked into."""
-        boxes = [self._contracted(box) for box in boxes]
-        limit, latency, stretch = self._quick(boxes)
-        is_refused, space = beyond_range(stretch), self._space
-        results: list[NodeResult | None] = [None] * len(boxes)
-        share = WORK_SHARE * space.work.left(self._bound_s)
-        for place, (has_chunks, rows) in enumerate(self._in_turn(boxes, limit)):
-            left = []
-            for row in rows.tolist():
-                box = boxes[row]
-                if not space.is_modest(box.upper[0], box.lower[1], space.chunks[box.lower[2]]):
-                    results[row] = NodeResult(box=box, reason=IMMODEST)
-                elif latency[row] > self._bound_s or is_refused[row]:
-                    results[row] = NodeResult(box=box, reason=(
-                        Limit.RANGE if is_refused[row] else Limit.LATENCY).words)
-                elif limit[row] <= self._best_qps * (1 + self._gap):
-                    results[row] = NodeResult(upper_bound=float(limit[row]), box=box,
-                                              is_settled=False, reason="")
-                elif has_chunks and (share <= 0 or self._is_first_glance(box)):
-                    results[row] = NodeResult(upper_bound=float(limit[row]), box=box, reason=LEFT,
-                                              is_settled=space.work.left(self._bound_s) < 1,
-                                              is_glance=True)
-                else:
-                    left.append(row)
-            before = space.bounds.work
-            peak = self._climb() if has_chunks and left else None
-            own = self._examine([boxes[row] for row in left], LOOKED_AT if place < FIRST_PLANS
-                                else 1) if left else []
-            if peak is not None and (own[0].best is None or peak.rank < own[0].best.rank):
-                own[0] = replace(own[0], best=peak)
-            if has_chunks:
-                spent = space.bounds.work - before
-                share -= spent
-                space.work.spend(self._bound_s, spent)
-            for row, result in zip(left, own, strict=True):
-                results[row] = result
-        return [result for result in results if result is not None]
-
-    def _climb(self) -> Candidate | None:
-        """The best with chunks that a climb finds, once."""
-        if self._has_climbed:
-            return None
-        self._has_climbed, space = True, self._space
-        roots = [root for root in self.roots if space.chunks[root.upper[2]]]
-        limit, latency, _ = self._quick(roots)
-        plans = {self.plan_of_root[root.root] for root, most, least_s in zip(
-            roots, limit, latency, strict=True)
-            if most > self._best_qps * (1 + self._gap) and least_s <= self._bound_s}
-        climber = Climber(space.evaluate, partial(least_modest, space.waa), self._bound_s)
-        ranges = dict(enumerate(space.ranges))
-        grid = [key for plan in sorted(plans) for key in climber.grid(
-            plan, (ranges[plan][0][0], self._largest_within(plan)), ranges[plan][1])]
-        best = space.best_known(self._bound_s)
-        found = climber.best([*grid, *(climber.beside(best[1], best[2]) if best else ())], ranges)
-        if found is None or found[0] <= self._best_qps:
-            return None
-        self._best_qps = found[0]
-        return candidate_in(self.roots, self.plan_of_root, space.chunks, *found)
-
-    def _in_turn(self, boxes: Sequence[Box], limit: FloatArray) -> list[tuple[bool, IntArray]]:
-        """(whether they take chunks, rows of boxes of one plan)."""
-        has_chunks = np.array([self._space.chunks[box.upper[2]] > 0 for box in boxes])
-        turns = [(takes, -float(limit[own].max()), index, own)
-                 for index, rows in self._by_plan(boxes) for takes in (False, True)
-                 if len(own := rows[has_chunks[rows] == takes])]
-        return [(takes, own) for takes, _, _, own in sorted(turns, key=lambda turn: turn[:3])]
-
-    def _contracted(self, box: Box) -> Box:
-        """The box without batches that are too large to be quick enough: the tables that bound it
-        need not reach so far."""
-        most = self._largest_within(self.plan_of_root[box.root])
-        upper = max(min(box.upper[0], most), box.lower[0])
-        return box if upper == box.upper[0] else Box(
-            root=box.root, lower=box.lower, upper=(upper, *box.upper[1:]))
-
-    def _largest_within(self, plan: int) -> int:
-        if plan not in self._largest:
-            largest = max(box.upper[0] for box, own in zip(
-                self.roots, self.plan_of_root, strict=True) if own == plan)
-            if not math.isinf(self._bound_s):
-                largest = self._space.bounds.largest_within(
-                    largest, self._space.degrees(plan), self._bound_s)
-            self._largest[plan] = largest
-        return self._largest[plan]
-
-    def _is_first_glance(self, box: Box) -> bool:
-        """Whether it is a root that was not looked at before, and may yet be given up by then."""
-        is_first = (box.lower == self.roots[box.root].lower and box.upper[1:] == self.roots[
-            box.root].upper[1:] and box.root not in self._glanced_at)
-        self._glanced_at.add(box.root)
-        return is_first
-
-    def _quick(self, boxes: Sequence[Box]) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """[boxes] most throughput, least latency, least stretch beyond what was measured."""
-        space = self._space
-        limit, latency, stretch = (np.empty(len(boxes)) for _ in range(3))
-        for index, rows in self._by_plan(boxes):
-            own, degrees = corners_of(boxes, rows, space.chunks), space.degrees(index)
-            limit[rows], latency[rows] = space.bounds.quick(
-                space.splits[index], own, degrees, self._bound_s)
-            stretch[rows] = space.waa.least_stretch(own.least.astype(float), degrees)
-        return limit, latency, stretch
-
-    def _by_plan(self, boxes: Sequence[Box]) -> list[tuple[int, IntArray]]:
-        plan = np.array([self.plan_of_root[box.root] for box in boxes])
-        return [(int(index), np.flatnonzero(plan == index)) for index in np.unique(plan)]
-
-    def _examine(self, boxes: Sequence[Box], looked_at: int) -> list[NodeResult]:
-        limit, latency, ttft, iteration, held = self._bounds(boxes)
-        capacity, limits = self._space.waa.capacity_bytes, self._space.limits
-        # where outputs are of one token there is no pace, however long an iteration
-        each = self._iterations_a_token
-        tpot = iteration * each if each else np.zeros_like(iteration)
-        # nothing fits although half a batch would: what decodes with it does not
-        reasons = np.select([held > capacity, (limit <= 0) & np.isfinite(latency),
-                             latency > self._bound_s, ttft > limits.ttft_s,
-                             tpot > limits.tpot_s, limit <= 0],
-                            [Limit.MEMORY.words, Limit.MEMORY.words, Limit.LATENCY.words,
-                             Limit.TTFT.words, Limit.TPOT.words, Limit.RANGE.words], "")
-        seen = self._look(boxes, np.where(reasons == "", limit, 0.0), looked_at)
-        results = []
-        for box, most, reason, (best, is_all) in zip(boxes, limit, reasons, seen, strict=True):
-            if reason:
-                results.append(NodeResult(box=box, reason=str(reason)))
-            elif is_all:
-                results.append(NodeResult(upper_bound=-math.inf if best is None else best.objective,
-                                          best=best, box=box, reason="each point evaluated"))
-            else:
-                is_close = best is not None and most <= best.objective * (1 + self._gap)
-                results.append(NodeResult(upper_bound=float(most), best=best, box=box,
-                                          is_settled=is_close, reason="decided at its corner"))
-        return results
-
-    def _bounds(self, boxes: Sequence[Box]) -> BoxBounds:
-        space = self._space
-        bounds = np.empty((len(BoxBounds._fields), len(boxes)))
-        for index, rows in self._by_plan(boxes):
-            bounds[:, rows] = space.bounds.bound(
-                space.splits[index], corners_of(boxes, rows, space.chunks),
-                worth_qps=self._best_qps * (1 + self._gap), latency_bound_s=self._bound_s)
-        return BoxBounds(*bounds)
-
-    def _look(self, boxes: Sequence[Box], limit: FloatArray,
-              looked_at: int) -> list[tuple[Candidate | None, bool]]:
-        """[boxes] (best admissible point looked at, whether these were all): of boxes that may
-        still have a better one, so many and those of few points."""
-        seen: list[tuple[Candidate | None, bool]] = [(None, False)] * len(boxes)
-        rows = [row for place, row in enumerate(np.argsort(-limit, kind="stable").tolist())
-                if limit[row] > self._best_qps * (1 + self._gap)
-                and (place < looked_at or boxes[row].num_points <= FEW_POINTS)]
-        points = [[point for point in points_of(boxes[row], self._space.chunks)
-                   if self._space.is_modest(*point)] for row in rows]
-        keys = [(self.plan_of_root[boxes[row].root], *point)
-                for row, own in zip(rows, points, strict=True) for point in own]
-        known = dict(zip(keys, self._space.evaluate(keys), strict=True))
-        for row, own in zip(rows, points, strict=True):
-            box, plan = boxes[row], self.plan_of_root[boxes[row].root]
-            admissible = [Candidate(objective=qps, root=box.root, point=point) for point in own
-                          for qps, latency_s, forbidding in [known[plan, *point]]
-                          if not forbidding and qps > 0 and latency_s <= self._bound_s]
-            best = min(admissible, key=lambda one: one.rank, default=None)
-            seen[row] = best, box.num_points <= FEW_POINTS
-            if best is not None:
-                self._best_qps = max(self._best_qps, best.objective)
-        return seen

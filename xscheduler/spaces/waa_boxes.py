@@ -18,7 +18,8 @@ ROOT_PARTS = (8, 4, 1)  # of a root: encode_batch, decode_micro_batches, chunk s
 CHUNK_ROOT_PARTS = (1, 4, 3)  # of a root with chunks
 FEW_POINTS = 6  # that are evaluated one by one
 GROUPS_PER_STAGE = 2  # at most
-CHUNKED = "waa-m"  # whose chunks are searched where both ways of dividing devices are
+# Whose chunks are bounded where both ways of dividing devices are searched, and whose are not.
+CHUNKED, SECOND = "waa-m", "waa-c"
 # Tokens of a chunk. Between two of them encode_batch says what decodes.
 CHUNKS = (32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 
@@ -110,10 +111,23 @@ def largest_batch(bounds: WaaBounds, split: WaaPlans, largest: int) -> int:
 
 
 def chunks_of(name: str, problem: Problem) -> tuple[int, ...]:
-    """Sizes of chunks that are looked at, 0 (none) among them. How devices are divided matters
-    less where those that decode encode, too: where both ways are searched, chunks are by
-    memory alone."""
+    """Sizes of chunks whose boxes are looked at, 0 (none) among them. How devices are divided
+    matters less where those that decode encode, too: where both ways are searched, chunks are by
+    memory, and by computation climbed to alone (`takes_climbed`)."""
     asked, among = problem.fixed.encode_chunk, problem.fixed.policies or searched_policies()
     if asked is not None or problem.model.is_encoder_decoder:
         return (asked or 0,)
     return (0,) if name != CHUNKED and CHUNKED in among else (0, *CHUNKS)
+
+
+def takes_climbed(name: str, problem: Problem) -> bool:
+    """Whether a policy has chunks that are no box's."""
+    return (name == SECOND and CHUNKED in (problem.fixed.policies or searched_policies())
+            and problem.fixed.encode_chunk is None and not problem.model.is_encoder_decoder)
+
+
+def climbed_alone(problem: Problem) -> str:
+    """Of which configurations of a problem nothing is proved, in words; "" where there are none:
+    two devices are divided in one way."""
+    return "of WAA-C nothing in chunks" if (
+        takes_climbed(SECOND, problem) and problem.cluster.num_devices > 2) else ""

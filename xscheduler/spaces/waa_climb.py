@@ -1,14 +1,16 @@
-"""A climb to WAA's best with chunks, from a few points of each tensor plan to what is better near
+"""A climb to WAA's best with chunks, from some points of each tensor plan to what is better near
 by: bounds of boxes with chunks are loose and cost much, and what is known spares many of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xscheduler.admissible import Limit
 from xscheduler.branch_and_bound import Box, Candidate
@@ -16,12 +18,19 @@ from xscheduler.spaces.tensor_plans import batch_range
 from xscheduler.spaces.waa_boxes import CHUNKS, Ranges, group_range, largest_batch
 from xsimulator.policies.waa.bounds import WaaBounds
 from xsimulator.policies.waa.closed_form import Waa
+from xsimulator.policies.waa.config import WaaBoxes
 from xsimulator.policies.waa.plans import WaaPlans
 
-GRID_GROUPS, GRID_CHUNKS = 3, 2  # numbers of groups that a climb begins from, and of how many
+if TYPE_CHECKING:
+    from xscheduler.spaces.waa import WaaSpace
+
+GRID_GROUPS, GRID_CHUNKS = 5, 2  # numbers of groups that a climb begins from, and of how many
 # sizes of chunks one
-GRID_BATCHES = (1.0, 3.0, 8.0)  # encode_batch over the least
-CLIMBED = 3  # tensor plans, those that are best on the grid, which are climbed in
+GRID_BATCHES = (1.0, 2.0, 4.0, 8.0)  # encode_batch over the least
+# Points of the grid that are climbed from, the best of a tensor plan and a size each; and of how
+# many tensor plans the best is one of them.
+CLIMBED, CLIMBED_PLANS = 6, 4
+WORTH_A_START = 0.9  # of what is had elsewhere: points that cannot have as much are not looked at
 FEWER = (1.0, 0.6, 0.4, 0.25)  # encode_batch beside chunks over that without
 MOST_CLIMBED = 16  # devices: a point takes long where there are many ways to divide them
 WORTH_A_STEP = 1e-4  # of throughput
@@ -31,14 +40,21 @@ MOST_STEPS = 12
 Key = tuple[int, ...]  # tensor plan, encode_batch, decode_micro_batches, encode_chunk
 
 
+def _any(keys: Sequence[Key]) -> FloatArray:
+    return np.full(len(keys), np.inf)
+
+
 class Climber(NamedTuple):
     """Looks for what is best with a chunk within a latency bound. `evaluate` gives (throughput,
     latency, what forbids it) of points; `least_batch` the least encode_batch of one with so many
-    groups and so large a chunk."""
+    groups and so large a chunk; `most` what no throughput of points exceeds, which costs far less:
+    what is no better than `floor_qps`, had elsewhere, is not evaluated."""
 
     evaluate: Callable[[Sequence[Key]], Sequence[tuple[float, float, Limit]]]
     least_batch: Callable[[int, int], int]
     latency_bound_s: float
+    most: Callable[[Sequence[Key]], FloatArray] = _any
+    floor_qps: float = 0.0
     sizes: Sequence[int] = CHUNKS
 
     def grid(self, plan: int, batches: tuple[int, int], counts: tuple[int, int]) -> list[Key]:
@@ -56,19 +72,23 @@ class Climber(NamedTuple):
 
     def best(self, grid: Sequence[Key], ranges: Mapping[int, Ranges]) -> tuple[float, Key] | None:
         """(throughput, what has it) of the best that is found from the grid's best points, each of
-        another tensor plan, by steps to what is better near by; None where none is admissible."""
+        another tensor plan or size, by steps to what is better near by; None where none is
+        admissible."""
         grid = [key for key in grid if ranges[key[0]][0][0] <= key[1] <= ranges[key[0]][0][1]]
-        best: dict[int, tuple[float, Key]] = {}
-        for own, key in zip(self._value(grid), grid, strict=True):
-            if own > best.get(key[0], (0.0, key))[0]:
-                best[key[0]] = own, key
-        first = sorted(best.values(), reverse=True)[:CLIMBED]
-        return max((self._climbed(*one, ranges[one[1][0]]) for one in first), default=None)
+        best: dict[tuple[int, int], tuple[float, Key]] = {}
+        values = self._value(grid, WORTH_A_START * self.floor_qps)
+        for own, key in zip(values, grid, strict=True):
+            if own > best.get((key[0], key[3]), (0.0, key))[0]:
+                best[key[0], key[3]] = own, key
+        return max((self._climbed(*one, ranges[one[1][0]]) for one in _first(best.values())),
+                   default=None)
 
-    def _value(self, keys: Sequence[Key]) -> list[float]:
-        """Throughput of points; 0 where one may not be chosen."""
+    def _value(self, keys: Sequence[Key], floor_qps: float) -> list[float]:
+        """Throughput of points; 0 where one may not be chosen, or is no better than the floor."""
         modest = [key for key in keys if key[1] >= self.least_batch(key[2], key[3])]
-        known = dict(zip(modest, self.evaluate(modest), strict=True))
+        worth = [key for key, most in zip(modest, self.most(modest), strict=True)
+                 if most > floor_qps]
+        known = dict(zip(worth, self.evaluate(worth), strict=True))
         return [qps if not forbidding and latency_s <= self.latency_bound_s else 0.0
                 for qps, latency_s, forbidding in (
                     known.get(key, (0.0, math.inf, Limit.NONE)) for key in keys)]
@@ -83,11 +103,53 @@ class Climber(NamedTuple):
                     for chunk in self.sizes[max(place - 1, 0):place + 2]
                     for one in {batch - 1, batch, batch + 1, self.least_batch(count, chunk),
                                 *(round(batch * step) for step in STEPS)}]
-            found = max(zip(self._value(near), near, strict=True))
-            if found[0] <= own * (1 + WORTH_A_STEP):
+            least_qps = own * (1 + WORTH_A_STEP)
+            found = max(zip(self._value(near, least_qps), near, strict=True))
+            if found[0] <= least_qps:
                 break
             own, key = found
         return own, key
+
+
+def climbed(space: WaaSpace, latency_bound_s: float, floor_qps: float,
+            gap: float) -> tuple[float, Key] | None:
+    """(throughput, what has it) of the best with chunks that a climb finds in a space within the
+    bound, if that is more than the floor and the best of any box that is known; from tensor plans
+    that may have more by the gap."""
+    best, grid = space.best_known(latency_bound_s), list[Key]()
+    floor_qps = max(floor_qps, best[0] if best else 0.0)
+    climber = Climber(space.evaluate, partial(least_modest, space.waa), latency_bound_s,
+                      partial(space.most, latency_bound_s=latency_bound_s), floor_qps)
+    for plan, ((least, largest), (fewest, highest)) in enumerate(space.ranges):
+        degrees, bounds = space.degrees(plan), space.bounds
+        if math.isfinite(latency_bound_s):
+            largest = bounds.largest_within(largest, degrees, latency_bound_s)
+        if largest < least:
+            continue
+        limit, latency_s = bounds.quick(space.splits[plan], _whole(
+            least, largest, fewest, highest), degrees, latency_bound_s)
+        if limit[0] > floor_qps * (1 + gap) and latency_s[0] <= latency_bound_s:
+            grid += climber.grid(plan, (least, largest), (fewest, highest))
+    found = climber.best([*grid, *(climber.beside(best[1], best[2]) if best else ())],
+                         dict(enumerate(space.ranges)))
+    return None if found is None or found[0] <= floor_qps else found
+
+
+def _first(best: Iterable[tuple[float, Key]]) -> list[tuple[float, Key]]:
+    """From which of the best of each tensor plan and size is climbed."""
+    left = sorted(best, reverse=True)
+    of_plan: dict[int, tuple[float, Key]] = {}
+    for one in left:
+        of_plan.setdefault(one[1][0], one)
+    first = list(of_plan.values())[:CLIMBED_PLANS]
+    return [*first, *(one for one in left if one not in first)][:CLIMBED]
+
+
+def _whole(least: int, largest: int, fewest: int, highest: int) -> WaaBoxes:
+    """A box of chunks of all sizes."""
+    ranges = np.array([least, largest, fewest, highest, CHUNKS[0], CHUNKS[-1]])[:, None]
+    return WaaBoxes(least=ranges[0], most=ranges[1], fewest=ranges[2], highest=ranges[3],
+                    chunk=ranges[4], largest_chunk=ranges[5])
 
 
 def _spread(least: int, most: int, count: int) -> list[int]:

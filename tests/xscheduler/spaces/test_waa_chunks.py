@@ -11,6 +11,8 @@ import pytest
 from problems import problem_of, roofline_of
 from refusing import Refusing
 
+from xgpt.core import catalog
+from xgpt.core.cluster import uniform_cluster
 from xgpt.core.controls import WaaControls
 from xgpt.core.errors import InputError
 from xgpt.core.job import FixedSchedule
@@ -20,15 +22,17 @@ from xscheduler.admissible import Limit
 from xscheduler.search import GAP, Scheduler
 from xscheduler.spaces.space import Effort
 from xscheduler.spaces.tensor_plans import tensor_plans
-from xscheduler.spaces.waa import LEFT, WaaSpace
+from xscheduler.spaces.waa import WaaSpace
 from xscheduler.spaces.waa_boxes import CHUNKS, group_range
 from xscheduler.spaces.waa_climb import Climber
+from xscheduler.spaces.waa_examiner import LEFT
 from xsimulator.policies.waa.config import WaaBoxes
 
 
-def all_points(problem: Problem, timing: TimingSource, bound_s: float) -> float:
+def all_points(problem: Problem, timing: TimingSource, bound_s: float,
+               name: str = "waa-m") -> float:
     """The most throughput of any configuration with a chunk that is searched."""
-    space = WaaSpace("waa-m", problem, timing, tensor_plans(problem, timing))
+    space = WaaSpace(name, problem, timing, tensor_plans(problem, timing))
     most = 0.0
     for plan, split in enumerate(space.splits):
         fewest, highest = group_range(problem, split)
@@ -82,6 +86,54 @@ def test_a_climb_finds_the_best_chunks_where_hardly_a_box_is_bounded(
     found = Scheduler(problem, timing).find()
     assert found.figures.throughput_qps >= 0.99 * best and found.estimate.variables["encode_chunk"]
     assert found.proof.bound_qps >= best
+
+
+@pytest.mark.parametrize("bound_s", [3.5, 7.0, math.inf])
+def test_chunks_by_computation_are_climbed_to_where_those_by_memory_are_bounded(
+        bound_s: float) -> None:
+    problem = replace(problem_of(lengths="S", latency_s=bound_s), fixed=FixedSchedule(
+        policies=("waa-c", "waa-m")), num_queries=None)
+    timing = roofline_of(problem)
+    space = WaaSpace("waa-c", problem, timing, tensor_plans(problem, timing))
+    best = all_points(problem, timing, bound_s, "waa-c")
+    found = space.unproved(bound_s, GAP, 0.0)
+    assert found is not None and found[0] >= 0.99 * best and found[2][2] in CHUNKS
+    assert space.unproved(bound_s, GAP, 1.01 * best) is None, "no better than what is had elsewhere"
+    assert WaaSpace("waa-m", problem, timing, space.plans).unproved(bound_s, GAP, 0.0) is None
+    whole = Scheduler(problem, timing).find()
+    assert whole.figures.throughput_qps >= 0.99 * best
+
+
+def test_what_is_climbed_to_is_chosen_where_it_has_most() -> None:
+    """70B on two nodes: by computation 2.6 % more than by memory on one copy of eight each."""
+    cluster = uniform_cluster(
+        name="2 x 8 A100", device=catalog.device("A100-80"), num_nodes=2, devices_per_node=8,
+        intra_link=catalog.link("nvlink3"), inter_link=catalog.link("ib-400g"))
+    problem = replace(
+        problem_of(lengths="S", latency_s=7.0), cluster=cluster, num_queries=None,
+        model=catalog.model("llama-3.1-70b"), fixed=FixedSchedule(
+            policies=("waa-c", "waa-m"), tp_degree=2))
+    found = Scheduler(problem, roofline_of(problem)).find(compares=False)
+    assert found.estimate.policy == "waa-c" and found.estimate.variables["encode_chunk"]
+    alone = Scheduler(replace(problem, fixed=replace(problem.fixed, policies=("waa-m",))),
+                      roofline_of(problem)).find(compares=False)
+    assert found.figures.throughput_qps > 1.02 * alone.figures.throughput_qps
+
+
+def test_of_points_their_own_division_says_what_they_have_at_most() -> None:
+    problem = problem_of(lengths="S")
+    timing = roofline_of(problem)
+    rng = np.random.default_rng(16)
+    for name in ("waa-c", "waa-m"):
+        space = WaaSpace(name, problem, timing, tensor_plans(problem, timing))
+        keys = [(int(rng.integers(len(space.plans))), int(rng.integers(1, 60)),
+                 int(rng.integers(1, 7)), int(rng.choice((0, *CHUNKS)))) for _ in range(300)]
+        keys = [key for key in keys if space.is_modest(*key[1:])]
+        for bound_s in (10.0, math.inf):
+            most = space.most(keys, bound_s)
+            own = np.array([qps * (latency_s <= bound_s and not limit)
+                            for qps, latency_s, limit in space.evaluate(keys)])
+            assert (own <= most).all() and (own > 0.5 * most).any()
 
 
 def test_a_climb_keeps_to_the_batches_that_the_job_asks_for() -> None:

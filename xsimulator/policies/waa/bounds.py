@@ -26,7 +26,7 @@ from xgpt.core.lengths import FloatArray, IntArray
 from xsimulator.envelope import rising_minorant
 from xsimulator.policies.waa.chunk_bounds import ChunkedPoolBounds
 from xsimulator.policies.waa.closed_form import Waa
-from xsimulator.policies.waa.config import WaaBoxes
+from xsimulator.policies.waa.config import WaaBoxes, WaaConfigs
 from xsimulator.policies.waa.memory import HeldSizes
 from xsimulator.policies.waa.native import bounds_of_pairs
 from xsimulator.policies.waa.plan_bounds import (
@@ -214,6 +214,18 @@ class WaaBounds:
         decoded, encoded, step = (part.reshape(rows.shape) for part in (decoded, encoded, step))
         limit = (stages[:, None] + sent_qps * encoded) / (decoded + encoded)
         return np.asarray(np.minimum(np.maximum(limit, sent_qps), decoding / (iterations * step)))
+
+    def of_points(self, split: WaaPlans, configs: WaaConfigs,
+                  latency_bound_s: float) -> FloatArray:
+        """None of the configurations has a higher throughput_qps: by its division, before its pools
+        are timed."""
+        batch, groups, chunk = (values.astype(np.int64) for values in (
+            configs.batch, configs.groups, configs.chunk))
+        limit = self._quick_by_division(split, WaaBoxes(
+            least=batch, most=batch, fewest=groups, highest=groups, chunk=chunk,
+            largest_chunk=chunk), latency_bound_s)
+        place = np.searchsorted(split.encode_devices, self.waa.division.divide(split, configs))
+        return np.asarray(limit[place, np.arange(len(batch))])
 
     def quick(self, split: WaaPlans, boxes: WaaBoxes, degrees: Sequence[int],
               latency_bound_s: float = math.inf) -> tuple[FloatArray, FloatArray]:
