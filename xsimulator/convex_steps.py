@@ -42,12 +42,14 @@ class ConvexTimes:
         offsets = (self._seconds - slopes[:, None] * self._sizes).min(axis=1)
         # the others are of dips: beyond the sizes looked at they would be above the times
         is_below = offsets >= 0
-        self._slopes, self._offsets, self._from = _highest(slopes[is_below], offsets[is_below])
+        # slopes and offsets of the tangents, and from which size on each but the first counts
+        self.lines = _highest(slopes[is_below], offsets[is_below])
 
     def mean_s(self, sizes: FloatArray) -> FloatArray:
         """Seconds that steps of `sizes` in the mean take in the mean, at least."""
-        place = np.searchsorted(self._from, sizes, side="right")
-        return np.asarray(self._offsets[place] + self._slopes[place] * sizes)
+        slopes, offsets, begins = self.lines
+        place = np.searchsorted(begins, sizes, side="right")
+        return np.asarray(offsets[place] + slopes[place] * sizes)
 
     def whole_s(self, size: FloatArray, pieces: FloatArray) -> FloatArray:
         """Seconds that `size` takes in so many pieces or more, at least."""

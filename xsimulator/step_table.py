@@ -35,13 +35,13 @@ class SizeTable:
         self._function, self._lowered = function, lowered
         self.nodes = self.rises = np.empty((0, 0))  # [columns, nodes]
         self._at = 0, 0  # addresses of both
-        self._is_finite = True
+        self.is_finite = True
 
     def __call__(self, sizes: FloatArray) -> FloatArray:
         """[columns, *sizes.shape]."""
         of_columns = self._in_arrays(sizes) if (library := native()) is None else (
             self._natively(library, sizes))
-        if not self._is_finite:
+        if not self.is_finite:
             unsure = ~np.isfinite(of_columns).all(axis=0)
             own = np.maximum(sizes, LEAST)[unsure]
             of_columns[:, unsure] = np.moveaxis(self._function(own), -1, 0)
@@ -87,7 +87,7 @@ class SizeTable:
         nodes = np.moveaxis(self._function(sizes), -1, 0)
         if self._lowered:
             nodes = rising_minorant(sizes, nodes)
-        self._is_finite = bool(np.isfinite(nodes).all())
+        self.is_finite = bool(np.isfinite(nodes).all())
         with np.errstate(invalid="ignore"):
             rises = np.diff(nodes, axis=1) / np.diff(sizes)
         self.nodes = np.ascontiguousarray(nodes[:, :-1])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cache, cached_property, partial
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -29,6 +29,7 @@ from xsimulator.policies import make_policy
 from xsimulator.policies.continuous.bounds import ContinuousBounds, Lines
 from xsimulator.policies.continuous.closed_form import Continuous
 from xsimulator.policies.continuous.config import ContinuousConfig
+from xsimulator.policies.continuous.plan_limits import PlanLimits
 
 MOST_ACTIVE, MOST_BUDGET = 1 << 16, 1 << 20
 # Of the bound's max_active, looked at first: no further apart than the walks' own nodes, so that
@@ -84,8 +85,11 @@ class ContinuousSpace:
         self.active = (1, most) if given is None else (given, given)
         # by latency bound: the floor, and what `limits` says above it
         self._known_limits: dict[float, tuple[float, FloatArray, FloatArray]] = {}
-        self.lines = [_Line(plan, *budgets) for plan in range(len(plans))
-                      for budgets in self._budgets()]
+        budgets = self._budgets()
+        self.num_budgets = len(budgets)  # lines of each plan, one after the other
+        self.lines = [_Line(plan, *own) for plan in range(len(plans)) for own in budgets]
+        self._plan_of = np.repeat(np.arange(len(plans)), len(budgets))
+        self._of_plan = cache(partial(_limits_of_plan, self))
 
     @property
     def num_evaluated(self) -> int:
@@ -141,15 +145,11 @@ class ContinuousSpace:
 
     def _limits_of(self, rows: IntArray, latency_bound_s: float) -> tuple[FloatArray, FloatArray]:
         qps, active = (np.zeros(len(rows)) for _ in range(2))
-        of_plan = np.array([self.lines[row].plan for row in rows.tolist()])
+        of_plan = self._plan_of[rows]
         for plan in np.unique(of_plan).tolist():
             places = np.flatnonzero(of_plan == plan)
-            lines = [self.lines[row] for row in rows[places].tolist()]
-            qps[places], active[places] = self.bounds.limit(
-                self.form.plans.both(*self.plans[plan]), Lines(
-                    np.full(len(places), float(self.active[1])),
-                    np.array([line.least for line in lines], float),
-                    np.array([line.most for line in lines], float)), latency_bound_s)
+            qps[places], active[places] = self._of_plan(plan).limit(
+                rows[places] - plan * self.num_budgets, latency_bound_s)
         return qps, active
 
     def beyond(self, tight: Tight) -> str:
@@ -347,6 +347,15 @@ class ContinuousExaminer:
         best, limit = top or self._candidate(box.root), float(self._limit[box.root])
         return NodeResult(upper_bound=limit, best=best, box=box,
                           reason="bounded by the least work of a query")
+
+
+def _limits_of_plan(space: ContinuousSpace, plan: int) -> PlanLimits:
+    first = plan * space.num_budgets
+    lines = space.lines[first:first + space.num_budgets]
+    least, most = (np.array(own, float) for own in zip(*(
+        (line.least, line.most) for line in lines), strict=True))
+    return PlanLimits(space.bounds, space.form.plans.both(*space.plans[plan]), Lines(
+        np.full(len(lines), float(space.active[1])), least, most))
 
 
 def _is_admissible(point: Point, latency_bound_s: float) -> bool:

@@ -26,22 +26,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.core.lengths import BoolArray, FloatArray, IntArray
+from xgpt.core.lengths import FloatArray, IntArray
 from xsimulator.plans import StagePlan
 from xsimulator.policies.continuous import load as loads
 from xsimulator.policies.continuous.closed_form import Continuous
 from xsimulator.policies.continuous.filling import OrcaFilling, SarathiFilling, VllmFilling
-from xsimulator.policies.continuous.least_steps import EVICTIONS, LeastSteps
+from xsimulator.policies.continuous.least_steps import EVICTIONS, HeldLines, LeastSteps
 from xsimulator.policies.continuous.load import one_at_a_time
+from xsimulator.policies.continuous.native import native
+from xsimulator.policies.continuous.native_least import NativeLeast
 
 PRESENT = 1.06
 SLACK = 1.001  # of the largest rate among a few looked at
-WALKED = 1.003  # of what steps of as many as memory holds answer, whose evictions scatter
 LEAST = 0.985  # of the latency found here, which has means for sizes that scatter
 CROWDED = 0.25  # of what memory holds: with fewer present nobody is evicted
 LARGEST = 1.1  # times the budget: vLLM's steps of parts of a batch scatter
-RATES, PASSES = 40, 2  # values of y looked at together, and how often
-LEAST_RATE = 2.0**-14  # of the largest y, or half of what one query at a time comes to
+RATES = 40  # values of y looked at together
 
 
 class Lines(NamedTuple):
@@ -53,72 +53,36 @@ class Lines(NamedTuple):
     most: FloatArray
 
 
-class Limit(NamedTuple):
-    """[lines] what no configuration exceeds, and the queries at a time at which that would be."""
-
-    throughput_qps: FloatArray
-    active: FloatArray
-
-
 class ContinuousBounds:
     """Bounds of one problem's configurations."""
 
     def __init__(self, form: Continuous) -> None:
         self.form = form
         self._inputs, self._outputs = form.problem.lengths.inputs, form.problem.lengths.outputs
-        self._iterations = max(form.queries.present.iterations, 1e-9)
+        self.iterations = max(form.queries.present.iterations, 1e-9)
         self._mean = self._inputs.mean
         watched = self._outputs.quantile(form.problem.constraint.quantile)
         self._watched = float(form.flow.iterations_of(watched))
         self._least = LeastSteps(form)
+        self._native: NativeLeast | None = None
 
-    def limit(self, plan: StagePlan, lines: Lines, latency_bound_s: float) -> Limit:
-        """No configuration of a line that keeps the bound answers more."""
-        groups = len(plan.stages)
+    def held(self, plan: StagePlan, lines: Lines) -> HeldLines:
+        """What lines of a plan hold at most."""
+        groups, filling = len(plan.stages), self.form.filling
         slots = np.maximum(lines.most_active / groups, 1.0)
-        room = self.form.memory.most_tokens(plan, groups, self.form.filling.step_tokens(
-            np.ones(len(slots)), lines.least))
-        held = np.minimum(self.form.filling.most_present(slots, np.maximum(room, 1.0)) * PRESENT
-                          + 1.0, slots)
+        step_tokens = filling.step_tokens(np.ones(len(slots)), lines.least)
+        room = self.form.memory.most_tokens(plan, groups, step_tokens)
+        held = np.minimum(filling.most_present(slots, np.maximum(room, 1.0)) * PRESENT + 1.0, slots)
         # fewer groups than stages hold one query each
-        alone = self.form.memory.most_tokens(plan, 1, self.form.filling.step_tokens(
-            np.ones(len(slots)), lines.least))
+        alone = self.form.memory.most_tokens(plan, 1, step_tokens)
         held = np.where(room > 0, held, np.where(alone > 0, 1.0, 0.0))
         # as many iterations as are certain: encoding an evicted query again yields a token too
         is_crowded = held < slots
         iterations = np.where(is_crowded, np.maximum(
-            self._iterations - EVICTIONS, self._iterations / 2), self._iterations)
-        top = self._most_rate(held, lines.most, iterations)
-        at = _Lines(plan, groups, held, lines.least, lines.most, iterations, is_crowded,
-                    self._least.decoding(plan, room, lines.least))
-        # most lines keep the bound at any rate, or at none: neither needs a look at several
-        high, is_able = top.copy(), self._least_latency_s(at, top[:, None])[:, 0] <= latency_bound_s
-        if len(rows := np.flatnonzero(~is_able)):
-            high[rows], is_able[rows] = self._largest_kept(at.take(rows), top[rows],
-                                                           latency_bound_s)
-        rates = high[:, None]
-        qps = (groups * rates / np.maximum(self._interval_s(at, rates), 1e-300))[:, 0]
-        qps = np.where(is_crowded & (high >= top), WALKED * qps, qps)
-        qps = np.where((held > 0) & is_able, qps, 0.0)
-        return Limit(qps, np.minimum(groups * high * (self._iterations + 1), lines.most_active))
-
-    def _largest_kept(self, at: "_Lines", top: FloatArray,
-                      latency_bound_s: float) -> tuple[FloatArray, BoolArray]:
-        """[lines] (a rate up to `top` that no rate which keeps the bound exceeds, whether there is
-        one that does)."""
-        one = at.decoding / (2 * (self._iterations + 1))
-        least = np.minimum(LEAST_RATE, one / np.maximum(top, 1e-300))[:, None]
-        shares = least ** (1 - np.arange(RATES) / (RATES - 1))
-        low, high, place = np.zeros(len(top)), top, np.arange(len(top))
-        for number in range(PASSES):
-            rates = low[:, None] + (high - low)[:, None] * (
-                np.linspace(0.0, 1.0, RATES) if number else shares)
-            rates[:, -1] = high
-            is_kept = self._least_latency_s(at, rates) <= latency_bound_s
-            last = RATES - 1 - np.argmax(is_kept[:, ::-1], axis=1)  # the largest that is kept
-            last = np.where(is_kept.any(axis=1), last, 0)
-            low, high = rates[place, last], rates[place, np.minimum(last + 1, RATES - 1)]
-        return high, np.asarray(is_kept.any(axis=1))
+            self.iterations - EVICTIONS, self.iterations / 2), self.iterations)
+        return HeldLines(plan, groups, held, lines.least, lines.most, iterations, is_crowded,
+                         self._least.decoding(plan, room, lines.least),
+                         self._most_rate(held, lines.most, iterations))
 
     def _most_rate(self, held: FloatArray, budget: FloatArray,
                    iterations: FloatArray) -> FloatArray:
@@ -127,17 +91,37 @@ class ContinuousBounds:
         if isinstance(self.form.filling, OrcaFilling):
             # as good as rising with the places: where outputs are of a token or two it falls a bit
             places = np.maximum(held[:, None] ** np.linspace(0.0, 1.0, RATES), 1.0)
-            return np.asarray(SLACK * one_at_a_time(places, self._iterations).max(axis=1))
+            return np.asarray(SLACK * one_at_a_time(places, self.iterations).max(axis=1))
         if isinstance(self.form.filling, SarathiFilling):
             return np.minimum(most, budget / (self._mean + iterations))
         return most
 
-    def _interval_s(self, at: "_Lines", rates: FloatArray) -> FloatArray:
-        """[lines, rates] I(y)."""
+    def interval_s(self, of: HeldLines, lines: IntArray, rates: FloatArray) -> FloatArray:
+        """[lines, rates] I(y) of some lines."""
+        found = self._natively(of, lines, rates, None)
+        return self._interval_s(of.take(lines), rates) if found is None else found
+
+    def least_latency_s(self, of: HeldLines, lines: IntArray, rates: FloatArray) -> FloatArray:
+        """[lines, rates] of some lines: no latency is less."""
+        weights = self._weights(of, rates)
+        found = self._natively(of, lines, rates, weights)
+        return self._least_latency_s(of.take(lines), rates, weights) if found is None else found
+
+    def _natively(self, of: HeldLines, lines: IntArray, rates: FloatArray,
+                  weights: FloatArray | None) -> FloatArray | None:
+        """By csrc/planning_least.cpp, to the bit; None where arrays have to serve."""
+        if (library := native()) is None:
+            return None
+        if self._native is None:
+            self._native = NativeLeast(library, self._least, watched=self._watched,
+                                       crowded=CROWDED, latency=LEAST)
+        return self._native.seconds(of, self._largest(of), lines, rates, weights)
+
+    def _interval_s(self, at: HeldLines, rates: FloatArray) -> FloatArray:
         work = self._work_s(at, rates, self._plain_s(at, rates))
         return np.asarray(np.maximum(_sum(at.plan, work), at.groups * np.max(work, axis=0)))
 
-    def _work_s(self, at: "_Lines", rates: FloatArray, plain_s: FloatArray) -> FloatArray:
+    def _work_s(self, at: HeldLines, rates: FloatArray, plain_s: FloatArray) -> FloatArray:
         """[kinds, lines, rates] W_k(y); `plain_s`: of steps that decode alone."""
         steps, least = at.plan.convex_steps, self._least
         iterations, largest = at.iterations[:, None], self._largest(at)[:, None]
@@ -159,18 +143,18 @@ class ContinuousBounds:
         share = least.most_share(rates, self._again(at, rates), at.least, at.iterations)
         return np.maximum(work, least.mixed_s(at.plan, plain_s, rates, share))
 
-    def _again(self, at: "_Lines", rates: FloatArray) -> FloatArray:
+    def _again(self, at: HeldLines, rates: FloatArray) -> FloatArray:
         """[lines, rates] evictions of a query, at most."""
         is_full = rates * (at.iterations[:, None] + 1) >= CROWDED * at.held[:, None]
         return np.where(at.is_crowded[:, None] & is_full, EVICTIONS, 0.0)
 
-    def _plain_s(self, at: "_Lines", rates: FloatArray) -> FloatArray:
+    def _plain_s(self, at: HeldLines, rates: FloatArray) -> FloatArray:
         """[kinds, lines, rates] of a step that does not encode: who decodes is there in each of
         them, y D in the mean."""
         return self._least.plain_s(at.plan, np.maximum(
             rates * at.iterations[:, None], at.decoding[:, None]))
 
-    def _largest(self, at: "_Lines") -> FloatArray:
+    def _largest(self, at: HeldLines) -> FloatArray:
         """[lines] rows of a step at most."""
         if isinstance(self.form.filling, SarathiFilling):
             return at.most
@@ -178,13 +162,27 @@ class ContinuousBounds:
             return self._inputs.max + at.held + 1
         return LARGEST * np.maximum(np.maximum(at.most, self._inputs.max), at.held)
 
-    def _least_latency_s(self, at: "_Lines", rates: FloatArray) -> FloatArray:
+    def _weights(self, at: HeldLines, rates: FloatArray) -> FloatArray:
+        """[lines, rates] what `_least_latency_s` has of functions that each library rounds in its
+        own way: Sarathi's share of steps that encode, in the eyes of who is present; how often
+        ORCA's decoding query is in such a step, over all steps'; no use for vLLM."""
+        mean, filling = self.iterations, self.form.filling
+        if isinstance(filling, SarathiFilling):
+            # those present are in the steps that encode less often by one in D + 1
+            share = -np.expm1(rates * (mean + 1) * np.log1p(-1 / (mean + 1)))
+            return np.asarray(np.maximum(share, 1e-12))
+        if isinstance(filling, OrcaFilling):
+            return np.interp(rates, *self._orca_weights(float(at.held.max(initial=1.0))))
+        return rates
+
+    def _least_latency_s(self, at: HeldLines, rates: FloatArray,
+                         weights: FloatArray) -> FloatArray:
         """[lines, rates] of the sequence that the bound is for, or of the quantile of all.
 
         With a share s of steps that encode, each E seconds, and P the others, I = s E + (1 - s) P.
         A query that decodes is seldom in a step that encodes, by the factor k, and its own
         encoding is one: together w ((1 - k) P + k I) + E, w its iterations."""
-        watched, mean, filling = self._watched, self._iterations, self.form.filling
+        watched, mean, filling = self._watched, self.iterations, self.form.filling
         again, plain = self._again(at, rates), self._plain_s(at, rates)
         work = self._work_s(at, rates, plain)
         plain_s, through_s = _sum(at.plan, plain), _sum(at.plan, work)
@@ -197,12 +195,9 @@ class ContinuousBounds:
         # what is seen by one that decodes is no shorter than a step that does not encode
         alone_s = own_s + np.maximum(watched - again, 0.0) * lower_s
         if isinstance(filling, SarathiFilling):
-            # those present are in the steps that encode less often by one in D + 1
-            share = -np.expm1(rates * (mean + 1) * np.log1p(-1 / (mean + 1)))
-            share = np.maximum(share, 1e-12)
             longer = max(watched / mean - 1, 0.0)
-            times = np.minimum(watched * (mean + 1) / mean - longer / share, watched + 1)
-            seconds = times * interval_s + longer * (1 / share - 1) * lower_s
+            times = np.minimum(watched * (mean + 1) / mean - longer / weights, watched + 1)
+            seconds = times * interval_s + longer * (1 / weights - 1) * lower_s
             # more steps where an input is larger than a step has room for
             pieces = np.maximum(self._mean / at.most, 1.0)[:, None]
             seconds = seconds + (pieces - 1 - again) * interval_s
@@ -212,8 +207,7 @@ class ContinuousBounds:
             seconds = own_s + np.maximum(watched - again, 0.0) * lower_s + np.maximum(
                 watched - 1 - again, 0.0) * others * (interval_s - lower_s)
         else:
-            seldom = np.interp(rates, *self._orca_weights(float(at.held.max(initial=1.0))))
-            seconds = watched * (seldom * interval_s + (1 - seldom) * lower_s) + (
+            seconds = watched * (weights * interval_s + (1 - weights) * lower_s) + (
                 1 - again) * np.maximum(interval_s, own_s)
         return np.asarray(LEAST * np.maximum(seconds, alone_s))
 
@@ -221,30 +215,16 @@ class ContinuousBounds:
         """(rates, how often a decoding query is in a step that encodes, over all steps'), at
         numbers of places from 1 to `held`."""
         places = np.geomspace(1.0, max(held, 1.0) + 1.0, 200)
-        rates = one_at_a_time(places, self._iterations)
-        decoding = np.maximum(rates * self._iterations, 1e-12)
+        rates = one_at_a_time(places, self.iterations)
+        decoding = np.maximum(rates * self.iterations, 1e-12)
         beside = loads.beside(decoding, np.maximum(places, decoding), rates)
         return rates, np.minimum(beside / decoding, 1.0)
 
 
-class _Lines(NamedTuple):
-    """Lines of one plan, with what they hold at most: see ContinuousBounds."""
-
-    plan: StagePlan
-    groups: int
-    held: FloatArray
-    least: FloatArray  # token budgets
-    most: FloatArray
-    iterations: FloatArray
-    is_crowded: BoolArray
-    decoding: FloatArray  # in a step that decodes, at least
-
-    def take(self, rows: IntArray) -> "_Lines":
-        """Some of the lines."""
-        return _Lines(self.plan, self.groups, self.held[rows], self.least[rows], self.most[rows],
-                      self.iterations[rows], self.is_crowded[rows], self.decoding[rows])
-
-
 def _sum(plan: StagePlan, of_kinds: FloatArray) -> FloatArray:
-    """Over all stages, of what is [kinds, ...]."""
-    return np.asarray(np.tensordot(plan.convex_steps.number, of_kinds, axes=1))
+    """Over all stages, of what is [kinds, ...]; in this order wherever it is summed."""
+    number = plan.convex_steps.number
+    total = number[0] * of_kinds[0]
+    for count, own in zip(number[1:], of_kinds[1:], strict=True):
+        total = total + count * own
+    return np.asarray(total)

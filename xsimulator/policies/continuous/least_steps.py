@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray
+from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xsimulator.plans import StagePlan
 from xsimulator.policies.continuous.closed_form import Continuous
 from xsimulator.policies.continuous.filling import OrcaFilling, SarathiFilling
@@ -28,7 +28,7 @@ from xsimulator.policies.continuous.filling import OrcaFilling, SarathiFilling
 EVICTIONS = 1.0  # of a query in the mean, at most
 SPLIT = 1.1  # times as many steps as inputs and parts of them ask for, at most: budgets scatter
 ONE_FITS = 0.98  # share of a query that memory holds below which one alone is taken to scatter
-_COUNTS = np.unique(np.concatenate([
+COUNTS = np.unique(np.concatenate([
     np.arange(1.0, 65.0), np.rint(2.0 ** np.arange(6, 17, 1 / 16))]))
 _LENGTHS = np.unique(np.rint(2.0 ** np.arange(0, 20, 1 / 8)))
 
@@ -42,14 +42,39 @@ class Attention(NamedTuple):
     each_s: FloatArray
 
 
+class HeldLines(NamedTuple):
+    """[lines] of one plan, budgets from `least` to `most` tokens, with what they hold at most: see
+    continuous.bounds. `decoding`: queries in a step that decodes, at least; `top`: queries that may
+    end per step of a group."""
+
+    plan: StagePlan
+    groups: int
+    held: FloatArray
+    least: FloatArray
+    most: FloatArray
+    iterations: FloatArray
+    is_crowded: BoolArray
+    decoding: FloatArray
+    top: FloatArray
+
+    def take(self, rows: IntArray) -> HeldLines:
+        """Some of the lines."""
+        return HeldLines(self.plan, self.groups, self.held[rows], self.least[rows],
+                         self.most[rows], self.iterations[rows], self.is_crowded[rows],
+                         self.decoding[rows], self.top[rows])
+
+
 class LeastSteps:
     """Lower bounds of one problem's steps."""
 
     def __init__(self, form: Continuous) -> None:
         self._form = form
-        self._inputs = form.problem.lengths.inputs
-        self._iterations = max(form.queries.present.iterations, 1e-9)
+        self._inputs, self.name = form.problem.lengths.inputs, form.name
+        self.mean_input = self._inputs.mean
+        self.iterations = max(form.queries.present.iterations, 1e-9)
         self.attention = cache(self._find_attention)
+        # tokens for which a step that is full has no use, in the mean
+        self.unused = (self._inputs.mean + self._inputs.std**2 / self._inputs.mean) / 2
 
     def decoding(self, plan: StagePlan, room: FloatArray, budget: FloatArray) -> FloatArray:
         """[lines] n_0: queries in a step that decodes, at least, where a group has room for `room`
@@ -58,19 +83,19 @@ class LeastSteps:
         alone = np.where(alone < ONE_FITS, alone / 2, 1.0)
         if isinstance(self._form.filling, SarathiFilling):
             pieces = 1 + self._inputs.max / np.maximum(budget - 1, 1.0)
-            alone = alone * self._iterations / (self._iterations + pieces)
+            alone = alone * self.iterations / (self.iterations + pieces)
         return np.asarray(alone)
 
     def plain_s(self, plan: StagePlan, decoding: FloatArray) -> FloatArray:
         """[kinds, *decoding.shape] P_k of a step of so many queries or more."""
-        attention_s = {degree: np.interp(decoding, _COUNTS, self.attention(degree).decode_s)
+        attention_s = {degree: np.interp(decoding, COUNTS, self.attention(degree).decode_s)
                        for degree in set(plan.convex_steps.degrees)}
         seconds = np.stack(plan.least_steps.decode_rows_s(decoding, attention_s))
         return np.where(np.isfinite(seconds), seconds, 0.0)  # of what is refused nothing is said
 
     def each_s(self, degree: int, held: FloatArray) -> FloatArray:
         """[lines] a layer's attention, at least, of an iteration of one of so many, or fewer."""
-        return np.interp(held, _COUNTS, self.attention(degree).each_s)
+        return np.interp(held, COUNTS, self.attention(degree).each_s)
 
     def most_share(self, rates: FloatArray, again: FloatArray, budget: FloatArray,
                    iterations: FloatArray) -> FloatArray:
@@ -83,8 +108,7 @@ class LeastSteps:
             # a step that encodes ends an input, or is full
             room = budget[:, None] - 2 * (rates * (iterations[:, None] + 1) + 1)
         else:
-            unused = (mean + self._inputs.std**2 / mean) / 2  # of a step that is full
-            room = np.maximum(budget[:, None] - unused, mean)
+            room = np.maximum(budget[:, None] - self.unused, mean)
         each = 1 + mean / np.maximum(room, 1.0)
         return np.minimum(SPLIT * rates * (1 + again) * each, 1.0)
 
@@ -126,11 +150,11 @@ class LeastSteps:
         least = mean * float(min(np.nanmin(single), np.nanmin(together)))
         if isinstance(form.filling, OrcaFilling):  # each query is encoded alone, and whole
             least = own
-        context = form.flow.charged_context(_COUNTS, padded=form.timing.facts.is_padded)
-        decode = layers.decode_attention_s(_COUNTS, context, degree)
+        context = form.flow.charged_context(COUNTS, padded=form.timing.facts.is_padded)
+        decode = layers.decode_attention_s(COUNTS, context, degree)
         decode = np.where(np.isfinite(decode), decode, np.inf)
         several = np.minimum.accumulate(decode[::-1])[::-1]
-        each = np.minimum.accumulate(decode / _COUNTS)
+        each = np.minimum.accumulate(decode / COUNTS)
         last = several[np.isfinite(several)].max(initial=0.0)
         return Attention(least if np.isfinite(least) else 0.0,
                          np.where(np.isfinite(several), several, last),

@@ -1,9 +1,10 @@
 """What planning takes step by step, by csrc/planning*.cpp: walks (continuous.paged_walk) twenty
 times as quick as by arrays, rounds of a pipeline (continuous.in_flight) some ten times, when a
 replay's steps end (replay.stage_line), what uneven batches cost (waa.unevenness), timelines of
-phases (xsimulator.pipeline), RRA's points and bounds (rra.native), and WAA's bounds (waa.native).
-Out of an installed wheel's library, or compiled for itself, which takes a second or two once. Where
-neither can be had, or `XGPT_NATIVE` is `off`, Python serves, and finds the same."""
+phases (xsimulator.pipeline), what steps take at least (continuous.native_least), RRA's points and
+bounds (rra.native), and WAA's bounds (waa.native). Out of an installed wheel's library, or compiled
+for itself, which takes a second or two once. Where neither can be had, or `XGPT_NATIVE` is `off`,
+Python serves, and finds the same."""
 
 import contextlib
 import ctypes
