@@ -204,8 +204,11 @@ class StageExecutor:
         if step is not None and group.last_tokens is not None:
             inputs = group.last_tokens.fed(inputs, step)
         encoded = encode_context(spans, inputs.device, table) if spans else None
-        hidden = self.records.computed(model.mixed, inputs, cache.layers, step, encoded,
-                                       ends_only=model.is_last)
+        if step is not None and encoded is None and group.graphs is not None:
+            hidden = self.records.computed(group.graphs.decode, inputs, step)
+        else:
+            hidden = self.records.computed(model.mixed, inputs, cache.layers, step, encoded,
+                                           ends_only=model.is_last)
         for slot in decoding:
             cache.grow(slot)
         sizes = decoded_sizes([cache.lengths[slot] for slot in decoding])._replace(

@@ -36,6 +36,7 @@ from xrunner.models.stage_model import StageModel
 from xrunner.ops import cuda_modules
 from xrunner.ops.contexts import decode_context
 from xrunner.rules.paged import BLOCK_TOKENS, vllm
+from xrunner.rules.rra import RraRule
 from xrunner.transport.messages import StartMessage
 from xsimulator.memory import USABLE_SHARE
 
@@ -128,6 +129,25 @@ def test_captured_steps_answer_as_generate_does(tmp_path: Path, monkeypatch: pyt
     for executor in executors:
         assert executor.graphs_said is not None and executor.graphs_said.startswith(
             f"decode steps of up to {max(capture.sizes)} queries in CUDA graphs, each compared")
+
+
+def test_who_decodes_beside_an_input_that_waits_is_captured_too(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An input that is encoded in part stays in its row until its next chunk."""
+    model, capture = toys.make_model("llama", tmp_path), Capture()
+    rule = RraRule(encode_batch=3, decode_iterations=6, num_groups=1, max_active=4,
+                   kv_tokens=10_000, encode_chunk=5)
+    resting: list[bool] = []
+    mix = StageExecutor._mix
+
+    def mixed(self: StageExecutor, group: Any, message: Any, inputs: Any) -> Any:
+        resting.append(bool(message.resting) and not message.spans)
+        return mix(self, group, message, inputs)
+
+    monkeypatch.setattr(StageExecutor, "_mix", mixed)
+    answers, executors = run(tmp_path, monkeypatch, capture, 7, degrees=(1,), rule=rule)
+    assert answers == expected(model, 7) and any(resting)
+    assert capture.replays == decodes(executors) + TRIALS * capture.sizes.total()
 
 
 @pytest.mark.parametrize("family", ["gemma3", pytest.param("olmo2", marks=pytest.mark.slow)])
