@@ -135,7 +135,7 @@ def test_who_decodes_beside_an_input_that_waits_is_captured_too(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An input that is encoded in part stays in its row until its next chunk."""
     model, capture = toys.make_model("llama", tmp_path), Capture()
-    rule = RraRule(encode_batch=3, decode_iterations=6, num_groups=1, max_active=4,
+    rule = RraRule(encode_batch=2, decode_iterations=20, num_groups=1, max_active=4,
                    kv_tokens=10_000, encode_chunk=5)
     resting: list[bool] = []
     mix = StageExecutor._mix
