@@ -29,6 +29,7 @@ _TOGETHER = 4  # queries of one length encoded together, against one alone
 _SMALL_TILE, _LARGE_TILE, _CHANGES, _TILED_UP_TO = 32, 64, (192, 768), 1024
 _HEAD_SHARE = 0.3  # of a step, roughly: one stage has it
 _QUICK_BATCHES, _QUICK_LENGTHS = (1, 9, 33), (5, 20, 64, 192)  # of a quick profile; the largest
+_MANY_QUERIES = 260  # of a GPU's decode step: then one between them and 33, too
 _QUICK_ROWS = 260  # and more: fewer are seen in decode steps
 _LEAST_RATIO = 1.12  # neighbours closer than this are not split further
 
@@ -111,7 +112,8 @@ def quick_points(model: ModelSpec, needs: Needs, own: Needs) -> list[Point]:
                         own.input_tokens)
     rows = _reaching({p.x for p in points if p.kind is Kind.REST}, own.tokens)
     kept = {
-        Kind.DECODE: ({*_QUICK_BATCHES, batches[-1]} & {*batches}, {contexts[0], contexts[-1]}),
+        Kind.DECODE: ({*_QUICK_BATCHES, *batches[-2 if batches[-1] > _MANY_QUERIES else -1:]}
+                      & {*batches}, {contexts[0], contexts[-1]}),
         Kind.ENCODE: ({*_QUICK_LENGTHS, lengths[-1]} & {*lengths}, {1, _TOGETHER}),
         Kind.REST: ({n for n in rows if n >= _QUICK_ROWS} or {*rows}, {0}),
         Kind.COMPACTION: ({p.x for p in points}, {p.y for p in points})}

@@ -152,13 +152,18 @@ def _first_round(entries: Sequence[_Entry], clock: _JobTime, count: int,
 def _taken(schedule: Schedule, estimate: Estimate, margin: MarginParts, count: int, wall_s: float,
            steady_s: float, replayed: int) -> Schedule:
     before, words = schedule.figures, words_of(schedule.estimate)
+    # infinite where its replay meets sizes that lie too far beyond those measured
+    is_told = math.isfinite(steady_s)
+    of_it = (f"would take {format_seconds(steady_s)} for them" if is_told else
+             "comes, with them, to sizes that the times say nothing of")
     note = (f"Chosen for this job's {count} queries: they should take {format_seconds(wall_s)} "
             f"from the first to the last, the least of {replayed} schedules that were simulated. "
             f"What is fastest in a job without end ({before.throughput_qps:.4g} queries/s by "
-            f"{words}) would take {format_seconds(steady_s)} for them.")
+            f"{words}) {of_it}.")
     row = Rejected(label=f"highest in steady state: {words}", latency_s=before.latency_s,
                    throughput_qps=before.throughput_qps,
-                   reason=f"takes {steady_s / wall_s - 1:.0%} longer for {count} queries")
+                   reason=f"takes {steady_s / wall_s - 1:.0%} longer for {count} queries"
+                   if is_told else of_it.replace("them", f"{count} queries"))
     gap = schedule.proof.bound_qps / estimate.figures.throughput_qps - 1
     return schedule.changed(estimate=estimate, gap=gap, status=Status.JOB, explanation=(note,),
                             rejected=(row, *schedule.rejected), margin=margin.kept())

@@ -149,6 +149,12 @@ def test_a_quick_profile_has_few_points_of_the_skeleton_and_spans_its_job(
         (x, y) for x in queries for y in contexts}
 
 
+def test_a_quick_profile_of_many_queries_has_a_batch_between_few_and_many() -> None:
+    needs = Needs(queries=500)
+    batches = {p.x for p in quick_points(DECODER, needs, needs) if p.kind is Kind.DECODE}
+    assert batches == {1, 9, 33, 130, 500}
+
+
 def test_the_quick_points_of_a_usual_job() -> None:
     own = Needs(input_tokens=85, context_tokens=245, queries=72, tokens=2400)
     points = quick_points(DECODER, Needs(), own)

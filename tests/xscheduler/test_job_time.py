@@ -15,10 +15,10 @@ from xgpt.core.schedule import Schedule, Status
 from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.report.table import schedule_table
 from xscheduler.evaluator import Evaluator, predict
-from xscheduler.job_time import SHORT, WORTH, for_the_job
+from xscheduler.job_time import SHORT, WORTH, _taken, for_the_job
 from xscheduler.planner import Planner, PlanOptions
 from xscheduler.search import Scheduler
-from xscheduler.uncertainty import Doubts
+from xscheduler.uncertainty import Doubts, MarginParts
 
 pytestmark = pytest.mark.usefixtures("short_replays")
 
@@ -111,3 +111,14 @@ def test_quicker_ones_that_break_the_bound_take_no_place(tmp_path: Path) -> None
     assert found.proof.status == Status.JOB
     own = Doubts(session.problem, Evaluator(session.problem, timing_of(session)))
     assert found.figures.latency_s * own.margin(found.estimate).factor <= 5
+
+
+def test_a_steady_best_that_no_time_is_known_of_is_not_said_to_take_for_ever(
+        tmp_path: Path) -> None:
+    session = session_of(tmp_path, 60, "inf")
+    steady = steady_of(session)
+    taken = _taken(steady, steady.estimate, MarginParts(
+        factor=1.0, sentence="none"), 60, 5.0, math.inf, 3)
+    said = f"{taken.explanation[0]} {taken.rejected[0].reason}"
+    assert "comes, with them, to sizes that the times say nothing of" in said
+    assert "inf" not in said.replace("infinite", "")

@@ -10,7 +10,8 @@ from xrunner.engines.engine import Engine
 
 SHARE = 0.1  # of a job's time, that measuring may take
 _BOUNDED_SHARE = 0.2  # the same, where a bound makes the plan depend on how far times are off
-_GPU_NEEDS = Needs(input_tokens=2060, context_tokens=4120, queries=520, tokens=8240)
+# no more queries than decode steps are captured for (xrunner.rules.buckets)
+_GPU_NEEDS = Needs(input_tokens=2060, context_tokens=4120, queries=500, tokens=8240)
 _KV_SHARE = 4  # a decode step is measured with caches of at most this part of a rank's memory
 _LEAST_QUERIES = 9
 

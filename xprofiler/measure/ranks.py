@@ -89,11 +89,14 @@ class Ranks:
         return [s for each in self.gather(mine, list[kind]) for s in each]
 
     def steady(self, step: Callable[[], StepParts], *, is_brief: bool = False,
-               watch: Watch | None = None) -> Steps:
+               watch: Watch | None = None, is_warm: bool = True) -> Steps:
         """A step on all ranks, timed until it has been seen often enough; again where the times
         disagree, or others were at work: the least disturbed attempt counts. `is_brief`: as seldom
         as will do, and again only where they disagree by more than a profile is left at, as long
-        as the watch has patience. `watch`: who sees the others; None: nobody."""
+        as the watch has patience. `watch`: who sees the others; None: nobody. `is_warm`: else a
+        first step goes before, which loads the kernels that it takes."""
+        if not is_warm:
+            self._in_turn(step)
         first, count = self.gather(self._in_turn(step), StepParts), _SLOW_STEPS
         is_slow = max(parts.whole_s for parts in first) >= _SLOW_STEP_S
         if is_brief and not is_slow:

@@ -258,7 +258,8 @@ class Measuring:
         rows = len(lengths) if point.kind in (Kind.DECODE, Kind.CROSS) else sum(lengths)
         most_layers = self.most_layers(bench, point)
         steps = self._ranks.steady(_step(bench, point.kind, lengths, most_layers),
-                                   is_brief=self.request.is_quick, watch=self._watch)
+                                   is_brief=self.request.is_quick, watch=self._watch,
+                                   is_warm=self._device.type == "cpu")
         self._recorder.add_step(point, degree, rows, len(lengths), steps,
                                 min(bench.num_layers, most_layers or bench.num_layers))
         if isinstance(bench, LayerBench) and bench.capture_failure is not None:

@@ -128,7 +128,8 @@ def _figures(result: ReplayResult, num_queries: int | None = None) -> dict[str, 
     times, wall_s, replayed = result.times, result.makespan_s, len(result.times.arrival_s)
     count = replayed if num_queries is None else num_queries
     if count > replayed:
-        first_s, last_s = np.quantile(times.last_token_s, _MIDDLE)
+        with np.errstate(invalid="ignore"):  # infinite ones: of sizes that nothing is known of
+            first_s, last_s = np.quantile(times.last_token_s, _MIDDLE)
         wall_s += (count - replayed) * (last_s - first_s) / (replayed * (_MIDDLE[1] - _MIDDLE[0]))
     figures = {"throughput_qps": count / wall_s, "wall_s": wall_s,
                "output_tokens_per_s": result.output_tokens.mean() * count / wall_s}
@@ -136,7 +137,8 @@ def _figures(result: ReplayResult, num_queries: int | None = None) -> dict[str, 
             ("latency", times.latency_s),
             ("ttft", times.ttft_s * (wall_s / result.makespan_s)),  # all arrive at the beginning
             ("tpot", times.tpot_s(result.output_tokens))):
-        p50, p99 = np.quantile(values, [0.5, 0.99]) if len(values) else (np.nan, np.nan)
+        with np.errstate(invalid="ignore"):  # infinite ones: of sizes that nothing is known of
+            p50, p99 = np.quantile(values, [0.5, 0.99]) if len(values) else (np.nan, np.nan)
         figures |= {f"{name}_p50_s": p50, f"{name}_p99_s": p99}
     return figures
 
