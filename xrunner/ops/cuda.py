@@ -185,7 +185,7 @@ class CudaOps:
                 ADD_NORM, normed=normed, hidden=hidden, added=added, weight=weight, bias=bias,
                 tokens=tokens, size=size,
                 is_wide=is_wide(normed, hidden, added, weight, bias, row=size), eps=eps)
-            threads = min(512, 32 * -(-size // 256))
+            threads = min(1024, 32 * -(-size // 256))
             self._launch(Launch("rows", f"{name}_{DTYPES[hidden.dtype]}", (tokens, 1, 1), threads,
                                 0, arguments))
         return normed
@@ -213,7 +213,10 @@ class CudaOps:
             arguments = filled(
                 PLACE, joint=joint, cos=cos, sin=sin, keys=keys, values=values,
                 slots=slots, positions=positions, tokens=tokens, heads=heads,
-                kv_heads=kv_heads, dim=dim, num_slots=slots_there, capacity=capacity)
+                kv_heads=kv_heads, dim=dim, num_slots=slots_there, capacity=capacity,
+                # of a rotation, halves of a head are read so
+                is_wide=is_wide(joint, *cache, row=dim if rotation is None else dim // 2)
+                and joint.stride(0) % 8 == 0)
             self._launch(Launch("rows", f"place_{DTYPES[joint.dtype]}", (tokens, 1, 1), 256, 0,
                                 arguments))
 

@@ -51,7 +51,7 @@ def struct(name: str, members: str) -> type[Struct]:
 
 ADD_NORM = struct("AddNorm", "normed hidden added weight bias tokens size is_wide eps")
 PLACE = struct("Place", "joint cos sin keys values slots positions tokens heads kv_heads dim "
-               "num_slots capacity")
+               "num_slots capacity is_wide")
 SILU_MUL = struct("SiluMul", "out joint tokens inner is_wide")
 _BLOCKS = "num_blocks block_size block_bits most_blocks "
 DECODE = struct("DecodeAttention", "out query keys values blocks lengths bias parts query_stride n "
