@@ -4,7 +4,7 @@ kernels.
 
     python benchmarks/bounds.py FOLDER [--turns 3] [--ranks 2] [--most 8] [--model smollm2-135m]
         [--task T --queries 300] [--factors 0.4,0.6,2] [--policies auto,rra,...]
-        [--out benchmarks/results]
+        [--peak 3.9e12] [--out benchmarks/results]
 
 QUERIES of forced lengths (INPUTS, OUTPUTS), all there at the start. The bounds are FACTORS of the
 latency of what auto chooses without a bound, for 99 % of all queries. Every configuration is
@@ -100,6 +100,8 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=32)
     parser.add_argument("--factors", default="0.4,0.6,2")
     parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--peak", type=float, help="what a read of a GPU's memory reaches, in "
+                        "bytes a second (default: of the profile, where it was measured whole)")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     several = SeveralRuns(arguments.folder)
@@ -115,7 +117,7 @@ def main() -> None:
     rows = [Row(bound_s, policy, runs) for bound_s in bounds for policy in asked.policies
             if (runs := several.runs(name := name_of(bound_s, policy)))
             or several.keeps_no_bound(name)]
-    text = table(rows, asked, several.peak_bytes_per_s())
+    text = table(rows, asked, arguments.peak or several.peak_bytes_per_s())
     print(text)
     if arguments.out is not None:
         device = next(run for one in rows for run in one.runs).metrics["machine"]["device"]
@@ -192,8 +194,10 @@ def row(one: Row, peak_bytes_per_s: float) -> str:
 
 
 def decode_share(run: Run, peak_bytes_per_s: float) -> float | None:
-    """Of the memory's bandwidth, in decode steps; None: not on a GPU, or of several ranks."""
-    if run.metrics["machine"]["device"].startswith("cpu-") or run.metrics["ranks"] != 1:
+    """Of the memory's bandwidth, in decode steps; None: not on a GPU, or of several ranks, or
+    nobody knows what a read reaches."""
+    if not peak_bytes_per_s or run.metrics["ranks"] != 1 or (
+            run.metrics["machine"]["device"].startswith("cpu-")):
         return None
     steps = list(decode_steps(run.place / "out", catalog.model(run.schedule.estimate.model),
                               run.metrics["dtype"]))
