@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from xgpt.core.deployment import Pool, StageAssignment
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
+from xgpt.core.policies import Role
 from xgpt.core.schedule import Schedule
 from xgpt.core.units import INT8
 from xrunner.checkpoint.reader import CheckpointReader, open_weights
@@ -41,6 +42,7 @@ from xrunner.world import World
 
 _BLOCK_BYTES = 4 * 2**20
 _SAMPLE_BYTES, _SAMPLE_S = 64 * 2**20, 0.25
+_LEAST_FROM_DISK = 0.05  # of a checkpoint's bytes: how fast the disk is tells little of less
 
 
 class Weights(NamedTuple):
@@ -58,16 +60,25 @@ class Shelf:
 
     def __init__(self) -> None:
         self._content: tuple[object, Weights] | None = None
+        self._is_new = False  # was put here
 
     def holds(self, key: object) -> bool:
         return self._content is not None and self._content[0] == key
 
+    def put(self, key: object, weights: Weights) -> None:
+        """Weights that were read before it was known whether they are wanted."""
+        self._content, self._is_new = (key, weights), True
+
     def weights(self, key: object, load: Callable[[], Weights]) -> Weights:
-        """Those that lie here if they are of this key, and nothing was loaded then; else what
-        `load` gives, in place of those. Collective: `key` is as new on every rank or on none."""
+        """Those that lie here if they are of this key, and nothing was loaded then (but for those
+        that were put here); else what `load` gives, in place of those. Collective: `key` is as new
+        on every rank or on none."""
         if self._content is not None and self._content[0] == key:
+            if self._is_new:
+                self._is_new = False
+                return self._content[1]
             return Weights(self._content[1].model, 0.0, 0, 0, None)
-        self._content = None  # before there are others: both might not fit
+        self._content, self._is_new = None, False  # before there are others: both might not fit
         self._content = key, load()
         return self._content[1]
 
@@ -121,15 +132,38 @@ def _read(plan: RunPlan, replica: Replica, pool: Pool, stage: StageAssignment,
     if plan.weight_dtype == INT8 and not is_int8_served():
         raise XgptError(f"run.weight_dtype: {INT8} was planned, and this host's processor has no "
                         "VNNI: its products of bytes would not be exact")
+    return read_stage(plan, stage, shard, world.device, pool.role, is_sampled=rank == 0)
+
+
+class OfModel(Protocol):
+    """Which model, as what."""
+
+    @property
+    def model_dir(self) -> Path: ...
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def weight_dtype(self) -> str: ...
+
+
+def read_stage(of: OfModel, stage: StageAssignment, shard: Shard, device: torch.device, role: Role,
+               *, is_sampled: bool) -> Weights:
+    """A shard of a stage's layers. `is_sampled`: it is seen what the checkpoint's disk gives."""
     start, meter = time.perf_counter(), DiskMeter()
-    spec = read_spec(plan.model_dir, plan.model_name)
-    reader = open_weights(plan.model_dir, getattr(torch, plan.dtype))
-    model = load_stage(spec, reader, stage, shard, world.device,
-                       getattr(torch, plan.weight_dtype), pool.role)
+    spec = read_spec(of.model_dir, of.model_name)
+    reader = open_weights(of.model_dir, getattr(torch, of.dtype))
+    model = load_stage(spec, reader, stage, shard, device, getattr(torch, of.weight_dtype), role)
     reader.close()
     seconds, from_disk = time.perf_counter() - start, meter.num_bytes
-    is_sampled = rank == 0 and isinstance(reader, CheckpointReader)
-    disk_rate = disk_bytes_per_s(plan.model_dir) if is_sampled else None
+    # a quarter of a second, of which nothing is learned where the page cache gave the bytes
+    is_of_disk = from_disk is None or from_disk >= _LEAST_FROM_DISK * reader.bytes_read
+    disk_rate = disk_bytes_per_s(of.model_dir) if (
+        is_sampled and is_of_disk and isinstance(reader, CheckpointReader)) else None
     return Weights(model, seconds, reader.bytes_read, from_disk, disk_rate)
 
 

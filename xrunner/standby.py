@@ -3,9 +3,10 @@ of their run: its run.json, and the descriptors that they are to keep open meanw
 
 `python -m xrunner.standby` is a rank alone, for one run; word comes over the socket that is its
 standard input. It may be told before to take another program's part, "MODULE\\0ARGUMENT", after
-which a byte goes back. `... xrunner.standby N` is any rank of several or one, for run after run:
-word comes to rank 0 over the socket of descriptor N, and after each run a byte goes back. World and
-weights stay. They end when the socket is closed."""
+which a byte goes back, and to read weights ahead (xrunner.ahead), of which it says nothing.
+`... xrunner.standby N` is any rank of several or one, for run after run: word comes to rank 0 over
+the socket of descriptor N, and after each run a byte goes back. World and weights stay. They end
+when the socket is closed."""
 
 if __name__ == "__main__":  # before what takes seconds to import
     from xgpt.core.lifeline import begin_rank
@@ -20,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from xrunner import worker
+from xrunner import ahead, worker
 from xrunner.loading import Shelf
 from xrunner.plan import load_plan
 from xrunner.rank import leave, to_the_end
@@ -35,6 +36,7 @@ DONE = b"."
 def main(arguments: list[str]) -> int:
     if arguments:
         return _run_after_run(int(arguments[0]))
+    shelf = Shelf()
     with socket.socket(fileno=os.dup(sys.stdin.fileno())) as line:
         while True:
             word, *_ = socket.recv_fds(line, _MOST_BYTES, _MOST_FILES)
@@ -42,7 +44,10 @@ def main(arguments: list[str]) -> int:
             if not argument:  # it is not wanted
                 return 0
             if not module:
-                return worker.main([argument])
+                return worker.main([argument], shelf)
+            if module == ahead.__name__:
+                ahead.read(argument, shelf)
+                continue
             if code := import_module(module).main([argument]):
                 return int(code)
             sys.stdout.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("torch", reason="ranks need the extra `run`")
+from xgpt.launch.standby import Standby  # noqa: E402
 from xrunner import standby  # noqa: E402
 
 
@@ -21,7 +23,7 @@ def test_another_programs_part_is_taken_before_the_run(
         "    Path(arguments[0]).write_text('taken')\n    return 0\n")
     monkeypatch.syspath_prepend(tmp_path)
     ran: list[list[str]] = []
-    monkeypatch.setattr(standby.worker, "main", lambda words: ran.append(words) or 7)
+    monkeypatch.setattr(standby.worker, "main", lambda words, shelf: ran.append(words) or 7)
     codes = []
     ours, its = socket.socketpair()
     with ours, its:
@@ -47,3 +49,23 @@ def test_it_ends_with_a_part_that_fails(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(standby.sys, "stdin", SimpleNamespace(fileno=its.fileno))
         ours.sendall(b"failing_part\0request.json")
         assert standby.main([]) == 3
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="words are kept apart on Linux alone")
+def test_it_reads_ahead_and_the_run_gets_the_shelf(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+    monkeypatch.setattr(standby.ahead, "read", lambda word, shelf: told.append((word, shelf)))
+    monkeypatch.setattr(standby.worker, "main", lambda words, shelf: told.append(
+        (*words, shelf)) or 0)
+    waiting = Standby.__new__(Standby)
+    waiting._line, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    waiting._is_free, waiting._started = True, SimpleNamespace(  # type: ignore[assignment]
+        process=SimpleNamespace(poll=lambda: None))
+    with waiting._line, its:
+        waiting.read_ahead("{}")
+        waiting.read_ahead("x" * 2**16)  # of more files than are worth a word
+        assert waiting.serve(Path("run.json"), ()) is not None, "both words before it listens"
+        monkeypatch.setattr(standby.sys, "stdin", SimpleNamespace(fileno=its.fileno))
+        assert standby.main([]) == 0
+    (word, shelf), (argument, same) = told  # type: ignore[misc]
+    assert (word, argument) == ("{}", "run.json") and shelf is same

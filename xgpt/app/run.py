@@ -39,8 +39,10 @@ from xgpt.app.troubles import troubles_told
 from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of
 from xgpt.core.errors import StoppedEarly, XgptError, wrong
 from xgpt.core.job import Job
+from xgpt.core.local import usable_cores
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import save_schedule
+from xgpt.core.units import INT8
 from xgpt.launch.contention import Contention
 from xgpt.launch.launcher import Ahead, RankProgram, ranks_per_node
 from xgpt.launch.rows import launcher_of
@@ -51,6 +53,7 @@ from xgpt.report.timeline import replay_lanes
 from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
+from xrunner.checkpoint.identity import model_files
 from xrunner.engines.engine import engine_of, program_of
 from xrunner.io.beat import BEATS
 from xrunner.io.intake import hand_on
@@ -59,9 +62,13 @@ from xrunner.io.lock import output_lock
 from xrunner.io.results import HELD_FILE
 from xrunner.io.stop import StopRequest
 from xrunner.plan import RunPlan, weights_key
+from xrunner.read_ahead import ReadAhead
 from xscheduler.beginning import said_of
 from xscheduler.evaluator import replays_of
+from xsimulator.memory import least_weight_bytes
 from xsimulator.replay.predict import JobPrediction, mean_of
+
+_MOST_AHEAD_BYTES = 2**30  # of weights that are read before it is known that they are wanted
 
 
 def open_to_run(job: Job, tell: Teller, standby: Ahead | None = None) -> OpenedJob:
@@ -77,8 +84,24 @@ def open_to_run(job: Job, tell: Teller, standby: Ahead | None = None) -> OpenedJ
     check_model(opened)
     make_folder(job)
     digests = () if opened.requests is None else opened.requests.file_digests
-    return executable(as_its_weights_were_held(
+    opened = executable(as_its_weights_were_held(
         replace(opened, standby=standby, asked=asked_of(as_asked, digests))))
+    if standby is not None:
+        _read_ahead(opened, standby)
+    return opened
+
+
+def _read_ahead(opened: OpenedJob, standby: Ahead) -> None:
+    """A small model's weights are read while the job is planned: by one rank, as is likeliest."""
+    job, problem, files = opened.job, opened.problem, opened.files
+    assert files is not None
+    if problem.cluster.device.kind == "cpu" and job.run.weights != "random" and (
+            problem.weight_dtype != INT8 and least_weight_bytes(problem) <= _MOST_AHEAD_BYTES):
+        standby.read_ahead(ReadAhead(
+            model_dir=files.directory, model_name=job.model,
+            model_files=model_files(files.directory), dtype=problem.dtype,
+            weight_dtype=problem.weight_dtype, is_deterministic=job.run.deterministic,
+            threads=job.run.threads_per_rank or usable_cores()).word)
 
 
 def to_run(opened: OpenedJob, schedule: Schedule, source: Path) -> Plan:

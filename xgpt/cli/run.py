@@ -30,6 +30,7 @@ from xgpt.launch.standby import standby_for
 # Imported when a rank has been started: the two import side by side.
 _USE_CASES, _SLURM, _FINISHED = "xgpt.app.submit", "xgpt.app.hand_in", "xgpt.app.finished"
 _SEVERAL = "xgpt.app.several"
+METRICS = "metrics.json"  # xgpt.app.run_files.METRICS_FILE, which a job that is done has
 _BY_DEFAULTS = "slurm.launch=srun"  # makes the section where a job file has none
 
 _strict_option = click.option(
@@ -87,8 +88,7 @@ def submit(job_files: tuple[Path, ...], overrides: tuple[str, ...], as_json: boo
     elif len(jobs) > 1:
         shown = import_module(_SEVERAL).submit_all(jobs, Terminal(), is_again=is_again)
         _done(shown, shown["jobs"], as_json, is_strict)
-    elif (found := import_module(_FINISHED).done_already(
-            jobs[0], Terminal(), is_again=is_again)) is None:
+    elif (found := _done_already(jobs[0], is_again=is_again)) is None:
         _do("submit", jobs[0], as_json, is_strict)
     else:
         _done(found, [found], as_json, is_strict)
@@ -120,8 +120,7 @@ def score(job_file: Path, overrides: tuple[str, ...], as_json: bool, is_again: b
     job = load_job(job_file, (*with_verify(overrides, is_verified), "workload.score=true"))
     if dry_run:
         _show_plans([job], as_json)
-    elif (found := import_module(_FINISHED).done_already(
-            job, Terminal(), is_again=is_again)) is None:
+    elif (found := _done_already(job, is_again=is_again)) is None:
         _do("submit", job, as_json, is_strict)
     else:
         _done(found, [found], as_json, is_strict)
@@ -145,6 +144,16 @@ def _wanted(path: Path, overrides: tuple[str, ...], through_slurm: bool,
         return job, overrides
     overrides = (*overrides, _BY_DEFAULTS)
     return load_job(path, overrides), overrides
+
+
+def _done_already(job: Job, *, is_again: bool) -> dict[str, Any] | None:
+    """See xgpt.app.finished, which is not imported where there is nothing to be told: a rank is to
+    be started first."""
+    if not is_again and not (job.output / METRICS).exists():
+        return None
+    found: dict[str, Any] | None = import_module(_FINISHED).done_already(
+        job, Terminal(), is_again=is_again)
+    return found
 
 
 def _do(use_case: str, job: Job, as_json: bool, is_strict: bool, **more: Any) -> None:

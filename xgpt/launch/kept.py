@@ -51,6 +51,9 @@ class KeptRanks:
         socket.send_fds(self._line, [str(ranks.argument).encode()], ranks.inherited)
         return self._started
 
+    def read_ahead(self, word: str) -> None:
+        """They hold what the run before had them read."""
+
     def dismiss(self) -> None:
         """Ends the ranks; those at work are asked for nothing, they are ended."""
         if self._line is None or self._started is None:

@@ -44,6 +44,9 @@ class Ahead(Protocol):
         """The process at work as these ranks; None where they must be started, for whom there is
         room then."""
 
+    def read_ahead(self, word: str) -> None:
+        """Takes word of weights that it may come to hold (xrunner.read_ahead.ReadAhead)."""
+
 
 class Launcher(Protocol):
     """Starts ranks somewhere."""

@@ -20,13 +20,17 @@ SERVES = "xrunner.worker"  # whose part it takes, alone in its run
 PROGRAM = "xrunner.standby"
 # whose part it may take before
 MEASURES = frozenset({"xprofiler.measure.worker", "xprofiler.measure.calibrate"})
+# word of a run may come while it reads ahead
+_READS, _KEEPS_WORDS_APART = sys.platform == "linux", (
+    socket.SOCK_SEQPACKET if sys.platform == "linux" else socket.SOCK_STREAM)
+AHEAD, _MOST_WORD = "xrunner.ahead", 2**15
 
 
 class Standby:
     """A process that waits for its run. It ends by itself when this one does."""
 
     def __init__(self, program: str = PROGRAM) -> None:
-        self._line, other_end = socket.socketpair()
+        self._line, other_end = socket.socketpair(socket.AF_UNIX, _KEEPS_WORDS_APART)
         with other_end:
             self._started = start([sys.executable, "-m", program], stdin=other_end.fileno())
         self._is_free = True
@@ -57,6 +61,11 @@ class Standby:
             return None
         self._is_free = False
         return self._started
+
+    def read_ahead(self, word: str) -> None:
+        """The process reads weights (xrunner.read_ahead), before whatever else it is told."""
+        if _READS and len(word) < _MOST_WORD:
+            self._hears(f"{AHEAD}\0{word}", ())
 
     def measure(self, module: str, argument: Path) -> Started | None:
         """The process, which now works as `python -m MODULE ARGUMENT`, and then waits for its run;
