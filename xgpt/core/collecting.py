@@ -18,7 +18,8 @@ _was_enabled = True
 @contextmanager
 def uncollected() -> Iterator[None]:
     """No such garbage is looked for meanwhile, in any thread; what is not referred to is freed as
-    ever. For seconds of work, not for a whole run."""
+    ever. For seconds of work, not for a whole run. What is left of it in the end counts as old: it
+    is looked at when all there is is, and not at once."""
     global _held, _was_enabled
     with _lock:
         if not _held:
@@ -31,4 +32,11 @@ def uncollected() -> Iterator[None]:
         with _lock:
             _held -= 1
             if not _held and _was_enabled:
+                _age()
                 gc.enable()
+
+
+def _age() -> None:
+    if gc.get_freeze_count() == 0:  # nor is what others have frozen melted
+        gc.freeze()
+        gc.unfreeze()

@@ -1,0 +1,81 @@
+"""When Python looks for garbage that refers to itself."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from xgpt.core.collecting import uncollected
+
+
+class Node:
+    """Refers to itself."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+@pytest.fixture
+def melted() -> Iterator[None]:
+    """The tests' own objects are frozen otherwise."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+def looks(work: Callable[[], None]) -> int:
+    """How often garbage is looked for while the work is done."""
+    found: list[str] = []
+
+    def told(phase: str, info: dict[str, int]) -> None:
+        found.append(phase)
+
+    gc.callbacks.append(told)
+    try:
+        work()
+    finally:
+        gc.callbacks.remove(told)
+    return found.count("start")
+
+
+def test_nothing_is_looked_for_meanwhile_nor_among_what_is_left_right_after(melted):
+    def work() -> None:
+        with uncollected():
+            make()
+        kept.append([])
+
+    def make() -> None:
+        kept.extend([number] for number in range(2 * gc.get_threshold()[0]))
+
+    kept: list[list[int]] = []
+    assert looks(make) > 0
+    assert looks(work) == 0
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+def test_what_refers_to_itself_is_found_afterwards(melted):
+    with uncollected():
+        gone = weakref.ref(Node())
+    assert gone() is not None
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_others_have_frozen_stays_so():
+    gc.freeze()
+    with uncollected():
+        pass
+    assert gc.get_freeze_count() > 0
+
+
+def test_who_has_it_off_keeps_it_off():
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
