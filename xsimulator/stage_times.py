@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 
 from xgpt.core.cluster import Cluster, Link
 from xgpt.core.deployment import StageAssignment
-from xgpt.core.lengths import FloatArray
+from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.units import DTYPE_BYTES
 from xprofiler.timing import MessageKind, Operator, TimingSource
@@ -147,19 +147,27 @@ class StageTimes:
     def _with_ends(self, work: FloatArray, rows: ArrayLike) -> FloatArray:
         """`work` of the layers with embedding, each stage's message to the next (the last sends
         none) and the host's fixed cost."""
-        moved_bytes = np.asarray(rows, float) * self.layers.row_bytes
-        place = {link: index for index, link in enumerate(dict.fromkeys(self._links[:-1]))}
-        onward = np.stack([*(self._transfer_s(moved_bytes, link) for link in place),
-                           np.zeros_like(moved_bytes)], axis=-1)
-        work = work + np.take(onward, [*(place[link] for link in self._links[:-1]), -1], axis=-1)
+        moved_bytes, (ways, way_of) = np.asarray(rows, float) * self.layers.row_bytes, self._onward
+        onward = np.zeros((*moved_bytes.shape, len(ways) + 1))
+        for index, link in enumerate(ways):
+            onward[..., index] = self._transfer_s(moved_bytes, link)
+        work = work + onward.take(way_of, axis=-1)
         work[..., 0] += self._timing.operator_s(Operator.EMBED, rows,
                                                 tp_degree=self.stages[0].tp_degree)
         work[..., 0] += _within_s(self._timing, self._groups.of_stages[0],
                                   TOKEN_BYTES * np.asarray(rows, float))
-        return work + self.overhead_s
+        work += self.overhead_s
+        return work
 
     def _transfer_s(self, num_bytes: ArrayLike, link: Link) -> FloatArray:
         return self._timing.message_s(MessageKind.TRANSFER, num_bytes, link)
+
+    @cached_property
+    def _onward(self) -> tuple[list[Link], IntArray]:
+        """The links to next stages, and [stages] which of them each one's is: the last stage's is
+        none."""
+        ways = list(dict.fromkeys(self._links[:-1]))
+        return ways, np.array([*map(ways.index, self._links[:-1]), len(ways)])
 
     @cached_property
     def _links(self) -> tuple[Link, ...]:
