@@ -45,7 +45,7 @@ import numpy as np
 from xgpt.core.lengths import BoolArray, FloatArray
 from xgpt.core.problem import Problem
 from xsimulator.occupancy import QueryFlow
-from xsimulator.policies.waa.config import WaaConfigs
+from xsimulator.policies.waa.divided import Divided
 from xsimulator.policies.waa.plans import WaaPlan
 from xsimulator.policies.waa.pool_times import DEVIATIONS, PoolRates, PoolTimes, root
 
@@ -90,8 +90,9 @@ class ChunkedPools:
             self._bounded_input = float(lengths.mean_input_given_output()[
                 lengths.outputs.quantile(constraint.quantile) - 1])
 
-    def with_chunks(self, plan: WaaPlan, configs: WaaConfigs, alone: PoolRates) -> ChunkRates:
+    def with_chunks(self, divided: Divided, alone: PoolRates) -> ChunkRates:
         """`alone`: the rates of the same configurations without chunks."""
+        configs = divided.configs
         most = configs.batch * self._outputs
         rows = np.flatnonzero((configs.chunk > 0) & (alone.throughput_qps > 0)
                               & (alone.decode_batch < most * (1 - _BEHIND)))
@@ -99,8 +100,9 @@ class ChunkedPools:
         stock = np.minimum(configs.chunk, 1.0)
         if not len(rows):
             return ChunkRates(alone, taken[0], taken[1], taken[2], stock)
-        own, least = configs.take(rows), PoolRates(*(values[rows] for values in alone))
-        rates, taken[:, rows], stock[rows], is_timed = self._behind(plan, own, least, most[rows])
+        least = PoolRates(*(values[rows] for values in alone))
+        rates, taken[:, rows], stock[rows], is_timed = self._behind(
+            divided.take(rows), least, most[rows])
         columns = []
         for before, after, refused in zip(alone, rates, _REFUSED, strict=True):
             column = before.copy()
@@ -108,53 +110,62 @@ class ChunkedPools:
             columns.append(column)
         return ChunkRates(PoolRates(*columns), taken[0], taken[1], taken[2], stock)
 
-    def step_s(self, plan: WaaPlan, decoding: FloatArray, groups: FloatArray,
-               chunk: FloatArray) -> StepSeconds:
-        """A step of one of so many groups of `decoding` queries that encodes `chunk` tokens."""
-        pool, mean = plan.decode, self._inputs.mean
-        rows = np.maximum(decoding / groups, 1.0)
-        attention = {degree: chunk / mean * one for degree, one in
-                     pool.times.mean_attention_s(chunk / mean + 1).items()}
-        return _summed(plan, np.stack(pool.steps.mixed_s(
-            chunk, chunk / mean, attention, rows,
-            self._flow.charged_context(rows, padded=self._padded))))
+    def step_s(self, divided: Divided, decoding: FloatArray, chunk: FloatArray) -> StepSeconds:
+        """A step of one of each configuration's groups, of `decoding` queries together, that
+        encodes `chunk` tokens."""
+        mean = self._inputs.mean
+        rows = np.maximum(decoding / divided.configs.groups, 1.0)
+        context, encoded = self._flow.charged_context(rows, padded=self._padded), chunk / mean
 
-    def iteration_s(self, plan: WaaPlan, decoding: FloatArray, groups: FloatArray,
-                    chunk: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """T(n, t), and a step's seconds through all stages [configs]: `decoding` queries in so many
-        groups, each of which encodes `chunk` tokens in every step. Every group takes steps, though
+        def of_plan(plan: WaaPlan, own: slice) -> StepSeconds:
+            attention = {degree: encoded[own] * one for degree, one in
+                         plan.decode.times.mean_attention_s(encoded[own] + 1).items()}
+            return _summed(plan, np.stack(plan.decode.steps.mixed_s(
+                chunk[own], encoded[own], attention, rows[own], context[own])))
+
+        return StepSeconds(*divided.gathered(of_plan))
+
+    def iteration_s(self, divided: Divided,
+                    decoding: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """T(n, t), and a step's seconds through all stages [configs]: `decoding` queries in each
+        one's groups, which encode a whole chunk in every step. Every group takes steps, though
         fewer queries may decode."""
-        step = self.step_s(plan, decoding, groups, chunk)
-        return np.asarray(np.maximum(groups * step.slowest, step.through)), step.through
+        step = self.step_s(divided, decoding, divided.configs.chunk)
+        return np.asarray(np.maximum(divided.configs.groups * step.slowest,
+                                     step.through)), step.through
 
-    def _plain_s(self, plan: WaaPlan, decoding: FloatArray, groups: FloatArray) -> StepSeconds:
+    def _plain_s(self, divided: Divided, decoding: FloatArray) -> StepSeconds:
         """A step that encodes nothing. Rows that joining queries take over are not compacted."""
-        rows = np.maximum(decoding / groups, 1.0)
-        return _summed(plan, np.stack(plan.decode.steps.decode_s(rows, self._flow.charged_context(
-            rows, padded=self._padded))))
+        rows = np.maximum(decoding / divided.configs.groups, 1.0)
+        context = self._flow.charged_context(rows, padded=self._padded)
+        return StepSeconds(*divided.gathered(lambda plan, own: _summed(plan, np.stack(
+            plan.decode.steps.decode_s(rows[own], context[own])))))
 
-    def _behind(self, plan: WaaPlan, configs: WaaConfigs, alone: PoolRates, most: FloatArray,
+    def _behind(self, divided: Divided, alone: PoolRates, most: FloatArray,
                 ) -> tuple[PoolRates, FloatArray, FloatArray, BoolArray]:
         """Of configurations whose encode pools are behind: their rates, (share, taken_s,
         bounded_taken_s), stock_tokens, and whether the timing source answers."""
-        chunk, groups, iterations = configs.chunk, configs.groups, self._times.mean_iterations
+        configs, iterations = divided.configs, self._times.mean_iterations
+        chunk, groups = configs.chunk, configs.groups
         brought = groups * chunk / self._inputs.mean  # queries in an iteration, by whole chunks
-        sent = configs.batch / self._times.between_s(plan, configs.batch)  # lambda_E
-        whole_s, _ = self.iteration_s(plan, most, groups, chunk)
+        (between_s,) = divided.gathered(lambda plan, rows: (
+            self._times.between_s(plan, configs.batch[rows]),))
+        sent = configs.batch / between_s  # lambda_E
+        whole_s, _ = self.iteration_s(divided, most)
         is_timed = np.isfinite(whole_s)
         whole_s = np.where(is_timed, whole_s, 1.0)
 
         def excess(decoding: FloatArray) -> FloatArray:
-            seconds = np.where(is_timed, self.iteration_s(plan, decoding, groups, chunk)[0], 1.0)
+            seconds = np.where(is_timed, self.iteration_s(divided, decoding)[0], 1.0)
             return iterations * (sent * seconds + brought) - decoding
 
         of_most = iterations * (sent * whole_s + brought) - most
         decoding = root(excess, most, np.minimum(of_most, 0.0))
-        every_s, through = self.iteration_s(plan, decoding, groups, chunk)
+        every_s, through = self.iteration_s(divided, decoding)
         iteration = every_s
         if len(rows := np.flatnonzero(is_timed & (of_most >= 0))):
             iteration[rows], through[rows] = self._as_planned(
-                plan, configs.take(rows), most[rows], sent[rows])
+                divided.take(rows), most[rows], sent[rows])
         stock = np.ceil(groups * chunk * (1 / (sent / configs.batch * iteration) + _SPARE_CHUNKS))
         # with one that exceeds it, and one of each group that is encoded in part
         beside = stock / self._inputs.mean + 1 + groups
@@ -173,15 +184,16 @@ class ChunkedPools:
         taken = np.stack([np.where(is_had, share, 0.0), taken_s, bounded_s])
         return rates, np.where(is_timed, taken, 0.0), np.where(is_timed, stock, 0.0), is_timed
 
-    def _as_planned(self, plan: WaaPlan, configs: WaaConfigs, most: FloatArray,
+    def _as_planned(self, divided: Divided, most: FloatArray,
                     sent: FloatArray) -> tuple[FloatArray, FloatArray]:
         """(T, seconds of a step with a chunk through all stages) where chunks keep the decode batch
         at n*."""
-        groups, mean = configs.groups, self._inputs.mean
-        wanted, plain = most / self._times.mean_iterations, self._plain_s(plan, most, groups)
+        configs, mean = divided.configs, self._inputs.mean
+        groups = configs.groups
+        wanted, plain = most / self._times.mean_iterations, self._plain_s(divided, most)
         leaving = wanted / groups
         chunk = np.minimum(configs.chunk, mean * leaving / -np.expm1(-leaving))
-        long, brought = self.step_s(plan, most, groups, chunk), groups * chunk / mean
+        long, brought = self.step_s(divided, most, chunk), groups * chunk / mean
 
         def iteration_s(share: FloatArray) -> FloatArray:
             return mixed_s(groups, share, plain, long, np.minimum(configs.chunk / chunk, 2.0))

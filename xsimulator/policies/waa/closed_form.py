@@ -25,7 +25,7 @@ divided by the time that encoding and decoding of a query take at these batch si
 that the fullest device is as empty as can be (WAA-M)."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -46,12 +46,12 @@ from xsimulator.policies.figures import (
     EstimateArrays,
     by_plan,
     extrapolation,
-    gathered,
     per_token_s,
 )
 from xsimulator.policies.measured_range import MeasuredRange, Presented
 from xsimulator.policies.waa.chunk_rates import ChunkedPools
 from xsimulator.policies.waa.config import WaaConfig, WaaConfigs
+from xsimulator.policies.waa.divided import Divided
 from xsimulator.policies.waa.divisions import Division, DivisionByMemory, DivisionByTime
 from xsimulator.policies.waa.memory import WaaMemory
 from xsimulator.policies.waa.plans import WaaPlan, WaaPlans
@@ -100,14 +100,15 @@ class Waa:
         return configs
 
     def evaluate(self, configs: Sequence[WaaConfig]) -> EstimateArrays:
-        """The figures of every configuration are worked out together for those of one plan."""
+        """The figures of every configuration are worked out together."""
         return self.evaluate_either_way(configs)[0]
 
     def evaluate_either_way(self, configs: Sequence[WaaConfig],
                             ) -> tuple[EstimateArrays, FloatArray]:
         """The same, and seconds [configs] of the latency by the slower way of encoding."""
-        columns = gathered(len(configs), (
-            (rows, self._figures(plan, own)) for plan, own, rows in self._divided(configs)))
+        divided, rows = self._divided(configs)
+        back = np.argsort(rows)
+        columns = {name: values[back] for name, values in self._figures(divided).items()}
         del columns["stock_tokens"]  # of an estimate's controls alone
         slower_s = columns.pop("slower_s")
         return EstimateArrays(
@@ -115,8 +116,8 @@ class Waa:
 
     def estimate(self, config: WaaConfig) -> Estimate:
         """The Estimate says of one configuration what is shown, and what is executed."""
-        ((plan, configs, _),) = self._divided([config])
-        arrays = self._figures(plan, configs)
+        divided, _ = self._divided([config])
+        (plan,), arrays = divided.plans, self._figures(divided)
         figures = {name: float(values[0]) for name, values in arrays.items()}
         figures |= {"decode_iteration_s": figures["period_s"], "decode_iterations": 1,
                     "encode_batch": config.encode_batch}
@@ -135,7 +136,7 @@ class Waa:
         division = f"{encoding} devices encode, {decoding} decode"
         return self._assembler.estimate(
             controls, deployment, figures, notes=[division, *extrapolation(figures["stretch"])],
-            held_bytes=self.memory.by_stage(plan, configs, arrays["present"])[0])
+            held_bytes=self.memory.by_stage(plan, divided.configs, arrays["present"])[0])
 
     def _chunk_controls(self, config: WaaConfig, stock_tokens: float) -> dict[str, int]:
         if not config.encode_chunk:
@@ -189,10 +190,9 @@ class Waa:
             for presented in (self._encoded(batch), self._decoded(one, none)))
         return np.asarray(np.maximum(encode, decode))
 
-    def _divided(self, configs: Sequence[WaaConfig],
-                 ) -> Iterator[tuple[WaaPlan, WaaConfigs, IntArray]]:
-        """Configurations come by their division: (plan, those that have it, their rows). Raises
-        InputError for chunks of a model that can take none."""
+    def _divided(self, configs: Sequence[WaaConfig]) -> tuple[Divided, IntArray]:
+        """Configurations by their division, and their rows. Raises InputError for chunks of a
+        model that can take none."""
         chunk = max((one.encode_chunk for one in configs), default=0)
         if chunk and self.problem.model.is_encoder_decoder:
             raise wrong("schedule", "encode_chunk", chunk, "0 for an encoder-decoder model: its "
@@ -200,27 +200,33 @@ class Waa:
         every = WaaConfigs(batch=np.array([c.encode_batch for c in configs], float),
                            groups=np.array([c.decode_micro_batches for c in configs], float),
                            chunk=np.array([c.encode_chunk for c in configs], float))
+        plans, order = list[WaaPlan](), list[IntArray]()
         for key, rows in by_plan(configs).items():
             split = self.split(*key)
             devices = self.division.divide(split, every.take(rows))
-            for count in np.unique(devices):
-                own = rows[devices == count]
-                yield split.plan(int(count)), every.take(own), own
+            for count in np.unique(devices).tolist():
+                plans.append(split.plan(count))
+                order.append(rows[devices == count])
+        rows = np.concatenate(order)
+        which = np.repeat(np.arange(len(plans)), [len(own) for own in order])
+        return Divided(plans=plans, which=which, configs=every.take(rows)), rows
 
-    def _figures(self, plan: WaaPlan, configs: WaaConfigs) -> dict[str, FloatArray]:
-        found = self.chunked.with_chunks(plan, configs, pool_rates(
-            self.times, plan, configs, self.problem.lengths.outputs.mean))
+    def _figures(self, divided: Divided) -> dict[str, FloatArray]:
+        configs = divided.configs
+        found = self.chunked.with_chunks(divided, pool_rates(
+            self.times, divided, self.problem.lengths.outputs.mean))
         rates = found.rates
+        rows = np.maximum(rates.decode_batch / configs.groups, 1.0)
+        buffer, stretch = divided.gathered(lambda plan, own: (
+            self._buffer_s(plan, configs.batch[own]),
+            self._stretch(plan, configs.take(own), rows[own])))
         with np.errstate(invalid="ignore"):  # refused sizes are infinite
-            buffer = (self.times.encode_steps(plan, configs.batch, 1 + self.adjustment)
-                      - self.times.encode_steps(plan, configs.batch)).sum(axis=1)
             ttft = rates.encode_s + buffer
             latency = (ttft + rates.handover_s + self.iterations_waited * rates.iteration_s)
             if self.problem.model.is_encoder_decoder:  # the first token is decoded
                 ttft = ttft + rates.handover_s + 1.5 * rates.iteration_s
             latency, slower = self.waits.either_way(found, latency)
             ttft = np.maximum(ttft, found.taken_s)
-        rows = np.maximum(rates.decode_batch / configs.groups, 1.0)
         latency, slower, ttft = (np.where(rates.throughput_qps > 0, seconds, np.inf)
                                  for seconds in (latency, slower, ttft))
         return {
@@ -230,11 +236,21 @@ class Waa:
             "tpot_s": per_token_s(self.problem, slower, ttft),
             "kv_tokens": self.memory.kv_tokens(rates.present),
             "stock_tokens": found.stock_tokens,
-            "memory_bytes": self.memory.fullest(plan, configs, rates.present),
-            "stretch": np.maximum(
-                self._range.stretch(plan.encode.times.degrees, self._encoded(configs.batch)),
-                self._range.stretch(plan.decode.times.degrees, self._decoded(
-                    rows, configs.chunk)))}
+            "memory_bytes": self.memory.fullest_of_pairs(
+                divided.plans, divided.which, self.memory.sizes(configs, rates.present)),
+            "stretch": stretch}
+
+    def _buffer_s(self, plan: WaaPlan, batch: FloatArray) -> FloatArray:
+        """What the latency is longer for the workload adjustment's threshold [configs]."""
+        with np.errstate(invalid="ignore"):  # refused sizes are infinite
+            return np.asarray((self.times.encode_steps(plan, batch, 1 + self.adjustment)
+                               - self.times.encode_steps(plan, batch)).sum(axis=1))
+
+    def _stretch(self, plan: WaaPlan, configs: WaaConfigs, rows: FloatArray) -> FloatArray:
+        """Of the sizes that both pools present, in decode steps of so many queries [configs]."""
+        return np.maximum(
+            self._range.stretch(plan.encode.times.degrees, self._encoded(configs.batch)),
+            self._range.stretch(plan.decode.times.degrees, self._decoded(rows, configs.chunk)))
 
     def _encoded(self, batch: FloatArray) -> Presented:
         """The encode pool presents such sizes to the timing source."""

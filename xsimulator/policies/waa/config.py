@@ -35,7 +35,7 @@ class WaaConfigs:
         """Those that take no chunks."""
         return cls(batch=batch, groups=groups, chunk=np.zeros(len(batch)))
 
-    def take(self, rows: IntArray) -> WaaConfigs:
+    def take(self, rows: IntArray | slice) -> WaaConfigs:
         return WaaConfigs(batch=self.batch[rows], groups=self.groups[rows], chunk=self.chunk[rows])
 
 

@@ -15,7 +15,7 @@ from xprofiler.timing import TimingSource
 from xsimulator.layer_times import is_fixed
 from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import PlanSource, StagePlan
-from xsimulator.policies.waa.config import WaaConfigs
+from xsimulator.policies.waa.divided import Divided
 from xsimulator.policies.waa.plans import WaaPlan, WaaPlans
 from xsimulator.policies.waa.step_columns import ROWS_RATIO, StepColumns, group_sizes, many
 from xsimulator.policies.waa.unevenness import Unevenness, UnevenPool
@@ -189,35 +189,50 @@ class PoolTimes:
 
 
 class DecodeTable:
-    """One decode pool's step times, the slowest stage's and the sum, are tabulated over group
-    sizes."""
+    """One decode pool's step times are tabulated over group sizes: the slowest stage's and the
+    sum, at each node and to the next."""
 
     def __init__(self, times: PoolTimes, plan: WaaPlan) -> None:
         self._times, self._plan = times, plan
-        self._slowest = self._slowest_rises = np.empty(0)  # at each node, and to the next
-        self._through = self._through_rises = np.empty(0)
+        self._nodes = np.empty((4, 0))
 
-    def iteration_s(self, decoding: FloatArray, groups: FloatArray) -> FloatArray:
-        """T_iter is that of `decoding` queries in so many groups; groups without a query take no
+    def reaching(self, most_rows: float) -> FloatArray:
+        """[4, sizes] the table, for groups of so many queries at most."""
+        top = int(np.log(max(most_rows, 1.0)) / np.log(ROWS_RATIO)) + 2
+        if top >= self._nodes.shape[1]:
+            both = np.stack(self._times.decode(self._plan, group_sizes(many(top + _ROWS_SPARE))))
+            with np.errstate(invalid="ignore"):  # from one refused size to the next
+                self._nodes = np.concatenate([both, np.diff(both, append=np.inf)])
+        return self._nodes
+
+
+class Iterations:
+    """T_iter of configurations of many plans."""
+
+    def __init__(self, times: PoolTimes, divided: Divided, most: FloatArray) -> None:
+        """`most`: no more queries than these [configs] are asked for."""
+        self._groups = divided.configs.groups
+        rows = most / self._groups
+        tables = [times.decode_table(plan).reaching(float(rows[own].max()))
+                  for plan, own in divided.each()]
+        begins = np.cumsum([0, *(table.shape[1] for table in tables[:-1])])
+        self._nodes = tables[0] if len(tables) == 1 else np.concatenate(tables, axis=1)
+        self._begin = begins[divided.which]
+
+    def seconds(self, decoding: FloatArray) -> FloatArray:
+        """T_iter is that of `decoding` queries in each one's groups; groups without a query take no
         step."""
-        rows = np.maximum(decoding / groups, 1.0)
-        steps = np.minimum(groups, np.maximum(decoding, 1.0))
+        rows = np.maximum(decoding / self._groups, 1.0)
+        steps = np.minimum(self._groups, np.maximum(decoding, 1.0))
         position = np.log(rows) / np.log(ROWS_RATIO)
-        top = float(position.max(initial=0.0))
-        if top >= len(self._slowest_rises):
-            self._tabulate(int(top) + 2 + _ROWS_SPARE)
         index = position.astype(np.intp)
         position -= index
+        index += self._begin
+        slowest, through, slowest_rises, through_rises = self._nodes
         with np.errstate(invalid="ignore"):
-            slowest = self._slowest.take(index) + position * self._slowest_rises.take(index)
-            through = self._through.take(index) + position * self._through_rises.take(index)
+            slowest = slowest.take(index) + position * slowest_rises.take(index)
+            through = through.take(index) + position * through_rises.take(index)
         return np.asarray(np.maximum(steps * slowest, through))
-
-    def _tabulate(self, count: int) -> None:
-        self._slowest, self._through = self._times.decode(self._plan, group_sizes(many(count)))
-        with np.errstate(invalid="ignore"):  # from one refused size to the next
-            self._slowest_rises = np.diff(self._slowest)
-            self._through_rises = np.diff(self._through)
 
 
 class PoolRates(NamedTuple):
@@ -231,34 +246,37 @@ class PoolRates(NamedTuple):
     present: FloatArray  # queries in the system
 
 
-def pool_rates(times: PoolTimes, plan: WaaPlan, configs: WaaConfigs,
-               mean_outputs: float) -> PoolRates:
-    """The rates of configurations of one plan follow from the fixed point; `mean_outputs` is
-    E[S]."""
-    batch, groups = configs.batch, configs.groups
-    steps = times.encode_steps(plan, batch)  # [configs, stages]
-    handover = times.handover_s(plan, batch)
-    slowest = np.maximum(steps.max(axis=1), handover)
-    paced = times.between_s(plan, batch)
-    table = times.decode_table(plan)
+def pool_rates(times: PoolTimes, divided: Divided, mean_outputs: float) -> PoolRates:
+    """The rates of configurations follow from the fixed point; `mean_outputs` is E[S]."""
+    batch = divided.configs.batch
+
+    def encoding(plan: WaaPlan, rows: slice) -> tuple[FloatArray, ...]:
+        steps = times.encode_steps(plan, batch[rows])  # [configs, stages]
+        return (steps.max(axis=1), steps.sum(axis=1), steps[:, 0],
+                np.full(len(steps), float(steps.shape[1])), times.handover_s(plan, batch[rows]),
+                times.between_s(plan, batch[rows]))
+
+    slowest, through, first, stages, handover, paced = divided.gathered(encoding)
+    slowest = np.maximum(slowest, handover)
     most = batch * mean_outputs
-    is_timed = np.isfinite(slowest) & np.isfinite(table.iteration_s(most, groups))
+    iterations = Iterations(times, divided, most)
+    of_most = iterations.seconds(most)
+    is_timed = np.isfinite(slowest) & np.isfinite(of_most)
     between = np.where(is_timed, paced, 1.0)
 
-    def wanted(decoding: FloatArray) -> FloatArray:
+    def lacking(decoding: FloatArray, iteration_s: FloatArray) -> FloatArray:
         return batch / between * times.mean_iterations * np.where(
-            is_timed, table.iteration_s(decoding, groups), 1.0)
+            is_timed, iteration_s, 1.0) - decoding
 
-    of_most = wanted(most) - most
+    of_most = lacking(most, of_most)
     is_throttled = of_most >= 0
-    decoding = root(lambda size: wanted(size) - size, most, np.minimum(of_most, 0.0))
-    iteration = table.iteration_s(decoding, groups)
+    decoding = root(lambda size: lacking(size, iterations.seconds(size)), most,
+                    np.minimum(of_most, 0.0))
+    iteration = iterations.seconds(decoding)
     rate = np.where(is_throttled, decoding / (times.mean_iterations * np.where(
         is_timed, iteration, 1.0)), batch / between)
     # where a later stage or the link is slowest, as many steps are under way as there may be
-    through = steps.sum(axis=1)
-    queued = np.where(steps[:, 0] >= slowest * (1 - 1e-9), through,
-                      (steps.shape[1] + 2) * slowest - handover)
+    queued = np.where(first >= slowest * (1 - 1e-9), through, (stages + 2) * slowest - handover)
     encode = np.where(is_throttled, through, np.maximum(queued, through))
     slack = np.where(is_throttled, 0.5 * batch,
                      batch + DEVIATIONS * np.sqrt(np.maximum(decoding, 1.0)))
