@@ -59,10 +59,10 @@ def stage_ranks(num_devices: int, tp_degree: int, tp_gpus: int) -> list[tuple[in
 
 
 def allocate(model: ModelSpec, ranks: Sequence[tuple[int, ...]], costs: Sequence[StageCost],
-             role: Role = "both") -> tuple[StageAssignment, ...]:
+             role: Role = "both", *, first_index: int = 0) -> tuple[StageAssignment, ...]:
     """The split of layers whose slowest stage is quickest; every stage gets a layer. A pool that
     works one phase holds what that phase needs: an encoder-decoder model's encoder or decoder, a
-    decoder-only model whole."""
+    decoder-only model whole. `first_index`: the number of the first stage."""
     layers, encoder_layers = pool_layers(model, role)
     assert len(ranks) == len(costs) <= max(layers, encoder_layers), f"{len(ranks)} for {layers}"
     fixed = [c.fixed_s for c in costs]
@@ -72,7 +72,8 @@ def allocate(model: ModelSpec, ranks: Sequence[tuple[int, ...]], costs: Sequence
     decoder = _split(layers, [c.layer_s for c in costs], fixed, at_least=int(not is_encoder))
     begins, encoder_begins = ([0, *itertools.accumulate(split)] for split in (decoder, encoder))
     return tuple(StageAssignment(
-        index=index, ranks=group, first_layer=begins[index], num_layers=decoder[index],
+        index=first_index + index, ranks=group,
+        first_layer=begins[index], num_layers=decoder[index],
         first_encoder_layer=encoder_begins[index], num_encoder_layers=encoder[index])
         for index, group in enumerate(ranks))
 

@@ -129,9 +129,9 @@ class StagePlans:
         """A pool of stages on these ranks that works one phase, or both."""
         key = (tuple(ranks), role, first_index)
         if key not in self._known:
-            split = allocate(self.problem.model, ranks, self._costs(ranks, role), role)
-            self._known[key] = self.of_stages(tuple(
-                replace(stage, index=stage.index + first_index) for stage in split), role)
+            self._known[key] = self.of_stages(allocate(
+                self.problem.model, ranks, self._costs(ranks, role), role,
+                first_index=first_index), role)
         return self._known[key]
 
     def of_stages(self, stages: tuple[StageAssignment, ...], role: Role) -> StagePlan:

@@ -245,14 +245,16 @@ class WaaBounds:
         for degree in degrees:
             single = self._single(degree, int(boxes.most.max()), float(rows.max()))
             np.minimum(encode_work, degree * single.encode_each[boxes.most], out=encode_work)
-            np.minimum(decode_work, degree * self._decode_step(single, degree, boxes, rows)
-                       / np.maximum(rows, 1.0), out=decode_work)
+            step_of_most, step_of_least = self._decode_step(
+                single, degree, boxes, np.stack([rows, least_rows]))
+            np.minimum(decode_work, degree * step_of_most / np.maximum(rows, 1.0),
+                       out=decode_work)
+            np.minimum(step, step_of_least, out=step)
             if len(taken := np.flatnonzero(boxes.chunk)):  # inputs and queries share their steps
                 ((decoded, encoded),) = self._shared(degree).work_s(
                     np.maximum(rows[taken], 1.0), boxes.largest_chunk[taken].astype(float))
                 encode_work[taken] = np.minimum(encode_work[taken], degree * encoded)
                 decode_work[taken] = np.minimum(decode_work[taken], degree * decoded / iterations)
-            np.minimum(step, self._decode_step(single, degree, boxes, least_rows), out=step)
             np.minimum(through, single.encode_step[boxes.least] + waa.iterations_waited
                        * single.decode_steps[0], out=through)
         devices = waa.problem.cluster.num_devices
@@ -274,12 +276,15 @@ class WaaBounds:
 
     def _decode_step(self, single: _Single, degree: int, boxes: WaaBoxes,
                      rows: FloatArray) -> FloatArray:
-        """A step in which so many rows decode takes a single group no less [boxes], whether it also
-        encodes or not."""
+        """A step in which so many rows decode takes a single group no less [..., boxes], whether it
+        also encodes or not."""
         seconds = single.decode_step(rows)
         if len(taken := np.flatnonzero(boxes.chunk)):
-            seconds[taken] = np.minimum(seconds[taken], self._shared(degree).least_step_s(
-                np.maximum(rows[taken], 1.0), boxes.largest_chunk[taken].astype(float)))
+            chunk = np.broadcast_to(boxes.largest_chunk[taken].astype(float),
+                                    rows[..., taken].shape)
+            least = self._shared(degree).least_step_s(
+                np.maximum(rows[..., taken], 1.0).ravel(), chunk.ravel())
+            seconds[..., taken] = np.minimum(seconds[..., taken], least.reshape(chunk.shape))
         return seconds
 
     def _most_rows(self, boxes: WaaBoxes, degrees: Sequence[int], rows: float,

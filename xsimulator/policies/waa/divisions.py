@@ -6,7 +6,7 @@ import numpy as np
 
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xsimulator.policies.waa.config import WaaBoxes, WaaConfigs
-from xsimulator.policies.waa.memory import WaaMemory
+from xsimulator.policies.waa.memory import HeldSizes, WaaMemory
 from xsimulator.policies.waa.plans import WaaPlans
 from xsimulator.policies.waa.pool_times import PoolTimes
 from xsimulator.policies.waa.step_columns import ROWS_RATIO
@@ -102,17 +102,19 @@ class DivisionByMemory:
         self._memory = memory
 
     def divide(self, split: WaaPlans, configs: WaaConfigs) -> IntArray:
-        fullest = self._fullest(split, configs, self._may_be(split, configs, configs))
+        sizes = self._sizes(configs)
+        fullest = self._fullest(split, sizes, self._may_be(split, configs, sizes))
         return np.asarray(split.encode_devices[np.argmin(fullest, axis=0)])
 
     def possible(self, split: WaaPlans, boxes: WaaBoxes, wanted: BoolArray) -> BoolArray:
         # the fewer are looked at, the less is ruled out: that is sound
-        wanted = wanted & self._may_be(split, boxes.easiest, boxes.hardest)
-        least = self._fullest(split, boxes.easiest, wanted)
-        most = self._fullest(split, boxes.hardest, wanted)
+        hardest = self._sizes(boxes.hardest)
+        wanted = wanted & self._may_be(split, boxes.easiest, hardest)
+        least = self._fullest(split, self._sizes(boxes.easiest), wanted)
+        most = self._fullest(split, hardest, wanted)
         return np.asarray(wanted & (least <= most.min(axis=0)))
 
-    def _may_be(self, split: WaaPlans, low: WaaConfigs, high: WaaConfigs) -> BoolArray:
+    def _may_be(self, split: WaaPlans, low: WaaConfigs, high: HeldSizes) -> BoolArray:
         """Divisions [counts of encode devices, boxes] may be the best: even with all bytes spread
         evenly over a pool's devices, others are worse than the best of these is at worst."""
         counts = split.encode_devices
@@ -128,11 +130,13 @@ class DivisionByMemory:
         """So many queries are in the system as it is meant to be."""
         return np.asarray(np.ceil(batch * (self._memory.mean_outputs + 1)))
 
-    def _fullest(self, split: WaaPlans, configs: WaaConfigs, wanted: BoolArray) -> FloatArray:
+    def _sizes(self, configs: WaaConfigs) -> HeldSizes:
+        return self._memory.sizes(configs, self._in_system(configs.batch))
+
+    def _fullest(self, split: WaaPlans, sizes: HeldSizes, wanted: BoolArray) -> FloatArray:
         """The fullest device holds such bytes [counts of encode devices, configs]; they are
         infinite where not wanted."""
         held = np.full(wanted.shape, np.inf)
-        sizes = self._memory.sizes(configs, self._in_system(configs.batch))
         places = np.flatnonzero(wanted.any(axis=1))
         plans = [split.plan(count) for count in split.encode_devices[places].tolist()]
         if wanted.size <= AT_ONCE and plans:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +17,8 @@ from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import PlanSource, StagePlan
 from xsimulator.policies.waa.config import WaaConfigs
 from xsimulator.policies.waa.plans import WaaPlan
+
+_MANY_KEPT = 64  # choices of plans whose bytes are kept together
 
 
 class _PerUnit(NamedTuple):
@@ -97,6 +99,7 @@ class WaaMemory:
         self._per_unit = cache(self._find_per_unit)
         self._of_kind: dict[Hashable, FloatArray] = {}  # [4] of a stage, as _PerUnit
         self._of_both = cache(self._find_of_both)
+        self._many = lru_cache(_MANY_KEPT)(self._find_many)
 
     def by_stage(self, plan: WaaPlan, configs: WaaConfigs, in_system: FloatArray) -> FloatArray:
         """Each rank of a stage holds so many bytes [configs, stages of both pools]."""
@@ -119,12 +122,12 @@ class WaaMemory:
 
     def fullest_of_many(self, plans: Sequence[WaaPlan], sizes: HeldSizes) -> FloatArray:
         """The same [plans, configs] of many plans at once."""
-        return self._many(plans).fullest(sizes)
+        return self._many(tuple(plans)).fullest(sizes)
 
     def fullest_of_pairs(self, plans: Sequence[WaaPlan], which: IntArray,
                          sizes: HeldSizes) -> FloatArray:
         """The same of configurations that each have one of the plans: `which` [configs]."""
-        return self._many(plans).of_pairs(which, sizes)
+        return self._many(tuple(plans)).of_pairs(which, sizes)
 
     def sizes(self, configs: WaaConfigs, in_system: FloatArray) -> HeldSizes:
         """What the pools hold with so many queries in the system."""
@@ -200,7 +203,7 @@ class WaaMemory:
             self._of_kind.update((key, found[own.index(kinds[key])]) for key in new)
         return _PerUnit(*np.stack([self._of_kind[key] for key in kinds], axis=1))
 
-    def _many(self, plans: Sequence[WaaPlan]) -> _ManyPlans:
+    def _find_many(self, plans: tuple[WaaPlan, ...]) -> _ManyPlans:
         held = [self._of_both(plan) for plan in plans]
         most = max(own.shape[-1] for own in held)
         return _ManyPlans(
