@@ -140,8 +140,8 @@ class WaaSpace:
 
     def is_modest(self, batch: int, groups: int, chunk: int) -> bool:
         """Whether a configuration with that chunk is looked at."""
-        return not chunk or self.problem.fixed.encode_chunk is not None or chunk <= float(
-            self.waa.modest_chunk(float(batch), float(groups)))
+        return not chunk or self.problem.fixed.encode_chunk is not None or (
+            chunk <= self.waa.modest_chunk(float(batch), float(groups)))
 
     @cached_property
     def roots(self) -> tuple[list[Box], list[int]]:

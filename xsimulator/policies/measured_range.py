@@ -32,14 +32,18 @@ class MeasuredRange:
         self._encode = (Operator.ENCODER_REST if problem.model.is_encoder_decoder
                         else Operator.LAYER_REST)
         self._reach = cache(self._find_reach)
+        self._is_endless = cache(lambda degree: all(map(np.isinf, self._reach(degree))))
 
     def is_endless(self, degrees: Iterable[int]) -> bool:
         """It says whether the source answers for any size as well as for any other."""
-        return all(np.isinf(size) for degree in degrees for size in self._reach(degree))
+        return all(map(self._is_endless, degrees))
 
     def stretch(self, degrees: Iterable[int], presented: Presented) -> FloatArray:
         """The largest ratio [configs] is that of a size to the largest that was measured."""
+        degrees = tuple(degrees)
         largest: FloatArray = np.zeros(np.broadcast_shapes(*map(np.shape, presented)))
+        if self.is_endless(degrees):
+            return largest
         for _, size, measured in self._pairs(degrees, presented):
             if np.isfinite(measured):
                 largest = np.maximum(largest, np.asarray(size, float) / measured)

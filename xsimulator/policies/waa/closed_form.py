@@ -27,6 +27,7 @@ that the fullest device is as empty as can be (WAA-M)."""
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -58,6 +59,8 @@ from xsimulator.policies.waa.plans import WaaPlan, WaaPlans
 from xsimulator.policies.waa.pool_times import PoolTimes, pool_rates, shared_times
 from xsimulator.policies.waa.waits import Waits
 
+_Sizes = TypeVar("_Sizes", float, FloatArray)
+
 
 class Waa:
     """This closed form evaluates configurations of one problem, and keeps what they share."""
@@ -81,6 +84,7 @@ class Waa:
         self.memory: WaaMemory = self.times.kept["memory"]
         self.division = division(self.times, self.memory)
         self._range = MeasuredRange(problem, timing)
+        self._mean_lengths = problem.lengths.inputs.mean, problem.lengths.outputs.mean
         self._assembler = Assembler(problem, timing)
         self.capacity_bytes = self._assembler.capacity_bytes
 
@@ -173,13 +177,12 @@ class Waa:
         """See Waits.iterations."""
         return self.waits.iterations
 
-    def modest_chunk(self, batch: FloatArray | float, groups: FloatArray | float) -> FloatArray:
+    def modest_chunk(self, batch: _Sizes, groups: _Sizes) -> _Sizes:
         """Chunks of so many tokens [configs], one in each group's step, hold what is encoded in an
         iteration where the decode batch is as planned. Larger ones come in some steps only, and
         hold up those without."""
-        lengths = self.problem.lengths
-        return np.asarray(batch * lengths.inputs.mean * lengths.outputs.mean
-                          / (self.times.mean_iterations * groups))
+        inputs, outputs = self._mean_lengths
+        return batch * inputs * outputs / (self.times.mean_iterations * groups)
 
     def least_stretch(self, batch: FloatArray, degrees: Sequence[int]) -> FloatArray:
         """No configuration of such an encode_batch [batches] or a larger one, with stages of these
