@@ -68,8 +68,9 @@ XGPT_INLINE void dots_of_keys(const float *query, int64_t width, const E *keys, 
 template <typename E, int G, int N>
 static void scores_of(const float *query, int64_t width, const E *keys, const E *values,
                       int64_t dim, int64_t count, float scale, float *scores) {
-    // a register's keys in one piece are no quicker, and take longer to compile
-    constexpr int PARTS = N ? 2 : 4, KEYS = W / PARTS;
+    // a register's keys in one piece are no quicker, and take longer to compile; so do those of
+    // other sizes in halves, which of a head alone are 6 to 9 % quicker at size 80
+    constexpr int PARTS = N || G == 1 ? 2 : 4, KEYS = W / PARTS;
     const int64_t whole = rounded(count, W);
     for (int64_t j = 0; j < count; j += W) {
         const E *ahead = j + AHEAD<E> < whole ? keys + (j + AHEAD<E>) * dim
