@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from xrunner import ahead, worker
+from xrunner.devices import release
 from xrunner.loading import Shelf
 from xrunner.plan import load_plan
 from xrunner.rank import leave, to_the_end
@@ -66,6 +67,7 @@ def _run_after_run(descriptor: int) -> int:
             plan = load_plan(Path(argument))
             world = world or connect(plan.device_kind)
             code = to_the_end(plan, partial(_stay, world), partial(worker.work, shelf=shelf))
+            release()
             for file in files:  # the folder's lock, which is the next run's to take
                 os.close(file)
             sys.stdout.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -69,3 +70,36 @@ def test_it_reads_ahead_and_the_run_gets_the_shelf(monkeypatch: pytest.MonkeyPat
         assert standby.main([]) == 0
     (word, shelf), (argument, same) = told  # type: ignore[misc]
     assert (word, argument) == ("{}", "run.json") and shelf is same
+
+
+class Knot:
+    """Known to itself alone, as the parts of a run are in the end."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_what_a_run_held_is_gone_when_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[weakref.ref[Knot]] = []
+    left: list[int] = []
+
+    def run(*given: object) -> int:
+        left.append(sum(knot() is not None for knot in held))
+        held.append(weakref.ref(Knot()))
+        return 0
+
+    world = SimpleNamespace(comm=SimpleNamespace(rank=0), close=lambda: None)
+    for name, stand_in in (("load_plan", lambda path: SimpleNamespace(device_kind="cpu")),
+                           ("connect", lambda kind: world), ("_ranks", lambda: None),
+                           ("to_the_end", run)):
+        monkeypatch.setattr(standby, name, stand_in)
+    ours, its = socket.socketpair()
+    with ours:
+        rank = threading.Thread(target=lambda: standby.main([str(its.detach())]))
+        rank.start()
+        for _ in range(3):
+            ours.sendall(b"run.json")
+            assert ours.recv(1) == standby.DONE
+        ours.shutdown(socket.SHUT_WR)
+        rank.join(20)
+    assert left == [0, 0, 0]
