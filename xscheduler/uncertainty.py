@@ -112,7 +112,7 @@ class Doubts:
         """evaluator: of the problem, under this latency bound or another. replays: each schedule's
         latency is checked by a replay. is_of_job: the problem's queries are all that the bound is
         of, not what is left of them."""
-        self.problem, self._evaluator, self._replays = problem, evaluator, replays
+        self.problem, self.evaluator, self._replays = problem, evaluator, replays
         timing = evaluator.timing
         self._kind_of_times = timing.kind_of_times if isinstance(timing, Measured) else ""
         self._errors = timing.table_errors() if isinstance(timing, Measured) else {}
@@ -146,14 +146,14 @@ class Doubts:
         if self.is_certain(metric):
             return self._worded(MarginParts(factor=model, model=model, sentence=""), 0.0,
                                 _ComputedMargin())
-        expected_s = self._evaluator.seconds(estimate, metric)
+        expected_s = self.evaluator.seconds(estimate, metric)
         if expected_s <= 0:  # outputs of one token have no second one
             return MarginParts(factor=1.0, sentence="")
         of_times, unmeasured = self._timing_spread(estimate, metric)
         computed = _computed_margin(
             self._computed, self.problem, metric, expected_s, lambda group: (
                 expected_s if _has_none_of(estimate, group) else self._variant(
-                    group, timing=Raised(self._evaluator.timing, group, 1 + LEAST_STEP)
+                    group, timing=Raised(self.evaluator.timing, group, 1 + LEAST_STEP)
                 ).seconds(estimate, metric)))
         of_inputs = self._input_spread(estimate, metric)
         spread = math.hypot(of_times, of_inputs)
@@ -178,11 +178,11 @@ class Doubts:
 
     def expected_s(self, estimate: Estimate, metric: Metric) -> float:
         """What a bound on the metric is of, by the closed form."""
-        return self._evaluator.seconds(estimate, metric)
+        return self.evaluator.seconds(estimate, metric)
 
     def job(self, estimate: Estimate, replays: int) -> JobPrediction | None:
         """What the problem's own queries take (Evaluator.job)."""
-        return self._evaluator.job(estimate, replays)
+        return self.evaluator.job(estimate, replays)
 
     def timing_spread(self, estimate: Estimate) -> float:
         """Standard deviation of the latency's logarithm, for what the times may be off."""
@@ -194,8 +194,8 @@ class Doubts:
         if not self._replays or metric == "makespan" or math.isinf(constraint.limit_s(metric)):
             return 1.0
         expected_s = (estimate.figures.latency_s if metric == "latency" else
-                      self._evaluator.seconds(estimate, metric))
-        ratio = self._evaluator.replayed_s(estimate, metric) / expected_s if expected_s else 1.0
+                      self.evaluator.seconds(estimate, metric))
+        ratio = self.evaluator.replayed_s(estimate, metric) / expected_s if expected_s else 1.0
         return ratio if ratio > 1 + NEGLIGIBLE else 1.0  # nan counts as none
 
     @cached_property
@@ -212,18 +212,18 @@ class Doubts:
 
     def with_own_lengths(self, schedule: Schedule) -> Schedule:
         """A schedule found for other lengths, with this problem's estimate of it."""
-        return replace(schedule, estimate=self._evaluator.estimate(schedule.estimate))
+        return replace(schedule, estimate=self.evaluator.estimate(schedule.estimate))
 
     def _timing_spread(self, estimate: Estimate, metric: Metric) -> tuple[float, float]:
         """(standard deviation of the metric's logarithm, share of it that no table explains)."""
-        expected_s = self._evaluator.seconds(estimate, metric)
+        expected_s = self.evaluator.seconds(estimate, metric)
         degrees = {stage.tp_degree for stage in estimate.deployment.stages}
         square, explained = self._common**2, 0.0
         for key, error in self._errors.items():
             if not key.link and key.tp_degree not in degrees:
                 continue
             step = max(error.relative, LEAST_STEP)
-            raised = self._variant(key, timing=Raised(self._evaluator.timing, key, 1 + step))
+            raised = self._variant(key, timing=Raised(self.evaluator.timing, key, 1 + step))
             effect = math.log(raised.seconds(estimate, metric) / expected_s)
             explained += effect / math.log1p(step)
             square += (effect * error.relative / step) ** 2
@@ -234,7 +234,7 @@ class Doubts:
         if not (error := self.problem.input_error):
             return 0.0
         longer = self._variant("inputs", with_longer_inputs(self.problem.lengths, math.exp(error)))
-        expected_s = self._evaluator.seconds(estimate, metric)
+        expected_s = self.evaluator.seconds(estimate, metric)
         return max(math.log(longer.seconds(estimate, metric) / expected_s), 0.0)
 
     @cached_property
@@ -260,11 +260,11 @@ class Doubts:
         """The evaluator of that name, which is the problem's with other lengths, times or
         bounds."""
         if name not in self._variants:
-            problem = self._evaluator.problem
+            problem = self.evaluator.problem
             self._variants[name] = Evaluator(
                 replace(problem, lengths=lengths or problem.lengths,
                         constraint=constraint or problem.constraint),
-                timing or self._evaluator.timing)
+                timing or self.evaluator.timing)
         return self._variants[name]
 
     def _worded(self, parts: MarginParts, unmeasured: float,

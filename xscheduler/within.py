@@ -5,23 +5,27 @@ WORTH of what is had, and, of longer outputs, schedules that a wider bound finds
 by the problem's own: the targets are the same with a floor as without one (xscheduler.targets),
 and all that a floor does is to end them where what is left has no more than WORTH above it, or to
 pass over a target whose best has no more than NARROW above it. Of whatever was found to be safe on
-the way the best is kept."""
+the way the best is kept, and beside all that was found, safe or not, is looked for one that takes
+as many queries at a time as the bound has room for with its margin (xscheduler.nearby)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from xgpt.core.errors import BeatenError, InfeasibleError
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Schedule
+from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import format_seconds
+from xscheduler.nearby import nearby
 from xscheduler.targets import WORTH, Targets, Unsafe, tighter_s
 from xscheduler.uncertainty import Doubts, MarginParts
 
 ROUNDS = 6  # searches under other targets at most
 SAME = 0.001  # share by which a schedule must have more than one that is known to be safe, of the
 NARROW = 0.005  # same policy, and than what is had elsewhere, to be worth a replay
+REFINED = 3  # schedules beside those found that are replayed at most
 
 Search = Callable[[float], Schedule]
 
@@ -77,6 +81,7 @@ def plan_within(doubts: Doubts, search: Search, *,
             first = judged.best(free)  # else what is known to be safe is as good
     if free.figures.throughput_qps > (1 + WORTH) * judged.had_qps:  # nothing else has more
         _try_targets(judged, free, first, search, search_problem, cuts)
+        judged.refine(cuts)
     return judged.result(free)
 
 
@@ -163,6 +168,32 @@ class _Judged:
             return None
         return Unsafe(target_s, needed_s * (self._model if margin.model == 1 else 1.0), qps, margin)
 
+    def refine(self, cuts: Callable[[], bool]) -> None:
+        """Looks beside those found for one that takes as many queries at a time as the bound has
+        room for with its margin."""
+        asked: set[Estimate] = {schedule.estimate for schedule, _ in (*self.safe, *self._unsafe)}
+        left = [*self.safe, *self._unsafe]
+        beside: list[Schedule] = []
+        for _ in range(REFINED):
+            if cuts():
+                break
+            for schedule, own in left:
+                found = self._beside(schedule, own)
+                if found is not None and found not in asked:
+                    asked.add(found)
+                    beside.append(replace(schedule, estimate=found))
+            best = max(beside, key=lambda one: one.figures.throughput_qps, default=None)
+            if best is None or best.figures.throughput_qps <= (1 + NARROW) * self.had_qps:
+                break
+            beside.remove(best)
+            left = [(best, self._margin(best))]
+
+    def _beside(self, schedule: Schedule, own: MarginParts) -> Estimate | None:
+        """What would just keep the bound by the margin of the schedule beside it."""
+        factor = own.factor * (self._model if own.model == 1 else 1.0)
+        return None if not math.isfinite(factor) else nearby(
+            self.doubts.evaluator, schedule.estimate, self.bound_s / factor)
+
     def _is_no_better(self, schedule: Schedule) -> bool:
         return 0 < schedule.figures.throughput_qps <= (1 + NARROW) * self._floor_qps
 
@@ -200,9 +231,11 @@ class _Judged:
             own = self.doubts.margin(schedule.estimate)
             own = replace(own, sentence=f"NOT kept with that confidence: {own.sentence}")
         qps, proof = schedule.estimate.figures.throughput_qps, free.proof
+        # what a search has in steps may lie between two of them
+        most_qps = max(proof.bound_qps, qps)
         return PlannedWithin(
             schedule=schedule.changed(
-                limit_s=self.bound_s, bound_qps=proof.bound_qps, gap=proof.bound_qps / qps - 1,
+                limit_s=self.bound_s, bound_qps=most_qps, gap=most_qps / qps - 1,
                 policy_bounds=proof.policy_bounds, unbounded_qps=proof.unbounded_qps),
             free=free, margin=own, cost=max(1 - qps / free.estimate.figures.throughput_qps, 0.0),
             is_safe=bool(self.safe))

@@ -86,6 +86,6 @@ def test_what_is_left_of_a_job_is_no_sample_of_its_own() -> None:
     problem = job_of(32)
     estimate = estimate_of(problem, **CONFIG)
     whole = doubts_of(problem)
-    left = Doubts(problem, whole._evaluator, is_of_job=False)
+    left = Doubts(problem, whole.evaluator, is_of_job=False)
     assert left.margin(estimate).factor == 1 < whole.margin(estimate).factor
     assert "sample" in whole.margin(estimate).sentence

@@ -143,6 +143,22 @@ def test_a_margin_that_is_too_much_before_a_replay_asks_for_none(
     assert 0 < len(asked) - 1 < search.calls and BOUND_S not in asked[:-1]
 
 
+def test_what_lies_between_two_sizes_is_found_beside_what_searches_found() -> None:
+    """Searches see each ninth batch: what has room for more takes more, and keeps the bound with
+    its own margin."""
+    batches = range(3, 60, 9)
+    for seed in (1, 2, 3):
+        problem = observed(toy_problem(latency_s=BOUND_S), 200, seed)
+        found, _ = planned(problem, grid=RraConfigs.of([
+            RraConfig(encode_batch=b, decode_iterations=n) for b in batches
+            for n in range(1, 20)]))
+        estimate = found.schedule.estimate
+        assert found.is_safe and estimate.figures.encode_batch not in batches
+        assert estimate.figures.latency_s * found.margin.factor <= BOUND_S
+        assert found.margin == doubts_of(problem).margin(estimate)
+        assert found.schedule.proof.gap >= 0
+
+
 def test_what_is_no_better_than_what_is_had_is_left() -> None:
     problem = observed(toy_problem(latency_s=BOUND_S), 200)
     search = GridSearch()
@@ -209,10 +225,11 @@ class Sketch:
                                 + (self._seen - before * n_d) * iteration)
 
     def evaluate(self, configs: Sequence[RraConfig]) -> SimpleNamespace:
-        (config,) = configs
-        _, latency = self.figures(np.array([config.encode_batch]),
-                                  np.array([config.decode_iterations]))
-        return SimpleNamespace(latency_s=latency)
+        rate, latency = self.figures(np.array([one.encode_batch for one in configs]),
+                                     np.array([one.decode_iterations for one in configs]))
+        none = np.zeros(len(configs))
+        return SimpleNamespace(latency_s=latency, throughput_qps=rate, fits=none == 0, present=none,
+                               stretch=none, ttft_s=none, tpot_s=none)
 
     def estimate(self, config: RraConfig) -> Estimate:
         rate, latency = self.figures(np.array([config.encode_batch]),
