@@ -176,11 +176,11 @@ def name_of(bound_s: float, policy: str) -> str:
     return f"{bound_s:g}s-{policy}"
 
 
-def row(one: Row, peak_bytes_per_s: float) -> str:
+def row(one: Row, model: str, peak_bytes_per_s: float) -> str:
     if not one.runs:
         return f"| {one.bound_s:.2f} | {one.policy} | none keeps the bound | | | | | | |"
     bandwidth = range_words(f"{share:.0%}" for run in one.runs
-                            if (share := decode_share(run, peak_bytes_per_s)) is not None)
+                            if (share := decode_share(run, model, peak_bytes_per_s)) is not None)
     predicted = [statistics.median(run.metrics[key]["predicted"] for run in one.runs)
                  for key in ("throughput_qps", "latency_p99_s")]
     qps, p99 = ([run.metrics[key]["measured"] for run in one.runs]
@@ -193,14 +193,13 @@ def row(one: Row, peak_bytes_per_s: float) -> str:
             f"{bandwidth or f'{others:.0%}'} |")
 
 
-def decode_share(run: Run, peak_bytes_per_s: float) -> float | None:
+def decode_share(run: Run, model: str, peak_bytes_per_s: float) -> float | None:
     """Of the memory's bandwidth, in decode steps; None: not on a GPU, or of several ranks, or
     nobody knows what a read reaches."""
     if not peak_bytes_per_s or run.metrics["ranks"] != 1 or (
             run.metrics["machine"]["device"].startswith("cpu-")):
         return None
-    steps = list(decode_steps(run.place / "out", catalog.model(run.schedule.estimate.model),
-                              run.metrics["dtype"]))
+    steps = list(decode_steps(run.place / "out", catalog.model(model), run.metrics["dtype"]))
     return reached(steps).bytes_per_s / peak_bytes_per_s if steps else None
 
 
@@ -219,7 +218,7 @@ def table(rows: list[Row], asked: Asked, peak_bytes_per_s: float) -> str:
         f"{first['date'][:10]}. {what}", "",
         "| bound (s) | policy | configuration | predicted queries/s | measured, each run | median |"
         f" predicted P99 | measured P99 of each run | {last} |", "|" + 9 * "---|",
-        *(row(one, peak_bytes_per_s) for one in rows), ""]
+        *(row(one, asked.model, peak_bytes_per_s) for one in rows), ""]
     return "\n".join([*lines, *(f"- {_verdict([one for one in rows if one.bound_s == bound_s])}"
                                 for bound_s in dict.fromkeys(one.bound_s for one in rows))])
 
