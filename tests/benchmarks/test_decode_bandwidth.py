@@ -13,7 +13,8 @@ from xgpt.core import catalog
 
 def test_a_step_moves_the_weights_once_and_every_entry(tmp_path: Path) -> None:
     model = catalog.model("opt-13b")
-    step = {"kind": "decode", "queries": 100, "context_tokens": 200.0, "start_s": 1.0, "end_s": 1.02}
+    step = {"kind": "decode", "queries": 100, "context_tokens": 200.0, "start_s": 1.0,
+            "end_s": 1.02}
     (tmp_path / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (
         {**step, "kind": "mixed"}, step)))
     (found,) = decode_steps(tmp_path, model, "bfloat16")

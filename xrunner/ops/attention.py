@@ -36,8 +36,8 @@ class Scoring(NamedTuple):
 
 PLAIN = Scoring()
 _NO_WEIGHT = -1e30
-# Of a mean span, from which on torch's flash attention is quicker: on an H200 by 1.4 at 2 ** 29 (256
-# tokens of 4,096 elements); ours, all spans in one launch, by 1.4 at 2 ** 27.3 (128 of 5,120).
+# Of a mean span, from which on torch's flash attention is quicker: on an H200 by 1.4 at 2 ** 29
+# (256 tokens of 4,096 elements); ours, all spans in one launch, by 1.4 at 2 ** 27.3 (128 of 5,120).
 _FLASH_FLOPS = 2**29
 
 
