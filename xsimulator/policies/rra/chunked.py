@@ -11,10 +11,11 @@ as in RRA with N_D = 1 and B_E / N_D queries encoded in each iteration: occupanc
 variances are those. All groups encode in the same rounds. One round of chunks and the e - 1 that
 decode alone after it are a small phase, whose timeline is RRA's (xsimulator.pipeline); where
 chunks come in most rounds, but not in all, the time is that of pairs of rounds and of rounds with
-chunks alone, each in its share.
+chunks alone, each in its share. With fewer queries than groups, others of these encode in each
+round than in the one before: their rounds are run (continuous.in_flight).
 
     throughput = B_E / (K small phases)
-    latency(d) = (chunks of a query - 1) small phases + its last chunk's round
+    latency(d) = (chunks of a query - 1) (iterations between two) rounds + its last chunk's round
                  + floor(d / e) small phases + (d mod e) rounds"""
 
 from collections.abc import Collection, Sequence
@@ -29,6 +30,8 @@ from xsimulator import memory
 from xsimulator.occupancy import QueryFlow
 from xsimulator.pipeline import StageWork, Timeline, sorted_timeline
 from xsimulator.plans import StagePlan
+from xsimulator.policies.continuous.in_flight import intervals
+from xsimulator.policies.continuous.query_sizes import slices
 from xsimulator.policies.measured_range import Presented
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.rra.phase_blocks import LOADS, BlockTable
@@ -43,6 +46,7 @@ from xsimulator.policies.rra.phases import (
 
 ALWAYS = 1.001  # iterations between chunks up to which every round has one
 _SIZES = 16
+_HALVINGS = 16  # of a small phase, in which a quantile lies
 _SCATTER = ndtri((np.arange(_SIZES) + 0.5) / _SIZES)  # equally likely, of a phase's tokens
 
 
@@ -74,6 +78,7 @@ class ChunkLoads(NamedTuple):
     steps: FloatArray  # of a round with chunks: groups that encode or decode
     tokens: FloatArray  # [2, configs] of the largest group's chunk, and of any
     begins: FloatArray  # chunks that a query's encoding takes
+    spacing: FloatArray  # iterations from one chunk of a phase to the next
 
     @property
     def spans(self) -> FloatArray:
@@ -122,6 +127,7 @@ class Chunked:
         # what kind "queries" adds: inputs scatter too, and with them how long encoding takes
         self._away = max(self._seen - flow.mean_iterations, 0.0)
         self._scatter = problem.constraint.kind == "queries"
+        self._input_parts = slices(problem.lengths.inputs) / problem.lengths.inputs.mean
 
     def loads(self, configs: ChunkConfigs, *, is_timed: bool = True) -> ChunkLoads:
         """A phase takes up no more tokens than its chunks hold: the rest of the queries waits.
@@ -152,7 +158,7 @@ class Chunked:
                 rate * every, groups, every, () if is_timed else LOADS), loads=loads,
             group_batch=group_batch, chunks=chunks, every=every, steps=steps,
             tokens=np.stack([np.clip(largest / chunks, of_all, configs.chunk), of_all]),
-            begins=1 + num_cuts / np.maximum(group_batch, 1.0))
+            begins=1 + num_cuts / np.maximum(group_batch, 1.0), spacing=often.mean(axis=0))
 
     def times(self, plan: StagePlan, configs: ChunkConfigs, held: ChunkLoads) -> RoundTimes:
         """A phase is made of chunks and what is decoded after each. A longer pause than in whole
@@ -162,6 +168,13 @@ class Chunked:
         iterations, between = configs.decode_iterations, configs.decode_iterations / held.chunks
         always_s = _timeline(mixed, [(m[None], rest[None]) for m, rest in mixed], kind_of,
                              np.ones(count, np.int64), np.ones((1, count))).period_s / 2
+        few = np.flatnonzero((configs.encode_batch < configs.groups) & (held.every == 1)
+                             & (configs.chunk >= self._tokens.mean)
+                             & (configs.groups <= len(kind_of)))
+        if len(few):
+            seldom_s = self._seldom_s(plan, configs, held, few)
+            always_timed[few] &= np.isfinite(seldom_s)
+            always_s[few] = np.where(np.isfinite(seldom_s), seldom_s, always_s[few])
         phase_s, encode_s = held.chunks * always_s, held.begins * always_s
         decode_s, is_timed = self._seen * always_s, always_timed.copy()
         rows = np.flatnonzero(held.every > 1)
@@ -174,9 +187,9 @@ class Chunked:
             of_pairs = pairs * cycle.cycle_s + single * always_s[order]
             of_cycles = held.chunks[order] * (cycle.cycle_s + (pause - every) * cycle.plain_s)
             phase_s[order] = np.where(pause < 2, of_pairs, of_cycles)
-            small_s = phase_s[order] / held.chunks[order]
-            encode_s[order] = (held.begins[order] - 1) * small_s + cycle.mixed_s
             round_s = phase_s[order] / iterations[order]
+            encode_s[order] = ((held.begins[order] - 1) * held.spacing[order] * round_s
+                               + cycle.mixed_s)
             decode_s[order] = np.where(
                 pause < 2, self._seen * round_s,
                 cycle.seen_s + self._seen * (round_s - cycle.cycle_s / every))
@@ -187,13 +200,33 @@ class Chunked:
     def latency_s(self, configs: ChunkConfigs, held: ChunkLoads, times: RoundTimes) -> FloatArray:
         """[configs] of the latency bound's query."""
         latency_s = times.encode_s + times.decode_s
-        if not self._scatter or self._away <= 0:
+        if not self._scatter:
             return latency_s
+        more, round_s = held.begins - 1, times.phase_s / configs.decode_iterations
         # inputs scatter as well as outputs: standard deviations add by their squares
-        small_s = times.phase_s / held.chunks
-        each = (held.begins - 1) * small_s / self._tokens.mean * self._tokens.std
-        step = self._away * times.phase_s / configs.decode_iterations
-        return np.asarray(latency_s + np.hypot(step, each * _normal(self.problem)) - step)
+        wait_s = more * held.spacing * round_s
+        each = wait_s / self._tokens.mean * self._tokens.std
+        step = max(self._away, 0.0) * round_s
+        scattered_s = np.hypot(step, each * _normal(self.problem)) - step
+        # few are cut into two chunks, and wait for the second as long as for many tokens
+        late_s = self._late_iterations(np.minimum(more, 1.0), held.spacing) * round_s - wait_s
+        return np.asarray(latency_s + np.where(
+            more < 1, late_s, scattered_s if self._away > 0 else 0.0))
+
+    def _late_iterations(self, share: FloatArray, later: FloatArray) -> FloatArray:
+        """[configs] so many iterations beyond the quantile of all is that of all if a `share` of
+        the queries takes `later` more."""
+        outputs, quantile = self.problem.lengths.outputs, self.problem.constraint.quantile
+        places, below = outputs.support.astype(float), np.cumsum(outputs.pmf)
+        begin = np.interp(quantile, below, places)
+        low, high = np.zeros(len(share)), later.copy()
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            known = (1 - share) * np.interp(begin + middle, places, below) + share * np.interp(
+                begin + middle - later, places, below)
+            low, high = np.where(known < quantile, middle, low), np.where(
+                known < quantile, high, middle)
+        return high
 
     def kv_tokens(self, held: ChunkLoads) -> FloatArray:
         """[configs] tokens of KV reserved over all groups, as Rra's: a query is there while it is
@@ -287,6 +320,28 @@ class Chunked:
         seconds = plan.steps.decode_s(held.loads.both, context)
         own = own_steps_s(plan, held.steady, held.loads, [one[1] for one in seconds])
         return np.asarray(own[0, 0])
+
+    def _seldom_s(self, plan: StagePlan, configs: ChunkConfigs, held: ChunkLoads,
+                  rows: IntArray) -> FloatArray:
+        """[rows] a round in which only some groups have a chunk, of a query each, and others than
+        in the round before; nan where the timing source does not answer."""
+        decoding = held.decoding[1, rows]
+        context = np.asarray(held.steady.charged_context(held.loads))[1, 0, rows]
+        share = configs.encode_batch[rows] / configs.groups[rows]
+        parts = self._input_parts[None]
+        tokens = held.tokens[1, rows] * held.steps[rows] / configs.encode_batch[rows]
+        tokens = np.minimum(tokens[:, None] * parts, configs.chunk[rows, None])
+        ended = np.minimum(held.ended[rows] / share, 1.0)[:, None] * np.ones_like(parts)
+        attention = plan.times.encode_attention_s(tokens, 1.0)
+        long = np.stack(plan.steps.mixed_s(tokens, ended, attention, np.broadcast_to(
+            decoding[:, None], tokens.shape), np.broadcast_to(
+                context[:, None], tokens.shape)), axis=-1)
+        short = np.stack(plan.steps.decode_s(decoding, context), axis=-1)
+        is_known = np.asarray(np.isfinite(long).all(axis=(1, 2)) & np.isfinite(short).all(axis=1))
+        seconds = intervals(np.where(is_known[:, None], short, 1.0),
+                            np.where(is_known[:, None, None], long, 1.0), share,
+                            configs.groups[rows].astype(np.int64), plan.steps.kind_of).any_s
+        return np.where(is_known, seconds, np.nan)
 
     def _mixed_s(self, plan: StagePlan, held: ChunkLoads, decoding: FloatArray,
                  batches: PhaseBatches) -> tuple[list[Pair], BoolArray]:

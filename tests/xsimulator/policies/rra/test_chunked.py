@@ -10,6 +10,7 @@ from problems import problem_of, roofline_of
 from representative import some
 
 from xgpt.core.lengths import joint_empirical
+from xsimulator.policies.rra.chunked_form import IDLE
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.replay.job import planned_queries, replay_job
@@ -52,6 +53,34 @@ def test_throughput_latency_and_occupancy_are_the_replays(
     mean_s = result.latency_s[len(inputs) // 4:len(inputs) // 2].mean()
     assert steady.in_system == pytest.approx(steady.throughput_qps * mean_s, rel=0.06)
     assert pool.tokens.max() <= chunk
+
+
+# chunks 86 iterations apart, then 30 to the next phase's: who is cut in two waits for 86; and one
+# group in two that has a chunk, another one in each round: both were 11 to 27 % off
+@pytest.mark.parametrize(("batch", "iterations", "chunk", "groups"), [
+    (25, 116, 2058, 3), (2, 1, 383, 4)])
+def test_long_pauses_and_few_queries_are_the_replays(batch: int, iterations: int, chunk: int,
+                                                     groups: int) -> None:
+    problem = problem_of("opt-13b", lengths="C1", kind="queries", quantile=0.95)
+    timing = roofline_of(problem)
+    found = Rra(problem, timing).estimate(RraConfig(
+        encode_batch=batch, decode_iterations=iterations, decode_micro_batches=groups,
+        encode_chunk=chunk))
+    lengths = problem.lengths.sample(3000, np.random.default_rng(1))
+    result = replay_job(problem, timing, found, planned_queries(problem, *lengths))
+    steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
+    assert steady is not None
+    assert found.figures.throughput_qps == pytest.approx(steady.throughput_qps, rel=0.06)
+    assert found.figures.latency_s == pytest.approx(steady.latency_s, rel=0.08)
+
+
+def test_where_fewer_queries_decode_than_there_are_groups_the_estimate_says_so() -> None:
+    problem = problem_of("opt-13b", lengths="C1")
+    rra = Rra(problem, roofline_of(problem))
+    few, many = (rra.estimate(RraConfig(encode_batch=batch, decode_iterations=140, encode_chunk=43,
+                                        decode_micro_batches=4)) for batch in (2, 40))
+    assert few.figures.decode_batch < 4 < many.figures.decode_batch
+    assert IDLE in few.notes and IDLE not in many.notes
 
 
 def test_decoding_queries_are_those_of_littles_law_whatever_the_phase() -> None:
