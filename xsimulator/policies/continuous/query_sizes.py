@@ -2,7 +2,7 @@
 those that it encodes together."""
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -98,8 +98,7 @@ class QuerySizes:
         place = np.arange(SIZES) - first  # among them
         few = number * (self._tokens_below(whole, (place + 1) / number)
                         - self._tokens_below(whole, place / number))
-        scores = np.random.default_rng(_SEED).permutation(normal_scores())
-        many = counts * inputs.mean + np.sqrt(counts) * inputs.std * scores
+        many = counts * inputs.mean + np.sqrt(counts) * inputs.std * _mixed_scores()
         tokens = np.where(counts > _COLUMNS, np.maximum(many, counts), few)
         wanted = counts.mean(axis=-1) * inputs.mean
         return np.asarray(tokens * (wanted / tokens.mean(axis=-1))[..., None])
@@ -111,9 +110,15 @@ class QuerySizes:
         return np.asarray(here + (there - here) * (share * SIZES - low))
 
 
+@cache
 def normal_scores() -> FloatArray:
-    """The values [SIZES] of a standard normal are equally likely."""
+    """The values [SIZES] of a standard normal are equally likely; not to be written to."""
     return ndtri((np.arange(SIZES) + 0.5) / SIZES)
+
+
+@cache
+def _mixed_scores() -> FloatArray:
+    return np.random.default_rng(_SEED).permutation(normal_scores())
 
 
 def slices(lengths: Lengths) -> FloatArray:

@@ -8,6 +8,7 @@ from itertools import count
 import numpy as np
 
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
+from xsimulator.policies.continuous.native import native
 from xsimulator.policies.continuous.paged_walk import Walk, WalkedQueries, walk
 
 _SCALARS = ("running", "again", "evicted", "evictions", "chunks", "share")
@@ -114,10 +115,11 @@ class WalkTable:
             self._rows, np.concatenate([*columns, *vectors], axis=1)])
 
     def _with_next(self, keys: list[int], stride: int) -> IntArray:
-        """The points that are missing, with those of the numbers of slots beside theirs, which are
-        likely to be asked for next: a few more cost next to nothing. `stride` of keys from one
-        number of slots to the next."""
-        beside = {key + step * stride for key in keys for step in (-1, 0, 1)}
+        """The points that are missing; where arrays walk, with those of the numbers of slots beside
+        theirs, which are likely to be asked for next: there a few more cost next to nothing.
+        `stride` of keys from one number of slots to the next."""
+        steps = (-1, 0, 1) if native() is None else (0,)
+        beside = {key + step * stride for key in keys for step in steps}
         most = len(self._slots) * stride
         return np.array(sorted(key for key in beside if 0 <= key < most
                                and key not in self._row_of), np.int64)

@@ -11,7 +11,7 @@ import pytest
 from xgpt.core.lengths import FloatArray
 from xrunner.ops.build import BuildError, find_compiler
 from xsimulator import step_table
-from xsimulator.policies.continuous import in_flight, native, paged_walk
+from xsimulator.policies.continuous import in_flight, native, paged_walk, walk_table
 from xsimulator.policies.continuous.paged_walk import STEPS, Walk, WalkedQueries, walk
 from xsimulator.policies.waa import unevenness
 from xsimulator.replay import stage_line
@@ -162,3 +162,21 @@ def test_step_times_out_of_tables_are_the_same_to_the_bit(monkeypatch):
         for one, other in zip(quick, by_arrays, strict=True):
             np.testing.assert_array_equal(one, other)
     assert np.isinf(found[0][2]).any(), "else nothing was refused"
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+def test_what_is_walked_natively_is_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrays walk the numbers of slots beside these as well; what is found is the same."""
+    sizes = np.arange(10.0, 74.0)
+    queries = WalkedQueries(iterations=40.0, held=90.0, input_sizes=sizes, last_sizes=2 * sizes,
+                            is_chunked=False)
+    given = [np.full(1, value) for value in (20.0, 1e4, 512.0, 1.0)]
+    found, walked = [], []
+    for one in (native.native(), None):
+        monkeypatch.setattr(walk_table, "native", lambda one=one: one)
+        table = walk_table.WalkTable(queries, 16)
+        found.append(table(*given))
+        walked.append(len(table._rows))
+    assert walked[0] == 2 < walked[1]
+    for name in Walk.__slots__:
+        np.testing.assert_array_equal(getattr(found[0], name), getattr(found[1], name))
