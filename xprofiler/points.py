@@ -71,6 +71,7 @@ class Needs:
     context_tokens: int = 520
     queries: int = 130
     tokens: int = 2080  # of one encode step
+    moves_rows: bool = True  # queries that end leave holes in rows, which others' rows fill
 
     def within(self, model: ModelSpec) -> Needs:
         """Cut to the positions the model has."""
@@ -94,8 +95,9 @@ def skeleton(model: ModelSpec, needs: Needs) -> list[Point]:
     # a query's share of a batch, against its time alone, rises slowly to one
     points += [Point(encode, length, _TOGETHER) for length in lengths
                if length in (5, 20, 64, 192, lengths[-1]) and length * _TOGETHER <= needs.tokens]
-    points += [Point(Kind.COMPACTION, rows, tokens) for rows in (1, 5)
-               for tokens in sorted({contexts[0], contexts[-1]})]
+    if needs.moves_rows:
+        points += [Point(Kind.COMPACTION, rows, tokens) for rows in (1, 5)
+                   for tokens in sorted({contexts[0], contexts[-1]})]
     if not model.is_encoder_decoder:
         points += [Point(Kind.REST, rows) for rows in _ladder((75, 260, 700, 2080), needs.tokens)]
     return points
@@ -146,7 +148,8 @@ def sizes_in(profile: Profile, degree: int) -> Needs | None:
     return Needs(
         input_tokens=int(max(p.x for p in encode)),
         context_tokens=int(max(p.y for p in decode)), queries=int(max(p.x for p in decode)),
-        tokens=int(max(*(p.x for p in rows), *(p.x * p.y for p in encode))))
+        tokens=int(max(*(p.x for p in rows), *(p.x * p.y for p in encode))),
+        moves_rows=bool(profile.table(Operator.KV_COMPACTION.value, degree)))
 
 
 def left_out(profile: Profile, degree: int) -> list[Point]:

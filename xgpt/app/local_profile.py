@@ -100,7 +100,7 @@ def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = N
     if not possible or fixed in refused:
         raise InputError([Mistake(file=str(job.source), line=None, key="tensor-parallel degree",
                                   value=d, allowed=why) for d, why in refused.items()])
-    needs = needs_of(problem)
+    needs = needs_of(problem, job.run.kv_layout)
     return WantedProfile(metadata=profile_metadata(job, problem), model=problem.model,
                          needs=needs, own=own_sizes(problem, needs), degrees=possible,
                          refused=refused,

@@ -34,8 +34,9 @@ def share_of(problem: Problem, engine: Engine) -> float:
     return _BOUNDED_SHARE if is_bounded else SHARE
 
 
-def needs_of(problem: Problem) -> Needs:
-    """The job's own sizes where they are larger than usual ones."""
+def needs_of(problem: Problem, kv_layout: str = "auto") -> Needs:
+    """The job's own sizes where they are larger than usual ones. `kv_layout`: the job's wish; what
+    lies in blocks, as it does on GPUs by default, is copied for nobody."""
     usual = Needs() if problem.cluster.device.kind == "cpu" else _GPU_NEEDS
     inputs, outputs = problem.lengths.inputs.max, problem.lengths.outputs.max
     context = max(usual.context_tokens, inputs + max(outputs, problem.default_max_tokens))
@@ -44,7 +45,9 @@ def needs_of(problem: Problem) -> Needs:
     room = problem.cluster.device.memory_bytes // _KV_SHARE // per_query
     return Needs(input_tokens=max(usual.input_tokens, inputs), context_tokens=context,
                  queries=max(min(usual.queries, room), _LEAST_QUERIES),
-                 tokens=max(usual.tokens, inputs)).within(problem.model)
+                 tokens=max(usual.tokens, inputs),
+                 moves_rows=kv_layout == "rows" or problem.model.is_encoder_decoder or (
+                     problem.cluster.device.kind == "cpu")).within(problem.model)
 
 
 def own_sizes(problem: Problem, usual: Needs) -> Needs:

@@ -84,8 +84,8 @@ class MeasureRequest:
     model: dict[str, Any]
     refused: dict[str, str]
     degrees: list[int]
-    needs: dict[str, int]
-    own: dict[str, int]  # sizes of the job itself
+    needs: dict[str, Any]
+    own: dict[str, Any]  # sizes of the job itself
     is_quick: bool  # the points of a quick profile, each as briefly as will do
     # Seconds of measuring after which the skeleton's points, and then those between them, are left
     # for another session; those of earlier sessions count.

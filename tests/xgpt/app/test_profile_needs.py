@@ -1,0 +1,34 @@
+"""What a profile is to cover for a job."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from problems import problem_of
+
+from xgpt.app.profile_needs import needs_of
+from xprofiler.points import Kind, skeleton
+
+
+@pytest.mark.parametrize(("model", "kv_layout", "kind", "moves"), [
+    ("opt-13b", "auto", "gpu", False), ("opt-13b", "blocks", "gpu", False),
+    ("opt-13b", "rows", "gpu", True), ("t5-11b", "auto", "gpu", True),
+    ("opt-13b", "auto", "cpu", True)])
+def test_copies_of_rows_are_timed_where_rows_are_copied(model: str, kv_layout: str, kind: str,
+                                                        moves: bool) -> None:
+    problem = problem_of(model, "a40-4", "S")
+    cluster = problem.cluster
+    device = replace(cluster.device, kind=kind)
+    problem = replace(problem, cluster=replace(
+        cluster, groups=(replace(cluster.only, device=device),)))
+    needs = needs_of(problem, kv_layout)
+    points = skeleton(problem.model, needs)
+    assert needs.moves_rows == moves == any(p.kind is Kind.COMPACTION for p in points)
+
+
+def test_a_gpu_s_batches_are_no_larger_than_what_is_captured() -> None:
+    needs = needs_of(problem_of("opt-1.3b", "a40-4", "S"))
+    assert needs.queries == 500 and max(
+        p.x for p in skeleton(problem_of("opt-1.3b", "a40-4", "S").model, needs)
+        if p.kind is Kind.DECODE) == 500
