@@ -47,6 +47,7 @@ _ATTENTION = frozenset({Operator.ENCODE_ATTENTION, Operator.DECODE_ATTENTION,
 _LIKE = {Operator.ENCODER_REST: Operator.LAYER_REST, Operator.CROSS_KV: Operator.LAYER_REST,
          Operator.CROSS_ATTENTION: Operator.DECODE_ATTENTION}
 _FURTHER = (Operator.EMBED, Operator.KV_COMPACTION)  # tables besides those that have a shape
+_TIMED = (*(SHAPED - {Operator.DECODE_REST}), *_FURTHER)  # of cores, which capture no steps
 # Of a profile, what must be the same for its costs to be of the same machine and code.
 _SAME = ("device", "dtype", "weight_dtype", "kernels", "libraries", "is_padded", "nodes")
 
@@ -92,7 +93,7 @@ def known_by_peaks(peaks: Peaks, metadata: ProfileMetadata) -> Known:
     """What the machine's peaks tell of a single rank."""
     byte_s = DTYPE_BYTES[metadata.dtype] / (_BANDWIDTH_SHARE * peaks.bandwidth_bytes_per_s)
     costs = {}
-    for operator in (*SHAPED, *_FURTHER):
+    for operator in _TIMED:
         reached = _ATTENTION_SHARE if operator in _ATTENTION else _PRODUCTS_SHARE
         each = [_EACH_S] if len(_none(operator)) == 4 else []
         is_little = operator in _ATTENTION or operator in _FURTHER
@@ -110,7 +111,7 @@ def estimated(known: Known, model: ModelSpec, metadata: ProfileMetadata, needs: 
     tables: dict[TableKey, tuple[Sample, ...]] = dict(known.messages)
     tables[TableKey(STEP_OVERHEAD)] = (Sample(x=0, samples_s=(known.overhead_s,)),)
     for degree in degrees:
-        for operator in (*SHAPED, *_FURTHER):
+        for operator in _TIMED:
             where = sorted(_places(points, operator), key=lambda place: place[::-1])
             if not where:
                 continue
@@ -128,7 +129,7 @@ def estimated(known: Known, model: ModelSpec, metadata: ProfileMetadata, needs: 
                    model=model)
 
 
-_OPERATORS = {operator.value: operator for operator in (*SHAPED, *_FURTHER)}
+_OPERATORS = {operator.value: operator for operator in _TIMED}
 
 
 def _fitted(profile: Profile, operator: Operator, degree: int,

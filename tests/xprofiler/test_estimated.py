@@ -55,6 +55,7 @@ def test_what_is_of_the_rooflines_shape_is_found_again_of_another_model(
             [p.median_s for p in points], rel=0.15)
     assert found.metadata.origin == f"estimated like {source.name}"
     assert ProfileTiming(found).common_error == ESTIMATED_LIKE_ERROR
+    assert not ProfileTiming(found).facts.captured_degrees, "cores capture no steps"
     assert not coarse_words(found), "no points of it were left out, none were measured"
 
 
