@@ -85,7 +85,7 @@ class ContinuousSpace:
         self.active = (1, most) if given is None else (given, given)
         # by latency bound: the floor, and what `limits` says above it
         self._known_limits: dict[float, tuple[float, FloatArray, FloatArray]] = {}
-        budgets = self._budgets()
+        budgets = self._budgets = _budgets_of(self.form)
         self.num_budgets = len(budgets)  # lines of each plan, one after the other
         self.lines = [_Line(plan, *own) for plan in range(len(plans)) for own in budgets]
         self._plan_of = np.repeat(np.arange(len(plans)), len(budgets))
@@ -159,7 +159,7 @@ class ContinuousSpace:
         return float(self._known.evaluate([self.config(tight.plan, tight.point)]).present[0])
 
     def easiest(self) -> list[Tight]:
-        budgets = sorted({budget for budget, _, _ in self._budgets()})
+        budgets = sorted({budget for budget, _, _ in self._budgets})
         budgets = budgets[len(budgets) // 2::max(len(budgets) // 4, 1)]
         keys = [(plan, min(max(active, self.active[0]), self.active[1]), budget)
                 for plan, own in enumerate(self.plans) for budget in budgets
@@ -176,20 +176,10 @@ class ContinuousSpace:
         np.maximum.at(best, [line.plan for line in self.lines], limit)
         plans = np.argsort(-best, kind="stable")[:SELECTED_PLANS].tolist()
         sizes = spread_sizes(num_queries, self.problem.fixed.max_active, set())
-        budgets = [budget for budget, _, _ in self._budgets()][::2]
+        budgets = [budget for budget, _, _ in self._budgets][::2]
         return Selection(closed_form=self.form, configs=[
             self.config(plan, (size, budget)) for plan in plans for budget in budgets
             for size in sizes])
-
-    def _budgets(self) -> list[tuple[int, int, int]]:
-        """(token budget, and the least and most of its range)."""
-        nodes = self.form.filling.budgets
-        if nodes == (0,):
-            return [(0, 0, 0)]
-        if (given := self.problem.fixed.token_budget) is not None:
-            return [(given, given, given)]
-        return [(node, 1 if place == 0 else node, up - 1) for place, (node, up) in enumerate(
-            zip(nodes, (*nodes[1:], MOST_BUDGET), strict=True))]
 
 
 class ContinuousExaminer:
@@ -347,6 +337,17 @@ class ContinuousExaminer:
         best, limit = top or self._candidate(box.root), float(self._limit[box.root])
         return NodeResult(upper_bound=limit, best=best, box=box,
                           reason="bounded by the least work of a query")
+
+
+def _budgets_of(form: Continuous) -> list[tuple[int, int, int]]:
+    """(token budget, and the least and most of its range)."""
+    nodes = form.filling.budgets
+    if nodes == (0,):
+        return [(0, 0, 0)]
+    if (given := form.problem.fixed.token_budget) is not None:
+        return [(given, given, given)]
+    return [(node, 1 if place == 0 else node, up - 1) for place, (node, up) in enumerate(
+        zip(nodes, (*nodes[1:], MOST_BUDGET), strict=True))]
 
 
 def _limits_of_plan(space: ContinuousSpace, plan: int) -> PlanLimits:
