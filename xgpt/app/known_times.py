@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from xgpt.app.local_profile import WantedProfile, alone
@@ -37,10 +38,9 @@ def known_times(wanted: WantedProfile, tell: Teller, device: Device) -> Profile 
         return None
     profile = _kept(wanted, folder)
     if profile is None:
-        known = next(_known_by_profiles(wanted, folder), None) or _known_by_peaks(
-            wanted, tell, folder, device)
-        profile = known and estimated(known, wanted.model, wanted.metadata, wanted.needs,
-                                      wanted.own, wanted.degrees)
+        profile = next(filter(None, (_estimated(wanted, known) for known in chain(
+            _known_by_profiles(wanted, folder),
+            _known_by_peaks(wanted, tell, folder, device)))), None)
     if profile is None or is_worth_measuring(wanted, profile):
         return None
     save_profile(profile, cached_profile_path(folder, profile.metadata))
@@ -114,24 +114,30 @@ def _known_by_profiles(wanted: WantedProfile, folder: Path) -> Iterator[Known]:
             yield known
 
 
+def _estimated(wanted: WantedProfile, known: Known) -> Profile | None:
+    """None where that does not say enough."""
+    return estimated(known, wanted.model, wanted.metadata, wanted.needs, wanted.own,
+                     wanted.degrees)
+
+
 def _known_by_peaks(wanted: WantedProfile, tell: Teller, folder: Path,
-                    device: Device) -> Known | None:
-    """By what the machine does at most, which is measured once."""
+                    device: Device) -> Iterator[Known]:
+    """By what the machine does at most, which is measured once; nothing of several ranks."""
     of = wanted.metadata
     if of.ranks > 1:
-        return None
+        return
     name = name_of(of)
     peaks = kept_peaks(folder, name)
     if peaks is None:
-        rough = estimated(known_by_peaks(Peaks(
+        rough = _estimated(wanted, known_by_peaks(Peaks(
             flops_per_s=device.peak_flops_per_s(of.dtype), source=device.name,
-            bandwidth_bytes_per_s=device.bandwidth_bytes_per_s), of),
-            wanted.model, of, wanted.needs, wanted.own, wanted.degrees)
+            bandwidth_bytes_per_s=device.bandwidth_bytes_per_s), of))
         if rough is None or wanted.share * _job_s(wanted, rough) > _FAR * measuring_cost_s(wanted):
-            return None
+            return
         _calibrate(wanted, tell, folder, name)
         peaks = kept_peaks(folder, name)
-    return None if peaks is None else known_by_peaks(peaks, of)
+    if peaks is not None:
+        yield known_by_peaks(peaks, of)
 
 
 def _calibrate(wanted: WantedProfile, tell: Teller, folder: Path, name: str) -> None:

@@ -145,6 +145,17 @@ def test_other_models_tell_more_than_peaks(tmp_path: Path, machine: Machine) -> 
         app.expected_s(truth, own.model, own.job, ranks=1, degree=1), rel=0.5)
 
 
+def test_a_profile_that_says_too_little_is_passed_over(tmp_path: Path, machine: Machine) -> None:
+    plan_job(job_of(tmp_path, model="opt-125m", count=200_000))
+    (path,) = machine.folder.glob("float32-*.json")
+    profile = load_profile(path)
+    save_profile(replace(profile, tables={
+        key: points for key, points in profile.tables.items() if key.name != "head"}), path)
+    found = plan_job(job_of(tmp_path))
+    assert (machine.profiled, machine.calibrated) == (1, 1)
+    assert "estimated from this machine's peaks" in found.timing.provenance()
+
+
 def test_of_several_ranks_nothing_is_known_without_their_messages(
         tmp_path: Path, machine: Machine) -> None:
     plan_job(job_of(tmp_path, count=200_000, model="opt-125m"))  # on one rank
