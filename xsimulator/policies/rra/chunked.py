@@ -209,24 +209,10 @@ class Chunked:
         step = max(self._away, 0.0) * round_s
         scattered_s = np.hypot(step, each * _normal(self.problem)) - step
         # few are cut into two chunks, and wait for the second as long as for many tokens
-        late_s = self._late_iterations(np.minimum(more, 1.0), held.spacing) * round_s - wait_s
+        late_s = _late_iterations(
+            self.problem, np.minimum(more, 1.0), held.spacing) * round_s - wait_s
         return np.asarray(latency_s + np.where(
             more < 1, late_s, scattered_s if self._away > 0 else 0.0))
-
-    def _late_iterations(self, share: FloatArray, later: FloatArray) -> FloatArray:
-        """[configs] so many iterations beyond the quantile of all is that of all if a `share` of
-        the queries takes `later` more."""
-        outputs, quantile = self.problem.lengths.outputs, self.problem.constraint.quantile
-        places, below = outputs.support.astype(float), np.cumsum(outputs.pmf)
-        begin = np.interp(quantile, below, places)
-        low, high = np.zeros(len(share)), later.copy()
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            known = (1 - share) * np.interp(begin + middle, places, below) + share * np.interp(
-                begin + middle - later, places, below)
-            low, high = np.where(known < quantile, middle, low), np.where(
-                known < quantile, high, middle)
-        return high
 
     def kv_tokens(self, held: ChunkLoads) -> FloatArray:
         """[configs] tokens of KV reserved over all groups, as Rra's: a query is there while it is
@@ -362,6 +348,22 @@ class Chunked:
             np.stack([decoding[1] + part * queries, decoding[1]]),
             context[:, last, np.arange(len(last))])
         return slowest_and_rest(seconds, held.steps)
+
+
+def _late_iterations(problem: Problem, share: FloatArray, later: FloatArray) -> FloatArray:
+    """[configs] so many iterations beyond the quantile of all is that of all if a `share` of
+    the queries takes `later` more."""
+    outputs, quantile = problem.lengths.outputs, problem.constraint.quantile
+    places, below = outputs.support.astype(float), np.cumsum(outputs.pmf)
+    begin = np.interp(quantile, below, places)
+    low, high = np.zeros(len(share)), later.copy()
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        known = (1 - share) * np.interp(begin + middle, places, below) + share * np.interp(
+            begin + middle - later, places, below)
+        low, high = np.where(known < quantile, middle, low), np.where(
+            known < quantile, high, middle)
+    return high
 
 
 def _timeline(mixed: Sequence[Pair], plain: Sequence[Pair], kind_of: Sequence[int],
