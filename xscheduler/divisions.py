@@ -91,7 +91,7 @@ class Divider:
         problems = [looked.planner.problem for looked, _ in self.search.gone_over[key]]
         narrower = dict.fromkeys([
             *(left_out(one) for one in problems if one.cluster.num_nodes > 1),
-            *map(climbed_alone, problems)])
+            climbed_alone(self.problem)])
         schedule = self._divided(schedule, key)
         return schedule.changed(covers="; ".join(filter(None, (schedule.proof.covers, *narrower))))
 

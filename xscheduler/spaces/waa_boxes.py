@@ -21,7 +21,7 @@ GROUPS_PER_STAGE = 2  # at most
 # Whose chunks are bounded where both ways of dividing devices are searched, and whose are not.
 CHUNKED, SECOND = "waa-m", "waa-c"
 # Tokens of a chunk. Between two of them encode_batch says what decodes.
-CHUNKS = (32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+CHUNKS = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 
 Ranges = tuple[tuple[int, int], tuple[int, int]]  # of encode_batch, decode_micro_batches
 

@@ -120,6 +120,22 @@ def test_what_is_climbed_to_is_chosen_where_it_has_most() -> None:
     assert found.figures.throughput_qps > 1.02 * alone.figures.throughput_qps
 
 
+def test_chunks_of_few_tokens_fill_what_a_bound_leaves() -> None:
+    """13B on five A100: beside a group that decodes there is room for some tokens, not for 32."""
+    cluster = uniform_cluster(
+        name="1 x 5 A100", device=catalog.device("A100-80"), num_nodes=1, devices_per_node=5,
+        intra_link=catalog.link("nvlink3"), inter_link=catalog.link("ib-400g"))
+    problem = replace(
+        problem_of(lengths="C2", latency_s=16.7), cluster=cluster, num_queries=None,
+        fixed=FixedSchedule(policies=("waa-m",), tp_degree=4, tp_gpus=4))
+    found = Scheduler(problem, roofline_of(problem)).find(compares=False)
+    assert 0 < (found.estimate.variables["encode_chunk"] or 0) < 32
+    for chunk in (0, 32):
+        fixed = replace(problem.fixed, encode_chunk=chunk)
+        other = Scheduler(replace(problem, fixed=fixed), roofline_of(problem)).find(compares=False)
+        assert found.figures.throughput_qps > 1.02 * other.figures.throughput_qps
+
+
 def test_of_points_their_own_division_says_what_they_have_at_most() -> None:
     problem = problem_of(lengths="S")
     timing = roofline_of(problem)
