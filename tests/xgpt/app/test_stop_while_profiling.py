@@ -68,6 +68,6 @@ def test_who_waits_for_another_that_measures_stops_too(wanted: WantedProfile,
                                                        tmp_path: Path) -> None:
     StopRequest(wanted.output).make_by_user()
     cache = tmp_path / "cache" / "xgpt" / "profiles"
-    with output_lock(wanted.output), module._alone(cache, wanted.output, LogTeller()), (
+    with output_lock(wanted.output), module.alone(cache, wanted.output, LogTeller()), (
             pytest.raises(StoppedEarly, match="before its profile was measured")):
         local_profile(wanted, LogTeller())
