@@ -26,7 +26,7 @@ from xsimulator.allocation import StageCost, allocate, pool_layers, refuse_plan,
 from xsimulator.convex_steps import ConvexSteps
 from xsimulator.layer_times import LayerTimes
 from xsimulator.stage_times import StageKinds, StageTimes, at_least, stage_kinds
-from xsimulator.step_table import StepTable
+from xsimulator.step_table import KeptNodes, StepTable
 
 REFERENCE_ENCODE_QUERIES = 8
 REFERENCE_DECODE_QUERIES = 32
@@ -48,17 +48,23 @@ class StagePlan:
     @cached_property
     def steps(self) -> StepTable:
         """The table of its step times."""
-        return StepTable(self.times)
+        return StepTable(self.times, kept=self._at_nodes)
 
     @cached_property
     def least_steps(self) -> StepTable:
         """A table of lower bounds of them."""
-        return StepTable(at_least(self.times), lowered=True)
+        times = at_least(self.times)
+        return StepTable(times, lowered=True,
+                         kept=self._at_nodes if times is self.times else None)
 
     @cached_property
     def convex_steps(self) -> ConvexSteps:
         """What steps of any mix of sizes take in the mean, at least."""
         return ConvexSteps(self.least_steps)
+
+    @cached_property
+    def _at_nodes(self) -> KeptNodes:
+        return KeptNodes({}, {}, {})
 
     @cached_property
     def layers_of_kinds(self) -> list[float]:

@@ -8,6 +8,7 @@ was either slower for one of them or not exact for the other."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,11 +29,13 @@ class SizeTable:
     """Seconds [sizes..., columns] of one size, as a table over nodes that divide each octave
     evenly, so that a line stays one; it grows as larger sizes are asked for. Where a node is
     infinite (refused) the function itself answers. `lowered`: its envelope instead, a lower bound
-    (xsimulator.envelope)."""
+    (xsimulator.envelope). `kept`: what the function says at the nodes, by their number, which
+    tables of one function may share."""
 
-    def __init__(self, function: Callable[[FloatArray], FloatArray], *,
-                 lowered: bool = False) -> None:
+    def __init__(self, function: Callable[[FloatArray], FloatArray], *, lowered: bool = False,
+                 kept: dict[int, FloatArray] | None = None) -> None:
         self._function, self._lowered = function, lowered
+        self._kept = {} if kept is None else kept
         self.nodes = self.rises = np.empty((0, 0))  # [columns, nodes]
         self._at = 0, 0  # addresses of both
         self.is_finite = True
@@ -84,7 +87,9 @@ class SizeTable:
 
     def _extend(self, count: int) -> None:
         sizes = _node_sizes(count)
-        nodes = np.moveaxis(self._function(sizes), -1, 0)
+        if count not in self._kept:
+            self._kept[count] = np.moveaxis(self._function(sizes), -1, 0)
+        nodes = self._kept[count]
         if self._lowered:
             nodes = rising_minorant(sizes, nodes)
         self.is_finite = bool(np.isfinite(nodes).all())
@@ -104,11 +109,21 @@ def _node_sizes(count: int) -> FloatArray:
     return sizes
 
 
+class KeptNodes(NamedTuple):
+    """Of the tables of a StepTable, by the number of nodes."""
+
+    encode: dict[int, FloatArray]
+    decode: dict[int, FloatArray]
+    ends: dict[int, FloatArray]
+
+
 class StepTable:
     """Encode and decode step times of one plan. The stages of a `kind` have the same layers, degree
-    and ends; results have one entry a kind. `lowered`: tables of one size are lower bounds."""
+    and ends; results have one entry a kind. `lowered`: tables of one size are lower bounds.
+    `kept`: what the times are at the nodes, which tables of the same times may share."""
 
-    def __init__(self, times: StageTimes, *, lowered: bool = False) -> None:
+    def __init__(self, times: StageTimes, *, lowered: bool = False,
+                 kept: KeptNodes | None = None) -> None:
         every, times, _ = stage_kinds(times)
         self._times = times
         kind_of, of_kind = _kinds(times)
@@ -119,10 +134,11 @@ class StepTable:
         # [kinds] layers that decoding, and attention of encoding, runs through
         self.layers = (times.decoder_layers[of_kind], times.encode_layers[of_kind])
         self._last = self.kind_of[-1]  # no other stage is of the last one's kind: it has the head
+        kept = kept or KeptNodes({}, {}, {})
         self.encode_rows = SizeTable(lambda n: times.encode_rows_s(n)[..., self._stage_of],
-                                      lowered=lowered)
-        self.decode_rows = SizeTable(self._decode_rows_s, lowered=lowered)
-        self.ends = SizeTable(lambda n: times.ends_s(n)[..., None], lowered=lowered)
+                                      lowered=lowered, kept=kept.encode)
+        self.decode_rows = SizeTable(self._decode_rows_s, lowered=lowered, kept=kept.decode)
+        self.ends = SizeTable(lambda n: times.ends_s(n)[..., None], lowered=lowered, kept=kept.ends)
 
     def rows_s(self, tokens: FloatArray) -> FloatArray:
         """[kinds, *tokens.shape] of encode steps: all but attention and `head_s`."""
