@@ -9,7 +9,7 @@ from xgpt.core.lengths import IntArray
 from xgpt.core.policies import searched_policies
 from xgpt.core.problem import Problem
 from xscheduler.branch_and_bound import Box
-from xscheduler.spaces.tensor_plans import even_parts
+from xscheduler.spaces.tensor_plans import batch_range, even_parts
 from xsimulator.policies.waa.bounds import WaaBounds
 from xsimulator.policies.waa.config import WaaBoxes
 from xsimulator.policies.waa.plans import WaaPlans
@@ -108,6 +108,12 @@ def largest_batch(bounds: WaaBounds, split: WaaPlans, largest: int) -> int:
         low = int(max(tried[fits], default=low))
         high = int(min(tried[~fits], default=high))
     return low
+
+
+def ranges_of(problem: Problem, bounds: WaaBounds, split: WaaPlans) -> Ranges:
+    """Least and largest encode_batch and decode_micro_batches under a tensor plan."""
+    least, largest = batch_range(problem.fixed, problem.num_queries)
+    return (least, max(largest_batch(bounds, split, largest), least)), group_range(problem, split)
 
 
 def chunks_of(name: str, problem: Problem) -> tuple[int, ...]:

@@ -6,23 +6,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from xgpt.core.lengths import FloatArray
-from xgpt.core.problem import Problem
 from xscheduler.admissible import Limit
 from xscheduler.branch_and_bound import Box, Candidate
-from xscheduler.spaces.tensor_plans import batch_range
-from xscheduler.spaces.waa_boxes import CHUNKS, Ranges, group_range, largest_batch
-from xsimulator.policies.waa.bounds import WaaBounds
+from xscheduler.spaces.waa_boxes import CHUNKS, Ranges
+from xscheduler.spaces.waa_points import WaaPoints
 from xsimulator.policies.waa.closed_form import Waa
 from xsimulator.policies.waa.config import WaaBoxes
-from xsimulator.policies.waa.plans import WaaPlans
-
-if TYPE_CHECKING:
-    from xscheduler.spaces.waa import WaaSpace
 
 GRID_GROUPS, GRID_CHUNKS = 5, 2  # numbers of groups that a climb begins from, and of how many
 # sizes of chunks one
@@ -111,7 +105,7 @@ class Climber(NamedTuple):
         return own, key
 
 
-def climbed(space: WaaSpace, latency_bound_s: float, floor_qps: float,
+def climbed(space: WaaPoints, latency_bound_s: float, floor_qps: float,
             gap: float) -> tuple[float, Key] | None:
     """(throughput, what has it) of the best with chunks that a climb finds in a space within the
     bound, if that is more than the floor and the best of any box that is known; from tensor plans
@@ -167,12 +161,6 @@ def candidate_in(roots: Sequence[Box], plan_of_root: Sequence[int], chunks: Sequ
                  for box, own in zip(roots, plan_of_root, strict=True)
                  if own == plan and all(low <= value <= up for low, value, up in zip(
                      box.lower, place, box.upper, strict=True))), None)
-
-
-def ranges_of(problem: Problem, bounds: WaaBounds, split: WaaPlans) -> Ranges:
-    """Least and largest encode_batch and decode_micro_batches under a tensor plan."""
-    least, largest = batch_range(problem.fixed, problem.num_queries)
-    return (least, max(largest_batch(bounds, split, largest), least)), group_range(problem, split)
 
 
 def least_modest(waa: Waa, groups: int, chunk: int) -> int:

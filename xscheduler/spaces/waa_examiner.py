@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,10 +14,8 @@ from xscheduler.admissible import Limit, beyond_range
 from xscheduler.branch_and_bound import Box, Candidate, NodeResult
 from xscheduler.spaces.waa_boxes import FEW_POINTS, corners_of, grid, points_of
 from xscheduler.spaces.waa_climb import MOST_CLIMBED, candidate_in, climbed
+from xscheduler.spaces.waa_points import WaaPoints
 from xsimulator.policies.waa.bounds import BoxBounds
-
-if TYPE_CHECKING:
-    from xscheduler.spaces.waa import WaaSpace
 
 SIDE_PARTS = 3  # into which either side of a box is split
 CHUNK_PARTS = (2, 2, 2)  # and of a box of several chunk sizes
@@ -32,7 +29,7 @@ IMMODEST = "chunks hold more than is encoded in an iteration"  # why a box is no
 class WaaExaminer:
     """Examines boxes under one latency bound."""
 
-    def __init__(self, space: WaaSpace, latency_bound_s: float, *, gap: float,
+    def __init__(self, space: WaaPoints, latency_bound_s: float, *, gap: float,
                  floor_qps: float) -> None:
         """`floor_qps`: throughput found elsewhere; what is no better is not looked into."""
         self._space, self._bound_s, self._gap = space, latency_bound_s, gap

@@ -102,7 +102,7 @@ class WaaBounds:
         even = self.waa.memory.evenly(split.encode_devices, boxes.least.astype(float),
                                       np.ceil(0.5 * boxes.least))
         fits = even <= self.waa.capacity_bytes  # [counts of encode devices, boxes]
-        quick = np.where(fits, self._quick_by_division(split, boxes, latency_bound_s), 0.0)
+        quick = np.where(fits, self.quick_by_division(split, boxes, latency_bound_s), 0.0)
         most_quick = quick.max(axis=0)
         is_low = fits.any(axis=0) & (most_quick <= worth_qps)
         limit[is_low] = most_quick[is_low]
@@ -162,7 +162,7 @@ class WaaBounds:
         """What is held at least, with half a batch in the decode pool."""
         return self.waa.memory.sizes(boxes.easiest, np.ceil(0.5 * boxes.least))
 
-    def _quick_by_division(self, split: WaaPlans, boxes: WaaBoxes,
+    def quick_by_division(self, split: WaaPlans, boxes: WaaBoxes,
                            latency_bound_s: float) -> FloatArray:
         """No throughput_qps [counts of encode devices, boxes] is higher: each stage's share of the
         layers takes it no longer than the time between two queries, and the shares are all of
@@ -214,18 +214,6 @@ class WaaBounds:
         decoded, encoded, step = (part.reshape(rows.shape) for part in (decoded, encoded, step))
         limit = (stages[:, None] + sent_qps * encoded) / (decoded + encoded)
         return np.asarray(np.minimum(np.maximum(limit, sent_qps), decoding / (iterations * step)))
-
-    def of_points(self, split: WaaPlans, configs: WaaConfigs,
-                  latency_bound_s: float) -> FloatArray:
-        """None of the configurations has a higher throughput_qps: by its division, before its pools
-        are timed."""
-        batch, groups, chunk = (values.astype(np.int64) for values in (
-            configs.batch, configs.groups, configs.chunk))
-        limit = self._quick_by_division(split, WaaBoxes(
-            least=batch, most=batch, fewest=groups, highest=groups, chunk=chunk,
-            largest_chunk=chunk), latency_bound_s)
-        place = np.searchsorted(split.encode_devices, self.waa.division.divide(split, configs))
-        return np.asarray(limit[place, np.arange(len(batch))])
 
     def quick(self, split: WaaPlans, boxes: WaaBoxes, degrees: Sequence[int],
               latency_bound_s: float = math.inf) -> tuple[FloatArray, FloatArray]:
@@ -353,3 +341,16 @@ class WaaBounds:
         size = batch.astype(float)
         even = self.waa.memory.evenly(split.encode_devices, size, np.ceil(0.5 * size))
         return np.asarray(even.min(axis=0))
+
+
+def most_of_points(bounds: WaaBounds, split: WaaPlans, configs: WaaConfigs,
+                   latency_bound_s: float) -> FloatArray:
+    """None of the configurations has a higher throughput_qps: by its division, before its pools are
+    timed."""
+    batch, groups, chunk = (values.astype(np.int64) for values in (
+        configs.batch, configs.groups, configs.chunk))
+    limit = bounds.quick_by_division(split, WaaBoxes(
+        least=batch, most=batch, fewest=groups, highest=groups, chunk=chunk,
+        largest_chunk=chunk), latency_bound_s)
+    place = np.searchsorted(split.encode_devices, bounds.waa.division.divide(split, configs))
+    return np.asarray(limit[place, np.arange(len(batch))])

@@ -1,0 +1,110 @@
+"""Points of WAA's space (xscheduler.spaces.waa), evaluated and bounded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import cast
+
+import numpy as np
+
+from xgpt.core.lengths import FloatArray
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
+from xprofiler.made_sources import remembering
+from xprofiler.timing import TimingSource
+from xscheduler.admissible import Limit, Limits, crowding_or_pace
+from xscheduler.branch_and_bound import Box
+from xscheduler.spaces.tensor_plans import TensorPlan
+from xscheduler.spaces.waa_boxes import Ranges, WorkLeft, chunks_of, ranges_of, roots_of
+from xsimulator.policies import make_policy
+from xsimulator.policies.waa.bounds import WaaBounds, most_of_points
+from xsimulator.policies.waa.closed_form import Waa
+from xsimulator.policies.waa.config import WaaConfig, WaaConfigs
+
+
+class WaaPoints:
+    """The `name` says how layers are divided. Remembers what it was asked, so that searches under
+    several latency bounds share it."""
+
+    def __init__(self, name: str, problem: Problem, timing: TimingSource,
+                 plans: Sequence[TensorPlan]) -> None:
+        waa = cast(Waa, make_policy(name, problem, remembering(timing)))
+        self.name, self.problem, self.waa = name, problem, waa
+        # a chunk that the job fixes is taken as it is
+        self.bounds = WaaBounds(waa, is_modest=problem.fixed.encode_chunk is None)
+        self.plans = tuple(plan for plan in plans if len(
+            waa.times.split(plan.tp_degree, plan.tp_gpus).encode_devices))
+        self.splits = [waa.split(plan.tp_degree, plan.tp_gpus) for plan in self.plans]
+        self.limits = Limits.of(problem.constraint, queries=problem.num_queries or math.inf)
+        self._known: dict[tuple[int, ...], tuple[float, float, Limit]] = {}
+        self.chunks = chunks_of(name, problem)
+        self.work = WorkLeft()  # on bounding boxes with chunks
+
+    @property
+    def num_evaluated(self) -> int:
+        return len(self._known)
+
+    def most(self, keys: Sequence[tuple[int, ...]], latency_bound_s: float) -> FloatArray:
+        """What none of these has more of within the bound, before they are evaluated."""
+        plan, batch, groups, chunk = np.array(keys, np.int64).reshape(len(keys), 4).T
+        most = np.empty(len(keys))
+        for index in np.unique(plan).tolist():
+            rows = np.flatnonzero(plan == index)
+            most[rows] = most_of_points(self.bounds, self.splits[index], WaaConfigs(
+                batch=batch[rows].astype(float), groups=groups[rows].astype(float),
+                chunk=chunk[rows].astype(float)), latency_bound_s)
+        return most
+
+    def best_known(self, latency_bound_s: float) -> tuple[float, int, tuple[int, ...]] | None:
+        """(throughput, plan, point) of the best admissible point of any box that was evaluated so
+        far."""
+        best = min(((-qps, key) for key, (qps, latency_s, forbidding) in self._known.items()
+                    if latency_s <= latency_bound_s and qps > 0 and not forbidding
+                    and key[3] in self.chunks), default=None)
+        return None if best is None else (-best[0], best[1][0], best[1][1:])
+
+    def config(self, plan: int, point: tuple[int, ...]) -> WaaConfig:
+        return WaaConfig(encode_batch=point[0], decode_micro_batches=point[1],
+                         encode_chunk=point[2],
+                         tp_degree=self.plans[plan].tp_degree, tp_gpus=self.plans[plan].tp_gpus)
+
+    def estimate(self, plan: int, point: tuple[int, ...]) -> Estimate:
+        return self.waa.estimate(self.config(plan, point))
+
+    def figures(self, plan: int, point: tuple[int, ...]) -> tuple[float, float]:
+        return self.evaluate([(plan, *point)])[0][:2]
+
+    def evaluate(self, keys: Sequence[tuple[int, ...]]) -> list[tuple[float, float, Limit]]:
+        """(throughput_qps, latency_s by the slower way of encoding, what else forbids it) of each
+        (plan, encode batch, groups, chunk)."""
+        new = [key for key in dict.fromkeys(keys) if key not in self._known]
+        if new:
+            figures, slower_s = self.waa.evaluate_either_way([
+                self.config(key[0], key[1:]) for key in new])
+            limits = crowding_or_pace(figures, self.limits)
+            self._known.update(zip(new, zip(
+                figures.throughput_qps.tolist(), slower_s.tolist(),
+                map(Limit, limits.tolist()), strict=True), strict=True))
+        return [self._known[key] for key in keys]
+
+    def degrees(self, plan: int) -> list[int]:
+        """Of the stages that a tensor plan may have."""
+        own, devices = self.plans[plan], self.problem.cluster.num_devices
+        return sorted({own.tp_degree} | ({1} if own.tp_gpus < devices else set()))
+
+    def is_modest(self, batch: int, groups: int, chunk: int) -> bool:
+        """Whether a configuration with that chunk is looked at."""
+        return not chunk or self.problem.fixed.encode_chunk is not None or (
+            chunk <= self.waa.modest_chunk(float(batch), float(groups)))
+
+    @cached_property
+    def roots(self) -> tuple[list[Box], list[int]]:
+        """The roots, and the tensor plan of each."""
+        return roots_of(self.ranges, len(self.chunks) - 1)
+
+    @cached_property
+    def ranges(self) -> list[Ranges]:
+        """Of each tensor plan."""
+        return [ranges_of(self.problem, self.bounds, split) for split in self.splits]
