@@ -6,7 +6,6 @@ the mean input, self-attention what is left of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from copy import copy
 from functools import cached_property
 
@@ -21,16 +20,12 @@ from xgpt.core.problem import Problem
 from xgpt.core.units import DTYPE_BYTES
 from xprofiler.timing import MessageKind, Operator, TimingSource
 from xrunner.rules.buckets import MOST_CAPTURED
+from xsimulator.fixed_sizes import KeptOfFixed
 
 ALL_REDUCES_PER_LAYER = 2  # after attention and after the MLP; a cross-attention adds one
 # Queries of an encode micro-batch at which a query's share of the attention is asked for. The share
 # is linear between them, and settles long before the last.
 TOGETHER = (1, 2, 4, 8, 16, 32, 64, 128)
-
-
-def is_fixed(sizes: ArrayLike) -> bool:
-    """Whether nobody can change them."""
-    return isinstance(sizes, np.ndarray) and not sizes.flags.writeable and sizes.base is None
 
 
 class LayerTimes:
@@ -48,8 +43,7 @@ class LayerTimes:
         self._link, self._inputs, self._mean_input = link, inputs, inputs.mean
         self._captured_degrees, self._is_least = timing.facts.captured_degrees, False
         self._shares: dict[int, FloatArray] = {}  # mean attention by degree, at TOGETHER
-        # sizes that nobody can change, and a layer's rest at them
-        self._kept: dict[Hashable, tuple[ArrayLike, FloatArray]] = {}
+        self._kept = KeptOfFixed()  # a layer's rest, and the head: many plans' tables ask for them
 
     @classmethod
     def of(cls, problem: Problem, timing: TimingSource) -> LayerTimes:
@@ -65,7 +59,7 @@ class LayerTimes:
         if not self._captured_degrees:
             return self
         least = copy(self)
-        least._is_least, least._kept = True, {}
+        least._is_least, least._kept = True, KeptOfFixed()
         return least
 
     @property
@@ -131,40 +125,20 @@ class LayerTimes:
     def compaction_s(self, rows: ArrayLike, context: ArrayLike, degree: int) -> FloatArray:
         """Moving `rows` of the KV cache, `context` tokens each; free where the source has not
         measured it."""
-        if not self.is_compaction_timed(degree):
+        if not is_compaction_timed(self.timing, degree):
             return np.zeros(np.broadcast_shapes(np.shape(rows), np.shape(context)))
         return self.timing.operator_s(Operator.KV_COMPACTION, rows, context, tp_degree=degree)
 
-    def is_compaction_timed(self, degree: int) -> bool:
-        """Whether the source has a table of compaction for groups of this degree."""
-        try:
-            self.timing.reach(Operator.KV_COMPACTION, degree)
-        except XgptError:
-            return False
-        return True
-
     def head_s(self, queries: ArrayLike, degree: int) -> FloatArray:
         """The head of so many queries' tokens; 0 where there is none."""
-        return self._once((Operator.HEAD, degree), queries, lambda: self.timing.operator_s(
+        return self._kept.of((Operator.HEAD, degree), queries, lambda: self.timing.operator_s(
             Operator.HEAD, queries, tp_degree=degree) * self.has_head)
 
     def _rest_s(self, operator: Operator, rows: ArrayLike, degree: int, all_reduces: int,
                 link: Link | None) -> FloatArray:
         """A layer without its attention, with its collectives."""
-        return self._once((operator, degree, all_reduces, link), rows, lambda: self._rest_of(
+        return self._kept.of((operator, degree, all_reduces, link), rows, lambda: self._rest_of(
             operator, rows, degree, all_reduces, link))
-
-    def _once(self, what: Hashable, sizes: ArrayLike, ask: Callable[[], FloatArray]) -> FloatArray:
-        """What is asked of sizes that nobody can change is kept: many plans' tables ask for the
-        same ones."""
-        if not is_fixed(sizes):
-            return ask()
-        key = what, id(sizes)
-        if key not in self._kept:
-            seconds = ask()
-            seconds.flags.writeable = False
-            self._kept[key] = sizes, seconds
-        return self._kept[key][1]
 
     def _rest_of(self, operator: Operator, rows: ArrayLike, degree: int, all_reduces: int,
                  link: Link | None) -> FloatArray:
@@ -178,3 +152,12 @@ class LayerTimes:
         reduce_s = self.timing.message_s(MessageKind.ALL_REDUCE, rows * self.row_bytes,
                                          link or self._link, tp_degree=degree)
         return np.asarray(rest_s + all_reduces * np.where(rows > 0, reduce_s, 0.0))
+
+
+def is_compaction_timed(timing: TimingSource, degree: int) -> bool:
+    """Whether the source has a table of compaction for groups of this degree."""
+    try:
+        timing.reach(Operator.KV_COMPACTION, degree)
+    except XgptError:
+        return False
+    return True

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from xgpt.core.lengths import FloatArray
 from xsimulator.envelope import rising_minorant
+from xsimulator.layer_times import is_compaction_timed
 from xsimulator.policies.continuous.native import Native, native
 from xsimulator.stage_times import PerDegree, StageTimes, stage_kinds
 
@@ -199,7 +200,7 @@ class StepTable:
         """Moving `rows` of the KV cache before a decode step; free where it has not been timed."""
         layers = self._times.layers
         own = {degree: layers.compaction_s(rows, context, degree)
-               for degree in self._times.degrees if layers.is_compaction_timed(degree)}
+               for degree in self._times.degrees if is_compaction_timed(layers.timing, degree)}
         return [own[degree] * self._times.decoder_layers[stage] if degree in own else 0.0
                 for degree, stage in zip(self.degrees, self._stage_of, strict=True)]
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
 from xsimulator.envelope import PairEnvelope
-from xsimulator.layer_times import LayerTimes
+from xsimulator.layer_times import LayerTimes, is_compaction_timed
 from xsimulator.policies.rra.native_tables import PlanRows
 
 
@@ -74,7 +74,7 @@ def layer_s(least: Envelopes | None, layers: LayerTimes, degree: int, loaded: Lo
             queries, context, of_more=is_latency)
     work, moved = np.empty((2, total)), None
     work[:, at] = seconds
-    if layers.is_compaction_timed(degree):
+    if is_compaction_timed(layers.timing, degree):
         rows = loaded.rows[at]
         seconds = layers.compaction_s(rows, context[1], degree)
         if least is not None:

@@ -12,7 +12,7 @@ import numpy as np
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
-from xsimulator.layer_times import is_fixed
+from xsimulator.fixed_sizes import KeptOfFixed, is_fixed
 from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import PlanSource, StagePlan
 from xsimulator.policies.waa.divided import Divided
@@ -53,7 +53,6 @@ class PoolTimes:
 
     def __init__(self, problem: Problem, timing: TimingSource, plans: PlanSource, flow: QueryFlow,
                  adjustment: float) -> None:
-        self._problem, self._timing, self._plans = problem, timing, plans
         self._flow, self._adjustment = flow, adjustment
         self._inputs = problem.lengths.inputs
         self._context = partial(flow.charged_context, padded=timing.facts.is_padded)
@@ -66,14 +65,15 @@ class PoolTimes:
         self.split = cache(partial(WaaPlans, plans))  # of a tp_degree and tp_gpus, perhaps none
         self.kept: dict[Hashable, Any] = {}  # what bounds tabulate of a plan
         self._summed: dict[Hashable, tuple[FloatArray, FloatArray]] = {}
-        self._tokens: dict[Hashable, tuple[FloatArray, FloatArray]] = {}  # of batches
+        self._tokens = KeptOfFixed()  # of batches, by share
         self._encode = cache(lambda share: StepColumns(partial(self._encode_s, share=share)))
         self._decode = StepColumns(self._decode_s)
         self._steps: dict[Hashable, FloatArray] = {}  # the last that were asked for
         self._handover = cache(lambda plan: HandoverCost(
             problem, timing, plan.encode.stages, plan.decode.stages))
         self.decode_table = cache(partial(DecodeTable, self))  # by plan
-        self.single = cache(self._find_single)  # a group of a degree holds all layers
+        self.single: Callable[[int], StagePlan] = cache(  # a group of a degree holds all layers
+            lambda degree: plans.pool([problem.cluster.fastest_group(degree)], "both"))
 
     def encode_steps(self, plan: WaaPlan, batch: FloatArray, share: float = 1.0) -> FloatArray:
         """An encode step with `share` of the mean tokens takes such seconds [batches, stages]."""
@@ -159,9 +159,6 @@ class PoolTimes:
         a stage of that degree."""
         return np.asarray(pool.times.layers.decode_attention_s(rows, self._context(rows), degree))
 
-    def _find_single(self, degree: int) -> StagePlan:
-        return self._plans.pool([self._problem.cluster.fastest_group(degree)], "both")
-
     def encode_query_s(self, batch: FloatArray, degree: int) -> FloatArray:
         """C_E is one query's encoding through all layers of a single group."""
         times = self.single(degree).times
@@ -175,17 +172,8 @@ class PoolTimes:
 
     def _encode_s(self, times: StageTimes, batch: FloatArray, share: float = 1.0) -> FloatArray:
         attention = {d: share * batch * own for d, own in times.mean_attention_s(batch).items()}
-        return times.encode_s(self._encoded_tokens(batch, share), batch, attention)
-
-    def _encoded_tokens(self, batch: FloatArray, share: float) -> FloatArray:
-        """Tokens of batches [batches]; of those that nobody can change the same array each time."""
-        if not is_fixed(batch):
-            return share * batch * self._inputs.mean
-        key = id(batch), share
-        if key not in self._tokens:
-            self._tokens[key] = batch, share * batch * self._inputs.mean
-            self._tokens[key][1].flags.writeable = False
-        return self._tokens[key][1]
+        tokens = self._tokens.of(share, batch, lambda: share * batch * self._inputs.mean)
+        return times.encode_s(tokens, batch, attention)
 
 
 class DecodeTable:

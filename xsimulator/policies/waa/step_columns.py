@@ -10,7 +10,7 @@ from functools import cache
 import numpy as np
 
 from xgpt.core.lengths import FloatArray
-from xsimulator.layer_times import is_fixed
+from xsimulator.fixed_sizes import is_fixed
 from xsimulator.plans import StagePlan
 from xsimulator.stage_times import StageTimes
 
