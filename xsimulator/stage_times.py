@@ -107,7 +107,8 @@ class StageTimes:
         work = work + self.cross_kv_s(tokens)
         if len(self.stages) > 1:
             moved = np.asarray(tokens, float) * self.layers.row_bytes
-            work[..., -1] += self._transfer_s(moved, self._links[-1]) * (len(self.stages) - 1)
+            back_s = _transfer_s(self._timing, moved, self._links[-1])
+            work[..., -1] += back_s * (len(self.stages) - 1)
         return work
 
     def cross_kv_s(self, tokens: ArrayLike) -> FloatArray:
@@ -127,7 +128,8 @@ class StageTimes:
                                 BEST_BYTES * np.asarray(queries, float))
         if len(self.stages) == 1:
             return head
-        return head + self._transfer_s(np.asarray(queries, float) * TOKEN_BYTES, self._links[-1])
+        num_bytes = np.asarray(queries, float) * TOKEN_BYTES
+        return head + _transfer_s(self._timing, num_bytes, self._links[-1])
 
     def ends_s(self, queries: ArrayLike) -> FloatArray:
         """The last stage's work for the last tokens of so many inputs alone, or for as many of each
@@ -150,7 +152,7 @@ class StageTimes:
         moved_bytes, (ways, way_of) = np.asarray(rows, float) * self.layers.row_bytes, self._onward
         onward = np.zeros((*moved_bytes.shape, len(ways) + 1))
         for index, link in enumerate(ways):
-            onward[..., index] = self._transfer_s(moved_bytes, link)
+            onward[..., index] = _transfer_s(self._timing, moved_bytes, link)
         work = work + onward.take(way_of, axis=-1)
         work[..., 0] += self._timing.operator_s(Operator.EMBED, rows,
                                                 tp_degree=self.stages[0].tp_degree)
@@ -158,9 +160,6 @@ class StageTimes:
                                   TOKEN_BYTES * np.asarray(rows, float))
         work += self.overhead_s
         return work
-
-    def _transfer_s(self, num_bytes: ArrayLike, link: Link) -> FloatArray:
-        return self._timing.message_s(MessageKind.TRANSFER, num_bytes, link)
 
     @cached_property
     def _onward(self) -> tuple[list[Link], IntArray]:
@@ -188,13 +187,17 @@ class StageKinds(NamedTuple):
     names: tuple[Hashable, ...]
 
 
+def _transfer_s(timing: TimingSource, num_bytes: ArrayLike, link: Link) -> FloatArray:
+    return timing.message_s(MessageKind.TRANSFER, num_bytes, link)
+
+
 def _within_s(timing: TimingSource, group: tuple[int, Link | None],
               num_bytes: FloatArray) -> FloatArray:
     """Of a message between the first rank of a stage's group and the others."""
     _, link = group
     if link is None or not timing.facts.sends_in_groups:
         return np.zeros_like(num_bytes)
-    return timing.message_s(MessageKind.TRANSFER, num_bytes, link)
+    return _transfer_s(timing, num_bytes, link)
 
 
 def at_least(times: StageTimes) -> StageTimes:
