@@ -152,7 +152,7 @@ class WaaExaminer:
             own, degrees = corners_of(boxes, rows, space.chunks), space.degrees(index)
             limit[rows], latency[rows] = space.bounds.quick(
                 space.splits[index], own, degrees, self._bound_s)
-            stretch[rows] = space.waa.least_stretch(own.least.astype(float), degrees)
+            stretch[rows] = space.waa.stretch.least(own.least.astype(float), degrees)
         return limit, latency, stretch
 
     def _by_plan(self, boxes: Sequence[Box]) -> list[tuple[int, IntArray]]:

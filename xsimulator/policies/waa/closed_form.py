@@ -49,7 +49,6 @@ from xsimulator.policies.figures import (
     extrapolation,
     per_token_s,
 )
-from xsimulator.policies.measured_range import MeasuredRange, Presented
 from xsimulator.policies.waa.chunk_rates import ChunkedPools
 from xsimulator.policies.waa.config import WaaConfig, WaaConfigs
 from xsimulator.policies.waa.divided import Divided
@@ -57,6 +56,7 @@ from xsimulator.policies.waa.divisions import Division, DivisionByMemory, Divisi
 from xsimulator.policies.waa.memory import WaaMemory
 from xsimulator.policies.waa.plans import WaaPlan, WaaPlans
 from xsimulator.policies.waa.pool_times import PoolTimes, pool_rates, shared_times
+from xsimulator.policies.waa.stretch import Stretch
 from xsimulator.policies.waa.waits import Waits
 
 _Sizes = TypeVar("_Sizes", float, FloatArray)
@@ -83,7 +83,7 @@ class Waa:
             self.times.kept["memory"] = WaaMemory(problem, self.flow, self.plans, self.adjustment)
         self.memory: WaaMemory = self.times.kept["memory"]
         self.division = division(self.times, self.memory)
-        self._range = MeasuredRange(problem, timing)
+        self.stretch = Stretch(problem, timing, self.adjustment)
         self._mean_lengths = problem.lengths.inputs.mean, problem.lengths.outputs.mean
         self._assembler = Assembler(problem, timing)
         self.capacity_bytes = self._assembler.capacity_bytes
@@ -184,15 +184,6 @@ class Waa:
         inputs, outputs = self._mean_lengths
         return batch * inputs * outputs / (self.times.mean_iterations * groups)
 
-    def least_stretch(self, batch: FloatArray, degrees: Sequence[int]) -> FloatArray:
-        """No configuration of such an encode_batch [batches] or a larger one, with stages of these
-        degrees, presents a smaller size in relation to what was measured."""
-        one, none = np.ones_like(batch), np.zeros_like(batch)
-        encode, decode = (
-            np.min([self._range.stretch((degree,), presented) for degree in degrees], axis=0)
-            for presented in (self._encoded(batch), self._decoded(one, none)))
-        return np.asarray(np.maximum(encode, decode))
-
     def _divided(self, configs: Sequence[WaaConfig]) -> tuple[Divided, IntArray]:
         """Configurations by their division, and their rows. Raises InputError for chunks of a
         model that can take none."""
@@ -222,7 +213,7 @@ class Waa:
         rows = np.maximum(rates.decode_batch / configs.groups, 1.0)
         buffer, stretch = divided.gathered(lambda plan, own: (
             self._buffer_s(plan, configs.batch[own]),
-            self._stretch(plan, configs.take(own), rows[own])))
+            self.stretch.of(plan, configs.take(own), rows[own])))
         with np.errstate(invalid="ignore"):  # refused sizes are infinite
             ttft = rates.encode_s + buffer
             latency = (ttft + rates.handover_s + self.iterations_waited * rates.iteration_s)
@@ -248,28 +239,6 @@ class Waa:
         with np.errstate(invalid="ignore"):  # refused sizes are infinite
             return np.asarray((self.times.encode_steps(plan, batch, 1 + self.adjustment)
                                - self.times.encode_steps(plan, batch)).sum(axis=1))
-
-    def _stretch(self, plan: WaaPlan, configs: WaaConfigs, rows: FloatArray) -> FloatArray:
-        """Of the sizes that both pools present, in decode steps of so many queries [configs]."""
-        return np.maximum(
-            self._range.stretch(plan.encode.times.degrees, self._encoded(configs.batch)),
-            self._range.stretch(plan.decode.times.degrees, self._decoded(rows, configs.chunk)))
-
-    def _encoded(self, batch: FloatArray) -> Presented:
-        """The encode pool presents such sizes to the timing source."""
-        inputs = self.problem.lengths.inputs
-        return Presented(encode_tokens=batch * inputs.mean * (1 + self.adjustment),
-                         input_tokens=inputs.max)
-
-    def _decoded(self, rows: FloatArray, chunk: FloatArray) -> Presented:
-        """The decode pool presents such sizes, in steps of that many queries and tokens of
-        inputs."""
-        lengths, is_apart = self.problem.lengths, self.problem.model.is_encoder_decoder
-        is_mixed = chunk > 0
-        return Presented(encode_tokens=np.where(is_mixed, rows + chunk, 0.0),
-                         input_tokens=lengths.inputs.max if is_mixed.any() else 0.0,
-                         decode_queries=rows, context=lengths.outputs.max + (
-            0 if is_apart else lengths.inputs.max))
 
 
 # The closed forms of the policies (problem, timing): devices are divided by time, or such that
