@@ -17,7 +17,7 @@ envelope (xsimulator.envelope), so that T_iter rises with the batch and falls in
 
 import math
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -27,20 +27,19 @@ from xsimulator.envelope import rising_minorant
 from xsimulator.policies.waa.chunk_bounds import ChunkedPoolBounds
 from xsimulator.policies.waa.closed_form import Waa
 from xsimulator.policies.waa.config import WaaBoxes, WaaConfigs
-from xsimulator.policies.waa.memory import HeldSizes
+from xsimulator.policies.waa.held import HeldSizes
 from xsimulator.policies.waa.native import bounds_of_pairs
 from xsimulator.policies.waa.plan_bounds import (
-    MEMORY_SIZES,
     QUICK_TOLERANCE,
     PlanBounds,
     by_batch,
     leap,
 )
 from xsimulator.policies.waa.plans import WaaPlan, WaaPlans
+from xsimulator.policies.waa.room import held_by_division, most_in_system
 from xsimulator.policies.waa.step_columns import ROWS_RATIO
 
 TOLERANCE = 0.001  # of throughput and latency: the decode table is linear in a logarithm
-MOST_IN_SYSTEM = 1e9  # where memory does not say
 NEW_WORK = 3  # looks into a division's tables that their making takes
 
 
@@ -77,8 +76,8 @@ class WaaBounds:
         self.waa = waa
         self._shared = cache(lambda degree: ChunkedPoolBounds(  # by degree: of a single group
             waa.times, waa.times.single(degree), waa.problem.lengths.outputs.mean))
-        self._most_in_system = cache(self._find_most_in_system)
-        self._held_by_division = cache(self._find_held_by_division)
+        self._most_in_system = cache(partial(most_in_system, waa.memory, waa.capacity_bytes))
+        self._held_by_division = cache(partial(held_by_division, waa.memory, waa.capacity_bytes))
         self._is_modest = is_modest
         self.work = 0  # divisions that were looked at so far, batch of boxes by batch of boxes
         self._begun: set[PlanBounds] = set()
@@ -292,27 +291,6 @@ class WaaBounds:
                                     side="right")
             np.maximum(most, np.append(single.sizes, np.inf)[place], out=most)
         return most
-
-    def _find_held_by_division(self, split: WaaPlans) -> FloatArray:
-        """No more queries can be in the decode pool [counts of encode devices]."""
-        sizes = MEMORY_SIZES
-        even = self.waa.memory.evenly(split.encode_devices, np.ones(len(sizes)), sizes)
-        fits = (even <= self.waa.capacity_bytes).sum(axis=1)
-        return np.asarray(sizes[np.minimum(fits, len(sizes) - 1)])
-
-    def _find_most_in_system(self, split: WaaPlans) -> float:
-        """No more queries can be in the decode pool."""
-        def fits(count: float) -> bool:
-            held = self.waa.memory.evenly(split.encode_devices, np.ones(1), np.array([count]))
-            return bool(held.min() <= self.waa.capacity_bytes)
-
-        low, high = 1.0, 2.0
-        while fits(high) and high < MOST_IN_SYSTEM:
-            low, high = high, 2 * high
-        while high > 1.01 * low:
-            middle = 0.5 * (low + high)
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return high
 
     def _single(self, degree: int, most: int, rows: float) -> _Single:
         """One group's times are known as far as these sizes."""

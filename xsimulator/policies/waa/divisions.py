@@ -6,7 +6,8 @@ import numpy as np
 
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xsimulator.policies.waa.config import WaaBoxes, WaaConfigs
-from xsimulator.policies.waa.memory import HeldSizes, WaaMemory
+from xsimulator.policies.waa.held import HeldSizes
+from xsimulator.policies.waa.memory import WaaMemory
 from xsimulator.policies.waa.plans import WaaPlans
 from xsimulator.policies.waa.pool_times import PoolTimes
 from xsimulator.policies.waa.step_columns import ROWS_RATIO
