@@ -9,7 +9,7 @@ each other up in a pipeline from continuous.in_flight. A longer output never has
 so both kinds of bound come to the latency of the output length at the bound's quantile."""
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xsimulator.occupancy import flow_of
+from xsimulator.occupancy import QueryFlow, flow_of
 from xsimulator.plans import StagePlan, shared_plans
 from xsimulator.policies import geometric
 from xsimulator.policies.continuous.config import ContinuousConfig, ContinuousMemory, Groups
@@ -39,6 +39,7 @@ from xsimulator.policies.figures import (
 from xsimulator.policies.measured_range import MeasuredRange
 
 LEAST_LATENCY = 0.97  # of the latency without waiting, which holds for the mean step alone
+_MOST_LOADS = 512  # kept, of single configurations
 
 
 class _OfPlan(NamedTuple):
@@ -52,6 +53,29 @@ class _OfPlan(NamedTuple):
     load: Load
 
 
+class _Filled(NamedTuple):
+    """How a policy fills its steps with queries, which no timing source changes. `load_of` keeps
+    what it is asked of one configuration: a schedule's margin asks again under other times."""
+
+    queries: QuerySizes
+    filling: Filling
+    load_of: Callable[[float, float, float, float], Load]  # as Filling.load, of one each
+
+
+def _filled(filling: Callable[[QuerySizes], Filling], flow: QueryFlow,
+            problem: Problem) -> _Filled:
+    """All closed forms of a policy and a flow of queries share it."""
+    if filling not in flow.tables:
+        queries = QuerySizes(
+            flow.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
+            reserved_outputs=flow.max_reserve_tokens - flow.lengths.inputs.max)
+        made = filling(queries)
+        flow.tables[filling] = _Filled(queries, made, lru_cache(_MOST_LOADS)(
+            lambda *held: made.load(*(np.array([value]) for value in held))))
+    found: _Filled = flow.tables[filling]
+    return found
+
+
 class Continuous:
     """This closed form evaluates configurations of one problem, and keeps what they share."""
 
@@ -61,13 +85,9 @@ class Continuous:
         self.problem, self.timing = problem, timing
         self.plans = shared_plans(problem, timing)
         self.flow = flow_of(problem)
-        longest = self.flow.max_reserve_tokens
-        self.queries = QuerySizes(
-            problem.lengths, is_encoder_decoder=problem.model.is_encoder_decoder,
-            reserved_outputs=longest - problem.lengths.inputs.max)
-        self.filling = filling(self.queries)
+        self.queries, self.filling, self._load_of = _filled(filling, self.flow, problem)
         self.name = self.filling.name
-        self.memory = ContinuousMemory(problem, longest)
+        self.memory = ContinuousMemory(problem, self.flow.max_reserve_tokens)
         self._range = MeasuredRange(problem, timing)
         self._assembler = Assembler(problem, timing)
         self._times = cache(lambda key: LoadTimes(
@@ -146,7 +166,9 @@ class Continuous:
             slots[rows], number[rows] = groups.slots, groups.number
             group_tokens[rows] = np.floor(kv_tokens / groups.number)
             parts.append((key, rows, groups, kv_tokens, fits))
-        load = self.filling.load(slots, group_tokens, self._budgets(configs), number)
+        held = slots, group_tokens, self._budgets(configs), number
+        load = (self._load_of(*(float(values[0]) for values in held)) if len(configs) == 1 else
+                self.filling.load(*held))
         return [_OfPlan(*part, load.take(part[1])) for part in parts]
 
     def _figures(self, configs: Sequence[ContinuousConfig]) -> dict[str, FloatArray]:

@@ -12,6 +12,8 @@ from representative import some
 
 from xgpt.core import catalog
 from xgpt.core.lengths import JointLengths, empirical
+from xprofiler.made_sources import Raised
+from xprofiler.profile import TableKey
 from xprofiler.timing import Reach
 from xrunner.rules.iteration import orca_rule
 from xrunner.rules.paged import sarathi_rule, vllm_rule
@@ -328,3 +330,23 @@ def test_a_budget_below_what_decodes_encodes_nothing_meanwhile():
     found = walk(queries, slots, slots * queries.held, budget, SIZES)
     assert 0 < found.running[0] <= 5 < found.running[1]
     assert (found.share * found.tokens.mean(axis=1))[0] <= 5
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_a_schedule_holds_is_found_once_for_all_times(
+        name, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of("opt-13b", "a40-4", "S")
+    config = ContinuousConfig(max_active=60)
+    form = policy_of(name, problem)
+    asked, real = [], type(form.filling).load
+    monkeypatch.setattr(type(form.filling), "load", lambda *given: (
+        asked.append(given), real(*given))[1])
+    expected = form.evaluate([config])
+    raised = POLICIES[name][0](problem, Raised(
+        form.timing, TableKey("layer_rest", 1), 1.01))
+    assert raised.evaluate([config]).latency_s[0] > expected.latency_s[0]
+    assert len(asked) == 1
+    form.evaluate([replace(config, max_active=61)])
+    assert len(asked) == 2, "another configuration holds something else"
+    pair = form.evaluate([config, config])
+    assert len(asked) == 3 and pair.latency_s[1] == pytest.approx(expected.latency_s[0])
