@@ -13,6 +13,7 @@ from toy_jobs import estimate_of, schedule_of, toy_problem
 from xgpt.core.errors import BeatenError, InfeasibleError
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
+from xscheduler import within
 from xscheduler.targets import FAR, GROW, NEAREST, SHRINK_UNKNOWN, WORTH, Targets, Unsafe
 from xscheduler.uncertainty import MarginParts
 from xscheduler.within import ROUNDS, PlannedWithin, plan_within
@@ -50,6 +51,7 @@ class Landscape:
     without their time. Keeps what was searched with and replayed."""
 
     problem, least_factor, longer = PROBLEM, 1.0, LONGER
+    evaluator = None  # nobody looks beside a schedule here
 
     def __init__(self, candidates: list[Candidate], *, is_longer: bool = True) -> None:
         self._all, self._is_longer = candidates, is_longer
@@ -94,6 +96,12 @@ class Landscape:
         except InfeasibleError:
             return None
         return found if found.is_safe else None
+
+
+@pytest.fixture(autouse=True)
+def nothing_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The landscape's schedules are all there are (test_nearby.py has those beside others)."""
+    monkeypatch.setattr(within, "nearby", lambda evaluator, estimate, latency_s: None)
 
 
 def landscape(seed: int) -> Landscape:
