@@ -48,9 +48,10 @@ class Recorder:
         captured, decoded = map(bool, tables)
         return captured if decoded else None
 
-    def forget_captured(self, degree: int) -> None:
-        """Decode steps are launched kernel by kernel in runs, as some were here."""
-        self._tables.pop(TableKey(Operator.DECODE_REST.value, degree), None)
+    def forget_decoded(self, degree: int) -> None:
+        """What captured decode steps took: they are launched kernel by kernel in runs."""
+        for operator in (Operator.DECODE_REST, Operator.DECODE_ATTENTION, Operator.HEAD):
+            self._tables.pop(TableKey(operator.value, degree), None)
 
     def add(self, key: TableKey, x: float, y: float, samples_s: Iterable[float],
             missing: float = 0.0) -> None:

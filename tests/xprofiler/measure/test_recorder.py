@@ -268,6 +268,8 @@ def test_captured_steps_are_forgotten_where_one_could_not_be() -> None:
     steps = [parts()._replace(captured_rest_s=1.0)]
     recorder.add_step(Point(Kind.DECODE, 3, 40), 1, 3, 3, steps, 4)
     assert recorder.has_captured(1) and recorder.operator(Operator.DECODE_REST, 1)
-    recorder.forget_captured(1)
-    assert recorder.has_captured(1) is False and not recorder.operator(Operator.DECODE_REST, 1)
-    assert recorder.operator(Operator.LAYER_REST, 1)
+    recorder.forget_decoded(1)
+    assert recorder.has_captured(1) is None and not recorder.operator(Operator.DECODE_REST, 1)
+    assert recorder.operator(Operator.LAYER_REST, 1) and not recorder.operator(Operator.HEAD, 1)
+    recorder.add_step(Point(Kind.DECODE, 3, 40), 1, 3, 3, [parts()], 4)
+    assert recorder.has_captured(1) is False
