@@ -260,7 +260,7 @@ class Measuring:
         steps = self._ranks.steady(_step(bench, point.kind, lengths, most_layers),
                                    is_brief=self.request.is_quick, watch=self._watch,
                                    is_warm=self._device.type == "cpu")
-        if point.kind is Kind.DECODE and self._captures_no_more(bench):
+        if point.kind is Kind.DECODE and _captures_no_more(self._ranks, bench):
             before = [p for p in self._recorder.done(degree) if p.kind is Kind.DECODE]
             self._recorder.forget_decoded(degree)
             for one in (*before, point):
@@ -268,19 +268,6 @@ class Measuring:
             return
         self._recorder.add_step(point, degree, rows, len(lengths), steps,
                                 min(bench.num_layers, most_layers or bench.num_layers))
-
-    def _captures_no_more(self, bench: Bench) -> bool:
-        """Whether a rank has just failed to capture a step: then none captures any more."""
-        if not isinstance(bench, LayerBench) or (
-                bench.capturing is None and bench.capture_failure is None):
-            return False  # on every rank, or on none
-        failures = [why for why in self._ranks.gather(bench.capture_failure or "", str) if why]
-        bench.capture_failure = None
-        if failures:
-            bench.capturing = None
-            print("decode steps are timed as they are launched kernel by kernel: one could not be "
-                  f"captured: {failures[0]}", file=sys.stderr)
-        return bool(failures)
 
     def most_layers(self, bench: Bench, point: Point) -> int | None:
         """Layers that a step goes through; None: all of the bench."""
@@ -363,6 +350,20 @@ def messages_between(request: MeasureRequest, ranks: int, nodes: int) -> list[Ta
     return [*(TableKey(TRANSFER, 1, link) for link in transfers),
             *(TableKey(ALL_REDUCE, d, request.near) for d in request.degrees
               if 1 < d <= ranks // nodes)]
+
+
+def _captures_no_more(ranks: Ranks, bench: Bench) -> bool:
+    """Whether a rank has just failed to capture a step: then none captures any more."""
+    if not isinstance(bench, LayerBench) or (
+            bench.capturing is None and bench.capture_failure is None):
+        return False  # on every rank, or on none
+    failures = [why for why in ranks.gather(bench.capture_failure or "", str) if why]
+    bench.capture_failure = None
+    if failures:
+        bench.capturing = None
+        print("decode steps are timed as they are launched kernel by kernel: one could not be "
+              f"captured: {failures[0]}", file=sys.stderr)
+    return bool(failures)
 
 
 def _step(bench: Bench, kind: Kind, lengths: list[int], most_layers: int | None) -> Measurement:
