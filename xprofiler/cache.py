@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from xgpt.core.model import ModelSpec
-from xprofiler.profile import ProfileMetadata
+from xprofiler.profile import ESTIMATED, ProfileMetadata
 
 _TIMED_CODE = ("xrunner/models", "xrunner/ops", "xrunner/engine/stage.py", "xrunner/engine/kv.py",
                "xrunner/engine/graphs.py", "xrunner/rules/buckets.py",
@@ -44,10 +44,12 @@ def kernels_fingerprint() -> str:
 
 
 def cached_profile_path(folder: Path, metadata: ProfileMetadata) -> Path:
-    """Where the profile of this identity lies, existing or not."""
+    """Where the profile of this identity lies, existing or not: of estimated times beside, not
+    among, those that were measured, which a name's beginning tells."""
     digest = _digest(json.dumps(metadata.identity, sort_keys=True))
     machine = f"{metadata.ranks}x{metadata.threads_per_rank}"
-    return folder / f"{metadata.dtype}-{machine}-{digest}.json"
+    kind = f"{ESTIMATED}-" if metadata.is_estimated else ""
+    return folder / f"{kind}{metadata.dtype}-{machine}-{digest}.json"
 
 
 def _code_files(path: Path) -> list[Path]:

@@ -49,7 +49,9 @@ _LIKE = {Operator.ENCODER_REST: Operator.LAYER_REST, Operator.CROSS_KV: Operator
 _FURTHER = (Operator.EMBED, Operator.KV_COMPACTION)  # tables besides those that have a shape
 _TIMED = (*(SHAPED - {Operator.DECODE_REST}), *_FURTHER)  # of cores, which capture no steps
 # Of a profile, what must be the same for its costs to be of the same machine and code.
-_SAME = ("device", "dtype", "weight_dtype", "kernels", "libraries", "is_padded", "nodes")
+# Drawing a token takes several times as long as taking the likeliest.
+_SAME = ("device", "dtype", "weight_dtype", "kernels", "libraries", "sampling", "is_padded",
+         "nodes")
 
 
 class Known(NamedTuple):
@@ -62,16 +64,25 @@ class Known(NamedTuple):
     origin: str
 
 
-def known_by(profile: Profile, wanted: ProfileMetadata) -> Known | None:
-    """What a profile of another model, or of another layout, tells of `wanted`; None where it is
-    of another machine or other code, or of ranks whose messages it does not know."""
+def tells_of(profile: Profile, wanted: ProfileMetadata) -> bool:
+    """Whether a profile of another model, or of another layout, tells anything of `wanted`: not
+    where nothing of its layers was measured yet, where it is of another machine, other code or
+    another sampling, or of ranks whose messages it does not know."""
     own = profile.metadata
-    is_measured = profile.model is not None and own.origin == "measured"
-    is_same_layout = (own.ranks, own.threads_per_rank) == (wanted.ranks, wanted.threads_per_rank)
+    is_measured = profile.model is not None and own.origin == "measured" and any(
+        profile.table(Operator.LAYER_REST.value, degree) for degree in profile.tp_degrees)
     ours, theirs = asdict(own), asdict(wanted)
-    if not is_measured or any(ours[key] != theirs[key] for key in _SAME) or own.sharing > 1 or (
-            not is_same_layout and wanted.ranks > 1):
+    return is_measured and own.sharing == 1 and all(
+        ours[key] == theirs[key] for key in _SAME) and (
+        wanted.ranks == 1 or _is_same_layout(own, wanted))
+
+
+def known_by(profile: Profile, wanted: ProfileMetadata) -> Known | None:
+    """What a profile of another model, or of another layout, tells of `wanted`; None where that
+    is nothing."""
+    if not tells_of(profile, wanted):
         return None
+    own, is_same_layout = profile.metadata, _is_same_layout(profile.metadata, wanted)
     # a rank's share of the cores and of the memory's bandwidth, with all ranks at work
     share = own.threads_per_rank / wanted.threads_per_rank
     usual, costs = known_by_peaks(_peaks_of(profile), own).costs, {}
@@ -87,6 +98,13 @@ def known_by(profile: Profile, wanted: ProfileMetadata) -> Known | None:
         f"{ESTIMATED} from {own.model} on {Layout(own.ranks, own.threads_per_rank).words}")
     return Known(costs, overhead[0].median_s if overhead else _OVERHEAD_S,
                  {key: points for key, points in profile.tables.items() if key.link}, origin)
+
+
+def peaks_tell_of(wanted: ProfileMetadata) -> bool:
+    """Whether known_by_peaks is of `wanted`: of a single rank that multiplies in its own dtype and
+    takes the likeliest token."""
+    return (wanted.ranks == 1 and wanted.sampling == "greedy"
+            and wanted.weight_dtype == wanted.dtype)
 
 
 def known_by_peaks(peaks: Peaks, metadata: ProfileMetadata) -> Known:
@@ -132,6 +150,10 @@ def estimated(known: Known, model: ModelSpec, metadata: ProfileMetadata, needs: 
 _OPERATORS = {operator.value: operator for operator in _TIMED}
 
 
+def _is_same_layout(one: ProfileMetadata, other: ProfileMetadata) -> bool:
+    return (one.ranks, one.threads_per_rank) == (other.ranks, other.threads_per_rank)
+
+
 def _fitted(profile: Profile, operator: Operator, degree: int,
             points: Iterable[Sample], usual: FloatArray) -> FloatArray:
     assert profile.model is not None
@@ -142,8 +164,8 @@ def _fitted(profile: Profile, operator: Operator, degree: int,
 def _peaks_of(profile: Profile) -> Peaks:
     """Roughly: what a rank's layers came to at their largest size, and a thread's bandwidth."""
     assert profile.model is not None
-    degree = profile.tp_degrees[0]
-    points = profile.table(Operator.LAYER_REST.value, degree)
+    degree, points = next((degree, points) for degree in profile.tp_degrees if (
+        points := profile.table(Operator.LAYER_REST.value, degree)))
     largest = max(points, key=lambda point: point.x)
     done = work(profile.model, Operator.LAYER_REST, largest.x, tp_degree=degree, item_bytes=1)
     return Peaks(flops_per_s=float(done.flops) / max(largest.median_s, LEAST_S) / _PRODUCTS_SHARE,

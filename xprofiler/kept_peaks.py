@@ -10,6 +10,7 @@ from xgpt.core.whole_file import write_atomically
 from xprofiler.profile import Peaks, ProfileMetadata
 
 PEAKS_FILE = "peaks.json"
+_LEAST, _MOST = 1e6, 1e18  # a second, operations or bytes: no machine does less, or more
 
 
 def name_of(metadata: ProfileMetadata) -> str:
@@ -19,14 +20,16 @@ def name_of(metadata: ProfileMetadata) -> str:
 
 
 def kept_peaks(folder: Path, name: str) -> Peaks | None:
-    """Those that were measured under the name; None where none were, or none can be read: a cache
-    is no input of the user's."""
+    """Those that were measured under the name; None where none were, or what is there is no
+    machine's: a cache is no input of the user's."""
     raw = _read(folder).get(name, {})
     try:
-        return Peaks(flops_per_s=float(raw["flops_per_s"]), source=str(raw["source"]),
-                     bandwidth_bytes_per_s=float(raw["bandwidth_bytes_per_s"]))
-    except (KeyError, TypeError, ValueError):
+        found = Peaks(flops_per_s=float(raw["flops_per_s"]), source=str(raw["source"]),
+                      bandwidth_bytes_per_s=float(raw["bandwidth_bytes_per_s"]))
+    except (KeyError, OverflowError, TypeError, ValueError):
         return None
+    rates = (found.flops_per_s, found.bandwidth_bytes_per_s)
+    return found if all(_LEAST <= rate <= _MOST for rate in rates) else None
 
 
 def keep_peaks(folder: Path, name: str, peaks: Peaks) -> None:
@@ -39,6 +42,6 @@ def keep_peaks(folder: Path, name: str, peaks: Peaks) -> None:
 def _read(folder: Path) -> dict[str, dict[str, Any]]:
     try:
         raw = json.loads((folder / PEAKS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, RecursionError, ValueError):
         return {}
     return raw if isinstance(raw, dict) else {}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from xgpt.core import catalog
 from xgpt.core.model import ModelSpec
 from xprofiler.coarse import coarse_words
-from xprofiler.estimated import estimated, known_by, known_by_peaks
+from xprofiler.estimated import estimated, known_by, known_by_peaks, peaks_tell_of
 from xprofiler.points import Needs
 from xprofiler.profile import Peaks, Profile, ProfileMetadata
 from xprofiler.profile_timing import ProfileTiming
@@ -73,11 +73,29 @@ def test_a_rank_of_more_threads_has_more_of_the_machine(threads: int) -> None:
 
 @pytest.mark.parametrize("other", [
     {"dtype": "bfloat16"}, {"kernels": "another"}, {"device": "cpu-4c-toy"}, {"is_padded": True},
-    {"origin": "imported"}, {"sharing": 2.0}, {"origin": "estimated like opt-125m"}])
+    {"origin": "imported"}, {"sharing": 2.0}, {"origin": "estimated like opt-125m"},
+    {"sampling": "drawn"}, {"weight_dtype": "int8"}])
 def test_another_machine_or_code_tells_nothing(other: dict[str, object]) -> None:
     profile = measured(OTHER)
     of = replace(profile.metadata, **other)  # type: ignore[arg-type]
     assert known_by(replace(profile, metadata=of), metadata_of(DECODER)) is None
+
+
+@pytest.mark.parametrize("left", [set(), {"embed", "head"}])
+def test_a_profile_that_was_interrupted_before_its_layers_tells_nothing(left: set[str]) -> None:
+    profile = measured(OTHER)
+    begun = replace(profile, tables={
+        key: points if key.name in left else () for key, points in profile.tables.items()
+        if key.name in left | {"layer_rest"}})
+    for own in (begun, replace(begun, tables={})):
+        assert known_by(own, metadata_of(DECODER)) is None
+
+
+def test_peaks_tell_of_one_rank_its_own_dtype_and_the_likeliest_token() -> None:
+    own = metadata_of(DECODER)
+    assert peaks_tell_of(own)
+    for other in ({"ranks": 2}, {"sampling": "drawn"}, {"weight_dtype": "int8"}):
+        assert not peaks_tell_of(replace(own, **other))  # type: ignore[arg-type]
 
 
 def test_of_several_ranks_only_the_same_layout_tells_and_its_messages_stay() -> None:

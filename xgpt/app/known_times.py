@@ -17,7 +17,14 @@ from xgpt.launch.launcher import RankProgram
 from xgpt.launch.leftovers import passing_folder
 from xprofiler.cache import cached_profile_path
 from xprofiler.coarse import COARSE_S, START_S, expected_s
-from xprofiler.estimated import Known, estimated, known_by, known_by_peaks
+from xprofiler.estimated import (
+    Known,
+    estimated,
+    known_by,
+    known_by_peaks,
+    peaks_tell_of,
+    tells_of,
+)
 from xprofiler.kept_peaks import kept_peaks, name_of
 from xprofiler.profile import ESTIMATED, Peaks, Profile
 from xprofiler.profile_file import load_profile, save_profile
@@ -25,7 +32,8 @@ from xprofiler.profile_timing import ProfileTiming
 from xrunner.checkpoint.source import cache_dir
 
 CALIBRATES = "xprofiler.measure.calibrate"
-_MOST_READ = 8  # profiles of other models, the latest
+_MOST_READ = 8  # profiles of other models, the latest that tell of this one
+_MOST_OPENED = 64  # to find these among those of other code, which nobody removes
 _FAR = 4.0  # times as long as measuring is worth: no calibration is needed to say so
 
 
@@ -37,10 +45,10 @@ def known_times(wanted: WantedProfile, tell: Teller, device: Device) -> Profile 
     if not _may_be_estimated(wanted) or _is_measured(wanted, folder):
         return None
     profile = _kept(wanted, folder)
-    if profile is None:
+    if profile is None or not profile.learned:  # else a nearer one may have been measured since
         profile = next(filter(None, (_estimated(wanted, known) for known in chain(
             _known_by_profiles(wanted, folder),
-            _known_by_peaks(wanted, tell, folder, device)))), None)
+            _known_by_peaks(wanted, tell, folder, device)))), profile)
     if profile is None or is_worth_measuring(wanted, profile):
         return None
     save_profile(profile, cached_profile_path(folder, profile.metadata))
@@ -103,15 +111,25 @@ def _known_by_profiles(wanted: WantedProfile, folder: Path) -> Iterator[Known]:
                 own.model_shape != of.model_shape, max(ratio, 1 / ratio))
 
     of, found = wanted.metadata, list[Profile]()
-    files = sorted(folder.glob(f"{of.dtype}-*x*-*.json"), key=lambda file: -file.stat().st_mtime)
-    for file in files[:_MOST_READ]:
+    files = sorted(folder.glob(f"{of.dtype}-*x*-*.json"), key=_changed_s, reverse=True)
+    for file in files[:_MOST_OPENED]:
         with suppress(InputError):
             profile = load_profile(file)
-            if profile.model is not None:
+            if tells_of(profile, of):
                 found.append(profile)
+        if len(found) == _MOST_READ:
+            break
     for profile in sorted(found, key=far):
         if (known := known_by(profile, of)) is not None:
             yield known
+
+
+def _changed_s(file: Path) -> float:
+    """When it was written; long ago where another process has taken it away meanwhile."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _estimated(wanted: WantedProfile, known: Known) -> Profile | None:
@@ -122,9 +140,9 @@ def _estimated(wanted: WantedProfile, known: Known) -> Profile | None:
 
 def _known_by_peaks(wanted: WantedProfile, tell: Teller, folder: Path,
                     device: Device) -> Iterator[Known]:
-    """By what the machine does at most, which is measured once; nothing of several ranks."""
+    """By what the machine does at most, which is measured once."""
     of = wanted.metadata
-    if of.ranks > 1:
+    if not peaks_tell_of(of):
         return
     name = name_of(of)
     peaks = kept_peaks(folder, name)

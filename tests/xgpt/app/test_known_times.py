@@ -30,6 +30,8 @@ from xprofiler.source_errors import ESTIMATED_ERROR
 from xscheduler.planner import PlanOptions
 
 PEAKS = Peaks(flops_per_s=4e11, bandwidth_bytes_per_s=2e10, source="measured")
+LEARNED = LearnedSteps(kind="decode", rows=5.0, factor=1.6, spread=0.1, steps=99,
+                       date="2026-11-26")
 
 
 class Machine:
@@ -81,7 +83,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def job_of(folder: Path, *, count: int = 5, bound: str = "inf", model: str = "smollm2-135m",
-           ranks: int = 1) -> OpenedJob:
+           ranks: int = 1, run: str = "") -> OpenedJob:
     path = folder / "job.yaml"
     path.write_text(f"""
 model: {model}
@@ -89,7 +91,7 @@ cluster: local
 workload: {{requests: {{count: {count}}}, input_tokens: {{mean: 40, std: 20, max: 80}},
            output_tokens: {{mean: 12, std: 5, max: 24}}}}
 constraint: {{latency_s: {bound}}}
-run: {{dtype: float32, ranks: {ranks}, threads_per_rank: {2 // ranks}, weights: random}}
+run: {{dtype: float32, ranks: {ranks}, threads_per_rank: {2 // ranks}, weights: random{run}}}
 output: out
 """)
     return replace(open_file(path), tell=Kept())
@@ -156,6 +158,62 @@ def test_a_profile_that_says_too_little_is_passed_over(tmp_path: Path, machine: 
     assert "estimated from this machine's peaks" in found.timing.provenance()
 
 
+def test_eight_short_jobs_leave_what_was_measured_in_reach(
+        tmp_path: Path, machine: Machine) -> None:
+    plan_job(job_of(tmp_path, model="opt-125m", count=200_000))
+    (path,) = machine.folder.glob("float32-*.json")
+    measured = load_profile(path)
+    for number in range(16):  # younger, and each unable to serve
+        for metadata in (replace(measured.metadata, model_shape=str(number), kernels="another"),
+                         replace(measured.metadata, model_shape=str(number),
+                                 origin="estimated like another")):
+            save_profile(replace(measured, metadata=metadata),
+                         cached_profile_path(machine.folder, metadata))
+    assert len(list(machine.folder.glob("*float32-*.json"))) == 33
+    found = plan_job(job_of(tmp_path))
+    assert "estimated like opt-125m" in found.timing.provenance()
+
+
+def test_a_profile_that_another_process_takes_away_is_none(
+        tmp_path: Path, machine: Machine) -> None:
+    gone = machine.folder / "float32-1x2-gone.json"
+    gone.symlink_to(tmp_path / "nowhere")  # listed, and not there
+    found = plan_job(job_of(tmp_path))
+    assert "estimated from this machine's peaks" in found.timing.provenance()
+
+
+def test_a_profile_interrupted_before_its_first_point_is_passed_over(
+        tmp_path: Path, machine: Machine) -> None:
+    plan_job(job_of(tmp_path, model="opt-125m", count=200_000))
+    (path,) = machine.folder.glob("float32-*.json")
+    save_profile(replace(load_profile(path), tables={}), path)
+    found = plan_job(job_of(tmp_path))
+    assert (machine.profiled, machine.calibrated) == (1, 1)
+    assert "estimated from this machine's peaks" in found.timing.provenance()
+
+
+@pytest.mark.parametrize("run", [", temperature: 0.8", ", weight_dtype: int8"])
+def test_what_peaks_say_nothing_of_is_measured(
+        tmp_path: Path, machine: Machine, run: str) -> None:
+    assert known_times(wanted_of(job_of(tmp_path, run=run)), LogTeller(),
+                       job_of(tmp_path).problem.cluster.device) is None
+    assert not machine.calibrated
+
+
+def test_a_nearer_source_counts_until_runs_have_told(tmp_path: Path, machine: Machine) -> None:
+    plan_job(job_of(tmp_path))
+    plan_job(job_of(tmp_path, model="opt-125m", count=200_000))
+    found = plan_job(job_of(tmp_path)).timing
+    assert isinstance(found, ProfileTiming)
+    assert "estimated like opt-125m" in found.provenance()
+    path = cached_profile_path(machine.folder, found.profile.metadata)
+    told = replace(load_profile(path), learned=(LEARNED,), metadata=replace(
+        found.profile.metadata, origin="estimated from this machine's peaks"))
+    save_profile(told, path)
+    again = plan_job(job_of(tmp_path)).timing
+    assert "estimated from this machine's peaks" in again.provenance()
+
+
 def test_of_several_ranks_nothing_is_known_without_their_messages(
         tmp_path: Path, machine: Machine) -> None:
     plan_job(job_of(tmp_path, count=200_000, model="opt-125m"))  # on one rank
@@ -167,12 +225,10 @@ def test_what_runs_took_is_added_and_kept(tmp_path: Path, machine: Machine) -> N
     first = plan_job(job_of(tmp_path)).timing
     assert isinstance(first, ProfileTiming)
     path = cached_profile_path(machine.folder, first.profile.metadata)
-    learned = LearnedSteps(kind="decode", rows=5.0, factor=1.6, spread=0.1, steps=99,
-                           date="2026-11-26")
-    save_profile(replace(load_profile(path), learned=(learned,)), path)
+    save_profile(replace(load_profile(path), learned=(LEARNED,)), path)
     assert has_learned_since(first)
     second = plan_job(job_of(tmp_path, count=7)).timing
-    assert isinstance(second, ProfileTiming) and second.profile.learned == (learned,)
+    assert isinstance(second, ProfileTiming) and second.profile.learned == (LEARNED,)
     assert "as runs here took since: decode steps x 1.60" in second.provenance()
     assert machine.profiled == 0
 
@@ -204,8 +260,13 @@ def test_peaks_that_cannot_be_read_are_none(tmp_path: Path) -> None:
     metadata = profile_of(catalog.model("opt-125m"), 1, 2, amdahl(0.1)).metadata
     assert kept_peaks(tmp_path, name_of(metadata)) is None
     keep_peaks(tmp_path, name_of(metadata), PEAKS)
-    keep_peaks(tmp_path, "another", replace(PEAKS, flops_per_s=1.0))
+    keep_peaks(tmp_path, "another", replace(PEAKS, flops_per_s=1e9))
     assert kept_peaks(tmp_path, name_of(metadata)) == PEAKS
     for text in ("{", "[]", '{"another": {"flops_per_s": "x"}}'):
         (tmp_path / "peaks.json").write_text(text, encoding="utf-8")
         assert kept_peaks(tmp_path, "another") is None
+    for key in ("flops_per_s", "bandwidth_bytes_per_s"):
+        for value in (0.0, -1.0, 1e-300, math.inf, math.nan, 10**400):
+            written = {"flops_per_s": 1e11, "bandwidth_bytes_per_s": 1e10, "source": "", key: value}
+            (tmp_path / "peaks.json").write_text(json.dumps({"one": written}), encoding="utf-8")
+            assert kept_peaks(tmp_path, "one") is None
