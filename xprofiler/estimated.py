@@ -21,6 +21,7 @@ from xgpt.core.units import DTYPE_BYTES
 from xprofiler.completion import LEAST_S
 from xprofiler.points import Kind, Needs, Point, quick_points
 from xprofiler.profile import (
+    DISTURBED_LIMIT,
     ESTIMATED,
     ESTIMATED_LIKE,
     STEP_OVERHEAD,
@@ -107,8 +108,11 @@ def peaks_tell_of(wanted: ProfileMetadata) -> bool:
             and wanted.weight_dtype == wanted.dtype)
 
 
-def known_by_peaks(peaks: Peaks, metadata: ProfileMetadata) -> Known:
-    """What the machine's peaks tell of a single rank."""
+def known_by_peaks(peaks: Peaks, metadata: ProfileMetadata, *, missing: float = 0.0) -> Known:
+    """What the machine's peaks tell of a single rank. `missing`: share of it that others had while
+    they were measured, which is said where it is more than little."""
+    while_others = (f" (measured while others had {missing:.0%} of it)"
+                    if missing > DISTURBED_LIMIT else "")
     byte_s = DTYPE_BYTES[metadata.dtype] / (_BANDWIDTH_SHARE * peaks.bandwidth_bytes_per_s)
     costs = {}
     for operator in _TIMED:
@@ -118,7 +122,7 @@ def known_by_peaks(peaks: Peaks, metadata: ProfileMetadata) -> Known:
         once_s = _LITTLE_ONCE_S if is_little else _ONCE_S
         costs[operator, 1] = np.array(
             [once_s, *each, byte_s, 1 / (reached * peaks.flops_per_s)])
-    return Known(costs, _OVERHEAD_S, {}, f"{ESTIMATED} from this machine's peaks")
+    return Known(costs, _OVERHEAD_S, {}, f"{ESTIMATED} from this machine's peaks{while_others}")
 
 
 def estimated(known: Known, model: ModelSpec, metadata: ProfileMetadata, needs: Needs, own: Needs,

@@ -140,27 +140,30 @@ def _estimated(wanted: WantedProfile, known: Known) -> Profile | None:
 
 def _known_by_peaks(wanted: WantedProfile, tell: Teller, folder: Path,
                     device: Device) -> Iterator[Known]:
-    """By what the machine does at most, which is measured once."""
+    """By what the machine does at most, which is measured once; again where others were at work
+    then."""
     of = wanted.metadata
     if not peaks_tell_of(of):
         return
     name = name_of(of)
-    peaks = kept_peaks(folder, name)
-    if peaks is None:
-        rough = _estimated(wanted, known_by_peaks(Peaks(
+    kept = kept_peaks(folder, name)
+    if kept is None or kept.is_worth_again:
+        peaks = kept.peaks if kept is not None else Peaks(
             flops_per_s=device.peak_flops_per_s(of.dtype), source=device.name,
-            bandwidth_bytes_per_s=device.bandwidth_bytes_per_s), of))
+            bandwidth_bytes_per_s=device.bandwidth_bytes_per_s)
+        rough = _estimated(wanted, known_by_peaks(peaks, of))
         if rough is None or wanted.share * _job_s(wanted, rough) > _FAR * measuring_cost_s(wanted):
             return
-        _calibrate(wanted, tell, folder, name)
-        peaks = kept_peaks(folder, name)
-    if peaks is not None:
-        yield known_by_peaks(peaks, of)
+        _calibrate(wanted, tell, folder, name, "once" if kept is None else
+                   f"again, since others had {kept.missing:.0%} of it")
+        kept = kept_peaks(folder, name)
+    if kept is not None:
+        yield known_by_peaks(kept.peaks, of, missing=kept.missing)
 
 
-def _calibrate(wanted: WantedProfile, tell: Teller, folder: Path, name: str) -> None:
+def _calibrate(wanted: WantedProfile, tell: Teller, folder: Path, name: str, why: str) -> None:
     """Raises StoppedEarly when interrupted."""
-    tell.say("profile: what this machine does at most, once, in half a second")
+    tell.say(f"profile: what this machine does at most, {why}, in half a second")
     with alone(folder, wanted.output, tell), passing_folder("xgpt-peaks-") as scratch:
         request = scratch / "request.json"
         request.write_text(json.dumps({

@@ -37,7 +37,8 @@ _EXTREME = 0.1  # of a kind's steps, those whose ratios are farthest out, half a
 def learn(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
           others_share: float | None) -> tuple[LearnedSteps, ...]:
     """Adds what the run in the job's folder took to the cached profile; what was added: nothing
-    where the profile is another's, or the run was disturbed."""
+    where the profile is another's, the run was disturbed, or its times were estimated anew, from
+    something else, since."""
     if not (isinstance(timing, ProfileTiming) and opened.is_local and opened.job.profile is None):
         return ()
     if others_share is not None and others_share >= NOTICEABLE_SHARE:
@@ -45,9 +46,11 @@ def learn(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     path = cached_profile_path(cache_dir() / "profiles", timing.profile.metadata)
     if not path.is_file():  # derived from two others: there is none of this layout
         return ()
+    known = load_profile(path)
+    if known.metadata.origin != timing.profile.metadata.origin:
+        return ()
     found = learned_of(opened, timing.profile, schedule, opened.job.output / "steps.jsonl")
     if found:
-        known = load_profile(path)
         kept = [own for kind in KINDS for own in (
             *(own for own in known.learned if own.kind == kind),
             *(own for own in found if own.kind == kind))[-LEARNED_KEPT:]]

@@ -11,6 +11,7 @@ import pytest
 from laid_out import amdahl, profile_of
 
 from xgpt.app import known_times as app
+from xgpt.app import learn as learning
 from xgpt.app import local_profile, plan, timing
 from xgpt.app.known_times import known_times
 from xgpt.app.learn import has_learned_since
@@ -22,7 +23,7 @@ from xgpt.core import catalog
 from xgpt.core.errors import InfeasibleError
 from xgpt.launch.launcher import RankProgram
 from xprofiler.cache import cached_profile_path
-from xprofiler.kept_peaks import keep_peaks, kept_peaks, name_of
+from xprofiler.kept_peaks import KeptPeaks, keep_peaks, kept_peaks, name_of
 from xprofiler.profile import LearnedSteps, Peaks, Profile
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import ProfileTiming
@@ -36,9 +37,9 @@ LEARNED = LearnedSteps(kind="decode", rows=5.0, factor=1.6, spread=0.1, steps=99
 
 class Machine:
     """One whose ranks are asked for what they would measure. `profiled`: how often points were
-    measured; `calibrated`: how often peaks were."""
+    measured; `calibrated`: how often peaks were, while others had `missing` of it."""
 
-    is_here = True
+    is_here, missing = True, 0.0
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.folder, self.profiled, self.calibrated = folder / "profiles", 0, 0
@@ -56,7 +57,7 @@ class Machine:
         assert program.module == app.CALIBRATES and program.count == 1
         self.calibrated += 1
         asked = json.loads(program.argument.read_text(encoding="utf-8"))
-        keep_peaks(Path(asked["folder"]), asked["name"], PEAKS)
+        keep_peaks(Path(asked["folder"]), asked["name"], KeptPeaks(PEAKS, self.missing))
 
     def measure(self, wanted: WantedProfile, tell: LogTeller) -> Profile:
         self.profiled += 1
@@ -233,6 +234,19 @@ def test_what_runs_took_is_added_and_kept(tmp_path: Path, machine: Machine) -> N
     assert machine.profiled == 0
 
 
+def test_what_a_run_took_is_added_to_no_other_estimate(
+        tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning, "learned_of", lambda *_: (LEARNED,))
+    job = job_of(tmp_path)
+    first = plan_job(job)
+    plan_job(job_of(tmp_path, model="opt-125m", count=200_000))
+    second = plan_job(job)  # while the first runs: by opt-125m
+    assert learning.learn(job, first.timing, first.schedule, None) == ()
+    assert not has_learned_since(second.timing)
+    assert learning.learn(job, second.timing, second.schedule, None) == (LEARNED,)
+    assert has_learned_since(second.timing)
+
+
 def test_margins_are_as_wide_as_estimates_may_be_off(tmp_path: Path, machine: Machine) -> None:
     found = plan_job(job_of(tmp_path, bound="60"))
     assert machine.profiled == 0
@@ -256,17 +270,47 @@ def test_a_bound_that_estimates_do_not_keep_is_measured_for(
     assert machine.profiled == 1
 
 
+def test_peaks_of_a_machine_that_others_used_are_measured_again(
+        tmp_path: Path, machine: Machine) -> None:
+    machine.missing = 0.43
+    found = plan_job(job_of(tmp_path))
+    assert "peaks (measured while others had 43% of it) on" in found.timing.provenance()
+    machine.missing = 0.0
+    again = job_of(tmp_path)
+    assert "others had" not in plan_job(again).timing.provenance()
+    assert any("at most, again, since others had 43% of it" in said for said in again.tell.said)
+    plan_job(job_of(tmp_path))
+    assert machine.calibrated == 2
+
+
+def test_of_a_machine_that_is_never_quiet_the_best_of_three_stays(
+        tmp_path: Path, machine: Machine) -> None:
+    machine.missing = 0.43
+    for _ in range(5):
+        found = plan_job(job_of(tmp_path))
+    assert machine.calibrated == 3 and "others had 43% of it" in found.timing.provenance()
+
+
+def test_of_disturbed_peaks_the_better_are_kept(tmp_path: Path) -> None:
+    keep_peaks(tmp_path, "one", KeptPeaks(PEAKS, 0.4))
+    keep_peaks(tmp_path, "one", KeptPeaks(replace(
+        PEAKS, flops_per_s=1e11, bandwidth_bytes_per_s=3e10), 0.2))
+    assert kept_peaks(tmp_path, "one") == KeptPeaks(
+        replace(PEAKS, bandwidth_bytes_per_s=3e10), 0.2, tries=2)
+
+
 def test_peaks_that_cannot_be_read_are_none(tmp_path: Path) -> None:
     metadata = profile_of(catalog.model("opt-125m"), 1, 2, amdahl(0.1)).metadata
     assert kept_peaks(tmp_path, name_of(metadata)) is None
-    keep_peaks(tmp_path, name_of(metadata), PEAKS)
-    keep_peaks(tmp_path, "another", replace(PEAKS, flops_per_s=1e9))
-    assert kept_peaks(tmp_path, name_of(metadata)) == PEAKS
+    keep_peaks(tmp_path, name_of(metadata), KeptPeaks(PEAKS, 0.0))
+    keep_peaks(tmp_path, "another", KeptPeaks(replace(PEAKS, flops_per_s=1e9), 0.0))
+    assert kept_peaks(tmp_path, name_of(metadata)) == KeptPeaks(PEAKS, 0.0)
     for text in ("{", "[]", '{"another": {"flops_per_s": "x"}}'):
         (tmp_path / "peaks.json").write_text(text, encoding="utf-8")
         assert kept_peaks(tmp_path, "another") is None
     for key in ("flops_per_s", "bandwidth_bytes_per_s"):
         for value in (0.0, -1.0, 1e-300, math.inf, math.nan, 10**400):
-            written = {"flops_per_s": 1e11, "bandwidth_bytes_per_s": 1e10, "source": "", key: value}
+            written = {"flops_per_s": 1e11, "bandwidth_bytes_per_s": 1e10, "source": "",
+                       "missing": 0.0, "tries": 1, key: value}
             (tmp_path / "peaks.json").write_text(json.dumps({"one": written}), encoding="utf-8")
             assert kept_peaks(tmp_path, "one") is None
