@@ -37,8 +37,10 @@ def coarse_points(model: ModelSpec, needs: Needs, own: Needs) -> list[Point]:
             case Kind.DECODE | Kind.CROSS:
                 places = {(first, ys[0]), (middle, ys[-1]), (last, ys[0]), (last, ys[-1])}
             case Kind.ENCODE | Kind.ENCODER:
-                # short ones alone take a fixed time, which others share
-                places = {(xs[min(1, len(xs) - 1)], ys[0]), (last, ys[0]), (middle, ys[-1])}
+                # short ones alone take a fixed time, which others share; not of each length
+                # several are encoded together
+                several = min((p.x for p in mine if p.y == ys[-1]), key=lambda x: abs(x - middle))
+                places = {(xs[min(1, len(xs) - 1)], ys[0]), (last, ys[0]), (several, ys[-1])}
                 if kind is Kind.ENCODER:  # no other steps tell of so many rows
                     largest = max(mine, key=lambda point: point.x * point.y)
                     places.add((largest.x, largest.y))

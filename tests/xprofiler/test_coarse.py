@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from xgpt.core import catalog
@@ -39,6 +39,7 @@ needs_of_jobs = st.builds(
 
 
 @given(own=needs_of_jobs, is_both=st.booleans())
+@example(own=Needs(input_tokens=6, context_tokens=2, queries=1, tokens=1), is_both=False)
 def test_few_points_reach_as_far_as_a_quick_profile_has(own: Needs, is_both: bool) -> None:
     model, needs = BOTH if is_both else DECODER, Needs()
     quick = quick_points(model, needs, own)
