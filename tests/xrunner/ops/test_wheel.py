@@ -11,9 +11,10 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from compilers import has_compiler
 
 from xrunner.ops import native
-from xrunner.ops.build import LIBRARY, BuildError, find_compiler
+from xrunner.ops.build import LIBRARY
 
 ROOT = Path(__file__).resolve().parents[3]
 PARTS = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "csrc", "xgpt", "xprofiler",
@@ -23,13 +24,6 @@ from xrunner.ops import build, native
 print(native.describe())
 print(build.source_folder())
 """
-
-
-def has_compiler() -> bool:
-    try:
-        return bool(find_compiler())
-    except BuildError:
-        return False
 
 
 @pytest.fixture

@@ -6,12 +6,12 @@ from itertools import product
 
 import numpy as np
 import pytest
+from compilers import has_compiler
 from problems import problem_of
 from problems import roofline_of as paper_roofline
 from problems_suite import captured, noisy_profile, planted, roofline_of, toy_problem
 from representative import some
 
-from xrunner.ops.build import BuildError, find_compiler
 from xscheduler.spaces.continuous import ContinuousSpace
 from xscheduler.spaces.tensor_plans import tensor_plans
 from xsimulator.policies.continuous import bounds
@@ -24,13 +24,6 @@ TIMES = {"smooth": lambda problem: roofline_of(problem),
          "captured": lambda problem: captured(roofline_of(problem))}
 TOYS = {"fast": {}, "tight memory": {"memory": 1.2e8}, "a token at most": {
     "pairs": np.array([[30, 1]])}, "short": {"outputs": (2.0, 0.8, 4), "quantile": 0.5}}
-
-
-def has_compiler() -> bool:
-    try:
-        return bool(find_compiler().command)
-    except BuildError:
-        return False
 
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from compilers import has_compiler
 
 from xgpt.core.lengths import FloatArray
-from xrunner.ops.build import BuildError, find_compiler
 from xsimulator import step_table
 from xsimulator.policies.continuous import in_flight, native, paged_walk, walk_table
 from xsimulator.policies.continuous.paged_walk import STEPS, Walk, WalkedQueries, walk
@@ -17,13 +17,6 @@ from xsimulator.policies.waa import unevenness
 from xsimulator.replay import stage_line
 
 CONFIGS = 24
-
-
-def has_compiler() -> bool:
-    try:
-        return bool(find_compiler().command)
-    except BuildError:
-        return False
 
 
 @pytest.fixture

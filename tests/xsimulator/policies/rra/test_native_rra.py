@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from compilers import has_compiler
 from problems import problem_of, roofline_of
 from toy_jobs import roofline_of as toy_roofline
 from toy_jobs import toy_problem
 
 from xgpt.core.lengths import IntArray, JointLengths, truncated_normal
 from xprofiler.timing import Operator, Reach
-from xrunner.ops.build import BuildError, find_compiler
 from xscheduler.spaces.rra_chunks import ChunkPoints
 from xscheduler.spaces.rra_points import RraPoints
 from xscheduler.spaces.tensor_plans import tensor_plans
@@ -27,13 +27,6 @@ from xsimulator.policies.rra.bounds import SIDES
 from xsimulator.policies.rra.config import RraConfigs
 
 COUNT, NEAR = 40, 1e-9
-
-
-def has_compiler() -> bool:
-    try:
-        return bool(find_compiler().command)
-    except BuildError:
-        return False
 
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")

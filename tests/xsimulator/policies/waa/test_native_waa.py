@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from compilers import has_compiler
 from problems import problem_of, roofline_of
 
-from xrunner.ops.build import BuildError, find_compiler
 from xsimulator.policies import make_policy
 from xsimulator.policies.continuous.native import native
 from xsimulator.policies.waa import native as waa_native
@@ -18,13 +18,6 @@ from xsimulator.policies.waa.config import WaaBoxes
 from xsimulator.policies.waa.plan_bounds import PlanBounds
 
 BOXES, NEAR = 60, 1e-9
-
-
-def has_compiler() -> bool:
-    try:
-        return bool(find_compiler().command)
-    except BuildError:
-        return False
 
 
 pytestmark = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
