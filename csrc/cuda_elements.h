@@ -58,7 +58,8 @@ struct Entries {
 
 __device__ inline float minus_infinity() { return __uint_as_float(0xff800000u); }
 
-constexpr float LOG2_E = 1.4426950408889634f;  // scores are in powers of two
+// Scores are in powers of two; sources without attention do not read it.
+[[maybe_unused]] constexpr float LOG2_E = 1.4426950408889634f;
 
 /* What a sum is to be multiplied by when its maximum rises from `old` to `now`. */
 __device__ inline float rescale(float old, float now) {

@@ -47,9 +47,11 @@ def test_every_kernel_is_in_what_nvrtc_makes(name: str, generation: int) -> None
     source = source_of(name)
     said, binary = compiled(source, generation)
     assert binary and not said.strip(), said
-    kernels = re.findall(r"^KERNEL_AS\((\w+),", source, re.M)
-    kernels += [f"{kernel}_{kind}" for kernel in re.findall(r"^KERNEL\((\w+),", source, re.M)
-                for kind in ("float32", "bfloat16", "float16")]
+    kinds = {"KERNEL_AS": [""], "KERNEL": ["_float32", "_bfloat16", "_float16"],
+             "KERNEL_OF_HALVES": ["_bfloat16", "_float16"]}
+    kernels = [kernel + kind
+               for macro, kernel in re.findall(r"^(KERNEL\w*)\((\w+),", source, re.M)
+               for kind in kinds[macro]]
     assert kernels
     for kernel in kernels:  # a symbol of that name: cupy looks for it
         assert f"\0{kernel}\0".encode() in binary, kernel
