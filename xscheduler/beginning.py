@@ -5,7 +5,10 @@ begins all the same, with the quickest there is, and settles once lengths have b
 (xscheduler.live). Each batch is decoded to its end before the next is encoded: nothing is
 quicker than a query that no encoding interrupts, and what a phase takes ends with the outputs that
 there really are. So of such schedules the largest batch within NEAR of the least latency is taken:
-a query that does run to its cap is late in any case, the others are far from it."""
+a query that does run to its cap is late in any case, the others are far from it. A bound that not
+even an answer of one token keeps is refused: no lengths that could be observed would mend that."""
+
+from __future__ import annotations
 
 import math
 from dataclasses import replace
@@ -13,7 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.core.errors import InputError
+from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.lengths import empirical
 from xgpt.core.policies import changeable_policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule, Status
@@ -48,15 +52,13 @@ def can_settle(problem: Problem) -> bool:
 
 def beginning(problem: Problem, timing: TimingSource) -> Schedule | None:
     """The schedule to begin with, of the policy that can be changed; None where something else
-    than latency is in the way."""
-    name, constraint = changeable_policy(problem.fixed), problem.constraint
-    if name is None or math.isinf(constraint.latency_s):
-        return None
-    able = [one for parts in problems_of_copies(problem)
-            if (one := _quickest(name, parts[0], timing)) is not None]
-    if not able:
+    than the lengths of outputs is in the way."""
+    constraint = problem.constraint
+    if math.isinf(constraint.latency_s) or not (able := _able(problem, timing)):
         return None
     least_s = min(one.least_s for one in able)
+    if one_token_s(problem, timing) > constraint.latency_s:
+        return None
     quickest = max((Scheduler(one.problem, timing).find((1 + NEAR) * least_s, compares=False)
                     for one in able if one.least_s <= (1 + NEAR) * least_s),
                    key=lambda schedule: schedule.figures.throughput_qps)
@@ -64,6 +66,37 @@ def beginning(problem: Problem, timing: TimingSource) -> Schedule | None:
         limit_s=constraint.latency_s, status=Status.BEGINNING, bound_qps=math.inf, gap=math.inf,
         rejected=(), pruned=(), policy_bounds=(), fingerprint=problem.fingerprint,
         explanation=(f"{_sentence(problem, least_s)}.", _why(quickest, least_s)))
+
+
+def begin(problem: Problem, timing: TimingSource, refused: InfeasibleError) -> Schedule:
+    """What a job that no schedule serves at its caps begins with.
+
+    Raises: `refused`, where nothing could settle or the bound is out of reach of any lengths."""
+    if not can_settle(problem):
+        raise refused
+    if (begun := beginning(problem, timing)) is not None:
+        return begun
+    least_s = one_token_s(problem, timing)
+    if problem.constraint.latency_s < least_s < math.inf:
+        raise InfeasibleError(
+            f"{refused}. An answer of a single token takes {format_seconds(least_s)} at least, so "
+            "no output lengths that a run may observe would help", refused.tightest_s) from refused
+    raise refused
+
+
+def one_token_s(problem: Problem, timing: TimingSource) -> float:
+    """The least latency there is of answers of one token each; infinite where there is none."""
+    lengths = replace(problem.lengths, outputs=empirical([1]), pairs=None)
+    return min((one.least_s for one in _able(replace(problem, lengths=lengths), timing)),
+               default=math.inf)
+
+
+def _able(problem: Problem, timing: TimingSource) -> list[_Quickest]:
+    """Of every number of copies that has room, what decodes each batch to its end."""
+    if (name := changeable_policy(problem.fixed)) is None:
+        return []
+    return [one for parts in problems_of_copies(problem)
+            if (one := _quickest(name, parts[0], timing)) is not None]
 
 
 class _Quickest(NamedTuple):

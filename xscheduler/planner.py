@@ -20,7 +20,7 @@ from xgpt.core.policies import changeable_policy, policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xprofiler.timing import TimingSource
-from xscheduler.beginning import beginning, can_settle
+from xscheduler.beginning import begin
 from xscheduler.copies import idle_note
 from xscheduler.divisions import Divider
 from xscheduler.evaluator import Evaluator
@@ -160,10 +160,8 @@ class Planner:
             return self._steady(problem)
         try:
             schedule = self._steady(problem)
-        except InfeasibleError:
-            if not can_settle(problem) or (begun := beginning(problem, self.timing)) is None:
-                raise
-            schedule = begun
+        except InfeasibleError as refused:
+            schedule = begin(problem, self.timing, refused)
         return for_the_job(problem, self._evaluator, schedule, self._own.selections,
                            cuts=self._watch.cuts, has_margin=self.options.has_margin,
                            is_rough=self.options.is_rough)

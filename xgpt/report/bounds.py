@@ -140,9 +140,11 @@ def _check_sequences(queries: Sequence[QueryFigures], bound: Bound, kept: str) -
     late, slowest = int((latencies > bound.limit_s).sum()), float(latencies.max())
     found = BoundCheck(not late, "", bound, late, len(latencies), slowest)
     if late:
+        share = 100 * late / len(latencies)
+        shown = f"{share:.2g}" if share < 10 else f"{math.floor(share)}"
         return found._replace(sentence=(
             f"{_named(bound)} missed by {late} of {len(latencies):,} sequences "
-            f"({100 * late / len(latencies):.2g} %) of up to {longest} tokens, the slowest took "
+            f"({shown} %) of up to {longest} tokens, the slowest took "
             f"{format_seconds(slowest)}"))
     return found._replace(sentence=(
         f"{_named(bound)} {kept}: no sequence of up to {longest} tokens took longer than "

@@ -276,7 +276,8 @@ class PinnedSearch:
                         f"{format_seconds(constraint.limit_s('tpot'))}",
             Limit.MEMORY: f"{format_bytes(seen.memory_bytes)} of "
                           f"{format_bytes(self._policy.capacity_bytes)} that can be used",
-            Limit.QUERIES: f"{seen.present:.0f} present of {self._problem.num_queries}",
+            Limit.QUERIES: f"{seen.present:.0f} would run at once, "
+                           f"{self._problem.num_queries} are left",
             Limit.RANGE: "the profile says nothing about such sizes",
             Limit.LATENCY: f"{format_seconds(seen.latency_s)} of {format_seconds(self._limit_s)}"}
         return f"{seen.limit.words}: {why[seen.limit]}" if seen.limit else None

@@ -84,7 +84,13 @@ def test_sequence_bound_is_missed_by_one_late_sequence_within_the_quantile() -> 
     queries = [query(1.0, output_tokens=10)] * 98 + [query(2.5, output_tokens=9),
                                                      query(1.0, output_tokens=80)]
     check = check_bound(output_of(queries, 2.0, "sequence"))
-    assert check.is_kept is False and "missed by 1 of 99 sequences" in check.sentence
+    assert check.is_kept is False and "missed by 1 of 99 sequences (1 %)" in check.sentence
+
+
+@pytest.mark.parametrize(("late", "shown"), [(100, "100 %"), (99, "99 %"), (12, "12 %")])
+def test_the_share_of_late_sequences_is_a_plain_number(late: int, shown: str) -> None:
+    queries = [query(9.0)] * late + [query(1.0)] * (100 - late)
+    assert f"({shown})" in check_bound(output_of(queries, 2.0, "sequence")).sentence
 
 
 def test_an_unfinished_run_keeps_the_bound_only_so_far() -> None:

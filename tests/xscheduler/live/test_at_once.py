@@ -100,7 +100,7 @@ def test_that_more_would_be_present_than_caches_hold_does_not_press(
     estimate = planned.schedule.estimate
     assert estimate.figures.latency_s <= planned.session.problem.constraint.latency_s
     monkeypatch.setattr("xscheduler.live.at_once.way_now", lambda *_: Way(
-        estimate=estimate, reason="number of queries: 162 present of 137"))
+        estimate=estimate, reason="number of queries: 162 would run at once, 137 are left"))
     assert planned.decider().decide_at_once(_slower(1.2)) is None
 
 

@@ -99,6 +99,13 @@ def test_where_nothing_could_settle_it_is_refused(tmp_path: Path, given: dict[st
     assert hint(session.problem, timing_of(session)) == ""
 
 
+def test_a_bound_that_no_length_keeps_is_refused(tmp_path: Path) -> None:
+    session = observing(tmp_path, bound="0.001")
+    with pytest.raises(InfeasibleError, match=r"\. An answer of a single token takes .* at least"):
+        plan_job(session, timing_of(session))
+    assert hint(session.problem, timing_of(session)) == ""
+
+
 def test_a_bound_is_not_to_blame_where_memory_binds(tmp_path: Path) -> None:
     session = observing(tmp_path)
     session = replace(session, problem=replace(session.problem, cluster=(
