@@ -2,8 +2,8 @@
 it, what no schedule of it exceeds, and, where it is to be used, the schedule to use.
 
 Most of it is known from the search over equal copies, which looks at every size that these may
-have. Of another one a glance is taken; a search that ends at a few per cent, and where margins are
-asked for their replays, are made only of sizes that promise enough."""
+have. Of another one a glance is taken; a search, and where margins are asked for their replays, are
+made only of sizes that promise enough."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from xscheduler.copies_shown import Looked
 from xscheduler.copy_planner import CopyPlanner
 from xscheduler.over_copies import CopiesSearch, Planned
 from xscheduler.room import with_room
-from xscheduler.search import FIRST_GAP
 from xscheduler.within import PlannedWithin
+from xsimulator.memory import capacity_bytes, least_weight_bytes
+
+UNSEEN = 0.015  # share by which most sizes are worth more than a glance sees of those that win
 
 
 class CopySizes:
@@ -46,6 +48,20 @@ class CopySizes:
 
     def is_settled(self, devices: int) -> bool:
         return devices in self._settled
+
+    @property
+    def hoped(self) -> dict[int, float]:
+        """What sizes may be worth once they are planned: a glance sees a little less. (Of margins,
+        which are uncertain by more, no such thing is said.)"""
+        return self.worth if self._has_margin else {
+            size: own if self.is_settled(size) or self._is_found(size) else (1 + UNSEEN) * own
+            for size, own in self.worth.items()}
+
+    def _is_found(self, devices: int) -> bool:
+        """Whether what was seen of a size was searched for."""
+        seen = self._seen.get(devices)
+        return seen is not None and any(
+            one is seen for one in self._search.on(devices).own.found)
 
     @property
     def nodes(self) -> int:
@@ -75,19 +91,35 @@ class CopySizes:
         else:
             self._see(planner, seen)
 
-    def glance_at_some(self, devices: int, names: tuple[str, ...], floor_qps: float) -> None:
-        """Looks at these policies alone for a copy of that size that has more than the floor.
-        Nothing is proved of the size."""
-        problem = self._search.on(devices).problem
-        planner = self._search.of_policies(problem, names)
+    def glance_at_some(self, devices: int, names: tuple[str, ...]) -> None:
+        """Looks at these policies alone for a copy of that size. Nothing is proved of the size."""
+        planner = self._search.of_policies(self._search.on(devices).problem, names)
         self._of_some.append(planner)
         self.worth[devices] = 0.0
         if planner.is_able:
             with suppress(InfeasibleError):
-                seen = planner.own.glance(
-                    self._free_s(planner), floor_qps * _copies(planner) / self._kept)
+                seen = planner.own.glance(self._free_s(planner), 0.0)
                 self._seen[devices] = seen
                 self.worth[devices] = self._kept * seen.figures.throughput_qps / _copies(planner)
+
+    def like_its_neighbours(self, devices: int) -> float:
+        """What a size would be worth by the best of its neighbours among those known, device by
+        device."""
+        below, above = self._below(devices), min(
+            (size for size in self.worth if size > devices), default=0)
+        return devices * max((self.worth[size] / size for size in (below, above) if size),
+                             default=0.0)
+
+    def is_scarce(self, devices: int) -> bool:
+        """Whether the largest known size below that serves holds more of weights than of queries:
+        one more device then brings room for more than its share of them."""
+        below = self._below(devices)
+        return below > 0 and 2 * least_weight_bytes(self.problem) > (
+            below * capacity_bytes(self.problem.cluster.device))
+
+    def _below(self, devices: int) -> int:
+        return max((size for size, own in self.worth.items() if size < devices and own > 0),
+                   default=0)
 
     def take(self, devices: int, schedule: Schedule) -> None:
         """A schedule of such copies, as it is to be used."""
@@ -122,13 +154,13 @@ class CopySizes:
             if not within.is_safe:
                 raise InfeasibleError("its margin is more than the bound leaves")
             return _as_planned(within)
-        seen = self._seen.get(planner.problem.cluster.num_devices)
-        if any(one is seen for one in planner.own.found):  # and not at a glance
-            assert seen is not None, "it is one of those that were found"
+        devices = planner.problem.cluster.num_devices
+        if self._is_found(devices):
+            seen = self._seen[devices]
             if seen.figures.throughput_qps <= least_qps:
                 raise BeatenError(seen.proof.bound_qps)
             return seen
-        found = planner.own.find(self.bound_s, least_qps, gap=FIRST_GAP)
+        found = planner.own.find(self.bound_s, least_qps)
         self._see(planner, found)
         return found
 

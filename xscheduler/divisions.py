@@ -8,12 +8,14 @@ under the same bound, it is taken, each copy with a schedule of its own.
                       than the best sum of what no copy of a size exceeds
 
 Worth taking are LEAST_SHARE of the throughput. Sizes that no equal copies have cost a glance each:
-they are looked at where something is left over, where a node's devices are not 2^k, and where the
+all are looked at where something is left over, where a node's devices are not 2^k, and where the
 bound costs so much that sizes differ (TIGHT): a copy on five GPUs may answer twice what one on four
 does, if these just miss the bound, while without a bound no size is far better than another.
-Where it costs less, but something (LOOSE), 2^k + 1 devices may still be worth more than their
-share to policies of two pools alone: a group of 2^k that decodes beside one that encodes, which no
-other size has."""
+Elsewhere it takes a guess of what a size may be worth beside those next to it, and only sizes of
+divisions that would win by such guesses are looked at. Where the bound costs something (LOOSE), it
+is policies of two pools alone that are worth far more on such sizes: a group of 2^k that decodes
+beside those that encode. Where it costs little, it is what memory brings: where a copy's devices
+are mostly full of weights, one more holds more queries than its share."""
 
 from __future__ import annotations
 
@@ -42,9 +44,11 @@ from xscheduler.spaces.waa_boxes import climbed_alone
 PROVED = (Status.OPTIMAL, Status.WITHIN_GAP, Status.LIMIT, Status.JOB)
 EQUAL_ALONE, ANY_SIZES = "equal copies", "copies of any sizes"  # what a bound is of
 _ROUNDED = 1e-9
-LEAST_SHARE = 0.02  # of all queries: for less nobody is to tell several schedules apart
+LEAST_SHARE = 0.003  # of all queries: for less nobody is to tell several schedules apart
 TIGHT = 0.6  # of what there would be without a bound: what has less has a tight one
-LOOSE = 0.8  # of it: what has less has one that policies of two pools may use better
+LOOSE = 0.85  # of it: what has less has one that policies of two pools may use better
+ABOVE_OTHERS = 0.25  # share by which these were seen above sizes next to theirs, device by device
+ABOVE_SCARCE = 0.04  # likewise any policy, where the size below is mostly full of weights
 SHOWN = 0.9  # of the schedule's throughput: the best division that has less gets no line
 MOST_SETTLED = 6  # sizes planned as they would be used, with their margins
 MOST_GLANCED = 0.5  # of the configurations that the search over equal copies evaluated
@@ -175,16 +179,33 @@ class Divider:
         each, own = self.problem.cluster.devices_per_node, schedule.deployment.devices_per_replica
         parts = self.problem.fixed.replicas
         idle = 0 if own > each else each % own if parts is None else each - parts * own
-        largest = self._largest
         share = 0.0 if idle or each & (each - 1) else self._share_had(schedule)
+        names = _of_two_pools(self.problem)
         if share < TIGHT:
-            self._glance(sizes, range(1, largest + 1), sizes.glance, schedule)
-        elif share < LOOSE and (names := _of_two_pools(self.problem)):
-            qps = schedule.figures.throughput_qps / self.problem.cluster.num_nodes
-            self._glance(
-                sizes, [size for size in range(3, largest + 1) if not (size - 1) & (size - 2)],
-                lambda size: sizes.glance_at_some(
-                    size, names, (size / each + LEAST_SHARE) * qps), schedule)
+            self._glance(sizes, range(1, self._largest + 1), sizes.glance, schedule)
+        elif share >= LOOSE:
+            self._look_where(sizes, schedule, lambda size: ABOVE_SCARCE * sizes.is_scarce(size),
+                             sizes.glance)
+        elif names:
+            self._look_where(sizes, schedule, lambda size: ABOVE_OTHERS,
+                             lambda size: sizes.glance_at_some(size, names))
+
+    def _look_where(self, sizes: CopySizes, schedule: Schedule, above: Callable[[int], float],
+                    look: Callable[[int], None]) -> None:
+        """Looks at sizes as long as a division with them may bring more than equal copies do, were
+        they worth a share `above` the sizes next to them; 0: a size is not looked at."""
+        least_qps = (1 + LEAST_SHARE) * schedule.figures.throughput_qps
+        unknown = [size for size in range(1, self._largest + 1) if not sizes.is_known(size)]
+        while unknown:
+            guessed = {size: (1 + above(size)) * sizes.like_its_neighbours(size)
+                       for size in unknown if above(size)}
+            best = self.division({**guessed, **sizes.worth})
+            left = [] if best is None or best.worth <= least_qps else [
+                size for size in best.sizes if size in guessed]
+            if not left:
+                break
+            self._glance(sizes, [min(left)], look, schedule)
+            unknown.remove(min(left))
 
     def _glance(self, sizes: CopySizes, wanted: Sequence[int], look: Callable[[int], None],
                 schedule: Schedule) -> None:
@@ -219,15 +240,16 @@ class Divider:
         they are to be used, those that bring most first; what that leaves of them decides."""
         least_qps = (1 + LEAST_SHARE) * schedule.figures.throughput_qps
         for _ in range(MOST_SETTLED):
-            best = self.division(sizes.worth)
+            hoped = sizes.hoped
+            best = self.division(hoped)
             if best is None or best.worth <= least_qps or self.cuts():
                 break
             left = [size for size in set(best.sizes) if not sizes.is_settled(size)]
             if not left:
                 break
-            size = max(left, key=lambda one: (best.sizes.count(one) * sizes.worth[one], one))
+            size = max(left, key=lambda one: (best.sizes.count(one) * hoped[one], one))
             count = best.sizes.count(size)
-            sizes.settle(size, sizes.worth[size] - (best.worth - least_qps) / count)
+            sizes.settle(size, hoped[size] - (best.worth - least_qps) / count)
             found = sizes.schedule(size)
             if found is not None and not takes_all(schedule.estimate, found.estimate,
                                                     self.problem):

@@ -24,7 +24,7 @@ from xgpt.report.table import schedule_table, stage_table
 from xrunner.replica import replicas_of
 from xrunner.rules.routing import deal
 from xscheduler.copies_shown import Looked
-from xscheduler.copy_sizes import CopySizes
+from xscheduler.copy_sizes import UNSEEN, CopySizes
 from xscheduler.divisions import (
     ANY_SIZES,
     EQUAL_ALONE,
@@ -137,6 +137,44 @@ def test_where_a_bound_costs_a_third_five_gpus_may_be_worth_more_than_their_shar
     assert found.proof.covers.startswith(ANY_SIZES) and "on 3, 6 and 7" in found.proof.covers
 
 
+@pytest.mark.parametrize(("nodes", "device", "latency_s", "expected", "more"), [
+    (1, "H200", math.inf, (3, 3, 2), 1.018),  # two hold weights for a half
+    pytest.param(1, "H200", 15.0, (6, 2), 1.007, marks=pytest.mark.slow),
+    pytest.param(8, "A100-80", 23.9, 8 * (6, 2), 1.038, marks=pytest.mark.slow)])
+def test_sizes_that_may_win_by_what_their_neighbours_show_are_looked_at(
+        nodes: int, device: str, latency_s: float, expected: tuple[int, ...], more: float) -> None:
+    """Found by hand, or missed by it."""
+    from hand_problems import HandScenario
+
+    scenario = HandScenario(model="llama-3.1-70b", device=device, nodes=nodes, per_node=8, task="T")
+    found = Planner(scenario.problem(latency_s), scenario.timing(), OPTIONS).plan()
+    assert devices_of_copies(found.estimate) == expected
+    equal_qps = found.rejected[0].throughput_qps
+    assert equal_qps is not None and found.figures.throughput_qps > more * equal_qps
+
+
+def test_where_memory_is_ample_and_the_bound_loose_no_further_size_is_looked_at() -> None:
+    from hand_problems import HandScenario
+
+    scenario = HandScenario(model="opt-1.3b", device="A40", nodes=1, per_node=8, task="C2")
+    found = Planner(scenario.problem(), scenario.timing(), OPTIONS).plan()
+    assert "on 3, 5, 6 and 7 devices" in found.proof.covers
+
+
+def test_what_a_size_may_be_worth_is_guessed_by_those_next_to_it() -> None:
+    problem = toy_problem(per_node=8)
+    sizes = CopySizes(problem, divider_of(problem).search, has_margin=False)
+    sizes.worth.update({1: 0.0, 2: 5.0, 4: 8.0, 8: 24.0})
+    assert (sizes.like_its_neighbours(3), sizes.like_its_neighbours(6)) == (7.5, 18.0)
+    assert not sizes.is_scarce(3), "its weights are small"
+    sizes.worth[2] = 0.0
+    assert sizes.like_its_neighbours(3) == 6.0, "below there is none that serves"
+    assert not sizes.is_scarce(3)
+    assert sizes.hoped == {1: 0.0, 2: 0.0, 4: 8.0 * (1 + UNSEEN), 8: 24.0 * (1 + UNSEEN)}
+    sizes._has_margin = True
+    assert sizes.hoped == sizes.worth
+
+
 def test_a_bound_says_of_which_copies_it_is() -> None:
     """Sizes that divide the devices have been looked at, and no division into them has more than
     the bound of equal copies; of three devices of four nothing is known."""
@@ -183,7 +221,7 @@ def test_a_bound_says_which_tensor_plans_of_large_copies_were_not_looked_at() ->
 def test_a_size_of_which_two_policies_were_seen_may_be_beaten_when_it_is_planned() -> None:
     problem = toy_problem(per_node=3)
     sizes = CopySizes(problem, divider_of(problem).search, has_margin=False)
-    sizes.glance_at_some(3, ("waa-c", "waa-m"), 0.0)
+    sizes.glance_at_some(3, ("waa-c", "waa-m"))
     assert 3 not in sizes.most, "nothing is proved of the others"
     seen_qps = sizes.worth[3]
     sizes.settle(3, 10 * seen_qps)
