@@ -13,13 +13,11 @@ from dataclasses import replace
 from xgpt.core.errors import BeatenError, InfeasibleError, InputError
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
-from xscheduler.copies import has_room
 from xscheduler.copies_shown import Looked
 from xscheduler.copy_planner import CopyPlanner
 from xscheduler.over_copies import CopiesSearch, Planned
 from xscheduler.room import with_room
 from xscheduler.within import PlannedWithin
-from xsimulator.memory import capacity_bytes, least_weight_bytes
 
 UNSEEN = 0.015  # share by which most sizes are worth more than a glance sees of those that win
 
@@ -43,9 +41,6 @@ class CopySizes:
             if looked.planner is search.on(looked.planner.problem.cluster.num_devices):
                 self._take(looked, planned)
 
-    def is_known(self, devices: int) -> bool:
-        return devices in self.worth
-
     def is_settled(self, devices: int) -> bool:
         return devices in self._settled
 
@@ -67,10 +62,6 @@ class CopySizes:
     def nodes(self) -> int:
         """Configurations evaluated here, beside those of the search over equal copies."""
         return sum(planner.nodes for planner in self._of_some)
-
-    def has_room(self, devices: int) -> bool:
-        """Whether so many devices hold the weights."""
-        return has_room(self._search.on(devices).problem)
 
     def schedule(self, devices: int) -> Schedule | None:
         """Of one copy: as planned, or else as it was seen."""
@@ -101,25 +92,6 @@ class CopySizes:
                 seen = planner.own.glance(self._free_s(planner), 0.0)
                 self._seen[devices] = seen
                 self.worth[devices] = self._kept * seen.figures.throughput_qps / _copies(planner)
-
-    def like_its_neighbours(self, devices: int) -> float:
-        """What a size would be worth by the best of its neighbours among those known, device by
-        device."""
-        below, above = self._below(devices), min(
-            (size for size in self.worth if size > devices), default=0)
-        return devices * max((self.worth[size] / size for size in (below, above) if size),
-                             default=0.0)
-
-    def is_scarce(self, devices: int) -> bool:
-        """Whether the largest known size below that serves holds more of weights than of queries:
-        one more device then brings room for more than its share of them."""
-        below = self._below(devices)
-        return below > 0 and 2 * least_weight_bytes(self.problem) > (
-            below * capacity_bytes(self.problem.cluster.device))
-
-    def _below(self, devices: int) -> int:
-        return max((size for size, own in self.worth.items() if size < devices and own > 0),
-                   default=0)
 
     def take(self, devices: int, schedule: Schedule) -> None:
         """A schedule of such copies, as it is to be used."""

@@ -32,6 +32,8 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import CopiesTried, Estimate, Rejected, Schedule, Status
 from xgpt.core.units import format_seconds
 from xscheduler.alternatives import why_not
+from xscheduler.copies import has_room
+from xscheduler.copies_guessed import is_scarce, like_its_neighbours
 from xscheduler.copies_shown import configuration, tried_row
 from xscheduler.copy_sizes import CopySizes
 from xscheduler.evaluator import Evaluator
@@ -167,7 +169,8 @@ class Divider:
         able = [*range(1, each), *range(each, cluster.num_devices + 1, each)]
         if self.problem.fixed.replicas is not None:  # one node: the others need a device each
             able = able[:self._largest]
-        return [size for size in able if size not in sizes.most and sizes.has_room(size)]
+        return [size for size in able if size not in sizes.most and has_room(
+            self.search.on(size).problem)]
 
     @property
     def _largest(self) -> int:
@@ -184,8 +187,8 @@ class Divider:
         if share < TIGHT:
             self._glance(sizes, range(1, self._largest + 1), sizes.glance, schedule)
         elif share >= LOOSE:
-            self._look_where(sizes, schedule, lambda size: ABOVE_SCARCE * sizes.is_scarce(size),
-                             sizes.glance)
+            self._look_where(sizes, schedule, lambda size: ABOVE_SCARCE * is_scarce(
+                self.problem, sizes.worth, size), sizes.glance)
         elif names:
             self._look_where(sizes, schedule, lambda size: ABOVE_OTHERS,
                              lambda size: sizes.glance_at_some(size, names))
@@ -195,9 +198,9 @@ class Divider:
         """Looks at sizes as long as a division with them may bring more than equal copies do, were
         they worth a share `above` the sizes next to them; 0: a size is not looked at."""
         least_qps = (1 + LEAST_SHARE) * schedule.figures.throughput_qps
-        unknown = [size for size in range(1, self._largest + 1) if not sizes.is_known(size)]
+        unknown = [size for size in range(1, self._largest + 1) if size not in sizes.worth]
         while unknown:
-            guessed = {size: (1 + above(size)) * sizes.like_its_neighbours(size)
+            guessed = {size: (1 + above(size)) * like_its_neighbours(sizes.worth, size)
                        for size in unknown if above(size)}
             best = self.division({**guessed, **sizes.worth})
             left = [] if best is None or best.worth <= least_qps else [
@@ -214,7 +217,7 @@ class Divider:
         for size in wanted:
             if self._nodes(sizes) - before > MOST_GLANCED * schedule.proof.nodes or self.cuts():
                 break
-            if not sizes.is_known(size):
+            if size not in sizes.worth:
                 look(size)
 
     def _nodes(self, sizes: CopySizes) -> int:

@@ -23,6 +23,7 @@ from xgpt.launch.launcher import ranks_per_node
 from xgpt.report.table import schedule_table, stage_table
 from xrunner.replica import replicas_of
 from xrunner.rules.routing import deal
+from xscheduler.copies_guessed import is_scarce, like_its_neighbours
 from xscheduler.copies_shown import Looked
 from xscheduler.copy_sizes import UNSEEN, CopySizes
 from xscheduler.divisions import (
@@ -165,11 +166,11 @@ def test_what_a_size_may_be_worth_is_guessed_by_those_next_to_it() -> None:
     problem = toy_problem(per_node=8)
     sizes = CopySizes(problem, divider_of(problem).search, has_margin=False)
     sizes.worth.update({1: 0.0, 2: 5.0, 4: 8.0, 8: 24.0})
-    assert (sizes.like_its_neighbours(3), sizes.like_its_neighbours(6)) == (7.5, 18.0)
-    assert not sizes.is_scarce(3), "its weights are small"
+    assert (like_its_neighbours(sizes.worth, 3), like_its_neighbours(sizes.worth, 6)) == (7.5, 18.0)
+    assert not is_scarce(problem, sizes.worth, 3), "its weights are small"
     sizes.worth[2] = 0.0
-    assert sizes.like_its_neighbours(3) == 6.0, "below there is none that serves"
-    assert not sizes.is_scarce(3)
+    assert like_its_neighbours(sizes.worth, 3) == 6.0, "below there is none that serves"
+    assert not is_scarce(problem, sizes.worth, 3)
     assert sizes.hoped == {1: 0.0, 2: 0.0, 4: 8.0 * (1 + UNSEEN), 8: 24.0 * (1 + UNSEEN)}
     sizes._has_margin = True
     assert sizes.hoped == sizes.worth
