@@ -12,10 +12,8 @@ roofline: what is compared here is arithmetic, not timing.
 A replay is of ROUNDS times the queries in the system, and of 3,000 at least; where these would take
 more than MOST_STEPS steps of a stage, of as many as take so many, and of 1,000 at least: a long
 pipeline that decodes a handful of queries takes a million of steps for a second's worth of others'.
-Estimates that say of themselves that they are rough are in the table with the others, and the
-others by themselves besides. `--rows` keeps each outcome as it comes: the same command goes on with
-those that are missing, in an order that is random too. `--so-far` writes the page of those that are
-there.
+`--rows` keeps each outcome as it comes: the same command goes on with those that are missing, in an
+order that is random too. `--so-far` writes the page of those that are there.
 """
 
 from __future__ import annotations
@@ -58,7 +56,6 @@ KINDS = (*policy_names(), *CHUNKED)
 ROUNDS = 14  # queries replayed over queries in the system
 USUAL_QUERIES, LEAST_QUERIES = 3000, 1000
 MOST_STEPS = 500_000  # of stages, in a replay of more than the least queries
-ROUGH = "rough: "  # so begins a note of an estimate that says that it may be far off
 DRAWS = 60  # of control variables, until one fits memory
 Task = tuple[int, str, str, str]  # seed, policy, model, lengths
 
@@ -185,8 +182,6 @@ def queries_of(problem: Problem, found: Estimate) -> int:
 def reason_of(problem: Problem, found: Estimate) -> str:
     """Why this estimate may be off, where a reason is known."""
     groups, stages = found.deployment.num_groups, len(found.deployment.stages)
-    if rough := next((note for note in found.notes if note.startswith(ROUGH)), ""):
-        return rough
     if found.policy == "rra" and found.figures.encode_batch < groups:
         return "fewer queries encoded than groups: which of them encode decides who waits for whom"
     fewer = 0 if problem.model.is_encoder_decoder else 1
@@ -250,10 +245,6 @@ def report(rows: Sequence[Row], skipped: int, seconds: float) -> str:
              "worst |", "|---|---|---|---|---|---|---|---|"]
     of_table = [(kind, [row for row in rows if kind in (row.policy, "all")])
                 for kind in (*KINDS, "all")]
-    for kind, own in list(of_table):
-        sure = [row for row in own if not row.reason.startswith(ROUGH)]
-        if len(sure) < len(own) and kind != "all":
-            of_table.insert(len(of_table) - 1, (f"{kind}, not said to be rough", sure))
     for policy, own in of_table:
         throughput = np.abs(np.array([row.throughput for row in own]) - 1)
         latency = np.abs(np.array([row.latency for row in own]) - 1)

@@ -34,6 +34,7 @@ from xsimulator.policies.continuous.in_flight import intervals
 from xsimulator.policies.continuous.query_sizes import slices
 from xsimulator.policies.measured_range import Presented
 from xsimulator.policies.rra.config import RraConfig
+from xsimulator.policies.rra.few_queries import FewQueries
 from xsimulator.policies.rra.phase_blocks import LOADS, BlockTable
 from xsimulator.policies.rra.phases import (
     DecodeLoads,
@@ -103,6 +104,7 @@ class RoundTimes(NamedTuple):
     encode_s: FloatArray  # from the start of a query's encoding to its first token
     decode_s: FloatArray  # from there to the last token of the latency bound's query
     is_timed: BoolArray
+    is_walked: BoolArray  # of few queries, whose latency is known as it is asked for
 
 
 class _Cycle(NamedTuple):
@@ -127,6 +129,9 @@ class Chunked:
         # what kind "queries" adds: inputs scatter too, and with them how long encoding takes
         self._away = max(self._seen - flow.mean_iterations, 0.0)
         self._scatter = problem.constraint.kind == "queries"
+        is_of_all = self._scatter and problem.constraint.quantile
+        self._few = FewQueries(problem.lengths, flow, tokens, blocks.is_padded, self._seen,
+                               is_of_all or None, tokens.sizer)
         self._input_parts = slices(problem.lengths.inputs) / problem.lengths.inputs.mean
 
     def loads(self, configs: ChunkConfigs, *, is_timed: bool = True) -> ChunkLoads:
@@ -195,7 +200,13 @@ class Chunked:
                 cycle.seen_s + self._seen * (round_s - cycle.cycle_s / every))
             is_timed[order] &= cycle.is_timed
         alone_s = self._alone_s(plan, held)
-        return RoundTimes(phase_s, encode_s, decode_s + self._seen * alone_s, is_timed)
+        decode_s += self._seen * alone_s
+        are_few = self._few.are_among(configs.encode_batch, held.group_batch, configs.groups,
+                                      iterations)
+        for row in np.flatnonzero(are_few).tolist():
+            phase_s[row], encode_s[row], decode_s[row] = self._few.walk(
+                plan, *(int(own[row]) for own in configs))
+        return RoundTimes(phase_s, encode_s, decode_s, is_timed & np.isfinite(phase_s), are_few)
 
     def latency_s(self, configs: ChunkConfigs, held: ChunkLoads, times: RoundTimes) -> FloatArray:
         """[configs] of the latency bound's query."""
@@ -211,8 +222,8 @@ class Chunked:
         # few are cut into two chunks, and wait for the second as long as for many tokens
         late_s = _late_iterations(
             self.problem, np.minimum(more, 1.0), held.spacing) * round_s - wait_s
-        return np.asarray(latency_s + np.where(
-            more < 1, late_s, scattered_s if self._away > 0 else 0.0))
+        more_s = np.where(more < 1, late_s, scattered_s if self._away > 0 else 0.0)
+        return np.asarray(latency_s + np.where(times.is_walked, 0.0, more_s))
 
     def kv_tokens(self, held: ChunkLoads) -> FloatArray:
         """[configs] tokens of KV reserved over all groups, as Rra's: a query is there while it is

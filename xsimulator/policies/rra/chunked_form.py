@@ -22,10 +22,6 @@ from xsimulator.policies.measured_range import MeasuredRange
 from xsimulator.policies.rra.chunked import ChunkConfigs, Chunked, ChunkLoads
 from xsimulator.policies.rra.config import RraConfig
 
-# What is encoded then ends together, and phases are cut short: benchmarks/closed_form_accuracy.py
-IDLE = ("rough: fewer queries decode than there are groups; the closed form may be off by a third "
-        "there, a replay is not")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChunkedForm:
@@ -74,8 +70,7 @@ class ChunkedForm:
                         even=self.even(float(self.chunked.present(held)[0]))),
             one_pool(config, plan.stages, groups, figures["kv_tokens"]), figures,
             held_bytes=self.chunked.held_bytes(plan, held, np.array([figures["kv_tokens"]]))[0],
-            notes=[*(f"extrapolated: {words}" for words in self.beyond(config)),
-                   *([IDLE] if figures["decode_batch"] < groups else [])])
+            notes=[f"extrapolated: {words}" for words in self.beyond(config)])
 
     def beyond(self, config: RraConfig, times: float = 1.0) -> list[str]:
         """The words name the sizes of this configuration beyond `times` what was measured."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray, Lengths
-from xrunner.rules.batch_sizer import LEAST_ADJUSTED
+from xrunner.rules.batch_sizer import LEAST_ADJUSTED, BatchSizer
 from xsimulator.longest_context import expected_maximum
 from xsimulator.occupancy import expected_maximum_z
 from xsimulator.pipeline import StageWork, Timeline, sorted_timeline
@@ -102,6 +102,7 @@ class EncodeTokens:
     def __init__(self, inputs: Lengths, adjustment: float) -> None:
         self.mean, self.std = inputs.mean, inputs.std
         self._adjustment = adjustment
+        self.sizer = BatchSizer(mean_input=inputs.mean, adjustment=adjustment)
 
     def largest(self, batches: PhaseBatches) -> tuple[FloatArray, FloatArray, FloatArray]:
         """A micro-batch has so many queries and tokens [configs], the largest of a phase so many
