@@ -7,6 +7,8 @@
 
 namespace xgpt_planning {
 
+constexpr double MANY_STEPS = 8;  // phases.py
+
 enum Of : int64_t { POINT, RATE, LINE_RATE, LATENCY, LINE_LATENCY, TTFT, TPOT };
 
 /* What is asked of the timing source, by degree, and the rest of a call. */
@@ -115,6 +117,8 @@ inline void decode_steps(const Asked &asked, const Plan &plan, int64_t c, Steps1
         int64_t e = loads.begin[c] + b;
         Place most(loads.queries[0][e]), usual(loads.queries[1][e]);
         double number = loads.steps[e], chance = std::min(number, 1.0), through = 0, slowest_own = 0;
+        if (number < MANY_STEPS && number > 0)  // phases.py: that anyone is there
+            chance = std::min(chance, -std::expm1(loads.batch[c] * blocks[b].nobody));
         for (int64_t k = 0; k < kinds; ++k) {
             int64_t slot = plan.slots[k];
             double layers = plan.decode_layers[k];
@@ -137,7 +141,7 @@ inline void decode_steps(const Asked &asked, const Plan &plan, int64_t c, Steps1
             if (!std::isfinite(slow + mean)) steps.is_timed = false;
             double &one = steps.one[b * kinds + k], &all = steps.all[b * kinds + k];
             one = slow * chance;
-            all = asked.of == POINT ? std::max(number * mean - slow, 0.0)
+            all = asked.of == POINT ? std::max(number * mean - one, 0.0)
                                     : std::max(number * mean, one);
             steps.own[b * kinds + k] = asked.is_latency() ? own : one;
             through += mean * static_cast<double>(plan.counts[k]);

@@ -152,7 +152,8 @@ class _Circle(NamedTuple):
         every = np.clip(chunk * iterations // np.maximum(of_phase.max(axis=1), 1), 1,
                         iterations).astype(np.int64)
         times = -(-iterations // every)
-        size = np.ceil(of_phase / times[:, None])
+        wanted = np.ceil(of_phase / times[:, None])
+        size = np.minimum(wanted, chunk)  # what is more goes on beside the next phases' chunks
         of_cell = np.maximum(size.ravel()[cells], 1.0)
         first = np.floor((until - inputs) / of_cell).astype(np.int64)
         last = np.ceil(until / of_cell).astype(np.int64) - 1
@@ -160,14 +161,15 @@ class _Circle(NamedTuple):
         whole = dealt.phase * iterations
         of_chunk = np.repeat(np.arange(phases), times)
         place = np.arange(len(of_chunk)) - np.repeat(np.cumsum(times) - times, times)
-        encoding = (counts > 0).reshape(phases, groups).sum(axis=1)
+        of_groups = (counts > 0).reshape(phases, groups).sum(axis=1)
+        encoding = of_groups * wanted.sum(axis=1) / np.maximum(size.sum(axis=1), 1.0)
         return cls(length=phases * iterations, groups=groups, group=dealt.group,
                    begins=whole + own * first, joins=whole + own * last, stays=dealt.stays,
                    rounds=of_chunk * iterations + place * every[of_chunk],
                    tokens=np.stack([size.max(axis=1), size.sum(axis=1) / np.maximum(
-                       encoding, 1)])[:, of_chunk],
-                   encoding=encoding[of_chunk].astype(float),
-                   ended=(dealt.quotas.sum(axis=1) / np.maximum(encoding, 1) / times)[of_chunk])
+                       of_groups, 1)])[:, of_chunk],
+                   encoding=np.minimum(encoding, groups)[of_chunk],
+                   ended=(dealt.quotas.sum(axis=1) / np.maximum(of_groups, 1) / times)[of_chunk])
 
     def seconds(self, few: FewQueries,
                 plan: StagePlan) -> tuple[IntArray, FloatArray, FloatArray] | None:
@@ -175,11 +177,11 @@ class _Circle(NamedTuple):
         more decoded in each of them); None where the timing source does not answer."""
         first, last = self.joins + 1, self.joins + 1 + self.stays
         some = last > first
-        first, last, group = first[some], last[some], self.group[some]
+        group, turn = self.group[some], first[some] // self.length * self.length
+        first, last = first[some] - turn, last[some] - turn
         # who stays beyond the circle's end was there before its beginning
-        first = np.concatenate([first, np.full((last > self.length).sum(), 0)])
-        group = np.concatenate([group, group[last > self.length]])
-        first[:len(last)] = np.minimum(first[:len(last)], self.length)
+        first = np.append(first, np.zeros((last > self.length).sum(), np.int64))
+        group = np.append(group, group[last > self.length])
         last = np.concatenate([np.minimum(last, self.length), last[last > self.length]
                                - self.length])
         edges = np.unique(np.concatenate([[0, self.length], self.rounds, self.rounds + 1, first,
@@ -202,29 +204,31 @@ class _Circle(NamedTuple):
         steps = np.stack([there, there + 1 - there / self.groups])
         each = np.maximum(np.stack([queries, queries + 1]) / np.maximum(steps, 1.0), 1.0)
         step = plan.steps.decode_s(each, few.flow.charged_context(each, padded=few.is_padded))
-        plain, own = _round_s(plan, step, step, steps)
+        plain, own = _round_s(plan, step, [(steps - 1) * one for one in step])
         return np.where(there > 0, plain, 0.0), own
 
     def _mixed_s(self, few: FewQueries, plan: StagePlan, queries: FloatArray,
                  there: FloatArray) -> FloatArray:
-        working = self.encoding + there * (1 - self.encoding / self.groups)
         decoding = np.broadcast_to(queries / self.groups, self.tokens.shape)
         one = plan.times.mean_attention_s(np.maximum(self.ended, 1.0))
         step = plan.steps.mixed_s(
             self.tokens, np.broadcast_to(self.ended, self.tokens.shape),
             {degree: self.tokens / few.tokens.mean * own for degree, own in one.items()},
             decoding, few.flow.charged_context(np.maximum(decoding, 1.0), padded=few.is_padded))
-        return _round_s(plan, [own[0] for own in step], [own[1] for own in step], working)
+        each = np.maximum(queries / np.maximum(there, 1.0), 1.0)
+        plain = plan.steps.decode_s(each, few.flow.charged_context(each, padded=few.is_padded))
+        more = np.maximum(self.encoding - 1, 0.0), there * (1 - self.encoding / self.groups)
+        return _round_s(plan, [own[0] for own in step], [
+            more[0] * own[1] + more[1] * alone for own, alone in zip(step, plain, strict=True)])
 
 
-def _round_s(plan: StagePlan, slowest: Sequence[FloatArray], usual: Sequence[FloatArray],
-             steps: FloatArray) -> FloatArray:
-    """So many steps, of which one is the slowest, by kind of stage."""
+def _round_s(plan: StagePlan, slowest: Sequence[FloatArray],
+             others: Sequence[FloatArray]) -> FloatArray:
+    """A round of the slowest group's step and all others', by kind of stage."""
     counts = np.bincount(plan.steps.kind_of)
     through = np.sum([own * count for own, count in zip(slowest, counts, strict=True)], axis=0)
-    longest = np.max([one + (steps - 1) * own for one, own in zip(slowest, usual, strict=True)],
-                     axis=0)
-    return np.asarray(np.maximum(through, longest))
+    return np.asarray(np.maximum(through, np.max([
+        one + rest for one, rest in zip(slowest, others, strict=True)], axis=0)))
 
 
 def _number(edges: IntArray, first: IntArray, last: IntArray) -> FloatArray:

@@ -14,7 +14,7 @@ from xsimulator.occupancy import expected_maximum_z
 from xsimulator.plans import StagePlan
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfigs
-from xsimulator.policies.rra.phases import PhaseBatches
+from xsimulator.policies.rra.phases import DecodeLoads, PhaseBatches
 
 # The chances that a group has a query, and that nobody has one, come to one in the closed form,
 # within 0.7 % in any block of the paper's tasks.
@@ -69,7 +69,7 @@ class LeastSteps:
                                                          of_more=is_least_latency)
             for degree, own in plan.times.decode_attention_s(loads.both, context).items()}
         seconds = tables.decode_rows_s(loads.both, attention)
-        own = _own(seconds, loads.steps) if is_least_latency else None
+        own = _own(seconds, loads) if is_least_latency else None
         rows, share = batches.moved_rows(loads)
         for work, moved, degree in zip(seconds, tables.compaction_s(rows, context[1]),
                                        tables.degrees, strict=True):
@@ -77,7 +77,7 @@ class LeastSteps:
                 work += share * moved * self.compaction_of(degree).factor(
                     rows, context[1], of_more=is_least_latency)
         return self._with_encoding(plan, batches, largest,
-                                   _one_and_all(seconds, loads.steps, own))
+                                   _one_and_all(seconds, loads, own))
 
     def over_range(self, plan: StagePlan, batches: PhaseBatches, over: RangeOf, *,
                    largest: FloatArray | None = None) -> list[StageSteps]:
@@ -99,14 +99,13 @@ class LeastSteps:
                      for degree in plan.times.degrees}
         seconds = plan.least_steps.decode_bare_s(queries)
         bare = [slowest.copy() for slowest, _ in seconds]
-        own = _own(seconds, loads.steps) if largest is not None else None
+        own = _own(seconds, loads) if largest is not None else None
         plan.least_steps.add_attention(seconds, attention)
         if own is not None:  # attention is spread over steps by their chance
-            most_steps = np.minimum(loads.steps, 1.0)
             for least, (slowest, _), without in zip(own, seconds, bare, strict=True):
-                least += (slowest - without) * most_steps
+                least += (slowest - without) * loads.anyone
         return self._with_encoding(plan, batches, largest,
-                                   _one_and_all(seconds, loads.steps, own))
+                                   _one_and_all(seconds, loads, own))
 
     def range_of(self, corners: RraConfigs, others: IntArray, rows: IntArray, *,
                  is_least_latency: bool) -> RangeOf:
@@ -173,20 +172,20 @@ def _envelope(seconds: Callable[[FloatArray, FloatArray, int], FloatArray],
     return PairEnvelope(lambda count, length: seconds(count, length, degree))
 
 
-def _own(seconds: list[FloatArray], steps: FloatArray) -> list[FloatArray]:
+def _own(seconds: list[FloatArray], loads: DecodeLoads) -> list[FloatArray]:
     """A group of which a query is there for certain takes no less by kind of stage: its usual step,
     which the closed form has with the chance of a step and, where nobody else is there, besides."""
-    most = np.minimum(steps, 1.0)
-    return [np.maximum(slowest * most, usual * (1 - OWN_TOLERANCE)) for slowest, usual in seconds]
+    return [np.maximum(slowest * loads.anyone, usual * (1 - OWN_TOLERANCE))
+            for slowest, usual in seconds]
 
 
-def _one_and_all(seconds: list[FloatArray], steps: FloatArray,
+def _one_and_all(seconds: list[FloatArray], loads: DecodeLoads,
                  own: list[FloatArray] | None) -> list[_Decode]:
-    """One of `steps` (expected number) takes the slowest of `seconds` [slowest and usual], and all
-    no less than these in turn; `own` is the same where it is not asked for: by kind of stage."""
-    most = np.minimum(steps, 1.0)
+    """One step takes the slowest of `seconds` [slowest and usual] where there is any, and all no
+    less than these in turn; `own` is the same where it is not asked for: by kind of stage."""
     decode = []
     for kind, (slowest, usual) in enumerate(seconds):
-        one = slowest * most
-        decode.append((one, np.maximum(steps * usual, one), one if own is None else own[kind]))
+        one = slowest * loads.anyone
+        least = one if own is None else own[kind]
+        decode.append((one, np.maximum(loads.steps * usual, one), least))
     return decode

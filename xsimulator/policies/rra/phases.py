@@ -19,6 +19,7 @@ from xsimulator.pipeline import StageWork, Timeline, sorted_timeline
 from xsimulator.plans import StagePlan
 from xsimulator.policies.rra.phase_blocks import PhaseBlocks
 
+MANY_STEPS = 8.0  # expected in a round: that there is none has a chance of less than 1 in 2,900
 NEGLIGIBLE = 1e-4  # chance that a group has no query, below which that costs nothing
 Pair = tuple[FloatArray, FloatArray]  # seconds of the slowest group's step, and all others'
 _Scattered = tuple[FloatArray, FloatArray, FloatArray, FloatArray]
@@ -30,6 +31,7 @@ class DecodeLoads(NamedTuple):
     both: FloatArray  # [2, blocks, configs] queries of the largest group, and of any that has some
     steps: FloatArray  # groups that have any
     chance: FloatArray  # that a group has any
+    anyone: FloatArray  # that some group has: 1 where more than MANY_STEPS are expected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,7 +77,12 @@ class PhaseBatches:
         spread = np.sqrt(np.maximum(square - queries * queries, 0.0))
         steps = self.groups * chance * is_possible
         both = np.stack([queries + expected_maximum_z(steps) * spread, queries])
-        return DecodeLoads(both, steps, chance)
+        anyone = np.minimum(steps, 1.0)
+        if (few := (steps < MANY_STEPS) & is_possible).any():
+            some = -np.expm1(np.broadcast_to(self.encode_batch, few.shape)[few]
+                             * blocks.nobody[few])
+            anyone[few] = np.fmin(anyone[few], some)
+        return DecodeLoads(both, steps, chance, anyone)
 
     def charged_context(self, loads: DecodeLoads) -> FloatArray:
         """Each query of the largest group, and of a usual one, is charged so many tokens of context
@@ -204,7 +211,7 @@ def _decode_s(plan: StagePlan, batches: PhaseBatches,
     rows, share = batches.moved_rows(loads)
     for work, own in zip(seconds, plan.steps.compaction_s(rows, context[1]), strict=True):
         work += share * own
-    pairs, is_timed = slowest_and_rest(seconds, loads.steps)
+    pairs, is_timed = slowest_and_rest(seconds, loads.steps, loads.anyone)
     alone_s = own_steps_s(plan, batches, loads, [own[1] for own in seconds])
     return pairs, alone_s, np.asarray(is_timed.all(axis=0))
 
@@ -229,15 +236,16 @@ def own_steps_s(plan: StagePlan, batches: PhaseBatches, loads: DecodeLoads,
     return np.asarray(nobody * through + (absent - nobody) * crowd * np.max(usual, axis=0))
 
 
-def slowest_and_rest(seconds: Sequence[FloatArray],
-                      steps: FloatArray) -> tuple[list[Pair], BoolArray]:
+def slowest_and_rest(seconds: Sequence[FloatArray], steps: FloatArray,
+                     anyone: FloatArray | None = None) -> tuple[list[Pair], BoolArray]:
     """`steps` (expected number, fractional) steps, `seconds` [slowest and usual, ...] by kind of
-    stage: the slowest one, and the others together; and where the source answered for all."""
-    most = np.minimum(steps, 1.0)
+    stage: the slowest one, and the others together; and where the source answered for all.
+    `anyone`: the chance of any step at all, by default that of which there is one at most."""
+    most = np.minimum(steps, 1.0) if anyone is None else anyone
     total = np.sum([one.sum(axis=0) for one in seconds], axis=0)
     is_timed: BoolArray = np.isfinite(total)
     if not is_timed.all():
         seconds = [np.where(is_timed, one, 0.0) for one in seconds]
-    pairs = [(slowest * most, np.maximum(steps * usual - slowest, 0.0))
+    pairs = [(slowest * most, np.maximum(steps * usual - slowest * most, 0.0))
              for slowest, usual in seconds]
     return pairs, is_timed

@@ -74,17 +74,22 @@ def test_long_pauses_and_few_queries_are_the_replays(batch: int, iterations: int
 
 
 # fewer queries decode than there are groups, and at times none: 22 to 36 % too slow before
-@pytest.mark.parametrize(("model", "task", "batch", "iterations", "chunk", "groups", "kind"), [
-    ("gpt3-341b", "S", 2, 107, 335, 2, "sequence"), ("opt-13b", "S", 14, 162, 1297, 3, "queries"),
-    pytest.param("gpt3-101b", "S", 3, 50, 154, 16, "queries", marks=pytest.mark.slow),
-    pytest.param("gpt3-175b", "C1", 4, 108, 601, 2, "sequence", marks=pytest.mark.slow)])
-def test_phases_of_few_queries_are_the_replays(model: str, task: str, batch: int, iterations: int,
-                                               chunk: int, groups: int, kind: str) -> None:
+@pytest.mark.parametrize(("model", "tp_gpus", "task", "batch", "iterations", "chunk", "groups",
+                          "kind"), [
+    ("gpt3-341b", 0, "S", 2, 107, 335, 2, "sequence"),
+    ("opt-13b", 0, "S", 14, 162, 1297, 3, "queries"),
+    # one group of 16 has a chunk, and the others' steps are as short as ever
+    ("gpt3-39b", 16, "C1", 1, 4, 75, 16, "sequence"),
+    pytest.param("gpt3-101b", 0, "S", 3, 50, 154, 16, "queries", marks=pytest.mark.slow),
+    pytest.param("gpt3-175b", 0, "C1", 4, 108, 601, 2, "sequence", marks=pytest.mark.slow)])
+def test_phases_of_few_queries_are_the_replays(
+        model: str, tp_gpus: int, task: str, batch: int, iterations: int, chunk: int, groups: int,
+        kind: str) -> None:
     problem = problem_of(model, lengths=task, kind=kind, quantile=0.95)
     timing = roofline_of(problem)
     found = Rra(problem, timing).estimate(RraConfig(
         encode_batch=batch, decode_iterations=iterations, decode_micro_batches=groups,
-        encode_chunk=chunk))
+        encode_chunk=chunk, tp_degree=8 if tp_gpus else 1, tp_gpus=tp_gpus))
     lengths = problem.lengths.sample(1500, np.random.default_rng(1))
     result = replay_job(problem, timing, found, planned_queries(problem, *lengths))
     steady = steady_figures(result, problem.constraint, problem.lengths.outputs)

@@ -212,3 +212,12 @@ def test_unknown_policy_names_the_known_ones():
     assert isinstance(make_policy("rra", problem, roofline_of(problem)), Rra)
     with pytest.raises(UnknownNameError, match="rra"):
         make_policy("rr", problem, roofline_of(problem))
+
+
+def test_two_groups_of_a_query_each_take_no_longer_than_one_group_of_both() -> None:
+    problem = problem_of("gpt3-39b", lengths="S")  # 16 stages, one after the other
+    found = Rra(problem, roofline_of(problem)).evaluate([
+        RraConfig(encode_batch=2, decode_iterations=200, decode_micro_batches=groups)
+        for groups in (1, 2)])
+    # both decode at once, until the longer one is done: 5 % longer where each had time of its own
+    assert found.period_s[1] < found.period_s[0] < 1.03 * found.period_s[1]
