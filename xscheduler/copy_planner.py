@@ -61,6 +61,13 @@ class ProblemSearch:
         """Names of policies of which nothing was found within the bound."""
         return self._search.without(latency_bound_s) if isinstance(self._search, Scheduler) else ()
 
+    def most_unproved(self, latency_bound_s: float) -> float:
+        """None of the configurations of which nothing else is proved (Space.unproved) answers more
+        queries/s, all copies together; 0: there are none."""
+        return self.problem.copies * max(
+            (space.most_unproved(latency_bound_s) for space in (
+                self._search.spaces if isinstance(self._search, Scheduler) else ())), default=0.0)
+
     def alone(self, name: str) -> ProblemSearch:
         """The search of one policy; of a baseline, and of the only one, this."""
         if isinstance(self._search, BaselineSearch) or len(self._search.spaces) == 1:

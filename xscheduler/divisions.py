@@ -35,13 +35,13 @@ from xscheduler.alternatives import why_not
 from xscheduler.copies import has_room
 from xscheduler.copies_guessed import is_scarce, like_its_neighbours
 from xscheduler.copies_shown import configuration, tried_row
+from xscheduler.copy_planner import CopyPlanner
 from xscheduler.copy_sizes import CopySizes
 from xscheduler.evaluator import Evaluator
 from xscheduler.job_time import MOST_AGAIN, MOST_REPLAYS, WORTH, is_short, words_of
 from xscheduler.over_copies import CopiesSearch
 from xscheduler.partition import Division, best_division, best_unequal
 from xscheduler.spaces.tensor_plans import left_out
-from xscheduler.spaces.waa_boxes import climbed_alone
 
 PROVED = (Status.OPTIMAL, Status.WITHIN_GAP, Status.LIMIT, Status.JOB)
 EQUAL_ALONE, ANY_SIZES = "equal copies", "copies of any sizes"  # what a bound is of
@@ -66,6 +66,15 @@ def may_divide(problem: Problem, schedule: Schedule) -> bool:
         problem.observes or cluster.islands or len(problem.constraint.bounds) > 1
         or cluster.num_devices < 3
         or (problem.fixed.replicas is not None and cluster.num_nodes > 1))
+
+
+def climbed_alone(planners: Sequence[CopyPlanner], schedule: Schedule) -> str:
+    """What equal copies have at most whose configurations are climbed to and are in no box
+    (Space.unproved), in words; "" where that is within the schedule's bound."""
+    most_qps = max((one.own.most_unproved(schedule.bound.limit_s) for one in planners
+                    if one.is_able), default=0.0)
+    return "" if most_qps <= schedule.proof.bound_qps else (
+        f"by WAA-C in chunks, on equal copies, {most_qps:.4g} queries/s at most (a looser bound)")
 
 
 class _Taken(NamedTuple):
@@ -96,9 +105,10 @@ class Divider:
             return schedule
         problems = [looked.planner.problem for looked, _ in self.search.gone_over[key]]
         narrower = dict.fromkeys([
-            *(left_out(one) for one in problems if one.cluster.num_nodes > 1),
-            climbed_alone(self.problem)])
+            *(left_out(one) for one in problems if one.cluster.num_nodes > 1)])
         schedule = self._divided(schedule, key)
+        narrower[climbed_alone([looked.planner for looked, _ in self.search.gone_over[key]],
+                               schedule)] = None
         return schedule.changed(covers="; ".join(filter(None, (schedule.proof.covers, *narrower))))
 
     def _divided(self, schedule: Schedule, key: tuple[float, bool]) -> Schedule:

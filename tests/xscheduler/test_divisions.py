@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -43,7 +44,7 @@ from xscheduler.spaces.tensor_plans import left_out
 from xsimulator.replay.copies import replayer_of
 from xsimulator.replay.job import planned_queries
 
-CLIMBED_ALONE = "; of WAA-C nothing in chunks"
+CLIMBED_ALONE = r"; by WAA-C in chunks, on equal copies, (\S+) queries/s at most \(a looser bound\)"
 OPTIONS = PlanOptions(horizon="steady", has_margin=False)
 
 
@@ -93,7 +94,9 @@ def test_the_division_chosen_is_the_best_of_all(
     row = next(row for row in found.over_copies if row.devices)
     assert row.devices == expected and row.throughput_qps == found.figures.throughput_qps
     assert row.bound_qps >= by_hand * (1 - 0.002) and found.proof.bound_qps >= row.bound_qps
-    assert found.proof.covers == f"{ANY_SIZES}{CLIMBED_ALONE}", "every size was looked at"
+    words = re.fullmatch(f"{ANY_SIZES}({CLIMBED_ALONE})?", found.proof.covers)
+    assert words, "every size was looked at"
+    assert not words[1] or float(words[2]) > 0.999 * found.proof.bound_qps, "else the bound says it"
     assert (found.proof.unbounded_qps or 0) >= found.figures.throughput_qps, "it is one without"
     equal = found.rejected[0]
     assert equal.label.startswith("equal copies") and equal.throughput_qps is not None
@@ -213,9 +216,8 @@ def test_a_bound_says_which_tensor_plans_of_large_copies_were_not_looked_at() ->
         divider.search.gone_over[math.inf, False] = [
             (Looked(divider.search.on(4 * nodes), None, 0.0), None)]
         covers = divider.better(found).proof.covers
-        assert covers == EQUAL_ALONE + (words and (
-            f"; of copies on {nodes} nodes only with tensor-parallel groups on {words}")
-            ) + CLIMBED_ALONE
+        assert re.sub(CLIMBED_ALONE, "", covers) == EQUAL_ALONE + (words and (
+            f"; of copies on {nodes} nodes only with tensor-parallel groups on {words}"))
         assert not left_out(replace(problem, fixed=FixedSchedule(tp_degree=2, tp_gpus=6)))
 
 

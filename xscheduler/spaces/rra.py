@@ -51,6 +51,9 @@ class RraSpace:
     def unproved(self, latency_bound_s: float, gap: float, floor_qps: float) -> None:
         """See Space."""
 
+    def most_unproved(self, latency_bound_s: float) -> float:
+        return 0.0
+
     def estimate(self, plan: int, point: tuple[int, ...]) -> Estimate:
         return self.points.rra.estimate(self.points.config(plan, point))
 

@@ -76,6 +76,9 @@ class Space(Protocol):
         """(throughput, plan, point) of the best that is found of configurations which no root has
         and nothing is proved of, if that is more than the floor; None where there are none."""
 
+    def most_unproved(self, latency_bound_s: float) -> float:
+        """No configuration of those answers more queries/s within the bound; 0: there are none."""
+
     def estimate(self, plan: int, point: tuple[int, ...]) -> Estimate: ...
 
     def figures(self, plan: int, point: tuple[int, ...]) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from xgpt.core.controls import max_in_system
 from xscheduler.spaces.space import SMALL_BATCHES, Selection, Tight
 from xscheduler.spaces.tensor_plans import batch_range
 from xscheduler.spaces.waa_boxes import group_range, takes_climbed
-from xscheduler.spaces.waa_climb import MOST_CLIMBED, climbed
+from xscheduler.spaces.waa_climb import MOST_CLIMBED, climbed, most_climbed
 from xscheduler.spaces.waa_examiner import WaaExaminer
 from xscheduler.spaces.waa_points import WaaPoints
 
@@ -48,6 +48,12 @@ class WaaSpace(WaaPoints):
             return None
         found = climbed(self, latency_bound_s, floor_qps, gap)
         return None if found is None else (found[0], found[1][0], found[1][1:])
+
+    def most_unproved(self, latency_bound_s: float) -> float:
+        # two devices are divided in one way, and that is bounded
+        is_bounded = self.problem.cluster.num_devices == 2
+        return most_climbed(self, latency_bound_s) if not is_bounded and takes_climbed(
+            self.name, self.problem) else 0.0
 
     def beyond(self, tight: Tight) -> str:
         return ""

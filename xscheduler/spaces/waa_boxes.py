@@ -130,10 +130,3 @@ def takes_climbed(name: str, problem: Problem) -> bool:
     """Whether a policy has chunks that are no box's."""
     return (name == SECOND and CHUNKED in (problem.fixed.policies or searched_policies())
             and problem.fixed.encode_chunk is None and not problem.model.is_encoder_decoder)
-
-
-def climbed_alone(problem: Problem) -> str:
-    """Of which configurations of a problem nothing is proved, in words; "" where there are none:
-    two devices are divided in one way."""
-    return "of WAA-C nothing in chunks" if (
-        takes_climbed(SECOND, problem) and problem.cluster.num_devices > 2) else ""

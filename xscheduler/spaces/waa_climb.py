@@ -13,7 +13,7 @@ import numpy as np
 from xgpt.core.lengths import FloatArray
 from xscheduler.admissible import Limit
 from xscheduler.branch_and_bound import Box, Candidate
-from xscheduler.spaces.waa_boxes import CHUNKS, Ranges
+from xscheduler.spaces.waa_boxes import CHUNK_ROOT_PARTS, CHUNKS, Ranges, corners_of, grid
 from xscheduler.spaces.waa_points import WaaPoints
 from xsimulator.policies.waa.closed_form import Waa
 from xsimulator.policies.waa.config import WaaBoxes
@@ -127,6 +127,29 @@ def climbed(space: WaaPoints, latency_bound_s: float, floor_qps: float,
     found = climber.best([*grid, *(climber.beside(best[1], best[2]) if best else ())],
                          dict(enumerate(space.ranges)))
     return None if found is None or found[0] <= floor_qps else found
+
+
+def most_climbed(space: WaaPoints, latency_bound_s: float) -> float:
+    """No configuration with modest chunks answers more queries/s within the bound, whatever the
+    division of the devices: from the quick bounds of a few boxes, which no search narrows."""
+    bounds, most_qps = space.bounds, 0.0
+    for plan, ((least, largest), (fewest, highest)) in enumerate(space.ranges):
+        split, degrees = space.splits[plan], space.degrees(plan)
+        if math.isfinite(latency_bound_s):
+            largest = bounds.largest_within(largest, degrees, latency_bound_s)
+        if largest < least:
+            continue
+        parts = grid(Box(root=0, lower=(least, fewest, 0),
+                         upper=(largest, highest, len(CHUNKS) - 1)), CHUNK_ROOT_PARTS)
+        boxes = corners_of(parts, np.arange(len(parts)), CHUNKS)
+        limit, latency_s = bounds.quick(split, boxes, degrees, latency_bound_s)
+        rows = np.flatnonzero((latency_s <= latency_bound_s) & (limit > most_qps))
+        if len(rows):
+            own = boxes.take(rows)
+            divided = np.where(bounds.fits(split, own), bounds.quick_by_division(
+                split, own, latency_bound_s), 0.0).max(axis=0)
+            most_qps = max(most_qps, float(np.minimum(limit[rows], divided).max()))
+    return most_qps
 
 
 def _first(best: Iterable[tuple[float, Key]]) -> list[tuple[float, Key]]:

@@ -100,6 +100,8 @@ def test_chunks_by_computation_are_climbed_to_where_those_by_memory_are_bounded(
     assert found is not None and found[0] >= 0.99 * best and found[2][2] in CHUNKS
     assert space.unproved(bound_s, GAP, 1.01 * best) is None, "no better than what is had elsewhere"
     assert WaaSpace("waa-m", problem, timing, space.plans).unproved(bound_s, GAP, 0.0) is None
+    assert best <= space.most_unproved(bound_s) < 2 * space.most_unproved(math.inf)
+    assert WaaSpace("waa-m", problem, timing, space.plans).most_unproved(bound_s) == 0, "in boxes"
     whole = Scheduler(problem, timing).find()
     assert whole.figures.throughput_qps >= 0.99 * best
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xsimulator.envelope import rising_minorant
 from xsimulator.policies.waa.chunk_bounds import ChunkedPoolBounds
 from xsimulator.policies.waa.closed_form import Waa
@@ -98,9 +98,7 @@ class WaaBounds:
         limit = np.zeros(len(boxes))
         # seconds of a latency, of a first token, of an iteration; bytes
         least = np.full((4, len(boxes)), np.inf)
-        even = self.waa.memory.evenly(split.encode_devices, boxes.least.astype(float),
-                                      np.ceil(0.5 * boxes.least))
-        fits = even <= self.waa.capacity_bytes  # [counts of encode devices, boxes]
+        fits = self.fits(split, boxes)
         quick = np.where(fits, self.quick_by_division(split, boxes, latency_bound_s), 0.0)
         most_quick = quick.max(axis=0)
         is_low = fits.any(axis=0) & (most_quick <= worth_qps)
@@ -134,6 +132,13 @@ class WaaBounds:
             self._bound_left(left, boxes, latency_bound_s, quick, limit, least)
         least[:3] /= 1 + TOLERANCE
         return BoxBounds(limit * (1 + TOLERANCE), *least)
+
+    def fits(self, split: WaaPlans, boxes: WaaBoxes) -> BoolArray:
+        """Where devices may hold the least of a box, were each pool's layers even over its own:
+        [counts of encode devices, boxes]."""
+        size = boxes.least.astype(float)
+        return np.asarray(self.waa.memory.evenly(
+            split.encode_devices, size, np.ceil(0.5 * size)) <= self.waa.capacity_bytes)
 
     def _bound_left(self, left: list[tuple[int, PlanBounds, IntArray]], boxes: WaaBoxes,
                     latency_bound_s: float, quick: FloatArray, limit: FloatArray,
