@@ -226,11 +226,12 @@ class CopiesSearch:
         than others, at first sight. It takes no replays, and spares those of what is beaten."""
         promised: dict[int, float] = {}
         watch = self._effort.watch
+        is_free = math.isinf(latency_bound_s)  # what was found is what there is: no margin
         for index in order:
             most = max(promised.values(), default=0.0)
             is_beaten = looked[index].upper_qps <= most * (1 + self._effort.gap)
             is_over = watch is not None and watch.is_over
-            promised[index] = 0.0 if len(order) < 2 or is_beaten or is_over else (
+            promised[index] = 0.0 if len(order) < 2 or is_beaten or is_over or is_free else (
                 looked[index].planner.promised(latency_bound_s, most))
         return promised
 

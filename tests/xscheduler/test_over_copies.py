@@ -20,7 +20,7 @@ from xprofiler.roofline import Roofline
 from xscheduler.alternatives import NOT_LOOKED_INTO, POLICY_ROW, not_looked_into
 from xscheduler.copies import most_copies, problem_for, problems_of_copies, slicings
 from xscheduler.copies_shown import why_so_many
-from xscheduler.copy_planner import ProblemSearch
+from xscheduler.copy_planner import CopyPlanner, ProblemSearch
 from xscheduler.evaluator import Evaluator, predict
 from xscheduler.planner import Planner, PlanOptions
 from xscheduler.search import GAP, Scheduler
@@ -305,3 +305,15 @@ def test_what_is_said_of_a_policy_not_looked_into_is_what_was_proved_of_it(laten
     for one in rows:
         name = one.label.removeprefix(POLICY_ROW)
         assert name not in bounds or one.reason == not_looked_into(bounds[name]), one
+
+
+def test_without_a_bound_there_is_no_margin_that_numbers_of_copies_are_put_in_order_by(monkeypatch):
+    asked: list[float] = []
+    usual = CopyPlanner.promised
+    monkeypatch.setattr(CopyPlanner, "promised", lambda self, bound_s, floor_qps: asked.append(
+        bound_s) or usual(self, bound_s, floor_qps))
+    options = PlanOptions(horizon="steady")
+    found = [planned(toy_problem(latency_s=bound_s), options) for bound_s in (0.03, math.inf)]
+    assert asked and set(asked) == {0.03}
+    bare = planned(toy_problem(latency_s=math.inf))
+    assert found[1].figures.throughput_qps >= bare.figures.throughput_qps / (1 + GAP)

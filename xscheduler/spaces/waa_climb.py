@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -70,39 +70,68 @@ class Climber(NamedTuple):
         admissible."""
         grid = [key for key in grid if ranges[key[0]][0][0] <= key[1] <= ranges[key[0]][0][1]]
         best: dict[tuple[int, int], tuple[float, Key]] = {}
-        values = self._value(grid, WORTH_A_START * self.floor_qps)
-        for own, key in zip(values, grid, strict=True):
+        values = _Values(self)
+        (found,) = values.of([(grid, WORTH_A_START * self.floor_qps)])
+        for own, key in zip(found, grid, strict=True):
             if own > best.get((key[0], key[3]), (0.0, key))[0]:
                 best[key[0], key[3]] = own, key
-        return max((self._climbed(*one, ranges[one[1][0]]) for one in _first(best.values())),
-                   default=None)
+        return max(self._climbed(_first(best.values()), ranges, values), default=None)
 
-    def _value(self, keys: Sequence[Key], floor_qps: float) -> list[float]:
-        """Throughput of points; 0 where one may not be chosen, or is no better than the floor."""
-        modest = [key for key in keys if key[1] >= self.least_batch(key[2], key[3])]
-        worth = [key for key, most in zip(modest, self.most(modest), strict=True)
-                 if most > floor_qps]
-        known = dict(zip(worth, self.evaluate(worth), strict=True))
-        return [qps if not forbidding and latency_s <= self.latency_bound_s else 0.0
-                for qps, latency_s, forbidding in (
-                    known.get(key, (0.0, math.inf, Limit.NONE)) for key in keys)]
-
-    def _climbed(self, own: float, key: Key, ranges: Ranges) -> tuple[float, Key]:
-        (least, most), (fewest, highest) = ranges
+    def _climbed(self, climbs: list[tuple[float, Key]], ranges: Mapping[int, Ranges],
+                 values: _Values) -> list[tuple[float, Key]]:
+        """Where climbs from these points lead, each a step at a time together with the others: what
+        takes time is to ask, not for how many points. One that comes to where another has been
+        goes on as that did, and is left at that."""
+        ends: list[tuple[float, Key]] = []
+        seen = {key for _, key in climbs}
         for _ in range(MOST_STEPS):
-            plan, batch, groups, size = key
-            place = self.sizes.index(size)
-            near = [(plan, min(max(one, least), most), count, chunk)
-                    for count in range(max(groups - 1, fewest), min(groups + 1, highest) + 1)
-                    for chunk in self.sizes[max(place - 1, 0):place + 2]
-                    for one in {batch - 1, batch, batch + 1, self.least_batch(count, chunk),
-                                *(round(batch * step) for step in STEPS)}]
-            least_qps = own * (1 + WORTH_A_STEP)
-            found = max(zip(self._value(near, least_qps), near, strict=True))
-            if found[0] <= least_qps:
+            near = [self._near(key, ranges[key[0]]) for _, key in climbs]
+            least = [own * (1 + WORTH_A_STEP) for own, _ in climbs]
+            steps = [max(zip(found, keys, strict=True)) for found, keys in zip(
+                values.of(list(zip(near, least, strict=True))), near, strict=True)]
+            ends += [one for one, step, least_qps in zip(climbs, steps, least, strict=True)
+                     if step[0] <= least_qps]
+            climbs = list({step[1]: step for step, least_qps in zip(steps, least, strict=True)
+                           if step[0] > least_qps and step[1] not in seen}.values())
+            seen.update(key for _, key in climbs)
+            if not climbs:
                 break
-            own, key = found
-        return own, key
+        return [*ends, *climbs]
+
+    def _near(self, key: Key, ranges: Ranges) -> list[Key]:
+        """Points around one, and it."""
+        (least, most), (fewest, highest) = ranges
+        plan, batch, groups, size = key
+        place = self.sizes.index(size)
+        return [(plan, min(max(one, least), most), count, chunk)
+                for count in range(max(groups - 1, fewest), min(groups + 1, highest) + 1)
+                for chunk in self.sizes[max(place - 1, 0):place + 2]
+                for one in {batch - 1, batch, batch + 1, self.least_batch(count, chunk),
+                            *(round(batch * step) for step in STEPS)}]
+
+
+class _Values:
+    """Throughput of points of one climb. What none exceeds is asked for once of each."""
+
+    def __init__(self, climber: Climber) -> None:
+        self._climber = climber
+        self._most: dict[Key, float] = {}  # 0: too small a batch for its chunk
+
+    def of(self, asked: Sequence[tuple[Sequence[Key], float]]) -> list[list[float]]:
+        """Of several lists of points, each with a floor: 0 where one may not be chosen, or is no
+        better than that."""
+        climber, most = self._climber, self._most
+        new = dict.fromkeys(key for keys, _ in asked for key in keys if key not in most)
+        modest = [key for key in new if key[1] >= climber.least_batch(key[2], key[3])]
+        most.update(dict.fromkeys(new, 0.0))
+        most.update(zip(modest, climber.most(modest).tolist(), strict=True))
+        worth = list(dict.fromkeys(key for keys, floor_qps in asked for key in keys
+                                   if most[key] > floor_qps))
+        known = {key: qps if not forbidding and latency_s <= climber.latency_bound_s else 0.0
+                 for key, (qps, latency_s, forbidding) in zip(
+                     worth, climber.evaluate(worth), strict=True)}
+        return [[known.get(key, 0.0) if most[key] > floor_qps else 0.0 for key in keys]
+                for keys, floor_qps in asked]
 
 
 def climbed(space: WaaPoints, latency_bound_s: float, floor_qps: float,
@@ -112,7 +141,7 @@ def climbed(space: WaaPoints, latency_bound_s: float, floor_qps: float,
     that may have more by the gap."""
     best, grid = space.best_known(latency_bound_s), list[Key]()
     floor_qps = max(floor_qps, best[0] if best else 0.0)
-    climber = Climber(space.evaluate, partial(least_modest, space.waa), latency_bound_s,
+    climber = Climber(space.evaluate, cache(partial(least_modest, space.waa)), latency_bound_s,
                       partial(space.most, latency_bound_s=latency_bound_s), floor_qps)
     for plan, ((least, largest), (fewest, highest)) in enumerate(space.ranges):
         degrees, bounds = space.degrees(plan), space.bounds

@@ -4,6 +4,7 @@ chunks are left out where the job or the model has none. (test_bounds.py has the
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +17,7 @@ from xgpt.core.cluster import uniform_cluster
 from xgpt.core.controls import WaaControls
 from xgpt.core.errors import InputError
 from xgpt.core.job import FixedSchedule
+from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limit
@@ -162,6 +164,26 @@ def test_a_climb_keeps_to_the_batches_that_the_job_asks_for() -> None:
     found = climber.best(climber.beside(0, (20, 1)), {0: ((20, 20), (1, 2))})
     assert found is not None and found[1][:2] == (0, 20)
     assert climber.best(climber.beside(0, (20, 1)), {0: ((30, 30), (1, 2))}) is None
+
+
+def test_climbs_go_together_and_ask_of_each_point_once() -> None:
+    """From all points that are begun with to the only peak: those that meet go on as one."""
+    asked: list[list[tuple[int, ...]]] = []
+
+    def evaluate(keys: Sequence[tuple[int, ...]]) -> list[tuple[float, float, Limit]]:
+        return [(1000.0 - abs(key[1] - 37) - abs(key[2] - 3), 1.0, Limit.NONE) for key in keys]
+
+    def most(keys: Sequence[tuple[int, ...]]) -> FloatArray:
+        asked.append(list(keys))
+        return np.full(len(keys), np.inf)
+
+    climber = Climber(evaluate, lambda groups, chunk: 1, math.inf, most, sizes=(8, 16, 32))
+    grid = [(0, batch, groups, size) for batch in (1, 9, 70) for groups in (1, 6)
+            for size in (8, 16, 32)]
+    found = climber.best(grid, {0: ((1, 100), (1, 6))})
+    assert found is not None and (found[0], found[1][:3]) == (1000.0, (0, 37, 3))
+    every = [key for keys in asked for key in keys]
+    assert len(every) == len(set(every)) and len(asked) <= 13, "the grid, and a step each"
 
 
 def test_chunks_are_searched_once_and_as_the_job_and_the_model_have_them() -> None:
