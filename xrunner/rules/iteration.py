@@ -13,7 +13,7 @@ from functools import partial
 from xgpt.core.controls import ContinuousControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import KvBudget, Step, StepKind, take_last
+from xrunner.rules.steps import KvBudget, ReserveFacts, Step, StepKind, take_last
 
 
 class Turns:
@@ -110,6 +110,13 @@ class OrcaRule:
     @property
     def kv_budget(self) -> KvBudget:
         return KvBudget(self.group_kv_tokens, unit=1)
+
+    @property
+    def facts(self) -> ReserveFacts | None:
+        """None of a rule that has begun."""
+        if self._waiting or self._group_of or self._turns.group or self._turns.next_step:
+            return None
+        return ReserveFacts(group_kv_tokens=self.group_kv_tokens, slots=tuple(self._slots))
 
     def submit(self, query: int, reserve_tokens: int, input_tokens: int = 0) -> bool:
         if reserve_tokens > self.group_kv_tokens:

@@ -22,7 +22,7 @@ from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import sizer_of
 from xrunner.rules.chunks import PhaseChunks
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import KvBudget, Step, StepKind, Waiting, take_last
+from xrunner.rules.steps import KvBudget, ReserveFacts, Step, StepKind, Waiting, take_last
 
 UNEVEN = EvenBatches()  # batches as queries come
 
@@ -235,6 +235,20 @@ def decide_plain(rule: RraRule, count: int) -> Step:
     assert count < plain_rounds(rule), f"{count = } of {plain_rounds(rule) = }"
     first, rule._iteration = rule._iteration, rule._iteration + count
     return Step(kind=StepKind.DECODE, group=0, phase=rule._phase, iteration=first)
+
+
+def reserve_facts(rule: RraRule) -> ReserveFacts | None:
+    """None of a rule that has begun, or whose controls are to change."""
+    has_begun = (rule._phase, rule._iteration, rule._group) != (0, rule._first_iteration, 0)
+    if has_begun or rule._waiting or rule._changes:
+        return None
+    controls, sizer = rule.controls, rule._sizer
+    return ReserveFacts(
+        group_kv_tokens=controls.group_kv_tokens, slots=(0,) * rule.num_groups,
+        decode_iterations=controls.decode_iterations, encode_batch=controls.encode_batch,
+        encode_chunk=rule._chunks.limit if rule._chunks else 0,
+        most_active=controls.group_max_active, mean_input=sizer.mean_input,
+        adjustment=sizer.adjustment, target_active=controls.target_active)
 
 
 def rra_rule(estimate: Estimate) -> RraRule:

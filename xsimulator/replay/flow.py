@@ -19,12 +19,14 @@ from xgpt.core.queries import QueryTimes
 from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import BatchingRule, GivingRule, TakingRule
 from xsimulator.replay.kernel import ARRIVAL, Kernel
-from xsimulator.replay.paged_alone import never_fits, replay_paged
+from xsimulator.replay.paged_alone import replay_paged
 from xsimulator.replay.pool import PoolHead, PoolPlan, PoolProcess
 from xsimulator.replay.queries import Queries
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
+from xsimulator.replay.reserved_alone import replay_reserved
 from xsimulator.replay.stage_line import LaterLine
 from xsimulator.replay.step_clock import StepClock
+from xsimulator.replay.told import never_fits
 
 
 class Arrivals:
@@ -183,7 +185,8 @@ def is_alone(plan: PoolPlan, queries: Queries) -> bool:
 def replay_alone(plan: PoolPlan, queries: Queries) -> ReplayResult:
     """The same of a pool that is alone: its turns are numbered, and timed in the end."""
     assert isinstance(plan.clock, StepClock)
-    if (found := replay_paged(plan, queries)) is not None:
+    found = replay_paged(plan, queries) or replay_reserved(plan, queries)
+    if found is not None:
         return found
     line, rule = LaterLine(), plan.rule
     head = PoolHead(plan, queries, line)

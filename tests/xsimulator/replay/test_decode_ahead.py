@@ -12,6 +12,7 @@ from xrunner.rules.steps import Step, StepKind
 from xsimulator.policies import make_policy
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.replay import pool as pools
+from xsimulator.replay import reserved_alone
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.records import RowLog, StepLog
 
@@ -34,6 +35,7 @@ def test_steps_taken_at_once_are_those_taken_one_by_one(monkeypatch, model, batc
         turns[-1] += 1
         return usual(self, *given)
 
+    monkeypatch.setattr(reserved_alone, "native", lambda: None)
     monkeypatch.setattr(pools.PoolHead, "turn", counted)
     replayed = []
     for least in (2, 1 << 40):

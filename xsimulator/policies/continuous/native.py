@@ -2,9 +2,10 @@
 times as quick as by arrays, rounds of a pipeline (continuous.in_flight) some ten times, when a
 replay's steps end (replay.stage_line), what uneven batches cost (waa.unevenness), timelines of
 phases (xsimulator.pipeline), what steps take at least (continuous.native_least), RRA's points and
-bounds (rra.native), and WAA's bounds (waa.native). Out of an installed wheel's library, or compiled
-for itself, which takes a second or two once. Where neither can be had, or `XGPT_NATIVE` is `off`,
-Python serves, and finds the same."""
+bounds (rra.native), WAA's bounds (waa.native), and replays (replay.paged_alone,
+replay.reserved_alone). Out of an installed wheel's library, or compiled for itself, which takes a
+second or two once. Where neither can be had, or `XGPT_NATIVE` is `off`, Python serves, and finds
+the same."""
 
 import contextlib
 import ctypes
@@ -54,6 +55,10 @@ class Native:
         self.waa_bounds = library.xgpt_waa_bounds  # by addresses, as in csrc/planning_waa.cpp
         self.waa_bounds.restype = number
         self.waa_bounds.argtypes = [*[address] * 3, number, *[address] * 4]
+        # likewise, as in csrc/planning_reserved.cpp
+        self.reserved, self.reserved_told = library.xgpt_reserved, library.xgpt_reserved_told
+        self.reserved.restype, self.reserved_told.restype = address, None
+        self.reserved.argtypes, self.reserved_told.argtypes = [address] * 7, [address] * 9
         self._in_line = library.xgpt_in_line
         self._between = library.xgpt_between
         self._in_line.restype = self._between.restype = None

@@ -1,0 +1,315 @@
+/* A replay of a pool that is alone and whose rule reserves a query's tokens when it admits it: RRA's
+ * (xrunner/rules/rra.py, chunks.py, batch_sizer.py) or ORCA's (iteration.py). What the rule decides,
+ * turn by turn, and what each step has of queries and tokens (xsimulator/replay/pool.py,
+ * queries.py). When it all happens is found afterwards (stage_line.py: LaterLine). The same
+ * decisions in the same order, from the same sums. */
+#pragma once
+
+#include <stdint.h>
+
+#include <algorithm>
+#include <queue>
+#include <utility>
+#include <vector>
+
+#include "batch_sizer.h"
+
+namespace xgpt_reserving {
+
+/* `iterations` 0: ORCA's rule. `kv_tokens` and `most_active` are a group's (of ORCA's each group has
+ * slots of its own); `chunk` 0: inputs are encoded whole. */
+struct Facts {
+    int64_t queries, groups, kv_tokens, iterations, encode_batch, most_active, chunk, compacts;
+    double target_active;  // queries that decode batches are led back to; 0: they are not
+};
+
+struct Query {
+    int64_t tokens, reserve, left, start, first, last, group, base, end;
+};
+
+struct Group {
+    int64_t active = 0, reserved = 0, slots = 0, steps = 0;
+    int64_t awaited = -1, iterations = 0, base = 0, rows = 0, removed = 0;
+    std::vector<std::vector<int64_t>> ends;                    // by iteration: whose last it is
+    std::priority_queue<std::pair<int64_t, int64_t>> longest;  // (base, query), some gone
+    std::vector<int64_t> first, done;                          // of the step that is awaited
+    // chunks of a phase: those dealt to it from `begin` on, and who of them is encoded in part
+    std::vector<int64_t> dealt;
+    size_t begin = 0;
+    int64_t part = -1, part_done = 0, tokens = 0, size = 0;
+
+    int64_t waiting() const { return static_cast<int64_t>(dealt.size() - begin); }
+};
+
+/* What is told of all turns and steps. */
+struct Told {
+    std::vector<int64_t> waits, turn_of, labels, chunks, ended, memory;
+    std::vector<double> sizes;
+};
+
+class Replay {
+public:
+    Replay(const Facts &facts, const Sizer &sizer, const int64_t *slots, const int64_t *tokens,
+           const int64_t *reserves, const int64_t *left)
+        : facts_(facts), sizer_(sizer), groups_(facts.groups), queries_(facts.queries) {
+        for (int64_t g = 0; g < facts.groups; ++g) groups_[g].slots = slots[g];
+        for (int64_t q = 0; q < facts.queries; ++q)
+            queries_[q] = {tokens[q], reserves[q], left[q], -1, -1, -1, -1, 0, -1};
+        iteration_ = first_iteration();
+    }
+    void run() {
+        for (int64_t g; (g = facts_.iterations ? next_of_phase() : next_in_turn()) >= 0;) {
+            Group &group = groups_[g];
+            now_ = static_cast<int64_t>(told.waits.size());
+            told.waits.push_back(group.awaited);
+            if (group.awaited >= 0) collect(group);
+            group.awaited = -1;
+            joined_.clear();
+            if (!facts_.iterations) decide_in_turn(group, g);
+            else if (facts_.chunk) decide_mixed(group, g);
+            else decide_phase(group, g);
+            if (held_ != noted_) {
+                noted_ = held_;
+                told.memory.push_back(now_);
+                told.memory.push_back(held_);
+            }
+        }
+    }
+    const std::vector<Query> &queries() const { return queries_; }
+
+    Told told;
+
+private:
+    enum Kind : int64_t { ENCODE, DECODE, MIXED };
+
+    Facts facts_;
+    Sizer sizer_;
+    std::vector<Group> groups_;
+    std::vector<Query> queries_;
+    std::vector<int64_t> joined_;
+    int64_t next_ = 0;  // the first of those that wait: they are taken in their order
+    int64_t phase_ = 0, iteration_ = 0, turn_ = 0, every_ = 1, num_active_ = 0;
+    int64_t now_ = 0, held_ = 0, noted_ = -1;
+
+    int64_t num_waiting() const { return facts_.queries - next_; }
+    int64_t first_iteration() const { return facts_.chunk > 0; }
+
+    int64_t next_in_turn() {
+        for (int64_t ahead = 0; ahead < facts_.groups; ++ahead) {
+            int64_t g = (turn_ + ahead) % facts_.groups;
+            if (groups_[g].active || num_waiting()) return turn_ = g;
+        }
+        return -1;
+    }
+    int64_t next_of_phase() {
+        bool is_at_work = num_active_ > 0;
+        for (size_t g = 0; facts_.chunk && !is_at_work && g < groups_.size(); ++g)
+            is_at_work = groups_[g].waiting() > 0;
+        if (!is_at_work && !num_waiting()) return -1;
+        if (iteration_ > first_iteration() && !is_at_work) start_next_phase();
+        return turn_;
+    }
+    void start_next_phase() {
+        phase_ += 1;
+        iteration_ = first_iteration();
+        turn_ = 0;
+    }
+    void advance() {
+        if (++turn_ < facts_.groups) return;
+        turn_ = 0;
+        if (++iteration_ > facts_.iterations) start_next_phase();
+    }
+
+    bool admit(Group &group, int64_t q, int64_t slots) {
+        int64_t reserve = queries_[q].reserve;
+        if (group.active >= slots || group.reserved + reserve > facts_.kv_tokens) return false;
+        group.active += 1;
+        group.reserved += reserve;
+        num_active_ += 1;
+        held_ += reserve;
+        return true;
+    }
+    void collect(Group &group) {
+        for (int64_t q : group.first)
+            if (queries_[q].first < 0) queries_[q].first = now_;
+        for (int64_t q : group.done) {
+            Query &query = queries_[q];
+            group.active -= 1;
+            group.reserved -= query.reserve;
+            num_active_ -= 1;
+            held_ -= query.reserve;
+            group.base -= query.base;
+            group.rows -= 1;
+            group.removed += 1;
+            query.group = -1;
+            query.last = now_;
+        }
+        group.first.clear();
+        group.done.clear();
+    }
+
+    /* OrcaRule.decide */
+    void decide_in_turn(Group &group, int64_t g) {
+        bool is_decode = group.active > 0;
+        if (num_waiting() && admit(group, next_, group.slots)) {
+            joined_.push_back(next_++);
+            whole();
+        }
+        int64_t number = group.steps++;
+        turn_ = (g + 1) % facts_.groups;
+        if (!is_decode && joined_.empty()) return;
+        Kind kind = !is_decode ? ENCODE : joined_.empty() ? DECODE : MIXED;
+        execute(group, g, kind, number, is_decode, static_cast<int64_t>(joined_.size()));
+    }
+    /* RraRule.decide */
+    void decide_phase(Group &group, int64_t g) {
+        bool is_decode = iteration_ > 0;
+        if (!is_decode) {
+            for (int64_t wanted = this->wanted(group, g); wanted > 0; --wanted) {
+                if (!admit(group, next_, facts_.most_active)) break;
+                joined_.push_back(next_++);
+            }
+            whole();
+        }
+        if (is_decode ? group.active > 0 : !joined_.empty())
+            execute(group, g, is_decode ? DECODE : ENCODE, phase_, iteration_,
+                    static_cast<int64_t>(joined_.size()));
+        advance();
+    }
+    /* RraRule._decide_mixed */
+    void decide_mixed(Group &group, int64_t g) {
+        if (iteration_ == first_iteration() && g == 0) {
+            for (int64_t each = 0; each < facts_.groups; ++each) deal(groups_[each], each);
+            begin_phase();
+        }
+        bool is_decode = group.active > (group.part >= 0);
+        int64_t count = take(group);
+        if (is_decode || count)
+            execute(group, g, !count ? DECODE : is_decode ? MIXED : ENCODE, phase_, iteration_,
+                    count);
+        advance();
+    }
+    void deal(Group &group, int64_t g) {
+        if (group.waiting() >= quota(g)) return;
+        for (int64_t wanted = this->wanted(group, g); wanted > 0; --wanted) {
+            group.tokens += queries_[next_].tokens;
+            group.dealt.push_back(next_++);
+        }
+    }
+    /* PhaseChunks.begin_phase */
+    void begin_phase() {
+        int64_t most = 0, iterations = facts_.iterations;
+        for (const Group &own : groups_) most = std::max(most, own.tokens);
+        every_ = std::min(std::max(facts_.chunk * iterations / std::max<int64_t>(most, 1),
+                                   int64_t{1}), iterations);
+        int64_t times = (iterations + every_ - 1) / every_;
+        for (Group &own : groups_) own.size = std::min((own.tokens + times - 1) / times,
+                                                       facts_.chunk);
+    }
+    /* PhaseChunks.take; how many chunks */
+    int64_t take(Group &group) {
+        int64_t left = (iteration_ - 1) % every_ == 0 ? group.size : 0, count = 0;
+        for (; left > 0; ++count) {
+            if (group.part < 0) {
+                if (!group.waiting() || !admit(group, group.dealt[group.begin],
+                                               facts_.most_active)) break;
+                group.part = group.dealt[group.begin++];
+                group.part_done = 0;
+            }
+            int64_t tokens = queries_[group.part].tokens;
+            int64_t size = std::min(left, tokens - group.part_done);
+            chunk(group.part, group.part_done, size);
+            group.part_done += size;
+            group.tokens -= size;
+            left -= size;
+            if (group.part_done == tokens) {
+                joined_.push_back(group.part);
+                group.part = -1;
+            }
+        }
+        return count;
+    }
+
+    int64_t quota(int64_t g) const {
+        int64_t base = facts_.encode_batch / facts_.groups, odd = facts_.encode_batch % facts_.groups;
+        return base + ((g + phase_ * odd) % facts_.groups < odd);
+    }
+    /* RraRule._wanted */
+    int64_t wanted(const Group &group, int64_t g) const {
+        int64_t quota = this->quota(g), lean = 0;
+        if (!quota) return 0;
+        if (facts_.target_active != 0.0 && num_waiting() >= facts_.encode_batch) {
+            double groups = static_cast<double>(facts_.groups);
+            double carried = facts_.target_active / groups;
+            double away = static_cast<double>(group.active) - carried;
+            double mean = carried + static_cast<double>(facts_.encode_batch) / groups;
+            lean = sizer_.lean(away, mean);
+        }
+        auto tokens = [this](int64_t place) { return queries_[next_ + place].tokens; };
+        return sizer_.count(tokens, num_waiting(), quota, lean);
+    }
+
+    void chunk(int64_t q, int64_t first, int64_t tokens) {
+        for (int64_t value : {q, first, tokens}) told.chunks.push_back(value);
+    }
+    void whole() {
+        for (int64_t q : joined_) chunk(q, 0, queries_[q].tokens);
+    }
+    /* PoolHead._execute */
+    void execute(Group &group, int64_t g, Kind kind, int64_t phase, int64_t iteration,
+                 int64_t chunks) {
+        double decoded[4] = {0.0, 0.0, 0.0, 0.0}, tokens = 0.0;
+        if (kind != ENCODE) decode(group, g, decoded);
+        for (size_t i = told.chunks.size() - 3 * chunks; i < told.chunks.size(); i += 3) {
+            if (told.chunks[i + 1] == 0) queries_[told.chunks[i]].start = now_;
+            tokens += static_cast<double>(told.chunks[i + 2]);
+        }
+        for (int64_t q : joined_) join(group, g, q);
+        group.first = joined_;
+        double encoded = static_cast<double>(joined_.size());
+        for (double value : {tokens, encoded, decoded[0], decoded[1], decoded[2], decoded[3], 0.0})
+            told.sizes.push_back(value);
+        told.turn_of.push_back(now_);
+        for (int64_t value : {static_cast<int64_t>(kind), g, phase, iteration, chunks,
+                              static_cast<int64_t>(joined_.size())})
+            told.labels.push_back(value);
+        told.ended.insert(told.ended.end(), joined_.begin(), joined_.end());
+        group.awaited = now_;
+    }
+    /* GroupRows.decode and take_done: (rows, mean context, longest context, rows moved) */
+    void decode(Group &group, int64_t g, double *sizes) {
+        group.iterations += 1;
+        int64_t removed = std::exchange(group.removed, 0);
+        auto &longest = group.longest;
+        while (!longest.empty() && queries_[longest.top().second].group != g) longest.pop();
+        double iterations = static_cast<double>(group.iterations);
+        sizes[0] = static_cast<double>(group.rows);
+        sizes[1] = static_cast<double>(group.base) / sizes[0] + iterations;
+        sizes[2] = longest.empty() ? sizes[1]
+                                   : static_cast<double>(longest.top().first + group.iterations);
+        if (removed && facts_.compacts)
+            sizes[3] = static_cast<double>(removed * group.rows) /
+                       static_cast<double>(group.rows + removed);
+        if (static_cast<int64_t>(group.ends.size()) <= group.iterations) return;
+        for (int64_t q : group.ends[group.iterations]) group.done.push_back(q);
+        std::vector<int64_t>().swap(group.ends[group.iterations]);
+    }
+    void join(Group &group, int64_t g, int64_t q) {
+        Query &query = queries_[q];
+        query.base = query.tokens - group.iterations;
+        query.end = group.iterations + query.left;
+        query.group = g;
+        group.base += query.base;
+        group.rows += 1;
+        if (query.left > 0) {
+            if (static_cast<int64_t>(group.ends.size()) <= query.end)
+                group.ends.resize(query.end + 1);
+            group.ends[query.end].push_back(q);
+            group.longest.emplace(query.base, q);
+        } else {
+            group.done.push_back(q);
+        }
+    }
+};
+
+}  // namespace xgpt_reserving

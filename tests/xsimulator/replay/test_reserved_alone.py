@@ -1,0 +1,117 @@
+"""Replays of rules that reserve a query's tokens when they admit it, by csrc/planning_reserved.cpp,
+are those of the rules themselves, to the bit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+from problems import problem_of, roofline_of
+
+from xgpt.core.controls import EvenBatches
+from xgpt.core.errors import XgptError
+from xgpt.core.lengths import joint_empirical
+from xgpt.core.queries import QueryLengths
+from xrunner.rules.iteration import OrcaRule
+from xrunner.rules.rra import RraRule
+from xrunner.rules.steps import StepKind
+from xsimulator.policies import make_policy
+from xsimulator.policies.continuous import native
+from xsimulator.policies.rra.config import RraConfig
+from xsimulator.replay import reserved_alone
+from xsimulator.replay.job import replay_job
+
+NUMBERS = ("decoded", "encoded", "tokens", "context", "memory_tokens", "memory_s", "start_s",
+           "end_s")
+LONGEST = 320  # tokens of a query with its output
+
+pytestmark = pytest.mark.skipif(native.native() is None, reason="there is no compiler")
+
+
+def job_of(rng):
+    """(problem, timing, estimate, queries) of a small job on one to four stages."""
+    size = int(rng.integers(20, 160))
+    inputs, outputs = rng.integers(1, 200, size), rng.integers(1, LONGEST - 200, size)
+    outputs[rng.random(size) < 0.2] = 1
+    problem = problem_of("opt-13b", "a40-4", joint_empirical(np.stack([inputs, outputs], axis=1)))
+    timing, (degree, gpus) = roofline_of(problem), [(1, 0), (2, 4), (4, 4)][rng.integers(3)]
+    estimate = make_policy("rra", problem, timing).estimate(RraConfig(
+        encode_batch=4, decode_iterations=9, tp_degree=degree, tp_gpus=gpus))
+    return problem, timing, estimate, QueryLengths(inputs=inputs, outputs=outputs,
+                                                   most_outputs=outputs)
+
+
+def rra_of(rng, mean_input, *, has_chunks):
+    """Makes the same rule of RRA again and again."""
+    groups, even = int(rng.integers(1, 6)), EvenBatches()
+    if rng.random() < 0.6:
+        even = EvenBatches(adjustment=rng.uniform(0.02, 0.22), mean_input_tokens=mean_input,
+                           target_active=rng.integers(3) * rng.uniform(0.5, 30.0))
+    return partial(
+        RraRule, encode_batch=int(rng.integers(1, 41)), decode_iterations=int(rng.integers(1, 61)),
+        num_groups=groups, max_active=groups * int(rng.integers(1, 41)), even=even,
+        kv_tokens=groups * int(rng.integers(LONGEST, 6000)),
+        encode_chunk=int(rng.integers(1, 90)) if has_chunks else 0)
+
+
+def orca_of(rng, mean_input):
+    """Makes the same rule of ORCA again and again."""
+    groups = int(rng.integers(1, 6))
+    return partial(OrcaRule, num_groups=groups, max_active=groups + int(rng.integers(60)),
+                   kv_tokens=groups * int(rng.integers(LONGEST, 3000)))
+
+
+RULES = {"rra": partial(rra_of, has_chunks=False), "chunks": partial(rra_of, has_chunks=True),
+         "orca": orca_of}
+
+
+@pytest.mark.parametrize(("name", "num_kinds"), [("rra", 2), ("chunks", 3), ("orca", 3)])
+def test_a_replay_is_that_of_the_rule(monkeypatch, name, num_kinds):
+    kinds: Counter[StepKind] = Counter()
+    calls, usual = [], reserved_alone._replayed
+    monkeypatch.setattr(reserved_alone, "_replayed",
+                        lambda *given: calls.append(1) or usual(*given))
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        given = job_of(rng)
+        rule = RULES[name](rng, float(given[-1].inputs.mean()))
+        quick = replay_job(*given, rules=[rule()])
+        with monkeypatch.context() as patched:
+            patched.setattr(reserved_alone, "native", lambda: None)
+            by_rule = replay_job(*given, rules=[rule()])
+        assert len(calls) == seed + 1, "else both are the rule's"
+        assert quick.pools[0].steps == list(by_rule.pools[0].steps)
+        for column in NUMBERS:
+            np.testing.assert_array_equal(*(getattr(one.pools[0], column)
+                                            for one in (quick, by_rule)), column)
+        for column in ("start_s", "first_token_s", "last_token_s"):
+            np.testing.assert_array_equal(*(getattr(one.times, column)
+                                            for one in (quick, by_rule)), column)
+        kinds.update(step.kind for step in quick.pools[0].steps)
+    assert len(kinds) == num_kinds and min(kinds.values()) > 60, kinds
+
+
+def test_a_rule_that_has_begun_goes_on_by_itself():
+    for make in RULES.values():
+        rule = make(np.random.default_rng(1), 9.0)()
+        assert reserved_alone._facts_of(rule) is not None
+        assert rule.submit(0, 90, 50)
+        assert reserved_alone._facts_of(rule) is None, "it has queries of its own"
+        rule.decide()
+        assert reserved_alone._facts_of(rule) is None
+
+
+def test_a_query_that_never_fits_is_named(monkeypatch):
+    problem, timing, estimate, queries = job_of(np.random.default_rng(0))
+    inputs = queries.inputs.copy()
+    inputs[3] = estimate.deployment.kv_tokens + 1
+    words = []
+    for library in (native.native(), None):
+        monkeypatch.setattr(reserved_alone, "native", lambda library=library: library)
+        with pytest.raises(XgptError, match="query 3 reserves") as refusal:
+            replay_job(problem, timing, estimate, replace(queries, inputs=inputs))
+        words.append(str(refusal.value))
+    assert words[0] == words[1]

@@ -1,0 +1,94 @@
+"""What a replay told that csrc made of a pool that is alone: its steps, and the result that they
+come to. Steps are made where somebody looks at them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import overload
+
+import numpy as np
+
+from xgpt.core.errors import XgptError
+from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.queries import QueryTimes
+from xrunner.rules.steps import Chunk, Step, StepKind
+from xsimulator.replay.pool import PoolPlan, records_of
+from xsimulator.replay.queries import Queries
+from xsimulator.replay.records import ReplayResult
+from xsimulator.replay.stage_line import Decided
+from xsimulator.replay.step_clock import ManySizes, StepClock
+
+_KINDS = (StepKind.ENCODE, StepKind.DECODE, StepKind.MIXED)
+
+
+class ToldSteps(Sequence[Step]):
+    """labels: [steps, 7] kind, group, phase, iteration, and how many of `chunks` ([chunks, 3]
+    query, first token, tokens), `evicted` and `ended` (queries) are each step's. is_chunked: inputs
+    are not always encoded whole."""
+
+    def __init__(self, labels: IntArray, chunks: IntArray, evicted: IntArray, ended: IntArray, *,
+                 is_chunked: bool) -> None:
+        self._labels, self._chunks, self._is_chunked = labels, chunks, is_chunked
+        self._evicted, self._ended = evicted, ended
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self._steps)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._steps == list(other)
+
+    @overload
+    def __getitem__(self, index: int) -> Step: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Step]: ...
+
+    def __getitem__(self, index: int | slice) -> Step | Sequence[Step]:
+        return self._steps[index]
+
+    @cached_property
+    def _steps(self) -> list[Step]:
+        chunks, evicted, ended = (iter(told.tolist()) for told in (
+            self._chunks, self._evicted, self._ended))
+        steps = []
+        for kind, group, phase, iteration, parts, gone, joined in self._labels.tolist():
+            spans = tuple(Chunk(query=query, first=first, tokens=tokens)
+                          for query, first, tokens in (next(chunks) for _ in range(parts)))
+            steps.append(Step(
+                kind=_KINDS[kind], group=group, phase=phase, iteration=iteration,
+                chunks=spans if self._is_chunked else (),
+                joined=tuple(next(ended) for _ in range(joined)),
+                evicted=tuple(next(evicted) for _ in range(gone))))
+        return steps
+
+    def result(self, plan: PoolPlan, queries: Queries, told: dict[str, IntArray],
+               sizes: FloatArray, preemptions: int = 0) -> ReplayResult:
+        """`told` besides: `waits` and `turn_of` as LaterLine keeps them, memory [changes, 2] turn
+        and tokens, times [3, queries] the turns of a query's start, first and last token; sizes
+        [steps, 7] as of LaterLine."""
+        assert isinstance(plan.clock, StepClock), f"{plan.clock = }"
+        counts = self._labels[:, 4]
+        step_of_span = np.repeat(np.arange(len(counts)), counts)
+        times, turns_s = Decided(
+            self, ManySizes(sizes, step_of_span, counts[step_of_span], self._chunks[:, 1:]),
+            told["waits"], told["turn_of"]).times(
+                plan.clock, len(plan.stages), float(queries.arrival_s[0]),
+                is_one_group=plan.rule.num_groups == 1)
+        assert (told["times"] >= 0).all(), "queries have nothing to do"
+        start_s, first_s, last_s = turns_s[told["times"]]
+        turns, held = told["memory"].T
+        return ReplayResult(
+            pools=(records_of(plan, times, turns_s[turns].tolist(), held.tolist()),), handovers=(),
+            preemptions=preemptions, output_tokens=queries.output_tokens,
+            times=QueryTimes(arrival_s=queries.arrival_s, start_s=start_s, first_token_s=first_s,
+                             last_token_s=last_s))
+
+
+def never_fits(queries: Queries, query: int) -> XgptError:
+    """The refusal of a query that the schedule's budget can never hold."""
+    return XgptError(f"query {query} reserves {queries.reserve_tokens[query]} tokens of KV cache: "
+                     "more than the schedule gives one micro-batch")
