@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from xrunner.devices import on_device
-from xrunner.engine.kv import EntryRows, KvShape, zeros
+from xrunner.engine.kv import EntryRows, KvShape, store_of
 from xrunner.ops.contexts import BlockTable, layers_of
 from xrunner.rules.slots import apply_moves, compaction_moves
 
@@ -95,7 +95,7 @@ class Blocks:
         """`shape`: its slots are the blocks, its capacity is their size."""
         self.shape, self.room, self.device = shape, room, torch.device(device)
         self.pool = BlockPool(shape.slots)
-        self.store = zeros(shape, self.device, is_resident)
+        self.store, self.pages = store_of(shape, self.device, is_resident=is_resident)
         self.layers = layers_of(self.store)
 
     def caches(self) -> list["BlockCache"]:
@@ -131,7 +131,7 @@ class BlockCache:
 
     def __init__(self, blocks: Blocks) -> None:
         self.lengths: list[int] = []  # tokens cached, by slot
-        self.pool = blocks.pool
+        self.pool, self._pages = blocks.pool, blocks.pages
         self._shape, self._room = blocks.shape, blocks.room
         # [layers, 2, blocks, kv_heads, block size, head_dim], of all groups that share it
         self.store, self.layers = blocks.store, blocks.layers
@@ -228,6 +228,7 @@ class BlockCache:
         held = self._held[slot]
         first = len(held)
         held += [self.pool.take() for _ in range(-(-length // self._shape.capacity) - first)]
+        self._pages.reach(max(held[first:], default=-1) + 1)
         self._lines.write(slot, held, first)
 
     def _leave(self, slot: int) -> None:

@@ -68,12 +68,11 @@ class KvCache:
 
     def __init__(self, shape: KvShape, device: torch.device | str = "cpu", *,
                  is_resident: bool = False) -> None:
-        """`is_resident`: take the memory now, not page by page as queries first come to it (on a
-        virtual machine that was measured to add a sixth to an encode)."""
+        """`is_resident`: a slot's memory is taken as one when a query first sits in it (Pages)."""
         self.lengths: list[int] = []  # tokens cached, by slot
         self._shape, self._most = shape, 0
         # [layers, 2, slots, kv_heads, capacity, head_dim]; rows 0..len(lengths)-1 are live
-        self.store = zeros(shape, torch.device(device), is_resident)
+        self.store, self._pages = store_of(shape, torch.device(device), is_resident=is_resident)
         self.layers = layers_of(self.store)
 
     @property
@@ -108,6 +107,7 @@ class KvCache:
             f"{first = } {len(tokens) = } {self._shape}")
         self.lengths += tokens
         self._most = max(self._most, len(self.lengths))
+        self._pages.reach(len(self.lengths))
         return first
 
     def place(self, count: int, replaced: Sequence[int]) -> None:
@@ -140,34 +140,59 @@ class KvCache:
             f"{self.lengths = } {self._shape}")
 
 
-def zeros(shape: KvShape, device: torch.device, is_resident: bool) -> Tensor:
-    """A store of that shape. Raises XgptError where the device has no memory for it."""
+class Pages:
+    """Memory of a store's rows (slots, or blocks), which is taken as they come into use: each as
+    one, not page by page as its entries are computed, which on a virtual machine was measured to
+    add a sixth to an encode. What no query comes to is not taken: all of 200 slots took half a
+    second of SmolLM2-135M's start, and 107 were in use at a time."""
+
+    def __init__(self, shape: KvShape, memory: mmap.mmap | None) -> None:
+        """`memory`: None where it is not to be taken, or lies on another device."""
+        self._memory, self._taken = memory, 0
+        self._parts = 2 * shape.num_layers  # in each of which the rows lie one behind the other
+        self._part_bytes = shape.num_bytes // max(self._parts, 1)
+        self._row_bytes = self._part_bytes // max(shape.slots, 1)
+
+    def reach(self, count: int) -> None:
+        """The first `count` rows are in use, or have been."""
+        if self._memory is None or count <= self._taken:
+            return
+        for part in range(self._parts):
+            _occupy(self._memory, part * self._part_bytes + self._taken * self._row_bytes,
+                    (count - self._taken) * self._row_bytes)
+        self._taken = count
+
+
+def store_of(shape: KvShape, device: torch.device, *, is_resident: bool) -> tuple[Tensor, Pages]:
+    """A store of that shape, and the memory of its rows: on the CPU pages of zeros, none of them
+    occupied as yet (torch.zeros would write every one). Raises XgptError where the device has no
+    memory for it."""
     dimensions, dtype = shape.dimensions, shape.dtype
     if device.type != "cpu" or 0 in dimensions:  # no layers: a pool that has an encoder alone
         try:
-            return torch.zeros(dimensions, dtype=dtype, device=device)
+            return torch.zeros(dimensions, dtype=dtype, device=device), Pages(shape, None)
         except torch.cuda.OutOfMemoryError:
             raise _refused(shape, f"of memory, more than {device} has left") from None
-    try:  # pages of zeros, none of them occupied as yet; torch.zeros would write every one
+    try:
         memory = mmap.mmap(-1, shape.num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError):
         raise _refused(shape, "of address space, which this machine refuses") from None
-    if is_resident:
-        _occupy(memory)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(dimensions)
+    store = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(dimensions)
+    return store, Pages(shape, memory if is_resident else None)
 
 
-def _occupy(memory: mmap.mmap) -> None:
-    """Takes all of its pages now: by one request where Linux knows it (5.14; measured: 0.6 s
-    for 2 GiB), else by writing to each.
+def _occupy(memory: mmap.mmap, first: int, num_bytes: int) -> None:
+    """Takes the pages of these bytes now, whatever they hold: by one request where Linux knows it
+    (5.14; measured: 0.6 s for 2 GiB), else by writing to each.
 
     NOTE: not in huge pages. Decode attention of 190 queries takes 38 ms with them instead of 50
     (SmolLM2-135M, bfloat16, two cores), but 1.6 GB of them took 3 to 5 s to get, not 0.4, on a
     virtual machine that hands free ones back to its host: about what a minute's steps regain."""
+    begin = first - first % mmap.PAGESIZE
     try:
-        memory.madvise(_MADV_POPULATE_WRITE)
-    except OSError:
-        np.frombuffer(memory, dtype=np.uint8)[::mmap.PAGESIZE] = 0
+        memory.madvise(_MADV_POPULATE_WRITE, begin, first + num_bytes - begin)
+    except OSError:  # what lies in a page that was taken before stays
+        np.frombuffer(memory, dtype=np.uint8)[begin:first + num_bytes:mmap.PAGESIZE] |= 0
 
 
 def _refused(shape: KvShape, why: str) -> XgptError:

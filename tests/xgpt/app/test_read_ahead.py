@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
+import torch  # noqa: E402
 import toys  # noqa: E402
 from begun_runs import roofline  # noqa: E402
 
@@ -20,6 +21,7 @@ from xgpt.app.telling import LogTeller  # noqa: E402
 from xgpt.core.job_file import load_job  # noqa: E402
 from xrunner import ahead, loading  # noqa: E402
 from xrunner.loading import Shelf  # noqa: E402
+from xrunner.ops import linear  # noqa: E402
 from xrunner.plan import weights_key  # noqa: E402
 
 
@@ -100,3 +102,19 @@ def test_the_disk_is_asked_for_its_rate_where_it_gave_the_bytes(
     monkeypatch.setattr(loading, "disk_bytes_per_s", calls.append)
     ahead.read(word, Shelf())
     assert len(calls) == asked
+
+
+@pytest.mark.parametrize(("is_ours", "settings", "threads"), [
+    (True, {}, 1), (False, {}, 2), (True, {"deterministic": True}, 2),
+    (True, {"dtype": "float32"}, 2)])
+def test_one_thread_reads_where_nothing_is_laid_out_for_their_number(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ours: bool,
+        settings: dict[str, object], threads: int) -> None:
+    _, (word,) = opened(tmp_path, "llama", **{"dtype": "bfloat16", "threads_per_rank": 2,
+                                              **settings})
+    asked: list[int] = []
+    monkeypatch.setattr(linear, "is_pairs_served", lambda: is_ours)
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(ahead, "read_stage", lambda *_, **__: asked.append(0))
+    ahead.read(word, Shelf())
+    assert asked == [threads, 0], "before the weights are read"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
+
 import pytest
 import torch
 from examples import examples
@@ -10,6 +14,8 @@ from hypothesis import strategies as st
 
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
+from xrunner.engine import kv
+from xrunner.engine.blocks import Blocks, Room
 from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.rules.slots import GroupSlots, apply_moves, compaction_moves
 
@@ -84,3 +90,59 @@ def test_a_slot_freed_is_a_slot_reused_and_a_full_cache_says_so() -> None:
 def test_a_cache_beyond_the_machine_is_refused_in_words() -> None:
     with pytest.raises(XgptError, match="KV cache of 1000000 queries of up to 1000000 tokens"):
         cache_of(10**6, 10**6)
+
+
+def resident_bytes(store: torch.Tensor) -> int:
+    """Of the store's pages, as the system counts them."""
+    size = store.numel() * store.element_size()
+    pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+    assert ctypes.CDLL(None).mincore(
+        ctypes.c_void_p(store.data_ptr()), ctypes.c_size_t(size), pages) == 0
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system's count of pages")
+@pytest.mark.parametrize("is_asked_for", [True, False], ids=["by one request", "by writing"])
+def test_memory_of_a_slot_is_taken_when_a_query_first_sits_in_it(
+        monkeypatch: pytest.MonkeyPatch, is_asked_for: bool) -> None:
+    if not is_asked_for:  # a Linux before 5.14 refuses
+        monkeypatch.setattr(kv, "_MADV_POPULATE_WRITE", 10**6)
+    shape = kv_shape(SPEC, torch.float32, slots=64, capacity=4096)
+    slot_bytes = shape.num_bytes // shape.slots
+    cache, slack = KvCache(shape, is_resident=True), 2 * 2 * 2 * mmap.PAGESIZE
+    assert resident_bytes(cache.store) == 0, "half of it no query may ever come to"
+    cache.allocate([5, 6])
+    cache.store[:, :, :2] = 3
+    taken = resident_bytes(cache.store)
+    assert 2 * slot_bytes <= taken <= 2 * slot_bytes + slack
+    cache.allocate([7])
+    assert 3 * slot_bytes <= resident_bytes(cache.store) <= 3 * slot_bytes + slack
+    assert cache.store[:, :, :2].eq(3).all() and not cache.store[:, :, 2:].any()
+    cache.free([0, 1])
+    before = resident_bytes(cache.store)
+    cache.allocate([7, 7])
+    assert resident_bytes(cache.store) == before, "these slots have theirs"
+
+
+def test_a_cache_whose_rows_are_no_whole_pages_is_taken_to_its_end() -> None:
+    cache = KvCache(kv_shape(SPEC, torch.float32, slots=3, capacity=5), is_resident=True)
+    cache.allocate([1])
+    cache.store[:] = 2
+    cache.allocate([1, 1])
+    assert cache.store.eq(2).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system's count of pages")
+def test_memory_of_blocks_is_taken_as_they_are() -> None:
+    shape = kv_shape(SPEC, torch.float32, slots=16, capacity=1024)
+    block_bytes, slack = shape.num_bytes // shape.slots, 2 * 2 * 2 * mmap.PAGESIZE
+    blocks = Blocks(shape, Room(8, 2048, 16384, 1), is_resident=True)
+    (cache,) = blocks.caches()
+    assert resident_bytes(cache.store) == 0
+    cache.allocate([1030, 7])
+    assert 3 * block_bytes <= resident_bytes(cache.store) <= 3 * block_bytes + slack
+    cache.free([0])
+    cache.allocate([1030])
+    assert resident_bytes(cache.store) <= 3 * block_bytes + slack, "those that were left"
+    cache.room_for([2000, 2000])
+    assert 4 * block_bytes <= resident_bytes(cache.store) <= 4 * block_bytes + slack
