@@ -40,6 +40,7 @@ class ProblemSearch:
         under any latency bound."""
         self.problem, self._search, self._whole, self.gap = problem, search, whole, gap
         self._alone: dict[str, ProblemSearch] = {}
+        self.spaces = tuple(search.spaces) if isinstance(search, Scheduler) else ()
         self.found: list[Schedule] = []
         # by latency bound and gap
         self._known: dict[tuple[float, float], tuple[Schedule | InfeasibleError, float]] = {}
@@ -60,13 +61,6 @@ class ProblemSearch:
     def without(self, latency_bound_s: float) -> tuple[str, ...]:
         """Names of policies of which nothing was found within the bound."""
         return self._search.without(latency_bound_s) if isinstance(self._search, Scheduler) else ()
-
-    def most_unproved(self, latency_bound_s: float) -> float:
-        """None of the configurations of which nothing else is proved (Space.unproved) answers more
-        queries/s, all copies together; 0: there are none."""
-        return self.problem.copies * max(
-            (space.most_unproved(latency_bound_s) for space in (
-                self._search.spaces if isinstance(self._search, Scheduler) else ())), default=0.0)
 
     def alone(self, name: str) -> ProblemSearch:
         """The search of one policy; of a baseline, and of the only one, this."""

@@ -71,8 +71,8 @@ def may_divide(problem: Problem, schedule: Schedule) -> bool:
 def climbed_alone(planners: Sequence[CopyPlanner], schedule: Schedule) -> str:
     """What equal copies have at most whose configurations are climbed to and are in no box
     (Space.unproved), in words; "" where that is within the schedule's bound."""
-    most_qps = max((one.own.most_unproved(schedule.bound.limit_s) for one in planners
-                    if one.is_able), default=0.0)
+    most_qps = max((one.problem.copies * space.most_unproved(schedule.bound.limit_s)
+                    for one in planners if one.is_able for space in one.own.spaces), default=0.0)
     return "" if most_qps <= schedule.proof.bound_qps else (
         f"by WAA-C in chunks, on equal copies, {most_qps:.4g} queries/s at most (a looser bound)")
 

@@ -23,7 +23,7 @@ from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limit, Limits, crowding_or_pace
 from xscheduler.branch_and_bound import Box, Candidate, NodeResult
 from xscheduler.spaces.remembered import RememberedPolicy
-from xscheduler.spaces.space import Selection, Tight
+from xscheduler.spaces.space import AllInBoxes, Selection, Tight
 from xscheduler.spaces.tensor_plans import TensorPlan, spread_sizes
 from xsimulator.policies import make_policy
 from xsimulator.policies.continuous.bounds import ContinuousBounds, Lines
@@ -68,7 +68,7 @@ class Point(NamedTuple):
     limit: Limit
 
 
-class ContinuousSpace:
+class ContinuousSpace(AllInBoxes):
     """See xscheduler.spaces.space.Space."""
 
     variables = ("max_active", "token_budget")
@@ -103,12 +103,6 @@ class ContinuousSpace:
         return ContinuousConfig(max_active=point[0], token_budget=point[1],
                                 tp_degree=self.plans[plan].tp_degree,
                                 tp_gpus=self.plans[plan].tp_gpus)
-
-    def unproved(self, latency_bound_s: float, gap: float, floor_qps: float) -> None:
-        """See Space."""
-
-    def most_unproved(self, latency_bound_s: float) -> float:
-        return 0.0
 
     def estimate(self, plan: int, point: tuple[int, ...]) -> Estimate:
         return self.form.estimate(self.config(plan, point))

@@ -15,7 +15,7 @@ from xscheduler.spaces.rra_chunks import ChunkPoints
 from xscheduler.spaces.rra_examiner import RraExaminer
 from xscheduler.spaces.rra_family import FamilyExaminer
 from xscheduler.spaces.rra_points import RraPoints
-from xscheduler.spaces.space import SMALL_BATCHES, Selection, Tight
+from xscheduler.spaces.space import SMALL_BATCHES, AllInBoxes, Selection, Tight
 from xscheduler.spaces.tensor_plans import TensorPlan, batch_range, iteration_range, spread_sizes
 from xsimulator.policies.rra.config import RraConfig
 
@@ -27,7 +27,7 @@ SELECTED_CHUNKS, SELECTED_RUNGS = (128, 512, 2048), 16
 _EVEN_BATCHES = 8  # a selection has the batches that divide the job into up to so many
 
 
-class RraSpace:
+class RraSpace(AllInBoxes):
     """See xscheduler.spaces.space.Space."""
 
     variables = ("encode_batch", "decode_iterations", "encode_chunk")
@@ -47,12 +47,6 @@ class RraSpace:
         between = None if self.problem.fixed.encode_chunk else RraExaminer(
             self.points, latency_bound_s, gap=gap, floor_qps=floor_qps)
         return FamilyExaminer(between, self.chunks, latency_bound_s, gap=gap, floor_qps=floor_qps)
-
-    def unproved(self, latency_bound_s: float, gap: float, floor_qps: float) -> None:
-        """See Space."""
-
-    def most_unproved(self, latency_bound_s: float) -> float:
-        return 0.0
 
     def estimate(self, plan: int, point: tuple[int, ...]) -> Estimate:
         return self.points.rra.estimate(self.points.config(plan, point))

@@ -98,6 +98,17 @@ class Space(Protocol):
         """Configurations all over the space, for a job of so many queries."""
 
 
+class AllInBoxes:
+    """A space whose roots have all its configurations."""
+
+    def unproved(self, latency_bound_s: float, gap: float, floor_qps: float) -> None:
+        """See Space."""
+
+    def most_unproved(self, latency_bound_s: float) -> float:
+        """See Space."""
+        return 0.0
+
+
 class Searched(NamedTuple):
     """A search's outcome and the tensor plan that each of its roots belongs to."""
 
