@@ -24,7 +24,7 @@ PLAN_VERSION = 3
 # What decides no token: names and places, how the work is shared out, and in which order.
 _NOT_DECISIVE = ("name", "output", "model_dir", "model_name", "served_by", "requests",
                  "threads_per_rank", "device_kind", "is_watched", "slots", "kv_tokens",
-                 "kv_in_blocks", "shuffle_window",
+                 "other_rooms", "kv_in_blocks", "shuffle_window",
                  "routing", "mean_output_tokens", "cuda_graphs", "private",
                  "sync_s", "aside", "weights_whole")  # the last stands beside `model_files`
 # What a schedule holds: which requests can run by it follows, and nothing of their answers.
@@ -61,6 +61,7 @@ class RunPlan:
     slots: int = 0  # queries that a group's cache has room for, for such changes; 0: as planned
     kv_in_blocks: bool = False  # entries that a rule reserves tokens for (RRA, WAA), else in rows
     kv_tokens: int = 0  # that a group has blocks for, for such changes; 0: as planned
+    other_rooms: tuple[tuple[int, int], ...] = ()  # (slots, kv_tokens) of the copies' other shapes
     shuffle_window: int = 1  # queries that are taken in random order among themselves
     routing: str = LEAST_TOKENS  # of queries to replicas
     mean_output_tokens: float = 0.0  # that are expected of a query, for that; 0: as many as allowed
@@ -128,6 +129,8 @@ def load_plan(path: Path) -> RunPlan:
     paths = ("output", "model_dir")
     values: dict[str, Any] = {k: Path(v) if k in paths else v for k, v in raw.items()}
     values |= {key: tuple(values.get(key, ())) for key in ("aside", "stop")}
+    values["other_rooms"] = tuple((slots, tokens) for slots, tokens in values.get(
+        "other_rooms", ()))
     return RunPlan(**values)
 
 

@@ -10,11 +10,13 @@ from xgpt.core.schedule import Estimate
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replica:
     """One whole copy: `estimate` is what it alone executes, on its ranks among all; `first_stage`
-    the number of its first stage among all replicas' stages."""
+    the number of its first stage among all replicas' stages; `shape` that of its shape among those
+    of the estimate that it is a copy of."""
 
     number: int
     estimate: Estimate
     first_stage: int
+    shape: int = 0
 
     @property
     def own(self) -> Deployment:
@@ -41,12 +43,12 @@ class Replica:
 def replicas_of(estimate: Estimate) -> tuple[Replica, ...]:
     """All of them, in the order of their ranks."""
     found, first_rank, first_stage = list[Replica](), 0, 0
-    for shape in estimate.shapes:
+    for place, shape in enumerate(estimate.shapes):
         one, deployment = shape.one_copy, shape.deployment
         for copy in range(deployment.replicas):
             pools = deployment.pools_of(copy, first_rank=first_rank)
             found.append(Replica(
-                number=len(found), first_stage=first_stage, estimate=replace(
+                number=len(found), first_stage=first_stage, shape=place, estimate=replace(
                     one, deployment=replace(one.deployment, pools=pools))))
             first_stage += len(deployment.stages)
         first_rank += deployment.num_devices

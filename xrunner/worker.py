@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from xgpt.core.controls import EvenBatches
+from xgpt.core.controls import RraControls
 from xgpt.core.deployment import Pool
 from xgpt.core.errors import XgptError
 from xgpt.core.policies import policy
@@ -105,12 +105,12 @@ def _lead_replica(plan: RunPlan, schedule: Schedule, world: World, loaded: Loade
     hears what is done."""
     rule, spool = _rule_of(loaded.pool, loaded.replica), Spool(plan.output)
     supply = FromRankZero(world.comm, loaded.replica.number, partial(query_of, spool, plan),
-                          tells_lengths=plan.is_watched and isinstance(rule, RraRule))
+                          tells_lengths=plan.is_watched and _tell_lengths(schedule))
     head = Head(rule=rule, executor=loaded.executor, sink=supply, clock=clock,
                 neighbours=Neighbours(world.comm, loaded.route),
                 vocabulary=_vocabulary(plan, loaded),
                 link=_link(rule, loaded.replica, world.comm, supply))
-    _make_room(head, plan)
+    _make_room(head, plan, loaded.replica)
     head.roster.extent = _extent(spool, Answered(0, frozenset()))
     head.start(_spare_bytes(loaded.replica))
     _serve(head, world, clock)
@@ -141,7 +141,7 @@ def _lead(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
                 neighbours=Neighbours(world.comm, loaded.route),
                 vocabulary=_vocabulary(plan, loaded),
                 link=_link(rule, loaded.replica, world.comm, supply))
-    _make_room(head, plan)
+    _make_room(head, plan, loaded.replica)
     if plan.is_watched:
         sink.launcher = LauncherLink(plan.output, first_query=before.total,
                                      limit_s=schedule.bound.limit_s,
@@ -182,17 +182,22 @@ def _other_replicas(plan: RunPlan, schedule: Schedule, comm: Comm, sink: RunSink
 
 
 def _followed(head: Head, schedule: Schedule, others: ToReplicas | None) -> dict[str, Any]:
-    """What the launcher changes while the job runs, and, under RRA, what it is told of the queries
-    at work."""
+    """What the launcher changes while the job runs, and, where all copies execute RRA, what it is
+    told of the queries at work."""
     rule = head.rule
     if not isinstance(rule, Changeable):
         return {}
-    tells = isinstance(rule, RraRule)
+    tells = _tell_lengths(schedule)
     if others is None:
         return {"rule": rule, "at_work": head.lengths_so_far if tells else None}
-    even = getattr(schedule.controls, "even", EvenBatches())
-    return {"rule": OfEveryReplica(rule, others, even), "at_work": (
+    return {"rule": OfEveryReplica(rule, others, replicas_of(schedule.estimate)), "at_work": (
         lambda: head.lengths_so_far() | others.lengths_so_far()) if tells else None}
+
+
+def _tell_lengths(schedule: Schedule) -> bool:
+    """Whether heads know of the queries at work, and tell: where some do not, those would be
+    missing that are long."""
+    return all(isinstance(shape.controls, RraControls) for shape in schedule.estimate.shapes)
 
 
 def _extent(spool: Spool, before: Answered) -> Extent:
@@ -205,11 +210,12 @@ def _extent(spool: Spool, before: Answered) -> Extent:
                   longest=int((inputs + outputs).max(initial=1)))
 
 
-def _make_room(head: Head, plan: RunPlan) -> None:
+def _make_room(head: Head, plan: RunPlan, replica: Replica) -> None:
     """How the pool's caches are laid out, and for how much."""
     head.roster.in_blocks = plan.kv_in_blocks
     if isinstance(head.rule, RraRule):
-        head.rule.make_room(plan.slots, plan.kv_tokens)
+        rooms = ((plan.slots, plan.kv_tokens), *plan.other_rooms)
+        head.rule.make_room(*(rooms[replica.shape] if replica.shape < len(rooms) else (0, 0)))
 
 
 def _spare_bytes(replica: Replica) -> int:

@@ -58,7 +58,7 @@ MOST_GLANCED = 0.5  # of the configurations that the search over equal copies ev
 
 def may_divide(problem: Problem, schedule: Schedule) -> bool:
     """Whether copies may be unlike. They are alike where nothing is searched or proved, where
-    lengths are yet to be observed (a run by several schedules is not planned anew), where there are
+    lengths are yet to be observed (by queries' caps nothing should be divided), where there are
     further bounds than that on latency, where links within a node differ (a part would not be like
     others), and, of a number that the job fixes, on several nodes."""
     cluster = problem.cluster

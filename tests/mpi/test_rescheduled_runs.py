@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from xgpt.core.problem import Problem  # noqa: E402
 from xgpt.core.queries import QueryLengths  # noqa: E402
 from xgpt.core.schedule import Estimate  # noqa: E402
 from xgpt.core.schedule_file import load_schedule  # noqa: E402
+from xprofiler.profile_file import load_profile, save_profile  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.plan import load_plan  # noqa: E402
 from xrunner.rules.rra import PhaseControls, rra_rule  # noqa: E402
+from xscheduler.copies import problem_on  # noqa: E402
 from xsimulator.policies.rra.closed_form import Rra  # noqa: E402
 from xsimulator.policies.rra.config import RraConfig  # noqa: E402
 from xsimulator.replay.job import replay_job  # noqa: E402
@@ -93,6 +96,72 @@ def test_a_running_schedule_changes_and_no_token_does(
     mean = np.mean([r["output_tokens"] for r in results])
     assert first["mean_output_tokens"]["observed"] == pytest.approx(mean, rel=0.1)
     check_steps(problem, out, queries, results)
+    assert "Changes while it ran" in (out / "report.html").read_text()
+
+
+def unlike_schedule(problem: Problem, path: Path) -> Estimate:
+    """A copy on two ranks beside one on a single rank, with much to gain for both."""
+    two, one = (Rra(part, Roofline(part.model, part.cluster.device, part.dtype)).estimate(
+        RraConfig(encode_batch=batch, decode_iterations=6)).one_copy
+        for part, batch in ((problem_on(problem, 2), 3), (problem_on(problem, 1), 2)))
+    given(two.beside((one,)), problem, path)
+    return two.beside((one,))
+
+
+def quickened(cache: dict[str, str], path: Path) -> Path:
+    """The profile of three ranks, were their steps four times as quick."""
+    folder = Path(cache["XDG_CACHE_HOME"]) / "xgpt" / "profiles"
+    profile, *_ = (one for one in map(load_profile, sorted(folder.glob("*.json")))
+                   if one.metadata.ranks == 3)
+    save_profile(replace(profile, tables={
+        key: tuple(replace(sample, samples_s=tuple(own / 4 for own in sample.samples_s))
+                   for sample in samples) for key, samples in profile.tables.items()}), path)
+    return path
+
+
+@pytest.mark.parametrize("cause", [
+    "drift", pytest.param("step times", marks=pytest.mark.slow)])
+def test_copies_of_two_ranks_and_of_one_change_and_no_token_does(
+        tmp_path: Path, cause: str, cache: dict[str, str],
+        profiled: Callable[..., dict[str, str]]) -> None:
+    """Each copy by a plan of its own, for what is seen of both."""
+    directory, out = tmp_path / "model", tmp_path / "out"
+    reference = toys.make_model("llama", directory)
+    queries = queries_of(seed=8)
+    requests = [{"id": q.id, "tokens": list(q.input_ids), "forced_tokens": q.max_new_tokens}
+                for q in queries]
+    job = write_job(tmp_path, directory, requests, schedule="policy: rra", ranks=3)
+    profiled("llama", 3)
+    own = ["workload.output_tokens={mean: 15, std: 8, max: 40}", "run.step_times=off"] if (
+        cause == "drift") else ["workload.output_tokens=from_requests",
+                                f"profile={quickened(cache, tmp_path / 'quick.json')}"]
+    problem = open_file(job, own).problem
+    begun = unlike_schedule(problem, tmp_path / "given.json")
+    done = call("run", str(job), "--schedule", str(tmp_path / "given.json"),
+                *(word for value in own for word in ("--set", value)), "--json", cache=cache)
+    metrics, said = json.loads(done.stdout), " ".join(done.stderr.split())
+    first = next(row for row in metrics["rescheduling"] if row["choice"] == "adjust")
+    assert first["cause"] == cause and first["sentence"] in said and first["phase"] > 0
+    results = read_lines(out / "results.jsonl")
+    assert [r["id"] for r in results] == [q.id for q in queries], "nothing is lost"
+    answers = [toys.generate(reference, queries[k]) for k in range(KINDS)]
+    assert all(r["output_ids"] == answers[r["index"] % KINDS] for r in results)
+    assert {r["replica"] for r in results} == {0, 1}
+    taken = json.loads((out / "measured.json").read_text())["changes"]
+    steps, stages = read_lines(out / "steps.jsonl"), {0: 0, 1: 2}  # the first of each copy
+    changed = {change.get("replica", 0) for change in taken}
+    assert changed == {0, 1} if cause == "drift" else changed
+    for replica, shape in enumerate(begun.shapes):
+        own_steps = [s for s in steps if s["stage"] == stages[replica]]
+        assert {s["replica"] for s in own_steps} == {replica}
+        obeyed = [(change["phase"], change["decode_iterations"]) for change in taken
+                  if change.get("replica", 0) == replica]
+        spans = [(0, shape.figures.decode_iterations), *obeyed]
+        for (begin, iterations), (end, _) in pairwise([*spans, (10**9, 0)]):
+            seen = [s["iteration"] for s in own_steps if begin <= s["phase"] < end]
+            assert max(seen, default=iterations) <= iterations
+            if seen and end < 10**9:  # the last phases end with the queries
+                assert max(seen) == iterations
     assert "Changes while it ran" in (out / "report.html").read_text()
 
 

@@ -142,7 +142,7 @@ def execute_locked(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     rescheduler = rescheduler_of(opened, timing, schedule)
     if rescheduler is not None:
         plan = replace(plan, is_watched=True, slots=rescheduler.slots,
-                       kv_tokens=rescheduler.kv_tokens)
+                       kv_tokens=rescheduler.kv_tokens, other_rooms=rescheduler.other_rooms)
     if StopRequest(output).is_made:  # while the job was profiled and planned
         stop = StoppedEarly("asked to stop before the ranks were started; the same command goes on")
         stop.details = kept(opened.job)

@@ -15,15 +15,17 @@ from typing import Any
 from xgpt.app.kv_layout import lies_in_blocks
 from xgpt.app.opened import OpenedJob
 from xgpt.core.policies import policy
-from xgpt.core.schedule import Schedule
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
 from xrunner.io.beat import read_beats
 from xrunner.io.launcher_link import ChangeOrder, read_observed
-from xrunner.rules.changes import changes_of
+from xrunner.rules.changes import Changes, OfShapes, changes_of
 from xscheduler.beginning import can_settle
 from xscheduler.live.at_once import is_pressing
 from xscheduler.live.decisions import LEAST_QUERIES, AnyLook, Decider, Decision, Followed
+from xscheduler.live.shapes import Room, differ
 from xscheduler.room import HEADROOM, headroom, kv_tokens_for, slots_for
 
 LOOK_S = 0.5
@@ -52,6 +54,7 @@ class Rescheduler:
         self._decision: Decision | None = None
         self._is_over = False
         self._deaf_until_s = -math.inf
+        self._changed: set[int] = set()  # shapes of copies that are not as the run began
         self.decisions: list[Decision] = []
 
     @property
@@ -61,6 +64,11 @@ class Rescheduler:
     @property
     def kv_tokens(self) -> int:
         return self.decider.followed.kv_tokens
+
+    @property
+    def other_rooms(self) -> tuple[tuple[int, int], ...]:
+        """(slots, kv_tokens) of the other shapes of copies."""
+        return tuple((room.slots, room.kv_tokens) for room in self.decider.followed.other_rooms)
 
     def update(self) -> bool:
         """Look at what the run has written, and plan; or pass a plan's decision on, and return
@@ -114,22 +122,31 @@ class Rescheduler:
             self._is_over = True
             return False
         assert self._look is not None, "a thread has its look"
-        self._follow_up = decision.follow_up
+        self._follow_up, before = decision.follow_up, self.decider.running.estimate
         if not self.decider.take(self._look, decision):
             return False
         if decision.schedule is not None:
-            ChangeOrder(revision=self.decider.revision, controls=changes_of(
-                decision.schedule.estimate, slots=self.slots,
-                kv_tokens=self.kv_tokens or None)).save(self._output)
+            ChangeOrder(revision=self.decider.revision, controls=self._changes(
+                before, decision.schedule.estimate)).save(self._output)
         self.decisions.append(decision)
         return True
+
+    def _changes(self, before: Estimate, now: Estimate) -> Changes | OfShapes:
+        """What the rules are to obey now: an order takes the place of one that the run may not have
+        seen, so it has all shapes that are not as they began."""
+        self._changed |= {place for place, (old, new) in enumerate(
+            zip(before.shapes, now.shapes, strict=True)) if differ(old, new)}
+        own = tuple(changes_of(shape, slots=room.slots, kv_tokens=room.kv_tokens or None)
+                    if place in self._changed else None for place, (shape, room) in enumerate(
+                        zip(now.shapes, self.decider.followed.rooms, strict=True)))
+        return OfShapes(own) if len(own) > 1 else changes_of(
+            now, slots=self.slots, kv_tokens=self.kv_tokens or None)
 
 
 def rescheduler_of(opened: OpenedJob, timing: TimingSource,
                    schedule: Schedule) -> Rescheduler | None:
     """Makes the rescheduler of a run; None where the job wants none, where there is nothing to
-    observe or to change, or, which is said, where copies are of several shapes, each with a
-    schedule of its own."""
+    observe or to change."""
     job, problem, estimate = opened.job, opened.problem, schedule.estimate
     known, fixed, row = problem.queries, job.schedule, policy(estimate.policy)
     is_fixed = (fixed.encode_batch is not None or fixed.max_active is not None) and (
@@ -147,33 +164,36 @@ def rescheduler_of(opened: OpenedJob, timing: TimingSource,
     step_threshold = job.run.step_times if is_timed and engine_of(job).tells_steps else None
     if is_known and step_threshold is None:
         return None
-    if estimate.others:
-        opened.tell.say("note: copies of unlike sizes are not planned anew while they run: each "
-                        "keeps its schedule, should steps take longer than expected; what is not "
-                        "begun goes to the copy that is quicker")
-        return None
     longest = problem.lengths.inputs.max + problem.lengths.outputs.max
     if known is not None:  # longer ones than the schedule can hold become error records
-        held = known.reserves[known.reserves <= estimate.deployment.group_kv_tokens]
+        held = known.reserves[known.reserves <= estimate.longest_query]
         longest = int(held.max(initial=1))
-    slots = kv_tokens = 0
-    if row.is_changeable:
-        in_blocks = lies_in_blocks(opened, estimate)
-        slots = slots_for(estimate, problem, longest, headroom(estimate, problem, timing)
-                          if is_observing else HEADROOM, in_blocks=in_blocks)
-        kv_tokens = kv_tokens_for(estimate, problem, longest * slots) if in_blocks else 0
+    in_blocks = lies_in_blocks(opened, estimate)
+    first, *others = (_room(shape, problem, longest, headroom(shape, problem, timing)
+                            if is_observing else HEADROOM, in_blocks=in_blocks)
+                      if policy(shape.policy).is_changeable else Room(slots=0)
+                      for shape in estimate.shapes)
     return Rescheduler(Followed(
         problem=problem, schedule=schedule, step_threshold=step_threshold,
-        threshold=None if is_known else job.run.reschedule,
-        is_observing=is_observing, slots=slots, kv_tokens=kv_tokens, longest=longest), timing,
-        job.output)
+        threshold=None if is_known else job.run.reschedule, other_rooms=tuple(others),
+        is_observing=is_observing, slots=first.slots, kv_tokens=first.kv_tokens, longest=longest),
+        timing, job.output)
+
+
+def _room(estimate: Estimate, problem: Problem, longest: int, times: float, *,
+          in_blocks: bool) -> Room:
+    """What the caches of copies that execute RRA are to have room for (xscheduler.room)."""
+    slots = slots_for(estimate, problem, longest, times, in_blocks=in_blocks)
+    return Room(slots=slots, kv_tokens=kv_tokens_for(
+        estimate, problem, longest * slots) if in_blocks else 0)
 
 
 def decisions_with_phases(decisions: Sequence[Decision],
                           changes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What metrics.json says of each decision, with the phase and time at which it was taken up."""
-    # each replica takes it up in a phase of its own: the first one stands for all
-    taken = {change["revision"]: change for change in changes if not change.get("replica")}
+    # each replica takes it up in a phase of its own: the first one stands for all that do
+    taken = {change["revision"]: change for change in sorted(
+        changes, key=lambda change: -(change.get("replica") or 0))}
     return [{**decision.record, "sentence": decision.sentence,
              **{key: taken.get(decision.record.get("revision"), {}).get(key)
                 for key in ("phase", "elapsed_s")}} for decision in decisions]

@@ -15,11 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from xgpt.core.controls import EvenBatches
+from xgpt.core.schedule import Estimate
 from xrunner.engine.accounts import Accounts
 from xrunner.engine.head import Head
 from xrunner.io.sink import RunSink
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.rules.changes import Changeable, Changes
+from xrunner.replica import Replica
+from xrunner.rules.changes import Changeable, Changes, OfShapes, of_shape
 from xrunner.rules.routing import Router
 from xrunner.rules.rra import PhaseControls
 from xrunner.rules.windows import Window, rra_window
@@ -40,6 +42,7 @@ class ToReplicas:
         self._comm, self._sink, self._queries = comm, sink, queries
         self._accounts, self._heads = Accounts(router, order, sink), tuple(heads)
         self._has_told_last = False
+        self._changes: dict[tuple[int, int], Changes] = {}  # told of, by (replica, revision)
         self._begun_here: Callable[[], int] = lambda: 0  # of rank 0's own queries
 
     def start(self, head: Head) -> None:
@@ -82,7 +85,9 @@ class ToReplicas:
         if message.at_work is not None:
             replica.at_work = message.at_work
         if message.changed is not None and self._sink.launcher is not None:
-            self._sink.launcher.taken_by(message.replica, *message.changed, head.clock())
+            revision, phase = message.changed
+            self._sink.launcher.taken_by(message.replica, revision, phase, head.clock(),
+                                         self._changes.pop((message.replica, revision)))
         if message.has_ended:
             self._comm.send(self._heads[message.replica - 1], StopMessage())
             return
@@ -105,15 +110,18 @@ class ToReplicas:
         return {index: lengths for replica in self._accounts.all[1:]
                 for index, lengths in replica.at_work.items()}
 
-    def change(self, controls: Changes, window: Window | None) -> None:
-        """The other replicas' rules are to obey these too. `window` None: it stays."""
-        if window is not None:
-            windows = self._accounts.router.windows
-            windows[:] = [replace(window, at_work=before.at_work) for before in windows]
-        launcher = self._sink.launcher
+    def change(self, controls: Sequence[Changes | None], windows: Sequence[Window | None]) -> None:
+        """The rules of the other replicas are to obey these too, by replica, rank 0's first; None:
+        what they obey stays, or how they are supplied."""
+        launcher, own = self._sink.launcher, self._accounts.router.windows
         assert launcher is not None, "who changes"
-        for rank in self.sources:
-            self._comm.send(rank, PortionMessage(change=controls, revision=launcher.revision))
+        own[:] = [before if window is None else replace(window, at_work=before.at_work)
+                  for before, window in zip(own, windows, strict=True)]
+        sources = self.sources
+        for replica, (rank, change) in enumerate(zip(self._heads, controls[1:], strict=True), 1):
+            if rank in sources and change is not None:
+                self._changes[replica, launcher.revision] = change
+                self._comm.send(rank, PortionMessage(change=change, revision=launcher.revision))
 
     def finished(self, result: FinishedQuery) -> None:
         self._accounts.note_begun(0, self._begun_here())
@@ -167,21 +175,30 @@ class OfEveryReplica:
     """What the launcher changes while a job runs: the rules of all replicas, each from the next
     phase of its own on."""
 
-    def __init__(self, rule: Changeable, others: ToReplicas, even: EvenBatches) -> None:
-        """`rule`: rank 0's; `even`: its encode batches."""
-        self._rule, self._others, self._even = rule, others, even
+    def __init__(self, rule: Changeable, others: ToReplicas, replicas: Sequence[Replica]) -> None:
+        """`rule`: rank 0's; `replicas`: all, in their order."""
+        self._rule, self._others, self._replicas = rule, others, replicas
         self.num_groups = rule.num_groups
 
     @property
     def next_phase(self) -> int:
         return self._rule.next_phase
 
-    def change(self, controls: Changes, *, phase: int) -> None:
-        self._rule.change(controls, phase=phase)
-        # smaller limits need no smaller window: what has been given out waits there
-        self._others.change(controls, rra_window(
-            controls.encode_batch, self.num_groups, self._even) if isinstance(
-                controls, PhaseControls) else None)
+    def change(self, controls: Changes | OfShapes, *, phase: int) -> None:
+        own = [of_shape(controls, replica.shape) for replica in self._replicas]
+        if own[0] is not None:
+            self._rule.change(own[0], phase=phase)
+        self._others.change(own, [
+            _window(one, replica.estimate) for one, replica in zip(
+                own, self._replicas, strict=True)])
+
+
+def _window(controls: Changes | None, estimate: Estimate) -> Window | None:
+    """What a replica of `estimate` is supplied with by other controls; None: what it was."""
+    if not isinstance(controls, PhaseControls):
+        return None  # smaller limits need no smaller window: what has been given out waits there
+    even = getattr(estimate.controls, "even", EvenBatches())
+    return rra_window(controls.encode_batch, estimate.deployment.num_groups, even)
 
 
 class FromRankZero:

@@ -19,7 +19,14 @@ from typing import Any
 from xgpt.core.whole_file import write_atomically
 from xrunner.io.kept_before import Kept, kept_before
 from xrunner.query import FinishedQuery
-from xrunner.rules.changes import Changeable, Changes, from_json, to_json
+from xrunner.rules.changes import (
+    Changeable,
+    Changes,
+    OfShapes,
+    from_json,
+    of_shape,
+    to_json,
+)
 
 OBSERVED_FILE, ADJUST_FILE = "observed.json", "adjust.json"
 _INTERVAL_S = 0.5  # between states written, and between looks for a change
@@ -34,7 +41,7 @@ class ChangeOrder:
     """What holds from the next phase on. `revision` counts from 1."""
 
     revision: int
-    controls: Changes
+    controls: Changes | OfShapes
 
     def save(self, output: Path) -> None:
         write_atomically(output / ADJUST_FILE, json.dumps(
@@ -149,10 +156,12 @@ class LauncherLink:
             return
         self.revision, phase = order.revision, rule.next_phase
         rule.change(order.controls, phase=phase)
-        self.taken.append({"revision": self.revision, "elapsed_s": elapsed_s, "phase": phase,
-                           **asdict(order.controls)})
+        if (own := of_shape(order.controls, 0)) is not None:
+            self.taken.append({"revision": self.revision, "elapsed_s": elapsed_s, "phase": phase,
+                               **asdict(own)})
 
-    def taken_by(self, replica: int, revision: int, phase: int, elapsed_s: float) -> None:
+    def taken_by(self, replica: int, revision: int, phase: int, elapsed_s: float,
+                 controls: Changes) -> None:
         """Another replica has taken up a change, in a phase of its own."""
         self.taken.append({"revision": revision, "replica": replica, "elapsed_s": elapsed_s,
-                           "phase": phase})
+                           "phase": phase, **asdict(controls)})

@@ -1,10 +1,11 @@
 """What of a schedule may change while it runs, by policy, and the rules that take it up.
 
 Caches are sized once, for the schedule that a run begins with. RRA's have room to grow
-(`RraRule.make_room`); the others' limits may fall, and rise again to what they were."""
+(`RraRule.make_room`); the others' limits may fall, and rise again to what they were. Of copies of
+several shapes each shape's rules change by themselves (`OfShapes`)."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from xgpt.core.policies import policy
@@ -16,6 +17,19 @@ from xrunner.rules.waa import SystemLimits
 Changes = PhaseControls | SystemLimits | StepLimits
 _KINDS: Mapping[str, type[Changes]] = {
     kind.__name__: kind for kind in (PhaseControls, SystemLimits, StepLimits)}
+
+
+@dataclass(frozen=True, slots=True)
+class OfShapes:
+    """What holds for the rules of each shape's copies, in the order of their ranks; None: what
+    held when the run began."""
+
+    own: tuple[Changes | None, ...]
+
+
+def of_shape(changes: Changes | OfShapes, shape: int) -> Changes | None:
+    """What holds for the copies of one shape; for all alike where they are of one."""
+    return changes.own[shape] if isinstance(changes, OfShapes) else changes
 
 
 @runtime_checkable
@@ -42,11 +56,20 @@ def changes_of(estimate: Estimate, *, slots: int, kv_tokens: int | None = None) 
     return limits
 
 
-def to_json(changes: Changes) -> dict[str, Any]:
+def to_json(changes: Changes | OfShapes) -> dict[str, Any]:
+    if isinstance(changes, OfShapes):
+        return {"kind": OfShapes.__name__,
+                "own": [None if one is None else to_json(one) for one in changes.own]}
     return {"kind": type(changes).__name__, **asdict(changes)}
 
 
-def from_json(values: Mapping[str, Any]) -> Changes:
+def from_json(values: Mapping[str, Any]) -> Changes | OfShapes:
     """What `to_json` made of it."""
+    if values["kind"] == OfShapes.__name__:
+        return OfShapes(tuple(None if one is None else _from_json(one) for one in values["own"]))
+    return _from_json(values)
+
+
+def _from_json(values: Mapping[str, Any]) -> Changes:
     own = dict(values)
     return _KINDS[own.pop("kind")](**own)

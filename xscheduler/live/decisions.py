@@ -8,13 +8,12 @@ goes on. To other step times all of them change, WAA and the continuous policies
 that they have."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypedDict
+from typing import Any, Protocol
 
 import numpy as np
 
-from xgpt.core.controls import max_in_system
 from xgpt.core.lengths import IntArray
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
@@ -26,10 +25,18 @@ from xscheduler.live.allowance import Allowance, Kept, KeptLook
 from xscheduler.live.at_once import WholeLook, is_pressing, revise_at_once
 from xscheduler.live.drifted import Look
 from xscheduler.live.observed import Observation, drift_of, joint_of, observed_lengths
-from xscheduler.live.pace import Pace
 from xscheduler.live.reschedule import WORTH_CHANGING, Reschedule, Revised, reschedule, revise
+from xscheduler.live.shapes import (
+    Room,
+    can_change_lengths,
+    most_at_work,
+    most_planned,
+    pace_of,
+    revise_shapes,
+    roomy,
+    variables_of,
+)
 from xscheduler.live.slowed import StepLook
-from xscheduler.room import mean_present, with_room_for
 
 LEAST_QUERIES, MOST_QUERIES, SHARE = 50, 200, 0.1  # done before lengths count: a share of the job
 # Of fewer queries the long ones are seldom seen: what they lead to is planned for this share of the
@@ -38,6 +45,9 @@ CAUTION = 0.5
 # Share of throughput that a change must bring where steps take other times and the bound is kept as
 # it is: steps scatter, and a change costs a few phases.
 STEPS_WORTH = 0.05
+# What is said of other lengths where copies are of several shapes, and none of them executes RRA.
+NOT_RRA = ("no copy executes RRA, whose batches alone follow lengths, and for copies of several "
+           "shapes it is not looked for what a re-deployment would bring")
 MOST_UNKNOWN = 0.02  # of the outputs longer than any query was watched for
 
 
@@ -62,9 +72,9 @@ class Followed:
 
     threshold: share of the mean output length that counts as drift; None: lengths are known, or
     not looked at. is_observing: the plan is no expectation, but every query's cap. longest: KV
-    tokens that a query may need. slots: of a group's cache; kv_tokens: for which it has blocks (0:
-    it has rows, or as many as are planned). step_threshold: share by which steps must take longer,
-    or less long, than planned; None: they are not looked at."""
+    tokens that a query may need. slots, kv_tokens: see Room; other_rooms: of the other shapes that
+    its copies have. step_threshold: share by which steps must take longer, or less long, than
+    planned; None: they are not looked at."""
 
     problem: Problem
     schedule: Schedule
@@ -73,7 +83,13 @@ class Followed:
     longest: int
     slots: int
     kv_tokens: int = 0
+    other_rooms: tuple[Room, ...] = ()
     step_threshold: float | None = None
+
+    @property
+    def rooms(self) -> tuple[Room, ...]:
+        """Of every shape that its copies have."""
+        return (Room(slots=self.slots, kv_tokens=self.kv_tokens), *self.other_rooms)
 
     @property
     def num_queries(self) -> int:
@@ -99,13 +115,6 @@ class Decision:
 AnyLook = Look | StepLook | KeptLook | WholeLook
 
 
-class Held(TypedDict):
-    """See `revise`."""
-
-    began: Estimate | None
-    most_present: int | None
-
-
 class Decider:
     """Decides on one run: `look` at what it has written, `decide`, which takes a while and may be
     done beside the run, then `take` the decision."""
@@ -113,7 +122,7 @@ class Decider:
     def __init__(self, followed: Followed, timing: TimingSource) -> None:
         self.followed, self._timing = followed, timing
         self.running = followed.schedule
-        self.pace = None if followed.step_threshold is None else Pace(
+        self.pace = None if followed.step_threshold is None else pace_of(
             followed.problem, timing, followed.schedule.estimate, longest=followed.longest,
             threshold=followed.step_threshold)
         self.allowance = Allowance(followed.problem.constraint, followed.num_queries)
@@ -121,7 +130,7 @@ class Decider:
         self._known = followed.problem  # with the lengths that were seen last
         self.is_observing = followed.is_observing
         self.needed = followed.enough  # queries done, for the next look
-        if self.is_observing and policy(self.running.estimate.policy).is_changeable:
+        if self.is_observing and can_change_lengths(self.running.estimate):
             self.needed = FIRST_QUERIES
         self.revision = 0  # of the schedule that is running
         self._planned = followed.problem.lengths.outputs
@@ -135,9 +144,7 @@ class Decider:
         finished, active = (_rows(part, since) for part in (written.finished, written.active))
         admitted = max((*written.finished, *written.active), default=-1) + 1
         waiting = self.followed.num_queries - admitted
-        running = self.running.estimate
-        at_work = max(len(written.active),
-                      running.deployment.replicas * max_in_system(running.controls))
+        at_work = max(len(written.active), most_at_work(self.running.estimate))
         if waiting <= at_work or len(finished) < self.needed:  # what is left is the job's drain
             return None
         seen = Observation(finished=finished, active=active)
@@ -172,28 +179,19 @@ class Decider:
         if self.followed.step_threshold is None or self.is_observing:
             return None
         admitted = max((*written.finished, *written.active), default=-1) + 1
-        running = self.running.estimate
-        at_work = running.deployment.replicas * running.most_in_system
-        if self.followed.num_queries - admitted <= at_work:
+        if self.followed.num_queries - admitted <= most_planned(self.running.estimate):
             return None
         return self.allowance.look(self._kept)
-
-    @property
-    def timing(self) -> TimingSource:
-        """What is planned with: the source's times, as steps were seen to take them."""
-        factors = None if self.pace is None else self.pace.factors
-        return Retimed(self._timing, factors) if factors else self._timing
 
     def decide(self, look: AnyLook) -> Decision:
         """Plans for the lengths, or the step times, that were seen and the queries that are
         left."""
         began_s = time.monotonic()
         if not isinstance(look, Look):
-            decision = self._change(replace(self._known, num_queries=look.left), look,
-                                    self._timing_by(look))
+            decision = self._change(replace(self._known, num_queries=look.left), look)
         else:
             problem = _observed(self.followed.problem, look)
-            decision = (self._change(problem, look, self.timing) if _can_change(self.followed, look)
+            decision = (self._change(problem, look) if _can_change(self.followed, look)
                         else self._ask(problem, look))
         decision.record["search_s"] = time.monotonic() - began_s
         return decision
@@ -206,8 +204,8 @@ class Decider:
         began_s = time.monotonic()
         problem = replace(self._known, num_queries=look.left, constraint=(
             self.allowance.constrained(self._known.constraint, self._kept)))
-        revised = revise_at_once(self.running, problem, self._timing_by(look),
-                                 **_held(self.followed))
+        revised = self._of_shapes(look, problem, lambda shape, own, part, **held: revise_at_once(
+            own, part, self._timing_by(look, shape), **held))
         if revised is None:
             return None
         decision = self._revised(look, problem, revised)
@@ -215,12 +213,24 @@ class Decider:
         return None if decision.schedule is None else replace(
             decision, follow_up=WholeLook(look=look))
 
-    def _timing_by(self, look: AnyLook) -> TimingSource:
-        """What is planned with, after this look."""
-        if not isinstance(look, StepLook):
-            return self.timing
-        return Retimed(self._timing, {
-            **(self.pace.factors if self.pace else {}), **look.drift.planned})
+    def _timing_by(self, look: AnyLook, shape: int) -> TimingSource:
+        """What a shape is planned with, after this look: the source's times, as steps of its copies
+        were seen to take them."""
+        factors = {} if self.pace is None else self.pace.factors_of(shape)
+        if isinstance(look, StepLook) and look.drift.shape == shape:
+            factors = {**factors, **look.drift.planned}
+        return Retimed(self._timing, factors) if factors else self._timing
+
+    def _of_shapes(self, look: AnyLook, problem: Problem,
+                   revise: Callable[..., Revised | None]) -> Revised | None:
+        """What of the copies that the look is about is to change (xscheduler.live.shapes)."""
+        shapes = self.running.estimate.shapes
+        seen = look.look if isinstance(look, WholeLook) else look
+        own = [seen.drift.shape] if isinstance(seen, StepLook) else [
+            shape for shape, estimate in enumerate(shapes) if not isinstance(seen, Look)
+            or policy(estimate.policy).is_changeable]
+        return revise_shapes(self.running, own, problem, self.followed.schedule.estimate,
+                       self.followed.rooms, revise)
 
     def take(self, look: AnyLook, decision: Decision) -> bool:
         """Goes on with what was decided; whether there is anything to tell."""
@@ -266,34 +276,31 @@ class Decider:
         self._planned, self.needed = look.observed.outputs, enough
         return True
 
-    def _change(self, problem: Problem, look: AnyLook, timing: TimingSource) -> Decision:
+    def _change(self, problem: Problem, look: AnyLook) -> Decision:
         """Batch sizes change on the stages there are, if that is worth it."""
         problem = replace(problem, constraint=self.allowance.constrained(
             problem.constraint, self._kept))
         is_early = isinstance(look, Look) and look.is_observing and (
             look.seen.num_finished < LEAST_QUERIES)
-        return self._revised(look, problem, revise(
-            self.running, problem, timing, caution=CAUTION if is_early else 1.0,
-            worth=WORTH_CHANGING if isinstance(look, Look) else STEPS_WORTH,
-            **_held(self.followed)))
+        found = self._of_shapes(look, problem, lambda shape, own, part, **held: revise(
+            own, part, self._timing_by(look, shape), caution=CAUTION if is_early else 1.0,
+            worth=WORTH_CHANGING if isinstance(look, Look) else STEPS_WORTH, **held))
+        assert found is not None, "there is something to say of each"
+        return self._revised(look, problem, found)
 
     def _revised(self, look: AnyLook, problem: Problem, revised: Revised) -> Decision:
         """The decision that it comes to."""
         now, record = self.running.estimate, look.record()
-        record |= {"choice": "keep", "reason": revised.reason, "from": _variables(now),
+        record |= {"choice": "keep", "reason": revised.reason, "from": variables_of(now),
                    "throughput_qps": {"before": revised.keep.qps or None}}
         if revised.estimate is None:
             return self._unchanged(look, record, revised)
-        changed = replace(self.running, estimate=revised.estimate)
-        is_rra = policy(now.policy).is_changeable
-        if is_rra:
-            changed = with_room_for(changed, problem, self.followed.longest)
-        groups = changed.estimate.deployment.num_groups
-        if is_rra and changed.estimate.deployment.kv_tokens // groups < self.followed.longest:
+        changed = roomy(self.running, revised.estimate, problem, self.followed.longest)
+        if changed is None:
             record["reason"] = "other batch sizes leave no room for the longest request"
             return Decision(sentence=f"{look.sentence}; the schedule stays: {record['reason']}",
                             record=record)
-        record |= {"choice": "adjust", "to": _variables(changed.estimate),
+        record |= {"choice": "adjust", "to": variables_of(changed.estimate),
                    "revision": self.revision + 1}
         record["throughput_qps"]["after"] = changed.estimate.figures.throughput_qps
         return Decision(schedule=changed, record=record, is_kept=revised.is_kept, sentence=(
@@ -304,23 +311,28 @@ class Decider:
         """The schedule stays; but of a job that observes, one that few queries led to and that
         does not keep the bound makes way for the one it began with."""
         now, first = self.running.estimate, self.followed.schedule.estimate
-        if not look.is_observing or revised.is_kept or _variables(now) == _variables(first):
+        if not look.is_observing or revised.is_kept or variables_of(now) == variables_of(first):
             return Decision(sentence=f"{look.sentence}; the schedule stays: {revised.reason}",
                             record=record, is_kept=revised.is_kept)
-        record |= {"choice": "adjust", "to": _variables(first), "revision": self.revision + 1}
+        record |= {"choice": "adjust", "to": variables_of(first), "revision": self.revision + 1}
         return Decision(schedule=self.followed.schedule, record=record, is_kept=False, sentence=(
             f"{look.sentence}; back to the beginning, {_changed(now, first)}: {revised.reason}"))
 
     def _ask(self, problem: Problem, look: Look) -> Decision:
         """A run that cannot change is only told what a re-deployment would bring."""
+        if self.running.estimate.others:
+            record = look.record() | {"choice": "keep", "reason": NOT_RRA,
+                                      "from": variables_of(self.running.estimate)}
+            return Decision(sentence=f"{look.sentence}; the schedule stays: {NOT_RRA}",
+                            record=record)
         limit_s = problem.constraint.latency_s / self.running.margin.factor
         ways = reschedule(self.running, problem, self._timing, latency_limit_s=limit_s)
         record = look.record() | {"choice": ways.choice, "reason": ways.sentence,
-                                  "from": _variables(self.running.estimate),
+                                  "from": variables_of(self.running.estimate),
                                   "throughput_qps": {"before": ways.keep.qps or None}}
         if ways.choice in ("adjust", "redeploy"):
             assert ways.chosen is not None
-            record |= {"choice": "redeploy", "to": _variables(ways.chosen), "cost_s": ways.cost_s,
+            record |= {"choice": "redeploy", "to": variables_of(ways.chosen), "cost_s": ways.cost_s,
                        "break_even_queries": ways.break_even_queries}
             record["throughput_qps"]["after"] = ways.chosen.figures.throughput_qps
         return Decision(sentence=f"{look.sentence}. {_advice(ways)}", record=record)
@@ -328,16 +340,7 @@ class Decider:
 
 def _can_change(followed: Followed, look: AnyLook) -> bool:
     """Whether what is decided changes the schedule, or is only told."""
-    return not isinstance(look, Look) or policy(followed.schedule.estimate.policy).is_changeable
-
-
-def _held(followed: Followed) -> Held:
-    """What the run's caches hold."""
-    began = followed.schedule.estimate
-    if policy(began.policy).is_changeable:
-        return {"began": None,
-                "most_present": began.deployment.num_groups * mean_present(followed.slots)}
-    return {"began": began, "most_present": max_in_system(began.controls) or None}
+    return not isinstance(look, Look) or can_change_lengths(followed.schedule.estimate)
 
 
 def _observed(planned: Problem, look: Look) -> Problem:
@@ -352,17 +355,8 @@ def _rows(part: Mapping[int, tuple[int, int]], since: int) -> IntArray:
     return np.array(rows, np.int64).reshape(-1, 2)
 
 
-def _variables(estimate: Estimate) -> dict[str, int]:
-    own = {"encode_batch": estimate.figures.encode_batch,
-           "decode_iterations": estimate.figures.decode_iterations,
-           "decode_micro_batches": estimate.deployment.num_groups}
-    names = ("decode_micro_batches", *policy(estimate.policy).variable_names)
-    known = {**estimate.variables, **own}
-    return {name: known[name] for name in names if isinstance(known.get(name), int)}
-
-
 def _changed(old: Estimate, new: Estimate) -> str:
-    before, after = _variables(old), _variables(new)
+    before, after = variables_of(old), variables_of(new)
     return ", ".join(f"{key} {before[key]} -> {after[key]}" for key in before
                      if before[key] != after[key])
 

@@ -107,13 +107,16 @@ class Ratio(NamedTuple):
 class PaceDrift:
     """Where steps have left the plan: by kind, the factor on the timing source's own times that was
     planned with (`before`), that is seen (`now`), and that is planned with from now on (`planned`),
-    of every kind that steps were seen of; `stage` is the slowest of a kind."""
+    of every kind that steps were seen of; `stage` is the slowest of a kind. Of copies of several
+    shapes it is of those of one `shape`, which `where` names."""
 
     before: Mapping[str, float]
     now: Mapping[str, Factor]
     planned: Mapping[str, Factor]
     stages: Mapping[str, int]
     steps: int  # that all this rests on
+    shape: int = 0
+    where: str = ""
 
     @property
     def slowed(self) -> float:
@@ -257,6 +260,11 @@ class Pace:
         if drift.slowed > 1 and self._was_quicker:  # that was a lull
             self._patience = min(2 * self._patience, MOST_PATIENCE)
         self._was_quicker = drift.slowed < 1
+
+    def factors_of(self, shape: int) -> dict[str, Factor]:
+        """Those that copies of the only shape are planned with."""
+        assert shape == 0, f"{shape = }"
+        return self.factors
 
     def _drift_of(self, seen: Mapping[str, Seen], *, is_slower: bool) -> PaceDrift:
         now, planned = {}, {}

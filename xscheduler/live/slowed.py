@@ -22,6 +22,7 @@ class StepLook:
     def record(self) -> dict[str, Any]:
         drift = self.drift
         return {"cause": "step times", "after_queries": self.done, "queries_left": self.left,
+                **({"of": drift.where.strip()} if drift.where else {}),
                 "step_times": {kind: {"planned": drift.before[kind],
                                       "observed": drift.now[kind].factor,
                                       "rows": drift.now[kind].rows,
@@ -32,5 +33,5 @@ class StepLook:
     @property
     def sentence(self) -> str:
         is_slower = self.drift.slowed > 1
-        return (f"steps are {'slower' if is_slower else 'quicker'} than planned with: "
-                f"{self.drift.words} what the profile says, after {self.done} queries")
+        return (f"steps{self.drift.where} are {'slower' if is_slower else 'quicker'} than planned "
+                f"with: {self.drift.words} what the profile says, after {self.done} queries")

@@ -18,7 +18,6 @@ from watched_jobs import follow, outputs_of, session_of, write_state
 from xgpt.app.opened import OpenedJob
 from xgpt.app.plan import plan_job
 from xgpt.app.run_folder import plan_for_ranks
-from xgpt.app.telling import LogTeller
 from xgpt.app.watch import decisions_with_phases, rescheduler_of
 from xgpt.core.job_file import load_job
 from xgpt.core.queries import QueryLengths
@@ -201,20 +200,6 @@ def test_what_is_followed(tmp_path: Path, given: dict[str, Any], is_followed: bo
     assert (found is not None) == is_followed
     if "20%" in str(given):
         assert found is not None and found.decider.followed.threshold == pytest.approx(0.2)
-
-
-def test_that_copies_of_unlike_sizes_are_not_followed_is_said(
-        tmp_path: Path, planned: tuple[OpenedJob, Schedule],
-        caplog: pytest.LogCaptureFixture) -> None:
-    schedule = planned[1]
-    estimate = schedule.estimate
-    unlike = schedule.changed(estimate=estimate.beside((estimate.one_copy,)))
-    for run, is_said in (("", True), ("reschedule: off", False)):
-        caplog.clear()
-        session = replace(session_of(tmp_path, run=run), tell=LogTeller())
-        with caplog.at_level("INFO"):
-            assert rescheduler_of(session, timing_of(session), unlike) is None
-        assert ("copies of unlike sizes are not planned anew" in caplog.text) == is_said
 
 
 @pytest.mark.parametrize(("text", "expected"), [

@@ -1,0 +1,219 @@
+"""What the launcher makes of a run by copies of unlike sizes, each with a schedule of its own: of
+what is seen of all of them together it makes other control variables for each. No ranks: states of
+heads and steps are told of as they tell of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from taken_as_true import timing_of
+from told_steps import steps_of
+from watched_jobs import follow, outputs_of, session_of, write_state
+
+from xgpt.app.opened import OpenedJob
+from xgpt.app.run_folder import plan_for_ranks
+from xgpt.app.watch import Rescheduler, decisions_with_phases
+from xgpt.core.job import FixedSchedule
+from xgpt.core.lengths import JointLengths, empirical
+from xgpt.core.schedule import Schedule
+from xprofiler.retimed import Factor, Retimed
+from xrunner.checkpoint.source import ModelFiles
+from xrunner.io.beat import BEATS, RankState
+from xrunner.io.launcher_link import load_change_order
+from xrunner.plan import load_plan
+from xrunner.replica import replicas_of
+from xrunner.rules.changes import OfShapes
+from xrunner.rules.iteration import StepLimits
+from xrunner.rules.rra import PhaseControls
+from xscheduler.copies import problem_for, problem_on
+from xscheduler.evaluator import Evaluator
+from xscheduler.live.decisions import NOT_RRA
+from xscheduler.live.shapes import differ
+from xscheduler.planner import Planner, PlanOptions
+
+Planned = tuple[OpenedJob, Schedule]
+DEVICES = (2, 1)  # of a copy of each shape; of the second there are two
+
+
+def unlike(session: OpenedJob, *policies: str) -> Schedule:
+    """A copy on two devices beside two copies on one, each planned by itself."""
+    found = []
+    for devices, name in zip(DEVICES, policies, strict=True):
+        problem = replace(problem_on(session.problem, devices), queries=None, num_queries=None,
+                          fixed=FixedSchedule(policies=(name,), replicas=1), copies=1)
+        found.append(Planner(problem, timing_of(session), PlanOptions(
+            horizon="steady", is_brief=True)).plan())
+    two, one = found
+    return replace(two, fingerprint=session.problem.fingerprint, estimate=two.estimate.one_copy
+                   .beside((one.estimate.in_copies(2),)))
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Planned:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("xsimulator.replay.predict.CHECKED_QUERIES", 1500)
+        session = session_of(tmp_path_factory.mktemp("job"))
+        return session, unlike(session, "rra", "rra")
+
+
+class Run:
+    """A run, and what its launcher makes of it."""
+
+    def __init__(self, session: OpenedJob, schedule: Schedule) -> None:
+        self.session, self.schedule, self.output = session, schedule, session.job.output
+        (self.output / "adjust.json").unlink(missing_ok=True)
+        shutil.rmtree(self.output / BEATS, ignore_errors=True)
+        self.own: Rescheduler = follow(session, schedule)
+        self._now_s = 0.0
+
+    def tell(self, factor: Callable[[int], float], times: int = 4) -> list[bool]:
+        """As the ranks would, were the steps of each shape so many times as long as planned."""
+        (self.output / BEATS).mkdir(exist_ok=True)
+        looks = []
+        for _ in range(times):
+            self._now_s += 1
+            for replica in replicas_of(self.schedule.estimate):
+                shape = self.schedule.estimate.shapes[replica.shape]
+                by = factor(replica.shape)
+                steps = steps_of(self.session.problem, timing_of(self.session), shape,
+                                 lambda kind, stage, by=by: by)  # type: ignore[misc]
+                for stage in replica.own.stages:
+                    state = RankState(
+                        rank=stage.ranks[0], stage=replica.world_stage(stage.index), pool="all",
+                        elapsed_s=self._now_s, busy_s=self._now_s, recent_share=1.0, queries=1,
+                        steps=tuple(steps[stage.index]), replica=replica.number)
+                    (self.output / BEATS / f"{state.rank}.json").write_text(
+                        json.dumps(asdict(state)))
+            looks.append(self.own.update())
+        return looks
+
+    @property
+    def told(self) -> tuple[object, ...]:
+        order = load_change_order(self.output)
+        assert order is not None and isinstance(order.controls, OfShapes)
+        assert order.revision == self.own.decider.revision
+        return order.controls.own
+
+
+def latencies_s(run: Run, schedule: Schedule, mean: int = 0, factor: float = 1.0) -> list[float]:
+    """Of a copy of each shape, by the closed form: with outputs of this length, or slowed steps."""
+    problem, timing = run.session.problem, timing_of(run.session)
+    if mean:
+        problem = replace(problem, lengths=JointLengths(
+            inputs=problem.lengths.inputs, outputs=empirical(outputs_of(mean))))
+    timing = Retimed(timing, {kind: Factor(rows=rows, factor=factor) for kind, rows in (
+        ("encode", 500.0), ("decode", 10.0))})
+    return [Evaluator(problem_for(problem, shape), timing).latency_s(shape)
+            for shape in schedule.estimate.shapes]
+
+
+def test_other_lengths_change_every_shape_within_its_caches(planned: Planned) -> None:
+    run = Run(*planned)
+    write_state(run.session, run.session.problem.lengths.outputs.sample(
+        3000, np.random.default_rng(16)).tolist())
+    assert run.own.update() is False, "as planned"
+    write_state(run.session, outputs_of(45))
+    assert run.own.update() is True
+    (found,) = run.own.decisions
+    assert found.schedule is not None and found.record["choice"] == "adjust"
+    assert found.record["cause"] == "drift" and "on 2 devices: " in found.record["reason"]
+    now, old = found.schedule.estimate.shapes, run.schedule.estimate.shapes
+    for after, before in zip(now, old, strict=True):
+        assert after.controls != before.controls
+        assert (after.deployment.stages, after.deployment.replicas) == (
+            before.deployment.stages, before.deployment.replicas)
+    assert found.schedule.figures.throughput_qps == pytest.approx(
+        sum(shape.figures.throughput_qps for shape in now))
+    assert found.record["throughput_qps"]["after"] == found.schedule.figures.throughput_qps
+    limit_s = run.session.problem.constraint.latency_s
+    assert max(latencies_s(run, run.schedule, 45)) > limit_s, "else why change"
+    assert max(latencies_s(run, found.schedule, 45)) <= 1.02 * limit_s
+    names = {f"encode_batch on {text}" for text in ("2 devices", "1 device")}
+    assert names <= found.record["to"].keys() and "encode_batch on 1 device " in found.sentence
+    for told, shape, room in zip(run.told, now, run.own.decider.followed.rooms, strict=True):
+        assert isinstance(told, PhaseControls)
+        assert told.encode_batch == shape.figures.encode_batch
+        assert told.group_max_active <= room.slots
+        assert told.group_kv_tokens >= run.own.decider.followed.longest
+    assert run.own.update() is False, "once"
+
+
+def test_slowed_steps_of_one_shape_change_its_schedule_alone(planned: Planned) -> None:
+    run = Run(*planned)
+    write_state(run.session, [30] * 3000, phases=4)
+    assert run.tell(lambda shape: 1.0) == [False] * 4
+    assert any(run.tell(lambda shape: 1.5 if shape else 1.0, times=6))
+    first = run.own.decisions[0]
+    assert first.record["cause"] == "step times" and first.record["choice"] == "adjust"
+    assert first.record["of"] == "of the copies on 1 device"
+    assert "steps of the copies on 1 device are slower than planned with: " in first.sentence
+    seen = first.record["step_times"]["decode"]
+    assert seen["observed"] == pytest.approx(1.5, rel=0.05)
+    assert seen["stage"] in range(len(run.schedule.deployment.stages), 4), "over all copies"
+    found = run.own.decider.running
+    limit_s = run.session.problem.constraint.latency_s
+    assert latencies_s(run, run.schedule, factor=1.5)[1] > limit_s, "else why change"
+    assert latencies_s(run, found, factor=1.5)[1] <= limit_s
+    assert not differ(found.estimate.shapes[0], run.schedule.estimate.shapes[0])
+    assert run.told[0] is None and isinstance(run.told[1], PhaseControls)
+    # then the others are slowed, too: an order has both, for it may take the place of one unseen
+    before = run.told[1]
+    assert any(run.tell(lambda shape: 1.5, times=6))
+    assert isinstance(run.told[0], PhaseControls) and run.told[1] == before
+    assert run.own.decisions[-1].record["of"] == "of the copies on 2 devices"
+    count = len(run.own.decisions)
+    assert not any(run.tell(lambda shape: 1.5, times=4)) and len(run.own.decisions) == count
+
+
+def test_lengths_change_no_shape_but_rra_s(planned: Planned) -> None:
+    session, schedule = planned
+    sarathi = unlike(session, "rra", "sarathi")
+    run = Run(session, sarathi)
+    write_state(session, outputs_of(45))
+    assert run.own.update() is True
+    assert isinstance(run.told[0], PhaseControls) and run.told[1] is None
+    run = Run(session, sarathi)
+    write_state(session, [30] * 3000, phases=4)
+    run.tell(lambda shape: 1.0)
+    assert any(run.tell(lambda shape: 1.4 if shape else 1.0, times=6))
+    assert isinstance(run.told[1], StepLimits) and run.told[0] is None, "steps do"
+    continuous = schedule.changed(estimate=sarathi.estimate.shapes[1].beside(
+        (sarathi.estimate.shapes[1],)))
+    run = Run(session, continuous)
+    write_state(session, outputs_of(45))
+    assert run.own.update() is True
+    (found,) = run.own.decisions
+    assert found.schedule is None and found.sentence.endswith(NOT_RRA)
+    assert found.record["choice"] == "keep" and load_change_order(run.output) is None
+
+
+def test_every_shape_has_room_for_its_own_changes(planned: Planned, tmp_path: Path) -> None:
+    session, schedule = planned
+    own, requests = follow(session, schedule), session.requests
+    (other,) = own.other_rooms
+    assert own.slots > 0 and other[0] > 0 and own.slots != other[0]
+    assert requests is not None
+    session = replace(session, job=replace(session.job, output=tmp_path), files=ModelFiles(
+        directory=tmp_path, spec=session.problem.model, served_by="test"))
+    plan = replace(plan_for_ranks(session, schedule, requests), other_rooms=own.other_rooms)
+    assert load_plan(plan.save()).other_rooms == (other,)
+    assert plan.fingerprint == replace(plan, other_rooms=()).fingerprint, "it decides no answer"
+
+
+def test_a_decision_has_the_phase_of_the_first_copy_that_took_it_up(planned: Planned) -> None:
+    run = Run(*planned)
+    write_state(run.session, outputs_of(45))
+    run.own.update()
+    taken = [{"revision": 1, "replica": 2, "phase": 9, "elapsed_s": 3.0},
+             {"revision": 1, "replica": 1, "phase": 7, "elapsed_s": 2.0}]
+    (row,) = decisions_with_phases(run.own.decisions, taken)
+    assert (row["phase"], row["elapsed_s"]) == (7, 2.0)
+    (row,) = decisions_with_phases(run.own.decisions, [
+        *taken, {"revision": 1, "phase": 4, "elapsed_s": 2.5}])
+    assert row["phase"] == 4
