@@ -1,8 +1,10 @@
 """Profiles measured on this machine, kept by everything that makes one differ from another."""
 
+import fcntl
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -50,6 +52,19 @@ def cached_profile_path(folder: Path, metadata: ProfileMetadata) -> Path:
     machine = f"{metadata.ranks}x{metadata.threads_per_rank}"
     kind = f"{ESTIMATED}-" if metadata.is_estimated else ""
     return folder / f"{kind}{metadata.dtype}-{machine}-{digest}.json"
+
+
+@contextmanager
+def changing(folder: Path) -> Iterator[None]:
+    """Of processes that add to a profile of the folder, which they read, change and write, one at a
+    time does: of two at once one's would be lost. Where the file system has no locks nobody waits.
+    Not for measuring, which takes longer (xgpt.app.local_profile.alone). Raises OSError for a
+    folder that cannot be written to."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".changing.lock").open("w") as file:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _code_files(path: Path) -> list[Path]:

@@ -15,7 +15,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.units import format_seconds
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.leftovers import passing_folder
-from xprofiler.cache import cached_profile_path
+from xprofiler.cache import cached_profile_path, changing
 from xprofiler.coarse import COARSE_S, START_S, expected_s
 from xprofiler.estimated import (
     Known,
@@ -51,7 +51,7 @@ def known_times(wanted: WantedProfile, tell: Teller, device: Device) -> Profile 
             _known_by_peaks(wanted, tell, folder, device)))), profile)
     if profile is None or is_worth_measuring(wanted, profile):
         return None
-    save_profile(profile, cached_profile_path(folder, profile.metadata))
+    profile = _saved(wanted, folder, profile)
     learned = "; as runs here took since" if profile.learned else ""
     error = ProfileTiming(profile).common_error
     tell.say(
@@ -98,6 +98,17 @@ def _kept(wanted: WantedProfile, folder: Path) -> Profile | None:
         if path.is_file() and not wanted.is_lacked_by(found := load_profile(path)):
             return found
     return None
+
+
+def _saved(wanted: WantedProfile, folder: Path, profile: Profile) -> Profile:
+    """The profile, which is kept from now on; or the one that is, where a run has added to that
+    since it was looked for."""
+    with changing(folder):
+        kept = _kept(wanted, folder)
+        if kept is not None and kept.learned:
+            return kept
+        save_profile(profile, cached_profile_path(folder, profile.metadata))
+    return profile
 
 
 def _known_by_profiles(wanted: WantedProfile, folder: Path) -> Iterator[Known]:

@@ -17,7 +17,7 @@ import numpy as np
 from xgpt.app.opened import OpenedJob
 from xgpt.core.schedule import Schedule
 from xgpt.launch.contention import NOTICEABLE_SHARE
-from xprofiler.cache import cached_profile_path
+from xprofiler.cache import cached_profile_path, changing
 from xprofiler.profile import LearnedSteps, Profile
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import LEARNED_KEPT, ProfileTiming
@@ -46,16 +46,22 @@ def learn(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     path = cached_profile_path(cache_dir() / "profiles", timing.profile.metadata)
     if not path.is_file():  # derived from two others: there is none of this layout
         return ()
-    known = load_profile(path)
-    if known.metadata.origin != timing.profile.metadata.origin:
-        return ()
     found = learned_of(opened, timing.profile, schedule, opened.job.output / "steps.jsonl")
-    if found:
+    return found if found and add(found, path, timing.profile.metadata.origin) else ()
+
+
+def add(found: Sequence[LearnedSteps], path: Path, origin: str) -> bool:
+    """Adds what a run took to the profile at `path`, after what others add at the same time.
+    Whether it is still one of that origin."""
+    with changing(path.parent):
+        known = load_profile(path)
+        if known.metadata.origin != origin:
+            return False
         kept = [own for kind in KINDS for own in (
             *(own for own in known.learned if own.kind == kind),
             *(own for own in found if own.kind == kind))[-LEARNED_KEPT:]]
         save_profile(replace(known, learned=tuple(kept)), path)
-    return found
+    return True
 
 
 def has_learned_since(timing: TimingSource) -> bool:

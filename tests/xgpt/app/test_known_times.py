@@ -23,6 +23,7 @@ from xgpt.core import catalog
 from xgpt.core.errors import InfeasibleError
 from xgpt.launch.launcher import RankProgram
 from xprofiler.cache import cached_profile_path
+from xprofiler.estimated import Known
 from xprofiler.kept_peaks import KeptPeaks, keep_peaks, kept_peaks, name_of
 from xprofiler.profile import LearnedSteps, Peaks, Profile
 from xprofiler.profile_file import load_profile, save_profile
@@ -232,6 +233,24 @@ def test_what_runs_took_is_added_and_kept(tmp_path: Path, machine: Machine) -> N
     assert isinstance(second, ProfileTiming) and second.profile.learned == (LEARNED,)
     assert "as runs here took since: decode steps x 1.60" in second.provenance()
     assert machine.profiled == 0
+
+
+def test_what_a_run_adds_while_times_are_estimated_anew_stays(
+        tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = plan_job(job_of(tmp_path)).timing
+    assert isinstance(first, ProfileTiming)
+    path = cached_profile_path(machine.folder, first.profile.metadata)
+
+    def meanwhile(wanted: WantedProfile, known: Known) -> Profile | None:
+        if not load_profile(path).learned:
+            assert learning.add([LEARNED], path, first.profile.metadata.origin)
+        return estimate(wanted, known)
+
+    estimate = app._estimated
+    monkeypatch.setattr(app, "_estimated", meanwhile)
+    second = plan_job(job_of(tmp_path)).timing
+    assert isinstance(second, ProfileTiming) and second.profile.learned == (LEARNED,)
+    assert load_profile(path).learned == (LEARNED,)
 
 
 def test_what_a_run_took_is_added_to_no_other_estimate(

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 from laid_out import amdahl, profile_of
 
-from xgpt.app.learn import LEAST_STEPS, learned_of
+from xgpt.app.learn import LEAST_STEPS, add, learned_of
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.plan import executable, plan_job
 from xgpt.core.schedule import Schedule
 from xprofiler.profile import LearnedSteps, Profile
+from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xrunner.io.beat import ToldStep
 from xscheduler.live.pace import Ratios
@@ -128,3 +132,44 @@ def test_a_run_of_two_shapes_teaches_nothing(ran: Ran) -> None:
     both = Ran(ran.opened, ran.profile, ran.schedule.changed(
         estimate=estimate.beside((estimate.one_copy,))))
     assert ran.learned((LONG, 1.1, 97)) and not both.learned((LONG, 1.1, 97))
+
+
+# Reads the profile slowly: two that do so at once both read what was there before either wrote.
+_ADDS = """
+import sys, time
+from pathlib import Path
+from xgpt.app import learn
+from xprofiler.profile import LearnedSteps
+read = learn.load_profile
+def slowly(path):
+    profile = read(path)
+    time.sleep(0.4)
+    return profile
+learn.load_profile = slowly
+kind = sys.argv[2]
+print("ready", flush=True)
+sys.stdin.readline()
+assert learn.add([LearnedSteps(kind=kind, rows=2.0, factor=1.25, spread=0.1, steps=50,
+                               date="2026-11-26")], Path(sys.argv[1]), "measured")
+"""
+
+
+def test_two_processes_that_learn_at_once_both_add(ran: Ran, tmp_path: Path) -> None:
+    path = tmp_path / "profiles" / "one.json"
+    path.parent.mkdir()
+    save_profile(ran.profile, path)
+    origin = load_profile(path).metadata.origin
+    assert not add([], path, "another"), "which it is not of"
+    processes = [subprocess.Popen(
+        [sys.executable, "-c", _ADDS.replace('"measured"', repr(origin)), str(path), kind],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for kind in ("decode", "encode")]
+    for one in processes:
+        assert one.stdout is not None and one.stdout.readline() == "ready\n"
+    for one in processes:
+        assert one.stdin is not None
+        one.stdin.write("\n")
+        one.stdin.flush()
+    for one in processes:
+        one.communicate(timeout=60)
+    assert [one.returncode for one in processes] == [0, 0]
+    assert {own.kind for own in load_profile(path).learned} == {"decode", "encode"}
