@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("torch", reason="runs need the extra `run`")
 import toys  # noqa: E402
-from given_runs import given  # noqa: E402
+from given_runs import given, killed_and_gone_on  # noqa: E402
 from job_folder import XGPT, read_lines, write_job  # noqa: E402
 
 from xgpt.app.metrics import CHANGED  # noqa: E402
@@ -163,6 +163,29 @@ def test_copies_of_two_ranks_and_of_one_change_and_no_token_does(
             if seen and end < 10**9:  # the last phases end with the queries
                 assert max(seen) == iterations
     assert "Changes while it ran" in (out / "report.html").read_text()
+
+
+@pytest.mark.slow  # test_replica_runs.py kills a copy of two that are alike
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds ranks in /proc")
+def test_a_job_of_unlike_copies_goes_on_after_a_rank_of_one_was_killed(
+        tmp_path: Path, profiled: Callable[..., dict[str, str]]) -> None:
+    """And changes again, by what the second run sees."""
+    directory = tmp_path / "model"
+    reference, queries = toys.make_model("llama", directory), queries_of(seed=8)
+    requests = [{"id": q.id, "tokens": list(q.input_ids), "forced_tokens": q.max_new_tokens}
+                for q in queries]
+    job, cache = write_job(tmp_path, directory, requests, schedule="policy: rra", ranks=3), (
+        profiled("llama", 3))
+    own = ["workload.output_tokens={mean: 15, std: 8, max: 40}", "run.step_times=off"]
+    unlike_schedule(open_file(job, own).problem, tmp_path / "given.json")
+    _, results, metrics = killed_and_gone_on(
+        [*XGPT, "run", str(job), "--schedule", str(tmp_path / "given.json"),
+         *(word for value in own for word in ("--set", value))], tmp_path / "out", cache, COUNT)
+    answers = [toys.generate(reference, queries[k]) for k in range(KINDS)]
+    assert all(r["output_ids"] == answers[r["index"] % KINDS] for r in results)
+    assert metrics["status"] == "done" and metrics["ranks"] == 3
+    first = metrics["rescheduling"][0]
+    assert (first["cause"], first["choice"]) == ("drift", "adjust") and first["phase"] > 0
 
 
 @pytest.mark.slow
