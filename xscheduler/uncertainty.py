@@ -49,7 +49,7 @@ from xgpt.core.normal import mixture_quantile, ndtri
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Margin, Schedule
 from xgpt.core.units import format_seconds
-from xprofiler.made_sources import Raised
+from xprofiler.made_sources import Raised, remembering
 from xprofiler.profile import ESTIMATED, TableKey
 from xprofiler.profile_timing import MOST_NOISE, TableError
 from xprofiler.source_errors import OperatorGroup, SourceErrors, sizes_of
@@ -114,6 +114,7 @@ class Doubts:
         of, not what is left of them."""
         self.problem, self.evaluator, self._replays = problem, evaluator, replays
         timing = evaluator.timing
+        self._timing = remembering(timing)  # raised times of all causes ask for the same sizes
         self._kind_of_times = timing.kind_of_times if isinstance(timing, Measured) else ""
         self._errors = timing.table_errors() if isinstance(timing, Measured) else {}
         self._common = timing.common_error if isinstance(timing, Measured) else 0.0
@@ -153,7 +154,7 @@ class Doubts:
         computed = _computed_margin(
             self._computed, self.problem, metric, expected_s, lambda group: (
                 expected_s if _has_none_of(estimate, group) else self._variant(
-                    group, timing=Raised(self.evaluator.timing, group, 1 + LEAST_STEP)
+                    group, timing=Raised(self._timing, group, 1 + LEAST_STEP)
                 ).seconds(estimate, metric)))
         of_inputs = self._input_spread(estimate, metric)
         spread = math.hypot(of_times, of_inputs)
@@ -223,7 +224,7 @@ class Doubts:
             if not key.link and key.tp_degree not in degrees:
                 continue
             step = max(error.relative, LEAST_STEP)
-            raised = self._variant(key, timing=Raised(self.evaluator.timing, key, 1 + step))
+            raised = self._variant(key, timing=Raised(self._timing, key, 1 + step))
             effect = math.log(raised.seconds(estimate, metric) / expected_s)
             explained += effect / math.log1p(step)
             square += (effect * error.relative / step) ** 2

@@ -159,7 +159,7 @@ class _Judged:
         what could be safe in vain nobody asks."""
         qps = schedule.figures.throughput_qps
         if qps <= self._floor_qps or (
-                (qps <= self.safe_qps or self._is_no_better(schedule))
+                (qps <= (1 + SAME) * self.safe_qps or self._is_no_better(schedule))
                 and self._may_be_safe(schedule)):
             return None
         margin = self._margin(schedule)

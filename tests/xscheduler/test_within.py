@@ -19,7 +19,7 @@ from xgpt.core.schedule import Estimate, Schedule
 from xscheduler import evaluator
 from xscheduler.live.pinned import pinned_policy
 from xscheduler.uncertainty import Doubts, MarginParts
-from xscheduler.within import plan_within
+from xscheduler.within import _Judged, plan_within
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig, RraConfigs
 
@@ -141,6 +141,26 @@ def test_a_margin_that_is_too_much_before_a_replay_asks_for_none(
     assert before[0] == before[1] > 1, "nothing is replayed here"
     assert found.is_safe and found.schedule.estimate.figures.latency_s in asked
     assert 0 < len(asked) - 1 < search.calls and BOUND_S not in asked[:-1]
+
+
+@pytest.mark.parametrize(("more", "is_asked"), [(0.0005, False), (0.002, True)])
+def test_hardly_more_than_what_is_safe_is_worth_no_replay(
+        monkeypatch: pytest.MonkeyPatch, more: float, is_asked: bool) -> None:
+    own, asked = Doubts.margin, []
+
+    def counted(self: Doubts, estimate: Estimate, *, is_replayed: bool = True) -> MarginParts:
+        asked.append(is_replayed)
+        return own(self, estimate, is_replayed=is_replayed)
+
+    problem = toy_problem(latency_s=BOUND_S)
+    first = schedule_of(problem, estimate_of(problem, **CONFIG).changed(latency_s=BOUND_S / 2))
+    judged = _Judged(doubts_of(problem), 0.0)
+    assert judged.judge(first, BOUND_S) is None and len(judged.safe) == 1
+    monkeypatch.setattr(Doubts, "margin", counted)
+    qps = (1 + more) * first.figures.throughput_qps
+    assert judged.judge(first.changed(estimate=first.estimate.changed(throughput_qps=qps)),
+                        BOUND_S) is None
+    assert any(asked) == is_asked and len(judged.safe) == 1 + is_asked
 
 
 def test_what_lies_between_two_sizes_is_found_beside_what_searches_found() -> None:

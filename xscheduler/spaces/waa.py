@@ -24,7 +24,7 @@ MOST_GROUPS = 4  # decode_micro_batches above the fewest, for the tightest laten
 CHUNKED_WORK = 8_000
 # On more devices a quarter of it: on 64 no gap was narrower for the rest of it.
 MANY_DEVICES = 48
-UNCLAIMED = 0.5  # share of it more for searches of which nothing is claimed
+UNCLAIMED = 0.5  # share of it for searches of which nothing is claimed
 
 
 class WaaSpace(WaaPoints):

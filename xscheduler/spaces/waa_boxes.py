@@ -28,7 +28,8 @@ Ranges = tuple[tuple[int, int], tuple[int, int]]  # of encode_batch, decode_micr
 
 class WorkLeft:
     """What all searches under a latency bound, those of which something is claimed and the others,
-    may still spend: one that is begun again does not spend it again."""
+    may still spend: as much as that one which may spend most. What one has spent, those that begin
+    from its boxes need not spend again."""
 
     def __init__(self) -> None:
         self._granted: dict[float, dict[bool, float]] = {}  # by bound, is_claimed
@@ -39,7 +40,7 @@ class WorkLeft:
         self._granted.setdefault(latency_bound_s, {})[is_claimed] = work
 
     def left(self, latency_bound_s: float) -> float:
-        return (sum(self._granted[latency_bound_s].values())
+        return (max(self._granted[latency_bound_s].values())
                 - self._spent.get(latency_bound_s, 0.0))
 
     def spend(self, latency_bound_s: float, work: float) -> None:

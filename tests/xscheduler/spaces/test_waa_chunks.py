@@ -25,7 +25,7 @@ from xscheduler.search import GAP, Scheduler
 from xscheduler.spaces.space import Effort
 from xscheduler.spaces.tensor_plans import tensor_plans
 from xscheduler.spaces.waa import WaaSpace
-from xscheduler.spaces.waa_boxes import CHUNKS, group_range
+from xscheduler.spaces.waa_boxes import CHUNKS, WorkLeft, group_range
 from xscheduler.spaces.waa_climb import Climber
 from xscheduler.spaces.waa_examiner import LEFT
 from xsimulator.policies.waa.config import WaaBoxes
@@ -164,6 +164,18 @@ def test_a_climb_keeps_to_the_batches_that_the_job_asks_for() -> None:
     found = climber.best(climber.beside(0, (20, 1)), {0: ((20, 20), (1, 2))})
     assert found is not None and found[1][:2] == (0, 20)
     assert climber.best(climber.beside(0, (20, 1)), {0: ((30, 30), (1, 2))}) is None
+
+
+def test_what_is_spent_under_a_bound_is_spent_for_all_its_searches() -> None:
+    """One of which nothing is claimed gets no more where another has had its share."""
+    work = WorkLeft()
+    work.grant(10.0, is_claimed=True, work=500.0)
+    work.spend(10.0, 480.0)
+    work.grant(10.0, is_claimed=False, work=250.0)
+    work.grant(9.0, is_claimed=False, work=250.0)
+    assert work.left(10.0) == 20.0 and work.left(9.0) == 250.0
+    work.grant(9.0, is_claimed=True, work=500.0)
+    assert work.left(9.0) == 500.0
 
 
 def test_climbs_go_together_and_ask_of_each_point_once() -> None:
