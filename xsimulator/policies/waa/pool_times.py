@@ -151,7 +151,10 @@ class PoolTimes:
         done = rows / max(self._flow.mean_iterations, 1.0)  # leave, and join, each iteration
         seconds = times.decode_s(rows, self._context(rows), moved=done * rows / (rows + done))
         if times.is_encoder_decoder:
-            seconds = seconds + times.cross_kv_s(done * self._inputs.mean)
+            # few join in a step, if any: then the inputs of whole queries are projected
+            happens = -np.expm1(-done)[..., None]
+            tokens = done / happens[..., 0] * self._inputs.mean
+            seconds = seconds + happens * times.cross_kv_s(tokens)
         return seconds
 
     def attention_s(self, pool: StagePlan, degree: int, rows: FloatArray) -> FloatArray:
