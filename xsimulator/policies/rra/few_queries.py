@@ -28,7 +28,6 @@ from xsimulator.plans import StagePlan
 from xsimulator.policies.rra.phases import EncodeTokens
 
 QUERIES = 256  # on the circle, at least
-OFTEN_EMPTY = 2.0  # queries of a group, below which it often has none
 _SEED = 3  # of the order of the queries: the same wherever it is computed
 
 
@@ -55,11 +54,11 @@ class FewQueries(NamedTuple):
 
     def are_among(self, batch: FloatArray, taken: FloatArray, groups: FloatArray,
                   iterations: FloatArray) -> BoolArray:
-        """[configs] whether so few decode that groups are often empty. Where chunks hold no more
+        """[configs] whether fewer queries decode than there are groups. Where chunks hold no more
         than `taken` queries of a group's share of `batch`, every round is full of chunks."""
         decoding = batch * self.flow.mean_iterations / iterations
         is_all = taken * groups > batch * (1 - 1e-9)
-        return np.asarray(is_all & (decoding < OFTEN_EMPTY * groups))
+        return np.asarray(is_all & (decoding < groups))
 
     def walk(self, plan: StagePlan, batch: int, iterations: int, chunk: int,
              groups: int) -> Walked:

@@ -81,7 +81,7 @@ def test_long_pauses_and_few_queries_are_the_replays(batch: int, iterations: int
     # one group of 16 has a chunk, and the others' steps are as short as ever
     ("gpt3-39b", 16, "C1", 1, 4, 75, 16, "sequence"),
     pytest.param("gpt3-101b", 0, "S", 3, 50, 154, 16, "queries", marks=pytest.mark.slow),
-    pytest.param("gpt3-175b", 0, "C1", 4, 108, 601, 2, "sequence", marks=pytest.mark.slow)])
+    pytest.param("gpt3-175b", 0, "C1", 4, 108, 601, 4, "sequence", marks=pytest.mark.slow)])
 def test_phases_of_few_queries_are_the_replays(
         model: str, tp_gpus: int, task: str, batch: int, iterations: int, chunk: int, groups: int,
         kind: str) -> None:
