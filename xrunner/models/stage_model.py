@@ -164,11 +164,11 @@ class StageModel:
                           None if layer.rotary is None else rotations[layer.rotary])
             attended = []
             if decoded is not None:
-                attended.append(decode_attention(query[:n], (keys, values), decoded,
-                                                 layer.scoring))
+                attended.append(decode_attention(query if encoded is None else query[:n],
+                                                 (keys, values), decoded, layer.scoring))
             if encoded is not None:
-                attended.append(encode_attention(query[n:], (keys, values), encoded,
-                                                 layer.scoring))
+                attended.append(encode_attention(query if decoded is None else query[n:],
+                                                 (keys, values), encoded, layer.scoring))
             every = attended[0] if len(attended) == 1 else torch.cat(attended)
             if kept is not None and layer is self.layers[-1] and self.narrows:
                 hidden, every, kept = Residual(hidden.total()[kept]), every[kept], None

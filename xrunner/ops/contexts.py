@@ -104,6 +104,27 @@ def decode_context(lengths: Sequence[int], slots: Sequence[int] | None = None,
                          longest=max(lengths), width=where[-1] + 1, in_blocks=table is not None)
 
 
+class SpanGroup(NamedTuple):
+    """Spans that one launch takes: what it reads of them, views of the context's columns."""
+
+    num_spans: int
+    longest_span: int  # tokens
+    blocks: Tensor  # [num_spans, most] int64
+    first: Tensor  # [num_spans] int64, as the next two
+    tokens: Tensor
+    starts: Tensor
+
+
+class SpanGroups(NamedTuple):
+    """All of a step's spans in groups. `tokens` of all of them; `longest`: entries that a token
+    reads at most; `are_sound`: each has tokens, and begins at none before the first."""
+
+    groups: tuple[SpanGroup, ...]
+    tokens: int
+    longest: int
+    are_sound: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeContext:
     """Of spans of inputs, packed one after the other."""
@@ -115,6 +136,22 @@ class EncodeContext:
     places: Places  # of every token
     in_blocks: bool  # a table names them
     tails: Sequence[int] = ()  # of each span, rows at its end that are asked for; (): one of each
+    _groups: dict[int, SpanGroups] = field(default_factory=dict)
+
+    def groups(self, most: int) -> SpanGroups:
+        """The spans in groups of at most `most`: found once for all layers."""
+        if most not in self._groups:
+            self._groups[most] = SpanGroups(
+                tuple(self._group(slice(at, at + most)) for at in range(0, len(self.spans), most)),
+                sum(span.tokens for span in self.spans), self.longest,
+                all(span.tokens >= 1 and span.first >= 0 for span in self.spans))
+        return self._groups[most]
+
+    def _group(self, here: slice) -> SpanGroup:
+        spans = self.spans[here]
+        _, first, tokens, starts = self.columns[:, here]
+        return SpanGroup(len(spans), max(span.tokens for span in spans), self.blocks[here], first,
+                         tokens, starts)
 
     @property
     def longest(self) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xrunner.ops.contexts import EncodeContext
+from xrunner.ops.contexts import EncodeContext, SpanGroup
 from xrunner.ops.launch import (
     ADD_NORM,
     DECODE,
@@ -22,6 +22,7 @@ from xrunner.ops.launch import (
     SILU_MUL,
     Launch,
     Launcher,
+    Struct,
     check_alike,
     check_numbers,
     check_plain,
@@ -120,44 +121,41 @@ class CudaOps:
         query [T, h, d], its rows anywhere. Returns [T, h, d].
         """
         tokens, heads, dim = query.shape
-        spans = step.spans
-        _, sizes = _check_cache(query, cache, step.blocks)
-        if sum(s.tokens for s in spans) != tokens:
-            raise refusal(f"spans of {sum(s.tokens for s in spans)} tokens for {tokens}")
+        kv_heads, sizes = _check_cache(query, cache, step.blocks)
+        spans = step.groups(_MAX_GRID)
+        if spans.tokens != tokens:
+            raise refusal(f"spans of {spans.tokens} tokens for {tokens}")
         capacity = sizes["most_blocks"] * sizes["block_size"]
-        for span in spans:
-            if span.tokens < 1 or span.first < 0 or span.first + span.tokens > capacity:
-                raise refusal(f"{span} beyond the capacity {capacity}")
+        if not spans.are_sound or spans.longest > capacity:
+            wrong = next(span for span in step.spans if span.tokens < 1 or span.first < 0
+                         or span.first + span.tokens > capacity)
+            raise refusal(f"{wrong} beyond the capacity {capacity}")
         out = torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
-        for at in range(0, len(spans), _MAX_GRID):
-            self._encode(query, cache, step, slice(at, at + _MAX_GRID), scale, out)
+        for group in spans.groups:
+            arguments = filled(
+                ENCODE, out=out, query=query, keys=cache[0], values=cache[1], blocks=group.blocks,
+                first=group.first, tokens_of=group.tokens, starts=group.starts,
+                query_stride=query.stride(0), spans=group.num_spans, heads=heads,
+                kv_heads=kv_heads, dim=dim, **sizes, is_wide=is_wide(*cache, row=dim), scale=scale)
+            self._encode(group, arguments, heads, dim, DTYPES[query.dtype],
+                         by_tiles=_by_tiles(query, cache, sizes))
         return out
 
-    def _encode(self, query: Tensor, cache: tuple[Tensor, Tensor], step: EncodeContext,
-                here: slice, scale: float, out: Tensor) -> None:
+    def _encode(self, group: SpanGroup, arguments: Struct, heads: int, dim: int, name: str, *,
+                by_tiles: bool) -> None:
         """As many spans as one launch can take. What it reads of them lies on the GPU already, for
         all layers: nothing is transferred in one."""
-        _, heads, dim = query.shape
-        spans, blocks, (_, first, counts, starts) = (
-            step.spans[here], step.blocks[here], step.columns[:, here])
-        kv_heads, sizes = _check_cache(query, cache, blocks)
-        arguments = filled(
-                ENCODE, out=out, query=query, keys=cache[0], values=cache[1], blocks=blocks,
-            first=first, tokens_of=counts, starts=starts,
-            query_stride=query.stride(0), spans=len(spans), heads=heads,
-            kv_heads=kv_heads, dim=dim, **sizes,
-            is_wide=is_wide(*cache, row=dim), scale=scale)
-        longest, name = max(s.tokens for s in spans), DTYPES[query.dtype]
-        if _by_tiles(query, cache, sizes):
+        longest = group.longest_span
+        if by_tiles:
             width = _tile_width(dim)
             self._launch(Launch("encode_tiles", f"encode_tiles_{width}_{name}",
-                                (-(-longest // _TILE_TOKENS[width]), heads, len(spans)), _THREADS,
-                                0, arguments))
+                                (-(-longest // _TILE_TOKENS[width]), heads, group.num_spans),
+                                _THREADS, 0, arguments))
             return
         shared = 4 * (_ENCODE_TOKENS * (dim + _ENCODE_KEYS) + _ENCODE_KEYS * (dim + 1))
         self._launch(Launch("encode_attention", f"encode_attention_{name}",
-                            (-(-longest // _ENCODE_TOKENS), heads, len(spans)), _THREADS, shared,
-                            arguments))
+                            (-(-longest // _ENCODE_TOKENS), heads, group.num_spans), _THREADS,
+                            shared, arguments))
 
     def add_rms_norm(self, hidden: Tensor, added: Tensor | None, weight: Tensor,
                      eps: float) -> Tensor:

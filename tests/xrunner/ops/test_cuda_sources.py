@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import cpu_cuda
 import pytest
@@ -13,8 +14,9 @@ from examples import examples
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from xrunner.ops import cuda_check, cuda_kv, launch, reference
+from xrunner.ops import cuda, cuda_check, cuda_kv, launch, reference
 from xrunner.ops.build import source_folder
 from xrunner.ops.contexts import BlockTable, encode_context
 from xrunner.ops.cuda import CudaOps, DistanceBias
@@ -150,6 +152,34 @@ def test_encode_attention(ops: CudaOps, case: Attended, data: st.DataObject) -> 
     step, scale = encode_context(spans, table=table), case.dim ** -0.5
     agrees([reference.encode(query, cache, spans, step.blocks, scale)],
            [ops.encode_attention(query, cache, step, scale)])
+
+
+class Made(TorchDispatchMode):
+    """The operations of torch that were carried out, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (),
+                           kwargs: Any = None) -> Any:
+        self.names.append(operation.overloadpacket.__name__)
+        return operation(*args, **(kwargs or {}))
+
+
+def test_what_spans_are_is_asked_once_for_all_layers(
+        launcher: cpu_cuda.CpuLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_MAX_GRID", 2)  # spans of a launch
+    spans = [Span(2, 3, 5, True), Span(0, 0, 4, False), Span(1, 1, 7, True)]
+    cache, query = (drawn(1, 3, 2, 16, 8), drawn(2, 3, 2, 16, 8)), drawn(3, 16, 4, 8)
+    step, ops, before = encode_context(spans), CudaOps(launcher, 2), len(launcher.launched)
+    expected = reference.encode(query, cache, spans, step.blocks, 0.5)
+    agrees([expected], [ops.encode_attention(query, cache, step, 0.5)])
+    with Made() as made:
+        found = ops.encode_attention(query, cache, step, 0.5)
+    agrees([expected], [found])
+    assert [one.grid[2] for one in launcher.launched[before:]] == [2, 1, 2, 1]
+    assert made.names == ["empty"], "the second layer's answer, and no views of the spans"
 
 
 @some
