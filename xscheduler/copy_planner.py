@@ -29,6 +29,7 @@ from xscheduler.within import PlannedWithin, plan_within
 
 SEEN = 0.7  # of what is had elsewhere: a policy of which no more is seen at first under what its
 # margin leaves of the bound is not looked into
+FLOORS_APART = 0.9  # where nothing was seen above a floor, nobody looks again for one so much lower
 
 
 class ProblemSearch:
@@ -45,6 +46,8 @@ class ProblemSearch:
         # by latency bound and gap
         self._known: dict[tuple[float, float], tuple[Schedule | InfeasibleError, float]] = {}
         self._glances: dict[float, Schedule] = {}
+        # by latency bound: the floor above which nothing was seen
+        self._unseen: dict[float, tuple[float, InfeasibleError]] = {}
 
     @classmethod
     def of(cls, problem: Problem, timing: TimingSource, effort: Effort, *,
@@ -109,8 +112,16 @@ class ProblemSearch:
             return self.find(latency_bound_s)
         if latency_bound_s not in self._glances:
             gap = _gap_under(latency_bound_s, gap, self.gap)
-            seen = self._search.find(latency_bound_s, compares=False, is_glance=True,
-                                     floor_qps=floor_qps, gap=gap)
+            least_qps, unseen = self._unseen.get(latency_bound_s, (math.inf, None))
+            if unseen is not None and floor_qps >= FLOORS_APART * least_qps:
+                raise unseen.with_traceback(None)
+            try:
+                seen = self._search.find(latency_bound_s, compares=False, is_glance=True,
+                                         floor_qps=floor_qps, gap=gap)
+            except InfeasibleError as refusal:  # where it is not beaten there is nothing at all
+                self._unseen[latency_bound_s] = (
+                    floor_qps if isinstance(refusal, BeatenError) else 0.0), refusal
+                raise
             self._glances[latency_bound_s] = seen
             if seen.proof.status != Status.LIMIT and not floor_qps:  # there is no more to be found
                 self._known[latency_bound_s, gap] = seen, 0.0

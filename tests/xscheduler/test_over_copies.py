@@ -12,7 +12,7 @@ import pytest
 from representative import some
 from toy_jobs import MEMORY, roofline_of, toy_problem
 
-from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.errors import BeatenError, InfeasibleError, InputError
 from xgpt.core.job import ROUTINGS, Adjustment, FixedSchedule
 from xgpt.core.schedule import Status
 from xgpt.report.table import copies_table
@@ -317,3 +317,21 @@ def test_without_a_bound_there_is_no_margin_that_numbers_of_copies_are_put_in_or
     assert asked and set(asked) == {0.03}
     bare = planned(toy_problem(latency_s=math.inf))
     assert found[1].figures.throughput_qps >= bare.figures.throughput_qps / (1 + GAP)
+
+
+def test_who_saw_nothing_above_a_floor_does_not_look_again_for_one_a_little_lower(monkeypatch):
+    problem = toy_problem(latency_s=0.03)
+    search = ProblemSearch.of(problem, roofline_of(problem), Effort(gap=GAP)).alone("rra")
+    asked: list[float] = []
+    usual = Scheduler.find
+    monkeypatch.setattr(Scheduler, "find", lambda self, bound_s, **given: asked.append(
+        given["floor_qps"]) or usual(self, bound_s, **given))
+    for floor_qps in (1e6, 2e6, 1e6, 0.95e6):
+        with pytest.raises(BeatenError):
+            search.glance(0.03, floor_qps)
+    assert asked == [1e6]
+    assert search.glance(0.03, 0.0).figures.throughput_qps > 0 and asked == [1e6, 0.0]
+    for floor_qps in (10.0, 0.0):
+        with pytest.raises(InfeasibleError):
+            search.glance(1e-9, floor_qps)
+    assert asked[2:] == [10.0], "there is nothing at all"
