@@ -34,7 +34,7 @@ from xgpt.core.units import format_seconds
 from xscheduler.alternatives import why_not
 from xscheduler.copies import has_room
 from xscheduler.copies_guessed import is_scarce, like_its_neighbours
-from xscheduler.copies_shown import configuration, tried_row
+from xscheduler.copies_shown import configuration, found_qps, tried_row
 from xscheduler.copy_planner import CopyPlanner
 from xscheduler.copy_sizes import CopySizes
 from xscheduler.evaluator import Evaluator
@@ -118,7 +118,7 @@ class Divider:
             return schedule.changed(covers=EQUAL_ALONE) if is_any else schedule
         before = self.search.nodes
         sizes = CopySizes(self.problem, self.search, has_margin=self.has_margin,
-                          kept=1 - schedule.margin.cost)
+                          kept=self._kept(schedule, key))
         if schedule.proof.status != Status.JOB:
             sizes.take(schedule.deployment.devices_per_replica, schedule)
         self._look(sizes, schedule)
@@ -139,6 +139,15 @@ class Divider:
             return self._covering(schedule.changed(nodes=nodes), sizes)
         return replace(self._covering(schedule.changed(nodes=nodes), sizes),
                        over_copies=(*rows, row))
+
+    def _kept(self, schedule: Schedule, key: tuple[float, bool]) -> float:
+        """Share of what was seen of the copies chosen, under what the margin of every schedule
+        leaves of the bound, that they have with their own."""
+        deployment = schedule.deployment
+        chosen = deployment.replicas, deployment.devices_per_replica
+        seen_qps = [found_qps(looked) for looked, _ in self.search.gone_over[key] if chosen == (
+            looked.planner.problem.copies, looked.planner.problem.cluster.num_devices)]
+        return min(schedule.figures.throughput_qps / max(max(seen_qps, default=0.0), 1e-300), 1.0)
 
     def _covering(self, schedule: Schedule, sizes: CopySizes) -> Schedule:
         """The schedule with a word on which divisions its bound covers: none is worth more than the

@@ -157,6 +157,20 @@ def test_sizes_that_may_win_by_what_their_neighbours_show_are_looked_at(
     assert equal_qps is not None and found.figures.throughput_qps > more * equal_qps
 
 
+@pytest.mark.slow  # plans for seven GPUs with a margin
+def test_what_the_copies_chosen_keep_with_their_margin_is_promised_of_other_sizes() -> None:
+    """Of what was seen under what every margin leaves of the bound, not of what there was without
+    one: that margin would count twice, and copies on five and two be passed over."""
+    from hand_problems import HandScenario
+
+    scenario = HandScenario(model="qwen2.5-14b", device="A40", nodes=1, per_node=7, task="C2")
+    found = Planner(scenario.problem(44.7), scenario.timing(), replace(
+        OPTIONS, has_margin=True)).plan()
+    assert devices_of_copies(found.estimate) == (5, 2)
+    equal_qps = found.rejected[0].throughput_qps
+    assert equal_qps is not None and found.figures.throughput_qps > 1.04 * equal_qps
+
+
 def test_where_memory_is_ample_and_the_bound_loose_no_further_size_is_looked_at() -> None:
     from hand_problems import HandScenario
 
