@@ -18,6 +18,7 @@ import numpy as np
 from xgpt.core.lengths import FloatArray, IntArray, JointLengths
 from xgpt.core.normal import ndtri
 from xgpt.core.problem import Problem
+from xsimulator.addresses import address_of
 from xsimulator.longest_context import LongestContext, expected_maximum
 
 GROUP_OCTAVES = np.arange(-6, 9)  # queries encoded in a group, as powers of 2
@@ -115,7 +116,7 @@ class QueryFlow:
         """The C structure Flow of csrc/planning_phases.cpp, and what it points to."""
         values = np.ascontiguousarray(self._by_iteration)
         reserved = np.array(self._all_reserve).view(np.int64)
-        return np.array([values.ctypes.data, values.shape[1], *reserved], np.int64), values
+        return np.array([address_of(values), values.shape[1], *reserved], np.int64), values
 
     def iterations_of(self, output_tokens: int) -> int:
         """D of a query with that many output tokens."""

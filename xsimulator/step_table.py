@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xgpt.core.lengths import FloatArray
+from xsimulator.addresses import address_of
 from xsimulator.envelope import rising_minorant
 from xsimulator.layer_times import is_compaction_timed
 from xsimulator.policies.continuous.native import Native, native
@@ -57,8 +58,8 @@ class SizeTable:
         while True:
             columns, width = self.nodes.shape
             of_columns = np.empty((columns, *sizes.shape))
-            top = library.lines(*self._at, columns, width, sizes.ctypes.data, sizes.size, LEAST,
-                                _SHIFT, _FIRST, of_columns.ctypes.data)
+            top = library.lines(*self._at, columns, width, address_of(sizes), sizes.size, LEAST,
+                                _SHIFT, _FIRST, address_of(of_columns))
             if top < width:
                 return of_columns
             self._extend(max(top + (2 << SPLITS), _LEAST_NODES))
@@ -98,7 +99,7 @@ class SizeTable:
             rises = np.diff(nodes, axis=1) / np.diff(sizes)
         self.nodes = np.ascontiguousarray(nodes[:, :-1])
         self.rises = np.ascontiguousarray(rises)
-        self._at = self.nodes.ctypes.data, self.rises.ctypes.data
+        self._at = address_of(self.nodes), address_of(self.rises)
 
 
 @lru_cache(maxsize=16)

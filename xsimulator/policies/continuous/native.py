@@ -26,6 +26,7 @@ from xrunner.ops.build import (
     extra_flags,
     source_folder,
 )
+from xsimulator.addresses import address_of
 
 _SUMS = 8  # of a configuration
 
@@ -74,12 +75,12 @@ class Native:
         means = np.zeros((_SUMS, size))
         tokens, joined = (np.empty((size, (count - warm_up) * groups)) for _ in range(2))
         pointers = (ctypes.c_void_p * (2 * len(streams)))(*(
-            one.ctypes.data for stream in streams for one in stream))
+            address_of(one) for stream in streams for one in stream))
         sizes = np.array([len(values) for values, _ in streams], np.int64)
         facts, configs = np.ascontiguousarray(facts), np.ascontiguousarray(configs)
-        self._walks(pointers, sizes.ctypes.data, facts.ctypes.data, int(is_chunked),
-                    configs.ctypes.data, size, groups, count, warm_up, means.ctypes.data,
-                    tokens.ctypes.data, joined.ctypes.data)
+        self._walks(pointers, address_of(sizes), address_of(facts), int(is_chunked),
+                    address_of(configs), size, groups, count, warm_up, address_of(means),
+                    address_of(tokens), address_of(joined))
         return means, tokens, joined
 
     def starts(self, table: FloatArray, index: IntArray, kind_of: IntArray,
@@ -91,9 +92,9 @@ class Native:
         kind_of = np.ascontiguousarray(kind_of, np.int64)
         turns, stages = len(index), len(kind_of)
         starts, ends = np.empty((turns, configs)), np.zeros((2, stages + 1, configs))
-        self._rounds(table.ctypes.data, index.ctypes.data, kind_of.ctypes.data,
-                     is_real.ctypes.data, rows, turns, stages, kinds, configs, ends.ctypes.data,
-                     starts.ctypes.data)
+        self._rounds(address_of(table), address_of(index), address_of(kind_of),
+                     address_of(is_real), rows, turns, stages, kinds, configs, address_of(ends),
+                     address_of(starts))
         return starts
 
     def in_line(self, waits: IntArray, turn_of: IntArray, durations_s: FloatArray,
@@ -104,9 +105,9 @@ class Native:
         ready_s, turns_s, ends = np.full(turns, np.inf), np.empty(turns), np.empty((steps, stages))
         waits, turn_of, durations_s = (np.ascontiguousarray(waits), np.ascontiguousarray(turn_of),
                                        np.ascontiguousarray(durations_s))
-        self._in_line(waits.ctypes.data, turn_of.ctypes.data, durations_s.ctypes.data, turns, steps,
-                      stages, free_s.ctypes.data, ready_s.ctypes.data, turns_s.ctypes.data,
-                      ends.ctypes.data)
+        self._in_line(address_of(waits), address_of(turn_of), address_of(durations_s), turns, steps,
+                      stages, address_of(free_s), address_of(ready_s), address_of(turns_s),
+                      address_of(ends))
         return turns_s, ends
 
     def paged(self, facts: IntArray, slots: IntArray, inputs: IntArray,
@@ -115,15 +116,15 @@ class Native:
         evictions)."""
         counts = np.empty(6, np.int64)
         given = [np.ascontiguousarray(one, np.int64) for one in (facts, slots, inputs, left)]
-        replay = self._paged(*(one.ctypes.data for one in given), counts.ctypes.data)
+        replay = self._paged(*(address_of(one) for one in given), address_of(counts))
         turns, steps, chunks, ended, evicted, changes = counts.tolist()
         shapes = {"waits": (turns,), "turn_of": (steps,), "labels": (steps, 6),
                   "chunks": (chunks, 3), "ended": (ended,), "evicted": (evicted,),
                   "memory": (changes, 2)}
         told = {name: np.empty(shape, np.int64) for name, shape in shapes.items()}
         sizes, times = np.empty((steps, 7)), np.empty((3, len(given[2])), np.int64)
-        number = self._paged_told(replay, *(one.ctypes.data for one in told.values()),
-                                  sizes.ctypes.data, times.ctypes.data)
+        number = self._paged_told(replay, *(address_of(one) for one in told.values()),
+                                  address_of(sizes), address_of(times))
         return {**told, "times": times}, sizes, int(number)
 
     def between_s(self, shares: FloatArray, limits: IntArray, steps: FloatArray, rises: FloatArray,
@@ -135,9 +136,9 @@ class Native:
         shares, steps, rises, handover = map(np.ascontiguousarray, (shares, steps, rises, handover))
         limits = np.ascontiguousarray(limits, np.int64)
         room, between = np.empty(2 * most + 2 + depth), np.empty(rows)
-        self._between(shares.ctypes.data, batch.ctypes.data, limits.ctypes.data, steps.ctypes.data,
-                      rises.ctypes.data, handover.ctypes.data, rows, most, shares.shape[1], begin,
-                      depth, room.ctypes.data, between.ctypes.data)
+        self._between(address_of(shares), address_of(batch), address_of(limits), address_of(steps),
+                      address_of(rises), address_of(handover), rows, most, shares.shape[1], begin,
+                      depth, address_of(room), address_of(between))
         return between
 
     def timeline(self, work: Sequence[Sequence[FloatArray]], kind_of: Sequence[int],
@@ -147,14 +148,14 @@ class Native:
         [configs], finish_s [rows, configs])."""
         held = [np.ascontiguousarray(one, float) for kind in work for one in kind]
         rows, configs = held[2].shape
-        pointers = np.array([one.ctypes.data for one in held])
+        pointers = np.array([address_of(one) for one in held])
         kinds, blocks = np.array(kind_of, np.int64), np.ascontiguousarray(blocks, np.int64)
         if widths is not None:
             widths = np.ascontiguousarray(widths, float)
         period, encoded, finish = np.empty(configs), np.empty(configs), np.empty((rows, configs))
-        self._timeline(pointers.ctypes.data, kinds.ctypes.data, blocks.ctypes.data,
-                       None if widths is None else widths.ctypes.data, len(work), len(kinds),
-                       configs, rows, period.ctypes.data, encoded.ctypes.data, finish.ctypes.data)
+        self._timeline(address_of(pointers), address_of(kinds), address_of(blocks),
+                       None if widths is None else address_of(widths), len(work), len(kinds),
+                       configs, rows, address_of(period), address_of(encoded), address_of(finish))
         return period, encoded, finish
 
 

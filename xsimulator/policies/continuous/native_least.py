@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
+from xsimulator.addresses import address_of
 from xsimulator.convex_steps import ConvexTimes
 from xsimulator.plans import StagePlan
 from xsimulator.policies.continuous.least_steps import (
@@ -64,10 +65,10 @@ class NativeLeast:
         own, found = self._lines[id(of.top)].words, np.empty(rates.shape)
         rates, lines = np.ascontiguousarray(rates), np.ascontiguousarray(lines, np.int64)
         weights = None if weights is None else np.ascontiguousarray(weights)
-        self._steps(self._facts.ctypes.data, plan.words.ctypes.data, own.ctypes.data,
-                    lines.ctypes.data, rates.ctypes.data,
-                    None if weights is None else weights.ctypes.data, *rates.shape,
-                    int(weights is not None), found.ctypes.data)
+        self._steps(address_of(self._facts), address_of(plan.words), address_of(own),
+                    address_of(lines), address_of(rates),
+                    None if weights is None else address_of(weights), *rates.shape,
+                    int(weights is not None), address_of(found))
         return found
 
     def _describe_plan(self, plan: StagePlan) -> _Described:
@@ -77,10 +78,10 @@ class NativeLeast:
         held: list[Any] = [
             COUNTS, np.array(steps.number, float), np.array(plan.least_steps.layers[0], float),
             np.array([own.encode_s for own in attention], float),
-            np.array([own.ctypes.data for own in decode], np.int64),
+            np.array([address_of(own) for own in decode], np.int64),
             np.concatenate([_words(own) for own in steps.rows])]
-        words = [len(steps.rows), steps.last, len(COUNTS), *(own.ctypes.data for own in held),
-                 *_words(steps.head).tolist(), table.nodes.ctypes.data, table.rises.ctypes.data,
+        words = [len(steps.rows), steps.last, len(COUNTS), *(address_of(own) for own in held),
+                 *_words(steps.head).tolist(), address_of(table.nodes), address_of(table.rises),
                  table.nodes.shape[1]]
         return _Described(np.array(words, np.int64), [
             table.nodes, table.rises, plan, steps, decode, held])
@@ -94,10 +95,10 @@ class NativeLeast:
             np.array([rows.rate_s(of.held) for rows in steps.rows]),
             steps.head.rate_s(np.maximum(largest, of.held)))]
         groups = int(np.array(float(of.groups)).view(np.int64))
-        return _Described(np.array([len(of.held), groups, *(own.ctypes.data for own in held)],
+        return _Described(np.array([len(of.held), groups, *(address_of(own) for own in held)],
                                    np.int64), [*held, of])
 
 
 def _words(times: ConvexTimes) -> IntArray:
     """The C structure Convex."""
-    return np.array([*(own.ctypes.data for own in times.lines), len(times.lines[0])], np.int64)
+    return np.array([*(address_of(own) for own in times.lines), len(times.lines[0])], np.int64)

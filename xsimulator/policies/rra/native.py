@@ -15,6 +15,7 @@ import numpy as np
 from xgpt.core.constraint import Metric
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xrunner.rules.batch_sizer import LEAST_ADJUSTED
+from xsimulator.addresses import address_of
 from xsimulator.envelope import PairEnvelope
 from xsimulator.plans import StagePlan
 from xsimulator.policies.continuous.native import Native
@@ -106,8 +107,8 @@ class NativeRra:
         found = np.empty((3, count))
         room, _kept = self._rooms.facts()
         pointers = self._rooms.of(call.plans)
-        self._held(room.ctypes.data, pointers.ctypes.data, call.column.ctypes.data,
-                   call.groups.ctypes.data, call.batch.ctypes.data, count, found.ctypes.data)
+        self._held(address_of(room), address_of(pointers), address_of(call.column),
+                   address_of(call.groups), address_of(call.batch), count, address_of(found))
         return _in_order(found, call.order), _in_order(call.column[None], call.order)[0]
 
     def room(self, configs: RraConfigs, like: IntArray, largest: int,
@@ -118,8 +119,8 @@ class NativeRra:
         most = np.empty((1, len(configs)), np.int64)
         room, _kept = self._rooms.facts(most_present)
         pointers = self._rooms.of(call.plans)
-        self._room(room.ctypes.data, pointers.ctypes.data, call.column.ctypes.data,
-                   call.groups.ctypes.data, len(configs), largest, most.ctypes.data)
+        self._room(address_of(room), address_of(pointers), address_of(call.column),
+                   address_of(call.groups), len(configs), largest, address_of(most))
         return np.asarray(_in_order(most, call.order)[0])
 
     def chunks(self, attention_of: Callable[[int], PairEnvelope], plans: PlanRows,
@@ -140,18 +141,18 @@ class NativeRra:
             described = self._steps.of(plan.least_steps, plan, (
                 largest[rows], rows_most, np.maximum(rows_most, 1.0)))
             kept.append(described)
-            pointers[rows] = described.words.ctypes.data
+            pointers[rows] = address_of(described.words)
         for degree in {degree for plan, _ in plans for degree in plan.times.degrees}:
             own = np.ascontiguousarray(attention_of(degree).least_rate(largest, longest))
             kept.append(own)
-            rates[self._steps.slots[degree]] = own.ctypes.data
+            rates[self._steps.slots[degree]] = address_of(own)
         parts = [np.ascontiguousarray(own, float) for own in (
             ranges.low, ranges.high, ranges.chunk, ranges.groups, largest)]
-        words = np.array([own.ctypes.data for own in parts])
+        words = np.array([address_of(own) for own in parts])
         found, is_sure = np.empty(count), np.empty(count, np.int64)
-        self._chunks(loaded.facts.ctypes.data, words.ctypes.data, pointers.ctypes.data,
-                     rates.ctypes.data, self._steps.shares.ctypes.data, count, int(is_latency),
-                     context, tolerance, found.ctypes.data, is_sure.ctypes.data)
+        self._chunks(address_of(loaded.facts), address_of(words), address_of(pointers),
+                     address_of(rates), address_of(self._steps.shares), count, int(is_latency),
+                     context, tolerance, address_of(found), address_of(is_sure))
         return found, is_sure > 0
 
     def called(self, configs: RraConfigs, like: IntArray | None = None) -> Call:
@@ -189,8 +190,8 @@ class NativeRra:
             largest[call.order] / np.minimum(call.groups, call.batch))
         blocks, configured = (_rows(by_block), _rows(by_config))
         words = np.array([
-            call.column.ctypes.data, call.begin.ctypes.data, call.groups.ctypes.data,
-            call.batch.ctypes.data, 0 if largest_of is None else largest_of.ctypes.data,
+            address_of(call.column), address_of(call.begin), address_of(call.groups),
+            address_of(call.batch), 0 if largest_of is None else address_of(largest_of),
             *blocks, *configured], np.int64)
         is_latency = largest is not None
         share = own = others = until = None
@@ -204,7 +205,7 @@ class NativeRra:
             else:
                 by_config[4] = float(rra.flow.context.sum())
         table, facts = self._rra.blocks.packed.described(), np.append(self._facts, tolerances)
-        self._loads(table.ctypes.data, facts.ctypes.data, words.ctypes.data, count, int(is_bound),
+        self._loads(address_of(table), address_of(facts), address_of(words), count, int(is_bound),
                     _address(share), 0 if share is None else len(share), _address(own),
                     _address(others), _address(until))
         return Loaded(words, table, facts, by_block[0:2], by_block[2:4], by_block[6],
@@ -219,7 +220,7 @@ class NativeRra:
             described = self._steps.of(steps, plan, (
                 loaded.most[rows], loaded.tokens[:, rows], loaded.encoded[rows]))
             kept.append(described)
-            pointers[rows] = described.words.ctypes.data
+            pointers[rows] = address_of(described.words)
         attention, compaction, rates = np.zeros((3, MOST_DEGREES), np.int64)
         is_latency = of >= Of.LATENCY
         for degree, (layers, at) in by_degree(call).items():
@@ -227,20 +228,20 @@ class NativeRra:
             if other is not None and least is not None:
                 own = self._rates(least, loaded, call, degree)
                 kept.append(own)
-                rates[slot] = own.ctypes.data
+                rates[slot] = address_of(own)
                 continue
             work, moved = layer_s(least, layers, degree, loaded, at, is_latency=is_latency)
             kept += [work, moved]
-            attention[slot] = work.ctypes.data
-            compaction[slot] = 0 if moved is None else moved.ctypes.data
+            attention[slot] = address_of(work)
+            compaction[slot] = 0 if moved is None else address_of(moved)
         found = np.empty((6 if of is Of.POINT else 1, count))
         is_sure = np.empty((1, count), np.int64)
         loaded.words[7], loaded.words[8] = _rows(loaded.context)
         self._figures(
-            loaded.table.ctypes.data, loaded.facts.ctypes.data, loaded.words.ctypes.data,
-            pointers.ctypes.data, attention.ctypes.data, compaction.ctypes.data,
-            rates.ctypes.data, self._steps.shares.ctypes.data, count, call.total, int(of),
-            int(other is not None), found.ctypes.data, is_sure.ctypes.data)
+            address_of(loaded.table), address_of(loaded.facts), address_of(loaded.words),
+            address_of(pointers), address_of(attention), address_of(compaction),
+            address_of(rates), address_of(self._steps.shares), count, call.total, int(of),
+            int(other is not None), address_of(found), address_of(is_sure))
         return _in_order(found, call.order), _in_order(is_sure, call.order)[0] > 0
 
     def _rates(self, least: Envelopes, loaded: Loaded, call: Call, degree: int) -> FloatArray:
@@ -254,11 +255,11 @@ class NativeRra:
 
 def _rows(array: FloatArray) -> list[int]:
     """The addresses of its rows."""
-    return [array.ctypes.data + row * array.strides[0] for row in range(len(array))]
+    return [address_of(array) + row * array.strides[0] for row in range(len(array))]
 
 
 def _address(array: FloatArray | IntArray | None) -> int | None:
-    return None if array is None else array.ctypes.data
+    return None if array is None else address_of(array)
 
 
 def _in_order(values: Any, order: IntArray) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xsimulator import memory
+from xsimulator.addresses import address_of
 from xsimulator.layer_times import TOGETHER
 from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import PlanSource, StagePlan
@@ -79,10 +80,10 @@ class StepStructures:
                 *(np.ascontiguousarray(own, float) for own in steps.layers)]
         nodes = tuple(table.nodes for table in tables)
         words = [len(held[1]), len(kind_of), int(steps.is_encoder_decoder),
-                 *(own.ctypes.data for own in held)]
+                 *(address_of(own) for own in held)]
         for table in tables:
             held += [table.nodes, table.rises, steps]
-            words += [table.nodes.ctypes.data, table.rises.ctypes.data, table.nodes.shape[1]]
+            words += [address_of(table.nodes), address_of(table.rises), table.nodes.shape[1]]
         return Described(np.array(words, np.int64), held, nodes)
 
 
@@ -105,9 +106,9 @@ class RoomStructures:
                         for own in (plan.weight_bytes, token, row - fixed, fixed)]
                 last = np.array([head[-1] - fixed[-1]])
                 self._memory[id(plan)] = np.array(
-                    [len(plan.stages), *(own.ctypes.data for own in held),
+                    [len(plan.stages), *(address_of(own) for own in held),
                      int(last.view(np.int64)[0])], np.int64), [*held, plan]
-            pointers[rows] = self._memory[id(plan)][0].ctypes.data
+            pointers[rows] = address_of(self._memory[id(plan)][0])
         return pointers
 
     def facts(self, most_present: float = np.inf) -> tuple[IntArray, list[FloatArray]]:
@@ -118,4 +119,4 @@ class RoomStructures:
             rra.flow.max_reserve_tokens, memory.KV_QUANTILE_Z, most, most_present,
             inputs.mean, inputs.std, inputs.max, memory.ACTIVATION_QUANTILE_Z, rra.capacity_bytes])
         held = list(packed.singles)
-        return np.append(sizes.view(np.int64), [own.ctypes.data for own in held]), held
+        return np.append(sizes.view(np.int64), [address_of(own) for own in held]), held

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
+from xsimulator.addresses import address_of
 from xsimulator.longest_context import MAX_DOUBLINGS
 from xsimulator.occupancy import GROUP_OCTAVES, QueryFlow
 from xsimulator.policies.continuous.native import Native
@@ -71,8 +72,8 @@ class PackedBlocks:
             self._scratch = np.empty((n_d, _WIDTH))
         singles, seen = np.empty(len(SINGLES)), np.empty(1, np.int64)
         described, _held = flow.described
-        count = function(described.ctypes.data, n_d, last, before, exact_iterations, resolution,
-                         self._scratch.ctypes.data, singles.ctypes.data, seen.ctypes.data)
+        count = function(address_of(described), n_d, last, before, exact_iterations, resolution,
+                         address_of(self._scratch), address_of(singles), address_of(seen))
         self._append(self._scratch[:count], [count, int(seen[0]), before], singles)
         return np.asarray(self._scratch[:count, 0])
 
@@ -92,8 +93,8 @@ class PackedBlocks:
 
     def described(self) -> IntArray:
         """The C structure Blocks; it holds until more columns are added."""
-        return np.array([self.values.ctypes.data, self.begins.ctypes.data, *(
-            own.ctypes.data for own in self.whole), int(self._is_padded)], np.int64)
+        return np.array([address_of(self.values), address_of(self.begins), *(
+            address_of(own) for own in self.whole), int(self._is_padded)], np.int64)
 
     def _append(self, values: FloatArray, whole: list[int], singles: FloatArray) -> None:
         blocks, column = self._blocks + len(values), self._columns

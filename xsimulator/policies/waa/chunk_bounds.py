@@ -30,6 +30,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
+from xsimulator.addresses import address_of
 from xsimulator.envelope import rising_minorant
 from xsimulator.layer_times import TOGETHER
 from xsimulator.plans import StagePlan
@@ -104,13 +105,13 @@ class ChunkedPoolBounds:
         if self._words is None or any(a is not b for a, b in zip(self._kept, kept, strict=True)):
             held = [self._number[:, 0].astype(float), np.array(pool.layers_of_kinds, float),
                     np.array([self._encoded_s[degree] for degree in steps.degrees]),
-                    np.array([own.ctypes.data for own in attention], np.int64),
+                    np.array([address_of(own) for own in attention], np.int64),
                     np.array([len(own) for own in attention], np.int64)]
             self._kept, self._held = kept, [held, *(table.rises for table in tables)]
             self._words = np.array([
-                len(attention), steps.kind_of[-1], *(own.ctypes.data for own in held),
+                len(attention), steps.kind_of[-1], *(address_of(own) for own in held),
                 *(word for table in tables for word in (
-                    table.nodes.ctypes.data, table.rises.ctypes.data, table.nodes.shape[1]))],
+                    address_of(table.nodes), address_of(table.rises), table.nodes.shape[1]))],
                 np.int64)
         return self._words
 

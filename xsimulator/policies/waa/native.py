@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
+from xsimulator.addresses import address_of
 from xsimulator.policies.continuous.native import Native, native
 from xsimulator.policies.waa.chunk_bounds import TOLERANCE
 from xsimulator.policies.waa.closed_form import Waa
@@ -60,17 +61,17 @@ def _natively(library: Native, facts: FloatArray, divisions: Sequence[PlanBounds
     count = len(boxes)
     sides = [np.ascontiguousarray(side, np.int64) for side in (
         boxes.least, boxes.most, boxes.fewest, boxes.highest, boxes.chunk, boxes.largest_chunk)]
-    words = np.array([side.ctypes.data for side in sides], np.int64)
+    words = np.array([address_of(side) for side in sides], np.int64)
     chunked = set(which[boxes.chunk > 0].tolist())
     found, is_sure = np.empty((5, count)), np.empty(count, np.int64)
     lack, size = np.zeros(1, np.int64), np.zeros(1)
-    described = [one.described(has_chunks=index in chunked).ctypes.data
+    described = [address_of(one.described(has_chunks=index in chunked))
                  for index, one in enumerate(divisions)]
     pointers = np.array(described, np.int64)[which]
     while True:
         stopped = library.waa_bounds(
-            facts.ctypes.data, words.ctypes.data, pointers.ctypes.data, count, found.ctypes.data,
-            is_sure.ctypes.data, lack.ctypes.data, size.ctypes.data)
+            address_of(facts), address_of(words), address_of(pointers), count, address_of(found),
+            address_of(is_sure), address_of(lack), address_of(size))
         if stopped == count:
             return PairBounds(*found), is_sure > 0
         lacking = divisions[which[stopped]]

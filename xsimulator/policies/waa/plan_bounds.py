@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
+from xsimulator.addresses import address_of
 from xsimulator.envelope import rising_minorant
 from xsimulator.policies.waa.chunk_bounds import ChunkedPoolBounds
 from xsimulator.policies.waa.closed_form import Waa
@@ -131,11 +132,11 @@ class PlanBounds:
         if self._words is None:
             tables = (self._most_rate, self._least_rate, self._least_encode, self._least_through,
                       self._slowest, self._through, _sizes_and_more(len(self._slowest)))
-            self._words = np.array([*(table.ctypes.data for table in tables), len(self._slowest),
+            self._words = np.array([*(address_of(table) for table in tables), len(self._slowest),
                                     0, 0], np.int64)
         if has_chunks:
             self._words[-2:-1].view(float)[0] = self._most_in_system
-            self._words[-1] = self.chunked.described().ctypes.data
+            self._words[-1] = address_of(self.chunked.described())
         return self._words
 
     @cached_property
