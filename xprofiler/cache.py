@@ -3,8 +3,9 @@
 import fcntl
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -57,14 +58,24 @@ def cached_profile_path(folder: Path, metadata: ProfileMetadata) -> Path:
 @contextmanager
 def changing(folder: Path) -> Iterator[None]:
     """Of processes that add to a profile of the folder, which they read, change and write, one at a
-    time does: of two at once one's would be lost. Where the file system has no locks nobody waits.
-    Not for measuring, which takes longer (xgpt.app.local_profile.alone). Raises OSError for a
-    folder that cannot be written to."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".changing.lock").open("w") as file:
+    time does: of two at once one's would be lost. Where the file system has no locks, or the lock
+    is another user's who lets nobody open it, nobody waits. Not for measuring, which takes longer
+    (xgpt.app.local_profile.alone)."""
+    with ExitStack() as held:
         with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = _opened(folder / ".changing.lock")
+            held.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def _opened(lock: Path) -> int:
+    """The file to lock, made where there is none. Raises OSError."""
+    try:
+        return os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)  # NFS wants it open for writing
+    except PermissionError:  # another user's
+        return os.open(lock, os.O_RDONLY)
 
 
 def _code_files(path: Path) -> list[Path]:

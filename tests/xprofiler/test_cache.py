@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -18,3 +21,26 @@ def test_timed_code_is_there(name: str) -> None:
 def test_the_fingerprint_is_short_and_always_the_same() -> None:
     assert cache.kernels_fingerprint() == cache.kernels_fingerprint()
     assert len(cache.kernels_fingerprint()) == 16
+
+
+# as another user where the tests run as root, whom no mode keeps from a file
+AS_ANOTHER = """
+import os, sys
+from pathlib import Path
+from xprofiler.cache import changing
+os.getuid() or os.setuid(65534)
+with changing(Path(sys.argv[1])):
+    print("entered")
+"""
+
+
+@pytest.mark.parametrize("mode", [0o444, 0o000])
+def test_a_lock_of_another_user_keeps_nobody_from_a_shared_folder(mode: int) -> None:
+    with TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        lock = Path(folder) / ".changing.lock"
+        lock.touch()
+        lock.chmod(mode)
+        found = subprocess.run([sys.executable, "-c", AS_ANOTHER, folder], text=True,
+                               capture_output=True, timeout=60, check=False)
+        assert found.stdout == "entered\n", found.stderr

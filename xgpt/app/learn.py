@@ -47,7 +47,11 @@ def learn(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     if not path.is_file():  # derived from two others: there is none of this layout
         return ()
     found = learned_of(opened, timing.profile, schedule, opened.job.output / "steps.jsonl")
-    return found if found and add(found, path, timing.profile.metadata.origin) else ()
+    try:
+        return found if found and add(found, path, timing.profile.metadata.origin) else ()
+    except OSError as error:  # the run is done, and stays so
+        opened.tell.say(f"note: this run's steps are not added to the profile: {error}")
+        return ()
 
 
 def add(found: Sequence[LearnedSteps], path: Path, origin: str) -> bool:

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from laid_out import amdahl, profile_of
 
-from xgpt.app.learn import LEAST_STEPS, add, learned_of
+from xgpt.app.learn import LEAST_STEPS, add, learn, learned_of
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.plan import executable, plan_job
 from xgpt.core.schedule import Schedule
+from xprofiler.cache import cached_profile_path
 from xprofiler.profile import LearnedSteps, Profile
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import ProfileTiming
@@ -173,3 +174,26 @@ def test_two_processes_that_learn_at_once_both_add(ran: Ran, tmp_path: Path) -> 
         one.communicate(timeout=60)
     assert [one.returncode for one in processes] == [0, 0]
     assert {own.kind for own in load_profile(path).learned} == {"decode", "encode"}
+
+
+def test_a_run_whose_times_cannot_be_kept_is_done_all_the_same(
+        ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Told:
+        say = staticmethod(said.append)
+
+    path = cached_profile_path(tmp_path / "profiles", ran.profile.metadata)
+    path.parent.mkdir()
+    save_profile(ran.profile, path)
+    monkeypatch.setattr("xgpt.app.learn.cache_dir", lambda: tmp_path)
+    ran.learned((SHORT, 1.5, 2 * LEAST_STEPS))  # writes the log
+    opened = replace(ran.opened, tell=Told())
+    assert learn(opened, ProfileTiming(ran.profile), ran.schedule, 0.0) and not said
+
+    def refuses(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("xgpt.app.learn.save_profile", refuses)
+    assert learn(opened, ProfileTiming(ran.profile), ran.schedule, 0.0) == ()
+    assert said and "not added to the profile" in said[0] and str(path) in said[0]
