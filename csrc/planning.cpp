@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "paged_replay.h"
 #include "size_tables.h"
 
 #include "uncontracted.h"

@@ -8,9 +8,10 @@
 #include <stdint.h>
 
 #include <algorithm>
-#include <queue>
 #include <utility>
 #include <vector>
+
+#include "pool_replay.h"
 
 #include "batch_sizer.h"
 
@@ -23,16 +24,12 @@ struct Facts {
     double target_active;  // queries that decode batches are led back to; 0: they are not
 };
 
-struct Query {
-    int64_t tokens, reserve, left, start, first, last, group, base, end;
+struct Query : xgpt_replay::Row {
+    int64_t tokens, reserve, left;
 };
 
-struct Group {
-    int64_t active = 0, reserved = 0, slots = 0, steps = 0;
-    int64_t awaited = -1, iterations = 0, base = 0, rows = 0, removed = 0;
-    std::vector<std::vector<int64_t>> ends;                    // by iteration: whose last it is
-    std::priority_queue<std::pair<int64_t, int64_t>> longest;  // (base, query), some gone
-    std::vector<int64_t> first, done;                          // of the step that is awaited
+struct Group : xgpt_replay::Rows<Query> {
+    int64_t active = 0, reserved = 0, slots = 0, steps = 0, removed = 0;
     // chunks of a phase: those dealt to it from `begin` on, and who of them is encoded in part
     std::vector<int64_t> dealt;
     size_t begin = 0;
@@ -41,55 +38,32 @@ struct Group {
     int64_t waiting() const { return static_cast<int64_t>(dealt.size() - begin); }
 };
 
-/* What is told of all turns and steps. */
-struct Told {
-    std::vector<int64_t> waits, turn_of, labels, chunks, ended, memory;
-    std::vector<double> sizes;
-};
-
-class Replay {
+class Replay : public xgpt_replay::PoolReplay<Query, Group> {
 public:
     Replay(const Facts &facts, const Sizer &sizer, const int64_t *slots, const int64_t *tokens,
            const int64_t *reserves, const int64_t *left)
-        : facts_(facts), sizer_(sizer), groups_(facts.groups), queries_(facts.queries) {
+        : PoolReplay(facts.groups, facts.queries), facts_(facts), sizer_(sizer) {
         for (int64_t g = 0; g < facts.groups; ++g) groups_[g].slots = slots[g];
         for (int64_t q = 0; q < facts.queries; ++q)
-            queries_[q] = {tokens[q], reserves[q], left[q], -1, -1, -1, -1, 0, -1};
+            queries_[q] = {{}, tokens[q], reserves[q], left[q]};
         iteration_ = first_iteration();
     }
     void run() {
         for (int64_t g; (g = facts_.iterations ? next_of_phase() : next_in_turn()) >= 0;) {
             Group &group = groups_[g];
-            now_ = static_cast<int64_t>(told.waits.size());
-            told.waits.push_back(group.awaited);
-            if (group.awaited >= 0) collect(group);
-            group.awaited = -1;
-            joined_.clear();
+            begin_turn(group, [&](Query &query) { give_back(group, query); });
             if (!facts_.iterations) decide_in_turn(group, g);
             else if (facts_.chunk) decide_mixed(group, g);
             else decide_phase(group, g);
-            if (held_ != noted_) {
-                noted_ = held_;
-                told.memory.push_back(now_);
-                told.memory.push_back(held_);
-            }
+            end_turn();
         }
     }
-    const std::vector<Query> &queries() const { return queries_; }
-
-    Told told;
 
 private:
-    enum Kind : int64_t { ENCODE, DECODE, MIXED };
-
     Facts facts_;
     Sizer sizer_;
-    std::vector<Group> groups_;
-    std::vector<Query> queries_;
-    std::vector<int64_t> joined_;
     int64_t next_ = 0;  // the first of those that wait: they are taken in their order
     int64_t phase_ = 0, iteration_ = 0, turn_ = 0, every_ = 1, num_active_ = 0;
-    int64_t now_ = 0, held_ = 0, noted_ = -1;
 
     int64_t num_waiting() const { return facts_.queries - next_; }
     int64_t first_iteration() const { return facts_.chunk > 0; }
@@ -129,23 +103,12 @@ private:
         held_ += reserve;
         return true;
     }
-    void collect(Group &group) {
-        for (int64_t q : group.first)
-            if (queries_[q].first < 0) queries_[q].first = now_;
-        for (int64_t q : group.done) {
-            Query &query = queries_[q];
-            group.active -= 1;
-            group.reserved -= query.reserve;
-            num_active_ -= 1;
-            held_ -= query.reserve;
-            group.base -= query.base;
-            group.rows -= 1;
-            group.removed += 1;
-            query.group = -1;
-            query.last = now_;
-        }
-        group.first.clear();
-        group.done.clear();
+    void give_back(Group &group, const Query &query) {
+        group.active -= 1;
+        group.reserved -= query.reserve;
+        num_active_ -= 1;
+        held_ -= query.reserve;
+        group.removed += 1;
     }
 
     /* OrcaRule.decide */
@@ -249,66 +212,29 @@ private:
         return sizer_.count(tokens, num_waiting(), quota, lean);
     }
 
-    void chunk(int64_t q, int64_t first, int64_t tokens) {
-        for (int64_t value : {q, first, tokens}) told.chunks.push_back(value);
-    }
     void whole() {
         for (int64_t q : joined_) chunk(q, 0, queries_[q].tokens);
     }
     /* PoolHead._execute */
     void execute(Group &group, int64_t g, Kind kind, int64_t phase, int64_t iteration,
                  int64_t chunks) {
-        double decoded[4] = {0.0, 0.0, 0.0, 0.0}, tokens = 0.0;
-        if (kind != ENCODE) decode(group, g, decoded);
-        for (size_t i = told.chunks.size() - 3 * chunks; i < told.chunks.size(); i += 3) {
-            if (told.chunks[i + 1] == 0) queries_[told.chunks[i]].start = now_;
-            tokens += static_cast<double>(told.chunks[i + 2]);
+        double decoded[4] = {0.0, 0.0, 0.0, 0.0};
+        if (kind != ENCODE) {
+            group.decode(g, queries_, decoded);
+            decoded[3] = moved(group);
         }
-        for (int64_t q : joined_) join(group, g, q);
-        group.first = joined_;
-        double encoded = static_cast<double>(joined_.size());
-        for (double value : {tokens, encoded, decoded[0], decoded[1], decoded[2], decoded[3], 0.0})
-            told.sizes.push_back(value);
-        told.turn_of.push_back(now_);
-        for (int64_t value : {static_cast<int64_t>(kind), g, phase, iteration, chunks,
-                              static_cast<int64_t>(joined_.size())})
-            told.labels.push_back(value);
-        told.ended.insert(told.ended.end(), joined_.begin(), joined_.end());
-        group.awaited = now_;
+        double tokens = encoded_tokens(chunks);
+        for (int64_t q : joined_) {
+            Query &query = queries_[q];
+            group.enter(g, q, query, query.tokens, query.left);
+        }
+        tell(group, kind, g, phase, iteration, chunks, 0, tokens, decoded);
     }
-    /* GroupRows.decode and take_done: (rows, mean context, longest context, rows moved) */
-    void decode(Group &group, int64_t g, double *sizes) {
-        group.iterations += 1;
+    /* GroupRows.take_done: rows that are moved into places of those that left */
+    double moved(Group &group) {
         int64_t removed = std::exchange(group.removed, 0);
-        auto &longest = group.longest;
-        while (!longest.empty() && queries_[longest.top().second].group != g) longest.pop();
-        double iterations = static_cast<double>(group.iterations);
-        sizes[0] = static_cast<double>(group.rows);
-        sizes[1] = static_cast<double>(group.base) / sizes[0] + iterations;
-        sizes[2] = longest.empty() ? sizes[1]
-                                   : static_cast<double>(longest.top().first + group.iterations);
-        if (removed && facts_.compacts)
-            sizes[3] = static_cast<double>(removed * group.rows) /
-                       static_cast<double>(group.rows + removed);
-        if (static_cast<int64_t>(group.ends.size()) <= group.iterations) return;
-        for (int64_t q : group.ends[group.iterations]) group.done.push_back(q);
-        std::vector<int64_t>().swap(group.ends[group.iterations]);
-    }
-    void join(Group &group, int64_t g, int64_t q) {
-        Query &query = queries_[q];
-        query.base = query.tokens - group.iterations;
-        query.end = group.iterations + query.left;
-        query.group = g;
-        group.base += query.base;
-        group.rows += 1;
-        if (query.left > 0) {
-            if (static_cast<int64_t>(group.ends.size()) <= query.end)
-                group.ends.resize(query.end + 1);
-            group.ends[query.end].push_back(q);
-            group.longest.emplace(query.base, q);
-        } else {
-            group.done.push_back(q);
-        }
+        if (!removed || !facts_.compacts) return 0.0;
+        return static_cast<double>(removed * group.rows) / static_cast<double>(group.rows + removed);
     }
 };
 

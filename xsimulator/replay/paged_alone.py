@@ -1,5 +1,5 @@
 """The replay of a pool that is alone and has paged KV (vLLM's rule, Sarathi's): what PoolHead
-decides with xrunner.rules.paged, by csrc/planning.cpp."""
+decides with xrunner.rules.paged, by csrc/planning_replays.cpp."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from xsimulator.policies.continuous.native import native
 from xsimulator.replay.pool import PoolPlan
 from xsimulator.replay.queries import Queries
 from xsimulator.replay.records import ReplayResult
-from xsimulator.replay.told import ToldSteps, never_fits
+from xsimulator.replay.told import never_fits, result_of
 
 
 def replay_paged(plan: PoolPlan, queries: Queries) -> ReplayResult | None:
@@ -24,11 +24,7 @@ def replay_paged(plan: PoolPlan, queries: Queries) -> ReplayResult | None:
     reserved = np.maximum(np.array(queries.reserve_tokens, np.int64), inputs)
     if len(rows := np.flatnonzero(-(-reserved // BLOCK_TOKENS) > facts.num_blocks)):
         raise never_fits(queries, int(rows[0]))
-    told, sizes, preemptions = library.paged(
-        np.array([len(inputs), rule.num_groups, facts.num_blocks, facts.left_free,
-                  facts.token_budget, facts.is_chunked]), np.array(facts.slots), inputs,
-        np.array(queries.left, np.int64))
-    kind, group, number, *counts = told["labels"].T
-    labels = np.stack([kind, group, number, (kind != 0).astype(np.int64), *counts], axis=1)
-    return ToldSteps(labels, told["chunks"], told["evicted"], told["ended"],
-                     is_chunked=facts.is_chunked).result(plan, queries, told, sizes, preemptions)
+    numbers = [len(inputs), rule.num_groups, facts.num_blocks, facts.left_free, facts.token_budget,
+               facts.is_chunked]
+    given = [np.array(one, np.int64) for one in (numbers, facts.slots, inputs, queries.left)]
+    return result_of(plan, queries, library, library.paged, given, is_chunked=facts.is_chunked)

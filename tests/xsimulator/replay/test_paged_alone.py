@@ -1,5 +1,5 @@
-"""Replays of paged KV by csrc/planning.cpp are those of the rules themselves, to the bit, evictions
-included."""
+"""Replays of paged KV by csrc/planning_replays.cpp are those of the rules themselves, to the bit,
+evictions included."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from problems import problem_of, roofline_of
+from replayed_both_ways import assert_names_one_that_never_fits, same_both_ways
 
-from xgpt.core.errors import XgptError
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.queries import QueryLengths
 from xsimulator.policies import make_policy
@@ -17,9 +17,6 @@ from xsimulator.policies.continuous import native
 from xsimulator.policies.continuous.config import ContinuousConfig
 from xsimulator.replay import paged_alone
 from xsimulator.replay.job import replay_job
-
-NUMBERS = ("decoded", "encoded", "tokens", "context", "memory_tokens", "memory_s", "start_s",
-           "end_s")
 
 pytestmark = pytest.mark.skipif(native.native() is None, reason="there is no compiler")
 
@@ -46,30 +43,11 @@ def test_a_replay_is_that_of_the_rule(monkeypatch, policy):
     evicted = 0
     for seed in range(12):
         given = planned(policy, np.random.default_rng(seed))
-        quick = replay_job(*given)
-        with monkeypatch.context() as patched:
-            patched.setattr(paged_alone, "native", lambda: None)
-            by_rule = replay_job(*given)
-        assert quick.pools[0].steps == list(by_rule.pools[0].steps)
-        for name in NUMBERS:
-            np.testing.assert_array_equal(*(getattr(one.pools[0], name)
-                                            for one in (quick, by_rule)), name)
-        for name in ("start_s", "first_token_s", "last_token_s"):
-            np.testing.assert_array_equal(*(getattr(one.times, name)
-                                            for one in (quick, by_rule)), name)
-        assert quick.preemptions == by_rule.preemptions
+        quick = same_both_ways(monkeypatch, paged_alone, lambda given=given: replay_job(*given))
         evicted += quick.preemptions
     assert evicted > 20, "else there was room for all"
 
 
 def test_a_query_that_never_fits_is_named(monkeypatch):
-    problem, timing, estimate, queries = planned("sarathi", np.random.default_rng(0))
-    inputs = queries.inputs.copy()
-    inputs[3] = estimate.deployment.kv_tokens + 1
-    words = []
-    for library in (native.native(), None):
-        monkeypatch.setattr(paged_alone, "native", lambda library=library: library)
-        with pytest.raises(XgptError, match="query 3 reserves") as refusal:
-            replay_job(problem, timing, estimate, replace(queries, inputs=inputs))
-        words.append(str(refusal.value))
-    assert words[0] == words[1]
+    job = planned("sarathi", np.random.default_rng(0))
+    assert_names_one_that_never_fits(monkeypatch, paged_alone, job)

@@ -1,18 +1,17 @@
-"""Replays of rules that reserve a query's tokens when they admit it, by csrc/planning_reserved.cpp,
+"""Replays of rules that reserve a query's tokens when they admit it, by csrc/planning_replays.cpp,
 are those of the rules themselves, to the bit."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 from problems import problem_of, roofline_of
+from replayed_both_ways import assert_names_one_that_never_fits, same_both_ways
 
 from xgpt.core.controls import EvenBatches
-from xgpt.core.errors import XgptError
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.queries import QueryLengths
 from xrunner.rules.iteration import OrcaRule
@@ -24,8 +23,6 @@ from xsimulator.policies.rra.config import RraConfig
 from xsimulator.replay import reserved_alone
 from xsimulator.replay.job import replay_job
 
-NUMBERS = ("decoded", "encoded", "tokens", "context", "memory_tokens", "memory_s", "start_s",
-           "end_s")
 LONGEST = 320  # tokens of a query with its output
 
 pytestmark = pytest.mark.skipif(native.native() is None, reason="there is no compiler")
@@ -71,25 +68,12 @@ RULES = {"rra": partial(rra_of, has_chunks=False), "chunks": partial(rra_of, has
 @pytest.mark.parametrize(("name", "num_kinds"), [("rra", 2), ("chunks", 3), ("orca", 3)])
 def test_a_replay_is_that_of_the_rule(monkeypatch, name, num_kinds):
     kinds: Counter[StepKind] = Counter()
-    calls, usual = [], reserved_alone._replayed
-    monkeypatch.setattr(reserved_alone, "_replayed",
-                        lambda *given: calls.append(1) or usual(*given))
     for seed in range(60):
         rng = np.random.default_rng(seed)
         given = job_of(rng)
         rule = RULES[name](rng, float(given[-1].inputs.mean()))
-        quick = replay_job(*given, rules=[rule()])
-        with monkeypatch.context() as patched:
-            patched.setattr(reserved_alone, "native", lambda: None)
-            by_rule = replay_job(*given, rules=[rule()])
-        assert len(calls) == seed + 1, "else both are the rule's"
-        assert quick.pools[0].steps == list(by_rule.pools[0].steps)
-        for column in NUMBERS:
-            np.testing.assert_array_equal(*(getattr(one.pools[0], column)
-                                            for one in (quick, by_rule)), column)
-        for column in ("start_s", "first_token_s", "last_token_s"):
-            np.testing.assert_array_equal(*(getattr(one.times, column)
-                                            for one in (quick, by_rule)), column)
+        quick = same_both_ways(monkeypatch, reserved_alone, lambda given=given, rule=rule:
+                               replay_job(*given, rules=[rule()]))
         kinds.update(step.kind for step in quick.pools[0].steps)
     assert len(kinds) == num_kinds and min(kinds.values()) > 60, kinds
 
@@ -105,13 +89,5 @@ def test_a_rule_that_has_begun_goes_on_by_itself():
 
 
 def test_a_query_that_never_fits_is_named(monkeypatch):
-    problem, timing, estimate, queries = job_of(np.random.default_rng(0))
-    inputs = queries.inputs.copy()
-    inputs[3] = estimate.deployment.kv_tokens + 1
-    words = []
-    for library in (native.native(), None):
-        monkeypatch.setattr(reserved_alone, "native", lambda library=library: library)
-        with pytest.raises(XgptError, match="query 3 reserves") as refusal:
-            replay_job(problem, timing, estimate, replace(queries, inputs=inputs))
-        words.append(str(refusal.value))
-    assert words[0] == words[1]
+    job = job_of(np.random.default_rng(0))
+    assert_names_one_that_never_fits(monkeypatch, reserved_alone, job)

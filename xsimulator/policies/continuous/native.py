@@ -46,9 +46,6 @@ class Native:
         self._walks.argtypes = [address, address, address, ctypes.c_int, address, number, number,
                                 number, number, address, address, address]
         self._rounds.argtypes = [*[address] * 4, *[number] * 5, address, address]
-        self._paged, self._paged_told = library.xgpt_paged, library.xgpt_paged_told
-        self._paged.restype, self._paged_told.restype = address, number
-        self._paged.argtypes, self._paged_told.argtypes = [address] * 5, [address] * 10
         self.lines = library.xgpt_lines  # by addresses: it is called too often for more
         self.lines.restype = number
         self.lines.argtypes = [address, address, number, number, address, number, ctypes.c_double,
@@ -56,10 +53,12 @@ class Native:
         self.waa_bounds = library.xgpt_waa_bounds  # by addresses, as in csrc/planning_waa.cpp
         self.waa_bounds.restype = number
         self.waa_bounds.argtypes = [*[address] * 3, number, *[address] * 4]
-        # likewise, as in csrc/planning_reserved.cpp
-        self.reserved, self.reserved_told = library.xgpt_reserved, library.xgpt_reserved_told
-        self.reserved.restype, self.reserved_told.restype = address, None
-        self.reserved.argtypes, self.reserved_told.argtypes = [address] * 7, [address] * 9
+        # likewise, as in csrc/planning_replays.cpp (replay.told)
+        self.paged, self.reserved, self.told = (library.xgpt_paged, library.xgpt_reserved,
+                                                library.xgpt_told)
+        self.paged.restype, self.reserved.restype, self.told.restype = address, address, None
+        self.paged.argtypes, self.reserved.argtypes = [address] * 5, [address] * 7
+        self.told.argtypes = [address] * 10
         self._in_line = library.xgpt_in_line
         self._between = library.xgpt_between
         self._in_line.restype = self._between.restype = None
@@ -109,23 +108,6 @@ class Native:
                       stages, address_of(free_s), address_of(ready_s), address_of(turns_s),
                       address_of(ends))
         return turns_s, ends
-
-    def paged(self, facts: IntArray, slots: IntArray, inputs: IntArray,
-              left: IntArray) -> tuple[dict[str, IntArray], FloatArray, int]:
-        """Arguments and results as in csrc/planning.cpp: (what is told, by name, sizes of steps,
-        evictions)."""
-        counts = np.empty(6, np.int64)
-        given = [np.ascontiguousarray(one, np.int64) for one in (facts, slots, inputs, left)]
-        replay = self._paged(*(address_of(one) for one in given), address_of(counts))
-        turns, steps, chunks, ended, evicted, changes = counts.tolist()
-        shapes = {"waits": (turns,), "turn_of": (steps,), "labels": (steps, 6),
-                  "chunks": (chunks, 3), "ended": (ended,), "evicted": (evicted,),
-                  "memory": (changes, 2)}
-        told = {name: np.empty(shape, np.int64) for name, shape in shapes.items()}
-        sizes, times = np.empty((steps, 7)), np.empty((3, len(given[2])), np.int64)
-        number = self._paged_told(replay, *(address_of(one) for one in told.values()),
-                                  address_of(sizes), address_of(times))
-        return {**told, "times": times}, sizes, int(number)
 
     def between_s(self, shares: FloatArray, limits: IntArray, steps: FloatArray, rises: FloatArray,
                   handover: FloatArray, begin: int) -> FloatArray:

@@ -1,0 +1,60 @@
+"""A replay by csrc/planning_replays.cpp beside that of the rule itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from xgpt.core.errors import XgptError
+from xgpt.core.problem import Problem
+from xgpt.core.queries import QueryLengths
+from xgpt.core.schedule import Estimate
+from xprofiler.timing import TimingSource
+from xsimulator.replay.job import replay_job
+from xsimulator.replay.records import ReplayResult
+
+Job = tuple[Problem, TimingSource, Estimate, QueryLengths]
+
+_POOL = ("decoded", "encoded", "tokens", "context", "memory_tokens", "memory_s", "start_s", "end_s")
+_TIMES = ("start_s", "first_token_s", "last_token_s")
+
+
+def same_both_ways(monkeypatch: pytest.MonkeyPatch, alone: ModuleType,
+                   replayed: Callable[[], ReplayResult]) -> ReplayResult:
+    """What both find, equal to the bit; `alone`: the module that asks csrc, which is asked once."""
+    calls, usual = [], alone.result_of
+    with monkeypatch.context() as patched:
+        patched.setattr(alone, "result_of",
+                        lambda *given, **words: calls.append(1) or usual(*given, **words))
+        quick = replayed()
+        patched.setattr(alone, "native", lambda: None)
+        by_rule = replayed()
+    assert calls == [1], "else both are the rule's, or csrc's"
+    assert quick.pools[0].steps == list(by_rule.pools[0].steps)
+    for name in _POOL:
+        np.testing.assert_array_equal(
+            getattr(quick.pools[0], name), getattr(by_rule.pools[0], name), name)
+    for name in _TIMES:
+        np.testing.assert_array_equal(
+            getattr(quick.times, name), getattr(by_rule.times, name), name)
+    assert quick.preemptions == by_rule.preemptions
+    return quick
+
+
+def assert_names_one_that_never_fits(monkeypatch: pytest.MonkeyPatch, alone: ModuleType,
+                                     job: Job) -> None:
+    """In the same words both ways."""
+    problem, timing, estimate, queries = job
+    inputs = queries.inputs.copy()
+    inputs[3] = estimate.deployment.kv_tokens + 1
+    words = []
+    for library in (alone.native(), None):
+        monkeypatch.setattr(alone, "native", lambda library=library: library)
+        with pytest.raises(XgptError, match="query 3 reserves") as refusal:
+            replay_job(problem, timing, estimate, replace(queries, inputs=inputs))
+        words.append(str(refusal.value))
+    assert words[0] == words[1]
