@@ -34,6 +34,7 @@ from xgpt.core.units import format_seconds
 from xscheduler.alternatives import why_not
 from xscheduler.copies import has_room
 from xscheduler.copies_guessed import is_scarce, like_its_neighbours
+from xscheduler.copies_hoped import UNSEEN
 from xscheduler.copies_shown import configuration, found_qps, tried_row
 from xscheduler.copy_planner import CopyPlanner
 from xscheduler.copy_sizes import CopySizes
@@ -258,20 +259,27 @@ class Divider:
         return schedule.figures.throughput_qps / ((1 - schedule.margin.cost) * free)
 
     def _best(self, sizes: CopySizes, schedule: Schedule) -> Division | None:
-        """The best division. As long as it is worth taking, the copies that it takes are planned as
-        they are to be used, those that bring most first; what that leaves of them decides."""
-        least_qps = (1 + LEAST_SHARE) * schedule.figures.throughput_qps
-        for _ in range(MOST_SETTLED):
+        """The best division. As long as it may be worth taking, the copies that it takes are looked
+        at with their margins, the smallest first, and then planned as they are to be used, those
+        that bring most first; what that leaves of them decides."""
+        least_qps, settled = (1 + LEAST_SHARE) * schedule.figures.throughput_qps, 0
+        while settled < MOST_SETTLED:
             hoped = sizes.hoped
             best = self.division(hoped)
-            if best is None or best.worth <= least_qps or self.cuts():
+            if best is None or best.worth <= (1 + _ROUNDED) * least_qps or self.cuts():
                 break
             left = [size for size in set(best.sizes) if not sizes.is_settled(size)]
             if not left:
                 break
-            size = max(left, key=lambda one: (best.sizes.count(one) * hoped[one], one))
-            count = best.sizes.count(size)
-            sizes.settle(size, hoped[size] - (best.worth - least_qps) / count)
+            unsure = [size for size in left if not sizes.hopes.is_promised(size)]
+            size = min(unsure) if unsure else max(
+                left, key=lambda one: (best.sizes.count(one) * hoped[one], one))
+            floor_qps = hoped[size] - (best.worth - least_qps) / best.sizes.count(size)
+            if unsure:
+                sizes.promise(size, floor_qps / (1 + UNSEEN))
+                continue
+            sizes.settle(size, floor_qps)
+            settled += 1
             found = sizes.schedule(size)
             if found is not None and not takes_all(schedule.estimate, found.estimate,
                                                     self.problem):

@@ -24,9 +24,8 @@ from xgpt.launch.launcher import ranks_per_node
 from xgpt.report.table import schedule_table, stage_table
 from xrunner.replica import replicas_of
 from xrunner.rules.routing import deal
-from xscheduler.copies_guessed import is_scarce, like_its_neighbours
 from xscheduler.copies_shown import Looked
-from xscheduler.copy_sizes import UNSEEN, CopySizes
+from xscheduler.copy_sizes import CopySizes
 from xscheduler.divisions import (
     ANY_SIZES,
     EQUAL_ALONE,
@@ -177,20 +176,6 @@ def test_where_memory_is_ample_and_the_bound_loose_no_further_size_is_looked_at(
     scenario = HandScenario(model="opt-1.3b", device="A40", nodes=1, per_node=8, task="C2")
     found = Planner(scenario.problem(), scenario.timing(), OPTIONS).plan()
     assert "on 3, 5, 6 and 7 devices" in found.proof.covers
-
-
-def test_what_a_size_may_be_worth_is_guessed_by_those_next_to_it() -> None:
-    problem = toy_problem(per_node=8)
-    sizes = CopySizes(problem, divider_of(problem).search, has_margin=False)
-    sizes.worth.update({1: 0.0, 2: 5.0, 4: 8.0, 8: 24.0})
-    assert (like_its_neighbours(sizes.worth, 3), like_its_neighbours(sizes.worth, 6)) == (7.5, 18.0)
-    assert not is_scarce(problem, sizes.worth, 3), "its weights are small"
-    sizes.worth[2] = 0.0
-    assert like_its_neighbours(sizes.worth, 3) == 6.0, "below there is none that serves"
-    assert not is_scarce(problem, sizes.worth, 3)
-    assert sizes.hoped == {1: 0.0, 2: 0.0, 4: 8.0 * (1 + UNSEEN), 8: 24.0 * (1 + UNSEEN)}
-    sizes._has_margin = True
-    assert sizes.hoped == sizes.worth
 
 
 def test_a_bound_says_of_which_copies_it_is() -> None:
