@@ -146,6 +146,11 @@ int xgpt_pairs_product(uint16_t *out, const uint16_t *weight, const uint16_t *x,
                        const uint16_t *bias, int relu, int64_t tokens, int64_t inputs,
                        int64_t outputs, int threads);
 
+/* out [T, I] bfloat16: what xgpt_silu_mul gives of the product [T, 2 I] with a weight of 2 I outputs,
+ * gate first. The panels of the gate, then those of the rest, each like xgpt_pairs_product's. */
+int xgpt_pairs_gated(uint16_t *out, const uint16_t *weight, const uint16_t *x, int64_t tokens,
+                     int64_t inputs, int64_t inner, int threads);
+
 /* The cache of all layers at once: `arrays` has the addresses of num_arrays arrays [slots, k,
  * capacity, entry_bytes], a layer's keys, then its values, layer by layer; entry_bytes is d times
  * the size of an element, of any type. `slot_stride`: bytes between an array's slots, more than

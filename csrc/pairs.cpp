@@ -7,6 +7,7 @@
 
 #include "native.h"
 #include "levels.h"
+#include "rows.h"
 #include "threads.h"
 
 #include <string.h>
@@ -25,13 +26,16 @@ constexpr int64_t PANEL = 48;  // outputs that lie side by side: three registers
 constexpr int64_t TILE = 8;    // rows at a time: 24 of 32 registers hold sums
 constexpr int64_t CACHED_BYTES = 512 * 1024;  // of activations, beside a panel in a core's cache
 constexpr int64_t LEAST_TILES = 8;  // that one reading of the weight serves all the same
+constexpr int64_t LINE = 64;           // bytes that memory gives at once
+constexpr int64_t PAIR_BYTES = PANEL * 4;  // of a pair of inputs in a panel: three of these
+constexpr int64_t SPREAD = 12;  // tiles at most over which the next panel is asked for
 constexpr int64_t SET_BYTES = 2048;  // rows that far apart fall on one another in the first cache
 
 struct Product {
     uint16_t *out;
     const uint16_t *weight, *x, *bias;
     int64_t tokens, inputs, outputs;
-    bool relu;
+    bool relu, gated;
     int threads;
 };
 
@@ -54,10 +58,11 @@ inline __m512 wide(const uint16_t *bias, int64_t count) {
 }
 
 /* out [R, `count` <= PANEL] of R rows of x, `stride` apart, with `pairs` pairs of a panel. `ahead`:
- * of the panel that is asked for meanwhile, as many bytes as this one has; null: of none. */
+ * what memory is asked for meanwhile, `step` bytes a pair; null: nothing. */
 template <int R>
 void multiply_tile(const Product &a, uint16_t *out, const uint16_t *panel, const uint16_t *x,
-                   int64_t stride, int64_t pairs, int64_t output, const char *ahead) {
+                   int64_t stride, int64_t pairs, int64_t output, const char *ahead,
+                   int64_t step) {
     __m512 sums[R][3];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = sums[r][2] = _mm512_setzero_ps();
@@ -68,9 +73,12 @@ void multiply_tile(const Product &a, uint16_t *out, const uint16_t *panel, const
         const __m512bh w1 = (__m512bh)_mm512_loadu_si512(at + 32);
         const __m512bh w2 = (__m512bh)_mm512_loadu_si512(at + 64);
         if (ahead) {
-            _mm_prefetch(ahead + k * 4 * PANEL, _MM_HINT_T1);
-            _mm_prefetch(ahead + k * 4 * PANEL + 64, _MM_HINT_T1);
-            _mm_prefetch(ahead + k * 4 * PANEL + 128, _MM_HINT_T1);
+            const char *const line = ahead + k * step;
+            _mm_prefetch(line, _MM_HINT_T1);
+            if (step > LINE) {
+                _mm_prefetch(line + LINE, _MM_HINT_T1);
+                _mm_prefetch(line + 2 * LINE, _MM_HINT_T1);
+            }
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
@@ -100,7 +108,7 @@ void multiply_tile(const Product &a, uint16_t *out, const uint16_t *panel, const
 }
 
 using MultiplyTile = void (*)(const Product &, uint16_t *, const uint16_t *, const uint16_t *,
-                              int64_t, int64_t, int64_t, const char *);
+                              int64_t, int64_t, int64_t, const char *, int64_t);
 constexpr MultiplyTile MULTIPLY_TILE[TILE] = {
     multiply_tile<1>, multiply_tile<2>, multiply_tile<3>, multiply_tile<4>,
     multiply_tile<5>, multiply_tile<6>, multiply_tile<7>, multiply_tile<8>};
@@ -130,20 +138,58 @@ Rows rows_of(const Product &a, int64_t from, int64_t count, std::vector<uint16_t
     return {copy.data(), stride, count};
 }
 
-/* Tiles first..last-1 of `tiles`, of nearly equal numbers of rows, with one panel. */
+/* The rows of a tile: of `tiles`, of nearly equal numbers of rows. */
+struct Tile {
+    int64_t index, row, count;
+
+    Tile(const Rows &rows, int64_t tiles, int64_t t)
+        : index(t), row(rows.count * t / tiles), count(rows.count * (t + 1) / tiles - row) {}
+};
+
+/* Elements of a panel. */
+int64_t panel_size(const Product &a) { return (a.inputs + 1) / 2 * 2 * PANEL; }
+
+/* out = `tile` of the rows times a panel, of the outputs from `output` on that `a` says there are. The
+ * panel that lies behind it comes from memory meanwhile, a part of it with each of the first tiles:
+ * all with the first it would be wanted twice as quickly as memory gives it. */
+void multiply_one(const Product &a, const Rows &rows, uint16_t *out, const Tile &tile,
+                  const uint16_t *panel, int64_t output, int64_t tiles, bool has_next) {
+    const int64_t spread = std::min(tiles, SPREAD), step = PAIR_BYTES / spread;
+    const int64_t pairs = (a.inputs + 1) / 2;
+    const auto *const next = reinterpret_cast<const char *>(panel + panel_size(a));
+    avx512_pairs::MULTIPLY_TILE[tile.count - 1](
+        a, out, panel, rows.x + tile.row * rows.stride, rows.stride, pairs, output,
+        has_next && tile.index < spread ? next + tile.index * pairs * step : nullptr, step);
+}
+
+/* Tiles first..last-1 of `tiles` with one panel. */
 void multiply_panel(const Product &a, const Rows &rows, int64_t from, int64_t panel, int64_t tiles,
                     int64_t first, int64_t last) {
-    const int64_t pairs = (a.inputs + 1) / 2;
-    const uint16_t *const weight = a.weight + panel * pairs * 2 * PANEL;
-    const bool is_last = (panel + 1) * PANEL >= a.outputs;
+    const int64_t output = panel * PANEL;
     for (int64_t t = first; t < last; ++t) {
-        const int64_t row = rows.count * t / tiles, count = rows.count * (t + 1) / tiles - row;
-        // the next panel comes from memory while this one's first tile is multiplied
-        const void *ahead = is_last || t > first ? nullptr : weight + pairs * 2 * PANEL;
-        avx512_pairs::MULTIPLY_TILE[count - 1](
-            a, a.out + (from + row) * a.outputs + panel * PANEL, weight,
-            rows.x + row * rows.stride, rows.stride, pairs, panel * PANEL,
-            static_cast<const char *>(ahead));
+        const Tile tile(rows, tiles, t);
+        multiply_one(a, rows, a.out + (from + tile.row) * a.outputs + output, tile,
+                     a.weight + panel * panel_size(a), output, tiles,
+                     output + PANEL < a.outputs);
+    }
+}
+
+/* The same of a gate's panel and of its up's, with which the gate is closed at once. */
+void multiply_gated(const Product &a, const Rows &rows, int64_t from, int64_t panel, int64_t tiles,
+                    int64_t first, int64_t last) {
+    const int64_t panels = (a.outputs + PANEL - 1) / PANEL, output = panel * PANEL;
+    const uint16_t *const gate = a.weight + panel * panel_size(a);
+    const uint16_t *const up = gate + panels * panel_size(a);
+    Product within = a;
+    within.outputs = 2 * PANEL;
+    for (int64_t t = first; t < last; ++t) {
+        const Tile tile(rows, tiles, t);
+        uint16_t joint[TILE * 2 * PANEL];
+        const bool has_next = panel + 1 < panels;
+        multiply_one(within, rows, joint, tile, gate, 0, tiles, has_next);
+        multiply_one(within, rows, joint + PANEL, tile, up, PANEL, tiles, has_next);
+        gate_tile(a.out + (from + tile.row) * a.outputs + output, a.outputs, joint, 2 * PANEL,
+                  PANEL, tile.count, std::min(PANEL, a.outputs - output));
     }
 }
 
@@ -156,7 +202,7 @@ void multiply(const Product &a) {
         const Rows rows = rows_of(a, from, std::min(most, a.tokens - from), copy);
         const int64_t tiles = (rows.count + TILE - 1) / TILE;
         each_tile(panels, tiles, a.threads, [&](int64_t panel, int64_t first, int64_t last) {
-            multiply_panel(a, rows, from, panel, tiles, first, last);
+            (a.gated ? multiply_gated : multiply_panel)(a, rows, from, panel, tiles, first, last);
         });
     }
 }
@@ -172,7 +218,20 @@ extern "C" int xgpt_pairs_product(uint16_t *out, const uint16_t *weight, const u
 #ifdef XGPT_HAS_PAIRS
     if (xgpt_best_level() < XGPT_AVX512_BF16) return XGPT_WRONG_LEVEL;
     if (tokens)
-        xgpt::multiply({out, weight, x, bias, tokens, inputs, outputs, relu != 0, threads});
+        xgpt::multiply({out, weight, x, bias, tokens, inputs, outputs, relu != 0, false, threads});
+    return XGPT_OK;
+#else
+    return XGPT_WRONG_LEVEL;
+#endif
+}
+
+extern "C" int xgpt_pairs_gated(uint16_t *out, const uint16_t *weight, const uint16_t *x,
+                                int64_t tokens, int64_t inputs, int64_t inner, int threads) {
+    if (tokens < 0 || inputs < 1 || inner < 1 || threads < 1) return XGPT_WRONG_SIZE;
+#ifdef XGPT_HAS_PAIRS
+    if (xgpt_best_level() < XGPT_AVX512_BF16) return XGPT_WRONG_LEVEL;
+    if (tokens)
+        xgpt::multiply({out, weight, x, nullptr, tokens, inputs, inner, false, true, threads});
     return XGPT_OK;
 #else
     return XGPT_WRONG_LEVEL;

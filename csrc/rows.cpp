@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "native.h"
+#include "rows.h"
 #include "threads.h"
 
 namespace xgpt {
@@ -33,6 +34,7 @@ struct Gate {
     void *out;
     const void *joint;
     int64_t tokens, inner;
+    int64_t stride, up, out_stride;  // elements between rows; from a row's gate to its up; of out
     int threads;
 };
 
@@ -71,6 +73,11 @@ int norm(int dtype, void *normed, void *hidden, const void *added, const void *w
 
 }  // namespace
 
+void xgpt::gate_tile(uint16_t *out, int64_t out_stride, const uint16_t *joint, int64_t stride,
+                     int64_t up, int64_t rows, int64_t inner) {
+    run(xgpt::Gate{XGPT_BFLOAT16, out, joint, rows, inner, stride, up, out_stride, 1});
+}
+
 extern "C" int xgpt_add_rms_norm(int dtype, void *normed, void *hidden, const void *added,
                                  const void *weight, int64_t tokens, int64_t hidden_size,
                                  float eps, int threads) {
@@ -105,7 +112,8 @@ extern "C" int xgpt_silu_mul(int dtype, void *out, const void *joint, int64_t to
                              int threads) {
     if (wrong_dtype(dtype)) return XGPT_WRONG_DTYPE;
     if (tokens < 0 || inner < 1 || threads < 1) return XGPT_WRONG_SIZE;
-    return run(xgpt::Gate{dtype, out, joint, tokens, inner, threads_for(tokens * inner, threads)});
+    return run(xgpt::Gate{dtype, out, joint, tokens, inner, 2 * inner, inner, inner,
+                          threads_for(tokens * inner, threads)});
 }
 
 extern "C" int xgpt_keep_best(int dtype, float *best, int64_t *found, const void *logits, int64_t n,

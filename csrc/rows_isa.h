@@ -109,8 +109,8 @@ template <typename E>
 static void gate_rows(const Gate &a, int64_t from, int64_t to) {
     constexpr int AT_ONCE = 4;
     for (int64_t t = from; t < to; ++t) {
-        const E *gate = static_cast<const E *>(a.joint) + t * 2 * a.inner, *up = gate + a.inner;
-        E *out = static_cast<E *>(a.out) + t * a.inner;
+        const E *gate = static_cast<const E *>(a.joint) + t * a.stride, *up = gate + a.up;
+        E *out = static_cast<E *>(a.out) + t * a.out_stride;
         int64_t x = 0;
         for (; x + AT_ONCE * W <= a.inner; x += AT_ONCE * W)
             gate_some<AT_ONCE>(out + x, gate + x, up + x, AT_ONCE * W);

@@ -32,24 +32,55 @@ inline int threads_for(int64_t elements, int threads) {
     return static_cast<int>(std::clamp<int64_t>(elements / LEAST, 1, threads));
 }
 
+/* What is left of a thread's share of units of work, all of them below 2^32. It takes from the front;
+ * others, when theirs is done, from the back. */
+class Share {
+  public:
+    void set(int64_t first, int64_t end) { left_.store(packed(first, end), RELAXED); }
+
+    /* Some of it, at most `most` units: [first, end). False: none is left. Ever fewer as its end
+     * comes near, so that all threads are done at the same time. */
+    bool take(int64_t most, bool is_own, int64_t &first, int64_t &end) {
+        for (uint64_t now = left_.load(RELAXED), then;;) {
+            int64_t from = static_cast<uint32_t>(now), to = static_cast<int64_t>(now >> 32);
+            if (from >= to) return false;
+            const int64_t count = std::clamp<int64_t>((to - from) / 2, 1, most);
+            first = is_own ? from : to - count, end = first + count;
+            then = is_own ? packed(end, to) : packed(from, first);
+            if (left_.compare_exchange_weak(now, then, RELAXED)) return true;
+        }
+    }
+
+  private:
+    static constexpr auto RELAXED = std::memory_order_relaxed;
+    static uint64_t packed(int64_t first, int64_t end) {
+        return static_cast<uint64_t>(end) << 32 | static_cast<uint64_t>(first);
+    }
+
+    alignas(64) std::atomic<uint64_t> left_;  // the end above, the first below
+};
+
 /* Calls body(panel, first, last) until each of `panels` panels has had all its tiles: tiles
- * first..last-1 of one panel at a time, a panel's one after the other. Threads take pieces of the
- * work as they come free, each about PIECES of them: one whose core others took does fewer. */
+ * first..last-1 of one panel at a time. Each thread has a share of panels that lie side by side, so
+ * that it mostly knows which one it comes to next, and takes a piece of it at a time. One that is
+ * done early takes pieces of the others': the core of one may be taken by another process. */
 template <typename Body>
 void each_tile(int64_t panels, int64_t tiles, int threads, Body &&body) {
-    constexpr int64_t PIECES = 16;
-    const int64_t units = panels * tiles;
-    const int64_t piece = std::max(units / (PIECES * threads), int64_t{1});
-    std::atomic<int64_t> next{0};
-    share(threads, [&](int) {
-        int64_t unit;
-        while ((unit = next.fetch_add(piece, std::memory_order_relaxed)) < units)
-            for (const int64_t end = std::min(unit + piece, units); unit < end;) {
-                const int64_t panel = unit / tiles, first = unit % tiles;
-                const int64_t last = std::min(first + end - unit, tiles);
-                unit += last - first;
-                body(panel, first, last);
-            }
+    constexpr int64_t PIECES = 16, MOST_SHARES = 64;
+    const int64_t units = panels * tiles, piece = std::max(units / (PIECES * threads), int64_t{1});
+    const int shares = static_cast<int>(std::min<int64_t>({threads, units, MOST_SHARES}));
+    Share left[MOST_SHARES];
+    for (int i = 0; i < shares; ++i)
+        left[i].set(begin(units, shares, i), begin(units, shares, i + 1));
+    share(shares, [&](int own) {
+        for (int i = 0; i < shares; ++i)
+            for (int64_t unit, end; left[(own + i) % shares].take(piece, i == 0, unit, end);)
+                while (unit < end) {
+                    const int64_t panel = unit / tiles, first = unit % tiles;
+                    const int64_t last = std::min(first + end - unit, tiles);
+                    unit += last - first;
+                    body(panel, first, last);
+                }
     });
 }
 

@@ -111,7 +111,7 @@ class _Reader:
             gate_up = torch.cat([self._columns(f"mlp.{name}_proj.weight", inner, hidden)
                                  for name in ("gate", "up")])
         down = Product(self._rows("mlp.down_proj.weight", hidden, inner))
-        return GatedMlp(Product(gate_up), down, spec.activation)
+        return GatedMlp(gate_up, down, spec.activation)
 
     def _mixture(self) -> Mixture:
         experts, hidden = self._spec.decoder.experts, self._spec.hidden_size
@@ -123,7 +123,7 @@ class _Reader:
             gate, up, down = (f"{names.expert.format(index)}.{name}.weight"
                               for name in (names.gate, names.up, names.down))
             joint = torch.cat([self._columns(name, experts.inner, hidden) for name in (gate, up)])
-            mlps.append(GatedMlp(Product(joint), Product(self._rows(down, hidden, experts.inner)),
+            mlps.append(GatedMlp(joint, Product(self._rows(down, hidden, experts.inner)),
                                  self._spec.activation))
         return Mixture(router, mlps, experts)
 

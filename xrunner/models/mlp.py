@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from xgpt.core.decoder import Experts
 from xrunner.ops.linear import Product
-from xrunner.ops.rows import silu_mul
 
 # ModelSpec.activation -> of a gate
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -45,8 +44,9 @@ class PlainMlp:
 class GatedMlp:
     """`gate_up` [2 f, H], gate first, and `down` [H, f]: down(activation(gate) * up)."""
 
-    def __init__(self, gate_up: Product, down: Product, activation: str) -> None:
-        self.gate_up, self.down, self._activation = gate_up, down, activation
+    def __init__(self, gate_up: Tensor, down: Product, activation: str) -> None:
+        self.gate_up = Product(gate_up, activation="silu_mul" if activation == "silu" else "none")
+        self.down, self._activation = down, activation
 
     @property
     def products(self) -> tuple[Product, ...]:
@@ -54,8 +54,8 @@ class GatedMlp:
 
     def __call__(self, rows: Tensor) -> Tensor:
         joint = self.gate_up(rows)
-        if self._activation == "silu":
-            return self.down(silu_mul(joint))
+        if self._activation == "silu":  # the product's own
+            return self.down(joint)
         gate, up = joint.chunk(2, dim=-1)
         return self.down(GATES[self._activation](gate) * up)
 

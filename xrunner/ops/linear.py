@@ -21,23 +21,26 @@ from xrunner.ops.float16 import Float16Weight, is_float16_served
 from xrunner.ops.int8 import Int8Weight
 from xrunner.ops.mkl import MklWeight, is_mkl_served
 from xrunner.ops.pairs import PairsWeight, is_pairs_served
+from xrunner.ops.rows import silu_mul
 
 _PACKED = torch.ops.mkldnn
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x, "relu": F.relu, "gelu": partial(F.gelu, approximate="tanh"),
-    "gelu_erf": F.gelu}
+    "gelu_erf": F.gelu, "silu_mul": silu_mul}  # [T, 2 f], gate first, -> [T, f]: halves of the rest
 # -> oneDNN's name, and its algorithm
-_ONEDNN = {"none": ("none", ""), "relu": ("relu", ""), "gelu": ("gelu", "tanh"),
+_ONEDNN = {"relu": ("relu", ""), "gelu": ("gelu", "tanh"),
            "gelu_erf": ("gelu", "none")}
+_EXACT = ("none", "relu", "silu_mul")  # of a row, whatever rows are beside it
 
 
 class Product:
-    """y = x W^T + b, then `activation`: one of ACTIVATIONS."""
+    """y = x W^T + b, then `activation`: one of ACTIVATIONS. Of `silu_mul` y is [T, out / 2]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *,
                  activation: str = "none") -> None:
         """weight [out, in], bias [out]."""
         assert activation in ACTIVATIONS, f"{activation = }"
+        assert activation != "silu_mul" or len(weight) % 2 == 0, f"{weight.shape = }"
         self.weight: Tensor | None = weight
         self.bias, self._activation = bias, activation
         self.shape = tuple(weight.shape)
@@ -63,11 +66,16 @@ class Product:
             self._tile = invariant.tile_of(self._product, self.shape[1], work)
 
     @property
+    def _is_gated(self) -> bool:
+        """Whether it is one with what gates it: a bias is beyond that."""
+        return self._activation == "silu_mul" and self.bias is None
+
+    @property
     def _is_row_by_row(self) -> bool:
         """Whether the sums of a row are those of our own products, in one order whatever is
         computed beside it (tested), and what follows them is exact."""
         return isinstance(self._other, (Float16Weight, PairsWeight)) and (
-            self._activation in ("none", "relu"))
+            self._activation in _EXACT)
 
     def _lay_out(self, weight: Tensor, dtype: torch.dtype) -> None:
         narrow = self._narrow(dtype, weight.dtype)
@@ -80,12 +88,13 @@ class Product:
         self.bias = None if self.bias is None else self.bias.to(dtype)
         if weight.is_cpu and dtype == torch.bfloat16 and 0 not in weight.shape and (
                 is_pairs_served()):
-            self._other, self.weight = PairsWeight(self.weight), None
+            self._other = PairsWeight(self.weight, is_gated=self._is_gated)
+            self.weight = None
             return
         if not weight.is_cpu or not is_packable(dtype) or 0 in weight.shape:
             return
         # MKL has no activations; oneDNN does them in the product's pass
-        is_mkl = self._activation == "none" and not invariant.is_asked()
+        is_mkl = self._activation not in _ONEDNN and not invariant.is_asked()
         if dtype == torch.float32 and is_mkl and is_mkl_served():
             self._other = MklWeight(self.weight)
         else:
@@ -103,23 +112,23 @@ class Product:
         return Float16Weight if is_scaled else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in] -> [T, out], of the dtype that `activations_of` gives the weight's."""
+        """x [T, in] -> [T, out] (or as the activation makes it), of the dtype that `activations_of` gives the weight's."""
         return self._product(x) if self._tile is None else invariant.in_tiles(
             self._product, x, self._tile)
 
     def _product(self, x: Tensor) -> Tensor:
-        if isinstance(self._other, PairsWeight) and self._activation == "relu":
-            return self._other(x, self.bias, relu=True)
+        if isinstance(self._other, PairsWeight) and (self._activation == "relu" or self._is_gated):
+            return self._other(x, self.bias, relu=not self._is_gated)
         if self._other is not None:
             return ACTIVATIONS[self._activation](self._other(x, self.bias))
         if self._packed is None:
             assert self.weight is not None
             out = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
             return ACTIVATIONS[self._activation](out)
-        name, algorithm = _ONEDNN[self._activation]
+        name, algorithm = _ONEDNN.get(self._activation, ("none", ""))
         result: Tensor = _PACKED._linear_pointwise(
             x.to(self._packed.dtype), self._packed, self.bias, name, [], algorithm)
-        return result
+        return result if self._activation in _ONEDNN else ACTIVATIONS[self._activation](result)
 
 
 def activations_of(weight_dtype: torch.dtype, own: torch.dtype) -> torch.dtype:

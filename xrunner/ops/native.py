@@ -57,6 +57,7 @@ OPERATORS = {
     "xgpt_float16_product": "i pppppllli",
     "xgpt_has_pairs": "i",
     "xgpt_pairs_product": "i ppppillli",
+    "xgpt_pairs_gated": "i pppllli",
     "xgpt_kv_compact": "i pllpppllllli",
     "xgpt_kv_gather": "i plpllppllllli",
     "xgpt_kv_scatter": "i plpllppllllli",

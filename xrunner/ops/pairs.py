@@ -24,17 +24,21 @@ def is_pairs_served() -> bool:
 
 
 class PairsWeight:
-    """A weight in panels [out / 48, in / 2, 48, 2]."""
+    """A weight in panels [out / 48, in / 2, 48, 2]; of a gated one those of the gate, then those
+    of what it gates."""
 
-    def __init__(self, weight: Tensor) -> None:
-        """weight [out, in] bfloat16; neither size is 0."""
-        self._out, inputs = weight.shape
-        pairs = (inputs + 1) // 2
-        self.panels = weight.new_empty(-(-self._out // PANEL), pairs, PANEL, 2)
-        pieces = torch.split(self.panels, _AT_ONCE), torch.split(weight, _AT_ONCE * PANEL)
-        for some, rows in zip(*pieces, strict=True):
-            whole = F.pad(rows, (0, inputs % 2, 0, -len(rows) % PANEL))
-            some.copy_(whole.reshape(-1, PANEL, pairs, 2).transpose(1, 2))
+    def __init__(self, weight: Tensor, *, is_gated: bool = False) -> None:
+        """weight [out, in] bfloat16, gate first; neither size is 0. `is_gated`: of the product,
+        silu(its first half) times its second is wanted."""
+        halves, inputs = weight.chunk(1 + is_gated), weight.shape[1]
+        self._out, self._is_gated = len(halves[0]), is_gated
+        pairs, panels = (inputs + 1) // 2, -(-self._out // PANEL)
+        self.panels = weight.new_empty(len(halves) * panels, pairs, PANEL, 2)
+        for half, own in zip(halves, torch.split(self.panels, panels), strict=True):
+            pieces = torch.split(own, _AT_ONCE), torch.split(half, _AT_ONCE * PANEL)
+            for some, rows in zip(*pieces, strict=True):
+                whole = F.pad(rows, (0, inputs % 2, 0, -len(rows) % PANEL))
+                some.copy_(whole.reshape(-1, PANEL, pairs, 2).transpose(1, 2))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -42,11 +46,18 @@ class PairsWeight:
         return [self.panels]
 
     def __call__(self, x: Tensor, bias: Tensor | None = None, *, relu: bool = False) -> Tensor:
-        """x [T, in] -> x W^T + bias, [T, out] bfloat16; bias [out] bfloat16."""
+        """x [T, in] -> x W^T + bias, [T, out] bfloat16; bias [out] bfloat16. Of a gated weight,
+        which has no bias: silu(gate) * up [T, out / 2], one panel's gated while it is in a core's
+        cache."""
         lib = library()
         assert lib is not None, "its products are native alone"
         x = x.to(torch.bfloat16).contiguous()
         out = x.new_empty(len(x), self._out)
+        if self._is_gated:
+            assert bias is None and not relu, f"{bias = } {relu = }"
+            check(lib.xgpt_pairs_gated(out.data_ptr(), self.panels.data_ptr(), x.data_ptr(),
+                                       *x.shape, self._out, threads()))
+            return out
         check(lib.xgpt_pairs_product(
             out.data_ptr(), self.panels.data_ptr(), x.data_ptr(),
             None if bias is None else bias.data_ptr(), relu, *x.shape, self._out, threads()))

@@ -7,11 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from implementations import num_threads
+from torch import Tensor
 
 from xrunner.ops import invariant
 from xrunner.ops.linear import Product
 from xrunner.ops.native import library
 from xrunner.ops.pairs import PairsWeight, is_pairs_served
+from xrunner.ops.rows import silu_mul
 
 pytestmark = pytest.mark.skipif(
     not is_pairs_served(), reason="this processor's dot products of pairs are not the quickest")
@@ -46,6 +48,41 @@ def test_a_layer_s_product_is_by_pairs(activation: str) -> None:
     product.pack(torch.bfloat16)
     assert [t.ndim for t in product.tensors] == [4, 1], "panels and bias"
     torch.testing.assert_close(product(x), expected, rtol=2.0**-7, atol=2.0**-7)
+
+
+@many
+@given(tokens=st.integers(0, 40), inputs=st.integers(1, 200), inner=st.integers(1, 150),
+       seed=st.integers(0, 999), threads=st.integers(1, 3))
+def test_a_gate_is_closed_within_the_product_as_after_it(tokens: int, inputs: int, inner: int,
+                                                         seed: int, threads: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = (torch.randn(n, inputs, generator=generator).bfloat16()
+                 for n in (tokens, 2 * inner))
+    with num_threads(threads):
+        got = PairsWeight(weight, is_gated=True)(x)
+        assert torch.equal(got, silu_mul(PairsWeight(weight)(x)))
+    assert got.shape == (tokens, inner)
+
+
+@pytest.mark.parametrize("bias", [None, torch.ones(140).bfloat16()])
+def test_a_gated_layer_gives_half_as_many(bias: Tensor | None) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(140, 33).bfloat16(), torch.randn(9, 33).bfloat16()
+    product = Product(weight, bias, activation="silu_mul")
+    expected = product(x)
+    product.pack(torch.bfloat16)
+    assert expected.shape == product(x).shape == (9, 70)
+    torch.testing.assert_close(product(x), expected, rtol=2.0**-6, atol=2.0**-6)
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_shares_that_are_cut_anywhere_leave_out_no_tile(threads: int) -> None:
+    torch.manual_seed(0)
+    held, x = PairsWeight(torch.randn(1000, 31).bfloat16()), torch.randn(307, 31).bfloat16()
+    with num_threads(1):
+        expected = held(x)
+    with num_threads(threads):
+        assert all(torch.equal(held(x), expected) for _ in range(20))
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:

@@ -34,7 +34,8 @@ SERVED: dict[str, Any] = {
 # A count of tokens, where the name is elsewhere a list.
 OVER = {name: {"tokens": 2} for name in (
     "xgpt_add_rms_norm", "xgpt_add_layer_norm", "xgpt_place", "xgpt_silu_mul", "xgpt_quantise_rows",
-    "xgpt_rescale_rows", "xgpt_float16_product", "xgpt_pairs_product")}
+    "xgpt_rescale_rows", "xgpt_float16_product", "xgpt_pairs_product",
+    "xgpt_pairs_gated")}
 WRONG = {
     "XGPT_WRONG_DTYPE": [{"dtype": 2}, {"dtype": -1}, {"kv_dtype": 2}],
     "XGPT_WRONG_SIZE": [
@@ -71,7 +72,7 @@ def is_array(declared: str) -> bool:
 
 # Products whose units not every processor has.
 UNSERVED = {*(() if is_float16_served() else ("xgpt_float16_product",)),
-            *(() if is_pairs_served() else ("xgpt_pairs_product",))}
+            *(() if is_pairs_served() else ("xgpt_pairs_product", "xgpt_pairs_gated"))}
 OPERATORS = [name for name, signature in native.OPERATORS.items()
              if len(signature) > 4 and name not in UNSERVED]
 
