@@ -112,7 +112,8 @@ class Product:
         return Float16Weight if is_scaled else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, in] -> [T, out] (or as the activation makes it), of the dtype that `activations_of` gives the weight's."""
+        """x [T, in] -> [T, out], or what the activation makes of it, of the dtype that
+        `activations_of` gives the weight's."""
         return self._product(x) if self._tile is None else invariant.in_tiles(
             self._product, x, self._tile)
 
