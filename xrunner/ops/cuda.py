@@ -84,7 +84,8 @@ class CudaOps:
         if n == 0:
             return out
         group = heads // kv_heads
-        by_tiles = _by_tiles(query, cache, sizes)
+        wide = is_wide(query, *cache, row=dim) and query.stride(0) % 8 == 0
+        by_tiles = wide and _may_tile(query, sizes)
         together = _TILE_HEADS if by_tiles else 1 if group == 1 else 2 if group == 2 else 4
         at_work = n * kv_heads * -(-group // together)  # blocks of threads
         if parts is None:
@@ -94,13 +95,12 @@ class CudaOps:
         work = torch.empty((n, heads, parts, dim + 2), dtype=torch.float32,
                            device=query.device) if parts > 1 else None
         arguments = filled(
-                DECODE, out=out, query=query, keys=cache[0], values=cache[1], blocks=blocks,
+            DECODE, out=out, query=query, keys=cache[0], values=cache[1], blocks=blocks,
             lengths=lengths, bias=None if bias is None else bias.values, parts=work,
             query_stride=query.stride(0), n=n, heads=heads, kv_heads=kv_heads,
             dim=dim, **sizes,
             bias_width=0 if bias is None else bias.values.shape[1],
-            bias_center=0 if bias is None else bias.center, num_parts=parts,
-            is_wide=is_wide(query, *cache, row=dim) and query.stride(0) % 8 == 0,
+            bias_center=0 if bias is None else bias.center, num_parts=parts, is_wide=wide,
             scale=scale)
         name = DTYPES[query.dtype]
         shared = _THREADS // 32 * -(-group // -(-group // together)) * (dim + 2) * 4
@@ -131,14 +131,17 @@ class CudaOps:
                          or span.first + span.tokens > capacity)
             raise refusal(f"{wrong} beyond the capacity {capacity}")
         out = torch.empty((tokens, heads, dim), dtype=query.dtype, device=query.device)
+        wide = is_wide(*cache, row=dim)
+        by_tiles = (wide and is_wide(query, row=dim) and query.stride(0) % 8 == 0
+                    and _may_tile(query, sizes))
         for group in spans.groups:
             arguments = filled(
                 ENCODE, out=out, query=query, keys=cache[0], values=cache[1], blocks=group.blocks,
                 first=group.first, tokens_of=group.tokens, starts=group.starts,
                 query_stride=query.stride(0), spans=group.num_spans, heads=heads,
-                kv_heads=kv_heads, dim=dim, **sizes, is_wide=is_wide(*cache, row=dim), scale=scale)
+                kv_heads=kv_heads, dim=dim, **sizes, is_wide=wide, scale=scale)
             self._encode(group, arguments, heads, dim, DTYPES[query.dtype],
-                         by_tiles=_by_tiles(query, cache, sizes))
+                         by_tiles=by_tiles)
         return out
 
     def _encode(self, group: SpanGroup, arguments: Struct, heads: int, dim: int, name: str, *,
@@ -175,7 +178,7 @@ class CudaOps:
         tokens, size = hidden.shape
         if added is not None and added.shape != hidden.shape:
             raise refusal("added is of another shape")
-        if any(w is not None and w.shape != (size,) for w in weight_bias):
+        if weight.shape != (size,) or (bias is not None and bias.shape != (size,)):
             raise refusal(f"a weight that is not [{size}]")
         normed = torch.empty_like(hidden)
         if tokens:
@@ -201,8 +204,8 @@ class CudaOps:
             raise refusal(f"rows of {joint.shape[1]} for {kv_heads} KV heads of {dim}")
         check_numbers(joint.device, tokens, slots, positions)
         cos, sin = rotation or (None, None)
+        check_plain(joint.device, cos, sin)
         for angles in rotation or ():
-            check_plain(joint.device, angles)
             if (angles.dtype != torch.float32 or angles.shape != (tokens, dim // 2)
                     or dim % 2 != 0):
                 raise refusal(f"a rotation {list(angles.shape)} {angles.dtype} for {tokens} "
@@ -234,12 +237,10 @@ class CudaOps:
         return out
 
 
-def _by_tiles(query: Tensor, cache: tuple[Tensor, Tensor], sizes: dict[str, int]) -> bool:
-    """Whether attention may go by tensor cores (csrc/cuda_tiles.h): half precision, rows of whole
-    16 bytes, and 16 entries that begin at a multiple of 16 always in one block."""
-    dim = query.shape[-1]
-    return (query.dtype != torch.float32 and sizes["block_bits"] >= _TILE_BITS
-            and is_wide(query, *cache, row=dim) and query.stride(0) % 8 == 0)
+def _may_tile(query: Tensor, sizes: dict[str, int]) -> bool:
+    """Whether attention over rows of whole 16 bytes may go by tensor cores (csrc/cuda_tiles.h):
+    half precision, and 16 entries that begin at a multiple of 16 always in one block."""
+    return query.dtype != torch.float32 and sizes["block_bits"] >= _TILE_BITS
 
 
 def _tile_width(dim: int) -> int:

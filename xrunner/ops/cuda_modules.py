@@ -11,7 +11,7 @@ import hashlib
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -169,8 +169,12 @@ class CupyLauncher:
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-        self._device = device
+        # a number: of a device torch finds it out anew, several calls each time that it is asked
+        self._index = device.index
         self._cupy = _import_cupy()
+        self._refusals = (self._cupy.cuda.compiler.CompileException,
+                          self._cupy.cuda.driver.CUDADriverError,
+                          self._cupy.cuda.runtime.CUDARuntimeError)
         self._modules: dict[str, Any] = {}
         self._kernels: dict[str, Any] = {}
 
@@ -184,8 +188,13 @@ class CupyLauncher:
         return int(self._cupy.cuda.runtime.driverGetVersion())
 
     def __call__(self, launch: Launch) -> None:
-        with torch.cuda.device(self._device):
-            self._refusable(lambda: self._run(launch), launch.kernel)
+        try:
+            with torch.cuda.device(self._index):
+                self._run(launch)
+        except self._refusals as error:
+            words = str(error).strip().splitlines() or [type(error).__name__]
+            raise XgptError(
+                f"the kernel {launch.kernel} cannot be launched: {words[0]}") from error
 
     def _run(self, launch: Launch) -> None:
         kernel = self._kernels.get(launch.kernel) or self._loaded(launch.source, launch.kernel)
@@ -196,25 +205,15 @@ class CupyLauncher:
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(launch.arguments))
         self._cupy.cuda.driver.launchKernel(
             kernel.kernel.ptr, *launch.grid, launch.threads, 1, 1, launch.shared_bytes,
-            torch.cuda.current_stream(self._device).cuda_stream, ctypes.addressof(arguments), 0)
+            torch.cuda.current_stream(self._index).cuda_stream, ctypes.addressof(arguments), 0)
 
     def _loaded(self, source: str, kernel: str) -> Any:
-        with self._cupy.cuda.Device(self._device.index):
+        with self._cupy.cuda.Device(self._index):
             if source not in self._modules:
                 self._modules[source] = self._cupy.RawModule(
                     code=source_of(source), options=("--std=c++17",), backend="nvrtc")
             self._kernels[kernel] = self._modules[source].get_function(kernel)
         return self._kernels[kernel]
-
-    def _refusable(self, act: Callable[[], None], kernel: str) -> None:
-        refusals = (self._cupy.cuda.compiler.CompileException,
-                    self._cupy.cuda.driver.CUDADriverError,
-                    self._cupy.cuda.runtime.CUDARuntimeError)
-        try:
-            act()
-        except refusals as error:
-            words = str(error).strip().splitlines() or [type(error).__name__]
-            raise XgptError(f"the kernel {kernel} cannot be launched: {words[0]}") from error
 
 
 def _import_cupy() -> Any:

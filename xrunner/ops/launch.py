@@ -73,7 +73,11 @@ def filled(kind: type[Struct], **values: Tensor | float | None) -> Struct:
 def is_wide(*tensors: Tensor | None, row: int) -> bool:
     """Whether rows of `row` elements of all of them lie on 16 bytes and are whole eights, so that
     a kernel may read and write 16 bytes at a time."""
-    return row % 8 == 0 and all(t is None or t.data_ptr() % 16 == 0 for t in tensors)
+    beside = row % 8
+    for tensor in tensors:  # no generator: every operator of every layer asks
+        if tensor is not None:
+            beside |= tensor.data_ptr() % 16
+    return beside == 0
 
 
 def refusal(words: str) -> ValueError:
@@ -90,15 +94,16 @@ def check_alike(first: Tensor, *others: Tensor | None) -> None:
     if first.dim() > 0 and first.shape[-1] > 1 and first.stride(-1) != 1:
         raise refusal("the elements of a row are apart")
     for other in others:
-        if other is not None:
-            if other.dtype != dtype:
-                raise refusal(f"{other.dtype} beside {dtype}")
-            check_plain(device, other)
+        if other is not None and other.dtype != dtype:
+            raise refusal(f"{other.dtype} beside {dtype}")
+    check_plain(device, *others)
 
 
-def check_plain(device: torch.device, *tensors: Tensor) -> None:
+def check_plain(device: torch.device, *tensors: Tensor | None) -> None:
     """All are on the device, and contiguous."""
     for tensor in tensors:
+        if tensor is None:
+            continue
         if tensor.device != device:
             raise refusal(f"a tensor on {tensor.device} beside {device}")
         if not tensor.is_contiguous():
