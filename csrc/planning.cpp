@@ -1,11 +1,10 @@
-/* What the planner takes step by step: the walks of xsimulator/policies/continuous/paged_walk.py and
- * the rounds of in_flight.py beside it, which say what they are of. The same sums in the same order,
- * so that either finds the same to the bit. Needs nothing of the other files here, so that planning
- * can have it without them (xsimulator/policies/continuous/native.py). */
+/* What the planner takes step by step: the walks of xsimulator/policies/continuous/paged_walk.py, which
+ * says what they are of, and others. The same sums in the same order, so that either finds the same
+ * to the bit. Needs nothing of the other files here, so that planning can have it without them
+ * (xsimulator/policies/continuous/native.py). */
 #include <stdint.h>
 
 #include <algorithm>
-#include <utility>
 #include <vector>
 
 #include "size_tables.h"
@@ -224,31 +223,6 @@ extern "C" void xgpt_walks(const double *const *streams, const int64_t *stream_s
         double last[6] = {walker.anew, of[0].until(drawn), walker.evictions, walker.pieces,
                           walker.done, static_cast<double>(drawn)};
         for (int k = 0; k < 6; ++k) means[(2 + k) * n + i] = last[k];
-    }
-}
-
-/* When each turn begins on the first stage, [turns, configs] `starts`. table: [rows, kinds, configs]
- * seconds; index: [turns, configs] each turn's row of it, before the first the last row; kind_of:
- * [stages]; is_real: [stages, configs] 1 or 0, of the turns of a round; ends: [2, stages + 1,
- * configs] zeros. */
-extern "C" void xgpt_rounds(const double *table, const int64_t *index, const int64_t *kind_of,
-                            const double *is_real, int64_t rows, int64_t turns, int64_t stages,
-                            int64_t kinds, int64_t configs, double *ends, double *starts) {
-    double *done = ends, *then = ends + (stages + 1) * configs;
-    for (int64_t turn = 0; turn < turns; ++turn) {
-        const double *real = is_real + turn % stages * configs;
-        for (int64_t c = 0; c < configs; ++c) done[c] = done[stages * configs + c] * real[c];
-        for (int64_t s = 0; s < stages; ++s) {
-            const double *before = done + s * configs, *own = before + configs;
-            const int64_t *row = turn < s ? nullptr : index + (turn - s) * configs;
-            double *end = then + (s + 1) * configs;
-            for (int64_t c = 0; c < configs; ++c) {
-                double begin = std::max(own[c], before[c]);
-                if (s == 0) starts[turn * configs + c] = begin;
-                end[c] = begin + table[((row ? row[c] : rows - 1) * kinds + kind_of[s]) * configs + c];
-            }
-        }
-        std::swap(done, then);
     }
 }
 

@@ -76,6 +76,15 @@ class Remembered:
         self.facts, self.provenance = source.facts, source.provenance
         self.reach = cache(source.reach)
         self._answers: dict[Hashable, FloatArray] = {}
+        self._raised: dict[tuple[TableKey | OperatorGroup, float], Raised] = {}
+
+    def raised(self, what: TableKey | OperatorGroup, factor: float) -> Raised:
+        """The same with longer times, one source for all who ask: what they derive from it they
+        share."""
+        key = what, factor
+        if key not in self._raised:
+            self._raised[key] = Raised(self, what, factor)
+        return self._raised[key]
 
     def operator_s(self, operator: Operator, x: ArrayLike, y: ArrayLike = 0.0, *,
                    tp_degree: int = 1) -> FloatArray:

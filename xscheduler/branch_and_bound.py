@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,7 +42,8 @@ class Box:
     upper: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        assert all(low <= up for low, up in zip(self.lower, self.upper, strict=True)), f"{self = }"
+        assert len(self.lower) == len(self.upper) and all(
+            map(operator.le, self.lower, self.upper)), f"{self = }"
 
     @property
     def num_points(self) -> int:

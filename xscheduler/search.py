@@ -18,7 +18,7 @@ from typing import NamedTuple
 from xgpt.core.errors import BeatenError, InfeasibleError, wrong
 from xgpt.core.policies import able_policies, policy, searched_policies
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Rejected, Schedule, Status
+from xgpt.core.schedule import Estimate, Rejected, Schedule, Status
 from xgpt.core.schedule_file import schedule_from_flat
 from xprofiler.timing import TimingSource
 from xscheduler.alternatives import (
@@ -88,6 +88,8 @@ class Scheduler:
         self._results: dict[float, dict[str, Searched]] = {}  # by latency bound
         self._limits: dict[str, list[tuple[float, float]]] = {}  # (latency bound, upper bound)
         self._searches: dict[str, list[SpaceSearch]] = {}  # begun, under any bound
+        # what is best under one bound often is under several
+        self._estimates: dict[tuple[str, int, tuple[int, ...]], Estimate] = {}
 
     def find(self, latency_bound_s: float | None = None, *, compares: bool = True,
              floor_qps: float = 0.0, is_glance: bool = False, gap: float = 0.0) -> Schedule:
@@ -115,7 +117,7 @@ class Scheduler:
             raise Unmet(partial(explain, self.spaces, bound_s, is_proved=is_proved))
         # of equals the policy that comes first
         best = max(admissible, key=lambda one: one.candidate.objective)
-        estimate = best.space.estimate(best.plan, best.candidate.point)
+        estimate = _estimated(best, self._estimates)
         seconds = time.monotonic() - began
         free = self._unbounded(bound_s, results) if compares else None
         return schedule_from_flat(
@@ -290,6 +292,14 @@ class _Begun(NamedTuple):
     gap: float
     searches: dict[str, SpaceSearch]
     results: dict[str, Searched]
+
+
+def _estimated(best: BestPoint,
+               known: dict[tuple[str, int, tuple[int, ...]], Estimate]) -> Estimate:
+    key = best.space.name, best.plan, best.candidate.point
+    if key not in known:
+        known[key] = best.space.estimate(*key[1:])
+    return known[key]
 
 
 def _wider(name: str, searches: Mapping[str, Sequence[SpaceSearch]],

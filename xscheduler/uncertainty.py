@@ -49,7 +49,7 @@ from xgpt.core.normal import mixture_quantile, ndtri
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Margin, Schedule
 from xgpt.core.units import format_seconds
-from xprofiler.made_sources import Raised, remembering
+from xprofiler.made_sources import remembering
 from xprofiler.profile import ESTIMATED, TableKey
 from xprofiler.profile_timing import MOST_NOISE, TableError
 from xprofiler.source_errors import OperatorGroup, SourceErrors, sizes_of
@@ -154,7 +154,7 @@ class Doubts:
         computed = _computed_margin(
             self._computed, self.problem, metric, expected_s, lambda group: (
                 expected_s if _has_none_of(estimate, group) else self._variant(
-                    group, timing=Raised(self._timing, group, 1 + LEAST_STEP)
+                    group, timing=self._timing.raised(group, 1 + LEAST_STEP)
                 ).seconds(estimate, metric)))
         of_inputs = self._input_spread(estimate, metric)
         spread = math.hypot(of_times, of_inputs)
@@ -224,7 +224,7 @@ class Doubts:
             if not key.link and key.tp_degree not in degrees:
                 continue
             step = max(error.relative, LEAST_STEP)
-            raised = self._variant(key, timing=Raised(self._timing, key, 1 + step))
+            raised = self._variant(key, timing=self._timing.raised(key, 1 + step))
             effect = math.log(raised.seconds(estimate, metric) / expected_s)
             explained += effect / math.log1p(step)
             square += (effect * error.relative / step) ** 2

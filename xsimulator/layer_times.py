@@ -161,3 +161,15 @@ def is_compaction_timed(timing: TimingSource, degree: int) -> bool:
     except XgptError:
         return False
     return True
+
+
+def embed_s(layers: LayerTimes, rows: ArrayLike, degree: int) -> FloatArray:
+    """The lookup of so many tokens."""
+    return layers._kept.of((Operator.EMBED, degree), rows, lambda: layers.timing.operator_s(
+        Operator.EMBED, rows, tp_degree=degree))
+
+
+def onward_s(layers: LayerTimes, rows: ArrayLike, row_bytes: int, link: Link) -> FloatArray:
+    """A message of so many rows from stage to stage."""
+    return layers._kept.of((MessageKind.TRANSFER, row_bytes, link), rows, lambda: (
+        layers.timing.message_s(MessageKind.TRANSFER, np.asarray(rows, float) * row_bytes, link)))

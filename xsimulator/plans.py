@@ -6,7 +6,7 @@ batch sizes searched over."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import NamedTuple, Protocol
@@ -106,12 +106,27 @@ def shared_plans(problem: Problem, timing: TimingSource) -> StagePlans:
     return known[2]
 
 
+def shared_layers(problem: Problem, timing: TimingSource) -> LayerTimes:
+    """Those of the sources asked for last are kept: copies on parts of a cluster of any size have
+    the same layers, and their tables ask for the same sizes."""
+    known = next((own for source, own in tuple(_layers) if source is timing), None)
+    if known is None:
+        known = {}
+        _layers[:] = [*_layers[1 - _MOST_SOURCES:], (timing, known)]
+    inputs = problem.lengths.inputs  # the layers hold them, so no others have that id
+    key = (problem.model, problem.cluster.intra_link, problem.dtype, id(inputs),
+           problem.head_rows, problem.has_head)
+    if key not in known:
+        known[key] = LayerTimes.of(problem, timing)
+    return known[key]
+
+
 class StagePlans:
     """The plans of one problem; keeps each."""
 
     def __init__(self, problem: Problem, timing: TimingSource) -> None:
         self.problem, self.timing = problem, timing
-        self.layers = LayerTimes.of(problem, timing)
+        self.layers = shared_layers(problem, timing)
         fewer = 0 if problem.model.is_encoder_decoder else 1
         # every query takes at least one iteration here: a split needs some decoding to go by
         self._iterations = max(problem.lengths.outputs.mean - fewer, 1.0)
@@ -145,7 +160,7 @@ class StagePlans:
         problem, model = self.problem, self.problem.model
         own, layers = of_role(self.timing, role), self.layers
         if own is not self.timing:
-            layers = LayerTimes.of(problem, own)
+            layers = shared_layers(problem, own)
         weights = memory.weight_bytes(model, stages, problem.dtype, problem.weight_dtype)
         if pool_layers(model, role)[0] == 0:  # no decoder, so no output head
             weights[-1] -= (model.head_params / stages[-1].tp_degree
@@ -196,4 +211,6 @@ class StagePlans:
 
 
 _latest: list[tuple[Problem, TimingSource, StagePlans]] = []
-_MOST_KEPT = 4
+_MOST_KEPT = 16  # a margin's raised times are asked about copies of several sizes in turn
+_layers: list[tuple[TimingSource, dict[Hashable, LayerTimes]]] = []
+_MOST_SOURCES = 12  # the one that is planned with, and those whose times are raised

@@ -24,9 +24,9 @@ from xgpt.core.deployment import StageAssignment
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.units import DTYPE_BYTES
-from xprofiler.timing import MessageKind, Operator, TimingSource
+from xprofiler.timing import MessageKind, TimingSource
 from xsimulator import memory
-from xsimulator.layer_times import LayerTimes
+from xsimulator.layer_times import LayerTimes, embed_s, onward_s
 
 TOKEN_BYTES = 8  # a token id on its way back from the last stage to the first
 BEST_BYTES = 8  # a rank's best token of a row, and its logit
@@ -128,8 +128,7 @@ class StageTimes:
                                 BEST_BYTES * np.asarray(queries, float))
         if len(self.stages) == 1:
             return head
-        num_bytes = np.asarray(queries, float) * TOKEN_BYTES
-        return head + _transfer_s(self._timing, num_bytes, self._links[-1])
+        return head + onward_s(self.layers, queries, TOKEN_BYTES, self._links[-1])
 
     def ends_s(self, queries: ArrayLike) -> FloatArray:
         """The last stage's work for the last tokens of so many inputs alone, or for as many of each
@@ -149,13 +148,12 @@ class StageTimes:
     def _with_ends(self, work: FloatArray, rows: ArrayLike) -> FloatArray:
         """`work` of the layers with embedding, each stage's message to the next (the last sends
         none) and the host's fixed cost."""
-        moved_bytes, (ways, way_of) = np.asarray(rows, float) * self.layers.row_bytes, self._onward
-        onward = np.zeros((*moved_bytes.shape, len(ways) + 1))
+        ways, way_of = self._onward
+        onward = np.zeros((*np.shape(rows), len(ways) + 1))
         for index, link in enumerate(ways):
-            onward[..., index] = _transfer_s(self._timing, moved_bytes, link)
+            onward[..., index] = onward_s(self.layers, rows, self.layers.row_bytes, link)
         work = work + onward.take(way_of, axis=-1)
-        work[..., 0] += self._timing.operator_s(Operator.EMBED, rows,
-                                                tp_degree=self.stages[0].tp_degree)
+        work[..., 0] += embed_s(self.layers, rows, self.stages[0].tp_degree)
         work[..., 0] += _within_s(self._timing, self._groups.of_stages[0],
                                   TOKEN_BYTES * np.asarray(rows, float))
         work += self.overhead_s

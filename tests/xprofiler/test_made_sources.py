@@ -83,3 +83,12 @@ def test_raised_times_are_those_of_one_table(key: TableKey) -> None:
     # of two ways of handing over the quicker is what is answered for both
     own = key._replace(name="kv_handover") if key.name == HANDOVER_DIRECT else key
     assert raised == {other: (1.5 if other == own else 1.0) * s for other, s in plain.items()}
+
+
+def test_who_asks_for_the_same_longer_times_is_given_the_same_source() -> None:
+    source = Remembered(Counting())
+    head = source.raised(TableKey("head"), 1.01)
+    assert source.raised(TableKey("head"), 1.01) is head
+    assert source.raised(TableKey("head"), 1.02) is not head
+    plain, raised = (float(one.operator_s(Operator.HEAD, 5)) for one in (source, head))
+    assert raised == 1.01 * plain

@@ -133,7 +133,7 @@ def test_steps_of_more_rows_than_are_captured_are_launched():
 def test_bounds_take_rows_for_no_slower_than_in_either_kind_of_step():
     problem = problem_of("opt-13b", "a40-4", "S")
     source, sizes = roofline_of(problem), np.array([3.0, 40.0, 500.0])
-    usual_times = StagePlans(problem, source).both(1, 0).times
+    usual_times = StagePlans(problem, roofline_of(problem)).both(1, 0).times
     assert at_least(usual_times) is usual_times
     source.facts = replace(source.facts, captured_degrees=frozenset({1}))
     usual = source._rows[Operator.LAYER_REST]

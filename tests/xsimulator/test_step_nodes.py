@@ -3,6 +3,7 @@
 import numpy as np
 from problems_suite import roofline_of, toy_problem
 
+from xscheduler.copies import problems_of_copies
 from xsimulator.plans import StagePlans
 from xsimulator.stage_times import StageTimes
 
@@ -22,3 +23,16 @@ def test_a_plan_s_times_are_asked_for_once(monkeypatch):
     usual, least = plan.steps.rows_s(sizes), plan.least_steps.rows_s(sizes)
     assert len(asked) == 1
     assert (least <= usual).all()
+
+
+def test_copies_on_parts_of_any_size_share_what_is_asked_of_a_layer():
+    problem = toy_problem(devices=4)
+    timing, kept = roofline_of(problem), []
+    for parts in problems_of_copies(problem):
+        for one in parts:
+            layers = StagePlans(one, timing).layers
+            kept.append(layers)
+            assert layers is kept[0]
+    assert len(kept) > 2
+    other = StagePlans(problem, roofline_of(problem))
+    assert other.layers is not kept[0], "another source has other times"

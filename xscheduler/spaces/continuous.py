@@ -137,6 +137,13 @@ class ContinuousSpace(AllInBoxes):
         return known[1:]
 
     @cached_property
+    def roots(self) -> list[Box]:
+        """A box of each line."""
+        first, last = self.active
+        return [Box(root=root, lower=(first, line.least), upper=(last, line.most))
+                for root, line in enumerate(self.lines)]
+
+    @cached_property
     def _free_limits(self) -> tuple[FloatArray, FloatArray]:
         return self._limits_of(np.arange(len(self.lines)), math.inf)
 
@@ -187,9 +194,7 @@ class ContinuousExaminer:
         """`floor_qps`: throughput found elsewhere; what is no better is not looked into."""
         self._space, self._bound_s, self._gap = space, latency_bound_s, gap
         self._best_qps, self.known = floor_qps, None
-        first, last = space.active
-        self.roots = [Box(root=root, lower=(first, line.least), upper=(last, line.most))
-                      for root, line in enumerate(space.lines)]
+        self.roots = space.roots
         self.plan_of_root = [line.plan for line in space.lines]
         self._limit, self._active = np.empty(0), np.empty(0)  # [lines] once asked for
         self._num_looked_at = 0

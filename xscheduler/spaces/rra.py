@@ -3,6 +3,7 @@ beside decoding in chunks of several sizes."""
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
@@ -37,6 +38,7 @@ class RraSpace(AllInBoxes):
         self.name, self.problem, self.plans = name, problem, tuple(plans)
         self.points = RraPoints(problem, timing, plans)
         self.chunks = ChunkPoints(self.points)
+        self._figures = cache(self._evaluated)  # of the few that are shown, again and again
 
     @property
     def num_evaluated(self) -> int:
@@ -52,8 +54,7 @@ class RraSpace(AllInBoxes):
         return self.points.rra.estimate(self.points.config(plan, point))
 
     def figures(self, plan: int, point: tuple[int, ...]) -> tuple[float, float]:
-        figures = self.points.rra.evaluate([self.points.config(plan, point)])
-        return float(figures.throughput_qps[0]), float(figures.latency_s[0])
+        return self._figures(plan, point)
 
     def beyond(self, tight: Tight) -> str:
         config = self.points.config(tight.plan, tight.point)
@@ -110,3 +111,7 @@ class RraSpace(AllInBoxes):
                       self.chunks.point(r, k)) for latency, code, rate, r, k in zip(
                 latency_s.tolist(), crowded.tolist(), qps.tolist(), root.tolist(), rung.tolist(),
                 strict=True)]
+
+    def _evaluated(self, plan: int, point: tuple[int, ...]) -> tuple[float, float]:
+        figures = self.points.rra.evaluate([self.points.config(plan, point)])
+        return float(figures.throughput_qps[0]), float(figures.latency_s[0])

@@ -7,6 +7,7 @@ so of all pairs those are searched that make up a ladder of that ratio, of rungs
 box is a range of rungs."""
 
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xscheduler.admissible import Limit, Limits, crowding, crowding_or_pace
 from xscheduler.branch_and_bound import Box, Candidate, NodeResult
+from xscheduler.spaces.rra_examiner import ROUNDING
 from xscheduler.spaces.rra_points import RraPoints
 from xscheduler.spaces.tensor_plans import batch_range, iteration_range
 from xsimulator.policies import geometric
@@ -101,6 +103,7 @@ class ChunkPoints:
         self._limits = Limits.of(problem.constraint, queries=problem.num_queries or np.inf)
         self._known: dict[tuple[int, int], tuple[float, float, int]] = {}
         self._tops: dict[int, int] = {}
+        self.boxes = cache(self._boxes)  # by the number of the first root
 
     @property
     def num_evaluated(self) -> int:
@@ -179,6 +182,11 @@ class ChunkPoints:
             is_latency=is_latency)
         return limit
 
+    def _boxes(self, first_root: int) -> list[Box]:
+        top = len(self.ladder.batch) - 1
+        return [Box(root=first_root + place, lower=(bottom,), upper=(top,))
+                for place, bottom in enumerate(self.bottoms)]
+
     @property
     def _most_present(self) -> float:
         return self.points.problem.num_queries or np.inf
@@ -192,10 +200,8 @@ class ChunkExaminer:
         self._points, self._bound_s, self._gap = points, latency_bound_s, gap
         self._first = first_root
         self.best_qps = 0.0
-        top = len(points.ladder.batch) - 1
         self.plan_of_root = [root.plan for root in points.roots]
-        self.roots = [Box(root=first_root + place, lower=(bottom,), upper=(top,))
-                      for place, bottom in enumerate(points.bottoms)]
+        self.roots = points.boxes(first_root)
 
     def examine(self, boxes: Sequence[Box]) -> list[NodeResult]:
         points, reasons = self._points, np.full(len(boxes), "", object)
@@ -223,11 +229,10 @@ class ChunkExaminer:
             if reasons[row]:
                 results.append(NodeResult(box=box, reason=str(reasons[row])))
                 continue
-            best, is_all = seen[row]
+            best, of_all = seen[row]
+            is_all = of_all is not None
             cut = Box(root=box.root, lower=box.lower, upper=(int(high[row]),))
-            upper = float(limit[row])
-            if is_all:
-                upper = -np.inf if best is None else best.objective * (1 + 1e-12)
+            upper = float(limit[row]) if of_all is None else of_all
             results.append(NodeResult(
                 box=cut, upper_bound=upper, best=best, reason="each point evaluated" if is_all
                 else "decided at its corner", is_settled=is_all))
@@ -264,19 +269,19 @@ class ChunkExaminer:
         return np.asarray(high[rows])
 
     def _look(self, root: IntArray, low: IntArray, high: IntArray,
-              limit: FloatArray) -> list[tuple[Candidate | None, bool]]:
-        """[boxes] the best admissible point of a few, and whether these were all."""
-        seen: list[tuple[Candidate | None, bool]] = [(None, False)] * len(root)
+              limit: FloatArray) -> list[tuple[Candidate | None, float | None]]:
+        """[boxes] (the best admissible point of a few, what none of its points exceeds where these
+        were all)."""
+        seen: list[tuple[Candidate | None, float | None]] = [(None, None)] * len(root)
         rows = np.flatnonzero(limit > self.best_qps * (1 + self._gap))
         if not len(rows):
             return seen
         is_few = high[rows] - low[rows] < PARTS
         tried = np.where(is_few, np.minimum(low[rows] + np.arange(PARTS)[:, None], high[rows]),
                          np.rint(np.linspace(low[rows], high[rows], PARTS)).astype(np.int64))
-        qps, latency_s, crowded = (own.reshape(tried.shape) for own in self._points.evaluate(
+        score, left_qps = (own.reshape(tried.shape) for own in self._evaluated(
             np.tile(root[rows], PARTS), tried.ravel()))
-        score = np.where((crowded == 0) & (latency_s <= self._bound_s), qps, 0.0)
-        places = np.argmax(score, axis=0)
+        places, left_qps = np.argmax(score, axis=0), left_qps.max(axis=0)
         for column, row in enumerate(rows.tolist()):
             place, own = places[column], int(root[row])
             best = None
@@ -284,5 +289,24 @@ class ChunkExaminer:
                 best = Candidate(objective=float(score[place, column]), root=self._first + own,
                                  point=self._points.point(own, int(tried[place, column])))
                 self.best_qps = max(self.best_qps, best.objective)
-            seen[row] = best, bool(is_few[column])
+            most_qps = max(float(left_qps[column]), score[place, column] * (1 + ROUNDING))
+            seen[row] = best, (most_qps or -np.inf) if is_few[column] else None
         return seen
+
+    def _evaluated(self, root: IntArray, rung: IntArray) -> tuple[FloatArray, FloatArray]:
+        """[points] throughput, 0 of those that are not admissible, or not evaluated since they are
+        shown to be no better than the best; and what these have at most, 0 of all others."""
+        points = self._points
+        qps, left_qps = np.zeros(len(root)), points.limits(root, rung, rung, is_latency=False)
+        is_worth = left_qps > self.best_qps
+        if np.isfinite(self._bound_s) and is_worth.any():
+            rows = np.flatnonzero(is_worth)
+            slow = rows[points.limits(root[rows], rung[rows], rung[rows],
+                                      is_latency=True) > self._bound_s]
+            is_worth[slow], left_qps[slow] = False, 0.0
+        rows = np.flatnonzero(is_worth)
+        if len(rows):
+            of_each, latency_s, crowded = points.evaluate(root[rows], rung[rows])
+            qps[rows] = np.where((crowded == 0) & (latency_s <= self._bound_s), of_each, 0.0)
+            left_qps[rows] = 0.0
+        return qps, left_qps

@@ -22,10 +22,9 @@ from xgpt.core.problem import Problem
 from xscheduler.admissible import Limit
 from xscheduler.branch_and_bound import Box, Candidate, NodeResult
 from xscheduler.spaces.rra_points import RraPoints
-from xscheduler.spaces.tensor_plans import batch_range, even_parts, iteration_range
+from xscheduler.spaces.tensor_plans import batch_range, even_parts
 from xsimulator.policies.rra.bounds import SIDES
 
-ROOT_RANGES = 12  # of decode_iterations, in even ratios: wide boxes are bounded loosely
 RANGE_PARTS = 4  # into which a range of N_D is split
 FEW_POINTS = 6  # batches of one N_D that are evaluated one by one
 CUTS = 5  # batches at which a latency is looked at together; then as many between two of them
@@ -60,13 +59,7 @@ class RraExaminer:
         self.best_qps = floor_qps
         # (plan, N_D, least, most batch) -> where the line is split, for it is the last admissible
         self._frontier: dict[tuple[int, int, int, int], int] = {}
-        self.plan_of_root: list[int] = []
-        self.roots: list[Box] = []
-        for plan in range(len(points.plans)):
-            for lower, upper in _root_corners(problem, self._batches,
-                                              points.rra.flow.max_iterations):
-                self.roots.append(Box(root=len(self.roots), lower=lower, upper=upper))
-                self.plan_of_root.append(plan)
+        self.roots, self.plan_of_root = points.roots
 
     def examine(self, boxes: Sequence[Box]) -> list[NodeResult]:
         corners = np.array([(self.plan_of_root[box.root], *box.lower, *box.upper)
@@ -314,16 +307,6 @@ class _Best(NamedTuple):
 
 
 _NOTHING = _Best(0.0, (0, 0))
-
-
-def _root_corners(problem: Problem, batches: tuple[int, int],
-                  max_iterations: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """(lower, upper) corners (encode_batch, decode_iterations) that cover the space."""
-    first, last = iteration_range(problem.fixed, max_iterations)
-    sides = [(low, up) for low, up in ((batches[0], min(batches[1], SIDES - 1)),
-                                       (max(batches[0], SIDES), batches[1])) if low <= up]
-    return [((low, n1), (up, n2)) for n1, n2 in even_parts(first, last, ROOT_RANGES)
-            for low, up in sides]
 
 
 def _spread(least: IntArray, most: IntArray, count: int) -> IntArray:

@@ -4,6 +4,7 @@ asked, so that searches under several latency bounds share it."""
 
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -12,12 +13,14 @@ from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
 from xscheduler.admissible import SLACK, Limits, crowding, crowding_or_pace
-from xscheduler.spaces.tensor_plans import TensorPlan
+from xscheduler.branch_and_bound import Box
+from xscheduler.spaces.tensor_plans import TensorPlan, batch_range, even_parts, iteration_range
 from xsimulator.policies.rra.bounds import SIDES, RraBounds
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig, RraConfigs
 from xsimulator.policies.rra.native_points import largest_batch
 
+ROOT_RANGES = 12  # of decode_iterations, in even ratios: wide boxes are bounded loosely
 _ROOM_POINTS = 16  # batches looked at together on the way to the largest there is room for
 
 
@@ -45,6 +48,15 @@ class RraPoints:
     @property
     def num_evaluated(self) -> int:
         return len(self._known)
+
+    @cached_property
+    def roots(self) -> tuple[list[Box], list[int]]:
+        """Boxes that cover the space, and the tensor plan of each."""
+        corners = _root_corners(self.problem, batch_range(
+            self.problem.fixed, self.problem.num_queries), self.rra.flow.max_iterations)
+        every = [(plan, *own) for plan in range(len(self.plans)) for own in corners]
+        return ([Box(root=root, lower=lower, upper=upper)
+                 for root, (_, lower, upper) in enumerate(every)], [plan for plan, *_ in every])
 
     def configs(self, plan: IntArray, batch: IntArray, iterations: IntArray) -> RraConfigs:
         groups = self.problem.fixed.decode_micro_batches or 0
@@ -120,3 +132,13 @@ class RraPoints:
                   stretch: FloatArray) -> IntArray:
         return crowding(memory_bytes <= self.rra.capacity_bytes, present, stretch,
                         self.problem.num_queries or math.inf)
+
+
+def _root_corners(problem: Problem, batches: tuple[int, int],
+                  max_iterations: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """(lower, upper) corners (encode_batch, decode_iterations) that cover the space."""
+    first, last = iteration_range(problem.fixed, max_iterations)
+    sides = [(low, up) for low, up in ((batches[0], min(batches[1], SIDES - 1)),
+                                       (max(batches[0], SIDES), batches[1])) if low <= up]
+    return [((low, n1), (up, n2)) for n1, n2 in even_parts(first, last, ROOT_RANGES)
+            for low, up in sides]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray
+from xgpt.core.lengths import FloatArray, IntArray
 from xscheduler.admissible import Limit
 from xscheduler.branch_and_bound import Box, Candidate
 from xscheduler.spaces.waa_boxes import CHUNK_ROOT_PARTS, CHUNKS, Ranges, corners_of, grid
@@ -143,16 +143,12 @@ def climbed(space: WaaPoints, latency_bound_s: float, floor_qps: float,
     floor_qps = max(floor_qps, best[0] if best else 0.0)
     climber = Climber(space.evaluate, cache(partial(least_modest, space.waa)), latency_bound_s,
                       partial(space.most, latency_bound_s=latency_bound_s), floor_qps)
-    for plan, ((least, largest), (fewest, highest)) in enumerate(space.ranges):
-        degrees, bounds = space.degrees(plan), space.bounds
-        if math.isfinite(latency_bound_s):
-            largest = bounds.largest_within(largest, degrees, latency_bound_s)
-        if largest < least:
-            continue
-        limit, latency_s = bounds.quick(space.splits[plan], _whole(
-            least, largest, fewest, highest), degrees, latency_bound_s)
-        if limit[0] > floor_qps * (1 + gap) and latency_s[0] <= latency_bound_s:
-            grid += climber.grid(plan, (least, largest), (fewest, highest))
+    plans, boxes = _whole(space, latency_bound_s)
+    limit, latency_s, _ = space.quick(plans, boxes, latency_bound_s)
+    for row in np.flatnonzero(
+            (limit > floor_qps * (1 + gap)) & (latency_s <= latency_bound_s)).tolist():
+        grid += climber.grid(int(plans[row]), (int(boxes.least[row]), int(boxes.most[row])),
+                             (int(boxes.fewest[row]), int(boxes.highest[row])))
     found = climber.best([*grid, *(climber.beside(best[1], best[2]) if best else ())],
                          dict(enumerate(space.ranges)))
     return None if found is None or found[0] <= floor_qps else found
@@ -162,20 +158,18 @@ def most_climbed(space: WaaPoints, latency_bound_s: float) -> float:
     """No configuration with modest chunks answers more queries/s within the bound, whatever the
     division of the devices: from the quick bounds of a few boxes, which no search narrows."""
     bounds, most_qps = space.bounds, 0.0
-    for plan, ((least, largest), (fewest, highest)) in enumerate(space.ranges):
-        split, degrees = space.splits[plan], space.degrees(plan)
-        if math.isfinite(latency_bound_s):
-            largest = bounds.largest_within(largest, degrees, latency_bound_s)
-        if largest < least:
-            continue
-        parts = grid(Box(root=0, lower=(least, fewest, 0),
-                         upper=(largest, highest, len(CHUNKS) - 1)), CHUNK_ROOT_PARTS)
+    plans, whole = _whole(space, latency_bound_s)
+    for plan, *sides in zip(plans.tolist(), *(side.tolist() for side in (
+            whole.least, whole.fewest, whole.most, whole.highest)), strict=True):
+        split = space.splits[plan]
+        parts = grid(Box(root=0, lower=(*sides[:2], 0), upper=(*sides[2:], len(CHUNKS) - 1)),
+                     CHUNK_ROOT_PARTS)
         boxes = corners_of(parts, np.arange(len(parts)), CHUNKS)
-        limit, latency_s = bounds.quick(split, boxes, degrees, latency_bound_s)
+        limit, latency_s, _ = space.quick(np.full(len(parts), plan), boxes, latency_bound_s)
         rows = np.flatnonzero((latency_s <= latency_bound_s) & (limit > most_qps))
         if len(rows):
             own = boxes.take(rows)
-            divided = np.where(bounds.fits(split, own), bounds.quick_by_division(
+            divided = np.where(bounds.fits(split, own), bounds.quick.by_division(
                 split, own, latency_bound_s), 0.0).max(axis=0)
             most_qps = max(most_qps, float(np.minimum(limit[rows], divided).max()))
     return most_qps
@@ -191,11 +185,20 @@ def _first(best: Iterable[tuple[float, Key]]) -> list[tuple[float, Key]]:
     return [*first, *(one for one in left if one not in first)][:CLIMBED]
 
 
-def _whole(least: int, largest: int, fewest: int, highest: int) -> WaaBoxes:
-    """A box of chunks of all sizes."""
-    ranges = np.array([least, largest, fewest, highest, CHUNKS[0], CHUNKS[-1]])[:, None]
-    return WaaBoxes(least=ranges[0], most=ranges[1], fewest=ranges[2], highest=ranges[3],
-                    chunk=ranges[4], largest_chunk=ranges[5])
+def _whole(space: WaaPoints, latency_bound_s: float) -> tuple[IntArray, WaaBoxes]:
+    """Tensor plans of which some encode_batch may be quick enough, and a box of chunks of all sizes
+    of each."""
+    rows = list[tuple[int, ...]]()
+    for plan, ((least, largest), groups) in enumerate(space.ranges):
+        if math.isfinite(latency_bound_s):
+            largest = space.bounds.quick.largest_within(
+                largest, space.degrees(plan), latency_bound_s)
+        if largest >= least:
+            rows.append((plan, least, largest, *groups))
+    columns = np.array(rows, np.int64).reshape(-1, 5).T
+    first, last = (np.full(len(rows), size) for size in (CHUNKS[0], CHUNKS[-1]))
+    return columns[0], WaaBoxes(least=columns[1], most=columns[2], fewest=columns[3],
+                                highest=columns[4], chunk=first, largest_chunk=last)
 
 
 def _spread(least: int, most: int, count: int) -> list[int]:

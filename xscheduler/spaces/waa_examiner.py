@@ -132,7 +132,7 @@ class WaaExaminer:
             largest = max(box.upper[0] for box, own in zip(
                 self.roots, self.plan_of_root, strict=True) if own == plan)
             if not math.isinf(self._bound_s):
-                largest = self._space.bounds.largest_within(
+                largest = self._space.bounds.quick.largest_within(
                     largest, self._space.degrees(plan), self._bound_s)
             self._largest[plan] = largest
         return self._largest[plan]
@@ -146,14 +146,9 @@ class WaaExaminer:
 
     def _quick(self, boxes: Sequence[Box]) -> tuple[FloatArray, FloatArray, FloatArray]:
         """[boxes] most throughput, least latency, least stretch beyond what was measured."""
-        space = self._space
-        limit, latency, stretch = (np.empty(len(boxes)) for _ in range(3))
-        for index, rows in self._by_plan(boxes):
-            own, degrees = corners_of(boxes, rows, space.chunks), space.degrees(index)
-            limit[rows], latency[rows] = space.bounds.quick(
-                space.splits[index], own, degrees, self._bound_s)
-            stretch[rows] = space.waa.stretch.least(own.least.astype(float), degrees)
-        return limit, latency, stretch
+        plan = np.array([self.plan_of_root[box.root] for box in boxes], np.int64)
+        return self._space.quick(plan, corners_of(boxes, np.arange(len(boxes)), self._space.chunks),
+                                 self._bound_s)
 
     def _by_plan(self, boxes: Sequence[Box]) -> list[tuple[int, IntArray]]:
         plan = np.array([self.plan_of_root[box.root] for box in boxes])

@@ -9,7 +9,7 @@ from typing import cast
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray
+from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.made_sources import remembering
@@ -19,9 +19,9 @@ from xscheduler.branch_and_bound import Box
 from xscheduler.spaces.tensor_plans import TensorPlan
 from xscheduler.spaces.waa_boxes import Ranges, WorkLeft, chunks_of, ranges_of, roots_of
 from xsimulator.policies import make_policy
-from xsimulator.policies.waa.bounds import WaaBounds, most_of_points
+from xsimulator.policies.waa.bounds import WaaBounds
 from xsimulator.policies.waa.closed_form import Waa
-from xsimulator.policies.waa.config import WaaConfig, WaaConfigs
+from xsimulator.policies.waa.config import WaaBoxes, WaaConfig, WaaConfigs
 
 
 class WaaPoints:
@@ -36,6 +36,7 @@ class WaaPoints:
         self.bounds = WaaBounds(waa, is_modest=problem.fixed.encode_chunk is None)
         self.plans = tuple(plan for plan in plans if len(
             waa.times.split(plan.tp_degree, plan.tp_gpus).encode_devices))
+        self._tp_degree = np.array([plan.tp_degree for plan in self.plans], np.int64)
         self.splits = [waa.split(plan.tp_degree, plan.tp_gpus) for plan in self.plans]
         self.limits = Limits.of(problem.constraint, queries=problem.num_queries or math.inf)
         self._known: dict[tuple[int, ...], tuple[float, float, Limit]] = {}
@@ -50,12 +51,31 @@ class WaaPoints:
         """What none of these has more of within the bound, before they are evaluated."""
         plan, batch, groups, chunk = np.array(keys, np.int64).reshape(len(keys), 4).T
         most = np.empty(len(keys))
-        for index in np.unique(plan).tolist():
-            rows = np.flatnonzero(plan == index)
-            most[rows] = most_of_points(self.bounds, self.splits[index], WaaConfigs(
-                batch=batch[rows].astype(float), groups=groups[rows].astype(float),
-                chunk=chunk[rows].astype(float)), latency_bound_s)
+        degree = self._tp_degree[plan]
+        for own in np.unique(degree).tolist():
+            rows = np.flatnonzero(degree == own)
+            plans, which = np.unique(plan[rows], return_inverse=True)
+            most[rows] = self.bounds.quick.of_points(
+                [self.splits[index] for index in plans.tolist()], WaaConfigs(
+                    batch=batch[rows].astype(float), groups=groups[rows].astype(float),
+                    chunk=chunk[rows].astype(float)), which, latency_bound_s)
         return most
+
+    def quick(self, plan: IntArray, boxes: WaaBoxes,
+              latency_bound_s: float) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """[boxes] (most throughput, least latency, least stretch beyond what was measured) of boxes
+        of these tensor plans, before any division is looked at: of plans whose groups are of the
+        same degrees together, since a call costs as much for one as for many."""
+        limit, latency_s, stretch = np.empty((3, len(plan)))
+        kinds = self._kinds[plan]
+        for kind in np.unique(kinds).tolist():
+            rows = np.flatnonzero(kinds == kind)
+            own, plans = boxes.take(rows), plan[rows].tolist()
+            degrees = self.degrees(plans[0])
+            limit[rows], latency_s[rows] = self.bounds.quick.of_boxes(
+                [self.splits[index] for index in plans], own, degrees, latency_bound_s)
+            stretch[rows] = self.waa.stretch.least(own.least.astype(float), degrees)
+        return limit, latency_s, stretch
 
     def best_known(self, latency_bound_s: float) -> tuple[float, int, tuple[int, ...]] | None:
         """(throughput, plan, point) of the best admissible point of any box that was evaluated so
@@ -93,6 +113,13 @@ class WaaPoints:
         """Of the stages that a tensor plan may have."""
         own, devices = self.plans[plan], self.problem.cluster.num_devices
         return sorted({own.tp_degree} | ({1} if own.tp_gpus < devices else set()))
+
+    @cached_property
+    def _kinds(self) -> IntArray:
+        """[plans] alike where groups are of the same degrees."""
+        kinds: dict[tuple[int, ...], int] = {}
+        return np.array([kinds.setdefault(tuple(self.degrees(plan)), len(kinds))
+                         for plan in range(len(self.plans))], np.int64)
 
     def is_modest(self, batch: int, groups: int, chunk: int) -> bool:
         """Whether a configuration with that chunk is looked at."""

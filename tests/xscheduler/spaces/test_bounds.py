@@ -146,7 +146,7 @@ def check_waa(case: Case, seed: int) -> int:
     low_qps = bounds.bound(split, boxes, worth_qps=math.inf)[0]  # loose, for nothing is worth more
     singles = {1} if plan.tp_gpus < problem.cluster.num_devices else set()
     degrees = sorted({plan.tp_degree} | singles)
-    quick_qps, quick_s = bounds.quick(split, boxes, degrees)
+    quick_qps, quick_s = bounds.quick.of_boxes([split], boxes, degrees)
     batch = inside(rng, least, most, (False, False, True, True))
     groups = inside(rng, fewest, highest, (False, True, False, True))
     chunk = inside(rng, smallest, largest, (False, True, True, False))
@@ -168,8 +168,8 @@ def check_waa(case: Case, seed: int) -> int:
     within_qps = np.minimum.reduce([
         bounds.bound(split, boxes, latency_bound_s=bound_s)[0],
         bounds.bound(split, boxes, latency_bound_s=bound_s, worth_qps=math.inf)[0],
-        bounds.quick(split, boxes, degrees, bound_s)[0]])
-    most_batch = bounds.largest_within(1500, degrees, bound_s)
+        bounds.quick.of_boxes([split], boxes, degrees, bound_s)[0]])
+    most_batch = bounds.quick.largest_within(1500, degrees, bound_s)
     for row in np.flatnonzero(has_room.any(axis=1)):
         own = has_room[row]
         box = (where, least[row], most[row], fewest[row], highest[row], smallest[row],

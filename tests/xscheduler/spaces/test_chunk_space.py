@@ -17,8 +17,10 @@ from xgpt.core.problem import Problem
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xscheduler.search import GAP, Scheduler
+from xscheduler.spaces.continuous import ContinuousSpace
 from xscheduler.spaces.rra import RraSpace
-from xscheduler.spaces.rra_chunks import CHUNKS, ladder_of
+from xscheduler.spaces.rra_chunks import CHUNKS, ChunkPoints, ladder_of
+from xscheduler.spaces.space import Effort, search_space
 from xscheduler.spaces.tensor_plans import tensor_plans
 from xsimulator.policies.rra.chunk_bounds import ChunkBounds, RateRanges
 from xsimulator.policies.rra.closed_form import Rra
@@ -121,6 +123,36 @@ def test_the_search_finds_what_the_whole_ladder_has(seed: int, share: float) -> 
     assert found.figures.throughput_qps >= most / (1 + GAP) ** 2
     assert found.proof.bound_qps >= most and found.proof.gap <= GAP
     assert found.figures.latency_s <= bound_s
+
+
+def test_rungs_that_are_shown_to_be_too_slow_are_not_evaluated(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = replace(problem_of(lengths="S"), fixed=FixedSchedule(policies=("rra",)))
+    timing, evaluated = roofline_of(problem), list[tuple[int, int]]()
+    usual = ChunkPoints.evaluate
+
+    def noted(points, root, rung):
+        evaluated.extend(zip(root.tolist(), rung.tolist(), strict=True))
+        return usual(points, root, rung)
+
+    monkeypatch.setattr(ChunkPoints, "evaluate", noted)
+    space = RraSpace("rra", problem, timing, tensor_plans(problem, timing))
+    bound_s = 11.5
+    search_space(space, bound_s, Effort(gap=GAP))
+    root, rung = np.array(sorted(set(evaluated)), np.int64).T
+    least_s = space.chunks.limits(root, rung, rung, is_latency=True)
+    assert len(root) > 20 and (least_s <= bound_s).all()
+
+
+def test_a_space_has_its_roots_once() -> None:
+    problem = problem_of(lengths="S")
+    timing = roofline_of(problem)
+    space = RraSpace("rra", problem, timing, tensor_plans(problem, timing))
+    first, second = (space.examiner(bound_s, GAP, 0.0) for bound_s in (10.0, 5.0))
+    assert len(first.roots) > 100 and all(
+        one is other for one, other in zip(first.roots, second.roots, strict=True))
+    sarathi = ContinuousSpace("sarathi", problem, timing, tensor_plans(problem, timing))
+    assert sarathi.examiner(10.0, GAP, 0.0).roots is sarathi.examiner(5.0, GAP, 0.0).roots
 
 
 def test_chunks_are_searched_unless_the_job_or_the_model_has_none() -> None:

@@ -29,6 +29,7 @@ from xscheduler.spaces.waa_boxes import CHUNKS, WorkLeft, group_range
 from xscheduler.spaces.waa_climb import Climber
 from xscheduler.spaces.waa_examiner import LEFT
 from xsimulator.policies.waa.config import WaaBoxes
+from xsimulator.policies.waa.quick_bounds import QuickBounds
 
 
 def all_points(problem: Problem, timing: TimingSource, bound_s: float,
@@ -154,6 +155,44 @@ def test_of_points_their_own_division_says_what_they_have_at_most() -> None:
             own = np.array([qps * (latency_s <= bound_s and not limit)
                             for qps, latency_s, limit in space.evaluate(keys)])
             assert (own <= most).all() and (own > 0.5 * most).any()
+
+
+@pytest.mark.parametrize("name", ["waa-c", "waa-m"])
+def test_plans_of_one_degree_are_bounded_together_as_one_by_one(
+        name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = problem_of(cluster="a40-8")
+    space = WaaSpace(name, problem, roofline_of(problem), tensor_plans(
+        problem, roofline_of(problem)))
+    rng, calls = np.random.default_rng(3), list[int]()
+    keys = [(plan, int(rng.integers(1, 60)), int(rng.integers(1, 7)), int(rng.choice(CHUNKS)))
+            for plan in range(len(space.plans)) for _ in range(20)]
+    one_by_one = np.concatenate([space.most([key], 10.0) for key in keys])
+    usual = QuickBounds.of_points
+    monkeypatch.setattr(QuickBounds, "of_points", lambda self, splits, configs, *given: (
+        calls.append(len(splits)) or usual(self, splits, configs, *given)))
+    np.testing.assert_allclose(space.most(keys, 10.0), one_by_one, rtol=1e-12)
+    degrees = {plan.tp_degree for plan in space.plans}
+    assert len(calls) == len(degrees) < len(space.plans) == sum(calls)
+
+    plan, batch, groups, chunk = np.array(keys).T
+    boxes = WaaBoxes(least=batch, most=batch + 9, fewest=groups, highest=groups + 2, chunk=chunk,
+                     largest_chunk=2 * chunk)
+    together = space.quick(plan, boxes, 10.0)
+    apart = [space.quick(plan[row:row + 1], boxes.take(np.array([row])), 10.0)
+             for row in range(len(keys))]
+    np.testing.assert_allclose(together, np.concatenate(apart, axis=1), rtol=1e-12)
+
+
+def test_the_largest_batch_within_a_bound_is_where_the_quickest_way_ends() -> None:
+    problem = problem_of()
+    quick = WaaSpace("waa-m", problem, roofline_of(problem), tensor_plans(
+        problem, roofline_of(problem))).bounds.quick
+    found = [quick.largest_within(300, (1, 4), bound_s) for bound_s in np.geomspace(0.1, 60.0, 40)]
+    assert found == sorted(found) and found[0] == 0 and found[-1] == 300
+    assert len(set(found)) > 10
+    for bound_s in (2.0, 4.0):
+        assert quick.largest_within(300, (1, 4), bound_s) == max(
+            quick.largest_within(300, (degree,), bound_s) for degree in (1, 4))
 
 
 def test_a_climb_keeps_to_the_batches_that_the_job_asks_for() -> None:

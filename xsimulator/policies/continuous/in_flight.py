@@ -21,6 +21,7 @@ STEPS = 768  # of the sequence, at least: rounds times stages
 MIN_ROUNDS = 32
 WARM_UP_ROUNDS = 3
 LEAST_ENCODES = 8  # of the sequence: fewer would not show what their sizes do
+EMPTY = 2.0  # place of a turn that nobody takes, beyond any share
 _TOGETHER = 4096  # numbers of an array that a turn works on: what stays in a core's cache
 _SEED = 5  # of the order of the sequence: the same wherever it is computed
 
@@ -96,35 +97,44 @@ def _rounds(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray, groups
             kinds: IntArray, alternates: bool) -> Intervals:
     """A front moves through the pipeline: at place w the turn w - s is on stage s. There are as
     many turns in a round as stages; those beyond the groups are empty, and hold nobody up."""
-    configs, stages = len(groups), len(kinds)
-    rounds = _count(stages)
-    index, is_encode, is_real = _sequence(share, groups, stages, rounds, encode_s.shape[1],
-                                          alternates)
+    rounds, some = _count(len(kinds)), np.unique(groups)
+    places = np.stack([_places(count, len(kinds), rounds) for count in some.tolist()])
+    of_places = np.searchsorted(some, groups)
     table = np.concatenate([encode_s, plain_s[:, None], np.zeros_like(plain_s)[:, None]], axis=1)
     table = np.ascontiguousarray(table.transpose(1, 2, 0))  # [sizes + 2, kinds, configs]
-    library, empty = native(), table.shape[0] - 1
-    starts = starts_in_numpy(table, index, kinds, is_real) if library is None else (
-        library.starts(table, index, kinds, is_real))
-    # the means are taken over the rounds after the warm-up [rounds, stages, configs]
-    between = np.diff(starts.reshape(-1, stages, configs), axis=0)[-rounds:] * is_real
-    encodes = is_encode[-rounds - 1:-1]
-    of_encodes, number = (between * encodes).sum(axis=(0, 1)), encodes.sum(axis=(0, 1))
-    total, count = between.sum(axis=(0, 1)), rounds * groups
+    summed = _in_numpy if (library := native()) is None else library.rounds
+    (total, of_encodes, number), counts = summed(
+        table, places, of_places, share, kinds, warm_up=WARM_UP_ROUNDS, alternates=alternates)
+    count = rounds * groups
     mean = total / count
     encode = np.where(number > 0, of_encodes / np.maximum(number, 1), mean)
     plain = (total - of_encodes) / np.maximum(count - number, 1)
     # a short sequence has not quite the mean step that it stands for
-    drawn = index[-(rounds + 1) * stages:-stages] + np.arange(configs) * (empty + 1)
-    counts = np.bincount(drawn.ravel(), minlength=configs * (empty + 1))
-    weights = counts.reshape(configs, -1)[:, :empty] / (rounds * groups)[:, None]
-    mean_s = np.einsum("cs,skc->ck", weights, table[:empty])
+    mean_s = np.einsum("cs,skc->ck", counts / count[:, None], table[:-1])
     exact_s = share[:, None] * encode_s.mean(axis=1) + (1 - share)[:, None] * plain_s
     ratio = _least(exact_s, groups, kinds) / _least(mean_s, groups, kinds)
     return Intervals(mean * ratio, encode, np.where(number < count, plain, mean))
 
 
-def starts_in_numpy(table: FloatArray, index: IntArray, kinds: IntArray,
-                    is_real: FloatArray) -> FloatArray:
+def _in_numpy(table: FloatArray, places: FloatArray, of_places: IntArray, share: FloatArray,
+              kinds: IntArray, *, warm_up: int,
+              alternates: bool) -> tuple[FloatArray, FloatArray]:
+    """See Native.rounds."""
+    (rows, _, configs), stages = table.shape, len(kinds)
+    place = np.moveaxis(places[of_places], 0, 2)  # [rounds, stages, configs]
+    index, is_encode = _sequence(share, place, rows - 2, alternates)
+    is_real = (place[0] < EMPTY).astype(float)  # of the turns of a round
+    starts = _starts(table, index.reshape(-1, configs), kinds, is_real)
+    # over the rounds after the warm-up [rounds, stages, configs]
+    between = np.diff(starts.reshape(-1, stages, configs), axis=0)[warm_up:] * is_real
+    encodes, drawn = is_encode[warm_up:-1], index[warm_up:-1]
+    counts = np.bincount((drawn + np.arange(configs) * rows).ravel(), minlength=configs * rows)
+    return np.stack([between.sum(axis=(0, 1)), (between * encodes).sum(axis=(0, 1)),
+                     encodes.sum(axis=(0, 1))]), counts.reshape(configs, rows)[:, :-1].astype(float)
+
+
+def _starts(table: FloatArray, index: IntArray, kinds: IntArray,
+            is_real: FloatArray) -> FloatArray:
     """[turns, configs] when each turn begins on the first stage, where it takes `table` [rows,
     kinds, configs] at its row `index` [turns, configs], before the first the last row. kinds:
     [stages]; is_real: [stages, configs] of the turns of a round."""
@@ -150,13 +160,9 @@ def starts_in_numpy(table: FloatArray, index: IntArray, kinds: IntArray,
     return starts
 
 
-def _sequence(share: FloatArray, groups: IntArray, stages: int, rounds: int, sizes: int,
-              alternates: bool) -> tuple[IntArray, BoolArray, FloatArray]:
-    """Row of the table of each turn [turns, configs]; whether it encodes [rounds, stages, configs];
-    which turns of a round there are, 1 or 0 [stages, configs]."""
-    some, of_some = np.unique(groups, return_inverse=True)
-    places = np.stack([_places(count, stages, rounds) for count in some.tolist()], axis=2)
-    place = places[:, :, of_some]
+def _sequence(share: FloatArray, place: FloatArray, sizes: int,
+              alternates: bool) -> tuple[IntArray, BoolArray]:
+    """[rounds, stages, configs] row of the table of each turn, and whether it encodes."""
     chance = np.maximum(share, 1e-12)
     is_encode = place < chance
     if alternates:
@@ -168,16 +174,16 @@ def _sequence(share: FloatArray, groups: IntArray, stages: int, rounds: int, siz
             is_encode[number] = place[number] < chance[number]
     index = np.where(is_encode, place / chance * sizes, sizes)
     index = np.minimum(index.astype(np.int64), sizes)
-    index += place >= 2
-    return index.reshape(-1, len(groups)), is_encode, (place[0] < 2).astype(float)
+    index += place >= EMPTY
+    return index, is_encode
 
 
 @lru_cache(maxsize=128)
 def _places(groups: int, stages: int, rounds: int) -> FloatArray:
-    """[all rounds, stages] place of each turn in the order of steps that encode, as a share; 2,
-    beyond any share, of those that are empty."""
+    """[all rounds, stages] place of each turn in the order of steps that encode, as a share; EMPTY
+    of those that are."""
     all_rounds = WARM_UP_ROUNDS + rounds + 1
-    places = np.full((all_rounds, stages), 2.0)
+    places = np.full((all_rounds, stages), EMPTY)
     order = np.random.default_rng(_SEED).permutation(rounds * groups).reshape(rounds, groups)
     turn = (np.arange(all_rounds) - WARM_UP_ROUNDS) % rounds
     places[:, :groups] = (order[turn] + 0.5) / (rounds * groups)

@@ -45,7 +45,7 @@ class Native:
         self._walks.restype = self._rounds.restype = None
         self._walks.argtypes = [address, address, address, ctypes.c_int, address, number, number,
                                 number, number, address, address, address]
-        self._rounds.argtypes = [*[address] * 4, *[number] * 5, address, address]
+        self._rounds.argtypes = [address] * 8
         self.lines = library.xgpt_lines  # by addresses: it is called too often for more
         self.lines.restype = number
         self.lines.argtypes = [address, address, number, number, address, number, ctypes.c_double,
@@ -82,19 +82,20 @@ class Native:
                     address_of(tokens), address_of(joined))
         return means, tokens, joined
 
-    def starts(self, table: FloatArray, index: IntArray, kind_of: IntArray,
-               is_real: FloatArray) -> FloatArray:
-        """[turns, configs] Arguments as in csrc/planning.cpp."""
+    def rounds(self, table: FloatArray, places: FloatArray, of_places: IntArray, share: FloatArray,
+               kind_of: IntArray, *, warm_up: int,
+               alternates: bool) -> tuple[FloatArray, FloatArray]:
+        """Arguments and results as in csrc/planning_rounds.cpp: ([3, configs], [configs, sizes +
+        1])."""
         rows, kinds, configs = table.shape
-        table, index, is_real = (np.ascontiguousarray(table), np.ascontiguousarray(index, np.int64),
-                                 np.ascontiguousarray(is_real, float))
-        kind_of = np.ascontiguousarray(kind_of, np.int64)
-        turns, stages = len(index), len(kind_of)
-        starts, ends = np.empty((turns, configs)), np.zeros((2, stages + 1, configs))
-        self._rounds(address_of(table), address_of(index), address_of(kind_of),
-                     address_of(is_real), rows, turns, stages, kinds, configs, address_of(ends),
-                     address_of(starts))
-        return starts
+        numbers = np.array([rows - 2, places.shape[1], warm_up, len(kind_of), kinds, configs,
+                            int(alternates)], np.int64)
+        given = [np.ascontiguousarray(table), np.ascontiguousarray(places),
+                 np.ascontiguousarray(of_places, np.int64), np.ascontiguousarray(share, float),
+                 np.ascontiguousarray(kind_of, np.int64), numbers]
+        sums, counts = np.empty((3, configs)), np.zeros((configs, rows - 1))
+        self._rounds(*(address_of(own) for own in given), address_of(sums), address_of(counts))
+        return sums, counts
 
     def in_line(self, waits: IntArray, turn_of: IntArray, durations_s: FloatArray,
                 begin_s: float) -> tuple[FloatArray, FloatArray]:

@@ -35,6 +35,7 @@ from xsimulator.policies.continuous.query_sizes import slices
 from xsimulator.policies.measured_range import Presented
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.rra.few_queries import FewQueries
+from xsimulator.policies.rra.packed_blocks import OWN
 from xsimulator.policies.rra.phase_blocks import LOADS, BlockTable
 from xsimulator.policies.rra.phases import (
     DecodeLoads,
@@ -152,7 +153,8 @@ class Chunked:
         every = np.where(between < 2, np.where(between > ALWAYS, 2, 1),
                          np.rint(between)).astype(np.int64)
         rate = encode_batch / iterations
-        steady = self._batches(rate, groups, np.ones(len(groups), np.int64))
+        steady = self._batches(rate, groups, np.ones(len(groups), np.int64),
+                               () if is_timed else OWN)
         loads, group_batch = steady.decode_loads(), encode_batch / groups
         # groups that have none of few queries work no chunk, but may decode
         steps = np.maximum(loads.steps[0], groups * np.minimum(group_batch, 1.0))
@@ -160,7 +162,7 @@ class Chunked:
         num_cuts = np.where(is_full, chunks, chunks - 1)
         return ChunkLoads(
             steady=steady, cycles=self._batches(
-                rate * every, groups, every, () if is_timed else LOADS), loads=loads,
+                rate * every, groups, every, OWN if is_timed else LOADS), loads=loads,
             group_batch=group_batch, chunks=chunks, every=every, steps=steps,
             tokens=np.stack([np.clip(largest / chunks, of_all, configs.chunk), of_all]),
             begins=1 + num_cuts / np.maximum(group_batch, 1.0), spacing=often.mean(axis=0))

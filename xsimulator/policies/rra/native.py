@@ -73,12 +73,11 @@ class NativeRra:
             rra.seen_iterations, rra.flow.largest_context, NEGLIGIBLE])
         self._no_tolerances: FloatArray = np.zeros(_TOLERANCES)
 
-    def points(self, configs: RraConfigs) -> tuple[FloatArray, FloatArray, BoolArray]:
+    def points(self, call: Call) -> tuple[FloatArray, FloatArray, BoolArray]:
         """([6, configs] period_s, latency_s, encoded_s, the first iteration's end, encode_s, 1
         where the source answered for all; [3, configs] the most tokens and queries of a group that
         encodes, and queries of one that decodes; whether the figures are sure)."""
-        call = self.called(configs)
-        loaded = self._loaded(call, configs, self._no_tolerances, is_bound=False)
+        loaded = self._loaded(call, None, self._no_tolerances, is_bound=False)
         found, is_sure = self._found(Of.POINT, call, loaded, None, None)
         sizes = np.stack([loaded.tokens[0], loaded.encoded, loaded.most])
         return found, _in_order(sizes, call.order), is_sure
@@ -100,10 +99,9 @@ class NativeRra:
         found, is_sure = self._found(of, call, loaded, least, other)
         return found[0], is_sure
 
-    def held(self, configs: RraConfigs) -> tuple[FloatArray, IntArray]:
+    def held(self, call: Call) -> tuple[FloatArray, IntArray]:
         """([3, configs] tokens of KV, bytes on the fullest rank, queries present; columns)."""
-        call = self.called(configs)
-        count = len(configs)
+        count = len(call.order)
         found = np.empty((3, count))
         room, _kept = self._rooms.facts()
         pointers = self._rooms.of(call.plans)
@@ -111,16 +109,14 @@ class NativeRra:
                    address_of(call.groups), address_of(call.batch), count, address_of(found))
         return _in_order(found, call.order), _in_order(call.column[None], call.order)[0]
 
-    def room(self, configs: RraConfigs, like: IntArray, largest: int,
-             most_present: float) -> IntArray:
+    def room(self, call: Call, largest: int, most_present: float) -> IntArray:
         """[lines] the largest batch up to `largest` that there is room for, with that many queries
         present at most; see Rra.room."""
-        call = self.called(configs, like)
-        most = np.empty((1, len(configs)), np.int64)
+        most = np.empty((1, len(call.order)), np.int64)
         room, _kept = self._rooms.facts(most_present)
         pointers = self._rooms.of(call.plans)
         self._room(address_of(room), address_of(pointers), address_of(call.column),
-                   address_of(call.groups), len(configs), largest, address_of(most))
+                   address_of(call.groups), len(call.order), largest, address_of(most))
         return np.asarray(_in_order(most, call.order)[0])
 
     def chunks(self, attention_of: Callable[[int], PairEnvelope], plans: PlanRows,

@@ -12,6 +12,7 @@ from xsimulator.policies.figures import EstimateArrays, per_token_s
 from xsimulator.policies.measured_range import MeasuredRange, Presented
 from xsimulator.policies.rra.config import RraConfigs
 from xsimulator.policies.rra.native import NativeRra
+from xsimulator.policies.rra.native_steps import Call
 from xsimulator.policies.rra.native_tables import PlanRows, RraParts
 
 
@@ -19,9 +20,10 @@ def evaluated(rra: RraParts, native: NativeRra, measured: MeasuredRange, configs
               by_arrays: Callable[[RraConfigs], EstimateArrays]) -> EstimateArrays:
     """The figures of configurations; of those that a table of steps does not answer for by
     arrays."""
-    found, sizes, is_sure = native.points(configs)
+    call = native.called(configs)
+    found, sizes, is_sure = native.points(call)
     period_s, latency_s, encoded_s, first_s, encode_s, timed = found
-    (kv_tokens, memory_bytes, present), columns = native.held(configs)
+    (kv_tokens, memory_bytes, present), columns = native.held(call)
     problem, phases = rra.problem, rra.blocks.packed.single("mean_phases")[columns]
     ttft_s = first_s if problem.model.is_encoder_decoder else encoded_s
     latency_s, ttft_s, period_s, encode_s = (np.where(timed > 0, seconds, np.inf) for seconds in (
@@ -30,7 +32,7 @@ def evaluated(rra: RraParts, native: NativeRra, measured: MeasuredRange, configs
         "throughput_qps": configs.encode_batch / period_s, "latency_s": latency_s,
         "ttft_s": ttft_s, "tpot_s": per_token_s(problem, latency_s, ttft_s),
         "period_s": period_s, "encode_s": encode_s,
-        "stretch": _stretches(problem, native, measured, configs, sizes),
+        "stretch": _stretches(problem, call, measured, sizes),
         "decode_batch": configs.encode_batch * phases, "present": present,
         "kv_tokens": kv_tokens, "memory_bytes": memory_bytes}
     if not is_sure.all():
@@ -45,9 +47,10 @@ def largest_batch(native: NativeRra | None, measured: MeasuredRange, configs: Rr
                   like: IntArray, limits: tuple[int, float]) -> IntArray | None:
     """[lines] the largest encode_batch there is room for, up to, and with as many queries present
     as, `limits` say; None where it is to be looked for (Rra.room)."""
-    if native is None or not _is_endless(measured, native.called(configs, like).plans):
+    if native is None:
         return None
-    return native.room(configs, like, *limits)
+    call = native.called(configs, like)
+    return native.room(call, *limits) if _is_endless(measured, call.plans) else None
 
 
 def presented_at(problem: Problem, tokens: FloatArray, queries: FloatArray,
@@ -59,10 +62,10 @@ def presented_at(problem: Problem, tokens: FloatArray, queries: FloatArray,
         context=longest * (not problem.model.is_encoder_decoder) + problem.lengths.outputs.max)
 
 
-def _stretches(problem: Problem, native: NativeRra, measured: MeasuredRange, configs: RraConfigs,
+def _stretches(problem: Problem, call: Call, measured: MeasuredRange,
                sizes: FloatArray) -> FloatArray:
     """[configs] of `sizes` as NativeRra.points has them."""
-    call, stretch = native.called(configs), np.zeros(len(configs))
+    stretch = np.zeros(len(call.order))
     if _is_endless(measured, call.plans):
         return stretch
     for plan, part in call.plans:
