@@ -4,6 +4,8 @@ saturate, plus launches (xprofiler.constants). Times are for one rank's 1 / tp_d
 Every time grows with its size, and the time per token never grows: the search relies on both.
 Waves and tiles therefore enter as their smooth envelope, not as stairs."""
 
+from functools import cache, partial
+
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -193,18 +195,21 @@ class AttentionKernels:
         self._model, self._kernels, self._constants = model, kernels, kernels.constants
         self._width = model.num_heads * model.head_dim
         self._flops_per_s = kernels.flops_per_s * self._constants.encode_attention_flops_share
+        # asked for thousands of times
+        self._held, self._latent = cache(partial(kv_elements_of_rank, model)), model.decoder.latent
+        self._kv_heads = model.kv_heads
 
     def encode_s(self, tokens: FloatArray, together: FloatArray, tp_degree: int) -> FloatArray:
         """One query's share of a batch of `together`: its own work, and of what the batch does
         once (launch, the last tiles' pass over their keys) its part."""
         model, c = self._model, self._constants
-        width, latent = self._width / tp_degree, model.decoder.latent
+        width, latent = self._width / tp_degree, self._latent
         pairs = 1.0 if model.is_encoder_decoder else 0.5  # causal attention skips half of them
         keys = width if latent is None else (
             model.num_heads * (latent.nope_dim + latent.rope_dim) / tp_degree)
         # tokens^2 / (tokens / (tokens + half)) = tokens * (tokens + half): linear when short
         flops = 2 * pairs * (keys + width) * tokens * (tokens + c.encode_attention_half_tokens)
-        held = kv_elements_of_rank(model, tp_degree) if latent is None else keys + width
+        held = self._held(tp_degree) if latent is None else keys + width
         elements = tokens * (width + keys + held)
         memory_s = self._kernels.streamed_s(elements * self._kernels.item_bytes)
         once_s = c.encode_attention_launch_s + tokens * c.encode_attention_tail_s
@@ -214,12 +219,12 @@ class AttentionKernels:
     def cache_s(self, queries: FloatArray, context: FloatArray, tp_degree: int) -> FloatArray:
         """Queries of one token each against a cache of `context` tokens each. A latent cache is
         read whole by every rank; heads multiply the compressed vectors themselves."""
-        model, c, latent = self._model, self._constants, self._model.decoder.latent
+        c, latent = self._constants, self._latent
         pairs = queries * (context + c.decode_attention_extra_tokens)
-        kv_bytes = pairs * kv_elements_of_rank(model, tp_degree) * self._kernels.kv_item_bytes
-        width, items = 2 * self._width, model.kv_heads / tp_degree
+        kv_bytes = pairs * self._held(tp_degree) * self._kernels.kv_item_bytes
+        width, items = 2 * self._width, self._kv_heads / tp_degree
         if latent is not None:
-            width, items = model.num_heads * (2 * latent.kv_rank + latent.rope_dim), 1.0
+            width, items = self._model.num_heads * (2 * latent.kv_rank + latent.rope_dim), 1.0
         compute_s = 2 * pairs * width / tp_degree / self._flops_per_s
         fixed_s = c.decode_attention_launch_s + c.decode_attention_item_s * queries * items
         return joined(fixed_s, np.maximum(self._kernels.cache_read_s(kv_bytes), compute_s),
@@ -227,6 +232,6 @@ class AttentionKernels:
 
     def compaction_s(self, moved: FloatArray, tokens: FloatArray, tp_degree: int) -> FloatArray:
         """Cache rows copied within a rank: read and written once."""
-        elements = moved * tokens * kv_elements_of_rank(self._model, tp_degree)
+        elements = moved * tokens * self._held(tp_degree)
         copy_s = self._kernels.copied_s(2 * elements * self._kernels.item_bytes)
         return copy_s + self._constants.elementwise_launch_s

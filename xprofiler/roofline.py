@@ -61,7 +61,7 @@ class Roofline:
                    tp_degree: int = 1) -> FloatArray:
         """See TimingSource."""
         size, second = np.asarray(x, float), np.asarray(y, float)
-        if operator not in self._rows or second.ndim:
+        if size.shape != second.shape and (operator not in self._rows or second.ndim):
             size, second = np.broadcast_arrays(size, second)
         if operator in self._rows:
             seconds = self._rows[operator](size, tp_degree)

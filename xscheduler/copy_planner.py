@@ -88,14 +88,9 @@ class ProblemSearch:
         """See Scheduler.find. What was found for a lower floor, or beats its floor, is not looked
         for again."""
         gap = _gap_under(latency_bound_s, gap, self.gap)
-        if self._whole is not None and _gap_under(latency_bound_s, self._whole.gap) <= gap:
-            # what won against the others is its policy's best
-            won, least_qps = self._whole._known.get(
-                (latency_bound_s, _gap_under(latency_bound_s, self._whole.gap)), (None, math.inf))
-            if (isinstance(won, Schedule) and least_qps <= floor_qps
-                    and isinstance(self._search, Scheduler)
-                    and won.estimate.policy == self._search.spaces[0].name):
-                return won
+        won = _won(self, latency_bound_s, gap)
+        if won is not None and won[1] <= floor_qps:
+            return won[0]
         key = latency_bound_s, gap
         if self._known.get(key, (None, math.inf))[1] > floor_qps:
             self._known[key] = self._found(latency_bound_s, floor_qps, gap)
@@ -112,6 +107,8 @@ class ProblemSearch:
             return self.find(latency_bound_s)
         if latency_bound_s not in self._glances:
             gap = _gap_under(latency_bound_s, gap, self.gap)
+            if (won := _won(self, latency_bound_s, gap)) is not None:
+                return won[0]  # whatever the floor that it was searched for with
             least_qps, unseen = self._unseen.get(latency_bound_s, (math.inf, None))
             if unseen is not None and floor_qps >= FLOORS_APART * least_qps:
                 raise unseen.with_traceback(None)
@@ -194,6 +191,21 @@ class ProblemSearch:
             return refusal, 0.0
         self.found.append(schedule)
         return schedule, floor_qps * (schedule.figures.throughput_qps <= floor_qps)
+
+
+def _won(search: ProblemSearch, latency_bound_s: float,
+         gap: float) -> tuple[Schedule, float] | None:
+    """Of one policy what won against the others where all were searched, to no wider a gap, is its
+    best; and the least floor for which it is."""
+    whole, own = search._whole, search._search
+    if whole is None or not isinstance(own, Scheduler):
+        return None
+    own_gap = _gap_under(latency_bound_s, whole.gap)
+    won, least_qps = whole._known.get((latency_bound_s, own_gap), (None, math.inf))
+    if own_gap > gap or not isinstance(won, Schedule) or (
+            won.estimate.policy != own.spaces[0].name):
+        return None
+    return won, least_qps
 
 
 class CopyPlanner:

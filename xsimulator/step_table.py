@@ -40,6 +40,7 @@ class SizeTable:
         self._kept = {} if kept is None else kept
         self.nodes = self.rises = np.empty((0, 0))  # [columns, nodes]
         self._at = 0, 0  # addresses of both
+        self._end = 0.0  # sizes below it are within the table
         self.is_finite = True
 
     def __call__(self, sizes: FloatArray) -> FloatArray:
@@ -83,6 +84,8 @@ class SizeTable:
 
     def reach(self, size: float) -> None:
         """The table has the nodes around sizes up to this one."""
+        if size < self._end:
+            return
         top = (int(np.array(max(size, LEAST)).view(np.int64)) >> _SHIFT) - _FIRST
         if top >= self.nodes.shape[1]:
             self._extend(max(top + (2 << SPLITS), _LEAST_NODES))
@@ -97,6 +100,7 @@ class SizeTable:
         self.is_finite = bool(np.isfinite(nodes).all())
         with np.errstate(invalid="ignore"):
             rises = np.diff(nodes, axis=1) / np.diff(sizes)
+        self._end = float(sizes[-1])
         self.nodes = np.ascontiguousarray(nodes[:, :-1])
         self.rises = np.ascontiguousarray(rises)
         self._at = address_of(self.nodes), address_of(self.rises)

@@ -14,6 +14,7 @@ from toy_jobs import roofline_of, toy_problem
 from xgpt.core.errors import BeatenError, InfeasibleError
 from xgpt.core.job import FixedSchedule
 from xprofiler.roofline import Roofline
+from xscheduler.copy_planner import ProblemSearch
 from xscheduler.planner import Planner, PlanOptions
 from xscheduler.search import FIRST_GAP, GAP, KEPT_SEARCHES, Scheduler
 from xscheduler.spaces import space as spaces
@@ -59,6 +60,16 @@ def test_a_search_goes_on_from_the_glance_before_it(monkeypatch):
     scheduler.find(math.inf, compares=False, floor_qps=found.figures.throughput_qps / 2)
     scheduler.find(math.inf, compares=False)
     assert len(begun) > once, "what was given up for a floor is looked at again without it"
+
+
+def test_what_won_against_all_others_is_not_looked_for_alone(monkeypatch):
+    problem = toy_problem(latency_s=0.08, per_node=2)
+    search = ProblemSearch.of(problem, roofline_of(problem), Effort(gap=GAP))
+    won = search.find(0.08)
+    begun: list[str] = []
+    monkeypatch.setattr(spaces.SpaceSearch, "go_on", lambda self, *given: begun.append("looked at"))
+    alone = search.alone(won.estimate.policy)
+    assert alone.glance(0.08, 0.0) is alone.find(0.08) is won and not begun
 
 
 def test_only_the_gap_that_nobody_asked_for_widens(monkeypatch):

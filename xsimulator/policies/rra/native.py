@@ -132,10 +132,10 @@ class NativeRra:
         pointers, kept = np.empty(count, np.int64), list[Any]()
         rates, longest = np.zeros(MOST_DEGREES, np.int64), np.full(
             count, self._rra.flow.largest_context)
-        for plan, rows in plans:
-            rows_most = largest[rows] + ranges.chunk[rows]
-            described = self._steps.of(plan.least_steps, plan, (
-                largest[rows], rows_most, np.maximum(rows_most, 1.0)))
+        together = largest + ranges.chunk
+        for (plan, rows), sizes in zip(plans, _largest(plans, largest, together, together),
+                                       strict=True):
+            described = self._steps.of(plan.least_steps, plan, sizes)
             kept.append(described)
             pointers[rows] = address_of(described.words)
         for degree in {degree for plan, _ in plans for degree in plan.times.degrees}:
@@ -211,10 +211,10 @@ class NativeRra:
                other: IntArray | None) -> tuple[FloatArray, BoolArray]:
         count = len(call.order)
         pointers, kept = np.empty(count, np.int64), list[Any]()
-        for plan, rows in call.plans:
+        for (plan, rows), sizes in zip(call.plans, _largest(
+                call.plans, loaded.most, loaded.tokens.max(axis=0), loaded.encoded), strict=True):
             steps = plan.steps if least is None else plan.least_steps
-            described = self._steps.of(steps, plan, (
-                loaded.most[rows], loaded.tokens[:, rows], loaded.encoded[rows]))
+            described = self._steps.of(steps, plan, sizes)
             kept.append(described)
             pointers[rows] = address_of(described.words)
         attention, compaction, rates = np.zeros((3, MOST_DEGREES), np.int64)
@@ -247,6 +247,12 @@ class NativeRra:
             most = most * np.maximum(loaded.largest / (call.batch / call.groups), 1.0)
         return np.ascontiguousarray(least.attention_of(degree).least_rate(
             most, np.full(most.shape, self._rra.flow.largest_context)))
+
+
+def _largest(plans: PlanRows, *sizes: FloatArray) -> list[tuple[float, ...]]:
+    """Of each plan the largest of each of these [configs]."""
+    begins = [rows.start for _, rows in plans]
+    return list(zip(*(np.maximum.reduceat(own, begins).tolist() for own in sizes), strict=True))
 
 
 def _rows(array: FloatArray) -> list[int]:

@@ -54,12 +54,11 @@ class StepStructures:
         self.shares: FloatArray = np.zeros((MOST_DEGREES, 3, len(TOGETHER)))
         self._described: dict[int, Described] = {}
 
-    def of(self, steps: StepTable, plan: StagePlan,
-                     sizes: tuple[FloatArray, FloatArray, FloatArray]) -> Described:
-        """The structure of a table of steps that reaches these sizes."""
+    def of(self, steps: StepTable, plan: StagePlan, sizes: Sequence[float]) -> Described:
+        """The structure of a table of steps that reaches these sizes of its tables."""
         tables = (steps.decode_rows, steps.encode_rows, steps.ends)
         for table, own in zip(tables, sizes, strict=True):
-            table.reach(float(own.max()))
+            table.reach(own)
         known = self._described.get(id(steps))
         nodes = tuple(table.nodes for table in tables)
         if known is None or any(a is not b for a, b in zip(known.nodes, nodes, strict=True)):
