@@ -156,8 +156,10 @@ class Chunked:
         steady = self._batches(rate, groups, np.ones(len(groups), np.int64),
                                () if is_timed else OWN)
         loads, group_batch = steady.decode_loads(), encode_batch / groups
-        # groups that have none of few queries work no chunk, but may decode
-        steps = np.maximum(loads.steps[0], groups * np.minimum(group_batch, 1.0))
+        # groups that have none of few queries work no chunk, but may decode; a query longer than
+        # what its group's chunks of a phase hold is encoded in those of several phases
+        at_work = np.minimum(group_batch * np.maximum(mean / (configs.chunk * chunks), 1.0), 1.0)
+        steps = np.maximum(loads.steps[0], groups * at_work)
         of_all = np.minimum(encode_batch * mean / steps / chunks, configs.chunk)
         num_cuts = np.where(is_full, chunks, chunks - 1)
         return ChunkLoads(
@@ -165,7 +167,7 @@ class Chunked:
                 rate * every, groups, every, OWN if is_timed else LOADS), loads=loads,
             group_batch=group_batch, chunks=chunks, every=every, steps=steps,
             tokens=np.stack([np.clip(largest / chunks, of_all, configs.chunk), of_all]),
-            begins=1 + num_cuts / np.maximum(group_batch, 1.0), spacing=often.mean(axis=0))
+            begins=1 + num_cuts * at_work / group_batch, spacing=often.mean(axis=0))
 
     def times(self, plan: StagePlan, configs: ChunkConfigs, held: ChunkLoads) -> RoundTimes:
         """A phase is made of chunks and what is decoded after each. A longer pause than in whole
