@@ -177,9 +177,11 @@ class ChunkPoints:
         # the largest batch of these rungs: of pairs (first, one after the last) every other part
         pairs = np.stack([low, high + 1], axis=1).ravel()
         batch = np.maximum.reduceat(np.append(self.ladder.batch, 0), pairs)[::2].astype(float)
+        chunk, groups = self._chunk_of[root], self._group_of[plans]
+        # of more than chunks hold the rest waits: a round works no more than they do
+        least = np.minimum(rate[low], chunk * groups / self.points.rra.encode_tokens.mean)
         limit[order] = self.bounds.limits(parts, RateRanges(
-            rate[low], rate[high], batch, self._chunk_of[root], self._group_of[plans]),
-            is_latency=is_latency)
+            least, rate[high], batch, chunk, groups), is_latency=is_latency)
         return limit
 
     def _boxes(self, first_root: int) -> list[Box]:

@@ -13,6 +13,7 @@ from problems_suite import captured, noisy_profile, planted, toy_problem
 from problems_suite import roofline_of as toy_roofline
 
 from xgpt.core.job import FixedSchedule
+from xgpt.core.lengths import JointLengths, truncated_normal
 from xgpt.core.problem import Problem
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
@@ -153,6 +154,21 @@ def test_a_space_has_its_roots_once() -> None:
         one is other for one, other in zip(first.roots, second.roots, strict=True))
     sarathi = ContinuousSpace("sarathi", problem, timing, tensor_plans(problem, timing))
     assert sarathi.examiner(10.0, GAP, 0.0).roots is sarathi.examiner(5.0, GAP, 0.0).roots
+
+
+@pytest.mark.parametrize(("batch", "iterations", "groups"), [(1, 16, 1), (4, 16, 4)])
+def test_what_takes_up_more_than_its_chunks_hold_is_found_within_its_own_latency(
+        batch: int, iterations: int, groups: int) -> None:
+    """It was refused: bounded as if all of it were encoded as it came."""
+    lengths = JointLengths(inputs=truncated_normal(1500, 100, 2000),
+                           outputs=truncated_normal(400, 50, 800))
+    problem = replace(problem_of("opt-13b", lengths=lengths), fixed=FixedSchedule(
+        policies=("rra",), encode_batch=batch, decode_iterations=iterations, encode_chunk=32,
+        decode_micro_batches=groups))
+    timing = roofline_of(problem)
+    free = Scheduler(problem, timing).find()
+    found = Scheduler(problem, timing).find(1.01 * free.figures.latency_s)
+    assert found.figures.throughput_qps == pytest.approx(free.figures.throughput_qps)
 
 
 def test_chunks_are_searched_unless_the_job_or_the_model_has_none() -> None:
