@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -37,10 +38,11 @@ from xgpt.app.telling import Teller, tell_run
 from xgpt.app.timing import timing_of
 from xgpt.app.troubles import troubles_told
 from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of
-from xgpt.core.errors import StoppedEarly, XgptError, wrong
+from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError, wrong
 from xgpt.core.job import Job
 from xgpt.core.local import usable_cores
-from xgpt.core.schedule import Schedule
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.schedule_file import save_schedule
 from xgpt.core.units import INT8
 from xgpt.launch.contention import Contention
@@ -65,6 +67,7 @@ from xrunner.plan import RunPlan, weights_key
 from xrunner.read_ahead import ReadAhead
 from xscheduler.beginning import said_of
 from xscheduler.evaluator import replays_of
+from xsimulator.allocation import pool_layers
 from xsimulator.memory import least_weight_bytes
 from xsimulator.replay.predict import JobPrediction, mean_of
 
@@ -117,9 +120,31 @@ def to_run(opened: OpenedJob, schedule: Schedule, source: Path) -> Plan:
         raise wrong(source, "others", len(schedule.estimate.others),
                     f"shapes of which every copy lies within a node of {each} devices, "
                     "or on whole nodes")
+    if mistakes := list(_misfits(opened.problem, schedule.estimate, source)):
+        raise InputError(mistakes)
     opened = executable(opened, schedule)
     return Plan(schedule=schedule, opened=opened, timing=timing_of(opened, may_estimate=True),
                 horizon="job")
+
+
+def _misfits(problem: Problem, estimate: Estimate, source: Path) -> Iterator[Mistake]:
+    """What of a schedule that says it is of this problem cannot be: devices, layers, and copies
+    that would have no share of the queries."""
+    mistake, most = partial(Mistake, file=str(source), line=None), problem.cluster.num_devices
+    if estimate.num_devices > most:
+        yield mistake(key="deployment", value=estimate.num_devices,
+                      allowed=f"on as many devices as the job has: {most}")
+    for place, shape in enumerate(estimate.shapes):
+        of = f"others[{place - 1}]." if place else ""
+        for number, pool in enumerate(shape.deployment.pools):
+            held = (sum(stage.num_layers for stage in pool.stages),
+                    sum(stage.num_encoder_layers for stage in pool.stages))
+            if held != (wanted := pool_layers(problem.model, pool.role)):
+                yield mistake(key=f"{of}deployment.pools[{number}].stages", value=list(held),
+                              allowed=f"decoder and encoder layers as the model has: {[*wanted]}")
+        if estimate.others and not shape.figures.throughput_qps:
+            yield mistake(key=f"{of}figures.throughput_qps", value=0,
+                          allowed="more than 0: it says which copies get how many of the queries")
 
 
 def execute(opened: OpenedJob, timing: TimingSource, schedule: Schedule) -> dict[str, Any]:

@@ -252,6 +252,27 @@ def test_a_schedule_runs_on_the_ranks_that_it_was_found_for(
         assert settled(opened, plan.schedule.estimate)[0].problem.cluster.num_devices == ranks
 
 
+def test_a_schedule_that_cannot_be_of_the_job_is_refused_in_words(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ran on more ranks than the job has, or ended in a traceback."""
+    Machine(monkeypatch, 2, amdahl(1.0))
+    opened = on_ranks(job_of(tmp_path), 2)
+    schedule = plan_job(opened).schedule
+    one = on_ranks(job_of(tmp_path), 1)
+    alone = plan_job(one).schedule.estimate.one_copy
+    both = alone.beside((alone.changed(throughput_qps=0.0),))
+    stage = alone.deployment.pools[0].stages[0]
+    short = replace(alone, deployment=replace(alone.deployment, pools=(replace(
+        alone.deployment.pools[0], stages=(replace(stage, num_layers=stage.num_layers - 1),)),)))
+    for estimate, words in ((alone.in_copies(3), "as many devices as the job has: 2"),
+                            (alone.beside((short,)), r"others\[0\].*layers as the model has"),
+                            (both, r"others\[0\].figures.throughput_qps = 0: more than 0")):
+        given = schedule.changed(estimate=estimate)
+        with pytest.raises(InputError, match=words):
+            to_run(opened, given, tmp_path)
+    assert to_run(opened, schedule.changed(estimate=alone.in_copies(2)), tmp_path)
+
+
 def test_one_planner_answers_for_every_bound_and_measures_once(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, 2, amdahl(0.1))
