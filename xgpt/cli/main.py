@@ -4,6 +4,7 @@ import io
 import sys
 import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -21,7 +22,7 @@ from xgpt.core.errors import (
     shorten,
 )
 from xgpt.core.plugins import load_row
-from xgpt.core.troubles import is_of_memory
+from xgpt.core.troubles import is_no_room, is_of_memory
 
 SHOWN_LENGTH = 500  # characters of a mistake's list or mapping that `--json` prints
 
@@ -104,15 +105,24 @@ def main() -> None:
     except BrokenPipeError:
         sys.exit(EXIT_FAILED)
     except Exception as error:
-        if isinstance(error, MemoryError) or is_of_memory(str(error)):
-            short = XgptError(f"memory ran out ({type(error).__name__}: {error}): look at "
-                              "`ulimit -v` and the container's limit")
-            _tell(short)
-            _leave(str(short), EXIT_FAILED)
+        if (words := _of_the_machine(error)) is not None:
+            _tell(XgptError(words))
+            _leave(words, EXIT_FAILED)
         show(traceback.format_exc(), err=True)
         click.echo("xgpt: this is a fault of xgpt, not of your job; please report the lines above",
                    err=True)
         _leave(f"a fault of xgpt: {type(error).__name__}: {error}", EXIT_FAILED)
+
+
+def _of_the_machine(error: Exception) -> str | None:
+    """What is no fault of xgpt's: memory that ran out, no room for what is written or printed."""
+    if isinstance(error, MemoryError) or is_of_memory(str(error)):
+        return (f"memory ran out ({type(error).__name__}: {error}): look at `ulimit -v` and the "
+                "container's limit")
+    if not (isinstance(error, OSError) and is_no_room(error)):
+        return None
+    return (f"{error.filename or 'what is printed, or a file'}: {error.strerror}; with room made, "
+            "call it again")
 
 
 def _tell(error: XgptError) -> None:
@@ -147,7 +157,8 @@ def _leave(message: str, exit_code: int, details: Mapping[str, Any] | None = Non
     if "--json" in sys.argv[1:]:  # as typed: what cannot be parsed has no parameters yet
         facts = ({"status": "stopped", "message": message} if exit_code == EXIT_RESUMABLE
                  else {"error": message, "mistakes": []})
-        print_json({**facts, "exit_code": exit_code, **(details or {})})
+        with suppress(OSError):  # no room for it either
+            print_json({**facts, "exit_code": exit_code, **(details or {})})
     sys.exit(exit_code)
 
 

@@ -98,8 +98,23 @@ def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
         _check_encoded(top, job)
         job = replace(job, schedule=replace(
             job.schedule, policies=job.schedule.policies or SCORING_POLICIES[:1], encode_chunk=0))
-    top.finish()
+    top.finish(lambda: _places(folder))
     return job
+
+
+def _places(folder: Path) -> dict[str, str]:
+    """By the last name of a key, all of it: of sections, those that a file leaves out too."""
+    places: dict[str, str] = {}
+    empty = Field(value={}, file="", line=None)
+    tree = replace(empty, value=dict.fromkeys(
+        ("workload", "constraint", "run", "schedule", "slurm"), empty))
+    top = Section(tree, "", [], places)
+    _read_workload(top, folder)
+    read_constraint(top)
+    read_run(top)
+    read_schedule(top)
+    read_slurm(top, folder)
+    return places
 
 
 def _check_objective(top: Section, job: Job) -> None:

@@ -6,7 +6,7 @@ when there are mistakes, so that a placeholder never leaves `load_job`."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from xgpt.core.errors import Mistake, nearest
@@ -25,16 +25,20 @@ LARGEST: dict[Callable[[Any], float], float] = {
 class Section:
     """A mapping of the file under the dotted key `prefix`; `finish` reports keys nobody read."""
 
-    def __init__(self, field: Field, prefix: str, mistakes: list[Mistake]) -> None:
+    def __init__(self, field: Field, prefix: str, mistakes: list[Mistake],
+                 places: dict[str, str] | None = None) -> None:
+        """`places`: the dotted keys of those that any section of the file has been asked for."""
         assert isinstance(field.value, dict), f"{field = }"
         self._field, self._mistakes, self._children = field, mistakes, field.value
         self._prefix = f"{prefix}." if prefix else ""
         self._known: list[str] = []
+        self._places: dict[str, str] = {} if places is None else places
 
     def get(self, key: str) -> Field | None:
         """The key's value; None where it is absent or null ("not given")."""
         if key not in self._known:
             self._known.append(key)
+            self._places.setdefault(key, self._prefix + key)
         child = self._children.get(key)
         return None if child is None or child.value is None else child
 
@@ -56,13 +60,17 @@ class Section:
         kinds: dict[type, str] = {dict: ", not a mapping", list: ", not a list"}
         self.reject(key, allowed + kinds.get(type(value), ""))
 
-    def finish(self) -> None:
-        """Report the keys that no reader asked for."""
+    def finish(self, places: Callable[[], Mapping[str, str]] = dict) -> None:
+        """Report the keys that no reader asked for. `places`: the dotted keys of those that belong
+        elsewhere."""
         for key, child in self._children.items():
             if key not in self._known:
+                words = nearest(key, self._known)
+                if (meant := places().get(key)) is not None:
+                    words = f"did you mean {meant!r}? known: {', '.join(self._known)}"
                 self._mistakes.append(Mistake(
                     file=child.file, line=child.line, key=self._prefix + key, value=None,
-                    allowed=f"unknown key; {nearest(key, self._known)}"))
+                    allowed=f"unknown key; {words}"))
 
     def section(self, key: str, allowed: str = "a mapping") -> Section | None:
         """The mapping under `key`; None where it is absent or (a mistake) something else."""
@@ -76,7 +84,7 @@ class Section:
         field = self.get(key)
         if field is None or not isinstance(field.value, dict):
             return None
-        return Section(field, self._prefix + key, self._mistakes)
+        return Section(field, self._prefix + key, self._mistakes, self._places)
 
     def read(self, key: str, default: T, value_of: Callable[[Any], V | None],
              allowed: str) -> V | T:

@@ -23,6 +23,11 @@ def is_of_memory(text: str) -> bool:
     return _MEMORY.search(text) is not None
 
 
+def is_no_room(error: BaseException) -> bool:
+    """Whether what was to be written found no room."""
+    return isinstance(error, OSError) and error.errno in _NO_ROOM
+
+
 def in_words(error: BaseException, folder: Path) -> str | None:
     """What to say of an error at work in the output folder; None where it may be a fault of
     ours."""
@@ -34,7 +39,7 @@ def in_words(error: BaseException, folder: Path) -> str | None:
     if not isinstance(error, OSError):
         return None
     where = error.filename or folder
-    if error.errno in _NO_ROOM:
+    if is_no_room(error):
         return (f"{folder}: {error.strerror}; what is done is kept, and with room made {_GOES_ON}")
     if error.errno in _READ_ONLY:
         return (f"{where}: {error.strerror}; what is done is kept, and once the folder can be "

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from xgpt.cli import main as entry
 from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError
 
 BAD_JOB = "model: opt-13c\ncluster: a40-4\nworkload: {requests: {count: 0}, task: S}\n"
+NO_ROOM = ("what is printed, or a file: No space left on device; with room made, call it "
+           "again")
 JOB = "model: opt-13b\ncluster: a40-4\nworkload: {requests: {count: 9}, task: S}\n"
 
 
@@ -148,3 +153,22 @@ def test_a_signal_while_the_command_is_imported_says_so(
     assert code == said["exit_code"] == 75 and said["status"] == "stopped"
     assert f"{number.name} came while no ranks were at work" in said["message"]
     assert "Traceback" not in err and signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("words", [("models",), ("models", "--json"), ("--help",)])
+def test_no_room_for_what_is_printed_is_no_fault_of_xgpt(words: tuple[str, ...]) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([sys.executable, "-m", "xgpt.cli.main", *words], stdout=full,
+                              stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        1, f"xgpt: {NO_ROOM}\n")
+
+
+def test_no_room_for_a_file_is_told_on_a_stdout_that_has_some(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(entry, "cli", lambda **_: full())
+    code, out, err = end(monkeypatch, capsys, "models", "--json")
+    assert code == 1 and json.loads(out)["error"] == NO_ROOM and err == f"xgpt: {NO_ROOM}\n"
