@@ -14,6 +14,9 @@ struct WaaFacts {
     double outputs, iterations, mean_input, waited;
     double most_latency_s;  // with its tolerance
     double tolerance, accuracy, log_ratio;
+    double many_groups, full, least_share;  // few_each.py
+    const double *least_shares;             // at `sizes` of queries a group, evenly up to `full`
+    int64_t sizes;
     int64_t is_modest;
 };
 
@@ -72,11 +75,22 @@ struct Pair {
         double left = finite(table[index]), right = finite(table[index + 1]);
         return left + std::min(position - static_cast<double>(index), 1.0) * (right - left);
     }
+    /* few_each.py */
+    double least_busy(double decoding) const {
+        double each = decoding / fewest;
+        if (highest < facts.many_groups || each >= facts.full)
+            return std::min(fewest, std::max(decoding, 1.0));
+        double nodes = static_cast<double>(facts.sizes) / facts.full;
+        double place = std::max(each * nodes - 1, 0.0);
+        int64_t index = std::min<int64_t>(static_cast<int64_t>(place), facts.sizes - 2);
+        double left = facts.least_shares[index], right = facts.least_shares[index + 1];
+        double share = left + (place - static_cast<double>(index)) * (right - left);
+        return std::max(fewest * share, 1.0);
+    }
     /* PlanBounds._iteration_s */
     double plain_s(double decoding) const {
-        finite(decoding);
-        double steps = std::min(fewest, std::max(decoding, 1.0));
-        double slowest = at(division.slowest, decoding / fewest);
+        double steps = least_busy(finite(decoding));
+        double slowest = at(division.slowest, decoding / steps);
         double through = at(division.through, decoding / highest);
         return std::max(steps * slowest, through);
     }
@@ -90,8 +104,11 @@ struct Pair {
         return division.sizes[std::upper_bound(table, table + division.rows, seconds) - table];
     }
     double most_decoding(double iteration_s) const {
-        return std::min(fewest * size_within(division.slowest, iteration_s / fewest),
-                        highest * size_within(division.through, iteration_s));
+        double in_turn = size_within(division.slowest, iteration_s / fewest);
+        if (highest >= facts.many_groups && in_turn < facts.full)
+            in_turn = std::min(facts.full, size_within(
+                division.slowest, iteration_s / (facts.least_share * fewest)));
+        return std::min(fewest * in_turn, highest * size_within(division.through, iteration_s));
     }
     /* pool_times.py: root, of one. */
     double fewest_without_chunks() const {
@@ -134,8 +151,8 @@ struct Pair {
                                             + encoded * pool.encoded_s[kind]);
     }
     double iteration_s(double decoding, double chunk_size, bool is_plain) const {
-        double steps = std::min(fewest, std::max(decoding, 1.0)), slowest = -INFINITY, through = 0;
-        double in_turn = std::max(decoding / fewest, 1.0), at_once = std::max(decoding / highest, 1.0);
+        double steps = least_busy(decoding), slowest = -INFINITY, through = 0;
+        double in_turn = std::max(decoding / steps, 1.0), at_once = std::max(decoding / highest, 1.0);
         for (int64_t kind = 0; kind < division.pool->kinds; ++kind) {
             slowest = std::max(slowest, step_s(kind, in_turn, chunk_size, is_plain));
             through += division.pool->number[kind] * step_s(kind, at_once, chunk_size, is_plain);
@@ -144,7 +161,7 @@ struct Pair {
     }
     double by_work(double decoding, double chunk_size) const {
         const Pool &pool = *division.pool;
-        double rows = std::max(decoding / fewest, 1.0), limit = INFINITY;
+        double rows = std::max(decoding / least_busy(decoding), 1.0), limit = INFINITY;
         double step = rows + chunk_size, heads = rows + chunk_size / facts.mean_input;
         double head = in_table(pool.ends, heads, 0) / heads;
         for (int64_t kind = 0; kind < pool.kinds; ++kind) {

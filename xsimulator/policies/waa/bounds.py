@@ -8,12 +8,13 @@ the division follows from B and G),
     latency    >= T_E through the pool + handover + iterations x T_iter at the smallest B_D
 
 with B_D = B E[S] or what Little's law leaves of it, and T_iter = max(G x slowest stage, all stages)
-at the smallest G and at the largest, in that order. The encode pool's times are tables over every
-B, so their least and largest over a range are exact. Of a box whose decode pools take chunks the
-encode pool's throughput is none of a limit, but what both encode together is
+at the smallest G and at the largest, in that order; of many groups with few queries each, at the
+least that hold any (xsimulator.policies.waa.few_each). The encode pool's times are tables over
+every B, so their least and largest over a range are exact. Of a box whose decode pools take chunks
+the encode pool's throughput is none of a limit, but what both encode together is
 (xsimulator.policies.waa.chunk_bounds); its latencies are no less than without chunks, which only
-make more decode. The decode pool's times are taken from a lower
-envelope (xsimulator.envelope), so that T_iter rises with the batch and falls in relation to it."""
+make more decode. The decode pool's times are taken from a lower envelope (xsimulator.envelope), so
+that T_iter rises with the batch and falls in relation to it."""
 
 import math
 from typing import NamedTuple

@@ -35,6 +35,7 @@ from xsimulator.envelope import rising_minorant
 from xsimulator.layer_times import TOGETHER
 from xsimulator.plans import StagePlan
 from xsimulator.policies.waa.config import WaaBoxes
+from xsimulator.policies.waa.few_each import least_busy
 from xsimulator.policies.waa.pool_times import PoolTimes
 from xsimulator.policies.waa.step_columns import ROWS_RATIO
 
@@ -143,7 +144,8 @@ class ChunkedPoolBounds:
     def _by_work(self, boxes: WaaBoxes, sent_qps: FloatArray, decoding: FloatArray,
                  chunk: FloatArray) -> FloatArray:
         limit = np.full(len(boxes), np.inf)
-        for decoded, encoded in self.work_s(np.maximum(decoding / boxes.fewest, 1.0), chunk):
+        rows = decoding / least_busy(decoding, boxes.fewest, boxes.highest)
+        for decoded, encoded in self.work_s(np.maximum(rows, 1.0), chunk):
             np.minimum(limit, (1 + sent_qps * encoded) / (decoded + encoded), out=limit)
         return limit
 
@@ -168,10 +170,10 @@ class ChunkedPoolBounds:
     def _iteration_s(self, boxes: WaaBoxes, decoding: FloatArray, chunk: FloatArray) -> FloatArray:
         """No T(n, c) of as many queries or more [boxes], and of chunks as large, is less, in any
         number of groups of the box; with no chunk no T_iter, whether steps encode or not."""
-        steps = np.minimum(boxes.fewest, np.maximum(decoding, 1.0))
+        steps = least_busy(decoding, boxes.fewest, boxes.highest)
         # at both numbers of groups together: what a call takes hangs little on how many are asked
         kinds = self._steps_s(np.maximum(np.concatenate(
-            [decoding / boxes.fewest, decoding / boxes.highest]), 1.0), np.tile(chunk, 2))
+            [decoding / steps, decoding / boxes.highest]), 1.0), np.tile(chunk, 2))
         slowest, through = kinds[:, :len(chunk)].max(axis=0), kinds[:, len(chunk):]
         return np.asarray(np.maximum(steps * slowest, (self._number * through).sum(axis=0)))
 

@@ -20,7 +20,8 @@ xsimulator.policies.waa.chunk_rates. The latency is then that of both ways of en
 shares: the mean of a `sequence`, and of all `queries` the quantile of what both are together. What
 is searched keeps a bound by the slower way, too (`evaluate_either_way`).
 
-T_iter(B) = max(G slowest stage, all stages in turn) for groups of B / G queries. The devices are
+T_iter(B) = max(G slowest stage, all stages in turn) for groups of B / G queries; where many groups
+have few queries each, G are those that hold any (xsimulator.policies.waa.few_each). The devices are
 divided by the time that encoding and decoding of a query take at these batch sizes (WAA-C), or so
 that the fullest device is as empty as can be (WAA-M)."""
 

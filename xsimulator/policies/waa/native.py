@@ -14,6 +14,7 @@ from xsimulator.policies.continuous.native import Native, native
 from xsimulator.policies.waa.chunk_bounds import TOLERANCE
 from xsimulator.policies.waa.closed_form import Waa
 from xsimulator.policies.waa.config import WaaBoxes
+from xsimulator.policies.waa.few_each import FULL, LEAST_SHARE, MANY_GROUPS, least_shares
 from xsimulator.policies.waa.plan_bounds import (
     QUICK_TOLERANCE,
     ROOT_ACCURACY,
@@ -50,8 +51,8 @@ def _facts(waa: Waa, latency_bound_s: float, *, is_modest: bool) -> FloatArray:
     facts = np.array([
         waa.problem.lengths.outputs.mean, waa.times.mean_iterations, waa.times.mean_input,
         waa.iterations_waited, latency_bound_s * (1 + QUICK_TOLERANCE), TOLERANCE, ROOT_ACCURACY,
-        np.log(ROWS_RATIO), 0.0])
-    facts[-1:].view(np.int64)[0] = is_modest
+        np.log(ROWS_RATIO), MANY_GROUPS, FULL, LEAST_SHARE, 0.0, 0.0, 0.0])
+    facts[-3:].view(np.int64)[:] = address_of(least_shares()), len(least_shares()), is_modest
     return facts
 
 

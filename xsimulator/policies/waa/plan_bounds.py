@@ -13,6 +13,7 @@ from xsimulator.envelope import rising_minorant
 from xsimulator.policies.waa.chunk_bounds import ChunkedPoolBounds
 from xsimulator.policies.waa.closed_form import Waa
 from xsimulator.policies.waa.config import WaaBoxes, WaaConfigs
+from xsimulator.policies.waa.few_each import FULL, LEAST_SHARE, MANY_GROUPS, least_busy
 from xsimulator.policies.waa.plans import WaaPlan
 from xsimulator.policies.waa.pool_times import root
 from xsimulator.policies.waa.step_columns import (
@@ -116,9 +117,13 @@ class PlanBounds:
     def _most_decoding(self, boxes: WaaBoxes, iteration_s: FloatArray) -> FloatArray:
         """No more can decode [boxes] where an iteration takes no longer than that, by either of
         what `_iteration_s` is the larger of."""
-        in_turn, at_once = (_sizes_and_more(len(table))[np.searchsorted(
+        in_turn, at_once, in_few = (_sizes_and_more(len(table))[np.searchsorted(
             table, seconds, side="right")] for table, seconds in (
-                (self._slowest, iteration_s / boxes.fewest), (self._through, iteration_s)))
+                (self._slowest, iteration_s / boxes.fewest), (self._through, iteration_s),
+                (self._slowest, iteration_s / (LEAST_SHARE * boxes.fewest))))
+        # where some groups are empty, the others hold more, though no more than FULL each in all
+        in_turn = np.where((boxes.highest >= MANY_GROUPS) & (in_turn < FULL),
+                           np.minimum(in_few, FULL), in_turn)
         return np.asarray(np.minimum(boxes.fewest * in_turn, boxes.highest * at_once))
 
     @cached_property
@@ -151,8 +156,8 @@ class PlanBounds:
 
     def _iteration_s(self, decoding: FloatArray, boxes: WaaBoxes) -> FloatArray:
         """No T_iter of as many queries or more, in any number of groups of the box, is less."""
-        steps = np.minimum(boxes.fewest, np.maximum(decoding, 1.0))
-        slowest = self._at(self._slowest, decoding / boxes.fewest)
+        steps = least_busy(decoding, boxes.fewest, boxes.highest)
+        slowest = self._at(self._slowest, decoding / steps)
         through = self._at(self._through, decoding / boxes.highest)
         return np.asarray(np.maximum(steps * slowest, through))
 

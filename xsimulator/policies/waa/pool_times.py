@@ -16,6 +16,7 @@ from xsimulator.fixed_sizes import KeptOfFixed, is_fixed
 from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import PlanSource, StagePlan
 from xsimulator.policies.waa.divided import Divided
+from xsimulator.policies.waa.few_each import FULL, busy_groups
 from xsimulator.policies.waa.plans import WaaPlan, WaaPlans
 from xsimulator.policies.waa.step_columns import ROWS_RATIO, StepColumns, group_sizes, many
 from xsimulator.policies.waa.unevenness import Unevenness, UnevenPool
@@ -203,7 +204,7 @@ class Iterations:
     def __init__(self, times: PoolTimes, divided: Divided, most: FloatArray) -> None:
         """`most`: no more queries than these [configs] are asked for."""
         self._groups = divided.configs.groups
-        rows = most / self._groups
+        rows = np.maximum(most / self._groups, FULL)  # some groups may be empty below
         tables = [times.decode_table(plan).reaching(float(rows[own].max()))
                   for plan, own in divided.each()]
         begins = np.cumsum([0, *(table.shape[1] for table in tables[:-1])])
@@ -213,8 +214,8 @@ class Iterations:
     def seconds(self, decoding: FloatArray) -> FloatArray:
         """T_iter is that of `decoding` queries in each one's groups; groups without a query take no
         step."""
-        rows = np.maximum(decoding / self._groups, 1.0)
-        steps = np.minimum(self._groups, np.maximum(decoding, 1.0))
+        steps = busy_groups(decoding, self._groups)
+        rows = np.maximum(decoding / steps, 1.0)
         position = np.log(rows) / np.log(ROWS_RATIO)
         index = position.astype(np.intp)
         position -= index

@@ -16,6 +16,7 @@ from xsimulator.envelope import rising_minorant
 from xsimulator.policies.waa.chunk_bounds import ChunkedPoolBounds
 from xsimulator.policies.waa.closed_form import Waa
 from xsimulator.policies.waa.config import WaaBoxes, WaaConfigs
+from xsimulator.policies.waa.few_each import least_busy
 from xsimulator.policies.waa.plan_bounds import QUICK_TOLERANCE, by_batch, leap
 from xsimulator.policies.waa.plans import WaaPlans
 from xsimulator.policies.waa.room import held_by_division, most_in_system
@@ -111,9 +112,9 @@ class QuickBounds:
         waa, degrees = self._waa, divisions.degrees
         decoding = np.minimum(boxes.most * waa.problem.lengths.outputs.mean,
                               divisions.most_in_system)
-        most_rows = self._most_rows(boxes, degrees, float((decoding / boxes.fewest).max()),
-                                    latency_bound_s)
-        rows = np.minimum(decoding / boxes.fewest, most_rows)
+        rows = _most_each(decoding, boxes)
+        most_rows = self._most_rows(boxes, degrees, float(rows.max()), latency_bound_s)
+        rows = np.minimum(rows, most_rows)
         encode_qps: FloatArray = np.zeros(divisions.shape(boxes))
         decode_qps = np.zeros_like(encode_qps)
         for own, (encode, decode) in zip(degrees, divisions.stages, strict=False):
@@ -137,11 +138,11 @@ class QuickBounds:
         iterations, mean = waa.times.mean_iterations, waa.times.mean_input
         planned = boxes.most * waa.problem.lengths.outputs.mean
         decoding = np.minimum(np.minimum(planned, boxes.highest * most_rows), divisions.held)
-        rows = np.maximum(np.minimum(decoding / boxes.fewest, most_rows), 1.0)
+        rows = np.maximum(np.minimum(_most_each(decoding, boxes), most_rows), 1.0)
         chunk = np.broadcast_to(boxes.largest_chunk.astype(float), rows.shape)
         if self._is_modest:
             chunk = np.minimum(chunk, decoding * mean / (iterations * boxes.fewest))
-        decoded, encoded, step = (np.full(rows.size, np.inf) for _ in range(3))
+        decoded, encoded, step = np.full((3, rows.size), np.inf)
         stages = np.sum([decode for _, decode in divisions.stages], axis=0)
         for own, _ in zip(degrees, divisions.stages, strict=False):
             shared = self._shared(own)
@@ -164,10 +165,11 @@ class QuickBounds:
         waa = self._waa
         decoding = np.minimum(boxes.most * waa.problem.lengths.outputs.mean,
                               np.array([self._most_in_system(split) for split in splits]))
-        most_rows = self._most_rows(boxes, degrees, float((decoding / boxes.fewest).max()),
+        most_rows = self._most_rows(boxes, degrees, float(_most_each(decoding, boxes).max()),
                                     latency_bound_s)
         decoding = np.minimum(decoding, boxes.highest * most_rows)
-        rows, least_rows = np.minimum(decoding / boxes.fewest, most_rows), decoding / boxes.highest
+        rows = np.minimum(_most_each(decoding, boxes), most_rows)
+        least_rows = decoding / boxes.highest
         encode_work, decode_work, step, through = (np.full(len(boxes), np.inf) for _ in range(4))
         iterations = waa.times.mean_iterations
         for degree in degrees:
@@ -256,6 +258,11 @@ class QuickBounds:
                 encode_step=by_batch(np.minimum.accumulate((each * batch)[::-1])[::-1]),
                 sizes=sizes, decode_steps=rising_minorant(sizes, per_query * sizes))
         return known
+
+
+def _most_each(decoding: FloatArray, boxes: WaaBoxes) -> FloatArray:
+    """No group that holds a query holds more in the mean [..., boxes]."""
+    return decoding / least_busy(decoding, boxes.fewest, boxes.highest)
 
 
 def _through_s(encode_s: FloatArray, decode_s: float, batch: int) -> float:

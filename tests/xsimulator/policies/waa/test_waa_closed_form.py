@@ -58,7 +58,12 @@ CASES = [
         encode_batch=3, decode_micro_batches=3, tp_degree=4, tp_gpus=8)),
     ("t5-11b", "S", waa_m, "queries", False, WaaConfig(encode_batch=8, decode_micro_batches=2)),
     # one query joins every eighth step, and its input is projected in that one alone
-    ("t5-11b", "C1", waa_m, "queries", True, WaaConfig(encode_batch=2, decode_micro_batches=8))]
+    ("t5-11b", "C1", waa_m, "queries", True, WaaConfig(encode_batch=2, decode_micro_batches=8)),
+    # 33 queries in 32 groups, of which 11 are empty; 33 in 16
+    ("gpt3-39b", "S", waa_m, "sequence", False, WaaConfig(
+        encode_batch=1, decode_micro_batches=32)),
+    ("gpt3-39b", "S", waa_m, "queries", True, WaaConfig(
+        encode_batch=1, decode_micro_batches=16, tp_degree=2, tp_gpus=4))]
 # decode pools that take chunks: in every step, and as many as keep the planned batch
 CHUNKED = [
     ("opt-13b", "S", waa_m, "sequence", True, WaaConfig(
