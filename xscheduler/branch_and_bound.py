@@ -247,12 +247,15 @@ class _SearchTree:
         for result in results:
             if result.best is not None:
                 self.note(result.best)
+        cutoff = self._cutoff  # the same for all, until it widens
         for result in results:
             self._age += 1
             self.nodes += are_roots or not result.is_glance
+            if self._further > self._many:
+                cutoff = self._cutoff
             if result.is_settled:
                 self._close(result, result.reason)
-            elif result.upper_bound <= self._cutoff:
+            elif result.upper_bound <= cutoff:
                 self._close(result, "no better than the incumbent")
             else:
                 heapq.heappush(self._queue, (

@@ -137,6 +137,7 @@ class _Judged:
         self._unsafe: list[tuple[Schedule, MarginParts]] = []  # perhaps not replayed
         self._model = 1.0  # of the last replayed that is not safe: what others' may add
         self.refusal: InfeasibleError | None = None
+        self._known: dict[Estimate, MarginParts] = {}  # margins without a replay
 
     @property
     def safe_qps(self) -> float:
@@ -199,14 +200,19 @@ class _Judged:
 
     def _may_be_safe(self, schedule: Schedule) -> bool:
         """Before a replay, which can only add to the margin."""
-        own = self.doubts.margin(schedule.estimate, is_replayed=False)
+        own = self._before_replay(schedule.estimate)
         return schedule.estimate.figures.latency_s * own.factor <= self.bound_s
+
+    def _before_replay(self, estimate: Estimate) -> MarginParts:
+        if estimate not in self._known:
+            self._known[estimate] = self.doubts.margin(estimate, is_replayed=False)
+        return self._known[estimate]
 
     def _margin(self, schedule: Schedule) -> MarginParts:
         """The schedule's margin, without a replay where that could only add to what is too much;
         the schedule is noted with it."""
         estimate = schedule.estimate
-        own = self.doubts.margin(estimate, is_replayed=False)
+        own = self._before_replay(estimate)
         if estimate.figures.latency_s * own.factor <= self.bound_s:
             own = self.doubts.margin(estimate)
             if estimate.figures.latency_s * own.factor <= self.bound_s:

@@ -75,6 +75,8 @@ class ChunkedForm:
     def beyond(self, config: RraConfig, times: float = 1.0) -> list[str]:
         """The words name the sizes of this configuration beyond `times` what was measured."""
         plan = self.plans.both(config.tp_degree, config.tp_gpus)
+        if self.measured.is_endless(plan.times.degrees):
+            return []
         return self.measured.beyond(
             plan.times.degrees, self.chunked.presented(self._loads(plan, [config])), times)
 

@@ -48,7 +48,13 @@ from xsimulator.policies.rra.phase_blocks import (
     SMALL_BATCH,
     shared_blocks,
 )
-from xsimulator.policies.rra.phases import DecodeLoads, EncodeTokens, PhaseBatches, phase_times
+from xsimulator.policies.rra.phases import (
+    DecodeLoads,
+    EncodeTokens,
+    PhaseBatches,
+    PhaseTimes,
+    phase_times,
+)
 
 MAX_TIMELINE_ELEMENTS = 48_000  # configurations x blocks x stages at once: what a cache holds
 MIN_CHUNK = 256
@@ -98,10 +104,15 @@ class Rra:
             return self._evaluate_both(configs)
         configs = RraConfigs.of(configs)
 
+        def figures(some: RraConfigs, plan: StagePlan, rows: IntArray) -> dict[str, FloatArray]:
+            batches = self.batches_of(plan, some, rows)
+            loads = batches.decode_loads()
+            return self._figures(plan, batches, loads, phase_times(
+                plan, batches, loads, self.encode_tokens))
+
         def by_arrays(some: RraConfigs) -> EstimateArrays:
-            columns = gathered(len(some), (
-                (rows, self._figures(plan, self.batches_of(plan, some, rows)))
-                for plan, rows in self.by_plan(some)))
+            columns = gathered(len(some), ((rows, figures(some, plan, rows))
+                                           for plan, rows in self.by_plan(some)))
             return EstimateArrays(**columns, fits=columns["memory_bytes"] <= self.capacity_bytes)
 
         if self.native is None or not len(configs):
@@ -127,10 +138,11 @@ class Rra:
         if config.encode_chunk:
             return self.chunked.estimate(config)
         plan, batches = self._single(config)
-        arrays = self._figures(plan, batches)
+        loads = batches.decode_loads()
+        times = phase_times(plan, batches, loads, self.encode_tokens)
+        arrays = self._figures(plan, batches, loads, times)
         figures = {name: float(values[0]) for name, values in arrays.items()}
-        figures["decode_iteration_s"] = float(phase_times(
-            plan, batches, batches.decode_loads(), self.encode_tokens).iteration_s(batches)[0])
+        figures["decode_iteration_s"] = float(times.iteration_s(batches)[0])
         figures |= {"encode_batch": config.encode_batch,
                     "decode_iterations": config.decode_iterations}
         groups = int(batches.groups[0])
@@ -147,6 +159,8 @@ class Rra:
         if config.encode_chunk:
             return self.chunked.beyond(config, times)
         plan, batches = self._single(config)
+        if self.measured.is_endless(plan.times.degrees):
+            return []
         return self.measured.beyond(plan.times.degrees, self._presented(
             batches, batches.decode_loads()), times)
 
@@ -207,9 +221,8 @@ class Rra:
         plan = self.plans.both(config.tp_degree, config.tp_gpus)
         return plan, self.batches_of(plan, RraConfigs.of([config]), np.array([0]))
 
-    def _figures(self, plan: StagePlan, batches: PhaseBatches) -> dict[str, FloatArray]:
-        loads = batches.decode_loads()
-        times = phase_times(plan, batches, loads, self.encode_tokens)
+    def _figures(self, plan: StagePlan, batches: PhaseBatches, loads: DecodeLoads,
+                 times: PhaseTimes) -> dict[str, FloatArray]:
         is_timed, period_s = times.is_timed, times.timeline.period_s
         kv_tokens = self._kv_tokens(batches)
 
