@@ -22,7 +22,7 @@ from xgpt.core.errors import (
     shorten,
 )
 from xgpt.core.plugins import load_row
-from xgpt.core.troubles import is_no_room, is_of_memory
+from xgpt.core.troubles import is_of_memory, of_a_file
 
 SHOWN_LENGTH = 500  # characters of a mistake's list or mapping that `--json` prints
 
@@ -115,14 +115,11 @@ def main() -> None:
 
 
 def _of_the_machine(error: Exception) -> str | None:
-    """What is no fault of xgpt's: memory that ran out, no room for what is written or printed."""
+    """What is no fault of xgpt's: memory that ran out, a file system that refuses."""
     if isinstance(error, MemoryError) or is_of_memory(str(error)):
         return (f"memory ran out ({type(error).__name__}: {error}): look at `ulimit -v` and the "
                 "container's limit")
-    if not (isinstance(error, OSError) and is_no_room(error)):
-        return None
-    return (f"{error.filename or 'what is printed, or a file'}: {error.strerror}; with room made, "
-            "call it again")
+    return of_a_file(error)
 
 
 def _tell(error: XgptError) -> None:

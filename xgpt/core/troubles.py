@@ -2,6 +2,7 @@
 a full disk, a folder that is gone, memory that ran out."""
 
 import errno
+import os
 import re
 from pathlib import Path
 
@@ -23,9 +24,19 @@ def is_of_memory(text: str) -> bool:
     return _MEMORY.search(text) is not None
 
 
-def is_no_room(error: BaseException) -> bool:
-    """Whether what was to be written found no room."""
-    return isinstance(error, OSError) and error.errno in _NO_ROOM
+def of_a_file(error: BaseException) -> str | None:
+    """What to say of a file or folder that cannot be used, or finds no room, wherever it lies; None
+    where it may be a fault of ours."""
+    if not isinstance(error, OSError) or error.errno not in (*_NO_ROOM, *_READ_ONLY, *_LOST):
+        return None
+    if error.filename is None and error.errno not in _NO_ROOM:
+        return None
+    words = (f"{error.filename or 'what is printed, or a file'}: {error.strerror}; once that is "
+             "mended, call it again")
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    if Path(str(error.filename)).is_relative_to(cache):
+        words += ", or set XDG_CACHE_HOME to another folder"
+    return words
 
 
 def in_words(error: BaseException, folder: Path) -> str | None:
@@ -39,7 +50,7 @@ def in_words(error: BaseException, folder: Path) -> str | None:
     if not isinstance(error, OSError):
         return None
     where = error.filename or folder
-    if is_no_room(error):
+    if error.errno in _NO_ROOM:
         return (f"{folder}: {error.strerror}; what is done is kept, and with room made {_GOES_ON}")
     if error.errno in _READ_ONLY:
         return (f"{where}: {error.strerror}; what is done is kept, and once the folder can be "

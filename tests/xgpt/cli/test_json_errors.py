@@ -19,7 +19,7 @@ from xgpt.cli import main as entry
 from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError
 
 BAD_JOB = "model: opt-13c\ncluster: a40-4\nworkload: {requests: {count: 0}, task: S}\n"
-NO_ROOM = ("what is printed, or a file: No space left on device; with room made, call it "
+NO_ROOM = ("what is printed, or a file: No space left on device; once that is mended, call it "
            "again")
 JOB = "model: opt-13b\ncluster: a40-4\nworkload: {requests: {count: 9}, task: S}\n"
 
@@ -164,11 +164,21 @@ def test_no_room_for_what_is_printed_is_no_fault_of_xgpt(words: tuple[str, ...])
         1, f"xgpt: {NO_ROOM}\n")
 
 
-def test_no_room_for_a_file_is_told_on_a_stdout_that_has_some(
-        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def full() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize(("error", "words"), [
+    (OSError(errno.ENOSPC, "No space left on device"), NO_ROOM),
+    (OSError(errno.EROFS, "Read-only file system", "/kept/xgpt/models"),
+     "/kept/xgpt/models: Read-only file system; once that is mended, call it again, or set "
+     "XDG_CACHE_HOME to another folder"),
+    (OSError(errno.EACCES, "Permission denied", "/elsewhere/s.json"),
+     "/elsewhere/s.json: Permission denied; once that is mended, call it again")])
+def test_a_file_system_that_refuses_is_no_fault_of_xgpt(
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: OSError,
+        words: str) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/kept")
 
-    monkeypatch.setattr(entry, "cli", lambda **_: full())
+    def refused(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(entry, "cli", refused)
     code, out, err = end(monkeypatch, capsys, "models", "--json")
-    assert code == 1 and json.loads(out)["error"] == NO_ROOM and err == f"xgpt: {NO_ROOM}\n"
+    assert code == 1 and json.loads(out)["error"] == words and err == f"xgpt: {words}\n"
