@@ -16,7 +16,7 @@ import numpy as np
 from xgpt.core.cluster import Link
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import wrong
-from xgpt.core.lengths import FloatArray
+from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.policies import Role
 from xgpt.core.problem import Problem
 from xgpt.core.units import WEIGHT_BYTES
@@ -30,6 +30,12 @@ from xsimulator.step_table import KeptNodes, StepTable
 
 REFERENCE_ENCODE_QUERIES = 8
 REFERENCE_DECODE_QUERIES = 32
+
+
+def run_begins(plans: IntArray) -> IntArray:
+    """[runs] the first row of each plan, of rows [n] whose equals lie side by side."""
+    borders = np.flatnonzero(plans[1:] != plans[:-1]) + 1
+    return np.concatenate([np.zeros(min(len(plans), 1), np.int64), borders])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -99,7 +99,7 @@ class SizeTable:
             nodes = rising_minorant(sizes, nodes)
         self.is_finite = bool(np.isfinite(nodes).all())
         with np.errstate(invalid="ignore"):
-            rises = np.diff(nodes, axis=1) / np.diff(sizes)
+            rises = (nodes[:, 1:] - nodes[:, :-1]) / (sizes[1:] - sizes[:-1])
         self._end = float(sizes[-1])
         self.nodes = np.ascontiguousarray(nodes[:, :-1])
         self.rises = np.ascontiguousarray(rises)

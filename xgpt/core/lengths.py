@@ -66,10 +66,16 @@ class Lengths:
     def quantile(self, q: float) -> int:
         """Smallest length k with P(length <= k) >= q."""
         assert 0 < q <= 1, f"{q = }"
-        return min(int(np.searchsorted(np.cumsum(self.pmf), q - 1e-12)) + 1, self.max)
+        return min(int(np.searchsorted(_cumulative(self), q - 1e-12)) + 1, self.max)
 
     def sample(self, count: int, rng: np.random.Generator) -> IntArray:
         return rng.choice(self.support, size=count, p=self.pmf)
+
+
+@lru_cache(maxsize=64)
+def _cumulative(lengths: Lengths) -> FloatArray:
+    """[support] P(length <= k)."""
+    return np.cumsum(lengths.pmf)
 
 
 @lru_cache(maxsize=64)

@@ -18,7 +18,8 @@ from xscheduler.admissible import Limit, Limits, crowding, crowding_or_pace
 from xscheduler.branch_and_bound import Box, Candidate, NodeResult
 from xscheduler.spaces.rra_examiner import ROUNDING
 from xscheduler.spaces.rra_points import RraPoints
-from xscheduler.spaces.tensor_plans import batch_range, iteration_range
+from xscheduler.spaces.tensor_plans import batch_range, equal_parts, iteration_range
+from xsimulator.plans import run_begins
 from xsimulator.policies import geometric
 from xsimulator.policies.rra.chunk_bounds import ChunkBounds
 from xsimulator.policies.rra.config import RateRanges, RraConfig
@@ -171,7 +172,7 @@ class ChunkPoints:
         plans = self._plan_of[root]
         order = np.argsort(plans, kind="stable")
         root, low, high, plans = root[order], low[order], high[order], plans[order]
-        begins = np.flatnonzero(np.diff(plans, prepend=-1)).tolist()
+        begins = run_begins(plans).tolist()
         parts = [(self.points.rra.plans.both(*self.points.plans[plans[begin]]), slice(begin, end))
                  for begin, end in zip(begins, [*begins[1:], len(order)], strict=True)]
         # the largest batch of these rungs: of pairs (first, one after the last) every other part
@@ -248,10 +249,8 @@ class ChunkExaminer:
 
     def split(self, box: Box) -> list[Box]:
         """Into parts of equal numbers of rungs."""
-        low, high = box.lower[0], box.upper[0]
-        borders = np.unique(np.linspace(low, high + 1, PARTS + 1).astype(np.int64)).tolist()
-        return [Box(root=box.root, lower=(first,), upper=(last - 1,))
-                for first, last in zip(borders[:-1], borders[1:], strict=True)]
+        return [Box(root=box.root, lower=(first,), upper=(last,))
+                for first, last in equal_parts(box.lower[0], box.upper[0], PARTS)]
 
     def _cut(self, root: IntArray, low: IntArray, high: IntArray, reasons: np.ndarray,
              rows: IntArray) -> IntArray:

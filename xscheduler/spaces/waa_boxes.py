@@ -9,7 +9,7 @@ from xgpt.core.lengths import IntArray
 from xgpt.core.policies import searched_policies
 from xgpt.core.problem import Problem
 from xscheduler.branch_and_bound import Box
-from xscheduler.spaces.tensor_plans import batch_range, even_parts
+from xscheduler.spaces.tensor_plans import batch_range, equal_parts, even_parts
 from xsimulator.policies.waa.bounds import WaaBounds
 from xsimulator.policies.waa.config import WaaBoxes
 from xsimulator.policies.waa.plans import WaaPlans
@@ -62,10 +62,7 @@ def grid(box: Box, parts: tuple[int, int, int]) -> list[Box]:
     """The box cut along its sides: in even ratios, the sizes of chunks in even numbers."""
     sides = [even_parts(low, up, count) for low, up, count in zip(
         box.lower[:2], box.upper[:2], parts[:2], strict=True)]
-    borders = np.unique(np.linspace(box.lower[2], box.upper[2] + 1, parts[2] + 1).astype(
-        np.int64)).tolist()
-    sides.append(tuple((first, end - 1) for first, end in zip(
-        borders[:-1], borders[1:], strict=True)))
+    sides.append(equal_parts(box.lower[2], box.upper[2], parts[2]))
     return [Box(root=box.root, lower=(b1, g1, c1), upper=(b2, g2, c2))
             for b1, b2 in sides[0] for g1, g2 in sides[1] for c1, c2 in sides[2]]
 

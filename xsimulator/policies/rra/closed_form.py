@@ -27,7 +27,7 @@ from xprofiler.timing import TimingSource
 from xrunner.rules.batch_sizer import share_of
 from xsimulator import memory
 from xsimulator.occupancy import flow_of
-from xsimulator.plans import PlanSource, StagePlan, shared_plans
+from xsimulator.plans import PlanSource, StagePlan, run_begins, shared_plans
 from xsimulator.policies.continuous.native import native
 from xsimulator.policies.figures import (
     Assembler,
@@ -173,7 +173,7 @@ class Rra:
         columns = self.blocks.columns(configs.decode_iterations, like)
         blocks = self.blocks.packed.counts[columns]
         order = np.lexsort((-blocks, keys))
-        begins = np.flatnonzero(np.diff(keys[order], prepend=-1))
+        begins = run_begins(keys[order])
         parts = []
         for rows in np.split(order, begins[1:]):
             begin = 0

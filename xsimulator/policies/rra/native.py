@@ -17,7 +17,7 @@ from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xrunner.rules.batch_sizer import LEAST_ADJUSTED
 from xsimulator.addresses import address_of
 from xsimulator.envelope import PairEnvelope
-from xsimulator.plans import StagePlan
+from xsimulator.plans import StagePlan, run_begins
 from xsimulator.policies.continuous.native import Native
 from xsimulator.policies.rra.config import RateRanges, RraConfigs
 from xsimulator.policies.rra.native_steps import Call, Envelopes, Loaded, by_degree, layer_s
@@ -161,7 +161,7 @@ class NativeRra:
         keys = configs.tp_degree * (rra.problem.cluster.num_devices + 1) + configs.tp_gpus
         order = np.lexsort((-blocks, keys))
         keys, blocks = keys[order], blocks[order]
-        begins = np.flatnonzero(np.diff(keys, prepend=-1)).tolist()
+        begins = run_begins(keys).tolist()
         plans, stages = [], np.empty(len(order))
         for begin, end in zip(begins, [*begins[1:], len(order)], strict=True):
             key = int(keys[begin])
