@@ -63,14 +63,13 @@ class WalkTable:
             place = np.log2(values) * _PER_OCTAVE
             lows.append(np.floor(place + 1e-9).astype(np.int64))
             shares.append(np.maximum(place - lows[-1], 0.0))
-        points, weights = [], []
-        for corner in np.ndindex(*(2,) * len(lows)):
-            points.append([low + up for low, up in zip(lows, corner, strict=True)])
-            weights.append(np.prod([s if up else 1 - s for s, up in zip(
-                shares, corner, strict=True)], axis=0))
-        weight = np.stack(weights)  # [corners, configs]
+        # corners in the order of their bits, the last variable's the fastest
+        weight = np.ones((1, len(slots)))  # [corners, configs]
+        for share in shares:
+            weight = (weight[:, None] * np.stack([1 - share, share])).reshape(-1, len(slots))
+        points = np.stack(lows) + np.array(list(np.ndindex(*(2,) * len(lows))))[:, :, None]
         level = np.minimum(np.rint(np.log2(groups)), _LEVELS - 1).astype(np.int64)
-        rows = self._find(np.array(points), level, weight > 1e-9)
+        rows = self._find(points, level, weight > 1e-9)
         between = np.einsum("kc,kcv->cv", weight, self._rows[rows])
         scalars = {name: between[:, i] for i, name in enumerate(_SCALARS)}
         vectors = np.split(between[:, len(_SCALARS):], len(_VECTORS), axis=1)
