@@ -16,6 +16,7 @@ from typing import Literal
 
 from xgpt.core.collecting import uncollected
 from xgpt.core.errors import InfeasibleError
+from xgpt.core.freed_memory import keep_freed
 from xgpt.core.policies import changeable_policy, policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
@@ -97,6 +98,7 @@ class Planner:
     def __init__(self, problem: Problem, timing: TimingSource, options: PlanOptions | None = None,
                  *, tell: Callable[[str], None] | None = None, watch: Watch | None = None) -> None:
         """See `plan`. watch: another's, who resets it; else each schedule has a time of its own."""
+        keep_freed()
         self.problem, self.timing, self.options = problem, timing, options or PlanOptions()
         self._watch, self._resets = watch or Watch(self.options.max_seconds), watch is None
         self._tell = tell if tell is not None else lambda text: None
