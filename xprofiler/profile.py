@@ -149,7 +149,7 @@ class Sample:
 class LearnedSteps:
     """What a run's steps of one kind took against the profile's own times: `factor` times as long
     in all, without the extreme tenth, at `rows` tokens; the quartiles of single steps' ratios lie
-    `spread` of it apart. `seconds`: of all these steps; 0 where it was not noted."""
+    `spread` of it apart."""
 
     kind: str  # encode, decode, mixed
     rows: float
@@ -157,7 +157,6 @@ class LearnedSteps:
     spread: float
     steps: int
     date: str
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -166,16 +166,11 @@ def _learned(raw: object, faults: Faults) -> tuple[LearnedSteps, ...]:
     for own in raw if isinstance(raw, list) else [raw]:
         match own:
             case {"kind": str() as kind, "rows": rows, "factor": factor, "spread": spread,
-                  "steps": int() as steps, "date": str() as day, **rest} if (
+                  "steps": int() as steps, "date": str() as day} if (
                     _is_number(rows, _MOST_SIZE) and _is_number(factor, 1e3) and factor > 0
                     and _is_number(spread, 1e3)):
-                seconds: Any = rest.get("seconds", 0.0)
-                if not (_is_number(seconds, _MOST_SIZE) and seconds >= 0):
-                    faults.append(("learned.seconds", seconds, "a number of seconds, 0 or more"))
-                    continue
-                found.append(LearnedSteps(
-                    kind=kind, rows=float(rows), factor=float(factor), spread=float(spread),
-                    steps=steps, date=day, seconds=float(seconds)))
+                found.append(LearnedSteps(kind=kind, rows=float(rows), factor=float(factor),
+                                          spread=float(spread), steps=steps, date=day))
             case _:
                 faults.append(("learned", own, "kind, rows, factor (> 0), spread, steps and date"))
     return tuple(found)

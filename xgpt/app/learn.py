@@ -112,20 +112,14 @@ def learned_of(opened: OpenedJob, profile: Profile, schedule: Schedule,
         found.append(LearnedSteps(
             kind=kind, rows=float(np.median([own.rows for own in slowest])),
             factor=round(factor, 4), spread=round(float(high - low) / factor, 4),
-            steps=len(slowest), date=date.today().isoformat(),
-            seconds=round(_seconds(slowest), 3)))
+            steps=len(slowest), date=date.today().isoformat()))
     return tuple(found)
 
 
 def _tell(ratios: Sequence[Ratio]) -> bool:
     """Whether these steps are enough to tell what others of their kind take."""
-    return len(ratios) >= LEAST_STEPS or (
-        len(ratios) >= _FEW_STEPS and _seconds(ratios) >= LONG_S)
-
-
-def _seconds(ratios: Sequence[Ratio]) -> float:
-    """What these steps took."""
-    return sum(own.expected_s * math.exp(own.log) for own in ratios)
+    took_s = sum(own.expected_s * math.exp(own.log) for own in ratios)
+    return len(ratios) >= LEAST_STEPS or (len(ratios) >= _FEW_STEPS and took_s >= LONG_S)
 
 
 def _is_passing(ratios: Sequence[Ratio]) -> bool:

@@ -9,14 +9,7 @@ from operator import gt
 from xgpt.app.laid_out import derived_times, is_sized, layout_of, on_open_layouts, on_ranks
 from xgpt.app.opened import OpenedJob
 from xgpt.app.telling import told_while
-from xgpt.app.timing import (
-    is_estimated,
-    is_timed,
-    learned_s,
-    refined_timing,
-    timing_cost_s,
-    timing_of,
-)
+from xgpt.app.timing import is_estimated, is_timed, refined_timing, timing_cost_s, timing_of
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
 from xgpt.core.job import Job
 from xgpt.core.layout import Layout
@@ -160,17 +153,12 @@ class JobPlanner:
 
     def _is_worth_timing(self, tried: Mapping[Layout, LaidOut]) -> bool:
         """Whether the layouts that are not timed yet are: where they have been, where none yet has
-        a schedule, or where the job, with those that ran like it before, is long enough for what
-        they may bring. Then they all are.
-
-        NOTE: as who rents skis buys a pair once the rents have come to its price: however many jobs
-        follow, no more than twice the least is spent."""
+        a schedule, or where the job is long enough for what they may bring. Then they all are."""
         compared, (wide, *_, narrow) = self._compared(tried), self._jobs
         job, of = self._jobs[narrow], self._planners[wide].timing
         if compared.has_schedule and not is_timed(job):
             job_s, cost_s = compared.seconds(compared.best), timing_cost_s(self._jobs[wide], of)
-            jobs_s = job_s + learned_s(of)
-            if jobs_s * LAYOUT_GAIN * math.log2(narrow.ranks / wide.ranks) < cost_s:
+            if job_s * LAYOUT_GAIN * math.log2(narrow.ranks / wide.ranks) < cost_s:
                 self._jobs[wide].tell.say(
                     f"layout: {wide.words}; no other is timed, which would take about "
                     f"{format_seconds(cost_s)}: more than it may save a job of "

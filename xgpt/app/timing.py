@@ -97,13 +97,6 @@ def timing_cost_s(opened: OpenedJob, timing: TimingSource) -> float:
     return quick_cost_s(timing.profile, wanted.degrees, wanted.points)
 
 
-def learned_s(timing: TimingSource) -> float:
-    """How long the jobs ran, as far as it is kept, whose steps these times have learned from."""
-    if not isinstance(timing, ProfileTiming):
-        return 0.0
-    return sum(own.seconds for own in timing.profile.learned)
-
-
 def is_estimated(timing: TimingSource) -> bool:
     """Whether nothing of the job itself was measured for these times."""
     return isinstance(timing, ProfileTiming) and timing.profile.metadata.is_estimated

@@ -12,14 +12,13 @@ from laid_out import Law, amdahl, profile_of
 from xgpt.app import profile_identity
 from xgpt.app.laid_out import on_open_layouts, on_ranks
 from xgpt.app.opened import OpenedJob, open_file
-from xgpt.app.plan import LAYOUT_GAIN, JobPlanner, plan_job, settled
+from xgpt.app.plan import JobPlanner, plan_job, settled
 from xgpt.app.run import to_run
 from xgpt.core import layout, local
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.launch import launcher
-from xprofiler.profile import LearnedSteps
 from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xscheduler.planner import Planner, PlanOptions
@@ -41,7 +40,6 @@ class Machine:
         for command in ("plan", "run"):
             patch.setattr(f"xgpt.app.{command}.timing_of", self.timing_of)
         self.refined: dict[str, tuple[float, int]] = {}  # layout: the job's seconds, contenders
-        self.learned: tuple[LearnedSteps, ...] = ()
         self.better: Law | None = None  # what measuring more would show; None: not worth it
         patch.setattr("xgpt.app.plan.refined_timing", self.refined_timing)
         self.is_timed = True  # all layouts, by earlier jobs
@@ -51,9 +49,8 @@ class Machine:
         run, problem = opened.job.run, opened.problem
         assert run.ranks and run.threads_per_rank, "laid out"
         self.measured.append(f"{run.ranks}x{run.threads_per_rank}")
-        profile = profile_of(problem.model, run.ranks, run.threads_per_rank, self.law,
-                             dtype=problem.dtype, spread=self._spread)
-        return ProfileTiming(replace(profile, learned=self.learned))
+        return ProfileTiming(profile_of(problem.model, run.ranks, run.threads_per_rank, self.law,
+                                        dtype=problem.dtype, spread=self._spread))
 
 
     def refined_timing(self, opened: OpenedJob, timing: ProfileTiming, job_s: float, *,
@@ -150,22 +147,6 @@ def test_another_layout_is_timed_where_it_may_save_more_than_that_takes(
     assert len(expected) == 2 or ("layout: 1 rank x 2 threads; no other is timed" in said[-1]
                                   and "--set run.ranks=2" in said[-1])
     assert len(planner.times) == 2, "many plans are worth it"
-
-
-def test_jobs_that_ran_before_pay_for_the_timing_of_another_layout(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, 2, amdahl(0.5))
-    machine.is_timed = False
-    monkeypatch.setattr("xgpt.app.plan.timing_cost_s", lambda *_: LAYOUT_GAIN * 1e6)
-    job, seen = job_of(tmp_path), []
-    for earlier_s in (0.0, 0.9e6, 1.1e6):
-        machine.measured.clear()
-        machine.learned = tuple(LearnedSteps(
-            kind=kind, rows=4.0, factor=1.0, spread=0.1, steps=40, date="2026-11-27",
-            seconds=earlier_s * share) for kind, share in (("encode", 0.4), ("decode", 0.6)))
-        plan_job(job)
-        seen.append(len(machine.measured))
-    assert seen == [1, 1, 2]
 
 
 def test_where_the_first_layout_keeps_no_bound_the_others_are_timed(
