@@ -106,7 +106,9 @@ class Continuous:
             own, plan = [configs[row] for row in rows], self.plans.both(*key)
             kv_tokens, fits = self.memory.kv_tokens(plan, self._groups(plan, own))
             least = kv_tokens / (self.problem.lengths.inputs.support[0] + 1)
-            most = np.minimum(least, 1.5 * kv_tokens / self.queries.present.context + 8)
+            # where outputs are of one token nobody decodes, and no context is held
+            context = max(self.queries.present.context, 1.0)
+            most = np.minimum(least, 1.5 * kv_tokens / context + 8)
             useful += [config for config, is_held, count in zip(own, fits, most, strict=True)
                        if is_held and config.max_active <= count]
         return useful

@@ -170,7 +170,7 @@ class QuickBounds:
         decoding = np.minimum(decoding, boxes.highest * most_rows)
         rows = np.minimum(_most_each(decoding, boxes), most_rows)
         least_rows = decoding / boxes.highest
-        encode_work, decode_work, step, through = (np.full(len(boxes), np.inf) for _ in range(4))
+        encode_work, decode_work, step = (np.full(len(boxes), np.inf) for _ in range(3))
         iterations = waa.times.mean_iterations
         for degree in degrees:
             single = self._single(degree, int(boxes.most.max()), float(rows.max()))
@@ -185,8 +185,8 @@ class QuickBounds:
                     np.maximum(rows[taken], 1.0), boxes.largest_chunk[taken].astype(float))
                 encode_work[taken] = np.minimum(encode_work[taken], degree * encoded)
                 decode_work[taken] = np.minimum(decode_work[taken], degree * decoded / iterations)
-            np.minimum(through, single.encode_step[boxes.least] + waa.iterations_waited
-                       * single.decode_steps[0], out=through)
+        encode_s, decode_s = self._quickest(degrees, int(boxes.most.max()), float(rows.max()))
+        through = encode_s[boxes.least] + waa.iterations_waited * decode_s
         devices = waa.problem.cluster.num_devices
         limit = np.minimum(devices / (encode_work + iterations * decode_work),
                            decoding / (iterations * step))
@@ -195,17 +195,20 @@ class QuickBounds:
     def largest_within(self, largest: int, degrees: Sequence[int], latency_bound_s: float) -> int:
         """No encode_batch beyond this one, of those up to `largest`, is quick enough whatever the
         division, with stages of such degrees (see `of_boxes`); 0: none is."""
-        batches, within = range(1, largest + 1), 0
-        most_s = latency_bound_s * (1 + QUICK_TOLERANCE)
         # the quickest step may be one of more rows
         rows = largest * self._waa.problem.lengths.outputs.mean
-        for degree in degrees:
-            single = self._single(degree, largest, rows)
-            encode_s, decode_s = single.encode_step, (
-                self._waa.iterations_waited * float(single.decode_steps[0]))
-            within = max(within, bisect_right(
-                batches, most_s, key=partial(_through_s, encode_s, decode_s)))
-        return within
+        encode_s, decode_s = self._quickest(degrees, largest, rows)
+        waited_s = self._waa.iterations_waited * decode_s
+        return bisect_right(range(1, largest + 1), latency_bound_s * (1 + QUICK_TOLERANCE),
+                            key=lambda batch: float(encode_s[batch]) + waited_s)
+
+    def _quickest(self, degrees: Sequence[int], most: int,
+                  rows: float) -> tuple[FloatArray, float]:
+        """Seconds that no encode step of a batch or a larger one takes less [batches], and no
+        decode step: the pools' stages may be of different degrees, and each pool's the quickest."""
+        singles = [self._single(degree, most, rows) for degree in degrees]
+        encode_s = np.minimum.reduce([single.encode_step[:most + 1] for single in singles])
+        return encode_s, min(float(single.decode_steps[0]) for single in singles)
 
     def _decode_step(self, single: _Single, degree: int, boxes: WaaBoxes,
                      rows: FloatArray) -> FloatArray:
@@ -229,10 +232,10 @@ class QuickBounds:
         most = np.zeros(len(boxes))
         if math.isinf(latency_bound_s) or waited <= 0:
             return np.full(len(boxes), np.inf)
+        encode_s, _ = self._quickest(degrees, int(boxes.most.max()), rows)
+        iteration_s = (latency_bound_s * (1 + QUICK_TOLERANCE) - encode_s[boxes.least]) / waited
         for degree in degrees:
             single = self._single(degree, int(boxes.most.max()), rows)
-            iteration_s = (latency_bound_s * (1 + QUICK_TOLERANCE)
-                           - single.encode_step[boxes.least]) / waited
             place = np.searchsorted(single.decode_steps, iteration_s * (1 + QUICK_TOLERANCE),
                                     side="right")
             np.maximum(most, np.append(single.sizes, np.inf)[place], out=most)
@@ -263,8 +266,3 @@ class QuickBounds:
 def _most_each(decoding: FloatArray, boxes: WaaBoxes) -> FloatArray:
     """No group that holds a query holds more in the mean [..., boxes]."""
     return decoding / least_busy(decoding, boxes.fewest, boxes.highest)
-
-
-def _through_s(encode_s: FloatArray, decode_s: float, batch: int) -> float:
-    """Of a batch: its encoding, by batch, and then its decoding."""
-    return float(encode_s[batch]) + decode_s

@@ -180,6 +180,17 @@ def test_the_grid_holds_what_fits_and_ends_where_memory_does(name):
 
 
 @pytest.mark.parametrize("name", POLICIES)
+def test_of_outputs_of_one_token_nobody_decodes_and_the_grid_has_what_inputs_fill(name):
+    """What fits was divided by a context of none, which numpy warns of."""
+    lengths = JointLengths(inputs=empirical([40, 90]), outputs=empirical([1]))
+    policy = policy_of(name, problem_of(lengths=lengths))
+    grid = policy.grid(100_000, [(1, 0)])
+    found = policy.evaluate(grid)
+    assert max(config.max_active for config in grid) > 100
+    assert found.fits.all() and (found.throughput_qps > 0).all()
+
+
+@pytest.mark.parametrize("name", POLICIES)
 def test_more_reserved_for_an_output_costs_orca_places_alone(name):
     """Paged KV takes what is used, ORCA what could be."""
     plain = problem_of(lengths="T")
