@@ -192,7 +192,7 @@ def _whole(space: WaaPoints, latency_bound_s: float) -> tuple[IntArray, WaaBoxes
     for plan, ((least, largest), groups) in enumerate(space.ranges):
         if math.isfinite(latency_bound_s):
             largest = space.bounds.quick.largest_within(
-                largest, space.degrees(plan), latency_bound_s)
+                largest, space.degrees(plan), latency_bound_s, CHUNKS[-1])
         if largest >= least:
             rows.append((plan, least, largest, *groups))
     columns = np.array(rows, np.int64).reshape(-1, 5).T

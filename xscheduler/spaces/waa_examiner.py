@@ -133,7 +133,7 @@ class WaaExaminer:
                 self.roots, self.plan_of_root, strict=True) if own == plan)
             if not math.isinf(self._bound_s):
                 largest = self._space.bounds.quick.largest_within(
-                    largest, self._space.degrees(plan), self._bound_s)
+                    largest, self._space.degrees(plan), self._bound_s, self._space.chunks[-1])
             self._largest[plan] = largest
         return self._largest[plan]
 

@@ -15,6 +15,8 @@ from problems_suite import (
     PAPER,
     TASKS,
     Case,
+    Defect,
+    Planted,
     as_padded,
     captured,
     noisy_profile,
@@ -27,6 +29,7 @@ from representative import some
 
 from xgpt.core.job import FixedSchedule
 from xprofiler.interpolation import REFUSED_BEYOND
+from xprofiler.timing import Operator
 from xscheduler.spaces.tensor_plans import tensor_plans
 from xsimulator.policies import make_policy
 from xsimulator.policies.rra.bounds import SIDES, RraBounds
@@ -34,6 +37,7 @@ from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfigs
 from xsimulator.policies.waa.bounds import WaaBounds
 from xsimulator.policies.waa.config import WaaBoxes, WaaConfig, WaaConfigs
+from xsimulator.policies.waa.quick_bounds import QuickBounds
 
 BOXES, POINTS = 24, 30  # of a problem; of a box
 
@@ -171,7 +175,7 @@ def check_waa(case: Case, seed: int) -> int:
         bounds.bound(split, boxes, latency_bound_s=bound_s)[0],
         bounds.bound(split, boxes, latency_bound_s=bound_s, worth_qps=math.inf)[0],
         bounds.quick.of_boxes([split], boxes, degrees, bound_s)[0]])
-    most_batch = bounds.quick.largest_within(1500, degrees, bound_s)
+    most_batch = bounds.quick.largest_within(1500, degrees, bound_s, int(largest.max()))
     for row in np.flatnonzero(has_room.any(axis=1)):
         own = has_room[row]
         box = (where, least[row], most[row], fewest[row], highest[row], smallest[row],
@@ -287,6 +291,22 @@ def test_a_waa_box_is_as_quick_as_the_quickest_of_either_pool():
     case = Case(name="captured", problem=problem, policy="waa-c",
                 timing=captured(toy_roofline(problem)))
     assert sum(check_waa(case, seed) for seed in range(3)) > 20
+
+
+def test_a_waa_step_may_be_the_quicker_for_its_chunk():
+    """Where larger steps are quicker: the latency was bounded by that of steps without."""
+    problem = toy_problem(devices=2, inputs=(200, 50, 300), fixed=FixedSchedule(
+        policies=("waa-m",)))
+    waa = make_policy("waa-m", problem, Planted(toy_roofline(problem), {
+        Operator.LAYER_REST: (Defect(low=40.0, high=120.0, factor=0.3),)}))
+    bounds, split, one = QuickBounds(waa, is_modest=False), waa.split(1, 0), np.ones(1, np.int64)
+    found, slower_s = waa.evaluate_either_way([WaaConfig(
+        encode_batch=1, decode_micro_batches=1, tp_degree=1, tp_gpus=0, encode_chunk=64)])
+    boxes = WaaBoxes(least=one, most=one, fewest=one, highest=one, chunk=64 * one,
+                     largest_chunk=64 * one)
+    most_qps, least_s = bounds.of_boxes([split], boxes, [1], float(slower_s[0]))
+    assert least_s <= slower_s and most_qps >= found.throughput_qps > 0
+    assert bounds.largest_within(1, [1], float(slower_s[0]), 64) == 1
 
 
 def test_chunks_of_a_size_that_is_refused_have_no_share():

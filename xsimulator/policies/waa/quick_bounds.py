@@ -185,30 +185,47 @@ class QuickBounds:
                     np.maximum(rows[taken], 1.0), boxes.largest_chunk[taken].astype(float))
                 encode_work[taken] = np.minimum(encode_work[taken], degree * encoded)
                 decode_work[taken] = np.minimum(decode_work[taken], degree * decoded / iterations)
-        encode_s, decode_s = self._quickest(degrees, int(boxes.most.max()), float(rows.max()))
+        encode_s, decode_s = self._quickest(degrees, int(boxes.most.max()), float(rows.max()),
+                                            int(boxes.largest_chunk.max()))
         through = encode_s[boxes.least] + waa.iterations_waited * decode_s
         devices = waa.problem.cluster.num_devices
         limit = np.minimum(devices / (encode_work + iterations * decode_work),
                            decoding / (iterations * step))
         return limit * (1 + QUICK_TOLERANCE), through / (1 + QUICK_TOLERANCE)
 
-    def largest_within(self, largest: int, degrees: Sequence[int], latency_bound_s: float) -> int:
+    def largest_within(self, largest: int, degrees: Sequence[int], latency_bound_s: float,
+                       chunk: int = 0) -> int:
         """No encode_batch beyond this one, of those up to `largest`, is quick enough whatever the
-        division, with stages of such degrees (see `of_boxes`); 0: none is."""
+        division, with stages of such degrees (see `of_boxes`) and chunks of so many tokens at most;
+        0: none is."""
         # the quickest step may be one of more rows
         rows = largest * self._waa.problem.lengths.outputs.mean
-        encode_s, decode_s = self._quickest(degrees, largest, rows)
+        encode_s, decode_s = self._quickest(degrees, largest, rows, chunk)
         waited_s = self._waa.iterations_waited * decode_s
         return bisect_right(range(1, largest + 1), latency_bound_s * (1 + QUICK_TOLERANCE),
                             key=lambda batch: float(encode_s[batch]) + waited_s)
 
-    def _quickest(self, degrees: Sequence[int], most: int,
-                  rows: float) -> tuple[FloatArray, float]:
-        """Seconds that no encode step of a batch or a larger one takes less [batches], and no
-        decode step: the pools' stages may be of different degrees, and each pool's the quickest."""
-        singles = [self._single(degree, most, rows) for degree in degrees]
-        encode_s = np.minimum.reduce([single.encode_step[:most + 1] for single in singles])
-        return encode_s, min(float(single.decode_steps[0]) for single in singles)
+    def _quickest(self, degrees: Sequence[int], most: int, rows: float,
+                  chunk: int) -> tuple[FloatArray, float]:
+        """Seconds that no encode step of a batch or a larger one takes less [batches], and no step
+        in which queries decode: the pools' stages may be of different degrees, and each pool's the
+        quickest."""
+        singles = [(degree, self._single(degree, most, rows)) for degree in degrees]
+        encode_s = np.minimum.reduce([single.encode_step[:most + 1] for _, single in singles])
+        return encode_s, min(float(self._steps(*one, chunk)[0]) for one in singles)
+
+    def _steps(self, degree: int, single: _Single, chunk: int) -> FloatArray:
+        """Seconds [sizes] that no step in which so many rows decode, or more, takes a single group
+        less, whether it also encodes up to `chunk` tokens or not: of times that are not monotone a
+        larger step may be the quicker."""
+        if not chunk:
+            return single.decode_steps
+        kept, key = self._waa.times.kept, ("steps", degree, chunk, len(single.sizes))
+        if key not in kept:
+            kept[key] = np.minimum(single.decode_steps, self._shared(degree).least_step_s(
+                single.sizes, np.full(len(single.sizes), float(chunk))))
+        steps: FloatArray = kept[key]
+        return steps
 
     def _decode_step(self, single: _Single, degree: int, boxes: WaaBoxes,
                      rows: FloatArray) -> FloatArray:
@@ -232,12 +249,13 @@ class QuickBounds:
         most = np.zeros(len(boxes))
         if math.isinf(latency_bound_s) or waited <= 0:
             return np.full(len(boxes), np.inf)
-        encode_s, _ = self._quickest(degrees, int(boxes.most.max()), rows)
+        chunk = int(boxes.largest_chunk.max())
+        encode_s, _ = self._quickest(degrees, int(boxes.most.max()), rows, chunk)
         iteration_s = (latency_bound_s * (1 + QUICK_TOLERANCE) - encode_s[boxes.least]) / waited
         for degree in degrees:
             single = self._single(degree, int(boxes.most.max()), rows)
-            place = np.searchsorted(single.decode_steps, iteration_s * (1 + QUICK_TOLERANCE),
-                                    side="right")
+            place = np.searchsorted(self._steps(degree, single, chunk),
+                                    iteration_s * (1 + QUICK_TOLERANCE), side="right")
             np.maximum(most, np.append(single.sizes, np.inf)[place], out=most)
         return most
 
