@@ -109,10 +109,12 @@ class StoppedEarly(XgptError):
     exit_code = EXIT_RESUMABLE
 
 
-def nearest(name: str, known: Sequence[str]) -> str:
-    """'did you mean X? known: A, B, C' for an unknown `name`."""
+def nearest(name: str, known: Sequence[str], *, elsewhere: str | None = None) -> str:
+    """'did you mean X? known: A, B, C' for an unknown `name`. `elsewhere`: a name that is not among
+    the known and may be meant as well."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    meant = [repr(one) for one in (elsewhere, *close) if one is not None]
+    hint = f"did you mean {' or '.join(meant)}? " if meant else ""
     return f"{hint}known: {', '.join(known)}"
 
 

@@ -32,6 +32,7 @@ from xgpt.core.yaml_tree import Field, apply_override, read_tree
 SWEEP_KEYS = ("base", "grid", "cases")  # any of which makes a file a sweep's
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_SECTIONS = ("workload", "constraint", "run", "schedule", "slurm", "cluster", "plan", "search")
 POOLINGS = ("last", "mean")  # of a text's last hidden states, where it is embedded
 SCORING_POLICIES = ("rra", "ft", "dsi")  # which encode whole inputs, without decoding beside them
 _NO_DISTRIBUTION = LengthSpec(kind="observe")  # stands in for one that could not be read
@@ -71,7 +72,22 @@ def job_tree(path: Path, overrides: Sequence[str], mistakes: list[Mistake]) -> F
 
 def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
     """The job of a file's tree; to be discarded where `mistakes` were added."""
-    top = Section(tree, "", mistakes)
+    top = Section(tree, "", mistakes, elsewhere=lambda: _places(path))
+    job = _read_job(top, path)
+    top.finish()
+    return job
+
+
+def _places(path: Path) -> dict[str, str]:
+    """By the last name of a key, all of it: of sections, those that a file leaves out too."""
+    places: dict[str, str] = {}
+    empty = Field(value={}, file="", line=None)
+    tree = replace(empty, value=dict.fromkeys(_SECTIONS, empty))
+    _read_job(Section(tree, "", [], places), path)
+    return places
+
+
+def _read_job(top: Section, path: Path) -> Job:
     folder = Path(os.path.abspath(path)).parent
     schedule, adjustment = read_schedule(top)
     # in the order in which their mistakes are told
@@ -98,23 +114,7 @@ def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
         _check_encoded(top, job)
         job = replace(job, schedule=replace(
             job.schedule, policies=job.schedule.policies or SCORING_POLICIES[:1], encode_chunk=0))
-    top.finish(lambda: _places(folder))
     return job
-
-
-def _places(folder: Path) -> dict[str, str]:
-    """By the last name of a key, all of it: of sections, those that a file leaves out too."""
-    places: dict[str, str] = {}
-    empty = Field(value={}, file="", line=None)
-    tree = replace(empty, value=dict.fromkeys(
-        ("workload", "constraint", "run", "schedule", "slurm"), empty))
-    top = Section(tree, "", [], places)
-    _read_workload(top, folder)
-    read_constraint(top)
-    read_run(top)
-    read_schedule(top)
-    read_slurm(top, folder)
-    return places
 
 
 def _check_objective(top: Section, job: Job) -> None:

@@ -26,13 +26,17 @@ class Section:
     """A mapping of the file under the dotted key `prefix`; `finish` reports keys nobody read."""
 
     def __init__(self, field: Field, prefix: str, mistakes: list[Mistake],
-                 places: dict[str, str] | None = None) -> None:
-        """`places`: the dotted keys of those that any section of the file has been asked for."""
+                 places: dict[str, str] | None = None,
+                 elsewhere: Callable[[], Mapping[str, str]] = dict) -> None:
+        """`places`: filled with the dotted keys of those that any section of the file is asked for,
+        by their last names. `elsewhere`: the same of a whole file, to say where a key belongs that
+        stands in the wrong section; called only where there is such a key."""
         assert isinstance(field.value, dict), f"{field = }"
         self._field, self._mistakes, self._children = field, mistakes, field.value
         self._prefix = f"{prefix}." if prefix else ""
         self._known: list[str] = []
         self._places: dict[str, str] = {} if places is None else places
+        self._elsewhere = elsewhere
 
     def get(self, key: str) -> Field | None:
         """The key's value; None where it is absent or null ("not given")."""
@@ -60,16 +64,15 @@ class Section:
         kinds: dict[type, str] = {dict: ", not a mapping", list: ", not a list"}
         self.reject(key, allowed + kinds.get(type(value), ""))
 
-    def finish(self, places: Callable[[], Mapping[str, str]] = dict) -> None:
-        """Report the keys that no reader asked for. `places`: the dotted keys of those that belong
-        elsewhere."""
+    def finish(self) -> None:
+        """Report the keys that no reader asked for, with where they belong."""
         for key, child in self._children.items():
             if key not in self._known:
-                words = nearest(key, self._known)
-                if (meant := places().get(key)) is not None:
-                    words = f"did you mean {meant!r}? known: {', '.join(self._known)}"
+                own = self._prefix + key
+                meant = self._elsewhere().get(key)
+                words = nearest(key, self._known, elsewhere=meant if meant != own else None)
                 self._mistakes.append(Mistake(
-                    file=child.file, line=child.line, key=self._prefix + key, value=None,
+                    file=child.file, line=child.line, key=own, value=None,
                     allowed=f"unknown key; {words}"))
 
     def section(self, key: str, allowed: str = "a mapping") -> Section | None:
@@ -84,7 +87,8 @@ class Section:
         field = self.get(key)
         if field is None or not isinstance(field.value, dict):
             return None
-        return Section(field, self._prefix + key, self._mistakes, self._places)
+        return Section(field, self._prefix + key, self._mistakes, self._places,
+                       self._elsewhere)
 
     def read(self, key: str, default: T, value_of: Callable[[Any], V | None],
              allowed: str) -> V | T:

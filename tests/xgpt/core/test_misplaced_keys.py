@@ -1,4 +1,5 @@
-"""A key that is not indented, or lacks its section on the command line, is refused with it."""
+"""A key that is not indented, lacks its section on the command line or stands in the wrong one is
+refused with the right one."""
 
 from __future__ import annotations
 
@@ -16,12 +17,16 @@ MEANT = {"latency_s": "constraint.latency_s", "temperature": "run.temperature",
          "partition": "slurm.partition"}
 
 
-def refusal(folder: Path, text: str, *overrides: str) -> str:
+def refusals(folder: Path, text: str, *overrides: str) -> list[str]:
     (folder / "job.yaml").write_text(text)
     with pytest.raises(InputError) as refused:
         load_job(folder / "job.yaml", overrides)
-    (mistake,) = refused.value.mistakes
-    return str(mistake)
+    return list(map(str, refused.value.mistakes))
+
+
+def refusal(folder: Path, text: str, *overrides: str) -> str:
+    (mistake,) = refusals(folder, text, *overrides)
+    return mistake
 
 
 @pytest.mark.parametrize("key", MEANT)
@@ -33,3 +38,23 @@ def test_a_key_without_its_section_is_refused_with_it(tmp_path: Path, key: str) 
 
 def test_a_slip_of_the_hand_is_still_named(tmp_path: Path) -> None:
     assert "unknown key; did you mean 'output'? known: " in refusal(tmp_path, JOB, "outpt=x")
+
+
+@pytest.mark.parametrize(("key", "meant"), [
+    ("run.latency_s", "constraint.latency_s"), ("cluster.dtype", "run.dtype"),
+    ("constraint.output", "output"), ("workload.max_seconds", "search.max_seconds"),
+    ("schedule.devices_per_node", "cluster.devices_per_node"),
+    ("workload.requests.temperature", "run.temperature")])
+def test_a_key_in_the_wrong_section_is_refused_with_the_right_one(
+        tmp_path: Path, key: str, meant: str) -> None:
+    job = JOB.replace("a40-4", "{device: A40, devices_per_node: 4, intra_link: pcie4-x16}")
+    (mistake,) = [one for one in refusals(tmp_path, job, f"{key}=1") if "unknown key" in one]
+    assert mistake.startswith(f"--set: {key}: unknown key; did you mean '{meant}'")
+
+
+def test_a_key_that_is_known_elsewhere_and_resembles_one_of_its_section_is_refused_with_both(
+        tmp_path: Path) -> None:
+    device = "{name: X, memory: 1e9}"
+    job = JOB.replace("a40-4", f"{{device: {device}, devices_per_node: 4, intra_link: pcie4-x16}}")
+    (mistake,) = [one for one in refusals(tmp_path, job) if "unknown key" in one]
+    assert "did you mean 'constraint.memory' or 'memory_bytes'? known: " in mistake
