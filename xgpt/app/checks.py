@@ -14,6 +14,7 @@ from xgpt.core.local import detect, usable_cores, why_no_torch
 from xgpt.core.request_files.files import format_of
 from xgpt.core.request_files.parquet import arrow
 from xgpt.core.run_section import LOCAL_CLUSTER
+from xgpt.core.whole_file import why_no_file, why_no_folder
 from xgpt.launch.slurm import allocation_here
 from xrunner.checkpoint.source import shape_to_make
 from xrunner.checkpoint.tensors import check_weights
@@ -129,9 +130,11 @@ def make_folder(job: Job) -> None:
         if not is_locked(job.output) and not (stop.is_by_user and job.slurm is not None
                                               and allocation_here() is not None):
             stop.withdraw()
+        allowed = why_no_folder(job.output)
     except OSError as cause:
-        raise wrong(job.source, "output", str(job.output),
-                    f"a folder that can be written to: {cause.strerror}") from None
+        allowed = f"a folder that can be written to: {cause.strerror}"
+    if allowed is not None:
+        raise wrong(job.source, "output", str(job.output), allowed)
     if job.results is not None:
         _make_place(job, job.results)
 
@@ -140,11 +143,5 @@ def _make_place(job: Job, results: Path) -> None:
     """Finds before the run what would keep its table of results from being written after it."""
     if format_of(results) == "parquet":
         arrow(f"writing {results.name}")
-    try:
-        results.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as cause:
-        raise wrong(job.source, "results", str(results),
-                    f"a file in a folder that can be made: {cause.strerror}") from None
-    if not os.access(results.parent, os.W_OK):
-        raise wrong(job.source, "results", str(results), "a file in a folder that can be "
-                    "written to")
+    if (allowed := why_no_file(results)) is not None:
+        raise wrong(job.source, "results", str(results), allowed)

@@ -72,7 +72,7 @@ def usual_max_tokens(spec: ModelSpec, look: PromptsLook) -> int:
 
 def refuse_existing(path: Path) -> None:
     """Raises InputError where there is something at the path."""
-    if path.exists():
+    if os.path.exists(path):
         raise wrong("command line", "JOB.yaml", str(path), "there is such a file: give another "
                     "name, or --force to write over it")
 

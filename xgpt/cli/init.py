@@ -26,7 +26,7 @@ from xgpt.app.prompts_look import (
     needs_column,
     tell_delimiters,
 )
-from xgpt.cli.options import json_option, print_json
+from xgpt.cli.options import check_writable, json_option, print_json
 from xgpt.cli.terminal import Terminal, is_terminal, say, show
 from xgpt.core.errors import wrong
 from xgpt.core.units import parse_seconds
@@ -67,6 +67,7 @@ def init(job_file: Path, prompts: Path | None, column: str | None, model: str | 
     """
     if not force:
         refuse_existing(job_file)
+    check_writable(job_file, "JOB.yaml")
     asks = can_ask() and not yes and not as_json
     latency_s = None if latency is None else _latency(latency)
     look = _look(_prompts(prompts, asks), column, asks)

@@ -1,7 +1,6 @@
 """Arguments every job command shares, and how they print."""
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +11,7 @@ from click.shell_completion import CompletionItem
 from xgpt.core.errors import wrong
 from xgpt.core.json_values import plain
 from xgpt.core.plugins import load_row
+from xgpt.core.whole_file import why_no_file, why_no_folder
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -124,17 +124,14 @@ def with_verify(overrides: tuple[str, ...], is_verified: bool) -> tuple[str, ...
 def check_writable(path: Path, option: str) -> None:
     """Checks `path` before anything is computed for it, and makes its folder. Raises InputError
     where no file can be written there."""
-    folder, reason = path.parent, None
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as cause:
-        reason = f"a file in a folder that can be made: {cause.strerror}"
-    if not path.name or path.is_dir():
-        reason = "a file, not a folder"
-    elif reason is None and not os.access(path if path.exists() else folder, os.W_OK):
-        reason = "a file that can be written to"
-    if reason is not None:
-        raise wrong("command line", option, str(path), reason)
+    if (allowed := why_no_file(path)) is not None:
+        raise wrong("command line", option, str(path), allowed)
+
+
+def check_folder(path: Path, option: str) -> None:
+    """The same of a folder of files."""
+    if (allowed := why_no_folder(path)) is not None:
+        raise wrong("command line", option, str(path), allowed)
 
 
 def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:

@@ -12,7 +12,13 @@ import click
 from xgpt.app.laid_out import on_open_layouts
 from xgpt.app.local_profile import local_profile, wanted_profile
 from xgpt.app.opened import open_file
-from xgpt.cli.options import check_writable, job_arguments, json_option, print_json
+from xgpt.cli.options import (
+    check_folder,
+    check_writable,
+    job_arguments,
+    json_option,
+    print_json,
+)
 from xgpt.cli.terminal import Terminal, say
 from xgpt.cli.terminal import show as show_text
 from xgpt.core import catalog
@@ -111,9 +117,10 @@ def measure(job_file: Path, overrides: tuple[str, ...], as_json: bool, out: Path
 @json_option
 def show(file: Path, plots: Path | None, as_json: bool) -> None:
     """Tables (and plots) of a profile: times, spread, share of the device's roofline."""
+    if plots is not None:
+        check_folder(plots, "--plots")
     shown = load_profile(file)
     if plots is not None:
-        plots.mkdir(parents=True, exist_ok=True)
         for path in write_profile_plots(shown, plots):
             say(f"plot: {path}")
     _print(shown, as_json)

@@ -7,7 +7,7 @@ import click
 
 from xgpt.app.place import place_of
 from xgpt.app.report import Form, write_reports, write_tables
-from xgpt.cli.options import check_writable, job_options, print_json
+from xgpt.cli.options import check_folder, check_writable, job_options, print_json
 from xgpt.cli.terminal import say, show
 from xgpt.core.errors import wrong
 from xgpt.report.image import can_draw
@@ -30,6 +30,7 @@ def report(where: tuple[Path, ...], wanted: str, out: Path | None, overrides: tu
     if out is not None and forms == ["png"]:
         if out.exists() and not out.is_dir():
             raise wrong("command line", "--out", str(out), "a folder: there is a picture a chart")
+        check_folder(out, "--out")
     elif out is not None:
         check_writable(out, "--out")
     folders = [place.output for place in places]

@@ -6,7 +6,7 @@ import click
 
 from xgpt.app.validate import SOURCES
 from xgpt.app.validate import validate as validate_folder
-from xgpt.cli.options import json_option, print_json
+from xgpt.cli.options import check_writable, json_option, print_json
 from xgpt.cli.terminal import Terminal, show
 from xgpt.report.validation_page import write_validation_page
 from xgpt.report.validation_table import chooser_table, validation_table
@@ -27,6 +27,8 @@ def validate(folder: Path | None, sources: tuple[str, ...], measured: Path | Non
     """How far the planner's times are from what others measured.
 
     FOLDER holds the measurements, as docs/validate.md describes; ../shared/data if it is there."""
+    if html is not None:
+        check_writable(html, "--html")
     found = validate_folder(folder, Terminal(), sources=sources, measured=measured)
     if html is not None:
         write_validation_page(found.compared, found.choosers, found.calibration, html)

@@ -6,11 +6,14 @@ import os
 import re
 from pathlib import Path
 
+from xgpt.core.errors import shorten
+
 _GOES_ON = "the same command goes on from there"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 _LOST = (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN,
          errno.ETIMEDOUT, errno.EREMOTEIO)
+_NO_NAME = (errno.ENAMETOOLONG, errno.ELOOP)
 _GONE = (errno.ENOENT, errno.ENOTDIR)
 # as Python, C++, torch, the threads' library and the dynamic linker say it
 _MEMORY = re.compile(
@@ -27,7 +30,11 @@ def is_of_memory(text: str) -> bool:
 def of_a_file(error: BaseException) -> str | None:
     """What to say of a file or folder that cannot be used, or finds no room, wherever it lies; None
     where it may be a fault of ours."""
-    if not isinstance(error, OSError) or error.errno not in (*_NO_ROOM, *_READ_ONLY, *_LOST):
+    if not isinstance(error, OSError):
+        return None
+    if error.errno in _NO_NAME:
+        return f"{shorten(error.filename)}: {error.strerror}"
+    if error.errno not in (*_NO_ROOM, *_READ_ONLY, *_LOST):
         return None
     if error.filename is None and error.errno not in _NO_ROOM:
         return None

@@ -1,9 +1,11 @@
 """Files that a reader finds whole, whenever he looks, and that are there after a power cut."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 MOST_BYTES = 2**27  # of a JSON file read as a whole: such are a few MiB
+_TRIED_BYTES = 4096  # the block of most file systems: an empty file fits on a full disk
 
 
 def read_text(path: Path, encoding: str = "utf-8") -> str:
@@ -23,19 +25,73 @@ def write_atomically(path: Path, text: str, *, is_durable: bool = True) -> None:
     """Writes `text` so that a reader sees the old content or the new, never half of it; so does who
     reads after a power cut, and once this returns it is the new. `is_durable` False: for what is
     replaced every second, and worth nothing after its run."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    target = target_of(path)
+    temporary = temporary_of(target)
     try:
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             if is_durable:
                 file.flush()
                 os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+        os.replace(temporary, target)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        error.filename, error.filename2 = str(path), None  # which the user gave, for messages
         raise
     if is_durable:
-        sync_folder(path.parent)
+        sync_folder(target.parent)
+
+
+def target_of(path: Path) -> Path:
+    """Where a file written to `path` lies: a symbolic link stays one, and its target is replaced.
+    """
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
+
+
+def temporary_of(path: Path) -> Path:
+    """The file beside `path` that is written first, and takes its name once it is whole."""
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+
+
+def why_no_file(path: Path) -> str | None:
+    """What `path` should be for a file to be written there, in words; None where one can be, as far
+    as that is known before: its folder is made, and a small file lay beside it for a moment."""
+    reason = "a file that can be written to"
+    try:
+        if not path.name or path.is_dir():
+            return "a file, not a folder"
+        if path.exists() and not path.is_file():  # a file in its place would take a device's name
+            return "a plain file, or a new one: a device or a pipe is there"
+        target = target_of(path)
+        if target.exists() and not os.access(target, os.W_OK):
+            return reason
+        reason = "a file in a folder that can be made"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        reason = "a file that can be written to"
+        _try(temporary_of(target))
+    except OSError as cause:
+        return f"{reason}: {cause.strerror}"
+    return None
+
+
+def why_no_folder(path: Path) -> str | None:
+    """The same of a folder that files are to be written into."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        _try(temporary_of(path / "xgpt"))
+    except OSError as cause:
+        return f"a folder that can be written to: {cause.strerror}"
+    return None
+
+
+def _try(path: Path) -> None:
+    """Raises OSError where a small file finds no place."""
+    try:
+        path.write_bytes(bytes(_TRIED_BYTES))
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

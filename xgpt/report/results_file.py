@@ -22,6 +22,7 @@ from xgpt.core.request_files.files import COMPRESSED, format_of
 from xgpt.core.request_files.parquet import arrow, values_of
 from xgpt.core.request_files.rows import without_surrogates
 from xgpt.core.spool_columns import BOOLEAN, INTEGER, NUMBER, TEXT, Columns
+from xgpt.core.whole_file import target_of, temporary_of
 from xgpt.report.results_rows import (
     ANSWER,
     COUNTS,
@@ -71,7 +72,8 @@ class _Counted:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    target = target_of(path)
+    temporary = temporary_of(target)
     try:
         with temporary.open("wb") as file:
             if path.name.lower().endswith(COMPRESSED):
@@ -82,7 +84,7 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
                 yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     finally:
         temporary.unlink(missing_ok=True)
 

@@ -7,7 +7,7 @@ from typing import Any
 from xgpt.core.errors import wrong
 from xgpt.core.json_values import write_json
 from xgpt.core.sweep_file import SweepSpec
-from xgpt.core.whole_file import write_atomically
+from xgpt.core.whole_file import why_no_folder, write_atomically
 from xgpt.report.sweep_rows import (
     EARLIER_FILE,
     ROWS_FILE,
@@ -26,12 +26,8 @@ class SweepFolder:
     def __init__(self, spec: SweepSpec) -> None:
         """Makes the folder. Raises InputError where it cannot be written to."""
         self._spec, self.path = spec, spec.output
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / ".lock").touch()
-        except OSError as cause:
-            raise wrong(spec.source, "output", str(self.path),
-                        f"a folder that can be written to: {cause.strerror}") from None
+        if (allowed := why_no_folder(self.path)) is not None:
+            raise wrong(spec.source, "output", str(self.path), allowed)
 
     def take_up(self, fingerprints: Mapping[str, str]) -> tuple[dict[str, Row], int]:
         """Rows of earlier sweeps for these points (key -> fingerprint), and how many there are of
