@@ -33,14 +33,18 @@ class TensorFiles:
         return len(self.places)
 
     def find(self, name: str) -> Stored | None:
-        """What the file says of the tensor; None where there is none."""
+        """What the file says of the tensor; None where there is none. Raises InputError for one
+        that the index says is in a file that lacks it."""
         if (place := locate(name, self.places)) is None:
             return None
         handle = self._handle(self.places[place])
+        try:
+            held = handle[place] if isinstance(handle, dict) else handle.get_slice(place)
+        except (KeyError, SafetensorError):
+            raise wrong_file(self.places[place], f"no tensor {place!r} there, but the index says "
+                             "so") from None
         if isinstance(handle, dict):
-            held = handle[place]
             return Stored(tuple(held.shape), _TYPES.get(held.dtype, str(held.dtype)))
-        held = handle.get_slice(place)
         return Stored(tuple(held.get_shape()), held.get_dtype())
 
     def read(self, name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
@@ -104,9 +108,12 @@ def _opened(path: Path) -> Any:
     try:
         if path.suffix == ".safetensors":
             return safe_open(path, framework="pt")
-        return torch.load(path, mmap=True, weights_only=True)
+        held = torch.load(path, mmap=True, weights_only=True)
     except _DAMAGED as cause:
         raise wrong_file(path, f"cannot be read: {cause}") from None
+    if not isinstance(held, dict):
+        raise wrong_file(path, "holds no tensors by their names")
+    return {name: tensor for name, tensor in held.items() if isinstance(tensor, Tensor)}
 
 
 def _index(directory: Path) -> dict[str, Path]:

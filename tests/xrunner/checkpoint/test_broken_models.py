@@ -191,3 +191,29 @@ def test_a_number_beyond_all_floats_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="layer_norm_epsilon"):
         read_spec(tmp_path, "gpt2")
+
+
+def test_a_tensor_that_an_index_promises_and_its_file_lacks_is_named_with_the_file(
+        sharded: Path) -> None:
+    index = json.loads((sharded / "model.safetensors.index.json").read_text())["weight_map"]
+    name, shard = next(iter(index.items()))
+    held = load_file(sharded / shard)
+    del held[name]
+    save_file(held, sharded / shard)
+    assert [(Path(m.file).name, m.key, m.allowed) for m in refused(sharded)] == [
+        (shard, name, "no such tensor there, but the index says so")]
+    said = f"{shard}: no tensor '{name}' there, but the index says so"
+    with pytest.raises(InputError, match=said):
+        CheckpointReader(sharded, torch.float32).get(name, (1,))
+
+
+@pytest.mark.parametrize(("content", "said"), [
+    ({"other": torch.ones(2)}, "no tensor 'lm_head.weight' there, but the index says so"),
+    ({"lm_head.weight": "text"}, "no tensor 'lm_head.weight' there, but the index says so"),
+    ([torch.ones(2)], "holds no tensors by their names")])
+def test_the_same_of_a_pickle(tmp_path: Path, content: object, said: str) -> None:
+    torch.save(content, tmp_path / "pytorch_model-1.bin")
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(
+        {"weight_map": {"lm_head.weight": "pytorch_model-1.bin"}}))
+    with pytest.raises(InputError, match=f"pytorch_model-1.bin: {said}"):
+        CheckpointReader(tmp_path, torch.float32).get("lm_head.weight", (2,))
