@@ -6,8 +6,6 @@ import re
 import shutil
 import subprocess
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -15,10 +13,10 @@ from pathlib import Path
 
 from xgpt.core.local import gpus_here, why_no_torch
 from xgpt.core.units import format_bytes
+from xrunner.checkpoint.hub import hub_address, is_offline, why_silent
 from xrunner.checkpoint.source import cache_dir
 
 INSTALL = 'pip install -c constraints.txt -e "{}"'
-_HUB = "https://huggingface.co"
 _HUB_LIMIT_S = 4.0
 _MANAGERS = (("apt-get", "sudo apt-get install -y g++"), ("dnf", "sudo dnf install -y gcc-c++"),
              ("zypper", "sudo zypper install -y gcc-c++"), ("apk", "sudo apk add g++"),
@@ -64,20 +62,13 @@ def engines_in_words() -> str:
 
 def hub_in_words() -> str:
     """Whether models can be fetched, and from where."""
-    address = os.environ.get("HF_ENDPOINT", _HUB).rstrip("/")
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
+    if is_offline():
         return "not asked: HF_HUB_OFFLINE is set, so models come from this machine alone"
     if importlib.util.find_spec("huggingface_hub") is None:
         return "huggingface_hub is not installed (the extra `run` has it)"
-    try:
-        request = urllib.request.Request(address, method="HEAD")
-        with urllib.request.urlopen(request, timeout=_HUB_LIMIT_S):
-            return f"{address} answers"
-    except urllib.error.HTTPError:
-        return f"{address} answers"  # it is there, whatever it thinks of the question
-    except (OSError, ValueError) as cause:
-        why = getattr(cause, "reason", cause)
-        return f"{address} cannot be reached ({why})"
+    cause = why_silent(_HUB_LIMIT_S)
+    return f"{hub_address()} answers" if cause is None else (
+        f"{hub_address()} cannot be reached ({getattr(cause, 'strerror', None) or cause})")
 
 
 def cache_in_words() -> str:

@@ -26,6 +26,7 @@ from xgpt.core.model import ModelSpec, model_from_dict
 from xgpt.core.model_file import gguf_in, load_json
 from xgpt.core.whole_file import write_atomically
 from xrunner.checkpoint.gguf_folder import folder_of
+from xrunner.checkpoint.hub import why_in_vain
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _HUB_OLDER_WEIGHTS = "pytorch_model*.bin"  # only for a repository without safetensors
@@ -103,6 +104,8 @@ def config_from_hub(hub_id: str) -> tuple[Path | None, str]:
         raise MissingExtraError("huggingface_hub", "run", "asking the hub for a model") from None
     why = ""
     for is_local in (True, False):
+        if not is_local and (silent := why_in_vain(_HUB_TIMEOUT_S)) is not None:
+            return None, silent
         try:
             path = hf_hub_download(hub_id, "config.json", local_files_only=is_local)
             return Path(path).parent, ""
@@ -152,6 +155,9 @@ def _from_hub(hub_id: str, reasons: list[str], *, local_only: bool) -> Path | No
         )
     except ImportError:
         raise MissingExtraError("huggingface_hub", "run", "fetching a model") from None
+    if not local_only and (silent := why_in_vain(_HUB_TIMEOUT_S)) is not None:
+        reasons.append(silent)
+        return None
     try:
         snapshot = Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES,
                                           local_files_only=local_only))

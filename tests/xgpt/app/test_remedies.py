@@ -12,6 +12,7 @@ import pytest
 from xgpt.app import remedies as module
 from xgpt.app.remedies import cache_in_words, hub_in_words, remedies
 from xgpt.core.local import SmiGpu
+from xrunner.checkpoint import hub
 
 GPU = SmiGpu(index=0, uuid="GPU-0", name="NVIDIA Toy 40", memory_bytes=None)
 
@@ -74,7 +75,7 @@ def test_the_hub_is_offline_reached_or_not(monkeypatch: pytest.MonkeyPatch) -> N
     def answering(error: Exception) -> None:
         def open_(request: Any, timeout: float) -> Any:
             raise error
-        monkeypatch.setattr(module.urllib.request, "urlopen", open_)
+        monkeypatch.setattr(hub.urllib.request, "urlopen", open_)
 
     answering(urllib.error.URLError("no such host"))
     said = hub_in_words()
