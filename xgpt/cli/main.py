@@ -1,6 +1,8 @@
 """Entry point: the command group, and the one place where errors become exit codes."""
 
+import atexit
 import io
+import signal
 import sys
 import traceback
 from collections.abc import Mapping
@@ -87,6 +89,20 @@ def cli() -> None:
 def main() -> None:
     """Exit codes: 0 done, 1 failed, 2 wrong input, 3 no schedule meets the bound, 75 resumable.
     Whatever happens, `--json` prints one object on stdout."""
+    try:
+        _answer()
+    finally:
+        atexit.register(_nothing_to_stop)  # what is registered last comes first
+
+
+def _nothing_to_stop() -> None:
+    """All is done and told, and the interpreter ends: a signal that came now would take the exit
+    code of what was done."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _answer() -> None:
     try:
         cli(standalone_mode=False)
     except XgptError as error:

@@ -155,6 +155,20 @@ def test_a_signal_while_the_command_is_imported_says_so(
     assert "Traceback" not in err and signal.getsignal(number) == before
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize(("words", "code"), [(("models", "--json"), 0), (("models", "x"), 2)])
+def test_a_signal_once_all_is_told_does_not_take_the_exit_code(
+        number: int, words: tuple[str, ...], code: int) -> None:
+    # at its end the interpreter calls what is registered here, as late as a signal may come
+    program = (f"import atexit, os, sys; atexit.register(os.kill, os.getpid(), {int(number)})\n"
+               f"sys.argv = ['xgpt', *{words!r}]\n"
+               "from xgpt.cli.main import main; main()")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          check=False)
+    assert done.returncode == code and (done.stdout if code == 0 else done.stderr)
+    assert "Traceback" not in done.stderr and "ignored" not in done.stderr
+
+
 @pytest.mark.parametrize("words", [("models",), ("models", "--json"), ("--help",)])
 def test_no_room_for_what_is_printed_is_no_fault_of_xgpt(words: tuple[str, ...]) -> None:
     with open("/dev/full", "wb") as full:
