@@ -309,6 +309,26 @@ def test_a_waa_step_may_be_the_quicker_for_its_chunk():
     assert bounds.largest_within(1, [1], float(slower_s[0]), 64) == 1
 
 
+def test_batches_that_are_refused_leave_the_bounds_of_the_others(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    """A projection of infinite time was taken from an encoding of infinite time: no bound was a
+    number any more."""
+    problem = toy_problem(model="encoder-decoder", devices=2)
+    waa = make_policy("waa-c", problem, toy_roofline(problem))
+    known = QuickBounds(waa, is_modest=False)._single(1, 8, 8.0)
+    for owner, name, most in ((waa.times, "encode_query_s", 8.0),
+                              (waa.times.single(1).times, "cross_kv_s",
+                               8 * problem.lengths.inputs.mean)):
+        seconds = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda sizes, *more, seconds=seconds, most=most: (
+            np.where((sizes > most + 1).reshape(-1, *[1] * (seconds(sizes, *more).ndim - 1)),
+                     np.inf, seconds(sizes, *more))))
+    waa.times.kept.clear()
+    found = QuickBounds(waa, is_modest=False)._single(1, 100, 8.0)
+    assert found.encode_each[:9].tolist() == known.encode_each[:9].tolist()
+    assert found.encode_step[:9].tolist() == known.encode_step[:9].tolist()
+
+
 def test_chunks_of_a_size_that_is_refused_have_no_share():
     """It was divided by their rate, 0, which warns (and a warning is an error here)."""
     check_waa(case_of("waa-c", 7005), 7005)

@@ -269,7 +269,9 @@ class QuickBounds:
             times = self._waa.times.single(degree).times
             if times.is_encoder_decoder:  # WAA projects in the decode pool, which is not counted
                 tokens = batch * self._waa.problem.lengths.inputs.mean
-                each = each - times.cross_kv_s(tokens)[..., 0] / batch
+                with np.errstate(invalid="ignore"):  # refused sizes are infinite
+                    rest = each - times.cross_kv_s(tokens)[..., 0] / batch
+                each = np.where(np.isfinite(each), rest, np.inf)
             count = int(np.log(max(2 * rows, 2.0)) / np.log(ROWS_RATIO)) + 3
             sizes: FloatArray = np.asarray(ROWS_RATIO ** np.arange(count), float)
             per_query = (self._waa.times.decode_query_s(sizes, degree)
