@@ -54,7 +54,8 @@ def derived(narrow: Profile, wide: Profile, wanted: ProfileMetadata) -> Derived:
                           for of in (wide, narrow))
     return Derived(
         profile=replace(narrow, metadata=replace(wanted, origin=f"derived from {labels}"),
-                        tables=tables, spent_s=0.0, peaks=None, learned=()),
+                        tables=tables, spent_s=0.0, peaks=None, learned=(),
+                        starts_s=()),
         error=float(np.sqrt(np.mean(np.concatenate(errors) ** 2))))
 
 

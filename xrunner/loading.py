@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -16,6 +17,7 @@ import torch
 
 from xgpt.core.deployment import Pool, StageAssignment
 from xgpt.core.errors import XgptError
+from xgpt.core.local import usable_cores
 from xgpt.core.model import ModelSpec
 from xgpt.core.policies import Role
 from xgpt.core.schedule import Schedule
@@ -32,8 +34,10 @@ from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.ops import cuda_modules, invariant, native
 from xrunner.ops.int8 import is_int8_served
+from xrunner.ops.linear import lays_out_for_any_threads
 from xrunner.plan import RunPlan, weights_key
 from xrunner.rank import Stopwatch
+from xrunner.read_ahead import ReadAhead, whole_model
 from xrunner.replica import Replica, replica_of
 from xrunner.threads import threads_of
 from xrunner.transport.courier import EntryReceiver, EntrySender
@@ -62,8 +66,16 @@ class Shelf:
         self._content: tuple[object, Weights] | None = None
         self._is_new = False  # was put here
 
+    @property
+    def is_empty(self) -> bool:
+        return self._content is None
+
     def holds(self, key: object) -> bool:
         return self._content is not None and self._content[0] == key
+
+    def clear(self) -> None:
+        """Lets go of what lies here."""
+        self._content, self._is_new = None, False
 
     def put(self, key: object, weights: Weights) -> None:
         """Weights that were read before it was known whether they are wanted."""
@@ -105,9 +117,13 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
                 replica=replica.number)
     beat.start()
     key = weights_key(plan, schedule)
+    shared = None if shelf.is_empty or shelf.holds(key) else _read_ahead(
+        plan, schedule, stage, shelf)
     if shelf.holds(key):
         restart_peak_memory(world.device)  # what an earlier run took is not this one's
-    weights = shelf.weights(key, lambda: _read(plan, replica, pool, stage, world))
+    weights = shelf.weights(shared or key, lambda: _read(plan, replica, pool, stage, world))
+    if shared is not None and rank:  # read once, for all
+        weights = Weights(weights.model, 0.0, 0, 0, None)
     sender, receiver = _couriers(replica, pool, weights.model.spec, world)
     # an encode pool decodes nothing
     is_captured = plan.cuda_graphs and world.device.type == "cuda" and pool.role != "encode"
@@ -119,6 +135,27 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     executor.records.threads = threads_of(world.device.type, plan.dtype, plan.threads_per_rank,
                                           is_deterministic=plan.deterministic)
     return Loaded(executor, routes(replica.pools)[rank], replica, pool, stage, weights)
+
+
+def _read_ahead(plan: RunPlan, schedule: Schedule, stage: StageAssignment,
+                shelf: Shelf) -> object | None:
+    """Names the whole model as a rank alone reads it ahead, where that lies here (in a fork of that
+    rank) and is what this one of several is to hold. Then none of them loads anything together with
+    others."""
+    pools = [pool for shape in schedule.estimate.shapes for pool in shape.deployment.pools]
+    spec = read_spec(plan.model_dir, plan.model_name)
+    if any(pool.role != "both" or any(each.tp_degree > 1 for each in pool.stages)
+           for pool in pools) or replace(stage, index=0, ranks=(0,)) != whole_model(spec):
+        return None
+    threads = {plan.threads_per_rank}
+    if plan.weight_dtype != INT8 and not plan.deterministic and lays_out_for_any_threads(
+            getattr(torch, plan.weight_dtype)):
+        threads.add(usable_cores())
+    keys = (ReadAhead(
+        model_dir=plan.model_dir, model_name=plan.model_name, model_files=plan.model_files,
+        dtype=plan.dtype, weight_dtype=plan.weight_dtype, threads=count,
+        is_deterministic=plan.deterministic).key(spec) for count in threads)
+    return next(filter(shelf.holds, keys), None)
 
 
 def _read(plan: RunPlan, replica: Replica, pool: Pool, stage: StageAssignment,

@@ -54,10 +54,15 @@ def to_the_end(plan: RunPlan, join: Callable[[], World],
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process. A rank alone has nobody to take leave of: everything it wrote is closed,
-    and taking the interpreter apart with torch in it would take another half second."""
+    """Ends this process, after all others have come as far, if it has done its part. Everything it
+    wrote is closed, and taking the interpreter apart with torch in it would take another half
+    second."""
     if "mpi4py" in sys.modules:
-        sys.exit(code)
+        if code or "mpi4py.MPI" not in sys.modules:
+            sys.exit(code)  # of which mpi4py tells the others
+        from mpi4py import MPI
+
+        MPI.Finalize()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

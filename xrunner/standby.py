@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from xrunner import ahead, worker
+from xrunner import ahead, forks, worker
 from xrunner.devices import release
 from xrunner.loading import Shelf
 from xrunner.plan import load_plan
@@ -37,15 +37,17 @@ DONE = b"."
 def main(arguments: list[str]) -> int:
     if arguments:
         return _run_after_run(int(arguments[0]))
-    shelf = Shelf()
+    shelf, num_threads = Shelf(), len(os.listdir("/proc/self/task"))
     with socket.socket(fileno=os.dup(sys.stdin.fileno())) as line:
         while True:
-            word, *_ = socket.recv_fds(line, _MOST_BYTES, _MOST_FILES)
+            word, files, *_ = socket.recv_fds(line, forks.MOST_BYTES, forks.MOST_FILES)
             module, _, argument = word.decode().rpartition("\0")
             if not argument:  # it is not wanted
                 return 0
             if not module:
                 return worker.main([argument], shelf)
+            if module == forks.NAME:
+                return forks.Forks(line, shelf, num_threads).serve(argument, files)
             if module == ahead.__name__:
                 ahead.read(argument, shelf)
                 continue

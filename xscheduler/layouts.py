@@ -2,7 +2,9 @@
 
 Each layout has times of its own and is planned like a cluster of its own; the same objective that
 chooses between two schedules of one layout chooses between the best of two: what the job's own
-queries take where it is short on either, else the throughput of the steady state. A layout whose
+queries take where it is short on either, else the throughput of the steady state. To what the job
+takes belongs what the ranks of a layout take to be at work and to end; within a layout it is the
+same for every schedule, and no part of what is proved of their throughput. A layout whose
 times were derived from others' measurements is never chosen: it is measured first where it may be
 the best, and given up where even times as much better as they may be off would not make it that.
 Nor is one chosen that was planned roughly: where it may be the best, it is planned in full."""
@@ -16,6 +18,7 @@ from xgpt.core.layout import Layout
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Rejected, Schedule
 from xgpt.core.units import format_seconds
+from xprofiler.starts import start_s
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import Evaluator
 from xscheduler.job_time import MOST_AGAIN, MOST_REPLAYS, is_short
@@ -97,14 +100,15 @@ class LayoutComparison:
                         and self._is_close(one, best))]
 
     def seconds(self, one: LaidOut) -> float:
-        """What its job is expected to take; infinite for one without end, or without a schedule."""
+        """What its job is expected to take, where it is short with the start and end of the ranks;
+        infinite for one without end, or without a schedule."""
         if one.problem.num_queries is None or not self._queries_per_s[one.layout]:
             return math.inf
         return one.problem.num_queries / self._queries_per_s[one.layout]
 
     def _worth(self, one: LaidOut) -> float:
-        """Queries/s: of the job's own where it is short, ramp and drain included; 0 where there is
-        no schedule."""
+        """Queries/s: of the job's own where it is short, ramp, drain and the ranks' start and end
+        included; 0 where there is no schedule."""
         if not isinstance(one.planned, Schedule):
             return 0.0
         count, estimate = one.problem.num_queries, one.planned.estimate
@@ -112,7 +116,10 @@ class LayoutComparison:
             return estimate.figures.throughput_qps
         replays = min(max(MOST_AGAIN // count, 1), MOST_REPLAYS)
         job = Evaluator(one.problem, one.timing).job(estimate, replays)
-        return 0.0 if job is None else count / job.wall_s
+        return 0.0 if job is None else count / (job.wall_s + self._start_s(one))
+
+    def _start_s(self, one: LaidOut) -> float:
+        return start_s(one.timing, one.layout.ranks)
 
     def _doubt(self, one: LaidOut) -> float:
         if not isinstance(one.planned, Schedule):
@@ -128,7 +135,8 @@ class LayoutComparison:
     def _figure(self, one: LaidOut) -> str:
         if self._is_for_job:
             return (f"is expected to answer the {one.problem.num_queries} queries in "
-                    f"{format_seconds(self.seconds(one))}")
+                    f"{format_seconds(self.seconds(one))}, {format_seconds(self._start_s(one))} "
+                    "of them to start and end its ranks")
         return f"answers {self._queries_per_s[one.layout]:.4g} queries/s in steady state"
 
     def _beside(self, one: LaidOut, best: LaidOut) -> str:
@@ -137,7 +145,8 @@ class LayoutComparison:
                     else "cannot run it")
         ratio = self._queries_per_s[best.layout] / self._queries_per_s[one.layout]
         about = "about " if one.is_rough else ""
-        text = (f"would take {about}{format_seconds(self.seconds(one))} (+{ratio - 1:.0%})"
+        text = (f"would take {about}{format_seconds(self.seconds(one))} (+{ratio - 1:.0%}), "
+                f"{format_seconds(self._start_s(one))} of them to start and end"
                 if self._is_for_job else
                 f"{about}{self._queries_per_s[one.layout]:.4g} queries/s (-{1 - 1 / ratio:.0%})")
         if one.derived:

@@ -160,6 +160,7 @@ METRICS = of_keys({
     "weight_dtype": text("of the weights"),
     "date": text("ISO 8601"), "machine": {"type": "object"}, "stages": array(METRICS_STAGE),
     "others_cpu_share": or_none(number("what other processes used of the cores")),
+    "start_s": or_none(number("that ranks took besides the run, to be at work and to end")),
     "beginning": or_none(text("why it began with a schedule that does not keep the bound")),
     "agreement": or_none({"type": "object"}), "rescheduling": array({"type": "object"}),
     "bound_kept": or_none({"type": "boolean", "description": "whether every bound was that can be "
@@ -275,6 +276,7 @@ def profile_schema() -> Json:
         "refused": {"type": "object", "description": "tensor-parallel degree -> why it has none"},
         "model": or_none(of_fields(ModelSpec)), "peaks": or_none(of_fields(Peaks)),
         "learned": array(of_fields(LearnedSteps)),
+        "starts_s": array(number("that ranks took besides a run")),
         "units": {"type": "object"}, "columns": array(text("of a point")),
         "tables": {"type": "object", "additionalProperties": False, "patternProperties": {
             rf"^({names}) tp=[1-9]\d*( link=\S.*)?$": array(point)}}},

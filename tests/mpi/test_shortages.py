@@ -102,6 +102,8 @@ def test_memory_that_runs_out_is_one_message(gigabytes: int, tmp_path: Path) -> 
 # The second rank goes into a group of little memory before it has any.
 _CONFINED = """
 import os, sys
+if "xrunner.standby" in sys.orig_argv:
+    os._exit(0)  # ranks are processes of their own then
 if "xrunner.worker" in sys.orig_argv and os.environ.get("PMI_RANK") == "1":
     with open(os.environ["GROUP"] + "/cgroup.procs", "w") as file:
         file.write(str(os.getpid()))

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -17,7 +18,7 @@ from xgpt.app.deaths import Leg, run_through
 from xgpt.app.finished import asked_of
 from xgpt.app.guard import Guard
 from xgpt.app.laid_out import on_ranks
-from xgpt.app.learn import learn
+from xgpt.app.learn import learn, learn_start
 from xgpt.app.metrics import write_metrics
 from xgpt.app.no_answer import refuse_no_answer
 from xgpt.app.opened import OpenedJob, open_job
@@ -104,7 +105,8 @@ def _read_ahead(opened: OpenedJob, standby: Ahead) -> None:
             model_dir=files.directory, model_name=job.model,
             model_files=model_files(files.directory), dtype=problem.dtype,
             weight_dtype=problem.weight_dtype, is_deterministic=job.run.deterministic,
-            threads=job.run.threads_per_rank or usable_cores()).word)
+            threads=job.run.threads_per_rank or max(
+                usable_cores() // (job.run.ranks or 1), 1)).word)
 
 
 def to_run(opened: OpenedJob, schedule: Schedule, source: Path) -> Plan:
@@ -183,8 +185,9 @@ def execute_locked(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     agreement = agreement_of(opened, plan, run_file, lock)
     standby = opened.standby
     contention = Contention(alive=lambda: () if standby is None else standby.processes)
+    legs_s = list[float]()
     try:
-        run_through(plan, partial(_start, opened, plan, schedule, lock, rescheduler),
+        run_through(plan, partial(_start, opened, plan, schedule, lock, rescheduler, legs_s),
                     restarts=opened.job.run.restarts, tell=opened.tell)
     except XgptError as error:
         error.details = kept(opened.job)
@@ -193,11 +196,15 @@ def execute_locked(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     if not (output / "measured.json").is_file() and is_left_whole(plan):  # the last was given up
         return take_over(opened, timing, schedule, why="")
     measured = json.loads((output / "measured.json").read_text(encoding="utf-8"))
+    start_s = legs_s[0] - measured["wall_s"] if len(legs_s) == 1 else None
     metrics = write_metrics(
         opened, timing, schedule, measured, prediction, others_cpu_share=others_share,
+        start_s=start_s,
         beginning=beginning, agreement=agreement,
         rescheduling=[] if rescheduler is None else decisions_with_phases(
             rescheduler.decisions, measured["changes"]))
+    if measured["state"] == "done" and start_s is not None:
+        learn_start(opened, timing, start_s, others_share)
     if measured["state"] == "done" and engine_of(opened.job).tells_steps and (
             learned := learn(opened, timing, schedule, others_share)):
         opened.tell.say("profile: this run's steps are added to it, " + ", ".join(
@@ -237,7 +244,8 @@ def _predicted(opened: OpenedJob, timing: TimingSource,
 
 
 def _start(opened: OpenedJob, plan: RunPlan, schedule: Schedule, lock: int,
-           rescheduler: Rescheduler | None, leg: Leg) -> None:
+           rescheduler: Rescheduler | None, legs_s: list[float], leg: Leg) -> None:
+    """`legs_s`: is told how long the ranks were there."""
     output, tell = opened.job.output, opened.tell
     if not leg.is_first:  # what was observed before a death is not what is observed now
         rescheduler = None
@@ -263,6 +271,7 @@ def _start(opened: OpenedJob, plan: RunPlan, schedule: Schedule, lock: int,
         standby=opened.standby, holds=weights_key(plan, schedule),
         count=count, per_node=ranks_per_node(
             schedule.estimate, opened.problem.cluster.devices_per_node))
+    begin_s = time.monotonic()
     try:
         launcher_of(opened.job, opened.problem).run(
             program, watch=watch, ask_to_stop=StopRequest(output).make)
@@ -270,6 +279,7 @@ def _start(opened: OpenedJob, plan: RunPlan, schedule: Schedule, lock: int,
             raise StoppedEarly("ended before the run could stop in good order; what was done is "
                                "kept, and the same command goes on from there")
     finally:
+        legs_s.append(time.monotonic() - begin_s)
         tell.end_progress()
         with suppress(OSError):  # of a folder that cannot be written to, what ended the run says so
             for name in (OBSERVED_FILE, ADJUST_FILE):

@@ -19,7 +19,7 @@ from types import TracebackType
 
 from xgpt.core.visible import visible
 
-_NAME = "XGPT_LIFELINE"  # descriptor:inode, in a rank's environment
+NAME = "XGPT_LIFELINE"  # descriptor:inode, in a rank's environment
 _PR_SET_PDEATHSIG = 1
 _MPI = "mpi4py.MPI"  # whose import is the meeting
 # how a rank is told which it is: by MPICH and Intel MPI, Open MPI, Slurm
@@ -32,7 +32,7 @@ class Lifeline:
 
     def __init__(self) -> None:
         self.end, self._held = os.pipe()  # which no child inherits unless it is told to
-        self.name = {_NAME: f"{self.end}:{os.fstat(self.end).st_ino}"}
+        self.name = {NAME: f"{self.end}:{os.fstat(self.end).st_ino}"}
 
     def is_handed_on(self) -> None:
         """The ranks have theirs."""
@@ -102,7 +102,7 @@ def end_with_launcher(leave: Callable[[int], object] = os._exit) -> None:
     and with the process that started it, though it is stopped."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    descriptor, _, inode = os.environ.pop(_NAME, "").partition(":")
+    descriptor, _, inode = os.environ.pop(NAME, "").partition(":")
     if not inode or not _is_pipe(int(descriptor), int(inode)):
         return  # on another host than the launcher, or under Slurm's
     end = int(descriptor)

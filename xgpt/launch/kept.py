@@ -30,6 +30,11 @@ class KeptRanks:
         """Those whose time is ours."""
         return () if self._started is None else (self._started.process.pid,)
 
+    @property
+    def is_usual(self) -> bool:
+        """The ranks may be there."""
+        return False
+
     def serves(self, ranks: RankProgram) -> Started | None:
         """The ranks of the run before where they hold what these are to hold, else new ones that
         will stay; None for another program than the runner's own, for which they make room unless

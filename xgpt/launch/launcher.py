@@ -40,6 +40,11 @@ class Ahead(Protocol):
     def processes(self) -> tuple[int, ...]:
         """The processes, with all that they started, whose time is ours."""
 
+    @property
+    def is_usual(self) -> bool:
+        """Whether ranks that it serves as come to work as those of any command do whose job's
+        profile is there: what they take for that is worth knowing."""
+
     def serves(self, ranks: RankProgram) -> Started | None:
         """The process at work as these ranks; None where they must be started, for whom there is
         room then."""

@@ -45,13 +45,16 @@ class Machine:
         self.is_timed = True  # all layouts, by earlier jobs
         patch.setattr("xgpt.app.plan.is_timed", lambda _: self.is_timed)
 
+        self.starts_s = dict[int, tuple[float, ...]]()  # by ranks, as runs have taken
+
     def timing_of(self, opened: OpenedJob, *, may_estimate: bool = False) -> ProfileTiming:
         run, problem = opened.job.run, opened.problem
         assert run.ranks and run.threads_per_rank, "laid out"
         self.measured.append(f"{run.ranks}x{run.threads_per_rank}")
-        return ProfileTiming(profile_of(problem.model, run.ranks, run.threads_per_rank, self.law,
-                                        dtype=problem.dtype, spread=self._spread))
-
+        return ProfileTiming(replace(
+            profile_of(problem.model, run.ranks, run.threads_per_rank, self.law,
+                       dtype=problem.dtype, spread=self._spread),
+            starts_s=self.starts_s.get(run.ranks, ())))
 
     def refined_timing(self, opened: OpenedJob, timing: ProfileTiming, job_s: float, *,
                        layouts: int) -> ProfileTiming | None:
@@ -93,6 +96,25 @@ def test_threads_that_divide_all_work_leave_one_rank_the_best(
     assert "would take about" in row.reason, "it was planned roughly"
     assert "\nlayout       1 rank x 2 threads" in str(plan)
     assert max(map(len, str(plan).splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("starts_s", "ranks"), [
+    ({}, 2), ({1: (0.7,), 2: (1.0, 90.0, 1.2)}, 2), ({1: (0.7,), 2: (90.0,)}, 1),
+    ({1: (0.7, 60.0, 50.0)}, 2)])
+def test_what_the_ranks_of_a_layout_take_to_start_counts_between_layouts(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starts_s: dict[int, tuple[float, ...]],
+        ranks: int) -> None:
+    machine = Machine(monkeypatch, 2, amdahl(1.0))  # on two ranks the run itself is the quicker
+    machine.starts_s = starts_s
+    plan = plan_job(job_of(tmp_path, count=40))
+    assert plan.schedule.deployment.num_devices == ranks
+    (note,) = [n for n in plan.schedule.estimate.notes if n.startswith("layout: ")]
+    assert "of them to start and end its ranks; " in note
+    assert note.count("of them to start and end") == 2
+    # a job without end has its ranks' start once, and what is proved is of its throughput
+    steady = plan_job(job_of(tmp_path, count=40), options=STEADY)
+    assert steady.schedule.deployment.num_devices == 2
+    assert "start and end" not in steady.schedule.estimate.notes[-1]
 
 
 def test_threads_that_bring_nothing_leave_a_rank_a_core_the_best(

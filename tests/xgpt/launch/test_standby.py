@@ -125,7 +125,8 @@ def test_it_waits_beside_several_that_measure(tmp_path: Path, monkeypatch: pytes
     standby.dismiss()
 
 
-@pytest.mark.parametrize("other", [{"count": 2}, {"module": "xrunner.agreement"}])
+@pytest.mark.parametrize("other", [{"count": 2, "module": "xrunner.agreement"},
+                                   {"module": "xrunner.agreement"}])
 def test_another_program_does_not_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                          standby: Standby, other: dict[str, object]) -> None:
     monkeypatch.setattr(LocalLauncher, "command", lambda self, ranks: ["true"])
@@ -148,9 +149,10 @@ def test_a_process_that_died_is_replaced(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("more", "is_wanted"), [
-    ("run: {ranks: 1}", True), ("", True), ("run: {ranks: 2}", False),
+    ("run: {ranks: 1}", True), ("", True), ("run: {ranks: 2}", True),
+    ("gpu: run: {ranks: 2}", False), ("gpu: run: {ranks: 1}", True),
     ("run: {engine: deepspeed}", False), ("run: {hosts: [a, b]}", False)])
-def test_only_a_rank_that_may_be_alone_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+def test_only_a_rank_that_may_serve_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                   more: str, is_wanted: bool) -> None:
     class Started:
         def dismiss(self) -> None:
@@ -159,6 +161,8 @@ def test_only_a_rank_that_may_be_alone_is_started(tmp_path: Path, monkeypatch: p
     dismissed = list[Started]()
     monkeypatch.setattr(ahead, "Standby", Started)
     monkeypatch.setattr(ahead, "find_spec", lambda name: name)
+    _, has_gpu, more = more.rpartition("gpu: ")
+    monkeypatch.setattr(ahead.shutil, "which", lambda name: has_gpu or None)
     (tmp_path / "job.yaml").write_text(
         f"model: opt-125m\ncluster: local\nworkload: {{requests: {{count: 9}}, task: S}}\n{more}\n")
     with standby_for(load_job(tmp_path / "job.yaml", ())) as found:

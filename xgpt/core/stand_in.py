@@ -1,0 +1,86 @@
+"""`python stand_in.py LINE COUNT COMMAND...`: stands in the place of one of COUNT ranks that
+mpiexec starts, while the rank itself is a fork of a process that has imported what COMMAND would
+(xrunner/forks.py). That hears over the socket of descriptor LINE, and is handed this process's
+descriptors, environment, folder and network. This one ends as the fork does; where it is ended, the
+fork is. Where there is no such fork it becomes COMMAND.
+
+Its name becomes "for PID" of the fork, by which whoever finds this one finds that
+(xgpt/launch/first_end.py). Run as a file, with the standard library alone: it stands before every
+start of ranks."""
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+# Whom it asks, and what that is told of a rank's network; what it hears: a process id, and then
+# ENDED with that one's status. Anything else: it is to become COMMAND.
+FORKS, NAMESPACES, ENDED = "xrunner.forks", ("user", "net"), b"ended "
+# how MPICH's mpiexec ties a process to itself; another's may ask who it is that speaks
+TIE = "PMI_FD"
+_MOST_WORD, _MOST_FILES = 2**17, 250
+_PR_SET_NAME = 15
+
+
+def main(line: int, count: int, command: list[str]) -> None:
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, its:
+        is_told = TIE in os.environ and _hand_over(line, count, command, its.fileno(),
+                                                    ours.fileno())
+        its.close()
+        said = ours.recv(64) if is_told else b""
+        if said.isdigit():
+            ctypes.CDLL(None).prctl(_PR_SET_NAME, b"for " + said)
+            said = ours.recv(64) or ENDED + str(int(signal.SIGKILL)).encode()
+        if said.startswith(ENDED):
+            _end_as(int(said.removeprefix(ENDED)))
+    os.close(line)
+    os.execv(command[0], command)
+
+
+def _hand_over(line: int, count: int, command: list[str], reply: int, own: int) -> bool:
+    """Whether word of this rank was sent."""
+    files = [file for file in _open_files() if file not in (line, reply, own)]
+    word = f"{FORKS}\0" + json.dumps({
+        "argument": command[-1], "count": count, "files": files,
+        "environment": dict(os.environ), "folder": os.getcwd()})
+    networks = list[int]()
+    try:
+        networks += [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in NAMESPACES]
+        if len(word) > _MOST_WORD or len(files) > _MOST_FILES:
+            return False
+        with socket.socket(fileno=os.dup(line)) as ahead:
+            socket.send_fds(ahead, [word.encode()], [reply, *networks, *files])
+    except OSError:  # it is gone
+        return False
+    finally:
+        for file in networks:
+            os.close(file)
+    return True
+
+
+def _open_files() -> list[int]:
+    found = []
+    for file in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # what listed them
+            os.fstat(file)
+            found.append(file)
+    return sorted(found)
+
+
+def _end_as(status: int) -> None:
+    """Ends this process like the one that ended with this status."""
+    if os.WIFSIGNALED(status):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with suppress(OSError):  # of SIGKILL
+            signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
+        os.kill(os.getpid(), os.WTERMSIG(status))
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,25 @@
+"""What ranks take besides a run's own time: until they are at work, and to end. It is no part of a
+schedule's throughput, which is that of queries, but of what a job's command takes; layouts of the
+cores differ in it. The latest runs of the same layout tell, else what was seen of others."""
+
+import statistics
+from collections.abc import Sequence
+
+from xprofiler.profile_timing import ProfileTiming
+from xprofiler.timing import TimingSource
+
+STARTS_KEPT = 5
+# SmolLM2-135M on two cores of an EPYC: of one rank that was started while its job was planned, and
+# of two that are its forks.
+ALONE_S, SEVERAL_S = 0.7, 1.0
+
+
+def start_s(timing: TimingSource, ranks: int) -> float:
+    """Seconds that so many ranks are expected to take, the median of what was seen."""
+    seen = timing.profile.starts_s if isinstance(timing, ProfileTiming) else ()
+    return statistics.median(seen) if seen else SEVERAL_S if ranks > 1 else ALONE_S
+
+
+def with_start(seen: Sequence[float], seconds: float) -> tuple[float, ...]:
+    """The latest, with one more."""
+    return (*seen, round(seconds, 3))[-STARTS_KEPT:]
