@@ -120,10 +120,10 @@ import os, sys
 if {"xrunner.worker", "xrunner.standby"} & set(sys.orig_argv):
     from xrunner.engine import roster
     join = roster.Roster._join
-    def deadly(self, index, now, kind):
+    def deadly(self, index, now, **more):
         if index == int(os.environ["POISON"]):
             os.kill(os.getpid(), 9)
-        return join(self, index, now, kind)
+        return join(self, index, now, **more)
     roster.Roster._join = deadly
 """
 

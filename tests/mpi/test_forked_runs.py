@@ -38,12 +38,13 @@ def with_sitecustomize(folder: Path, text: str) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
 
 
-def test_a_stand_in_that_is_killed_ends_its_rank_and_the_ranks_start_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("who", ["a stand-in", pytest.param("the forked", marks=pytest.mark.slow)])
+def test_ranks_that_lose_who_stands_for_them_end_and_start_again(who: str, tmp_path: Path) -> None:
     job, process, own = start(tmp_path, count=200)
     assert len(own["rank"]) == 2 and len(own["ahead"]) == 3
     assert len({parent_of(pid) for pid in own["rank"]}) == 1
-    (stand_ins := set(own["ahead"])).discard(parent_of(own["rank"][0]))
-    os.kill(min(stand_ins), signal.SIGKILL)
+    forked = parent_of(own["rank"][0])
+    os.kill(forked if who == "the forked" else min({*own["ahead"]} - {forked}), signal.SIGKILL)
     wait(lambda: not alive([pid for pids in own.values() for pid in pids]), "all end", TOGETHER_S)
     facts = end(process, own)
     assert facts["code"] == 0 and facts["status"] == "done", facts

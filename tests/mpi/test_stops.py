@@ -46,7 +46,7 @@ def test_a_stop_before_the_ranks_start_and_of_what_has_ended(tmp_path: Path) -> 
     wait((job.output / ".owner.json").is_file, "the folder is taken")
     process.send_signal(signal.SIGSTOP)
     own = below(process.pid)
-    assert not own["rank"] and "asked to stop" in job.command("stop").stdout
+    assert not own["mpiexec"] and "asked to stop" in job.command("stop").stdout
     process.send_signal(signal.SIGCONT)
     facts = end(process, own)
     assert facts["code"] == 75 and "before the ranks were started" in facts["message"]
