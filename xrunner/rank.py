@@ -5,6 +5,7 @@ steps.jsonl (every stage's steps).
 A stage of several ranks is as busy as its busiest one, and holds what its ranks hold together; its
 steps are those of its first rank, since all of a group take the same ones at the same time."""
 
+import ctypes
 import json
 import os
 import sys
@@ -57,14 +58,17 @@ def leave(code: int) -> NoReturn:
     """Ends this process, after all others have come as far, if it has done its part. Everything it
     wrote is closed, and taking the interpreter apart with torch in it would take another half
     second."""
+    if "mpi4py" in sys.modules and (code or "mpi4py.MPI" not in sys.modules):
+        sys.exit(code)  # of which mpi4py tells the others
+    sys.stdout.flush()
+    sys.stderr.flush()
     if "mpi4py" in sys.modules:
-        if code or "mpi4py.MPI" not in sys.modules:
-            sys.exit(code)  # of which mpi4py tells the others
         from mpi4py import MPI
 
         MPI.Finalize()
-    sys.stdout.flush()
-    sys.stderr.flush()
+        # MPICH takes leave of mpiexec as libraries are unloaded: without that it is taken for dead,
+        # and the others are killed. No other thread runs meanwhile: this one keeps the interpreter.
+        ctypes.PyDLL(None).exit(0)
     os._exit(code)
 
 

@@ -9,6 +9,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ pytest.importorskip("torch", reason="runs need the extra `run`")
 import toys  # noqa: E402
 from disturbed import RRA, TOGETHER_S, end, start  # noqa: E402
 from faults import ToyJob, alive, wait  # noqa: E402
+
+from xgpt.launch.local import find_mpiexec  # noqa: E402
 
 pytestmark = pytest.mark.mpi
 
@@ -76,6 +80,27 @@ def test_a_fork_that_is_gone_before_the_others_meet_it_is_named(how: str, tmp_pa
     assert facts["code"] == 1
     assert re.search(_SAID[how].format(host=socket.gethostname()), facts["error"]), facts
     assert "BAD TERMINATION" not in facts["told"], facts
+
+
+_LEAVES = """
+import sys, time
+from pathlib import Path
+from mpi4py import MPI
+from xrunner.rank import leave
+if MPI.COMM_WORLD.Get_rank() == 0:
+    leave(0)
+MPI.Finalize()
+time.sleep(1)  # of its end
+Path(sys.argv[1]).touch()
+"""
+
+
+def test_a_rank_that_leaves_ends_no_other(tmp_path: Path) -> None:
+    """MPICH's mpiexec kills all where one is gone without having taken leave of it."""
+    script, left = tmp_path / "leaves.py", tmp_path / "left"
+    script.write_text(_LEAVES)
+    subprocess.run([find_mpiexec(), "-n", "2", sys.executable, str(script), str(left)], check=True)
+    assert left.exists()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
