@@ -6,7 +6,7 @@ many run is walked out (continuous.paged_walk)."""
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray
+from xgpt.core.lengths import BoolArray, FloatArray
 from xrunner.rules.paged import WATERMARK
 from xsimulator.policies.continuous import load as loads
 from xsimulator.policies.continuous.in_flight import Intervals
@@ -14,9 +14,9 @@ from xsimulator.policies.continuous.load import Load
 from xsimulator.policies.continuous.paged_walk import Walk, WalkedQueries
 from xsimulator.policies.continuous.query_sizes import SIZES, QuerySizes
 from xsimulator.policies.continuous.walk_table import shared_table
+from xsimulator.policies.continuous.waves import encode_steps
 
 DEFAULT_TOKEN_BUDGET = 2048  # of one step; vLLM's default, and never less than the longest input
-LEAST_DECODING = 1e-3  # share of the queries that decode at all, in vLLM's closed form
 MEMORY_BINDS = 0.98  # share of the slots below which memory, not slots, decides who is present
 
 
@@ -60,7 +60,7 @@ class OrcaFilling:
         return Load(
             per_step=share, share=share, tokens=self._queries.input_sizes * ones, encoded=ones,
             beside=beside, alone=alone, ended=share, decoding=decoding, present=decoding + share,
-            encode_steps=np.ones(len(slots)), between=none, waits=none)
+            encode_steps=np.ones(len(slots)), between=none, waits=none, after=none)
 
     def most_present(self, slots: FloatArray, kv_tokens: FloatArray) -> FloatArray:
         """Slots and KV tokens would hold so many queries [configs] if all were at their mean."""
@@ -90,8 +90,12 @@ class VllmFilling:
     def load(self, slots: FloatArray, kv_tokens: FloatArray, budget: FloatArray,
              groups: FloatArray) -> Load:
         queries, paged, inputs = self._queries, self._paged, self._queries.lengths.inputs
+        decoding = queries.decoding_share
+        # the input that a step has no room left for is length-biased, and finds half of it free
+        filled = np.maximum(budget - (inputs.mean + inputs.std**2 / inputs.mean) / 2, inputs.mean)
+        if decoding <= 0:
+            return paged.encoded_alone(slots, kv_tokens, filled)
         # only queries of more than one token decode; for each that leaves, more are encoded
-        decoding = max(queries.decoding_share, LEAST_DECODING)
         iterations = max(paged.iterations, decoding)
         present = paged.most_present(slots, kv_tokens)
         chance, counts = loads.ends_per_step(present, np.full(len(slots), decoding / iterations))
@@ -104,17 +108,17 @@ class VllmFilling:
             present[rows], rate[rows] = walk.running, paged.rate(walk)
             chance[rows], tokens[rows], counts[rows] = loads.scaled(walk, rate[rows], inputs.mean)
             waits[rows] = paged.waits(walk, rate[rows], groups[rows])
-        # the input that a step has no room left for is length-biased, and finds half of it free
-        filled = np.maximum(budget - (inputs.mean + inputs.std**2 / inputs.mean) / 2, inputs.mean)
-        pieces = np.where(tokens > budget[:, None], np.ceil(tokens / filled[:, None]), 1.0)
-        scale = pieces.mean(axis=1)
-        tokens, counts = loads.in_pieces(tokens, counts, pieces, filled)
-        encodes = chance * scale  # per decode step
+            if decoding < 1:  # a walk's queries all decode
+                counts[rows] *= (tokens[rows].mean(axis=1) / counts[rows].mean(axis=1)
+                                 / inputs.mean)[:, None]
+        steps = encode_steps(tokens, counts, decoding, budget, filled)
+        encodes = chance * steps.number  # per decode step
         share = encodes / (1 + encodes)
         return Load(
-            per_step=rate * (1 - share), share=share, tokens=tokens, encoded=counts, ended=rate,
-            beside=np.zeros(len(slots)), alone=present, decoding=present, present=present,
-            encode_steps=np.ones(len(slots)), between=encodes, waits=waits)
+            per_step=rate * (1 - share), share=share, tokens=steps.tokens, encoded=steps.queries,
+            ended=rate, beside=np.zeros(len(slots)), alone=present, decoding=present,
+            present=present, encode_steps=np.ones(len(slots)), between=encodes, waits=waits,
+            after=steps.after)
 
     def most_present(self, slots: FloatArray, kv_tokens: FloatArray) -> FloatArray:
         return self._paged.most_present(slots, kv_tokens)
@@ -123,9 +127,12 @@ class VllmFilling:
         return np.asarray(np.maximum(np.maximum(budget, slots), self._queries.longest))
 
     def decode_latency(self, d: int, load: Load, between: Intervals) -> FloatArray:
+        if d == 0:
+            return np.zeros(len(load.present))
         others = np.maximum(1 - 1 / load.present, 0.0)  # none of them is its own encoding
         encodes = others * load.between * between.encode_s
-        return (d + load.waits) * between.plain_s + np.maximum(d - 1 + load.waits, 0) * encodes
+        return ((d + load.waits) * between.plain_s + (d - 1 + load.waits) * encodes
+                + load.after * between.encode_s)
 
 
 class SarathiFilling:
@@ -145,6 +152,8 @@ class SarathiFilling:
     def load(self, slots: FloatArray, kv_tokens: FloatArray, budget: FloatArray,
              groups: FloatArray) -> Load:
         paged, mean = self._paged, self._queries.lengths.inputs.mean
+        if self._queries.decoding_share <= 0:
+            return paged.encoded_alone(slots, kv_tokens, budget)
         iterations, slots = paged.iterations, np.minimum(slots, budget)
         present = paged.most_present(slots, kv_tokens)
         rate = present / (iterations + 1)
@@ -173,7 +182,8 @@ class SarathiFilling:
         return Load(
             per_step=rate, share=chance, tokens=tokens, encoded=counts, beside=beside,
             alone=alone, ended=rate, decoding=decoding, present=decoding + rate,
-            encode_steps=steps, between=np.zeros(len(slots)), waits=waits)
+            encode_steps=steps, between=np.zeros(len(slots)), waits=waits,
+            after=np.zeros(len(slots)))
 
     def most_present(self, slots: FloatArray, kv_tokens: FloatArray) -> FloatArray:
         return self._paged.most_present(slots, kv_tokens)
@@ -186,7 +196,7 @@ class _Paged:
     """Engines share this whose KV lies in blocks, none of it reserved for the output."""
 
     def __init__(self, queries: QuerySizes, *, is_chunked: bool) -> None:
-        self._queries = queries
+        self._queries, self._is_chunked = queries, is_chunked
         self.iterations = max(queries.present.iterations, 1e-9)
         # tokens in blocks of a query present, before a step adds one
         self._tokens_held = float(loads.blocks_tokens(queries.present.context - 1))
@@ -201,6 +211,34 @@ class _Paged:
         room = kv_tokens * (1 - WATERMARK) - waiting / 2
         return loads.most_that_fit(slots, np.maximum(room, held), held,
                                    self._queries.present.context_std)
+
+    def encoded_alone(self, slots: FloatArray, kv_tokens: FloatArray,
+                      filled: FloatArray) -> Load:
+        """The load where no query decodes: each step encodes as many as slots, KV and the `filled`
+        tokens of a step hold, and all leave with it; of longer inputs parts, where these are."""
+        inputs, none = self._queries.lengths.inputs, np.zeros(len(slots))
+        room = np.maximum(kv_tokens * (1 - WATERMARK), 1.0)
+        held = loads.most_that_fit(slots, room, float(loads.blocks_tokens(inputs.mean)),
+                                   inputs.std)
+        if not self._is_chunked:  # one is always taken, however long
+            held = np.minimum(held, filled / inputs.mean)
+        tokens = self._queries.batch_tokens(np.maximum(held, 1.0)[:, None] * np.ones(SIZES))
+        tokens = np.minimum(tokens, filled[:, None]) if self._is_chunked else tokens
+        rate = tokens.mean(axis=1) / inputs.mean
+        return Load(
+            per_step=rate, share=np.ones(len(slots)), tokens=tokens,
+            encoded=rate[:, None] * np.ones(SIZES), beside=none, alone=none, ended=rate,
+            decoding=none, present=rate, encode_steps=self._parts(filled, rate < 0.99 * held),
+            between=none, waits=none, after=none)
+
+    def _parts(self, filled: FloatArray, is_full: BoolArray) -> FloatArray:
+        """Steps [configs] that an input's encoding takes, which begins anywhere in one that is
+        full."""
+        if not self._is_chunked:
+            return np.ones(len(filled))
+        sizes = self._queries.input_sizes
+        own = np.ceil(sizes / filled[:, None]).mean(axis=1)
+        return np.asarray(np.where(is_full, 1 + (sizes.mean() - 1) / filled, own))
 
     def rate(self, walk: Walk) -> FloatArray:
         """So many queries [configs] end per step."""

@@ -42,6 +42,7 @@ class Load:
     encode_steps: FloatArray  # steps until a query is encoded
     waits: FloatArray  # steps that evictions cost a query
     between: FloatArray  # steps of others that encode, between two of its tokens
+    after: FloatArray  # and between its own encoding and its first step that decodes
 
     def take(self, rows: IntArray) -> Load:
         """The load of some of the configurations."""
@@ -103,23 +104,6 @@ def beside(decoding: FloatArray, alone: FloatArray, share: FloatArray) -> FloatA
     """Queries decoding in the steps that encode, where `alone` do in the others and `decoding` in
     the mean."""
     return np.asarray(np.maximum(decoding - (1 - share) * alone, 0.0) / np.maximum(share, 1e-12))
-
-
-def in_pieces(tokens: FloatArray, counts: FloatArray, pieces: FloatArray,
-               filled: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Equally likely tokens and queries of encode steps, where a batch takes `pieces` steps: all
-    but one of `filled` tokens each, and what is left. All but `filled` [configs, SIZES]."""
-    is_split = (pieces > 1).any(axis=1, keepdims=True)
-    left = np.sort(np.maximum(tokens - (pieces - 1) * filled[:, None], 1.0), axis=1)
-    full = 1 - 1 / pieces.mean(axis=1)[:, None]  # share of the steps
-    places = (np.arange(SIZES) + 0.5) / SIZES
-    index = np.maximum((places - full) / (1 - full), 0.0) * SIZES
-    remaining = np.take_along_axis(left, index.astype(np.int64), axis=1)
-    parts = np.where(places < full, filled[:, None], remaining)
-    wanted = tokens.mean(axis=1) / pieces.mean(axis=1)
-    parts *= (wanted / parts.mean(axis=1))[:, None]
-    each = parts * (counts.mean(axis=1) / tokens.mean(axis=1))[:, None]
-    return np.where(is_split, parts, tokens), np.where(is_split, each, counts)
 
 
 def scaled(walk: Walk, rate: FloatArray,
