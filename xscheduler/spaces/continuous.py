@@ -255,8 +255,10 @@ class ContinuousExaminer:
         seen, best = self._seen[row], self._best(row)
         tried = sorted(active for active, _ in seen)
         if best is None:
-            return [max(round(tried[0] * share), self._space.active[0])
-                    for share in (0.15, 0.3, 0.6)]
+            fewer = [max(round(tried[0] * share), self._space.active[0])
+                     for share in (0.15, 0.3, 0.6)]
+            # where nothing is had at all, the fewest say whether anything keeps the bounds
+            return fewer if self._best_qps > 0 else [self._space.active[0], *fewer]
         at = tried.index(best[0])
         below, above = tried[max(at - 1, 0)], tried[min(at + 1, len(tried) - 1)]
         slow = seen[above, best[1]].latency_s
