@@ -11,7 +11,7 @@ from xprofiler.timing import TimingSource
 STARTS_KEPT = 5
 # SmolLM2-135M on two cores of an EPYC: of one rank that was started while its job was planned, and
 # of two that are its forks.
-ALONE_S, SEVERAL_S = 0.7, 1.0
+ALONE_S, SEVERAL_S = 0.4, 0.6
 
 
 def start_s(timing: TimingSource, ranks: int) -> float:

@@ -75,7 +75,7 @@ class Forks:
         given = json.loads(word)
         self._asked, self._count = self._asked + 1, given["count"]
         try:
-            if not self._may_fork(Path(given["argument"])):
+            if not given["asks"] or not self._may_fork(Path(given["argument"])):
                 _tell(files[0], REFUSED)
                 return
             pid = os.fork()

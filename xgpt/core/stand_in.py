@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from typing import Any
 
 # Whom it asks, and what that is told of a rank's network; what it hears: a process id, and then
 # ENDED with that one's status. Anything else: it is to become COMMAND.
@@ -29,10 +30,13 @@ _PR_SET_NAME = 15
 def main(line: int, count: int, command: list[str]) -> None:
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, its:
-        is_told = TIE in os.environ and _hand_over(line, count, command, its.fileno(),
-                                                    ours.fileno())
+        files = [file for file in _open_files() if file not in (
+            line, ours.fileno(), its.fileno())]
+        asks = TIE in os.environ and len(files) <= _MOST_FILES
+        _hand_over(line, {"argument": command[-1], "count": count, "asks": asks, "files": files,
+                          "environment": dict(os.environ), "folder": os.getcwd()}, its.fileno())
         its.close()
-        said = ours.recv(64) if is_told else b""
+        said = ours.recv(64) if asks else b""
         if said.isdigit():
             ctypes.CDLL(None).prctl(_PR_SET_NAME, b"for " + said)
             said = ours.recv(64) or ENDED + str(int(signal.SIGKILL)).encode()
@@ -42,25 +46,19 @@ def main(line: int, count: int, command: list[str]) -> None:
     os.execv(command[0], command)
 
 
-def _hand_over(line: int, count: int, command: list[str], reply: int, own: int) -> bool:
-    """Whether word of this rank was sent."""
-    files = [file for file in _open_files() if file not in (line, reply, own)]
-    word = f"{FORKS}\0" + json.dumps({
-        "argument": command[-1], "count": count, "files": files,
-        "environment": dict(os.environ), "folder": os.getcwd()})
-    networks = list[int]()
-    try:
-        networks += [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in NAMESPACES]
-        if len(word) > _MOST_WORD or len(files) > _MOST_FILES:
-            return False
-        with socket.socket(fileno=os.dup(line)) as ahead:
-            socket.send_fds(ahead, [word.encode()], [reply, *networks, *files])
-    except OSError:  # it is gone
-        return False
-    finally:
-        for file in networks:
-            os.close(file)
-    return True
+def _hand_over(line: int, rank: dict[str, Any], reply: int) -> None:
+    """Sends word of this rank, and what is its own; of one that does not ask, or has too much, that
+    it is no fork: who waits for it need not."""
+    word, files, networks = json.dumps(rank), [reply], list[int]()
+    with suppress(OSError), socket.socket(fileno=os.dup(line)) as ahead:  # it may be gone
+        if rank["asks"] and len(word) <= _MOST_WORD:
+            networks += [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in NAMESPACES]
+            files += [*networks, *rank["files"]]
+        else:
+            word = json.dumps({**rank, "asks": False, "environment": {}, "files": []})
+        socket.send_fds(ahead, [f"{FORKS}\0{word}".encode()], files)
+    for file in networks:
+        os.close(file)
 
 
 def _open_files() -> list[int]:
