@@ -175,14 +175,18 @@ class ChunkPoints:
         begins = run_begins(plans).tolist()
         parts = [(self.points.rra.plans.both(*self.points.plans[plans[begin]]), slice(begin, end))
                  for begin, end in zip(begins, [*begins[1:], len(order)], strict=True)]
-        # the largest batch of these rungs: of pairs (first, one after the last) every other part
-        pairs = np.stack([low, high + 1], axis=1).ravel()
-        batch = np.maximum.reduceat(np.append(self.ladder.batch, 0), pairs)[::2].astype(float)
-        chunk, groups = self._chunk_of[root], self._group_of[plans]
-        # of more than chunks hold the rest waits: a round works no more than they do
-        least = np.minimum(rate[low], chunk * groups / self.points.rra.encode_tokens.mean)
+        # of pairs (first, one after the last) every other part is of these rungs
+        pairs, batch = np.stack([low, high + 1], axis=1).ravel(), np.append(self.ladder.batch, 0)
+        largest = np.maximum.reduceat(batch, pairs)[::2].astype(float)
+        chunk, groups, least = self._chunk_of[root], self._group_of[plans], rate[low]
+        if is_latency:
+            batch[-1] = batch.max()  # of none is the fewest
+            fewest = np.minimum.reduceat(batch, pairs)[::2] / groups
+            # of more than chunks hold the rest waits: a round works no more than they do
+            least = self.bounds.dealt(
+                least, chunk * groups / self.points.rra.encode_tokens.mean, fewest)
         limit[order] = self.bounds.limits(parts, RateRanges(
-            least, rate[high], batch, chunk, groups), is_latency=is_latency)
+            least, rate[high], largest, chunk, groups), is_latency=is_latency)
         return limit
 
     def _boxes(self, first_root: int) -> list[Box]:

@@ -2,10 +2,10 @@
 times as quick as by arrays, rounds of a pipeline (continuous.in_flight) some ten times, when a
 replay's steps end (replay.stage_line), what uneven batches cost (waa.unevenness), timelines of
 phases (xsimulator.pipeline), what steps take at least (continuous.native_least), RRA's points and
-bounds (rra.native), WAA's bounds (waa.native), and replays (replay.paged_alone,
-replay.reserved_alone). Out of an installed wheel's library, or compiled for itself, which takes a
-second or two once. Where neither can be had, or `XGPT_NATIVE` is `off`, Python serves, and finds
-the same."""
+bounds (rra.native), what its groups are dealt (rra.dealt), WAA's bounds (waa.native), and replays
+(replay.paged_alone, replay.reserved_alone). Out of an installed wheel's library, or compiled for
+itself, which takes a second or two once. Where neither can be had, or `XGPT_NATIVE` is `off`,
+Python serves, and finds the same."""
 
 import contextlib
 import ctypes
@@ -59,6 +59,8 @@ class Native:
         self.paged.restype, self.reserved.restype, self.told.restype = address, address, None
         self.paged.argtypes, self.reserved.argtypes = [address] * 5, [address] * 7
         self.told.argtypes = [address] * 10
+        self.dealt = library.xgpt_dealt  # likewise (rra.dealt)
+        self.dealt.restype, self.dealt.argtypes = number, [address] * 7
         self._in_line = library.xgpt_in_line
         self._between = library.xgpt_between
         self._in_line.restype = self._between.restype = None

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
+from xrunner.rules.batch_sizer import LEAST_ADJUSTED
 from xsimulator.attention_envelope import attention_envelope
 from xsimulator.layer_times import TOGETHER
 from xsimulator.plans import StagePlan
@@ -25,6 +26,7 @@ from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RateRanges
 from xsimulator.policies.rra.native_tables import PlanRows
 from xsimulator.policies.rra.packed_blocks import OWN
+from xsimulator.policies.rra.phase_walk import are_scattered
 from xsimulator.policies.rra.phases import PhaseBatches
 
 TOLERANCE = 0.01  # of throughput and latency: the timeline is watched for two small phases
@@ -60,6 +62,24 @@ class ChunkBounds:
                 if len(rows):
                     limits[rows] = bound(plan, ranges.take(rows))
         return limits
+
+    def dealt(self, rate: FloatArray, held: FloatArray, fewest: FloatArray) -> FloatArray:
+        """[boxes] so many queries at least are encoded in each round where `rate` are asked for,
+        chunks hold `held`, and a group's batch has `fewest` queries or more.
+
+        A group that is dealt nothing in a phase fills its chunks in this one or did in the one
+        before, and each phase of full chunks encodes what they hold: of every query two such phases
+        come at most. Where even batches of inputs that scatter are cut short by those longer than
+        the whole batch, each of these ends two at most."""
+        tokens, inputs = self._rra.encode_tokens, self._rra.problem.lengths.inputs
+        is_evened = tokens.sizer.most(LEAST_ADJUSTED) > LEAST_ADJUSTED
+        if not are_scattered(tokens):
+            return np.where(is_evened & (fewest >= LEAST_ADJUSTED), np.minimum(rate, held),
+                            rate / (1 + 2 * rate / held))
+        no_less = np.cumsum(inputs.pmf[::-1])[::-1]
+        is_long = inputs.support > LEAST_ADJUSTED * inputs.mean
+        cut = float((inputs.support / inputs.mean * no_less)[is_long].max(initial=0.0))
+        return np.asarray(rate / (1 + 2 * rate / held + 2 * cut * is_evened))
 
     def throughput_qps(self, plan: StagePlan, ranges: RateRanges) -> FloatArray:
         """No configuration of a box has more; infinite where the sizes are refused."""

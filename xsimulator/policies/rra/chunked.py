@@ -34,9 +34,10 @@ from xsimulator.policies.continuous.in_flight import intervals
 from xsimulator.policies.continuous.query_sizes import slices
 from xsimulator.policies.measured_range import Presented
 from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.rra.few_queries import FewQueries
+from xsimulator.policies.rra.dealt import Rule
 from xsimulator.policies.rra.packed_blocks import OWN
 from xsimulator.policies.rra.phase_blocks import LOADS, BlockTable
+from xsimulator.policies.rra.phase_walk import PhaseWalk
 from xsimulator.policies.rra.phases import (
     DecodeLoads,
     EncodeTokens,
@@ -105,7 +106,7 @@ class RoundTimes(NamedTuple):
     encode_s: FloatArray  # from the start of a query's encoding to its first token
     decode_s: FloatArray  # from there to the last token of the latency bound's query
     is_timed: BoolArray
-    is_walked: BoolArray  # of few queries, whose latency is known as it is asked for
+    is_walked: BoolArray  # whose latency is known as it is asked for
 
 
 class _Cycle(NamedTuple):
@@ -131,8 +132,8 @@ class Chunked:
         self._away = max(self._seen - flow.mean_iterations, 0.0)
         self._scatter = problem.constraint.kind == "queries"
         is_of_all = self._scatter and problem.constraint.quantile
-        self._few = FewQueries(problem.lengths, flow, tokens, blocks.is_padded, self._seen,
-                               is_of_all or None, tokens.sizer)
+        self._walk = PhaseWalk.of(problem.lengths, flow, tokens, is_padded=blocks.is_padded,
+                                  seen=self._seen, quantile=is_of_all or None)
         self._input_parts = slices(problem.lengths.inputs) / problem.lengths.inputs.mean
 
     def loads(self, configs: ChunkConfigs, *, is_timed: bool = True) -> ChunkLoads:
@@ -177,9 +178,9 @@ class Chunked:
         iterations, between = configs.decode_iterations, configs.decode_iterations / held.chunks
         always_s = _timeline(mixed, [(m[None], rest[None]) for m, rest in mixed], kind_of,
                              np.ones(count, np.int64), np.ones((1, count))).period_s / 2
-        few = np.flatnonzero((configs.encode_batch < configs.groups) & (held.every == 1)
-                             & (configs.chunk >= self._tokens.mean)
-                             & (configs.groups <= len(kind_of)))
+        in_turns = ((configs.encode_batch < configs.groups) & (held.every == 1)
+                    & (configs.chunk >= self._tokens.mean) & (configs.groups <= len(kind_of)))
+        few = np.flatnonzero(in_turns)
         if len(few):
             seldom_s = self._seldom_s(plan, configs, held, few)
             always_timed[few] &= np.isfinite(seldom_s)
@@ -205,12 +206,13 @@ class Chunked:
             is_timed[order] &= cycle.is_timed
         alone_s = self._alone_s(plan, held)
         decode_s += self._seen * alone_s
-        are_few = self._few.are_among(configs.encode_batch, held.group_batch, configs.groups,
-                                      iterations)
-        for row in np.flatnonzero(are_few).tolist():
-            phase_s[row], encode_s[row], decode_s[row] = self._few.walk(
-                plan, *(int(own[row]) for own in configs))
-        return RoundTimes(phase_s, encode_s, decode_s, is_timed & np.isfinite(phase_s), are_few)
+        is_walked = self._walk.is_needed(configs.encode_batch, configs.groups, iterations,
+                                         configs.chunk, in_turns)
+        for row in np.flatnonzero(is_walked).tolist():
+            phase_s[row], encode_s[row], decode_s[row] = self._walk.walk(
+                plan, Rule(*(int(own[row]) for own in configs)),
+                float(held.group_batch[row] * configs.groups[row]))
+        return RoundTimes(phase_s, encode_s, decode_s, is_timed & np.isfinite(phase_s), is_walked)
 
     def latency_s(self, configs: ChunkConfigs, held: ChunkLoads, times: RoundTimes) -> FloatArray:
         """[configs] of the latency bound's query."""
