@@ -12,7 +12,8 @@ variances are those. All groups encode in the same rounds. One round of chunks a
 decode alone after it are a small phase, whose timeline is RRA's (xsimulator.pipeline); where
 chunks come in most rounds, but not in all, the time is that of pairs of rounds and of rounds with
 chunks alone, each in its share. With fewer queries than groups, others of these encode in each
-round than in the one before: their rounds are run (continuous.in_flight).
+phase than in the last: short ones are run (rra.turns). Where phases are unlike each other these are
+walked (rra.phase_walk).
 
     throughput = B_E / (K small phases)
     latency(d) = (chunks of a query - 1) (iterations between two) rounds + its last chunk's round
@@ -30,8 +31,6 @@ from xsimulator import memory
 from xsimulator.occupancy import QueryFlow
 from xsimulator.pipeline import StageWork, Timeline, sorted_timeline
 from xsimulator.plans import StagePlan
-from xsimulator.policies.continuous.in_flight import intervals
-from xsimulator.policies.continuous.query_sizes import slices
 from xsimulator.policies.measured_range import Presented
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.rra.dealt import Rule
@@ -134,7 +133,6 @@ class Chunked:
         is_of_all = self._scatter and problem.constraint.quantile
         self._walk = PhaseWalk.of(problem.lengths, flow, tokens, is_padded=blocks.is_padded,
                                   seen=self._seen, quantile=is_of_all or None)
-        self._input_parts = slices(problem.lengths.inputs) / problem.lengths.inputs.mean
 
     def loads(self, configs: ChunkConfigs, *, is_timed: bool = True) -> ChunkLoads:
         """A phase takes up no more tokens than its chunks hold: the rest of the queries waits.
@@ -178,13 +176,6 @@ class Chunked:
         iterations, between = configs.decode_iterations, configs.decode_iterations / held.chunks
         always_s = _timeline(mixed, [(m[None], rest[None]) for m, rest in mixed], kind_of,
                              np.ones(count, np.int64), np.ones((1, count))).period_s / 2
-        in_turns = ((configs.encode_batch < configs.groups) & (held.every == 1)
-                    & (configs.chunk >= self._tokens.mean) & (configs.groups <= len(kind_of)))
-        few = np.flatnonzero(in_turns)
-        if len(few):
-            seldom_s = self._seldom_s(plan, configs, held, few)
-            always_timed[few] &= np.isfinite(seldom_s)
-            always_s[few] = np.where(np.isfinite(seldom_s), seldom_s, always_s[few])
         phase_s, encode_s = held.chunks * always_s, held.begins * always_s
         decode_s, is_timed = self._seen * always_s, always_timed.copy()
         rows = np.flatnonzero(held.every > 1)
@@ -206,12 +197,14 @@ class Chunked:
             is_timed[order] &= cycle.is_timed
         alone_s = self._alone_s(plan, held)
         decode_s += self._seen * alone_s
-        is_walked = self._walk.is_needed(configs.encode_batch, configs.groups, iterations,
-                                         configs.chunk, in_turns)
+        in_turns = self._walk.are_in_turns(configs.encode_batch, configs.groups, iterations,
+                                           len(kind_of))
+        is_walked = in_turns | self._walk.is_needed(configs.encode_batch, configs.groups,
+                                                    iterations, configs.chunk)
         for row in np.flatnonzero(is_walked).tolist():
             phase_s[row], encode_s[row], decode_s[row] = self._walk.walk(
                 plan, Rule(*(int(own[row]) for own in configs)),
-                float(held.group_batch[row] * configs.groups[row]))
+                float(held.group_batch[row] * configs.groups[row]), in_turns=bool(in_turns[row]))
         return RoundTimes(phase_s, encode_s, decode_s, is_timed & np.isfinite(phase_s), is_walked)
 
     def latency_s(self, configs: ChunkConfigs, held: ChunkLoads, times: RoundTimes) -> FloatArray:
@@ -323,28 +316,6 @@ class Chunked:
         seconds = plan.steps.decode_s(held.loads.both, context)
         own = own_steps_s(plan, held.steady, held.loads, [one[1] for one in seconds])
         return np.asarray(own[0, 0])
-
-    def _seldom_s(self, plan: StagePlan, configs: ChunkConfigs, held: ChunkLoads,
-                  rows: IntArray) -> FloatArray:
-        """[rows] a round in which only some groups have a chunk, of a query each, and others than
-        in the round before; nan where the timing source does not answer."""
-        decoding = held.decoding[1, rows]
-        context = np.asarray(held.steady.charged_context(held.loads))[1, 0, rows]
-        share = configs.encode_batch[rows] / configs.groups[rows]
-        parts = self._input_parts[None]
-        tokens = held.tokens[1, rows] * held.steps[rows] / configs.encode_batch[rows]
-        tokens = np.minimum(tokens[:, None] * parts, configs.chunk[rows, None])
-        ended = np.minimum(held.ended[rows] / share, 1.0)[:, None] * np.ones_like(parts)
-        attention = plan.times.encode_attention_s(tokens, 1.0)
-        long = np.stack(plan.steps.mixed_s(tokens, ended, attention, np.broadcast_to(
-            decoding[:, None], tokens.shape), np.broadcast_to(
-                context[:, None], tokens.shape)), axis=-1)
-        short = np.stack(plan.steps.decode_s(decoding, context), axis=-1)
-        is_known = np.asarray(np.isfinite(long).all(axis=(1, 2)) & np.isfinite(short).all(axis=1))
-        seconds = intervals(np.where(is_known[:, None], short, 1.0),
-                            np.where(is_known[:, None, None], long, 1.0), share,
-                            configs.groups[rows].astype(np.int64), plan.steps.kind_of).any_s
-        return np.where(is_known, seconds, np.nan)
 
     def _mixed_s(self, plan: StagePlan, held: ChunkLoads, decoding: FloatArray,
                  batches: PhaseBatches) -> tuple[list[Pair], BoolArray]:

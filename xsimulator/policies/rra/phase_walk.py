@@ -27,6 +27,7 @@ from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import StagePlan
 from xsimulator.policies.rra.dealt import Dealt, Rule, spread
 from xsimulator.policies.rra.phases import EncodeTokens
+from xsimulator.policies.rra.turns import MOST_ITERATIONS, rounds_s
 
 QUERIES, PHASES = 256, 8  # on the circle, at least
 SCATTERED = 0.9  # standard deviation of the inputs over their mean, from which on they are unlike
@@ -35,10 +36,10 @@ MOST_QUERIES = 4096
 # Chunks hold no more than so many standard deviations above a group's tokens of a phase in the
 # mean; of few queries that do not scatter, which the workload adjustment leaves as they come.
 _SPREADS, _FEW_SPREADS = 3.0, 2.0
-# Shares of all tokens that are of single queries beyond a group's chunks of a phase (where other
-# groups encode in each round than in the one before), or beyond all tokens of the mean batch, which
-# no others can make up for.
-_BEYOND_CHUNKS, _BEYOND_TURNS, _BEYOND_BATCH = 0.005, 0.2, 0.1
+# Shares of all tokens that are of single queries beyond a group's chunks of a phase, or beyond all
+# tokens of the mean batch, which no others can make up for.
+_BEYOND_CHUNKS, _BEYOND_BATCH = 0.005, 0.1
+_SELDOM_EMPTY = 1.5  # queries of a group in the mean
 
 
 def are_scattered(tokens: EncodeTokens) -> bool:
@@ -74,22 +75,30 @@ class PhaseWalk(NamedTuple):
                    cache(partial(spread, lengths, fewer=flow.iterations_fewer)))
 
     def is_needed(self, batch: FloatArray, groups: FloatArray, iterations: FloatArray,
-                  chunk: FloatArray, in_turns: BoolArray) -> BoolArray:
+                  chunk: FloatArray) -> BoolArray:
         """[configs] whether fewer queries decode than there are groups, or phases are unlike since
-        inputs scatter. in_turns: others encode in each round than in the last, which rra.chunked
-        runs."""
-        decoding = batch * self.flow.mean_iterations / iterations
+        inputs scatter."""
+        are_few = batch * self.flow.mean_iterations / iterations < groups
         each, most = np.maximum(batch / groups, 1.0), chunk * iterations
         room = (most - each * self.tokens.mean) / np.sqrt(each)
         if not are_scattered(self.tokens):
-            is_unlike = (room < _FEW_SPREADS * self.tokens.std) & (each < LEAST_ADJUSTED)
-            return np.asarray((decoding < groups) | is_unlike & ~in_turns)
-        beyond = self._beyond(most)
-        is_unlike = (room < _SPREADS * self.tokens.std) | (beyond > _BEYOND_CHUNKS) | (
-            self._beyond(each * self.tokens.mean) > _BEYOND_BATCH)
-        return np.asarray((decoding < groups) | is_unlike & (~in_turns | (beyond > _BEYOND_TURNS)))
+            return np.asarray(are_few | (room < _FEW_SPREADS * self.tokens.std) & (
+                each < LEAST_ADJUSTED))
+        return np.asarray(are_few | (room < _SPREADS * self.tokens.std) | (
+            self._beyond(most) > _BEYOND_CHUNKS) | (
+            self._beyond(each * self.tokens.mean) > _BEYOND_BATCH))
 
-    def walk(self, plan: StagePlan, rule: Rule, taken: float) -> Walked:
+    def are_in_turns(self, batch: FloatArray, groups: FloatArray, iterations: FloatArray,
+                     stages: int) -> BoolArray:
+        """[configs] whether fewer queries are encoded than there are groups, so that others encode
+        in one phase than in the last, phases are so short that it matters (rra.turns), and phases
+        are alike and groups seldom empty."""
+        decoding = batch * self.flow.mean_iterations / iterations
+        is_alike = (decoding >= _SELDOM_EMPTY * groups) & (not are_scattered(self.tokens))
+        return np.asarray(is_alike & (batch < groups) & (groups <= stages)
+                          & (iterations <= MOST_ITERATIONS))
+
+    def walk(self, plan: StagePlan, rule: Rule, taken: float, *, in_turns: bool) -> Walked:
         """The phases of one configuration; its phase_s is that of so many queries `taken`."""
         inputs, stays = self.queries(self._number(rule))
         dealt = Dealt.of(inputs, stays, self.tokens.sizer, rule)
@@ -113,9 +122,14 @@ class PhaseWalk(NamedTuple):
             until = joined + np.minimum(dealt.stays, self.seen)
             alone_s = at(joined + self.seen, own_s) - at(until, own_s)
             all_s = float((encode_s + at(until, passed_s) - first + alone_s).mean())
-        queries = float(dealt.tokens.sum()) / self.tokens.mean
-        return Walked(float(total_s) * taken / queries, float(encode_s.mean()),
-                      all_s - float(encode_s.mean()))
+        queries, encode_mean_s, share = (
+            float(dealt.tokens.sum()) / self.tokens.mean, float(encode_s.mean()), 1.0)
+        if in_turns:  # rounds overlap
+            rounds, seconds_s = rounds_s(plan, dealt, self.flow, self.tokens,
+                                         is_padded=self.is_padded)
+            share = seconds_s / float(np.interp(rounds, edges, passed_s))
+        return Walked(share * float(total_s) * taken / queries, share * encode_mean_s,
+                      share * (all_s - encode_mean_s))
 
     def _number(self, rule: Rule) -> int:
         """Queries on the circle: of pairs that were observed each as often as any, if it may be."""
