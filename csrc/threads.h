@@ -66,7 +66,7 @@ class Share {
  * done early takes pieces of the others': the core of one may be taken by another process. */
 template <typename Body>
 void each_tile(int64_t panels, int64_t tiles, int threads, Body &&body) {
-    constexpr int64_t PIECES = 16, MOST_SHARES = 64;
+    constexpr int64_t PIECES = 16, MOST_SHARES = 512;
     const int64_t units = panels * tiles, piece = std::max(units / (PIECES * threads), int64_t{1});
     const int shares = static_cast<int>(std::min<int64_t>({threads, units, MOST_SHARES}));
     Share left[MOST_SHARES];

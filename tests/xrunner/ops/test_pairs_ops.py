@@ -1,5 +1,7 @@
 """Products of bfloat16 pairs by our own operator: those of float32 sums rounded once."""
 
+import ctypes
+from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from xrunner.ops import invariant
 from xrunner.ops.linear import Product
-from xrunner.ops.native import library
+from xrunner.ops.native import _gomp_parallel, library
 from xrunner.ops.pairs import PairsWeight, is_pairs_served
 from xrunner.ops.rows import silu_mul
 
@@ -88,6 +90,28 @@ def test_shares_that_are_cut_anywhere_leave_out_no_tile(threads: int) -> None:
         lib.xgpt_pairs_product(got.data_ptr(), held.panels.data_ptr(), x.data_ptr(), None, 0,
                                *x.shape, expected.shape[1], threads)
         assert torch.equal(got, expected)
+
+
+def test_a_product_is_shared_among_as_many_threads_as_there_are() -> None:
+    """No more than 64 had a share."""
+    lib, asked = library(), list[int]()
+    assert lib is not None
+
+    @ctypes.CFUNCTYPE(None, ctypes.CFUNCTYPE(None, ctypes.c_void_p), ctypes.c_void_p,
+                      ctypes.c_uint, ctypes.c_uint)
+    def entry(work: Callable[[int], None], region: int, number: int, _: int) -> None:
+        asked.append(number)
+        work(region)  # takes all parts
+
+    held, x = PairsWeight(torch.ones(4800, 8).bfloat16()), torch.ones(40, 8).bfloat16()
+    out = torch.empty(40, 4800).bfloat16()
+    lib.xgpt_use_openmp(ctypes.cast(entry, ctypes.c_void_p))
+    try:
+        lib.xgpt_pairs_product(out.data_ptr(), held.panels.data_ptr(), x.data_ptr(), None, 0,
+                               *x.shape, 4800, 96)
+    finally:
+        lib.xgpt_use_openmp(_gomp_parallel())
+    assert asked == [96] and out.eq(8).all()
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
