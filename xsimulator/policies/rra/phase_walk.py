@@ -39,7 +39,7 @@ _SPREADS, _FEW_SPREADS = 3.0, 2.0
 # Shares of all tokens that are of single queries beyond a group's chunks of a phase, or beyond all
 # tokens of the mean batch, which no others can make up for.
 _BEYOND_CHUNKS, _BEYOND_BATCH = 0.005, 0.1
-_SELDOM_EMPTY = 1.5  # queries of a group in the mean
+_OFTEN_EMPTY, _SELDOM_EMPTY = 2.0, 1.5  # queries of a group in the mean
 
 
 def are_scattered(tokens: EncodeTokens) -> bool:
@@ -76,9 +76,9 @@ class PhaseWalk(NamedTuple):
 
     def is_needed(self, batch: FloatArray, groups: FloatArray, iterations: FloatArray,
                   chunk: FloatArray) -> BoolArray:
-        """[configs] whether fewer queries decode than there are groups, or phases are unlike since
-        inputs scatter."""
-        are_few = batch * self.flow.mean_iterations / iterations < groups
+        """[configs] whether so few queries decode that groups are often empty, or phases are
+        unlike since inputs scatter."""
+        are_few = batch * self.flow.mean_iterations / iterations < _OFTEN_EMPTY * groups
         each, most = np.maximum(batch / groups, 1.0), chunk * iterations
         room = (most - each * self.tokens.mean) / np.sqrt(each)
         if not are_scattered(self.tokens):
