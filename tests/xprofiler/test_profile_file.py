@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -165,10 +166,10 @@ def test_a_write_that_fails_leaves_the_old_file(path: Path, monkeypatch: pytest.
         save_profile(profile(tables=unwritable), path)
 
     def full(descriptor: int) -> None:
-        raise OSError("no space left on device")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(OSError, match=r"No space .*profile\.json"):
         save_profile(profile(spent_s=1.0), path)
     assert path.read_text() == before
 
