@@ -42,7 +42,8 @@ def schedule_table(schedule: Schedule) -> str:
             for one in schedule.prospects]
     cost.append(("this job", schedule.explanation[0]) if is_for_job else
                 ("the bound", _bound_cost(schedule)))
-    if schedule.margin.note:
+    is_of_others = math.isinf(schedule.bound.limit_s) and schedule.prospects  # with their margins
+    if schedule.margin.note and not is_of_others:
         cost.append(("margin", words.margin_words(schedule)))
     search = [("search", f"{_status(schedule)}, {words.counted(proof.nodes, 'configuration')} in "
                          f"{format_seconds(proof.seconds)}")]
@@ -258,7 +259,7 @@ def _latency(latency_s: float, bound: Bound) -> str:
 
 def _bound_cost(schedule: Schedule) -> str:
     if math.isinf(schedule.bound.limit_s):
-        return "none was set"
+        return "none was set" + (" on the latency" if schedule.prospects else "")
     lost, free = lost_to_bound(schedule), schedule.proof.unbounded_qps
     if lost is None or free is None:
         return "its cost was not computed"

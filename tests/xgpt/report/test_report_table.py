@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from fake_run import fake_schedule
 
+from xgpt.core.constraint import Prospect
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.schedule import Schedule
 from xgpt.report.table import WIDTH, schedule_table, stage_table, summary_table, table
@@ -56,7 +58,16 @@ def test_a_schedule_over_its_bound_or_memory_says_so_loudly() -> None:
 
 def test_without_a_bound_there_is_none_to_cost_anything() -> None:
     text = schedule_table(fake_schedule(latency_bound_s=math.inf))
-    assert "no bound" in text and "none was set" in text
+    assert "no bound" in text and "none was set\n" in text
+
+
+def test_bounds_on_something_else_than_the_latency_are_not_said_to_be_none() -> None:
+    free = fake_schedule(latency_bound_s=math.inf)
+    bounded = replace(free, margin=replace(free.margin, note="there is no bound"), prospects=(
+        Prospect(metric="tpot", limit_s=0.02, expected_s=0.003, with_margin_s=0.005),))
+    text = schedule_table(bounded)
+    assert "within the bound of 20 ms" in text and "none was set on the latency" in text
+    assert "there is no bound" not in text
 
 
 def test_the_summary_puts_predicted_beside_measured() -> None:
