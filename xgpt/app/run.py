@@ -1,6 +1,7 @@
 """One run of a schedule: files laid out, ranks started and watched, measured beside predicted."""
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Iterator
@@ -53,6 +54,7 @@ from xgpt.launch.slurm import allocation_here
 from xgpt.report.expected import EXPECTED_FILE, write_expected
 from xgpt.report.table import paragraph
 from xgpt.report.timeline import replay_lanes
+from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
@@ -238,9 +240,17 @@ def _predicted(opened: OpenedJob, timing: TimingSource,
     if replayed is None:
         return None
     first = next(replayed.results)
+    prediction = mean_of(chain([first], replayed.results), replayed.num_queries) if (
+        first.is_timed) else None
+    if prediction is None or not math.isfinite(prediction.wall_s):
+        opened.tell.say(paragraph(
+            f"note: nothing is predicted of this run: it may take steps of more than "
+            f"{REFUSED_BEYOND:g} times the sizes that were measured (`xgpt profile JOB` "
+            "measures more)"))
+        return None
     if replayed.is_whole:  # some of many queries have other curves than all
         write_expected(expected, replay_lanes(first), first.times)
-    return mean_of(chain([first], replayed.results), replayed.num_queries)
+    return prediction
 
 
 def _start(opened: OpenedJob, plan: RunPlan, schedule: Schedule, lock: int,

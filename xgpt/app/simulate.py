@@ -2,7 +2,7 @@
 picture of that."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,8 @@ def simulate_job(opened: OpenedJob, timing: TimingSource, given: Estimate | None
     problem = opened.problem
     estimate = _estimate(opened, timing, given)
     replay, steady = replay_steady(problem, timing, estimate, problem.num_queries)
+    if not replay.is_timed:
+        raise _too_large(opened, ["larger steps come about as it is replayed"])
     return Simulation(
         problem=problem, times=timing.provenance(), estimate=estimate, replay=replay,
         figures=_figures(replay, steady, estimate.deployment.replicas
@@ -133,11 +135,15 @@ def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -
     if math.isinf(estimate.figures.latency_s):
         words = form.beyond(config, REFUSED_BEYOND) if hasattr(form, "beyond") else [
             "a size of this schedule lies beyond that"]
-        raise InputError([mistake(
-            opened.job, "schedule", None,
-            f"within {REFUSED_BEYOND:g} times the sizes that the profile measured: {why}")
-            for why in words])
+        raise _too_large(opened, words)
     return estimate
+
+
+def _too_large(opened: OpenedJob, reasons: Sequence[str]) -> InputError:
+    return InputError([mistake(
+        opened.job, "schedule", None,
+        f"within {REFUSED_BEYOND:g} times the sizes that the profile measured: {why}")
+        for why in reasons])
 
 
 def replay_steady(problem: Problem, timing: TimingSource, estimate: Estimate,
@@ -153,6 +159,8 @@ def replay_steady(problem: Problem, timing: TimingSource, estimate: Estimate,
     queries = planned_queries(problem, *sample_job(problem.lengths, count, rng, inputs))
     result = replay_job(problem, timing, estimate, queries) if num_queries is None else (
         replayer_of(problem, timing, estimate).run(queries))
+    if not result.is_timed:
+        return result, None
     return result, steady_figures(result, problem.constraint, problem.lengths.outputs)
 
 

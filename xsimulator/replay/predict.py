@@ -65,7 +65,7 @@ def replay_checked(problem: Problem, timing: TimingSource, estimate: Estimate, s
             problem.constraint.quantile))
     result = replay_job(problem, timing, estimate, planned_queries(problem, inputs, outputs),
                         clocks=clocks)
-    if not np.isfinite(result.times.last_token_s).all():
+    if not result.is_timed:
         return None
     return steady_figures(result, problem.constraint, problem.lengths.outputs)
 

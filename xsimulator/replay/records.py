@@ -139,6 +139,11 @@ class ReplayResult:
             return 0.0
         return float(times.last_token_s.max() - times.arrival_s.min())
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether the times of all its steps are known: no size lay beyond those measured."""
+        return bool(np.isfinite(self.times.last_token_s).all())
+
     def utilisation(self) -> FloatArray:
         """[stages of all pools] share of the makespan each stage was at work; the rest of it is
         its bubble share."""
