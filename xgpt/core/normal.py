@@ -17,6 +17,7 @@ _TERMS = 10  # of the series: the last is less than 1e-18 of the sum at _FAR
 _REACH = 9  # standard deviations: what a normal has beyond them is lost in a float's rounding
 _NEAR = 2e-12  # a quantile is found this exactly
 _MET, _EXISTS = 1e-12, 1e-6  # parts of the maximum by which a parent's moments may miss
+_WIDEST = 1 / math.sqrt(12)  # standard deviation of the uniform, in parts of the maximum
 _MANY = 1 << 15  # quantiles for which scipy is worth its import
 _STEP, _MOST_STEPS, _MOST_HALVINGS = 1e-6, 60, 20  # of differences; of Newton's method
 # of a parent: its location in parts of the maximum, and the logarithm of its scale in such parts
@@ -104,6 +105,11 @@ def mixture_quantile(means: Vector, spread: float, chance: float) -> float:
 def truncated_parent(mean: float, std: float, maximum: int) -> tuple[float, float] | None:
     """(location, scale) of the normal whose truncation to (0, maximum] has this mean and std; None
     where none has."""
+    # The density of such a normal has a concave logarithm: on (0, maximum] it spreads no further
+    # than the uniform does, and there is nothing to look for.
+    if std > (_WIDEST + 10 * _EXISTS) * maximum:
+        return None
+
     def missed(x: Vector) -> Vector:
         got_mean, got_std = _truncated_moments(float(x[0]) * maximum,
                                                float(np.exp(x[1])) * maximum, maximum)
