@@ -153,7 +153,7 @@ PLACES = (
           "                pass\n",
           "tests/xrunner/io/test_durable.py::test_a_file_is_on_the_disk_before_its_name_is"),
     Place("durable", "names are not put on the disk", "xgpt/core/whole_file.py",
-          "    if is_durable:\n        sync_folder(path.parent)\n", "",
+          "    if is_durable:\n        sync_folder(target.parent)\n", "",
           "tests/xrunner/io/test_durable.py::test_a_file_is_on_the_disk_before_its_name_is"),
     Place("durable", "results are not put on the disk", "xrunner/io/durable.py",
           "                os.fsync(copy)", "                pass",
