@@ -133,7 +133,7 @@ def _be_rank(given: dict[str, Any], files: list[int], shelf: Shelf) -> NoReturn:
         leave(code)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
+    except BaseException:  # a fork never goes back into the code that forked it
         sys.excepthook(*sys.exc_info())
     finally:
         _leave(code)

@@ -201,18 +201,12 @@ def execute_locked(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     start_s = legs_s[0] - measured["wall_s"] if len(legs_s) == 1 else None
     metrics = write_metrics(
         opened, timing, schedule, measured, prediction, others_cpu_share=others_share,
-        start_s=start_s,
-        beginning=beginning, agreement=agreement,
+        start_s=start_s, beginning=beginning, agreement=agreement,
         rescheduling=[] if rescheduler is None else decisions_with_phases(
             rescheduler.decisions, measured["changes"]))
-    if measured["state"] == "done" and start_s is not None:
-        learn_start(opened, timing, start_s, others_share)
-    if measured["state"] == "done" and engine_of(opened.job).tells_steps and (
-            learned := learn(opened, timing, schedule, others_share)):
-        opened.tell.say("profile: this run's steps are added to it, " + ", ".join(
-            f"{own.kind} x {own.factor:.2f}" for own in learned))
     result = {**metrics, **kept(opened.job)}
     if measured["state"] == "done":
+        _learn(opened, timing, schedule, start_s, others_share)
         refuse_no_answer(output / RESULTS_FILE, result)
     if measured["state"] == "stopped":
         held = measured["queries_held"]
@@ -222,6 +216,18 @@ def execute_locked(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
         stop.details = result
         raise stop
     return result
+
+
+def _learn(opened: OpenedJob, timing: TimingSource, schedule: Schedule, start_s: float | None,
+           others_share: float | None) -> None:
+    """Adds what a whole run took to the profile. `start_s`: besides it; None where that is not
+    known."""
+    if start_s is not None:
+        learn_start(opened, timing, start_s, others_share)
+    if engine_of(opened.job).tells_steps and (
+            learned := learn(opened, timing, schedule, others_share)):
+        opened.tell.say("profile: this run's steps are added to it, " + ", ".join(
+            f"{own.kind} x {own.factor:.2f}" for own in learned))
 
 
 def _predicted(opened: OpenedJob, timing: TimingSource,

@@ -10,10 +10,12 @@ from problems import problem_of, roofline_of
 from representative import some
 
 from xgpt.core.lengths import JointLengths, joint_empirical, truncated_normal
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Figures
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.replay.job import planned_queries, replay_job
-from xsimulator.replay.steady import steady_figures
+from xsimulator.replay.steady import SteadyFigures, steady_figures
 
 # (model, task, B_E, N_D, c, G): chunks in every round, in some, once a phase; one a step; few
 # queries; more than its chunks hold
@@ -54,6 +56,21 @@ def test_throughput_latency_and_occupancy_are_the_replays(
     assert pool.tokens.max() <= chunk
 
 
+def _beside_the_replay(problem: Problem, count: int, sizes: tuple[int, int, int, int]) -> tuple[
+        Figures, SteadyFigures]:
+    """What the closed form gives for (B_E, N_D, c, G), and a replay of `count` queries."""
+    batch, iterations, chunk, groups = sizes
+    timing = roofline_of(problem)
+    found = Rra(problem, timing).estimate(RraConfig(
+        encode_batch=batch, decode_iterations=iterations, decode_micro_batches=groups,
+        encode_chunk=chunk))
+    lengths = problem.lengths.sample(count, np.random.default_rng(1))
+    result = replay_job(problem, timing, found, planned_queries(problem, *lengths))
+    steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
+    assert steady is not None
+    return found.figures, steady
+
+
 # chunks 86 iterations apart, then 30 to the next phase's: who is cut in two waits for 86; and one
 # group in two that has a chunk, another one in each round: both were 11 to 27 % off
 @pytest.mark.parametrize(("batch", "iterations", "chunk", "groups"), [
@@ -61,16 +78,9 @@ def test_throughput_latency_and_occupancy_are_the_replays(
 def test_long_pauses_and_few_queries_are_the_replays(batch: int, iterations: int, chunk: int,
                                                      groups: int) -> None:
     problem = problem_of("opt-13b", lengths="C1", kind="queries", quantile=0.95)
-    timing = roofline_of(problem)
-    found = Rra(problem, timing).estimate(RraConfig(
-        encode_batch=batch, decode_iterations=iterations, decode_micro_batches=groups,
-        encode_chunk=chunk))
-    lengths = problem.lengths.sample(3000, np.random.default_rng(1))
-    result = replay_job(problem, timing, found, planned_queries(problem, *lengths))
-    steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
-    assert steady is not None
-    assert found.figures.throughput_qps == pytest.approx(steady.throughput_qps, rel=0.06)
-    assert found.figures.latency_s == pytest.approx(steady.latency_s, rel=0.08)
+    found, steady = _beside_the_replay(problem, 3000, (batch, iterations, chunk, groups))
+    assert found.throughput_qps == pytest.approx(steady.throughput_qps, rel=0.06)
+    assert found.latency_s == pytest.approx(steady.latency_s, rel=0.08)
 
 
 # a query longer than its group's chunks of a phase hold, in more of them than take one up: up to
@@ -83,16 +93,9 @@ def test_queries_longer_than_the_chunks_of_a_phase_are_the_replays(
     lengths = JointLengths(inputs=truncated_normal(1500, 100, 2000),
                            outputs=truncated_normal(40, 15, 100))
     problem = problem_of("opt-13b", lengths=lengths, kind=kind, quantile=0.95)
-    timing = roofline_of(problem)
-    found = Rra(problem, timing).estimate(RraConfig(
-        encode_batch=batch, decode_iterations=iterations, decode_micro_batches=groups,
-        encode_chunk=chunk))
-    result = replay_job(problem, timing, found, planned_queries(
-        problem, *lengths.sample(1500, np.random.default_rng(1))))
-    steady = steady_figures(result, problem.constraint, lengths.outputs)
-    assert steady is not None
-    assert found.figures.throughput_qps == pytest.approx(steady.throughput_qps, rel=0.04)
-    assert found.figures.latency_s == pytest.approx(steady.latency_s, rel=0.08)
+    found, steady = _beside_the_replay(problem, 1500, (batch, iterations, chunk, groups))
+    assert found.throughput_qps == pytest.approx(steady.throughput_qps, rel=0.04)
+    assert found.latency_s == pytest.approx(steady.latency_s, rel=0.08)
 
 
 # others of the groups encode in each phase than in the last, so that long steps overlap: 8 to 13 %
@@ -104,16 +107,9 @@ def test_phases_in_which_groups_encode_in_turns_are_the_replays(
         model: str, task: str, batch: int, iterations: int, chunk: int, groups: int,
         kind: str) -> None:
     problem = problem_of(model, lengths=task, kind=kind, quantile=0.95)
-    timing = roofline_of(problem)
-    found = Rra(problem, timing).estimate(RraConfig(
-        encode_batch=batch, decode_iterations=iterations, decode_micro_batches=groups,
-        encode_chunk=chunk))
-    lengths = problem.lengths.sample(1500, np.random.default_rng(1))
-    result = replay_job(problem, timing, found, planned_queries(problem, *lengths))
-    steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
-    assert steady is not None
-    assert found.figures.throughput_qps == pytest.approx(steady.throughput_qps, rel=0.04)
-    assert found.figures.latency_s == pytest.approx(steady.latency_s, rel=0.06)
+    found, steady = _beside_the_replay(problem, 1500, (batch, iterations, chunk, groups))
+    assert found.throughput_qps == pytest.approx(steady.throughput_qps, rel=0.04)
+    assert found.latency_s == pytest.approx(steady.latency_s, rel=0.06)
 
 
 # fewer queries decode than there are groups, and at times none: 22 to 36 % too slow before
