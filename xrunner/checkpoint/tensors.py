@@ -1,8 +1,7 @@
 """Whether a model's files are whole and hold the tensors that it takes of them
 (xrunner.checkpoint.layout), from their headers alone. Free of torch.
 
-A run finds out too, but on every rank, and after the model's layers have been timed. Of PyTorch's
-own files only their presence is checked: they have no header that can be read without torch."""
+A run finds out too, but on every rank, and after the model's layers have been timed."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -14,6 +13,7 @@ from xgpt.core.model import ModelSpec
 from xgpt.core.model_file import load_json
 from xrunner.checkpoint.gguf_file import FREQUENCIES, NAME, GgufFile
 from xrunner.checkpoint.layout import HEAD, OPTIONAL, Shape, wanted_tensors
+from xrunner.checkpoint.pickled import is_zero, pickled_tensors
 from xrunner.checkpoint.quantised.formats import UNUSED, misfits, parts_of
 from xrunner.checkpoint.quantised.parts import PLAIN_TYPES, Stored
 
@@ -25,7 +25,7 @@ _NOT_WEIGHTS = (".inv_freq", ".attn.bias", ".attn.masked_bias", ".position_ids",
                 "coder.embed_tokens.weight", "EncDecAttention.relative_attention_bias.weight", HEAD,
                 FREQUENCIES)
 MAX_SHOWN = 6  # a wrong size in config.json concerns every layer
-_WITH_HEADER = (".safetensors", ".gguf")
+_NO_PICKLES = (".safetensors", ".gguf")
 _LENGTH_BYTES, _MOST_HEADER_BYTES = 8, 100_000_000
 _LFS = b"version https://git-lfs"
 NO_WEIGHTS = "no model.safetensors, pytorch_model.bin or index of either"
@@ -55,11 +55,11 @@ def check_weights(directory: Path, spec: ModelSpec, *, may_unpickle: bool = Fals
         mistakes += [_mistake(path, None, "a pickle, which can run code where it is read: convert "
                               "it to safetensors (its model's page often has one) or, if you trust "
                               "who made it, say `run: {pickles: true}`; even then tensors alone "
-                              "are read") for path in files if path.suffix not in _WITH_HEADER]
+                              "are read") for path in files if path.suffix not in _NO_PICKLES]
     tensors: dict[str, Stored] = {}
     places: dict[str, Path] = {}
     for path, names in files.items():
-        if path.suffix not in _WITH_HEADER:
+        if path.suffix not in _NO_PICKLES and not may_unpickle:
             continue
         try:
             held = header(path)
@@ -70,7 +70,7 @@ def check_weights(directory: Path, spec: ModelSpec, *, may_unpickle: bool = Fals
         places.update(dict.fromkeys(held, path))
         mistakes += [_mistake(path, name, "no such tensor there, but the index says so")
                      for name in names or () if name not in held]
-    if not mistakes and all(path.suffix in _WITH_HEADER for path in files):
+    if not mistakes:
         mistakes = list(_misfits(directory, spec, tensors, places))
     if len(mistakes) > MAX_SHOWN:
         rest = len(mistakes) - MAX_SHOWN
@@ -81,8 +81,8 @@ def check_weights(directory: Path, spec: ModelSpec, *, may_unpickle: bool = Fals
 
 
 def header(path: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors or GGUF file by name. Raises ValueError where the file is none,
-    or shorter or longer than its header says."""
+    """The tensors of a safetensors, GGUF or PyTorch file by name. Raises ValueError where the file
+    is none, or shorter or longer than its header says."""
     if path.suffix == ".gguf":
         held = GgufFile(path)
         return {name: held.stored(name) for name in held.places}
@@ -91,6 +91,8 @@ def header(path: Path) -> dict[str, Stored]:
         begin = file.read(max(_LENGTH_BYTES, len(_LFS)))
         if begin.startswith(_LFS):
             raise ValueError("a pointer of Git LFS, not the file itself: fetch it (git lfs pull)")
+        if path.suffix != ".safetensors":
+            return {name: tensor.stored for name, tensor in pickled_tensors(path).items()}
         length = int.from_bytes(begin[:_LENGTH_BYTES], "little")
         if size < _LENGTH_BYTES + length and length <= _MOST_HEADER_BYTES:
             raise ValueError(f"cut off: it has {size} bytes, its header alone is longer")
@@ -176,7 +178,9 @@ def _misfits(directory: Path, spec: ModelSpec,
 
 
 def _is_zero(path: Path, name: str) -> bool:
-    """Whether all bytes of a tensor of a safetensors file are 0."""
+    """Whether all bytes of a tensor of a safetensors or PyTorch file are 0."""
+    if path.suffix != ".safetensors":
+        return is_zero(path, pickled_tensors(path)[name])
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         first, last = json.loads(file.read(length))[name]["data_offsets"]

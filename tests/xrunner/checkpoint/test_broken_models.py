@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -217,3 +218,70 @@ def test_the_same_of_a_pickle(tmp_path: Path, content: object, said: str) -> Non
         {"weight_map": {"lm_head.weight": "pytorch_model-1.bin"}}))
     with pytest.raises(InputError, match=f"pytorch_model-1.bin: {said}"):
         CheckpointReader(tmp_path, torch.float32).get("lm_head.weight", (2,))
+
+
+@pytest.fixture
+def pickled(tmp_path: Path) -> Path:
+    """A toy model's folder whose weights are two files of torch.save and their index."""
+    make_model("gpt2", tmp_path)
+    held = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names = sorted(held)
+    files = {"pytorch_model-1.bin": names[::2], "pytorch_model-2.bin": names[1::2]}
+    for file, own in files.items():
+        # as old checkpoints have them: parameters, and what is no tensor
+        torch.save({**{n: torch.nn.Parameter(held[n]) for n in own}, "epoch": 3}, tmp_path / file)
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(
+        {"weight_map": {name: file for file, own in files.items() for name in own}}))
+    check_weights(tmp_path, spec_of(tmp_path), may_unpickle=True)
+    return tmp_path
+
+
+def test_tensors_of_pickles_are_checked_before_a_run_like_those_of_safetensors(
+        pickled: Path) -> None:
+    first, second = pickled / "pytorch_model-1.bin", pickled / "pytorch_model-2.bin"
+    held = torch.load(first)
+    gone, wrong = [name for name in held if name != "epoch"][:2]
+
+    def found() -> dict[str, str]:
+        with pytest.raises(InputError) as caught:
+            check_weights(pickled, spec_of(pickled), may_unpickle=True)
+        return {f"{Path(m.file).name} {m.key}": m.allowed for m in caught.value.mistakes}
+
+    torch.save({name: tensor for name, tensor in held.items() if name != gone}, first)
+    assert found() == {f"{first.name} {gone}": "no such tensor there, but the index says so"}
+    torch.save({**held, wrong: torch.ones(3, 1, 7)}, first)
+    ((place, said),) = found().items()
+    assert place.endswith(wrong.removeprefix("transformer."))
+    assert "by config.json its shape is" in said
+    torch.save(held, first)
+    second.write_bytes(second.read_bytes()[:-100])
+    ((place, said),) = found().items()
+    assert place == f"{second.name} weights" and "cut off" in said
+
+
+class _Runs:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_looking_at_a_pickle_runs_nothing_of_it(pickled: Path, tmp_path: Path) -> None:
+    first, made = pickled / "pytorch_model-1.bin", tmp_path / "made"
+    torch.save({**torch.load(first), "more": _Runs(made)}, first)
+    with pytest.raises(InputError, match=r"it names posix.mkdir, which is no part of a tensor"):
+        check_weights(pickled, spec_of(pickled), may_unpickle=True)
+    assert not made.exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int32,
+                                   torch.int8, torch.uint8, torch.float8_e4m3fn, torch.bool])
+def test_a_pickles_tensors_are_noted_as_they_are(tmp_path: Path, dtype: torch.dtype) -> None:
+    base = torch.zeros(6, 4).to(dtype)
+    kept = {"whole": base, "turned": base.T, "rows": base[2:5], "scalar": base[0, 0]}
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(kept, path)
+    save_file({n: t.clone().contiguous() for n, t in kept.items()}, tmp_path / "a.safetensors")
+    assert header(path) == header(tmp_path / "a.safetensors")
