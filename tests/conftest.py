@@ -103,7 +103,7 @@ def _has_gpu() -> bool:
 @pytest.fixture(scope="session")
 def xgpt_command() -> list[str]:
     """The installed command, run by this interpreter."""
-    return [sys.executable, "-c", "from xgpt.cli.main import main; main()"]
+    return [sys.executable, "-c", "from xgpt.__main__ import main; main()"]
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,8 @@ ALLOWED: dict[str, set[str]] = {
             "app", "cli"},
 }
 LAYER_OF = {
-    "xgpt": WORDS, "xgpt.app": "app", "xgpt.cli": "cli", "xgpt.launch": "launch",
+    "xgpt": WORDS, "xgpt.__main__": "cli", "xgpt.app": "app", "xgpt.cli": "cli",
+    "xgpt.launch": "launch",
     "xgpt.report": "report",
     "xprofiler": "profile", "xprofiler.measure": "measure", "xsimulator": "simulator",
     "xscheduler": "scheduler", "xrunner": "runner", "xrunner.rules": "rules",
@@ -116,7 +117,7 @@ def test_only_the_command_line_knows_click() -> None:
 def test_the_command_line_is_commands_alone() -> None:
     """What it does is in xgpt.app: only the entry point and what all commands share stand beside
     the commands."""
-    shared = ("cli", "main", "options", "terminal")
+    shared = ("__main__", "cli", "main", "options", "terminal")
     for module in members("cli"):
         functions = [n for n in ast.walk(ast.parse(modules()[module].read_text("utf-8")))
                      if isinstance(n, ast.FunctionDef)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 SUPPORT = Path(__file__).parent  # where the scripts lie that ranks run
-XGPT = [sys.executable, "-c", "from xgpt.cli.main import main; main()"]
+XGPT = [sys.executable, "-c", "from xgpt.__main__ import main; main()"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

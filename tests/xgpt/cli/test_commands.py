@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import configparser
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +29,33 @@ def fresh(*arguments: object, code: str = "") -> subprocess.CompletedProcess[str
                f"try:\n    main()\nfinally:\n    {code or 'pass'}\n")
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
                           check=False, timeout=120)
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, *rest):
+        if name == "{name}":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["xgpt", "models"]
+from {module} import main
+main()
+"""
+
+
+def test_ctrl_c_before_the_command_is_there_ends_it_without_a_word() -> None:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg", encoding="utf-8")
+    entry = parser["options.entry_points"]["console_scripts"].strip()
+    module = entry.removeprefix("xgpt = ").removesuffix(":main")
+    for name, code, said in (("click", -signal.SIGINT, ""),
+                             ("xgpt.core.catalog", 1, "xgpt: interrupted\n")):
+        done = subprocess.run([sys.executable, "-c", INTERRUPTED.format(name=name, module=module)],
+                              capture_output=True, text=True, check=False, timeout=60)
+        assert (done.returncode, done.stderr.lstrip()) == (code, said)
 
 
 @pytest.fixture
