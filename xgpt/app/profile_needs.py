@@ -41,7 +41,9 @@ def needs_of(problem: Problem, kv_layout: str = "auto") -> Needs:
     inputs, outputs = problem.lengths.inputs.max, problem.lengths.outputs.max
     context = max(usual.context_tokens, inputs + max(outputs, problem.default_max_tokens))
     per_query = (problem.model.kv_elements_per_token_layer * DTYPE_BYTES[problem.dtype]
-                 * min(context, problem.model.max_positions or context))
+                 * min(context, problem.model.max_positions or context)
+                 # a step of an encoder-decoder model is measured with as long a cache for its input
+                 * (2 if problem.model.is_encoder_decoder else 1))
     room = problem.cluster.device.memory_bytes // _KV_SHARE // per_query
     return Needs(input_tokens=max(usual.input_tokens, inputs), context_tokens=context,
                  queries=max(min(usual.queries, room), _LEAST_QUERIES),

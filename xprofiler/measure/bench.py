@@ -22,7 +22,7 @@ from xprofiler.measure.probe import Probe, StepParts
 from xprofiler.points import MEAN_INPUT
 from xrunner.engine.graphs import CaptureError
 from xrunner.engine.group import StageGroup
-from xrunner.engine.kv import KvCache, kv_shape
+from xrunner.engine.kv import KvCache, KvShape, kv_shape
 from xrunner.engine.last_tokens import LastTokens
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.shard import Shard
@@ -134,8 +134,8 @@ class LayerBench:
 
     def compaction(self, rows: int, tokens: int) -> Callable[[], float]:
         """Seconds, a layer, of moving `rows` cache rows of `tokens` each."""
-        return compaction(self._cache(2 * rows, tokens, is_whole=True), rows, tokens,
-                          clock_of(self.device))
+        return compaction(self._shape(2 * rows, tokens), rows, tokens, clock_of(self.device),
+                          self.device)
 
     def layer_kv_bytes(self, queries: int, capacity: int) -> int:
         """One layer's cache of so many queries of `capacity` tokens."""
@@ -155,20 +155,24 @@ class LayerBench:
         return tuple(Joined(query=i, input_tokens=n, sampling=self._sampling)
                      for i, n in enumerate(lengths))
 
-    def _cache(self, queries: int, capacity: int, *, is_whole: bool = False,
-               layers: int | None = None) -> KvCache:
-        """Resident and finite, as in a run. `is_whole`: every layer has memory of its own."""
-        layers = layers or self.num_layers
-        shape = kv_shape(self.spec, self.dtype, slots=queries, capacity=capacity, num_layers=1,
-                         kv_heads=self.model.kv_heads)
-        layer_bytes = shape.num_bytes
-        is_shared = (not is_whole and layer_bytes > _SHARED_KV_BYTES
-                     and layer_bytes * layers > _MAX_KV_BYTES)
-        cache = KvCache(shape._replace(num_layers=1 if is_shared else layers), self.device)
-        if is_shared:
-            cache.share_layers(layers)
-        cache.store[:1 if is_shared else None].fill_(_ENTRY)
-        return cache
+    def _cache(self, queries: int, capacity: int, *, layers: int | None = None) -> KvCache:
+        return bench_cache(self._shape(queries, capacity)._replace(
+            num_layers=layers or self.num_layers), self.device)
+
+    def _shape(self, queries: int, capacity: int) -> KvShape:
+        return kv_shape(self.spec, self.dtype, slots=queries, capacity=capacity,
+                        num_layers=self.num_layers, kv_heads=self.model.kv_heads)
+
+
+def bench_cache(shape: KvShape, device: torch.device) -> KvCache:
+    """A cache of that shape, resident and finite, as in a run."""
+    layers, layer_bytes = shape.num_layers, shape._replace(num_layers=1).num_bytes
+    is_shared = layer_bytes > _SHARED_KV_BYTES and layer_bytes * layers > _MAX_KV_BYTES
+    cache = KvCache(shape._replace(num_layers=1 if is_shared else layers), device)
+    if is_shared:
+        cache.share_layers(layers)
+    cache.store[:1 if is_shared else None].fill_(_ENTRY)
+    return cache
 
 
 def shard_of(tp_degree: int | Shard) -> Shard:
@@ -176,8 +180,14 @@ def shard_of(tp_degree: int | Shard) -> Shard:
     return Shard(degree=tp_degree) if isinstance(tp_degree, int) else tp_degree
 
 
-def compaction(cache: KvCache, rows: int, tokens: int, clock: Clock) -> Callable[[], float]:
-    """Seconds, a layer, of moving `rows` of the twice as many rows of `cache`."""
+def compaction(shape: KvShape, rows: int, tokens: int, clock: Clock,
+               device: torch.device) -> Callable[[], float]:
+    """Seconds, a layer, of moving `rows` of the twice as many rows of a cache of that shape: of
+    fewer layers, each with memory of its own, where it would take more than a bench may."""
+    layer_bytes = shape._replace(num_layers=1).num_bytes
+    most = max(_MAX_KV_BYTES // layer_bytes, 1)
+    cache = bench_cache(shape._replace(num_layers=min(shape.num_layers, most)), device)
+
     def move() -> float:
         # the first half leaves, the second moves into its place
         cache.lengths = [tokens] * (2 * rows)

@@ -11,10 +11,17 @@ from typing import Any
 import torch
 
 from xgpt.core.model import ModelSpec
-from xprofiler.measure.bench import GREEDY, MAX_WEIGHT_BYTES, Measurement, compaction, shard_of
+from xprofiler.measure.bench import (
+    GREEDY,
+    MAX_WEIGHT_BYTES,
+    Measurement,
+    bench_cache,
+    compaction,
+    shard_of,
+)
 from xprofiler.measure.clock import clock_of
 from xprofiler.measure.probe import StepParts
-from xrunner.engine.kv import KvCache, kv_shape
+from xrunner.engine.kv import KvCache, KvShape, kv_shape
 from xrunner.models.shard import Shard
 from xrunner.models.stage_model import ENCODER_DECODER_CLASSES, packed, residual
 from xrunner.models.weights import OnDevice, RandomWeights, WideVectors
@@ -118,13 +125,14 @@ class EncoderDecoderBench:
 
     def compaction(self, rows: int, tokens: int) -> Callable[[], float]:
         """Seconds, a layer, of moving `rows` cache rows of `tokens` each."""
-        return compaction(self._cache(2 * rows, tokens), rows, tokens, self._clock)
+        return compaction(self._shape(2 * rows, tokens), rows, tokens, self._clock, self.device)
 
     def _cache(self, queries: int, capacity: int) -> KvCache:
-        cache = KvCache(kv_shape(self.spec, self.dtype, slots=queries, capacity=capacity,
-                                 num_layers=self.num_layers, kv_heads=self._kv_heads), self.device)
-        cache.store.fill_(0.5)
-        return cache
+        return bench_cache(self._shape(queries, capacity), self.device)
+
+    def _shape(self, queries: int, capacity: int) -> KvShape:
+        return kv_shape(self.spec, self.dtype, slots=queries, capacity=capacity,
+                        num_layers=self.num_layers, kv_heads=self._kv_heads)
 
 
 class _Watch:

@@ -32,3 +32,13 @@ def test_a_gpu_s_batches_are_no_larger_than_what_is_captured() -> None:
     assert needs.queries == 500 and max(
         p.x for p in skeleton(problem_of("opt-1.3b", "a40-4", "S").model, needs)
         if p.kind is Kind.DECODE) == 500
+
+
+def test_caches_of_an_encoder_decoder_models_steps_have_room_in_a_quarter_of_the_memory() -> None:
+    """Its decode steps read as many tokens of input as of output."""
+    problem = problem_of("t5-11b", "a40-4", "S")
+    problem = replace(problem, default_max_tokens=5_000)
+    needs, model = needs_of(problem), problem.model
+    entry = 2 * model.kv_elements_per_token_layer * 2
+    assert needs.context_tokens >= 5_000 and needs.queries > 9
+    assert needs.queries * needs.context_tokens * entry <= problem.cluster.device.memory_bytes / 4
