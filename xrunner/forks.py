@@ -1,7 +1,7 @@
 """Several ranks that are forks of one process, which has imported what they would, and read weights
 that they may hold. mpiexec has started a stand-in for each (xgpt/core/stand_in.py), which asks
-for its fork; the fork is given the stand-in's descriptors, environment, folder and network, and is
-a rank like one that mpiexec started itself.
+for its fork; the fork is given the stand-in's descriptors, environment, folder, cores and network,
+and is a rank like one that mpiexec started itself.
 
 Only a process that has computed with one thread forks: those of a library would be missing in the
 forks, which would wait for them for ever."""
@@ -13,6 +13,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -74,28 +75,39 @@ class Forks:
     def _begin(self, word: str, files: list[int]) -> None:
         given = json.loads(word)
         self._asked, self._count = self._asked + 1, given["count"]
+        pid = None
         try:
-            if not given["asks"] or not self._may_fork(Path(given["argument"])):
-                _tell(files[0], REFUSED)
-                return
-            pid = os.fork()
-            if pid == 0:
-                for own in (self._line.fileno(), *self._by_file):
-                    os.close(own)
-                _be_rank(given, files, self._shelf)
-            fork = _Fork(pid, os.pidfd_open(pid), os.dup(files[0]))
+            if self._may_fork(given, files):
+                parent = os.getpid()
+                pid = os.fork()
+                if pid == 0:
+                    _be_rank(given, files, self._shelf, parent,
+                             others=(self._line.fileno(), *self._by_file))
+        except OSError:  # no more processes, or memory: the rank may be started yet
+            pass
         finally:
-            for file in files:
+            for file in files[1:]:
                 os.close(file)
             if self._asked == self._count:
                 self._shelf.clear()  # what the forks hold stays with them
+        if pid is not None:
+            self._watch(_Fork(pid, os.pidfd_open(pid), files[0]))  # of those that were closed
+        elif files:
+            _tell(files[0], REFUSED)
+            os.close(files[0])
+
+    def _watch(self, fork: _Fork) -> None:
         self._by_file |= {fork.end: fork, fork.stand_in: fork}
         for file in (fork.end, fork.stand_in):
             self._poll.register(file, select.POLLIN)
 
-    def _may_fork(self, run_file: Path) -> bool:
+    def _may_fork(self, given: dict[str, Any], files: list[int]) -> bool:
+        """Not where the stand-in does not ask, or this process's limit has kept a descriptor of its
+        back."""
+        are_all = len(files) == 1 + len(_KINDS) + len(given["files"])
         is_alone = len(os.listdir("/proc/self/task")) <= self._num_threads
-        return is_alone and hasattr(os, "pidfd_open") and load_plan(run_file).device_kind == "cpu"
+        return given["asks"] and are_all and is_alone and hasattr(os, "pidfd_open") and (
+            load_plan(Path(given["argument"])).device_kind == "cpu")
 
     def _look_at(self, fork: _Fork, file: int) -> None:
         """It has ended, or its stand-in has."""
@@ -114,10 +126,14 @@ def _tell(stand_in: int, word: bytes) -> None:
         os.write(stand_in, word)
 
 
-def _be_rank(given: dict[str, Any], files: list[int], shelf: Shelf) -> NoReturn:
-    """In the fork: a rank's life, as `python -m mpi4py -m xrunner.worker` leads it."""
+def _be_rank(given: dict[str, Any], files: list[int], shelf: Shelf, parent: int,
+             others: Iterable[int]) -> NoReturn:
+    """In the fork: a rank's life, as `python -m mpi4py -m xrunner.worker` leads it. `others`:
+    descriptors of `parent`'s, which it forked, that are none of its."""
     code = 1
     try:
+        for file in others:
+            os.close(file)
         stand_in, *networks = files[:1 + len(_KINDS)]
         if not _enter(networks):
             _tell(stand_in, REFUSED)
@@ -127,6 +143,8 @@ def _be_rank(given: dict[str, Any], files: list[int], shelf: Shelf) -> NoReturn:
             os.close(file)
         _take_place(given, files[1 + len(_KINDS):])
         begin_rank()
+        if os.getppid() != parent:  # it was gone before this one was tied to it
+            os._exit(code)
         import mpi4py  # noqa: F401 (by which it is known that there are others)
 
         code = worker.main([given["argument"]], shelf)
@@ -162,7 +180,7 @@ def _enter(networks: list[int]) -> bool:
 
 def _take_place(given: dict[str, Any], files: list[int]) -> None:
     """The stand-in's descriptors, of which the standard ones alone go by their numbers; its
-    environment and folder."""
+    environment, folder and cores, to which mpiexec may have bound it."""
     numbers = dict(zip(given["files"], files, strict=True))
     for number in {0, 1, 2} & numbers.keys():
         os.dup2(numbers[number], number)
@@ -172,4 +190,7 @@ def _take_place(given: dict[str, Any], files: list[int]) -> None:
     for name in _NUMBERED & os.environ.keys():
         own, *rest = os.environ[name].split(":")
         os.environ[name] = ":".join([str(numbers[int(own)]), *rest])
-    os.chdir(given["folder"])
+    if given["folder"] is not None:
+        os.chdir(given["folder"])
+    if set(given["cores"]) != os.sched_getaffinity(0):
+        os.sched_setaffinity(0, given["cores"])

@@ -56,6 +56,15 @@ def test_ranks_that_lose_who_stands_for_them_end_and_start_again(who: str, tmp_p
     assert [line for line, _ in job.answers()] == [f"q{i}" for i in range(200)]
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core binds nobody")
+def test_forks_are_bound_as_mpiexec_binds_their_ranks(tmp_path: Path) -> None:
+    _job, process, own = start(tmp_path, count=200, environ={"HYDRA_BINDING": "core"})
+    assert own["ahead"] and len(own["rank"]) == 2
+    cores = [os.sched_getaffinity(pid) for pid in own["rank"]]
+    assert [len(of) for of in cores] == [1, 1] and cores[0] != cores[1]
+    assert end(process, own)["code"] == 0
+
+
 # The second fork is gone as it begins.
 _GONE_AS_IT_BEGINS = """
 import os, sys

@@ -1,21 +1,22 @@
 """`python stand_in.py LINE COUNT COMMAND...`: stands in the place of one of COUNT ranks that
 mpiexec starts, while the rank itself is a fork of a process that has imported what COMMAND would
 (xrunner/forks.py). That hears over the socket of descriptor LINE, and is handed this process's
-descriptors, environment, folder and network. This one ends as the fork does; where it is ended, the
-fork is. Where there is no such fork it becomes COMMAND.
+descriptors, environment, folder, cores and network. This one ends as the fork does; where it is
+ended, the fork is. Where there is no such fork it becomes COMMAND.
 
 Its name becomes "for PID" of the fork, by which whoever finds this one finds that
 (xgpt/launch/first_end.py). Run as a file, with the standard library alone: it stands before every
 start of ranks."""
 
 import ctypes
+import errno
 import json
 import os
 import resource
 import signal
 import socket
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 # Whom it asks, and what that is told of a rank's network; what it hears: a process id, and then
@@ -34,7 +35,8 @@ def main(line: int, count: int, command: list[str]) -> None:
             line, ours.fileno(), its.fileno())]
         asks = TIE in os.environ and len(files) <= _MOST_FILES
         _hand_over(line, {"argument": command[-1], "count": count, "asks": asks, "files": files,
-                          "environment": dict(os.environ), "folder": os.getcwd()}, its.fileno())
+                          "environment": dict(os.environ), "folder": _folder(),
+                          "cores": sorted(os.sched_getaffinity(0))}, its.fileno())
         its.close()
         said = ours.recv(64) if asks else b""
         if said.isdigit():
@@ -49,16 +51,28 @@ def main(line: int, count: int, command: list[str]) -> None:
 def _hand_over(line: int, rank: dict[str, Any], reply: int) -> None:
     """Sends word of this rank, and what is its own; of one that does not ask, or has too much, that
     it is no fork: who waits for it need not."""
-    word, files, networks = json.dumps(rank), [reply], list[int]()
     with suppress(OSError), socket.socket(fileno=os.dup(line)) as ahead:  # it may be gone
-        if rank["asks"] and len(word) <= _MOST_WORD:
-            networks += [os.open(f"/proc/self/ns/{kind}", os.O_RDONLY) for kind in NAMESPACES]
-            files += [*networks, *rank["files"]]
-        else:
-            word = json.dumps({**rank, "asks": False, "environment": {}, "files": []})
-        socket.send_fds(ahead, [f"{FORKS}\0{word}".encode()], files)
-    for file in networks:
-        os.close(file)
+        if rank["asks"]:
+            with suppress(OSError), ExitStack() as stack:  # there are no such, or it is too long
+                files = [reply, *(stack.enter_context(open(f"/proc/self/ns/{kind}", "rb")).fileno()
+                                  for kind in NAMESPACES), *rank["files"]]
+                _send(ahead, rank, files)
+                return
+        _send(ahead, {**rank, "asks": False, "environment": {}, "files": []}, [reply])
+
+
+def _send(ahead: socket.socket, rank: dict[str, Any], files: list[int]) -> None:
+    word = json.dumps(rank)
+    if len(word) > _MOST_WORD:
+        raise OSError(errno.EMSGSIZE, "too long")
+    socket.send_fds(ahead, [f"{FORKS}\0{word}".encode()], files)
+
+
+def _folder() -> str | None:
+    """None for one that is no longer there."""
+    with suppress(OSError):
+        return os.getcwd()
+    return None
 
 
 def _open_files() -> list[int]:
