@@ -26,7 +26,8 @@ _NOT_DECISIVE = ("name", "output", "model_dir", "model_name", "served_by", "requ
                  "threads_per_rank", "device_kind", "is_watched", "slots", "kv_tokens",
                  "other_rooms", "kv_in_blocks", "shuffle_window",
                  "routing", "mean_output_tokens", "cuda_graphs", "private",
-                 "sync_s", "aside", "weights_whole")  # the last stands beside `model_files`
+                 "sync_s", "aside", "model_state",
+                 "weights_whole")  # the last stands beside `model_files`
 # What a schedule holds: which requests can run by it follows, and nothing of their answers.
 _HELD_BY_SCHEDULE = ("query_kv_tokens", "most_input_tokens")
 # Keys that came later, with what held before: runs of that time go on.
@@ -72,6 +73,7 @@ class RunPlan:
     private: bool = False  # what is written is the user's alone to read
     deterministic: bool = False  # xrunner.ops.invariant
     model_files: Mapping[str, str] = field(default_factory=dict)  # xrunner.checkpoint.identity
+    model_state: str = ""  # of these files before they were read: identity.files_state
     weights_whole: Mapping[str, str] = field(default_factory=dict)  # where every byte was read
     engine_version: str = ""  # of another engine, where its own numbers decide the answers
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # its own arguments, by name

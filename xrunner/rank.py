@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +23,7 @@ from xgpt.core.spool import Spool
 from xgpt.core.troubles import in_words
 from xgpt.core.visible import visible
 from xgpt.core.whole_file import write_atomically
+from xrunner.checkpoint.identity import changed_files, files_state, model_files
 from xrunner.engine.head import Head
 from xrunner.engine.pipeline import RankReport
 from xrunner.io.intake import SpooledQueries
@@ -112,10 +114,25 @@ def order_of(num_queries: int, plan: RunPlan, before: Answered) -> Iterator[int]
                         without=before.held | set(plan.aside))
 
 
+def refuse_changed_model(plan: RunPlan) -> None:
+    """What the ranks hold is to be what the run was begun with: they may have been started again
+    long after. Called when all have read; raises XgptError."""
+    if not plan.model_files or plan.output == plan.model_dir:  # the run itself writes there
+        return
+    with suppress(OSError):  # the folder is gone: they read it before
+        if files_state(plan.model_dir) != plan.model_state and (
+                changed := changed_files(plan.model_files, model_files(plan.model_dir))):
+            raise XgptError(
+                f"{plan.model_dir}: {', '.join(changed)} changed since this run was planned: from "
+                "here on its answers would be another model's. Put back what was there, and the "
+                "same command goes on")
+
+
 def conduct(head: Head, sink: RunSink, world: World, clock: Stopwatch, *,
             report: Callable[[], RankReport], queries_before: int, num_errors: int) -> None:
     """Rank 0's run, from the ranks' common start on, and its account. `report`: of this rank."""
     world.barrier()
+    refuse_changed_model(sink.plan)
     clock.restart()
     is_complete = head.run()
     wall_s = clock()

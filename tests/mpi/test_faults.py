@@ -145,6 +145,23 @@ def test_a_query_that_kills_its_rank_is_isolated(tmp_path: Path) -> None:
     assert not (job.output / "deaths.json").exists()
 
 
+def test_ranks_that_start_again_with_another_model_are_ended(tmp_path: Path) -> None:
+    """Its answers and those that are kept would be of two models, in one file."""
+    job, process, own = start(tmp_path)
+    config = job.folder / "out" / "model" / "config.json"
+    before = config.read_text()
+    config.write_text(before.replace("10000.0", "500.0"))
+    os.kill(own["rank"][0], signal.SIGKILL)
+    facts = end(process, own)
+    assert facts["code"] == 1 and "config.json changed since this run was planned" in (
+        facts["error"]), facts
+    done = job.lines()
+    assert 20 <= len(done) < job.count
+    config.write_text(before)
+    assert job.run_to_end().returncode == 0
+    assert job.lines().items() >= done.items() and len(job.answers()) == job.count
+
+
 def test_results_that_are_removed_are_put_back(tmp_path: Path) -> None:
     job, process, own = start(tmp_path)
     done = job.lines()

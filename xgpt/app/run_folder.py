@@ -22,7 +22,7 @@ from xgpt.core.spool import SpoolWriter, num_queries
 from xgpt.core.whole_file import sync_folder
 from xgpt.launch.launcher import threads_per_rank
 from xgpt.report.table import paragraph
-from xrunner.checkpoint.identity import model_files, weights_whole
+from xrunner.checkpoint.identity import files_state, model_files, weights_whole
 from xrunner.checkpoint.source import write_random_model
 from xrunner.engines.engine import engine_of
 from xrunner.io.beat import BEATS
@@ -57,10 +57,12 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule, requests: Requests) ->
         longest_input, longest_reserve = longest
         query_tokens = min(query_tokens, longest_reserve)
         most_input = 0 if most_input >= longest_input else most_input
+    state = files_state(files.directory)
     return RunPlan(
         name=job.name, output=job.output, model_dir=files.directory, model_name=job.model,
         served_by=files.served_by, requests=str(job.workload.requests or "synthetic"),
-        requests_digest=requests.digest, model_files=model_files(files.directory),
+        requests_digest=requests.digest,
+        model_files=model_files(files.directory), model_state=state,
         weights_whole=weights_whole(files.directory) if job.run.verify else {},
         is_chat=job.workload.chat, max_tokens=opened.problem.default_max_tokens,
         dtype=opened.problem.dtype, weight_dtype=opened.problem.weight_dtype, seed=job.run.seed,

@@ -23,6 +23,18 @@ def model_files(directory: Path) -> dict[str, str]:
             if path.suffix in (*_WEIGHTS, *_OTHERS) and path.is_file()}
 
 
+def files_state(directory: Path) -> str:
+    """16 hexadecimal digits that are others once one of those files was written or replaced, at the
+    price of asking for their sizes and times. Raises OSError."""
+    digest = hashlib.sha256()
+    for path in sorted(directory.iterdir()):
+        if path.suffix in (*_WEIGHTS, *_OTHERS) and path.is_file():
+            found = path.stat()
+            digest.update(repr((path.name, found.st_ino, found.st_size, found.st_mtime_ns,
+                                found.st_ctime_ns)).encode())
+    return digest.hexdigest()[:16]
+
+
 def weights_whole(directory: Path) -> dict[str, str]:
     """The files of weights: name -> SHA-256 of all their bytes. One that this process has read is
     read again where its size or time has changed. Raises OSError."""

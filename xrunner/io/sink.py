@@ -38,6 +38,7 @@ class RunSink:
                  parsed: Callable[[FinishedQuery], FinishedQuery] = lambda result: result) -> None:
         """`before`: what earlier runs answered, after which this one goes on. `parsed`: a result
         as it is written."""
+        self.plan = plan
         self.output, self._stop = plan.output, StopRequest(plan.output)
         self._model_dir, self._tokenizer = plan.model_dir, cast("TextTokenizer | None", None)
         self._writer = ResultWriter(plan.output / "results.jsonl", first_index=before.written,
