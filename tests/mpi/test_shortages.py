@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
@@ -97,6 +98,16 @@ def test_memory_that_runs_out_is_one_message(gigabytes: int, tmp_path: Path) -> 
     done = job.run_to_end()
     assert "Traceback" not in done.stderr, done.stderr
     assert done.returncode == 0 or "memory ran out" in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files", [28, 36, 40, 44, 64])
+def test_too_few_descriptors_are_told_as_such(files: int, tmp_path: Path) -> None:
+    job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=60, run=", restarts: 0",
+                 prefix=("prlimit", f"--nofile={files}")).write()
+    done = job.run_to_end()
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 0 or re.search("open files|ulimit -n", done.stderr), done.stderr
 
 
 # The second rank goes into a group of little memory before it has any.

@@ -1,5 +1,5 @@
 """What a machine does to a job that is no fault of the job's, in the words of what to do about it:
-a full disk, a folder that is gone, memory that ran out."""
+a full disk, a folder that is gone, memory or descriptors that ran out."""
 
 import errno
 import os
@@ -15,6 +15,7 @@ _LOST = (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, err
          errno.ETIMEDOUT, errno.EREMOTEIO)
 _NO_NAME = (errno.ENAMETOOLONG, errno.ELOOP)
 _GONE = (errno.ENOENT, errno.ENOTDIR)
+_TOO_MANY = (errno.EMFILE, errno.ENFILE)
 # as Python, C++, torch, the threads' library and the dynamic linker say it
 _MEMORY = re.compile(
     r"MemoryError|bad_alloc|annot allocate memory|can't allocate memory|not enough memory"
@@ -62,6 +63,9 @@ def in_words(error: BaseException, folder: Path) -> str | None:
     if error.errno in _READ_ONLY:
         return (f"{where}: {error.strerror}; what is done is kept, and once the folder can be "
                 f"written to {_GOES_ON}")
+    if error.errno in _TOO_MANY:
+        return (f"{error.strerror} ({where}); what is done is kept. With a higher `ulimit -n` "
+                f"{_GOES_ON}")
     if error.errno in _LOST:
         return (f"{where}: {error.strerror}: the file system does not answer as it should; what "
                 f"reached it is kept, and once it is well {_GOES_ON}")

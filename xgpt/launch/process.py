@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -35,6 +36,10 @@ _BANNER = re.compile(r"^=+\n=   BAD TERMINATION.*\n=   PID \d+ RUNNING AT (\S+)\
                      r"(?:(?:This typically refers|Please see the FAQ).*\n?)*", re.M)
 
 
+_SHARED = "/dev/shm"  # through which ranks on one machine speak to each other
+_LITTLE_BYTES = 32 * 2**20  # of room there: MPICH takes some 9 MB a rank
+
+
 class Started(NamedTuple):
     """A command at work, and what it and its children print. `line`: over which a byte comes when
     ranks that stay for another run are done with one. `lifeline`: closed, it ends the ranks.
@@ -51,6 +56,8 @@ def start(command: Sequence[str], *, stdin: int = subprocess.DEVNULL,
           inherited: tuple[int, ...] = (), count: int = 0) -> Started:
     """Starts the command of ranks. Raises StoppedEarly where a signal asked for it before."""
     raise_if_asked()
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # by who started us: the system would
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # keep no child's end, here or in mpiexec
     messages = tempfile.TemporaryFile()  # noqa: SIM115 (closed by who waits for the end)
     # a session of its own: the terminal's Ctrl-C must reach us, not kill the ranks mid-line
     lifeline = Lifeline()
@@ -156,11 +163,33 @@ class RanksFailed(XgptError):
                              f"they were ended{said}")
             return
         # a launcher of ranks tells a signal as a shell does, as itself, or in words alone
-        is_killed = code in (-signal.SIGKILL, signal.SIGKILL, 128 + signal.SIGKILL)
-        why = ("\nSignal 9 ended a rank from outside: often the system does, when memory runs out "
-               "(`dmesg` tells)" if is_killed else "")
         who = "" if first is None else f"; {first} was the first to end"
-        super().__init__(f"the ranks failed (exit code {code}){who}{said}{why}")
+        super().__init__(f"the ranks failed (exit code {code}){who}{said}{''.join(_why(code))}")
+
+
+def _why(code: int) -> Iterator[str]:
+    """Yields what a rank's end may come from, where the user can do something about it."""
+    def is_of(number: int) -> bool:
+        return code in (-number, number, 128 + number)
+
+    if is_of(signal.SIGKILL):
+        yield ("\nSignal 9 ended a rank from outside: often the system does, when memory runs out "
+               "(`dmesg` tells)")
+    room = _room_bytes(_SHARED)
+    if room is not None and room < _LITTLE_BYTES:
+        yield (f"\n{_SHARED}, through which ranks speak to each other, has {room / 2**20:.1f} MB "
+               "of room: they need some 10 MB each (a container's is set by `--shm-size`)")
+    elif is_of(signal.SIGBUS):
+        yield (f"\nA bus error ended a rank: {_SHARED} was full, or a file was cut off that it was "
+               "reading")
+
+
+def _room_bytes(folder: str) -> int | None:
+    """None where there is no such folder."""
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
 
 
 def to_be_heard() -> list[signal.Signals]:

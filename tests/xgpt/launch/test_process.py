@@ -1,0 +1,50 @@
+"""Commands whose end is known, whoever started this process, and errors of a machine in words."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from xgpt.core.troubles import in_words
+from xgpt.launch import process
+from xgpt.launch.process import RanksFailed, run_watched
+
+# Whoever ignores SIGCHLD hands that on, and the system keeps no child's end for such a process.
+_IGNORED = """
+import signal
+from xgpt.launch.process import RanksFailed, run_watched
+assert signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
+try:
+    run_watched(["sh", "-c", "sleep 0.3; exit 3"], watch=lambda: None, ask_to_stop=None)
+except RanksFailed as failed:
+    print(failed)
+"""
+
+
+def test_an_end_is_known_where_the_starter_ignored_the_ends_of_children() -> None:
+    def ignore() -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+    done = subprocess.run([sys.executable, "-c", _IGNORED], preexec_fn=ignore, text=True,
+                          capture_output=True, check=True)
+    assert "the ranks failed (exit code 3)" in done.stdout
+
+
+@pytest.mark.parametrize("ends", ["kill -BUS $$", "exit 15"])  # the first rank's, or all ranks'
+def test_too_little_shared_memory_is_told_where_ranks_fail(
+        ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_room_bytes", lambda folder: 65536)
+    with pytest.raises(RanksFailed, match=r"0\.1 MB of room: .* set by `--shm-size`"):
+        run_watched(["sh", "-c", ends], watch=lambda: None, ask_to_stop=None)
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_descriptors_that_ran_out_are_told_in_words(number: int) -> None:
+    said = in_words(OSError(number, os.strerror(number)), Path("/out"))
+    assert said is not None and "`ulimit -n`" in said and "the same command goes on" in said
