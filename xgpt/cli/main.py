@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from xgpt.cli.options import print_json
-from xgpt.cli.terminal import say, show
+from xgpt.cli.terminal import open_what_is_closed, say, show
 from xgpt.core.errors import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
@@ -89,6 +89,7 @@ def cli() -> None:
 def main() -> None:
     """Exit codes: 0 done, 1 failed, 2 wrong input, 3 no schedule meets the bound, 75 resumable.
     Whatever happens, `--json` prints one object on stdout."""
+    open_what_is_closed()
     try:
         _answer()
     finally:

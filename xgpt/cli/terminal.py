@@ -2,6 +2,7 @@
 terminal; a plain line now and then elsewhere."""
 
 import math
+import os
 import shutil
 import sys
 import textwrap
@@ -34,6 +35,22 @@ def to_fit(message: str) -> str:
         line if len(line) <= columns else textwrap.fill(
             line, columns, break_long_words=False, break_on_hyphens=False)
         for line in message.split("\n"))
+
+
+def open_what_is_closed() -> None:
+    """Standard input, output and error that the caller closed (`2>&-`, some daemons) are the null
+    device: the next file that is opened would else take their number, and what a library prints
+    would go into it."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8", closefd=False))
 
 
 def is_terminal() -> bool:

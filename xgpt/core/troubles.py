@@ -58,6 +58,9 @@ def in_words(error: BaseException, folder: Path) -> str | None:
     if not isinstance(error, OSError):
         return None
     where = error.filename or folder
+    if error.errno == errno.EFBIG:
+        return (f"{where}: {error.strerror} for a limit on the size of files (`ulimit -f`); what "
+                f"is done is kept, and with a higher one {_GOES_ON}")
     if error.errno in _NO_ROOM:
         return (f"{folder}: {error.strerror}; what is done is kept, and with room made {_GOES_ON}")
     if error.errno in _READ_ONLY:

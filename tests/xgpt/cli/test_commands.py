@@ -226,3 +226,16 @@ def test_the_options_are_frozen() -> None:
         "export": shared | {"--to", "--image", "--claim", "--out"},
         "validate": {"--source", "--measured", "--by-model", "--html", "--json"},
     }
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&-", "<&- >&- 2>&-"])
+def test_standard_streams_that_the_caller_closed_change_nothing_else(tmp_path: Path,
+                                                                     closed: str) -> None:
+    """Nor does the next file that is opened take their number, where libraries print."""
+    code = ("import os, sys\nfrom xgpt.cli.main import main\nsys.argv = ['xgpt', 'models']\n"
+            "try:\n    main()\nfinally:\n    open('next', 'w').write(str(os.open('.', 0)))\n")
+    done = subprocess.run(["bash", "-c", f'"$@" {closed}', "", sys.executable, "-c", code],
+                          cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ("opt-13b" in done.stdout) == (">&-" not in closed.split())
+    assert int((tmp_path / "next").read_text()) > 2
