@@ -3,6 +3,7 @@ problem's finite job is expected to measure, its lengths as far as they are know
 
 import math
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -151,6 +152,8 @@ def replays_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, re
         lengths, rows = found
         rows = rows if count == total else rows[np.linspace(0, total - 1, count).astype(np.int64)]
         known = lengths.take(rows[in_run_order(problem, estimate, count)])
+        if problem.observes:  # each to its own cap: drawn for another, a long one would be cut
+            known = replace(known, outputs=known.most_outputs)
     results = job_replays(replayer_of(problem, timing, estimate, clocks), count,
                           np.random.default_rng(problem.seed), known=known, replays=replays)
     return JobReplays(results, total, count == total)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from toy_jobs import estimate_of, roofline_of, toy_problem
 
-from xgpt.core.lengths import truncated_normal
+from xgpt.core.lengths import joint_empirical, truncated_normal
+from xgpt.core.queries import QueryLengths
 from xscheduler import evaluator as module
-from xscheduler.evaluator import Evaluator
+from xscheduler.evaluator import Evaluator, predict
 
 
 def evaluator(**given) -> Evaluator:
@@ -42,3 +44,17 @@ def test_replays_are_made_once(monkeypatch) -> None:
     assert own.replayed_latency_s(estimate) == own.replayed_latency_s(estimate)
     assert own.job(estimate, 1) == own.job(estimate, 1) != own.job(estimate, 2)
     assert asked == ["replay_checked", "predict", "predict"]
+
+
+def test_outputs_that_are_to_be_observed_are_predicted_each_at_its_own_cap() -> None:
+    """Drawn for any query, the one long output would be cut at another's cap."""
+    caps = np.array([2] * 13 + [18])
+    inputs = np.full(len(caps), 8)
+    problem = toy_problem(num_queries=len(caps))
+    problem = replace(problem, observes=True,
+                      lengths=joint_empirical(np.stack([inputs, caps], axis=1)),
+                      queries=QueryLengths(inputs=inputs, most_outputs=caps))
+    estimate = estimate_of(problem, encode_batch=4, decode_iterations=4)
+    predicted = predict(problem, roofline_of(problem), estimate)
+    assert predicted is not None
+    assert predicted.output_tokens_per_s * predicted.wall_s == pytest.approx(caps.sum())

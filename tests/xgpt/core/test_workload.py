@@ -95,6 +95,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
     ({"prompt": "x", "temperature": -1}, "temperature"),
     ('{"prompt": "x", "temperature": NaN}', "temperature"),
     ('{"prompt": "x", "temperature": 1' + "0" * 400 + "}", "temperature"),
+    ({"prompt": "x", "temperature": 1e30}, "temperature must be a number from 0 to 2147483647"),
     ({"prompt": "x", "top_p": 0}, "top_p"), ({"prompt": "x", "top_k": -1}, "top_k"),
     ({"prompt": "x", "stop": [""]}, "stop"), ({"prompt": "x", "stop": 3}, "stop"),
     ({"prompt": "x", "forced_tokens": 9, "max_tokens": 8}, "exceeds max_tokens"),
