@@ -1,6 +1,8 @@
 """What ranks take besides a run's own time: until they are at work, and to end. It is no part of a
 schedule's throughput, which is that of queries, but of what a job's command takes; layouts of the
-cores differ in it. The latest runs of the same layout tell, else what was seen of others."""
+cores differ in it. The latest runs of the same layout tell, else what was seen of others: so it is
+after a first run, too, whose ranks may have waited for operators to be compiled and for a cold
+disk. A layout that was held to be so slow for ever would not be tried again."""
 
 import statistics
 from collections.abc import Sequence
@@ -15,9 +17,12 @@ ALONE_S, SEVERAL_S = 0.4, 0.6
 
 
 def start_s(timing: TimingSource, ranks: int) -> float:
-    """Seconds that so many ranks are expected to take, the median of what was seen."""
+    """Seconds that so many ranks are expected to take: the median of what was seen, of an even
+    number the lesser of the two in the middle."""
     seen = timing.profile.starts_s if isinstance(timing, ProfileTiming) else ()
-    return statistics.median(seen) if seen else SEVERAL_S if ranks > 1 else ALONE_S
+    if len(seen) > 1:
+        return statistics.median_low(seen)
+    return SEVERAL_S if ranks > 1 else ALONE_S
 
 
 def with_start(seen: Sequence[float], seconds: float) -> tuple[float, ...]:

@@ -99,8 +99,8 @@ def test_threads_that_divide_all_work_leave_one_rank_the_best(
 
 
 @pytest.mark.parametrize(("starts_s", "ranks"), [
-    ({}, 2), ({1: (0.7,), 2: (1.0, 90.0, 1.2)}, 2), ({1: (0.7,), 2: (90.0,)}, 1),
-    ({1: (0.7, 60.0, 50.0)}, 2)])
+    ({}, 2), ({1: (0.7, 0.7), 2: (1.0, 90.0, 1.2)}, 2), ({1: (0.7, 0.7), 2: (90.0, 80.0)}, 1),
+    ({2: (90.0,)}, 2), ({1: (0.7, 60.0, 50.0)}, 2)])
 def test_what_the_ranks_of_a_layout_take_to_start_counts_between_layouts(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starts_s: dict[int, tuple[float, ...]],
         ranks: int) -> None:
