@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -91,7 +90,7 @@ class WaaExaminer:
             own = self._examine([boxes[row] for row in left], LOOKED_AT if place < FIRST_PLANS
                                 else 1) if left else []
             if peak is not None and (own[0].best is None or peak.rank < own[0].best.rank):
-                own[0] = replace(own[0], best=peak)
+                own[0] = own[0]._replace(best=peak)
             if has_chunks:
                 spent = space.bounds.work - before
                 share -= spent

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -50,7 +52,7 @@ class PackedBlocks:
         for place, name in enumerate(BY_GROUP):
             begin = len(PLAIN) + place * octaves
             values[:, begin:begin + octaves] = row[name]
-        self._append(values, [int(row[name]) for name in _WHOLE],
+        self._append(values, tuple(int(row[name]) for name in _WHOLE),
                      np.array([float(row[name]) for name in SINGLES]))
         if "maximum_context" in row:
             self.set_longest(row["maximum_context"])
@@ -63,10 +65,7 @@ class PackedBlocks:
                exact_iterations: int, resolution: float) -> FloatArray:
         """Adds a column of (N_D, the last iteration of the latency's query in its phase, phases
         before): its blocks' widths."""
-        function = native.library.xgpt_rra_phase
-        function.restype = ctypes.c_int64
-        address, number = ctypes.c_void_p, ctypes.c_int64
-        function.argtypes = [address, *[number] * 4, ctypes.c_double, *[address] * 3]
+        function = _phase(native)
         n_d, last, before = phase
         if len(self._scratch) < max(n_d, 1):
             self._scratch = np.empty((n_d, _WIDTH))
@@ -74,7 +73,7 @@ class PackedBlocks:
         described, _held = flow.described
         count = function(address_of(described), n_d, last, before, exact_iterations, resolution,
                          address_of(self._scratch), address_of(singles), address_of(seen))
-        self._append(self._scratch[:count], [count, int(seen[0]), before], singles)
+        self._append(self._scratch[:count], (count, int(seen[0]), before), singles)
         return np.asarray(self._scratch[:count, 0])
 
     def row(self, column: int) -> dict[str, Any]:
@@ -96,7 +95,7 @@ class PackedBlocks:
         return np.array([address_of(self.values), address_of(self.begins), *(
             address_of(own) for own in self.whole), int(self._is_padded)], np.int64)
 
-    def _append(self, values: FloatArray, whole: list[int], singles: FloatArray) -> None:
+    def _append(self, values: FloatArray, whole: tuple[int, ...], singles: FloatArray) -> None:
         blocks, column = self._blocks + len(values), self._columns
         if blocks > len(self.values):
             self.values = _grown(self.values.T, 2 * blocks).T.copy()
@@ -108,6 +107,16 @@ class PackedBlocks:
         self.begins[column], self.whole[:, column] = self._blocks, whole
         self.singles[:, column] = singles
         self._blocks, self._columns = blocks, column + 1
+
+
+@cache
+def _phase(native: Native) -> Callable[..., int]:
+    """Derives a column, by addresses; its types are told once, for a search asks for hundreds."""
+    function = native.library.xgpt_rra_phase
+    function.restype = ctypes.c_int64
+    address, number = ctypes.c_void_p, ctypes.c_int64
+    function.argtypes = [address, *[number] * 4, ctypes.c_double, *[address] * 3]
+    return function
 
 
 def _grown(array: Any, size: int) -> Any:
