@@ -239,14 +239,14 @@ Pair pair_of(const WaaFacts &facts, const Division &division, const Boxes &boxes
 
 }  // namespace
 
-/* Into found [5][n], of each box under its division: most throughput, fewest that decode, the
- * shortest iteration, least latency and seconds until the first token; is_sure [n]: 0 where a table
- * does not answer, or what comes out is no number. Returns the first box for which a table has too
- * few sizes, with the kind of table in lack[0] and the size in size[0], or else n. */
+/* Into found [5][n], of each box from `begin` on under its division: most throughput, fewest that
+ * decode, the shortest iteration, least latency and seconds until the first token; is_sure [n]: 0
+ * where a table does not answer, or what comes out is no number. Returns the first box for which a
+ * table has too few sizes, with the kind of table in lack[0] and the size in size[0], or else n. */
 extern "C" int64_t xgpt_waa_bounds(const WaaFacts *facts, const Boxes *boxes,
-                                   const Division *const *divisions, int64_t n, double *found,
-                                   int64_t *is_sure, int64_t *lack, double *size) {
-    for (int64_t at = 0; at < n; ++at) {
+                                   const Division *const *divisions, int64_t begin, int64_t n,
+                                   double *found, int64_t *is_sure, int64_t *lack, double *size) {
+    for (int64_t at = begin; at < n; ++at) {
         double own[4] = {0, 0, 0, 0};
         is_sure[at] = 1;
         try {

@@ -52,7 +52,7 @@ class Native:
                                number, number, address]
         self.waa_bounds = library.xgpt_waa_bounds  # by addresses, as in csrc/planning_waa.cpp
         self.waa_bounds.restype = number
-        self.waa_bounds.argtypes = [*[address] * 3, number, *[address] * 4]
+        self.waa_bounds.argtypes = [*[address] * 3, number, number, *[address] * 4]
         # likewise, as in csrc/planning_replays.cpp (replay.told)
         self.paged, self.reserved, self.told = (library.xgpt_paged, library.xgpt_reserved,
                                                 library.xgpt_told)

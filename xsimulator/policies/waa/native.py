@@ -68,11 +68,13 @@ def _natively(library: Native, facts: FloatArray, divisions: Sequence[PlanBounds
     lack, size = np.zeros(1, np.int64), np.zeros(1)
     described = [address_of(one.described(has_chunks=index in chunked))
                  for index, one in enumerate(divisions)]
-    pointers = np.array(described, np.int64)[which]
+    pointers, stopped = np.array(described, np.int64)[which], 0
     while True:
+        # from the first box of the division whose tables have grown: its bounds are of the same
+        begin = int(np.searchsorted(which, which[stopped])) if stopped else 0
         stopped = library.waa_bounds(
-            address_of(facts), address_of(words), address_of(pointers), count, address_of(found),
-            address_of(is_sure), address_of(lack), address_of(size))
+            address_of(facts), address_of(words), address_of(pointers), begin, count,
+            address_of(found), address_of(is_sure), address_of(lack), address_of(size))
         if stopped == count:
             return PairBounds(*found), is_sure > 0
         lacking = divisions[which[stopped]]
