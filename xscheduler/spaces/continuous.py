@@ -79,6 +79,7 @@ class ContinuousSpace(AllInBoxes):
         self.form = cast(Continuous, make_policy(name, problem, timing))
         self.bounds = ContinuousBounds(self.form)
         self._known = RememberedPolicy(self.form.evaluate, self.form.limits)
+        self._points: dict[tuple[int, ...], Point] = {}
         self._limits = Limits.of(problem.constraint, queries=problem.num_queries or math.inf)
         most = min(problem.num_queries or MOST_ACTIVE, MOST_ACTIVE)
         given = problem.fixed.max_active
@@ -113,11 +114,14 @@ class ContinuousSpace(AllInBoxes):
 
     def evaluate(self, keys: Sequence[tuple[int, ...]]) -> list[Point]:
         """The figures of each (plan, max_active, token_budget)."""
-        figures = self._known.evaluate([self.config(key[0], key[1:]) for key in keys])
-        limits = crowding_or_pace(figures, self._limits)
-        return [Point(*each) for each in zip(
-            figures.throughput_qps.tolist(), figures.latency_s.tolist(),
-            map(Limit, limits.tolist()), strict=True)]
+        new = [key for key in dict.fromkeys(keys) if key not in self._points]
+        if new:
+            figures = self._known.evaluate([self.config(key[0], key[1:]) for key in new])
+            limits = crowding_or_pace(figures, self._limits)
+            self._points.update(zip(new, map(
+                Point, figures.throughput_qps.tolist(), figures.latency_s.tolist(),
+                map(Limit, limits.tolist())), strict=True))
+        return [self._points[key] for key in keys]
 
     def limits(self, latency_bound_s: float,
                floor_qps: float = 0.0) -> tuple[FloatArray, FloatArray]:
@@ -201,6 +205,8 @@ class ContinuousExaminer:
         self._own_qps, self._climbed_qps = 0.0, 0.0  # of this policy; the same when last climbed
         # of each line: figures by max_active and token_budget
         self._seen: list[dict[tuple[int, int], Point]] = [{} for _ in space.lines]
+        # by line: (-throughput, point) of its best admissible point; of equals the smaller
+        self._bests: dict[int, tuple[float, tuple[int, int]]] = {}
 
     def raise_floor(self, floor_qps: float) -> None:
         self._best_qps = max(self._best_qps, floor_qps)
@@ -283,29 +289,29 @@ class ContinuousExaminer:
         new = [each for each in dict.fromkeys(asked) if each[1:] not in self._seen[each[0]]]
         lines = self._space.lines
         points = self._space.evaluate([(lines[row].plan, *point) for row, *point in new])
-        for (row, *point), figures in zip(new, points, strict=True):
-            self._seen[row][point[0], point[1]] = figures
+        for (row, active, budget), figures in zip(new, points, strict=True):
+            self._seen[row][active, budget] = figures
             if _is_admissible(figures, self._bound_s):
                 self._own_qps = max(self._own_qps, figures.throughput_qps)
+                own = -figures.throughput_qps, (active, budget)
+                self._bests[row] = min(self._bests.get(row, own), own)
         self._best_qps = max(self._best_qps, self._own_qps)
 
     def _best(self, row: int) -> tuple[int, int] | None:
-        """The best admissible point of a line; of equals the smaller."""
-        own = [(-point.throughput_qps, key) for key, point in self._seen[row].items()
-               if _is_admissible(point, self._bound_s)]
-        return min(own)[1] if own else None
+        """The best admissible point of a line."""
+        best = self._bests.get(row)
+        return None if best is None else best[1]
 
     def _climb(self) -> Candidate | None:
         """The best of the neighbours of the best points, and so on until none is better."""
-        tops = sorted((-self._seen[row][best].throughput_qps, row, best)
-                      for row in range(len(self._seen)) if (best := self._best(row)) is not None)
+        tops = sorted((negative, row, best) for row, (negative, best) in self._bests.items())
         seen_plans: set[int] = set()
         beside: list[tuple[int, int, int]] = []
-        for place, (qps, row, best) in enumerate(tops):
+        for place, (negative, row, best) in enumerate(tops):
             plan = self._space.lines[row].plan
             worth = PLAN_WORTH if plan not in seen_plans else WORTH if place < CLIMBERS else 2.0
             seen_plans.add(plan)
-            if -qps >= worth * self._own_qps:
+            if -negative >= worth * self._own_qps:
                 beside += self._beside(row, *_far(best))
         self._evaluate(beside)  # together: a walk costs as much for one as for many
         for _ in range(CLIMBS if self._gap < STEEP_GAP else 0):
@@ -319,14 +325,15 @@ class ContinuousExaminer:
 
     def _top(self) -> Candidate | None:
         """The best point seen; of equals that of the first line."""
-        every = [one for row in range(len(self._seen)) if (one := self._candidate(row)) is not None]
-        return min(every, key=lambda one: one.rank, default=None)
+        row = min(self._bests, key=lambda row: (self._bests[row][0], row), default=None)
+        return None if row is None else self._candidate(row)
 
     def _beside(self, row: int, active: Sequence[int],
                 budgets: Sequence[int]) -> list[tuple[int, int, int]]:
         """(line, max_active, token_budget) of all these values that the plan of a line has."""
-        (first, last), plan = self._space.active, self._space.lines[row].plan
-        own = [(k, line) for k, line in enumerate(self._space.lines) if line.plan == plan]
+        (first, last), lines = self._space.active, self._space.lines
+        begin = lines[row].plan * self._space.num_budgets
+        own = [(k, lines[k]) for k in range(begin, begin + self._space.num_budgets)]
         return [(k, min(max(value, first), last), budget) for budget in sorted({*budgets})
                 for k, line in own if line.least <= budget <= line.most
                 for value in sorted({*active})]
