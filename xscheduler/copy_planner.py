@@ -27,7 +27,7 @@ from xscheduler.spaces.space import Effort, Selection
 from xscheduler.uncertainty import Doubts
 from xscheduler.within import PlannedWithin, plan_within
 
-SEEN = 0.7  # of what is had elsewhere: a policy of which no more is seen at first under what its
+SEEN = 0.75  # of what is had elsewhere: a policy of which no more is seen at first under what its
 # margin leaves of the bound is not looked into
 FLOORS_APART = 0.9  # where nothing was seen above a floor, nobody looks again for one so much lower
 
