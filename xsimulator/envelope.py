@@ -16,6 +16,9 @@ NODES_AN_OCTAVE = 8  # of the length, at which a function of two is looked at
 # and closely beyond: a dip of a single count above SINGLES may go unseen between two of these.
 COUNTS_AN_OCTAVE, SINGLES = 32, 256
 FIRST_TOP = 512.0  # sizes up to which it is looked at to begin with
+# Counts above CORNERS are those of a whole space's corner, which another plan's soon exceeds: there
+# is room for so many times as many, for a larger grid takes little longer than a first one.
+CORNERS, CORNERS_ROOM = 2.0**16, 1024.0
 FLAT = 1 - 1e-9  # factors above it count as 1
 
 
@@ -62,7 +65,8 @@ class PairEnvelope:
         count, length = (float(np.max(sizes, initial=1.0)) for sizes in (counts, lengths))
         if count <= self._top[0] and length <= self._top[1]:
             return
-        self._top = (max(2 * count, self._top[0], FIRST_TOP),
+        room = CORNERS_ROOM if count > CORNERS else 2.0
+        self._top = (max(room * count, self._top[0], FIRST_TOP),
                      max(2 * length, self._top[1], FIRST_TOP))
         self._counts = _nodes(self._top[0], COUNTS_AN_OCTAVE)
         self._counts = np.append(np.arange(1.0, min(SINGLES, self._top[0])), self._counts[

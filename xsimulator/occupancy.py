@@ -7,6 +7,7 @@ encoded per phase, u = iteration within a phase, j = phases a query has already 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
@@ -150,13 +151,15 @@ class QueryFlow:
         read = np.append(0.0, np.cumsum(self.context))
         last = len(read) - 1
         tokens: FloatArray = before * read[-1]
-        for phase in range(last):
-            begin = phase * n_d
-            is_there = begin < last
-            if not is_there.any():
-                break
-            tokens = tokens + np.where(is_there, read[np.minimum(begin + left, last)]
-                                       - read[np.minimum(begin, last)], 0.0)
+        few = math.isqrt(last)  # short phases each at a time, long ones phase by phase: both are few
+        for own, each in enumerate(n_d[:few].tolist()):
+            begin = np.arange(0, last, each)
+            terms = read[np.minimum(begin + left[own], last)] - read[begin]
+            tokens[own] = np.cumsum(np.append(tokens[own], terms))[-1]
+        n_d, left, long = n_d[few:], left[few:], tokens[few:]
+        for phase in range(-(-last // (few + 1)) if len(n_d) else 0):
+            begin = np.minimum(phase * n_d, last)
+            long += read[np.minimum(begin + left, last)] - read[begin]
         return tokens
 
     def occupancy(self, decode_iterations: int, *, padded: bool) -> Occupancy:

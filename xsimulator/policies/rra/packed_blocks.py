@@ -21,6 +21,7 @@ PLAIN = ("widths", "active", "context", "variance_active", "nobody", "moved")  #
 SINGLES = ("mean_phases", "mean_present", "mean_reserved", "variance_reserved", "max_present")
 _WHOLE = ("blocks", "seen", "phases_before")  # whole numbers of a phase
 _WIDTH = len(PLAIN) + len(BY_GROUP) * len(GROUP_OCTAVES) + MAX_DOUBLINGS + 1
+_LEAST_BLOCKS = 1024  # that there is room for to begin with
 
 
 class PackedBlocks:
@@ -98,7 +99,8 @@ class PackedBlocks:
     def _append(self, values: FloatArray, whole: tuple[int, ...], singles: FloatArray) -> None:
         blocks, column = self._blocks + len(values), self._columns
         if blocks > len(self.values):
-            self.values = _grown(self.values.T, 2 * blocks).T.copy()
+            held, self.values = self.values, np.empty((max(2 * blocks, _LEAST_BLOCKS), _WIDTH))
+            self.values[: self._blocks] = held[: self._blocks]
         if column == len(self.begins):
             size = 2 * column + 16
             self.begins, self.whole, self.singles = (
