@@ -33,6 +33,8 @@ class Operator(Enum):
     CROSS_KV = "cross_kv"  # one decoder layer's keys and values of encoder output: x = tokens
     CROSS_ATTENTION = "cross_attention"  # one decoder layer: x = queries, y = encoder tokens each
 
+    __hash__ = object.__hash__  # Enum's is of the name, in Python: planning asks 20,000 times
+
 
 class MessageKind(Enum):
     """What goes over a link. The values are the names of a profile's tables."""

@@ -123,9 +123,7 @@ class Maximisation:
         admissible point that was seen before. earlier: its boxes and their bounds are what is begun
         with, and each is examined again only once it is its turn."""
         assert gap >= 0, f"{gap = }"
-        assert all(box.root == place and all(
-            low <= up for low, up in zip(box.lower, box.upper, strict=True))
-            for place, box in enumerate(roots)), f"{roots = }"
+        assert [box.root for box in roots] == list(range(len(roots))), f"{roots = }"
         self._roots, self._examine, self._split = roots, examine, split
         self._tree = _SearchTree(gap, len(roots), keeps_gap=keeps_gap)
         if known is not None:

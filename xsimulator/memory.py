@@ -5,6 +5,7 @@ what is *reserved*, at a high quantile over the queries present, group by group:
 micro-batch has an equal share of its own."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -54,15 +55,57 @@ def least_weight_bytes(problem: Problem) -> float:
     return float(weight_bytes(model, (whole,), problem.dtype, problem.weight_dtype).sum())
 
 
+class StageBytes:
+    """Bytes on each rank of a problem's stages, but for its weights: for who asks for the same
+    stages again and again."""
+
+    def __init__(self, problem: Problem, stages: Sequence[StageAssignment]) -> None:
+        self._problem, self._stages = problem, stages
+
+    def kv(self, tokens: ArrayLike) -> FloatArray:
+        """[..., stages] of KV cache. In an encoder-decoder model a query's input lies in the
+        cross-attention's cache and its output in the self-attention's: as much together."""
+        return np.asarray(np.asarray(tokens, float)[..., None] * self._of_token)
+
+    def step(self, rows: ArrayLike, heads: ArrayLike) -> FloatArray:
+        """[..., stages] of one step: its rows through a layer, of the type that weights are
+        multiplied as, the logits of `heads` of them on the last stage (all are drawn, at worst),
+        and where attention is not fused (CPU; windows, capped scores) the scores of the longest
+        input."""
+        of_row, scores = self._of_step
+        held: FloatArray = np.asarray(rows, float)[..., None] * of_row
+        if scores is not None:
+            held = held + scores
+        held[..., -1] += (np.asarray(heads, float) * self._problem.model.vocab_size
+                          / self._stages[-1].tp_degree * LOGIT_BYTES)
+        return held
+
+    @cached_property
+    def _of_token(self) -> FloatArray:
+        problem, degrees = self._problem, [stage.tp_degree for stage in self._stages]
+        elements = {own: kv_elements_of_rank(problem.model, own) for own in set(degrees)}
+        return np.asarray(np.array([stage.num_layers * elements[degree] for stage, degree in zip(
+            self._stages, degrees, strict=True)]) * problem.kv_item_bytes)
+
+    @cached_property
+    def _of_step(self) -> tuple[FloatArray, FloatArray | None]:
+        """([stages] of a row, and of the scores of the longest input)."""
+        problem, model = self._problem, self._problem.model
+        degrees = np.array([stage.tp_degree for stage in self._stages], float)
+        width = (LIVE_HIDDEN_COPIES * model.hidden_size
+                 + (LIVE_MLP_COPIES * model.mlp_columns * (2 if model.is_gated_mlp else 1)
+                    + (model.num_heads + 2 * model.kv_heads) * model.head_dim) / degrees)
+        is_cpu = problem.cluster.device.kind == "cpu"
+        scores = (model.num_heads / degrees * problem.lengths.inputs.max**2 * 4
+                  if is_cpu or not model.decoder.is_native else None)
+        return width * activation_item_bytes(
+            problem.weight_dtype, problem.dtype, is_cpu=is_cpu), scores
+
+
 def kv_bytes(problem: Problem, stages: Sequence[StageAssignment],
              kv_tokens: ArrayLike) -> FloatArray:
-    """[..., stages] bytes of KV cache on each rank. In an encoder-decoder model a query's input
-    lies in the cross-attention's cache and its output in the self-attention's: as much together."""
-    degrees = [stage.tp_degree for stage in stages]
-    elements = {own: kv_elements_of_rank(problem.model, own) for own in set(degrees)}
-    per_token = np.array([stage.num_layers * elements[degree] for stage, degree in zip(
-        stages, degrees, strict=True)]) * problem.kv_item_bytes
-    return np.asarray(np.asarray(kv_tokens, float)[..., None] * per_token)
+    """See StageBytes.kv."""
+    return StageBytes(problem, stages).kv(kv_tokens)
 
 
 def activation_bytes(problem: Problem, stages: Sequence[StageAssignment], *,
@@ -82,18 +125,5 @@ def largest_rows(inputs: Lengths, encode: FloatArray) -> FloatArray:
 
 def step_bytes(problem: Problem, stages: Sequence[StageAssignment], *, rows: ArrayLike,
                heads: ArrayLike) -> FloatArray:
-    """[..., stages] bytes of one step: its rows through a layer, of the type that weights are
-    multiplied as, the logits of `heads` of them on the last stage (all are drawn, at worst), and
-    where attention is not fused (CPU; windows, capped scores) the scores of the longest input."""
-    model, degrees = problem.model, np.array([stage.tp_degree for stage in stages], float)
-    width = (LIVE_HIDDEN_COPIES * model.hidden_size
-             + (LIVE_MLP_COPIES * model.mlp_columns * (2 if model.is_gated_mlp else 1)
-                + (model.num_heads + 2 * model.kv_heads) * model.head_dim) / degrees)
-    held: FloatArray = np.asarray(rows, float)[..., None] * (
-        width * activation_item_bytes(problem.weight_dtype, problem.dtype,
-                                      is_cpu=problem.cluster.device.kind == "cpu"))
-    if problem.cluster.device.kind == "cpu" or not model.decoder.is_native:
-        held = held + model.num_heads / degrees * problem.lengths.inputs.max**2 * 4
-    held[..., -1] += (np.asarray(heads, float) * model.vocab_size
-                      / stages[-1].tp_degree * LOGIT_BYTES)
-    return held
+    """See StageBytes.step."""
+    return StageBytes(problem, stages).step(rows, heads)

@@ -151,7 +151,7 @@ class QueryFlow:
         read = np.append(0.0, np.cumsum(self.context))
         last = len(read) - 1
         tokens: FloatArray = before * read[-1]
-        few = math.isqrt(last)  # short phases each at a time, long ones phase by phase: both are few
+        few = math.isqrt(last)  # of short phases each N_D, of long ones each phase: both are few
         for own, each in enumerate(n_d[:few].tolist()):
             begin = np.arange(0, last, each)
             terms = read[np.minimum(begin + left[own], last)] - read[begin]

@@ -62,7 +62,9 @@ class WaaExaminer:
     def examine(self, boxes: Sequence[Box]) -> list[NodeResult]:
         """Plan after plan, the most promising first by a quick bound, those without chunks before
         those with: boxes that are then no better than what was found are not looked into."""
-        boxes = [self._contracted(box) for box in boxes]
+        known = self._largest.get
+        boxes = [box if box.upper[0] <= known(self.plan_of_root[box.root], -1) else (
+            self._contracted(box)) for box in boxes]
         limit, latency, stretch = self._quick(boxes)
         is_refused, space = beyond_range(stretch), self._space
         results: list[NodeResult | None] = [None] * len(boxes)

@@ -38,11 +38,13 @@ class ContinuousMemory:
     def __init__(self, problem: Problem, longest_query_tokens: int) -> None:
         self._problem, self._longest = problem, longest_query_tokens
         self._capacity_bytes = memory.capacity_bytes(problem.cluster.device)
+        # by the plan's id, with the plan: while it is held, no other has that
+        self._of_plans: dict[int, tuple[StagePlan, memory.StageBytes]] = {}
 
     def kv_tokens(self, plan: StagePlan, groups: Groups) -> tuple[FloatArray, BoolArray]:
         """The KV budget [configs] is that of all groups together; the flag says whether it holds
         the longest query in each."""
-        one = memory.kv_bytes(self._problem, plan.stages, 1.0)
+        one = self._bytes(plan).kv(1.0)
         left = self._capacity_bytes - plan.weight_bytes - self._activation_bytes(plan, groups)
         room = np.floor((left / one).min(axis=1) / groups.number / BLOCK_TOKENS)
         blocks = np.ceil(self._longest / BLOCK_TOKENS)
@@ -54,7 +56,7 @@ class ContinuousMemory:
         """No KV budget of one of `number` groups [configs] is larger, where steps have so many
         tokens; 0 where it does not hold the longest query."""
         few = Groups(np.full(len(step_tokens), number), np.ones(len(step_tokens)), step_tokens)
-        one = memory.kv_bytes(self._problem, plan.stages, 1.0)
+        one = self._bytes(plan).kv(1.0)
         left = self._capacity_bytes - plan.weight_bytes - self._activation_bytes(plan, few)
         room = np.floor((left / one).min(axis=1) / number / BLOCK_TOKENS)
         return np.where(room >= np.ceil(self._longest / BLOCK_TOKENS), room * BLOCK_TOKENS, 0.0)
@@ -62,9 +64,13 @@ class ContinuousMemory:
     def by_stage(self, plan: StagePlan, groups: Groups, kv_tokens: FloatArray) -> FloatArray:
         """Each rank of a stage holds so many bytes [configs, stages]."""
         return (plan.weight_bytes + self._activation_bytes(plan, groups)
-                + memory.kv_bytes(self._problem, plan.stages, kv_tokens))
+                + self._bytes(plan).kv(kv_tokens))
 
     def _activation_bytes(self, plan: StagePlan, groups: Groups) -> FloatArray:
         """The largest step has its tokens in a layer, and its logits [configs, stages]."""
-        return memory.step_bytes(self._problem, plan.stages, rows=groups.step_tokens,
-                                 heads=np.ceil(groups.slots) + 1)
+        return self._bytes(plan).step(groups.step_tokens, np.ceil(groups.slots) + 1)
+
+    def _bytes(self, plan: StagePlan) -> memory.StageBytes:
+        if id(plan) not in self._of_plans:
+            self._of_plans[id(plan)] = plan, memory.StageBytes(self._problem, plan.stages)
+        return self._of_plans[id(plan)][1]

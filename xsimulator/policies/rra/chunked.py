@@ -247,11 +247,9 @@ class Chunked:
 
     def held_bytes(self, plan: StagePlan, held: ChunkLoads, kv_tokens: FloatArray) -> FloatArray:
         """[configs, stages] bytes on each rank of a stage."""
-        decoding = held.decoding[0]
-        return np.asarray(
-            plan.weight_bytes + memory.kv_bytes(self.problem, plan.stages, kv_tokens)
-            + memory.step_bytes(self.problem, plan.stages, rows=held.tokens[0] + decoding,
-                                heads=decoding + np.ceil(held.spans)))
+        decoding, own = held.decoding[0], memory.StageBytes(self.problem, plan.stages)
+        return np.asarray(plan.weight_bytes + own.kv(kv_tokens) + own.step(
+            held.tokens[0] + decoding, decoding + np.ceil(held.spans)))
 
     def presented(self, held: ChunkLoads) -> Presented:
         """The largest sizes that the timing source is asked for."""
