@@ -60,9 +60,9 @@ class Evaluator:
     def seconds(self, estimate: Estimate, metric: Metric) -> float:
         """What a bound on the metric is of, by the closed form; of a job's makespan, what one query
         more adds to it."""
-        if estimate not in self._figures:
-            self._figures[estimate] = self.form(estimate).evaluate([config_of(estimate)])
-        figures = self._figures[estimate]
+        figures = self._figures.get(estimate)  # an estimate's hash takes long
+        if figures is None:
+            figures = self._figures[estimate] = self.form(estimate).evaluate([config_of(estimate)])
         if metric == "makespan":
             qps = estimate.deployment.replicas * float(figures.throughput_qps[0])
             return 1 / qps if qps > 0 else math.inf
@@ -78,9 +78,10 @@ class Evaluator:
         own)."""
         deployment = estimate.deployment
         key = estimate.policy, deployment.stages, deployment.replicas
-        if key not in self._forms:
-            self._forms[key] = pinned_policy(estimate, self.problem, self.timing)
-        return self._forms[key]
+        form = self._forms.get(key)
+        if form is None:
+            form = self._forms[key] = pinned_policy(estimate, self.problem, self.timing)
+        return form
 
     def replayed_latency_s(self, estimate: Estimate) -> float:
         """The constraint's latency in the steady state of a replay; nan where no query is long
