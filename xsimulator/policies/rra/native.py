@@ -257,7 +257,8 @@ def _largest(plans: PlanRows, *sizes: FloatArray) -> list[tuple[float, ...]]:
 
 def _rows(array: FloatArray) -> list[int]:
     """The addresses of its rows."""
-    return [address_of(array) + row * array.strides[0] for row in range(len(array))]
+    first, step = address_of(array), array.strides[0]
+    return [first + row * step for row in range(len(array))]
 
 
 def _address(array: FloatArray | IntArray | None) -> int | None:

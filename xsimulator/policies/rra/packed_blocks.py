@@ -35,6 +35,7 @@ class PackedBlocks:
         self.singles: FloatArray = np.zeros((len(SINGLES), 0))
         self._columns = self._blocks = 0
         self._scratch: FloatArray = np.empty((0, _WIDTH))
+        self._described: IntArray | None = None
 
     def single(self, name: str) -> FloatArray:
         """[columns and more] one of SINGLES."""
@@ -93,11 +94,14 @@ class PackedBlocks:
 
     def described(self) -> IntArray:
         """The C structure Blocks; it holds until more columns are added."""
-        return np.array([address_of(self.values), address_of(self.begins), *(
-            address_of(own) for own in self.whole), int(self._is_padded)], np.int64)
+        if self._described is None:
+            self._described = np.array([address_of(self.values), address_of(self.begins), *(
+                address_of(own) for own in self.whole), int(self._is_padded)], np.int64)
+        return self._described
 
     def _append(self, values: FloatArray, whole: tuple[int, ...], singles: FloatArray) -> None:
         blocks, column = self._blocks + len(values), self._columns
+        self._described = None
         if blocks > len(self.values):
             held, self.values = self.values, np.empty((max(2 * blocks, _LEAST_BLOCKS), _WIDTH))
             self.values[: self._blocks] = held[: self._blocks]
