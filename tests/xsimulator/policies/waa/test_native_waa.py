@@ -84,3 +84,27 @@ def test_arrays_serve_where_a_table_does_not_answer():
     for name, one, other in zip(BoxBounds._fields, natively, arrays, strict=True):
         np.testing.assert_allclose(one, other, rtol=NEAR, err_msg=name)
     assert served
+
+
+def test_a_table_that_lacks_a_size_costs_no_boxes_of_other_divisions(monkeypatch):
+    library, looked = native(), []
+
+    class Told:
+        """The library, and from which box to which it looked, of how many."""
+
+        def waa_bounds(self, *given):
+            stopped = library.waa_bounds(*given)
+            looked.append((given[3], min(stopped + 1, given[4]), given[4]))
+            return stopped
+
+    monkeypatch.setattr(waa_native, "native", Told)
+    problem = replace(problem_of("opt-13b", "a40-16"))
+    waa = make_policy("waa-m", problem, roofline_of(problem))
+    bounds, split, boxes = WaaBounds(waa), waa.split(1, 0), boxes_of(3, takes_chunks=True)
+    found = bounds.bound(split, boxes, latency_bound_s=60.0)
+    (count,) = {of for _, _, of in looked}
+    assert len(looked) > 10, "tables of most divisions lack a size"
+    assert sum(end - begin for begin, end, _ in looked) < 2 * count, looked
+    for name, one, other in zip(BoxBounds._fields, found, bounds.bound(
+            split, boxes, latency_bound_s=60.0), strict=True):
+        np.testing.assert_array_equal(one, other, err_msg=name)
