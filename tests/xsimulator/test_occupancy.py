@@ -153,3 +153,14 @@ def test_expected_longest_context_equals_sampling(joint, count):
         expected = rng.choice(contexts, size=(4000, count)).max(axis=1).mean()
         found = expected_maximum(table, np.full(n_d, float(count)))[u - 1]
         assert found == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("iterations", [1, 9, 66, 320])
+def test_context_read_until_a_querys_end_is_that_of_each_phase(iterations):
+    flow = QueryFlow(lengths_of("T"), is_encoder_decoder=False)
+    read = flow.context_read_until(iterations)
+    for n_d in (1, 2, 16, 17, 18, 100, len(read)):  # few short phases, and many long ones
+        whole, left = divmod(iterations - 1, n_d)
+        phases = [flow.context[begin:begin + n_d] for begin in range(0, len(flow.context), n_d)]
+        expected = whole * flow.context.sum() + sum(own[:left + 1].sum() for own in phases)
+        assert read[n_d - 1] == pytest.approx(expected, rel=1e-12), n_d
