@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from xgpt.core.cluster import Cluster
-from xgpt.core.controls import ContinuousControls, RraControls, max_in_system
+from xgpt.core.controls import ContinuousControls, RraControls, StaticControls, max_in_system
 from xgpt.core.deployment import Pool
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
@@ -75,6 +75,9 @@ def _how(schedule: Schedule) -> str:
     deployment, figures = schedule.deployment, schedule.figures
     if isinstance(schedule.controls, ContinuousControls):
         return policy(schedule.controls.policy).words.rpartition(": ")[2]
+    if isinstance(schedule.controls, StaticControls):
+        return ("every device works a batch until its longest query is done, encoding for "
+                f"{figures.encode_s / figures.period_s:.0%} of the time")
     chunk = getattr(schedule.controls, "encode_chunk", 0)
     if chunk and len(deployment.pools) == 1:
         return "every device encodes beside decoding, so that no iteration waits for an encoding"
@@ -123,6 +126,9 @@ def _why_variables(schedule: Schedule) -> str:
         budget = controls.token_budget
         work = (f"up to {controls.max_active} queries are at work at a time, {decoding}"
                 f"{f', in steps of at most {budget} tokens' if budget else ''}")
+    elif isinstance(controls, StaticControls):
+        steps = controls.encode_micro_batches
+        work = f"{queries} encoded{f' in {steps} steps' if steps > 1 else ''}, then decoded together"
     else:
         work = f"{queries} encoded at a time, which keeps {decoding}"
         if chunk := getattr(controls, "encode_chunk", 0):

@@ -194,7 +194,8 @@ def _others(opened: OpenedJob, timing: TimingSource, shown: str) -> dict[str, Es
     """The best of every policy, but for the searched one that is shown already, or why it has
     none."""
     best: dict[str, Estimate | str] = {}
-    for name in (*(name for name in searched_policies() if name != shown), *baselines()):
+    searched = [name for name in searched_policies() if name != shown and name not in baselines()]
+    for name in (*searched, *baselines()):
         with told_while(opened.tell, f"finding the best of {policy(name).title}"):
             best[name] = _best(opened, timing, name)
     return best

@@ -14,7 +14,7 @@ from typing import Any
 
 from xgpt.app.kv_layout import lies_in_blocks
 from xgpt.app.opened import OpenedJob
-from xgpt.core.policies import policy
+from xgpt.core.policies import policy, replanned_policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.timing import TimingSource
@@ -152,7 +152,7 @@ def rescheduler_of(opened: OpenedJob, timing: TimingSource,
     is_fixed = (fixed.encode_batch is not None or fixed.max_active is not None) and (
         not row.is_changeable or fixed.decode_iterations is not None)
     if job.run.reschedule is None or not engine_of(job).is_changeable or (
-            not row.is_searched or is_fixed):
+            row.name not in replanned_policies() or is_fixed):
         return None
     is_observing = job.workload.output_tokens.kind == "observe"
     is_few = (problem.num_queries or 0) <= LEAST_QUERIES

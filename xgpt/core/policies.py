@@ -52,6 +52,7 @@ class Policy:
     is_searched: bool = False  # where the job leaves the policy open
     turn: int = 1  # at which a search over several looks at it: likely winners first
     is_papers: bool = False  # one of those that the paper proposes
+    is_baseline: bool = False  # what gains are measured against, whoever else has chosen it
     has_even_batches: bool = False  # encode batches are kept even while a job runs
     is_changeable: bool = False  # control variables may change while a job runs
     # function from an Estimate to what its rule takes up while it runs, within the caches there
@@ -98,12 +99,13 @@ def _waa(name: str, title: str, words: str) -> Policy:
         pools=("encode", "decode"), is_searched=True, is_papers=True, has_even_batches=True)
 
 
-def _static(name: str, title: str, words: str, *more: Variable) -> Policy:
+def _static(name: str, title: str, words: str, *more: Variable, turn: int) -> Policy:
     return Policy(
         name=name, title=title, words=words, variables=(_ENCODE_BATCH, _GROUPS, *more),
         controls="xgpt.core.controls:StaticControls", rules="xrunner.rules.static:static_rule",
         closed_form=f"{_FORMS}.static.closed_form:{name}",
-        config=f"{_FORMS}.static.config:StaticConfig")
+        config=f"{_FORMS}.static.config:StaticConfig",
+        space="xscheduler.spaces.static:StaticSpace", is_searched=True, is_baseline=True, turn=turn)
 
 
 def _continuous(name: str, title: str, words: str, rules: str, *more: Variable,
@@ -132,9 +134,10 @@ _ROWS = (
          "divided by computing time"),
     _waa("waa-m", "WAA-M", "workload-aware allocation: some devices encode, the others decode, "
          "divided by memory"),
-    _static("ft", "FT", "FasterTransformer: static batches, each until its longest query is done"),
+    _static("ft", "FT", "FasterTransformer: static batches, each until its longest query is done",
+            turn=3),
     _static("dsi", "DSI", "DeepSpeed-Inference: static batches, encoded in smaller micro-batches "
-            "than they are decoded in", _PARTS),
+            "than they are decoded in", _PARTS, turn=4),
     _continuous("orca", "Orca", "iteration-level scheduling: a query joins as soon as one leaves",
                 "iteration:orca_rule"),
     _continuous("vllm", "vLLM", "iteration-level scheduling with paged memory; steps encode "
@@ -197,6 +200,12 @@ def changeable_policy(asked: Asked) -> str | None:
     return next((row.name for row in able_policies(asked) if row.is_changeable), None)
 
 
+def replanned_policies() -> tuple[str, ...]:
+    """Names of those whose schedule may be found anew while a job runs: static batches begin and
+    end together, as they were planned."""
+    return tuple(row.name for row in policies() if row.is_searched and not row.is_baseline)
+
+
 def baselines() -> tuple[str, ...]:
-    """Names of the others: planned where a job names them, and for comparison."""
-    return tuple(row.name for row in policies() if not row.is_searched)
+    """Names of those that gains are measured against, and of those that are not searched."""
+    return tuple(row.name for row in policies() if row.is_baseline or not row.is_searched)

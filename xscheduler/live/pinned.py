@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from xgpt.core.controls import ContinuousControls, RraControls, WaaControls
 from xgpt.core.deployment import Pool
 from xgpt.core.errors import InputError, Mistake
-from xgpt.core.policies import Role, policy, searched_policies
+from xgpt.core.policies import Role, policy, replanned_policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xgpt.core.units import format_bytes, format_seconds
@@ -95,9 +95,9 @@ def fits_the_job(deployed: Estimate, problem: Problem) -> None:
     def refuse(key: str, value: object, allowed: str) -> None:
         mistakes.append(Mistake(file="schedule", line=None, key=key, value=value, allowed=allowed))
 
-    if deployed.policy not in searched_policies():
+    if deployed.policy not in replanned_policies():
         refuse("policy", deployed.policy,
-               f"one of {', '.join(searched_policies())}: others have no schedule to change")
+               f"one of {', '.join(replanned_policies())}: others have no schedule to change")
     deployment, cluster = deployed.deployment, problem.cluster
     ranks = sorted(rank for stage in deployment.stages for rank in stage.ranks)
     fitting = most_copies(cluster, deployment.devices_per_replica)

@@ -31,7 +31,7 @@ from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xsimulator import memory
 from xsimulator.occupancy import expected_maximum_z
-from xsimulator.plans import StagePlan, StagePlans
+from xsimulator.plans import StagePlan, shared_plans
 from xsimulator.policies import geometric, group_counts
 from xsimulator.policies.figures import (
     Assembler,
@@ -55,8 +55,8 @@ class Static:
                  grid_parts: Sequence[int | None] = (None,)) -> None:
         """`grid_parts` are the encode_parts of the grid."""
         self.name, self.problem, self.timing = name, problem, timing
-        self._grid_parts = grid_parts
-        self._plans = StagePlans(problem, timing)
+        self.grid_parts = grid_parts
+        self.plans = shared_plans(problem, timing)
         self._range = MeasuredRange(problem, timing)
         self._assembler = Assembler(problem, timing)
         self.capacity_bytes = self._assembler.capacity_bytes
@@ -64,19 +64,19 @@ class Static:
         below = np.minimum(
             np.concatenate([[0.0], np.cumsum(problem.lengths.outputs.pmf)])[fewer:], 1.0)
         below[-1] = 1.0
-        self._rounds = Rounds(below)
+        self.rounds = Rounds(below)
         self._max_iterations = len(below) - 1
         quantile = problem.lengths.outputs.quantile(problem.constraint.quantile)
-        self._watched = quantile - fewer  # D of the bound's sequence
+        self.watched = quantile - fewer  # D of the bound's sequence
 
     def grid(self, max_queries: int, plans: Sequence[tuple[int, int]]) -> list[StaticConfig]:
         """The grid has every (tp_degree, tp_gpus) of `plans`, with decode groups up to twice its
         stages and multiples of these as batches, 10 % apart, as far as memory and queries reach."""
         configs, inputs = [], self.problem.lengths.inputs
         for tp_degree, tp_gpus in plans:
-            plan = self._plans.both(tp_degree, tp_gpus)
+            plan = self.plans.both(tp_degree, tp_gpus)
             for groups in group_counts(len(plan.stages)):
-                for parts in self._grid_parts:
+                for parts in self.grid_parts:
                     encodes = groups * (parts or 1)
                     sizes = geometric(max(max_queries // encodes, 1))
                     line = [StaticConfig(
@@ -91,7 +91,7 @@ class Static:
         """The figures of every configuration are worked out together for those of one plan."""
         parts = []
         for key, rows in by_plan(configs).items():
-            plan = self._plans.both(*key)
+            plan = self.plans.both(*key)
             size = max(CHUNK_ELEMENTS // (NODES * len(plan.stages) + self._max_iterations), 1)
             for part in np.split(rows, range(size, len(rows), size)):
                 steps = static_steps([configs[row] for row in part], self.problem.lengths.inputs)
@@ -101,10 +101,10 @@ class Static:
 
     def estimate(self, config: StaticConfig) -> Estimate:
         """The Estimate says of one configuration what is shown, and what is executed."""
-        plan = self._plans.both(config.tp_degree, config.tp_gpus)
+        plan = self.plans.both(config.tp_degree, config.tp_gpus)
         steps = static_steps([config], self.problem.lengths.inputs)
         figures = {name: float(values[0]) for name, values in self._figures(plan, steps).items()}
-        rounds = float(self._rounds.not_done(steps.batch).sum())
+        rounds = float(self.rounds.not_done(steps.batch).sum())
         period, encode = figures["period_s"], figures["encode_s"]
         figures["decode_iteration_s"] = (
             max(period - encode, 0.0) / max(rounds, 1.0) if np.isfinite(period) else np.inf)
@@ -121,7 +121,7 @@ class Static:
     def _figures(self, plan: StagePlan, steps: StaticSteps) -> dict[str, FloatArray]:
         with np.errstate(invalid="ignore"):  # refused sizes take infinite time, see below
             timeline = self._timeline(plan, steps)
-            period = self._rounds.expected_s(timeline, self._rounds.not_done(steps.batch))
+            period = self.rounds.expected_s(timeline, self.rounds.not_done(steps.batch))
             latency = self._latency_s(timeline)
             ttft = timeline.first_token_s(is_decoded=self.problem.model.is_encoder_decoder)
         is_timed, lengths = np.isfinite(period), self.problem.lengths
@@ -162,10 +162,10 @@ class Static:
 
     def _latency_s(self, batch: BatchTimeline) -> FloatArray:
         if self.problem.constraint.kind == "sequence":
-            return self._rounds.with_output_s(batch, self._watched)
+            return self.rounds.with_output_s(batch, self.watched)
         inputs = self.problem.lengths.inputs
         scatter = batch.encode_s * inputs.std / (inputs.mean * np.sqrt(batch.queries))
-        return self._rounds.quantile_s(batch, self.problem.constraint.quantile, scatter)
+        return self.rounds.quantile_s(batch, self.problem.constraint.quantile, scatter)
 
     def _timeline(self, plan: StagePlan, steps: StaticSteps) -> BatchTimeline:
         one = plan.times.mean_attention_s(steps.encode_queries)
@@ -215,7 +215,7 @@ class Static:
             context = np.full(len(steps.batch), inputs.mean)
             most_context = inputs.mean + expected_maximum_z(steps.groups) * inputs.std / np.sqrt(
                 steps.rows)
-        nodes = self._rounds.nodes
+        nodes = self.rounds.nodes
         usual = plan.times.decode_s(steps.rows[:, None], context[:, None] + nodes)
         most = plan.times.decode_s(steps.most_rows[:, None], most_context[:, None] + nodes)
         return most, np.maximum(steps.groups[:, None, None] * usual - most, 0.0)

@@ -41,17 +41,17 @@ class Rounds:
 
     def __init__(self, below: FloatArray) -> None:
         """`below` is P(D <= k), k = 0 .. max D [max D + 1]."""
-        self._below, first = below, EXACT_ROUNDS + 1
+        self.below, first = below, EXACT_ROUNDS + 1
         # decode steps are evaluated at these iterations, from the first after the exact rounds
         self.nodes = np.linspace(first, max(len(below) - 1, first + 1), NODES)
         gap, later = self.nodes[1] - self.nodes[0], np.arange(first, len(below))
         # for the later rounds r(u) = shares @ r(nodes), [max D - EXACT_ROUNDS, NODES]
-        self._node_shares = np.maximum(1 - np.abs(later[:, None] - self.nodes) / gap, 0.0)
+        self.node_shares = np.maximum(1 - np.abs(later[:, None] - self.nodes) / gap, 0.0)
 
     def not_done(self, queries: FloatArray) -> FloatArray:
         """Of so many queries P(M >= u) is this, u = 1 .. max D [configs, max D]."""
         sizes, index = np.unique(queries, return_inverse=True)
-        return np.asarray(np.take(1 - self._below[:-1] ** sizes[:, None], index, axis=0))
+        return np.asarray(np.take(1 - self.below[:-1] ** sizes[:, None], index, axis=0))
 
     def expected_s(self, batch: BatchTimeline, not_done: FloatArray) -> FloatArray:
         """So long passes from a batch's start until its last token is taken up; not_done:
@@ -60,7 +60,7 @@ class Rounds:
         gaps = np.diff(batch.begin_s, axis=1)[:, :exact.shape[1]]
         rounds_s = (exact * gaps).sum(axis=1)
         if later.shape[1]:
-            rounds_s = rounds_s + ((later @ self._node_shares) * batch.later_s).sum(axis=1)
+            rounds_s = rounds_s + ((later @ self.node_shares) * batch.later_s).sum(axis=1)
         # the place in the round after the M-th: its spread, round by round
         spread_s = batch.spread_s[:, 0] + (
             exact * np.diff(batch.spread_s, axis=1)[:, :exact.shape[1]]).sum(axis=1)
@@ -74,10 +74,10 @@ class Rounds:
         With x = F(M)^B/G and y = F(M - 1)^B/G for one group, P(none after group g) given M is
         (x^(g+1) y^(G-1-g) - y^G) / (x^G - y^G); the sum over g is a geometric one."""
         groups, rows = batch.groups[:, None], (batch.queries / batch.groups)[:, None]
-        place = np.searchsorted(self._below, TIE_LEVELS ** (1 / batch.queries[:, None]))
-        place = np.minimum(place, len(self._below) - 1)
-        x = self._below[place] ** rows
-        y = np.where(place > 0, self._below[place - 1], 0.0) ** rows
+        place = np.searchsorted(self.below, TIE_LEVELS ** (1 / batch.queries[:, None]))
+        place = np.minimum(place, len(self.below) - 1)
+        x = self.below[place] ** rows
+        y = np.where(place > 0, self.below[place - 1], 0.0) ** rows
         whole, before = x**groups, y**groups
         is_apart = whole - before > 1e-12
         gap = np.where(is_apart, x - y, 1.0)
@@ -114,12 +114,12 @@ class Rounds:
 
     def _ends_s(self, batch: BatchTimeline) -> tuple[FloatArray, FloatArray]:
         """Batches of such values of M [points] are done then [configs, points], both rising."""
-        exact = min(EXACT_ROUNDS, len(self._below) - 1)
+        exact = min(EXACT_ROUNDS, len(self.below) - 1)
         begins = batch.begin_s[:, :exact + 1]
         iterations = np.arange(exact + 1, dtype=float)
-        if len(self._node_shares):
-            points = np.unique(np.linspace(1, len(self._node_shares), NODES).astype(int))
-            sums = np.cumsum(self._node_shares, axis=0)[points - 1]
+        if len(self.node_shares):
+            points = np.unique(np.linspace(1, len(self.node_shares), NODES).astype(int))
+            sums = np.cumsum(self.node_shares, axis=0)[points - 1]
             begins = np.concatenate([begins, begins[:, -1:] + batch.later_s @ sums.T], axis=1)
             iterations = np.concatenate([iterations, EXACT_ROUNDS + points])
         spread_s = batch.spread_s[:, np.minimum(np.arange(len(iterations)), EXACT_ROUNDS)]
@@ -134,7 +134,7 @@ class Rounds:
             share = np.clip((time_s - begin) / np.maximum(end - begin, 1e-300), 0.0, 1.0)
             reached += share * (iterations[point + 1] - iterations[point])
         index: IntArray = np.where(np.isfinite(reached), reached + 1e-9, 0.0).astype(np.int64)
-        chance = self._below[index] ** queries[:, None]
+        chance = self.below[index] ** queries[:, None]
         return np.asarray(np.where(time_s < ends[:, :1], 0.0, chance), dtype=np.float64)
 
     @staticmethod

@@ -1,0 +1,199 @@
+"""Static batches in the search: no configuration of a box is better than the box's bounds, nothing
+that brute force finds is better than what is found, and `auto` takes one where it is best."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+from problems_suite import Planted, toy_case, toy_problem
+from problems_suite import roofline_of as toy_roofline
+from test_bounds import case_of, inside, ranges, some_always, some_plan
+
+from xgpt.core import catalog
+from xgpt.core.cluster import uniform_cluster
+from xgpt.core.constraint import latency_constraint
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.job import FixedSchedule
+from xgpt.core.lengths import JointLengths, empirical
+from xgpt.core.problem import Problem
+from xprofiler.interpolation import REFUSED_BEYOND
+from xprofiler.roofline import Roofline
+from xprofiler.timing import TimingSource
+from xscheduler.over_copies import CopiesSearch
+from xscheduler.search import GAP, Scheduler
+from xscheduler.spaces.space import Effort
+from xscheduler.spaces.static import MOST_PARTS, StaticSpace
+from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans
+from xsimulator.policies import make_policy
+from xsimulator.policies.static.bounds import StaticBounds, StaticBoxes
+from xsimulator.policies.static.config import StaticConfig
+
+
+def seen_by_tables(timing: TimingSource) -> TimingSource:
+    """Without defects of a single large size: the closed form of static batches asks for each, and
+    the tables that bounds rest on have none of them between two nodes."""
+    if isinstance(timing, Planted):
+        timing._defects = {operator: tuple(one for one in own if one.low < 32 or (
+            one.high > 1.1 * one.low)) for operator, own in timing._defects.items()}
+    return timing
+
+
+def some_problem(seed: int) -> tuple[Problem, TimingSource, TensorPlan, np.random.Generator]:
+    """One in three has outputs that are all, or nearly, as long."""
+    rng, case = np.random.default_rng([11, seed]), case_of("rra", seed)
+    kind = str(rng.choice(["sequence", "queries"]))
+    problem = replace(case.problem, num_queries=None, constraint=latency_constraint(
+        latency_s=math.inf, kind=kind, quantile=case.problem.constraint.quantile))
+    if rng.random() < 0.4:
+        inputs, most = problem.lengths.inputs, problem.lengths.outputs.max
+        one = int(rng.integers(1, most + 1))
+        problem = replace(problem, lengths=JointLengths(
+            inputs=inputs if rng.random() < 0.5 else empirical([round(inputs.mean)]),
+            outputs=empirical([one, *([min(one + 1, most)] if rng.random() < 0.4 else [])])))
+    plan = some_plan(replace(case, problem=problem), rng)
+    return problem, seen_by_tables(case.timing), plan, rng
+
+
+def check_boxes(seed: int) -> int:
+    problem, timing, plan, rng = some_problem(seed)
+    form = make_policy("dsi", problem, timing)
+    stages = form.plans.both(*plan)
+    least, most = ranges(rng, 800, 3.0)
+    fewest, highest = ranges(rng, 2 * len(stages.stages), 2.0)
+    parts, most_parts = ranges(rng, 8, 1.5)
+    batch = inside(rng, least, most, (False, False, True, True))
+    groups = inside(rng, fewest, highest, (False, True, False, True))
+    steps = inside(rng, parts, most_parts, (False, True, True, False))
+    found = form.evaluate([StaticConfig(
+        encode_batch=int(b), decode_micro_batches=int(g), encode_parts=int(p),
+        tp_degree=plan.tp_degree, tp_gpus=plan.tp_gpus) for b, g, p in zip(
+            batch.ravel(), groups.ravel(), steps.ravel(), strict=True)])
+    bounds, boxes = StaticBounds(form), StaticBoxes.of(*(
+        (low.astype(float), up.astype(float)) for low, up in (
+            (least, most), (fewest, highest), (parts, most_parts))))
+    limit, least_s, fits = (of(stages, boxes) for of in (
+        bounds.throughput_qps, bounds.latency_s, bounds.fits))
+    is_timed = (found.stretch <= REFUSED_BEYOND).reshape(batch.shape)
+    for row in np.flatnonzero(is_timed.any(axis=1)):
+        qps, latency_s, own = (figures.reshape(batch.shape)[row][is_timed[row]] for figures in (
+            found.throughput_qps, found.latency_s, found.fits))
+        box = (problem.model.name, plan, least[row], most[row], fewest[row], highest[row],
+               parts[row], most_parts[row])
+        assert qps.max() <= limit[row] and least_s[row] <= latency_s.min(), box
+        assert fits[row] or not own.any(), box
+        assert batch[row][is_timed[row]][own].max(initial=0) <= bounds.most_queries(stages), box
+    return int(is_timed.any(axis=1).sum())
+
+
+@pytest.mark.parametrize("seed", some_always(24))
+def test_static_boxes(seed: int) -> None:
+    check_boxes(seed)
+
+
+def test_static_boxes_are_not_all_beyond_what_is_timed() -> None:
+    assert sum(check_boxes(seed) for seed in range(30, 36)) > 60
+
+
+def test_bounds_of_single_points_are_near_them() -> None:
+    """Where a bound is far above what there is, points are evaluated for nothing."""
+    problem = toy_problem(outputs=(120, 10, 160))
+    form = make_policy("dsi", problem, toy_roofline(problem))
+    stages = form.plans.both(1, 0)
+    configs = [StaticConfig(encode_batch=batch, decode_micro_batches=groups, encode_parts=parts)
+               for batch, groups, parts in product((8, 40, 200), (1, 4), (1, 3))]
+    batch, groups, parts = (np.array([getattr(config, name) for config in configs], float)
+                            for name in ("encode_batch", "decode_micro_batches", "encode_parts"))
+    bounds, own = StaticBounds(form), form.evaluate(configs)
+    boxes = StaticBoxes.of((batch, batch), (groups, groups), (parts, parts))
+    assert (bounds.throughput_qps(stages, boxes) <= 1.04 * own.throughput_qps).all()
+    assert (bounds.latency_s(stages, boxes) >= 0.9 * own.latency_s).all()
+
+
+@pytest.mark.parametrize("seed", some_always(18))
+def test_nothing_that_brute_force_finds_is_better(seed: int) -> None:
+    case, rng = toy_case(seed), np.random.default_rng([12, seed])
+    outputs = case.problem.lengths.outputs
+    few = [int(rng.integers(1, outputs.max + 1))] if seed % 2 else outputs.support.tolist()
+    problem = replace(case.problem, num_queries=36, lengths=JointLengths(
+        inputs=case.problem.lengths.inputs, outputs=empirical(few)),
+        fixed=FixedSchedule(policies=("ft", "dsi")))
+    timing = seen_by_tables(case.timing)
+    plans = tensor_plans(problem, timing)
+    form = make_policy("dsi", problem, timing)
+    configs = [StaticConfig(encode_batch=batch, decode_micro_batches=groups, encode_parts=parts,
+                            tp_degree=degree, tp_gpus=gpus) for degree, gpus in plans
+               for batch, groups, parts in product(
+                   range(1, 37), range(1, 2 * len(form.plans.both(degree, gpus).stages) + 1),
+                   range(1, MOST_PARTS + 1))]
+    figures = form.evaluate(configs)
+    able = figures.fits & (figures.stretch <= REFUSED_BEYOND) & (figures.throughput_qps > 0)
+    scheduler = Scheduler(problem, timing)
+    if not able.any():
+        return
+    for bound_s in (*np.quantile(figures.latency_s[able], [0, 0.05, 0.4]), math.inf):
+        most = figures.throughput_qps[able & (figures.latency_s <= bound_s)].max()
+        found = scheduler.find(float(bound_s))
+        assert most / (1 + GAP) <= found.figures.throughput_qps <= most * (1 + 1e-9)
+        assert found.proof.bound_qps >= most and found.proof.gap <= GAP
+        assert found.figures.latency_s <= bound_s and found.figures.fits
+
+
+def test_where_the_quickest_is_too_slow_there_is_none() -> None:
+    problem = toy_problem(fixed=FixedSchedule(policies=("ft", "dsi")))
+    with pytest.raises(InfeasibleError, match="by policy ft"):
+        Scheduler(problem, toy_roofline(problem)).find(1e-5)
+
+
+def on_gpus(model: str, device: str, devices: int, latency_s: float,
+            lengths: JointLengths) -> Problem:
+    return Problem(
+        model=catalog.model(model), dtype="float16", lengths=lengths, num_queries=None,
+        cluster=uniform_cluster(
+            name="x", device=catalog.device(device), num_nodes=1, devices_per_node=devices,
+            intra_link=catalog.link({"A40": "pcie4-x16", "A100-80": "nvlink3"}.get(
+                device, "nvlink4")), inter_link=catalog.link("ib-400g")),
+        fixed=FixedSchedule(), constraint=latency_constraint(latency_s=latency_s),
+        default_max_tokens=lengths.outputs.max)
+
+
+def searched(problem: Problem, timing: TimingSource, *names: str) -> tuple[str, float, float]:
+    """(policy, queries/s, bound) of the best of these policies, or of all."""
+    own = replace(problem, fixed=replace(problem.fixed, policies=names))
+    found = CopiesSearch(own, timing, Effort(gap=GAP), is_brief=True).best(
+        problem.constraint.latency_s, has_margin=False)
+    return found.estimate.policy, found.figures.throughput_qps, found.proof.bound_qps
+
+
+@pytest.mark.parametrize(("model", "device", "devices", "inputs", "outputs", "latency_s", "best"), [
+    # without static batches 140 queries/s
+    ("qwen2.5-0.5b", "A100-80", 3, 855, 262, 0.7936, "dsi"),
+    ("opt-13b", "A40", 4, 512, 100, 2.976, "dsi"),
+    ("llama-3.1-8b", "H100", 2, 300, 20, 0.2998, "waa-m")])
+def test_auto_has_what_static_batches_have_where_all_outputs_are_as_long(
+        model: str, device: str, devices: int, inputs: int, outputs: int, latency_s: float,
+        best: str) -> None:
+    problem = on_gpus(model, device, devices, latency_s, JointLengths(
+        inputs=empirical([inputs]), outputs=empirical([outputs])))
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    policy, qps, bound_qps = searched(problem, timing)
+    alone = max(searched(problem, timing, name)[1] for name in ("ft", "dsi"))
+    assert policy == best and qps * (1 + GAP) >= alone and bound_qps >= alone
+    without, most, _ = searched(problem, timing, "rra", "waa-c", "waa-m", "sarathi", "vllm", "orca")
+    assert without not in ("ft", "dsi") and most <= qps * (1 + GAP)
+
+
+def test_where_outputs_scatter_no_static_batch_is_evaluated() -> None:
+    problem = on_gpus("opt-13b", "A40", 4, 11.5, catalog.task("S"))
+    timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
+    scheduler = Scheduler(problem, timing)
+    found = scheduler.find()
+    static = [space for space in scheduler.spaces if isinstance(space, StaticSpace)]
+    assert [space.name for space in static] == ["ft", "dsi"]
+    assert sum(space.num_evaluated for space in static) == 0
+    assert {"ft", "dsi"} <= dict(found.proof.policy_bounds).keys()
+    rows = [row for row in found.rejected if row.label in ("policy ft", "policy dsi")]
+    assert all(row.reason.startswith("not looked into: no more than") for row in rows) and rows
