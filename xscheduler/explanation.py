@@ -128,7 +128,8 @@ def _why_variables(schedule: Schedule) -> str:
                 f"{f', in steps of at most {budget} tokens' if budget else ''}")
     elif isinstance(controls, StaticControls):
         steps = controls.encode_micro_batches
-        work = f"{queries} encoded{f' in {steps} steps' if steps > 1 else ''}, then decoded together"
+        parts = f" in {steps} steps" if steps > 1 else ""
+        work = f"{queries} encoded{parts}, then decoded together"
     else:
         work = f"{queries} encoded at a time, which keeps {decoding}"
         if chunk := getattr(controls, "encode_chunk", 0):

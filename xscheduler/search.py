@@ -364,8 +364,8 @@ def _policies_of(problem: Problem) -> tuple[tuple[str, ...], tuple[Rejected, ...
         name for name in able if not policy(name).is_searched]
     if not names:
         raise wrong("schedule", "schedule.policy", ", ".join(fixed.policies),
-                    f"{', '.join(searched_policies())} (or left out): baselines are not searched; "
-                    "`xgpt simulate` finds their best")
+                    f"{', '.join(searched_policies())} (or left out): a policy without a "
+                    "space is not searched; `xgpt simulate` finds its best")
     return names, tuple(
         Rejected(label=f"{POLICY_ROW}{', '.join(own)}", throughput_qps=None, latency_s=None,
                  reason=f"{LEFT_OUT}: {why}") for why, own in reasons.items() if own)

@@ -61,7 +61,8 @@ def test_a_continuous_policy_is_searched_and_chosen_where_it_is_best() -> None:
     # what a grid of sarathi and its neighbours has as its best
     assert schedule.estimate.policy == "sarathi" and schedule.figures.throughput_qps > 39.7
     bounds = dict(schedule.proof.policy_bounds)
-    assert set(bounds) == {"rra", "waa-c", "waa-m", "orca", "vllm", "sarathi"}
+    assert set(bounds) == {
+        "rra", "waa-c", "waa-m", "orca", "vllm", "sarathi", "ft", "dsi"}
     assert max(bounds.values()) == schedule.proof.bound_qps and schedule.proof.gap < 0.05
     papers = replace(problem, fixed=FixedSchedule(policies=("rra", "waa-c", "waa-m")))
     own = plan(papers, timing_of(problem), STEADY)

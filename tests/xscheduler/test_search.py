@@ -20,7 +20,7 @@ from problems_suite import (
 )
 from representative import some
 
-from xgpt.core import catalog
+from xgpt.core import catalog, policies
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.job import FixedSchedule
@@ -196,13 +196,20 @@ def test_one_fixed_value_is_kept_and_the_rest_searched(field, value):
 
 
 @pytest.mark.parametrize(("fixed", "what"), [
-    (FixedSchedule(policies=("ft",)), "left out"),
     (FixedSchedule(tp_degree=3), "attention heads"),
     (FixedSchedule(tp_degree=2, tp_gpus=3), "multiple"),
     (FixedSchedule(tp_gpus=3), "multiple")])
 def test_fixed_values_that_cannot_be_held_are_wrong_input(fixed, what):
     problem = paper_problem(fixed=fixed)
     with pytest.raises(InputError, match=what):
+        find_schedule(problem, roofline_of(problem))
+
+
+def test_a_policy_without_a_space_is_left_out(monkeypatch):
+    own = policies.policy("ft")
+    monkeypatch.setitem(policies._OWN, "ft", replace(own, space=None, is_searched=False))
+    problem = paper_problem(fixed=FixedSchedule(policies=("ft",)))
+    with pytest.raises(InputError, match="left out.*without a space is not searched"):
         find_schedule(problem, roofline_of(problem))
 
 

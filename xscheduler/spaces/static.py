@@ -28,9 +28,11 @@ from xscheduler.spaces.space import SMALL_BATCHES, AllInBoxes, Selection, Tight
 from xscheduler.spaces.tensor_plans import TensorPlan, batch_range, even_parts, spread_sizes
 from xsimulator.plans import StagePlan
 from xsimulator.policies import group_counts, make_policy
-from xsimulator.policies.static.bounds import StaticBounds, StaticBoxes, shared_bounds
+from xsimulator.policies.static.bounds import StaticBounds, shared_bounds
+from xsimulator.policies.static.boxes import StaticBoxes
 from xsimulator.policies.static.closed_form import Static
 from xsimulator.policies.static.config import StaticConfig
+from xsimulator.policies.static.room import may_fit, most_queries
 
 MOST_PARTS = 8  # encode steps of a group
 AN_OCTAVE = 4  # numbers of queries a group at which a plan's grid is divided
@@ -52,7 +54,7 @@ class PlanGrid:
                  most_parts: int) -> None:
         """Batches of up to `most` queries, encoded in up to so many parts a group."""
         self._bounds, self._plan = bounds, plan
-        most = min(most, bounds.most_queries(plan))
+        most = min(most, most_queries(bounds.form, plan))
         octaves = math.ceil(math.log2(max(most / groups[0], 2.0)))
         sizes = 2.0 ** (np.arange(octaves * AN_OCTAVE + 1) / AN_OCTAVE)
         counts = np.array(group_ranges(len(plan.stages), groups), float)
@@ -61,7 +63,7 @@ class PlanGrid:
         batch = 2.0 ** (np.floor(2 * np.log2(least * fewest)) / 2)
         self.boxes = StaticBoxes(least, sizes[1:, None], fewest, counts[None, :, 1], one,
                                  most_parts * one, batch)
-        fits = bounds.fits(plan, self.boxes) & (least * fewest <= most)
+        fits = may_fit(bounds.form, plan, self.boxes) & (least * fewest <= most)
         self._qps = np.where(fits, bounds.throughput_qps(plan, self.boxes), 0.0)
 
     @cached_property
@@ -267,7 +269,8 @@ class StaticExaminer:
             own = StaticBoxes.of((least, most), (fewest, highest), (parts, most_parts))
             plan = self._space.form.plans.both(*self._space.plans[root])
             bounds = self._space.bounds
-            is_able = bounds.fits(plan, own) & (bounds.latency_s(plan, own) <= self._bound_s)
+            is_quick = bounds.latency_s(plan, own) <= self._bound_s
+            is_able = is_quick & may_fit(bounds.form, plan, own)
             limits[rows] = np.where(is_able, bounds.throughput_qps(plan, own), 0.0)
         return limits.tolist()
 

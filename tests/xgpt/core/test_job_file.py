@@ -243,7 +243,7 @@ def test_every_policy_is_known_by_name(folder: Path, policy: str) -> None:
 
 
 @pytest.mark.parametrize(("schedule", "key", "words"), [
-    ("{encode_micro_batches: 4}", "schedule.encode_micro_batches", "a variable of dsi"),
+    ("{policy: ft, encode_micro_batches: 4}", "schedule.encode_micro_batches", "a variable of dsi"),
     ("{policy: waa-c, decode_iterations: 4}", "schedule.decode_iterations", "waa-c has"),
     ("{policy: orca, encode_batch: 4}", "schedule.encode_batch", "orca has max_active"),
     ("{policy: dsi, decode_micro_batches: 4, encode_micro_batches: 6}",

@@ -29,8 +29,10 @@ from xscheduler.spaces.space import Effort
 from xscheduler.spaces.static import MOST_PARTS, StaticSpace
 from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans
 from xsimulator.policies import make_policy
-from xsimulator.policies.static.bounds import StaticBounds, StaticBoxes
+from xsimulator.policies.static.bounds import StaticBounds
+from xsimulator.policies.static.boxes import StaticBoxes
 from xsimulator.policies.static.config import StaticConfig
+from xsimulator.policies.static.room import may_fit, most_queries
 
 
 def seen_by_tables(timing: TimingSource) -> TimingSource:
@@ -75,8 +77,8 @@ def check_boxes(seed: int) -> int:
     bounds, boxes = StaticBounds(form), StaticBoxes.of(*(
         (low.astype(float), up.astype(float)) for low, up in (
             (least, most), (fewest, highest), (parts, most_parts))))
-    limit, least_s, fits = (of(stages, boxes) for of in (
-        bounds.throughput_qps, bounds.latency_s, bounds.fits))
+    limit, least_s = bounds.throughput_qps(stages, boxes), bounds.latency_s(stages, boxes)
+    fits = may_fit(form, stages, boxes)
     is_timed = (found.stretch <= REFUSED_BEYOND).reshape(batch.shape)
     for row in np.flatnonzero(is_timed.any(axis=1)):
         qps, latency_s, own = (figures.reshape(batch.shape)[row][is_timed[row]] for figures in (
@@ -85,7 +87,7 @@ def check_boxes(seed: int) -> int:
                parts[row], most_parts[row])
         assert qps.max() <= limit[row] and least_s[row] <= latency_s.min(), box
         assert fits[row] or not own.any(), box
-        assert batch[row][is_timed[row]][own].max(initial=0) <= bounds.most_queries(stages), box
+        assert batch[row][is_timed[row]][own].max(initial=0) <= most_queries(form, stages), box
     return int(is_timed.any(axis=1).sum())
 
 

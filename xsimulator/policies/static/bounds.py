@@ -21,47 +21,25 @@ What is assumed of the step tables is that between nodes no step is quicker by T
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.core.lengths import BoolArray, FloatArray
-from xsimulator import memory
+from xgpt.core.lengths import FloatArray
 from xsimulator.attention_envelope import attention_envelope
 from xsimulator.layer_times import TOGETHER
 from xsimulator.plans import StagePlan
+from xsimulator.policies.static.boxes import StaticBoxes
+from xsimulator.policies.static.chances import RoundChances
 from xsimulator.policies.static.closed_form import Static
-from xsimulator.policies.static.rounds import EXACT_ROUNDS, NODES, PLACES, SCATTER_Z
+from xsimulator.policies.static.rounds import NODES, PLACES, SCATTER_Z
 from xsimulator.step_table import StepTable
 
 TOLERANCE = 1e-3
 UNEVEN = 1.25  # times the usual encoding: no batch's takes longer, where tokens scatter
-MOST = 1 << 20  # queries of a batch that are thought of
 HALF = 0.5  # of a round: the place of the last group of several, at least
-
-
-class StaticBoxes(NamedTuple):
-    """Arrays that broadcast: queries a group (real) from `least` to `most`, groups that are not
-    empty from `fewest` to `highest`, and encode steps of a group from `parts` to `most_parts`; no
-    batch of a box has fewer queries than `batch`."""
-
-    least: FloatArray
-    most: FloatArray
-    fewest: FloatArray
-    highest: FloatArray
-    parts: FloatArray
-    most_parts: FloatArray
-    batch: FloatArray
-
-    @classmethod
-    def of(cls, batch: tuple[FloatArray, FloatArray], groups: tuple[FloatArray, FloatArray],
-           parts: tuple[FloatArray, FloatArray]) -> StaticBoxes:
-        """[boxes] the least and most of each; groups beyond the queries of a batch are empty."""
-        (least, most), (fewest, highest) = batch, groups
-        return cls(np.maximum(least / highest, 1.0), np.maximum(most / fewest, 1.0),
-                   np.minimum(fewest, least), highest, *parts, least)
 
 
 class _Steps(NamedTuple):
@@ -72,30 +50,18 @@ class _Steps(NamedTuple):
     through_s: FloatArray
 
 
-class _Chances(NamedTuple):
-    """Of batches [...]: rounds among the first EXACT_ROUNDS in the mean, and of the later ones at
-    the rounds' nodes [..., NODES]; the chance that there is one at all."""
-
-    exact: FloatArray
-    later: FloatArray
-    any: FloatArray
-
-
 class StaticBounds:
     """The bounds of one problem's configurations, of FT and of DSI."""
 
     def __init__(self, form: Static) -> None:
         self.form, self._inputs = form, form.problem.lengths.inputs
         self._layers = form.plans.layers
-        with np.errstate(divide="ignore"):
-            self._log_below = np.maximum(np.log(form.rounds.below[:-1]), -700.0)
+        self._chances = RoundChances(form)
         self._envelope = cache(partial(attention_envelope, self._layers))
         self._mean_attention = cache(lambda degree: self._layers.mean_attention_s(
             np.asarray(TOGETHER, float), degree))
-        self._rows: dict[tuple[bool, float], FloatArray] = {}  # of _chances
         self.kept: dict[Hashable, object] = {}  # what others derive from these
-        constraint = form.problem.constraint
-        self._is_sequence, self._quantile = constraint.kind == "sequence", constraint.quantile
+        self._is_sequence = form.problem.constraint.kind == "sequence"
 
     def throughput_qps(self, plan: StagePlan, of: StaticBoxes) -> FloatArray:
         """Queries/s that no configuration of a plan's boxes exceeds; infinite where the times say
@@ -107,32 +73,6 @@ class StaticBounds:
         """Seconds that no latency goes below; 0 where the times say nothing."""
         with np.errstate(invalid="ignore", over="ignore"):
             return self._surely(self._least_latency_s(plan, of))
-
-    def fits(self, plan: StagePlan, of: StaticBoxes) -> BoolArray:
-        """Whether the smallest batch may fit into memory."""
-        rows, inputs = of.least, self._inputs
-        spread = memory.KV_QUANTILE_Z * inputs.std * np.sqrt(rows)
-        most = np.minimum(rows * inputs.mean + spread, rows * inputs.max)
-        tokens = of.fewest * (np.maximum(most, inputs.max) + rows * self._longest_output)
-        held = plan.weight_bytes + memory.activation_bytes(
-            self.form.problem, plan.stages, encode_batch=np.maximum(rows / of.most_parts, 1.0),
-            decode_batch=rows)
-        room = ((self.form.capacity_bytes - held) / self._token_bytes(plan)).min(axis=-1)
-        return np.asarray(tokens <= room)
-
-    def most_queries(self, plan: StagePlan) -> int:
-        """No larger batch fits into memory."""
-        room = ((self.form.capacity_bytes - plan.weight_bytes) / self._token_bytes(plan)).min()
-        return max(int(min(room / self._longest_output, MOST)), 1)
-
-    @property
-    def _longest_output(self) -> int:
-        problem = self.form.problem
-        return max(problem.lengths.outputs.max, problem.default_max_tokens)
-
-    def _token_bytes(self, plan: StagePlan) -> FloatArray:
-        """[stages] of a token's KV entries, on each rank."""
-        return np.maximum(memory.kv_bytes(self.form.problem, plan.stages, 1.0), 1e-300)
 
     @staticmethod
     def _surely(seconds: FloatArray) -> FloatArray:
@@ -147,7 +87,7 @@ class StaticBounds:
         steps = np.where(of.batch >= of.highest * parts, parts - 1, 0.0)
         encode_s = np.maximum(own.first_s[0] / together,
                               (own.through_s[1] + steps * own.slowest_s[1]) / most)
-        rounds, chances = self._decode(plan, x, of, of_more=False), self._chances(of.batch)
+        rounds, chances = self._decode(plan, x, of, of_more=False), self._chances.of(of.batch)
         first_s, through_s = rounds.first_s / x[..., None], rounds.through_s / most[..., None]
         later_s = (chances.later * np.maximum(rounds.slowest_s / x[..., None], through_s)).sum(
             axis=-1)
@@ -162,7 +102,7 @@ class StaticBounds:
         together = np.maximum(x / parts, 1.0)
         largest = np.maximum(of.most / parts, 1.0)
         whole_s = x * of.fewest * self._encode(plan, together, largest).first_s / together
-        rounds, chances = self._decode(plan, x, of, of_more=True), self._seen(of.batch)
+        rounds, chances = self._decode(plan, x, of, of_more=True), self._chances.seen(of.batch)
         turns = of.fewest[..., None]
         exact_s = np.maximum(turns * rounds.first_s, rounds.through_s)[..., 0]
         later_s = np.maximum(turns * rounds.slowest_s, rounds.through_s)
@@ -219,45 +159,6 @@ class StaticBounds:
             return np.full(of.least.shape, self._inputs.mean)
         below = np.minimum(np.cumsum(self._inputs.pmf)[:-1], 1.0)
         return np.asarray(1 + (1 - below ** of.least[..., None]).sum(axis=-1))
-
-    def _chances(self, batch: FloatArray) -> _Chances:
-        return self._looked_up(batch, self._rounds_of, is_seen=False)
-
-    def _seen(self, batch: FloatArray) -> _Chances:
-        """The same of the batch of a query whose latency is told."""
-        return self._looked_up(batch, self._seen_rounds_of, is_seen=True)
-
-    def _looked_up(self, batch: FloatArray, function: Callable[[FloatArray], FloatArray], *,
-                   is_seen: bool) -> _Chances:
-        sizes, index = np.unique(batch, return_inverse=True)
-        new = [size for size in sizes.tolist() if (is_seen, size) not in self._rows]
-        if new:
-            found = function(np.array(new))
-            self._rows.update(((is_seen, size), row) for size, row in zip(
-                new, found, strict=True))
-        rows = np.stack([self._rows[is_seen, size] for size in sizes.tolist()])[
-            index.reshape(batch.shape)]
-        return _Chances(rows[..., 0], rows[..., 2:], rows[..., 1])
-
-    def _rounds_of(self, batch: FloatArray) -> FloatArray:
-        return self._columns(-np.expm1(batch[:, None] * self._log_below))
-
-    def _seen_rounds_of(self, batch: FloatArray) -> FloatArray:
-        if self._is_sequence:
-            not_done = -np.expm1((batch[:, None] - 1) * self._log_below)
-            not_done[:, :max(self.form.watched, 0)] = 1.0
-            return self._columns(not_done)
-        most = np.searchsorted(self.form.rounds.below, self._quantile ** (1 / batch) - 1e-12)
-        return self._columns((np.arange(len(self._log_below)) < most[:, None]).astype(float))
-
-    def _columns(self, not_done: FloatArray) -> FloatArray:
-        """[batches, 2 + NODES] of the chances that a round is not the last [batches, rounds]."""
-        count = len(not_done)
-        exact, later = not_done[:, :EXACT_ROUNDS], not_done[:, EXACT_ROUNDS:]
-        any_ = exact[:, :1] if exact.shape[1] else np.zeros((count, 1))
-        shares = self.form.rounds.node_shares
-        return np.concatenate([exact.sum(axis=1, keepdims=True), any_, later @ shares if len(
-            shares) else np.zeros((count, NODES))], axis=1)
 
 
 def _summed(tables: StepTable, seconds: list[FloatArray]) -> _Steps:
