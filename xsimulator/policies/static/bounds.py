@@ -17,7 +17,9 @@ all at the smallest batch. Kind `sequence` has from its own encoding, half of th
 the mean, at least (E + 1) / 2 e_0 left of the first; others the latest place and the largest
 scatter of a batch's tokens.
 
-What is assumed of the step tables is that between nodes no step is quicker by TOLERANCE."""
+What is assumed of the step tables is that between two nodes, a thirty-second of an octave apart, no
+step is quicker than the line between them by TOLERANCE: the closed form asks for each size, and a
+jump of the times there would be one."""
 
 from __future__ import annotations
 
