@@ -101,7 +101,7 @@ def _tasks(job: BatchJob) -> list[str]:
 
 
 def _task(python: str, task: Task) -> list[str]:
-    words = [python, "-m", "xgpt.cli.main", "submit", str(task.job_file)]
+    words = [python, "-P", "-m", "xgpt.cli.main", "submit", str(task.job_file)]
     words += [word for override in task.overrides for word in ("--set", override)]
     return [f"output={quoted(str(task.output))}", f"submit=({' '.join(map(quoted, words))})"]
 

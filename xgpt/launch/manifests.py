@@ -46,7 +46,8 @@ def render_jobset(job: Exported) -> str:
     hosts = [f"{job.name}-{_LEAD}-0-0.{job.name}", *(
         f"{job.name}-{_OTHERS}-0-{i}.{job.name}" for i in range(job.nodes - 1))]
     several = ("--set", f"run.hosts=[{', '.join(hosts)}]") if job.nodes > 1 else ()
-    command = ["python3", "-m", "xgpt.cli.main", "submit", str(job.job_file), *job.words, *several]
+    command = ["python3", "-P", "-m", "xgpt.cli.main", "submit", str(job.job_file), *job.words,
+               *several]
     pods = [_replicated(job, _LEAD, 1, command)]
     if job.nodes > 1:
         pods.append(_replicated(job, _OTHERS, job.nodes - 1, ["/usr/sbin/sshd", "-D", "-e"]))
@@ -86,7 +87,7 @@ def _replicated(job: Exported, name: str, pods: int, command: Sequence[str]) -> 
 def render_skypilot(job: Exported) -> str:
     """A SkyPilot task on one node, whose working folder is that of the job file."""
     assert job.nodes == 1, f"{job.nodes = }: its nodes share no file system"
-    words = ["python3", "-m", "xgpt.cli.main", "submit", job.job_file.name, *job.words]
+    words = ["python3", "-P", "-m", "xgpt.cli.main", "submit", job.job_file.name, *job.words]
     resources: dict[str, Any] = {"image_id": f"docker:{job.image}"}
     if job.gpu is not None:
         resources["accelerators"] = {_SKYPILOT_NAMES.get(job.gpu, job.gpu): job.devices}

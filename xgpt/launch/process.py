@@ -22,6 +22,7 @@ from xgpt.core.troubles import is_of_memory
 from xgpt.launch.asked import raise_if_asked
 from xgpt.launch.environment import environment_of_ranks
 from xgpt.launch.first_end import FirstEnd
+from xgpt.launch.own_modules import own_modules
 
 _POLL_S = 0.1
 _GRACE_S = 20.0  # between asking a run to stop and ending it
@@ -62,7 +63,8 @@ def start(command: Sequence[str], *, stdin: int = subprocess.DEVNULL,
     # a session of its own: the terminal's Ctrl-C must reach us, not kill the ranks mid-line
     lifeline = Lifeline()
     process = subprocess.Popen(command, stdout=messages, stderr=subprocess.STDOUT,
-                               stdin=stdin, env={**environment_of_ranks(), **lifeline.name},
+                               stdin=stdin,
+                               env={**environment_of_ranks(), **own_modules(), **lifeline.name},
                                start_new_session=True, pass_fds=(*inherited, lifeline.end))
     lifeline.is_handed_on()
     return Started(process, messages, lifeline=lifeline, num_ranks=count)

@@ -89,8 +89,8 @@ def test_what_a_schedule_takes_is_what_the_files_ask_for(job: Path) -> None:
     assert found["metadata"]["name"] == "my-job"
     assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "4"}
     command = pod["containers"][0]["command"]
-    assert command[:5] == ["python3", "-m", "xgpt.cli.main", "submit", str(job)]
-    assert command[5:] == ["--set", "cluster=local", "--set", "run.ranks=4", "--set", "slurm=null"]
+    assert command[:6] == ["python3", "-P", "-m", "xgpt.cli.main", "submit", str(job)]
+    assert command[6:] == ["--set", "cluster=local", "--set", "run.ranks=4", "--set", "slurm=null"]
     task = check_skypilot(text_of(job, "skypilot", "--set", "run.seed=7"))
     assert task["resources"]["accelerators"] == {"A40": 4}
     assert task["workdir"] == str(job.parent) and '"My job.yaml"' in task["run"]
@@ -109,7 +109,7 @@ def test_the_same_file_is_made_each_time_and_written_where_it_is_asked_for(
 def test_words_of_a_task_s_line_survive_the_shell() -> None:
     one = Exported(**{**{name: getattr(AWKWARD, name) for name in AWKWARD.__slots__}, "nodes": 1})
     task = check_skypilot(render_skypilot(one))
-    assert task["run"] == ('python3 -m xgpt.cli.main submit "job: 1.yaml" --set run.seed=5 '
+    assert task["run"] == ('python3 -P -m xgpt.cli.main submit "job: 1.yaml" --set run.seed=5 '
                            '--set name=yes\n')
     assert task["resources"]["accelerators"] == {"A100-80GB": 4}
 

@@ -27,11 +27,11 @@
 case $SLURM_ARRAY_TASK_ID in
 0)
     output="/out/a b"
-    submit=(/venv/bin/python -m xgpt.cli.main submit /jobs/a.yaml)
+    submit=(/venv/bin/python -P -m xgpt.cli.main submit /jobs/a.yaml)
     ;;
 1)
     output=/out/50%
-    submit=(/venv/bin/python -m xgpt.cli.main submit "/jobs/it's.yaml" --set run.seed=1 --set constraint.latency_s=inf)
+    submit=(/venv/bin/python -P -m xgpt.cli.main submit "/jobs/it's.yaml" --set run.seed=1 --set constraint.latency_s=inf)
     ;;
 esac
 

@@ -134,8 +134,8 @@ def test_what_is_started_gets_every_word_and_the_environment_it_was_promised(
                'printf "%s\\n" "$@" "$NOTE" "$PWD"; exit 3')
     assert done.returncode == 3 and done.stderr == ""
     assert done.stdout.splitlines() == [
-        "activated", "first", "-m", "xgpt.cli.main", "submit", str(tmp_path / f"{AWKWARD}.yaml"),
-        "--set", f"name={AWKWARD}", AWKWARD, "/"]
+        "activated", "first", "-P", "-m", "xgpt.cli.main", "submit",
+        str(tmp_path / f"{AWKWARD}.yaml"), "--set", f"name={AWKWARD}", AWKWARD, "/"]
 
 
 def test_each_task_of_an_array_is_a_job_file_of_its_own(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_each_task_of_an_array_is_a_job_file_of_its_own(tmp_path: Path) -> None:
              for name in ("a", "it's", "c d")]
     script = render_sbatch(batch(*tasks, python="python"))
     for index, task in enumerate(tasks):
-        done = run(script, tmp_path, 'echo "$4"', SLURM_ARRAY_TASK_ID=str(index))
+        done = run(script, tmp_path, 'echo "$5"', SLURM_ARRAY_TASK_ID=str(index))
         assert done.stdout == f"{task.job_file}\n"
     assert "--array=0-2\n" in script and "slurm-%A_%a.log" in script
 

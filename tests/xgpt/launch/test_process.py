@@ -13,6 +13,7 @@ import pytest
 
 from xgpt.core.troubles import in_words
 from xgpt.launch import process
+from xgpt.launch.own_modules import own_modules
 from xgpt.launch.process import RanksFailed, run_watched
 
 # Whoever ignores SIGCHLD hands that on, and the system keeps no child's end for such a process.
@@ -48,3 +49,28 @@ def test_too_little_shared_memory_is_told_where_ranks_fail(
 def test_descriptors_that_ran_out_are_told_in_words(number: int) -> None:
     said = in_words(OSError(number, os.strerror(number)), Path("/out"))
     assert said is not None and "`ulimit -n`" in said and "the same command goes on" in said
+
+
+def test_modules_in_the_folder_that_it_is_called_in_are_not_those_of_ranks(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's `random.py` beside his prompts is no part of Python."""
+    for name in ("random", "torch", "xgpt"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} of the user')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["/usr/bin", *sys.path])  # as of the installed command
+    with pytest.raises(RanksFailed, match="random of the user"):  # what is named itself is
+        run_watched([sys.executable, "random.py"], watch=lambda: None, ask_to_stop=None)
+    run_watched([sys.executable, "-m", "random"], watch=lambda: None, ask_to_stop=None)
+
+
+def test_sources_that_are_not_installed_are_found_by_ranks(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    root = str(Path(process.__file__).resolve().parents[2])
+    monkeypatch.chdir(root)
+    for first, expected in (("", root), (root, root), ("/usr/bin", None)):
+        monkeypatch.setattr(sys, "path", [first, *sys.path[1:]])
+        assert own_modules().get("PYTHONPATH") == expected
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path[1:]])
+    assert own_modules() == {"PYTHONSAFEPATH": "1"}
