@@ -168,10 +168,7 @@ class Decided(NamedTuple):
             ends = np.concatenate([[begin_s], end_s[:, -1]])
             turns_s = ends[np.searchsorted(self.turn_of, np.arange(len(self.waits)))]
         else:
-            library = native()
-            turns_s, end_s = _in_line(self.waits.tolist(), self.turn_of, durations_s, begin_s) if (
-                library is None) else library.in_line(
-                    self.waits, self.turn_of, durations_s, begin_s)
+            turns_s, end_s = in_line(self.waits, self.turn_of, durations_s, begin_s)
         return StepTimes(self.steps, self.sizes.sizes[:, :4], durations_s,
                          end_s.reshape(-1, num_stages)), turns_s
 
@@ -182,10 +179,18 @@ def one_after_the_other(begin_s: float, durations_s: FloatArray) -> FloatArray:
                       .reshape(durations_s.shape))
 
 
+def in_line(waits: IntArray, turn_of: IntArray, durations_s: FloatArray,
+            begin_s: float) -> tuple[FloatArray, FloatArray]:
+    """([turns] when the head took each, [steps, stages] ends): each stage works its steps in order,
+    and a turn begins when the head is free and the tokens of the turn it waits for (-1: of none)
+    are there. turn_of: [steps], rising."""
+    library = native()
+    return _in_line(waits.tolist(), turn_of, durations_s, begin_s) if library is None else (
+        library.in_line(waits, turn_of, durations_s, begin_s))
+
+
 def _in_line(waits: Sequence[int], turn_of: IntArray, durations_s: FloatArray,
              begin_s: float) -> tuple[FloatArray, FloatArray]:
-    """([turns] when the head took each, [steps, stages] ends): each stage works its steps in order,
-    and a turn begins when the head is free and the tokens it waits for are there."""
     num_turns, stages = len(waits), durations_s.shape[1]
     free_s, ready_s, turns_s = [begin_s] + [-math.inf] * (stages - 1), [math.inf] * num_turns, []
     seconds_of: list[list[float] | None] = [None] * num_turns

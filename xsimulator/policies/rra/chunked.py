@@ -20,6 +20,7 @@ walked (rra.phase_walk).
                  + floor(d / e) small phases + (d mod e) rounds"""
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -197,14 +198,13 @@ class Chunked:
             is_timed[order] &= cycle.is_timed
         alone_s = self._alone_s(plan, held)
         decode_s += self._seen * alone_s
-        in_turns = self._walk.are_in_turns(configs.encode_batch, configs.groups, iterations,
-                                           len(kind_of))
-        is_walked = in_turns | self._walk.is_needed(configs.encode_batch, configs.groups,
-                                                    iterations, configs.chunk)
+        of_walk = configs.encode_batch, configs.groups, iterations
+        is_walked = self._walk.are_in_turns(*of_walk) | self._walk.is_needed(*of_walk,
+                                                                             configs.chunk)
         for row in np.flatnonzero(is_walked).tolist():
             phase_s[row], encode_s[row], decode_s[row] = self._walk.walk(
                 plan, Rule(*(int(own[row]) for own in configs)),
-                float(held.group_batch[row] * configs.groups[row]), in_turns=bool(in_turns[row]))
+                float(held.group_batch[row] * configs.groups[row]))
         return RoundTimes(phase_s, encode_s, decode_s, is_timed & np.isfinite(phase_s), is_walked)
 
     def latency_s(self, configs: ChunkConfigs, held: ChunkLoads, times: RoundTimes) -> FloatArray:
@@ -354,10 +354,17 @@ def _late_iterations(problem: Problem, share: FloatArray, later: FloatArray) -> 
 
 def _timeline(mixed: Sequence[Pair], plain: Sequence[Pair], kind_of: Sequence[int],
               blocks: IntArray, widths: FloatArray) -> Timeline:
-    """A round of chunks, then `blocks` of rounds that decode alone."""
+    """A round of chunks, then `blocks` of rounds that decode alone.
+
+    Of more groups than stages, which a slow stage in the middle holds up only once they have
+    queued there, few small phases do not show it: none is shorter than any stage's own work."""
     kinds = [StageWork(encode_s=m, encode_rest_s=mr, decode_s=p, decode_rest_s=pr)
              for (m, mr), (p, pr) in zip(mixed, plain, strict=True)]
-    return sorted_timeline([kinds[kind] for kind in kind_of], blocks, widths)
+    line = sorted_timeline([kinds[kind] for kind in kind_of], blocks, widths)
+    is_one = np.arange(len(widths))[:, None] < blocks
+    least_s = [own.encode_s + own.encode_rest_s + (np.where(
+        is_one, widths * (own.decode_s + own.decode_rest_s), 0.0)).sum(axis=0) for own in kinds]
+    return replace(line, period_s=np.maximum(line.period_s, np.max(least_s, axis=0)))
 
 
 def _normal(problem: Problem) -> float:

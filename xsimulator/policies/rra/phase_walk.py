@@ -12,8 +12,9 @@ from its first chunk to its last, and decodes D iterations from the round after 
 Rounds between two of these events are of two kinds, with chunks and without, so that the work hangs
 on the number of queries, not of iterations. A round of k groups takes max(through all stages, k
 steps of the slowest); one without chunks right after one with them waits until the last group's
-long step has gone through. What follows is exact for these queries up to the rounds' overlap; the
-latency bound's query, of a given length, is put in every one's place."""
+long step has gone through. That is so up to how rounds overlap: some of them are run as a replay's
+(rra.turns), and all times are in relation to these. The latency bound's query, of a given length,
+is put in every one's place."""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -27,12 +28,14 @@ from xsimulator.occupancy import QueryFlow
 from xsimulator.plans import StagePlan
 from xsimulator.policies.rra.dealt import Dealt, Rule, spread
 from xsimulator.policies.rra.phases import EncodeTokens
-from xsimulator.policies.rra.turns import MOST_ITERATIONS, rounds_s
+from xsimulator.policies.rra.turns import Rounds
 
-QUERIES, PHASES = 256, 8  # on the circle, at least
+MOST_ITERATIONS = 32  # of a phase whose groups encode in turns: rounds of longer ones are alike
+QUERIES, PHASES = 256, 16  # on the circle, at least
 SCATTERED = 0.9  # standard deviation of the inputs over their mean, from which on they are unlike
-SCATTERED_QUERIES = 1024  # on the circle then
+SCATTERED_QUERIES = 2048  # on the circle then
 MOST_QUERIES = 4096
+FEWEST = 8  # queries whose rounds tell how much longer or shorter all others' are
 # Chunks hold no more than so many standard deviations above a group's tokens of a phase in the
 # mean; of few queries that do not scatter, which the workload adjustment leaves as they come.
 _SPREADS, _FEW_SPREADS = 3.0, 2.0
@@ -88,21 +91,23 @@ class PhaseWalk(NamedTuple):
             self._beyond(most) > _BEYOND_CHUNKS) | (
             self._beyond(each * self.tokens.mean) > _BEYOND_BATCH))
 
-    def are_in_turns(self, batch: FloatArray, groups: FloatArray, iterations: FloatArray,
-                     stages: int) -> BoolArray:
+    def are_in_turns(self, batch: FloatArray, groups: FloatArray,
+                     iterations: FloatArray) -> BoolArray:
         """[configs] whether fewer queries are encoded than there are groups, so that others encode
         in one phase than in the last, phases are so short that it matters (rra.turns), and phases
         are alike and groups seldom empty."""
         decoding = batch * self.flow.mean_iterations / iterations
         is_alike = (decoding >= _SELDOM_EMPTY * groups) & (not are_scattered(self.tokens))
-        return np.asarray(is_alike & (batch < groups) & (groups <= stages)
-                          & (iterations <= MOST_ITERATIONS))
+        return np.asarray(is_alike & (batch < groups) & (iterations <= MOST_ITERATIONS))
 
-    def walk(self, plan: StagePlan, rule: Rule, taken: float, *, in_turns: bool) -> Walked:
+    def walk(self, plan: StagePlan, rule: Rule, taken: float) -> Walked:
         """The phases of one configuration; its phase_s is that of so many queries `taken`."""
         inputs, stays = self.queries(self._number(rule))
         dealt = Dealt.of(inputs, stays, self.tokens.sizer, rule)
-        seconds = _Circle.of(dealt, rule.groups).seconds(self, plan) if len(dealt.joins) else None
+        if not len(dealt.joins):
+            return Walked(np.nan, np.nan, np.nan)
+        circle = _Circle.of(dealt, rule.groups)
+        seconds = circle.seconds(self, plan)
         if seconds is None:
             return Walked(np.nan, np.nan, np.nan)
         edges, passed_s, own_s = seconds
@@ -112,24 +117,28 @@ class PhaseWalk(NamedTuple):
             turns, rest = np.divmod(places, length)
             return np.asarray(turns * clock[-1] + np.interp(rest, edges, clock))
 
+        run = Rounds.of(dealt, edges, circle.each, len(plan.steps.kind_of)).run(
+            plan, self.flow, self.tokens, is_padded=self.is_padded)
+        if run is None:
+            return Walked(np.nan, np.nan, np.nan)
         joined = dealt.joins + 1
-        first = at(joined, passed_s)
+        first, last = at(joined, passed_s), at(joined + dealt.stays, passed_s)
         encode_s = first - at(dealt.begins, passed_s)
+        ends, seconds_s = run.ends
+        share = seconds_s / float(np.diff(np.interp(ends, edges, passed_s))[0])
+        encode_s *= _share(run.between_s(dealt.group, dealt.begins, joined), encode_s, share)
+        decoded = _share(run.between_s(dealt.group, joined, joined + dealt.stays), last - first,
+                         share)
         if self.quantile is not None:
-            latency_s = encode_s + at(joined + dealt.stays, passed_s) - first
-            all_s = float(np.quantile(latency_s, self.quantile))
+            all_s = float(np.quantile(encode_s + decoded * (last - first), self.quantile))
         else:
             until = joined + np.minimum(dealt.stays, self.seen)
             alone_s = at(joined + self.seen, own_s) - at(until, own_s)
-            all_s = float((encode_s + at(until, passed_s) - first + alone_s).mean())
-        queries, encode_mean_s, share = (
-            float(dealt.tokens.sum()) / self.tokens.mean, float(encode_s.mean()), 1.0)
-        if in_turns:  # rounds overlap
-            rounds, seconds_s = rounds_s(plan, dealt, self.flow, self.tokens,
-                                         is_padded=self.is_padded)
-            share = seconds_s / float(np.interp(rounds, edges, passed_s))
-        return Walked(share * float(total_s) * taken / queries, share * encode_mean_s,
-                      share * (all_s - encode_mean_s))
+            all_s = float((encode_s + decoded * (at(until, passed_s) - first + alone_s)).mean())
+        queries, encode_mean_s = (
+            float(dealt.tokens.sum()) / self.tokens.mean, float(encode_s.mean()))
+        return Walked(share * float(total_s) * taken / queries, encode_mean_s,
+                      all_s - encode_mean_s)
 
     def _number(self, rule: Rule) -> int:
         """Queries on the circle: of pairs that were observed each as often as any, if it may be."""
@@ -144,15 +153,16 @@ class PhaseWalk(NamedTuple):
     def _beyond(self, most: FloatArray) -> FloatArray:
         """[configs] the share of all tokens that is of single queries beyond so many."""
         inputs = self.lengths.inputs
-        places, counts = np.unique(most, return_inverse=True)
-        tail = np.maximum(inputs.support - places[:, None], 0.0) @ inputs.pmf
-        return np.asarray((tail / inputs.mean)[counts])
+        first = np.searchsorted(inputs.support, most, side="right")
+        chance, tokens = (np.append(np.cumsum(own[::-1])[::-1], 0.0)[first] for own in (
+            inputs.pmf, inputs.pmf * inputs.support))
+        return np.asarray(np.maximum(tokens - most * chance, 0.0) / inputs.mean)
 
 
 class _Circle(NamedTuple):
     """Stretches of iterations [edges - 1] between two events of the queries or phases of a circle:
-    its phase, how many of its rounds have chunks and whether its last has; queries decoding, those
-    of the largest group, and groups that have any."""
+    its phase, how many of its rounds have chunks and whether its last has; queries decoding
+    [groups, edges - 1], of all, of the largest group, and groups that have any."""
 
     dealt: Dealt
     groups: int
@@ -160,6 +170,7 @@ class _Circle(NamedTuple):
     phase: IntArray
     mixed: IntArray
     ends_mixed: BoolArray
+    each: IntArray
     queries: FloatArray
     largest: FloatArray
     there: FloatArray
@@ -186,7 +197,8 @@ class _Circle(NamedTuple):
         every, until = dealt.every[phase], edges[1:] - begins[phase]
         before = -(-(edges[:-1] - begins[phase]) // every)  # rounds with chunks
         return cls(dealt, groups, edges, phase, -(-until // every) - before,
-                   (until - 1) % every == 0, queries.sum(axis=0), queries.max(axis=0),
+                   (until - 1) % every == 0, np.rint(queries).astype(np.int64),
+                   queries.sum(axis=0), queries.max(axis=0),
                    (queries > 0.5).sum(axis=0).astype(float))
 
     def seconds(self, walk: PhaseWalk,
@@ -250,6 +262,13 @@ class _Circle(NamedTuple):
         return _round_s(plan, [own[0] for own in step], [
             others[0] * own[1] + others[1] * alone
             for own, alone in zip(step, plain, strict=True)])
+
+
+def _share(run_s: FloatArray, passed_s: FloatArray, otherwise: float) -> float:
+    """What some queries took where their rounds were run, over what they take by rounds."""
+    known = np.isfinite(run_s)
+    whole_s = float(passed_s[known].sum())
+    return float(run_s[known].sum()) / whole_s if known.sum() >= FEWEST and whole_s else otherwise
 
 
 def _decode_s(walk: PhaseWalk, plan: StagePlan, queries: FloatArray) -> list[FloatArray]:

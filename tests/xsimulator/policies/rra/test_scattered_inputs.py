@@ -120,12 +120,23 @@ def test_random_problems_are_near_the_replays_and_within_their_bounds() -> None:
     assert np.median(errors[:, 1]) < 0.05
 
 
+# one group in eight encodes, and overlaps with those of the phase before (0.85 of the throughput
+# before); more groups than stages, of whose chunks few end a query and need the head (1.08, 1.08);
+# groups without a step, which wait for their tokens all the same, in rounds of two groups (1.06)
+@pytest.mark.parametrize("seed", [44, 49, 58, 12])
+def test_rounds_are_run_as_a_replay_has_them(seed: int) -> None:
+    found = outcome_of(seed)
+    assert found is not None
+    assert found.throughput == pytest.approx(1, abs=0.02)
+    assert found.latency == pytest.approx(1, abs=0.06)
+
+
 @pytest.mark.slow
 def test_many_random_problems_are_near_the_replays_and_within_their_bounds() -> None:
     errors = np.abs(outcomes_of(SEEDS)[:, :2] - 1)
     assert len(errors) > 80
     # replays of such tails themselves scatter by several percent
-    assert np.median(errors[:, 0]) < 0.02 and np.quantile(errors[:, 0], 0.9) < 0.08
+    assert np.median(errors[:, 0]) < 0.015 and np.quantile(errors[:, 0], 0.9) < 0.05
     assert np.median(errors[:, 1]) < 0.03 and np.quantile(errors[:, 1], 0.9) < 0.15
 
 
