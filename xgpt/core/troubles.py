@@ -35,6 +35,8 @@ def of_a_file(error: BaseException) -> str | None:
         return None
     if error.errno in _NO_NAME:
         return f"{shorten(error.filename)}: {error.strerror}"
+    if error.errno in _GONE and not _is_somewhere():
+        return "the folder that this was called in is gone: go to one that is there"
     if error.errno not in (*_NO_ROOM, *_READ_ONLY, *_LOST):
         return None
     if error.filename is None and error.errno not in _NO_ROOM:
@@ -78,6 +80,15 @@ def in_words(error: BaseException, folder: Path) -> str | None:
     if error.errno in _GONE and str(where).startswith(str(folder)):
         return (f"{where}: removed while a run needed it; what is left is kept, and {_GOES_ON}")
     return None
+
+
+def _is_somewhere() -> bool:
+    """Whether the folder that this process is in is there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _short(error: BaseException) -> str:
