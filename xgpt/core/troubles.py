@@ -55,8 +55,8 @@ def in_words(error: BaseException, folder: Path) -> str | None:
     if isinstance(error, MemoryError) or (
             isinstance(error, (RuntimeError, ImportError, OSError)) and is_of_memory(str(error))):
         return (f"memory ran out ({_short(error)}); what is done is kept. With more of it (look at "
-                f"`ulimit -v` and the container's limit), or fewer ranks or queries at a time, "
-                f"{_GOES_ON}")
+                f"`ulimit -v`, `ulimit -u` and the container's limits), or fewer ranks or queries "
+                f"at a time, {_GOES_ON}")
     if not isinstance(error, OSError):
         return None
     where = error.filename or folder

@@ -1,7 +1,7 @@
 """Which rank on this machine ended first. Whoever reads that the ranks failed wants to know it, and
 mpiexec's own message names any of those that it ended itself. And of a rank that is gone before it
 has met the others (it lacks a library, or was ended as it began) MPICH's mpiexec says nothing at
-all: the others wait for it for ever."""
+all: the others wait for it for ever, and so does mpiexec where it could not start all of them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-_LOOKS_TO_FIND = 10  # after the first ranks are there
+_LOOKS_TO_FIND = 10  # after the first ranks are there, where their number is not known
 _LOOKS_TO_MEET = 5  # between two questions whether a rank meets the others
 _LOOKS_GONE = 50  # a tenth of a second each: who was killed and the launcher's end take less
+_LOOKS_NONE = 300  # where there are no ranks: a launcher takes its time on a machine with much work
 # how mpiexec tells a process which rank it is: MPICH and Intel MPI, Open MPI
 _NAMES = (b"PMI_RANK=", b"OMPI_COMM_WORLD_RANK=")
+_PROXY, _LAUNCHERS = "hydra_pmi_proxy", ("hydra", "mpiexec", "mpirun")
 _LIBRARY = "/libmpi"  # whose initialisation is the meeting
 
 
@@ -62,15 +64,23 @@ class FirstEnd:
         if self._ends is None:
             return None
         self._looks += 1
-        if self._looks_found is None or self._looks < self._looks_found + _LOOKS_TO_FIND:
+        if (self._looks_found is None or self._looks < self._looks_found + _LOOKS_TO_FIND
+                or len(self._found) < self._count):
             self._find()
         if self._unmet and self._looks % _LOOKS_TO_MEET == 0:
             self._unmet -= {rank for rank in self._unmet if _has_met(rank.pid)}
         self._hear()
         gone = self._gone()
-        are_waiting = bool(gone) and len(self._ended) < len(self._found)
-        self._looks_gone = self._looks_gone + 1 if are_waiting else 0
-        return gone[0] if self._looks_gone > _LOOKS_GONE else None
+        self._looks_gone = self._looks_gone + 1 if gone and self._is_waited_for() else 0
+        most = _LOOKS_GONE if self._found else _LOOKS_NONE
+        return gone[0] if self._looks_gone > most else None
+
+    def _is_waited_for(self) -> bool:
+        """Whether others wait for those that are gone; where all are on this machine, the launcher
+        too: MPICH's where the system lets it start but some of them, or none."""
+        if self._found:
+            return self._count > 0 or len(self._ended) < len(self._found)
+        return self._count > 0 and _is_idle(self._pid)
 
     def _gone(self) -> list[str]:
         """Those that have not met the others; some were gone before they were found."""
@@ -114,6 +124,18 @@ def _ranks_below(pid: int) -> Iterator[tuple[int, int]]:
                 yield from _ranks_below(child)
             else:
                 yield number, child
+
+
+def _is_idle(pid: int) -> bool:
+    """Whether the process, or one below it, is of MPICH's launcher and has not started anything."""
+    children: list[int] = []
+    with suppress(OSError):
+        for path in Path(f"/proc/{pid}/task").glob("*/children"):
+            children += map(int, path.read_text().split())
+        program = Path(os.readlink(f"/proc/{pid}/exe"))
+        if not children and program.name.startswith(_LAUNCHERS):
+            return program.with_name(_PROXY).exists()
+    return any(map(_is_idle, children))
 
 
 def _rank_of(pid: int) -> int | None:

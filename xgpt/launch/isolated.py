@@ -35,7 +35,10 @@ def main(command: list[str]) -> None:
 
 def _is_permitted() -> bool:
     """Whether a child may do all of it: there is no way back from the half."""
-    child = os.fork()
+    try:
+        child = os.fork()
+    except OSError:  # there are too many processes
+        return False
     if child == 0:
         code = 1
         try:

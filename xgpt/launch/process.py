@@ -156,8 +156,9 @@ class RanksFailed(XgptError):
             return
         if self.is_told:
             said = [line for line in printed.splitlines() if is_of_memory(line)][-1].strip()
-            super().__init__(f"memory ran out in a rank ({said}): look at `ulimit -v` and the "
-                             "container's limit, or use fewer ranks or queries at a time")
+            super().__init__(f"memory ran out in a rank ({said}): look at `ulimit -v`, `ulimit "
+                             "-u` and the container's limits, or use fewer ranks or queries at "
+                             "a time")
             return
         said = f":\n{printed}" if printed else ""
         if gone is not None:
