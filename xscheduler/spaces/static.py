@@ -92,6 +92,7 @@ class StaticSpace(AllInBoxes):
         self._known = RememberedPolicy(self.form.evaluate, None)
         self._limits = Limits.of(problem.constraint, queries=problem.num_queries or math.inf)
         self.bounds = shared_bounds(self.form)
+        self._bounded: dict[Box, tuple[float, float]] = {}
 
     @property
     def num_evaluated(self) -> int:
@@ -141,6 +142,22 @@ class StaticSpace(AllInBoxes):
             self.bounds.kept[key] = PlanGrid(
                 self.bounds, self.form.plans.both(*self.plans[plan]), most, groups, parts)
         return cast(PlanGrid, self.bounds.kept[key])
+
+    def bounded(self, boxes: Sequence[Box]) -> list[tuple[float, float]]:
+        """What no configuration of each box exceeds, and no latency goes below; 0 where none may
+        fit into memory. Searches under several bounds come upon the same boxes."""
+        new = [box for box in boxes if box not in self._bounded]
+        ends = np.array([(*box.lower, *box.upper) for box in new], float).reshape(-1, 6)
+        of_root = np.array([box.root for box in new], np.int64)
+        for root in np.unique(of_root).tolist():
+            rows = np.flatnonzero(of_root == root)
+            least, fewest, parts, most, highest, most_parts = ends[rows].T
+            own = StaticBoxes.of((least, most), (fewest, highest), (parts, most_parts))
+            plan = self.form.plans.both(*self.plans[root])
+            qps = np.where(may_fit(self.form, plan, own), self.bounds.throughput_qps(plan, own), 0)
+            self._bounded.update(zip([new[row] for row in rows], zip(
+                qps.tolist(), self.bounds.latency_s(plan, own).tolist(), strict=True), strict=True))
+        return [self._bounded[box] for box in boxes]
 
     def estimate(self, plan: int, point: tuple[int, ...]) -> Estimate:
         return self.form.estimate(self.config(plan, _of_shown(point)))
@@ -236,7 +253,8 @@ class StaticExaminer:
     def examine(self, boxes: Sequence[Box]) -> list[NodeResult]:
         if boxes and boxes[0] is self.roots[boxes[0].root]:
             return self._roots(boxes)
-        limits = self._limits_of(boxes)
+        limits = [qps if least_s <= self._bound_s else 0.0
+                  for qps, least_s in self._space.bounded(boxes)]
         order = sorted(range(len(boxes)), key=lambda row: -limits[row])
         worth = [row for row in order if limits[row] > self._best_qps * (1 + self._gap)]
         few = {row for row in worth if boxes[row].num_points <= FEW}
@@ -257,22 +275,6 @@ class StaticExaminer:
         best = {own.root: found for (own, _), found in zip(seeds, self._look(seeds), strict=True)}
         return [_bounded(box, limit, best.get(box.root))
                 for box, limit in zip(boxes, limits, strict=True)]
-
-    def _limits_of(self, boxes: Sequence[Box]) -> list[float]:
-        """What no admissible point of boxes exceeds; 0 where there is none."""
-        limits = np.zeros(len(boxes))
-        of_root = np.array([box.root for box in boxes])
-        ends = np.array([(*box.lower, *box.upper) for box in boxes], float)
-        for root in np.unique(of_root).tolist():
-            rows = np.flatnonzero(of_root == root)
-            least, fewest, parts, most, highest, most_parts = ends[rows].T
-            own = StaticBoxes.of((least, most), (fewest, highest), (parts, most_parts))
-            plan = self._space.form.plans.both(*self._space.plans[root])
-            bounds = self._space.bounds
-            is_quick = bounds.latency_s(plan, own) <= self._bound_s
-            is_able = is_quick & may_fit(bounds.form, plan, own)
-            limits[rows] = np.where(is_able, bounds.throughput_qps(plan, own), 0.0)
-        return limits.tolist()
 
     def _seeds(self, box: Box, cells: FloatArray) -> list[Point]:
         """Points in the boxes of a root's grid that promise most."""
