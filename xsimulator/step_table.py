@@ -134,6 +134,7 @@ class StepTable:
         self._times = times
         kind_of, of_kind = _kinds(times)
         self.kind_of = [kind_of[kind] for kind in every]
+        self.stages_of_kinds = np.bincount(self.kind_of).tolist()
         self._stage_of = np.array(of_kind)
         self.degrees = [times.stages[stage].tp_degree for stage in of_kind]
         self.is_encoder_decoder = times.is_encoder_decoder

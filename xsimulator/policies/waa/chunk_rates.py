@@ -38,6 +38,7 @@ token (L - 1) / c iterations and a step after its first chunk begins, for where 
 begins is as good as random."""
 
 import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -110,36 +111,43 @@ class ChunkedPools:
             columns.append(column)
         return ChunkRates(PoolRates(*columns), taken[0], taken[1], taken[2], stock)
 
-    def step_s(self, divided: Divided, decoding: FloatArray, chunk: FloatArray) -> StepSeconds:
-        """A step of one of each configuration's groups, of `decoding` queries together, that
-        encodes `chunk` tokens."""
-        mean = self._inputs.mean
-        rows = np.maximum(decoding / divided.configs.groups, 1.0)
-        context, encoded = self._flow.charged_context(rows, padded=self._padded), chunk / mean
+    def step_s(self, divided: Divided, chunk: FloatArray) -> Callable[[FloatArray], StepSeconds]:
+        """What says of so many queries, together in each configuration's groups, how long a step of
+        one of these takes that encodes `chunk` tokens."""
+        encoded = chunk / self._inputs.mean
+        attention = {plan: {degree: encoded[own] * one for degree, one in
+                            plan.decode.times.mean_attention_s(encoded[own] + 1).items()}
+                     for plan, own in divided.each()}
 
-        def of_plan(plan: WaaPlan, own: slice) -> StepSeconds:
-            attention = {degree: encoded[own] * one for degree, one in
-                         plan.decode.times.mean_attention_s(encoded[own] + 1).items()}
-            return _summed(plan, np.stack(plan.decode.steps.mixed_s(
-                chunk[own], encoded[own], attention, rows[own], context[own])))
+        def of_decoding(decoding: FloatArray) -> StepSeconds:
+            rows = np.maximum(decoding / divided.configs.groups, 1.0)
+            context = self._flow.charged_context(rows, padded=self._padded)
+            return StepSeconds(*divided.gathered(lambda plan, own: _summed(
+                plan, plan.decode.steps.mixed_s(chunk[own], encoded[own], attention[plan],
+                                                rows[own], context[own]))))
 
-        return StepSeconds(*divided.gathered(of_plan))
+        return of_decoding
 
-    def iteration_s(self, divided: Divided,
-                    decoding: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """T(n, t), and a step's seconds through all stages [configs]: `decoding` queries in each
-        one's groups, which encode a whole chunk in every step. Every group takes steps, though
-        fewer queries may decode."""
-        step = self.step_s(divided, decoding, divided.configs.chunk)
-        return np.asarray(np.maximum(divided.configs.groups * step.slowest,
-                                     step.through)), step.through
+    def iteration_s(self, divided: Divided) -> Callable[[FloatArray],
+                                                        tuple[FloatArray, FloatArray]]:
+        """What says of so many queries, in each configuration's groups, T(n, t), and a step's
+        seconds through all stages [configs]. Every step encodes a whole chunk, and every group
+        takes steps, though fewer queries may decode."""
+        step_s = self.step_s(divided, divided.configs.chunk)
+
+        def of_decoding(decoding: FloatArray) -> tuple[FloatArray, FloatArray]:
+            step = step_s(decoding)
+            return np.asarray(np.maximum(divided.configs.groups * step.slowest,
+                                         step.through)), step.through
+
+        return of_decoding
 
     def _plain_s(self, divided: Divided, decoding: FloatArray) -> StepSeconds:
         """A step that encodes nothing. Rows that joining queries take over are not compacted."""
         rows = np.maximum(decoding / divided.configs.groups, 1.0)
         context = self._flow.charged_context(rows, padded=self._padded)
-        return StepSeconds(*divided.gathered(lambda plan, own: _summed(plan, np.stack(
-            plan.decode.steps.decode_s(rows[own], context[own])))))
+        return StepSeconds(*divided.gathered(lambda plan, own: _summed(
+            plan, plan.decode.steps.decode_s(rows[own], context[own]))))
 
     def _behind(self, divided: Divided, alone: PoolRates, most: FloatArray,
                 ) -> tuple[PoolRates, FloatArray, FloatArray, BoolArray]:
@@ -151,17 +159,18 @@ class ChunkedPools:
         (between_s,) = divided.gathered(lambda plan, rows: (
             self._times.between_s(plan, configs.batch[rows]),))
         sent = configs.batch / between_s  # lambda_E
-        whole_s, _ = self.iteration_s(divided, most)
+        iteration_s = self.iteration_s(divided)
+        whole_s, _ = iteration_s(most)
         is_timed = np.isfinite(whole_s)
         whole_s = np.where(is_timed, whole_s, 1.0)
 
         def excess(decoding: FloatArray) -> FloatArray:
-            seconds = np.where(is_timed, self.iteration_s(divided, decoding)[0], 1.0)
+            seconds = np.where(is_timed, iteration_s(decoding)[0], 1.0)
             return iterations * (sent * seconds + brought) - decoding
 
         of_most = iterations * (sent * whole_s + brought) - most
         decoding = root(excess, most, np.minimum(of_most, 0.0))
-        every_s, through = self.iteration_s(divided, decoding)
+        every_s, through = iteration_s(decoding)
         iteration = every_s
         if len(rows := np.flatnonzero(is_timed & (of_most >= 0))):
             iteration[rows], through[rows] = self._as_planned(
@@ -193,7 +202,7 @@ class ChunkedPools:
         wanted, plain = most / self._times.mean_iterations, self._plain_s(divided, most)
         leaving = wanted / groups
         chunk = np.minimum(configs.chunk, mean * leaving / -np.expm1(-leaving))
-        long, brought = self.step_s(divided, most, chunk), groups * chunk / mean
+        long, brought = self.step_s(divided, chunk)(most), groups * chunk / mean
 
         def iteration_s(share: FloatArray) -> FloatArray:
             return mixed_s(groups, share, plain, long, np.minimum(configs.chunk / chunk, 2.0))
@@ -233,10 +242,13 @@ def _held_up_s(groups: FloatArray, share: FloatArray, short: StepSeconds,
     return np.asarray(groups * (share * through + rest * turn) / (share * groups + rest))
 
 
-def _summed(plan: WaaPlan, kinds: FloatArray) -> StepSeconds:
-    """Of a step's seconds [kinds of stages, configs]."""
-    number = np.bincount(plan.decode.steps.kind_of)[:, None]
-    return StepSeconds(kinds.max(axis=0), (number * kinds).sum(axis=0))
+def _summed(plan: WaaPlan, kinds: Sequence[FloatArray]) -> StepSeconds:
+    """Of a step's seconds [configs] on each kind of stages, which are few."""
+    number = plan.decode.steps.stages_of_kinds
+    slowest, through = kinds[0], number[0] * kinds[0]
+    for count, seconds in zip(number[1:], kinds[1:], strict=True):
+        slowest, through = np.maximum(slowest, seconds), through + count * seconds
+    return StepSeconds(slowest, through)
 
 
 # What a configuration has whose sizes are refused, of each of PoolRates; None: as without chunks.
