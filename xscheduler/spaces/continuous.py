@@ -22,7 +22,6 @@ from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limit, Limits, crowding_or_pace
 from xscheduler.branch_and_bound import Box, Candidate, NodeResult
-from xscheduler.spaces.remembered import RememberedPolicy
 from xscheduler.spaces.space import AllInBoxes, Selection, Tight
 from xscheduler.spaces.tensor_plans import TensorPlan, spread_sizes
 from xsimulator.policies import make_policy
@@ -78,8 +77,7 @@ class ContinuousSpace(AllInBoxes):
         self.name, self.problem, self.plans = name, problem, tuple(plans)
         self.form = cast(Continuous, make_policy(name, problem, timing))
         self.bounds = ContinuousBounds(self.form)
-        self._known = RememberedPolicy(self.form.evaluate, self.form.limits)
-        self._points: dict[tuple[int, ...], Point] = {}
+        self._points: dict[tuple[int, ...], Point] = {}  # evaluated so far
         self._limits = Limits.of(problem.constraint, queries=problem.num_queries or math.inf)
         most = min(problem.num_queries or MOST_ACTIVE, MOST_ACTIVE)
         given = problem.fixed.max_active
@@ -94,7 +92,7 @@ class ContinuousSpace(AllInBoxes):
 
     @property
     def num_evaluated(self) -> int:
-        return self._known.num_evaluated
+        return len(self._points)
 
     def examiner(self, latency_bound_s: float, gap: float, floor_qps: float, *,
                  keeps_gap: bool = False, is_claimed: bool = True) -> ContinuousExaminer:
@@ -116,7 +114,7 @@ class ContinuousSpace(AllInBoxes):
         """The figures of each (plan, max_active, token_budget)."""
         new = [key for key in dict.fromkeys(keys) if key not in self._points]
         if new:
-            figures = self._known.evaluate([self.config(key[0], key[1:]) for key in new])
+            figures = self.form.evaluate([self.config(key[0], key[1:]) for key in new])
             limits = crowding_or_pace(figures, self._limits)
             self._points.update(zip(new, map(
                 Point, figures.throughput_qps.tolist(), figures.latency_s.tolist(),
@@ -164,7 +162,7 @@ class ContinuousSpace(AllInBoxes):
         return ""
 
     def present(self, tight: Tight) -> float:
-        return float(self._known.evaluate([self.config(tight.plan, tight.point)]).present[0])
+        return float(self.form.evaluate([self.config(tight.plan, tight.point)]).present[0])
 
     def easiest(self) -> list[Tight]:
         budgets = sorted({budget for budget, _, _ in self._budgets})
