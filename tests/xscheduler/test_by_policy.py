@@ -65,6 +65,17 @@ def test_another_policy_than_that_of_the_best_without_a_margin_may_win_with_it()
     assert plans.asked == [("rra", 0.0), ("sarathi", 6.0), ("orca", 9.9)]
 
 
+@pytest.mark.parametrize(("had_qps", "is_planned"), [(9.4, False), (8.0, True)])
+def test_what_has_nothing_beside_a_promise_is_planned_unless_that_is_broken(
+        had_qps: float, is_planned: bool) -> None:
+    plans = Plans(rra=planned(6.0), sarathi=planned(had_qps), orca=planned(9.0))
+    promised = {"rra": 6.1, "sarathi": 9.5, "orca": 0.0}
+    found = plan_by_policy(FREE, plans, promise=lambda name, floor_qps: promised[name], gap=GAP)
+    assert found.schedule.figures.throughput_qps == (9.0 if is_planned else 9.4)
+    assert plans.asked == [("sarathi", 0.0), ("rra", had_qps),
+                           *([("orca", had_qps)] if is_planned else [])]
+
+
 def test_what_promises_most_with_its_margin_is_planned_first() -> None:
     plans, asked = Plans(rra=planned(6.0), sarathi=planned(9.9), waa_c=planned(7.0)), []
 
