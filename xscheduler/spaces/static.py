@@ -120,11 +120,6 @@ class StaticSpace(AllInBoxes):
         """The values of `variables` of a Point."""
         return (*point[:2], point[1] * point[2])[:len(self.variables)]
 
-    def allows(self, point: Point) -> bool:
-        """Whether the point has as many encode steps as the job says."""
-        steps = self.problem.fixed.encode_micro_batches
-        return steps is None or not self._has_parts or point[1] * point[2] == steps
-
     def evaluate(self, plans: Sequence[int],
                  points: Sequence[Point]) -> tuple[FloatArray, FloatArray, FloatArray]:
         """(throughput, latency, Limit but for the latency) of points, each under its plan."""
@@ -179,7 +174,7 @@ class StaticSpace(AllInBoxes):
             batches = sorted({min(max(size, least), most) for size in SMALL_BATCHES})
             own = [point for point in itertools.product(
                 batches, sorted({fewest, (fewest + highest) // 2}), sorted({1, parts}))
-                if self.allows(point)]
+                if _allows(self, point)]
             plans += [plan] * len(own)
             points += own
         figures = zip(*(own.tolist() for own in self.evaluate(plans, points)), strict=True)
@@ -197,7 +192,7 @@ class StaticSpace(AllInBoxes):
         sizes = spread_sizes(num_queries, self.problem.fixed.encode_batch, set())
         points = [(plan, point) for plan in order for point in itertools.product(
             sizes, sorted({1, (self.ranges(plan)[1][1] + 1) // 2}),
-            SELECTED_PARTS if self._has_parts else (1,)) if self.allows(point)]
+            SELECTED_PARTS if self._has_parts else (1,)) if _allows(self, point)]
         return Selection(closed_form=self.form, configs=[
             self.config(plan, point) for plan, point in points])
 
@@ -208,6 +203,12 @@ def group_ranges(stages: int, groups: tuple[int, int]) -> list[tuple[int, int]]:
     ends = sorted({min(max(count, fewest), highest) for count in group_counts(stages)} | {highest})
     return [(max(before + 1, fewest), end) for before, end in zip(
         [fewest - 1, *ends[:-1]], ends, strict=True)]
+
+
+def _allows(space: StaticSpace, point: Point) -> bool:
+    """Whether the point has as many encode steps as the job says."""
+    steps = space.problem.fixed.encode_micro_batches
+    return steps is None or len(space.variables) < 3 or point[1] * point[2] == steps
 
 
 def _of_shown(point: tuple[int, ...]) -> Point:
@@ -291,7 +292,7 @@ class StaticExaminer:
     def _look(self, asked: Sequence[tuple[Box, Iterable[Point]]]) -> list[Candidate | None]:
         """The best admissible of the points given with each box, all evaluated together."""
         space = self._space
-        own = [[point for point in points if space.allows(point)] for _, points in asked]
+        own = [[point for point in points if _allows(space, point)] for _, points in asked]
         plans = [box.root for (box, _), points in zip(asked, own, strict=True) for _ in points]
         if not plans:
             return [None] * len(asked)
