@@ -11,6 +11,7 @@ from typing import NamedTuple
 from xgpt.core.constraint import METRIC_WORDS, Constraint, Metric
 from xgpt.core.errors import InfeasibleError, XgptError
 from xgpt.core.policies import policy
+from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Rejected, Schedule, Status
 from xgpt.core.units import format_bytes, format_seconds
 from xscheduler.admissible import Limit
@@ -163,6 +164,10 @@ class Unmet(InfeasibleError):
         return self._explain().tightest_s
 
 
+# control variables of which larger values take more memory
+_TAKE_MEMORY = ("encode_batch", "max_active", "token_budget")
+
+
 class _Easy(NamedTuple):
     space: Space
     tight: Tight
@@ -232,7 +237,14 @@ def _without_room(easy: Sequence[_Easy]) -> str:
     return (f"no schedule: there is too little memory. {problem.model.name} needs at least "
             f"{format_bytes(held)} on its fullest device, of which "
             f"{format_bytes(estimates[0].figures.memory_capacity_bytes)} can be used; it takes "
-            "more devices, or a smaller model, dtype or maximum output")
+            f"{_smaller_fixed(problem)}more devices, or a smaller model, dtype or maximum output")
+
+
+def _smaller_fixed(problem: Problem) -> str:
+    """The values that the job fixes and that take memory, before what else would help."""
+    fixed = [f"schedule.{name} = {value}" for name in _TAKE_MEMORY
+             if (value := problem.fixed.value_of(name)) is not None]
+    return f"smaller values than the job fixes ({', '.join(fixed)}), " if fixed else ""
 
 
 def _too_slow(slow: Sequence[_Easy], constraint: Constraint) -> str:

@@ -169,7 +169,16 @@ def test_an_impossible_bound_names_the_tightest_and_who_meets_it():
 
 def test_a_model_too_large_names_memory():
     problem = paper_problem(memory=3e7, num_queries=QUERIES)
-    with pytest.raises(InfeasibleError, match="too little memory"):
+    with pytest.raises(InfeasibleError, match="too little memory.*it takes more devices"):
+        find_schedule(problem, roofline_of(problem))
+
+
+def test_a_fixed_value_too_large_for_the_memory_is_named():
+    fixed = FixedSchedule(policies=("rra",), encode_batch=1_000_000, tp_degree=1)
+    problem = paper_problem(fixed=fixed, num_queries=None)
+    with pytest.raises(InfeasibleError, match=(
+            r"too little memory.*it takes smaller values than the job fixes "
+            r"\(schedule\.encode_batch = 1000000\), more devices")):
         find_schedule(problem, roofline_of(problem))
 
 
