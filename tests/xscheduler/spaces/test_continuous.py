@@ -32,7 +32,8 @@ TOYS = {
     "tight memory": {"memory": 1.2e8}, "little memory": {"memory": 7e7, "outputs": (30, 20, 80)},
     "correlated": {"pairs": correlated(np.random.default_rng(0))},
     "long outputs": {"outputs": (60, 20, 120)}, "a token at most": {"pairs": np.array([[30, 1]])},
-    "short": {"outputs": (2.0, 0.8, 4)},
+    "short": {"outputs": (2.0, 0.8, 4)}, "all equal": {"pairs": np.array([[30, 40]])},
+    "all equal, short": {"pairs": np.array([[60, 3]])},
 }
 TIMES = {"smooth": lambda problem: roofline_of(problem),
          "bumpy": lambda problem: planted(np.random.default_rng(4), roofline_of(problem)),
@@ -55,7 +56,8 @@ ALWAYS = {("little memory", "smooth", "orca"), ("a token at most", "smooth", "vl
           ("short", "smooth", "sarathi"), ("tight memory", "bumpy", "orca"),
           ("tight memory", "bumpy", "sarathi"), ("slow link, median", "noisy", "vllm"),
           ("long outputs", "captured", "sarathi"), ("short", "captured", "vllm"),
-          ("fast", "captured", "orca")}
+          ("fast", "captured", "orca"), ("all equal", "smooth", "orca"),
+          ("all equal, short", "bumpy", "orca")}
 
 
 @pytest.mark.parametrize(("toy", "times", "policy"), some(

@@ -91,7 +91,7 @@ class ContinuousBounds:
         if isinstance(self.form.filling, OrcaFilling):
             # as good as rising with the places: where outputs are of a token or two it falls a bit
             places = np.maximum(held[:, None] ** np.linspace(0.0, 1.0, RATES), 1.0)
-            return np.asarray(SLACK * one_at_a_time(places, self.iterations).max(axis=1))
+            return np.asarray(SLACK * self._one_at_a_time(places).max(axis=1))
         if isinstance(self.form.filling, SarathiFilling):
             return np.minimum(most, budget / (self._mean + iterations))
         return most
@@ -211,11 +211,14 @@ class ContinuousBounds:
                 1 - again) * np.maximum(interval_s, own_s)
         return np.asarray(LEAST * np.maximum(seconds, alone_s))
 
+    def _one_at_a_time(self, places: FloatArray) -> FloatArray:
+        return one_at_a_time(places, self.iterations, in_step=self.form.queries.are_equal)
+
     def _orca_weights(self, held: float) -> tuple[FloatArray, FloatArray]:
         """(rates, how often a decoding query is in a step that encodes, over all steps'), at
         numbers of places from 1 to `held`."""
         places = np.geomspace(1.0, max(held, 1.0) + 1.0, 200)
-        rates = one_at_a_time(places, self.iterations)
+        rates = self._one_at_a_time(places)
         decoding = np.maximum(rates * self.iterations, 1e-12)
         beside = loads.beside(decoding, np.maximum(places, decoding), rates)
         return rates, np.minimum(beside / decoding, 1.0)

@@ -24,7 +24,12 @@ from xsimulator.plans import StagePlan, shared_plans
 from xsimulator.policies import geometric
 from xsimulator.policies.continuous.config import ContinuousConfig, ContinuousMemory, Groups
 from xsimulator.policies.continuous.filling import Filling, OrcaFilling, SarathiFilling, VllmFilling
-from xsimulator.policies.continuous.in_flight import Intervals, intervals, least_intervals
+from xsimulator.policies.continuous.in_flight import (
+    Intervals,
+    intervals,
+    intervals_in_step,
+    least_intervals,
+)
 from xsimulator.policies.continuous.load import Load, LoadTimes
 from xsimulator.policies.continuous.query_sizes import QuerySizes
 from xsimulator.policies.figures import (
@@ -179,8 +184,14 @@ class Continuous:
 
     def _plan_figures(self, held: _OfPlan) -> dict[str, FloatArray]:
         load, number, steps = held.load, held.groups.number, self._times(held.key)(held.load)
-        between = intervals(steps.plain_s, steps.encode_s, load.share, number, steps.kind_of,
-                            alternates=self.filling.alternates)
+        if self.queries.are_equal and self.filling.encodes_one:
+            # all end in the order in which they began, in every group alike
+            between = intervals_in_step(
+                steps.plain_s, steps.encode_s, load.share, self.queries.present.iterations + 1,
+                number, steps.kind_of)
+        else:
+            between = intervals(steps.plain_s, steps.encode_s, load.share, number, steps.kind_of,
+                                alternates=self.filling.alternates)
         qps = number * load.per_step / between.any_s
         latency_s, ttft_s = self._latency(load, between), load.encode_steps * between.encode_s
         seconds = {

@@ -33,6 +33,7 @@ class OrcaFilling:
     """ORCA encodes one query a step at most, and reserves its KV at admission."""
 
     name = "orca"
+    encodes_one = True  # query a step at most
     alternates = False  # whether a step that encodes is followed by one that decodes, in each group
     budgets: tuple[int, ...] = (0,)  # token budgets worth a look; 0: it has none
     decode_latency = staticmethod(_every_step)
@@ -51,7 +52,7 @@ class OrcaFilling:
         present = self._queries.present
         iterations = present.iterations
         places = self.most_present(slots, kv_tokens)
-        share = loads.one_at_a_time(places, iterations)
+        share = loads.one_at_a_time(places, iterations, in_step=self._queries.are_equal)
         decoding = share * iterations
         alone = np.where(share < 1, np.maximum(places, decoding), decoding)
         beside = loads.beside(decoding, alone, share)
@@ -76,7 +77,7 @@ class VllmFilling:
     """vLLM keeps KV in blocks, reserves none for the output, and encodes whatever has room before
     it decodes on."""
 
-    name, alternates = "vllm", True
+    name, alternates, encodes_one = "vllm", True, False
 
     def __init__(self, queries: QuerySizes) -> None:
         self._queries, self._paged = queries, _Paged(queries, is_chunked=False)
@@ -139,7 +140,7 @@ class SarathiFilling:
     """Sarathi keeps KV in blocks, reserves none for the output, and fills every step to its token
     budget with chunks of waiting inputs."""
 
-    name, alternates = "sarathi", False
+    name, alternates, encodes_one = "sarathi", False, False
     decode_latency = staticmethod(_every_step)
     budgets: tuple[int, ...] = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 

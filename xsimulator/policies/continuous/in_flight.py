@@ -48,6 +48,24 @@ def least_intervals(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray
                      plain_s[:, kinds].sum(axis=1) * waits)
 
 
+def intervals_in_step(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray,
+                      cycle: float, groups: IntArray, kind_of: Sequence[int]) -> Intervals:
+    """Where groups encode in the same rounds of a `cycle` of so many: in as many as the group of
+    most queries does, beside which the others' last steps decode. The first round after these waits
+    until the last of the long steps is through. The other arguments are as of `intervals`, of steps
+    that encode all alike."""
+    kinds, rounds = np.array(kind_of), np.minimum(np.ceil(share * cycle - 1e-6), cycle)
+    each = encode_s.mean(axis=1), plain_s
+    encodes_s, plains_s = (_least(own, groups, kinds) for own in each)
+    behind_s, plain_behind_s = (np.minimum(
+        (groups - 1) * own.max(axis=1), own[:, kinds].sum(axis=1) - own.max(axis=1))
+        for own in each)
+    late_s = np.where(rounds < cycle, np.maximum(behind_s - plain_behind_s, 0.0), 0.0)
+    any_s = (rounds * encodes_s + (cycle - rounds) * plains_s + late_s) / cycle
+    rest_s = (any_s - share * encodes_s) / np.maximum(1 - share, 1e-12)
+    return Intervals(any_s, encodes_s, np.where(share < 1, rest_s, plains_s))
+
+
 def _least(step_s: FloatArray, groups: IntArray, kinds: IntArray) -> FloatArray:
     """The least interval where steps take `step_s` [configs, kinds] in the mean."""
     number = np.bincount(kinds, minlength=step_s.shape[1])

@@ -63,11 +63,14 @@ def most_that_fit(slots: FloatArray, room: FloatArray, mean: float, std: float) 
     return np.asarray(np.minimum(low, slots) + (fit * inside).sum(axis=1))
 
 
-def one_at_a_time(present: FloatArray, iterations: float) -> FloatArray:
+def one_at_a_time(present: FloatArray, iterations: float, *, in_step: bool = False) -> FloatArray:
     """[configs] share of steps that encode, where one step encodes one query and `present` places
     are taken or wait for one: a place is busy for 1 + E[D] steps, then waits in a queue that one
-    step serves (M/D/1 in slotted time, less what a finite number of places cannot bring)."""
+    step serves (M/D/1 in slotted time, less what a finite number of places cannot bring).
+    `in_step`: all are busy equally long: places come free one by one, and none waits."""
     busy, places = iterations + 1.0, np.maximum(present, 1.0)
+    if in_step:
+        return np.asarray(np.minimum(places / busy, 1.0))
     square, linear = 2 * busy - (1 - 1 / places), places + busy
     root = np.sqrt(np.maximum(linear**2 - 2 * places * square, 0.0))
     return np.asarray(np.clip((linear - root) / square, 0.0, 1.0))

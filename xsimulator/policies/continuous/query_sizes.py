@@ -39,6 +39,11 @@ class QuerySizes:
         self.decoding_share = float(lengths.outputs.pmf[self._fewer:].sum())
 
     @cached_property
+    def are_equal(self) -> bool:
+        """Whether all inputs are of one length, and all outputs."""
+        return self.lengths.inputs.std == 0 and self.lengths.outputs.std == 0
+
+    @cached_property
     def present(self) -> Present:
         outputs = self.lengths.outputs
         count = (outputs.support - self._fewer).astype(float)

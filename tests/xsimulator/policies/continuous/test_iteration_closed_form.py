@@ -11,7 +11,7 @@ from problems import problem_of, roofline_of
 from representative import some
 
 from xgpt.core import catalog
-from xgpt.core.lengths import JointLengths, empirical
+from xgpt.core.lengths import JointLengths, empirical, joint_empirical
 from xprofiler.made_sources import Raised
 from xprofiler.profile import TableKey
 from xprofiler.timing import Reach
@@ -92,6 +92,25 @@ def test_latency_of_all_queries_agrees_with_the_replay(name, max_active, token_b
     steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
     assert steady is not None
     assert found.figures.latency_s == pytest.approx(steady.latency_s, rel=0.06)
+
+
+# all groups encode in the same rounds: 0.67 to 0.93 of the replay's throughput before
+@pytest.mark.parametrize(("model", "pair", "max_active"), [
+    ("opt-13b", (900, 188), 40), ("gpt3-39b", (300, 60), 14),
+    ("t5-11b", (179, 90), 135), ("gpt3-39b", (818, 110), 11)])
+def test_orcas_queries_of_equal_lengths_are_encoded_in_step(model, pair, max_active):
+    problem = problem_of(model, lengths=joint_empirical(np.array([pair] * 5)), quantile=0.95)
+    timing, config = roofline_of(problem), ContinuousConfig(max_active=max_active, token_budget=0)
+    form = orca(problem, timing)
+    found = form.estimate(config)
+    result = replay_job(problem, timing, found, planned_queries(
+        problem, *problem.lengths.sample(3000, np.random.default_rng(1))))
+    steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
+    assert found.figures.throughput_qps == pytest.approx(steady.throughput_qps, rel=0.03)
+    assert found.figures.latency_s == pytest.approx(steady.latency_s, rel=0.03)
+    most_qps, least_s = form.limits([config])
+    assert found.figures.throughput_qps <= most_qps[0] * (1 + 1e-9)
+    assert found.figures.latency_s >= least_s[0]
 
 
 @pytest.mark.parametrize("name", POLICIES)
