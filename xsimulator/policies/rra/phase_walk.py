@@ -117,8 +117,9 @@ class PhaseWalk(NamedTuple):
             turns, rest = np.divmod(places, length)
             return np.asarray(turns * clock[-1] + np.interp(rest, edges, clock))
 
-        run = Rounds.of(dealt, edges, circle.each, len(plan.steps.kind_of)).run(
-            plan, self.flow, self.tokens, is_padded=self.is_padded)
+        run = Rounds.of(dealt, edges, circle.each, len(plan.steps.kind_of),
+                        are_alike=not are_scattered(self.tokens)).run(
+                            plan, self.flow, self.tokens, is_padded=self.is_padded)
         if run is None:
             return Walked(np.nan, np.nan, np.nan)
         joined = dealt.joins + 1

@@ -20,6 +20,7 @@ from xsimulator.policies.rra.phases import EncodeTokens
 from xsimulator.replay.stage_line import in_line
 
 MOST_TURNS, MOST_STEPS = 1 << 14, 1 << 17  # of groups, and of stages
+ALIKE = 4  # so many times fewer are enough where inputs are alike
 LEAST_ROUNDS = 8
 _SIZES, _CROWDS = 16, 8  # of chunks, and of decoding queries, that are told apart
 _WARM_UP = 0.1  # of the rounds
@@ -36,11 +37,12 @@ class Rounds(NamedTuple):
     decoding: IntArray
 
     @classmethod
-    def of(cls, dealt: Dealt, edges: IntArray, queries: IntArray, stages: int) -> "Rounds":
+    def of(cls, dealt: Dealt, edges: IntArray, queries: IntArray, stages: int, *,
+           are_alike: bool) -> "Rounds":
         """`queries` [groups, stretches] decode between `edges`."""
         groups = len(queries)
-        rows = _busy(dealt, edges, queries.sum(axis=0) > 0, max(
-            min(MOST_TURNS, MOST_STEPS // stages) // groups, LEAST_ROUNDS))
+        most = min(MOST_TURNS, MOST_STEPS // stages) // (ALIKE if are_alike else 1)
+        rows = _busy(dealt, edges, queries.sum(axis=0) > 0, max(most // groups, LEAST_ROUNDS))
         phase, place = np.divmod(rows, dealt.iterations)
         chunk, rest = np.divmod(place[:, None], dealt.every[phase, None])
         stretch = np.searchsorted(edges, rows, side="right") - 1
