@@ -282,6 +282,7 @@ def main() -> None:
     print(text)
     if options.out:
         name = f"closed-form-{datetime.date.today()}.md"
+        options.out.mkdir(parents=True, exist_ok=True)
         (options.out / name).write_text(text + "\n", encoding="utf-8")
 
 

@@ -100,7 +100,7 @@ def lengths_of(task: str) -> JointLengths:
 def least_latency_s(problem: Problem, timing: Roofline) -> float:
     """Of one query alone, by the tensor plan that is quickest for it."""
     form = Rra(problem, timing)
-    configs = [RraConfig(encode_batch=1, decode_iterations=form.seen_iterations,
+    configs = [RraConfig(encode_batch=1, decode_iterations=max(form.seen_iterations, 1),
                          tp_degree=degree, tp_gpus=gpus)
                for degree, gpus in all_tensor_plans(problem, timing)]
     figures = form.evaluate(configs)

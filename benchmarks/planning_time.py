@@ -190,6 +190,7 @@ def main() -> None:
     text = "\n".join(page(rows))
     print(text)
     if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
         path = arguments.out / f"planning-time-{processor_slug()}-{datetime.date.today()}.md"
         path.write_text(text + "\n", encoding="utf-8")
 
