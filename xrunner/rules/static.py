@@ -6,6 +6,7 @@ several parts. Nobody leaves early: rows that are done keep decoding, and their 
 
 import math
 from collections import deque
+from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -145,9 +146,7 @@ class StaticRule:
                 self._waiting.popleft()
 
     def _part_of(self, members: list[int]) -> tuple[int, ...]:
-        parts = self.encode_micro_batches // self.num_groups
-        first, end = (len(members) * part // parts for part in (self._part, self._part + 1))
-        return tuple(members[first:end])
+        return _part(members, self._part, self.encode_micro_batches // self.num_groups)
 
     def _advance(self) -> None:
         if self._iteration == 0 and self._part + 1 < self.encode_micro_batches // self.num_groups:
@@ -157,6 +156,38 @@ class StaticRule:
         self._group += 1
         if self._group == self.num_groups:
             self._group, self._iteration = 0, self._iteration + 1
+
+
+def _part(members: list[int], part: int, parts: int) -> tuple[int, ...]:
+    first, end = (len(members) * place // parts for place in (part, part + 1))
+    return tuple(members[first:end])
+
+
+class WholeBatch(NamedTuple):
+    """A batch from its beginning to its end: its phase, of each group the queries that each of its
+    ENCODE steps encodes (none: there is no such step), and the KV entries reserved meanwhile."""
+
+    phase: int
+    parts: list[list[tuple[int, ...]]]
+    reserved_tokens: int
+
+
+def whole_batches(rule: StaticRule) -> Iterator[WholeBatch]:
+    """The batches that the rule, which is between two, takes of the queries that wait, each as if
+    all its queries were done."""
+    assert rests(rule), f"{rule.num_active = }"
+    parts = rule.encode_micro_batches // rule.num_groups
+    while rule.next_group() is not None:
+        batch = rule._batch
+        yield WholeBatch(rule._phase, [[_part(members, part, parts) for part in range(parts)]
+                                       for members in batch.groups], batch.reserved_tokens)
+        for query in tuple(batch.unfinished):
+            rule.finish(query)
+
+
+def rests(rule: StaticRule) -> bool:
+    """Whether the rule is between two batches."""
+    return not rule._batch.unfinished
 
 
 def static_rule(estimate: Estimate) -> StaticRule:

@@ -25,6 +25,7 @@ from xsimulator.replay.queries import Queries
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
 from xsimulator.replay.reserved_alone import replay_reserved
 from xsimulator.replay.stage_line import LaterLine
+from xsimulator.replay.static_alone import replay_static, takes_whole_batches
 from xsimulator.replay.step_clock import StepClock
 from xsimulator.replay.told import never_fits
 
@@ -176,15 +177,18 @@ def run(queries: Queries, pools: Sequence[PoolPlan],
 
 def is_alone(plan: PoolPlan, queries: Queries) -> bool:
     """Whether what a replay's only pool decides does not hang on when: all queries come at one
-    time, and the head always waits for each group's tokens (that of static batches does not)."""
-    return (plan.role == "both" and plan.rule.needs_tokens and isinstance(plan.clock, StepClock)
-            and plan.rule.slot_use is not SlotUse.KEPT
+    time, and the head always waits for each group's tokens, or decodes static batches."""
+    is_decided = plan.rule.needs_tokens and plan.rule.slot_use is not SlotUse.KEPT
+    return (plan.role == "both" and isinstance(plan.clock, StepClock)
+            and (is_decided or takes_whole_batches(plan.rule))
             and len(queries.inputs) > 0 and bool((queries.arrival_s == queries.arrival_s[0]).all()))
 
 
 def replay_alone(plan: PoolPlan, queries: Queries) -> ReplayResult:
     """The same of a pool that is alone: its turns are numbered, and timed in the end."""
     assert isinstance(plan.clock, StepClock)
+    if takes_whole_batches(plan.rule):
+        return replay_static(plan, queries)
     found = replay_paged(plan, queries) or replay_reserved(plan, queries)
     if found is not None:
         return found

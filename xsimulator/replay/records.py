@@ -20,16 +20,21 @@ from xrunner.rules.steps import Step
 
 class StepLog(Sequence[Step]):
     """Steps in their order. Decode steps of which each is the next iteration of one phase, and no
-    more, can be added together, and are made only where somebody looks at them."""
+    more, can be added together, those of groups that take turns, too, and are made only where
+    somebody looks at them."""
 
     def __init__(self) -> None:
-        self._firsts: list[Step] = []  # of each run
+        self._firsts: list[Sequence[Step]] = []  # of each run: its groups' first ones
         self._begins: list[int] = []
         self._count = 0
 
     def append(self, step: Step, count: int = 1) -> None:
         """So many steps, beginning with this one."""
-        self._firsts.append(step)
+        self.append_rounds((step,), count)
+
+    def append_rounds(self, firsts: Sequence[Step], count: int) -> None:
+        """So many steps of groups that take turns, beginning with the first one of each."""
+        self._firsts.append(firsts)
         self._begins.append(self._count)
         self._count += count
 
@@ -37,11 +42,10 @@ class StepLog(Sequence[Step]):
         return self._count
 
     def __iter__(self) -> Iterator[Step]:
-        for first, begin, end in zip(self._firsts, self._begins,
-                                     [*self._begins[1:], self._count], strict=True):
-            yield first
-            for further in range(1, end - begin):
-                yield replace(first, iteration=first.iteration + further)
+        for firsts, begin, end in zip(self._firsts, self._begins,
+                                      [*self._begins[1:], self._count], strict=True):
+            for further in range(end - begin):
+                yield _further(firsts, further)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -59,8 +63,14 @@ class StepLog(Sequence[Step]):
         if not 0 <= place < self._count:
             raise IndexError(index)
         run = bisect_right(self._begins, place) - 1
-        first, further = self._firsts[run], place - self._begins[run]
-        return replace(first, iteration=first.iteration + further) if further else first
+        return _further(self._firsts[run], place - self._begins[run])
+
+
+def _further(firsts: Sequence[Step], place: int) -> Step:
+    """The step at this place of a run."""
+    rounds, group = divmod(place, len(firsts))
+    first = firsts[group]
+    return replace(first, iteration=first.iteration + rounds) if rounds else first
 
 
 class RowLog:

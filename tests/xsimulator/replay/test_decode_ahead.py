@@ -3,6 +3,8 @@ bit what comes of taking them one by one."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from problems import problem_of, roofline_of
@@ -63,6 +65,11 @@ def test_a_log_of_steps_has_those_of_its_runs():
     assert log[1:3] == tuple(log)[1:3] and log == list(log) and log[0] is first
     with pytest.raises(IndexError):
         log[5]
+    firsts = [replace(log[1], group=group, iteration=7) for group in (0, 2)]
+    log.append_rounds(firsts, 5)  # of the last round one group's
+    assert [(step.group, step.iteration) for step in log[5:]] == [
+        (0, 7), (2, 7), (0, 8), (2, 8), (0, 9)]
+    assert len(log) == 10 and [log[place] for place in range(10)] == list(log)
 
 
 def test_a_log_of_rows_has_them_in_their_order():
