@@ -163,7 +163,7 @@ def test_ranks_that_start_again_with_another_model_are_ended(tmp_path: Path) -> 
 
 
 def test_results_that_are_removed_are_put_back(tmp_path: Path) -> None:
-    job, process, own = start(tmp_path)
+    job, process, own = start(tmp_path, count=6000)  # at work, however late this process's turn is
     done = job.lines()
     (job.output / "results.jsonl").unlink()
     facts = end(process, own)
