@@ -110,7 +110,8 @@ class ContinuousBounds:
     def _natively(self, of: HeldLines, lines: IntArray, rates: FloatArray,
                   weights: FloatArray | None) -> FloatArray | None:
         """By csrc/planning_least.cpp, to the bit; None where arrays have to serve."""
-        if (library := native()) is None:
+        if (library := native()) is None or (
+                self.form.queries.are_equal and isinstance(self.form.filling, VllmFilling)):
             return None
         if self._native is None:
             self._native = NativeLeast(library, self._least, watched=self._watched,
@@ -206,6 +207,10 @@ class ContinuousBounds:
             others = np.maximum(1 - 1 / np.maximum(rates * mean, 1.0), 0.0)
             seconds = own_s + np.maximum(watched - again, 0.0) * lower_s + np.maximum(
                 watched - 1 - again, 0.0) * others * (interval_s - lower_s)
+            if self.form.queries.are_equal:
+                # or all encode before all decode: half of the others' steps come after one's own
+                seconds = np.minimum(seconds, own_s / 2 + np.maximum(
+                    watched - again, 0.0) * (lower_s + interval_s) / 2)
         else:
             seconds = watched * (weights * interval_s + (1 - weights) * lower_s) + (
                 1 - again) * np.maximum(interval_s, own_s)

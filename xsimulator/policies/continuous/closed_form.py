@@ -30,7 +30,7 @@ from xsimulator.policies.continuous.in_flight import (
     intervals_in_step,
     least_intervals,
 )
-from xsimulator.policies.continuous.load import Load, LoadTimes
+from xsimulator.policies.continuous.load import Load, LoadTimes, Steps
 from xsimulator.policies.continuous.query_sizes import QuerySizes
 from xsimulator.policies.figures import (
     Assembler,
@@ -184,14 +184,7 @@ class Continuous:
 
     def _plan_figures(self, held: _OfPlan) -> dict[str, FloatArray]:
         load, number, steps = held.load, held.groups.number, self._times(held.key)(held.load)
-        if self.queries.are_equal and self.filling.encodes_one:
-            # all end in the order in which they began, in every group alike
-            between = intervals_in_step(
-                steps.plain_s, steps.encode_s, load.share, self.queries.present.iterations + 1,
-                number, steps.kind_of)
-        else:
-            between = intervals(steps.plain_s, steps.encode_s, load.share, number, steps.kind_of,
-                                alternates=self.filling.alternates)
+        between = self._intervals(load, steps, number)
         qps = number * load.per_step / between.any_s
         latency_s, ttft_s = self._latency(load, between), load.encode_steps * between.encode_s
         seconds = {
@@ -207,6 +200,21 @@ class Continuous:
             "fits": held.fits.astype(float),
             "memory_bytes": self.memory.by_stage(
                 self.plans.both(*held.key), held.groups, held.kv_tokens).max(axis=1)}
+
+    def _intervals(self, load: Load, steps: Steps, number: IntArray) -> Intervals:
+        # all end in the order in which they began, in every group alike
+        cycle = self.queries.present.iterations + load.encode_steps + 2 * load.after
+        rounds = load.share * cycle
+        if self.filling.encodes_one:  # as many as the group of most queries has
+            rounds = np.minimum(np.ceil(rounds - 1e-6), cycle)
+        of_cycle = intervals_in_step(steps.plain_s, steps.encode_s, load.share, rounds, cycle,
+                                     number, steps.kind_of)
+        if load.in_step.all():
+            return of_cycle
+        others = intervals(steps.plain_s, steps.encode_s, load.share, number, steps.kind_of,
+                           alternates=self.filling.alternates)
+        return Intervals(*(np.where(load.in_step, own, other)
+                           for own, other in zip(of_cycle, others, strict=True)))
 
     def _latency(self, load: Load, between: Intervals) -> FloatArray:
         longest = self.problem.lengths.outputs.quantile(self.problem.constraint.quantile)

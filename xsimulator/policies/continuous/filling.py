@@ -4,10 +4,13 @@ ORCA and Sarathi encode beside decoding, so a query takes D + 1 steps; vLLM's st
 its decoding queries wait while others are encoded. Where KV in blocks or a token budget binds, how
 many run is walked out (continuous.paged_walk)."""
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
 from xgpt.core.lengths import BoolArray, FloatArray
 from xrunner.rules.paged import WATERMARK
+from xsimulator.policies.continuous import cohorts
 from xsimulator.policies.continuous import load as loads
 from xsimulator.policies.continuous.in_flight import Intervals
 from xsimulator.policies.continuous.load import Load
@@ -61,6 +64,7 @@ class OrcaFilling:
         return Load(
             per_step=share, share=share, tokens=self._queries.input_sizes * ones, encoded=ones,
             beside=beside, alone=alone, ended=share, decoding=decoding, present=decoding + share,
+            in_step=np.full(len(slots), self._queries.are_equal),
             encode_steps=np.ones(len(slots)), between=none, waits=none, after=none)
 
     def most_present(self, slots: FloatArray, kv_tokens: FloatArray) -> FloatArray:
@@ -90,6 +94,11 @@ class VllmFilling:
 
     def load(self, slots: FloatArray, kv_tokens: FloatArray, budget: FloatArray,
              groups: FloatArray) -> Load:
+        return self._paged.load(cohorts.whole, (slots, kv_tokens, budget, groups),
+                                self._scattered)
+
+    def _scattered(self, slots: FloatArray, kv_tokens: FloatArray, budget: FloatArray,
+                   groups: FloatArray) -> Load:
         queries, paged, inputs = self._queries, self._paged, self._queries.lengths.inputs
         decoding = queries.decoding_share
         # the input that a step has no room left for is length-biased, and finds half of it free
@@ -119,7 +128,7 @@ class VllmFilling:
             per_step=rate * (1 - share), share=share, tokens=steps.tokens, encoded=steps.queries,
             ended=rate, beside=np.zeros(len(slots)), alone=present, decoding=present,
             present=present, encode_steps=np.ones(len(slots)), between=encodes, waits=waits,
-            after=steps.after)
+            after=steps.after, in_step=np.zeros(len(slots), bool))
 
     def most_present(self, slots: FloatArray, kv_tokens: FloatArray) -> FloatArray:
         return self._paged.most_present(slots, kv_tokens)
@@ -152,10 +161,15 @@ class SarathiFilling:
 
     def load(self, slots: FloatArray, kv_tokens: FloatArray, budget: FloatArray,
              groups: FloatArray) -> Load:
+        held = np.minimum(slots, budget), kv_tokens, budget, groups
+        return self._paged.load(cohorts.chunked, held, self._scattered)
+
+    def _scattered(self, slots: FloatArray, kv_tokens: FloatArray, budget: FloatArray,
+                   groups: FloatArray) -> Load:
         paged, mean = self._paged, self._queries.lengths.inputs.mean
         if self._queries.decoding_share <= 0:
             return paged.encoded_alone(slots, kv_tokens, budget)
-        iterations, slots = paged.iterations, np.minimum(slots, budget)
+        iterations = paged.iterations
         present = paged.most_present(slots, kv_tokens)
         rate = present / (iterations + 1)
         chance, counts = loads.ends_per_step(present, rate / present)
@@ -184,7 +198,7 @@ class SarathiFilling:
             per_step=rate, share=chance, tokens=tokens, encoded=counts, beside=beside,
             alone=alone, ended=rate, decoding=decoding, present=decoding + rate,
             encode_steps=steps, between=np.zeros(len(slots)), waits=waits,
-            after=np.zeros(len(slots)))
+            after=np.zeros(len(slots)), in_step=np.zeros(len(slots), bool))
 
     def most_present(self, slots: FloatArray, kv_tokens: FloatArray) -> FloatArray:
         return self._paged.most_present(slots, kv_tokens)
@@ -213,6 +227,14 @@ class _Paged:
         return loads.most_that_fit(slots, np.maximum(room, held), held,
                                    self._queries.present.context_std)
 
+    def load(self, cycle_of: cohorts.CycleOf, held: Sequence[FloatArray],
+             scattered: Callable[..., Load]) -> Load:
+        """The load of `held`: cohorts, where all queries are of one length, else `scattered`."""
+        if not self._queries.are_equal or self._queries.decoding_share <= 0:
+            return scattered(*held)
+        return cohorts.load(cycle_of, self._queries.lengths.inputs.max, round(self.iterations),
+                            held, scattered)
+
     def encoded_alone(self, slots: FloatArray, kv_tokens: FloatArray,
                       filled: FloatArray) -> Load:
         """The load where no query decodes: each step encodes as many as slots, KV and the `filled`
@@ -230,7 +252,7 @@ class _Paged:
             per_step=rate, share=np.ones(len(slots)), tokens=tokens,
             encoded=rate[:, None] * np.ones(SIZES), beside=none, alone=none, ended=rate,
             decoding=none, present=rate, encode_steps=self._parts(filled, rate < 0.99 * held),
-            between=none, waits=none, after=none)
+            between=none, waits=none, after=none, in_step=none > 0)
 
     def _parts(self, filled: FloatArray, is_full: BoolArray) -> FloatArray:
         """Steps [configs] that an input's encoding takes, which begins anywhere in one that is

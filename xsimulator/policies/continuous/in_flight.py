@@ -49,17 +49,18 @@ def least_intervals(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray
 
 
 def intervals_in_step(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray,
-                      cycle: float, groups: IntArray, kind_of: Sequence[int]) -> Intervals:
-    """Where groups encode in the same rounds of a `cycle` of so many: in as many as the group of
-    most queries does, beside which the others' last steps decode. The first round after these waits
-    until the last of the long steps is through. The other arguments are as of `intervals`, of steps
-    that encode all alike."""
-    kinds, rounds = np.array(kind_of), np.minimum(np.ceil(share * cycle - 1e-6), cycle)
-    each = encode_s.mean(axis=1), plain_s
-    encodes_s, plains_s = (_least(own, groups, kinds) for own in each)
+                      rounds: FloatArray, cycle: FloatArray, groups: IntArray,
+                      kind_of: Sequence[int]) -> Intervals:
+    """Where groups encode in the same `rounds` of a `cycle` of so many [configs]: in as many as the
+    group of most queries does, beside which the others' last steps decode. The first round after
+    these waits until the last of the long steps is through. The other arguments are as of
+    `intervals`."""
+    kinds, by_size = np.array(kind_of), np.moveaxis(encode_s, 1, 0)
+    encodes_s = np.mean([_least(own, groups, kinds) for own in by_size], axis=0)
+    plains_s = _least(plain_s, groups, kinds)
     behind_s, plain_behind_s = (np.minimum(
         (groups - 1) * own.max(axis=1), own[:, kinds].sum(axis=1) - own.max(axis=1))
-        for own in each)
+        for own in (encode_s.mean(axis=1), plain_s))
     late_s = np.where(rounds < cycle, np.maximum(behind_s - plain_behind_s, 0.0), 0.0)
     any_s = (rounds * encodes_s + (cycle - rounds) * plains_s + late_s) / cycle
     rest_s = (any_s - share * encodes_s) / np.maximum(1 - share, 1e-12)

@@ -8,7 +8,7 @@ binomial, each of the n being at its last iteration with chance 1 / E[D]."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
@@ -43,10 +43,18 @@ class Load:
     waits: FloatArray  # steps that evictions cost a query
     between: FloatArray  # steps of others that encode, between two of its tokens
     after: FloatArray  # and between its own encoding and its first step that decodes
+    in_step: BoolArray  # whether all groups encode in the same rounds
 
     def take(self, rows: IntArray) -> Load:
         """The load of some of the configurations."""
         return Load(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+
+
+def joined(parts: Sequence[Load], order: IntArray) -> Load:
+    """The loads of all parts' configurations, the n-th at place `order`[n]."""
+    back = np.argsort(order)
+    return Load(**{field.name: np.concatenate([getattr(part, field.name) for part in parts])[back]
+                   for field in fields(Load)})
 
 
 def most_that_fit(slots: FloatArray, room: FloatArray, mean: float, std: float) -> FloatArray:

@@ -1,0 +1,114 @@
+"""Cohorts of queries of one length against the engines' rules, and closed forms that count on them
+against the replay."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+from problems import problem_of, roofline_of
+from representative import some
+
+from xgpt.core.lengths import joint_empirical
+from xrunner.rules import paged
+from xsimulator.policies.continuous.bounds import ContinuousBounds, Lines
+from xsimulator.policies.continuous.closed_form import sarathi, vllm
+from xsimulator.policies.continuous.cohorts import chunked, whole
+from xsimulator.policies.continuous.config import ContinuousConfig
+from xsimulator.replay.job import planned_queries, replay_job
+from xsimulator.replay.steady import steady_figures
+
+FORMS = {"vllm": vllm, "sarathi": sarathi}
+RULES = {"vllm": (paged.vllm, whole), "sarathi": (paged.sarathi, chunked)}
+# input tokens, decode iterations, queries, token budget
+CASES = [(300, 60, 10, 512), (900, 188, 40, 1024), (1, 1, 1, 1), (1, 1, 5, 64), (30, 1, 64, 64),
+         (128, 2, 25, 1024), (2000, 5, 3, 24), (64, 300, 100, 128), (500, 40, 30, 32),
+         (7, 9, 8, 8), (818, 110, 20, 2048), (100, 3, 50, 8192)]
+
+
+def steps_of(name, inputs, iterations, slots, budget, room, count):
+    """(steps at which queries end, tokens encoded at each step, evictions) of one group that never
+    lacks queries, until `count` have ended."""
+    rule = RULES[name][0](num_groups=1, max_active=slots, kv_tokens=room, token_budget=budget)
+    left, encoded, evicted, ended, next_one = dict[int, int](), [], 0, [], 0
+    queue = deque[int]()
+    while len(ended) < count:
+        while len(rule.waiting) <= 2 * slots:
+            assert rule.submit(next_one, inputs + iterations + 1, inputs)
+            next_one += 1
+        rule.next_group()
+        step = rule.decide()
+        evicted += len(step.evicted)
+        if step.iteration:
+            for query in left:
+                left[query] -= 1
+        for query in step.joined:
+            left[query] = iterations
+        tokens = sum(chunk.tokens for chunk in step.chunks)
+        encoded.append(tokens if step.chunks else inputs * len(step.joined))
+        queue.extend(query for query, more in left.items() if more == 0)
+        while queue:
+            query = queue.popleft()
+            del left[query]
+            rule.finish(query)
+            ended.append(len(encoded))
+    return np.array(ended), np.array(encoded), evicted
+
+
+@pytest.mark.parametrize(("name", "case"), some(
+    [(name, case) for name in RULES for case in CASES], lambda each: each[1] in CASES[:7]))
+def test_a_cycle_is_what_the_rule_does_over_and_over(name, case):
+    inputs, iterations, slots, budget = case
+    cycle = RULES[name][1](inputs, iterations, slots, budget)
+    room = int(np.ceil(cycle.room / 16)) * 16
+    ended, encoded, evicted = steps_of(name, *case, room, max(32 * slots, 300))
+    assert not evicted
+    between = len(ended) // slots // 2 * slots  # queries that end in a whole number of cycles
+    later = ended[between:]
+    assert cycle.rate == pytest.approx(
+        between / (later - ended[:len(later)])[slots:2 * slots].mean(), rel=0.04)
+    assert cycle.share == pytest.approx((encoded[ended[0]:] > 0).mean(), rel=0.12)
+    assert cycle.tokens.max() <= encoded.max()
+
+
+# cohorts stay together: 0.5 to 0.9 of the replay's throughput before
+@pytest.mark.parametrize(("name", "model", "pair", "max_active", "token_budget"), [
+    ("sarathi", "opt-13b", (900, 188), 40, 2048), ("sarathi", "gpt3-39b", (300, 60), 160, 512),
+    ("vllm", "opt-13b", (900, 188), 100, 1024), ("vllm", "gpt3-39b", (128, 3), 96, 1024),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        ("sarathi", "gpt3-39b", (818, 110), 160, 2048), ("sarathi", "gpt3-39b", (128, 3), 96, 1024),
+        ("sarathi", "opt-13b", (300, 40), 300, 512), ("sarathi", "gpt3-39b", (300, 60), 14, 2048),
+        ("vllm", "gpt3-39b", (300, 60), 160, 512), ("vllm", "gpt3-39b", (818, 110), 160, 2048)])])
+def test_queries_of_equal_lengths_stay_together(name, model, pair, max_active, token_budget):
+    problem = problem_of(model, lengths=joint_empirical(np.array([pair] * 5)), quantile=0.95)
+    config = ContinuousConfig(max_active=max_active, token_budget=token_budget)
+    form = FORMS[name](problem, roofline_of(problem))
+    found = form.estimate(config)
+    # of few cycles the first and the last cohort would be counted in as well
+    result = replay_job(problem, form.timing, found, planned_queries(problem, *(
+        np.full(max(3000, 60 * max_active), length) for length in pair)))
+    assert not result.preemptions
+    steady = steady_figures(result, problem.constraint, problem.lengths.outputs)
+    assert found.figures.throughput_qps == pytest.approx(steady.throughput_qps, rel=0.05)
+    assert found.figures.latency_s == pytest.approx(steady.latency_s, rel=0.03)
+    most_qps, least_s = form.limits([config])
+    assert found.figures.throughput_qps <= most_qps[0] * (1 + 1e-9)
+    assert found.figures.latency_s >= least_s[0]
+
+
+@pytest.mark.parametrize(("pair", "tp_degree"), [((900, 60), 4), ((900, 60), 1), ((500, 5), 2)])
+@pytest.mark.parametrize("name", ["vllm", "sarathi"])
+def test_no_latency_of_cohorts_is_below_its_bound(name, pair, tp_degree):
+    problem = problem_of(lengths=joint_empirical(np.array([pair] * 5)))
+    form = FORMS[name](problem, roofline_of(problem))
+    bounds, plan = ContinuousBounds(form), form.plans.both(tp_degree, 4 * (tp_degree > 1))
+    for active, budget in ((4, 1024), (40, 1024), (100, 2048), (160, 8192)):
+        found = form.estimate(ContinuousConfig(max_active=active, token_budget=budget,
+                                               tp_degree=tp_degree, tp_gpus=4 * (tp_degree > 1)))
+        if not found.figures.fits:
+            continue
+        held = bounds.held(plan, Lines(*(np.array([float(value)]) for value in (
+            active, budget, budget))))
+        assert bounds.least_latency_s(held, np.array([0]), held.top[:, None])[0, 0] <= (
+            found.figures.latency_s), f"{active = } {budget = }"
