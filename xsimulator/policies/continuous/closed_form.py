@@ -22,6 +22,7 @@ from xprofiler.timing import TimingSource
 from xsimulator.occupancy import QueryFlow, flow_of
 from xsimulator.plans import StagePlan, shared_plans
 from xsimulator.policies import geometric
+from xsimulator.policies.continuous.cohorts import at_quantile
 from xsimulator.policies.continuous.config import ContinuousConfig, ContinuousMemory, Groups
 from xsimulator.policies.continuous.filling import Filling, OrcaFilling, SarathiFilling, VllmFilling
 from xsimulator.policies.continuous.in_flight import (
@@ -217,7 +218,10 @@ class Continuous:
                            for own, other in zip(of_cycle, others, strict=True)))
 
     def _latency(self, load: Load, between: Intervals) -> FloatArray:
-        longest = self.problem.lengths.outputs.quantile(self.problem.constraint.quantile)
+        bound = self.problem.constraint
+        longest = self.problem.lengths.outputs.quantile(bound.quantile)
+        if bound.kind == "queries" and self.queries.are_equal:
+            load = at_quantile(load, bound.quantile)
         return load.encode_steps * between.encode_s + self.filling.decode_latency(
             self.flow.iterations_of(longest), load, between)
 

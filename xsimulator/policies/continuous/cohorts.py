@@ -12,6 +12,7 @@ Where KV in blocks runs out at the fullest step, some are evicted, and what foll
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -79,6 +80,17 @@ def _load(cycles: list[Cycle], iterations: int, filled: FloatArray) -> Load:
         alone=np.where(share < 1, alone, decoding), ended=rate * filled,
         decoding=decoding * filled, present=(decoding + rate) * filled, encode_steps=chunks,
         between=none, waits=none, after=after, in_step=np.ones(len(cycles), bool))
+
+
+def at_quantile(load: Load, quantile: float) -> Load:
+    """The load with the steps that a query's encoding and what is encoded after it take at this
+    quantile of all queries, no fewer than in the mean: the first ones of a cohort wait for all
+    others of it, and some inputs are cut once more."""
+    number = 2 * load.after + 1  # of a cohort's encode steps, each as likely a query's own
+    after = np.maximum(np.ceil(quantile * number - 1e-9) - 1, load.after)
+    steps = np.maximum(np.ceil(load.encode_steps - (1 - quantile)), load.encode_steps)
+    return replace(load, after=np.where(load.in_step, after, load.after),
+                   encode_steps=np.where(load.in_step, steps, load.encode_steps))
 
 
 def _slices(values: FloatArray | IntArray) -> FloatArray:
