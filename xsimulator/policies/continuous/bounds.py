@@ -65,6 +65,9 @@ class ContinuousBounds:
         self._watched = float(form.flow.iterations_of(watched))
         self._least = LeastSteps(form)
         self._native: NativeLeast | None = None
+        # vLLM's queries that all decode equally long
+        self._in_cohorts = (isinstance(form.filling, VllmFilling) and form.queries.are_equal
+                            and form.queries.decoding_share > 0)
 
     def held(self, plan: StagePlan, lines: Lines) -> HeldLines:
         """What lines of a plan hold at most."""
@@ -110,8 +113,7 @@ class ContinuousBounds:
     def _natively(self, of: HeldLines, lines: IntArray, rates: FloatArray,
                   weights: FloatArray | None) -> FloatArray | None:
         """By csrc/planning_least.cpp, to the bit; None where arrays have to serve."""
-        if (library := native()) is None or (
-                self.form.queries.are_equal and isinstance(self.form.filling, VllmFilling)):
+        if (library := native()) is None or (weights is not None and self._in_cohorts):
             return None
         if self._native is None:
             self._native = NativeLeast(library, self._least, watched=self._watched,
@@ -207,7 +209,7 @@ class ContinuousBounds:
             others = np.maximum(1 - 1 / np.maximum(rates * mean, 1.0), 0.0)
             seconds = own_s + np.maximum(watched - again, 0.0) * lower_s + np.maximum(
                 watched - 1 - again, 0.0) * others * (interval_s - lower_s)
-            if self.form.queries.are_equal:
+            if self._in_cohorts:
                 # or all encode before all decode: half of the others' steps come after one's own
                 seconds = np.minimum(seconds, own_s / 2 + np.maximum(
                     watched - again, 0.0) * (lower_s + interval_s) / 2)

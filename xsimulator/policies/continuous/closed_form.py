@@ -210,11 +210,11 @@ class Continuous:
             rounds = np.minimum(np.ceil(rounds - 1e-6), cycle)
         of_cycle = intervals_in_step(steps.plain_s, steps.encode_s, load.share, rounds, cycle,
                                      number, steps.kind_of)
-        if load.in_step.all():
+        if (load.in_step == 1).all():
             return of_cycle
         others = intervals(steps.plain_s, steps.encode_s, load.share, number, steps.kind_of,
                            alternates=self.filling.alternates)
-        return Intervals(*(np.where(load.in_step, own, other)
+        return Intervals(*(load.in_step * own + (1 - load.in_step) * other
                            for own, other in zip(of_cycle, others, strict=True)))
 
     def _latency(self, load: Load, between: Intervals) -> FloatArray:

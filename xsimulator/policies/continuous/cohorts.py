@@ -27,6 +27,9 @@ SETTLED = 6  # cycles before those that are counted
 _COUNTED = 2  # cycles, at least
 _COUNTED_STEPS = 96  # at least: few may not be whole cycles
 _HALF_BLOCK = (BLOCK_TOKENS - 1) / 2  # what a query's last block leaves empty, in the mean
+# share of the time in which vLLM's groups encode in the same rounds where some need a step more for
+# a query more, and fall behind the others, cycle by cycle
+DRIFTING = 0.5
 _MOST_KEPT = 4096
 
 
@@ -56,16 +59,19 @@ def load(cycle_of: CycleOf, inputs: int, iterations: int, held: Sequence[FloatAr
     cycles = [cycle_of(inputs, iterations, *pair)
               for pair in zip(most.astype(int).tolist(), held[2].astype(int).tolist(), strict=True)]
     fits = np.array([cycle.room for cycle in cycles]) <= held[1]
+    filled = np.minimum(held[0] / most, 1.0)
+    in_step = np.array([DRIFTING if cycle_of is whole and part < 1 and cycle.queries[-1] == 1 else
+                        1.0 for cycle, part in zip(cycles, filled.tolist(), strict=True)])
     parts = []
     if fits.any():
         parts.append(_load([cycles[row] for row in np.flatnonzero(fits)], iterations,
-                           np.minimum(held[0] / most, 1.0)[fits]))
+                           filled[fits], in_step[fits]))
     if not fits.all():
         parts.append(otherwise(*(own[~fits] for own in held)))
     return joined(parts, np.argsort(~fits, kind="stable"))
 
 
-def _load(cycles: list[Cycle], iterations: int, filled: FloatArray) -> Load:
+def _load(cycles: list[Cycle], iterations: int, filled: FloatArray, in_step: FloatArray) -> Load:
     """`filled` [configs]: queries of a group in the mean over those of the largest, whose cycles
     these are."""
     rate, share, decoding, beside, chunks, after = (
@@ -79,7 +85,7 @@ def _load(cycles: list[Cycle], iterations: int, filled: FloatArray) -> Load:
         encoded=np.stack([_slices(cycle.queries) for cycle in cycles]),
         alone=np.where(share < 1, alone, decoding), ended=rate * filled,
         decoding=decoding * filled, present=(decoding + rate) * filled, encode_steps=chunks,
-        between=none, waits=none, after=after, in_step=np.ones(len(cycles), bool))
+        between=none, waits=none, after=after, in_step=in_step)
 
 
 def at_quantile(load: Load, quantile: float) -> Load:
@@ -89,8 +95,8 @@ def at_quantile(load: Load, quantile: float) -> Load:
     number = 2 * load.after + 1  # of a cohort's encode steps, each as likely a query's own
     after = np.maximum(np.ceil(quantile * number - 1e-9) - 1, load.after)
     steps = np.maximum(np.ceil(load.encode_steps - (1 - quantile)), load.encode_steps)
-    return replace(load, after=np.where(load.in_step, after, load.after),
-                   encode_steps=np.where(load.in_step, steps, load.encode_steps))
+    return replace(load, after=np.where(load.in_step > 0, after, load.after),
+                   encode_steps=np.where(load.in_step > 0, steps, load.encode_steps))
 
 
 def _slices(values: FloatArray | IntArray) -> FloatArray:

@@ -61,7 +61,7 @@ def intervals_in_step(plain_s: FloatArray, encode_s: FloatArray, share: FloatArr
     behind_s, plain_behind_s = (np.minimum(
         (groups - 1) * own.max(axis=1), own[:, kinds].sum(axis=1) - own.max(axis=1))
         for own in (encode_s.mean(axis=1), plain_s))
-    late_s = np.where(rounds < cycle, np.maximum(behind_s - plain_behind_s, 0.0), 0.0)
+    late_s = np.minimum(cycle - rounds, 1.0) * np.maximum(behind_s - plain_behind_s, 0.0)
     any_s = (rounds * encodes_s + (cycle - rounds) * plains_s + late_s) / cycle
     rest_s = (any_s - share * encodes_s) / np.maximum(1 - share, 1e-12)
     return Intervals(any_s, encodes_s, np.where(share < 1, rest_s, plains_s))

@@ -43,7 +43,7 @@ class Load:
     waits: FloatArray  # steps that evictions cost a query
     between: FloatArray  # steps of others that encode, between two of its tokens
     after: FloatArray  # and between its own encoding and its first step that decodes
-    in_step: BoolArray  # whether all groups encode in the same rounds
+    in_step: FloatArray  # share of the time in which all groups encode in the same rounds
 
     def take(self, rows: IntArray) -> Load:
         """The load of some of the configurations."""
