@@ -171,7 +171,7 @@ def searched(problem: Problem, timing: TimingSource, *names: str) -> tuple[str, 
 
 
 @pytest.mark.parametrize(("model", "device", "devices", "inputs", "outputs", "latency_s", "best"), [
-    # without static batches 140 queries/s
+    # by DSI, as by vLLM, whose cohorts are batches then, 162 queries/s; by all others 140
     ("qwen2.5-0.5b", "A100-80", 3, 855, 262, 0.7936, "dsi"),
     ("opt-13b", "A40", 4, 512, 100, 2.976, "dsi"),
     ("llama-3.1-8b", "H100", 2, 300, 20, 0.2998, "waa-m")])
@@ -181,11 +181,14 @@ def test_auto_has_what_static_batches_have_where_all_outputs_are_as_long(
     problem = on_gpus(model, device, devices, latency_s, JointLengths(
         inputs=empirical([inputs]), outputs=empirical([outputs])))
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    policy, qps, bound_qps = searched(problem, timing)
+    _, qps, bound_qps = searched(problem, timing)
     alone = max(searched(problem, timing, name)[1] for name in ("ft", "dsi"))
-    assert policy == best and qps * (1 + GAP) >= alone and bound_qps >= alone
-    without, most, _ = searched(problem, timing, "rra", "waa-c", "waa-m", "sarathi", "vllm", "orca")
-    assert without not in ("ft", "dsi") and most <= qps * (1 + GAP)
+    assert qps * (1 + GAP) >= alone and bound_qps >= alone
+    others = ("rra", "waa-c", "waa-m", "sarathi", "orca")
+    policy, most, _ = searched(problem, timing, *others, "ft", "dsi")
+    without, less, _ = searched(problem, timing, *others)
+    assert policy == best and less <= most <= qps * (1 + GAP)
+    assert (most > 1.1 * less) is (best == "dsi") and without not in ("ft", "dsi")
 
 
 def test_where_outputs_scatter_no_static_batch_is_evaluated() -> None:
