@@ -28,7 +28,8 @@ _COUNTED = 2  # cycles, at least
 _COUNTED_STEPS = 96  # at least: few may not be whole cycles
 _HALF_BLOCK = (BLOCK_TOKENS - 1) / 2  # what a query's last block leaves empty, in the mean
 # share of the time in which vLLM's groups encode in the same rounds where some need a step more for
-# a query more, and fall behind the others, cycle by cycle
+# a query more, and fall behind the others, cycle by cycle: what suits the replays that were looked
+# at, not derived
 DRIFTING = 0.5
 _MOST_KEPT = 4096
 
