@@ -4,9 +4,9 @@
 
 For every problem of hand_problems.py: the schedule that `xgpt schedule --horizon steady` chooses,
 beside the best of
-- any policy at its best, as `xgpt simulate --baselines` finds it (RRA and WAA by their search, all
-  others by a grid and every neighbour of its best points), on the whole cluster, as any number of
-  equal copies of a smaller part of it, and, on one node, as copies on unlike numbers of devices;
+- any policy at its best (RRA and WAA by their search, all others by a grid and every neighbour of
+  its best points), on the whole cluster, as any number of equal copies of a smaller part of it,
+  and, on one node, as copies on unlike numbers of devices;
 - 2,000 configurations drawn at random: the number of copies, the policy, the tensor plan, and every
   control variable, sizes evenly over their logarithms.
 All by the same times (the roofline's) and closed forms, all without a margin. Seconds are the

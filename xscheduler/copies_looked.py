@@ -39,8 +39,8 @@ def searched(glanced: Looked, latency_bound_s: float, floor_qps: float) -> Looke
 
 
 def _most_qps(found: Schedule) -> float:
-    """What no schedule of so many copies exceeds; of a baseline what was found, for nothing is
-    proved of those."""
+    """What no schedule of so many copies exceeds; of a policy without a space what was found,
+    for nothing is proved of that."""
     proof = found.proof
     return found.figures.throughput_qps if proof.status == Status.GRID else proof.bound_qps
 

@@ -35,7 +35,7 @@ def certified(schedule: Schedule, looked: Sequence[Looked], *, is_cut: bool) -> 
         status = Status.LIMIT
     elif status in (Status.OPTIMAL, Status.WITHIN_GAP):
         status = Status.OPTIMAL if upper_qps <= qps * (1 + _CLOSED) else Status.WITHIN_GAP
-    return schedule.changed(status=status, bound_qps=upper_qps, gap=upper_qps / qps - 1,
+    return schedule.changed(status=status, bound_qps=upper_qps, gap=max(upper_qps / qps - 1, 0.0),
                             policy_bounds=_policy_bounds(looked))
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from xgpt.core.constraint import Constraint
 from xgpt.core.errors import BeatenError, InfeasibleError, InputError
 from xgpt.core.job import FixedSchedule
-from xgpt.core.policies import baselines
+from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Rejected, Schedule, Status
 from xprofiler.timing import TimingSource
@@ -22,7 +22,7 @@ from xscheduler.evaluator import Evaluator
 from xscheduler.explanation import explain_choice
 from xscheduler.prospects import plan_jointly
 from xscheduler.search import FIRST_GAP, Scheduler
-from xscheduler.spaces.baselines import BaselineSearch
+from xscheduler.spaces.grid_search import GridSearch
 from xscheduler.spaces.space import Effort, Selection
 from xscheduler.uncertainty import Doubts
 from xscheduler.within import PlannedWithin, plan_within
@@ -35,7 +35,7 @@ FLOORS_APART = 0.9  # where nothing was seen above a floor, nobody looks again f
 class ProblemSearch:
     """The search of one copy's problem, and what it found."""
 
-    def __init__(self, problem: Problem, search: BaselineSearch | Scheduler,
+    def __init__(self, problem: Problem, search: GridSearch | Scheduler,
                  whole: ProblemSearch | None = None, *, gap: float = 0.0) -> None:
         """whole: of all policies, where this is the search of one of them. gap: one wide enough
         under any latency bound."""
@@ -53,21 +53,21 @@ class ProblemSearch:
     def of(cls, problem: Problem, timing: TimingSource, effort: Effort, *,
            gap: float = 0.0) -> ProblemSearch:
         """Raises InputError for fixed values that the model or the devices cannot hold."""
-        return cls(problem, BaselineSearch(problem, timing) if problem.fixed.policy in baselines()
-                   else Scheduler(problem, timing, effort), gap=gap)
+        return cls(problem, Scheduler(problem, timing, effort) if is_proved(problem.fixed)
+                   else GridSearch(problem, timing), gap=gap)
 
     @property
     def proves(self) -> bool:
-        """Whether what it finds comes with a bound; nothing is proved of a baseline."""
-        return not isinstance(self._search, BaselineSearch)
+        """Whether what it finds comes with a bound; nothing is proved of a grid."""
+        return not isinstance(self._search, GridSearch)
 
     def without(self, latency_bound_s: float) -> tuple[str, ...]:
         """Names of policies of which nothing was found within the bound."""
         return self._search.without(latency_bound_s) if isinstance(self._search, Scheduler) else ()
 
     def alone(self, name: str) -> ProblemSearch:
-        """The search of one policy; of a baseline, and of the only one, this."""
-        if isinstance(self._search, BaselineSearch) or len(self._search.spaces) == 1:
+        """The search of one policy; of a grid's, and of the only one, this."""
+        if isinstance(self._search, GridSearch) or len(self._search.spaces) == 1:
             return self
         if name not in self._alone:
             self._alone[name] = ProblemSearch(self.problem, self._search.alone(name), self)
@@ -103,7 +103,7 @@ class ProblemSearch:
         """The best that is seen at first, with an upper bound on all there is; only a policy or two
         are looked at for what is no better than the floor. Raises InfeasibleError, and BeatenError
         where there may be something, but nothing was seen."""
-        if isinstance(self._search, BaselineSearch):
+        if isinstance(self._search, GridSearch):
             return self.find(latency_bound_s)
         if latency_bound_s not in self._glances:
             gap = _gap_under(latency_bound_s, gap, self.gap)
@@ -161,7 +161,7 @@ class ProblemSearch:
 
     def rows_beside(self, found: Schedule) -> tuple[Rejected, ...]:
         """The alternatives to one of those `found`, the paper's own policies looked into."""
-        if isinstance(self._search, BaselineSearch):
+        if isinstance(self._search, GridSearch):
             return found.rejected
         for one in self._alone.values():
             if isinstance(one._search, Scheduler) and any(own is found for own in one.found):
@@ -169,8 +169,8 @@ class ProblemSearch:
         return self._search.rows_beside(found.bound.limit_s)
 
     def without_bound(self, floor_qps: float) -> Rejected | None:
-        """See Scheduler.without_bound; of a baseline nothing is compared with."""
-        return None if isinstance(self._search, BaselineSearch) else (
+        """See Scheduler.without_bound; of a grid nothing is compared with."""
+        return None if isinstance(self._search, GridSearch) else (
             self._search.without_bound(floor_qps))
 
     def selections(self, num_queries: int) -> list[Selection]:
@@ -183,7 +183,7 @@ class ProblemSearch:
         """What is found, and the least floor for which it holds."""
         search = self._search
         try:
-            schedule = search.find(latency_bound_s) if isinstance(search, BaselineSearch) else (
+            schedule = search.find(latency_bound_s) if isinstance(search, GridSearch) else (
                 search.find(latency_bound_s, compares=False, floor_qps=floor_qps, gap=gap))
         except BeatenError as beaten:
             return beaten, floor_qps
@@ -319,10 +319,9 @@ class CopyPlanner:
 
         def of_constraint(constraint: Constraint) -> PlannedWithin:
             if constraint == doubts.problem.constraint:
-                is_baseline = doubts.problem.fixed.policy in baselines()
                 return plan_within(doubts, find, cuts=cuts, floor_qps=floor_qps,
                                    search_first=lambda bound_s: find(bound_s, self.own.gap),
-                                   search_problem=None if is_baseline else of_problem)
+                                   search_problem=of_problem if self.own.proves else None)
             search = self._search_like(self._tighter, replace(
                 doubts.problem, constraint=constraint)).alone(name)
             return plan_within(doubts, lambda bound_s: _better(
@@ -375,6 +374,12 @@ class CopyPlanner:
                           constraint=self.problem.constraint.with_latency(limit_s=bound_s))
         return tuple(map(_capital, explain_choice(
             schedule, problem, self._timing, latency_limit_s=limit_s)))
+
+
+def is_proved(fixed: FixedSchedule) -> bool:
+    """Whether what is searched has bounds: all but a policy without a space of its own, which is
+    planned where it is the only one."""
+    return fixed.policy is None or policy(fixed.policy).has_space
 
 
 def _gap_under(latency_bound_s: float, *gaps: float) -> float:

@@ -17,7 +17,6 @@ from itertools import islice
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.job import FixedSchedule
-from xgpt.core.policies import baselines
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Rejected, Schedule
 from xprofiler.timing import TimingSource
@@ -33,7 +32,7 @@ from xscheduler.copies_shown import (
     tried_row,
     why_so_many,
 )
-from xscheduler.copy_planner import CopyPlanner
+from xscheduler.copy_planner import CopyPlanner, is_proved
 from xscheduler.spaces.space import Effort, Selection
 from xscheduler.within import PlannedWithin, for_its_margin
 
@@ -61,7 +60,7 @@ class CopiesSearch:
         # what `best` went over, and planned with a margin, by bound and whether that was asked for
         self.gone_over: dict[tuple[float, bool], list[tuple[Looked, Planned | None]]] = {}
         self._unbounded: tuple[Rejected | None] | None = None  # once it was asked for
-        self._compares = not is_brief and problem.fixed.policy not in baselines()
+        self._compares = not is_brief and is_proved(problem.fixed)
 
     def best(self, latency_bound_s: float, *, has_margin: bool) -> Schedule:
         """The best within the bound; `has_margin`: with the constraint's confidence. Raises
@@ -133,8 +132,8 @@ class CopiesSearch:
         can be laid out on, and on smaller ones where GPUs may idle: of a number that the job asks
         for on every part, else on the largest of 2^k GPUs or nodes, which divide as heads and
         layers do. Ranks of a processor are there to be used, for fewer of them would have more
-        threads. (Nor of a baseline: nothing is proved of it, and its grid would be gone over for
-        each part.)"""
+        threads. (Nor of a policy without a space: nothing is proved of it, and its grid would be
+        gone over for each part.)"""
         compared: list[CopyPlanner] = []
         is_gpu, is_asked = self.problem.cluster.device.kind == "gpu", self.problem.fixed.replicas
         for parts in self._every:

@@ -1,7 +1,7 @@
 """The one planner: the schedule of a problem, whatever is fixed, short, or yet to be observed.
 
-    steady     the best of the policies that are searched, or of the baseline that the job names,
-               within the bound and its confidence, explained
+    steady     the best of the policies that are searched, or that the job names, within the bound
+               and its confidence, explained
     beginning  where outputs are known only as caps and no schedule keeps the bound with those:
                the quickest there is
     job        for a job of few queries what answers these soonest, ramp and drain included
@@ -30,9 +30,9 @@ from xscheduler.over_copies import CopiesSearch
 from xscheduler.prospects import judged
 from xscheduler.room import with_room
 from xscheduler.search import GAP
-from xscheduler.spaces.baselines import plan_untimed
 from xscheduler.spaces.space import Effort
 from xscheduler.uncertainty import Doubts
+from xscheduler.untimed import plan_untimed
 from xscheduler.watch import Watch
 from xsimulator.hardware import most_queries_per_s
 

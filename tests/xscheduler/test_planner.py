@@ -50,9 +50,13 @@ def test_a_short_job_is_planned_for_its_own_queries_unless_the_steady_state_is_a
 def test_a_baseline_is_planned_where_the_job_names_it(policy: str) -> None:
     problem = problem_of(None, 20.0, policies=(policy,))
     schedule = plan(problem, timing_of(problem))
-    assert schedule.estimate.controls.policy == policy and schedule.proof.status == Status.GRID
+    proof = schedule.proof
+    assert schedule.estimate.controls.policy == policy and proof.status == Status.WITHIN_GAP
+    assert proof.gap < 0.01 and [name for name, _ in proof.policy_bounds] == [policy]
+    assert proof.unbounded_qps == pytest.approx(schedule.figures.throughput_qps)
     assert schedule.estimate.figures.latency_s * schedule.margin.factor <= 20.0
-    assert schedule.margin.note and not schedule.rejected
+    assert schedule.margin.note and schedule.explanation
+    assert {row.replicas for row in schedule.over_copies} >= {1, 2, 4}
 
 
 def test_a_continuous_policy_is_searched_and_chosen_where_it_is_best() -> None:

@@ -24,19 +24,24 @@ CLUSTER = ("{num_nodes: 2, devices_per_node: 2, intra_link: %s, inter_link: %s, 
            "flops_per_s: {float32: 1e13, float16: 5e13}}}")
 
 
-def job_text(count: int, *, memory: str = "6 GB", outputs: int = 20, **bounds: object) -> str:
+def job_text(count: int, *, memory: str = "6 GB", outputs: int = 20, policy: str = "",
+             **bounds: object) -> str:
     lengths = f"{{mean: {outputs / 2}, std: {outputs / 5}, max: {outputs}}}"
     limits = ", ".join(f"{key}: {value}" for key, value in bounds.items())
     return (f"model: opt-1.3b\ncluster: {CLUSTER % (LINK, LINK, memory)}\n"
             f"workload: {{requests: {{count: {count}}}, input_tokens: {{mean: 60, std: 20, max: "
             f"120}}, output_tokens: {lengths}}}\nconstraint: {{{limits}}}\n"
-            "schedule: {policy: rra, tp_degree: 1, decode_iterations: 5, encode_chunk: 0}\n")
+            + (f"schedule: {{policy: {policy}}}\n" if policy else
+               "schedule: {policy: rra, tp_degree: 1, decode_iterations: 5, encode_chunk: 0}\n"))
 
 
 JOBS = [(text, objective) for text in (
     job_text(300, makespan_s=9), job_text(300, makespan_s=16, latency_s=4),
     job_text(300, makespan_s=40, ttft_s=0.2), job_text(200, memory="2.4 GB", latency_s=60),
-    job_text(400, outputs=60, makespan_s=25, tpot_s=0.05)) for objective in ("devices", "cost")]
+    job_text(400, outputs=60, makespan_s=25, tpot_s=0.05),
+    job_text(300, makespan_s=2.4, policy="ft"), job_text(300, ttft_s=0.4, policy="[ft, dsi]"),
+    job_text(300, makespan_s=2, latency_s=2, policy="[rra, ft]"),
+) for objective in ("devices", "cost")]
 
 
 def planned_by_size(path: Path) -> dict[int, Spent]:
@@ -53,9 +58,9 @@ def planned_by_size(path: Path) -> dict[int, Spent]:
     return found
 
 
-@pytest.mark.parametrize("case", [case if case in (0, 6) else pytest.param(
+@pytest.mark.parametrize("case", [case if case in (0, 6, 10) else pytest.param(
     case, marks=pytest.mark.slow) for case in range(len(JOBS))])
-def test_ten_jobs_agree_with_enumeration(tmp_path: Path, case: int) -> None:
+def test_jobs_agree_with_enumeration(tmp_path: Path, case: int) -> None:
     text, objective = JOBS[case]
     path = tmp_path / "job.yaml"
     path.write_text(text + f"objective: {objective}\n")

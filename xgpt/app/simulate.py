@@ -202,9 +202,8 @@ def _others(opened: OpenedJob, timing: TimingSource, shown: str) -> dict[str, Es
 
 
 def _best(opened: OpenedJob, timing: TimingSource, name: str) -> Estimate | str:
-    """The best within the bound at its best number of copies, RRA's and WAA's by the search,
-    baselines' by their grids, or why there is none; without a margin, so that all are measured
-    alike."""
+    """The best within the bound at its best number of copies, or why there is none; without a
+    margin, so that all are measured alike."""
     problem, row = opened.problem, policy(name)
     if row.is_decoder_only and problem.model.is_encoder_decoder:
         return "not for encoder-decoder models: its steps encode and decode in one pass"

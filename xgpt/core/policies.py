@@ -63,6 +63,11 @@ class Policy:
     is_decoder_only: bool = False
 
     @property
+    def has_space(self) -> bool:
+        """Whether a search proves what it finds; else a grid is gone over."""
+        return self.space is not None
+
+    @property
     def variable_names(self) -> tuple[str, ...]:
         return tuple(variable.name for variable in self.variables)
 

@@ -16,10 +16,9 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limits, admissible
-from xscheduler.spaces.tensor_plans import all_tensor_plans
+from xscheduler.spaces.tensor_plans import MOST_QUERIES, all_tensor_plans
 from xsimulator.policies.figures import EstimateArrays
 
-MOST_QUERIES = 1 << 16  # considered at a time where the job does not say how many there are
 STARTS = 12  # lines of the grid whose best points are refined
 WORTH = 0.8  # of the best point's score: what a line needs for its best to be refined
 NEAR = 0.98  # of the best score: what a top needs to be refined in small steps

@@ -22,10 +22,15 @@ from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limit, Limits, crowding_or_pace
 from xscheduler.branch_and_bound import Box, Candidate, NodeResult
-from xscheduler.spaces.grid import MOST_QUERIES
 from xscheduler.spaces.remembered import RememberedPolicy
 from xscheduler.spaces.space import SMALL_BATCHES, AllInBoxes, Selection, Tight
-from xscheduler.spaces.tensor_plans import TensorPlan, batch_range, even_parts, spread_sizes
+from xscheduler.spaces.tensor_plans import (
+    MOST_QUERIES,
+    TensorPlan,
+    batch_range,
+    even_parts,
+    spread_sizes,
+)
 from xsimulator.plans import StagePlan
 from xsimulator.policies import group_counts, make_policy
 from xsimulator.policies.static.bounds import StaticBounds, shared_bounds
@@ -42,7 +47,8 @@ FEW = 48  # points of a box that are all evaluated
 SPLIT = 4  # parts that a range of batches is divided into
 SELECTED_PLANS, SELECTED_PARTS = 4, (2, 4)  # for a job of few queries
 
-Ranges = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
+Range = tuple[int, int]
+Ranges = tuple[Range, Range, Range]
 Point = tuple[int, int, int]  # encode_batch, decode_micro_batches, encode steps of a group
 
 
@@ -50,19 +56,21 @@ class PlanGrid:
     """Boxes [sizes, groups] that hold all batches of a plan, FT's and DSI's, and what they cannot
     reach."""
 
-    def __init__(self, bounds: StaticBounds, plan: StagePlan, most: int, groups: tuple[int, int],
-                 most_parts: int) -> None:
-        """Batches of up to `most` queries, encoded in up to so many parts a group."""
+    def __init__(self, bounds: StaticBounds, plan: StagePlan, most: int, groups: Range,
+                 steps: int | None) -> None:
+        """Batches of up to `most` queries. steps: see `shape_of`."""
         self._bounds, self._plan = bounds, plan
         most = min(most, most_queries(bounds.form, plan))
         octaves = math.ceil(math.log2(max(most / groups[0], 2.0)))
         sizes = 2.0 ** (np.arange(octaves * AN_OCTAVE + 1) / AN_OCTAVE)
-        counts = np.array(group_ranges(len(plan.stages), groups), float)
-        least, fewest, one = sizes[:-1, None], counts[None, :, 0], np.ones((1, 1))
+        shapes = [shape for own in group_ranges(len(plan.stages), groups)
+                  for shape in shape_of(own, (1, MOST_PARTS), steps)]
+        (fewest, highest), parts = np.array(shapes, float)[:, :, :, None].transpose(1, 2, 3, 0)
+        least = sizes[:-1, None]
         # the chances that batches last are looked up at fewer sizes than there are boxes
         batch = 2.0 ** (np.floor(2 * np.log2(least * fewest)) / 2)
-        self.boxes = StaticBoxes(least, sizes[1:, None], fewest, counts[None, :, 1], one,
-                                 most_parts * one, batch)
+        self.boxes = StaticBoxes(
+            least, sizes[1:, None], fewest, highest, parts[0], parts[1], batch)
         fits = may_fit(bounds.form, plan, self.boxes) & (least * fewest <= most)
         self._qps = np.where(fits, bounds.throughput_qps(plan, self.boxes), 0.0)
 
@@ -86,6 +94,7 @@ class StaticSpace(AllInBoxes):
         self.name, self.problem, self.plans = name, problem, tuple(plans)
         self.form = cast(Static, make_policy(name, problem, timing))
         self._has_parts = self.form.grid_parts != (None,)
+        self.steps = problem.fixed.encode_micro_batches if self._has_parts else None
         self.variables: tuple[str, ...] = ("encode_batch", "decode_micro_batches")
         if self._has_parts:
             self.variables = (*self.variables, "encode_micro_batches")
@@ -107,9 +116,9 @@ class StaticSpace(AllInBoxes):
         fixed, given = self.problem.fixed, self.problem.fixed.decode_micro_batches
         stages = len(self.form.plans.both(*self.plans[plan]).stages)
         least, most = batch_range(fixed, self.problem.num_queries or MOST_QUERIES)
-        steps = fixed.encode_micro_batches
-        parts = 1 if not self._has_parts else steps or MOST_PARTS
-        return (least, most), (given, given) if given else (1, 2 * stages), (1, parts)
+        groups = (given, given) if given else (1, 2 * stages)
+        (shape,) = shape_of(groups, (1, MOST_PARTS if self._has_parts else 1), self.steps)
+        return (least, most), *shape
 
     def config(self, plan: int, point: Point) -> StaticConfig:
         return StaticConfig(encode_batch=point[0], decode_micro_batches=point[1],
@@ -131,11 +140,10 @@ class StaticSpace(AllInBoxes):
     def grid(self, plan: int) -> PlanGrid:
         """A plan's grid, which FT and DSI share."""
         (_, most), groups, _ = self.ranges(plan)
-        parts = self.problem.fixed.encode_micro_batches or MOST_PARTS
-        key = (*self.plans[plan], most, groups, parts)
+        key = (*self.plans[plan], most, groups, self.steps)
         if key not in self.bounds.kept:
             self.bounds.kept[key] = PlanGrid(
-                self.bounds, self.form.plans.both(*self.plans[plan]), most, groups, parts)
+                self.bounds, self.form.plans.both(*self.plans[plan]), most, groups, self.steps)
         return cast(PlanGrid, self.bounds.kept[key])
 
     def bounded(self, boxes: Sequence[Box]) -> list[tuple[float, float]]:
@@ -170,10 +178,10 @@ class StaticSpace(AllInBoxes):
     def easiest(self) -> list[Tight]:
         plans, points = list[int](), list[Point]()
         for plan in range(len(self.plans)):
-            (least, most), (fewest, highest), (_, parts) = self.ranges(plan)
+            (least, most), (fewest, highest), parts = self.ranges(plan)
             batches = sorted({min(max(size, least), most) for size in SMALL_BATCHES})
             own = [point for point in itertools.product(
-                batches, sorted({fewest, (fewest + highest) // 2}), sorted({1, parts}))
+                batches, sorted({fewest, (fewest + highest) // 2}), sorted({*parts}))
                 if _allows(self, point)]
             plans += [plan] * len(own)
             points += own
@@ -190,9 +198,12 @@ class StaticSpace(AllInBoxes):
                 for plan in range(len(self.plans))]
         order = sorted(range(len(best)), key=lambda plan: -best[plan])[:SELECTED_PLANS]
         sizes = spread_sizes(num_queries, self.problem.fixed.encode_batch, set())
-        points = [(plan, point) for plan in order for point in itertools.product(
-            sizes, sorted({1, (self.ranges(plan)[1][1] + 1) // 2}),
-            SELECTED_PARTS if self._has_parts else (1,)) if _allows(self, point)]
+        points = [(plan, point) for plan in order
+                  for _, (fewest, highest), parts in [self.ranges(plan)]
+                  for point in itertools.product(
+                      sizes, sorted({fewest, (highest + 1) // 2}),
+                      sorted({*parts}) if self.steps else SELECTED_PARTS if self._has_parts
+                      else (1,)) if _allows(self, point)]
         return Selection(closed_form=self.form, configs=[
             self.config(plan, point) for plan, point in points])
 
@@ -205,10 +216,18 @@ def group_ranges(stages: int, groups: tuple[int, int]) -> list[tuple[int, int]]:
         [fewest - 1, *ends[:-1]], ends, strict=True)]
 
 
+def shape_of(groups: Range, parts: Range, steps: int | None) -> list[tuple[Range, Range]]:
+    """[ranges of groups and of encode steps of a group], as narrow as there are some where the job
+    has a batch encoded in so many `steps`; [] where no such number of groups divides them."""
+    if steps is None:
+        return [(groups, parts)]
+    able = [count for count in range(groups[0], groups[1] + 1) if steps % count == 0]
+    return [((able[0], able[-1]), (steps // able[-1], steps // able[0]))] if able else []
+
+
 def _allows(space: StaticSpace, point: Point) -> bool:
     """Whether the point has as many encode steps as the job says."""
-    steps = space.problem.fixed.encode_micro_batches
-    return steps is None or len(space.variables) < 3 or point[1] * point[2] == steps
+    return space.steps is None or point[1] * point[2] == space.steps
 
 
 def _of_shown(point: tuple[int, ...]) -> Point:
@@ -239,17 +258,22 @@ class StaticExaminer:
         (least, fewest, parts), (most, highest, most_parts) = box.lower, box.upper
         if box is self.roots[box.root]:
             stages = len(self._space.form.plans.both(*self._space.plans[box.root]).stages)
-            return [Box(root=box.root, lower=(low, first, parts), upper=(up, last, most_parts))
-                    for first, last in group_ranges(stages, (fewest, highest))
-                    for low, up in _octaves(least, most)]
+            return self._boxes(box, group_ranges(stages, (fewest, highest)), _octaves(least, most))
         if highest > fewest:
             middle = (fewest + highest) // 2
-            return (Box(root=box.root, lower=box.lower, upper=(most, middle, most_parts)),
-                    Box(root=box.root, lower=(least, middle + 1, parts), upper=box.upper))
+            return self._boxes(box, [(fewest, middle), (middle + 1, highest)], [(least, most)])
         if (most + 1) * (parts + 1) < (least + 1) * (most_parts + 1):
             return box.split()
         return [Box(root=box.root, lower=(low, fewest, parts), upper=(up, highest, most_parts))
                 for low, up in even_parts(least, most, SPLIT)]
+
+    def _boxes(self, box: Box, groups: Sequence[Range], batches: Sequence[Range]) -> list[Box]:
+        """Parts of a box, of these ranges."""
+        parts = box.lower[2], box.upper[2]
+        return [Box(root=box.root, lower=(low, fewest, least), upper=(up, highest, most))
+                for own in groups
+                for (fewest, highest), (least, most) in shape_of(own, parts, self._space.steps)
+                for low, up in batches]
 
     def examine(self, boxes: Sequence[Box]) -> list[NodeResult]:
         if boxes and boxes[0] is self.roots[boxes[0].root]:
@@ -283,9 +307,11 @@ class StaticExaminer:
         for place in np.argsort(-cells, axis=None)[:SEEDS].tolist():
             row, column = divmod(place, cells.shape[1])
             low, up = float(grid.least[row, 0]), float(grid.most[row, 0])
+            parts = {max(int(grid.parts[0, column]), box.lower[2]),
+                     min(int(grid.most_parts[0, column]), box.upper[2])}
             for groups in {int(grid.fewest[0, column]), int(grid.highest[0, column])}:
-                points += [(math.floor(size * groups), groups, parts) for size in (
-                    low, math.sqrt(low * up), up) for parts in {1, box.upper[2]}]
+                points += [(math.floor(size * groups), groups, part) for size in (
+                    low, math.sqrt(low * up), up) for part in parts]
         return [point for point in points if all(low <= value <= up for low, value, up in zip(
             box.lower, point, box.upper, strict=True))]
 

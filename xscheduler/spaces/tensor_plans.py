@@ -24,6 +24,7 @@ from xsimulator.allocation import refuse_plan
 from xsimulator.memory import capacity_bytes
 
 MAX_ENCODE_BATCH = 1 << 20
+MOST_QUERIES = 1 << 16  # of a static batch or a grid where the job does not say how many there are
 SIZE_RATIO = 1.25  # between sizes that are looked at all over a space
 MANY_NODES = 4  # from which on tp_gpus that are no whole nodes are not looked at, unless asked for
 MOST_NODES = 8  # from which on those of one node and of quarters of them all are

@@ -10,7 +10,7 @@ from problems import problem_of, roofline_of
 
 from xgpt.core.job import FixedSchedule
 from xscheduler.planner import Planner, PlanOptions
-from xscheduler.spaces.baselines import BaselineSearch
+from xscheduler.search import Scheduler
 
 BOUNDS_S = (math.inf, 12.0, 6.0)
 
@@ -19,9 +19,9 @@ BOUNDS_S = (math.inf, 12.0, 6.0)
 def test_a_bound_s_best_does_not_depend_on_the_bounds_before_it(policy):
     problem = replace(problem_of(), fixed=FixedSchedule(policies=(policy,)))
     timing = roofline_of(problem)
-    shared = BaselineSearch(problem, timing)
+    shared = Scheduler(problem, timing)
     in_turn = [shared.find(bound_s).estimate for bound_s in BOUNDS_S]
-    alone = [BaselineSearch(problem, timing).find(bound_s).estimate for bound_s in BOUNDS_S]
+    alone = [Scheduler(problem, timing).find(bound_s).estimate for bound_s in BOUNDS_S]
     assert [one.variables for one in in_turn] == [one.variables for one in alone]
     assert [one.figures.throughput_qps for one in in_turn] == pytest.approx(
         [one.figures.throughput_qps for one in alone], rel=1e-9)
@@ -29,7 +29,7 @@ def test_a_bound_s_best_does_not_depend_on_the_bounds_before_it(policy):
 
 def test_a_configuration_is_evaluated_once():
     problem = replace(problem_of(), fixed=FixedSchedule(policies=("ft",)))
-    search = BaselineSearch(problem, roofline_of(problem))
+    search = Scheduler(problem, roofline_of(problem))
     search.find(8.0)
     evaluated = search.num_evaluated
     search.find(8.0)

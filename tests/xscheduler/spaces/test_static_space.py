@@ -15,7 +15,7 @@ from test_bounds import case_of, inside, ranges, some_always, some_plan
 
 from xgpt.core import catalog
 from xgpt.core.cluster import uniform_cluster
-from xgpt.core.constraint import latency_constraint
+from xgpt.core.constraint import Bound, latency_constraint
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical
@@ -142,6 +142,56 @@ def test_nothing_that_brute_force_finds_is_better(seed: int) -> None:
         assert most / (1 + GAP) <= found.figures.throughput_qps <= most * (1 + 1e-9)
         assert found.proof.bound_qps >= most and found.proof.gap <= GAP
         assert found.figures.latency_s <= bound_s * (1 + 1e-12) and found.figures.fits
+
+
+@pytest.mark.parametrize(("policy", "fixed"), [
+    ("ft", {}), ("dsi", {}), ("dsi", {"encode_micro_batches": 12}),
+    ("dsi", {"encode_micro_batches": 6, "decode_micro_batches": 3}),
+    ("ft", {"decode_micro_batches": 2}), ("dsi", {"encode_batch": 11})])
+def test_a_policy_named_alone_keeps_what_the_job_fixes_and_every_bound(
+        policy: str, fixed: dict[str, int]) -> None:
+    free = toy_problem(num_queries=36, outputs=(30, 10, 60), fixed=FixedSchedule(
+        policies=(policy,), **fixed))  # type: ignore[arg-type]
+    timing = toy_roofline(free)
+    form = make_policy(policy, free, timing)
+    plans, steps = tensor_plans(free, timing), fixed.get("encode_micro_batches")
+    configs = [StaticConfig(
+        encode_batch=batch, decode_micro_batches=groups, tp_degree=degree, tp_gpus=gpus,
+        encode_parts=None if policy == "ft" else parts) for degree, gpus in plans
+        for batch, groups, parts in product(
+            [fixed.get("encode_batch")] if "encode_batch" in fixed else range(1, 37),
+            range(1, 2 * len(form.plans.both(degree, gpus).stages) + 1),
+            range(1, 2 if policy == "ft" else 1 + (steps or MOST_PARTS)))
+        if steps in (None, groups * parts) and fixed.get("decode_micro_batches") in (None, groups)]
+    figures = form.evaluate(configs)
+    for latency, ttft, tpot in ((math.inf, math.inf, math.inf), (0.7, math.inf, math.inf),
+                                (math.inf, 0.3, math.inf), (0.9, 0.6, 0.5)):
+        limits = [float(np.quantile(own, share)) if share < 1 else math.inf for own, share in (
+            (figures.latency_s, latency), (figures.ttft_s, ttft), (figures.tpot_s, tpot))]
+        problem = replace(free, constraint=latency_constraint(limits[0], further=tuple(
+            Bound(metric=metric, limit_s=limit_s) for metric, limit_s in (
+                ("ttft", limits[1]), ("tpot", limits[2])) if limit_s < math.inf)))
+        able = (figures.fits & (figures.latency_s <= limits[0]) & (figures.ttft_s <= limits[1])
+                & (figures.tpot_s <= limits[2]))
+        most = figures.throughput_qps[able].max()
+        found = Scheduler(problem, timing).find()
+        assert most / (1 + GAP) <= found.figures.throughput_qps <= most * (1 + 1e-9)
+        assert found.proof.bound_qps >= most and found.proof.gap <= GAP
+        assert found.estimate.policy == policy and {
+            name: found.estimate.variables[name] for name in fixed} == fixed
+
+
+def test_what_is_evaluated_beside_a_batch_does_not_change_it() -> None:
+    """Where a quantile lies at a step of the distribution of rounds, rounding decided which side
+    of the step it was on, and that hung on how many batches were evaluated together."""
+    problem = toy_problem(kind="batch", quantile=0.5, devices=2)
+    problem = replace(problem, lengths=replace(
+        problem.lengths, outputs=empirical(list(range(1, 21)))))
+    form = make_policy("dsi", problem, toy_roofline(problem))
+    configs = [StaticConfig(encode_batch=1, decode_micro_batches=groups, encode_parts=1)
+               for groups in range(1, 7)]
+    alone = [form.evaluate([config]).latency_s[0] for config in configs]
+    np.testing.assert_allclose(form.evaluate(configs).latency_s, alone, rtol=1e-12)
 
 
 def test_where_the_quickest_is_too_slow_there_is_none() -> None:

@@ -1,4 +1,4 @@
-"""The best configuration of a baseline, against brute force."""
+"""The best configuration of a grid and its neighbours, against brute force."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
-from xscheduler.spaces import grid as baselines
+from xscheduler.spaces import grid
 from xscheduler.spaces.tensor_plans import all_tensor_plans
 from xsimulator.policies.continuous.closed_form import orca, sarathi, vllm
 from xsimulator.policies.continuous.config import ContinuousConfig
@@ -53,7 +53,7 @@ def test_nothing_that_brute_force_finds_is_better(policy, kind):
     figures = ours.evaluate(configs)
     bounds_s = [*np.quantile(figures.latency_s, [0.02, 0.1, 0.3, 0.7]), math.inf]
     for bound_s in bounds_s:
-        found = baselines.best(ours, bound_s, plans=PLANS)
+        found = grid.best(ours, bound_s, plans=PLANS)
         is_admissible = figures.fits & (figures.latency_s <= bound_s)
         most = figures.throughput_qps[is_admissible].max()
         assert found is not None and found.figures.fits and found.figures.latency_s <= bound_s
@@ -73,7 +73,7 @@ def test_nothing_that_a_finer_grid_finds_is_better(policy):
                for most, budget, (degree, gpus) in itertools.product(range(1, 91), budgets, PLANS)]
     figures = ours.evaluate(configs)
     for bound_s in (*np.quantile(figures.latency_s, [0.05, 0.3, 0.7]), math.inf):
-        found = baselines.best(ours, bound_s, plans=PLANS)
+        found = grid.best(ours, bound_s, plans=PLANS)
         is_admissible = (figures.fits & (figures.latency_s <= bound_s)
                          & (figures.present <= 90 + 1e-9))
         assert found is not None and found.figures.fits and found.figures.latency_s <= bound_s
@@ -82,22 +82,22 @@ def test_nothing_that_a_finer_grid_finds_is_better(policy):
 
 def test_what_is_ruled_out_by_limits_is_not_evaluated():
     hill = LimitedHill()
-    assert baselines.best(hill, math.inf, plans=PLANS) == Point(
+    assert grid.best(hill, math.inf, plans=PLANS) == Point(
         size=137, parts=8, tp_degree=4, tp_gpus=4)
     all_seen = Hill()
-    baselines.best(all_seen, math.inf, plans=PLANS)
+    grid.best(all_seen, math.inf, plans=PLANS)
     assert len(hill.seen) < 0.7 * len(all_seen.seen)
 
 
 def test_none_where_no_configuration_is_quick_enough():
     ours = static_of(ft, 50)
-    assert baselines.best(ours, 0.01, plans=PLANS) is None
+    assert grid.best(ours, 0.01, plans=PLANS) is None
 
 
 def test_all_plans_are_considered_by_default():
     ours = static_of(ft, 75)
     assert all_tensor_plans(ours.problem, ours.timing) == [(1, 0), (2, 2), (2, 4), (4, 4)]
-    found, of_few = baselines.best(ours, math.inf), baselines.best(ours, math.inf, plans=PLANS)
+    found, of_few = grid.best(ours, math.inf), grid.best(ours, math.inf, plans=PLANS)
     assert found is not None and of_few is not None
     assert found.figures.throughput_qps >= of_few.figures.throughput_qps
 
@@ -105,8 +105,8 @@ def test_all_plans_are_considered_by_default():
 def test_a_wider_bound_is_never_worse_and_dsi_never_below_ft():
     last = 0.0
     for bound_s in (6.0, 9.0, 14.0, math.inf):
-        slow = baselines.best(static_of(ft, 200), bound_s, plans=PLANS)
-        quick = baselines.best(static_of(dsi, 200), bound_s, plans=PLANS)
+        slow = grid.best(static_of(ft, 200), bound_s, plans=PLANS)
+        quick = grid.best(static_of(dsi, 200), bound_s, plans=PLANS)
         assert slow is not None and quick is not None
         assert slow.figures.throughput_qps >= last and (
             quick.figures.throughput_qps >= 0.999 * slow.figures.throughput_qps)
@@ -157,7 +157,7 @@ class LimitedHill(Hill):
 
 def test_climbs_to_the_top_that_the_constraints_leave():
     hill = Hill()
-    assert baselines.best(hill, math.inf, plans=PLANS) == Point(
+    assert grid.best(hill, math.inf, plans=PLANS) == Point(
         size=137, parts=8, tp_degree=4, tp_gpus=4)
-    assert baselines.best(hill, 117.5, plans=PLANS).size == 117
+    assert grid.best(hill, 117.5, plans=PLANS).size == 117
     assert all(point.size >= 1 and point.parts >= 1 and point.unused == 0 for point in hill.seen)
