@@ -14,6 +14,7 @@ TIE_LEVELS = (np.arange(8) + 0.5) / 8  # quantiles of M at which the last group'
 SCATTER_Z, SCATTER_WEIGHT = np.polynomial.hermite_e.hermegauss(5)
 PLACES = 4  # of a query in its batch
 BISECTIONS = 18
+ROUNDING = 1e-13  # of a share of all batches: sums of it differ by less, whoever else is in them
 
 
 class BatchTimeline(NamedTuple):
@@ -107,7 +108,7 @@ class Rounds:
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
             done = self._done_by(middle[:, None] - shift, iterations, ends, batch.queries)
-            is_enough = done @ weight >= quantile
+            is_enough = done @ weight >= quantile - ROUNDING
             low = np.where(is_enough, low, middle)
             high = np.where(is_enough, middle, high)
         return np.asarray(high, dtype=np.float64)
