@@ -22,6 +22,8 @@ from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limit, Limits, crowding_or_pace
 from xscheduler.branch_and_bound import Box, Candidate, NodeResult
+from xscheduler.spaces.continuous_points import Key, Point, around, far, is_admissible, near
+from xscheduler.spaces.least_latency import quickest
 from xscheduler.spaces.space import AllInBoxes, Selection, Tight
 from xscheduler.spaces.tensor_plans import TensorPlan, spread_sizes
 from xsimulator.policies import make_policy
@@ -31,9 +33,6 @@ from xsimulator.policies.continuous.config import ContinuousConfig
 from xsimulator.policies.continuous.plan_limits import PlanLimits
 
 MOST_ACTIVE, MOST_BUDGET = 1 << 16, 1 << 20
-# Of the bound's max_active, looked at first: no further apart than the walks' own nodes, so that
-# points between these need no walk of their own.
-AROUND = (0.35, 0.5, 0.6, 0.69, 0.79, 0.9, 1.0, 1.13, 1.3)
 FIRST_LINES = 8  # in which points are looked at before any other, so that there are some
 LINES_TOGETHER = 32  # whose points are evaluated at once
 MOST_LINES = 128  # in which points are looked at; the others keep their bounds
@@ -41,13 +40,10 @@ ROUNDS = 3  # of looking where the latency meets its bound
 WORTH = 0.93  # of the best found: what a line needs to be looked at once more
 CLIMBERS, CLIMBS = 4, 10  # points whose neighbours are looked at, and how often those of the best
 PLAN_WORTH = 0.8  # of the best found: the same, of the best under another tensor plan
-# Neighbours at first, as shares of max_active and of token_budget, which are as far apart as the
-# walks' own nodes; then those next to a point, and those so many shares away.
-WIDE = (0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35), (2**-0.5, 2**-0.25, 1.0, 2**0.25, 2**0.5)
-NARROW = (0.025, 0.06, 0.15), (0.03, 0.09)
 KEPT_LIMITS = 8  # latency bounds of which what is proved of all lines is kept
 STEEP_GAP = 0.015  # from it on the closest neighbours, which bring less, are not looked at
 SELECTED_PLANS = 6  # for a job of few queries
+DESCENTS = 16  # tensor plans that are looked into where nothing at all keeps the bounds
 
 
 class _Line(NamedTuple):
@@ -57,14 +53,6 @@ class _Line(NamedTuple):
     budget: int
     least: int
     most: int
-
-
-class Point(NamedTuple):
-    """A configuration's figures; `limit`: what forbids it apart from latency."""
-
-    throughput_qps: float
-    latency_s: float
-    limit: Limit
 
 
 class ContinuousSpace(AllInBoxes):
@@ -84,10 +72,11 @@ class ContinuousSpace(AllInBoxes):
         self.active = (1, most) if given is None else (given, given)
         # by latency bound: the floor, and what `limits` says above it
         self._known_limits: dict[float, tuple[float, FloatArray, FloatArray]] = {}
-        budgets = self._budgets = _budgets_of(self.form)
+        budgets = self.budgets = _budgets_of(self.form)
         self.num_budgets = len(budgets)  # lines of each plan, one after the other
         self.lines = [_Line(plan, *own) for plan in range(len(plans)) for own in budgets]
         self._plan_of = np.repeat(np.arange(len(plans)), len(budgets))
+        self.stages = [len(self.form.plans.both(*plan).stages) for plan in plans]
         self._of_plan = cache(partial(_limits_of_plan, self))
 
     @property
@@ -165,12 +154,12 @@ class ContinuousSpace(AllInBoxes):
         return float(self.form.evaluate([self.config(tight.plan, tight.point)]).present[0])
 
     def easiest(self) -> list[Tight]:
-        budgets = sorted({budget for budget, _, _ in self._budgets})
+        budgets = sorted({budget for budget, _, _ in self.budgets})
         budgets = budgets[len(budgets) // 2::max(len(budgets) // 4, 1)]
         keys = [(plan, min(max(active, self.active[0]), self.active[1]), budget)
-                for plan, own in enumerate(self.plans) for budget in budgets
-                for active in (1, len(self.form.plans.both(*own).stages))]
-        keys = list(dict.fromkeys(keys))
+                for plan, stages in enumerate(self.stages) for budget in budgets
+                for active in (1, stages)]
+        keys = list(dict.fromkeys([*keys, *quickest(self, dict(enumerate(self.stages)), 0.0)]))
         return [Tight(point.latency_s, point.limit, point.throughput_qps, key[0], key[1:])
                 for key, point in zip(keys, self.evaluate(keys), strict=True)]
 
@@ -182,7 +171,7 @@ class ContinuousSpace(AllInBoxes):
         np.maximum.at(best, [line.plan for line in self.lines], limit)
         plans = np.argsort(-best, kind="stable")[:SELECTED_PLANS].tolist()
         sizes = spread_sizes(num_queries, self.problem.fixed.max_active, set())
-        budgets = [budget for budget, _, _ in self._budgets][::2]
+        budgets = [budget for budget, _, _ in self.budgets][::2]
         return Selection(closed_form=self.form, configs=[
             self.config(plan, (size, budget)) for plan in plans for budget in budgets
             for size in sizes])
@@ -219,7 +208,7 @@ class ContinuousExaminer:
         if not len(self._limit):
             self._limit, self._active = self._space.limits(
                 self._bound_s, self._best_qps * (1 + self._gap))
-            self._look((row, _around(self._active[row], self._space.active)) for row in np.argsort(
+            self._look((row, around(self._active[row], self._space.active)) for row in np.argsort(
                 -self._limit, kind="stable")[:FIRST_LINES].tolist()
                 if self._limit[row] > self._best_qps * (1 + self._gap))
             return [self._bounded(box) for box in boxes]
@@ -229,10 +218,12 @@ class ContinuousExaminer:
         for begin in range(0, len(rows), LINES_TOGETHER):
             lines = [row for row in rows[begin:begin + LINES_TOGETHER]
                      if self._limit[row] > self._best_qps * (1 + self._gap)]
-            self._look((row, _around(self._active[row], self._space.active)) for row in lines)
+            self._look((row, around(self._active[row], self._space.active)) for row in lines)
             for _ in range(ROUNDS):
                 lines = [row for row in lines if self._is_worth(row)]
                 self._look((row, self._frontier(row)) for row in lines)
+        if self._best_qps <= 0:  # nor elsewhere: the quickest tell whether anything is
+            self._evaluate(_quickest(self._space, rows, self._bound_s))
         # also from what is below that of another policy: neighbours may be better by a third
         top = self._climb() if self._own_qps > self._climbed_qps else None
         self._climbed_qps = self._own_qps
@@ -259,10 +250,8 @@ class ContinuousExaminer:
         seen, best = self._seen[row], self._best(row)
         tried = sorted(active for active, _ in seen)
         if best is None:
-            fewer = [max(round(tried[0] * share), self._space.active[0])
-                     for share in (0.15, 0.3, 0.6)]
-            # where nothing is had at all, the fewest say whether anything keeps the bounds
-            return fewer if self._best_qps > 0 else [self._space.active[0], *fewer]
+            return [max(round(tried[0] * share), self._space.active[0])
+                    for share in (0.15, 0.3, 0.6)]
         at = tried.index(best[0])
         below, above = tried[max(at - 1, 0)], tried[min(at + 1, len(tried) - 1)]
         slow = seen[above, best[1]].latency_s
@@ -289,7 +278,7 @@ class ContinuousExaminer:
         points = self._space.evaluate([(lines[row].plan, *point) for row, *point in new])
         for (row, active, budget), figures in zip(new, points, strict=True):
             self._seen[row][active, budget] = figures
-            if _is_admissible(figures, self._bound_s):
+            if is_admissible(figures, self._bound_s):
                 self._own_qps = max(self._own_qps, figures.throughput_qps)
                 own = -figures.throughput_qps, (active, budget)
                 self._bests[row] = min(self._bests.get(row, own), own)
@@ -310,13 +299,13 @@ class ContinuousExaminer:
             worth = PLAN_WORTH if plan not in seen_plans else WORTH if place < CLIMBERS else 2.0
             seen_plans.add(plan)
             if -negative >= worth * self._own_qps:
-                beside += self._beside(row, *_far(best))
+                beside += self._beside(row, *far(best))
         self._evaluate(beside)  # together: a walk costs as much for one as for many
         for _ in range(CLIMBS if self._gap < STEEP_GAP else 0):
             own_qps = self._own_qps
             top = self._top()
             if top is not None:
-                self._evaluate(self._beside(top.root, *_near(top.point)))
+                self._evaluate(self._beside(top.root, *near(top.point)))
             if self._own_qps == own_qps:
                 break
         return self._top()
@@ -348,6 +337,14 @@ class ContinuousExaminer:
                           reason="bounded by the least work of a query")
 
 
+def _quickest(space: ContinuousSpace, rows: Sequence[int], bound_s: float) -> list[Key]:
+    """(line, max_active, token_budget) of the quickest points of the plans of some lines."""
+    plans = list(dict.fromkeys(space.lines[row].plan for row in rows))[:DESCENTS]
+    return [(plan * space.num_budgets + place, active, budget) for plan, active, budget in quickest(
+                space, {plan: space.stages[plan] for plan in plans}, bound_s)
+            for place, (_, least, most) in enumerate(space.budgets) if least <= budget <= most]
+
+
 def _budgets_of(form: Continuous) -> list[tuple[int, int, int]]:
     """(token budget, and the least and most of its range)."""
     nodes = form.filling.budgets
@@ -366,27 +363,3 @@ def _limits_of_plan(space: ContinuousSpace, plan: int) -> PlanLimits:
         (line.least, line.most) for line in lines), strict=True))
     return PlanLimits(space.bounds, space.form.plans.both(*space.plans[plan]), Lines(
         np.full(len(lines), float(space.active[1])), least, most))
-
-
-def _is_admissible(point: Point, latency_bound_s: float) -> bool:
-    return not point.limit and point.throughput_qps > 0 and point.latency_s <= latency_bound_s
-
-
-def _around(active: float, limits: tuple[int, int]) -> list[int]:
-    """Values of max_active around the one at which a bound has its best."""
-    return [min(max(round(share * active), limits[0]), limits[1]) for share in AROUND]
-
-
-def _far(point: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """Values of max_active and token_budget around a point."""
-    return ([round(point[0] * share) for share in WIDE[0]],
-            [round(point[1] * share) for share in WIDE[1]])
-
-
-def _near(point: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """Values of max_active and token_budget beside a point's."""
-    steps = ({0, 1, *(math.ceil(value * share) for share in shares)}
-             for value, shares in zip(point, NARROW, strict=True))
-    active, budget = ([value + sign * step for step in own for sign in (-1, 1)]
-                      for value, own in zip(point, steps, strict=True))
-    return active, budget

@@ -165,3 +165,28 @@ def test_a_bound_that_few_queries_at_a_time_keep_is_met():
     found = search_space(space, 1.001 * alone.latency_s, Effort(gap=0.005))
     assert found.outcome.best is not None
     assert found.outcome.best.objective >= alone.throughput_qps
+
+
+@pytest.mark.parametrize(("policy", "seed", "options"), [
+    ("sarathi", 17, {"devices": 1, "memory": 5e9}), ("sarathi", 22, {"devices": 1, "memory": 5e9}),
+    ("vllm", 10, {"devices": 1, "memory": 5e9}),
+    ("vllm", None, {"memory": 1e8, "inputs": (9, 3, 19), "outputs": (7, 2, 16),
+                    "fixed": FixedSchedule(tp_degree=2, tp_gpus=2)})])
+def test_the_quickest_is_found_where_it_alone_keeps_the_bound(policy, seed, options):
+    """No schedule was said to keep it where some queries more than the fewest are quicker, or where
+    memory has no room for a query beside what a step of the line's budget takes."""
+    problem = toy_problem(num_queries=MOST, **{"outputs": (20, 8, 50)} | options)
+    timing = roofline_of(problem)
+    if seed is not None:
+        timing = planted(np.random.default_rng(seed), timing)
+    space = ContinuousSpace(policy, problem, timing, tensor_plans(problem, timing))
+    keys = product([0], (*range(1, 9), 12, 16, 30), (24, 40, 64, 128, 256, 300, 512, 1024))
+    quickest = min((point for point in space.evaluate(list(keys)) if not point.limit),
+                   key=lambda point: point.latency_s)
+    bound_s = 1.0001 * quickest.latency_s
+    found = search_space(ContinuousSpace(policy, problem, timing, space.plans), bound_s,
+                         Effort(gap=0.005))
+    assert found.outcome.best is not None
+    assert found.outcome.best.objective >= 0.99 * quickest.throughput_qps
+    least_s = min(one.latency_s for one in space.easiest() if not one.limit)
+    assert least_s <= bound_s, "it is what a refusal says can be met"
