@@ -12,7 +12,6 @@ import numpy as np
 from xgpt.core.constraint import Metric
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray
-from xgpt.core.positions import output_room
 from xgpt.core.problem import Problem
 from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate
@@ -179,7 +178,7 @@ def _runnable(problem: Problem, estimate: Estimate) -> tuple[QueryLengths, IntAr
     if known is None:
         return None
     runs = known.reserves <= estimate.longest_query
-    runs &= output_room(problem.model, known.inputs) >= 1
+    runs &= known.most_outputs >= 1
     runs &= known.inputs <= (estimate.longest_input or np.inf)
     return known, np.flatnonzero(runs)
 

@@ -64,7 +64,10 @@ def _known_outputs(problem: Problem) -> IntArray | None:
     count = problem.num_queries
     if problem.is_synthetic and count is not None:
         return synthetic_lengths(problem.lengths, count * problem.copies, problem.seed)[1]
-    return None if problem.queries is None else problem.queries.outputs
+    known = problem.queries
+    if known is None or known.outputs is None or not known.most_outputs.any():
+        return None
+    return known.outputs[known.most_outputs > 0]  # the others are answered by no schedule
 
 
 def _own_level(planned: Lengths, outputs: IntArray, quantile: float) -> float:

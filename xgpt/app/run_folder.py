@@ -14,7 +14,7 @@ from xgpt.app.run_files import METRICS_FILE, RESULTS_FILE
 from xgpt.app.telling import Teller
 from xgpt.core.errors import wrong
 from xgpt.core.json_values import write_json
-from xgpt.core.positions import output_room
+from xgpt.core.positions import has_room, output_room
 from xgpt.core.problem import open_weight_dtypes
 from xgpt.core.queries import Requests
 from xgpt.core.schedule import Schedule
@@ -91,7 +91,7 @@ def _longest(opened: OpenedJob, requests: Requests) -> tuple[int, int] | None:
     room = output_room(opened.problem.model, inputs)
     reserves = inputs + np.minimum(
         requests.output_caps(opened.problem.default_max_tokens), room)
-    fits = np.maximum(requests.forced, 1) <= room
+    fits = has_room(opened.problem.model, inputs, requests.forced)
     fits[list(requests.unusable)] = False
     return int(inputs[fits].max(initial=1)), int(reserves[fits].max(initial=1))
 

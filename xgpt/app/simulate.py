@@ -29,7 +29,7 @@ from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import mistake
 from xscheduler.copies import problem_for, problems_of_copies
-from xscheduler.evaluator import in_run_order
+from xscheduler.evaluator import job_lengths
 from xscheduler.over_copies import CopiesSearch
 from xscheduler.planner import PlanOptions
 from xscheduler.search import GAP
@@ -151,9 +151,11 @@ def replay_steady(problem: Problem, timing: TimingSource, estimate: Estimate,
     """A replay of `num_queries` (the job's own, with their input lengths where those are known),
     or by one copy of the model of enough for a steady state; and the steady state in it."""
     rng = np.random.default_rng(problem.seed)
-    known = problem.queries if num_queries is not None else None
-    inputs = None if known is None else known.inputs[
-        in_run_order(problem, estimate, len(known.inputs))]
+    known = None if num_queries is None or problem.queries is None else job_lengths(
+        problem, estimate)
+    inputs = None if known is None or not len(known.inputs) else known.inputs
+    if inputs is not None:
+        num_queries = len(inputs)  # the others become error records
     count = num_queries or enough_queries(estimate, least=LEAST_QUERIES, rounds=ROUNDS,
                                           most=MOST_QUERIES)
     queries = planned_queries(problem, *sample_job(problem.lengths, count, rng, inputs))

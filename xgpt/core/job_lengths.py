@@ -21,7 +21,7 @@ from xgpt.core.lengths import (
     truncated_normal,
 )
 from xgpt.core.model import ModelSpec
-from xgpt.core.positions import output_room
+from xgpt.core.positions import has_room, output_room
 from xgpt.core.queries import Requests
 
 # Cap on the output where neither the request, the job nor a distribution of outputs gives one.
@@ -65,8 +65,8 @@ def _joint_of_requests(job: Job, model: ModelSpec, requests: Requests) -> JointL
     is_observed = job.workload.output_tokens.kind == "observe"
     outputs = _caps(job, requests) if is_observed else _forced(job, requests)
     pairs = np.stack([_input_lengths(job, requests), outputs], axis=1)
-    pairs = pairs[_can_run(job, pairs[:, 0], model)]
-    if is_observed:  # a cap beyond the positions ends where they do; a forced length cannot
+    pairs = pairs[_can_run(job, pairs[:, 0], requests.forced, model)]
+    if is_observed:  # a cap beyond the positions ends where they do
         pairs[:, 1] = np.minimum(pairs[:, 1], output_room(model, pairs[:, 0]))
     note, pairs = f"of {len(pairs)} requests", pairs.astype(np.int32)  # of millions: they stay
     return JointLengths(inputs=empirical(pairs[:, 0], note),
@@ -74,14 +74,18 @@ def _joint_of_requests(job: Job, model: ModelSpec, requests: Requests) -> JointL
                         pairs=pairs)
 
 
-def _can_run(job: Job, input_lengths: IntArray, model: ModelSpec) -> NDArray[np.bool_]:
-    """Which prompts have a token and leave room for one; the run reports the others as errors."""
+def _can_run(job: Job, input_lengths: IntArray, forced: IntArray,
+             model: ModelSpec) -> NDArray[np.bool_]:
+    """Which prompts have a token and leave room for one, and for all that are forced; the run
+    reports the others as errors."""
     limit = model.max_positions or MAX_LENGTH_TOKENS + 1
-    mask = (input_lengths > 0) & (input_lengths <= MAX_LENGTH_TOKENS) & (
-        output_room(model, input_lengths) >= 1)
+    mask = (input_lengths > 0) & (input_lengths <= MAX_LENGTH_TOKENS)
+    why = f"no prompt has a token and is shorter than the model's {limit} positions"
+    if (mask & has_room(model, input_lengths, np.zeros_like(forced))).any():
+        why = f"no prompt's forced_tokens fit after it into the model's {limit} positions"
+    mask &= has_room(model, input_lengths, forced)
     if not mask.any():
-        raise wrong(job.source, "workload.requests", str(job.workload.requests),
-                    f"no prompt has a token and is shorter than the model's {limit} positions")
+        raise wrong(job.source, "workload.requests", str(job.workload.requests), why)
     return np.asarray(mask)
 
 
@@ -89,15 +93,19 @@ def _inputs(job: Job, model: ModelSpec, requests: Requests | None) -> Lengths:
     spec = job.workload.input_tokens
     if spec.kind != "from_requests":
         return _marginal(spec, is_input=True)
-    lengths = _input_lengths(job, _needed(requests))
-    lengths = lengths[_can_run(job, lengths, model)]
+    requests = _needed(requests)
+    lengths = _input_lengths(job, requests)
+    lengths = lengths[_can_run(job, lengths, requests.forced, model)]
     return empirical(lengths, note=f"of {len(lengths)} requests")
 
 
 def _outputs(job: Job, model: ModelSpec, requests: Requests | None) -> Lengths:
     spec = job.workload.output_tokens
     if spec.kind == "from_requests":
-        return empirical(_forced(job, _needed(requests)), note="forced by the requests")
+        forced = _forced(job, _needed(requests))
+        inputs = _needed(requests).input_tokens
+        fits = has_room(model, np.ones_like(forced) if inputs is None else inputs, forced)
+        return empirical(forced[fits] if fits.any() else forced, note="forced by the requests")
     if spec.kind == "observe":
         caps = _caps(job, _needed(requests))
         if model.max_positions is not None:

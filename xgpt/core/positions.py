@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from xgpt.core.lengths import BoolArray, IntArray
 from xgpt.core.model import ModelSpec
 
 UNLIMITED = 2**31 - 1  # tokens; no request may ask for more
@@ -19,3 +20,9 @@ def output_room(model: ModelSpec, inputs: Any) -> Any:
     if model.is_encoder_decoder:
         return np.where(np.asarray(inputs) <= most, most, 0)
     return most - inputs
+
+
+def has_room(model: ModelSpec, inputs: IntArray, forced: IntArray) -> BoolArray:
+    """Which queries a model's positions hold: some output after so many tokens of `inputs`, and all
+    of it where its length is `forced` (0: the model decides)."""
+    return np.asarray(np.maximum(forced, 1) <= output_room(model, inputs))

@@ -23,7 +23,7 @@ from xgpt.core.job import Adjustment, FixedSchedule, Job
 from xgpt.core.job_lengths import default_max_tokens, resolve_lengths
 from xgpt.core.lengths import JointLengths
 from xgpt.core.model import ModelSpec
-from xgpt.core.positions import output_room
+from xgpt.core.positions import has_room, output_room
 from xgpt.core.queries import QueryLengths, Requests
 from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.units import DTYPE_BYTES, FP8, INT8, WEIGHT_BYTES
@@ -144,11 +144,17 @@ def _as_the_engine_leaves_it(cluster: Cluster, job: Job) -> Cluster:
 def _query_lengths(requests: Requests | None, most_outputs: int,
                    model: ModelSpec) -> QueryLengths | None:
     """Lengths of the job's own queries; None where the requests were not tokenised. No query takes
-    more positions than the model has; one whose input alone does becomes an error record."""
+    more positions than the model has; what becomes an error record whatever the schedule, since its
+    input alone or its forced output takes more, or it has no tokens of the model's, has no output
+    here and one token of input."""
     if requests is None or requests.input_tokens is None or not requests.are_tokenised:
         return None
-    caps = np.minimum(requests.output_caps(most_outputs), output_room(model, requests.input_tokens))
-    return QueryLengths(inputs=requests.input_tokens, most_outputs=caps,
+    inputs = requests.input_tokens
+    runs = has_room(model, inputs, requests.forced)
+    runs[list(requests.unusable)] = False
+    caps = np.minimum(requests.output_caps(most_outputs), output_room(model, inputs))
+    caps = np.where(runs, caps, 0)
+    return QueryLengths(inputs=np.where(runs, inputs, 1), most_outputs=caps,
                         outputs=caps if requests.are_forced else None)
 
 

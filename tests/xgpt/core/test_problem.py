@@ -318,6 +318,25 @@ def test_prompts_that_tokenise_to_nothing_are_left_out_of_the_plan(folder: Path)
     assert _resolved(job, [7, 0]).lengths.inputs.mean == 7
 
 
+@pytest.mark.parametrize("outputs", ["from_requests", "observe", "{mean: 9, std: 2, max: 20}"])
+def test_forced_outputs_beyond_the_positions_are_left_out_of_the_plan(
+        folder: Path, outputs: str) -> None:
+    """They become error records: a file with one was refused, or planned for as if it ran."""
+    lines = [{"id": "a", "tokens": [1] * 7, "forced_tokens": 5},
+             {"id": "b", "tokens": [1] * 9, "forced_tokens": 1016}]
+    (folder / "tokens.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    job = _job(folder, "model=gpt2", "workload={requests: tokens.jsonl, input_tokens: "
+                       f"from_requests, output_tokens: {outputs}}}")
+    problem = _resolved(job, [7, 9])
+    assert problem.lengths.inputs.max == 7 and problem.lengths.outputs.max in (5, 20)
+    assert problem.queries is not None and problem.queries.most_outputs.tolist() == [5, 0]
+    assert problem.queries.reserves.tolist() == [12, 1]
+    lines.pop(0)
+    (folder / "tokens.jsonl").write_text(json.dumps(lines[0]))
+    with pytest.raises(InputError, match="forced_tokens fit after it into the model's 1024"):
+        _resolved(job, [9])
+
+
 def test_a_file_of_both_sides_is_joint_and_of_one_is_not(folder: Path) -> None:
     both = _resolve(folder, "workload={input_tokens: {file: lengths.csv}, "
                             "output_tokens: {file: lengths.csv}}").lengths
