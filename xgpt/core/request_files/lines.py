@@ -9,7 +9,13 @@ from typing import IO, Any
 
 from xgpt.core.chat import BadRecord
 from xgpt.core.request_files.files import RequestFiles
-from xgpt.core.request_files.rows import Row, of_object, parsed
+from xgpt.core.request_files.rows import (
+    RepeatedKeyError,
+    Row,
+    of_object,
+    parsed,
+    parsed_items,
+)
 from xgpt.core.request_files.source import unreadable
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -45,7 +51,7 @@ def read_array(stream: IO[bytes], files: RequestFiles, path: Path) -> Iterator[R
         if len(raw) > MAX_ARRAY_BYTES:
             raise unreadable(path, f"a JSON array of more than {MAX_ARRAY_BYTES // 2**20} MiB: "
                              "write so many requests as one object a line, whose format is jsonl")
-        items = parsed(raw.removeprefix(BYTE_ORDER_MARK).decode("utf-8"))
+        items = parsed_items(raw.removeprefix(BYTE_ORDER_MARK).decode("utf-8"))
     except UnicodeDecodeError as cause:
         raise unreadable(path, f"not UTF-8: {cause.reason} at byte {cause.start}") from None
     except BadRecord as cause:
@@ -59,6 +65,8 @@ def read_array(stream: IO[bytes], files: RequestFiles, path: Path) -> Iterator[R
     for number, item in enumerate(items, start=1):
         if isinstance(item, str):
             yield Row(number, {"prompt": item})
+        elif isinstance(item, RepeatedKeyError):
+            yield Row(number, str(item))
         elif not isinstance(item, dict):
             yield Row(number, "neither a JSON object nor a text")
         else:

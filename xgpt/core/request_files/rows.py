@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from xgpt.core.chat import BadRecord
-from xgpt.core.errors import nearest, wrong
+from xgpt.core.errors import nearest, shorten, wrong
 from xgpt.core.request_files.files import CONTENTS, RequestFiles
 from xgpt.core.workload import is_openai, misspelt_option, refuse_misspelt
 
@@ -23,11 +23,71 @@ MAX_CELL_CHARS = 2**24
 MAX_DEPTH = 100  # of what is nested in a request's JSON
 
 
-def parsed(text: str) -> Any:
-    """The JSON value. Raises ValueError, and BadRecord for one nested too deeply, which would end
-    in the depth of Python's own calls wherever it is looked at."""
+class RepeatedKeyError(BadRecord):
+    """An object that has a key twice, with different values: JSON says of neither that it
+    counts."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"the key {shorten(key)} is given twice, with different values",
+                         "invalid_json_line")
+
+
+class _Repeated(dict[str, Any]):
+    """An object of an array that has a key twice."""
+
+    key = ""
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs) and (key := _differing(pairs, found)) is not None:
+        raise RepeatedKeyError(key)
+    return found
+
+
+def _marked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = _Repeated(pairs)
+    found.key = _differing(pairs, found) or ""
+    return found if found.key else dict(found)
+
+
+def _differing(pairs: list[tuple[str, Any]], last: Mapping[str, Any]) -> str | None:
+    # 1 and true are equal to Python, and not what is meant twice
+    return next((key for key, value in pairs if json.dumps(value) != json.dumps(last[key])), None)
+
+
+_DECODER, _MARKING = (json.JSONDecoder(object_pairs_hook=own) for own in (_once, _marked))
+
+
+def parsed_items(text: str) -> Any:
+    """As `parsed`, but of an array each item that has a key twice is a RepeatedKeyError itself."""
     try:
-        value = json.loads(text)
+        return parsed(text)
+    except RepeatedKeyError:
+        items = parsed(text, _MARKING)
+        if not isinstance(items, list):
+            raise
+    return [item if key is None else RepeatedKeyError(key)
+            for item in items for key in (_repeated(item),)]
+
+
+def _repeated(value: Any) -> str | None:
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, _Repeated):
+            return one.key
+        if isinstance(one, (dict, list)):
+            left += one.values() if isinstance(one, dict) else one
+    return None
+
+
+def parsed(text: str, decoder: json.JSONDecoder = _DECODER) -> Any:
+    """The JSON value. Raises ValueError, and BadRecord for one nested too deeply, which would end
+    in the depth of Python's own calls wherever it is looked at, and for an object that has a key
+    twice with different values."""
+    try:
+        value = decoder.decode(text)
     except RecursionError:
         raise BadRecord("not usable: JSON nested too deeply") from None
     if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:

@@ -104,6 +104,33 @@ def test_a_json_array_that_is_not_whole_is_one_error(
     assert said in refusal(path)
 
 
+TWICE = ['{"prompt": "first", "prompt": "second"}',
+         '{"prompt": "x", "max_tokens": 1, "max_tokens": true}',
+         '{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
+         '{"prompt": "x", "note": {"a": {"b": 1, "b": 2}}}']
+
+
+@pytest.mark.parametrize("known", ["jsonl", "json"])
+def test_a_key_given_twice_costs_its_own_line(tmp_path: Path, known: str) -> None:
+    """The last one counted without a word. Two that say the same are no question."""
+    path, same = tmp_path / f"r.{known}", '{"prompt": "x", "max_tokens": 3, "max_tokens": 3}'
+    lines = [*TWICE, same, '{"prompt": "y"}']
+    path.write_text("\n".join(lines) if known == "jsonl" else f"[{','.join(lines)}]")
+    requests, errors = read(path)
+    assert [request.line for request in requests] == [5, 6] and requests[0].max_tokens == 3
+    assert [error.line for error in errors] == [1, 2, 3, 4]
+    for error, key in zip(errors, ["prompt", "max_tokens", "content", "b"], strict=True):
+        assert f"the key '{key}' is given twice, with different values" in error.error
+
+
+def test_a_key_given_twice_in_a_cell_costs_its_row(tmp_path: Path) -> None:
+    path = tmp_path / "r.csv"
+    path.write_text('messages\n"[{""role"": ""user"", ""content"": ""a"", ""content"": ""b""}]"\n'
+                    '"[{""role"": ""user"", ""content"": ""a""}]"\n')
+    requests, errors = read(path)
+    assert len(requests) == 1 and "the key 'content' is given twice" in errors[0].error
+
+
 def test_objects_a_line_in_a_file_called_json_are_read_as_such(tmp_path: Path) -> None:
     requests, errors = read(write(tmp_path / "r.json", ROWS, "jsonl"))
     assert len(requests) == 3 and not errors
