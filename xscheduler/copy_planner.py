@@ -11,7 +11,6 @@ from functools import cached_property
 from xgpt.core.constraint import Constraint
 from xgpt.core.errors import BeatenError, InfeasibleError, InputError
 from xgpt.core.job import FixedSchedule
-from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Rejected, Schedule, Status
 from xprofiler.timing import TimingSource
@@ -21,7 +20,8 @@ from xscheduler.copies import has_room
 from xscheduler.evaluator import Evaluator
 from xscheduler.explanation import explain_choice
 from xscheduler.prospects import plan_jointly
-from xscheduler.search import FIRST_GAP, Scheduler
+from xscheduler.quickest import quickest_with_margin
+from xscheduler.search import FIRST_GAP, Scheduler, is_proved
 from xscheduler.spaces.grid_search import GridSearch
 from xscheduler.spaces.space import Effort, Selection
 from xscheduler.uncertainty import Doubts
@@ -319,7 +319,8 @@ class CopyPlanner:
 
         def of_constraint(constraint: Constraint) -> PlannedWithin:
             if constraint == doubts.problem.constraint:
-                return plan_within(doubts, find, cuts=cuts, floor_qps=floor_qps,
+                return plan_within(doubts, find, cuts=cuts, floor_qps=floor_qps, quickest=lambda: (
+                                       quickest_with_margin(self.own.alone(name).spaces, doubts)),
                                    search_first=lambda bound_s: find(bound_s, self.own.gap),
                                    search_problem=of_problem if self.own.proves else None)
             search = self._search_like(self._tighter, replace(
@@ -374,12 +375,6 @@ class CopyPlanner:
                           constraint=self.problem.constraint.with_latency(limit_s=bound_s))
         return tuple(map(_capital, explain_choice(
             schedule, problem, self._timing, latency_limit_s=limit_s)))
-
-
-def is_proved(fixed: FixedSchedule) -> bool:
-    """Whether what is searched has bounds: all but a policy without a space of its own, which is
-    planned where it is the only one."""
-    return fixed.policy is None or policy(fixed.policy).has_space
 
 
 def _gap_under(latency_bound_s: float, *gaps: float) -> float:

@@ -32,7 +32,8 @@ from xscheduler.copies_shown import (
     tried_row,
     why_so_many,
 )
-from xscheduler.copy_planner import CopyPlanner, is_proved
+from xscheduler.copy_planner import CopyPlanner
+from xscheduler.search import is_proved
 from xscheduler.spaces.space import Effort, Selection
 from xscheduler.within import PlannedWithin, for_its_margin
 

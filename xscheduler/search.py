@@ -16,6 +16,7 @@ from functools import partial
 from typing import NamedTuple
 
 from xgpt.core.errors import BeatenError, InfeasibleError, wrong
+from xgpt.core.job import FixedSchedule
 from xgpt.core.policies import able_policies, policy, searched_policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Rejected, Schedule, Status
@@ -54,6 +55,12 @@ PAPERS_FREE = 0.05  # share by which one of the paper's policies must be better 
 FIRST_GAP = 0.02  # of the search of all policies under what every margin leaves of the bound: what
 # it finds is searched for again, policy by policy, under what its own margin leaves
 KEPT_SEARCHES = 4  # of a policy, from whose boxes those under tighter bounds begin
+
+
+def is_proved(fixed: FixedSchedule) -> bool:
+    """Whether what is searched has bounds: all but a policy without a space of its own, which is
+    planned where it is the only one."""
+    return fixed.policy is None or policy(fixed.policy).has_space
 
 
 def find_schedule(problem: Problem, timing: TimingSource, effort: Effort | None = None) -> Schedule:

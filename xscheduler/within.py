@@ -11,7 +11,7 @@ as many queries at a time as the bound has room for with its margin (xscheduler.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from xgpt.core.errors import BeatenError, InfeasibleError
@@ -53,7 +53,8 @@ def plan_within(doubts: Doubts, search: Search, *,
                 search_problem: Callable[[Problem], Schedule] | None = None,
                 search_first: Search | None = None,
                 cuts: Callable[[], bool] = lambda: False,
-                floor_qps: float = 0.0) -> PlannedWithin:
+                floor_qps: float = 0.0,
+                quickest: Callable[[], Iterable[Estimate]] = tuple) -> PlannedWithin:
     """The best schedule found whose latency times its own margin, as `doubts` say, keeps the bound
     of their problem.
 
@@ -61,7 +62,8 @@ def plan_within(doubts: Doubts, search: Search, *,
     search_first: the same to a wider gap, enough for what is not safe (default: `search`).
     search_problem: the same for a problem like this one with other lengths and another bound.
     cuts: whether a safe schedule, if there is one, is to be left at that. floor_qps: had elsewhere;
-    BeatenError is raised where nothing safe is better, or nothing that may be.
+    BeatenError is raised where nothing safe is better, or nothing that may be. quickest: what is
+    quickest with its margin, which is looked at where nothing else is safe, nor had elsewhere.
 
     A margin belongs to a schedule: where a query of one token more waits a whole phase more, it is
     large, and the best schedules sit at such edges. Tighter bounds do not keep the search from
@@ -82,6 +84,9 @@ def plan_within(doubts: Doubts, search: Search, *,
     if free.figures.throughput_qps > (1 + WORTH) * judged.had_qps:  # nothing else has more
         _try_targets(judged, free, first, search, search_problem, cuts)
         judged.refine(cuts)
+    for one in quickest() if judged.had_qps <= 0 else ():
+        if judged.is_safe(replace(free, estimate=one)):
+            break
     return judged.result(free)
 
 
@@ -168,6 +173,10 @@ class _Judged:
         if needed_s <= self.bound_s:
             return None
         return Unsafe(target_s, needed_s * (self._model if margin.model == 1 else 1.0), qps, margin)
+
+    def is_safe(self, schedule: Schedule) -> bool:
+        """The schedule is noted with its margin."""
+        return schedule.estimate.figures.latency_s * self._margin(schedule).factor <= self.bound_s
 
     def refine(self, cuts: Callable[[], bool]) -> None:
         """Looks beside those found for one that takes as many queries at a time as the bound has
