@@ -1,6 +1,7 @@
 """Analytic times of collectives and messages, by the kind of link they go over."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -75,6 +76,7 @@ class LinkTimes:
         return getattr(self._constants, link_kind(link))  # type: ignore[no-any-return]
 
 
+@cache
 def _at_degree(values: PerDegree, tp_degree: int) -> float:
     """Linear in the degree's logarithm, constant beyond the ends."""
     degrees, of_degree = zip(*values, strict=True)

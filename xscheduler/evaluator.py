@@ -4,7 +4,7 @@ problem's finite job is expected to measure, its lengths as far as they are know
 import math
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,8 +114,9 @@ class Evaluator:
         return self._jobs[key]
 
 
+@lru_cache(maxsize=32)
 def config_of(estimate: Estimate) -> Any:
-    """The configuration that a closed form evaluates."""
+    """The configuration that a closed form evaluates: of one schedule under many times, in turn."""
     config, missing = make_config(estimate.policy, estimate)
     assert not missing, f"{missing = }"
     return config

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 
 # An array is laid out as what every object begins with and then this address (PyArrayObject).
 _PLACE = object.__basicsize__
+_read = ctypes.c_size_t.from_address
 
 
 def _as_laid_out(array: NDArray[Any]) -> int:
-    return ctypes.c_void_p.from_address(id(array) + _PLACE).value or 0
+    return _read(id(array) + _PLACE).value
 
 
 def _as_numpy_says(array: NDArray[Any]) -> int:

@@ -4,6 +4,8 @@ that they hold for times that are not monotone."""
 
 from __future__ import annotations
 
+from functools import cache, lru_cache
+
 import numpy as np
 
 from xgpt.core.lengths import FloatArray
@@ -18,12 +20,24 @@ class ConvexSteps:
 
     def __init__(self, table: StepTable) -> None:
         """`table`: of lower bounds."""
-        octaves = 2.0 ** np.arange(0, np.ceil(np.log2(TOP)))
-        sizes = np.append(LEAST, np.outer(octaves, 1 + np.arange(AN_OCTAVE) / AN_OCTAVE).ravel())
-        self.rows = [ConvexTimes(sizes, seconds) for seconds in table.rows_s(sizes)]
-        self.head = ConvexTimes(sizes, table.head_s(sizes))
+        sizes = _sizes()
+        self.rows = [_of_these(seconds.tobytes()) for seconds in table.rows_s(sizes)]
+        self.head = _of_these(table.head_s(sizes).tobytes())
         self.degrees, self.last = table.degrees, table.kind_of[-1]
         self.number = np.bincount(table.kind_of).tolist()  # stages of each kind
+
+
+@cache
+def _sizes() -> FloatArray:
+    """At which times are looked at."""
+    octaves = 2.0 ** np.arange(0, np.ceil(np.log2(TOP)))
+    return np.append(LEAST, np.outer(octaves, 1 + np.arange(AN_OCTAVE) / AN_OCTAVE).ravel())
+
+
+@lru_cache(maxsize=256)
+def _of_these(seconds: bytes) -> ConvexTimes:
+    """Of steps of these sizes: many plans have stages that take as long."""
+    return ConvexTimes(_sizes(), np.frombuffer(seconds))
 
 
 class ConvexTimes:
@@ -37,7 +51,8 @@ class ConvexTimes:
         if not len(self._sizes):
             self._sizes, self._seconds = np.ones(1), np.zeros(1)
         nodes = np.arange(0, len(self._sizes), AN_OCTAVE // 2)
-        slopes = np.diff(self._seconds[nodes]) / np.diff(self._sizes[nodes])
+        of_nodes, at = self._seconds[nodes], self._sizes[nodes]
+        slopes = (of_nodes[1:] - of_nodes[:-1]) / (at[1:] - at[:-1])
         slopes = np.unique(np.append(slopes, 0.0))
         offsets = (self._seconds - slopes[:, None] * self._sizes).min(axis=1)
         # the others are of dips: beyond the sizes looked at they would be above the times
@@ -57,7 +72,7 @@ class ConvexTimes:
 
     def rate_s(self, largest: FloatArray) -> FloatArray:
         """Seconds a row takes in steps of `largest` rows at most, at least."""
-        place = np.clip(np.searchsorted(self._sizes, largest), 0, len(self._sizes) - 1)
+        place = np.minimum(np.searchsorted(self._sizes, largest), len(self._sizes) - 1)
         return np.asarray(self._seconds[place] / self._sizes[place])
 
 

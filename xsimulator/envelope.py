@@ -62,7 +62,7 @@ class PairEnvelope:
 
     def _reach(self, counts: FloatArray, lengths: FloatArray) -> None:
         """The grid covers these sizes."""
-        count, length = (float(np.max(sizes, initial=1.0)) for sizes in (counts, lengths))
+        count, length = float(counts.max(initial=1.0)), float(lengths.max(initial=1.0))
         if count <= self._top[0] and length <= self._top[1]:
             return
         room = CORNERS_ROOM if count > CORNERS else 2.0

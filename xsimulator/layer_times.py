@@ -26,6 +26,7 @@ ALL_REDUCES_PER_LAYER = 2  # after attention and after the MLP; a cross-attentio
 # Queries of an encode micro-batch at which a query's share of the attention is asked for. The share
 # is linear between them, and settles long before the last.
 TOGETHER = (1, 2, 4, 8, 16, 32, 64, 128)
+_TOGETHER = np.array(TOGETHER, float)
 
 
 class LayerTimes:
@@ -89,12 +90,11 @@ class LayerTimes:
 
     def mean_attention_s(self, queries: ArrayLike, degree: int) -> FloatArray:
         """Expected attention of one query that is encoded in a batch of `queries`."""
-        together = np.asarray(TOGETHER, float)
         if degree not in self._shares:
             self._shares[degree] = self._inputs.pmf @ self.encode_attention_s(
-                self._inputs.support[:, None], together, degree)
-        shares = np.interp(np.asarray(queries, float), together, self._shares[degree])
-        return np.asarray(shares)
+                self._inputs.support[:, None], _TOGETHER, degree)
+        return np.asarray(np.interp(np.asarray(queries, float), _TOGETHER,
+                                    self._shares[degree]))
 
     def cross_kv_s(self, tokens: ArrayLike, degree: int) -> FloatArray:
         """One decoder layer's projection of the encoder's output to keys and values."""

@@ -54,14 +54,15 @@ class StagePlan:
     @cached_property
     def steps(self) -> StepTable:
         """The table of its step times."""
-        return StepTable(self.times, kept=self._at_nodes)
+        return StepTable(self.kinds, kept=self._at_nodes)
 
     @cached_property
     def least_steps(self) -> StepTable:
         """A table of lower bounds of them."""
         times = at_least(self.times)
-        return StepTable(times, lowered=True,
-                         kept=self._at_nodes if times is self.times else None)
+        if times is self.times:
+            return StepTable(self.kinds, lowered=True, kept=self._at_nodes)
+        return StepTable(stage_kinds(times), lowered=True)
 
     @cached_property
     def convex_steps(self) -> ConvexSteps:
@@ -163,6 +164,12 @@ class StagePlans:
 
     def of_stages(self, stages: tuple[StageAssignment, ...], role: Role) -> StagePlan:
         """The pool of these stages."""
+        key = (stages, role)
+        if key not in self._known:
+            self._known[key] = self._of_stages(stages, role)
+        return self._known[key]
+
+    def _of_stages(self, stages: tuple[StageAssignment, ...], role: Role) -> StagePlan:
         problem, model = self.problem, self.problem.model
         own, layers = of_role(self.timing, role), self.layers
         if own is not self.timing:

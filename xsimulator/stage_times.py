@@ -124,8 +124,7 @@ class StageTimes:
     def first_tokens_s(self, queries: ArrayLike) -> FloatArray:
         """The last stage's head, and the tokens' way back to the first."""
         head = self.layers.head_s(queries, self.stages[-1].tp_degree)
-        head = head + _within_s(self._timing, self._groups.last,
-                                BEST_BYTES * np.asarray(queries, float))
+        head = head + _within_s(self._timing, self._groups.last, BEST_BYTES, queries)
         if len(self.stages) == 1:
             return head
         return head + onward_s(self.layers, queries, TOKEN_BYTES, self._links[-1])
@@ -154,8 +153,7 @@ class StageTimes:
             onward[..., index] = onward_s(self.layers, rows, self.layers.row_bytes, link)
         work = work + onward.take(way_of, axis=-1)
         work[..., 0] += embed_s(self.layers, rows, self.stages[0].tp_degree)
-        work[..., 0] += _within_s(self._timing, self._groups.of_stages[0],
-                                  TOKEN_BYTES * np.asarray(rows, float))
+        work[..., 0] += _within_s(self._timing, self._groups.of_stages[0], TOKEN_BYTES, rows)
         work += self.overhead_s
         return work
 
@@ -189,13 +187,13 @@ def _transfer_s(timing: TimingSource, num_bytes: ArrayLike, link: Link) -> Float
     return timing.message_s(MessageKind.TRANSFER, num_bytes, link)
 
 
-def _within_s(timing: TimingSource, group: tuple[int, Link | None],
-              num_bytes: FloatArray) -> FloatArray:
-    """Of a message between the first rank of a stage's group and the others."""
+def _within_s(timing: TimingSource, group: tuple[int, Link | None], row_bytes: int,
+              rows: ArrayLike) -> FloatArray | float:
+    """Of a message of so many rows between the first rank of a stage's group and the others."""
     _, link = group
     if link is None or not timing.facts.sends_in_groups:
-        return np.zeros_like(num_bytes)
-    return _transfer_s(timing, num_bytes, link)
+        return 0.0
+    return _transfer_s(timing, row_bytes * np.asarray(rows, float), link)
 
 
 def at_least(times: StageTimes) -> StageTimes:
@@ -249,10 +247,11 @@ def _summed(parts: Sequence[tuple[FloatArray, FloatArray]]) -> FloatArray:
     """[..., stages] sum of the parts' products of a layer's seconds [...] and layers [stages]."""
     total: FloatArray | None = None
     for layer_s, layers in parts:
-        # what is refused is infinite, and none of the business of stages without a layer of it
-        with np.errstate(invalid="ignore"):
+        if layers.all():
             own = np.multiply.outer(layer_s, layers)
-        if not layers.all():
+        else:  # what is refused is infinite, and none of the business of stages without a layer
+            with np.errstate(invalid="ignore"):
+                own = np.multiply.outer(layer_s, layers)
             own[..., layers == 0] = 0.0
         total = own if total is None else np.add(total, own, out=total)
     assert total is not None

@@ -18,13 +18,15 @@ from xsimulator.addresses import address_of
 from xsimulator.envelope import rising_minorant
 from xsimulator.layer_times import is_compaction_timed
 from xsimulator.policies.continuous.native import Native, native
-from xsimulator.stage_times import PerDegree, StageTimes, stage_kinds
+from xsimulator.stage_times import PerDegree, StageKinds, StageTimes
 
 SPLITS = 5  # halvings of an octave: a bend's times come out 1e-2 / 32 too high at most
 LEAST = 2.0**-10  # sizes below it count as this
 _SHIFT = 52 - SPLITS  # of a float's bits: what is left says octave and part of it
 _LEAST_NODES = 24 << SPLITS  # a table has at once: up to sizes of 2^14, for it is made anew to grow
 _FIRST = int(np.array(LEAST).view(np.int64)) >> _SHIFT
+_PROBES: NDArray[np.float64] = np.array([1.0, 64.0])  # at both of which equal links cost the same
+_PROBES.flags.writeable = False  # so that what many plans' layers take is asked for once
 
 
 class SizeTable:
@@ -128,9 +130,9 @@ class StepTable:
     and ends; results have one entry a kind. `lowered`: tables of one size are lower bounds.
     `kept`: what the times are at the nodes, which tables of the same times may share."""
 
-    def __init__(self, times: StageTimes, *, lowered: bool = False,
+    def __init__(self, kinds: StageKinds, *, lowered: bool = False,
                  kept: KeptNodes | None = None) -> None:
-        every, times, _ = stage_kinds(times)
+        every, times, _ = kinds
         self._times = times
         kind_of, of_kind = _kinds(times)
         self.kind_of = [kind_of[kind] for kind in every]
@@ -212,21 +214,24 @@ class StepTable:
 
     def _add_per_layer(self, work: Sequence[FloatArray], of_degree: PerDegree,
                        layers: FloatArray) -> None:
-        for seconds, degree, stage in zip(work, self.degrees, self._stage_of, strict=True):
-            seconds += of_degree[degree] * layers[stage]
+        of_kinds = layers.take(self._stage_of).tolist()
+        for seconds, degree, count in zip(work, self.degrees, of_kinds, strict=True):
+            seconds += of_degree[degree] * count
 
 
 def _kinds(times: StageTimes) -> tuple[list[int], list[int]]:
     """(kind of each stage, a stage of each kind)."""
-    probe: NDArray[np.float64] = np.array([1.0, 64.0])  # links of one kind cost the same at both
-    rows = times.decode_rows_s(probe).T
     last = len(times.stages) - 1
+    keys: list[tuple[object, ...]] = [
+        (stage.tp_degree, stage.num_layers, stage.num_encoder_layers, index in (0, last),
+         index == last) for index, stage in enumerate(times.stages)]
+    if len(set(keys)) < len(keys):
+        rows = times.decode_rows_s(_PROBES).T
+        keys = [(*key, own.tobytes()) for key, own in zip(keys, rows, strict=True)]
     kinds: dict[object, int] = {}
     kind_of: list[int] = []
     of_kind: list[int] = []
-    for index, stage in enumerate(times.stages):
-        key = (stage.tp_degree, stage.num_layers, stage.num_encoder_layers, index in (0, last),
-               index == last, rows[index].tobytes())
+    for index, key in enumerate(keys):
         if key not in kinds:
             kinds[key] = len(of_kind)
             of_kind.append(index)

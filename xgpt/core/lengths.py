@@ -66,7 +66,7 @@ class Lengths:
     def quantile(self, q: float) -> int:
         """Smallest length k with P(length <= k) >= q."""
         assert 0 < q <= 1, f"{q = }"
-        return min(int(np.searchsorted(_cumulative(self), q - 1e-12)) + 1, self.max)
+        return _quantile(self, q)
 
     def sample(self, count: int, rng: np.random.Generator) -> IntArray:
         return rng.choice(self.support, size=count, p=self.pmf)
@@ -76,6 +76,11 @@ class Lengths:
 def _cumulative(lengths: Lengths) -> FloatArray:
     """[support] P(length <= k)."""
     return np.cumsum(lengths.pmf)
+
+
+@lru_cache(maxsize=256)
+def _quantile(lengths: Lengths, q: float) -> int:
+    return min(int(np.searchsorted(_cumulative(lengths), q - 1e-12)) + 1, lengths.max)
 
 
 @lru_cache(maxsize=64)

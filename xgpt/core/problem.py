@@ -8,6 +8,7 @@ import hashlib
 import json
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -84,10 +85,15 @@ class Problem:
         the number of ranks. Lengths, latency bound and kind of device are left out on purpose:
         they decide how good a schedule is, not whether it runs, and a schedule found for `a40-4` on
         a laptop, or before the output lengths were observed, must be accepted by the run."""
-        shape = {key: getattr(self.model, key) for key in _SHAPE}
-        parts = {"model": shape, "dtype": self.dtype, "ranks": self.cluster.num_devices}
-        text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return _fingerprint(self.model, self.dtype, self.cluster.num_devices)
+
+
+@lru_cache(maxsize=64)
+def _fingerprint(model: ModelSpec, dtype: str, ranks: int) -> str:
+    shape = {key: getattr(model, key) for key in _SHAPE}
+    parts = {"model": shape, "dtype": dtype, "ranks": ranks}
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def resolve(job: Job, *, model: ModelSpec | None = None,

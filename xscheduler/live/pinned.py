@@ -26,7 +26,7 @@ from xscheduler.admissible import Limit, Limits, forbidding
 from xscheduler.copies import most_copies, problem_for
 from xscheduler.spaces.rra_chunks import CHUNKS
 from xsimulator.allocation import pool_layers
-from xsimulator.plans import StagePlan, StagePlans
+from xsimulator.plans import StagePlan, shared_plans
 from xsimulator.policies import ClosedForm, geometric, group_counts, make_config, make_policy
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.waa.closed_form import Waa
@@ -60,7 +60,7 @@ class PinnedPlans:
     """Plans of a problem whose layers lie as a schedule has them (a PlanSource)."""
 
     def __init__(self, problem: Problem, timing: TimingSource, pools: Sequence[Pool]) -> None:
-        plans = StagePlans(problem, timing)
+        plans = shared_plans(problem, timing)
         self.problem, self.layers = problem, plans.layers
         self._pools = {tuple(stage.ranks for stage in pool.stages):
                        plans.of_stages(pool.stages, pool.role) for pool in pools}

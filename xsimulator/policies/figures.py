@@ -38,9 +38,11 @@ def per_token_s(problem: Problem, latency_s: FloatArray, ttft_s: FloatArray) -> 
     """[configs] mean seconds of each token after the first, of a query of the quantile's output
     length: from its first token to its last."""
     tokens = problem.lengths.outputs.quantile(problem.constraint.quantile) - 1
+    if (is_timed := np.isfinite(latency_s)).all():
+        return np.maximum(latency_s - ttft_s, 0.0) / max(tokens, 1) * (tokens > 0)
     with np.errstate(invalid="ignore"):  # refused sizes are infinite
         after = np.maximum(latency_s - ttft_s, 0.0) / max(tokens, 1)
-    return np.where(np.isfinite(latency_s), after * (tokens > 0), np.inf)
+    return np.where(is_timed, after * (tokens > 0), np.inf)
 
 
 def gathered(count: int, parts: Iterable[tuple[Any, Mapping[str, FloatArray]]],

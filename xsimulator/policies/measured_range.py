@@ -41,7 +41,7 @@ class MeasuredRange:
     def stretch(self, degrees: Iterable[int], presented: Presented) -> FloatArray:
         """The largest ratio [configs] is that of a size to the largest that was measured."""
         degrees = tuple(degrees)
-        largest: FloatArray = np.zeros(np.broadcast_shapes(*map(np.shape, presented)))
+        largest: FloatArray = np.zeros(np.broadcast(*presented).shape)
         if self.is_endless(degrees):
             return largest
         for _, size, measured in self._pairs(degrees, presented):

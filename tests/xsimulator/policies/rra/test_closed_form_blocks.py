@@ -16,6 +16,7 @@ from xsimulator.plans import StagePlans
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig, RraConfigs
 from xsimulator.policies.rra.phase_blocks import BlockTable, block_ends
+from xsimulator.stage_times import stage_kinds
 from xsimulator.step_table import SizeTable, StepTable
 
 EVERY_ITERATION = 10**6
@@ -140,7 +141,7 @@ def test_stages_of_a_kind_cost_what_each_costs():
     problem = problem_of("gpt3-39b", "a40-16", catalog.task("S"))
     roofline = Roofline(problem.model, problem.cluster.device, problem.dtype)
     times = StagePlans(problem, roofline).both(2, 6).times
-    tables = StepTable(times)
+    tables = StepTable(stage_kinds(times))
     queries, context = np.array([[1.0, 7.3, 240.0]]), np.array([[90.0, 300.0, 310.0]])
     found = np.stack([tables.decode_s(queries, context)[kind] for kind in tables.kind_of], axis=-1)
     assert found == pytest.approx(times.decode_s(queries, context), rel=2e-4)
