@@ -211,7 +211,8 @@ class ContinuousExaminer:
             self._look((row, around(self._active[row], self._space.active)) for row in np.argsort(
                 -self._limit, kind="stable")[:FIRST_LINES].tolist()
                 if self._limit[row] > self._best_qps * (1 + self._gap))
-            return [self._bounded(box) for box in boxes]
+            limits, active = self._limit.tolist(), self._active.tolist()
+            return [self._bounded(box, limits[box.root], active[box.root]) for box in boxes]
         rows = sorted((box.root for box in boxes), key=lambda row: -self._limit[row])
         rows = rows[:max(MOST_LINES - self._num_looked_at, 0)]
         self._num_looked_at += len(rows)
@@ -230,12 +231,11 @@ class ContinuousExaminer:
         return [self._result(box, top if place == 0 else None)
                 for place, box in enumerate(boxes)]
 
-    def _bounded(self, box: Box) -> NodeResult:
-        limit = float(self._limit[box.root])
+    def _bounded(self, box: Box, limit: float, active: float) -> NodeResult:
         if limit > 0:
             return NodeResult(upper_bound=limit, box=box, is_settled=False, reason="",
                               best=self._candidate(box.root))
-        reason = Limit.MEMORY if self._active[box.root] <= 0 else Limit.LATENCY
+        reason = Limit.MEMORY if active <= 0 else Limit.LATENCY
         return NodeResult(box=box, reason=reason.words)
 
     def _is_worth(self, row: int) -> bool:

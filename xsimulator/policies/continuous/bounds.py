@@ -22,6 +22,7 @@ latency, which is at least about I(y) for each decode iteration.
 What is assumed of the walks (continuous.paged_walk): those present are no more than PRESENT times
 what memory holds in the mean, and no query is evicted more than EVICTIONS times in the mean."""
 
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -64,6 +65,7 @@ class ContinuousBounds:
         watched = self._outputs.quantile(form.problem.constraint.quantile)
         self._watched = float(form.flow.iterations_of(watched))
         self._least = LeastSteps(form)
+        self._orca_weights = cache(self._find_orca_weights)
         self._native: NativeLeast | None = None
         # vLLM's queries that all decode equally long
         self._in_cohorts = (isinstance(form.filling, VllmFilling) and form.queries.are_equal
@@ -221,7 +223,7 @@ class ContinuousBounds:
     def _one_at_a_time(self, places: FloatArray) -> FloatArray:
         return one_at_a_time(places, self.iterations, in_step=self.form.queries.are_equal)
 
-    def _orca_weights(self, held: float) -> tuple[FloatArray, FloatArray]:
+    def _find_orca_weights(self, held: float) -> tuple[FloatArray, FloatArray]:
         """(rates, how often a decoding query is in a step that encodes, over all steps'), at
         numbers of places from 1 to `held`."""
         places = np.geomspace(1.0, max(held, 1.0) + 1.0, 200)

@@ -177,6 +177,8 @@ class Continuous:
         held = slots, group_tokens, self._budgets(configs), number
         load = (self._load_of(*(float(values[0]) for values in held)) if len(configs) == 1 else
                 self.filling.load(*held))
+        if len(parts) == 1:  # which has them all in their order
+            return [_OfPlan(*parts[0], load)]
         return [_OfPlan(*part, load.take(part[1])) for part in parts]
 
     def _figures(self, configs: Sequence[ContinuousConfig]) -> dict[str, FloatArray]:
@@ -203,6 +205,8 @@ class Continuous:
                 self.plans.both(*held.key), held.groups, held.kv_tokens).max(axis=1)}
 
     def _intervals(self, load: Load, steps: Steps, number: IntArray) -> Intervals:
+        if not load.in_step.any():
+            return self._out_of_step(load, steps, number)
         # all end in the order in which they began, in every group alike
         cycle = self.queries.present.iterations + load.encode_steps + 2 * load.after
         rounds = load.share * cycle
@@ -212,10 +216,13 @@ class Continuous:
                                      number, steps.kind_of)
         if (load.in_step == 1).all():
             return of_cycle
-        others = intervals(steps.plain_s, steps.encode_s, load.share, number, steps.kind_of,
-                           alternates=self.filling.alternates)
+        others = self._out_of_step(load, steps, number)
         return Intervals(*(load.in_step * own + (1 - load.in_step) * other
                            for own, other in zip(of_cycle, others, strict=True)))
+
+    def _out_of_step(self, load: Load, steps: Steps, number: IntArray) -> Intervals:
+        return intervals(steps.plain_s, steps.encode_s, load.share, number, steps.kind_of,
+                         alternates=self.filling.alternates)
 
     def _latency(self, load: Load, between: Intervals) -> FloatArray:
         bound = self.problem.constraint

@@ -81,17 +81,17 @@ def intervals(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray, grou
     `alternates`: a group that has encoded decodes next, if their shares allow."""
     kinds = np.arange(plain_s.shape[1]) if kind_of is None else np.array(kind_of)
     assert (groups <= len(kinds)).all(), f"{groups.max() = } {len(kinds) = }"
-    columns = [least_intervals(plain_s, encode_s, share, groups, kinds.tolist()).any_s,
-             (encode_s.mean(axis=1)[:, kinds]).sum(axis=1),
-             plain_s[:, kinds].sum(axis=1)]  # one group alone waits for nothing
     rows = np.flatnonzero(groups > 1)
+    columns = list(np.empty((3, len(groups)))) if len(rows) == len(groups) else [
+        least_intervals(plain_s, encode_s, share, groups, kinds.tolist()).any_s,
+        (encode_s.mean(axis=1)[:, kinds]).sum(axis=1),
+        plain_s[:, kinds].sum(axis=1)]  # one group alone waits for nothing
     size = max(_TOGETHER // len(kinds), 1)
-    for part in np.array_split(rows, -(-len(rows) // size) or 1):
-        if part.size:
-            result = _seldom(plain_s[part], encode_s[part], share[part], groups[part], kinds,
-                             alternates)
-            for column, values in zip(columns, result, strict=True):
-                column[part] = values
+    for part in np.array_split(rows, -(-len(rows) // size)) if len(rows) else ():
+        result = _seldom(plain_s[part], encode_s[part], share[part], groups[part], kinds,
+                         alternates)
+        for column, values in zip(columns, result, strict=True):
+            column[part] = values
     return Intervals(*columns)
 
 

@@ -9,7 +9,7 @@ binomial, each of the n being at its last iteration with chance 1 / E[D]."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -47,14 +47,14 @@ class Load:
 
     def take(self, rows: IntArray) -> Load:
         """The load of some of the configurations."""
-        return Load(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
+        return Load(**{name: getattr(self, name)[rows] for name in self.__slots__})
 
 
 def joined(parts: Sequence[Load], order: IntArray) -> Load:
     """The loads of all parts' configurations, the n-th at place `order`[n]."""
     back = np.argsort(order)
-    return Load(**{field.name: np.concatenate([getattr(part, field.name) for part in parts])[back]
-                   for field in fields(Load)})
+    return Load(**{name: np.concatenate([getattr(part, name) for part in parts])[back]
+                   for name in Load.__slots__})
 
 
 def most_that_fit(slots: FloatArray, room: FloatArray, mean: float, std: float) -> FloatArray:
@@ -92,13 +92,12 @@ def ends_per_step(present: FloatArray, chance: FloatArray) -> tuple[FloatArray, 
     none = np.exp(present * np.log1p(-chance))
     places = (np.arange(SIZES) + 0.5) / SIZES
     wanted = none[:, None] + places * (1 - none)[:, None]
-    counts = np.ones((len(present), SIZES))
-    mass, below = none.copy(), none.copy()
     odds = chance / (1 - chance)
+    mass = [none]  # of none, one, two ..
     for k in range(1, int(min(mean.max(initial=0.0), 30.0) * 2 + 12)):
-        mass = mass * np.maximum(present - k + 1, 0.0) / k * odds
-        below = below + mass
-        counts += wanted > below[:, None]
+        mass.append(mass[-1] * np.maximum(present - k + 1, 0.0) / k * odds)
+    below = np.cumsum(mass, axis=0)[1:, :, None]
+    counts: FloatArray = 1.0 + (wanted > below).sum(axis=0)
     many = mean[:, None] + np.sqrt(mean * (1 - chance))[:, None] * normal_scores()
     counts = np.where(mean[:, None] > 30.0, np.maximum(many, 1.0), counts)
     # so few sizes cannot have the exact mean; it is what throughput hangs on
@@ -173,11 +172,14 @@ class LoadTimes:
         encode_s = np.stack(self._tables.mixed_s(
             load.tokens, load.encoded, attention_s, load.beside[:, None], beside[:, None]), axis=-1)
         plain_s = np.stack(self._tables.decode_s(load.alone, alone), axis=-1)
-        stretch = self._measured.stretch(self._times.degrees, self._presented(
-            load, np.maximum(beside, alone)))
+        stretch = np.zeros(len(load.share))
+        if not self._measured.is_endless(self._times.degrees):
+            stretch = self._measured.stretch(self._times.degrees, self._presented(
+                load, np.maximum(beside, alone)))
         is_timed = (np.isfinite(encode_s).all(axis=(1, 2)) & np.isfinite(plain_s).all(axis=1)
                     & (stretch <= REFUSED_BEYOND))
-        encode_s[~is_timed], plain_s[~is_timed] = 1.0, 1.0
+        if not is_timed.all():
+            encode_s[~is_timed], plain_s[~is_timed] = 1.0, 1.0
         return Steps(encode_s=encode_s, plain_s=plain_s, is_timed=is_timed, stretch=stretch,
                      kind_of=self._tables.kind_of)
 

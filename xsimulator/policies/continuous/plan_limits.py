@@ -12,6 +12,8 @@ from xsimulator.policies.continuous.bounds import RATES, ContinuousBounds, Lines
 
 WALKED = 1.003  # of what steps of as many as memory holds answer, whose evictions scatter
 PASSES = 2  # of looking at RATES values of y together
+_EXPONENTS = 1 - np.arange(RATES) / (RATES - 1)
+_EVENLY = np.linspace(0.0, 1.0, RATES)
 LEAST_RATE = 2.0**-14  # of the largest y, or half of what one query at a time comes to
 
 
@@ -59,11 +61,11 @@ class PlanLimits:
         top = self._at.top[rows]
         one = self._at.decoding[rows] / (2 * (self._bounds.iterations + 1))
         least = np.minimum(LEAST_RATE, one / np.maximum(top, 1e-300))[:, None]
-        shares = least ** (1 - np.arange(RATES) / (RATES - 1))
+        shares = least ** _EXPONENTS
         low, high, place = np.zeros(len(top)), top, np.arange(len(top))
         for number in range(PASSES):
             rates = low[:, None] + (high - low)[:, None] * (
-                np.linspace(0.0, 1.0, RATES) if number else shares)
+                _EVENLY if number else shares)
             rates[:, -1] = high
             is_kept = self._bounds.least_latency_s(self._at, rows, rates) <= latency_bound_s
             last = RATES - 1 - np.argmax(is_kept[:, ::-1], axis=1)  # the largest that is kept

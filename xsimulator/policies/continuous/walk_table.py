@@ -3,6 +3,7 @@
 What a walk finds changes smoothly with them, so each point of the grid is walked once, and what is
 between is interpolated: a search then costs few walks, and less of their noise."""
 
+from functools import cache
 from itertools import count
 
 import numpy as np
@@ -40,6 +41,12 @@ def shared_table(queries: WalkedQueries, sizes: int) -> "WalkTable":
     return table
 
 
+@cache
+def _corners(variables: int) -> IntArray:
+    """[corners, variables, 1] of a cell, the last variable's bit the fastest."""
+    return np.array(list(np.ndindex(*(2,) * variables)), np.int64)[:, :, None]
+
+
 class WalkTable:
     """The table has walks of one workload as a function of (slots, room, budget, groups)."""
 
@@ -67,7 +74,7 @@ class WalkTable:
         weight = np.ones((1, len(slots)))  # [corners, configs]
         for share in shares:
             weight = (weight[:, None] * np.stack([1 - share, share])).reshape(-1, len(slots))
-        points = np.stack(lows) + np.array(list(np.ndindex(*(2,) * len(lows))))[:, :, None]
+        points = np.stack(lows) + _corners(len(lows))
         level = np.minimum(np.rint(np.log2(groups)), _LEVELS - 1).astype(np.int64)
         rows = self._find(points, level, weight > 1e-9)
         between = np.einsum("kc,kcv->cv", weight, self._rows[rows])
@@ -93,9 +100,9 @@ class WalkTable:
         unique, inverse = np.unique(keys[is_needed], return_inverse=True)
         missing = self._with_next([key for key in unique.tolist() if key not in self._row_of],
                                   base**2 * _LEVELS)
-        for level_of in range(_LEVELS):
+        for level_of in np.unique(missing % _LEVELS).tolist():
             of_level = missing[missing % _LEVELS == level_of]
-            for part in np.array_split(of_level, -(-len(of_level) * 2**level_of // _POINTS) or 1):
+            for part in np.array_split(of_level, -(-len(of_level) * 2**level_of // _POINTS)):
                 if part.size:
                     self._walk(part, part // _LEVELS, base, 2**level_of)
         rows = np.zeros(keys.shape, np.int64)
