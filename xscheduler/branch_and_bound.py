@@ -28,6 +28,7 @@ MANY_NODES, FRUITLESS_NODES = 1600, 3000
 MANY_ROOTS = 500  # of more roots it is as many times fewer boxes: each takes longer there
 BATCH = 128  # best boxes split at a time: to `examine` some is quicker in arrays of many
 AGAIN = 4  # times as many are examined again at a time
+WORSE = "no better than the incumbent"  # why a box is given up
 WORTH_IT = 4  # times as many boxes as roots and a batch: of more it is quicker to begin anew
 
 
@@ -195,7 +196,10 @@ class _SearchTree:
 
     @property
     def _cutoff(self) -> float:
-        most = self.incumbent
+        return self._cutoff_at(self.incumbent)
+
+    def _cutoff_at(self, most: float) -> float:
+        """That of so high an incumbent."""
         widened = 1.0 if self._keeps_gap else max(self._further / self._many, 1.0)
         return most * (1 + self._gap * widened**2) if most > 0 else most
 
@@ -241,19 +245,25 @@ class _SearchTree:
         for result in results:
             if result.best is not None:
                 self.note(result.best)
-        cutoff = self._cutoff  # the same for all, until it widens
-        for result in results:
-            self._age += 1
-            self.nodes += are_roots or not result.is_glance
-            if self._further > self._many:
-                cutoff = self._cutoff
-            if result.is_settled:
-                self._close(result, result.reason)
-            elif result.upper_bound <= cutoff:
-                self._close(result, "no better than the incumbent")
+        most = self.incumbent
+        cutoff, few = self._cutoff_at(most), self._many + self._num_roots
+        closed, bounds = self._closed, self._root_bound  # a search closes tens of thousands
+        for age, (box, reason, upper_bound, _, is_settled, is_glance) in enumerate(
+                results, start=self._age + 1):
+            self.nodes += are_roots or not is_glance
+            if self.nodes > few:  # it is the same for all, until it widens
+                cutoff = self._cutoff_at(most)
+            if not is_settled and upper_bound > cutoff:
+                heapq.heappush(self._queue, (-upper_bound, age, box, not is_glance))
+                continue
+            reason = reason if is_settled else WORSE
+            closed[reason] += 1
+            if upper_bound > -math.inf:
+                bounds[box.root] = max(bounds[box.root], upper_bound)
+                self._given_up.append((-upper_bound, box, not is_glance))
             else:
-                heapq.heappush(self._queue, (
-                    -result.upper_bound, self._age, result.box, not result.is_glance))
+                self._ruled_out[reason] += 1
+        self._age += len(results)
 
     def note(self, found: Candidate) -> None:
         """An admissible point."""
@@ -273,7 +283,7 @@ class _SearchTree:
 
     def outcome(self, status: Status) -> Outcome:
         """The books as they would be with what is open closed."""
-        reason = "left open" if status is Status.LIMIT else "no better than the incumbent"
+        reason = "left open" if status is Status.LIMIT else WORSE
         closed, bounds = self._closed.copy(), self._root_bound.copy()
         for bound, _, box, _ in self._queue:
             closed[reason] += 1
@@ -282,15 +292,6 @@ class _SearchTree:
         return Outcome(status=status, best=self.best, nodes=self.nodes,
                        upper_bound=max(incumbent, *bounds), closed=tuple(sorted(closed.items())),
                        per_root=tuple(zip(self._root_best, bounds, strict=True)))
-
-    def _close(self, result: NodeResult, reason: str) -> None:
-        box, upper_bound = result.box, result.upper_bound
-        self._closed[reason] += 1
-        self._root_bound[box.root] = max(self._root_bound[box.root], upper_bound)
-        if upper_bound > -math.inf:
-            self._given_up.append((-upper_bound, box, not result.is_glance))
-        else:
-            self._ruled_out[reason] += 1
 
 
 def _better(one: Candidate | None, other: Candidate) -> Candidate:

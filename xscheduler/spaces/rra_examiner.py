@@ -11,6 +11,7 @@ it. A few points are simply evaluated. So nothing rests on monotonicity but what
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -327,15 +328,14 @@ def _near(least: IntArray, most: IntArray) -> IntArray:
 def _between(tried: IntArray, seen: Sequence[_Best], least: IntArray) -> IntArray:
     """[boxes, 3] around where latency, linear between the batches tried, meets the bound."""
     guesses = []
-    for batches, one, low in zip(tried, seen, least, strict=True):
-        order = np.argsort(batches, kind="stable")
-        latency = np.array(one.latency)[order]
-        at = int(np.searchsorted(latency, 1.0))
-        guess = int(batches[order[min(at, len(order) - 1)]])
-        if 0 < at < len(order) and np.isfinite(latency[at]):
-            left, right = int(batches[order[at - 1]]), int(batches[order[at]])
+    for batches, one, low in zip(tried.tolist(), seen, least.tolist(), strict=True):
+        order = sorted(range(len(batches)), key=batches.__getitem__)
+        latency = [one.latency[place] for place in order]
+        at = bisect_left(latency, 1.0)
+        guess = batches[order[min(at, len(order) - 1)]]
+        if 0 < at < len(order) and math.isfinite(latency[at]):
+            left, right = batches[order[at - 1]], batches[order[at]]
             share = (1.0 - latency[at - 1]) / max(latency[at] - latency[at - 1], 1e-300)
             guess = math.floor(left + share * (right - left))
-        top = int(batches.max())
-        guesses.append([min(max(guess + step, int(low)), top) for step in (-1, 0, 1)])
+        guesses.append([min(max(guess + step, low), max(batches)) for step in (-1, 0, 1)])
     return np.array(guesses, np.int64)

@@ -14,6 +14,7 @@ from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
 from xscheduler.admissible import SLACK, Limits, crowding, crowding_or_pace
 from xscheduler.branch_and_bound import Box
+from xscheduler.spaces.ranked import Ranked
 from xscheduler.spaces.tensor_plans import TensorPlan, batch_range, even_parts, iteration_range
 from xsimulator.policies.rra.bounds import SIDES, RraBounds
 from xsimulator.policies.rra.closed_form import Rra
@@ -43,6 +44,7 @@ class RraPoints:
         self._gpus = np.array([plan.tp_gpus for plan in plans], np.int64)
         self._limits = Limits.of(problem.constraint, queries=problem.num_queries or math.inf)
         self._known: dict[tuple[int, int, int], tuple[float, float, int]] = {}
+        self._ranked = Ranked[tuple[int, int, int]]()
         self._room: dict[tuple[int, int], int] = {}
 
     @property
@@ -78,18 +80,18 @@ class RraPoints:
             rows = np.array(new, np.int64)
             figures = self.rra.evaluate(self.configs(rows[:, 0], rows[:, 1], rows[:, 2]))
             crowding = crowding_or_pace(figures, self._limits)
-            self._known.update(zip(new, zip(
-                figures.throughput_qps.tolist(), figures.latency_s.tolist(),
-                crowding.tolist(), strict=True), strict=True))
+            found = list(zip(figures.throughput_qps.tolist(), figures.latency_s.tolist(),
+                             crowding.tolist(), strict=True))
+            self._known.update(zip(new, found, strict=True))
+            self._ranked.add((key, qps, latency_s) for key, (qps, latency_s, crowded) in zip(
+                new, found, strict=True) if not crowded)
         columns = np.array([self._known[key] for key in keys]).reshape(-1, 3)
         return Points(columns[:, 0], columns[:, 1], columns[:, 2].astype(np.int64))
 
     def best_known(self, latency_bound_s: float) -> tuple[float, int, tuple[int, int]] | None:
         """(throughput, plan, point) of the best admissible point that was evaluated so far."""
-        best = min(((-qps, plan, (batch, iterations)) for (plan, batch, iterations), (
-            qps, latency_s, crowded) in self._known.items()
-            if not crowded and qps > 0 and latency_s <= latency_bound_s), default=None)
-        return None if best is None else (-best[0], best[1], best[2])
+        best = self._ranked.best(latency_bound_s)
+        return None if best is None else (best[0], best[1][0], best[1][1:])
 
     def crowding(self, plan: IntArray, batch: IntArray, iterations: IntArray) -> IntArray:
         """[points] as Points.crowding but for the tokens' pace, without a timeline."""

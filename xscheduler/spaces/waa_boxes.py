@@ -9,7 +9,7 @@ from xgpt.core.lengths import IntArray
 from xgpt.core.policies import searched_policies
 from xgpt.core.problem import Problem
 from xscheduler.branch_and_bound import Box
-from xscheduler.spaces.tensor_plans import batch_range, equal_parts, even_parts
+from xscheduler.spaces.tensor_plans import batch_range, between, equal_parts, even_parts
 from xsimulator.policies.waa.bounds import WaaBounds
 from xsimulator.policies.waa.config import WaaBoxes
 from xsimulator.policies.waa.plans import WaaPlans
@@ -93,15 +93,22 @@ def group_range(problem: Problem, split: WaaPlans) -> tuple[int, int]:
     """Fewest and most decode_micro_batches to consider."""
     if problem.fixed.decode_micro_batches is not None:
         return problem.fixed.decode_micro_batches, problem.fixed.decode_micro_batches
-    plan = split.plan(int(split.encode_devices[0]))
-    return 1, max(GROUPS_PER_STAGE * len(plan.decode.stages), 1)
+    most_stages = sum(int(decode[0]) for _, decode in split.stage_counts)
+    return 1, max(GROUPS_PER_STAGE * most_stages, 1)
 
 
 def largest_batch(bounds: WaaBounds, split: WaaPlans, largest: int) -> int:
-    """No larger encode_batch up to `largest` can fit; 0 if none can."""
+    """No larger encode_batch up to `largest` can fit; 0 if none can. WAA-C and WAA-M share it."""
+    kept, key = bounds.waa.times.kept, (largest_batch, split, largest)
+    if key not in kept:
+        kept[key] = _largest_batch(bounds, split, largest)
+    return int(kept[key])
+
+
+def _largest_batch(bounds: WaaBounds, split: WaaPlans, largest: int) -> int:
     low, high = 0, largest + 1
     while high - low > 1:
-        tried = np.unique(np.rint(np.geomspace(low + 1, high - 1, 16)).astype(np.int64))
+        tried = np.array(between(low + 1, high - 1, 16), np.int64)
         fits = bounds.least_bytes(split, tried) <= bounds.waa.capacity_bytes
         low = int(max(tried[fits], default=low))
         high = int(min(tried[~fits], default=high))

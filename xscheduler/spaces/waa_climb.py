@@ -13,6 +13,7 @@ import numpy as np
 from xgpt.core.lengths import FloatArray, IntArray
 from xscheduler.admissible import Limit
 from xscheduler.branch_and_bound import Box, Candidate
+from xscheduler.spaces.tensor_plans import between
 from xscheduler.spaces.waa_boxes import CHUNK_ROOT_PARTS, CHUNKS, Ranges, corners_of, grid
 from xscheduler.spaces.waa_points import WaaPoints
 from xsimulator.policies.waa.closed_form import Waa
@@ -54,7 +55,7 @@ class Climber(NamedTuple):
     def grid(self, plan: int, batches: tuple[int, int], counts: tuple[int, int]) -> list[Key]:
         """A few points of a tensor plan with the least and largest encode_batch and
         decode_micro_batches: where chunks leave no step out, other batches change little."""
-        return [(plan, batch, groups, size) for groups in _spread(*counts, GRID_GROUPS)
+        return [(plan, batch, groups, size) for groups in between(*counts, GRID_GROUPS)
                 for size in self.sizes[::GRID_CHUNKS] for batch in {
                     round(max(self.least_batch(groups, size), batches[0]) * times)
                     for times in GRID_BATCHES} if batch <= batches[1]]
@@ -201,12 +202,6 @@ def _whole(space: WaaPoints, latency_bound_s: float) -> tuple[IntArray, WaaBoxes
                                 highest=columns[4], chunk=first, largest_chunk=last)
 
 
-def _spread(least: int, most: int, count: int) -> list[int]:
-    """So many whole numbers from one to the other, in even ratios."""
-    spread = np.unique(np.rint(np.geomspace(least, max(most, least), count)).astype(int))
-    return [int(one) for one in spread]
-
-
 def candidate_in(roots: Sequence[Box], plan_of_root: Sequence[int], chunks: Sequence[int],
                  qps: float, key: Sequence[int]) -> Candidate | None:
     """A point as a candidate of the root that it lies in, if one has it."""
@@ -220,5 +215,4 @@ def candidate_in(roots: Sequence[Box], plan_of_root: Sequence[int], chunks: Sequ
 
 def least_modest(waa: Waa, groups: int, chunk: int) -> int:
     """No smaller encode_batch has modest chunks of that size (Waa.modest_chunk)."""
-    return math.ceil(chunk / float(waa.modest_chunk(np.ones(1), np.array([float(groups)]))[0])
-                     * (1 - 1e-9))
+    return math.ceil(chunk / waa.modest_chunk(1.0, float(groups)) * (1 - 1e-9))

@@ -130,8 +130,7 @@ class WaaExaminer:
 
     def _largest_within(self, plan: int) -> int:
         if plan not in self._largest:
-            largest = max(box.upper[0] for box, own in zip(
-                self.roots, self.plan_of_root, strict=True) if own == plan)
+            (_, largest), _ = self._space.ranges[plan]
             if not math.isinf(self._bound_s):
                 largest = self._space.bounds.quick.largest_within(
                     largest, self._space.degrees(plan), self._bound_s, self._space.chunks[-1])

@@ -16,6 +16,7 @@ from xprofiler.made_sources import remembering
 from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limit, Limits, crowding_or_pace
 from xscheduler.branch_and_bound import Box
+from xscheduler.spaces.ranked import Ranked
 from xscheduler.spaces.tensor_plans import TensorPlan
 from xscheduler.spaces.waa_boxes import Ranges, WorkLeft, chunks_of, ranges_of, roots_of
 from xsimulator.policies import make_policy
@@ -40,6 +41,7 @@ class WaaPoints:
         self.splits = [waa.split(plan.tp_degree, plan.tp_gpus) for plan in self.plans]
         self.limits = Limits.of(problem.constraint, queries=problem.num_queries or math.inf)
         self._known: dict[tuple[int, ...], tuple[float, float, Limit]] = {}
+        self._ranked = Ranked[tuple[int, ...]]()
         self.chunks = chunks_of(name, problem)
         self.work = WorkLeft()  # on bounding boxes with chunks
 
@@ -80,10 +82,8 @@ class WaaPoints:
     def best_known(self, latency_bound_s: float) -> tuple[float, int, tuple[int, ...]] | None:
         """(throughput, plan, point) of the best admissible point of any box that was evaluated so
         far."""
-        best = min(((-qps, key) for key, (qps, latency_s, forbidding) in self._known.items()
-                    if latency_s <= latency_bound_s and qps > 0 and not forbidding
-                    and key[3] in self.chunks), default=None)
-        return None if best is None else (-best[0], best[1][0], best[1][1:])
+        best = self._ranked.best(latency_bound_s)
+        return None if best is None else (best[0], best[1][0], best[1][1:])
 
     def config(self, plan: int, point: tuple[int, ...]) -> WaaConfig:
         return WaaConfig(encode_batch=point[0], decode_micro_batches=point[1],
@@ -104,9 +104,11 @@ class WaaPoints:
             figures, slower_s = self.waa.evaluate_either_way([
                 self.config(key[0], key[1:]) for key in new])
             limits = crowding_or_pace(figures, self.limits)
-            self._known.update(zip(new, zip(
-                figures.throughput_qps.tolist(), slower_s.tolist(),
-                map(Limit, limits.tolist()), strict=True), strict=True))
+            found = list(zip(figures.throughput_qps.tolist(), slower_s.tolist(),
+                             map(Limit, limits.tolist()), strict=True))
+            self._known.update(zip(new, found, strict=True))
+            self._ranked.add((key, qps, latency_s) for key, (qps, latency_s, forbidding) in zip(
+                new, found, strict=True) if not forbidding and key[3] in self.chunks)
         return [self._known[key] for key in keys]
 
     def degrees(self, plan: int) -> list[int]:

@@ -73,16 +73,28 @@ class DivisionByTime:
         query's share of it falls and jumps: between two sizes it is no less than the quicker step's
         for each of the more rows, and no more than the slower one's for each of the fewer."""
         sizes, steps = self._decode_steps(degree, float(rows.max()))
-        of_ends = rows * self._times.decode_query_s(rows, degree)
-        first = np.searchsorted(sizes, rows[:, 0], side="right")
-        last = np.maximum(np.searchsorted(sizes, rows[:, 1], side="left"), first)
-        least, largest = np.empty((2, len(rows)))
-        for box, (low, up) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
-            at = np.concatenate([rows[box, :1], sizes[low:up], rows[box, 1:]])
-            step = np.concatenate([of_ends[box, :1], steps[low:up], of_ends[box, 1:]])
-            timed = np.where(np.isfinite(step), step, 0.0)
-            least[box] = (np.minimum(step[:-1], step[1:]) / at[1:]).min()
-            largest[box] = (np.maximum(timed[:-1], timed[1:]) / at[:-1]).max()
+        of_ends, (low, up) = rows * self._times.decode_query_s(rows, degree), rows.T
+        first = np.searchsorted(sizes, low, side="right")
+        last = np.maximum(np.searchsorted(sizes, up, side="left"), first)
+        # from either end to the size of the table next to it, or to the other end
+        is_apart = last > first
+        after, before = np.minimum(first, len(sizes) - 1), np.maximum(last - 1, 0)
+        next_size, previous_size = (np.where(is_apart, sizes[at], other) for at, other in (
+            (after, up), (before, low)))
+        next_step, previous_step = (np.where(is_apart, steps[at], other) for at, other in (
+            (after, of_ends[:, 1]), (before, of_ends[:, 0])))
+        parts = np.array([[of_ends[:, 0], next_step], [previous_step, of_ends[:, 1]]])
+        timed = np.where(np.isfinite(parts), parts, 0.0)
+        least = (parts.min(axis=1) / [next_size, up]).min(axis=0)
+        largest = (timed.max(axis=1) / [low, previous_size]).max(axis=0)
+        # and between sizes of the table: of pairs every other part is of these
+        if len(rest := np.flatnonzero(last - first > 1)):
+            pairs = np.stack([first[rest], last[rest] - 1], axis=1).ravel()
+            known = np.where(np.isfinite(steps), steps, 0.0)
+            least[rest] = np.minimum(least[rest], np.minimum.reduceat(np.append(
+                np.minimum(steps[:-1], steps[1:]) / sizes[1:], np.inf), pairs)[::2])
+            largest[rest] = np.maximum(largest[rest], np.maximum.reduceat(np.append(
+                np.maximum(known[:-1], known[1:]) / sizes[:-1], 0.0), pairs)[::2])
         return least / (1 + ROUNDED), np.where(np.isfinite(least), largest * (1 + ROUNDED), np.inf)
 
     def _decode_steps(self, degree: int, most_rows: float) -> tuple[FloatArray, FloatArray]:

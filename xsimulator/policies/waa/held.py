@@ -121,17 +121,15 @@ class HeldPerUnit:
     def by_stage(self, pool: StagePlan, is_encode: bool) -> tuple[FloatArray, ...]:
         """The figures of PerUnit are given by stage."""
         problem, stages = self._problem, pool.stages
-
-        def step(rows: float, heads: float) -> FloatArray:
-            return memory.step_bytes(problem, stages, rows=rows, heads=heads)
-
-        token = memory.kv_bytes(problem, stages, 1.0)
+        own = memory.StageBytes(problem, stages)
+        token = own.kv(1.0)
         if is_encode and problem.model.is_encoder_decoder:
             # the encoder's output alone, on its last stage
             token = np.zeros(len(stages))
             token[-1] = problem.model.hidden_size * DTYPE_BYTES[problem.dtype]
-        idle = step(0.0, 0.0)
-        return pool.weight_bytes + idle, token, step(1.0, 0.0) - idle, step(0.0, 1.0) - idle
+        idle = own.step(0.0, 0.0)
+        return (pool.weight_bytes + idle, token, own.step(1.0, 0.0) - idle,
+                own.step(0.0, 1.0) - idle)
 
 
 def encode_tokens(batch_tokens: FloatArray, stages: FloatArray | int) -> FloatArray:

@@ -114,7 +114,8 @@ class WaaMemory:
         most = self._most_tokens
         wanted = (in_system * self._mean_reserved
                   + memory.KV_QUANTILE_Z * self._std * np.sqrt(in_system))
-        return np.asarray(np.ceil(np.clip(wanted, most, np.maximum(in_system, 1.0) * most)))
+        return np.asarray(np.ceil(np.minimum(np.maximum(wanted, most),
+                                             np.maximum(in_system, 1.0) * most)))
 
     def _largest(self, plan: WaaPlan, sizes: HeldSizes,
                  ) -> list[tuple[StagePlan, FloatArray, FloatArray, FloatArray]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -73,8 +73,11 @@ class QuickBounds:
         self._waa, self._is_modest = waa, is_modest
         self._shared = cache(lambda degree: ChunkedPoolBounds(  # by degree: of a single group
             waa.times, waa.times.single(degree), waa.problem.lengths.outputs.mean))
-        self._most_in_system = cache(partial(most_in_system, waa.memory, waa.capacity_bytes))
-        self._held_by_division = cache(partial(held_by_division, waa.memory, waa.capacity_bytes))
+        room = (waa.memory, waa.capacity_bytes)  # WAA-C and WAA-M share what there is room for
+        self._most_in_system: Callable[[WaaPlans], float] = waa.times.kept.setdefault(
+            most_in_system, cache(partial(most_in_system, *room)))
+        self._held_by_division: Callable[[WaaPlans], FloatArray] = waa.times.kept.setdefault(
+            held_by_division, cache(partial(held_by_division, *room)))
 
     def by_division(self, split: WaaPlans, boxes: WaaBoxes,
                     latency_bound_s: float) -> FloatArray:
@@ -211,7 +214,13 @@ class QuickBounds:
         in which queries decode: the pools' stages may be of different degrees, and each pool's the
         quickest."""
         singles = [(degree, self._single(degree, most, rows)) for degree in degrees]
-        encode_s = np.minimum.reduce([single.encode_step[:most + 1] for _, single in singles])
+        columns = [single.encode_step for _, single in singles]
+        # tables of one length are the same ones
+        kept, key = self._waa.times.kept, ("quickest", *degrees, *map(len, columns))
+        if key not in kept:
+            shortest = min(map(len, columns))
+            kept[key] = np.minimum.reduce([column[:shortest] for column in columns])
+        encode_s: FloatArray = kept[key][:most + 1]
         return encode_s, min(float(self._steps(*one, chunk)[0]) for one in singles)
 
     def _steps(self, degree: int, single: _Single, chunk: int) -> FloatArray:
