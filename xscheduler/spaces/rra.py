@@ -63,7 +63,7 @@ class RraSpace(AllInBoxes):
     def present(self, tight: Tight) -> float:
         config = self.points.config(tight.plan, tight.point)
         if config.encode_chunk:
-            return float(self.points.rra.chunked.room([config])[1][0])
+            return float(self.points.rra.chunked.evaluate([config]).present[0])
         return float(self.points.rra.room([config]).present[0])
 
     def easiest(self) -> list[Tight]:

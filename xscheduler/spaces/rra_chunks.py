@@ -16,13 +16,16 @@ from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xscheduler.admissible import Limit, Limits, crowding, crowding_or_pace
 from xscheduler.branch_and_bound import Box, Candidate, NodeResult
+from xscheduler.spaces.ranked import Ranked
 from xscheduler.spaces.rra_examiner import ROUNDING
 from xscheduler.spaces.rra_points import RraPoints
 from xscheduler.spaces.tensor_plans import batch_range, equal_parts, iteration_range
 from xsimulator.plans import run_begins
 from xsimulator.policies import geometric
 from xsimulator.policies.rra.chunk_bounds import ChunkBounds
-from xsimulator.policies.rra.config import RateRanges, RraConfig
+from xsimulator.policies.rra.chunked import ChunkConfigs
+from xsimulator.policies.rra.chunked_form import PlansOf
+from xsimulator.policies.rra.config import RateRanges
 
 # Small chunks load every step alike, which long pipelines need; large ones encode a query soon.
 CHUNKS = (32, 64, 128, 256, 512, 1024, 2048)
@@ -103,6 +106,7 @@ class ChunkPoints:
         self._group_of = np.array(self._groups, float)  # by plan
         self._limits = Limits.of(problem.constraint, queries=problem.num_queries or np.inf)
         self._known: dict[tuple[int, int], tuple[float, float, int]] = {}
+        self._ranked = Ranked[tuple[int, int]]()
         self._tops: dict[int, int] = {}
         self.boxes = cache(self._boxes)  # by the number of the first root
 
@@ -114,9 +118,14 @@ class ChunkPoints:
         ladder = self.ladder
         return int(ladder.batch[rung]), int(ladder.iterations[rung]), self.roots[root].chunk
 
-    def configs(self, root: IntArray, rung: IntArray) -> list[RraConfig]:
-        return [self.points.config(self.roots[r].plan, self.point(r, k))
-                for r, k in zip(root.tolist(), rung.tolist(), strict=True)]
+    def configs(self, root: IntArray, rung: IntArray) -> tuple[ChunkConfigs, PlansOf]:
+        """Rungs of these roots."""
+        points, plan = self.points, self._plan_of[root]
+        plans = [(points.rra.plans.both(*points.plans[own]), np.flatnonzero(plan == own))
+                 for own in np.unique(plan).tolist()]
+        return ChunkConfigs(
+            self.ladder.batch[rung].astype(float), self.ladder.iterations[rung].astype(float),
+            self._chunk_of[root], self._group_of[plan]), plans
 
     def evaluate(self, root: IntArray, rung: IntArray) -> tuple[FloatArray, FloatArray, IntArray]:
         """(throughput_qps, latency_s, crowding) of each, all new ones at once."""
@@ -124,19 +133,20 @@ class ChunkPoints:
         new = [key for key in dict.fromkeys(keys) if key not in self._known]
         if new:
             rows = np.array(new, np.int64)
-            found = self.points.rra.chunked.evaluate(self.configs(rows[:, 0], rows[:, 1]))
+            found = self.points.rra.chunked.of_arrays(*self.configs(rows[:, 0], rows[:, 1]))
             limits = crowding_or_pace(found, self._limits)
-            self._known.update(zip(new, zip(found.throughput_qps.tolist(), found.latency_s.tolist(),
-                                            limits.tolist(), strict=True), strict=True))
+            figures = list(zip(found.throughput_qps.tolist(), found.latency_s.tolist(),
+                               limits.tolist(), strict=True))
+            self._known.update(zip(new, figures, strict=True))
+            self._ranked.add((key, qps, latency_s) for key, (qps, latency_s, crowded) in zip(
+                new, figures, strict=True) if not crowded)
         columns = np.array([self._known[key] for key in keys]).reshape(-1, 3)
         return columns[:, 0], columns[:, 1], columns[:, 2].astype(np.int64)
 
     def best_known(self, latency_bound_s: float) -> tuple[float, int, int] | None:
         """(throughput, root, rung) of the best admissible one that was evaluated so far."""
-        best = min(((-qps, root, rung) for (root, rung), (qps, latency_s, crowded) in
-                    self._known.items() if not crowded and qps > 0
-                    and latency_s <= latency_bound_s), default=None)
-        return None if best is None else (-best[0], *best[1:])
+        best = self._ranked.best(latency_bound_s)
+        return None if best is None else (best[0], *best[1])
 
     def tops(self, root: IntArray) -> IntArray:
         """[boxes] the highest rung of a root that there is room for, and whose tokens its chunks
@@ -158,7 +168,7 @@ class ChunkPoints:
             tried = low[rows] + np.rint(shares[:, None] * (high - low)[rows]).astype(np.int64)
             tried = np.clip(tried, low[rows] + 1, high[rows] - 1)
             bytes_, present, stretch = self.points.rra.chunked.room(
-                self.configs(np.tile(root[rows], TOGETHER), tried.ravel()))
+                *self.configs(np.tile(root[rows], TOGETHER), tried.ravel()))
             has_room = (crowding(bytes_ <= self.points.rra.capacity_bytes, present, stretch,
                                  self._most_present) == 0).reshape(tried.shape)
             low[rows] = np.where(has_room, tried, low[rows]).max(axis=0)

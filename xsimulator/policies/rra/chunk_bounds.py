@@ -141,5 +141,5 @@ class ChunkBounds:
         """A phase is one iteration: see rra.chunked."""
         ones: IntArray = np.ones(len(rate), np.int64)
         columns = self._rra.blocks.columns(ones, np.full(len(rate), 1 << 10))
-        return PhaseBatches(encode_batch=rate, groups=groups, queries=self._rra.blocks.stacked.take(
+        return PhaseBatches(encode_batch=rate, groups=groups, queries=self._rra.blocks.take(
             columns, rate / groups, OWN))

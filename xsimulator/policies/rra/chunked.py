@@ -21,6 +21,7 @@ walked (rra.phase_walk).
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -54,7 +55,7 @@ _SCATTER = ndtri((np.arange(_SIZES) + 0.5) / _SIZES)  # equally likely, of a pha
 
 
 class ChunkConfigs(NamedTuple):
-    """Configurations of one plan, [configs]; `groups` are as many as there are."""
+    """Configurations, [configs]; `groups` are as many as there are."""
 
     encode_batch: FloatArray
     decode_iterations: FloatArray
@@ -62,15 +63,20 @@ class ChunkConfigs(NamedTuple):
     groups: FloatArray
 
     @classmethod
-    def of(cls, configs: Sequence[RraConfig], stages: int) -> "ChunkConfigs":
-        """Those of a plan of so many stages."""
+    def of(cls, configs: Sequence[RraConfig], stages: Sequence[int]) -> "ChunkConfigs":
+        """Those whose plans have so many stages."""
         columns = np.array([(one.encode_batch, one.decode_iterations, one.encode_chunk,
-                             one.decode_micro_batches or stages) for one in configs], float)
+                             one.decode_micro_batches or count)
+                            for one, count in zip(configs, stages, strict=True)], float)
         return cls(*columns.reshape(-1, 4).T)
+
+    def take(self, rows: IntArray) -> "ChunkConfigs":
+        """Some of them."""
+        return ChunkConfigs(*(own[rows] for own in self))
 
 
 class ChunkLoads(NamedTuple):
-    """What the rounds of configurations of one plan work, [configs]."""
+    """What the rounds of configurations work, of whichever plans, [configs]."""
 
     steady: PhaseBatches  # with one iteration a phase: B_E / N_D queries join at each
     cycles: PhaseBatches  # with the iterations of a small phase
@@ -82,6 +88,14 @@ class ChunkLoads(NamedTuple):
     tokens: FloatArray  # [2, configs] of the largest group's chunk, and of any
     begins: FloatArray  # chunks that a query's encoding takes
     spacing: FloatArray  # iterations from one chunk of a phase to the next
+
+    def take(self, rows: IntArray) -> "ChunkLoads":
+        """Those of some configurations."""
+        return ChunkLoads(
+            self.steady.take(rows), self.cycles.take(rows), DecodeLoads(
+                *(own[..., rows] for own in self.loads)), self.group_batch[rows],
+            self.chunks[rows], self.every[rows], self.steps[rows], self.tokens[:, rows],
+            self.begins[rows], self.spacing[rows])
 
     @property
     def spans(self) -> FloatArray:
@@ -126,6 +140,7 @@ class Chunked:
     def __init__(self, problem: Problem, flow: QueryFlow, blocks: BlockTable,
                  tokens: EncodeTokens) -> None:
         self.problem, self._flow, self._blocks, self._tokens = problem, flow, blocks, tokens
+        self._bytes_of = cache(lambda plan: memory.StageBytes(problem, plan.stages))
         outputs = problem.lengths.outputs
         self._seen = flow.iterations_of(outputs.quantile(problem.constraint.quantile))
         # what kind "queries" adds: inputs scatter too, and with them how long encoding takes
@@ -173,7 +188,7 @@ class Chunked:
         """A phase is made of chunks and what is decoded after each. A longer pause than in whole
         iterations has more of the rounds that decode alone."""
         count, kind_of = len(held.chunks), plan.steps.kind_of
-        mixed, always_timed = self._mixed_s(plan, held, held.decoding, held.steady)
+        mixed, always_timed = self._mixed_s(plan, held, held.decoding, held.steady, held.loads)
         iterations, between = configs.decode_iterations, configs.decode_iterations / held.chunks
         always_s = _timeline(mixed, [(m[None], rest[None]) for m, rest in mixed], kind_of,
                              np.ones(count, np.int64), np.ones((1, count))).period_s / 2
@@ -245,11 +260,17 @@ class Chunked:
         per_step = held.steady.encode_batch
         return np.asarray(per_step * (self._flow.mean_iterations + self._encoding_rounds(held)))
 
-    def held_bytes(self, plan: StagePlan, held: ChunkLoads, kv_tokens: FloatArray) -> FloatArray:
+    @staticmethod
+    def step_sizes(held: ChunkLoads) -> FloatArray:
+        """[2, configs] rows of the largest step, and those whose next token is chosen."""
+        decoding = held.decoding[0]
+        return np.stack([held.tokens[0] + decoding, decoding + np.ceil(held.spans)])
+
+    def held_bytes(self, plan: StagePlan, step_sizes: FloatArray,
+                   kv_tokens: FloatArray) -> FloatArray:
         """[configs, stages] bytes on each rank of a stage."""
-        decoding, own = held.decoding[0], memory.StageBytes(self.problem, plan.stages)
-        return np.asarray(plan.weight_bytes + own.kv(kv_tokens) + own.step(
-            held.tokens[0] + decoding, decoding + np.ceil(held.spans)))
+        own = self._bytes_of(plan)
+        return np.asarray(plan.weight_bytes + own.kv(kv_tokens) + own.step(*step_sizes))
 
     def presented(self, held: ChunkLoads) -> Presented:
         """The largest sizes that the timing source is asked for."""
@@ -269,7 +290,7 @@ class Chunked:
         """So many queries join every `iterations`; at least SMALL_BATCH count as a large batch."""
         columns = self._blocks.columns(iterations, np.full(len(groups), 1 << 10))
         return PhaseBatches(encode_batch=encode_batch, groups=groups,
-                            queries=self._blocks.stacked.take(columns, encode_batch / groups,
+                            queries=self._blocks.take(columns, encode_batch / groups,
                                                               without))
 
     @staticmethod
@@ -291,7 +312,7 @@ class Chunked:
             tokens=held.tokens[:, rows], begins=held.begins[rows], steps=np.maximum(
                 loads.steps[last, places], held.steps[rows]))
         at_last = loads.both[:, last, places]
-        mixed, mixed_timed = self._mixed_s(plan, part, at_last, cycles)
+        mixed, mixed_timed = self._mixed_s(plan, part, at_last, cycles, loads)
         context = cycles.charged_context(loads)
         plain, is_timed = slowest_and_rest(plan.steps.decode_s(loads.both, context), loads.steps)
         widths = queries.widths.copy()
@@ -316,9 +337,9 @@ class Chunked:
         return np.asarray(own[0, 0])
 
     def _mixed_s(self, plan: StagePlan, held: ChunkLoads, decoding: FloatArray,
-                 batches: PhaseBatches) -> tuple[list[Pair], BoolArray]:
+                 batches: PhaseBatches, loads: DecodeLoads) -> tuple[list[Pair], BoolArray]:
         """The slowest group's step that encodes beside `decoding` [2, configs] queries, and all
-        others', by kind of stage."""
+        others', by kind of stage. `loads`: those of `batches`."""
         tokens = held.tokens
         # the group of the largest chunk is seldom that of the most queries
         more, queries = tokens[0] - tokens[1], decoding[0] - decoding[1]
@@ -326,7 +347,7 @@ class Chunked:
         part = np.hypot(more, queries) / np.where(both > 0, both, 1.0)
         tokens = np.stack([tokens[1] + part * more, tokens[1]])
         one = plan.times.mean_attention_s(held.spans)
-        context = batches.charged_context(batches.decode_loads())
+        context = batches.charged_context(loads)
         last = batches.queries.blocks - 1
         seconds = plan.steps.mixed_s(
             tokens, np.broadcast_to(held.ended, tokens.shape),

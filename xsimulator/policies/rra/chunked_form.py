@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from xgpt.core.controls import EvenBatches, RraControls
-from xgpt.core.lengths import FloatArray
+from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.schedule import Estimate
 from xsimulator.plans import PlanSource, StagePlan
 from xsimulator.policies.figures import (
@@ -22,6 +22,9 @@ from xsimulator.policies.measured_range import MeasuredRange
 from xsimulator.policies.rra.chunked import ChunkConfigs, Chunked, ChunkLoads
 from xsimulator.policies.rra.config import RraConfig
 
+# plans, and which of the configurations are of each: what these hold hangs on its groups alone
+PlansOf = Sequence[tuple[StagePlan, IntArray]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ChunkedForm:
@@ -35,30 +38,45 @@ class ChunkedForm:
     even: Callable[[float], EvenBatches]
 
     def evaluate(self, configs: Sequence[RraConfig]) -> EstimateArrays:
-        """The figures of every configuration are worked out together for those of one plan."""
-        columns = gathered(len(configs), (
-            (rows, self._figures(self.plans.both(*key), [configs[row] for row in rows.tolist()]))
-            for key, rows in by_plan(configs).items()))
+        """The figures of every configuration."""
+        stages, plans = [0] * len(configs), list[tuple[StagePlan, IntArray]]()
+        for key, rows in by_plan(configs).items():
+            plan = self.plans.both(*key)
+            plans.append((plan, rows))
+            for row in rows.tolist():
+                stages[row] = len(plan.stages)
+        return self.of_arrays(ChunkConfigs.of(configs, stages), plans)
+
+    def of_arrays(self, configs: ChunkConfigs, plans: PlansOf) -> EstimateArrays:
+        """The same; what they hold is worked out together for all, what takes time for those of
+        one plan."""
+        held = self.chunked.loads(configs)
+        columns = gathered(len(held.chunks), (
+            (rows, self._figures(plan, configs.take(rows), held.take(rows)))
+            for plan, rows in plans))
         fits = columns["memory_bytes"] <= self.assembler.capacity_bytes
         return EstimateArrays(**columns, fits=fits)
 
-    def room(self, configs: Sequence[RraConfig]) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """(memory_bytes, present, stretch) as evaluate's, without a timeline."""
-        parts = []
-        for key, rows in by_plan(configs).items():
-            plan = self.plans.both(*key)
-            arrays = ChunkConfigs.of([configs[row] for row in rows.tolist()], len(plan.stages))
-            parts.append((rows, self._room(plan, arrays, self.chunked.loads(
-                arrays, is_timed=False))))
-        columns = gathered(len(configs), parts)
-        return columns["memory_bytes"], columns["present"], columns["stretch"]
+    def room(self, configs: ChunkConfigs,
+             plans: PlansOf) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """(memory_bytes, present, stretch) as of_arrays', without a timeline."""
+        held = self.chunked.loads(configs, is_timed=False)
+        kv_tokens, sizes = self.chunked.kv_tokens(held), self.chunked.step_sizes(held)
+        memory_bytes, stretch = np.empty(len(kv_tokens)), np.zeros(len(kv_tokens))
+        for plan, rows in plans:
+            memory_bytes[rows] = self.chunked.held_bytes(
+                plan, sizes[:, rows], kv_tokens[rows]).max(axis=1)
+            if not self.measured.is_endless(plan.times.degrees):
+                stretch[rows] = self.measured.stretch(
+                    plan.times.degrees, self.chunked.presented(held))[rows]
+        return memory_bytes, self._present(configs, held), stretch
 
     def estimate(self, config: RraConfig) -> Estimate:
         """The Estimate says of one configuration what is shown, and what is executed."""
         plan = self.plans.both(config.tp_degree, config.tp_gpus)
         held = self._loads(plan, [config])
         figures = {name: float(values[0]) for name, values in self._figures(
-            plan, [config]).items()}
+            plan, ChunkConfigs.of([config], [len(plan.stages)]), held).items()}
         figures |= {"encode_batch": config.encode_batch,
                     "decode_iterations": config.decode_iterations,
                     "decode_iteration_s": figures["period_s"] / config.decode_iterations}
@@ -69,7 +87,8 @@ class ChunkedForm:
                         encode_chunk=config.encode_chunk,
                         even=self.even(float(self.chunked.present(held)[0]))),
             one_pool(config, plan.stages, groups, figures["kv_tokens"]), figures,
-            held_bytes=self.chunked.held_bytes(plan, held, np.array([figures["kv_tokens"]]))[0],
+            held_bytes=self.chunked.held_bytes(
+                plan, self.chunked.step_sizes(held), np.array([figures["kv_tokens"]]))[0],
             notes=[f"extrapolated: {words}" for words in self.beyond(config)])
 
     def beyond(self, config: RraConfig, times: float = 1.0) -> list[str]:
@@ -81,7 +100,7 @@ class ChunkedForm:
             plan.times.degrees, self.chunked.presented(self._loads(plan, [config])), times)
 
     def _loads(self, plan: StagePlan, configs: Sequence[RraConfig]) -> ChunkLoads:
-        return self.chunked.loads(ChunkConfigs.of(configs, len(plan.stages)))
+        return self.chunked.loads(ChunkConfigs.of(configs, [len(plan.stages)] * len(configs)))
 
     def _room(self, plan: StagePlan, configs: ChunkConfigs,
               held: ChunkLoads) -> dict[str, FloatArray]:
@@ -89,23 +108,25 @@ class ChunkedForm:
         stretch: FloatArray = np.zeros(len(kv_tokens))
         if not self.measured.is_endless(degrees):
             stretch = self.measured.stretch(degrees, self.chunked.presented(held))
-        # of fewer queries than a phase takes up none would be as planned
-        present = np.maximum(self.chunked.present(held), configs.encode_batch)
-        return {"kv_tokens": kv_tokens, "present": present, "stretch": stretch,
-                "memory_bytes": self.chunked.held_bytes(plan, held, kv_tokens).max(axis=1)}
+        return {"kv_tokens": kv_tokens, "present": self._present(configs, held),
+                "stretch": stretch, "memory_bytes": self.chunked.held_bytes(
+                    plan, self.chunked.step_sizes(held), kv_tokens).max(axis=1)}
 
-    def _figures(self, plan: StagePlan, configs: Sequence[RraConfig]) -> dict[str, FloatArray]:
-        arrays = ChunkConfigs.of(configs, len(plan.stages))
-        held = self.chunked.loads(arrays)
-        times = self.chunked.times(plan, arrays, held)
-        latency_s = self.chunked.latency_s(arrays, held, times)
+    def _present(self, configs: ChunkConfigs, held: ChunkLoads) -> FloatArray:
+        # of fewer queries than a phase takes up none would be as planned
+        return np.maximum(self.chunked.present(held), configs.encode_batch)
+
+    def _figures(self, plan: StagePlan, configs: ChunkConfigs,
+                 held: ChunkLoads) -> dict[str, FloatArray]:
+        times = self.chunked.times(plan, configs, held)
+        latency_s = self.chunked.latency_s(configs, held, times)
         is_timed, phase_s = times.is_timed & (times.phase_s > 0), times.phase_s
-        queries = held.group_batch * arrays.groups
+        queries = held.group_batch * configs.groups
         seconds = {"latency_s": latency_s, "period_s": phase_s, "encode_s": times.encode_s,
                    "ttft_s": times.encode_s,
                    "tpot_s": per_token_s(self.chunked.problem, latency_s, times.encode_s)}
         return {
             **{name: np.where(is_timed, own, np.inf) for name, own in seconds.items()},
-            **self._room(plan, arrays, held),
+            **self._room(plan, configs, held),
             "throughput_qps": np.where(is_timed, queries / np.where(is_timed, phase_s, 1.0), 0.0),
             "decode_batch": held.steady.encode_batch * held.steady.queries.mean_phases}

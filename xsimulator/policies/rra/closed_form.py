@@ -196,7 +196,7 @@ class Rra:
         encode_batch = configs.encode_batch[rows].astype(float)
         columns = self.blocks.columns(configs.decode_iterations[rows], like[rows])
         return PhaseBatches(encode_batch=encode_batch, groups=groups,
-                            queries=self.blocks.stacked.take(columns, encode_batch / groups,
+                            queries=self.blocks.take(columns, encode_batch / groups,
                                                              without))
 
     def _evaluate_both(self, configs: Sequence[RraConfig]) -> EstimateArrays:

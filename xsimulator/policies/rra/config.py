@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -39,8 +39,7 @@ class RraConfigs:
 
     def take(self, rows: IntArray) -> RraConfigs:
         """Some of the configurations."""
-        return RraConfigs(**{field.name: getattr(self, field.name)[rows]
-                             for field in fields(RraConfigs)})
+        return RraConfigs(**{name: getattr(self, name)[rows] for name in self.__slots__})
 
     @classmethod
     def of(cls, configs: RraConfigs | Sequence[RraConfig]) -> RraConfigs:
@@ -48,10 +47,9 @@ class RraConfigs:
         if isinstance(configs, RraConfigs):
             return configs
         assert not any(one.encode_chunk for one in configs), "chunks are ChunkedForm's"
-        names = [field.name for field in fields(cls)]
-        columns = np.array([[getattr(config, name) or 0 for config in configs] for name in names],
-                           np.int64)
-        return cls(**dict(zip(names, columns, strict=True)))
+        columns = np.array([[getattr(config, name) or 0 for config in configs]
+                            for name in cls.__slots__], np.int64)
+        return cls(**dict(zip(cls.__slots__, columns, strict=True)))
 
 
 class RateRanges(NamedTuple):

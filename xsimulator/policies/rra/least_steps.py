@@ -112,7 +112,7 @@ class LeastSteps:
         """The corners are at one end of the boxes' ranges of N_D, `others` at the other."""
         rra, own = self._rra, corners.decode_iterations[rows]
         columns = rra.blocks.columns(own, corners.encode_batch[rows])
-        variance = np.zeros((int(rra.blocks.stacked.blocks[columns].max(initial=1)), len(rows)))
+        variance = np.zeros((int(rra.blocks.packed.counts[columns].max(initial=1)), len(rows)))
         for place, key in enumerate(zip(columns.tolist(), own.tolist(), others[rows].tolist(),
                                         strict=True)):
             least = self._least.get(key)

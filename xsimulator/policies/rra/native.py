@@ -200,7 +200,7 @@ class NativeRra:
                     rra.flow.context_read_until(max(rra.seen_iterations, 1)))
             else:
                 by_config[4] = float(rra.flow.context.sum())
-        table, facts = self._rra.blocks.packed.described(), np.append(self._facts, tolerances)
+        table, facts = rra.blocks.packed.described(), np.concatenate([self._facts, tolerances])
         self._loads(address_of(table), address_of(facts), address_of(words), count, int(is_bound),
                     _address(share), 0 if share is None else len(share), _address(own),
                     _address(others), _address(until))

@@ -56,12 +56,12 @@ class StepStructures:
 
     def of(self, steps: StepTable, plan: StagePlan, sizes: Sequence[float]) -> Described:
         """The structure of a table of steps that reaches these sizes of its tables."""
-        tables = (steps.decode_rows, steps.encode_rows, steps.ends)
+        decode, encode, ends = tables = steps.decode_rows, steps.encode_rows, steps.ends
         for table, own in zip(tables, sizes, strict=True):
             table.reach(own)
         known = self._described.get(id(steps))
-        nodes = tuple(table.nodes for table in tables)
-        if known is None or any(a is not b for a, b in zip(known.nodes, nodes, strict=True)):
+        if known is None or known.nodes[0] is not decode.nodes or (
+                known.nodes[1] is not encode.nodes or known.nodes[2] is not ends.nodes):
             known = self._described[id(steps)] = self._describe(steps, plan, tables)
         return known
 

@@ -19,7 +19,7 @@ OWN = ("own_before", "own_last")  # what only one query's own steps hang on
 BY_GROUP = ("log_absent", *OWN)  # have a last axis of GROUP_OCTAVES
 PLAIN = ("widths", "active", "context", "variance_active", "nobody", "moved")  # one of a block
 SINGLES = ("mean_phases", "mean_present", "mean_reserved", "variance_reserved", "max_present")
-_WHOLE = ("blocks", "seen", "phases_before")  # whole numbers of a phase
+WHOLE = ("blocks", "seen", "phases_before")  # whole numbers of a phase
 _WIDTH = len(PLAIN) + len(BY_GROUP) * len(GROUP_OCTAVES) + MAX_DOUBLINGS + 1
 _LEAST_BLOCKS = 1024  # that there is room for to begin with
 
@@ -29,11 +29,12 @@ class PackedBlocks:
 
     def __init__(self, *, is_padded: bool) -> None:
         self._is_padded = is_padded
-        self.values: FloatArray = np.zeros((0, _WIDTH))  # [blocks of all columns]
+        # [1 + blocks of all columns] the first is none of any, and all zero
+        self.values: FloatArray = np.zeros((1, _WIDTH))
         self.begins: IntArray = np.zeros(0, np.int64)  # by column
-        self.whole: IntArray = np.zeros((len(_WHOLE), 0), np.int64)
+        self.whole: IntArray = np.zeros((len(WHOLE), 0), np.int64)
         self.singles: FloatArray = np.zeros((len(SINGLES), 0))
-        self._columns = self._blocks = 0
+        self._columns, self._blocks = 0, 1
         self._scratch: FloatArray = np.empty((0, _WIDTH))
         self._described: IntArray | None = None
 
@@ -54,7 +55,7 @@ class PackedBlocks:
         for place, name in enumerate(BY_GROUP):
             begin = len(PLAIN) + place * octaves
             values[:, begin:begin + octaves] = row[name]
-        self._append(values, tuple(int(row[name]) for name in _WHOLE),
+        self._append(values, tuple(int(row[name]) for name in WHOLE),
                      np.array([float(row[name]) for name in SINGLES]))
         if "maximum_context" in row:
             self.set_longest(row["maximum_context"])
@@ -78,19 +79,26 @@ class PackedBlocks:
         self._append(self._scratch[:count], (count, int(seen[0]), before), singles)
         return np.asarray(self._scratch[:count, 0])
 
-    def row(self, column: int) -> dict[str, Any]:
-        """The fields of a column."""
-        begin, count = int(self.begins[column]), int(self.counts[column])
-        values, octaves = self.values[begin:begin + count], len(GROUP_OCTAVES)
-        row: dict[str, Any] = {name: values[:, place] for place, name in enumerate(PLAIN)}
-        for place, name in enumerate(BY_GROUP):
-            first = len(PLAIN) + place * octaves
-            row[name] = values[:, first:first + octaves]
-        row |= {name: self.whole[place, column] for place, name in enumerate(_WHOLE)}
-        row |= {name: self.singles[place, column] for place, name in enumerate(SINGLES)}
-        if self._is_padded:
-            row["maximum_context"] = values[:, -MAX_DOUBLINGS - 1:]
-        return row
+    def places(self, columns: IntArray) -> IntArray:
+        """[blocks, configs] where the blocks of columns begin among all numbers."""
+        counts = self.counts[columns]
+        place = np.arange(int(counts.max(initial=1)))[:, None]
+        return np.asarray(_WIDTH * np.where(place < counts, self.begins[columns] + place, 0))
+
+    def plain(self, places: IntArray, name: str) -> FloatArray:
+        """[blocks, configs] one of PLAIN."""
+        return np.asarray(self.values.ravel().take(places + PLAIN.index(name)))
+
+    def by_group(self, places: IntArray, name: str,
+                 octave: IntArray) -> tuple[FloatArray, FloatArray]:
+        """Likewise one of BY_GROUP, at such octaves [configs] and the ones after them."""
+        first = places + (octave + len(PLAIN) + BY_GROUP.index(name) * len(GROUP_OCTAVES))
+        numbers = self.values.ravel()
+        return np.asarray(numbers.take(first)), np.asarray(numbers.take(first + 1))
+
+    def longest(self, places: IntArray) -> FloatArray:
+        """[blocks, configs, doublings + 1] the same of `maximum_context`."""
+        return np.asarray(self.values[:, -MAX_DOUBLINGS - 1:][places // _WIDTH])
 
     def described(self) -> IntArray:
         """The C structure Blocks; it holds until more columns are added."""

@@ -10,7 +10,7 @@ ragged distribution with an encode_batch of 1 to 3 came to 0.4 %."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 from xgpt.core.lengths import FloatArray, IntArray
 from xsimulator.occupancy import GROUP_OCTAVES, Occupancy, QueryFlow
 from xsimulator.policies.continuous.native import native
-from xsimulator.policies.rra.packed_blocks import BY_GROUP, SINGLES, PackedBlocks
+from xsimulator.policies.rra.packed_blocks import BY_GROUP, PLAIN, SINGLES, WHOLE, PackedBlocks
 
 EXACT_ITERATIONS = 10  # up to as many, each is a block
 # Of the logarithm of the number of active queries, within a block: of small batches, whose groups
@@ -60,42 +60,23 @@ class PhaseBlocks:
     variance_reserved: FloatArray
     max_present: FloatArray
 
-    def take(self, columns: IntArray, group_batch: FloatArray,
-             without: Collection[str] = ()) -> PhaseBlocks:
-        """The blocks of the given configurations, with so many queries encoded in each group;
-        those fields that nothing will be asked of, `without`, are no numbers."""
-        place = np.clip(np.log2(group_batch) - GROUP_OCTAVES[0], 0, len(GROUP_OCTAVES) - 1)
-        lower = np.minimum(place.astype(np.int64), len(GROUP_OCTAVES) - 2)
-        share = place - lower
-        chosen: dict[str, Any] = {}
-        most = int(self.blocks[columns].max(initial=1))
-        for name in self.__slots__:
-            value = getattr(self, name)
-            if value is not None and value.ndim > 1:
-                value = value[:most]
-            if name in without:
-                chosen[name] = None if value is None else _nothing(len(value), len(columns))
-            elif name in BY_GROUP:
-                flat, first = value.reshape(len(value), -1), columns * value.shape[-1] + lower
-                left, right = flat.take(first, axis=1), flat.take(first + 1, axis=1)
-                with np.errstate(invalid="ignore"):
-                    between = np.subtract(right, left)
-                    between *= share
-                    between += left
-                if not np.isfinite(between).all():
-                    # one is there for certain (-inf): so it is between, too
-                    between = np.where(np.isfinite(left) & np.isfinite(right), between,
-                                       np.where(share > 0, np.minimum(left, right), left))
-                chosen[name] = between
-            elif value is not None:
-                chosen[name] = value.take(columns, axis=0 if value.ndim == 1 else 1)
-        return PhaseBlocks(**chosen)
-
 
 @lru_cache(maxsize=256)
 def _nothing(blocks: int, configs: int) -> FloatArray:
     """[blocks, configs] what is no number."""
     return np.broadcast_to(np.nan, (blocks, configs))
+
+
+def _between(left: FloatArray, right: FloatArray, share: FloatArray) -> FloatArray:
+    """From one to the other; where one is there for certain (-inf), so it is between, too."""
+    with np.errstate(invalid="ignore"):
+        between = np.subtract(right, left)
+        between *= share
+        between += left
+    if np.isfinite(between).all():
+        return between
+    return np.where(np.isfinite(left) & np.isfinite(right), between,
+                    np.where(share > 0, np.minimum(left, right), left))
 
 
 def shared_blocks(flow: QueryFlow, *, padded: bool, seen_iterations: int,
@@ -120,7 +101,6 @@ class BlockTable:
         self._column: IntArray = np.full(0, -1, np.int64)  # by 2 N_D + whether few are encoded
         self.packed = PackedBlocks(is_padded=padded)
         self.ends: list[IntArray] = []  # [blocks] by column: each ends before such an iteration
-        self._stack, self._stacked = _StackedRows(), 0  # and how many columns it has
 
     def columns(self, iterations: IntArray, encode_batch: IntArray) -> IntArray:
         """These N_D are found in such columns [configs], for so many queries encoded in a phase."""
@@ -140,14 +120,27 @@ class BlockTable:
             columns = self._column[keys]
         return np.asarray(columns)
 
-    @property
-    def stacked(self) -> PhaseBlocks:
-        """All blocks that are known, by column."""
-        if self._stacked < len(self.ends):
-            self._stack.add([self.packed.row(column)
-                             for column in range(self._stacked, len(self.ends))])
-            self._stacked = len(self.ends)
-        return PhaseBlocks(**self._stack.fields)
+    def take(self, columns: IntArray, group_batch: FloatArray,
+             without: Collection[str] = ()) -> PhaseBlocks:
+        """The blocks of configurations in these columns, with so many queries encoded in each
+        group; those fields that nothing will be asked of, `without`, are no numbers."""
+        packed, places = self.packed, self.packed.places(columns)
+        at = np.clip(np.log2(group_batch) - GROUP_OCTAVES[0], 0, len(GROUP_OCTAVES) - 1)
+        lower = np.minimum(at.astype(np.int64), len(GROUP_OCTAVES) - 2)
+        chosen: dict[str, Any] = {name: _nothing(*places.shape) for name in without}
+        for name in PLAIN:
+            if name not in without:
+                chosen[name] = packed.plain(places, name)
+        for name in BY_GROUP:
+            if name not in without:
+                chosen[name] = _between(*packed.by_group(places, name, lower), at - lower)
+        for names, of_columns in ((WHOLE, packed.whole), (SINGLES, packed.singles)):
+            chosen.update(zip(names, of_columns.take(columns, axis=1), strict=True))
+        if not self.is_padded:
+            chosen["maximum_context"] = None
+        elif "maximum_context" not in without:
+            chosen["maximum_context"] = packed.longest(places)
+        return PhaseBlocks(**chosen)
 
     def _add(self, n_d: int, resolution: float) -> None:
         """The next column."""
@@ -227,34 +220,3 @@ def block_ends(occupancy: Occupancy, last: int, exact_iterations: int,
 def _log(values: FloatArray) -> FloatArray:
     with np.errstate(divide="ignore"):
         return np.asarray(np.log(values))
-
-
-class _StackedRows:
-    """Rows of arrays are stacked, one array a field with the rows along its second axis (its only
-    one for single values), zero where a phase has fewer blocks; grows in leaps."""
-
-    def __init__(self) -> None:
-        self._count = self._blocks = 0
-        self.fields: dict[str, Any] = {}  # blocks and columns beyond those added are zero
-
-    def add(self, rows: Sequence[dict[str, FloatArray]]) -> None:
-        blocks = max([self._blocks, *(len(row["widths"]) for row in rows)])
-        total = self._count + len(rows)
-        for name, example in rows[0].items():
-            is_single, held = example.ndim == 0, self.fields.get(name)
-            shape = (total,) if is_single else (blocks, total, *example.shape[1:])
-            if held is None or any(has < needs for has, needs in zip(
-                    held.shape, shape, strict=True)):
-                room = tuple(2 * size if axis == len(shape[:1 if is_single else 2]) - 1 else size
-                             for axis, size in enumerate(shape))
-                grown = np.zeros(room, example.dtype if is_single else float)
-                if held is not None:
-                    grown[tuple(slice(0, size) for size in held.shape)] = held
-                self.fields[name] = held = grown
-            for column, row in enumerate(rows, start=self._count):
-                if is_single:
-                    held[column] = row[name]
-                else:
-                    held[: len(row[name]), column] = row[name]
-        self._count, self._blocks = total, blocks
-

@@ -45,10 +45,11 @@ class PhaseBatches:
     def take(self, rows: IntArray) -> PhaseBatches:
         """The batches of some of the configurations."""
         chosen: dict[str, Any] = {}
+        most = int(self.queries.blocks[rows].max(initial=1))
         for name in self.queries.__slots__:
             value = getattr(self.queries, name)
-            chosen[name] = value if value is None else value.take(
-                rows, axis=0 if value.ndim == 1 else 1)
+            chosen[name] = value if value is None else value[rows] if value.ndim == 1 else (
+                value[:most].take(rows, axis=1))
         return PhaseBatches(encode_batch=self.encode_batch[rows], groups=self.groups[rows],
                             queries=PhaseBlocks(**chosen))
 

@@ -128,8 +128,9 @@ def _busy(dealt: Dealt, edges: IntArray, is_decode: BoolArray, most: int) -> Int
     some = np.concatenate([
         _ranges(phases * dealt.iterations, times[phases], dealt.every[phases]),
         _ranges(edges[:-1][:until], lengths[:until], np.ones_like(lengths[:until]))])
-    rounds = np.unique(np.concatenate([some, some + 1]))
-    return np.asarray(rounds[rounds < edges[-1]][:most], np.int64)
+    is_busy = np.zeros(max(int(some.max(initial=0)) + 2, int(edges[-1])), bool)
+    is_busy[some] = is_busy[some + 1] = True
+    return np.flatnonzero(is_busy[:edges[-1]])[:most]
 
 
 def _ranges(begin: IntArray, count: IntArray, step: IntArray) -> IntArray:

@@ -69,7 +69,7 @@ def test_blocks_hold_the_same_queries_as_the_phase():
     table = BlockTable(flow, padded=False, seen_iterations=100)
     for n_d in (3, 40, 149):
         where = table.columns(np.array([n_d]), np.array([50]))
-        blocks, whole = table.stacked.take(where, np.array([12.5])), flow.occupancy(
+        blocks, whole = table.take(where, np.array([12.5])), flow.occupancy(
             n_d, padded=False)
         assert blocks.widths.sum() == n_d
         assert (blocks.widths * blocks.active).sum() == pytest.approx(whole.active.sum())
