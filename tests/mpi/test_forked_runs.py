@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,20 @@ def test_ranks_that_lose_who_stands_for_them_end_and_start_again(who: str, tmp_p
     assert [line for line, _ in job.answers()] == [f"q{i}" for i in range(200)]
 
 
+@pytest.mark.slow  # tests/xrunner/test_forks.py has the stand-in alone
+def test_ranks_end_though_who_forked_them_is_stopped(tmp_path: Path) -> None:
+    job, process, own = start(tmp_path, count=200)
+    forked = parent_of(own["rank"][0])
+    os.kill(forked, signal.SIGSTOP)
+    try:
+        facts = end(process, {**own, "ahead": [pid for pid in own["ahead"] if pid != forked]})
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(forked, signal.SIGCONT)
+    assert facts["code"] == 0 and facts["status"] == "done", facts
+    assert [line for line, _ in job.answers()] == [f"q{i}" for i in range(200)]
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core binds nobody")
 def test_forks_are_bound_as_mpiexec_binds_their_ranks(tmp_path: Path) -> None:
     _job, process, own = start(tmp_path, count=200, environ={"HYDRA_BINDING": "core"})
@@ -93,6 +108,7 @@ def test_a_fork_that_is_gone_before_the_others_meet_it_is_named(how: str, tmp_pa
 
 _LEAVES = """
 import sys, time
+from contextlib import suppress
 from pathlib import Path
 from mpi4py import MPI
 from xrunner.rank import leave

@@ -108,3 +108,24 @@ def test_it_ends_where_no_rank_asks_and_these_become_their_commands(tmp_path: Pa
         assert forks.Forks(line, shelf, num_threads=99).serve(argument, files) == 0
         assert [rank.wait(60) for rank in ranks] == [0, 0]
     assert done.read_text() == "done\ndone\n" and shelf.is_empty
+
+
+@pytest.mark.parametrize("number", [0, 3, -9])
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_stand_in_whose_rank_has_ended_needs_nobody_to_say_so(
+        number: int, is_told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who forked it may have been stopped, and mpiexec then waited for ever."""
+    monkeypatch.setattr(stand_in, "_SILENT_S", 600 if is_told else 0.01)
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, its, subprocess.Popen([sys.executable, "-c", "import os, sys; number = int(sys.argv["
+                                      "1]); os.kill(os.getpid(), -number) if number < 0 else "
+                                      "sys.exit(number)", str(number)]) as rank:
+        if is_told:
+            its.send(b"ended 7")
+        said = stand_in._seen_to_end(rank.pid, ours)
+        if is_told:
+            assert (said, ours.recv(64)) == (b"", b"ended 7")
+        else:
+            assert said == b"ended " + str(256 * number if number >= 0 else -number).encode()
+        assert rank.wait() == number
+        assert is_told or stand_in._seen_to_end(rank.pid, ours) == b"", "it is no more"

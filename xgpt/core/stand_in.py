@@ -13,6 +13,7 @@ import errno
 import json
 import os
 import resource
+import select
 import signal
 import socket
 import sys
@@ -26,6 +27,7 @@ FORKS, NAMESPACES, ENDED = "xrunner.forks", ("user", "net"), b"ended "
 TIE = "PMI_FD"
 _MOST_WORD, _MOST_FILES = 2**17, 250
 _PR_SET_NAME = 15
+_SILENT_S = 5.0  # after the fork's end; to say it takes no time
 
 
 def main(line: int, count: int, command: list[str]) -> None:
@@ -41,11 +43,32 @@ def main(line: int, count: int, command: list[str]) -> None:
         said = ours.recv(64) if asks else b""
         if said.isdigit():
             ctypes.CDLL(None).prctl(_PR_SET_NAME, b"for " + said)
-            said = ours.recv(64) or ENDED + str(int(signal.SIGKILL)).encode()
+            said = _seen_to_end(int(said), ours) or ours.recv(64) or (
+                ENDED + str(int(signal.SIGKILL)).encode())
         if said.startswith(ENDED):
             _end_as(int(said.removeprefix(ENDED)))
     os.close(line)
     os.execv(command[0], command)
+
+
+def _seen_to_end(fork: int, ours: socket.socket) -> bytes:
+    """What is to be heard of this fork where it has ended and who forked it, which should say so,
+    does not: it was stopped (SIGSTOP), and mpiexec would wait for ever. Nothing where it does."""
+    with suppress(OSError, AttributeError):  # the system has no such descriptors, or it is gone
+        end = os.pidfd_open(fork)
+        said, _, _ = select.select([ours, end], [], [])
+        if ours not in said:
+            said, _, _ = select.select([ours], [], [], _SILENT_S)
+        if ours not in said and (status := _status_of(fork)) is not None:
+            return ENDED + str(status).encode()
+    return b""
+
+
+def _status_of(pid: int) -> int | None:
+    """How a process has ended that nobody has waited for; None of another."""
+    with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+        state, *numbers = file.read().rpartition(")")[2].split()
+    return int(numbers[-1]) if state == "Z" else None  # the last of them
 
 
 def _hand_over(line: int, rank: dict[str, Any], reply: int) -> None:
