@@ -56,10 +56,10 @@ def _seen_to_end(fork: int, ours: socket.socket) -> bytes:
     does not: it was stopped (SIGSTOP), and mpiexec would wait for ever. Nothing where it does."""
     with suppress(OSError, AttributeError):  # the system has no such descriptors, or it is gone
         end = os.pidfd_open(fork)
-        said, _, _ = select.select([ours, end], [], [])
-        if ours not in said:
-            said, _, _ = select.select([ours], [], [], _SILENT_S)
-        if ours not in said and (status := _status_of(fork)) is not None:
+        told, _, _ = select.select([ours.fileno(), end], [], [])
+        if told == [end]:
+            told, _, _ = select.select([ours.fileno()], [], [], _SILENT_S)
+        if not told and (status := _status_of(fork)) is not None:
             return ENDED + str(status).encode()
     return b""
 

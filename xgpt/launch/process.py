@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import select
 import shutil
 import signal
@@ -38,6 +39,7 @@ _BANNER = re.compile(r"^=+\n=   BAD TERMINATION.*\n=   PID \d+ RUNNING AT (\S+)\
 
 
 _SHARED = "/dev/shm"  # through which ranks on one machine speak to each other
+_FEW_FILES = 64  # a rank of two opens some 40
 _LITTLE_BYTES = 32 * 2**20  # of room there: MPICH takes some 9 MB a rank
 
 
@@ -178,6 +180,10 @@ def _why(code: int) -> Iterator[str]:
     if is_of(signal.SIGKILL):
         yield ("\nSignal 9 ended a rank from outside: often the system does, when memory runs out "
                "(`dmesg` tells)")
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= files < _FEW_FILES:  # MPICH's words do not say so
+        yield (f"\nA process may open {files} files here, too few for a rank: raise that (`ulimit "
+               "-n 1024`)")
     room = _room_bytes(_SHARED)
     if room is not None and room < _LITTLE_BYTES:
         yield (f"\n{_SHARED}, through which ranks speak to each other, has {room / 2**20:.1f} MB "

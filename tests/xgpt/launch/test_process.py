@@ -45,6 +45,17 @@ def test_too_little_shared_memory_is_told_where_ranks_fail(
         run_watched(["sh", "-c", ends], watch=lambda: None, ask_to_stop=None)
 
 
+def test_too_few_descriptors_are_told_where_ranks_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPICH ends with words of its own, or with none."""
+    ends = ["sh", "-c", "echo UCX failed; exit 255"]
+    with pytest.raises(RanksFailed) as enough:
+        run_watched(ends, watch=lambda: None, ask_to_stop=None)
+    monkeypatch.setattr(process.resource, "getrlimit", lambda which: (24, 4096))
+    with pytest.raises(RanksFailed, match="UCX failed\nA process may open 24 files here"):
+        run_watched(ends, watch=lambda: None, ask_to_stop=None)
+    assert "ulimit" not in str(enough.value)
+
+
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
 def test_descriptors_that_ran_out_are_told_in_words(number: int) -> None:
     said = in_words(OSError(number, os.strerror(number)), Path("/out"))
