@@ -12,7 +12,7 @@ from xgpt.core.constraint import METRIC_WORDS, Constraint, Metric
 from xgpt.core.errors import InfeasibleError, XgptError
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Rejected, Schedule, Status
+from xgpt.core.schedule import NOT_SURE, Estimate, Rejected, Schedule, Status
 from xgpt.core.units import format_bytes, format_seconds
 from xscheduler.admissible import Limit
 from xscheduler.branch_and_bound import Candidate
@@ -144,7 +144,7 @@ def why_not(qps: float, chosen_qps: float, most_qps: float | None = None) -> str
         return f"lower throughput by {lost:.1%}" + (
             "" if most_qps is None else f": no more than {most_qps:.4g} queries/s")
     return "no better" if lost == 0 else (
-        f"quicker by {-lost:.1%}, but not sure enough to keep the bound")
+        f"quicker by {-lost:.1%}, but {NOT_SURE}")
 
 
 class Unmet(InfeasibleError):

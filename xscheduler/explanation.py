@@ -10,7 +10,7 @@ from xgpt.core.controls import ContinuousControls, RraControls, StaticControls, 
 from xgpt.core.deployment import Pool
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Rejected, Schedule
+from xgpt.core.schedule import NOT_SURE, Estimate, Rejected, Schedule
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limit, Limits, breaches
@@ -102,6 +102,7 @@ def _compared(schedule: Schedule, row: Rejected) -> str:
             f"no more than {most:.4g} queries/s")
     than = "as many as" if abs(more) < 5e-4 else f"{more:.1%} more than" if more > 0 else (
         f"{-more:.1%} less than")
+    point += f"{'; ' if point else ''}{NOT_SURE}" * (NOT_SURE in row.reason)
     return f"{than} the {best} of {_policy_of(row)}{f' ({point})' if point else ''}"
 
 

@@ -9,6 +9,7 @@ from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
 
 from xgpt.core.job import FixedSchedule
 from xgpt.core.schedule import Rejected
+from xscheduler.alternatives import why_not
 from xscheduler.explanation import binding_limits, explain_choice, next_batch_breaks
 from xsimulator import memory
 
@@ -43,6 +44,13 @@ def test_the_policy_is_compared_with_each_other_one():
 def test_a_policy_is_never_said_to_be_better_than_it_is(qps, words):
     row = Rejected(label="policy waa-c", throughput_qps=qps, latency_s=1.0, reason="x")
     assert words in sentences(rejected=(row,))[0]
+
+
+def test_a_quicker_policy_is_said_not_to_be_sure_enough():
+    row = Rejected(label="policy waa-c: encode_batch 3", throughput_qps=125.0, latency_s=1.0,
+                   reason=why_not(125.0, 100.0))
+    assert ("less than the best of WAA-C (encode_batch 3; not sure enough to keep the bound)"
+            in sentences(rejected=(row,))[0])
 
 
 def test_a_policy_that_was_not_searched_to_its_best_is_said_to_have_been_seen():

@@ -14,6 +14,7 @@ from xgpt.core.controls import Controls, max_in_system
 from xgpt.core.deployment import Deployment, Pool
 
 _Part = TypeVar("_Part")
+NOT_SURE = "not sure enough to keep the bound"  # in the reason of a quicker alternative
 OPEN = 0.05  # share that a policy may have above the best seen of it, and counts as searched
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from xgpt.core.constraint import Bound, Constraint
 from xgpt.core.copies import devices_of_copies, devices_tried, sum_of
 from xgpt.core.deployment import Deployment
-from xgpt.core.schedule import Estimate, Rejected, Schedule, Status
+from xgpt.core.schedule import NOT_SURE, Estimate, Rejected, Schedule, Status
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report import words
 from xgpt.report.figures import comparisons, lost_to, lost_to_bound, percent, plain
@@ -141,6 +141,8 @@ def _alternative(row: Rejected, schedule: Schedule) -> str:
              f"{percent(more, 1)} more" if more > 5e-4 else "as many"]
     if row.latency_s is not None:
         parts.append(f"latency {format_seconds(row.latency_s)}")
+    if NOT_SURE in row.reason:
+        parts.append(f"but {NOT_SURE}")
     most = schedule.proof.left_open(what.removeprefix(_POLICY), row.throughput_qps)
     if what.startswith(_POLICY) and most is not None:  # not searched to its own best
         parts.append(f"and no more than {plain(most)}")

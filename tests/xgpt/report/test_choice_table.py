@@ -10,6 +10,7 @@ from fake_run import fake_schedule
 from xgpt.core.schedule import Margin, Rejected
 from xgpt.report.table import WIDTH, choice_table, schedule_table
 from xgpt.report.words import margin_words, proof, pruned_words
+from xscheduler.alternatives import why_not
 
 
 def joined(text: str) -> str:
@@ -50,6 +51,15 @@ def test_what_was_not_searched_to_its_best_says_how_much_there_may_be() -> None:
     schedule = fake_schedule(rejected=(row,), explanation=(), policy_bounds=(("rra", 2.3),))
     assert joined(choice_table(schedule)).startswith("seen rra 2.00 queries/s")
     assert "latency 3.00 s, and no more than 2.30: encode_batch 4" in joined(choice_table(schedule))
+
+
+def test_a_quicker_one_says_why_it_was_not_chosen() -> None:
+    """Its figures alone looked as if the best had not been."""
+    row = Rejected(label="policy rra: encode_batch 4", throughput_qps=3.0, latency_s=3.0,
+                   reason=why_not(3.0, 2.31))
+    assert joined(choice_table(fake_schedule(rejected=(row,), explanation=()))) == (
+        "best rra 3.00 queries/s, 29.9 % more, latency 3.00 s, but not sure enough to keep the "
+        "bound: encode_batch 4")
 
 
 def test_a_latency_that_is_not_known_is_not_shown() -> None:
