@@ -3,6 +3,7 @@ two meet, in throughput and decode batch (waa.closed_form has the equations)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ _ROWS_SPARE = 24  # of them beyond what is asked for: twice as large
 _ROOT_STEPS = 100  # to the decode batch at most; 6 to 10 are usual
 _ROOT_ACCURACY = 1e-12  # of the decode batch that is wanted
 _FEW, _STEPS_KEPT = 512, 64  # encode steps that are kept: batches of one, and how many
+FEW_ITERATIONS = 24.0  # of a query: those in the system are now in one pool, now in the other
 DEVIATIONS = 3.0  # of the number in the system, where the encode pool sets the pace
 
 
@@ -61,6 +63,9 @@ class PoolTimes:
         self._decoding_share = float(problem.lengths.outputs.pmf[flow.iterations_fewer:].sum())
         self.mean_iterations = max(flow.mean_iterations, 1e-9)
         self.mean_input = self._inputs.mean
+        # of the share of iterations that are not a query's first
+        self._log_of_old = -math.inf if self.mean_iterations <= 1 else math.log1p(
+            -1 / self.mean_iterations)
         self._uneven = Unevenness(self._inputs, adjustment)
         self._lengthened: dict[WaaPlan, FloatArray] = {}
         self.split = cache(partial(WaaPlans, plans))  # of a tp_degree and tp_gpus, perhaps none
@@ -152,8 +157,9 @@ class PoolTimes:
         done = rows / max(self._flow.mean_iterations, 1.0)  # leave, and join, each iteration
         seconds = times.decode_s(rows, self._context(rows), moved=done * rows / (rows + done))
         if times.is_encoder_decoder:
-            # few join in a step, if any: then the inputs of whole queries are projected
-            happens = -np.expm1(-done)[..., None]
+            # few join in a step, if any: then the inputs of whole queries are projected. Each row
+            # is in its first iteration, or is not
+            happens = -np.expm1(rows * self._log_of_old)[..., None]
             tokens = done / happens[..., 0] * self._inputs.mean
             seconds = seconds + happens * times.cross_kv_s(tokens)
         return seconds
@@ -270,14 +276,25 @@ def pool_rates(times: PoolTimes, divided: Divided, mean_outputs: float) -> PoolR
     # where a later stage or the link is slowest, as many steps are under way as there may be
     queued = np.where(first >= slowest * (1 - 1e-9), through, (stages + 2) * slowest - handover)
     encode = np.where(is_throttled, through, np.maximum(queued, through))
-    slack = np.where(is_throttled, 0.5 * batch,
-                     batch + DEVIATIONS * np.sqrt(np.maximum(decoding, 1.0)))
+    slack = batch + DEVIATIONS * np.sqrt(np.maximum(decoding, 1.0))
+    if times.mean_iterations < FEW_ITERATIONS:
+        slack = np.where(is_throttled, np.minimum(
+            0.5 * batch + waiting(rate * between / batch), slack), slack)
+    else:
+        slack = np.where(is_throttled, 0.5 * batch, slack)
     away = rate * (encode + handover + 0.5 * np.where(is_timed, iteration, 0.0))
     return PoolRates(
         throughput_qps=np.where(is_timed, rate, 0.0), decode_batch=decoding,
         iteration_s=np.where(is_timed, iteration, np.inf),
         encode_s=np.where(is_timed, encode, np.inf), handover_s=handover,
         present=np.ceil(np.where(is_timed, decoding + away + slack, most)))
+
+
+def waiting(busy: FloatArray) -> FloatArray:
+    """So many queries wait in the mean for a pool that works in this share of the time, where
+    they come at random and it takes the same time with each (Pollaczek and Khinchine)."""
+    share = np.minimum(busy, 1 - _ROOT_ACCURACY)
+    return np.asarray(share**2 / (2 * (1 - share)))
 
 
 def root(excess: Callable[[FloatArray], FloatArray], high: FloatArray,
