@@ -34,6 +34,7 @@ TOYS = {
     "long outputs": {"outputs": (60, 20, 120)}, "a token at most": {"pairs": np.array([[30, 1]])},
     "short": {"outputs": (2.0, 0.8, 4)}, "all equal": {"pairs": np.array([[30, 40]])},
     "all equal, short": {"pairs": np.array([[60, 3]])},
+    "all equal, short, tight memory": {"memory": 8e7, "pairs": np.array([[60, 3]])},
     "all equal, tight memory": {"memory": 1.2e8, "pairs": np.array([[30, 40]])},
 }
 TIMES = {"smooth": lambda problem: roofline_of(problem),
@@ -60,7 +61,9 @@ ALWAYS = {("little memory", "smooth", "orca"), ("a token at most", "smooth", "vl
           ("fast", "captured", "orca"), ("all equal", "smooth", "orca"),
           ("all equal, short", "bumpy", "orca"), ("all equal", "bumpy", "sarathi"),
           ("all equal, short", "smooth", "sarathi"), ("all equal", "smooth", "vllm"),
-          ("all equal, short", "noisy", "vllm"), ("all equal, tight memory", "smooth", "sarathi")}
+          ("all equal, short", "noisy", "vllm"),
+          ("all equal, short, tight memory", "smooth", "vllm"),
+          ("all equal, tight memory", "smooth", "sarathi")}
 
 
 @pytest.mark.parametrize(("toy", "times", "policy"), some(

@@ -26,6 +26,7 @@ from xsimulator.policies.continuous.cohorts import at_quantile
 from xsimulator.policies.continuous.config import ContinuousConfig, ContinuousMemory, Groups
 from xsimulator.policies.continuous.filling import Filling, OrcaFilling, SarathiFilling, VllmFilling
 from xsimulator.policies.continuous.in_flight import (
+    InStep,
     Intervals,
     intervals,
     intervals_in_step,
@@ -209,11 +210,13 @@ class Continuous:
             return self._out_of_step(load, steps, number)
         # all end in the order in which they began, in every group alike
         cycle = self.queries.present.iterations + load.encode_steps + 2 * load.after
-        rounds = load.share * cycle
+        rounds = load.share * load.apart * cycle
         if self.filling.encodes_one:  # as many as the group of most queries has
             rounds = np.minimum(np.ceil(rounds - 1e-6), cycle)
-        of_cycle = intervals_in_step(steps.plain_s, steps.encode_s, load.share, rounds, cycle,
-                                     number, steps.kind_of)
+        falls = np.where(load.falls > 0, load.falls * cycle, np.minimum(cycle - rounds, 1.0))
+        of_cycle = intervals_in_step(
+            steps.plain_s, steps.encode_s, load.share, InStep(rounds, cycle, falls, load.filled),
+            number, steps.kind_of)
         if (load.in_step == 1).all():
             return of_cycle
         others = self._out_of_step(load, steps, number)

@@ -48,23 +48,36 @@ def least_intervals(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray
                      plain_s[:, kinds].sum(axis=1) * waits)
 
 
-def intervals_in_step(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray,
-                      rounds: FloatArray, cycle: FloatArray, groups: IntArray,
-                      kind_of: Sequence[int]) -> Intervals:
-    """Where groups encode in the same `rounds` of a `cycle` of so many [configs]: in as many as the
-    group of most queries does, beside which the others' last steps decode. The first round after
-    these waits until the last of the long steps is through. The other arguments are as of
-    `intervals`."""
+class InStep(NamedTuple):
+    """Groups encode in the same `rounds` of a `cycle` of so many [configs]: in as many as the group
+    of most queries does, beside which the others' last steps decode. What is encoded falls so often
+    in a cycle, from a mean step's to nothing; a group's encoding takes a part `filled` of the
+    longest's."""
+
+    rounds: FloatArray
+    cycle: FloatArray
+    falls: FloatArray
+    filled: FloatArray
+
+
+def intervals_in_step(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray, found: InStep,
+                      groups: IntArray, kind_of: Sequence[int]) -> Intervals:
+    """Where groups encode in the same rounds: the round after a longer one waits until the last of
+    the long steps is through. The other arguments are as of `intervals`."""
+    rounds, cycle, falls, filled = found
     kinds, by_size = np.array(kind_of), np.moveaxis(encode_s, 1, 0)
     encodes_s = np.mean([_least(own, groups, kinds) for own in by_size], axis=0)
     plains_s = _least(plain_s, groups, kinds)
+    longest_s = encode_s.mean(axis=1)
+    mean_s = plain_s + filled[:, None] * (longest_s - plain_s)
     behind_s, plain_behind_s = (np.minimum(
-        (groups - 1) * own.max(axis=1), own[:, kinds].sum(axis=1) - own.max(axis=1))
-        for own in (encode_s.mean(axis=1), plain_s))
-    late_s = np.minimum(cycle - rounds, 1.0) * np.maximum(behind_s - plain_behind_s, 0.0)
+        (groups - 1) * mean.max(axis=1), own[:, kinds].sum(axis=1) - own.max(axis=1))
+        for own, mean in ((longest_s, mean_s), (plain_s, plain_s)))
+    late_s = falls * np.maximum(behind_s - plain_behind_s, 0.0)
     any_s = (rounds * encodes_s + (cycle - rounds) * plains_s + late_s) / cycle
     rest_s = (any_s - share * encodes_s) / np.maximum(1 - share, 1e-12)
-    return Intervals(any_s, encodes_s, np.where(share < 1, rest_s, plains_s))
+    return Intervals(any_s, np.where(share < 1, encodes_s, any_s),
+                     np.where(share < 1, rest_s, plains_s))
 
 
 def _least(step_s: FloatArray, groups: IntArray, kinds: IntArray) -> FloatArray:

@@ -44,6 +44,11 @@ class Load:
     between: FloatArray  # steps of others that encode, between two of its tokens
     after: FloatArray  # and between its own encoding and its first step that decodes
     in_step: FloatArray  # share of the time in which all groups encode in the same rounds
+    # of those: tokens that a step encodes more than the next, in the mean of all steps, over those
+    # of a step that encodes; 0: a cycle's last encoding alone is followed by less
+    falls: FloatArray
+    filled: FloatArray  # and what a group encodes in the mean, over what the fullest one does
+    apart: FloatArray  # and rounds in which any group encodes, over those in which one does
 
     def take(self, rows: IntArray) -> Load:
         """The load of some of the configurations."""
