@@ -30,13 +30,15 @@ class EvenBatches:
 class RraControls:
     """RRA: B_E queries are encoded together, then N_D decode iterations, in G groups. Where
     `encode_chunk` is not 0 (without limit), the B_E queries of every N_D iterations are encoded
-    beside decoding, in chunks of at most so many tokens."""
+    beside decoding, in chunks of at most so many tokens, and a group has room for `chunk_queries`
+    that join it with one of them (0: twice as many as have a mean input)."""
 
     policy: str = "rra"
     encode_batch: int
     decode_iterations: int
     decode_micro_batches: int
     encode_chunk: int = 0
+    chunk_queries: int = 0
     even: EvenBatches = EvenBatches()
 
 

@@ -93,15 +93,16 @@ def cells_by_rule(inputs: IntArray, sizer: BatchSizer, rule: Rule) -> Cells:
 
 class Dealt(NamedTuple):
     """Of the queries [queries] that join decoding within the phases of the last lap: their group,
-    the first and the last iteration of their encoding, counted from where these phases begin, and
-    their decode iterations. Of these phases: iterations from one chunk to the next [phases],
-    tokens that are encoded and in how many chunks [phases, groups]."""
+    the first and the last iteration of their encoding, counted from where these phases begin, their
+    decode iterations, and tokens of their inputs. Of these phases: iterations from one chunk to the
+    next [phases], tokens that are encoded and in how many chunks [phases, groups]."""
 
     iterations: int  # of a phase
     group: IntArray
     begins: IntArray
     joins: IntArray
     stays: IntArray
+    inputs: IntArray
     every: IntArray
     tokens: IntArray
     chunks: IntArray
@@ -143,7 +144,7 @@ class Dealt(NamedTuple):
         joins = until[known] - spans[1][last]
         later = slice(start, phases)
         return cls(iterations, group, at(first, begins // spans[2][first]),
-                   at(last, -(-joins // spans[2][last]) - 1), stays[place][known],
+                   at(last, -(-joins // spans[2][last]) - 1), stays[place][known], own[known],
                    cells.every[later], taken[later],
                    (-(-taken // np.maximum(cells.sizes, 1)))[later])
 

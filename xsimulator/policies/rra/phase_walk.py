@@ -42,7 +42,8 @@ _SPREADS, _FEW_SPREADS = 3.0, 2.0
 # Shares of all tokens that are of single queries beyond a group's chunks of a phase, or beyond all
 # tokens of the mean batch, which no others can make up for.
 _BEYOND_CHUNKS, _BEYOND_BATCH = 0.005, 0.1
-_OFTEN_EMPTY, _SELDOM_EMPTY = 2.0, 1.5  # queries of a group in the mean
+# queries of a group in the mean; where inputs scatter, short ones come together, and leave so
+_OFTEN_EMPTY, _SELDOM_EMPTY, _OFTEN_EMPTY_OF_SCATTERED = 2.0, 1.5, 5.0
 
 
 def are_scattered(tokens: EncodeTokens) -> bool:
@@ -81,7 +82,8 @@ class PhaseWalk(NamedTuple):
                   chunk: FloatArray) -> BoolArray:
         """[configs] whether so few queries decode that groups are often empty, or phases are
         unlike since inputs scatter."""
-        are_few = batch * self.flow.mean_iterations / iterations < _OFTEN_EMPTY * groups
+        few = _OFTEN_EMPTY_OF_SCATTERED if are_scattered(self.tokens) else _OFTEN_EMPTY
+        are_few = batch * self.flow.mean_iterations / iterations < few * groups
         each, most = np.maximum(batch / groups, 1.0), chunk * iterations
         room = (most - each * self.tokens.mean) / np.sqrt(each)
         if not are_scattered(self.tokens):
@@ -117,8 +119,12 @@ class PhaseWalk(NamedTuple):
             turns, rest = np.divmod(places, length)
             return np.asarray(turns * clock[-1] + np.interp(rest, edges, clock))
 
-        run = Rounds.of(dealt, edges, circle.each, len(plan.steps.kind_of),
-                        are_alike=not are_scattered(self.tokens)).run(
+        is_scattered = are_scattered(self.tokens)
+        # where rows are read to the longest, one of these makes its group's steps long
+        longest = circle.longest() if (
+            self.is_padded and is_scattered) else None
+        run = Rounds.of(dealt, edges, circle.each, len(plan.steps.kind_of), longest,
+                        are_alike=not is_scattered).run(
                             plan, self.flow, self.tokens, is_padded=self.is_padded)
         if run is None:
             return Walked(np.nan, np.nan, np.nan)
@@ -201,6 +207,24 @@ class _Circle(NamedTuple):
                    (until - 1) % every == 0, np.rint(queries).astype(np.int64),
                    queries.sum(axis=0), queries.max(axis=0),
                    (queries > 0.5).sum(axis=0).astype(float))
+
+    def longest(self) -> IntArray:
+        """[groups, edges - 1] tokens of the longest context in a group, in the middle of its time
+        there; 0 where nobody decodes."""
+        dealt, length = self.dealt, self.edges[-1]
+        found = np.zeros((self.groups, len(self.edges) - 1), np.int64)
+        first = (dealt.joins + 1) % length
+        last = first + np.minimum(dealt.stays, length)
+        context = dealt.inputs + dealt.stays // 2
+        order = np.argsort(context, kind="stable")  # who is longer comes later, and stays
+        columns = (dealt.group, np.searchsorted(self.edges, first), np.searchsorted(
+            self.edges, np.minimum(last, length)), np.searchsorted(
+            self.edges, np.maximum(last - length, 0)), context)
+        for group, begin, end, over, tokens in zip(*(own[order].tolist() for own in columns),
+                                                   strict=True):
+            found[group, begin:end] = tokens
+            found[group, :over] = tokens
+        return found
 
     def seconds(self, walk: PhaseWalk,
                 plan: StagePlan) -> tuple[IntArray, FloatArray, FloatArray] | None:

@@ -35,11 +35,12 @@ class Rounds(NamedTuple):
     chunks: IntArray
     ended: IntArray
     decoding: IntArray
+    longest: IntArray | None  # tokens of the longest context; None: that of so many queries
 
     @classmethod
-    def of(cls, dealt: Dealt, edges: IntArray, queries: IntArray, stages: int, *,
-           are_alike: bool) -> "Rounds":
-        """`queries` [groups, stretches] decode between `edges`."""
+    def of(cls, dealt: Dealt, edges: IntArray, queries: IntArray, stages: int,
+           longest: IntArray | None, *, are_alike: bool) -> "Rounds":
+        """`queries` [groups, stretches] decode between `edges`, with such a longest context."""
         groups = len(queries)
         most = min(MOST_TURNS, MOST_STEPS // stages) // (ALIKE if are_alike else 1)
         rows = _busy(dealt, edges, queries.sum(axis=0) > 0, max(most // groups, LEAST_ROUNDS))
@@ -54,7 +55,8 @@ class Rounds(NamedTuple):
         ended = np.bincount((own * groups + dealt.group)[is_own], minlength=has.size)
         return cls(np.append(rows, rows[-1:] + 1), np.where(
             has, (chunk + 1) * tokens // each - chunk * tokens // each, 0),
-            ended.reshape(has.shape), np.ascontiguousarray(queries[:, stretch].T))
+            ended.reshape(has.shape), np.ascontiguousarray(queries[:, stretch].T),
+            None if longest is None else np.ascontiguousarray(longest[:, stretch].T))
 
     def run(self, plan: StagePlan, flow: QueryFlow, tokens: EncodeTokens, *,
             is_padded: bool) -> "Run | None":
@@ -77,11 +79,16 @@ class Rounds(NamedTuple):
         """[steps, stages] in the order of rounds and groups."""
         sizes, of_sizes = _told_apart(self.chunks, _SIZES)
         crowds, of_crowds = _told_apart(self.decoding, _CROWDS)
+        context = flow.charged_context(np.maximum(crowds, 1.0), padded=is_padded)
+        if self.longest is not None:
+            contexts, of_contexts = _told_apart(self.longest, _CROWDS)
+            of_crowds = of_crowds * len(contexts) + of_contexts
+            crowds, context = (own.ravel() for own in np.meshgrid(
+                crowds, np.maximum(contexts, 1.0), indexing="ij"))
         ends, of_ends = _told_apart(self.ended, 1)
         shape = len(sizes) - 1, len(ends), len(crowds)  # the first of each is none
         chunk, ended, decoding = (np.broadcast_to(own, shape) for own in (
             sizes[1:, None, None], ends[:, None], crowds))
-        context = flow.charged_context(np.maximum(crowds, 1.0), padded=is_padded)
         mean = float(self.ended.sum()) / max(int((self.chunks > 0).sum()), 1)
         one = plan.times.mean_attention_s(np.array([max(mean, 1.0)]))
         mixed = plan.steps.mixed_s(

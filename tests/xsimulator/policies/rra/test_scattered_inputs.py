@@ -131,6 +131,35 @@ def test_rounds_are_run_as_a_replay_has_them(seed: int) -> None:
     assert found.latency == pytest.approx(1, abs=0.06)
 
 
+# outputs of few tokens, whom a chunk of many short inputs brings together: 1.57, 1.036 and 1.055
+# where a group had room for those of a chunk of mean inputs alone
+@pytest.mark.parametrize(("seed", "within"), [(130, 0.11), (140, 0.01), (188, 0.025)])
+def test_a_group_has_room_for_what_a_chunk_of_short_inputs_brings(seed: int,
+                                                                  within: float) -> None:
+    found = outcome_of(seed)
+    assert found is not None and found.throughput == pytest.approx(1, abs=within)
+
+
+# two queries a group and four in the mean, in chunks that are nearly empty: groups are empty and
+# full by turns, 0.85 and 0.96 of the throughput, 1.46 and 1.07 times the latency with mean phases
+@pytest.mark.parametrize(("seed", "latency"), [(141, 1.15), (144, 1.0)])
+def test_groups_are_empty_and_full_by_turns(seed: int, latency: float) -> None:
+    found = outcome_of(seed)
+    assert found is not None
+    assert found.throughput == pytest.approx(1, abs=0.025)
+    assert found.latency == pytest.approx(latency, abs=0.02)
+
+
+# padded caches: a long input lengthens its group's steps for as long as it is there, and a round is
+# as long as its longest group's: 1.18 and 1.32 with contexts that were alike
+@pytest.mark.parametrize("seed", [197, 324])
+def test_steps_are_as_long_as_their_group_s_longest_context_makes_them(seed: int) -> None:
+    found = outcome_of(seed)
+    assert found is not None
+    assert found.throughput == pytest.approx(1, abs=0.04)
+    assert found.latency == pytest.approx(1, abs=0.06)
+
+
 @pytest.mark.slow
 def test_many_random_problems_are_near_the_replays_and_within_their_bounds() -> None:
     errors = np.abs(outcomes_of(SEEDS)[:, :2] - 1)
