@@ -132,8 +132,10 @@ class ChunkBounds:
 
     def _crowd(self, ranges: RateRanges) -> FloatArray:
         """[boxes] right after a chunk its queries decode besides those that do in the mean: as many
-        as if so many were encoded in each round."""
-        joining = np.minimum(np.maximum(1.25 * ranges.chunk / self._mean_input * ranges.groups,
+        as if so many were encoded in each round. Where inputs scatter these may be short ones."""
+        inputs = self._rra.encode_tokens
+        of_token = inputs.most_of_token if are_scattered(inputs) else 1 / inputs.mean
+        joining = np.minimum(np.maximum(1.25 * ranges.chunk * of_token * ranges.groups,
                                         2 * ranges.high), ranges.batch)
         return ranges.high + joining / max(self._rra.flow.mean_iterations, 1e-9)
 

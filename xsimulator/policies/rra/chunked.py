@@ -139,7 +139,7 @@ class Chunked:
 
     def __init__(self, problem: Problem, flow: QueryFlow, blocks: BlockTable,
                  tokens: EncodeTokens) -> None:
-        self.problem, self._flow, self._blocks, self._tokens = problem, flow, blocks, tokens
+        self.problem, self._flow, self._blocks, self.tokens = problem, flow, blocks, tokens
         self._bytes_of = cache(lambda plan: memory.StageBytes(problem, plan.stages))
         outputs = problem.lengths.outputs
         self._seen = flow.iterations_of(outputs.quantile(problem.constraint.quantile))
@@ -153,10 +153,10 @@ class Chunked:
     def loads(self, configs: ChunkConfigs, *, is_timed: bool = True) -> ChunkLoads:
         """A phase takes up no more tokens than its chunks hold: the rest of the queries waits.
         is_timed: `times` will be asked for, not only what is held."""
-        groups, iterations, mean = configs.groups, configs.decode_iterations, self._tokens.mean
+        groups, iterations, mean = configs.groups, configs.decode_iterations, self.tokens.mean
         most = configs.chunk * iterations
         encode_batch = np.minimum(configs.encode_batch, most * groups / mean)
-        _, usual, largest, spread = self._tokens.scattered(
+        _, usual, largest, spread = self.tokens.scattered(
             encode_batch, np.minimum(groups, configs.encode_batch))
         # of a phase: how often chunks come is a whole number that hangs on the tokens there are
         scatter = np.maximum(largest + spread * np.where(groups > 1, 0.6, 1.0) * _SCATTER[:, None],
@@ -230,7 +230,7 @@ class Chunked:
         more, round_s = held.begins - 1, times.phase_s / configs.decode_iterations
         # inputs scatter as well as outputs: standard deviations add by their squares
         wait_s = more * held.spacing * round_s
-        each = wait_s / self._tokens.mean * self._tokens.std
+        each = wait_s / self.tokens.mean * self.tokens.std
         step = max(self._away, 0.0) * round_s
         scattered_s = np.hypot(step, each * _normal(self.problem)) - step
         # few are cut into two chunks, and wait for the second as long as for many tokens
@@ -351,7 +351,7 @@ class Chunked:
         last = batches.queries.blocks - 1
         seconds = plan.steps.mixed_s(
             tokens, np.broadcast_to(held.ended, tokens.shape),
-            {degree: tokens / self._tokens.mean * own for degree, own in one.items()},
+            {degree: tokens / self.tokens.mean * own for degree, own in one.items()},
             np.stack([decoding[1] + part * queries, decoding[1]]),
             context[:, last, np.arange(len(last))])
         return slowest_and_rest(seconds, held.steps)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from xgpt.core.controls import EvenBatches, RraControls
-from xgpt.core.lengths import FloatArray, IntArray, Lengths
+from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.schedule import Estimate
 from xsimulator.plans import PlanSource, StagePlan
 from xsimulator.policies.figures import (
@@ -86,8 +86,8 @@ class ChunkedForm:
             RraControls(encode_batch=config.encode_batch, decode_micro_batches=groups,
                         decode_iterations=config.decode_iterations,
                         encode_chunk=config.encode_chunk,
-                        chunk_queries=chunk_queries(
-                            self.chunked.problem.lengths.inputs, config.encode_chunk),
+                        chunk_queries=math.ceil(
+                            config.encode_chunk * self.chunked.tokens.most_of_token),
                         even=self.even(float(self.chunked.present(held)[0]))),
             one_pool(config, plan.stages, groups, figures["kv_tokens"]), figures,
             held_bytes=self.chunked.held_bytes(
@@ -133,13 +133,3 @@ class ChunkedForm:
             **self._room(plan, configs, held),
             "throughput_qps": np.where(is_timed, queries / np.where(is_timed, phase_s, 1.0), 0.0),
             "decode_batch": held.steady.encode_batch * held.steady.queries.mean_phases}
-
-
-def chunk_queries(inputs: Lengths, chunk: int) -> int:
-    """So many queries may join a group with a chunk: twice as many as of mean inputs, or as many as
-    of the shorter half of all, whose mean lies far below where lengths scatter. As each of a group
-    has a row where caches are rows, these are twelve times as many as of mean inputs at most."""
-    before = np.cumsum(inputs.pmf) - inputs.pmf
-    short = np.clip(0.5 - before, 0.0, inputs.pmf)
-    mean_of_short = float(short @ inputs.support) / float(short.sum())
-    return math.ceil(chunk * min(max(2 / inputs.mean, 1 / mean_of_short), 12 / inputs.mean))

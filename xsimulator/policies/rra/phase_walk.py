@@ -42,8 +42,7 @@ _SPREADS, _FEW_SPREADS = 3.0, 2.0
 # Shares of all tokens that are of single queries beyond a group's chunks of a phase, or beyond all
 # tokens of the mean batch, which no others can make up for.
 _BEYOND_CHUNKS, _BEYOND_BATCH = 0.005, 0.1
-# queries of a group in the mean; where inputs scatter, short ones come together, and leave so
-_OFTEN_EMPTY, _SELDOM_EMPTY, _OFTEN_EMPTY_OF_SCATTERED = 2.0, 1.5, 5.0
+_OFTEN_EMPTY, _SELDOM_EMPTY = 2.0, 1.5  # queries of a group in the mean
 
 
 def are_scattered(tokens: EncodeTokens) -> bool:
@@ -82,8 +81,7 @@ class PhaseWalk(NamedTuple):
                   chunk: FloatArray) -> BoolArray:
         """[configs] whether so few queries decode that groups are often empty, or phases are
         unlike since inputs scatter."""
-        few = _OFTEN_EMPTY_OF_SCATTERED if are_scattered(self.tokens) else _OFTEN_EMPTY
-        are_few = batch * self.flow.mean_iterations / iterations < few * groups
+        are_few = batch * self.flow.mean_iterations / iterations < _OFTEN_EMPTY * groups
         each, most = np.maximum(batch / groups, 1.0), chunk * iterations
         room = (most - each * self.tokens.mean) / np.sqrt(each)
         if not are_scattered(self.tokens):

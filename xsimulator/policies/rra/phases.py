@@ -111,6 +111,13 @@ class EncodeTokens:
         self.mean, self.std = inputs.mean, inputs.std
         self._adjustment = adjustment
         self.sizer = BatchSizer(mean_input=inputs.mean, adjustment=adjustment)
+        before = np.cumsum(inputs.pmf) - inputs.pmf
+        short = np.clip(0.5 - before, 0.0, inputs.pmf)
+        # inputs for a token of a chunk, as many as a group has room for: of the shorter half of all
+        # whose mean is far below that of all where these scatter. As each has a row where caches
+        # are rows, these are twelve times as many as of mean inputs at most
+        of_short = float(short.sum()) / float(short @ inputs.support)
+        self.most_of_token = min(max(2 / inputs.mean, of_short), 12 / inputs.mean)
 
     def largest(self, batches: PhaseBatches) -> tuple[FloatArray, FloatArray, FloatArray]:
         """A micro-batch has so many queries and tokens [configs], the largest of a phase so many

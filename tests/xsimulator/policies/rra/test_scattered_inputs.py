@@ -140,16 +140,6 @@ def test_a_group_has_room_for_what_a_chunk_of_short_inputs_brings(seed: int,
     assert found is not None and found.throughput == pytest.approx(1, abs=within)
 
 
-# two queries a group and four in the mean, in chunks that are nearly empty: groups are empty and
-# full by turns, 0.85 and 0.96 of the throughput, 1.46 and 1.07 times the latency with mean phases
-@pytest.mark.parametrize(("seed", "latency"), [(141, 1.15), (144, 1.0)])
-def test_groups_are_empty_and_full_by_turns(seed: int, latency: float) -> None:
-    found = outcome_of(seed)
-    assert found is not None
-    assert found.throughput == pytest.approx(1, abs=0.025)
-    assert found.latency == pytest.approx(latency, abs=0.02)
-
-
 # padded caches: a long input lengthens its group's steps for as long as it is there, and a round is
 # as long as its longest group's: 1.18 and 1.32 with contexts that were alike
 @pytest.mark.parametrize("seed", [197, 324])
@@ -158,6 +148,14 @@ def test_steps_are_as_long_as_their_group_s_longest_context_makes_them(seed: int
     assert found is not None
     assert found.throughput == pytest.approx(1, abs=0.04)
     assert found.latency == pytest.approx(1, abs=0.06)
+
+
+# a chunk holds a tenth of a query in the mean, or the five short ones of a phase: the bound was
+# 0.81 of the closed form, and of the replay
+def test_a_chunk_of_short_inputs_is_no_better_than_its_bound() -> None:
+    found = outcome_of(431)
+    assert found is not None and found.of_most <= 1
+    assert found.throughput == pytest.approx(1, abs=0.02)
 
 
 @pytest.mark.slow
