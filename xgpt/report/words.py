@@ -154,9 +154,10 @@ def hardware_words(schedule: Schedule) -> str:
 
 
 def margin_words(schedule: Schedule) -> str:
-    """What was planned for, why, and what it cost in throughput."""
+    """What was planned for, why, and what it cost in throughput, where that is known: not of what
+    was chosen for a job's own queries by their time."""
     note = schedule.margin.note
-    if schedule.margin.factor <= 1:
+    if schedule.margin.factor <= 1 or schedule.proof.status == Status.JOB:
         return note
     cost = ("costs nothing: the best schedule for the bound itself also keeps this tighter one"
             if schedule.margin.cost <= 0 else

@@ -7,7 +7,7 @@ import math
 import pytest
 from fake_run import fake_schedule
 
-from xgpt.core.schedule import Margin, Rejected
+from xgpt.core.schedule import Margin, Rejected, Status
 from xgpt.report.table import WIDTH, choice_table, schedule_table
 from xgpt.report.words import margin_words, proof, pruned_words
 from xscheduler.alternatives import why_not
@@ -73,6 +73,8 @@ def test_without_alternatives_or_sentences_there_is_nothing_to_show() -> None:
 def test_the_margin_and_its_cost_are_shown() -> None:
     assert margin_words(fake_schedule()).endswith("; the margin costs 4.1 % of the throughput")
     assert "costs nothing" in margin_words(fake_schedule(margin_cost=0.0))
+    of_job = fake_schedule(margin_cost=0.0, status=Status.JOB)
+    assert margin_words(of_job) == of_job.margin.note, "by its time, which is not compared"
     note = "no margin: lengths are given and taken as true"
     assert margin_words(fake_schedule(margin=1.0, margin_note=note)) == note
     assert "margin       planned for 28.2 s" in schedule_table(fake_schedule())
