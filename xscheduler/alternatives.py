@@ -13,7 +13,7 @@ from xgpt.core.errors import InfeasibleError, XgptError
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import NOT_SURE, Estimate, Rejected, Schedule, Status
-from xgpt.core.units import format_bytes, format_seconds
+from xgpt.core.units import format_bytes, format_seconds, seconds_up
 from xscheduler.admissible import Limit
 from xscheduler.branch_and_bound import Candidate
 from xscheduler.spaces.space import Searched, Space, Tight, words_of
@@ -192,7 +192,7 @@ def explain(spaces: Sequence[Space], latency_bound_s: float, *, is_proved: bool)
                   default=math.inf)
     text = (f"{start} the bound of {format_seconds(latency_bound_s)} for a query of "
             f"{longest} output tokens (quantile {problem.constraint.quantile:g}): every one takes "
-            f"longer. The tightest that can be met is {_rounded_up(tight.latency_s)} s, by policy "
+            f"longer. The tightest that can be met is {seconds_up(tight.latency_s)} s, by policy "
             f"{space.name}, {words_of(space, tight.plan, tight.point)} "
             f"({tight.throughput_qps * problem.copies:.3g} queries/s): {_binding(estimate)}")
     if crowded < tight.latency_s:
@@ -209,12 +209,6 @@ def _binding(estimate: Estimate) -> str:
     iteration = f"{format_seconds(figures.decode_iteration_s)} an iteration"
     return f"most of it is decoding, {iteration}" if depth == 1 else (
         f"most of it is decoding, where each token passes {depth} stages, {iteration}")
-
-
-def _rounded_up(seconds: float) -> str:
-    """Four digits, never less than `seconds`: the figure must work as a bound itself."""
-    digits = 3 - math.floor(math.log10(seconds))
-    return f"{math.ceil(seconds * 10**digits) / 10**digits:.{max(digits, 0)}f}"
 
 
 def _without_room(easy: Sequence[_Easy]) -> str:
@@ -258,7 +252,7 @@ def _too_slow(slow: Sequence[_Easy], constraint: Constraint) -> str:
         least_s = min(getattr(estimate.figures, f"{metric}_s") for estimate in estimates)
         if least_s > (limit_s := constraint.limit_s(metric)):
             return (f"no schedule satisfies the bound of {format_seconds(limit_s)} on "
-                    f"{METRIC_WORDS[metric]}: the least seen is {_rounded_up(least_s)} s")
+                    f"{METRIC_WORDS[metric]}: the least seen is {seconds_up(least_s)} s")
     both = " and ".join(f"{format_seconds(constraint.limit_s(metric))} for {METRIC_WORDS[metric]}"
                         for metric in metrics)
     return f"no schedule was seen that keeps both bounds at once: {both}"

@@ -13,7 +13,7 @@ from xgpt.core.constraint import METRIC_WORDS, Constraint, Metric, Prospect
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Estimate, Schedule
-from xgpt.core.units import format_seconds
+from xgpt.core.units import format_seconds, seconds_up
 from xscheduler.uncertainty import Doubts
 from xscheduler.within import PlannedWithin
 
@@ -118,5 +118,5 @@ def _too_long(prospect: Prospect, num_queries: int, estimate: Estimate) -> Infea
     return InfeasibleError(
         f"no schedule answers the {num_queries:,} queries within "
         f"{format_seconds(prospect.limit_s)}: the shortest time that can be had is "
-        f"{format_seconds(prospect.with_margin_s)}{margin}, by policy {estimate.policy}, "
+        f"{seconds_up(prospect.with_margin_s)} s{margin}, by policy {estimate.policy}, "
         f"{controls}{copies}")

@@ -64,6 +64,13 @@ def format_bytes(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
+def seconds_up(seconds: float) -> str:
+    """0.0064481 -> '0.006449': four digits, never less than `seconds`, for the figure must work as
+    a bound itself."""
+    digits = 3 - math.floor(math.log10(seconds))
+    return f"{math.ceil(seconds * 10**digits) / 10**digits:.{max(digits, 0)}f}"
+
+
 def format_seconds(seconds: float) -> str:
     """0.00123 -> '1.23 ms'; inf -> 'inf'."""
     if math.isinf(seconds):
