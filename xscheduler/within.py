@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from xgpt.core.errors import BeatenError, InfeasibleError
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
-from xgpt.core.units import format_seconds
+from xgpt.core.units import format_seconds, seconds_up
 from xscheduler.nearby import nearby
 from xscheduler.targets import WORTH, Targets, Unsafe, tighter_s
 from xscheduler.uncertainty import Doubts, MarginParts
@@ -260,8 +260,10 @@ def for_its_margin(schedule: Schedule, margin: MarginParts, bound_s: float,
                    refusal: InfeasibleError) -> InfeasibleError:
     """The refusal of a bound that nothing keeps with its margin. `schedule`: what has the most
     throughput within it without one. `refusal`: of what the margin leaves of the bound."""
-    estimate = schedule.estimate
+    estimate, needed_s = schedule.estimate, refusal.tightest_s * margin.factor
+    kept = "" if math.isinf(needed_s) else (
+        f". With such a margin that takes a bound of some {seconds_up(needed_s)} s")
     return InfeasibleError(
         f"no schedule was found that keeps the bound of {format_seconds(bound_s)} with its margin "
         f"(without one: {estimate.policy} at {format_seconds(estimate.figures.latency_s)}; "
-        f"{margin.sentence}). With a margin: {refusal}{margin.remedy}")
+        f"{margin.sentence}). With a margin: {refusal}{kept}{margin.remedy}")
