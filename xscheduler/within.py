@@ -262,7 +262,7 @@ def for_its_margin(schedule: Schedule, margin: MarginParts, bound_s: float,
     throughput within it without one. `refusal`: of what the margin leaves of the bound."""
     estimate, needed_s = schedule.estimate, refusal.tightest_s * margin.factor
     kept = "" if math.isinf(needed_s) else (
-        f". With such a margin that takes a bound of some {seconds_up(needed_s)} s")
+        f". With such a margin that takes a bound of {seconds_up(needed_s)} s at least")
     return InfeasibleError(
         f"no schedule was found that keeps the bound of {format_seconds(bound_s)} with its margin "
         f"(without one: {estimate.policy} at {format_seconds(estimate.figures.latency_s)}; "

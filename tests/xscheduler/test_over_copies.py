@@ -215,7 +215,7 @@ def test_what_every_computed_time_may_be_off_by_is_left_of_the_bound_before_the_
         limit_s=1.01 * tightest_s(problem, timing)))
     with pytest.raises(InfeasibleError, match="with its margin.*computed times may be off") as why:
         Planner(tight, timing, PlanOptions(horizon="steady")).plan()
-    (needed,) = re.findall(r"that takes a bound of some (\S+) s", str(why.value))
+    (needed,) = re.findall(r"that takes a bound of (\S+) s", str(why.value))
     within = replace(problem, constraint=problem.constraint.with_latency(
         limit_s=1.01 * float(needed)))
     assert Planner(within, timing, PlanOptions(horizon="steady")).plan().margin.factor >= least
