@@ -28,6 +28,9 @@ _ROOT_STEPS = 100  # to the decode batch at most; 6 to 10 are usual
 _ROOT_ACCURACY = 1e-12  # of the decode batch that is wanted
 _FEW, _STEPS_KEPT = 512, 64  # encode steps that are kept: batches of one, and how many
 FEW_ITERATIONS = 24.0  # of a query: those in the system are now in one pool, now in the other
+# before a decode pool that is busy all the time, over those that decode; and half of whom random
+# arrivals would leave waiting, since they come from a pipeline: what suits replays, not derived
+_MOST_WAITING = 0.75
 DEVIATIONS = 3.0  # of the number in the system, where the encode pool sets the pace
 
 
@@ -232,6 +235,13 @@ class Iterations:
             through = through.take(index) + position * through_rises.take(index)
         return np.asarray(np.maximum(steps * slowest, through))
 
+    def busy_share(self, decoding: FloatArray) -> FloatArray:
+        """The slowest stage works in such a share of the time [configs] where each of `decoding`
+        queries has a group of its own; 0 where they are more than groups."""
+        with np.errstate(invalid="ignore"):  # refused sizes are infinite
+            share = decoding * self._nodes[0].take(self._begin) / self.seconds(decoding)
+        return np.where((decoding <= self._groups) & np.isfinite(share), share, 0.0)
+
 
 class PoolRates(NamedTuple):
     """The pools keep such rates [configs]; times are infinite where a size is refused."""
@@ -240,7 +250,7 @@ class PoolRates(NamedTuple):
     decode_batch: FloatArray
     iteration_s: FloatArray  # T_iter
     encode_s: FloatArray  # a batch's time through the encode pool
-    handover_s: FloatArray
+    handover_s: FloatArray  # and until they are taken up
     present: FloatArray  # queries in the system
 
 
@@ -278,15 +288,19 @@ def pool_rates(times: PoolTimes, divided: Divided, mean_outputs: float) -> PoolR
     encode = np.where(is_throttled, through, np.maximum(queued, through))
     slack = batch + DEVIATIONS * np.sqrt(np.maximum(decoding, 1.0))
     if times.mean_iterations < FEW_ITERATIONS:
-        slack = np.where(is_throttled, np.minimum(
-            0.5 * batch + waiting(rate * between / batch), slack), slack)
+        before_decode = np.minimum(0.5 * waiting(iterations.busy_share(decoding)),
+                                   _MOST_WAITING * decoding)
+        slack = np.where(is_throttled, np.minimum(slack, (
+            0.5 * batch + waiting(rate * between / batch) + before_decode)), slack)
+        handed = handover + np.where(is_throttled & (rate > 0), before_decode / np.where(
+            rate > 0, rate, 1.0), 0.0)
     else:
-        slack = np.where(is_throttled, 0.5 * batch, slack)
+        slack, handed = np.where(is_throttled, 0.5 * batch, slack), handover
     away = rate * (encode + handover + 0.5 * np.where(is_timed, iteration, 0.0))
     return PoolRates(
         throughput_qps=np.where(is_timed, rate, 0.0), decode_batch=decoding,
         iteration_s=np.where(is_timed, iteration, np.inf),
-        encode_s=np.where(is_timed, encode, np.inf), handover_s=handover,
+        encode_s=np.where(is_timed, encode, np.inf), handover_s=handed,
         present=np.ceil(np.where(is_timed, decoding + away + slack, most)))
 
 

@@ -90,10 +90,11 @@ def test_agrees_with_the_replay(model, task, policy, kind, padded, config):
     assert found.figures.latency_s == pytest.approx(steady.latency_s, rel=0.06)
 
 
-# outputs of one to three tokens, of which most in the system are not decoding: 1.06 to 1.17 times
-# the replay's throughput where the encode pool, which has little to spare, was planned no queue
+# outputs of one to three tokens, of which most in the system are not decoding: 1.06 to 1.23 times
+# the replay's throughput where pools that have little to spare were planned no queue
 @pytest.mark.parametrize(("inputs", "outputs", "batch", "groups"), [
-    (592, [1, 3], 2, 8), (826, [1, 3, 3, 3], 1, 4), (655, [2, 3], 1, 4), (134, [1], 11, 2)])
+    (592, [1, 3], 2, 8), (826, [1, 3, 3, 3], 1, 4), (655, [2, 3], 1, 4), (134, [1], 11, 2),
+    (428, [1, 2], 2, 8), (724, [2], 1, 4)])
 def test_no_more_is_promised_of_few_tokens_than_the_system_has_room_for(inputs, outputs, batch,
                                                                         groups):
     problem = problem_of("t5-11b", "a40-8", quantile=0.95, lengths=JointLengths(
