@@ -158,20 +158,17 @@ def climbed(space: WaaPoints, latency_bound_s: float, floor_qps: float,
 def most_climbed(space: WaaPoints, latency_bound_s: float) -> float:
     """No configuration with modest chunks answers more queries/s within the bound, whatever the
     division of the devices: from the quick bounds of a few boxes, which no search narrows."""
-    bounds, most_qps = space.bounds, 0.0
+    most_qps = 0.0
     plans, whole = _whole(space, latency_bound_s)
     for plan, *sides in zip(plans.tolist(), *(side.tolist() for side in (
             whole.least, whole.fewest, whole.most, whole.highest)), strict=True):
-        split = space.splits[plan]
         parts = grid(Box(root=0, lower=(*sides[:2], 0), upper=(*sides[2:], len(CHUNKS) - 1)),
                      CHUNK_ROOT_PARTS)
         boxes = corners_of(parts, np.arange(len(parts)), CHUNKS)
         limit, latency_s, _ = space.quick(np.full(len(parts), plan), boxes, latency_bound_s)
         rows = np.flatnonzero((latency_s <= latency_bound_s) & (limit > most_qps))
         if len(rows):
-            own = boxes.take(rows)
-            divided = np.where(bounds.fits(split, own), bounds.quick.by_division(
-                split, own, latency_bound_s), 0.0).max(axis=0)
+            divided = space.divided(plan, boxes.take(rows), latency_bound_s)
             most_qps = max(most_qps, float(np.minimum(limit[rows], divided).max()))
     return most_qps
 

@@ -70,7 +70,7 @@ class WaaExaminer:
         results: list[NodeResult | None] = [None] * len(boxes)
         share = WORK_SHARE * space.work.left(self._bound_s)
         for place, (has_chunks, rows) in enumerate(self._in_turn(boxes, limit)):
-            left = []
+            left, later = list[int](), list[int]()
             for row in rows.tolist():
                 box = boxes[row]
                 if not space.is_modest(box.upper[0], box.lower[1], space.chunks[box.lower[2]]):
@@ -82,11 +82,17 @@ class WaaExaminer:
                     results[row] = NodeResult(upper_bound=float(limit[row]), box=box,
                                               is_settled=False, reason="")
                 elif has_chunks and (share <= 0 or self._is_first_glance(box)):
-                    results[row] = NodeResult(upper_bound=float(limit[row]), box=box, reason=LEFT,
-                                              is_settled=space.work.left(self._bound_s) < 1,
-                                              is_glance=True)
+                    later.append(row)
                 else:
                     left.append(row)
+            if later:  # all of one tensor plan
+                most = np.minimum(limit[later], space.divided(
+                    self.plan_of_root[boxes[later[0]].root],
+                    corners_of(boxes, np.array(later), space.chunks), self._bound_s))
+                for row, own_qps in zip(later, most.tolist(), strict=True):
+                    results[row] = NodeResult(
+                        upper_bound=own_qps, box=boxes[row], reason=LEFT,
+                        is_settled=space.work.left(self._bound_s) < 1, is_glance=True)
             before = space.bounds.work
             peak = self._climb() if has_chunks and left else None
             own = self._examine([boxes[row] for row in left], LOOKED_AT if place < FIRST_PLANS

@@ -79,6 +79,13 @@ class WaaPoints:
             stretch[rows] = self.waa.stretch.least(own.least.astype(float), degrees)
         return limit, latency_s, stretch
 
+    def divided(self, plan: int, boxes: WaaBoxes, latency_bound_s: float) -> FloatArray:
+        """[boxes] of one tensor plan: no point within the bound has more throughput, by what each
+        division of the devices leaves either pool."""
+        split, bounds = self.splits[plan], self.bounds
+        most = bounds.quick.by_division(split, boxes, latency_bound_s)
+        return np.asarray(np.where(bounds.fits(split, boxes), most, 0.0).max(axis=0))
+
     def best_known(self, latency_bound_s: float) -> tuple[float, int, tuple[int, ...]] | None:
         """(throughput, plan, point) of the best admissible point of any box that was evaluated so
         far."""

@@ -282,3 +282,31 @@ def test_where_every_batch_is_refused_the_search_without_a_bound_goes_on() -> No
     (own, _, _), (refused, _, _) = space.evaluate([(0, batch, 1, chunk) for batch in batches])
     assert found.most_qps[0] >= own > 0 and refused == 0
     assert not np.isnan(found.most_qps).any()
+
+
+def test_layers_that_must_lie_on_the_quick_stages_bound_what_these_can_answer() -> None:
+    """70B on two nodes, one group of eight beside single GPUs: within a bound that no single GPU
+    keeps most layers are on the group, and what all sixteen could answer says nothing."""
+    cluster = uniform_cluster(
+        name="2 x 8 H100", device=catalog.device("H100"), num_nodes=2, devices_per_node=8,
+        intra_link=catalog.link("nvlink4"), inter_link=catalog.link("ib-400g"))
+    problem = replace(
+        problem_of(lengths="S", latency_s=1.6), cluster=cluster, num_queries=None,
+        model=catalog.model("llama-3.1-70b"), fixed=FixedSchedule(
+            policies=("waa-m",), tp_degree=8, tp_gpus=8))
+    space = WaaSpace("waa-m", problem, roofline_of(problem), tensor_plans(
+        problem, roofline_of(problem)))
+    keys = [(0, batch, groups, chunk) for batch in range(1, 40, 3) for groups in (1, 2, 3, 5)
+            for chunk in (0, 32, 128)]
+    plan, batch, groups, chunk = np.array(keys).T
+    boxes = WaaBoxes(least=batch, most=batch, fewest=groups, highest=groups, chunk=chunk,
+                     largest_chunk=chunk)
+    for bound_s in (1.6, 4.0, math.inf):
+        limit, latency_s, _ = space.quick(plan, boxes, bound_s)
+        divided = space.divided(0, boxes, bound_s)
+        own = np.array([qps * (seconds <= bound_s and not forbidding)
+                        for qps, seconds, forbidding in space.evaluate(keys)])
+        assert (own <= divided).all() and own.max() > 0
+        at_most = np.minimum(limit, divided)[latency_s <= bound_s].max()
+        is_closer = at_most < 0.7 * limit[latency_s <= bound_s].max()
+        assert bool(is_closer) is (bound_s == 1.6)

@@ -119,18 +119,23 @@ class QuickBounds:
         most_rows = self._most_rows(boxes, degrees, float(rows.max()), latency_bound_s)
         rows = np.minimum(rows, most_rows)
         encode_qps: FloatArray = np.zeros(divisions.shape(boxes))
-        decode_qps = np.zeros_like(encode_qps)
+        decode_qps, by_quickest = np.zeros_like(encode_qps), np.full_like(encode_qps, np.inf)
+        quickest, share = self._least_share(boxes, degrees, float(rows.max()), latency_bound_s)
         for own, (encode, decode) in zip(degrees, divisions.stages, strict=False):
             single = self._single(own, int(boxes.most.max()), float(rows.max()))
             decode_each = (waa.times.mean_iterations * self._decode_step(single, own, boxes, rows)
                            / np.maximum(rows, 1.0))
             encode_qps += encode / single.encode_each[boxes.most]
             decode_qps += decode / decode_each
+            if own == quickest and share.any():
+                by_quickest = np.where(share > 0, decode / np.where(
+                    share > 0, share * decode_each, 1.0), np.inf)
         if len(taken := np.flatnonzero(boxes.chunk)):
             encode_qps[..., taken] = self._shared_by_division(
                 divisions.take(taken), boxes.take(taken), encode_qps[..., taken],
                 most_rows[taken])
-        return np.asarray(np.minimum(encode_qps, decode_qps) * (1 + QUICK_TOLERANCE))
+        limit = np.minimum(np.minimum(encode_qps, decode_qps), by_quickest)
+        return np.asarray(limit * (1 + QUICK_TOLERANCE))
 
     def _shared_by_division(self, divisions: _Divisions, boxes: WaaBoxes, sent_qps: FloatArray,
                             most_rows: FloatArray) -> FloatArray:
@@ -249,22 +254,43 @@ class QuickBounds:
             seconds[..., taken] = np.minimum(seconds[..., taken], least.reshape(chunk.shape))
         return seconds
 
+    def _least_share(self, boxes: WaaBoxes, degrees: Sequence[int], rows: float,
+                     latency_bound_s: float) -> tuple[int, FloatArray]:
+        """(the degree whose steps are quickest, the share of the layers [boxes] that its stages
+        have at least): with fewer no token is quick enough, since it passes the others' as well."""
+        iteration_s = self._longest_iteration_s(boxes, degrees, rows, latency_bound_s)
+        chunk = int(boxes.largest_chunk.max())
+        least = sorted((float(self._steps(degree, self._single(
+            degree, int(boxes.most.max()), rows), chunk)[0]), degree) for degree in degrees)
+        (quick_s, quickest), (slow_s, _) = least[0], least[-1]
+        if slow_s <= quick_s:
+            return quickest, np.zeros(len(boxes))
+        return quickest, np.clip((slow_s - iteration_s) / (slow_s - quick_s), 0.0, 1.0)
+
+    def _longest_iteration_s(self, boxes: WaaBoxes, degrees: Sequence[int], rows: float,
+                             latency_bound_s: float) -> FloatArray:
+        """No iteration of a configuration within the bound takes longer [boxes]."""
+        waited = self._waa.iterations_waited
+        if math.isinf(latency_bound_s) or waited <= 0:
+            return np.full(len(boxes), np.inf)
+        encode_s, _ = self._quickest(degrees, int(boxes.most.max()), rows,
+                                     int(boxes.largest_chunk.max()))
+        bound_s = latency_bound_s * (1 + QUICK_TOLERANCE)
+        return np.asarray((bound_s - encode_s[boxes.least]) / waited * (1 + QUICK_TOLERANCE))
+
     def _most_rows(self, boxes: WaaBoxes, degrees: Sequence[int], rows: float,
                    latency_bound_s: float) -> FloatArray:
         """No more rows [boxes] can decode together within the latency bound: a query waits for so
         many iterations, each no shorter than a step through all layers. `rows`: of that many it is
         asked at most."""
-        waited = self._waa.iterations_waited
+        iteration_s = self._longest_iteration_s(boxes, degrees, rows, latency_bound_s)
         most = np.zeros(len(boxes))
-        if math.isinf(latency_bound_s) or waited <= 0:
+        if math.isinf(latency_bound_s) or self._waa.iterations_waited <= 0:
             return np.full(len(boxes), np.inf)
         chunk = int(boxes.largest_chunk.max())
-        encode_s, _ = self._quickest(degrees, int(boxes.most.max()), rows, chunk)
-        iteration_s = (latency_bound_s * (1 + QUICK_TOLERANCE) - encode_s[boxes.least]) / waited
         for degree in degrees:
             single = self._single(degree, int(boxes.most.max()), rows)
-            place = np.searchsorted(self._steps(degree, single, chunk),
-                                    iteration_s * (1 + QUICK_TOLERANCE), side="right")
+            place = np.searchsorted(self._steps(degree, single, chunk), iteration_s, side="right")
             np.maximum(most, np.append(single.sizes, np.inf)[place], out=most)
         return most
 
