@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from xgpt.core.schedule import Schedule, Status
-from xscheduler.copies_shown import Looked
+from xscheduler.copies_shown import Looked, found_qps
 from xscheduler.within import PlannedWithin
 
 _CLOSED = 1e-9  # share by which a bound may exceed the throughput it proves, by rounding
@@ -35,7 +35,9 @@ def certified(schedule: Schedule, looked: Sequence[Looked], *, is_cut: bool) -> 
         status = Status.LIMIT
     elif status in (Status.OPTIMAL, Status.WITHIN_GAP):
         status = Status.OPTIMAL if upper_qps <= qps * (1 + _CLOSED) else Status.WITHIN_GAP
+    bare_qps = max(map(found_qps, looked)) if schedule.margin.cost > 0 else None
     return schedule.changed(status=status, bound_qps=upper_qps, gap=max(upper_qps / qps - 1, 0.0),
+                            bare_qps=bare_qps,
                             policy_bounds=_policy_bounds(looked))
 
 

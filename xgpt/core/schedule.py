@@ -15,6 +15,7 @@ from xgpt.core.deployment import Deployment, Pool
 
 _Part = TypeVar("_Part")
 NOT_SURE = "not sure enough to keep the bound"  # in the reason of a quicker alternative
+MARGINAL = 0.02  # share of a gap that is not worth a word
 OPEN = 0.05  # share that a policy may have above the best seen of it, and counts as searched
 
 
@@ -208,7 +209,8 @@ class Proof:
     evaluated; `unbounded_qps` the best throughput with no latency bound; `pruned` the boxes given
     up, by reason; `policy_bounds` what no configuration of each policy exceeds, the highest first;
     `hardware_qps` what the devices could do at all (xsimulator.hardware); `covers` of which copies
-    the bound is, in words, where they may be of several sizes."""
+    the bound is, in words, where they may be of several sizes; `bare_qps` the best throughput that
+    was seen with no margin of its own, where the schedule's costs any."""
 
     status: str
     bound_qps: float
@@ -220,6 +222,14 @@ class Proof:
     policy_bounds: tuple[tuple[str, float], ...] = ()
     hardware_qps: float | None = None
     covers: str = ""
+    bare_qps: float | None = None
+
+    @property
+    def bare_gap(self) -> float | None:
+        """By what share no schedule, none with a margin of its own, exceeds the best that was seen
+        of those; None where the schedule itself has as much."""
+        gap = self.bound_qps / self.bare_qps - 1 if self.bare_qps else self.gap
+        return max(gap, 0.0) if gap < self.gap * (1 - MARGINAL) else None
 
     def left_open(self, name: str, throughput_qps: float) -> float | None:
         """What no configuration of a policy exceeds, where that is more than OPEN above the best

@@ -280,7 +280,7 @@ def _status(schedule: Schedule) -> str:
     if proof.status != Status.WITHIN_GAP:
         return f"{proof.status}, gap {percent(proof.gap, 2)}"
     # with a margin it is not plain what the gap is to
-    against = " (to schedules with no margin of their own)" if schedule.margin.cost > 0 else ""
+    against = f" ({words.bare_gap(schedule)})" if schedule.margin.cost > 0 else ""
     return f"within gap {percent(proof.gap, 2)}{against}"
 
 

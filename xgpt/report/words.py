@@ -120,8 +120,19 @@ def proof(schedule: Schedule) -> str:
         margin = "with its margin or without, " if schedule.margin.cost > 0 else ""
         quality = (f"{margin}no admissible schedule is more than {percent(search.gap, 2)} faster "
                    f"(at most {plain(search.bound_qps)} queries/s), by the same estimates")
+        if schedule.margin.cost > 0 and search.bare_gap is not None:
+            quality = f"{quality}; this gap is {bare_gap(schedule)}"
     ruled_out = f" Ruled out: {pruned_words(schedule)}." if search.pruned else ""
     return f"Search status {search.status}, after {looked}: {quality}.{ruled_out}"
+
+
+def bare_gap(schedule: Schedule) -> str:
+    """What a gap is to where the schedule has a margin, and how much of it is not the margin's."""
+    proof, to = schedule.proof, "to schedules with no margin of their own"
+    if proof.bare_gap is None or proof.bare_qps is None:
+        return to
+    return (f"{to}: the best seen of those has {plain(proof.bare_qps)} queries/s, which leaves "
+            f"{percent(proof.bare_gap, 2)} open; the rest is the margin")
 
 
 def bounds_words(schedule: Schedule) -> str:

@@ -138,7 +138,7 @@ def test_a_file_of_version_2_is_still_read(tmp_path: Path) -> None:
            "token_budget": 0, "max_active": 0, "max_in_system": 0, "encode_kv_tokens": 0,
            "steered_to": 0.0}
     for key in ("pools", "target_active", "replicas", "devices_per_replica", "over_copies",
-                "bounds", "prospects", "policy_bounds", "hardware_qps", "encode_chunk",
+                "bounds", "prospects", "policy_bounds", "hardware_qps", "bare_qps", "encode_chunk",
                 "chunk_queries"):
         del old[key]
     path.write_text(json.dumps(old), encoding="utf-8")
@@ -158,7 +158,7 @@ def test_files_that_give_each_stage_the_role_of_its_pool_are_still_read(tmp_path
            "max_active": 0, "encode_kv_tokens": waa.deployment.encoding.kv_tokens,
            "steered_to": 0.0}
     for key in ("pools", "target_active", "replicas", "devices_per_replica", "over_copies",
-                "bounds", "prospects", "policy_bounds", "hardware_qps", "encode_chunk",
+                "bounds", "prospects", "policy_bounds", "hardware_qps", "bare_qps", "encode_chunk",
                 "planned_active", "stock_tokens"):
         del two[key]
     assert [stage["role"] for stage in two["stages"]] == [

@@ -95,6 +95,9 @@ def test_boxes_given_up_are_counted_by_reason_over_policies() -> None:
     ({"status": "within gap", "margin": Margin(factor=1.065)},
      "within gap 1.30 %, 214 configurations"),
     ({"status": "within gap"}, "within gap 1.30 % (to schedules with no margin of their own), 214"),
+    ({"status": "within gap", "gap": 1.2, "bound_qps": 33.0, "bare_qps": 30.0},
+     "within gap 120.00 % (to schedules with no margin of their own: the best seen of those has "
+     "30.0 queries/s, which leaves 10.00 % open; the rest is the margin), 214"),
     ({"status": "stopped at its limit"}, "stopped at its limit, gap 1.30 %, 214"),
     ({"status": "stopped at its limit", "gap": math.inf}, "limit, no gap proved, 214"),
 ])
@@ -107,6 +110,10 @@ def test_what_is_proved_is_told_with_and_without_a_margin() -> None:
     assert "with its margin or without, no admissible schedule is more than 1.30 % faster" in (
         proof(fake_schedule()))
     assert "margin" not in proof(fake_schedule(margin_cost=0.0))
+    wide = fake_schedule().changed(gap=1.2, bound_qps=33.0, bare_qps=30.0)
+    assert ("more than 120.00 % faster (at most 33.0 queries/s), by the same estimates; this gap "
+            "is to schedules with no margin of their own: the best seen of those has 30.0 "
+            "queries/s, which leaves 10.00 % open; the rest is the margin") in proof(wide)
 
 
 def test_a_query_s_own_times_are_shown_where_they_are_known() -> None:
