@@ -211,12 +211,13 @@ class Continuous:
         # all end in the order in which they began, in every group alike
         cycle = self.queries.present.iterations + load.encode_steps + 2 * load.after
         rounds = load.share * load.apart * cycle
+        together = load.share * load.together * cycle
         if self.filling.encodes_one:  # as many as the group of most queries has
-            rounds = np.minimum(np.ceil(rounds - 1e-6), cycle)
+            rounds = together = np.minimum(np.ceil(rounds - 1e-6), cycle)
         falls = np.where(load.falls > 0, load.falls * cycle, np.minimum(cycle - rounds, 1.0))
         of_cycle = intervals_in_step(
-            steps.plain_s, steps.encode_s, load.share, InStep(rounds, cycle, falls, load.filled),
-            number, steps.kind_of)
+            steps.plain_s, steps.encode_s, load.share,
+            InStep(rounds, together, cycle, falls, load.filled), number, steps.kind_of)
         if (load.in_step == 1).all():
             return of_cycle
         others = self._out_of_step(load, steps, number)

@@ -97,7 +97,7 @@ def _load(cycles: list[Cycle], iterations: int, filled: FloatArray) -> Load:
         alone=np.where(share < 1, alone, decoding), ended=rate * filled,
         decoding=decoding * filled, present=(decoding + rate) * filled, encode_steps=chunks,
         between=none, waits=none, after=after, in_step=np.ones(len(cycles)), falls=falls,
-        filled=filled, apart=np.ones(len(cycles)))
+        filled=filled, apart=np.ones(len(cycles)), together=np.ones(len(cycles)))
 
 
 def _drifting(load: Load, rows: IntArray, cycles: list[Cycle], most: FloatArray, slots: FloatArray,
@@ -105,9 +105,10 @@ def _drifting(load: Load, rows: IntArray, cycles: list[Cycle], most: FloatArray,
     """Groups with a query more than others need an encode step more for it, and fall behind these
     by a round each cycle: in the long run the two kinds encode in rounds that have nothing to do
     with each other, and a round in which either does takes as long as one in which both do: as the
-    longer of their steps, and the others' are all of whole budgets."""
+    longer of their steps, and the others' are all of whole budgets. So it is with rounds in which
+    either decodes alone, where many do and these are longer."""
     changed = {name: getattr(load, name).copy() for name in (
-        "per_step", "tokens", "encoded", "falls", "filled", "apart")}
+        "per_step", "tokens", "encoded", "falls", "filled", "apart", "together")}
     for place, row in enumerate(rows.tolist()):
         cycle = cycles[row]
         if load.filled[place] == 1 or cycle.queries[-1] != 1:
@@ -120,6 +121,7 @@ def _drifting(load: Load, rows: IntArray, cycles: list[Cycle], most: FloatArray,
             changed[name][place] = _slices(np.append(np.repeat(own, _PARTS), np.full(round(
                 _PARTS * len(own) * other.share / (either - other.share)), most_of)))
         changed["apart"][place] = either / cycle.share
+        changed["together"][place] = other.share
         changed["falls"][place] = (part * (1 - other.share) * cycle.falls
                                    + (1 - part) * (1 - cycle.share) * other.falls)
         changed["filled"][place] = 1.0

@@ -65,7 +65,7 @@ class OrcaFilling:
             per_step=share, share=share, tokens=self._queries.input_sizes * ones, encoded=ones,
             beside=beside, alone=alone, ended=share, decoding=decoding, present=decoding + share,
             in_step=np.full(len(slots), float(self._queries.are_equal)), falls=none,
-            filled=np.ones(len(slots)), apart=np.ones(len(slots)),
+            filled=np.ones(len(slots)), apart=np.ones(len(slots)), together=np.ones(len(slots)),
             encode_steps=np.ones(len(slots)), between=none, waits=none, after=none)
 
     def most_present(self, slots: FloatArray, kv_tokens: FloatArray) -> FloatArray:
@@ -130,7 +130,8 @@ class VllmFilling:
             ended=rate, beside=np.zeros(len(slots)), alone=present, decoding=present,
             present=present, encode_steps=np.ones(len(slots)), between=encodes, waits=waits,
             after=steps.after, in_step=np.zeros(len(slots)),
-            falls=np.zeros(len(slots)), filled=np.ones(len(slots)), apart=np.ones(len(slots)))
+            falls=np.zeros(len(slots)), filled=np.ones(len(slots)), apart=np.ones(len(slots)),
+            together=np.ones(len(slots)))
 
     def most_present(self, slots: FloatArray, kv_tokens: FloatArray) -> FloatArray:
         return self._paged.most_present(slots, kv_tokens)
@@ -201,7 +202,8 @@ class SarathiFilling:
             alone=alone, ended=rate, decoding=decoding, present=decoding + rate,
             encode_steps=steps, between=np.zeros(len(slots)), waits=waits,
             after=np.zeros(len(slots)), in_step=np.zeros(len(slots)),
-            falls=np.zeros(len(slots)), filled=np.ones(len(slots)), apart=np.ones(len(slots)))
+            falls=np.zeros(len(slots)), filled=np.ones(len(slots)), apart=np.ones(len(slots)),
+            together=np.ones(len(slots)))
 
     def most_present(self, slots: FloatArray, kv_tokens: FloatArray) -> FloatArray:
         return self._paged.most_present(slots, kv_tokens)
@@ -256,7 +258,8 @@ class _Paged:
             encoded=rate[:, None] * np.ones(SIZES), beside=none, alone=none, ended=rate,
             decoding=none, present=rate, encode_steps=self._parts(filled, rate < 0.99 * held),
             between=none, waits=none, after=none, in_step=none, falls=none,
-            filled=np.ones(len(slots)), apart=np.ones(len(slots)))
+            filled=np.ones(len(slots)), apart=np.ones(len(slots)),
+            together=np.ones(len(slots)))
 
     def _parts(self, filled: FloatArray, is_full: BoolArray) -> FloatArray:
         """Steps [configs] that an input's encoding takes, which begins anywhere in one that is

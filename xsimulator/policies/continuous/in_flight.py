@@ -52,9 +52,11 @@ class InStep(NamedTuple):
     """Groups encode in the same `rounds` of a `cycle` of so many [configs]: in as many as the group
     of most queries does, beside which the others' last steps decode. What is encoded falls so often
     in a cycle, from a mean step's to nothing; a group's encoding takes a part `filled` of the
-    longest's."""
+    longest's. Where groups drift apart, `rounds` are those in which any encodes, and all do in
+    `together`."""
 
     rounds: FloatArray
+    together: FloatArray
     cycle: FloatArray
     falls: FloatArray
     filled: FloatArray
@@ -63,8 +65,9 @@ class InStep(NamedTuple):
 def intervals_in_step(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray, found: InStep,
                       groups: IntArray, kind_of: Sequence[int]) -> Intervals:
     """Where groups encode in the same rounds: the round after a longer one waits until the last of
-    the long steps is through. The other arguments are as of `intervals`."""
-    rounds, cycle, falls, filled = found
+    the long steps is through, and one in which any group's step is of the longer kind is as long.
+    The other arguments are as of `intervals`."""
+    rounds, together, cycle, falls, filled = found
     kinds, by_size = np.array(kind_of), np.moveaxis(encode_s, 1, 0)
     encodes_s = np.mean([_least(own, groups, kinds) for own in by_size], axis=0)
     plains_s = _least(plain_s, groups, kinds)
@@ -73,7 +76,8 @@ def intervals_in_step(plain_s: FloatArray, encode_s: FloatArray, share: FloatArr
     behind_s, plain_behind_s = (np.minimum(
         (groups - 1) * mean.max(axis=1), own[:, kinds].sum(axis=1) - own.max(axis=1))
         for own, mean in ((longest_s, mean_s), (plain_s, plain_s)))
-    late_s = falls * np.maximum(behind_s - plain_behind_s, 0.0)
+    rounds = np.where(encodes_s >= plains_s, rounds, together)
+    late_s = falls * np.abs(behind_s - plain_behind_s)
     any_s = (rounds * encodes_s + (cycle - rounds) * plains_s + late_s) / cycle
     rest_s = (any_s - share * encodes_s) / np.maximum(1 - share, 1e-12)
     return Intervals(any_s, np.where(share < 1, encodes_s, any_s),

@@ -49,6 +49,7 @@ class Load:
     falls: FloatArray
     filled: FloatArray  # and what a group encodes in the mean, over what the fullest one does
     apart: FloatArray  # and rounds in which any group encodes, over those in which one does
+    together: FloatArray  # and in which all do
 
     def take(self, rows: IntArray) -> Load:
         """The load of some of the configurations."""
