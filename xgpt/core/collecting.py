@@ -13,6 +13,7 @@ from contextlib import contextmanager
 _lock = threading.Lock()
 _held = 0  # who has asked for it not to, now
 _was_enabled = True
+_others_froze = False  # once seen, taken to stay so: what is frozen is counted one by one
 
 
 @contextmanager
@@ -37,6 +38,8 @@ def uncollected() -> Iterator[None]:
 
 
 def _age() -> None:
-    if gc.get_freeze_count() == 0:  # nor is what others have frozen melted
+    global _others_froze
+    _others_froze = _others_froze or gc.get_freeze_count() > 0
+    if not _others_froze:  # nor is what others have frozen melted
         gc.freeze()
         gc.unfreeze()
