@@ -20,7 +20,7 @@ from xrunner.io.launcher_link import OBSERVED_FILE
 
 
 def session_of(folder: Path, *, outputs: str = "{mean: 30, std: 15, max: 100}", bound: str = "6",
-               schedule: str = "policy: rra", count: int = 3000, request: str = "",
+               schedule: str = "policy: rra, encode_chunk: 0", count: int = 3000, request: str = "",
                run: str = "") -> OpenedJob:
     lines = [f'{{"id": "q{i}", "tokens": {[7] * (20 + i % 40)}{request}}}' for i in range(count)]
     (folder / "requests.jsonl").write_text("\n".join(lines))

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("short_replays")
 
 
 def session_of(folder: Path, count: int, bound: str = "12",
-               schedule: str = "policy: rra") -> OpenedJob:
+               schedule: str = "policy: rra, encode_chunk: 0") -> OpenedJob:
     path = folder / "job.yaml"
     path.write_text(f"model: opt-13b\ncluster: a40-4\nworkload: {{requests: {{count: {count}}}, "
                     f"task: S}}\nconstraint: {{latency_s: {bound}}}\n"
@@ -63,7 +63,7 @@ def test_a_short_job_is_done_sooner_within_the_same_bound(tmp_path: Path, bound:
 
 
 def test_what_is_chosen_is_shown_and_kept_in_the_file(tmp_path: Path) -> None:
-    session = session_of(tmp_path, 60, schedule="policy: rra, replicas: 1")
+    session = session_of(tmp_path, 60, schedule="policy: rra, encode_chunk: 0, replicas: 1")
     found = plan_job(session, timing_of(session)).schedule
     assert found.proof.status == Status.JOB, "a job of few queries is mostly ramp and drain"
     assert Status.JOB in schedule_table(found)
@@ -106,7 +106,7 @@ def test_lengths_to_be_observed_tell_nothing_of_the_jobs_time(tmp_path: Path) ->
 
 def test_quicker_ones_that_break_the_bound_take_no_place(tmp_path: Path) -> None:
     """The five quickest all miss it with their margins; among the next is one that does not."""
-    session = session_of(tmp_path, 60, "5, drift: 20%")
+    session = session_of(tmp_path, 60, "5, drift: 20%", "policy: rra")
     found = plan_job(session, timing_of(session)).schedule
     assert found.proof.status == Status.JOB
     own = Doubts(session.problem, Evaluator(session.problem, timing_of(session)))

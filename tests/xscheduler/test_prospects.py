@@ -25,7 +25,7 @@ from xscheduler.search import Scheduler
 
 POLICIES = ("rra", "waa-c", "waa-m")
 QUERIES = 40
-RRA = FixedSchedule(policies=("rra",))
+RRA = FixedSchedule(policies=("rra",), encode_chunk=0)
 ONE_COPY = replace(RRA, replicas=1)
 
 

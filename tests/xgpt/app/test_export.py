@@ -19,7 +19,7 @@ JOB = """
 model: opt-125m
 cluster: {cluster}
 workload: {{requests: {{count: 40}}, task: S}}
-schedule: {{policy: rra, encode_batch: 4, decode_iterations: 4, tp_degree: 1}}
+schedule: {{policy: rra, encode_batch: 4, decode_iterations: 4, encode_chunk: 0, tp_degree: 1}}
 run: {{weights: random}}
 output: out
 """

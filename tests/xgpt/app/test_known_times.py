@@ -93,6 +93,7 @@ cluster: local
 workload: {{requests: {{count: {count}}}, input_tokens: {{mean: 40, std: 20, max: 80}},
            output_tokens: {{mean: 12, std: 5, max: 24}}}}
 constraint: {{latency_s: {bound}}}
+schedule: {{policy: rra, encode_chunk: 0}}
 run: {{dtype: float32, ranks: {ranks}, threads_per_rank: {2 // ranks}, weights: random{run}}}
 output: out
 """)

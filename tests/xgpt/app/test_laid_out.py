@@ -99,8 +99,9 @@ def test_threads_that_divide_all_work_leave_one_rank_the_best(
 
 
 @pytest.mark.parametrize(("starts_s", "ranks"), [
-    ({}, 2), ({1: (0.7, 0.7), 2: (1.0, 90.0, 1.2)}, 2), ({1: (0.7, 0.7), 2: (90.0, 80.0)}, 1),
-    ({2: (90.0,)}, 2), ({1: (0.7, 60.0, 50.0)}, 2)])
+    ({}, 2), ({1: (0.7, 0.7), 2: (90.0, 80.0)}, 1), ({2: (90.0,)}, 2),
+    *(pytest.param(starts_s, 2, marks=pytest.mark.slow) for starts_s in (
+        {1: (0.7, 0.7), 2: (1.0, 90.0, 1.2)}, {1: (0.7, 60.0, 50.0)}))])
 def test_what_the_ranks_of_a_layout_take_to_start_counts_between_layouts(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starts_s: dict[int, tuple[float, ...]],
         ranks: int) -> None:
@@ -111,7 +112,13 @@ def test_what_the_ranks_of_a_layout_take_to_start_counts_between_layouts(
     (note,) = [n for n in plan.schedule.estimate.notes if n.startswith("layout: ")]
     assert "of them to start and end its ranks; " in note
     assert note.count("of them to start and end") == 2
-    # a job without end has its ranks' start once, and what is proved is of its throughput
+
+
+def test_what_ranks_take_to_start_counts_for_no_job_without_end(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has their start once, and what is proved is of its throughput."""
+    machine = Machine(monkeypatch, 2, amdahl(1.0))
+    machine.starts_s = {1: (0.7, 0.7), 2: (90.0, 80.0)}
     steady = plan_job(job_of(tmp_path, count=40), options=STEADY)
     assert steady.schedule.deployment.num_devices == 2
     assert "start and end" not in steady.schedule.estimate.notes[-1]

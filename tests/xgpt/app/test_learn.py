@@ -66,7 +66,7 @@ model: opt-125m
 cluster: local
 workload: {requests: {count: 80}, input_tokens: {mean: 40, std: 20, max: 80},
            output_tokens: {mean: 12, std: 5, max: 24}}
-schedule: {policy: rra, replicas: 1, encode_batch: 16, decode_iterations: 4}
+schedule: {policy: rra, replicas: 1, encode_batch: 16, decode_iterations: 4, encode_chunk: 0}
 run: {dtype: float32, ranks: 1, threads_per_rank: 1}
 output: out
 """)

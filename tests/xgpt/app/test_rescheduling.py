@@ -104,7 +104,7 @@ def test_other_lengths_change_batches_and_iterations_and_the_bound_is_kept(
 
 
 def test_observing_settles_once_enough_are_done_and_then_watches_for_drift(tmp_path: Path) -> None:
-    session = session_of(tmp_path, outputs="observe", bound="12")
+    session = session_of(tmp_path, outputs="observe", bound="12", schedule="policy: rra")
     schedule = plan_job(session, timing_of(session)).schedule
     assert session.problem.lengths.outputs.mean == 200, "each at its cap"
     own = follow(session, schedule)
@@ -219,9 +219,9 @@ def test_the_key_refuses(tmp_path: Path, text: str) -> None:
         load_job(tmp_path / "job.yaml", (f"run.reschedule={text}",))
 
 
-def test_slots_leave_room_for_changes_within_memory_and_job(
-        planned: tuple[OpenedJob, Schedule]) -> None:
-    session, schedule = planned
+def test_slots_leave_room_for_changes_within_memory_and_job(tmp_path: Path) -> None:
+    session = session_of(tmp_path, schedule="policy: rra")
+    schedule = plan_job(session, timing_of(session)).schedule
     problem, estimate = session.problem, schedule.estimate
 
     def slots(estimate: Estimate, longest: int = 300, headroom: float = 2.0) -> int:

@@ -78,7 +78,7 @@ cluster: local
 workload: {{requests: {{count: 6}}, input_tokens: {{mean: 20, std: 5, max: 30}},
            output_tokens: {{mean: 6, std: 2, max: 10}}}}
 constraint: {{latency_s: {bound}}}
-schedule: {{policy: rra, encode_batch: 2, decode_iterations: 4}}
+schedule: {{policy: rra, encode_batch: 2, decode_iterations: 4, encode_chunk: 0}}
 run: {{ranks: 1, dtype: float32, threads_per_rank: 1, weights: random}}
 output: out-{name}
 """)

@@ -27,7 +27,7 @@ model: opt-1.3b
 cluster: {device: A40, num_nodes: 1, devices_per_node: 1, intra_link: pcie4-x16}
 workload: {requests: {count: 300}, task: S}
 constraint: {latency_s: 8}
-schedule: {policy: rra, encode_batch: 16, decode_iterations: 8}
+schedule: {policy: rra, encode_batch: 16, decode_iterations: 8, encode_chunk: 0}
 """
 
 

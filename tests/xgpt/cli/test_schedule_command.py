@@ -30,6 +30,7 @@ model: opt-13b
 cluster: {device: A40, num_nodes: 1, devices_per_node: 4, intra_link: pcie4-x16}
 workload: {requests: {count: 1500}, task: S}
 constraint: {latency_s: 8, confidence: 0.5}
+schedule: {encode_chunk: 0}
 """
 
 

@@ -39,7 +39,8 @@ class Planned(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=[
-    "rra", *(pytest.param(name, marks=pytest.mark.slow) for name in ("waa-c", "sarathi"))])
+    "rra, encode_chunk: 0", *(pytest.param(name, marks=pytest.mark.slow) for name in (
+        "rra", "waa-c", "sarathi"))])
 def planned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Planned:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("xsimulator.replay.predict.CHECKED_QUERIES", 1500)

@@ -57,26 +57,34 @@ def by_turns(monkeypatch, replayer, queries, rule):
         return replayer.run(queries, rules=[rule], arrival_s=2.5)
 
 
+def at_once(replayer, queries, seed):
+    return replayer.run(queries, rules=[rule_of(np.random.default_rng(seed + 100))], arrival_s=2.5)
+
+
+def check_equal(quick, slow, seed):
+    assert list(quick.pools[0].steps) == list(slow.pools[0].steps), seed
+    for name in _POOL:
+        np.testing.assert_array_equal(
+            getattr(quick.pools[0], name), getattr(slow.pools[0], name), f"{seed} {name}")
+    for name in _TIMES:
+        np.testing.assert_array_equal(
+            getattr(quick.times, name), getattr(slow.times, name), f"{seed} {name}")
+    assert quick.preemptions == slow.preemptions == 0
+
+
 @pytest.mark.parametrize("is_padded", [False, True])
 @pytest.mark.parametrize("model", ["opt-13b", "t5-11b"])
-@pytest.mark.parametrize("has_library", [True, False])
-def test_a_batch_at_once_is_the_rules_turns_of_it(monkeypatch, model, is_padded, has_library):
+def test_a_batch_at_once_is_the_rules_turns_of_it(monkeypatch, model, is_padded):
+    """With the library and without it."""
     steps = batches = 0
-    if not has_library:
-        monkeypatch.setattr(stage_line, "native", lambda: None)
     for seed in range(40):
         replayer, queries = job_of(np.random.default_rng(seed), model, is_padded=is_padded)
-        quick = replayer.run(queries, rules=[rule_of(np.random.default_rng(seed + 100))],
-                             arrival_s=2.5)
         slow = by_turns(monkeypatch, replayer, queries, rule_of(np.random.default_rng(seed + 100)))
-        assert list(quick.pools[0].steps) == list(slow.pools[0].steps), seed
-        for name in _POOL:
-            np.testing.assert_array_equal(
-                getattr(quick.pools[0], name), getattr(slow.pools[0], name), f"{seed} {name}")
-        for name in _TIMES:
-            np.testing.assert_array_equal(
-                getattr(quick.times, name), getattr(slow.times, name), f"{seed} {name}")
-        assert quick.preemptions == slow.preemptions == 0
+        quick = at_once(replayer, queries, seed)
+        check_equal(quick, slow, seed)
+        with monkeypatch.context() as patched:
+            patched.setattr(stage_line, "native", lambda: None)
+            check_equal(at_once(replayer, queries, seed), slow, seed)
         steps += len(quick.pools[0].steps)
         batches += quick.pools[0].steps[-1].phase + 1
     assert batches > 100 and steps > 20 * batches, (steps, batches)

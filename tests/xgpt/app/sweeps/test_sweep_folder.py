@@ -25,7 +25,8 @@ from xgpt.core.sweep_file import SweepFlags, load_sweep
 from xgpt.report.sweep_rows import COLUMNS, read_sweep
 from xscheduler.planner import PlanOptions
 
-JOB = "{model: opt-13b, cluster: a40-4, workload: {requests: {count: 60}, task: S}}\n"
+JOB = ("{model: opt-13b, cluster: a40-4, workload: {requests: {count: 60}, task: S}, "
+       "schedule: {encode_chunk: 0}}\n")
 EFFORT = ("nodes", "search_s")  # what planning took, which depends on what was planned before
 
 
@@ -187,7 +188,8 @@ def started(path: Path, least_rows: int) -> subprocess.Popen[str]:
 def test_a_killed_sweep_goes_on_and_ends_as_an_undisturbed_one(tmp_path: Path,
                                                                tasks: str) -> None:
     count, path = 9 * len(tasks.split()), tmp_path / "killed.yaml"
-    path.write_text("base: {model: opt-13b, cluster: a40-4, workload: {task: S}}\nmargin: false\n"
+    path.write_text("base: {model: opt-13b, cluster: a40-4, workload: {task: S}, "
+                    "schedule: {encode_chunk: 0}}\nmargin: false\n"
                     f"grid: {{task: [{tasks}], policy: [rra, ft, dsi], "
                     "bound: [5, 10, inf]}\n")
     interrupted = started(path, 1)
