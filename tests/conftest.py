@@ -64,7 +64,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
-    gc.set_threshold(20_000)  # garbage of tests is not worth a look after every 700 objects
+    # garbage of tests is not worth a look after every 700 objects, nor one through all that is kept
+    # after every hundred of these
+    gc.set_threshold(50_000, 10, 50)
 
 
 @pytest.hookimpl(trylast=True)  # of what -m and -k leave

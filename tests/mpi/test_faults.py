@@ -147,7 +147,7 @@ def test_a_query_that_kills_its_rank_is_isolated(tmp_path: Path) -> None:
 
 def test_ranks_that_start_again_with_another_model_are_ended(tmp_path: Path) -> None:
     """Its answers and those that are kept would be of two models, in one file."""
-    job, process, own = start(tmp_path)
+    job, process, own = start(tmp_path, count=400)
     config = job.folder / "out" / "model" / "config.json"
     before = config.read_text()
     config.write_text(before.replace("10000.0", "500.0"))

@@ -272,6 +272,7 @@ def test_every_layer_and_move_goes_in_one_launch(launcher: cpu_cuda.CpuLauncher)
     assert len(launcher.launched) == before + 1
 
 
+@pytest.mark.slow  # test_cuda_modules.py makes a report of the same cases
 def test_the_check_of_a_gpu_passes_here(launcher: cpu_cuda.CpuLauncher) -> None:
     """What `xgpt doctor --gpu` runs on a card finds no difference on the CPU."""
     seen = set()
