@@ -16,7 +16,7 @@ from typing import cast
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray
+from xgpt.core.lengths import BoolArray, FloatArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
@@ -71,7 +71,8 @@ class PlanGrid:
         batch = 2.0 ** (np.floor(2 * np.log2(least * fewest)) / 2)
         self.boxes = StaticBoxes(
             least, sizes[1:, None], fewest, highest, parts[0], parts[1], batch)
-        fits = may_fit(bounds.form, plan, self.boxes) & (least * fewest <= most)
+        fits = may_fit(bounds.form, plan, self.boxes) & (least * fewest <= most) & _may_keep_pace(
+            bounds, plan, self.boxes)
         self._qps = np.where(fits, bounds.throughput_qps(plan, self.boxes), 0.0)
 
     @cached_property
@@ -84,6 +85,16 @@ class PlanGrid:
         if math.isinf(latency_bound_s) or self._qps.max(initial=0.0) <= worth_qps:
             return self._qps
         return np.where(self._latency_s <= latency_bound_s, self._qps, 0.0)
+
+
+def _may_keep_pace(bounds: StaticBounds, plan: StagePlan, boxes: StaticBoxes) -> BoolArray:
+    """Whether some batch of each box may keep the bounds on the first token and on later ones."""
+    constraint, able = bounds.form.problem.constraint, np.asarray(True)
+    if (limit_s := constraint.limit_s("ttft")) < math.inf:
+        able = able & (bounds.first_token_s(plan, boxes) <= limit_s)
+    if (limit_s := constraint.limit_s("tpot")) < math.inf:
+        able = able & (bounds.per_token_s(plan, boxes) <= limit_s)
+    return able
 
 
 class StaticSpace(AllInBoxes):
@@ -148,7 +159,8 @@ class StaticSpace(AllInBoxes):
 
     def bounded(self, boxes: Sequence[Box]) -> list[tuple[float, float]]:
         """What no configuration of each box exceeds, and no latency goes below; 0 where none may
-        fit into memory. Searches under several bounds come upon the same boxes."""
+        fit into memory, or keep the bounds on tokens. Searches under several bounds come upon the
+        same boxes."""
         new = [box for box in boxes if box not in self._bounded]
         ends = np.array([(*box.lower, *box.upper) for box in new], float).reshape(-1, 6)
         of_root = np.array([box.root for box in new], np.int64)
@@ -157,7 +169,8 @@ class StaticSpace(AllInBoxes):
             least, fewest, parts, most, highest, most_parts = ends[rows].T
             own = StaticBoxes.of((least, most), (fewest, highest), (parts, most_parts))
             plan = self.form.plans.both(*self.plans[root])
-            qps = np.where(may_fit(self.form, plan, own), self.bounds.throughput_qps(plan, own), 0)
+            able = may_fit(self.form, plan, own) & _may_keep_pace(self.bounds, plan, own)
+            qps = np.where(able, self.bounds.throughput_qps(plan, own), 0)
             self._bounded.update(zip([new[row] for row in rows], zip(
                 qps.tolist(), self.bounds.latency_s(plan, own).tolist(), strict=True), strict=True))
         return [self._bounded[box] for box in boxes]

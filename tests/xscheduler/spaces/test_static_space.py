@@ -15,7 +15,7 @@ from test_bounds import case_of, inside, ranges, some_always, some_plan
 
 from xgpt.core import catalog
 from xgpt.core.cluster import uniform_cluster
-from xgpt.core.constraint import Bound, latency_constraint
+from xgpt.core.constraint import Bound, Metric, latency_constraint
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical
@@ -78,6 +78,7 @@ def check_boxes(seed: int) -> int:
         (low.astype(float), up.astype(float)) for low, up in (
             (least, most), (fewest, highest), (parts, most_parts))))
     limit, least_s = bounds.throughput_qps(stages, boxes), bounds.latency_s(stages, boxes)
+    first_s, per_token_s = bounds.first_token_s(stages, boxes), bounds.per_token_s(stages, boxes)
     fits = may_fit(form, stages, boxes)
     is_timed = (found.stretch <= REFUSED_BEYOND).reshape(batch.shape)
     for row in np.flatnonzero(is_timed.any(axis=1)):
@@ -86,6 +87,8 @@ def check_boxes(seed: int) -> int:
         box = (problem.model.name, plan, least[row], most[row], fewest[row], highest[row],
                parts[row], most_parts[row])
         assert qps.max() <= limit[row] and least_s[row] <= latency_s.min(), box
+        for of_tokens, least_of in ((found.ttft_s, first_s), (found.tpot_s, per_token_s)):
+            assert least_of[row] <= of_tokens.reshape(batch.shape)[row][is_timed[row]].min(), box
         assert fits[row] or not own.any(), box
         assert batch[row][is_timed[row]][own].max(initial=0) <= most_queries(form, stages), box
     return int(is_timed.any(axis=1).sum())
@@ -113,6 +116,24 @@ def test_bounds_of_single_points_are_near_them() -> None:
     boxes = StaticBoxes.of((batch, batch), (groups, groups), (parts, parts))
     assert (bounds.throughput_qps(stages, boxes) <= 1.04 * own.throughput_qps).all()
     assert (bounds.latency_s(stages, boxes) >= 0.9 * own.latency_s).all()
+
+
+@pytest.mark.parametrize("metric", ["ttft", "tpot"])
+def test_what_cannot_keep_a_bound_on_tokens_is_not_looked_into(metric: Metric) -> None:
+    """Under a bound on these alone tens of thousands of boxes were, most of a minute."""
+    problem = toy_problem(outputs=(120, 10, 160))
+    timing = toy_roofline(problem)
+    form, plans = make_policy("dsi", problem, timing), tensor_plans(problem, timing)
+    figures = form.evaluate([StaticConfig(
+        encode_batch=1, decode_micro_batches=1, encode_parts=1, tp_degree=degree, tp_gpus=gpus)
+        for degree, gpus in plans])
+    least_s = float(getattr(figures, f"{metric}_s").min())
+    for share, is_able in ((0.05, False), (1.5, True)):
+        asked = replace(problem, constraint=latency_constraint(
+            math.inf, further=(Bound(metric=metric, limit_s=share * least_s),)))
+        space = StaticSpace("dsi", asked, timing, plans)
+        most = [space.grid(plan).limit(math.inf, 0.0).max() for plan in range(len(plans))]
+        assert (max(most) > 0) == is_able
 
 
 @pytest.mark.parametrize("seed", some_always(18))

@@ -15,7 +15,9 @@ Per query each of these falls with x and G but for P(M >= u) = 1 - F(u - 1)^B, w
 so they are taken at the largest batch of a box with the chances of its smallest. A latency's are
 all at the smallest batch. Kind `sequence` has from its own encoding, half of the batch's later in
 the mean, at least (E + 1) / 2 e_0 left of the first; others the latest place and the largest
-scatter of a batch's tokens.
+scatter of a batch's tokens. From the first token to the last, of kind `sequence`, pass the rounds
+less half of the first (of an encoder-decoder model, whose first token is decoded, less one more):
+it is taken up in the middle of them, and round 2 begins after the last group's turn in round 1.
 
 What is assumed of the step tables is that between two nodes, a thirty-second of an octave apart, no
 step is quicker than the line between them by TOLERANCE: the closed form asks for each size, and a
@@ -52,6 +54,15 @@ class _Steps(NamedTuple):
     through_s: FloatArray
 
 
+class _Least(NamedTuple):
+    """Of batches [...], at least: all encode steps on stage 0, one of the first rounds, and the
+    rounds that the query sees whose latency is bounded."""
+
+    encode_s: FloatArray
+    round_s: FloatArray
+    decode_s: FloatArray
+
+
 class StaticBounds:
     """The bounds of one problem's configurations, of FT and of DSI."""
 
@@ -64,6 +75,7 @@ class StaticBounds:
             np.asarray(TOGETHER, float), degree))
         self.kept: dict[Hashable, object] = {}  # what others derive from these
         self._is_sequence = form.problem.constraint.kind == "sequence"
+        self._decoded = int(form.problem.model.is_encoder_decoder)  # the first token is
 
     def throughput_qps(self, plan: StagePlan, of: StaticBoxes) -> FloatArray:
         """Queries/s that no configuration of a plan's boxes exceeds; infinite where the times say
@@ -99,7 +111,34 @@ class StaticBounds:
             rounds.through_s - rounds.first_s)[..., 0] / most
         return np.asarray(encode_s + np.maximum(exact_s, tail_s) + later_s)
 
+    def first_token_s(self, plan: StagePlan, of: StaticBoxes) -> FloatArray:
+        """Seconds that no time to the first token goes below, of a query in the middle of its
+        batch; 0 where the times say nothing."""
+        with np.errstate(invalid="ignore", over="ignore"):
+            least = self._least(plan, of)
+            return self._surely(least.encode_s / 2 + self._decoded * least.round_s)
+
+    def per_token_s(self, plan: StagePlan, of: StaticBoxes) -> FloatArray:
+        """Seconds that no time per token after the first goes below; 0 where that is not known."""
+        tokens = self.form.watched - self._decoded
+        if not self._is_sequence or tokens <= 0:
+            return np.zeros(np.broadcast_shapes(*(own.shape for own in of)))
+        with np.errstate(invalid="ignore", over="ignore"):
+            least = self._least(plan, of)
+            # the first token is taken up before half of its round is over: the next one begins
+            # after the last group's turn
+            after_s = least.decode_s - (0.5 + self._decoded) * least.round_s
+            return self._surely(np.maximum(after_s, 0.0) / tokens)
+
     def _least_latency_s(self, plan: StagePlan, of: StaticBoxes) -> FloatArray:
+        least = self._least(plan, of)
+        if self._is_sequence:
+            return np.asarray(least.encode_s / 2 + least.decode_s)
+        places = (PLACES - 0.5) / PLACES
+        return np.asarray(np.maximum(
+            (1 - places) * least.encode_s + least.decode_s - self._scatter_s(plan, of), 0.0))
+
+    def _least(self, plan: StagePlan, of: StaticBoxes) -> _Least:
         x, parts = of.least, of.parts
         together = np.maximum(x / parts, 1.0)
         largest = np.maximum(of.most / parts, 1.0)
@@ -109,11 +148,7 @@ class StaticBounds:
         exact_s = np.maximum(turns * rounds.first_s, rounds.through_s)[..., 0]
         later_s = np.maximum(turns * rounds.slowest_s, rounds.through_s)
         decode_s = chances.exact * exact_s + (chances.later * later_s).sum(axis=-1)
-        if self._is_sequence:
-            return np.asarray(whole_s / 2 + decode_s)
-        places = (PLACES - 0.5) / PLACES
-        return np.asarray(np.maximum(
-            (1 - places) * whole_s + decode_s - self._scatter_s(plan, of), 0.0))
+        return _Least(whole_s, exact_s, decode_s)
 
     def _scatter_s(self, plan: StagePlan, of: StaticBoxes) -> FloatArray:
         """By so much a batch's encoding may be quicker than usual, of kinds that ask for that."""
