@@ -19,9 +19,9 @@ walked (rra.phase_walk).
     latency(d) = (chunks of a query - 1) (iterations between two) rounds + its last chunk's round
                  + floor(d / e) small phases + (d mod e) rounds"""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +49,7 @@ from xsimulator.policies.rra.phases import (
 )
 
 ALWAYS = 1.001  # iterations between chunks up to which every round has one
+_MOST_LOADS = 256  # kept, of single configurations
 _SIZES = 16
 _HALVINGS = 16  # of a small phase, in which a quantile lies
 _SCATTER = ndtri((np.arange(_SIZES) + 0.5) / _SIZES)  # equally likely, of a phase's tokens
@@ -140,6 +141,10 @@ class Chunked:
     def __init__(self, problem: Problem, flow: QueryFlow, blocks: BlockTable,
                  tokens: EncodeTokens) -> None:
         self.problem, self._flow, self._blocks, self.tokens = problem, flow, blocks, tokens
+        # of one configuration: a schedule's margin asks again under other times
+        self.loads_of: Callable[..., ChunkLoads] = blocks.kept.setdefault(
+            ("loads", tokens.adjustment), lru_cache(_MOST_LOADS)(lambda *config: self.loads(
+                ChunkConfigs(*(np.array([value]) for value in config)))))
         self._bytes_of = cache(lambda plan: memory.StageBytes(problem, plan.stages))
         outputs = problem.lengths.outputs
         self._seen = flow.iterations_of(outputs.quantile(problem.constraint.quantile))
@@ -181,7 +186,7 @@ class Chunked:
             steady=steady, cycles=self._batches(
                 rate * every, groups, every, OWN if is_timed else LOADS), loads=loads,
             group_batch=group_batch, chunks=chunks, every=every, steps=steps,
-            tokens=np.stack([np.clip(largest / chunks, of_all, configs.chunk), of_all]),
+            tokens=np.array([np.clip(largest / chunks, of_all, configs.chunk), of_all]),
             begins=1 + num_cuts * at_work / group_batch, spacing=often.mean(axis=0))
 
     def times(self, plan: StagePlan, configs: ChunkConfigs, held: ChunkLoads) -> RoundTimes:
@@ -264,7 +269,7 @@ class Chunked:
     def step_sizes(held: ChunkLoads) -> FloatArray:
         """[2, configs] rows of the largest step, and those whose next token is chosen."""
         decoding = held.decoding[0]
-        return np.stack([held.tokens[0] + decoding, decoding + np.ceil(held.spans)])
+        return np.array([held.tokens[0] + decoding, decoding + np.ceil(held.spans)])
 
     def held_bytes(self, plan: StagePlan, step_sizes: FloatArray,
                    kv_tokens: FloatArray) -> FloatArray:
@@ -345,14 +350,14 @@ class Chunked:
         more, queries = tokens[0] - tokens[1], decoding[0] - decoding[1]
         both = more + queries
         part = np.hypot(more, queries) / np.where(both > 0, both, 1.0)
-        tokens = np.stack([tokens[1] + part * more, tokens[1]])
+        tokens = np.array([tokens[1] + part * more, tokens[1]])
         one = plan.times.mean_attention_s(held.spans)
         context = batches.charged_context(loads)
         last = batches.queries.blocks - 1
         seconds = plan.steps.mixed_s(
-            tokens, np.broadcast_to(held.ended, tokens.shape),
+            tokens, np.full(tokens.shape, held.ended),
             {degree: tokens / self.tokens.mean * own for degree, own in one.items()},
-            np.stack([decoding[1] + part * queries, decoding[1]]),
+            np.array([decoding[1] + part * queries, decoding[1]]),
             context[:, last, np.arange(len(last))])
         return slowest_and_rest(seconds, held.steps)
 

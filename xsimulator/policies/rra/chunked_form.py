@@ -51,7 +51,7 @@ class ChunkedForm:
     def of_arrays(self, configs: ChunkConfigs, plans: PlansOf) -> EstimateArrays:
         """The same; what they hold is worked out together for all, what takes time for those of
         one plan."""
-        held = self.chunked.loads(configs)
+        held = self._held(configs)
         columns = gathered(len(held.chunks), (
             (rows, self._figures(plan, configs.take(rows), held.take(rows)))
             for plan, rows in plans))
@@ -75,7 +75,7 @@ class ChunkedForm:
     def estimate(self, config: RraConfig) -> Estimate:
         """The Estimate says of one configuration what is shown, and what is executed."""
         plan = self.plans.both(config.tp_degree, config.tp_gpus)
-        held = self._loads(plan, [config])
+        held = self._loads(plan, config)
         figures = {name: float(values[0]) for name, values in self._figures(
             plan, ChunkConfigs.of([config], [len(plan.stages)]), held).items()}
         figures |= {"encode_batch": config.encode_batch,
@@ -100,10 +100,15 @@ class ChunkedForm:
         if self.measured.is_endless(plan.times.degrees):
             return []
         return self.measured.beyond(
-            plan.times.degrees, self.chunked.presented(self._loads(plan, [config])), times)
+            plan.times.degrees, self.chunked.presented(self._loads(plan, config)), times)
 
-    def _loads(self, plan: StagePlan, configs: Sequence[RraConfig]) -> ChunkLoads:
-        return self.chunked.loads(ChunkConfigs.of(configs, [len(plan.stages)] * len(configs)))
+    def _loads(self, plan: StagePlan, config: RraConfig) -> ChunkLoads:
+        return self._held(ChunkConfigs.of([config], [len(plan.stages)]))
+
+    def _held(self, configs: ChunkConfigs) -> ChunkLoads:
+        if len(configs.groups) > 1:
+            return self.chunked.loads(configs)
+        return self.chunked.loads_of(*(float(own[0]) for own in configs))
 
     def _room(self, plan: StagePlan, configs: ChunkConfigs,
               held: ChunkLoads) -> dict[str, FloatArray]:

@@ -79,7 +79,7 @@ class NativeRra:
         encodes, and queries of one that decodes; whether the figures are sure)."""
         loaded = self._loaded(call, None, self._no_tolerances, is_bound=False)
         found, is_sure = self._found(Of.POINT, call, loaded, None, None)
-        sizes = np.stack([loaded.tokens[0], loaded.encoded, loaded.most])
+        sizes = np.array([loaded.tokens[0], loaded.encoded, loaded.most])
         return found, _in_order(sizes, call.order), is_sure
 
     def bounds(self, of: Of, least: Envelopes, tolerances: FloatArray, corners: RraConfigs, *,
@@ -130,8 +130,8 @@ class NativeRra:
         loaded = self._loaded(call, None, self._no_tolerances, is_bound=True)
         largest = np.maximum(loaded.queries[0], 1.0)
         pointers, kept = np.empty(count, np.int64), list[Any]()
-        rates, longest = np.zeros(MOST_DEGREES, np.int64), np.full(
-            count, self._rra.flow.largest_context)
+        rates = np.zeros(MOST_DEGREES, np.int64)
+        longest = np.array(self._rra.flow.largest_context)
         together = largest + ranges.chunk
         for (plan, rows), sizes in zip(plans, _largest(plans, largest, together, together),
                                        strict=True):
@@ -246,7 +246,7 @@ class NativeRra:
         if loaded.largest is not None:
             most = most * np.maximum(loaded.largest / (call.batch / call.groups), 1.0)
         return np.ascontiguousarray(least.attention_of(degree).least_rate(
-            most, np.full(most.shape, self._rra.flow.largest_context)))
+            most, np.array(self._rra.flow.largest_context)))
 
 
 def _largest(plans: PlanRows, *sizes: FloatArray) -> list[tuple[float, ...]]:

@@ -10,7 +10,7 @@ ragged distribution with an encode_batch of 1 to 3 came to 0.4 %."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -101,6 +101,7 @@ class BlockTable:
         self._column: IntArray = np.full(0, -1, np.int64)  # by 2 N_D + whether few are encoded
         self.packed = PackedBlocks(is_padded=padded)
         self.ends: list[IntArray] = []  # [blocks] by column: each ends before such an iteration
+        self.kept: dict[Hashable, Any] = {}  # what others derive from them, and share
 
     def columns(self, iterations: IntArray, encode_batch: IntArray) -> IntArray:
         """These N_D are found in such columns [configs], for so many queries encoded in a phase."""

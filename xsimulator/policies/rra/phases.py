@@ -77,18 +77,17 @@ class PhaseBatches:
         square = (group_batch * variance + mean * mean) / chance
         spread = np.sqrt(np.maximum(square - queries * queries, 0.0))
         steps = self.groups * chance * is_possible
-        both = np.stack([queries + expected_maximum_z(steps) * spread, queries])
+        both = np.array([queries + expected_maximum_z(steps) * spread, queries])
         anyone = np.minimum(steps, 1.0)
         if (few := (steps < MANY_STEPS) & is_possible).any():
-            some = -np.expm1(np.broadcast_to(self.encode_batch, few.shape)[few]
-                             * blocks.nobody[few])
+            some = -np.expm1(np.full(few.shape, self.encode_batch)[few] * blocks.nobody[few])
             anyone[few] = np.fmin(anyone[few], some)
         return DecodeLoads(both, steps, chance, anyone)
 
     def charged_context(self, loads: DecodeLoads) -> FloatArray:
         """Each query of the largest group, and of a usual one, is charged so many tokens of context
         [2, blocks, configs]."""
-        context = np.broadcast_to(self.queries.context, loads.both.shape)
+        context: FloatArray = np.full(loads.both.shape, self.queries.context)
         table = self.queries.maximum_context  # [blocks, configs, doublings + 1]
         if table is None:
             return context
@@ -109,7 +108,7 @@ class EncodeTokens:
 
     def __init__(self, inputs: Lengths, adjustment: float) -> None:
         self.mean, self.std = inputs.mean, inputs.std
-        self._adjustment = adjustment
+        self.adjustment = adjustment
         self.sizer = BatchSizer(mean_input=inputs.mean, adjustment=adjustment)
         before = np.cumsum(inputs.pmf) - inputs.pmf
         short = np.clip(0.5 - before, 0.0, inputs.pmf)
@@ -137,11 +136,11 @@ class EncodeTokens:
     def adjusted(self, spread: FloatArray, tokens: FloatArray, queries: FloatArray) -> FloatArray:
         """This standard deviation [configs] of the tokens is left of `spread` where micro-batches
         of that many queries are adjusted."""
-        if self._adjustment <= 0:
+        if self.adjustment <= 0:
             return spread
         # within the band wherever (uniform), or as near to the mean as whole inputs allow: half of
         # one, that a cut falls into with a chance in proportion to its length
-        band = self._adjustment * tokens / np.sqrt(3)
+        band = self.adjustment * tokens / np.sqrt(3)
         cut = (self.mean + self.std**2 / self.mean) / np.sqrt(12)
         share = np.clip(queries - (LEAST_ADJUSTED - 1), 0.0, 1.0)  # of the groups, is adjusted
         return np.asarray(spread + share * (np.minimum(spread, np.maximum(band, cut)) - spread))
@@ -203,7 +202,7 @@ def _encode_s(plan: StagePlan, batches: PhaseBatches,
     """The slowest group's encode step and all others' are given by kind of stage."""
     queries, usual, most = tokens.largest(batches)
     one = plan.times.mean_attention_s(queries)
-    both = np.stack([most, usual])
+    both = np.array([most, usual])
     each = both / tokens.mean  # queries' worth of attention
     seconds = plan.steps.encode_s(both, np.broadcast_to(queries, both.shape), {
         degree: each * own for degree, own in one.items()})
@@ -231,7 +230,8 @@ def own_steps_s(plan: StagePlan, batches: PhaseBatches, loads: DecodeLoads,
     If nobody else is, that is all of the iteration; if nobody else of its group, one step more for
     the slowest stage, as far as the stages are full."""
     blocks = batches.queries
-    absent = np.exp(batches.group_batch * np.stack([blocks.own_before, blocks.own_last]))
+    absent: FloatArray = np.exp(
+        batches.group_batch * np.array([blocks.own_before, blocks.own_last]))
     absent = np.maximum(absent - NEGLIGIBLE, 0.0)
     if not absent.any():
         return absent

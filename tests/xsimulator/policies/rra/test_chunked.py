@@ -203,3 +203,23 @@ def test_a_job_whose_queries_end_with_their_first_token_is_timed() -> None:
     figures = Rra(problem, roofline_of(problem)).evaluate([
         RraConfig(encode_batch=16, decode_iterations=1, encode_chunk=512)])
     assert np.isfinite(figures.latency_s[0]) and figures.throughput_qps[0] > 0
+
+
+def test_loads_are_worked_out_once_under_whatever_times() -> None:
+    # as a schedule's margin asks; and several plans' configurations together are as each by itself
+    problem = problem_of(lengths="S")
+    one = RraConfig(encode_batch=64, decode_iterations=16, encode_chunk=512)
+    first, second = (Rra(problem, roofline_of(problem)) for _ in range(2))
+    alone = first.evaluate([one])
+    loads_of = second.chunked.chunked.loads_of
+    before = loads_of.cache_info()
+    second.evaluate([one])
+    assert loads_of.cache_info().misses == before.misses
+    assert loads_of.cache_info().hits == before.hits + 1
+    others = [replace(one, tp_degree=degree, tp_gpus=gpus) for degree, gpus in ((2, 2), (4, 4))]
+    together = first.evaluate([others[0], one, others[1]])
+    assert together.latency_s[1] == pytest.approx(alone.latency_s[0], rel=1e-12)
+    for place, other in ((0, others[0]), (2, others[1])):
+        found = second.evaluate([other])
+        assert together.throughput_qps[place] == pytest.approx(found.throughput_qps[0], rel=1e-12)
+        assert together.memory_bytes[place] == pytest.approx(found.memory_bytes[0], rel=1e-12)
