@@ -61,9 +61,9 @@ class Roofline:
                    tp_degree: int = 1) -> FloatArray:
         """See TimingSource."""
         size, second = np.asarray(x, float), np.asarray(y, float)
-        if size.shape != second.shape and (operator not in self._rows or second.ndim):
-            size, second = np.broadcast_arrays(size, second)
         if operator in self._rows:
+            if second.ndim and size.shape != second.shape:
+                size, second = np.broadcast_arrays(size, second)
             seconds = self._rows[operator](size, tp_degree)
         else:
             seconds = self._attention[operator](size, second, tp_degree)

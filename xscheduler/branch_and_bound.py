@@ -44,7 +44,10 @@ class Box(NamedTuple):
 
     @property
     def num_points(self) -> int:
-        return math.prod(up - low + 1 for low, up in zip(self.lower, self.upper, strict=True))
+        number = 1
+        for low, up in zip(self.lower, self.upper, strict=True):
+            number *= up - low + 1
+        return number
 
     def split(self) -> tuple[Box, Box]:
         """Halves along the side of largest ratio, at the geometric middle: sizes act in ratios."""

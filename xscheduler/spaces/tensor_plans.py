@@ -151,7 +151,8 @@ def spread_sizes(most: int, given: int | None, also: set[int]) -> list[int]:
 @lru_cache(maxsize=4096)
 def equal_parts(first: int, last: int, count: int) -> tuple[tuple[int, int], ...]:
     """`first`..`last` in up to `count` ranges of equal numbers, but for rounding."""
-    borders = np.unique(np.linspace(first, last + 1, count + 1).astype(np.int64)).tolist()
+    step = (last + 1 - first) / count
+    borders = sorted({*(int(place * step + first) for place in range(count)), last + 1})
     return tuple((low, end - 1) for low, end in zip(borders[:-1], borders[1:], strict=True))
 
 

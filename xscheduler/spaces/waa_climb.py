@@ -160,13 +160,19 @@ def most_climbed(space: WaaPoints, latency_bound_s: float) -> float:
     division of the devices: from the quick bounds of a few boxes, which no search narrows."""
     most_qps = 0.0
     plans, whole = _whole(space, latency_bound_s)
-    for plan, *sides in zip(plans.tolist(), *(side.tolist() for side in (
-            whole.least, whole.fewest, whole.most, whole.highest)), strict=True):
-        parts = grid(Box(root=0, lower=(*sides[:2], 0), upper=(*sides[2:], len(CHUNKS) - 1)),
-                     CHUNK_ROOT_PARTS)
-        boxes = corners_of(parts, np.arange(len(parts)), CHUNKS)
-        limit, latency_s, _ = space.quick(np.full(len(parts), plan), boxes, latency_bound_s)
-        rows = np.flatnonzero((latency_s <= latency_bound_s) & (limit > most_qps))
+    if not len(plans):
+        return most_qps
+    parts = [(plan, part) for plan, least, fewest, most, highest in zip(
+        *(side.tolist() for side in (plans, whole.least, whole.fewest, whole.most, whole.highest)),
+        strict=True) for part in grid(
+            Box(root=0, lower=(least, fewest, 0), upper=(most, highest, len(CHUNKS) - 1)),
+            CHUNK_ROOT_PARTS)]
+    plan_of = np.array([plan for plan, _ in parts], np.int64)
+    boxes = corners_of([part for _, part in parts], np.arange(len(parts)), CHUNKS)
+    limit, latency_s, _ = space.quick(plan_of, boxes, latency_bound_s)
+    for plan in plans.tolist():
+        rows = np.flatnonzero((plan_of == plan) & (latency_s <= latency_bound_s)
+                              & (limit > most_qps))
         if len(rows):
             divided = space.divided(plan, boxes.take(rows), latency_bound_s)
             most_qps = max(most_qps, float(np.minimum(limit[rows], divided).max()))

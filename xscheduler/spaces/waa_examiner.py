@@ -23,6 +23,8 @@ FIRST_PLANS = 6  # of which so many are; of other tensor plans one
 WORK_SHARE = 0.25  # of what is left, spent before other boxes have their turn again
 LEFT = "chunks left open: their bounds cost much"
 IMMODEST = "chunks hold more than is encoded in an iteration"  # why a box is not looked into
+# why it holds nothing, by what is told first
+_REASONS = (Limit.MEMORY, Limit.MEMORY, Limit.LATENCY, Limit.TTFT, Limit.TPOT, Limit.RANGE)
 
 
 class WaaExaminer:
@@ -66,20 +68,22 @@ class WaaExaminer:
         boxes = [box if box.upper[0] <= known(self.plan_of_root[box.root], -1) else (
             self._contracted(box)) for box in boxes]
         limit, latency, stretch = self._quick(boxes)
-        is_refused, space = beyond_range(stretch), self._space
+        space, turns = self._space, self._in_turn(boxes, limit)
+        most_qps, least_s = limit.tolist(), latency.tolist()
+        is_refused = beyond_range(stretch).tolist()
         results: list[NodeResult | None] = [None] * len(boxes)
         share = WORK_SHARE * space.work.left(self._bound_s)
-        for place, (has_chunks, rows) in enumerate(self._in_turn(boxes, limit)):
+        for place, (has_chunks, rows) in enumerate(turns):
             left, later = list[int](), list[int]()
             for row in rows.tolist():
                 box = boxes[row]
                 if not space.is_modest(box.upper[0], box.lower[1], space.chunks[box.lower[2]]):
                     results[row] = NodeResult(box=box, reason=IMMODEST)
-                elif latency[row] > self._bound_s or is_refused[row]:
+                elif least_s[row] > self._bound_s or is_refused[row]:
                     results[row] = NodeResult(box=box, reason=(
                         Limit.RANGE if is_refused[row] else Limit.LATENCY).words)
-                elif limit[row] <= self._best_qps * (1 + self._gap):
-                    results[row] = NodeResult(upper_bound=float(limit[row]), box=box,
+                elif most_qps[row] <= self._best_qps * (1 + self._gap):
+                    results[row] = NodeResult(upper_bound=most_qps[row], box=box,
                                               is_settled=False, reason="")
                 elif has_chunks and (share <= 0 or self._is_first_glance(box)):
                     later.append(row)
@@ -167,22 +171,21 @@ class WaaExaminer:
         each = self._iterations_a_token
         tpot = iteration * each if each else np.zeros_like(iteration)
         # nothing fits although half a batch would: what decodes with it does not
-        reasons = np.select([held > capacity, (limit <= 0) & np.isfinite(latency),
-                             latency > self._bound_s, ttft > limits.ttft_s,
-                             tpot > limits.tpot_s, limit <= 0],
-                            [Limit.MEMORY.words, Limit.MEMORY.words, Limit.LATENCY.words,
-                             Limit.TTFT.words, Limit.TPOT.words, Limit.RANGE.words], "")
-        seen = self._look(boxes, np.where(reasons == "", limit, 0.0), looked_at)
+        place = np.select([held > capacity, (limit <= 0) & np.isfinite(latency),
+                           latency > self._bound_s, ttft > limits.ttft_s, tpot > limits.tpot_s,
+                           limit <= 0], range(len(_REASONS)), len(_REASONS))
+        seen = self._look(boxes, np.where(place == len(_REASONS), limit, 0.0), looked_at)
         results = []
-        for box, most, reason, (best, of_all) in zip(boxes, limit, reasons, seen, strict=True):
-            if reason:
-                results.append(NodeResult(box=box, reason=str(reason)))
+        for box, most, at, (best, of_all) in zip(boxes, limit.tolist(), place.tolist(), seen,
+                                                 strict=True):
+            if at < len(_REASONS):
+                results.append(NodeResult(box=box, reason=_REASONS[at].words))
             elif of_all is not None:
-                results.append(NodeResult(upper_bound=min(of_all, float(most)), best=best, box=box,
+                results.append(NodeResult(upper_bound=min(of_all, most), best=best, box=box,
                                           reason="each point evaluated"))
             else:
                 is_close = best is not None and most <= best.objective * (1 + self._gap)
-                results.append(NodeResult(upper_bound=float(most), best=best, box=box,
+                results.append(NodeResult(upper_bound=most, best=best, box=box,
                                           is_settled=is_close, reason="decided at its corner"))
         return results
 
@@ -200,8 +203,9 @@ class WaaExaminer:
         """[boxes] (best admissible point looked at, what none of its points exceeds where all were
         looked at): of boxes that may still have a better one, so many and those of few points."""
         seen: list[tuple[Candidate | None, float | None]] = [(None, None)] * len(boxes)
+        most_qps = limit.tolist()
         rows = [row for place, row in enumerate(np.argsort(-limit, kind="stable").tolist())
-                if limit[row] > self._best_qps * (1 + self._gap)
+                if most_qps[row] > self._best_qps * (1 + self._gap)
                 and (place < looked_at or boxes[row].num_points <= FEW_POINTS)]
         points = [[point for point in points_of(boxes[row], self._space.chunks)
                    if self._space.is_modest(*point)] for row in rows]

@@ -318,17 +318,19 @@ def equally_likely(tokens: FloatArray, joined: FloatArray,
                    sizes: int) -> tuple[FloatArray, FloatArray, FloatArray]:
     """The steps that encode have this share [configs], and `sizes` equally likely sizes in rising
     order: tokens and queries [configs, sizes]."""
-    order = np.argsort(tokens, axis=1)
-    tokens, joined = (np.take_along_axis(a, order, axis=1) for a in (tokens, joined))
-    steps = tokens.shape[1]
+    configs, steps = tokens.shape
+    row = np.arange(configs)[:, None]
+    order = np.argsort(tokens, axis=1) + row * steps  # among all numbers
     number = (tokens > 0).sum(axis=1)
     edges = steps - number[:, None] * (1 - np.arange(sizes + 1) / sizes)  # [configs, sizes + 1]
+    low = np.minimum(edges.astype(np.int64), steps - 1)
+    place, share = low + row * (steps + 1), edges - low
     sizes_of = []
     for values in (tokens, joined):
-        sums = np.concatenate([np.zeros((len(values), 1)), np.cumsum(values, axis=1)], axis=1)
-        low = np.minimum(edges.astype(np.int64), steps - 1)
-        at = np.take_along_axis(sums, low, axis=1)
-        after = np.take_along_axis(sums, low + 1, axis=1)
-        between = at + (edges - low) * (after - at)
-        sizes_of.append(np.diff(between, axis=1) * sizes / np.maximum(number, 1)[:, None])
+        sums = np.zeros((configs, steps + 1))
+        np.cumsum(values.ravel().take(order), axis=1, out=sums[:, 1:])
+        at, after = sums.ravel().take(place), sums.ravel().take(place + 1)
+        between = at + share * (after - at)
+        sizes_of.append((between[:, 1:] - between[:, :-1]) * sizes
+                        / np.maximum(number, 1)[:, None])
     return number / steps, sizes_of[0], sizes_of[1]

@@ -73,8 +73,8 @@ class WalkTable:
         # corners in the order of their bits, the last variable's the fastest
         weight = np.ones((1, len(slots)))  # [corners, configs]
         for share in shares:
-            weight = (weight[:, None] * np.stack([1 - share, share])).reshape(-1, len(slots))
-        points = np.stack(lows) + _corners(len(lows))
+            weight = (weight[:, None] * np.array([1 - share, share])).reshape(-1, len(slots))
+        points = np.array(lows) + _corners(len(lows))
         level = np.minimum(np.rint(np.log2(groups)), _LEVELS - 1).astype(np.int64)
         rows = self._find(points, level, weight > 1e-9)
         between = np.einsum("kc,kcv->cv", weight, self._rows[rows])

@@ -180,14 +180,15 @@ class ChunkedPoolBounds:
     def least_step_s(self, rows: FloatArray, chunk: FloatArray) -> FloatArray:
         """No step of so many queries or more, with a chunk of that size or less, takes less
         [boxes] through all stages."""
-        self._decode.least_steps.rows_s(rows + chunk)  # that the envelope is of these sizes, too
+        self._decode.least_steps.encode_rows.reach(  # that the envelope is of these sizes, too
+            float((rows + chunk).max(initial=0.0)))
         return np.asarray((self._number * self._steps_s(rows, np.zeros(len(rows)))).sum(axis=0))
 
     def _steps_s(self, rows: FloatArray, chunk: FloatArray) -> FloatArray:
         """No step of so many queries or more, and of so large a chunk (0: or none), takes less
         [kinds of stages, boxes]."""
         pool, tables = self._decode, self._decode.least_steps
-        mixed = tables.rows_s(rows + chunk).copy()
+        mixed = tables.rows_s(rows + chunk)
         mixed[tables.kind_of[-1]] += tables.head_s(rows)
         if not chunk.any():
             mixed = np.minimum(mixed, self._plain_s(rows))
@@ -200,8 +201,7 @@ class ChunkedPoolBounds:
 
     def _plain_s(self, rows: FloatArray) -> list[FloatArray]:
         """Steps that encode nothing [kinds of stages][boxes], but for attention."""
-        none = dict.fromkeys(self._decode.times.degrees, np.zeros(len(rows)))
-        return self._decode.least_steps.decode_rows_s(rows, none)
+        return self._decode.least_steps.decode_bare_s(rows)
 
     def _attention_s(self, degree: int, rows: FloatArray) -> FloatArray:
         """A row's attention takes no less in one layer of a step of so many rows or fewer; and so

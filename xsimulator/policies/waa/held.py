@@ -70,13 +70,12 @@ class ManyPlans(NamedTuple):
 
 def _fullest(per_unit: FloatArray, stages: FloatArray, sizes: HeldSizes) -> FloatArray:
     rest, token, row, head = per_unit
-    encoded = encode_tokens(sizes.batch_tokens, stages)
-    held = np.empty((2, *np.broadcast_shapes(rest.shape[1:], encoded.shape)))
-    for pool, (tokens, rows, heads) in enumerate((
-            (encoded, sizes.encode_rows, sizes.encoded),
-            (sizes.decode_tokens, sizes.decode_rows, sizes.decoded))):
-        held[pool] = rest[pool] + token[pool] * tokens + row[pool] * rows + head[pool] * heads
-    return np.asarray(held.max(axis=(0, 1)))
+    encode, decode = (
+        (rest[pool] + token[pool] * tokens + row[pool] * rows + head[pool] * heads).max(axis=0)
+        for pool, (tokens, rows, heads) in enumerate((
+            (encode_tokens(sizes.batch_tokens, stages), sizes.encode_rows, sizes.encoded),
+            (sizes.decode_tokens, sizes.decode_rows, sizes.decoded))))
+    return np.asarray(np.maximum(encode, decode))
 
 
 class HeldPerUnit:

@@ -147,7 +147,7 @@ class QuickBounds:
         planned = boxes.most * waa.problem.lengths.outputs.mean
         decoding = np.minimum(np.minimum(planned, boxes.highest * most_rows), divisions.held)
         rows = np.maximum(np.minimum(_most_each(decoding, boxes), most_rows), 1.0)
-        chunk = np.broadcast_to(boxes.largest_chunk.astype(float), rows.shape)
+        chunk = np.full(rows.shape, boxes.largest_chunk.astype(float))
         if self._is_modest:
             chunk = np.minimum(chunk, decoding * mean / (iterations * boxes.fewest))
         decoded, encoded, step = np.full((3, rows.size), np.inf)
@@ -184,7 +184,7 @@ class QuickBounds:
             single = self._single(degree, int(boxes.most.max()), float(rows.max()))
             np.minimum(encode_work, degree * single.encode_each[boxes.most], out=encode_work)
             step_of_most, step_of_least = self._decode_step(
-                single, degree, boxes, np.stack([rows, least_rows]))
+                single, degree, boxes, np.array([rows, least_rows]))
             np.minimum(decode_work, degree * step_of_most / np.maximum(rows, 1.0),
                        out=decode_work)
             np.minimum(step, step_of_least, out=step)
@@ -247,8 +247,7 @@ class QuickBounds:
         also encodes or not."""
         seconds = single.decode_step(rows)
         if len(taken := np.flatnonzero(boxes.chunk)):
-            chunk = np.broadcast_to(boxes.largest_chunk[taken].astype(float),
-                                    rows[..., taken].shape)
+            chunk = np.full(rows[..., taken].shape, boxes.largest_chunk[taken].astype(float))
             least = self._shared(degree).least_step_s(
                 np.maximum(rows[..., taken], 1.0).ravel(), chunk.ravel())
             seconds[..., taken] = np.minimum(seconds[..., taken], least.reshape(chunk.shape))

@@ -74,7 +74,9 @@ class StepColumns:
         if pool.kinds.times.is_encoder_decoder:
             return None
         most = min(len(self._first.get(name, ())) for name in pool.kinds.names)
-        if not most or batches.max() > most or (batches % 1).any():
+        if not most or batches.max() > most:
             return None
-        at = batches.astype(np.intp) - 1
-        return [self._first[name][at] for name in pool.kinds.names]
+        whole = batches.astype(np.intp)
+        if (whole != batches).any():
+            return None
+        return [self._first[name][whole - 1] for name in pool.kinds.names]
