@@ -283,6 +283,11 @@ def test_no_waa_batch_is_too_slow_by_a_step_of_one_row_where_those_of_more_are_q
     check_waa(case_of("waa-c", 3272), 3272)
 
 
+def test_no_waa_batch_is_too_slow_where_that_of_most_tokens_is_the_quicker():
+    """A latency is of the batch of most tokens, and the quick bound's was of the usual one."""
+    check_waa(case_of("waa-m", 92083), 92083)
+
+
 def test_a_waa_box_is_as_quick_as_the_quickest_of_either_pool():
     """Single GPUs decode captured here, and groups encode quicker: a division has both. Its latency
     was bounded by encoding and decoding of the same degree, 5 % too high."""

@@ -60,6 +60,7 @@ class PoolTimes:
     def __init__(self, problem: Problem, timing: TimingSource, plans: PlanSource, flow: QueryFlow,
                  adjustment: float) -> None:
         self._flow, self._adjustment = flow, adjustment
+        self.longest_share = 1 + adjustment  # of the mean tokens, in the batch of most
         self._inputs = problem.lengths.inputs
         self._context = partial(flow.charged_context, padded=timing.facts.is_padded)
         # of the queries, is not done with its first token, and is handed over
@@ -172,10 +173,11 @@ class PoolTimes:
         a stage of that degree."""
         return np.asarray(pool.times.layers.decode_attention_s(rows, self._context(rows), degree))
 
-    def encode_query_s(self, batch: FloatArray, degree: int) -> FloatArray:
-        """C_E is one query's encoding through all layers of a single group."""
+    def encode_query_s(self, batch: FloatArray, degree: int, share: float = 1.0) -> FloatArray:
+        """C_E is one query's encoding through all layers of a single group, in a batch with `share`
+        of the mean tokens."""
         times = self.single(degree).times
-        return np.asarray(self._encode_s(times, batch)[..., 0] / batch)
+        return np.asarray(self._encode_s(times, batch, share)[..., 0] / batch)
 
     def decode_query_s(self, rows: FloatArray, degree: int) -> FloatArray:
         """C_D is one query's decoding through all layers of a single group, in steps of `rows`."""

@@ -299,22 +299,32 @@ class QuickBounds:
         known: _Single | None = self._waa.times.kept.get(("single", degree))
         if known is None or len(known.encode_each) <= most or known.sizes[-1] < rows:
             batch = np.arange(1, leap(most) + 1, dtype=float)
-            each = self._waa.times.encode_query_s(batch, degree)
-            times = self._waa.times.single(degree).times
-            if times.is_encoder_decoder:  # WAA projects in the decode pool, which is not counted
-                tokens = batch * self._waa.problem.lengths.inputs.mean
-                with np.errstate(invalid="ignore"):  # refused sizes are infinite
-                    rest = each - times.cross_kv_s(tokens)[..., 0] / batch
-                each = np.where(np.isfinite(each), rest, np.inf)
+            each, longest = (_encode_query_s(self._waa, batch, degree, share)
+                             for share in (1.0, self._waa.times.longest_share))
+            # where times are not monotone the batch of most tokens may be the quicker
+            step = np.minimum(each, longest) * batch
             count = int(np.log(max(2 * rows, 2.0)) / np.log(ROWS_RATIO)) + 3
             sizes: FloatArray = np.asarray(ROWS_RATIO ** np.arange(count), float)
             per_query = (self._waa.times.decode_query_s(sizes, degree)
                          / self._waa.times.mean_iterations)
             known = self._waa.times.kept["single", degree] = _Single(
                 encode_each=by_batch(np.minimum.accumulate(each)),
-                encode_step=by_batch(np.minimum.accumulate((each * batch)[::-1])[::-1]),
+                encode_step=by_batch(np.minimum.accumulate(step[::-1])[::-1]),
                 sizes=sizes, decode_steps=rising_minorant(sizes, per_query * sizes))
         return known
+
+
+def _encode_query_s(waa: Waa, batch: FloatArray, degree: int, share: float) -> FloatArray:
+    """[batches] seconds of one query's encoding through a single group that holds all layers, in
+    batches with `share` of the mean tokens."""
+    each, times = waa.times.encode_query_s(batch, degree, share), waa.times.single(degree).times
+    if not times.is_encoder_decoder:
+        return each
+    # WAA projects in the decode pool, which is not counted
+    tokens = share * batch * waa.problem.lengths.inputs.mean
+    with np.errstate(invalid="ignore"):  # refused sizes are infinite
+        rest = each - times.cross_kv_s(tokens)[..., 0] / batch
+    return np.where(np.isfinite(each), rest, np.inf)
 
 
 def _most_each(decoding: FloatArray, boxes: WaaBoxes) -> FloatArray:
