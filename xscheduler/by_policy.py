@@ -8,16 +8,12 @@ than what is had with its margin is not looked into, nor one replayed that promi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
 from xgpt.core.errors import BeatenError, InfeasibleError
 from xgpt.core.schedule import Schedule
 from xscheduler.within import PlannedWithin
-
-KEPT = 0.9  # of what others promised: who had nothing beside that is not planned for once so much
-# of it is had
 
 
 def plan_by_policy(free: Schedule, plan: Callable[[str, float], PlannedWithin], *,
@@ -37,10 +33,8 @@ def plan_by_policy(free: Schedule, plan: Callable[[str, float], PlannedWithin], 
     bounds = dict(free.proof.policy_bounds)
     found: list[PlannedWithin] = []
     refusals: list[InfeasibleError] = []
-    names, beaten = _in_turn(free, promise, gap, floor_qps)
-    for place, name in enumerate(names):
-        if place and (bounds.get(name, 0.0) <= floor_qps * (1 + gap)
-                      or floor_qps >= KEPT * beaten.get(name, math.inf)):
+    for place, name in enumerate(_in_turn(free, promise, gap, floor_qps)):
+        if place and bounds.get(name, 0.0) <= floor_qps * (1 + gap):
             continue
         try:
             planned = plan(name, floor_qps)
@@ -59,10 +53,9 @@ def plan_by_policy(free: Schedule, plan: Callable[[str, float], PlannedWithin], 
 
 
 def _in_turn(free: Schedule, promise: Callable[[str, float], float], gap: float,
-             floor_qps: float) -> tuple[list[str], dict[str, float]]:
+             floor_qps: float) -> list[str]:
     """The policies by what they promise; of those that promise nothing the best without a margin
-    comes first. Above a floor there are those alone that promise something. And what others
-    promised where one promises nothing beside that."""
+    comes first. Above a floor there are those alone that promise something."""
     first, bounds = free.estimate.policy, dict(free.proof.policy_bounds)
     names = [first, *(name for name in bounds if name != first)]
     promised: dict[str, float] = {}
@@ -70,14 +63,11 @@ def _in_turn(free: Schedule, promise: Callable[[str, float], float], gap: float,
         promised = {name: promise(name, floor_qps) for name in names
                     if name == first or bounds[name] > floor_qps * (1 + gap)}
         return sorted((name for name, qps in promised.items() if qps), key=lambda name: (
-            -promised[name])), {}
-    beaten: dict[str, float] = {}
+            -promised[name]))
     for name in names if len(names) > 1 else ():
         most = max(promised.values(), default=0.0)
         if most >= free.figures.throughput_qps:  # nothing has more
             break
         if name == first or bounds[name] > most * (1 + gap):
             promised[name] = promise(name, most)
-            if most and not promised[name]:
-                beaten[name] = most
-    return sorted(names, key=lambda name: -promised.get(name, 0.0)), beaten
+    return sorted(names, key=lambda name: -promised.get(name, 0.0))

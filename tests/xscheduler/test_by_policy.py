@@ -65,15 +65,15 @@ def test_another_policy_than_that_of_the_best_without_a_margin_may_win_with_it()
     assert plans.asked == [("rra", 0.0), ("sarathi", 6.0), ("orca", 9.9)]
 
 
-@pytest.mark.parametrize(("had_qps", "is_planned"), [(9.4, False), (8.0, True)])
-def test_what_has_nothing_beside_a_promise_is_planned_unless_that_is_broken(
-        had_qps: float, is_planned: bool) -> None:
-    plans = Plans(rra=planned(6.0), sarathi=planned(had_qps), orca=planned(9.0))
+@pytest.mark.parametrize("had_qps", [9.4, 8.0])
+def test_what_has_nothing_beside_a_promise_at_first_sight_is_planned_all_the_same(
+        had_qps: float) -> None:
+    """Nothing at first sight is no proof."""
+    plans = Plans(rra=planned(6.0), sarathi=planned(had_qps), orca=planned(9.8))
     promised = {"rra": 6.1, "sarathi": 9.5, "orca": 0.0}
     found = plan_by_policy(FREE, plans, promise=lambda name, floor_qps: promised[name], gap=GAP)
-    assert found.schedule.figures.throughput_qps == (9.0 if is_planned else 9.4)
-    assert plans.asked == [("sarathi", 0.0), ("rra", had_qps),
-                           *([("orca", had_qps)] if is_planned else [])]
+    assert found.schedule.figures.throughput_qps == 9.8
+    assert plans.asked == [("sarathi", 0.0), ("rra", had_qps), ("orca", had_qps)]
 
 
 def test_what_promises_most_with_its_margin_is_planned_first() -> None:
@@ -152,9 +152,9 @@ def safe_qps(problem: Problem) -> float:
 
 @pytest.mark.usefixtures("short_replays")
 # 2: what passes the margin lies above a schedule of less than another policy has; 31: the best
-# without a margin is Sarathi's, with it RRA's
+# without a margin is Sarathi's, with it RRA's; 58: RRA has nothing at first sight, and then most
 @pytest.mark.parametrize("seed", [
-    pytest.param(seed, marks=() if seed == 46 else pytest.mark.slow) for seed in range(61)])
+    pytest.param(seed, marks=() if seed in {46, 58} else pytest.mark.slow) for seed in range(61)])
 def test_all_policies_together_are_no_worse_than_any_alone(seed: int) -> None:
     problem = replace(doubtful(seed), fixed=FixedSchedule(replicas=1))
     together = safe_qps(problem)
