@@ -99,13 +99,15 @@ class ProblemSearch:
             raise found
         return found
 
-    def glance(self, latency_bound_s: float, floor_qps: float, *, gap: float = 0.0) -> Schedule:
+    def glance(self, latency_bound_s: float, floor_qps: float, *, gap: float = 0.0,
+               is_anew: bool = False) -> Schedule:
         """The best that is seen at first, with an upper bound on all there is; only a policy or two
-        are looked at for what is no better than the floor. Raises InfeasibleError, and BeatenError
-        where there may be something, but nothing was seen."""
+        are looked at for what is no better than the floor. is_anew: nor is it the best that was
+        seen for a higher floor. Raises InfeasibleError, and BeatenError where there may be
+        something, but nothing was seen."""
         if isinstance(self._search, GridSearch):
             return self.find(latency_bound_s)
-        if latency_bound_s not in self._glances:
+        if is_anew or latency_bound_s not in self._glances:
             gap = _gap_under(latency_bound_s, gap, self.gap)
             if (won := _won(self, latency_bound_s, gap)) is not None:
                 return won[0]  # whatever the floor that it was searched for with

@@ -2,10 +2,12 @@
 it, what no schedule of it exceeds, and, where it is to be used, the schedule to use.
 
 Most of it is known from the search over equal copies, which looks at every size that these may
-have. Of another one a glance is taken; a search, and where margins are asked for their replays, are
-made only of sizes that promise enough. What sizes keep of what was seen, once they have margins of
-their own, hangs on policies and control variables that differ from size to size: where a division
-would win if all were kept, glances under what the margins leave of the bound say how much is."""
+have. Of another one, and of one that leaves devices idle there, of which hardly anything was looked
+at beside what all devices have, a glance is taken; a search, and where margins are asked for their
+replays, are made only of sizes that promise enough. What sizes keep of what was seen, once they
+have margins of their own, hangs on policies and control variables that differ from size to size:
+where a division would win if all were kept, glances under what the margins leave of the bound say
+how much is."""
 
 from __future__ import annotations
 
@@ -45,9 +47,16 @@ class CopySizes:
         self._had_qps = max((planned.schedule.figures.throughput_qps for _, planned in gone_over
                              if isinstance(planned, PlannedWithin) and planned.is_safe),
                             default=math.inf)  # the best of equal copies with its margin
+        self._beside_more: set[int] = set()  # sizes looked at beside what more devices have
         for looked, planned in gone_over:
-            if looked.planner is search.on(looked.planner.problem.cluster.num_devices):
-                self._take(looked, planned)
+            own = looked.planner.problem
+            devices = own.cluster.num_devices
+            if looked.planner is search.on(devices):
+                if planned is None and own.copies * devices < problem.cluster.num_devices and (
+                        not any(one is looked.found for one in looked.planner.own.found)):
+                    self._beside_more.add(devices)
+                else:
+                    self._take(looked, planned)
 
     def is_settled(self, devices: int) -> bool:
         return devices in self._settled
@@ -81,7 +90,8 @@ class CopySizes:
         try:
             if not planner.is_able:
                 raise InfeasibleError("no room")
-            seen = planner.own.glance(_free_s(planner, self), 0.0)
+            seen = planner.own.glance(_free_s(planner, self), 0.0,
+                                      is_anew=devices in self._beside_more)
         except BeatenError as unseen:
             self.worth[devices], self.most[devices] = 0.0, unseen.upper_qps / _copies(planner)
         except (InfeasibleError, InputError):
