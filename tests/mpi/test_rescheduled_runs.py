@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("torch", reason="runs need the extra `run`")
 import toys  # noqa: E402
 from given_runs import given, killed_and_gone_on  # noqa: E402
-from job_folder import XGPT, read_lines, write_job  # noqa: E402
+from job_folder import XGPT, MeasuredToy, read_lines, write_job  # noqa: E402
 
 from xgpt.app.metrics import CHANGED  # noqa: E402
 from xgpt.app.opened import open_file  # noqa: E402
@@ -26,7 +26,6 @@ from xgpt.core.problem import Problem  # noqa: E402
 from xgpt.core.queries import QueryLengths  # noqa: E402
 from xgpt.core.schedule import Estimate  # noqa: E402
 from xgpt.core.schedule_file import load_schedule  # noqa: E402
-from xprofiler.measure.disturbance import CALIBRATION_FILE  # noqa: E402
 from xprofiler.profile_file import load_profile, save_profile  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.plan import load_plan  # noqa: E402
@@ -109,11 +108,9 @@ def unlike_schedule(problem: Problem, path: Path) -> Estimate:
     return two.beside((one,))
 
 
-def of_three(cache: dict[str, str], device: str, path: Path, *, quicker: float) -> Path:
+def of_three(measured: Path, device: str, path: Path, *, quicker: float) -> Path:
     """The profile of two ranks as one of three, were their steps so many times as quick."""
-    folder = Path(cache["XDG_CACHE_HOME"]) / "xgpt" / "profiles"
-    files = sorted({*folder.glob("*.json")} - {folder / CALIBRATION_FILE})
-    profile, *_ = (one for one in map(load_profile, files) if one.metadata.ranks == 2)
+    profile = load_profile(measured)
     save_profile(replace(profile, metadata=replace(
         profile.metadata, device=device, ranks=3), tables={
         key: tuple(replace(sample, samples_s=tuple(own / quicker for own in sample.samples_s))
@@ -124,8 +121,7 @@ def of_three(cache: dict[str, str], device: str, path: Path, *, quicker: float) 
 @pytest.mark.slow  # copies that are alike change above, unlike ones in test_replicas.py
 @pytest.mark.parametrize("cause", ["drift", "step times"])
 def test_copies_of_two_ranks_and_of_one_change_and_no_token_does(
-        tmp_path: Path, cause: str, cache: dict[str, str],
-        profiled: Callable[..., dict[str, str]]) -> None:
+        tmp_path: Path, cause: str, cache: dict[str, str], measured_llama: MeasuredToy) -> None:
     """Each copy by a plan of its own, for what is seen of both."""
     directory, out = tmp_path / "model", tmp_path / "out"
     reference = toys.make_model("llama", directory)
@@ -133,9 +129,9 @@ def test_copies_of_two_ranks_and_of_one_change_and_no_token_does(
     requests = [{"id": q.id, "tokens": list(q.input_ids), "forced_tokens": q.max_new_tokens}
                 for q in queries]
     job = write_job(tmp_path, directory, requests, schedule="policy: rra", ranks=3)
-    profiled("llama")  # what steps take decides here of nothing but that they may have changed
-    times = of_three(cache, open_file(job).problem.cluster.device.name, tmp_path / "of-three.json",
-                     quicker=1.0 if cause == "drift" else 4.0)
+    # what steps take decides here of nothing but that they may have changed
+    times = of_three(measured_llama.profile, open_file(job).problem.cluster.device.name,
+                     tmp_path / "of-three.json", quicker=1.0 if cause == "drift" else 4.0)
     own = [f"profile={times}", *(
         ["workload.output_tokens={mean: 15, std: 8, max: 40}", "run.step_times=off"] if (
             cause == "drift") else ["workload.output_tokens=from_requests"])]
