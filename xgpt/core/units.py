@@ -66,7 +66,9 @@ def format_bytes(num_bytes: float) -> str:
 
 def seconds_up(seconds: float) -> str:
     """0.0064481 -> '0.006449': four digits, never less than `seconds`, for the figure must work as
-    a bound itself."""
+    a bound itself; inf -> 'inf'."""
+    if not 0 < seconds < math.inf:
+        return f"{seconds:g}"
     digits = 3 - math.floor(math.log10(seconds))
     return f"{math.ceil(seconds * 10**digits) / 10**digits:.{max(digits, 0)}f}"
 

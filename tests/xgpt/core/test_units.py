@@ -6,7 +6,14 @@ import math
 
 import pytest
 
-from xgpt.core.units import GIB, format_bytes, format_seconds, parse_bytes, parse_seconds
+from xgpt.core.units import (
+    GIB,
+    format_bytes,
+    format_seconds,
+    parse_bytes,
+    parse_seconds,
+    seconds_up,
+)
 
 
 @pytest.mark.parametrize(("text", "num_bytes"), [
@@ -46,3 +53,9 @@ def test_seconds_are_shown_in_a_readable_unit(seconds: float, text: str) -> None
     (0, "0 B"), (1536, "1.5 KiB"), (48 * GIB, "48 GiB"), (-2048, "-2 KiB")])
 def test_bytes_are_shown_in_binary_units(num_bytes: int, text: str) -> None:
     assert format_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [
+    (0.0064481, "0.006449"), (9.99999, "10.000"), (12345.6, "12350"), (math.inf, "inf")])
+def test_seconds_that_are_to_serve_as_a_bound_are_rounded_up(seconds: float, text: str) -> None:
+    assert seconds_up(seconds) == text and float(text) >= seconds
