@@ -15,7 +15,6 @@ from xprofiler.verdict import judge
 
 # What each version of the format brought.
 SCHEMA_HISTORY = {
-    1: "operators of one rank, one transfer table; `torch_version` in the metadata",
     2: "tables by tensor-parallel degree and link (`layer_rest tp=2`); metadata of libraries, "
        "sampling, padding and origin; the model's shape and the device's peaks; refused degrees; "
        "seconds spent; y of encode_attention",
@@ -77,8 +76,6 @@ def load_profile(path: Path) -> Profile:
     if type(version) is not int or version not in SCHEMA_HISTORY:
         known = ", ".join(str(v) for v in SCHEMA_HISTORY)
         raise _bad(path, [("version", version, f"this xgpt reads versions {known}")])
-    if version == 1:
-        raw = _from_version_1(raw)
     faults: Faults = []
     metadata = _metadata(raw.get("metadata"), faults)
     tables = {key: points for name, rows in _mapping(raw, "tables", faults).items()
@@ -249,18 +246,6 @@ def _are_marks(marks: object) -> bool:
 def _is_number(value: object, most: float) -> bool:
     return (isinstance(value, (int, float)) and not isinstance(value, bool)
             and 0 <= value <= most)
-
-
-def _from_version_1(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Version 1 timed one rank's degree, and messages over what joins ranks on one host."""
-    if not isinstance(raw.get("metadata"), dict) or not isinstance(raw.get("tables"), dict):
-        return dict(raw)  # told by the reader of version 2
-    metadata = dict(raw["metadata"])
-    metadata["libraries"] = f"torch {metadata.pop('torch_version', '')}"
-    metadata.setdefault("model", "")
-    tables = {f"{name} tp=1" + (" link=shared-memory" if name == "transfer" else ""): rows
-              for name, rows in raw["tables"].items()}
-    return {**raw, "version": PROFILE_VERSION, "metadata": metadata, "tables": tables}
 
 
 def _bad(path: Path, faults: Faults) -> InputError:

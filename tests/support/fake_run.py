@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from flat_estimates import estimate_from_flat
 
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.schedule import Rejected, Schedule
-from xgpt.core.schedule_file import estimate_from_flat, save_schedule, schedule_from_flat
+from xgpt.core.schedule_file import save_schedule, schedule_from_flat
 from xgpt.core.spool import Record, SpoolWriter
 
 HOSTILE_TEXTS = (

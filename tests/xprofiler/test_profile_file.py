@@ -1,4 +1,4 @@
-"""The profile's file: one point a line, nothing lost, old versions read, every fault named."""
+"""The profile's file: one point a line, nothing lost, every fault named."""
 
 from __future__ import annotations
 
@@ -174,43 +174,18 @@ def test_a_write_that_fails_leaves_the_old_file(path: Path, monkeypatch: pytest.
     assert path.read_text() == before
 
 
-VERSION_1: dict[str, Any] = {
-    "version": 1,
-    "metadata": {"model_shape": "m", "device": "cpu", "dtype": "float32", "ranks": 2,
-                 "threads_per_rank": 1, "torch_version": "2.9", "kernels": "k",
-                 "date": "2026-11-21", "commit": ""},
-    "tables": {"layer_rest": [[1, 0, [1.0, 2.0]]], "transfer": [[100, 0, [0.5]]],
-               "step_overhead": [[0, 0, [0.25]]]},
-}
-
-
-def test_version_1_is_read(path: Path) -> None:
-    path.write_text(json.dumps(VERSION_1))
-    got = load_profile(path)
-    assert got.metadata == ProfileMetadata(
-        model="", model_shape="m", device="cpu", dtype="float32", ranks=2, threads_per_rank=1,
-        kernels="k", libraries="torch 2.9", date="2026-11-21")
-    assert got.table("layer_rest", 1) == (Sample(x=1, samples_s=(1.0, 2.0)),)
-    assert got.table("transfer", 1, "shared-memory") == (Sample(x=100, samples_s=(0.5,)),)
-    assert got.table("step_overhead")[0].median_s == 0.25
-    assert got.tp_degrees == (1,)
-    save_profile(got, path)
-    assert json.loads(path.read_text())["version"] == PROFILE_VERSION
-    assert load_profile(path) == got
-
-
 @pytest.mark.parametrize("text", [
     "", "[]", "{}", "null", "[" * 100_000, '{"version": 99}', '{"version": null}',
     '{"version": []}', '{"version": true}', '{"version": 2.0}',
-    '{"version": 1}', '{"version": 2}', '{"version": 1, "tables": {}}'])
+    '{"version": 1}', '{"version": 2}', '{"version": 2, "tables": {}}'])
 def test_a_file_that_is_no_profile_is_refused_by_name(path: Path, text: str) -> None:
     path.write_text(text)
     assert faults(path)
 
 
 @pytest.mark.parametrize("text", [
-    '{"version": 1, "metadata": [1], "tables": {}}',
-    '{"version": 1, "metadata": {}, "tables": [1]}'])
+    '{"version": 2, "metadata": [1], "tables": {}}',
+    '{"version": 2, "metadata": {}, "tables": [1]}'])
 def test_an_odd_file_is_refused_by_name(path: Path, text: str) -> None:
     path.write_text(text)
     assert faults(path)
@@ -227,7 +202,7 @@ def test_a_file_that_is_not_there_is_refused_by_name(path: Path) -> None:
 
 def test_another_version_names_those_that_are_read(path: Path) -> None:
     changed_file(path, lambda raw: raw.update(version=99))
-    assert faults(path) == {"version": "this xgpt reads versions 1, 2, 3, 4, 5"}
+    assert faults(path) == {"version": "this xgpt reads versions 2, 3, 4, 5"}
 
 
 def test_every_fault_is_named_at_once(path: Path) -> None:

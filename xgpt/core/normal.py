@@ -5,6 +5,7 @@ which is a good part of what a short job is planned in."""
 
 import math
 from collections.abc import Callable
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,33 +19,10 @@ _REACH = 9  # standard deviations: what a normal has beyond them is lost in a fl
 _NEAR = 2e-12  # a quantile is found this exactly
 _MET, _EXISTS = 1e-12, 1e-6  # parts of the maximum by which a parent's moments may miss
 _WIDEST = 1 / math.sqrt(12)  # standard deviation of the uniform, in parts of the maximum
-_MANY = 1 << 15  # quantiles for which scipy is worth its import
+_INVERSE = NormalDist().inv_cdf
 _STEP, _MOST_STEPS, _MOST_HALVINGS = 1e-6, 60, 20  # of differences; of Newton's method
 # of a parent: its location in parts of the maximum, and the logarithm of its scale in such parts
 _LOWER, _UPPER = np.array([-30.0, math.log(1e-6)]), np.array([31.0, math.log(30.0)])
-
-# of the quantile: in the middle of the distribution, in its tails, and far out in them
-_MIDDLE = (
-    (2.5090809287301226727e3, 3.3430575583588128105e4, 6.7265770927008700853e4,
-     4.5921953931549871457e4, 1.3731693765509461125e4, 1.9715909503065514427e3,
-     1.3314166789178437745e2, 3.3871328727963666080e0),
-    (5.2264952788528545610e3, 2.8729085735721942674e4, 3.9307895800092710610e4,
-     2.1213794301586595867e4, 5.3941960214247511077e3, 6.8718700749205790830e2,
-     4.2313330701600911252e1, 1.0))
-_TAIL = (
-    (7.74545014278341407640e-4, 2.27238449892691845833e-2, 2.41780725177450611770e-1,
-     1.27045825245236838258e0, 3.64784832476320460504e0, 5.76949722146069140550e0,
-     4.63033784615654529590e0, 1.42343711074968357734e0),
-    (1.05075007164441684324e-9, 5.47593808499534494600e-4, 1.51986665636164571966e-2,
-     1.48103976427480074590e-1, 6.89767334985100004550e-1, 1.67638483018380384940e0,
-     2.05319162663775882187e0, 1.0))
-_FAR_TAIL = (
-    (2.01033439929228813265e-7, 2.71155556874348757815e-5, 1.24266094738807843860e-3,
-     2.65321895265761230930e-2, 2.96560571828504891230e-1, 1.78482653991729133580e0,
-     5.46378491116411436990e0, 6.65790464350110377720e0),
-    (2.04426310338993978564e-15, 1.42151175831644588870e-7, 1.84631831751005468180e-5,
-     7.86869131145613259100e-4, 1.48753612908506148525e-2, 1.36929880922735805310e-1,
-     5.99832206555887937690e-1, 1.0))
 
 
 def log_ndtr(x: ArrayLike) -> Vector:
@@ -54,34 +32,9 @@ def log_ndtr(x: ArrayLike) -> Vector:
 
 
 def ndtri(chance: ArrayLike) -> Vector:
-    """What a standard normal stays below with this chance, above 0 and below 1, to 1e-15 of it
-    (Wichura's PPND16: Applied Statistics 37, 1988, algorithm AS 241)."""
+    """What a standard normal stays below with this chance, above 0 and below 1."""
     p = np.asarray(chance, float)
-    if p.size > _MANY:
-        from scipy import special  # here, as the head of this file says
-
-        return np.asarray(special.ndtri(p))
-    q = p - 0.5
-    r = 0.180625 - q * q  # where it is not negative, the middle
-    inner = q * _ratio(r, _MIDDLE)
-    if (r >= 0).all():
-        return inner
-    tail = np.sqrt(-np.log(np.minimum(p, 1 - p)))
-    outer = _ratio(tail - 1.6, _TAIL)
-    if tail.max() > 5:
-        outer = np.where(tail > 5, _ratio(tail - 5, _FAR_TAIL), outer)
-    return np.where(r >= 0, inner, np.copysign(outer, q))
-
-
-def _ratio(x: Vector, coefficients: tuple[tuple[float, ...], tuple[float, ...]]) -> Vector:
-    """One polynomial over another, the highest powers first."""
-    above, below = (np.full_like(x, of[0]) for of in coefficients)
-    for first, second in zip(*(of[1:] for of in coefficients), strict=True):
-        above *= x
-        above += first
-        below *= x
-        below += second
-    return np.asarray(above / below)
+    return np.array([*map(_INVERSE, p.ravel().tolist())], float).reshape(p.shape)
 
 
 def mixture_quantile(means: Vector, spread: float, chance: float) -> float:

@@ -11,22 +11,15 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from xgpt.core.constraint import Bound
-from xgpt.core.controls import EvenBatches
-from xgpt.core.deployment import Deployment, Pool
 from xgpt.core.errors import InputError, UnknownNameError, wrong
 from xgpt.core.json_values import plain, write_json
 from xgpt.core.policies import policy
-from xgpt.core.schedule import Estimate, Figures, Margin, Proof, Schedule
+from xgpt.core.schedule import Estimate, Margin, Proof, Schedule
 from xgpt.core.schedule_check import mistakes_in
 from xgpt.core.whole_file import read_text
 
-# History of the file format.
-#   1: first version (no longer read)
-#   2: pruned, margin, explanation; one flat object
-#   3: a section for each part
-#   4: copies of the whole deployment (`deployment.replicas`), no longer of a pool
-#   5: copies of another shape beside them (`others`), or a line on such in `over_copies`; without
-#      those a file is of version 4
+# Version 5 has copies of another shape beside them (`others`), or a line on such in `over_copies`;
+# without those a file is of version 4. Older ones are no longer read.
 SCHEDULE_VERSION, WITH_OTHERS = 4, 5
 
 
@@ -41,12 +34,11 @@ def load_schedule(path: Path) -> Schedule:
     except (OSError, ValueError, RecursionError) as cause:
         raise wrong(path, "schedule", None, f"not a readable schedule file: {cause}") from None
     version = raw.get("version") if isinstance(raw, dict) else None
-    readers = {2: _of_flat, 3: from_json, SCHEDULE_VERSION: from_json, WITH_OTHERS: from_json}
-    if type(version) is not int or version not in readers:
+    if type(version) is not int or version not in (SCHEDULE_VERSION, WITH_OTHERS):
         raise wrong(path, "version", version,
-                   f"this xgpt reads versions {', '.join(map(str, readers))}")
+                    f"this xgpt reads versions {SCHEDULE_VERSION}, {WITH_OTHERS}")
     try:
-        schedule = readers[version](raw)
+        schedule = from_json(raw)
     except UnknownNameError as cause:
         raise wrong(path, "policy", cause.name, f"one of {', '.join(cause.known)}") from None
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError,
@@ -84,11 +76,6 @@ def from_json(raw: Mapping[str, Any]) -> Schedule:
     if raw.get("version") == WITH_OTHERS:
         estimate["others"] = tuple(Estimate(**_parts(Estimate, _with_controls(other)))
                                    for other in data.pop("others"))
-    for pool in estimate["deployment"]["pools"]:
-        if raw.get("version") == 3 and pool.pop("replicas", 1) != 1:
-            raise ValueError("copies of a pool were never executed")
-        for stage in pool["stages"]:
-            stage.pop("role", None)  # its pool's, which files of before repeat
     if (other := estimate["controls"]["policy"]) != name:
         raise ValueError(f"policy is {name}, but the controls are {other}'s")
     estimate = _with_controls(estimate)
@@ -124,52 +111,8 @@ def _built(kind: Any, value: Any) -> Any:
     return value
 
 
-def estimate_from_flat(**values: Any) -> Estimate:
-    """An Estimate from the flat keys of version 2, where 0 stood for "not this policy's"."""
-    row = policy(values["policy"])
-    controls = row.load("controls")
-    names = _names(controls)
-    own = {name: value for name, value in values.items() if name in names}
-    if "even" in names:
-        own["even"] = EvenBatches(
-            adjustment=values.get("adjustment", 0.0),
-            mean_input_tokens=values.get("mean_input_tokens", 0.0),
-            target_active=values.get("steered_to", 0.0))
-    if "token_budget" in names:
-        own["token_budget"] = values.get("token_budget") or None
-    if "encode_micro_batches" in names:
-        own["encode_micro_batches"] = (values.get("encode_micro_batches")
-                                       or values["decode_micro_batches"])
-    return Estimate(
-        controls=controls(**own), notes=tuple(values.get("notes", ())),
-        deployment=Deployment(pools=_pools(row.pools, values), tp_degree=values["tp_degree"],
-                              tp_gpus=values["tp_gpus"]),
-        figures=Figures(**{key: values[key] for key in _names(Figures) & values.keys()}))
-
-
-def _pools(roles: tuple[Any, ...], values: Mapping[str, Any]) -> tuple[Pool, ...]:
-    if len(roles) == 1:
-        return (Pool(name="all", role="both", stages=tuple(values["stages"]),
-                     num_groups=values["decode_micro_batches"], kv_tokens=values["kv_tokens"]),)
-    pools = []
-    for role in roles:
-        stages = tuple(stage for stage, own in zip(values["stages"], values["stage_roles"],
-                                                   strict=True) if own == role)
-        is_encode = role == "encode"
-        # two groups more than stages: one waits for its tokens, one is handed over
-        groups = len(stages) + 2 if is_encode else values["decode_micro_batches"]
-        tokens = values.get("encode_kv_tokens", 0) if is_encode else values["kv_tokens"]
-        pools.append(Pool(name=role, role=role, stages=stages, num_groups=groups, kv_tokens=tokens))
-    return tuple(pools)
-
-
-_FLAT_ONLY = {"encode_kv_tokens", "adjustment", "mean_input_tokens", "steered_to", "policy",
-              "encode_micro_batches", "token_budget", "max_active", "max_in_system", "stages",
-              "stage_roles", "kv_tokens", "tp_degree", "tp_gpus", "decode_micro_batches", "notes"}
-
-
 def schedule_from_flat(*, estimate: Estimate, **values: Any) -> Schedule:
-    """A Schedule from `estimate` and the schedule's own flat keys of version 2."""
+    """A Schedule from `estimate` and what else it has by name, all in one."""
     data = dict(values)
     bound = Bound(limit_s=data.pop("latency_bound_s"), kind=data.pop("constraint_kind"),
                   quantile=data.pop("quantile"))
@@ -177,17 +120,6 @@ def schedule_from_flat(*, estimate: Estimate, **values: Any) -> Schedule:
                     note=data.pop("margin_note", ""))
     proof = {key: data.pop(key) for key in _names(Proof) & data.keys()}
     return Schedule(estimate=estimate, bounds=(bound,), margin=margin, proof=Proof(**proof), **data)
-
-
-def _of_flat(raw: Mapping[str, Any]) -> Schedule:
-    """A schedule of file version 2. Raises KeyError/TypeError on missing or foreign keys."""
-    data = {key: _text_to_infinities(value) for key, value in raw.items() if key != "version"}
-    data["stage_roles"] = [stage.pop("role", "both") for stage in data["stages"]]
-    for part, key in ((Pool, "stages"), (Figures, "memory_bytes"), (Proof, "pruned"),
-                      (Schedule, "rejected"), (Schedule, "explanation")):
-        data[key] = _built(get_type_hints(part)[key], data[key])
-    estimate = {key: data.pop(key) for key in data.keys() & (_FLAT_ONLY | _names(Figures))}
-    return schedule_from_flat(estimate=estimate_from_flat(**estimate), **data)
 
 
 def _text_to_infinities(value: Any) -> Any:

@@ -206,7 +206,7 @@ def _profile_facts(profile: Mapping[str, Any]) -> list[tuple[str, str]]:
         facts.append(("measured in", format_seconds(spent_s)))
     by_name: dict[str, list[tuple[str, int]]] = {}
     for key, points in tables.items() if isinstance(tables, Mapping) else ():
-        name, _, rest = key.partition(" ")  # "layer_rest tp=2", in version 1 "layer_rest"
+        name, _, rest = key.partition(" ")  # "layer_rest tp=2"
         if isinstance(points, list):
             by_name.setdefault(name, []).append((rest, len(points)))
     return facts + [(f"timed: {name.replace('_', ' ')}", _points_text(counts))

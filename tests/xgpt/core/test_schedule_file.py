@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from toy_jobs import estimate_of, toy_problem
+from flat_estimates import estimate_from_flat
 
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import InputError
-from xgpt.core.json_values import flat
 from xgpt.core.schedule import Rejected, Schedule
 from xgpt.core.schedule_file import (
-    estimate_from_flat,
     from_json,
     load_schedule,
     save_schedule,
@@ -111,16 +109,6 @@ def test_a_stages_degree_is_its_number_of_ranks() -> None:
     assert [stage.tp_degree for stage in _schedule().estimate.deployment.stages] == [2, 1]
 
 
-def test_a_file_of_version_3_is_still_read(tmp_path: Path) -> None:
-    schedule, path = _schedule(), tmp_path / "schedule.json"
-    old = {**to_json(schedule), "version": 3}
-    del old["over_copies"], old["deployment"]["replicas"]
-    for pool in old["deployment"]["pools"]:
-        pool["replicas"] = 1
-    path.write_text(json.dumps(old), encoding="utf-8")
-    assert load_schedule(path) == schedule
-
-
 def test_copies_are_alike_and_have_ranks_of_their_own() -> None:
     one = _schedule().estimate
     three = one.in_copies(3)
@@ -130,39 +118,3 @@ def test_copies_are_alike_and_have_ranks_of_their_own() -> None:
     assert [stage.ranks for stage in three.deployment.pools_of(2)[0].stages] == [(6, 7), (8,)]
     assert three.deployment.pools_of(0) == one.deployment.pools
     assert three.one_copy == one
-
-
-def test_a_file_of_version_2_is_still_read(tmp_path: Path) -> None:
-    schedule, path = _schedule(gap=math.inf), tmp_path / "schedule.json"
-    old = {**flat(schedule), "version": 2, "decode_iterations": 4, "encode_micro_batches": 0,
-           "token_budget": 0, "max_active": 0, "max_in_system": 0, "encode_kv_tokens": 0,
-           "steered_to": 0.0}
-    for key in ("pools", "target_active", "replicas", "devices_per_replica", "over_copies",
-                "bounds", "prospects", "policy_bounds", "hardware_qps", "bare_qps", "encode_chunk",
-                "chunk_queries"):
-        del old[key]
-    path.write_text(json.dumps(old), encoding="utf-8")
-    assert load_schedule(path) == schedule
-
-
-def test_files_that_give_each_stage_the_role_of_its_pool_are_still_read(tmp_path: Path) -> None:
-    path = tmp_path / "schedule.json"
-    waa = estimate_of(toy_problem(latency_s=2.0), "waa-c", encode_batch=4, decode_micro_batches=2)
-    schedule = _schedule(estimate=waa)
-    three = to_json(schedule)
-    for pool in three["deployment"]["pools"]:
-        for stage in pool["stages"]:
-            assert "role" not in stage
-            stage["role"] = pool["role"]
-    two = {**flat(schedule), "version": 2, "encode_micro_batches": 0, "token_budget": 0,
-           "max_active": 0, "encode_kv_tokens": waa.deployment.encoding.kv_tokens,
-           "steered_to": 0.0}
-    for key in ("pools", "target_active", "replicas", "devices_per_replica", "over_copies",
-                "bounds", "prospects", "policy_bounds", "hardware_qps", "bare_qps", "encode_chunk",
-                "planned_active", "stock_tokens"):
-        del two[key]
-    assert [stage["role"] for stage in two["stages"]] == [
-        pool.role for pool in waa.deployment.pools for _ in pool.stages]
-    for old in (two, three):
-        path.write_text(json.dumps(old), encoding="utf-8")
-        assert load_schedule(path) == schedule

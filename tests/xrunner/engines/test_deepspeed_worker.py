@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 import toys
+from flat_estimates import estimate_from_flat
 
 from xgpt.core.controls import RraControls
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import XgptError
 from xgpt.core.schedule import Estimate
-from xgpt.core.schedule_file import estimate_from_flat, save_schedule, schedule_from_flat
+from xgpt.core.schedule_file import save_schedule, schedule_from_flat
 from xrunner.engines import deepspeed_worker
 from xrunner.plan import RunPlan
 from xrunner.transport.comm import local_comms
