@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from xgpt.core.model import ModelSpec
-from xprofiler.profile import ESTIMATED, ProfileMetadata
+from xprofiler.profile import ProfileMetadata
 
 _TIMED_CODE = ("xrunner/models", "xrunner/ops", "xrunner/engine/stage.py", "xrunner/engine/kv.py",
                "xrunner/engine/graphs.py", "xrunner/rules/buckets.py",
@@ -47,12 +47,10 @@ def kernels_fingerprint() -> str:
 
 
 def cached_profile_path(folder: Path, metadata: ProfileMetadata) -> Path:
-    """Where the profile of this identity lies, existing or not: of estimated times beside, not
-    among, those that were measured, which a name's beginning tells."""
+    """Where the profile of this identity lies, existing or not."""
     digest = _digest(json.dumps(metadata.identity, sort_keys=True))
     machine = f"{metadata.ranks}x{metadata.threads_per_rank}"
-    kind = f"{ESTIMATED}-" if metadata.is_estimated else ""
-    return folder / f"{kind}{metadata.dtype}-{machine}-{digest}.json"
+    return folder / f"{metadata.dtype}-{machine}-{digest}.json"
 
 
 @contextmanager

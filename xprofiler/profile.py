@@ -26,10 +26,6 @@ _SHOULD = ("kernels", "sampling", "origin")
 _SHOULD_ON_CPU = ("ranks", "threads_per_rank")
 _SHOULD_HERE = ("libraries",)
 
-# How the origin of times begins that nobody measured (xprofiler.estimated); of those that are as
-# another model's were on the same ranks.
-ESTIMATED, ESTIMATED_LIKE = "estimated", "estimated like"
-
 # A point whose quartiles lie further apart than this share of its median is measured again.
 NOISE_LIMIT = 0.25
 # A point during which more of the machine than this was missing is measured again, at the next run
@@ -76,15 +72,8 @@ class ProfileMetadata:
 
     @property
     def identity(self) -> dict[str, object]:
-        """The fields that must be equal for two profiles to be of the same thing. Of
-        estimated times it is no matter what they are estimated from."""
-        own = {k: v for k, v in asdict(self).items() if k not in _LABELS}
-        return {**own, "origin": ESTIMATED} if self.is_estimated else own
-
-    @property
-    def is_estimated(self) -> bool:
-        """Whether nothing was measured of the model itself on these ranks."""
-        return self.origin.startswith(ESTIMATED)
+        """The fields that must be equal for two profiles to be of the same thing."""
+        return {k: v for k, v in asdict(self).items() if k not in _LABELS}
 
 
 class TableKey(NamedTuple):

@@ -16,8 +16,6 @@ from xprofiler.coarse import left_to_shape, told_of
 from xprofiler.interpolation import Grid, Shape, interpolation_errors
 from xprofiler.points import Kind, Needs, left_out
 from xprofiler.profile import (
-    ESTIMATED,
-    ESTIMATED_LIKE,
     HANDOVER,
     HANDOVER_DIRECT,
     STEP_OVERHEAD,
@@ -27,7 +25,7 @@ from xprofiler.profile import (
 )
 from xprofiler.retimed import Factor, Factors
 from xprofiler.shape import SHAPED, Measured, filled, places
-from xprofiler.source_errors import ESTIMATED_ERROR, ESTIMATED_LIKE_ERROR, IMPORTED
+from xprofiler.source_errors import IMPORTED
 from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts, TimingSource
 
 # a query's share of a batch settles as the batch grows
@@ -89,7 +87,7 @@ class ProfileTiming:
         self.profile, self._fallback, self._marks = profile, fallback, tuple(marks)
         self._borrowed: set[str] = set()  # what the fallback was asked for, in words
         # XRunner takes many rows through a CPU's decoder-only layers in pieces (StageModel.mixed)
-        in_pieces = (profile.metadata.origin.startswith(("measured", "derived", ESTIMATED))
+        in_pieces = (profile.metadata.origin.startswith(("measured", "derived"))
                      and profile.metadata.device.startswith("cpu-")
                      and not any(key.name == Operator.ENCODER_REST.value for key in profile.tables))
         self._grids = {key: _grid(key, points, in_pieces and key.name in _IN_PIECES)
@@ -164,16 +162,12 @@ class ProfileTiming:
     @property
     def common_error(self) -> float:
         """By how much all tables together may be off, beyond what each is: others' tables against
-        the runs of another engine, estimates against what was measured since. What was measured
-        here is of what runs here."""
-        origins = {"imported": IMPORTED, ESTIMATED_LIKE: ESTIMATED_LIKE_ERROR,
-                   ESTIMATED: ESTIMATED_ERROR}
-        return next((error for origin, error in origins.items()
-                     if self.profile.metadata.origin.startswith(origin)), 0.0)
+        the runs of another engine. What was measured here is of what runs here."""
+        return IMPORTED if self.profile.metadata.origin.startswith("imported") else 0.0
 
     @property
     def kind_of_times(self) -> str:
-        """In a word, where they are from: measured, imported, estimated, derived."""
+        """In a word, where they are from: measured, imported, derived."""
         return self.profile.metadata.origin.partition(" ")[0]
 
     def provenance(self) -> str:

@@ -150,11 +150,6 @@ CARRIED = 0.08
 # Others' tables, run by another engine than they were measured under: Vidur's of Llama-2-70B are
 # as far from vLLM 0.2's runs as constants are.
 IMPORTED = 0.20
-# A model's times as another's were on the same ranks: SmolLM2-135M, OPT-125M and T5-small in
-# bfloat16 and float32 on one core of an EPYC, each by the two others. Jobs of 5 to 200 queries were
-# 0.26 off, root mean square of logarithms, 0.45 at most. By other ranks, or by the machine's peaks
-# alone: of that too little is known, so more is reckoned with.
-ESTIMATED_LIKE_ERROR, ESTIMATED_ERROR = 0.30, 0.60
 # Products of a type of which no table is at hand: vLLM's of fp8 on H200, which were fitted since,
 # had been so far off when their type was known by its data sheet's rate alone.
 UNMEASURED_TYPE = 0.30

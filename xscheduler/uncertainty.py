@@ -50,7 +50,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Margin, Schedule
 from xgpt.core.units import format_seconds
 from xprofiler.made_sources import remembering
-from xprofiler.profile import ESTIMATED, TableKey
+from xprofiler.profile import TableKey
 from xprofiler.profile_timing import MOST_NOISE, TableError
 from xprofiler.source_errors import OperatorGroup, SourceErrors, sizes_of
 from xprofiler.timing import TimingSource
@@ -286,8 +286,7 @@ class Doubts:
             if any(error.is_noisy for error in self._errors.values()):
                 causes[-1] += (f" (repeats were disturbed: {MOST_NOISE:.0%} of noise is reckoned "
                                "with, and more is not covered; profile again on a quiet machine)")
-            if kind != ESTIMATED and (
-                    float(np.mean([error.unknown for error in self._errors.values()])) > 0.5):
+            if float(np.mean([error.unknown for error in self._errors.values()])) > 0.5:
                 causes[-1] += " (most points have too few samples to tell their noise)"
         if self._computed:
             parts = replace(parts, remedy=_remedy(self._computed, computed,

@@ -74,31 +74,10 @@ def beside_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xgpt.app.learn.PASSING", 1e9)
 
 
-def test_jobs_shorter_than_measuring_measure_nothing_and_learn_from_their_steps(
-        tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    beside_other_tests(monkeypatch)
-    model = tmp_path / "model"
-    toys.make_model("llama", model)
-    first = submitted(tmp_path / "first", model, count=120, longest=8, outputs=20)
-    told = " ".join(first.stderr.split())
-    assert "profile: timing" not in told and "none is measured for a job of about" in told
-    assert "times: estimated from this machine's peaks" in told
-    assert "this run's steps are added" in told and (home / "xgpt/profiles/peaks.json").is_file()
-    before = cached(home)
-    assert before.learned and before.spent_s == 0 and before.metadata.is_estimated
-    second = submitted(tmp_path / "second", model, count=150, longest=12, outputs=28)
-    told = " ".join(second.stderr.split())
-    assert "profile: timing" not in told and "at most, once" not in told
-    assert "as runs here took since: decode steps" in told
-    after = cached(home)
-    assert after.tables == before.tables and len(after.learned) > len(before.learned)
-
-
 @pytest.mark.slow
 def test_the_rank_that_was_started_ahead_measures_and_runs(
         tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[object] = []  # beside it
-    monkeypatch.setattr("xgpt.app.known_times.COARSE_S", 0.0)
     monkeypatch.setattr("xgpt.launch.local.start", lambda *words, **_: started.append(words))
     toys.make_model("llama", tmp_path / "model")
     done = submitted(tmp_path / "job", tmp_path / "model", count=20, longest=8, outputs=8, ranks=1)
@@ -109,7 +88,6 @@ def test_the_rank_that_was_started_ahead_measures_and_runs(
 def test_the_second_job_measures_nothing(tmp_path: Path, home: Path,
                                          monkeypatch: pytest.MonkeyPatch) -> None:
     beside_other_tests(monkeypatch)
-    monkeypatch.setattr("xgpt.app.known_times.COARSE_S", 0.0)  # long enough to be measured
     model = tmp_path / "model"
     toys.make_model("llama", model)
     first = submitted(tmp_path / "first", model, count=120, longest=8, outputs=20)

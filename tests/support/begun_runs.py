@@ -42,7 +42,7 @@ output: out
     return executable(open_file(folder / "job.yaml", (), Terminal(), "run"))
 
 
-def roofline(session: OpenedJob, *, may_estimate: bool = False) -> Roofline:
+def roofline(session: OpenedJob) -> Roofline:
     problem = session.problem
     return TakenAsTrue(problem.model, problem.cluster.device, problem.dtype)
 

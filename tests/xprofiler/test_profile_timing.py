@@ -262,7 +262,7 @@ def test_a_pool_of_one_phase_takes_the_times_of_its_own_steps() -> None:
 
 @pytest.mark.parametrize(("ranks", "origin", "expected"), [
     (2, "measured", True), (1, "measured", False), (2, "imported from vidur", False),
-    (2, "derived from 1x2 and 2x1", True), (2, "estimated like opt-125m", True)])
+    (2, "derived from 1x2 and 2x1", True)])
 def test_messages_within_groups_are_our_runners(ranks: int, origin: str, expected: bool) -> None:
     profile = profile_of(catalog.model("opt-125m"), ranks, 1, amdahl(0.1))
     timing = ProfileTiming(replace(profile, metadata=replace(profile.metadata, origin=origin)))

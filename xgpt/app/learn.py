@@ -39,8 +39,7 @@ _EXTREME = 0.1  # of a kind's steps, those whose ratios are farthest out, half a
 def learn(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
           others_share: float | None) -> tuple[LearnedSteps, ...]:
     """Adds what the run in the job's folder took to the cached profile; what was added: nothing
-    where the profile is another's, the run was disturbed, or its times were estimated anew, from
-    something else, since."""
+    where the profile is another's or the run was disturbed."""
     if not (isinstance(timing, ProfileTiming) and opened.is_local and opened.job.profile is None):
         return ()
     if others_share is not None and others_share >= NOTICEABLE_SHARE:

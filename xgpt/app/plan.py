@@ -9,7 +9,7 @@ from operator import gt
 from xgpt.app.laid_out import derived_times, is_sized, layout_of, on_open_layouts, on_ranks
 from xgpt.app.opened import OpenedJob
 from xgpt.app.telling import told_while
-from xgpt.app.timing import is_estimated, is_timed, refined_timing, timing_cost_s, timing_of
+from xgpt.app.timing import is_timed, refined_timing, timing_cost_s, timing_of
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
 from xgpt.core.job import Job
 from xgpt.core.layout import Layout
@@ -69,17 +69,16 @@ class JobPlanner:
     cores that it leaves open."""
 
     def __init__(self, opened: OpenedJob, options: PlanOptions | None = None,
-                 timing: TimingSource | None = None, *, may_estimate: bool = False) -> None:
+                 timing: TimingSource | None = None) -> None:
         """Measures what is not known of this machine's times; `timing`: those of a job that leaves
-        nothing open; `may_estimate`: see `timing_of`. Raises InfeasibleError for weights that all
-        devices together do not hold."""
+        nothing open. Raises InfeasibleError for weights that all devices together do not hold."""
         opened = executable(opened)
         self._objective = opened.problem.constraint.objective
         self._options = options or PlanOptions(horizon=default_horizon(opened.job))
         self._watch = Watch(self._options.max_seconds or opened.job.max_search_s)
         self._jobs = {layout_of(opened): opened} if timing is not None else on_open_layouts(opened)
         self._derived: dict[Layout, Derived] = {}
-        self._is_given, self._may_estimate = timing is not None, may_estimate
+        self._is_given = timing is not None
         if timing is None:
             _refuse_without_room(tuple(self._jobs.values()))
         self._refined: set[Layout] = set()  # or not worth it: asked once
@@ -100,9 +99,6 @@ class JobPlanner:
                 break
             tried[layout] = self._tried(layout, latency_bound_s, is_rough=any(
                 isinstance(one.planned, Schedule) for one in tried.values()))
-            for again in self._measured(() if self._is_given else _doubtful(
-                    self._compared(tried), self._jobs)):
-                tried[again] = self._tried(again, latency_bound_s)
         compared = self._compared(tried)
         while new := (self._measured(compared.undecided()) or self._roughly_best(compared)
                       or self._improved(compared)):
@@ -175,7 +171,7 @@ class JobPlanner:
                 self._planners[layout] = self._planner(layout, times)
 
     def _measured(self, undecided: Sequence[LaidOut]) -> list[Layout]:
-        """Measures layouts whose times were derived, or estimated; returns them."""
+        """Measures layouts whose times were derived; returns them."""
         for one in undecided:
             self._planners[one.layout] = self._planner(
                 one.layout, timing_of(self._jobs[one.layout]))
@@ -237,7 +233,7 @@ class JobPlanner:
         wide, narrow = next(iter(self._jobs)), next(reversed(self._jobs))
         if is_sized(self._jobs[narrow].problem):
             return dict.fromkeys(self._jobs, timing_of(self._jobs[narrow]))
-        return {wide: timing_of(self._jobs[wide], may_estimate=self._may_estimate)}
+        return {wide: timing_of(self._jobs[wide])}
 
     def _other_times(self, wide: TimingSource) -> dict[Layout, TimingSource]:
         """Measured where the ranks are most; of layouts between derived from that and `wide`."""
@@ -250,15 +246,6 @@ class JobPlanner:
             else:
                 self._derived[layout], times[layout] = derived, ProfileTiming(derived.profile)
         return times
-
-
-def _doubtful(compared: LayoutComparison, jobs: Mapping[Layout, OpenedJob]) -> list[LaidOut]:
-    """Those of estimated times that measured ones are wanted of: beside which others were measured,
-    by which the bound is not kept, or whose margin costs the job more than measuring does."""
-    return [one for one in compared.tried if is_estimated(one.timing) and (
-        len(compared.tried) > 1 or isinstance(one.planned, InfeasibleError)
-        or (isinstance(one.planned, Schedule) and compared.seconds(one)
-            * one.planned.margin.cost > timing_cost_s(jobs[one.layout], one.timing)))]
 
 
 def _refuse_without_room(jobs: Sequence[OpenedJob]) -> None:
@@ -314,7 +301,7 @@ def plan_job(opened: OpenedJob, timing: TimingSource | None = None,
     """The plan of a job, the very one that `xgpt submit` runs where its horizon is the job. Raises
     InfeasibleError."""
     options = options or PlanOptions(horizon=default_horizon(opened.job))
-    return JobPlanner(opened, options, timing, may_estimate=options.horizon == "job").plan()
+    return JobPlanner(opened, options, timing).plan()
 
 
 def default_horizon(job: Job) -> Horizon:

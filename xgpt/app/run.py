@@ -127,8 +127,7 @@ def to_run(opened: OpenedJob, schedule: Schedule, source: Path) -> Plan:
     if mistakes := list(_misfits(opened.problem, schedule.estimate, source)):
         raise InputError(mistakes)
     opened = executable(opened, schedule)
-    return Plan(schedule=schedule, opened=opened, timing=timing_of(opened, may_estimate=True),
-                horizon="job")
+    return Plan(schedule=schedule, opened=opened, timing=timing_of(opened), horizon="job")
 
 
 def _misfits(problem: Problem, estimate: Estimate, source: Path) -> Iterator[Mistake]:

@@ -3,7 +3,6 @@
 from contextlib import suppress
 from pathlib import Path
 
-from xgpt.app.known_times import known_times, measuring_cost_s
 from xgpt.app.local_profile import (
     quick_profile,
     refined_profile,
@@ -27,10 +26,9 @@ from xrunner.checkpoint.source import cache_dir, model_at_hand
 from xrunner.engines.engine import engine_of
 
 
-def timing_of(opened: OpenedJob, *, may_estimate: bool = False) -> TimingSource:
+def timing_of(opened: OpenedJob) -> TimingSource:
     """The job's `profile:`, else this machine's for `cluster: local`, of which what this job needs
-    is measured briefly, else the roofline of the device. `may_estimate`: of a job that is shorter
-    than measuring what the machine is known to take is enough."""
+    is measured briefly, else the roofline of the device."""
     job, problem = opened.job, opened.problem
     roofline = Roofline(problem.model, problem.cluster.device, problem.dtype,
                         engine=job.plan_engine, weight_dtype=problem.weight_dtype,
@@ -48,9 +46,7 @@ def timing_of(opened: OpenedJob, *, may_estimate: bool = False) -> TimingSource:
                 with told_while(opened.tell, "compiling what computes, once"):
                     why_no_operators()
             wanted = wanted_profile(job, problem, folder=folder, standby=opened.standby)
-            known = known_times(wanted, opened.tell, problem.cluster.device) if (
-                may_estimate) else None
-            return ProfileTiming(known or quick_profile(wanted, opened.tell))
+            return ProfileTiming(quick_profile(wanted, opened.tell))
         of = "a generic CPU" if kind == "cpu" else problem.cluster.device.name
         opened.tell.say(
             f"note: {why}, so nothing can be measured here; times come from the roofline of {of} "
@@ -66,9 +62,6 @@ def refined_timing(opened: OpenedJob, timing: TimingSource, job_s: float, *,
         return None
     folder = _folder_of(opened)
     wanted = wanted_profile(opened.job, opened.problem, folder=folder, standby=opened.standby)
-    if timing.profile.metadata.is_estimated:
-        is_long = wanted.share * job_s >= measuring_cost_s(wanted)
-        return ProfileTiming(quick_profile(wanted, opened.tell)) if is_long else None
     most_s = refining_s(timing.profile, wanted, job_s, layouts=layouts)
     return ProfileTiming(refined_profile(wanted, opened.tell, most_s)) if most_s else None
 
@@ -92,14 +85,7 @@ def timing_cost_s(opened: OpenedJob, timing: TimingSource) -> float:
     if not isinstance(timing, ProfileTiming):
         return 0.0
     wanted = wanted_profile(opened.job, opened.problem, folder=_folder_of(opened))
-    if timing.profile.metadata.is_estimated:
-        return measuring_cost_s(wanted)
     return quick_cost_s(timing.profile, wanted.degrees, wanted.points)
-
-
-def is_estimated(timing: TimingSource) -> bool:
-    """Whether nothing of the job itself was measured for these times."""
-    return isinstance(timing, ProfileTiming) and timing.profile.metadata.is_estimated
 
 
 def _folder_of(opened: OpenedJob) -> Path | None:

@@ -47,7 +47,7 @@ class Machine:
 
         self.starts_s = dict[int, tuple[float, ...]]()  # by ranks, as runs have taken
 
-    def timing_of(self, opened: OpenedJob, *, may_estimate: bool = False) -> ProfileTiming:
+    def timing_of(self, opened: OpenedJob) -> ProfileTiming:
         run, problem = opened.job.run, opened.problem
         assert run.ranks and run.threads_per_rank, "laid out"
         self.measured.append(f"{run.ranks}x{run.threads_per_rank}")

@@ -69,7 +69,7 @@ def test_keys_are_overridden_by_values_of_python() -> None:
         xgpt.load(path, {"run.top_k": -1, "run.top_p": 0.5})
 
 
-def roofline(opened: OpenedJob, *, may_estimate: bool = False) -> Roofline:
+def roofline(opened: OpenedJob) -> Roofline:
     problem = opened.problem
     return TakenAsTrue(problem.model, problem.cluster.device, problem.dtype)
 

@@ -51,7 +51,7 @@ class Machine:
         self.slow, self.factors = slow, dict[str, list[float]]()
         self.path = Path()
 
-    def timing_of(self, opened: OpenedJob, *, may_estimate: bool = False) -> ProfileTiming:
+    def timing_of(self, opened: OpenedJob) -> ProfileTiming:
         profile = profile_of(opened.problem.model, 1, 1, amdahl(0.0))
         self.path = cached_profile_path(cache_dir() / "profiles", profile.metadata)
         if not self.path.is_file():

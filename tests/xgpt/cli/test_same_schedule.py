@@ -24,7 +24,7 @@ CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_
           "hidden_act": "silu"}
 
 
-def roofline(opened: OpenedJob, *, may_estimate: bool = False) -> Roofline:
+def roofline(opened: OpenedJob) -> Roofline:
     problem = opened.problem
     return TakenAsTrue(problem.model, problem.cluster.device, problem.dtype)
 
