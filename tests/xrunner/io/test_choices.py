@@ -44,7 +44,7 @@ def finished() -> list[FinishedQuery]:
 
 
 def opened(path: Path) -> ResultWriter:
-    return ResultWriter(path, first_index=count_results(path), model="toy")
+    return ResultWriter(path, first_index=count_results(path), model="toy", clock=lambda: 7.9)
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -134,7 +134,7 @@ def test_a_run_answers_lines_with_n(llama: tuple[Path, Any], tmp_path: Path) -> 
 
     def line(name: str, **body: Any) -> dict[str, Any]:
         return {"custom_id": name, "url": "/v1/completions",
-                "body": {"prompt": [7, 8, 9], "max_tokens": 6, **body}}
+                "body": {"model": "m", "prompt": [7, 8, 9], "max_tokens": 6, **body}}
 
     spool, errors = spooled(plan, line("one"), line("drawn", n=4, temperature=1.5, seed=3),
                             line("greedy", n=2), line("none", n=0), line("many", n=129),
