@@ -20,7 +20,7 @@ def merged(lines: Sequence[str]) -> str:
     if error is not None:
         return json.dumps({**whole, "response": None}, ensure_ascii=False)
     body = first["response"]["body"]
-    bodies, answers = [row["response"]["body"] for row in rows], _answers_of(body)
+    bodies, answers = [row["response"]["body"] for row in rows], _answers(body)
     # an input counts once, however many answers it has
     inputs = {own.get("input", 0): one["usage"]["prompt_tokens"]
               for own, one in zip(parts, bodies, strict=True)}
@@ -46,8 +46,8 @@ def parts(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         response = row.get("response")
         if response is not None:
             body = response["body"]
-            inputs, answers = own.get("input_tokens", body["usage"]["prompt_tokens"]), _answers_of(
-                body)
+            inputs = own.get("input_tokens", body["usage"]["prompt_tokens"])
+            answers = _answers(body)
             response = {**response, "body": {
                 **body, "usage": _usage(body, inputs, own["output_tokens"]),
                 answers: [{**body[answers][place], "index": 0}]}}
@@ -61,8 +61,7 @@ def _told(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return told if isinstance(told, list) else []
 
 
-def _answers_of(body: Mapping[str, Any]) -> str:
-    """The member of a response's body that holds its answers."""
+def _answers(body: Mapping[str, Any]) -> str:
     return "data" if "data" in body else "choices"
 
 

@@ -22,8 +22,7 @@ _FORM = "structured_outputs"
 
 
 def passed_of(asked: Mapping[str, Any]) -> str:
-    """vLLM's sampling parameters, of what a request asks for, as JSON; "" for none. Raises
-    BadRecord."""
+    """vLLM's sampling parameters as JSON; "" where nothing is asked for. Raises BadRecord."""
     given = {key: asked[key] for key in _OF_LOGITS if asked.get(key)}
     forms = {key: form for key in _FORMS if key in asked and (form := _form(key, asked[key]))}
     if len(forms) > 1:

@@ -21,7 +21,6 @@ _CHOSEN = _ANSWERED | {READ}  # how tokens are chosen decides nothing where none
 
 MAX_INT = 2**31 - 1
 MAX_STOPS, MAX_STOP_CHARS = 64, 1000
-MAX_LOGPROBS, MAX_SAMPLES = 20, 128  # as OpenAI's
 
 
 class Values(NamedTuple):
@@ -32,7 +31,7 @@ class Values(NamedTuple):
     of_text: Callable[[str], Any] | None = None
 
 
-_ANY = Values("anything", lambda value: True)  # looked at by who takes it, if anybody does
+_ANY = Values("of its own form", lambda value: True)  # looked at by who takes it, if anybody does
 
 
 class Key(NamedTuple):
@@ -48,25 +47,15 @@ class Key(NamedTuple):
     is_column: bool = False
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 def _whole(least: int, most: int) -> Values:
-    return Values(f"a whole number from {least} to {most}", lambda value: isinstance(
-        value, int) and not isinstance(value, bool) and least <= value <= most, int)
+    return Values(f"a whole number from {least} to {most}",
+                  lambda value: type(value) is int and least <= value <= most, int)
 
 
 def _number(least: float, most: float, *, is_above: bool = False) -> Values:
     words = f"above {least} and at most {most}" if is_above else f"from {least} to {most}"
-    return Values(f"a number {words}", lambda value: _is_number(value) and least <= value <= most
-                  and not (is_above and value == least), float)
-
-
-def _are_stops(value: Any) -> bool:
-    texts = value if isinstance(value, list) else [value]
-    return len(texts) <= MAX_STOPS and all(
-        isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS for text in texts)
+    return Values(f"a number {words}", lambda value: type(value) in (int, float)
+                  and least <= value <= most and not (is_above and value == least), float)
 
 
 _FLAG = Values("true or false", lambda value: isinstance(value, bool))
@@ -74,13 +63,17 @@ _TEXT = Values("text", lambda value: isinstance(value, str), str)
 _LIST = Values("a list", lambda value: isinstance(value, list))
 _OBJECT = Values("an object", lambda value: isinstance(value, dict))
 _STOPS = Values(f"a text of 1 to {MAX_STOP_CHARS} characters, or a list of at most {MAX_STOPS}",
-                _are_stops, str)
+                lambda value: len(texts := value if isinstance(value, list) else [value])
+                <= MAX_STOPS and all(isinstance(text, str) and 0 < len(text) <= MAX_STOP_CHARS
+                                     for text in texts), str)
 _BIAS = Values("an object of token ids, and numbers from -100 to 100", lambda value: isinstance(
-    value, dict) and all(token.isdecimal() and _is_number(bias) and -100 <= bias <= 100
+    value, dict) and all(token.isdecimal() and _number(-100, 100).has(bias)
                          for token, bias in value.items()))
 CONTENTS = ("prompt", "messages", "tokens")  # of a table that has several, the first is taken
 _ROWS = {
-    " ".join(CONTENTS): Key(_ANY, _CHOSEN),
+    "prompt": Key(_ANY, _CHOSEN - {CHAT}),
+    "messages": Key(_ANY, _CHOSEN - {COMPLETION}),
+    "tokens": Key(_ANY, _CHOSEN - {CHAT}),
     "input": Key(_ANY, frozenset({EMBEDDINGS}), is_column=True),
     "max_tokens max_completion_tokens": Key(_whole(1, MAX_INT), _CHOSEN),
     "forced_tokens": Key(_whole(1, MAX_LENGTH_TOKENS), _CHOSEN),
@@ -90,14 +83,13 @@ _ROWS = {
     "top_k": Key(_whole(-1, MAX_INT), _CHOSEN),  # 0 and -1: all tokens, whatever the job says
     "top_p": Key(_number(0, 1, is_above=True), _CHOSEN),
     "stop": Key(_STOPS, _CHOSEN),
-    "n": Key(_whole(1, MAX_SAMPLES), frozenset({CHAT, COMPLETION}), neutral=(1,)),
-    "samples": Key(_whole(1, MAX_SAMPLES), frozenset({OWN}), neutral=(1,)),
-    "logprobs": Key(_whole(0, MAX_LOGPROBS), _ANSWERED, "logprobs", (False,),
-                    other=(frozenset({CHAT}), _FLAG)),
-    "top_logprobs": Key(_whole(0, MAX_LOGPROBS), frozenset({CHAT}), "logprobs", (0,)),
+    "n": Key(_whole(1, 128), frozenset({CHAT, COMPLETION}), neutral=(1,)),
+    "samples": Key(_whole(1, 128), frozenset({OWN}), neutral=(1,)),
+    "logprobs": Key(_whole(0, 20), _ANSWERED, "logprobs", (False,), (frozenset({CHAT}), _FLAG)),
+    "top_logprobs": Key(_whole(0, 20), frozenset({CHAT}), "logprobs", (0,)),
     "tools": Key(_LIST, frozenset({CHAT}), neutral=([],)),
     "chat_template_kwargs": Key(_OBJECT, neutral=({},)),
-    "repetition_penalty": Key(_number(0, 2, is_above=True), _ANSWERED, "penalty", (1,)),
+    "repetition_penalty": Key(_number(0, 2, is_above=True), _CHOSEN, "penalty", (1,)),
     "min_p": Key(_number(0, 1), _ANSWERED, "passed", (0,)),
     "logit_bias": Key(_BIAS, _ANSWERED, "passed", ({},)),
     "response_format": Key(_OBJECT, _ANSWERED, "passed", ({"type": "text"},)),
@@ -113,7 +105,9 @@ _ROWS = {
     "encoding_format": Key(_TEXT, neutral=("float",), is_column=True),
     "dimensions audio prediction moderation prompt_cache_options": Key(_ANY, is_column=True),
     "tool_choice function_call": Key(_ANY, neutral=("none", "auto")),
-    "suffix modalities verbosity": Key(_ANY, neutral=("", ["text"], "medium")),
+    "suffix": Key(_TEXT, neutral=("",)),
+    "modalities": Key(_LIST, neutral=(["text"],)),
+    "verbosity": Key(_TEXT, neutral=("medium",)),
     "stream echo ignore_eos include_stop_str_in_output use_beam_search early_stopping "
     "continue_final_message return_token_ids return_tokens_as_token_ids": Key(
         _FLAG, neutral=(False,)),
@@ -132,6 +126,7 @@ _ROWS = {
     "max_output_tokens sequence_bias forced_bos_token_id forced_eos_token_id generation_config "
     "sampling_params extra_body": Key(_ANY)}
 KEYS: dict[str, Key] = {name: row for names, row in _ROWS.items() for name in names.split()}
+_UNKNOWN = Key(_ANY, is_column=True)
 # what counts of our own lines besides their content, and what of that is given
 OWN_KEYS = tuple(key for key, row in KEYS.items() if not row.is_column and key not in CONTENTS)
 OPTIONS = tuple(key for key in OWN_KEYS if OWN in KEYS[key].given)
@@ -143,20 +138,17 @@ def asked_of(body: Mapping[str, Any], place: str, engine: str | None = None) -> 
     that are not given."""
     asked, missing = dict[str, Any](), list[str]()
     for key, value in body.items():
-        row = KEYS.get(key)
-        if value is None or (place not in _OPENAI and (row is None or row.is_column)):
+        row = KEYS.get(key, _UNKNOWN)
+        if value is None or (row.is_column and place not in _OPENAI):
             continue
-        row = row or Key(_ANY)
         values = row.other[1] if place in row.other[0] else row.values
-        # 1 and true are equal to Python
-        is_neutral = any(value == one and isinstance(value, bool) == isinstance(one, bool)
-                         for one in row.neutral)
-        if not values.has(value) and not is_neutral:
-            raise BadRecord(f"{key} must be {values.words}")
-        if place in row.given and (not row.needs or gives(engine, row.needs)):
-            if values.has(value):
-                asked[key] = float(value) if values.of_text is float else value
-        elif not is_neutral:
+        is_one = values.has(value)
+        if is_one and place in row.given and (not row.needs or gives(engine, row.needs)):
+            asked[key] = float(value) if values.of_text is float else value
+        elif not any(value == one and isinstance(value, bool) == isinstance(one, bool)
+                     for one in row.neutral):  # 1 and true are equal to Python
+            if not is_one:
+                raise BadRecord(f"{key} must be {values.words}")
             missing.append(key)
     if missing:
         names = ", ".join(key if key.isidentifier() and len(key) < 60 else shorten(key)

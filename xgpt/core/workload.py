@@ -27,7 +27,6 @@ from xgpt.core.request_keys import CHAT, COMPLETION, EMBEDDINGS, KEYS, MAX_INT, 
 URLS = (CHAT, COMPLETION)
 MAX_ID_CHARS = 1024
 MAX_CHOICES = 2048  # of a line: inputs, as OpenAI's embeddings, times answers to each
-_FOREIGN = {CHAT: "prompt", COMPLETION: "messages"}
 
 _MISSPELT = {"max_new_tokens": "max_tokens"}
 _OPTIONS = ("max_tokens", "forced_tokens", "temperature")  # missing one is dear
@@ -82,7 +81,6 @@ class RequestError:
     code: str | None = None  # see BadRecord
 
 
-_AS_THEY_ARE = ("forced_tokens", "temperature", "top_p", "repetition_penalty", "min_tokens")
 _KNOWN = Request.__dataclass_fields__.keys() | KEYS.keys()
 
 
@@ -114,9 +112,23 @@ def read_record(record: Mapping[str, Any], line: int, name: str, file: int = 0,
         request = Request(line=line, id=name, file=file, max_tokens=1, forced_tokens=1,
                           pooled=terms.pooled, is_openai=openai)
         return _scored(body, request) if terms.is_scored else _with_content(request, body, place)
-    request = _sampled(asked, Request(line=line, id=name, file=file, is_openai=openai,
-                                      tools=tools_of(body) if place == CHAT else ""), place)
-    forced, limit = request.forced_tokens, request.max_tokens
+    seed, top_k, stop, told = (asked.get(key) for key in ("seed", "top_k", "stop", "logprobs"))
+    if place == CHAT:  # says `logprobs: true` and the number beside it
+        if asked.get("top_logprobs") and not told:
+            raise BadRecord("top_logprobs needs logprobs: true")
+        told = asked.get("top_logprobs", 0) if told else None
+    # OpenAI's newer name wins where both are given
+    limit = asked.get("max_completion_tokens", asked.get("max_tokens"))
+    forced = asked.get("forced_tokens")
+    request = Request(
+        line=line, id=name, file=file, is_openai=openai, max_tokens=limit, forced_tokens=forced,
+        seed=None if seed is None else seed % 2**63,  # generators take no negative seed
+        temperature=asked.get("temperature"), top_k=None if top_k is None else max(top_k, 0),
+        top_p=asked.get("top_p"), repetition_penalty=asked.get("repetition_penalty"),
+        stop=tuple(_text(one, "stop") for one in ([stop] if isinstance(stop, str) else stop or ())),
+        top_logprobs=told, min_tokens=asked.get("min_tokens"), passed=passed_of(asked),
+        samples=asked.get("n", asked.get("samples", 1)),
+        tools=tools_of(body) if place == CHAT else "")
     if forced is not None and limit is not None and forced > limit:
         raise BadRecord(f"forced_tokens = {forced} exceeds max_tokens = {limit}")
     if limit is not None and (request.min_tokens or 0) > limit:
@@ -127,44 +139,16 @@ def read_record(record: Mapping[str, Any], line: int, name: str, file: int = 0,
     return _with_content(request, body, place)
 
 
-def _sampled(asked: Mapping[str, Any], request: Request, place: str) -> Request:
-    seed, top_k, stop = asked.get("seed"), asked.get("top_k"), asked.get("stop", ())
-    same: dict[str, Any] = {key: asked.get(key) for key in _AS_THEY_ARE}
-    return replace(
-        request, **same,
-        # OpenAI's newer name wins where both are given
-        max_tokens=asked.get("max_completion_tokens", asked.get("max_tokens")),
-        seed=None if seed is None else seed % 2**63,  # generators take no negative seed
-        top_k=None if top_k is None else max(top_k, 0),
-        stop=tuple(_text(one, "stop") for one in ([stop] if isinstance(stop, str) else stop)),
-        top_logprobs=_top_logprobs(asked, place), samples=asked.get("n", asked.get("samples", 1)),
-        passed=passed_of(asked))
-
-
 def _scored(record: Mapping[str, Any], request: Request) -> Request:
     given = [key for key in ("continuation", "continuation_tokens") if record.get(key) is not None]
     if len(given) != 1:
         raise BadRecord("needs exactly one of continuation, continuation_tokens: what is scored")
-    if (given[0] == "continuation") == (record.get("tokens") is not None):
+    key, value = given[0], record[given[0]]
+    if (key == "continuation") == (record.get("tokens") is not None):
         raise BadRecord("continuation goes with a prompt or messages, continuation_tokens with "
                         "tokens")
-    value = record[given[0]]
-    request = replace(request, continuation=_text(value, given[0])) if (
-        given[0] == "continuation") else replace(
-            request, continuation_tokens=_tokens(value, given[0]))
-    return _with_content(request, record, READ)
-
-
-def _top_logprobs(asked: Mapping[str, Any], place: str) -> int | None:
-    """How many of the likeliest tokens are told beside each chosen one; None: nothing is. A chat of
-    OpenAI's says `logprobs: true` and `top_logprobs`, others `logprobs` and the number."""
-    told: int | None = asked.get("logprobs")
-    if place != CHAT:
-        return told
-    top: int = asked.get("top_logprobs", 0)
-    if top and not told:
-        raise BadRecord("top_logprobs needs logprobs: true")
-    return top if told else None
+    said: dict[str, Any] = {key: (_text if key == "continuation" else _tokens)(value, key)}
+    return _with_content(replace(request, **said), record, READ)
 
 
 def id_of(record: Mapping[str, Any], default: str) -> str:
@@ -231,9 +215,6 @@ def _body_of(record: Mapping[str, Any], urls: Sequence[str]) -> tuple[Mapping[st
         others = (f"; a job that has `workload.embed` takes {EMBEDDINGS}, and no other"
                   if EMBEDDINGS in (url, *urls) else "")
         raise BadRecord(f"url = {shorten(url)}: known: {', '.join(urls)}{others}", "invalid_url")
-    foreign = _FOREIGN.get(str(url))
-    if foreign is not None and body.get(foreign) is not None:
-        raise BadRecord(f"url = {url!r} takes no {foreign}")
     usual = urls[0] if len(urls) == 1 or body.get("messages") is not None else COMPLETION
     return body, usual if url is None else str(url)
 
@@ -250,8 +231,10 @@ def _with_content(request: Request, body: Mapping[str, Any], place: str) -> Requ
     elif key == "tokens":
         inputs = [replace(request, tokens=_tokens(value, key))]
     elif request.is_openai and isinstance(value, list):
+        # a list of texts, or of the token ids of each; or the token ids of a single one
         inputs = [replace(request, prompt=_text(one, key)) if isinstance(one, str) else replace(
-            request, tokens=_tokens(one, key)) for one in _inputs(value)]
+            request, tokens=_tokens(one, key)) for one in (
+                value if value and isinstance(value[0], (str, list)) else [value])]
     else:
         inputs = [replace(request, prompt=_text(value, key))]
     choices = len(inputs) * request.samples if request.is_openai else 1
@@ -260,11 +243,6 @@ def _with_content(request: Request, body: Mapping[str, Any], place: str) -> Requ
     first, *others = [replace(one, asked=at, choices=choices)
                       for at, one in enumerate(inputs)] if choices > 1 else inputs
     return replace(first, others=tuple(others)) if others else first
-
-
-def _inputs(value: list[Any]) -> list[Any]:
-    """OpenAI's list of texts, or of the token ids of each; or the token ids of a single one."""
-    return value if value and isinstance(value[0], (str, list)) else [value]
 
 
 def _tokens(value: object, key: str) -> tuple[int, ...]:

@@ -282,10 +282,10 @@ def hand_on(requests: Requests, spool: SpoolWriter, plan: RunPlan, spec: ModelSp
         errors.setdefault(first, RequestError(
             line=record.line, file=record.file, id=record.id, error=where + sentence,
             is_openai=record.is_openai))
-    queries = queries[~np.isin(queries[:, 0], list(left_out))]
     write_errors(plan.output / "errors.jsonl", [*requests.bad_lines, *errors.values()],
                  requests.labels)
-    spool.save(plan.output, queries, len(requests.bad_lines) + len(errors), requests.labels)
+    spool.save(plan.output, queries[~np.isin(queries[:, 0], list(left_out))],
+               len(requests.bad_lines) + len(errors), requests.labels)
 
 
 def queries_of(spool: Spool, plan: RunPlan) -> Iterator[PreparedQuery]:

@@ -3,6 +3,7 @@ response object; and one of errors.jsonl. A likelihood that is no number is null
 it, OpenAI's form a number of its own."""
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,10 +14,8 @@ TokenText = Callable[[int], str]
 _VERY_UNLIKELY = -9999.0  # what OpenAI writes for a likelihood that it has no number for
 
 
-def result_line(result: FinishedQuery, model: str, token_text: TokenText,
-                created_s: float = 0.0) -> dict[str, Any]:
-    """`model`: what an OpenAI response calls it; `token_text`: the text of a single token;
-    `created_s`: when it came to be, in seconds since 1970."""
+def result_line(result: FinishedQuery, model: str, token_text: TokenText) -> dict[str, Any]:
+    """`model`: what an OpenAI response calls it; `token_text`: the text of a single token."""
     query, tpot_s = result.query, result.tpot_s
     times: dict[str, float | None] = {
         "latency_s": round(result.latency_s, 6), "encode_start_s": round(result.encode_start_s, 6),
@@ -24,9 +23,7 @@ def result_line(result: FinishedQuery, model: str, token_text: TokenText,
     if result.replica is not None:
         times["replica"] = result.replica
     if query.is_openai:
-        body = (_embedding_body(result, model) if query.sampling.pooled
-                else _body(result, model, token_text, int(created_s)))
-        return _openai_line(result, body, times)
+        return _openai_line(result, model, times, token_text)
     if query.sampling.pooled:
         return {"id": query.id, "index": query.index, "text": "", "output_ids": [],
                 "input_tokens": len(query.input_ids), "output_tokens": 0,
@@ -74,13 +71,14 @@ def _likelihoods(result: FinishedQuery) -> dict[str, Any]:
             "top_logprobs": [[[token, _number(value)] for token, value in one.top] for one in told]}
 
 
-def _openai_line(result: FinishedQuery, body: Mapping[str, Any],
-                 times: Mapping[str, float | None]) -> dict[str, Any]:
+def _openai_line(result: FinishedQuery, model: str, times: Mapping[str, float | None],
+                 token_text: TokenText) -> dict[str, Any]:
     """The batch response object of the OpenAI batch format, our figures under `xgpt`; of one of
     several choices as if it were alone (xgpt.core.choices puts them together)."""
     query, request = result.query, f"xgpt-{result.query.index}"
     answer: dict[str, Any] = {"error": None, "response": {
-        "status_code": 200, "request_id": request, "body": body}}
+        "status_code": 200, "request_id": request, "body": _embedding_body(result, model)
+        if query.sampling.pooled else _body(result, model, token_text)}}
     if result.error is not None:
         answer = {"error": {"code": "no_answer", "message": result.error}, "response": None}
     own = {"index": query.index, "output_ids": list(result.output_ids), **times}
@@ -92,8 +90,7 @@ def _openai_line(result: FinishedQuery, body: Mapping[str, Any],
     return {"id": f"batch_req_{query.index}", "custom_id": query.id, **answer, "xgpt": own}
 
 
-def _body(result: FinishedQuery, model: str, token_text: TokenText,
-          created_s: int) -> dict[str, Any]:
+def _body(result: FinishedQuery, model: str, token_text: TokenText) -> dict[str, Any]:
     query = result.query
     input_tokens, output_tokens = len(query.input_ids), len(result.output_ids)
     choice: dict[str, Any] = {"index": 0, "finish_reason": result.finish_reason, "logprobs": None}
@@ -111,7 +108,7 @@ def _body(result: FinishedQuery, model: str, token_text: TokenText,
         choice["text"] = result.text
         if is_told:
             choice["logprobs"] = _of_completion(result, token_text)
-    return {"id": f"xgpt-{query.index}", "created": created_s, "model": model,
+    return {"id": f"xgpt-{query.index}", "created": int(time.time()), "model": model,
             "system_fingerprint": None, "choices": [choice],
             "object": "chat.completion" if query.is_chat else "text_completion",
             "usage": {"prompt_tokens": input_tokens, "completion_tokens": output_tokens,

@@ -43,17 +43,15 @@ class ResultWriter:
     after `count_results`."""
 
     def __init__(self, path: Path, *, first_index: int, model: str,
-                 sync_s: float | None = None, token_text: Callable[[int], str] = str,
-                 clock: Callable[[], float] = time.time) -> None:
+                 sync_s: float | None = None,
+                 token_text: Callable[[int], str] = str) -> None:
         """`sync_s`: what has been written for so long is on the disk; None: with `close`.
-        `token_text`: the text of a token, where likelihoods of some are told. `clock`: seconds
-        since 1970, which an OpenAI response says and keeps."""
+        `token_text`: the text of a token, where likelihoods of some are told."""
         self._path, held_path = path, path.with_name(HELD_FILE)
         self._lock = threading.Lock()  # held where a file is opened or closed
         # to be read, too, where it loses its name
         self._file: IO[str] = path.open("a+", encoding="utf-8")
-        self._next = first_index
-        self._line_of = lambda result: result_line(result, model, token_text, clock())
+        self._next, self._model, self._token_text = first_index, model, token_text
         self._held = read_held(held_path, first_index)
         # of the first answer to a request that asks for several: how many
         self._choices = _choices_of(self._held)
@@ -69,7 +67,7 @@ class ResultWriter:
         index, choices = result.query.index, result.query.choices
         assert index >= self._next and index not in self._held, f"{index = } {self._next = }"
         self._check()
-        line = _text(result, self._line_of)
+        line = _text(result, self._model, self._token_text)
         self._held[index] = line
         if choices > 1:
             self._choices[index - result.query.sample] = choices
@@ -211,16 +209,17 @@ def write_errors(path: Path, errors: Sequence[RequestError], labels: Sequence[st
     write_atomically(path, "\n".join(lines) + "\n")
 
 
-def _text(result: FinishedQuery, line_of: Callable[[FinishedQuery], Mapping[str, Any]]) -> str:
+def _text(result: FinishedQuery, model: str, token_text: Callable[[int], str]) -> str:
     """Its line. What cannot be written as one (an id with half of a surrogate pair, say) is an
     error of this query's, not the end of all."""
     try:
-        text = json.dumps(line_of(result), ensure_ascii=False)
+        text = json.dumps(result_line(result, model, token_text), ensure_ascii=False)
         text.encode()
     except (ValueError, TypeError, RecursionError) as cause:
-        text = json.dumps(line_of(replace(
+        text = json.dumps(result_line(replace(
             result, text="", finish_reason="error",
-            error=f"its answer cannot be written: {type(cause).__name__}: {cause}")))
+            error=f"its answer cannot be written: {type(cause).__name__}: {cause}"), model,
+            token_text))
     return text
 
 

@@ -106,8 +106,8 @@ def test_every_option_arrives(tmp_path: Path) -> None:
     ({"custom_id": "a", "body": {"prompt": "x", "n": 0}}, "n must be"),
     ({"custom_id": "a", "body": {
         "model": "m", "prompt": "x", "tools": [{}], "echo": True}}, "echo, tools"),
-    ({"custom_id": "a", "url": "/v1/completions", "body": {"messages": []}}, "no messages"),
-    ({"custom_id": "a", "url": "/v1/chat/completions", "body": {"prompt": "x"}}, "no prompt"),
+    ({"custom_id": "a", "url": "/v1/completions", "body": {"messages": []}}, "messages: not"),
+    ({"custom_id": "a", "url": "/v1/chat/completions", "body": {"prompt": "x"}}, "prompt: not"),
     ({"prompt": "x", "max_new_tokens": 5}, "did you mean 'max_tokens'"),
     ({"prompt": "x", "max_token": 5}, "did you mean 'max_tokens'"),
     ({"prompt": "x", "temprature": 5}, "did you mean 'temperature'")])
