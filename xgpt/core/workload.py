@@ -223,8 +223,8 @@ def _with_content(request: Request, body: Mapping[str, Any], place: str) -> Requ
     keys = ("input",) if place == EMBEDDINGS else ("prompt", "messages", "tokens")
     given = [key for key in keys if body.get(key) is not None]
     if len(given) != 1:
-        raise BadRecord(f"needs {'exactly one of ' * (len(keys) > 1)}{', '.join(keys)}"
-                       + (f"; has {', '.join(given)}" if given else ""))
+        why = "needs input" if len(keys) == 1 else "needs exactly one of prompt, messages, tokens"
+        raise BadRecord(why + (f"; has {', '.join(given)}" if given else ""))
     key, value = given[0], body[given[0]]
     if key == "messages":
         inputs = [replace(request, messages=messages_of(value))]
