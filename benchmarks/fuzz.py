@@ -76,8 +76,8 @@ def _jobs() -> list[str]:
 
 REQUESTS = [
     '{"id": "a", "prompt": "Hi", "max_tokens": 5, "temperature": 0.5, "top_k": 3, "stop": ["x"]}',
-    '{"custom_id": "b", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": '
-    '[{"role": "user", "content": [{"type": "text", "text": "q"}]}], "seed": 7, "n": 1}}',
+    '{"custom_id": "b", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "m", '
+    '"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}], "n": 1}}',
     '{"tokens": [1, 2, 3], "forced_tokens": 4, "extra": {"deep": [1, {"x": null}]}}',
     '{"prompt": "\\u00e9\\ud83d\\ude42", "top_p": 0.9}']
 TABLES = {".csv": 'id,prompt,max_tokens\na,"x, ""y""\nz",3\nb,q,\n',

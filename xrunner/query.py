@@ -84,6 +84,7 @@ class PreparedQuery:
     sample: int = 0  # which of several answers to one request it is
     tools: str = ""  # that a chat may call, as JSON
     choices: int = 1  # answers that stand in one line of results
+    asked: int = 0  # which input of its line it answers
 
     @property
     def reserve_tokens(self) -> int:

@@ -88,7 +88,9 @@ RESULT = of_keys({
 OPENAI_FIGURES = {"index": RESULT["properties"]["index"],
                   "output_ids": RESULT["properties"]["output_ids"], **TIMES, **REPLICA}
 OF_SEVERAL = {"sample": whole("of the choices of a response, from 0"),
-              "of": whole("how many choices it has")}
+              "of": whole("how many choices it has"),
+              "input": whole("which input of the line it answers, from 0"),
+              "input_tokens": whole("of this input")}
 CHOICE = of_keys({**OPENAI_FIGURES, **OF_SEVERAL, "output_tokens": whole("of the choice")},
                  without=(*REPLICA,))
 OPENAI_RESULT = of_keys({
@@ -98,7 +100,7 @@ OPENAI_RESULT = of_keys({
         of_keys({**OPENAI_FIGURES, **OF_SEVERAL}, without=(*REPLICA, *OF_SEVERAL),
                 words="Of one choice; with `of`: of one that is held back until all are there."),
         of_keys({"index": OPENAI_FIGURES["index"], "choices": array(CHOICE)},
-                words="Of several choices (`n`): the index of the first one.")]}},
+                words="Of several choices (`n`, lists of inputs): the index of the first one.")]}},
     words="A batch response object of OpenAI's format, with our figures under `xgpt`.")
 REQUEST_ERROR = of_keys({"line": whole("of the file of requests, from 1"),
                          "id": or_none(text("of the request, where it has one")),

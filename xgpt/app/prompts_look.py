@@ -13,10 +13,11 @@ from typing import Any
 from xgpt.app.telling import Teller
 from xgpt.core.errors import InputError
 from xgpt.core.request_files.delimited import USUAL, delimiter_of
-from xgpt.core.request_files.files import CONTENTS, SUFFIXES, TABLES, RequestFiles
+from xgpt.core.request_files.files import SUFFIXES, TABLES, RequestFiles
 from xgpt.core.request_files.parquet import arrow
 from xgpt.core.request_files.reader import read_requests
 from xgpt.core.request_files.source import opened
+from xgpt.core.request_keys import CONTENTS
 from xgpt.core.workload import Request, RequestError
 from xgpt.report.table import paragraph
 

@@ -1,6 +1,6 @@
-"""Several answers to one OpenAI request (`n`): queries of their own while a job runs, one response
-with as many choices in results.jsonl. Whoever counts or reads queries there takes such a line
-apart."""
+"""Several answers to one OpenAI request (`n`, a list of prompts, a list of texts to embed): queries
+of their own while a job runs, one response with as many choices in results.jsonl. Whoever counts or
+reads queries there takes such a line apart."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,10 +20,13 @@ def merged(lines: Sequence[str]) -> str:
     if error is not None:
         return json.dumps({**whole, "response": None}, ensure_ascii=False)
     body = first["response"]["body"]
-    inputs, outputs = body["usage"]["prompt_tokens"], sum(one["output_tokens"] for one in parts)
-    body = {**body, "usage": _usage(inputs, outputs), "choices": [
-        {**row["response"]["body"]["choices"][0], "index": place}
-        for place, row in enumerate(rows)]}
+    bodies, answers = [row["response"]["body"] for row in rows], _answers(body)
+    # an input counts once, however many answers it has
+    inputs = {own.get("input", 0): one["usage"]["prompt_tokens"]
+              for own, one in zip(parts, bodies, strict=True)}
+    body = {**body, "usage": _usage(body, sum(inputs.values()),
+                                    sum(one["output_tokens"] for one in parts)),
+            answers: [{**one[answers][0], "index": place} for place, one in enumerate(bodies)]}
     return json.dumps({**whole, "response": {**first["response"], "body": body}},
                       ensure_ascii=False)
 
@@ -43,9 +46,11 @@ def parts(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         response = row.get("response")
         if response is not None:
             body = response["body"]
+            inputs = own.get("input_tokens", body["usage"]["prompt_tokens"])
+            answers = _answers(body)
             response = {**response, "body": {
-                **body, "usage": _usage(body["usage"]["prompt_tokens"], own["output_tokens"]),
-                "choices": [{**body["choices"][place], "index": 0}]}}
+                **body, "usage": _usage(body, inputs, own["output_tokens"]),
+                answers: [{**body[answers][place], "index": 0}]}}
         found.append({**row, "response": response, "xgpt": own})
     return found
 
@@ -56,6 +61,12 @@ def _told(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     return told if isinstance(told, list) else []
 
 
-def _usage(inputs: int, outputs: int) -> dict[str, int]:
-    return {"prompt_tokens": inputs, "completion_tokens": outputs,
-            "total_tokens": inputs + outputs}
+def _answers(body: Mapping[str, Any]) -> str:
+    return "data" if "data" in body else "choices"
+
+
+def _usage(body: Mapping[str, Any], inputs: int, outputs: int) -> dict[str, int]:
+    """Embeddings have no output to count."""
+    counts = {"prompt_tokens": inputs, "completion_tokens": outputs,
+              "total_tokens": inputs + outputs}
+    return {key: counts[key] for key in body["usage"]}

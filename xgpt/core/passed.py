@@ -14,21 +14,17 @@ from xgpt.core.errors import shorten
 # OpenAI's key, vLLM's, and vLLM's older ones
 _FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
           "guided_grammar")
-# of the logits of a step and all tokens so far, so that a query that comes back after an eviction
-# goes on as it began; penalties of output tokens alone would not
-_OF_LOGITS = ("min_p", "repetition_penalty", "logit_bias")
-KEYS = frozenset({*_FORMS, *_OF_LOGITS})
+# of the logits of a step, so that a query that comes back after an eviction goes on as it began;
+# penalties of output tokens alone would not
+_OF_LOGITS = ("min_p", "logit_bias")
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 _FORM = "structured_outputs"
 
 
-def passed_of(body: Mapping[str, Any]) -> str:
-    """vLLM's sampling parameters as JSON; "" where the request asks for none. Raises BadRecord."""
-    given = {key: body[key] for key in _OF_LOGITS if body.get(key) not in (None, {})}
-    for key, value in given.items():
-        _check_of_logits(key, value)
-    forms = {key: form for key in _FORMS
-             if body.get(key) is not None and (form := _form(key, body[key]))}
+def passed_of(asked: Mapping[str, Any]) -> str:
+    """vLLM's sampling parameters as JSON; "" where nothing is asked for. Raises BadRecord."""
+    given = {key: asked[key] for key in _OF_LOGITS if asked.get(key)}
+    forms = {key: form for key in _FORMS if key in asked and (form := _form(key, asked[key]))}
     if len(forms) > 1:
         raise BadRecord(f"{', '.join(forms)}: an answer has one form")
     for form in forms.values():
@@ -41,24 +37,6 @@ def passed_of(body: Mapping[str, Any]) -> str:
 def has_form(passed: str) -> bool:
     """Whether the output is held to a form, which says itself where it ends."""
     return bool(passed) and _FORM in json.loads(passed)
-
-
-def _check_of_logits(key: str, value: object) -> None:
-    if key == "logit_bias":
-        if not isinstance(value, dict) or not all(
-                name.isdecimal() and _is_number(bias) and -100 <= bias <= 100
-                for name, bias in value.items()):
-            raise BadRecord("logit_bias must map token ids to numbers from -100 to 100")
-        return
-    least, most = (0, 1) if key == "min_p" else (0, 2)
-    if not _is_number(value) or not least <= value <= most or (  # type: ignore[operator]
-            key == "repetition_penalty" and value == 0):
-        raise BadRecord(f"{key} must be a number " + (
-            "from 0 to 1" if key == "min_p" else "above 0 and at most 2"))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _form(key: str, value: object) -> dict[str, Any] | None:

@@ -10,14 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.core.errors import nearest
-from xgpt.core.request_files.files import (
-    COMPRESSED,
-    CONTENTS,
-    STDIN,
-    SUFFIXES,
-    RequestFiles,
-    format_of,
-)
+from xgpt.core.request_files.files import COMPRESSED, STDIN, SUFFIXES, RequestFiles, format_of
+from xgpt.core.request_keys import CONTENTS
 from xgpt.core.sections import Section, is_text
 
 MAX_COUNT = 10**8

@@ -6,9 +6,9 @@ from typing import Any
 
 from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, engine_names
 from xgpt.core.job import RESCHEDULE, STEP_TIMES, RunSpec
+from xgpt.core.request_keys import MAX_INT, MAX_STOP_CHARS, MAX_STOPS
 from xgpt.core.sections import Section, is_text
 from xgpt.core.units import FP8, INT8, parse_seconds, parse_share
-from xgpt.core.workload import MAX_INT, MAX_STOP_CHARS, MAX_STOPS
 from xgpt.core.yaml_tree import Field
 
 LOCAL_CLUSTER = "local"

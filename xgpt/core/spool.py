@@ -46,8 +46,9 @@ class Record:
     is_forced: bool = False  # exactly as many tokens as it may generate; end-of-sequence is ignored
     seed: int | None = None
     temperature: float | None = None
-    top_k: int | None = None
+    top_k: int | None = None  # 0: all tokens
     top_p: float | None = None
+    repetition_penalty: float | None = None
     stop: tuple[str, ...] = ()
     is_openai: bool = False
     is_chat: bool = False  # asked as messages
@@ -55,7 +56,8 @@ class Record:
     top_logprobs: int | None = None
     min_tokens: int | None = None
     sample: int = 0  # which of several answers to one request
-    choices: int = 1  # answers that stand in one line of results (OpenAI's `n`)
+    choices: int = 1  # answers that stand in one line of results (OpenAI's `n`, and its lists)
+    asked: int = 0  # which input of its line it answers
     targets: tuple[int, ...] = ()  # that are scored; all but the last end the tokens
     passed: str = ""  # what the engine's own sampler is told (xgpt.core.passed)
     tools: str = ""  # that a chat may call, as JSON

@@ -6,14 +6,12 @@ Forms of a record, OpenAI's batch and ours:
     the same with "continuation" (or "continuation_tokens"), of a job that scores
     {"custom_id", ..., "body": {"input", ...}}, or ours with a content alone, of a job that embeds
 A record that cannot be used becomes a RequestError: one bad line of 200,000 must not cost the
-others. Of an OpenAI body every key counts: what it asks for and would not get is refused
-(xgpt.core.openai_body). Elsewhere keys that mean nothing to us are ignored (a data set has columns
-of its own), except those that look like a misspelt option of ours: silently ignoring
-`max_new_tokens` would cost cluster hours."""
+others. What a request may ask for besides its content is one table (xgpt.core.request_keys). Keys
+of our own forms that are not in it are ignored (a data set has columns of its own), except those
+that look like a misspelt option: silently ignoring `max_new_tokens` would cost cluster hours."""
 
 import difflib
-import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -21,20 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xgpt.core.chat import BadRecord, Message, check_encodable, messages_of, tools_of
-from xgpt.core.engines import OWN_ENGINE, gives
 from xgpt.core.errors import shorten
-from xgpt.core.length_file import MAX_LENGTH_TOKENS
 from xgpt.core.lengths import IntArray, JointLengths
-from xgpt.core.openai_body import OF_EMBEDDINGS, not_honoured
-from xgpt.core.passed import KEYS as PASSED_KEYS
 from xgpt.core.passed import has_form, passed_of
+from xgpt.core.request_keys import CHAT, COMPLETION, EMBEDDINGS, KEYS, MAX_INT, OWN, READ, asked_of
 
-URLS = ("/v1/chat/completions", "/v1/completions")
-EMBEDDINGS = "/v1/embeddings"
-MAX_INT = 2**31 - 1
-MAX_ID_CHARS, MAX_STOPS, MAX_STOP_CHARS = 1024, 64, 1000
-MAX_LOGPROBS, MAX_SAMPLES = 20, 128  # as OpenAI's
-_FOREIGN = {"/v1/chat/completions": "prompt", "/v1/completions": "messages"}
+URLS = (CHAT, COMPLETION)
+MAX_ID_CHARS = 1024
+MAX_CHOICES = 2048  # of a line: inputs, as OpenAI's embeddings, times answers to each
 
 _MISSPELT = {"max_new_tokens": "max_tokens"}
 _OPTIONS = ("max_tokens", "forced_tokens", "temperature")  # missing one is dear
@@ -55,8 +47,9 @@ class Request:
     forced_tokens: int | None = None  # exact output length; end-of-sequence is ignored
     seed: int | None = None
     temperature: float | None = None
-    top_k: int | None = None
+    top_k: int | None = None  # 0: all tokens
     top_p: float | None = None
+    repetition_penalty: float | None = None
     stop: tuple[str, ...] = ()
     is_openai: bool = False
     top_logprobs: int | None = None  # likeliest tokens told beside each chosen one; None: nothing
@@ -67,6 +60,9 @@ class Request:
     continuation: str | None = None  # of the prompt, to be scored; or its tokens
     continuation_tokens: tuple[int, ...] | None = None
     pooled: str = ""  # its embedding is asked for, pooled so ("last", "mean"), and no answer
+    asked: int = 0  # which of the inputs of its line
+    choices: int = 1  # answers that stand in one line of results
+    others: tuple["Request", ...] = ()  # the other inputs of its line
 
     def output_cap(self, default: int) -> int:
         """Most tokens this request may generate; `default` where it names no limit."""
@@ -85,7 +81,7 @@ class RequestError:
     code: str | None = None  # see BadRecord
 
 
-_KNOWN = frozenset(Request.__dataclass_fields__) | {"max_completion_tokens", "logprobs"}
+_KNOWN = Request.__dataclass_fields__.keys() | KEYS.keys()
 
 
 class Terms(NamedTuple):
@@ -101,35 +97,38 @@ def read_record(record: Mapping[str, Any], line: int, name: str, file: int = 0,
                 terms: Terms = Terms()) -> Request:  # noqa: B008 (immutable)
     """The request that a record makes, called `name`. Raises BadRecord."""
     openai = is_openai(record)
-    if terms.is_scored:
-        return _scored(record, Request(line=line, id=name, file=file, max_tokens=1,
-                                       forced_tokens=1))
-    if terms.pooled:
-        return _embedded(record, Request(line=line, id=name, file=file, max_tokens=1,
-                                         forced_tokens=1, pooled=terms.pooled, is_openai=openai))
-    body = _openai_body(record, terms.engine) if openai else record
-    _check_engine(body, terms.engine)
-    if not openai:
+    if openai and terms.is_scored:
+        raise BadRecord("OpenAI's batch format has no continuations to score: give "
+                        '{"id", "prompt", "continuation"}')
+    if openai:
+        body, place = _body_of(record, (EMBEDDINGS,) if terms.pooled else URLS)
+    else:
         refuse_misspelt(record)
+        body, place = record, READ if terms.is_scored or terms.pooled else OWN
+    asked = asked_of(body, place, terms.engine)
+    if openai and not asked.get("model"):
+        raise BadRecord("model is missing: OpenAI's endpoints require it, and it may be any name")
+    if terms.is_scored or terms.pooled:
+        request = Request(line=line, id=name, file=file, max_tokens=1, forced_tokens=1,
+                          pooled=terms.pooled, is_openai=openai)
+        return _scored(body, request) if terms.is_scored else _with_content(request, body, place)
+    seed, top_k, stop, told = (asked.get(key) for key in ("seed", "top_k", "stop", "logprobs"))
+    if place == CHAT:  # says `logprobs: true` and the number beside it
+        if asked.get("top_logprobs") and not told:
+            raise BadRecord("top_logprobs needs logprobs: true")
+        told = asked.get("top_logprobs", 0) if told else None
     # OpenAI's newer name wins where both are given
-    has_new = body.get("max_completion_tokens") is not None
-    max_tokens_key = "max_completion_tokens" if has_new else "max_tokens"
+    limit = asked.get("max_completion_tokens", asked.get("max_tokens"))
+    forced = asked.get("forced_tokens")
     request = Request(
-        line=line, id=name, file=file, is_openai=openai,
-        max_tokens=_integer(body, max_tokens_key, 1, MAX_INT),
-        forced_tokens=_integer(body, "forced_tokens", 1, MAX_LENGTH_TOKENS),
-        seed=_seed(body),
-        temperature=_number(body, "temperature", lambda x: x >= 0,
-                            f"a number from 0 to {MAX_INT}"),
-        top_k=_integer(body, "top_k", 1, MAX_INT),
-        top_p=_number(body, "top_p", lambda x: 0 < x <= 1, "above 0 and at most 1"),
-        stop=_stop(body), top_logprobs=_top_logprobs(body, is_chat=openai and (
-            body.get("messages") is not None)),
-        min_tokens=_integer(body, "min_tokens", 0, MAX_INT),
-        samples=_integer(body, "n" if openai else "samples", 1, MAX_SAMPLES) or 1,
-        tools=tools_of(body) if openai and body.get("messages") is not None else "",
-        passed=passed_of(body) if gives(terms.engine, "passed") else "")
-    forced, limit = request.forced_tokens, request.max_tokens
+        line=line, id=name, file=file, is_openai=openai, max_tokens=limit, forced_tokens=forced,
+        seed=None if seed is None else seed % 2**63,  # generators take no negative seed
+        temperature=asked.get("temperature"), top_k=None if top_k is None else max(top_k, 0),
+        top_p=asked.get("top_p"), repetition_penalty=asked.get("repetition_penalty"),
+        stop=tuple(_text(one, "stop") for one in ([stop] if isinstance(stop, str) else stop or ())),
+        top_logprobs=told, min_tokens=asked.get("min_tokens"), passed=passed_of(asked),
+        samples=asked.get("n", asked.get("samples", 1)),
+        tools=tools_of(body) if place == CHAT else "")
     if forced is not None and limit is not None and forced > limit:
         raise BadRecord(f"forced_tokens = {forced} exceeds max_tokens = {limit}")
     if limit is not None and (request.min_tokens or 0) > limit:
@@ -137,65 +136,28 @@ def read_record(record: Mapping[str, Any], line: int, name: str, file: int = 0,
     if (forced or request.min_tokens) and has_form(request.passed):
         raise BadRecord(f"{'forced' if forced else 'min'}_tokens goes with no form of the output, "
                         "which says itself where it ends")
-    return _with_content(request, body)
+    return _with_content(request, body, place)
 
 
 def _scored(record: Mapping[str, Any], request: Request) -> Request:
-    if is_openai(record):
-        raise BadRecord("OpenAI's batch format has no continuations to score: give "
-                        '{"id", "prompt", "continuation"}')
-    refuse_misspelt(record)
     given = [key for key in ("continuation", "continuation_tokens") if record.get(key) is not None]
     if len(given) != 1:
         raise BadRecord("needs exactly one of continuation, continuation_tokens: what is scored")
-    if (given[0] == "continuation") == (record.get("tokens") is not None):
+    key, value = given[0], record[given[0]]
+    if (key == "continuation") == (record.get("tokens") is not None):
         raise BadRecord("continuation goes with a prompt or messages, continuation_tokens with "
                         "tokens")
-    value = record[given[0]]
-    request = replace(request, continuation=_text(value, given[0])) if (
-        given[0] == "continuation") else replace(
-            request, continuation_tokens=_tokens(value, given[0]))
-    return _with_content(request, record)
-
-
-def _embedded(record: Mapping[str, Any], request: Request) -> Request:
-    """OpenAI's lines have their text under `input`, as a list of one, too."""
-    if not request.is_openai:
-        refuse_misspelt(record)
-        return _with_content(request, record)
-    body = _body_to((EMBEDDINGS,), record)
-    _refuse(not_honoured(body, given=OF_EMBEDDINGS))
-    value = body.get("input")
-    if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], int):
-        value, = value
-    if isinstance(value, str):
-        return replace(request, prompt=_text(value, "input"))
-    if not isinstance(value, list) or any(isinstance(one, (str, list)) for one in value):
-        raise BadRecord("input must be one text, or the token ids of one: a line has one embedding")
-    return replace(request, tokens=_tokens(value, "input"))
-
-
-def _top_logprobs(body: Mapping[str, Any], *, is_chat: bool) -> int | None:
-    """How many of the likeliest tokens are told beside each chosen one; None: nothing is. A chat of
-    OpenAI's says `logprobs: true` and `top_logprobs`, others `logprobs` and the number."""
-    value = body.get("logprobs")
-    if is_chat:
-        if value not in (None, True, False):
-            raise BadRecord("logprobs of a chat must be true or false; how many likeliest tokens "
-                            "is top_logprobs")
-        top = _integer(body, "top_logprobs", 0, MAX_LOGPROBS)
-        if top and not value:
-            raise BadRecord("top_logprobs needs logprobs: true")
-        return (top or 0) if value else None
-    if value is None or isinstance(value, bool):
-        return 0 if value else None
-    return _integer(body, "logprobs", 0, MAX_LOGPROBS)
+    said: dict[str, Any] = {key: (_text if key == "continuation" else _tokens)(value, key)}
+    return _with_content(replace(request, **said), record, READ)
 
 
 def id_of(record: Mapping[str, Any], default: str) -> str:
     """What a record is called. Raises BadRecord where that is no text."""
     key = "custom_id" if is_openai(record) else "id"
     value = record.get(key)
+    if key == "custom_id" and not isinstance(value, str):
+        raise BadRecord("custom_id must be text, and is required of a line in OpenAI's format",
+                        "missing_required_parameter" if value is None else "invalid_type")
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, (str, int)):
@@ -241,27 +203,8 @@ def synthetic_requests(lengths: JointLengths, count: int, seed: int,
         yield rng.integers(vocab_size, size=int(inputs)), int(outputs)
 
 
-def _check_engine(body: Mapping[str, Any], engine: str | None) -> None:
-    """Raises BadRecord for what the engine's sampler does not give."""
-    asked = [key for key in ("logprobs", "min_tokens") if body.get(key) and not gives(engine, key)]
-    if not gives(engine, "passed") and passed_of(body):
-        asked += sorted(key for key in body if key in PASSED_KEYS and body[key])
-    if asked:
-        raise BadRecord(f"{', '.join(asked)}: not supported with the engine "
-                        f"{engine or OWN_ENGINE}")
-
-
-def _openai_body(record: Mapping[str, Any], engine: str | None) -> Mapping[str, Any]:
-    body, url = _body_to(URLS, record), record.get("url")
-    foreign = _FOREIGN.get(str(url))
-    if foreign is not None and body.get(foreign) is not None:
-        raise BadRecord(f"url = {url!r} takes no {foreign}")
-    _refuse(not_honoured(body, PASSED_KEYS if gives(engine, "passed") else ()))
-    return body
-
-
-def _body_to(urls: Collection[str], record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The body of an OpenAI line that goes to one of these endpoints."""
+def _body_of(record: Mapping[str, Any], urls: Sequence[str]) -> tuple[Mapping[str, Any], str]:
+    """(the body of an OpenAI line that goes to one of these endpoints, which one)"""
     body, url = record.get("body"), record.get("url")
     if not isinstance(body, dict):
         raise BadRecord("body must be an object")
@@ -272,29 +215,34 @@ def _body_to(urls: Collection[str], record: Mapping[str, Any]) -> Mapping[str, A
         others = (f"; a job that has `workload.embed` takes {EMBEDDINGS}, and no other"
                   if EMBEDDINGS in (url, *urls) else "")
         raise BadRecord(f"url = {shorten(url)}: known: {', '.join(urls)}{others}", "invalid_url")
-    return body
+    usual = urls[0] if len(urls) == 1 or body.get("messages") is not None else COMPLETION
+    return body, usual if url is None else str(url)
 
 
-def _refuse(asked: Iterable[str]) -> None:
-    """Raises BadRecord where any key is asked for that is not honoured."""
-    if found := sorted(asked):
-        names = ", ".join(key if key.isidentifier() and len(key) < 60 else shorten(key)
-                          for key in found[:20])
-        raise BadRecord(f"{names}: not supported, and an answer without would look like "
-                        "one with; leave it out to have the line answered")
-
-
-def _with_content(request: Request, body: Mapping[str, Any]) -> Request:
-    given = [key for key in ("prompt", "messages", "tokens") if body.get(key) is not None]
+def _with_content(request: Request, body: Mapping[str, Any], place: str) -> Request:
+    keys = ("input",) if place == EMBEDDINGS else ("prompt", "messages", "tokens")
+    given = [key for key in keys if body.get(key) is not None]
     if len(given) != 1:
-        raise BadRecord("needs exactly one of prompt, messages, tokens"
-                       + (f"; has {', '.join(given)}" if given else ""))
-    value = body[given[0]]
-    if given[0] == "messages":
-        return replace(request, messages=messages_of(value))
-    if given[0] == "tokens" or (request.is_openai and isinstance(value, list)):
-        return replace(request, tokens=_tokens(value, given[0]))
-    return replace(request, prompt=_text(value, "prompt"))
+        why = "needs input" if len(keys) == 1 else "needs exactly one of prompt, messages, tokens"
+        raise BadRecord(why + (f"; has {', '.join(given)}" if given else ""))
+    key, value = given[0], body[given[0]]
+    if key == "messages":
+        inputs = [replace(request, messages=messages_of(value))]
+    elif key == "tokens":
+        inputs = [replace(request, tokens=_tokens(value, key))]
+    elif request.is_openai and isinstance(value, list):
+        # a list of texts, or of the token ids of each; or the token ids of a single one
+        inputs = [replace(request, prompt=_text(one, key)) if isinstance(one, str) else replace(
+            request, tokens=_tokens(one, key)) for one in (
+                value if value and isinstance(value[0], (str, list)) else [value])]
+    else:
+        inputs = [replace(request, prompt=_text(value, key))]
+    choices = len(inputs) * request.samples if request.is_openai else 1
+    if choices > MAX_CHOICES:
+        raise BadRecord(f"{key} asks for {choices} answers, of at most {MAX_CHOICES} in a line")
+    first, *others = [replace(one, asked=at, choices=choices)
+                      for at, one in enumerate(inputs)] if choices > 1 else inputs
+    return replace(first, others=tuple(others)) if others else first
 
 
 def _tokens(value: object, key: str) -> tuple[int, ...]:
@@ -311,38 +259,3 @@ def _text(value: object, key: str) -> str:
         raise BadRecord(f"{key} must be text that is not empty")
     check_encodable(value, key)
     return value
-
-
-def _integer(body: Mapping[str, Any], key: str, minimum: int, maximum: int) -> int | None:
-    value = body.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-        raise BadRecord(f"{key} must be a whole number from {minimum} to {maximum}")
-    return value
-
-
-def _seed(body: Mapping[str, Any]) -> int | None:
-    seed = _integer(body, "seed", -(2**63), 2**63 - 1)
-    return None if seed is None else seed % 2**63  # generators take no negative seed
-
-
-def _number(body: Mapping[str, Any], key: str, is_allowed: Callable[[float], bool],
-            allowed: str) -> float | None:
-    value = body.get(key)
-    if value is None:
-        return None
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or abs(value) > MAX_INT or not math.isfinite(value) or not is_allowed(value):
-        raise BadRecord(f"{key} must be {allowed}")
-    return float(value)
-
-
-def _stop(body: Mapping[str, Any]) -> tuple[str, ...]:
-    value = body.get("stop")
-    if value is None:
-        return ()
-    texts = tuple(_text(item, "stop") for item in (value if isinstance(value, list) else [value]))
-    if len(texts) > MAX_STOPS or any(len(text) > MAX_STOP_CHARS for text in texts):
-        raise BadRecord(f"stop takes at most {MAX_STOPS} texts of {MAX_STOP_CHARS} characters")
-    return texts

@@ -13,7 +13,7 @@ from typing import Any, overload
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
-from xgpt.core.workload import MAX_INT
+from xgpt.core.request_keys import MAX_INT
 
 _COUNTS = ("input_tokens", "output_tokens")
 _TIMES = ("latency_s", "encode_start_s", "ttft_s", "tpot_s")

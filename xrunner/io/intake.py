@@ -85,7 +85,8 @@ def take_in(files: RequestFiles, tokeniser: Tokeniser, spool: SpoolWriter | None
             tokenised = [request.tokens for request in requests]
         for request, ids in zip(requests, tokenised, strict=True):
             for sample in range(request.samples):
-                rows.add(request, ids, tokeniser.vocab_size, sample)
+                rows.add(request, ids, tokeniser.vocab_size,
+                         request.asked * request.samples + sample)
     # a line that tells nothing is one of its neighbours'
     bad_lines = [line if line.is_openai is not None else replace(
         line, is_openai=line.file in openai_files) for line in bad_lines]
@@ -253,27 +254,38 @@ def _record(request: Request, *, is_shown: bool) -> Record:
         text = "\n\n".join(message["content"] for message in request.messages)
     if text is not None and request.continuation is not None:
         text += request.continuation
+    seed = request.seed
+    if seed is not None:  # each input of a line is answered as if it were the only one
+        seed -= _SAMPLE_SEED * request.asked * request.samples
     return Record(id=request.id, line=request.line, file=request.file,
-                  is_forced=request.forced_tokens is not None, seed=request.seed,
+                  is_forced=request.forced_tokens is not None, seed=seed,
                   temperature=request.temperature, top_k=request.top_k, top_p=request.top_p,
+                  repetition_penalty=request.repetition_penalty,
                   stop=request.stop, is_openai=request.is_openai,
                   is_chat=request.messages is not None, prompt=text if is_shown else None,
                   top_logprobs=request.top_logprobs, min_tokens=request.min_tokens,
                   passed=request.passed, tools=request.tools, pooled=request.pooled,
-                  choices=request.samples if request.is_openai else 1)
+                  choices=request.choices, asked=request.asked)
 
 
 def hand_on(requests: Requests, spool: SpoolWriter, plan: RunPlan, spec: ModelSpec) -> None:
     """Puts the requests that can run into the spool of the output folder, the others into its
     errors.jsonl."""
     queries, why = runnable(requests, plan, spec)
-    errors = [RequestError(line=record.line, file=record.file, id=record.id, error=sentence,
-                           is_openai=record.is_openai)
-              for request, sentence in why.items() for record in [spool.record(request)]
-              if record.sample == 0]
-    write_errors(plan.output / "errors.jsonl", [*requests.bad_lines, *errors],
+    errors, left_out = dict[int, RequestError](), set[int]()
+    for request, sentence in sorted(why.items()):
+        record = spool.record(request)
+        first = request - record.sample
+        # where one of several inputs cannot run the line has no answer
+        left_out.update(range(first, first + record.choices))
+        where = f"input {record.asked + 1} of the line: " if record.asked else ""
+        errors.setdefault(first, RequestError(
+            line=record.line, file=record.file, id=record.id, error=where + sentence,
+            is_openai=record.is_openai))
+    write_errors(plan.output / "errors.jsonl", [*requests.bad_lines, *errors.values()],
                  requests.labels)
-    spool.save(plan.output, queries, len(requests.bad_lines) + len(errors), requests.labels)
+    spool.save(plan.output, queries[~np.isin(queries[:, 0], list(left_out))],
+               len(requests.bad_lines) + len(errors), requests.labels)
 
 
 def queries_of(spool: Spool, plan: RunPlan) -> Iterator[PreparedQuery]:
@@ -311,7 +323,7 @@ def query_of(spool: Spool, plan: RunPlan, index: int) -> PreparedQuery:
 def _prepared(spool: Spool, plan: RunPlan, index: int, record: Record) -> PreparedQuery:
     sampling = Sampling(
         temperature=plan.temperature if record.temperature is None else record.temperature,
-        top_k=plan.top_k if record.top_k is None else record.top_k,
+        top_k=plan.top_k if record.top_k is None else record.top_k or None,
         top_p=plan.top_p if record.top_p is None else record.top_p,
         # queries without a seed of their own must not all draw the same numbers
         seed=_SAMPLE_SEED * record.sample + (
@@ -325,7 +337,7 @@ def _prepared(spool: Spool, plan: RunPlan, index: int, record: Record) -> Prepar
                         stop=record.stop or (() if record.targets or record.pooled else plan.stop),
                         is_openai=record.is_openai, is_chat=record.is_chat,
                         sample=record.sample, tools=record.tools,
-                        choices=record.choices)
+                        choices=record.choices, asked=record.asked)
 
 
 def _ruled(spool: Spool, plan: RunPlan, index: int, record: Record) -> dict[str, Any]:
@@ -336,12 +348,15 @@ def _ruled(spool: Spool, plan: RunPlan, index: int, record: Record) -> dict[str,
     if record.targets or record.pooled:  # nothing is chosen
         return rules
     before, least, given = 0, record.min_tokens or 0, given_tokens(plan.model_dir)
+    if record.repetition_penalty is not None:
+        given = replace(given, repetition_penalty=record.repetition_penalty)
     if least or given != _NOTHING_GIVEN:
         # positions of an encoder-decoder model's decoder count from the token that it is fed first
         said = ((start_token(plan.model_dir),) if _is_encoder_decoder(plan.model_dir)
                 else tuple(spool.tokens(index)))
         before = len(said)
-        least = least or given.least_after(before)
+        if record.min_tokens is None:
+            least = given.least_after(before)
         if record.is_forced or plan.ignore_eos:
             given = replace(given, last=None)
         if given.unrepeated or given.repetition_penalty != 1:

@@ -3,6 +3,7 @@ response object; and one of errors.jsonl. A likelihood that is no number is null
 it, OpenAI's form a number of its own."""
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -84,7 +85,8 @@ def _openai_line(result: FinishedQuery, model: str, times: Mapping[str, float | 
     if query.sampling.pooled:
         own["output_ids"] = []
     if query.choices > 1:
-        own |= {"sample": query.sample, "of": query.choices}
+        own |= {"sample": query.sample, "of": query.choices, "input": query.asked,
+                "input_tokens": len(query.input_ids)}
     return {"id": f"batch_req_{query.index}", "custom_id": query.id, **answer, "xgpt": own}
 
 
@@ -106,7 +108,8 @@ def _body(result: FinishedQuery, model: str, token_text: TokenText) -> dict[str,
         choice["text"] = result.text
         if is_told:
             choice["logprobs"] = _of_completion(result, token_text)
-    return {"id": f"xgpt-{query.index}", "created": 0, "model": model, "choices": [choice],
+    return {"id": f"xgpt-{query.index}", "created": int(time.time()), "model": model,
+            "system_fingerprint": None, "choices": [choice],
             "object": "chat.completion" if query.is_chat else "text_completion",
             "usage": {"prompt_tokens": input_tokens, "completion_tokens": output_tokens,
                       "total_tokens": input_tokens + output_tokens}}

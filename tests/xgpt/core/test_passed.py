@@ -34,7 +34,7 @@ def test_what_asks_for_nothing_tells_nothing() -> None:
 
 
 @pytest.mark.parametrize(("body", "reason"), [
-    ({"response_format": {"type": "xml"}}, "known types"), ({"response_format": "json"}, "known"),
+    ({"response_format": {"type": "xml"}}, "known types"), ({"response_format": "x"}, "an object"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "name and schema"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "one of json"),
     ({"structured_outputs": {"regex": ""}}, "structured_outputs.regex"),

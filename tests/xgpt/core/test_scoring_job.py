@@ -49,13 +49,14 @@ def test_a_job_that_embeds_takes_texts_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("body", "content"), [
     ({"input": "a text"}, "a text"), ({"input": ["a text"]}, "a text"), ({"input": [4, 5]}, (4, 5)),
     ({"input": [[4, 5]], "encoding_format": "float", "model": "m", "user": "u"}, (4, 5)),
-    ({"input": ["a", "b"]}, "one embedding"), ({"input": []}, "input"), ({}, "input"),
+    ({"input": []}, "input"), ({}, "input"), ({"input": ["a", 3]}, "input"),
     ({"input": "a", "dimensions": 8}, "dimensions"),
     ({"input": "a", "encoding_format": "base64"}, "encoding_format"),
     ({"messages": [{"role": "user", "content": "a"}]}, "messages")])
 def test_openais_lines_of_embeddings(tmp_path: Path, body: dict[str, Any], content: Any) -> None:
     path = tmp_path / "r.jsonl"
-    line = {"custom_id": "x", "method": "POST", "url": "/v1/embeddings", "body": body}
+    line = {"custom_id": "x", "method": "POST", "url": "/v1/embeddings",
+            "body": {"model": "m", **body}}
     path.write_text(json.dumps(line) + "\n")
     job = tmp_path / "job.yaml"
     job.write_text("model: opt-13b\ncluster: a40-4\nworkload: {requests: r.jsonl, embed: last}\n")

@@ -65,8 +65,8 @@ def test_openai_batch_lines_are_read_and_keys_that_ask_for_nothing_ignored(tmp_p
 
 def test_an_openai_completion_takes_a_prompt_or_its_tokens(tmp_path: Path) -> None:
     body = {"url": "/v1/completions", "custom_id": "x"}
-    assert _one(tmp_path, {**body, "body": {"prompt": "Hi"}}).prompt == "Hi"
-    assert _one(tmp_path, {**body, "body": {"prompt": [3, 4]}}).tokens == (3, 4)
+    assert _one(tmp_path, {**body, "body": {"model": "m", "prompt": "Hi"}}).prompt == "Hi"
+    assert _one(tmp_path, {**body, "body": {"model": "m", "prompt": [3, 4]}}).tokens == (3, 4)
 
 
 def test_every_option_arrives(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_every_option_arrives(tmp_path: Path) -> None:
     ('{"prompt": "x", "temperature": NaN}', "temperature"),
     ('{"prompt": "x", "temperature": 1' + "0" * 400 + "}", "temperature"),
     ({"prompt": "x", "temperature": 1e30}, "temperature must be a number from 0 to 2147483647"),
-    ({"prompt": "x", "top_p": 0}, "top_p"), ({"prompt": "x", "top_k": -1}, "top_k"),
+    ({"prompt": "x", "top_p": 0}, "top_p"), ({"prompt": "x", "top_k": -2}, "top_k"),
     ({"prompt": "x", "stop": [""]}, "stop"), ({"prompt": "x", "stop": 3}, "stop"),
     ({"prompt": "x", "forced_tokens": 9, "max_tokens": 8}, "exceeds max_tokens"),
     ({"id": True, "prompt": "x"}, "id must be text"), ({"id": "", "prompt": "x"}, "id"),
@@ -104,9 +104,10 @@ def test_every_option_arrives(tmp_path: Path) -> None:
     ({"custom_id": "a", "body": {"input": "x"}, "url": "/v1/embeddings"}, "url"),
     ({"custom_id": "a", "body": {"prompt": "x"}, "method": "GET"}, "method"),
     ({"custom_id": "a", "body": {"prompt": "x", "n": 0}}, "n must be"),
-    ({"custom_id": "a", "body": {"prompt": "x", "tools": [{}], "echo": True}}, "echo, tools"),
-    ({"custom_id": "a", "url": "/v1/completions", "body": {"messages": []}}, "no messages"),
-    ({"custom_id": "a", "url": "/v1/chat/completions", "body": {"prompt": "x"}}, "no prompt"),
+    ({"custom_id": "a", "body": {
+        "model": "m", "prompt": "x", "tools": [{}], "echo": True}}, "echo, tools"),
+    ({"custom_id": "a", "url": "/v1/completions", "body": {"messages": []}}, "messages: not"),
+    ({"custom_id": "a", "url": "/v1/chat/completions", "body": {"prompt": "x"}}, "prompt: not"),
     ({"prompt": "x", "max_new_tokens": 5}, "did you mean 'max_tokens'"),
     ({"prompt": "x", "max_token": 5}, "did you mean 'max_tokens'"),
     ({"prompt": "x", "temprature": 5}, "did you mean 'temperature'")])

@@ -167,7 +167,7 @@ def test_objects_of_json_lines_are_carried_as_what_they_are(tmp_path: Path) -> N
 
 
 def test_openai_lines_texts_and_arrays_have_tables_of_results_too(tmp_path: Path) -> None:
-    openai = {"custom_id": "o", "url": "/v1/completions", "body": {"prompt": "x"}}
+    openai = {"custom_id": "o", "url": "/v1/completions", "body": {"model": "m", "prompt": "x"}}
     (tmp_path / "in.json").write_text(json.dumps([openai, "y"]))
     (tmp_path / "in.txt").write_text("one\n\ntwo\n")
     output = ran(tmp_path / "out", tmp_path / "in.json", tmp_path / "in.txt")

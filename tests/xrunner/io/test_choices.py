@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,8 @@ def test_taken_apart_it_is_what_each_answer_alone_would_be() -> None:
 @pytest.mark.parametrize("order", [
     (0, 1, 2, 3, 4, 5, 6), (6, 5, 4, 3, 2, 1, 0), (3, 0, 5, 1, 4, 6, 2), (1, 3, 2, 6, 0, 5, 4)])
 def test_whenever_a_run_is_killed_the_next_one_ends_with_the_same_lines(
-        tmp_path: Path, order: tuple[int, ...]) -> None:
+        tmp_path: Path, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1.8e9)  # each response says when it was made
     results = finished()
     whole = tmp_path / "whole.jsonl"
     writer = opened(whole)
@@ -114,6 +116,22 @@ def test_whenever_a_run_is_killed_the_next_one_ends_with_the_same_lines(
         assert not (folder / HELD_FILE).exists()
 
 
+def test_what_is_answered_keeps_the_second_in_which_it_was(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, results = tmp_path / "results.jsonl", finished()
+    monkeypatch.setattr(time, "time", lambda: 1_800_000_000.9)
+    killed = opened(path)
+    for index in (0, 4, 5):
+        killed.write(results[index])
+    monkeypatch.setattr(time, "time", lambda: 1_800_000_123.0)
+    again = opened(path)
+    for index in (1, 2, 3, 6):
+        again.write(results[index])
+    again.close()
+    created = [row["response"]["body"]["created"] - 1_800_000_000 for row in rows_of(path)]
+    assert created == [0, 123, 0, 0]
+
+
 def test_one_without_an_answer_leaves_the_request_without(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     writer = opened(path)
@@ -134,7 +152,7 @@ def test_a_run_answers_lines_with_n(llama: tuple[Path, Any], tmp_path: Path) -> 
 
     def line(name: str, **body: Any) -> dict[str, Any]:
         return {"custom_id": name, "url": "/v1/completions",
-                "body": {"prompt": [7, 8, 9], "max_tokens": 6, **body}}
+                "body": {"model": "m", "prompt": [7, 8, 9], "max_tokens": 6, **body}}
 
     spool, errors = spooled(plan, line("one"), line("drawn", n=4, temperature=1.5, seed=3),
                             line("greedy", n=2), line("none", n=0), line("many", n=129),

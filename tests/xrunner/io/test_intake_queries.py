@@ -58,7 +58,7 @@ def test_a_query_is_what_its_request_and_the_job_say(llama: tuple[Path, Any],
     spool, _ = spooled(plan, "", {"id": "plain", "tokens": [3, 4]}, {
         "id": "own", "tokens": [5], "forced_tokens": 6, "seed": 11, "temperature": 0, "top_k": 3,
         "top_p": 0.5, "stop": ["a", "b"]},
-        {"custom_id": "c", "body": {"prompt": [9, 8, 7], "max_tokens": 3}})
+        {"custom_id": "c", "body": {"model": "m", "prompt": [9, 8, 7], "max_tokens": 3}})
     plain, own, openai = queries_of(spool, plan)
     assert (plain.id, [*plain.input_ids], plain.max_new_tokens) == ("plain", [3, 4], 8)
     assert (plain.sampling.temperature, plain.sampling.seed) == (0.5, 2 * 1_000_003 + 2)

@@ -8,6 +8,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from xgpt.core.request_keys import OPTIONS
 from xgpt.core.workload import Terms
 
 STDIN = Path("-")
@@ -22,9 +23,6 @@ COMPRESSED = ".gz"
 # in, the header's being the first.
 _ENTRIES = {"json": "item", "parquet": "row"}
 
-CONTENTS = ("prompt", "messages", "tokens")  # of a table that has several, the first is taken
-OPTIONS = ("max_tokens", "max_completion_tokens", "forced_tokens", "seed", "temperature", "top_k",
-           "top_p", "stop", "min_tokens")
 # of a job that scores
 CONTINUATIONS = ("continuation", "continuation_tokens")
 

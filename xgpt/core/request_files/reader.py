@@ -26,11 +26,11 @@ def read_requests(files: RequestFiles,
                   columns: ColumnsWriter | None = None, stdin: IO[bytes] | None = None,
                   divided: Divided = lambda path, delimiter: None,
                   ) -> Iterator[Request | RequestError]:
-    """Yields the usable requests, and what is none. An id that is missing is the line's number, or
-    the row's; of several files with the file's name before it. `see` is shown every file's bytes
-    and which file it is, `columns` what the results take over. `stdin`: what came there.
-    `divided` is told what divides the cells of a file whose name says something else. Raises
-    InputError for a file that cannot be read at all."""
+    """Yields the usable requests, one for each input of a line, and what is none. An id that is
+    missing is the line's number, or the row's; of several files with the file's name before it.
+    `see` is shown every file's bytes and which file it is, `columns` what the results take over.
+    `stdin`: what came there. `divided` is told what divides the cells of a file whose name says
+    something else. Raises InputError for a file that cannot be read at all."""
     seen = SeenIds()
     are_several = len(files.paths) > 1
     labels = files.labels if are_several else ("",)
@@ -41,7 +41,10 @@ def read_requests(files: RequestFiles,
                     columns.add(row.others)
                 number = row.line if row.number is None else row.number
                 default = f"{labels[index]}:{number}" if are_several else str(number)
-                yield _taken(row, index, default, seen, files)
+                taken = _taken(row, index, default, seen, files)
+                yield taken
+                if isinstance(taken, Request):
+                    yield from taken.others
 
 
 def _rows(stream: IO[bytes], known: str, files: RequestFiles, path: Path,

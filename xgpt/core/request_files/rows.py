@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from xgpt.core.chat import BadRecord
 from xgpt.core.errors import nearest, shorten, wrong
-from xgpt.core.request_files.files import CONTENTS, RequestFiles
+from xgpt.core.request_files.files import RequestFiles
+from xgpt.core.request_keys import CONTENTS, KEYS, OWN_KEYS
 from xgpt.core.workload import is_openai, misspelt_option, refuse_misspelt
 
 _SURROGATE = re.compile("[\ud800-\udfff]")  # lone, which no file takes
@@ -161,13 +162,15 @@ def roles_of(header: Sequence[str], files: RequestFiles, path: Path) -> Roles:
     if "id" in names:
         roles.setdefault("id", "id")
     if files.has_options:
-        roles |= {name: name for name in files.options
+        roles |= {name: name for name in (*files.options, *OWN_KEYS)
                   if name in names and name not in roles.values()}
         for name in names:
             if name not in roles.values() and (meant := misspelt_option(name)) is not None:
                 raise wrong(path, "requests", name, f"did you mean the column {meant!r}? rename "
                             "it or, if it is none of xgpt's options, say `options: false`", 1)
-    carried = [name for name in names if name not in roles.values()]
+    # a key that is asked for and not given is refused; what asks for nothing is carried
+    carried = [name for name in names if name not in roles.values() or (
+        roles.get(name) == name and name not in (*files.options, *CONTENTS, "id"))]
     if files.carry is not None:
         if absent := [name for name in files.carry if name not in names]:
             raise wrong(path, "workload.requests.carry", absent[0], _missing(absent[0], names), 1)
@@ -195,7 +198,7 @@ def _cell(role: str, value: Any) -> Any:
     if isinstance(value, float):
         if math.isnan(value):
             value = None
-        elif role not in ("temperature", "top_p") and value.is_integer():
+        elif value.is_integer():
             value = int(value)
     if role == "prompt":
         if value is None:
@@ -213,12 +216,9 @@ def _cell(role: str, value: Any) -> Any:
 def _of_text(role: str, text: str) -> Any:
     is_json = role in ("messages", "tokens", "continuation_tokens") or (
         role == "stop" and text.lstrip().startswith("["))
-    if role in ("stop", "continuation") and not is_json:
-        return text
+    of_text = KEYS[role].values.of_text or parsed if role in KEYS else str
     try:
-        if is_json:
-            return parsed(text)
-        return float(text) if role in ("temperature", "top_p") else int(text)
+        return parsed(text) if is_json else of_text(text)
     except ValueError as cause:
         if is_json:
             raise BadRecord(f"{role} is not JSON: {cause}") from None
@@ -243,5 +243,6 @@ def of_object(record: Mapping[str, Any], files: RequestFiles) -> tuple[
         return record, others
     if files.has_options:
         refuse_misspelt(record.keys() - used)
-    kept = {key: value for key, value in record.items() if key in own}
+    looked_at = {*own, *(OWN_KEYS if files.has_options else ())} - set(given.values())
+    kept = {key: value for key, value in record.items() if key in looked_at}
     return {**kept, **taken}, others

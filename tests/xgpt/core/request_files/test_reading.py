@@ -84,7 +84,7 @@ def test_a_text_file_has_a_prompt_a_line(tmp_path: Path) -> None:
 
 
 def test_a_json_array_is_of_objects_openai_lines_or_texts(tmp_path: Path) -> None:
-    openai = {"custom_id": "o", "url": "/v1/completions", "body": {"prompt": "x"}}
+    openai = {"custom_id": "o", "url": "/v1/completions", "body": {"model": "m", "prompt": "x"}}
     path = tmp_path / "r.json"
     path.write_text(json.dumps([{"id": "a", "prompt": "x"}, "y", openai, 7, {"id": "z"}]))
     requests, errors = read(path)
