@@ -184,7 +184,10 @@ def _read_workload(top: Section, folder: Path) -> WorkloadSpec:
             requests, purpose="score" if score else None, pooled=embed),
         count=count, input_tokens=inputs, output_tokens=outputs,
         max_tokens=section.integer("max_tokens", None, 1, MAX_LENGTH_TOKENS),
-        chat=section.flag("chat", not only_encodes), score=score, embed=embed)
+        chat=section.flag("chat", not only_encodes), score=score, embed=embed,
+        chat_template_kwargs=section.values(
+            "chat_template_kwargs", "a mapping of what the model's chat template reads, such as "
+            "{enable_thinking: false}"))
     section.finish()
     return workload
 

@@ -12,7 +12,7 @@ _GIVEN = frozenset({
 # asked of a text's embedding, and given
 OF_EMBEDDINGS = frozenset({"input"})
 # of a chat alone
-_OF_CHATS = frozenset({"tools", "top_logprobs"})
+_OF_CHATS = frozenset({"tools", "top_logprobs", "chat_template_kwargs"})
 # of the service that would answer, not of the answer; `model` is that of the job
 _ELSEWHERE = frozenset({
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xgpt.core.chat import BadRecord, Message, check_encodable, messages_of, tools_of
+from xgpt.core.chat import BadRecord, Message, check_encodable, messages_of, options_of, tools_of
 from xgpt.core.engines import OWN_ENGINE, gives
 from xgpt.core.errors import shorten
 from xgpt.core.length_file import MAX_LENGTH_TOKENS
@@ -63,6 +63,7 @@ class Request:
     min_tokens: int | None = None  # before them no end-of-sequence is chosen
     samples: int = 1  # answers to it
     tools: str = ""  # that a chat may call, as JSON
+    chat_template_kwargs: str = ""  # what its template is told besides, as JSON
     passed: str = ""  # what the engine's own sampler is told, as JSON (xgpt.core.passed)
     continuation: str | None = None  # of the prompt, to be scored; or its tokens
     continuation_tokens: tuple[int, ...] | None = None
@@ -289,7 +290,7 @@ def _with_content(request: Request, body: Mapping[str, Any]) -> Request:
     if len(given) != 1:
         raise BadRecord("needs exactly one of prompt, messages, tokens"
                        + (f"; has {', '.join(given)}" if given else ""))
-    value = body[given[0]]
+    value, request = body[given[0]], replace(request, chat_template_kwargs=options_of(body))
     if given[0] == "messages":
         return replace(request, messages=messages_of(value))
     if given[0] == "tokens" or (request.is_openai and isinstance(value, list)):
