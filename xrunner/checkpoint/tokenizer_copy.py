@@ -11,15 +11,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from xgpt.core.errors import MissingExtraError, XgptError, wrong
+from xgpt.core.errors import InputError, MissingExtraError, XgptError, wrong
 from xgpt.core.model_file import load_json, wrong_file
-from xgpt.core.whole_file import sync_files
+from xgpt.core.whole_file import read_text, sync_files
 from xrunner.checkpoint.identity import WITHOUT_WEIGHTS, model_files
 
 BACKEND, SAID = "tokenizer.json", "said.json"  # said: what that file has no place for
 # Any of these, or a file `*.model`, makes a folder one with a tokenizer.
 _VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json")
-_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
 _FORMAT = 1
 
 
@@ -36,15 +36,44 @@ def copy_of(directory: Path, cache: Path) -> Path | None:
     key = hashlib.sha256(json.dumps([_FORMAT, version, files]).encode()).hexdigest()[:16]
     target = cache / key
     if not target.is_dir():
-        for name in {*_VOCABULARIES, *_SETTINGS} & files.keys():
-            load_json(directory / name) if name.endswith(".json") else None
-        tokenizer = by_transformers(directory, directory / BACKEND)
+        for name in files:
+            if name in (*_VOCABULARIES, *_SETTINGS) and name.endswith(".json"):
+                load_json(directory / name)  # says where it breaks off
+            elif name.endswith(".jinja"):
+                _check_text(directory / name)
+        try:
+            tokenizer = by_transformers(directory, directory / BACKEND)
+        except InputError as cause:
+            raise _blamed(directory, cause) from None
         try:
             _write(tokenizer, _said(tokenizer, directory), target)
         except OSError as cause:
             raise XgptError(f"{target}: the tokenizer of {directory} cannot be kept there: "
                             f"{cause.strerror}") from None
     return target
+
+
+def _check_text(path: Path) -> None:
+    try:
+        read_text(path)
+    except (OSError, ValueError) as cause:
+        raise wrong_file(path, f"cannot be read: {cause}") from None
+
+
+def _blamed(directory: Path, cause: InputError) -> InputError:
+    """The same by the file and the key without which there would be a tokenizer, if one is."""
+    for path in (directory / name for name in _SETTINGS if (directory / name).is_file()):
+        values = load_json(path)
+        for key in sorted(values, key="model_type".__eq__):  # without which nothing is checked
+            with tempfile.TemporaryDirectory() as scratch, contextlib.suppress(InputError):
+                for other in directory.iterdir():
+                    Path(scratch, other.name).symlink_to(other.resolve())
+                Path(scratch, path.name).unlink()
+                Path(scratch, path.name).write_text(json.dumps(
+                    {name: value for name, value in values.items() if name != key}))
+                by_transformers(Path(scratch), path)
+                return wrong(path, key, values[key], cause.mistakes[0].allowed)
+    return cause
 
 
 def by_transformers(folder: Path, named: Path, **options: Any) -> Any:
@@ -63,7 +92,7 @@ def by_transformers(folder: Path, named: Path, **options: Any) -> Any:
             return AutoTokenizer.from_pretrained(
                 folder, trust_remote_code=False, local_files_only=True, **options)
     except Exception as cause:  # it raises as the files make it
-        raise wrong_file(named, "transformers makes no tokenizer of it and the files beside it: "
+        raise wrong_file(named, "something of which transformers makes a tokenizer: "
                                 f"{type(cause).__name__}: {cause}") from None
 
 
