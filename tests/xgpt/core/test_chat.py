@@ -1,0 +1,28 @@
+"""The messages of a line, with all that they say, and what their template is told besides."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from xgpt.core.chat import BadRecord
+from xgpt.core.workload import read_record
+
+
+@pytest.mark.parametrize("is_openai", [True, False])
+def test_a_line_keeps_all_that_its_messages_and_their_template_are_told(is_openai: bool) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "w", "arguments": '{"city": "B"}'}}
+    body = {"messages": [
+        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
+        {"role": "tool", "content": "rain", "tool_call_id": "1", "weight": {"a": [1]}}],
+        "chat_template_kwargs": {"enable_thinking": False}}
+    request = read_record({"custom_id": "a", "body": body} if is_openai else body, 1, "a")
+    assert request.messages == (
+        {"role": "assistant", "tool_calls": [{**call, "function": {
+            "name": "w", "arguments": {"city": "B"}}}]},
+        {"role": "tool", "content": "rain", "tool_call_id": "1", "weight": {"a": [1]}})
+    assert json.loads(request.chat_template_kwargs) == {"enable_thinking": False}
+    for wrong in ([], "x", {"a": "\ud800"}):
+        with pytest.raises(BadRecord, match="chat_template_kwargs"):
+            read_record({**body, "chat_template_kwargs": wrong}, 1, "a")
