@@ -31,7 +31,8 @@ _NOT_DECISIVE = ("name", "output", "model_dir", "model_name", "served_by", "requ
 # What a schedule holds: which requests can run by it follows, and nothing of their answers.
 _HELD_BY_SCHEDULE = ("query_kv_tokens", "most_input_tokens")
 # Keys that came later, with what held before: runs of that time go on.
-_AS_BEFORE = (("deterministic", False), ("stop", ()), ("chat_template_kwargs", {}))
+_AS_BEFORE: tuple[tuple[str, object], ...] = (
+    ("deterministic", False), ("stop", ()), ("chat_template_kwargs", {}))
 OWN_ALONE = 0o077  # the umask of a private run
 AGREEMENT_FILE = "agreement.json"  # of a run of 8-bit products (xrunner.agreement)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from xgpt.core.errors import InputError, MissingExtraError, XgptError, wrong
 from xgpt.core.model_file import load_json, wrong_file
-from xgpt.core.whole_file import read_text, sync_files
+from xgpt.core.whole_file import sync_files
 from xrunner.checkpoint.identity import WITHOUT_WEIGHTS, model_files
 
 BACKEND, SAID = "tokenizer.json", "said.json"  # said: what that file has no place for
@@ -39,8 +39,6 @@ def copy_of(directory: Path, cache: Path) -> Path | None:
         for name in files:
             if name in (*_VOCABULARIES, *_SETTINGS) and name.endswith(".json"):
                 load_json(directory / name)  # says where it breaks off
-            elif name.endswith(".jinja"):
-                _check_text(directory / name)
         try:
             tokenizer = by_transformers(directory, directory / BACKEND)
         except InputError as cause:
@@ -53,24 +51,18 @@ def copy_of(directory: Path, cache: Path) -> Path | None:
     return target
 
 
-def _check_text(path: Path) -> None:
-    try:
-        read_text(path)
-    except (OSError, ValueError) as cause:
-        raise wrong_file(path, f"cannot be read: {cause}") from None
-
-
 def _blamed(directory: Path, cause: InputError) -> InputError:
     """The same by the file and the key without which there would be a tokenizer, if one is."""
-    for path in (directory / name for name in _SETTINGS if (directory / name).is_file()):
-        values = load_json(path)
+    for path in sorted(directory.iterdir()):
+        is_template = path.suffix == ".jinja"  # which has no keys
+        values = load_json(path) if path.name in _SETTINGS else {"": None} if is_template else {}
         for key in sorted(values, key="model_type".__eq__):  # without which nothing is checked
             with tempfile.TemporaryDirectory() as scratch, contextlib.suppress(InputError):
-                for other in directory.iterdir():
+                for other in {*directory.iterdir()} - {path}:
                     Path(scratch, other.name).symlink_to(other.resolve())
-                Path(scratch, path.name).unlink()
-                Path(scratch, path.name).write_text(json.dumps(
-                    {name: value for name, value in values.items() if name != key}))
+                if not is_template:
+                    Path(scratch, path.name).write_text(json.dumps(
+                        {name: value for name, value in values.items() if name != key}))
                 by_transformers(Path(scratch), path)
                 return wrong(path, key, values[key], cause.mistakes[0].allowed)
     return cause

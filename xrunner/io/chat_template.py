@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one thing, as transformers
-_OF_CALLS = ("id", "type", "index")  # what the order of calls and of their results tells, too
+_NOTHING: tuple[object, ...] = (None, False, "", [], {})  # asks for nothing
 _OURS = {"messages", "tools", "add_generation_prompt"}
 
 
@@ -22,7 +22,7 @@ class ChatTemplate:
                  now: datetime) -> None:
         """`now`: what templates are told, of all lines of a job."""
         self._sources = {"default": sources} if isinstance(sources, str) else sources
-        self._special_tokens, self._environment = special_tokens, _environment(now)
+        self._special_tokens, self._now = special_tokens, now
         self._compiled = dict[str, Any]()
 
     def render(self, messages: Sequence[Mapping[str, Any]],
@@ -32,24 +32,28 @@ class ChatTemplate:
         and the template's own `options`. Raises ValueError where the template refuses them, or
         would leave out what they hold."""
         name = "tool_use" if tools and "tool_use" in self._sources else "default"
-        watched = [_Watched(_as_transformers(message)) for message in messages]
+        read, held = set[str](), dict[str, Any]()
+        watched = [_Watched(_as_transformers(message), f"messages[{number}]", read, held)
+                   for number, message in enumerate(messages)]
         try:
             if name not in self._sources:
                 raise ValueError(f"none is the default; there are {', '.join(self._sources)}")
-            template = self._compiled.get(name)
-            if template is None:
-                template = self._environment.from_string(self._sources[name])
-                self._compiled[name] = template
+            if name not in self._compiled:
+                self._compiled[name] = self._environment.from_string(self._sources[name])
             left_out = [f"chat_template_kwargs.{key}" for key in (options or {})
                         if key not in self.options]
-            text: str = template.render(**{
+            text: str = self._compiled[name].render(**{
                 **self._special_tokens, "documents": None, **(options or {}),
                 "messages": watched, "tools": tools, "add_generation_prompt": True})
         except Exception as cause:  # a template's, which raises as it likes
             raise ValueError(f"chat template: {cause}") from None
         if tools and "tools" not in self._variables:
             left_out.append("tools")
-        if left_out := [*left_out, *_unread(messages, watched)]:
+        read.update(_implied(messages, read))
+        for place in [one for one in held if one not in read and held[one] not in _NOTHING]:
+            if not place.startswith(tuple(one + end for one in left_out for end in ".[")):
+                left_out.append(place)  # what it holds comes after it
+        if left_out:
             raise ValueError(f"{', '.join(left_out[:9])}: the model's chat template does not read "
                              "this, and would leave it out; leave it out to have the line answered")
         return text
@@ -57,7 +61,11 @@ class ChatTemplate:
     @cached_property
     def options(self) -> set[str]:
         """What the model's templates read besides the messages and the tools."""
-        return self._variables - self._environment.globals.keys() - _OURS
+        return self._variables - {*self._environment.globals} - _OURS
+
+    @cached_property
+    def _environment(self) -> Any:
+        return _environment(self._now)  # whose library ranks need not load
 
     @cached_property
     def _variables(self) -> set[str]:
@@ -71,41 +79,36 @@ class ChatTemplate:
             return set()
 
 
+def _noting(name: str, *, whole: bool = True) -> Any:
+    def method(self: "_Watched", *args: Any) -> Any:
+        self._read.update(self._place + str(key) for key in (
+            dict.keys(self) if whole else args[:1]))
+        return getattr(dict, name)(self, *args)
+    return method
+
+
 class _Watched(dict[str, Any]):
-    """A mapping that keeps which of its keys were looked at, and does all else as a dict."""
+    """A mapping that notes in `read` which of its keys are looked at, by their places; else a
+    dict."""
 
-    __slots__ = ("_read",)
+    __slots__ = ("_place", "_read")
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__({key: _watched(value) for key, value in values.items()})
-        self._read = set[object]()
+    def __init__(self, values: Mapping[str, Any], place: str, read: set[str],
+                 held: dict[str, Any]) -> None:
+        """`held`: filled with what stands at which place."""
+        self._place, self._read = f"{place}.", read
+        for key, value in values.items():
+            held[own := self._place + key] = value
+            if isinstance(value, list):
+                value = [_Watched(one, f"{own}[{number}]", read, held) if isinstance(one, dict)
+                         else one for number, one in enumerate(value)]
+            dict.__setitem__(self, key, _Watched(value, own, read, held) if isinstance(
+                value, dict) else value)
 
-    def __getitem__(self, key: str) -> Any:
-        self._read.add(key)
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self._read.add(key)
-        return super().get(key, default)
-
-    def __contains__(self, key: object) -> bool:
-        self._read.add(key)
-        return super().__contains__(key)
-
-    def _of_all(name: str) -> Any:  # type: ignore[misc]  # noqa: N805 (makes the methods below)
-        def method(self: "_Watched", *args: object) -> Any:
-            self._read.update(dict.keys(self))
-            return getattr(dict, name)(self, *args)
-        return method
-
+    __getitem__, get, __contains__ = (
+        _noting(name, whole=False) for name in ("__getitem__", "get", "__contains__"))
     __iter__, __repr__, keys, values, items, copy = map(
-        _of_all, ("__iter__", "__repr__", "keys", "values", "items", "copy"))
-
-
-def _watched(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return _Watched(value)
-    return [_watched(one) for one in value] if isinstance(value, list) else value
+        _noting, ("__iter__", "__repr__", "keys", "values", "items", "copy"))
 
 
 def _as_transformers(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,38 +118,22 @@ def _as_transformers(message: Mapping[str, Any]) -> dict[str, Any]:
         "thinking": thought, **message, "reasoning_content": thought}
 
 
-def _unread(messages: Sequence[Mapping[str, Any]], watched: Sequence[_Watched]) -> Iterator[str]:
-    """What of the messages was not looked at as they were rendered, by its place. The result of a
-    tool need not say whose it is where results come in the order of the calls."""
-    calls: list[Mapping[str, Any]] = []
-    for place, (message, seen) in enumerate(zip(messages, watched, strict=True)):
-        read = {"role", *seen._read}
-        if message.get("tool_calls"):
-            calls = list(message["tool_calls"])
-        elif message["role"] == "tool" and calls:
-            call = calls.pop(0)
-            if message.get("tool_call_id") in (None, call.get("id")):
-                read |= {"tool_call_id"}
-                read |= {"name"} if message.get("name") == call["function"]["name"] else set()
-        if read & {*_REASONING}:
-            read |= {*_REASONING}
-        for key in message:
-            yield from _unread_under(seen, key, f"messages[{place}]", read)
-
-
-def _unread_under(values: _Watched, key: str, place: str, read: set[Any]) -> Iterator[str]:
-    value, place = dict.get(values, key), f"{place}.{key}"
-    if value in (None, False, "", [], {}):
-        return
-    if key not in read:
-        yield place
-        return
-    inner = value if isinstance(value, list) else [value]
-    for number, one in enumerate(inner):
-        if isinstance(one, _Watched):
-            own = f"{place}[{number}]" if inner is value else place
-            for name in dict.keys(one):
-                yield from _unread_under(one, name, own, {*_OF_CALLS, *one._read})
+def _implied(messages: Sequence[Mapping[str, Any]], read: set[str]) -> Iterator[str]:
+    """The places of what a template need not read: the result of a tool need not say whose it is
+    where results come in the order of the calls, and one name of a thought is enough."""
+    calls: Iterator[Mapping[str, Any]] = iter(())
+    for number, message in enumerate(messages):
+        yield (place := f"messages[{number}].") + "role"
+        is_thought = any(place + key in read for key in _REASONING)
+        yield from (place + key for key in _REASONING if is_thought or key not in message)
+        for own in range(len(found := message.get("tool_calls") or ())):
+            yield from (f"{place}tool_calls[{own}].{key}" for key in ("id", "type", "index"))
+        calls = iter(found) if found else calls
+        call: Mapping[str, Any] = next(calls, {}) if message["role"] == "tool" else {}
+        if call and message.get("tool_call_id") in (None, call["id"]):
+            yield place + "tool_call_id"
+            if message.get("name") == call["function"]["name"]:
+                yield place + "name"
 
 
 def _environment(now: datetime) -> Any:
@@ -171,11 +158,8 @@ def _environment(now: datetime) -> Any:
             return caller()
 
     class Dict:
-        def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
-            return dict(*args, **values)
-
-        def fromkeys(self, *args: Any) -> dict[Any, Any]:
-            return dict.fromkeys(*args)
+        __call__: Any = staticmethod(dict)
+        fromkeys: Any = staticmethod(dict.fromkeys)
 
     class Names(Namespace):
         def __init__(*args: Any, **values: Any) -> None:  # any name may be given, `self` too
@@ -191,14 +175,12 @@ def _environment(now: datetime) -> Any:
     def refuse(message: str) -> None:
         raise TemplateError(message)
 
-    def to_json(value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None,
-                sort_keys: bool = False) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                          sort_keys=sort_keys)
-
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
-    environment.filters["tojson"] = to_json
+    environment.filters["tojson"] = (
+        lambda value, ensure_ascii=False, indent=None, separators=None, sort_keys=False: json.dumps(
+            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+            sort_keys=sort_keys))
     environment.globals |= {"raise_exception": refuse, "strftime_now": now.strftime, "dict": Dict(),
                             "namespace": Names}
     return environment

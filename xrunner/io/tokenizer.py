@@ -25,7 +25,10 @@ class TextTokenizer:
         """`now`: what chat templates are told, if not the time of day. Raises XgptError."""
         self.directory = directory
         copy = copy_of(directory, cache_dir() / "tokenizers")
-        self._backend, said = (None, dict[str, Any]()) if copy is None else _read(copy)
+        self._backend: Any = None
+        said = dict[str, Any]()
+        if copy is not None:
+            self._backend, said = _read(copy)
         self._cleans_up = bool(said.get("cleans_up"))
         template = said.get("chat_template")
         self.template = None if template is None else ChatTemplate(

@@ -66,7 +66,7 @@ def test_a_template_does_not_reach_pythons_objects(directory: Path, template: st
 
 def test_a_template_that_is_no_text_is_refused_by_its_file(directory: Path) -> None:
     (directory / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(XgptError, match=r"chat_template.jinja: cannot be read"):
+    with pytest.raises(XgptError, match=r"chat_template.jinja: .*can't decode"):
         TextTokenizer(directory)
 
 
