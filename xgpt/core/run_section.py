@@ -5,7 +5,7 @@ from typing import Any
 
 from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, engine_names
 from xgpt.core.job import RESCHEDULE, STEP_TIMES, RunSpec
-from xgpt.core.sections import Section, is_text
+from xgpt.core.sections import Section, is_text, values_of
 from xgpt.core.units import FP8, INT8, parse_seconds, parse_share
 from xgpt.core.workload import MAX_INT, MAX_STOP_CHARS, MAX_STOPS
 
@@ -51,8 +51,8 @@ def read_run(top: Section) -> RunSpec:
         cuda_graphs=_read_cuda_graphs(section),
         engine_python=section.text("engine_python", None, "the Python of an environment that has "
                                    "the engine, such as /opt/vllm/bin/python"),
-        engine_args=section.values("engine_args", "a mapping of the engine's own arguments, such "
-                                   "as {enforce_eager: false}"),
+        engine_args=values_of(section, "engine_args", "a mapping of the engine's own arguments, "
+                              "such as {enforce_eager: false}"),
         sync_s=section.amount("sync_s", 5.0, parse_seconds, lambda x: 0.1 <= x <= 3600,
                               "seconds, from 0.1 to 3600: 5 or '1m'"),
         restarts=section.integer("restarts", 2, 0, 1000),

@@ -90,14 +90,6 @@ class Section:
         return Section(field, self._prefix + key, self._mistakes, self._places,
                        self._elsewhere)
 
-    def values(self, key: str, allowed: str) -> dict[str, Any]:
-        """The mapping under `key`, whose own keys somebody else knows, as plain values."""
-        field = self.get(key)
-        if field is not None and not isinstance(field.value, dict):
-            self.reject_type(key, allowed)
-            return {}
-        return {} if field is None else _plain(field)
-
     def read(self, key: str, default: T, value_of: Callable[[Any], V | None],
              allowed: str) -> V | T:
         """What `value_of` makes of the key's value, None being a mistake."""
@@ -163,6 +155,15 @@ class Section:
             self.reject_type(key, f"{allowed}; at most {largest:g}" if any(is_too_large)
                              else allowed)
         return default if value is None else value
+
+
+def values_of(section: Section, key: str, allowed: str) -> dict[str, Any]:
+    """The mapping under `key`, whose own keys somebody else knows, as plain values."""
+    field = section.get(key)
+    if field is not None and not isinstance(field.value, dict):
+        section.reject_type(key, allowed)
+        return {}
+    return {} if field is None else _plain(field)
 
 
 def _plain(field: Field) -> Any:
