@@ -130,7 +130,7 @@ def _implied(messages: Sequence[Mapping[str, Any]], read: set[str]) -> Iterator[
             yield from (f"{place}tool_calls[{own}].{key}" for key in ("id", "type", "index"))
         calls = iter(found) if found else calls
         call: Mapping[str, Any] = next(calls, {}) if message["role"] == "tool" else {}
-        if call and message.get("tool_call_id") in (None, call["id"]):
+        if call and message.get("tool_call_id") in (None, call.get("id")):
             yield place + "tool_call_id"
             if message.get("name") == call["function"]["name"]:
                 yield place + "name"

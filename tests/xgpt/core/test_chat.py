@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
+from in_process import xgpt
 
 from xgpt.core.chat import BadRecord
 from xgpt.core.workload import read_record
+from xrunner.io.estimated import CharacterTokens
 
 
 @pytest.mark.parametrize("is_openai", [True, False])
@@ -26,3 +29,14 @@ def test_a_line_keeps_all_that_its_messages_and_their_template_are_told(is_opena
     for wrong in ([], "x", {"a": "\ud800"}):
         with pytest.raises(BadRecord, match="chat_template_kwargs"):
             read_record({**body, "chat_template_kwargs": wrong}, 1, "a")
+
+
+def test_a_message_of_calls_alone_is_counted_where_texts_are(tmp_path: Path) -> None:
+    """By who looks at a file of prompts, and where the model's tokenizer is not to be had."""
+    call = {"id": "1", "type": "function", "function": {"name": "w", "arguments": "{}"}}
+    line = {"messages": [{"role": "user", "content": "Weather in Bonn?"},
+                         {"role": "assistant", "content": None, "tool_calls": [call]}]}
+    (tmp_path / "r.jsonl").write_text(json.dumps(line) + "\n")
+    request = read_record(line, 1, "a")
+    assert len(CharacterTokens().tokenise([request])[0]) > 2
+    assert xgpt("init", "--prompts", tmp_path / "r.jsonl", tmp_path / "job.yaml").returncode == 0
