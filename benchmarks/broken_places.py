@@ -195,15 +195,36 @@ PLACES = (
           "_TABLES = 2**6 ", "_TABLES = 1 ",
           "tests/xgpt/core/request_files/test_size_limits.py::"
           "test_ids_are_told_apart_in_few_bytes_each"),
+    # the model's own prompts
+    Place("the model's prompts", "a special token that is null is a word",
+          "xrunner/checkpoint/tokenizer_copy.py",
+          '"special_tokens": tokenizer.special_tokens_map,',
+          '"special_tokens": {key: str(tokenizer.init_kwargs.get(key)) for key in '
+          '("bos_token", "eos_token", "unk_token", "pad_token")},',
+          "tests/xrunner/io/test_tokenizer_folders.py"),
+    Place("the model's prompts", "a tag of templates is not known", "xrunner/io/chat_template.py",
+          "extensions=[Generation, loopcontrols]", "extensions=[loopcontrols]",
+          "tests/xrunner/io/test_tokenizer_folders.py"),
+    Place("the model's prompts", "what a template leaves out vanishes",
+          "xrunner/io/chat_template.py", "        if left_out:\n", "        if not text:\n",
+          "tests/xrunner/io/test_chat_template.py"),
+    Place("the model's prompts", "a run that goes on tells another date", "xgpt/app/opened.py",
+          '.get("now") if is_half_done(job.output) else None', '.get("then")',
+          "tests/xgpt/app/going_on/test_prompts_kept.py::"
+          "test_a_run_that_goes_on_renders_the_prompts_of_its_beginning"),
+    Place("the model's prompts", "a run goes on with other tokens", "xgpt/app/run_folder.py",
+          "prompts not in (None, spool.prompts_digest)", "not spool.prompts_digest",
+          "tests/xgpt/app/going_on/test_prompts_kept.py::"
+          "test_other_tokens_of_the_same_requests_are_refused_untouched"),
     # hostile input
-    Place("a folder's code", "transformers may run it", "xrunner/io/tokenizer.py",
-          "use_fast=True, trust_remote_code=False", "use_fast=True, trust_remote_code=True",
+    Place("a folder's code", "transformers may run it", "xrunner/checkpoint/tokenizer_copy.py",
+          "folder, trust_remote_code=False", "folder, trust_remote_code=True",
           "tests/xrunner/io/test_tokenizer.py::test_code_in_a_models_folder_is_never_run"),
     Place("a folder's code", "pickles are read", "xrunner/checkpoint/tensors.py",
           "    if not may_unpickle:\n", "    if may_unpickle:\n",
           "tests/xgpt/app/test_private_runs.py::"
           "test_pickled_weights_are_refused_unless_they_are_asked_for"),
-    Place("a folder's code", "a template has all of Python", "xrunner/io/tokenizer.py",
+    Place("a folder's code", "a template has all of Python", "xrunner/io/chat_template.py",
           "    from jinja2.sandbox import ImmutableSandboxedEnvironment\n",
           "    from jinja2 import Environment as ImmutableSandboxedEnvironment\n",
           "tests/xrunner/io/test_tokenizer.py::test_a_template_does_not_reach_pythons_objects"),

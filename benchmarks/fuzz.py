@@ -192,14 +192,15 @@ def model_folder(rng: random.Random, folder: Path) -> None:
 def _toy(family: str) -> Path:
     """A toy model's folder, made once."""
     sys.path.insert(0, str(ROOT / "tests/support"))
+    import small_tokenizers
     import toys
 
     place = Path(os.environ["XGPT_FUZZ_TOYS"]) / family
     if not (place / "config.json").exists():
         place.mkdir(parents=True, exist_ok=True)
         toys.make_model(family, place)
-        (place / "tokenizer_config.json").write_text(json.dumps(
-            {"chat_template": "{{ messages[0].content }}", "eos_token": "</s>"}))
+        small_tokenizers.plain_folder(
+            place, chat_template="{{ messages[0].content }}", eos_token="</s>")
     return place
 
 

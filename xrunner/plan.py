@@ -31,7 +31,8 @@ _NOT_DECISIVE = ("name", "output", "model_dir", "model_name", "served_by", "requ
 # What a schedule holds: which requests can run by it follows, and nothing of their answers.
 _HELD_BY_SCHEDULE = ("query_kv_tokens", "most_input_tokens")
 # Keys that came later, with what held before: runs of that time go on.
-_AS_BEFORE = (("deterministic", False), ("stop", ()))
+_AS_BEFORE: tuple[tuple[str, object], ...] = (
+    ("deterministic", False), ("stop", ()), ("chat_template_kwargs", {}))
 OWN_ALONE = 0o077  # the umask of a private run
 AGREEMENT_FILE = "agreement.json"  # of a run of 8-bit products (xrunner.agreement)
 
@@ -78,6 +79,8 @@ class RunPlan:
     engine_version: str = ""  # of another engine, where its own numbers decide the answers
     engine_args: Mapping[str, Any] = field(default_factory=dict)  # its own arguments, by name
     sync_s: float = 5.0  # between two times that results are put on the disk
+    # what the chat template is told besides
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()  # strings that end the answers of requests that name none
     aside: tuple[int, ...] = ()  # queries that this run leaves out (xgpt.app.deaths)
 

@@ -186,7 +186,7 @@ def _plan(job: Job, tell: Teller, *, fetches: bool) -> Plan | None:
     and its requests is found in any case."""
     refuse_what_no_machine_runs(job)
     has_packages = all(importlib.util.find_spec(name) is not None
-                       for name in ("tokenizers", "huggingface_hub"))
+                       for name in ("tokenizers", "transformers", "huggingface_hub"))
     if fetches and (files := job.workload.requests) is not None and files.is_stdin:
         standard_input(job, tell, is_kept=True)  # nothing comes to the allocation's
     opened = open_job(job, tell, "run" if fetches and has_packages else "lengths")

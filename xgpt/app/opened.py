@@ -5,10 +5,12 @@ import importlib.util
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from xgpt.app.prompts_look import tell_delimiters
+from xgpt.app.run_files import is_half_done
 from xgpt.app.standard_input import standard_input
 from xgpt.app.telling import LogTeller, Teller
 from xgpt.core import catalog
@@ -21,7 +23,7 @@ from xgpt.core.problem import Problem, known_model, resolve
 from xgpt.core.queries import Requests
 from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.run_section import LOCAL_CLUSTER
-from xgpt.core.spool import SpoolWriter
+from xgpt.core.spool import SpoolWriter, saved_header
 from xgpt.core.spool_columns import ColumnsWriter
 from xgpt.core.units import format_bytes
 from xgpt.core.workload import Request, RequestError
@@ -71,7 +73,7 @@ def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
     model, files, requests, spool = _Model(job, tell, need), job.workload.requests, None, None
     if files is not None:
         if need == "run":
-            spool = SpoolWriter(ColumnsWriter())
+            spool = SpoolWriter(ColumnsWriter(), model.now)
         stdin = standard_input(job, tell, is_kept=need == "run") if files.is_stdin else None
         delimiters = dict[Path, str]()
         requests = take_in(files, model, spool, stdin, delimiters.__setitem__)
@@ -126,6 +128,9 @@ class _Model:
 
     def __init__(self, job: Job, tell: Teller, need: Need) -> None:
         self._job, self._tell, self._need = job, tell, need
+        # a run that goes on renders its prompts as those that were answered
+        kept = saved_header(job.output).get("now") if is_half_done(job.output) else None
+        self.now = datetime.fromisoformat(kept) if kept else datetime.now()
         self._is_random = job.run.weights == "random"
         is_unknown = gguf_in(Path(job.model)) is not None or (
             catalog.model_named(job.model) is None and not Path(job.model).is_absolute())
@@ -193,8 +198,7 @@ class _Model:
             return None if texts or self._need == "shape" else [
                 list(request.tokens or ()) for request in requests]
         try:
-            self._known = self._known or ModelTokeniser(
-                TextTokenizer(files.directory), workload.chat, files.spec.vocab_size)
+            self._known = self._known or self._made(files)
             if texts and self._need != "run" and not self._known.tokenizer.is_there:
                 raise XgptError("its folder has no tokenizer")  # a run has errors in their places
             return self._known.tokenise(requests)
@@ -203,6 +207,16 @@ class _Model:
                 raise
             self._estimates(cause)
             return CharacterTokens().tokenise(requests)
+
+    def _made(self, files: ModelFiles) -> ModelTokeniser:
+        tokenizer, workload = TextTokenizer(files.directory, self.now), self._job.workload
+        known = set[str]() if tokenizer.template is None else tokenizer.template.options
+        if unknown := sorted(workload.chat_template_kwargs.keys() - known):
+            raise wrong(self._job.source, f"workload.chat_template_kwargs.{unknown[0]}", None,
+                        "left out: the model's chat template does not read it. It reads "
+                        + (", ".join(sorted(known)) or "nothing of this kind"))
+        return ModelTokeniser(tokenizer, workload.chat, files.spec.vocab_size,
+                              workload.chat_template_kwargs)
 
     @property
     def input_error(self) -> float:

@@ -179,5 +179,5 @@ def _is_number(text: str) -> bool:
 
 def _chars(request: Request) -> int:
     if request.messages is not None:
-        return sum(len(message["content"]) for message in request.messages)
+        return sum(len(message.get("content", "")) for message in request.messages)
     return len(request.prompt or "")

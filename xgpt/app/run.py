@@ -175,7 +175,7 @@ def execute_locked(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
         stop = StoppedEarly("asked to stop before the ranks were started; the same command goes on")
         stop.details = kept(opened.job)
         raise stop
-    make_room(output, plan, opened.tell, opened.job.results)
+    make_room(output, plan, opened.tell, opened.job.results, spool)
     hand_on(requests, spool, plan, opened.problem.model)
     save_schedule(schedule, output / "schedule.json")
     if isinstance(timing, ProfileTiming):

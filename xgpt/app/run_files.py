@@ -35,6 +35,12 @@ def is_told_done(output: Path) -> bool:
     return isinstance(metrics, dict) and metrics.get("status") == "done"
 
 
+def is_half_done(output: Path) -> bool:
+    """Whether an earlier run left answers there, and not all of them."""
+    before, total = answered(output / RESULTS_FILE), num_queries(output)
+    return before.total > 0 and (total is None or before.total < total)
+
+
 def kept(job: Job) -> dict[str, Any]:
     """What is known of a run that did not come to its end, by the keys of metrics.json."""
     results = job.output / RESULTS_FILE

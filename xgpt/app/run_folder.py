@@ -10,7 +10,7 @@ import numpy as np
 
 from xgpt.app.kv_layout import lies_in_blocks
 from xgpt.app.opened import OpenedJob
-from xgpt.app.run_files import METRICS_FILE, RESULTS_FILE
+from xgpt.app.run_files import METRICS_FILE, RESULTS_FILE, is_half_done
 from xgpt.app.telling import Teller
 from xgpt.core.errors import wrong
 from xgpt.core.json_values import write_json
@@ -18,7 +18,7 @@ from xgpt.core.positions import has_room, output_room
 from xgpt.core.problem import open_weight_dtypes
 from xgpt.core.queries import Requests
 from xgpt.core.schedule import Schedule
-from xgpt.core.spool import SpoolWriter, num_queries
+from xgpt.core.spool import SpoolWriter, num_queries, saved_header
 from xgpt.core.whole_file import sync_folder
 from xgpt.launch.launcher import threads_per_rank
 from xgpt.report.table import paragraph
@@ -35,6 +35,7 @@ from xrunner.rules.order import window_of
 # What decides the answers, as a job file has it. Two more follow from the schedule and the requests
 # together.
 _IN_WORDS = {"requests_digest": "the requests", "is_chat": "workload.chat",
+             "chat_template_kwargs": "workload.chat_template_kwargs",
              "max_tokens": "workload.max_tokens", "engine": "run.engine",
              "engine_version": "the engine's version",
              "query_kv_tokens": "the longest request that the schedule holds",
@@ -65,6 +66,7 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule, requests: Requests) ->
         model_files=model_files(files.directory), model_state=state,
         weights_whole=weights_whole(files.directory) if job.run.verify else {},
         is_chat=job.workload.chat, max_tokens=opened.problem.default_max_tokens,
+        chat_template_kwargs=dict(job.workload.chat_template_kwargs),
         dtype=opened.problem.dtype, weight_dtype=opened.problem.weight_dtype, seed=job.run.seed,
         temperature=job.run.temperature,
         top_k=job.run.top_k, top_p=job.run.top_p, stop=job.run.stop,
@@ -126,7 +128,7 @@ def going_on(plan: RunPlan, schedule: Schedule) -> RunPlan | None:
 def with_what_was_read(plan: RunPlan, tell: Teller) -> RunPlan:
     """The plan, with what an unfinished run in its folder knows of every byte of its weights, where
     this one did not read them all."""
-    before = saved_model(plan.output) if _is_half_done(plan.output) else None
+    before = saved_model(plan.output) if is_half_done(plan.output) else None
     if before is None:
         return plan
     if plan.weights_whole and not before.weights_whole:
@@ -140,7 +142,7 @@ def as_its_weights_were_held(opened: OpenedJob) -> OpenedJob:
     """The job by the type of weights that an unfinished run in its folder was begun with, where the
     job leaves that open: what is found depends on the memory that is free."""
     job, problem = opened.job, opened.problem
-    before = saved_model(job.output) if _is_half_done(job.output) else None
+    before = saved_model(job.output) if is_half_done(job.output) else None
     if before is None or job.run.weight_dtype != "auto" or before.weight_dtype not in (
             open_weight_dtypes(problem, job.run.engine)):
         return opened
@@ -148,20 +150,24 @@ def as_its_weights_were_held(opened: OpenedJob) -> OpenedJob:
                    problem=replace(problem, weight_dtype=before.weight_dtype))
 
 
-def _is_half_done(output: Path) -> bool:
-    """Whether an earlier run left answers there, and not all of them."""
-    before, total = answered(output / RESULTS_FILE), num_queries(output)
-    return before.total > 0 and (total is None or before.total < total)
-
-
-def make_room(output: Path, plan: RunPlan, tell: Teller, table: Path | None = None) -> None:
+def make_room(output: Path, plan: RunPlan, tell: Teller, table: Path | None = None,
+              spool: SpoolWriter | None = None) -> None:
     """A stopped run of the same job goes on; any other results are kept under another name.
-    `table`: the file that the job wants its results in besides. Raises InputError for a run that
-    was stopped and whose model, requests or sampling have changed since."""
+    `table`: the file that the job wants its results in besides. `spool`: its requests. Raises
+    InputError for a run that was stopped and whose model, prompts or sampling have changed since.
+    """
     results = output / RESULTS_FILE
     before, total = answered(results), num_queries(output)
-    if _is_half_done(output):
+    if is_half_done(output):
         _refuse_another_job(output, plan)
+        prompts = saved_header(output).get("prompts")
+        if spool is not None and prompts not in (None, spool.prompts_digest):
+            raise wrong(output, "the prompts", None,
+                        "the tokens with which the run in this folder was begun, and not finished. "
+                        "The model's tokenizer or its chat template makes others of the same "
+                        "requests today, as another version of transformers may. Put that back to "
+                        "go on, or begin anew with `xgpt submit --again`, which keeps what was "
+                        "answered")
     for name in ("measured.json", METRICS_FILE, "steps.jsonl", "progress.json", ADJUST_FILE,
                  OBSERVED_FILE):
         (output / name).unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from xgpt.core.errors import shorten
 
-Message: TypeAlias = "dict[str, Any]"  # role, content, which is text; tool_calls, tool_call_id
+Message: TypeAlias = "dict[str, Any]"  # role, content, which is text, if any; what else is said
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_TOOLS = 128  # as OpenAI's
 
@@ -54,6 +54,16 @@ def tools_of(body: Mapping[str, Any]) -> str:
     return text
 
 
+def options_of(body: Mapping[str, Any]) -> str:
+    """What a request tells the chat template besides (`enable_thinking`), as JSON; "" for nothing.
+    Raises BadRecord."""
+    value = body.get("chat_template_kwargs")
+    if not isinstance(value, (dict, type(None))):
+        raise BadRecord("chat_template_kwargs must be an object of names and values")
+    check_encodable(json.dumps(value, ensure_ascii=False), "chat_template_kwargs")
+    return json.dumps(value) if value else ""
+
+
 def _is_function(item: object) -> bool:
     function = item.get("function") if isinstance(item, dict) else None
     return (isinstance(item, dict) and item.get("type") == "function"
@@ -67,28 +77,29 @@ def _message(item: object) -> Message:
     role, content = item.get("role"), item.get("content")
     if role not in ROLES:
         raise BadRecord(f"role = {shorten(role)}: known: {', '.join(ROLES)}")
-    calls = item.get("tool_calls") if role == "assistant" else None
+    more = {key: value for key, value in item.items()
+            if key not in ("role", "content") and value is not None}
     if isinstance(content, list):  # OpenAI's list of parts, of which we know text
         if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(
                 part.get("text"), str) for part in content):
             raise BadRecord("content parts other than text are not supported")
         content = "".join(part["text"] for part in content)
-    if content is None and calls:
-        content = ""
-    if not isinstance(content, str):
-        raise BadRecord("content of a message must be text")
-    check_encodable(content, "content")
-    more: Message = {"tool_calls": _calls(calls)} if calls else {}
-    for key in ("tool_call_id", "name"):
-        if isinstance(item.get(key), str) and (key == "name" or role == "tool"):
-            check_encodable(item[key], key)
-            more[key] = item[key]
-    return {"role": str(role), "content": content, **more}
+    if content is not None or not more.get("tool_calls"):
+        if not isinstance(content, str):
+            raise BadRecord("content of a message must be text")
+        check_encodable(content, "content")
+        more = {"content": content, **more}
+    if more.get("tool_calls"):
+        more["tool_calls"] = _calls(more["tool_calls"])
+    for key in more.keys() - {"content"}:  # a cell of a table may be no JSON
+        more[key] = json.loads(text := json.dumps(more[key], ensure_ascii=False, default=str))
+        check_encodable(text, f"{shorten(key)} of a message")
+    return {"role": str(role), **more}
 
 
 def _calls(value: object) -> list[dict[str, Any]]:
-    """Calls that an assistant has made before, the arguments as an object: templates write them as
-    JSON themselves."""
+    """Calls that were made before, the arguments as an object: templates write them as JSON
+    themselves."""
     if not isinstance(value, list):
         raise BadRecord("tool_calls must be a list")
     calls = []
@@ -101,6 +112,6 @@ def _calls(value: object) -> list[dict[str, Any]]:
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
         except ValueError as cause:
             raise BadRecord(f"arguments of a tool call are no JSON: {cause}") from None
-        calls.append({"id": str(item.get("id", "")), "type": "function",
-                      "function": {"name": function["name"], "arguments": arguments}})
+        calls.append({"type": "function", **item, "id": str(item.get("id", "")),
+                      "function": {**function, "arguments": arguments}})
     return calls

@@ -46,6 +46,8 @@ class WorkloadSpec:
     output_tokens: LengthSpec
     max_tokens: int | None = None  # cap on generated tokens of requests that name none
     chat: bool = True  # apply the tokenizer's chat template, if it has one
+    # what that is told besides (`enable_thinking`); a request's own counts before it
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     score: bool = False  # continuations are scored, and nothing is written
     # texts are embedded: the last hidden states, of the "last" token or their "mean"; None: not
     embed: str | None = None

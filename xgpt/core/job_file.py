@@ -24,7 +24,7 @@ from xgpt.core.request_files.files import format_of
 from xgpt.core.requests_section import absolute, is_file, read_requests_key, read_results_key
 from xgpt.core.run_section import LOCAL_CLUSTER, read_run
 from xgpt.core.schedule_section import read_schedule
-from xgpt.core.sections import Section
+from xgpt.core.sections import Section, values_of
 from xgpt.core.slurm_section import read_slurm
 from xgpt.core.units import parse_seconds
 from xgpt.core.yaml_tree import Field, apply_override, read_tree
@@ -184,7 +184,10 @@ def _read_workload(top: Section, folder: Path) -> WorkloadSpec:
             requests, purpose="score" if score else None, pooled=embed),
         count=count, input_tokens=inputs, output_tokens=outputs,
         max_tokens=section.integer("max_tokens", None, 1, MAX_LENGTH_TOKENS),
-        chat=section.flag("chat", not only_encodes), score=score, embed=embed)
+        chat=section.flag("chat", not only_encodes), score=score, embed=embed,
+        chat_template_kwargs=values_of(
+            section, "chat_template_kwargs", "a mapping of what the model's chat template reads, "
+            "such as {enable_thinking: false}"))
     section.finish()
     return workload
 

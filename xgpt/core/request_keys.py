@@ -88,7 +88,7 @@ _ROWS = {
     "logprobs": Key(_whole(0, 20), _ANSWERED, "logprobs", (False,), (frozenset({CHAT}), _FLAG)),
     "top_logprobs": Key(_whole(0, 20), frozenset({CHAT}), "logprobs", (0,)),
     "tools": Key(_LIST, frozenset({CHAT}), neutral=([],)),
-    "chat_template_kwargs": Key(_OBJECT, neutral=({},)),
+    "chat_template_kwargs": Key(_OBJECT, frozenset({CHAT, OWN, READ}), neutral=({},)),
     "repetition_penalty": Key(_number(0, 2, is_above=True), _CHOSEN, "penalty", (1,)),
     "min_p": Key(_number(0, 1), _ANSWERED, "passed", (0,)),
     "logit_bias": Key(_BIAS, _ANSWERED, "passed", ({},)),

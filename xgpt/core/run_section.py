@@ -1,15 +1,13 @@
 """The section `run` of a job file: how and where a job runs."""
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, engine_names
 from xgpt.core.job import RESCHEDULE, STEP_TIMES, RunSpec
 from xgpt.core.request_keys import MAX_INT, MAX_STOP_CHARS, MAX_STOPS
-from xgpt.core.sections import Section, is_text
+from xgpt.core.sections import Section, is_text, values_of
 from xgpt.core.units import FP8, INT8, parse_seconds, parse_share
-from xgpt.core.yaml_tree import Field
 
 LOCAL_CLUSTER = "local"
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -53,7 +51,8 @@ def read_run(top: Section) -> RunSpec:
         cuda_graphs=_read_cuda_graphs(section),
         engine_python=section.text("engine_python", None, "the Python of an environment that has "
                                    "the engine, such as /opt/vllm/bin/python"),
-        engine_args=_read_engine_args(section),
+        engine_args=values_of(section, "engine_args", "a mapping of the engine's own arguments, "
+                              "such as {enforce_eager: false}"),
         sync_s=section.amount("sync_s", 5.0, parse_seconds, lambda x: 0.1 <= x <= 3600,
                               "seconds, from 0.1 to 3600: 5 or '1m'"),
         restarts=section.integer("restarts", 2, 0, 1000),
@@ -122,26 +121,6 @@ def _read_cuda_graphs(section: Section) -> bool:
         return False if value == "off" or value is False else None  # YAML reads `off` as false
 
     return section.read("cuda_graphs", True, value_of, "auto or off")
-
-
-def _read_engine_args(section: Section) -> Mapping[str, Any]:
-    """The engine's own arguments; which there are, the engine itself is asked."""
-    allowed = "a mapping of the engine's own arguments, such as {enforce_eager: false}"
-    field = section.get("engine_args")
-    if field is None:
-        return {}
-    if not isinstance(field.value, dict):
-        section.reject_type("engine_args", allowed)
-        return {}
-    return {str(name): _value_of(child) for name, child in field.value.items()}
-
-
-def _value_of(field: Field) -> Any:
-    """The value without where it stands."""
-    if isinstance(field.value, dict):
-        return {str(name): _value_of(child) for name, child in field.value.items()}
-    return ([_value_of(child) for child in field.value] if isinstance(field.value, list)
-            else field.value)
 
 
 def _read_names(section: Section, key: str) -> tuple[str, ...] | None:

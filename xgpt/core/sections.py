@@ -157,6 +157,23 @@ class Section:
         return default if value is None else value
 
 
+def values_of(section: Section, key: str, allowed: str) -> dict[str, Any]:
+    """The mapping under `key`, whose own keys somebody else knows, as plain values."""
+    field = section.get(key)
+    if field is not None and not isinstance(field.value, dict):
+        section.reject_type(key, allowed)
+        return {}
+    return {} if field is None else _plain(field)
+
+
+def _plain(field: Field) -> Any:
+    """The value without where it stands."""
+    if isinstance(field.value, dict):
+        return {str(name): _plain(child) for name, child in field.value.items()}
+    return ([_plain(child) for child in field.value] if isinstance(field.value, list)
+            else field.value)
+
+
 def is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip()) and value.isprintable()
 

@@ -2,7 +2,8 @@
 report and resume read these files; nobody opens the file of requests again.
 
     spool/spool.json     version; number of queries, which can run, and of error records; what
-                         several files are called
+                         several files are called; the moment that chat templates were told, and a
+                         digest of all tokens, by which a run that goes on knows its prompts
     spool/records.jsonl  a JSON object a request: id and line, what it asks for, and the prompt of
                          the first ones, which the report shows
     spool/tokens.bin     token ids of all requests, one after another, 4 bytes each, little-endian
@@ -11,6 +12,7 @@ report and resume read these files; nobody opens the file of requests again.
     spool/queries.npy    int64 [queries, 2]: which request each query is, and most output tokens
     spool/columns/       what the results take over (xgpt.core.spool_columns), if anything"""
 
+import hashlib
 import json
 import os
 import shutil
@@ -20,8 +22,9 @@ import weakref
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
+from datetime import datetime
 from pathlib import Path
-from typing import IO, overload
+from typing import IO, Any, overload
 
 import numpy as np
 
@@ -85,9 +88,10 @@ def _temporary() -> IO[bytes]:
 class SpoolWriter:
     """Takes up requests one by one, before there is a folder for them."""
 
-    def __init__(self, columns: ColumnsWriter | None = None) -> None:
-        """`columns`: what the results take over of the requests, kept beside them."""
-        self.columns = columns
+    def __init__(self, columns: ColumnsWriter | None = None, now: datetime | None = None) -> None:
+        """`columns`: what the results take over of the requests, kept beside them. `now`: what
+        chat templates are told."""
+        self.columns, self._now, self._prompts = columns, now or datetime.now(), hashlib.sha256()
         self._records, self._tokens, self._places = _temporary(), _temporary(), _temporary()
         for file in (self._records, self._tokens, self._places):
             weakref.finalize(self, file.close)
@@ -96,9 +100,16 @@ class SpoolWriter:
 
     def add(self, record: Record, ids: Sequence[int] | IntArray) -> None:
         self._end[0] += self._records.write(record.to_json())
-        self._tokens.write(np.asarray(ids, _TOKEN).tobytes())
+        raw = np.asarray(ids, _TOKEN).tobytes()
+        self._tokens.write(raw)
+        self._prompts.update(raw + b"%d" % len(ids) + repr(record.targets).encode())
         self._end[1] += len(ids)
         self._places.write(self._end.tobytes())
+
+    @property
+    def prompts_digest(self) -> str:
+        """16 hexadecimal digits of all tokens so far."""
+        return self._prompts.hexdigest()[:16]
 
     def record(self, request: int) -> Record:
         """To be asked for after the last one was added."""
@@ -122,7 +133,8 @@ class SpoolWriter:
         if self.columns is not None:
             self.columns.save(new)
         header = {"version": SPOOL_VERSION, "queries": len(queries), "errors": num_errors,
-                  "files": list(files)}
+                  "files": list(files), "prompts": self.prompts_digest,
+                  "now": self._now.isoformat()}
         (new / "spool.json").write_text(json.dumps(header) + "\n", encoding="utf-8")
         sync_files(new)
         shutil.rmtree(folder, ignore_errors=True)
@@ -244,10 +256,16 @@ class Spool:
                                                               strict=True))]
 
 
+def saved_header(output: Path) -> dict[str, Any]:
+    """What spool.json says; nothing before the requests of the job in `output` were read."""
+    try:
+        header = json.loads((output / "spool" / "spool.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return header if isinstance(header, dict) else {}
+
+
 def num_queries(output: Path) -> int | None:
     """Queries that the job in `output` consists of; None before its requests were read."""
-    try:
-        count = json.loads((output / "spool" / "spool.json").read_text("utf-8"))["queries"]
-    except (OSError, ValueError, KeyError):
-        return None
-    return int(count)
+    count = saved_header(output).get("queries")
+    return None if count is None else int(count)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xgpt.core.chat import BadRecord, Message, check_encodable, messages_of, tools_of
+from xgpt.core.chat import BadRecord, Message, check_encodable, messages_of, options_of, tools_of
 from xgpt.core.errors import shorten
 from xgpt.core.lengths import IntArray, JointLengths
 from xgpt.core.passed import has_form, passed_of
@@ -56,6 +56,7 @@ class Request:
     min_tokens: int | None = None  # before them no end-of-sequence is chosen
     samples: int = 1  # answers to it
     tools: str = ""  # that a chat may call, as JSON
+    chat_template_kwargs: str = ""  # what its template is told besides, as JSON
     passed: str = ""  # what the engine's own sampler is told, as JSON (xgpt.core.passed)
     continuation: str | None = None  # of the prompt, to be scored; or its tokens
     continuation_tokens: tuple[int, ...] | None = None
@@ -226,6 +227,7 @@ def _with_content(request: Request, body: Mapping[str, Any], place: str) -> Requ
         why = "needs input" if len(keys) == 1 else "needs exactly one of prompt, messages, tokens"
         raise BadRecord(why + (f"; has {', '.join(given)}" if given else ""))
     key, value = given[0], body[given[0]]
+    request = replace(request, chat_template_kwargs=options_of(body))
     if key == "messages":
         inputs = [replace(request, messages=messages_of(value))]
     elif key == "tokens":

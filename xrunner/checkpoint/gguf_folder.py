@@ -5,7 +5,6 @@ What of the metadata is not understood is refused by its key: it may change the 
 
 import contextlib
 import hashlib
-import io
 import json
 import os
 import tempfile
@@ -15,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from xgpt.core.errors import InputError, MissingExtraError, Mistake
-from xgpt.core.model_file import wrong_file
+from xgpt.core.errors import InputError, Mistake
 from xrunner.checkpoint.gguf_file import ARCHITECTURES, FREQUENCIES, NAME, GgufFile
+from xrunner.checkpoint.tokenizer_copy import by_transformers
 
 _SIZES = {"embedding_length": "hidden_size", "block_count": "num_hidden_layers",
           "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
@@ -45,7 +44,7 @@ def folder_of(path: Path, cache: Path) -> Path:
             made = Path(scratch) / "model"
             made.mkdir()
             (made / NAME).symlink_to(path.resolve())
-            _write_tokenizer(path, made)
+            by_transformers(path.parent, path, gguf_file=path.name).save_pretrained(made)
             (made / "config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
             with contextlib.suppress(OSError):  # another process was quicker: its result serves
                 os.replace(made, target)
@@ -121,21 +120,3 @@ def _scaling(file: GgufFile, context: int) -> dict[str, Any] | None:
 def _shortest(value: float) -> float:
     """Of the numbers that are the same in the file's 32 bits, the one with the fewest digits."""
     return float(str(np.float32(value)))
-
-
-def _write_tokenizer(path: Path, folder: Path) -> None:
-    """By transformers, which makes one of a file's metadata."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything needed is in the file
-    try:
-        from transformers import AutoTokenizer
-        from transformers.utils import logging
-    except ImportError as cause:
-        raise MissingExtraError(str(cause.name), "run", "reading a GGUF model") from None
-    quiet: Any = logging  # its functions carry no annotations
-    quiet.set_verbosity_error()
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
-            AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name,
-                                          trust_remote_code=False).save_pretrained(folder)
-    except (ValueError, LookupError, TypeError, AttributeError, NotImplementedError) as cause:
-        raise wrong_file(path, f"its tokenizer cannot be read by transformers: {cause}") from None

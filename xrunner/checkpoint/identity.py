@@ -7,31 +7,37 @@ training step or another type differ in all of them. A change of a few bytes bet
 seen by `weights_whole` alone, for which all is read."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from pathlib import Path
 
 _WEIGHTS = (".safetensors", ".bin", ".gguf")
 # config, generation_config, tokenizer, its vocabulary and merges, the chat's template
-_OTHERS = (".json", ".txt", ".model", ".jinja")
+WITHOUT_WEIGHTS = (".json", ".txt", ".model", ".jinja")
 _BLOCKS, _BLOCK_BYTES, _BEGINNING_BYTES = 32, 2**14, 2**20
 
 
-def model_files(directory: Path) -> dict[str, str]:
-    """The files that decide a model's answers: name -> 16 hexadecimal digits. Raises OSError."""
-    return {path.name: _digest(path) for path in sorted(directory.iterdir())
-            if path.suffix in (*_WEIGHTS, *_OTHERS) and path.is_file()}
+def model_files(directory: Path,
+                suffixes: Collection[str] = (*_WEIGHTS, *WITHOUT_WEIGHTS)) -> dict[str, str]:
+    """The files that decide a model's answers, or those of them with these suffixes: name -> 16
+    hexadecimal digits. Raises OSError."""
+    return {path.relative_to(directory).as_posix(): _digest(path)
+            for path in _deciding(directory, suffixes)}
+
+
+def _deciding(directory: Path, suffixes: Collection[str]) -> list[Path]:
+    paths = [*directory.iterdir(), *directory.glob("additional_chat_templates/*.jinja")]
+    return sorted(path for path in paths if path.suffix in suffixes and path.is_file())
 
 
 def files_state(directory: Path) -> str:
     """16 hexadecimal digits that are others once one of those files was written or replaced, at the
     price of asking for their sizes and times. Raises OSError."""
     digest = hashlib.sha256()
-    for path in sorted(directory.iterdir()):
-        if path.suffix in (*_WEIGHTS, *_OTHERS) and path.is_file():
-            found = path.stat()
-            digest.update(repr((path.name, found.st_ino, found.st_size, found.st_mtime_ns,
-                                found.st_ctime_ns)).encode())
+    for path in _deciding(directory, (*_WEIGHTS, *WITHOUT_WEIGHTS)):
+        found = path.stat()
+        digest.update(repr((path.name, found.st_ino, found.st_size, found.st_mtime_ns,
+                            found.st_ctime_ns)).encode())
     return digest.hexdigest()[:16]
 
 

@@ -27,6 +27,7 @@ from xgpt.core.model_file import gguf_in, load_json
 from xgpt.core.whole_file import write_atomically
 from xrunner.checkpoint.gguf_folder import folder_of
 from xrunner.checkpoint.hub import why_in_vain
+from xrunner.checkpoint.tokenizer_copy import by_transformers
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _HUB_OLDER_WEIGHTS = "pytorch_model*.bin"  # only for a repository without safetensors
@@ -212,7 +213,7 @@ def convert_gguf(gguf: Path, target: Path) -> None:
     try:
         import gguf as _gguf  # noqa: F401
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+        from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
         from transformers.utils import logging
     except ImportError as cause:
         raise MissingExtraError(str(cause.name), "run", "reading a GGUF model") from None
@@ -220,8 +221,7 @@ def convert_gguf(gguf: Path, target: Path) -> None:
     quiet.set_verbosity_error()
     quiet.disable_progress_bar()
     with contextlib.redirect_stderr(io.StringIO()):  # progress bars of the dequantiser
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name,
-                                                  trust_remote_code=False)
+        tokenizer = by_transformers(gguf.parent, gguf, gguf_file=gguf.name)
         loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name,
                                                       trust_remote_code=False, dtype=torch.float32)
     values = loaded.config.to_dict()

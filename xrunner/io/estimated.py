@@ -33,5 +33,5 @@ class CharacterTokens:
     def tokenise(self, requests: Sequence[Request]) -> list[Any]:
         """As many ids as each request has tokens, which stand for nothing."""
         return [request.tokens if request.tokens is not None else range(estimated_tokens(
-            (request.prompt or "\n".join(m["content"] for m in request.messages or ()))
+            (request.prompt or "\n".join(m.get("content", "") for m in request.messages or ()))
             + (request.continuation or ""))) for request in requests]

@@ -7,8 +7,8 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -103,7 +103,7 @@ def _next_lines(source: Iterator[Request | RequestError]) -> list[Request | Requ
         lines.append(line)
         if isinstance(line, Request):
             size += len(line.prompt or "") + 8 * len(line.tokens or ()) + sum(
-                len(message["content"]) for message in line.messages or ()) + len(
+                len(message.get("content", "")) for message in line.messages or ()) + len(
                     line.continuation or "")
         if size >= _CHARS_AT_A_TIME:
             break
@@ -138,6 +138,7 @@ class ModelTokeniser:
     tokenizer: TextTokenizer
     is_chat: bool  # prompts go into the chat template, if there is one
     vocab_size: int
+    options: Mapping[str, Any] = field(default_factory=dict)  # what that is told besides
 
     def tokenise(self, requests: Sequence[Request]) -> list[Tokenised]:
         """Token ids of each request, or the sentence that says why there are none."""
@@ -155,19 +156,25 @@ class ModelTokeniser:
         plain, chat = [], []
         is_chat = self.is_chat and self.tokenizer.template is not None
         for i, request in enumerate(requests):
+            own = json.loads(request.chat_template_kwargs or "{}")
+            is_plain = request.messages is None and not (is_chat and not request.is_openai)
+            if own and (request.tokens is not None or is_plain):
+                result[i] = "chat_template_kwargs: this prompt goes into no chat template"
+                continue
             if request.tokens is not None:
                 continue
             if not self.tokenizer.is_there:
                 result[i] = NO_TOKENIZER
                 continue
             # OpenAI's prompts are completed as they are: its chats are messages
-            if request.messages is None and not (is_chat and not request.is_openai):
+            if is_plain:
                 plain.append((i, request.prompt or ""))
                 continue
             messages = request.messages or ({"role": "user", "content": request.prompt or ""},)
             try:
                 chat.append((i, self.tokenizer.render_chat(
-                    messages, json.loads(request.tools) if request.tools else None)))
+                    messages, json.loads(request.tools) if request.tools else None,
+                    {**self.options, **own})))
             except (ValueError, XgptError) as cause:
                 result[i] = str(cause)
         for batch, special in ((plain, True), (chat, False)):  # a template brings its own specials
@@ -251,7 +258,7 @@ def _why_unusable(ids: Sequence[int] | str, vocab_size: int | None) -> str | Non
 def _record(request: Request, *, is_shown: bool) -> Record:
     text = request.prompt
     if request.messages is not None:
-        text = "\n\n".join(message["content"] for message in request.messages)
+        text = "\n\n".join(message.get("content", "") for message in request.messages)
     if text is not None and request.continuation is not None:
         text += request.continuation
     seed = request.seed

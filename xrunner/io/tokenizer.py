@@ -1,9 +1,5 @@
-"""Text to tokens and back, with the model's chat template; free of torch.
+"""Text to tokens and back, as transformers does it, by the `tokenizers` library; free of torch."""
 
-Uses the `tokenizers` library on tokenizer.json; a checkpoint with only the older vocabulary files
-goes through transformers once."""
-
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -13,29 +9,30 @@ from typing import Any
 from xgpt.core.errors import MissingExtraError, XgptError, wrong
 from xgpt.core.model_file import load_json, wrong_file
 from xgpt.core.whole_file import read_text
+from xrunner.checkpoint.source import cache_dir
+from xrunner.checkpoint.tokenizer_copy import BACKEND, SAID, copy_of
+from xrunner.io.chat_template import ChatTemplate
 
-# Any of these makes a directory one with a tokenizer; without, requests must give tokens.
-_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
-
-# What a template can raise besides its own errors, by what it does with the messages.
-_IN_TEMPLATES = (TypeError, ArithmeticError, LookupError, AttributeError, RecursionError)
+# What transformers takes out of decoded text, where a tokenizer is said to be cleaned up after.
+_CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
 
 
 class TextTokenizer:
     """The tokenizer of one checkpoint directory. A directory without one (random weights) serves
     requests that give tokens; their answers have no text."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, now: datetime | None = None) -> None:
+        """`now`: what chat templates are told, if not the time of day. Raises XgptError."""
         self.directory = directory
-        self._backend = _backend_of(directory, tuple(
-            (path.name, status.st_mtime_ns, status.st_size) for name in _VOCABULARIES
-            if (path := directory / name).is_file() and (status := path.stat())))
-        settings = _read_json(directory / "tokenizer_config.json")
-        self.template = _find_template(directory, settings)  # of a chat, if there is one
-        self._special_tokens = {  # a token is its text, or has it as its content
-            k: v["content"] if isinstance(v, dict) and "content" in v else v
-            for k, v in settings.items() if k.endswith("_token")}
-        self._chat: Any = None  # the template, compiled once
+        copy = copy_of(directory, cache_dir() / "tokenizers")
+        self._backend: Any = None
+        said = dict[str, Any]()
+        if copy is not None:
+            self._backend, said = _read(copy)
+        self._cleans_up = bool(said.get("cleans_up"))
+        template = said.get("chat_template")
+        self.template = None if template is None else ChatTemplate(
+            template, said["special_tokens"], now or datetime.now())
 
     @property
     def is_there(self) -> bool:
@@ -51,39 +48,26 @@ class TextTokenizer:
         return [e.ids for e in self._backend.encode_batch(list(texts), add_special_tokens=special)]
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]],
-                    tools: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """`messages` in the model's chat template, up to where the assistant begins to speak, with
-        the `tools` that it may call. Raises XgptError without a template, ValueError if the
-        template refuses the messages or knows no tools."""
+                    tools: Sequence[Mapping[str, Any]] | None = None,
+                    options: Mapping[str, Any] | None = None) -> str:
+        """See ChatTemplate.render. Raises XgptError without a template."""
         if self.template is None:
             raise XgptError(f"{self.directory}: the tokenizer has no chat template")
-        if tools and "tools" not in self.template:
-            raise ValueError("tools: the model's chat template knows none, and would leave them "
-                             "out; leave them out to have the line answered")
-        from jinja2 import TemplateError
+        return self.template.render(messages, tools, options)
 
-        try:
-            self._chat = self._chat or _environment().from_string(self.template)
-            text: str = self._chat.render(messages=messages, tools=tools,
-                                          add_generation_prompt=True, **self._special_tokens)
-        except (TemplateError, *_IN_TEMPLATES) as cause:
-            raise ValueError(f"chat template: {cause}") from None
-        return text
-
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, skips_special: bool = True) -> str:
+        """The text of an answer; "" where there is no tokenizer."""
         if self._backend is None:
             return ""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=True)
+        text: str = self._backend.decode(list(ids), skip_special_tokens=skips_special)
+        for spaced in _CLEANED if self._cleans_up else ():
+            text = text.replace(spaced, spaced.strip())
         return text
-
 
     def token_text(self, token: int) -> str:
         """The text of a single token, special ones included; a name of it where there is no
         tokenizer."""
-        if self._backend is None:
-            return f"token_id:{token}"
-        text: str = self._backend.decode([token], skip_special_tokens=False)
-        return text
+        return self.decode([token], skips_special=False) if self.is_there else f"token_id:{token}"
 
 
 def eos_ids(directory: Path) -> frozenset[int]:
@@ -120,73 +104,24 @@ def is_token(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _environment() -> Any:
-    """What a chat template may use."""
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def refuse(message: str) -> None:
-        raise ValueError(message)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    environment.filters["tojson"] = lambda v, **kw: json.dumps(v, ensure_ascii=False, **kw)
-    return environment
-
-
 @lru_cache(maxsize=1)
-def _backend_of(directory: Path, files: tuple[tuple[str, int, int], ...]) -> Any:
-    """The `tokenizers` object, read once; None where the directory has no vocabulary. `files`: the
-    (name, time, size) of what there is, by which another version is told. Raises XgptError."""
-    if not files:
-        return None
+def _read(copy: Path) -> tuple[Any, dict[str, Any]]:
+    """The `tokenizers` object of a copy, read once, and what that does not keep."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
         raise MissingExtraError("tokenizers", "run", "tokenising prompts") from None
-    path = directory / "tokenizer.json"
+    said = load_json(copy / SAID)
     try:
-        if path.is_file():
-            backend = _from_file(Tokenizer, path)
-        else:
-            from transformers import AutoTokenizer
-
-            # a folder's own code is never run: left open, transformers would ask on the terminal
-            backend = AutoTokenizer.from_pretrained(
-                directory, use_fast=True, trust_remote_code=False).backend_tokenizer
-    except (ValueError, OSError, ImportError, LookupError, TypeError, AttributeError) as cause:
-        raise wrong_file(path if path.is_file() else directory / "tokenizer",
-                         f"cannot be read: {cause}") from None
+        backend = Tokenizer.from_str(read_text(copy / BACKEND))
+    except Exception as cause:  # the library raises nothing more precise
+        raise wrong_file(copy / BACKEND, f"cannot be read: {cause}. Remove the folder to have it "
+                                         "made again") from None
     # a checkpoint may carry the padding and truncation of its training
     backend.no_padding()
     backend.no_truncation()
-    return backend
-
-
-def _from_file(library: Any, path: Path) -> Any:
-    """Raises ValueError for a file that is no tokenizer."""
-    text = read_text(path)
-    try:
-        return library.from_str(text)
-    except Exception as cause:  # the library raises nothing more precise
-        json.loads(text)  # says where it breaks off
-        raise ValueError(cause) from None
-
-
-def _find_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return read_text(path)
-        except (OSError, ValueError) as cause:
-            raise wrong_file(path, f"cannot be read: {cause}") from None
-    template = settings.get("chat_template")
-    if isinstance(template, list):  # several, by name
-        named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
-        raise wrong(directory / "tokenizer_config.json", "chat_template", template, "text")
-    return template
+    backend.encode_special_tokens = said["splits_special_tokens"]
+    return backend, said
 
 
 def _read_json(path: Path) -> dict[str, Any]:

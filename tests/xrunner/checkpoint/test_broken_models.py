@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_tokenizers import plain_folder
 from toy_runs import split_stages
 from toys import ENCODER_DECODER_FAMILIES, FAMILIES, make_model, spec_of
 
@@ -148,8 +149,14 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
     ("tokenizer.json", '{"model": 3}', "tokenizer.json"),
     ("tokenizer_config.json", "[", "tokenizer_config.json"),
     ("tokenizer_config.json", '{"chat_template": 4}', "chat_template"),
-    ("vocab.json", "{", "tokenizer")])
-def test_a_tokenizer_that_is_broken(tmp_path: Path, file: str, text: str, key: str) -> None:
+    ("tokenizer_config.json", '{"bos_token": 4}', "bos_token"),
+    ("special_tokens_map.json", '{"eos_token": [1]}', "eos_token"),
+    ("config.json", '{"model_type": "gpt2", "n_embd": "x"}', "n_embd"),
+    ("vocab.json", "{", "vocab.json")])
+def test_a_tokenizer_that_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str,
+                                    text: str, key: str) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    plain_folder(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     (tmp_path / file).write_text(text)
     with pytest.raises(InputError) as caught:
@@ -169,7 +176,10 @@ def test_tokens_that_are_none(tmp_path: Path, value: object) -> None:
         (tmp_path / name).unlink()
 
 
-def test_a_template_that_fails_refuses_the_request_and_not_the_job(tmp_path: Path) -> None:
+def test_a_template_that_fails_refuses_the_request_and_not_the_job(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    plain_folder(tmp_path)
     for template in ("{% if %}", "{{ messages + 1 }}", "{{ messages[0].nothing.at.all }}",
                      "{{ 1 / 0 }}"):
         (tmp_path / "chat_template.jinja").write_text(template)

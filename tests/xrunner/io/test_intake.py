@@ -106,7 +106,7 @@ def test_a_prompt_of_openais_completions_never_gets_the_chat_template() -> None:
         template, is_there = "chat", True
 
         def render_chat(self, messages: Sequence[dict[str, str]],
-                        tools: object = None) -> str:
+                        tools: object = None, options: object = None) -> str:
             return f"<{messages[0]['content']}>"
 
         def encode_many(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:

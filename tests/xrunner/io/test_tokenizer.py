@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("jinja2", reason="runs need the extra `run`")
+pytest.importorskip("transformers", reason="runs need the extra `run`")
 import jinja2.sandbox  # noqa: E402
+from small_tokenizers import plain_folder  # noqa: E402
 
 from xgpt.core.errors import XgptError  # noqa: E402
 from xrunner.io.tokenizer import TextTokenizer  # noqa: E402
@@ -19,10 +21,11 @@ if add_generation_prompt %}<assistant>{% endif %}"""
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": {"content": "<s>"}}')
-    return tmp_path
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = plain_folder(tmp_path / "model", bos_token="<s>")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
 
 
 def test_a_template_is_compiled_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,14 +66,13 @@ def test_a_template_does_not_reach_pythons_objects(directory: Path, template: st
 
 def test_a_template_that_is_no_text_is_refused_by_its_file(directory: Path) -> None:
     (directory / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(XgptError, match=r"chat_template.jinja: cannot be read"):
+    with pytest.raises(XgptError, match=r"chat_template.jinja: .*can't decode"):
         TextTokenizer(directory)
 
 
 def test_code_in_a_models_folder_is_never_run(tmp_path: Path,
                                               monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers asks on the terminal whether to run it: a piped `y` did."""
-    pytest.importorskip("transformers")
     (tmp_path / "vocab.txt").write_text("[UNK]\n[PAD]\nword\n")
     (tmp_path / "config.json").write_text(
         '{"model_type": "evil", "auto_map": {"AutoConfig": "evil.EvilConfig"}}')
