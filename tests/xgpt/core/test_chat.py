@@ -20,7 +20,8 @@ def test_a_line_keeps_all_that_its_messages_and_their_template_are_told(is_opena
         {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None},
         {"role": "tool", "content": "rain", "tool_call_id": "1", "weight": {"a": [1]}}],
         "chat_template_kwargs": {"enable_thinking": False}}
-    request = read_record({"custom_id": "a", "body": body} if is_openai else body, 1, "a")
+    request = read_record(
+        {"custom_id": "a", "body": {"model": "m", **body}} if is_openai else body, 1, "a")
     assert request.messages == (
         {"role": "assistant", "tool_calls": [{**call, "function": {
             "name": "w", "arguments": {"city": "B"}}}]},
