@@ -8,6 +8,7 @@ from typing import Any
 
 from xgpt.core.decoder import Decoder, NormPlace
 from xgpt.core.hf_gated import GATED_READERS
+from xgpt.core.hf_keys import not_used, refuse_others, with_usual
 from xgpt.core.hf_planned import PLANNED_READERS
 from xgpt.core.hf_quantised import read_quantised
 from xgpt.core.model import ModelSpec
@@ -26,14 +27,32 @@ def from_hf_config(config: Mapping[str, Any], name: str,
                    path: Path = Path("config.json")) -> ModelSpec:
     """A Hugging Face `config.json`, which came from `path`, as a ModelSpec. Raises InputError for a
     family or variant that xgpt can neither execute nor plan, naming every key at fault."""
+    return _read(ConfigValues(config, path), name)
+
+
+def keys_not_used(folder: Path) -> list[str]:
+    """The keys of `folder`/config.json that nothing in a model of its kind reads; of one that is
+    planned alone none are told. Raises InputError."""
+    path = folder / "config.json"
+    config = load_json(path)
+    if config.get("model_type") not in _READERS:
+        return []
     values = ConfigValues(config, path)
+    _read(values, folder.name)
+    return not_used(config, values.asked)
+
+
+def _read(values: ConfigValues, name: str) -> ModelSpec:
     readers = _READERS | PLANNED_READERS
     kind = values.text("model_type", "", readers, more=f"; {ELSEWHERE}")
     reader = readers.get(kind)
     if reader is None:
         values.finish()
     assert reader is not None
+    with_usual(values, kind)
     spec = reader(values, name)
+    if kind in _READERS:
+        refuse_others(values, kind, spec)
     # of what is planned alone nothing is loaded: run.weight_dtype says as what it is planned
     stored = None if kind in PLANNED_READERS else read_quantised(values, spec.family)
     values.finish()
@@ -81,12 +100,15 @@ def _read_t5(config: ConfigValues, name: str) -> ModelSpec:
 def _read_mt5(config: ConfigValues, name: str) -> ModelSpec:
     """T5 1.1's layout. Nothing scales what goes into its head, whatever `tie_word_embeddings` says:
     published files say false, and transformers 5 writes true of any."""
+    config.flag("tie_word_embeddings", True)
     return _t5(config, name, "gated-gelu", is_tied=False)
 
 
 def _t5(config: ConfigValues, name: str, usual_projection: str, *, is_tied: bool) -> ModelSpec:
     projection = config.text("feed_forward_proj", usual_projection, _T5_ACTIVATIONS)
     layers = config.size("num_layers")
+    config.only("dense_act_fn", _T5_ACTIVATIONS[projection])
+    config.only("is_gated_act", projection.startswith("gated-"))
     return ModelSpec(
         name=name, family="t5", num_layers=config.size_or_none("num_decoder_layers") or layers,
         num_encoder_layers=layers, hidden_size=config.size("d_model"),

@@ -27,7 +27,7 @@ class Defaults:
     eps: float = 1e-6
     theta: float = 10000.0
     is_tied: bool = False
-    has_qkv_bias: bool = False  # whatever attention_bias says
+    has_qkv_bias: bool | None = None  # None: as attention_bias says, which others do not read
     activation_key: str = "hidden_act"
     activation: str = "silu"
 
@@ -56,12 +56,13 @@ def _read_qwen3(config: ConfigValues, name: str) -> ModelSpec:
 
 
 def _read_mistral(config: ConfigValues, name: str) -> ModelSpec:
-    return read_gated(config, name, Defaults(), Decoder(windows=_everywhere(config)))
+    return read_gated(config, name, Defaults(has_qkv_bias=False),
+                      Decoder(windows=_everywhere(config)))
 
 
 def _read_mixtral(config: ConfigValues, name: str) -> ModelSpec:
     experts = _experts(config, "num_local_experts", config.size("intermediate_size"))
-    return read_gated(config, name, Defaults(eps=1e-5, theta=1e6), Decoder(
+    return read_gated(config, name, Defaults(eps=1e-5, theta=1e6, has_qkv_bias=False), Decoder(
         windows=_everywhere(config), experts=experts))
 
 
@@ -72,14 +73,15 @@ def _read_qwen3_moe(config: ConfigValues, name: str) -> ModelSpec:
     key = "num_experts" if "num_experts" in config.values else "num_local_experts"
     experts = _experts(config, key, config.size("moe_intermediate_size"),
                        names="qwen", is_normed=config.flag("norm_topk_prob", False))
-    windows = _everywhere(config) if config.flag("use_sliding_window", False) else ()
+    windows = _everywhere(config)
     return read_gated(config, name, Defaults(), Decoder(
-        qk_norm="head", experts=experts, windows=windows))
+        qk_norm="head", experts=experts,
+        windows=windows if config.flag("use_sliding_window", False) else ()))
 
 
 def _read_phi3(config: ConfigValues, name: str) -> ModelSpec:
     """Phi-3 and Phi-4."""
-    return read_gated(config, name, Defaults(eps=1e-5), Decoder(
+    return read_gated(config, name, Defaults(eps=1e-5, has_qkv_bias=False), Decoder(
         is_fused=True, windows=_everywhere(config)))
 
 
@@ -110,7 +112,7 @@ def _read_gemma(config: ConfigValues, name: str, layers: list[str], theta: float
     decoder = Decoder(
         norm_place="both", norm_adds_one=True, embedding_scale=config.size("hidden_size") ** 0.5,
         query_scale=config.number("query_pre_attn_scalar", 256.0) ** -0.5,
-        windows=_by_layer(config, layers, config.size_or_none("sliding_window") or 4096),
+        windows=_by_layer(config, layers, config.size_or_none("sliding_window")),
         **variant)  # type: ignore[arg-type]
     return read_gated(config, name, defaults, decoder)
 
@@ -150,7 +152,7 @@ def read_gated(config: ConfigValues, name: str, defaults: Defaults, decoder: Dec
     if head_size is None:
         config.divides("num_attention_heads", "hidden_size")
     config.divides("num_key_value_heads", "num_attention_heads")
-    rope = read_rope(config, defaults.theta)
+    rope = read_rope(config, defaults.theta, decoder.local_rope_theta)
     unknown.words += rope.unknown
     decoder = _rotated(decoder, rope, head_size or hidden // max(heads, 1))
     positions = config.size_or_none("max_position_embeddings")
@@ -159,7 +161,7 @@ def read_gated(config: ConfigValues, name: str, defaults: Defaults, decoder: Dec
     if not any(window is not None and (positions is None or window < positions)
                for window in decoder.windows):
         decoder = replace(decoder, windows=())  # as good as none
-    has_bias = config.flag("attention_bias", False)
+    has_bias = defaults.has_qkv_bias is None and config.flag("attention_bias", False)
     config.only("mlp_bias", False)
     return ModelSpec(
         name=name, family="llama", num_layers=config.size("num_hidden_layers"),
@@ -167,8 +169,8 @@ def read_gated(config: ConfigValues, name: str, defaults: Defaults, decoder: Dec
         num_kv_heads=config.size_or_none("num_key_value_heads"),
         head_size=head_size, vocab_size=config.size("vocab_size"),
         intermediate_size=config.size("intermediate_size"), is_gated_mlp=True, has_bias=False,
-        has_qkv_bias=has_bias or defaults.has_qkv_bias,
-        has_out_bias=True if has_bias and not defaults.has_qkv_bias else None,
+        has_qkv_bias=has_bias or bool(defaults.has_qkv_bias),
+        has_out_bias=True if has_bias else None,
         tied_embeddings=config.flag("tie_word_embeddings", defaults.is_tied),
         max_positions=positions, activation=_activation(config, defaults, unknown),
         norm_eps=config.number("rms_norm_eps", defaults.eps), rope_theta=rope.theta,
@@ -186,9 +188,8 @@ def _activation(config: ConfigValues, defaults: Defaults, unknown: _Unknown) -> 
 
 def _rotated(decoder: Decoder, rope: Rope, head_size: int) -> Decoder:
     rotary = int(head_size * rope.share)
-    local = decoder.local_rope_theta
     return replace(decoder, rotary_dim=None if rotary == head_size else rotary,
-                    local_rope_theta=None if local is None else rope.local_theta or local)
+                   local_rope_theta=rope.local_theta)
 
 
 def _experts(config: ConfigValues, key: str, inner: int, *, is_normed: bool = True,
@@ -209,10 +210,10 @@ def _everywhere(config: ConfigValues) -> tuple[int | None, ...]:
 def _with_windows(config: ConfigValues, decoder: Decoder) -> Decoder:
     """Qwen's: layers from `max_window_layers` on, where windows are used."""
     layers = config.size("num_hidden_layers")
-    window = config.size_or_none("sliding_window") or 4096
-    is_used = config.flag("use_sliding_window", False)
-    first = config.whole("max_window_layers", 28) if is_used else layers
-    kinds = [WINDOWED if index >= first else FULL for index in range(layers)]
+    window = config.size_or_none("sliding_window")
+    is_used = config.flag("use_sliding_window", False) and window is not None
+    first = config.whole("max_window_layers", 28)
+    kinds = [WINDOWED if is_used and index >= first else FULL for index in range(layers)]
     return replace(decoder, windows=_by_layer(config, kinds, window if is_used else None))
 
 

@@ -52,12 +52,27 @@ def wrong_file(path: Path, reason: str) -> InputError:
     return wrong(path.parent, path.name, None, reason)
 
 
+class _Values(dict[str, Any]):
+    """Of a config.json, those under `prefix`; `asked`: keys that somebody got, there or not."""
+
+    def __init__(self, values: Mapping[str, Any], prefix: str, asked: set[str]) -> None:
+        super().__init__(values)
+        self.prefix, self.asked = prefix, asked
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(self.prefix + key)
+        return super().get(key, default)
+
+
 class ConfigValues:
-    """The values of the config.json at `path`, or those under one of its keys (`prefix`)."""
+    """The values of the config.json at `path`, or those under one of its keys (`prefix`). `asked`:
+    the keys that a reader got, whether they are there or not."""
 
     def __init__(self, values: Mapping[str, Any], path: Path, prefix: str = "",
-                 mistakes: list[Mistake] | None = None) -> None:
-        self.values, self._path, self._prefix = values, path, prefix
+                 mistakes: list[Mistake] | None = None, asked: set[str] | None = None) -> None:
+        self.asked: set[str] = set() if asked is None else asked
+        self.values: dict[str, Any] = _Values(values, prefix, self.asked)
+        self._path, self._prefix = path, prefix
         self._mistakes: list[Mistake] = [] if mistakes is None else mistakes
 
     def size(self, key: str) -> int:
@@ -129,7 +144,8 @@ class ConfigValues:
         """The values under `key`; none where it is absent or null."""
         values: dict[str, Any] = self._given(key, {}, lambda value: isinstance(value, dict),
                                              "a mapping of keys to values")
-        return ConfigValues(values, self._path, f"{self._prefix}{key}.", self._mistakes)
+        return ConfigValues(values, self._path, f"{self._prefix}{key}.", self._mistakes,
+                            self.asked)
 
     def _given(self, key: str, default: _T, is_allowed: Callable[[Any], bool],
                allowed: str) -> Any | _T:
@@ -143,7 +159,7 @@ class ConfigValues:
     def only(self, key: str, supported: object, why: str = "") -> None:
         """A variant that would run with wrong tokens is refused instead."""
         if self.values.get(key, supported) != supported:
-            known = str(supported).lower() if isinstance(supported, bool) else repr(supported)
+            known = json.dumps(supported) if not isinstance(supported, str) else repr(supported)
             self.reject(key, f"is not supported, only {known} is{why}")
 
     def divides(self, key: str, whole_key: str) -> None:

@@ -14,8 +14,7 @@ from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.weights import TensorPart, WeightSource
 from xrunner.ops.linear import Product
 
-gpt2_ends = ends_of(EndNames(
-    tokens="wte.weight", positions="wpe.weight", norm="ln_f"))
+gpt2_ends = ends_of(EndNames(positions="wpe.weight", norm="ln_f"))
 
 
 def gpt2_layer(spec: ModelSpec, weights: WeightSource, index: int,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from xgpt.core.model import ModelSpec
 from xrunner.models.decoder import DecoderEnds, EndWeights
 from xrunner.models.norms import Norm
-from xrunner.models.shard import WHOLE, Shard, head_weight
+from xrunner.models.shard import WHOLE, Shard, embedding_weight, head_weight
 from xrunner.models.weights import WeightSource
 from xrunner.ops.head import OutputHead
 
@@ -16,7 +16,6 @@ class EndNames(NamedTuple):
     """What a checkpoint calls the ends' tensors; position p is row p + `position_offset` of its
     table."""
 
-    tokens: str
     positions: str
     norm: str
     position_offset: int = 0
@@ -33,11 +32,11 @@ def _ends(names: EndNames, spec: ModelSpec, weights: WeightSource, *, first: boo
     embedding = positions = norm = head = None
     if first:
         rows = spec.max_positions + names.position_offset
-        embedding = weights.get(names.tokens, (spec.vocab_size, spec.hidden_size))
+        embedding = embedding_weight(spec, weights)
         positions = weights.get(names.positions, (rows, spec.hidden_size))
     if last:
         norm = read_norm(spec, weights, names.norm)
-        head = OutputHead(head_weight(spec, weights, (names.tokens, embedding), shard))
+        head = OutputHead(head_weight(spec, weights, embedding, shard))
     return DecoderEnds(spec, EndWeights(embedding, positions, names.position_offset, norm, head))
 
 

@@ -13,8 +13,8 @@ from xrunner.ops.linear import Product
 
 POSITION_OFFSET = 2  # the first two rows of OPT's position table belong to padding
 opt_ends = ends_of(EndNames(
-    tokens="model.decoder.embed_tokens.weight", positions="model.decoder.embed_positions.weight",
-    norm="model.decoder.final_layer_norm", position_offset=POSITION_OFFSET))
+    positions="model.decoder.embed_positions.weight", norm="model.decoder.final_layer_norm",
+    position_offset=POSITION_OFFSET))
 
 
 def opt_layer(spec: ModelSpec, weights: WeightSource, index: int,
