@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +28,7 @@ def from_hf_config(config: Mapping[str, Any], name: str,
                    path: Path = Path("config.json")) -> ModelSpec:
     """A Hugging Face `config.json`, which came from `path`, as a ModelSpec. Raises InputError for a
     family or variant that xgpt can neither execute nor plan, naming every key at fault."""
-    return _read(ConfigValues(config, path), name)
-
-
-def keys_not_used(folder: Path) -> list[str]:
-    """The keys of `folder`/config.json that nothing in a model of its kind reads; of one that is
-    planned alone none are told. Raises InputError."""
-    path = folder / "config.json"
-    config = load_json(path)
-    if config.get("model_type") not in _READERS:
-        return []
     values = ConfigValues(config, path)
-    _read(values, folder.name)
-    return not_used(config, values.asked)
-
-
-def _read(values: ConfigValues, name: str) -> ModelSpec:
     readers = _READERS | PLANNED_READERS
     kind = values.text("model_type", "", readers, more=f"; {ELSEWHERE}")
     reader = readers.get(kind)
@@ -53,6 +39,7 @@ def _read(values: ConfigValues, name: str) -> ModelSpec:
     spec = reader(values, name)
     if kind in _READERS:
         refuse_others(values, kind, spec)
+        spec = replace(spec, not_used=", ".join(not_used(config, values.asked)))
     # of what is planned alone nothing is loaded: run.weight_dtype says as what it is planned
     stored = None if kind in PLANNED_READERS else read_quantised(values, spec.family)
     values.finish()
@@ -60,8 +47,6 @@ def _read(values: ConfigValues, name: str) -> ModelSpec:
 
 
 def _read_opt(config: ConfigValues, name: str) -> ModelSpec:
-    config.only("activation_function", "relu")
-    config.only("do_layer_norm_before", True, " (the other is OPT-350M's layout)")
     hidden = config.size("hidden_size")
     if config.size_or_none("word_embed_proj_dim") not in (None, hidden):
         config.reject("word_embed_proj_dim", "only the hidden_size is supported")
@@ -75,11 +60,6 @@ def _read_opt(config: ConfigValues, name: str) -> ModelSpec:
 
 
 def _read_gpt2(config: ConfigValues, name: str) -> ModelSpec:
-    config.only("activation_function", "gelu_new")
-    config.only("scale_attn_weights", True)
-    for variant in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn",
-                    "add_cross_attention"):
-        config.only(variant, False)
     config.divides("n_head", "n_embd")
     hidden = config.size("n_embd")
     return ModelSpec(
@@ -121,19 +101,10 @@ def _t5(config: ConfigValues, name: str, usual_projection: str, *, is_tied: bool
         relative_max_distance=config.size_or_none("relative_attention_max_distance") or 128)
 
 
-def _read_bart(config: ConfigValues, name: str) -> ModelSpec:
-    return _bart(config, name, "sum")
-
-
-def _read_mbart(config: ConfigValues, name: str) -> ModelSpec:
-    return _bart(config, name, "before")
-
-
-def _bart(config: ConfigValues, name: str, norm_place: NormPlace) -> ModelSpec:
+def _read_bart(config: ConfigValues, name: str, norm_place: NormPlace = "sum") -> ModelSpec:
     for part in ("attention_heads", "ffn_dim"):
-        if config.values.get(f"decoder_{part}") != config.values.get(f"encoder_{part}"):
+        if config.get(f"decoder_{part}") != config.get(f"encoder_{part}"):
             config.reject(f"decoder_{part}", f"only the encoder_{part} is supported")
-    config.only("tie_word_embeddings", True)
     config.divides("encoder_attention_heads", "d_model")
     hidden = config.size("d_model")
     scale = hidden ** 0.5 if config.flag("scale_embedding", False) else 1.0
@@ -149,6 +120,7 @@ def _bart(config: ConfigValues, name: str, norm_place: NormPlace) -> ModelSpec:
 
 _T5_ACTIVATIONS = {"relu": "relu", "gated-gelu": "gelu_new"}
 _READERS = {"opt": _read_opt, "gpt2": _read_gpt2, **GATED_READERS, "t5": _read_t5,
-            "mt5": _read_mt5, "bart": _read_bart, "mbart": _read_mbart}
+            "mt5": _read_mt5, "bart": _read_bart,
+            "mbart": partial(_read_bart, norm_place="before")}
 MODEL_TYPES = tuple(_READERS)
 PLANNED_TYPES = tuple(PLANNED_READERS)  # alone, not executed

@@ -19,59 +19,50 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
     "t5": _T5, "mt5": _T5, "bart": _BART, "mbart": _BART,
     "mixtral": {"num_experts": "num_local_experts"},
     "qwen3_moe": {"num_local_experts": "num_experts"}}
-# model_type -> what an absent key means; null is something else (as many heads, no window)
-_USUAL: dict[str, dict[str, int]] = {
+# model_type -> what an absent key means, where it is not Llama's meaning; null means none
+_TEXT_OF_GEMMA: dict[str, object] = {
+    "num_key_value_heads": 4, "sliding_window": 4096, "head_dim": 256, "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh"}
+_USUAL: dict[str, dict[str, object]] = {
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
-    "mixtral": {"num_key_value_heads": 8},
+    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
-    "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096},
+    "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
     "qwen3_moe": {"num_key_value_heads": 4, "sliding_window": 4096},
-    "phi3": {"original_max_position_embeddings": 4096},
-    "gemma2": {"num_key_value_heads": 4, "sliding_window": 4096},
-    "gemma3_text": {"num_key_value_heads": 4, "sliding_window": 4096},
-    "smollm3": {"num_key_value_heads": 4}}
+    "phi3": {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    "gemma2": _TEXT_OF_GEMMA, "gemma3_text": {**_TEXT_OF_GEMMA, "rope_theta": 1e6},
+    "olmo2": {"rms_norm_eps": 1e-5}, "llama4_text": {"rms_norm_eps": 1e-5, "rope_theta": 500000.0},
+    "smollm3": {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True}}
 # the one value that is executed: of all kinds ("*": masks, caches and files), and of one of them
+_TIED = {"tie_word_embeddings": True}
 _ONLY: dict[str, dict[str, object]] = {
     "*": {"is_causal": True, "attention_chunk_size": None, "per_layer_config": None,
           "kv_sharing_modes": None, "transformers_weights": None},
-    "opt": {"_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True}}
-# What generation_config.json may say, or config.json where there is none: xrunner.io.generation
-# does it, refuses it, or leaves it to the job (beams, draws, lengths, ways to the same tokens).
-_OF_GENERATION = """
-    assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight
-    assistant_lookbehind bad_words_ids begin_suppress_tokens bos_token_id cache_config
-    cache_implementation compile_config constraints continuous_batching_config
-    decoder_start_token_id disable_compile diversity_penalty do_sample dola_layers early_stopping
-    encoder_no_repeat_ngram_size encoder_repetition_penalty eos_token_id epsilon_cutoff eta_cutoff
-    exponential_decay_length_penalty force_words_ids forced_bos_token_id forced_eos_token_id
-    guidance_scale is_assistant length_penalty low_memory max_cache_len max_length
-    max_matching_ngram_size max_new_tokens max_time min_length min_new_tokens min_p
-    no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups
-    num_beams num_return_sequences output_attentions output_hidden_states output_logits
-    output_scores pad_token_id penalty_alpha prefill_chunk_size prompt_lookup_num_tokens
-    remove_invalid_values renormalize_logits repetition_penalty return_dict_in_generate
-    sequence_bias speculation_type stop_strings suppress_tokens target_lookbehind temperature
-    token_healing top_h top_k top_p typical_p use_cache use_mtp watermarking_config
-    transformers_version _from_model_config"""
-GENERATION = frozenset(_OF_GENERATION.split())
-# of training, of classifiers' heads, of what is returned beside tokens, and of the file itself
-_OF_NO_INFLUENCE = """
-    _attn_implementation _attn_implementation_autoset _commit_hash _model_name_or_path _name_or_path
-    _sliding_window_pattern activation_dropout architectures attention_dropout attn_pdrop auto_map
-    chunk_size_feed_forward classifier_dropout compression_config decoder_layerdrop dropout
-    dropout_rate dtype embd_pdrop encoder_layerdrop gradient_checkpointing id2label init_std
-    initializer_factor initializer_range is_decoder label2id layerdrop model_type num_labels
-    output_router_logits pretraining_tp problem_type quantization_config resid_pdrop return_dict
-    router_aux_loss_coef router_jitter_noise sep_token_id summary_activation summary_first_dropout
-    summary_proj_to_labels summary_type summary_use_proj task_specific_params tokenizer_class
-    torch_dtype unk_token_id"""
-_NO_INFLUENCE = GENERATION.union(_OF_NO_INFLUENCE.split())
+    "opt": {"activation_function": "relu", "do_layer_norm_before": True,
+            "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True},
+    "gpt2": {"activation_function": "gelu_new", "scale_attn_weights": True,
+             "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
+             "add_cross_attention": False},
+    "qwen3_moe": {"decoder_sparse_step": 1}, "bart": _TIED, "mbart": _TIED}
+# Of training, of classifiers' heads, of what is returned beside tokens, of the file itself, and
+# what is read elsewhere.
+_NO_INFLUENCE = """
+    _model_name_or_path _name_or_path _sliding_window_pattern activation_dropout architectures
+    attention_dropout attn_pdrop auto_map bos_token_id chunk_size_feed_forward classifier_dropout
+    compression_config decoder_layerdrop decoder_start_token_id dropout dropout_rate dtype
+    embd_pdrop encoder_layerdrop eos_token_id forced_bos_token_id forced_eos_token_id id2label
+    init_std initializer_factor initializer_range is_decoder label2id layerdrop min_length
+    model_type no_repeat_ngram_size output_attentions output_hidden_states output_router_logits
+    pad_token_id pretraining_tp problem_type quantization_config repetition_penalty resid_pdrop
+    return_dict router_aux_loss_coef router_jitter_noise summary_activation summary_first_dropout
+    summary_proj_to_labels summary_type summary_use_proj torch_dtype transformers_version
+    unk_token_id use_cache""".split()  # noqa: SIM905
 
 
 def with_usual(config: ConfigValues, kind: str) -> None:
     """Puts the values of absent keys in their place, and those that stand under another name."""
     for other, key in _OTHER_NAMES.get(kind, {}).items():
-        value = config.values.get(other)
+        value = config.get(other)
         if value is not None and config.values.setdefault(key, value) != value:
             config.reject(other, f"as {key} = {config.values[key]}, of which it is another name")
     for key, usual in _USUAL.get(kind, {}).items():
@@ -90,7 +81,7 @@ def refuse_others(config: ConfigValues, kind: str, spec: ModelSpec) -> None:
             config.reject("sliding_window", f"is not executed in a model of type {kind}: null, or "
                                             "at least the number of positions")
     if "layer_types" not in config.asked:
-        stated = config.values.get("layer_types")
+        stated = config.get("layer_types")
         is_windowed = any(spec.decoder.windows) and isinstance(stated, list) and (
             WINDOWED in stated)
         config.each("layer_types", spec.num_layers, (WINDOWED if is_windowed else FULL,))

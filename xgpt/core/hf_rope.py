@@ -32,8 +32,7 @@ class Rope(NamedTuple):
     unknown: list[str] = []  # noqa: RUF012 (a NamedTuple's field is never changed here)
 
 
-def read_rope(config: ConfigValues, default_theta: float,
-              local_theta: float | None = None) -> Rope:
+def read_rope(config: ConfigValues, local_theta: float | None = None) -> Rope:
     """What a config states; a kind that we do not know is among `unknown`. `local_theta`: of layers
     with a window where the config says none; None of a family that has one base for all."""
     rope = config.section("rope_scaling")
@@ -41,17 +40,14 @@ def read_rope(config: ConfigValues, default_theta: float,
         rope = config.section("rope_parameters")
     if local_theta is not None:
         rope, local_theta = _of_full_layers(config, rope, local_theta)
-    elif FULL in rope.values or WINDOWED in rope.values:
-        config.reject("rope_parameters", "of all layers: this family has no others in layers with "
-                                         "a window")
-    theta = (rope if "rope_theta" in rope.values else config).number("rope_theta", default_theta)
+    theta = (rope if "rope_theta" in rope.values else config).number("rope_theta", 10000.0)
     place = rope if "partial_rotary_factor" in rope.values else config
-    is_phi3 = config.values.get("model_type") == "phi3"
+    is_phi3 = config.get("model_type") == "phi3"
     if not is_phi3:  # others' code turns whole heads
         place.only("partial_rotary_factor", 1.0)
     share = place.number("partial_rotary_factor", 1.0)
     key = "rope_type" if "rope_type" in rope.values else "type"
-    kind = str(rope.values.get(key, "default"))
+    kind = str(rope.get(key, "default"))
     if is_phi3 and kind in ("su", "yarn"):
         kind = "longrope"  # as older files of Phi-3 call it
     plain = Rope(theta, None, share, local_theta)
@@ -62,7 +58,7 @@ def read_rope(config: ConfigValues, default_theta: float,
     if (original := config.size_or_none(_ORIGINAL)) is not None and kind in ("llama3", *_OTHERS):
         rope.values[_ORIGINAL] = original  # as in transformers, over that of the section
     scaling = {k: v for k in ("rope_type", "type", *_NUMBERS[kind], *_OPTIONAL.get(kind, ()),
-                              *_OTHERS.get(kind, ())) if (v := rope.values.get(k)) is not None}
+                              *_OTHERS.get(kind, ())) if (v := rope.get(k)) is not None}
     for number in _NUMBERS[kind]:
         if number in rope.values:
             rope.number(number, 1.0)
@@ -79,11 +75,9 @@ def read_rope(config: ConfigValues, default_theta: float,
 def _of_full_layers(config: ConfigValues, both: ConfigValues,
                     local_theta: float) -> tuple[ConfigValues, float]:
     """Of Gemma 3: what layers that attend to all are rotated by, and the base of the others."""
-    if both.values and not {FULL, WINDOWED} & both.values.keys():
-        config.reject("rope_parameters", f"under {FULL} and {WINDOWED}, as this family has them")
     rope, local = both.section(FULL), both.section(WINDOWED)
-    scaling = config.section("rope_scaling").values
-    rope.values.update({key: scaling.get(key) for key in scaling})
+    scaling = config.section("rope_scaling")
+    rope.values.update({key: scaling.get(key) for key in scaling.values})
     for key, usual in (("rope_type", "default"), ("type", "default"),
                        ("partial_rotary_factor", 1.0)):
         local.only(key, usual)
@@ -103,7 +97,7 @@ def _scaled(config: ConfigValues, rope: ConfigValues, kind: str, scaling: dict[s
             return plain
         given[_ORIGINAL] = original
         if kind == "longrope":
-            factors = rope.values.get("short_factor")
+            factors = rope.get("short_factor")
             if not isinstance(factors, list) or not all(
                     isinstance(f, (int, float)) and f > 0 for f in factors):
                 rope.reject("short_factor", "a list of numbers above 0, one for each rotated pair")

@@ -52,32 +52,23 @@ def wrong_file(path: Path, reason: str) -> InputError:
     return wrong(path.parent, path.name, None, reason)
 
 
-class _Values(dict[str, Any]):
-    """Of a config.json, those under `prefix`; `asked`: keys that somebody got, there or not."""
-
-    def __init__(self, values: Mapping[str, Any], prefix: str, asked: set[str]) -> None:
-        super().__init__(values)
-        self.prefix, self.asked = prefix, asked
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.asked.add(self.prefix + key)
-        return super().get(key, default)
-
-
 class ConfigValues:
     """The values of the config.json at `path`, or those under one of its keys (`prefix`). `asked`:
     the keys that a reader got, whether they are there or not."""
 
     def __init__(self, values: Mapping[str, Any], path: Path, prefix: str = "",
                  mistakes: list[Mistake] | None = None, asked: set[str] | None = None) -> None:
+        self.values, self._path, self._prefix = dict(values), path, prefix
         self.asked: set[str] = set() if asked is None else asked
-        self.values: dict[str, Any] = _Values(values, prefix, self.asked)
-        self._path, self._prefix = path, prefix
         self._mistakes: list[Mistake] = [] if mistakes is None else mistakes
+
+    def get(self, key: str, default: object = None) -> Any:
+        self.asked.add(self._prefix + key)
+        return self.values.get(key, default)
 
     def size(self, key: str) -> int:
         """A count that has to be there."""
-        if self.values.get(key) is None:
+        if self.get(key) is None:
             self.reject(key, f"{'null' if key in self.values else 'missing'}: {_SIZE}")
             return 1
         return self.size_or_none(key) or 1
@@ -85,14 +76,14 @@ class ConfigValues:
     def size_or_none(self, key: str) -> int | None:
         """A count, or None where the key is absent or null."""
         most = _MOST_LAYERS if key in _LAYERS else _MOST_SIZE
-        value = self.values.get(key)
+        value = self.get(key)
         return self._given(
             key, None, lambda value: type(value) is int and 1 <= value <= most,
             f"{_SIZE}, at most {most:,}" if type(value) is int and value > most else _SIZE)
 
     def number(self, key: str, default: float | None) -> float:
         """A number above 0; `default` where the key is absent."""
-        value = self.values.get(key, default)
+        value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not (
                 0 < value <= _MOST_NUMBER):
             self.reject(key, "null: a number above 0" if value is None else "a number above 0")
@@ -133,7 +124,7 @@ class ConfigValues:
              more: str = "") -> str:
         """One of the `known`; `default` where the key is absent. `more`: what is said behind
         them."""
-        value = self.values.get(key, default)
+        value = self.get(key, default)
         if not isinstance(value, str) or value not in known:
             self.reject(key, f"{'missing' if value == '' else 'is not supported'}: known: "
                              f"{', '.join(known)}{more}")
@@ -150,7 +141,7 @@ class ConfigValues:
     def _given(self, key: str, default: _T, is_allowed: Callable[[Any], bool],
                allowed: str) -> Any | _T:
         """The value; `default` where the key is absent or null, or is not allowed (a mistake)."""
-        value = self.values.get(key)
+        value = self.get(key)
         if value is not None and not is_allowed(value):
             self.reject(key, allowed)
             return default
@@ -158,20 +149,20 @@ class ConfigValues:
 
     def only(self, key: str, supported: object, why: str = "") -> None:
         """A variant that would run with wrong tokens is refused instead."""
-        if self.values.get(key, supported) != supported:
+        if self.get(key, supported) != supported:
             known = json.dumps(supported) if not isinstance(supported, str) else repr(supported)
             self.reject(key, f"is not supported, only {known} is{why}")
 
     def divides(self, key: str, whole_key: str) -> None:
         """Two sizes, of which the first has to divide the second."""
-        part, whole = self.values.get(key), self.values.get(whole_key)
+        part, whole = self.get(key), self.get(whole_key)
         if (isinstance(part, int) and isinstance(whole, int) and part >= 1 and whole >= 1
                 and whole % part):
             self.reject(key, f"a divisor of {whole_key} = {whole}")
 
     def reject(self, key: str, allowed: str, value: object = None) -> None:
         """`value`: what is shown instead of all that stands under the key."""
-        shown = self.values.get(key) if value is None else value
+        shown = self.get(key) if value is None else value
         self._mistakes.append(Mistake(file=str(self._path), line=None, key=self._prefix + key,
                                       value=shown, allowed=allowed))
 
