@@ -114,8 +114,9 @@ def read_gated(config: ConfigValues, name: str, decoder: Decoder, *,
     positions = config.size_or_none("max_position_embeddings")
     if rope.most_positions is not None:
         positions = min(positions or rope.most_positions, rope.most_positions)
-    if not any(window is not None and (positions is None or window < positions)
-               for window in decoder.windows):
+    if rope.local_theta is None and not any(
+            window is not None and (positions is None or window < positions)
+            for window in decoder.windows):
         decoder = replace(decoder, windows=())  # as good as none
     has_bias = has_qkv_bias is None and config.flag("attention_bias", False)
     config.only("mlp_bias", False)

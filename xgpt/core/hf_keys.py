@@ -36,8 +36,8 @@ _USUAL: dict[str, dict[str, object]] = {
 # the one value that is executed: of all kinds ("*": masks, caches and files), and of one of them
 _TIED = {"tie_word_embeddings": True}
 _ONLY: dict[str, dict[str, object]] = {
-    "*": {"is_causal": True, "attention_chunk_size": None, "per_layer_config": None,
-          "kv_sharing_modes": None, "transformers_weights": None},
+    "*": {"attention_chunk_size": None, "per_layer_config": None, "kv_sharing_modes": None,
+          "transformers_weights": None},
     "opt": {"activation_function": "relu", "do_layer_norm_before": True,
             "_remove_final_layer_norm": False, "layer_norm_elementwise_affine": True},
     "gpt2": {"activation_function": "gelu_new", "scale_attn_weights": True,
@@ -71,8 +71,9 @@ def with_usual(config: ConfigValues, kind: str) -> None:
 
 def refuse_others(config: ConfigValues, kind: str, spec: ModelSpec) -> None:
     """Records as mistakes the values of `config` that nothing here executes."""
-    for key, only in {**_ONLY["*"], **_ONLY.get(kind, {}),
-                      "is_encoder_decoder": spec.is_encoder_decoder}.items():
+    is_pair = spec.is_encoder_decoder
+    for key, only in {**_ONLY["*"], **_ONLY.get(kind, {}), "is_encoder_decoder": is_pair,
+                      "is_causal": None if is_pair else True}.items():  # of an encoder's masks, too
         config.only(key, only)
     # transformers' caches forget by these, whatever the family: its masks may know nothing of it
     if "sliding_window" not in config.asked:
@@ -81,10 +82,8 @@ def refuse_others(config: ConfigValues, kind: str, spec: ModelSpec) -> None:
             config.reject("sliding_window", f"is not executed in a model of type {kind}: null, or "
                                             "at least the number of positions")
     if "layer_types" not in config.asked:
-        stated = config.get("layer_types")
-        is_windowed = any(spec.decoder.windows) and isinstance(stated, list) and (
-            WINDOWED in stated)
-        config.each("layer_types", spec.num_layers, (WINDOWED if is_windowed else FULL,))
+        config.each("layer_types", spec.num_layers,
+                    (WINDOWED if any(spec.decoder.windows) else FULL,))
 
 
 def not_used(config: Mapping[str, object], asked: set[str], prefix: str = "") -> list[str]:

@@ -159,8 +159,8 @@ def _misfits(directory: Path, spec: ModelSpec, tensors: Mapping[str, Stored],
     for other in others:
         taken.add(other)
         if not _are_same(tensors, places, first, other):
-            yield _mistake(directory, other, f"the same numbers as {first}, to which a model of "
-                           "this config.json ties it: transformers takes both as they are")
+            yield _mistake(directory, other, f"the same numbers as {first}: config.json ties the "
+                                             "two (tie_word_embeddings)")
 
     def find(name: str) -> Stored | None:
         return None if (stored := locate(name, tensors)) is None else tensors[stored]
