@@ -35,6 +35,21 @@ PLACES = (
           "        mistakes = list(_misfits(directory, spec, tensors, places))",
           "        mistakes = []",
           f"{_BROKEN_MODELS}weights_of_fewer_bits_and_their_scales_are_refused"),
+    Place("1 another model than config.json says", "keys that others read are ignored",
+          "xgpt/core/hf_keys.py", "        config.only(key, only)\n", "        pass\n",
+          "tests/xrunner/checkpoint/test_every_key.py"),
+    Place("1 another model than config.json says", "windows of a family without them are ignored",
+          "xgpt/core/hf_keys.py", "if window is not None and (most is None or window < most):",
+          "if False:", "tests/xrunner/checkpoint/test_every_key.py::"
+          "test_windows_are_refused_by_their_key_where_the_family_has_none"),
+    Place("1 another model than config.json says", "a head that is gone is the embedding",
+          "xrunner/checkpoint/layout.py", 'name == HEAD and spec.family == "t5"', "name == HEAD",
+          "tests/xrunner/checkpoint/test_every_tensor.py::"
+          "test_a_tensor_of_any_kind_that_is_gone_is_refused_by_its_name"),
+    Place("1 another model than config.json says", "tied tables that differ are not compared",
+          "xrunner/checkpoint/tensors.py", "if not _are_same(tensors, places, first, other):",
+          "if False:", "tests/xrunner/checkpoint/test_every_tensor.py::"
+          "test_tied_tables_are_read_by_whichever_name_the_file_has"),
     Place("2 another model", "files that changed are not looked for",
           "xrunner/checkpoint/identity.py",
           "return sorted(name for name in before.keys() | now.keys() if before.get(name)",

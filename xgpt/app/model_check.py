@@ -2,6 +2,7 @@
 executed, by which engine, what of its config.json is not supported, and the memory it takes."""
 
 import importlib.util
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.units import DTYPE_BYTES, INT8, WEIGHT_BYTES, format_bytes
 from xgpt.report.table import fact, table
 from xrunner.checkpoint.source import config_from_hub, model_at_hand, read_spec
-from xrunner.checkpoint.tensors import MAX_SHOWN, check_weights
+from xrunner.checkpoint.tensors import check_weights
 from xrunner.engines.engine import Engine
 from xrunner.io.generation import given_tokens, not_taken
 
@@ -167,8 +168,7 @@ def _of_folder(name: str, folder: Path, found: str, *, is_fetched: bool = False)
 
 def not_used_words(spec: ModelSpec, folder: Path, tensors: Sequence[str]) -> str:
     """The keys and `tensors` of a model's files that nothing here uses; "": none."""
-    shown = ", ".join(tensors[:MAX_SHOWN]) + (
-        f" and {len(tensors) - MAX_SHOWN} more" if len(tensors) > MAX_SHOWN else "")
+    shown = ", ".join(dict.fromkeys(re.sub(r"\d+", "*", name) for name in tensors))
     files = {"config.json": spec.not_used, "the weights": shown,
              "generation_config.json": ", ".join(not_taken(folder))}
     return "; ".join(f"{names} of {file}" for file, names in files.items() if names)

@@ -1,7 +1,7 @@
 """A Hugging Face `config.json` as a ModelSpec: one reader a kind of model, in a table by the
 `model_type` that the file states."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -119,8 +119,8 @@ def _read_bart(config: ConfigValues, name: str, norm_place: NormPlace = "sum") -
 
 
 _T5_ACTIVATIONS = {"relu": "relu", "gated-gelu": "gelu_new"}
-_READERS = {"opt": _read_opt, "gpt2": _read_gpt2, **GATED_READERS, "t5": _read_t5,
-            "mt5": _read_mt5, "bart": _read_bart,
-            "mbart": partial(_read_bart, norm_place="before")}
+_READERS: dict[str, Callable[[ConfigValues, str], ModelSpec]] = {
+    "opt": _read_opt, "gpt2": _read_gpt2, **GATED_READERS, "t5": _read_t5, "mt5": _read_mt5,
+    "bart": _read_bart, "mbart": partial(_read_bart, norm_place="before")}
 MODEL_TYPES = tuple(_READERS)
 PLANNED_TYPES = tuple(PLANNED_READERS)  # alone, not executed

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Literal
 
 from xgpt.core.decoder import Decoder, Experts
-from xgpt.core.hf_rope import FULL, WINDOWED, Rope, read_rope
+from xgpt.core.hf_rope import FULL, WINDOWED, read_rope
 from xgpt.core.model import ModelSpec
 from xgpt.core.model_file import ConfigValues
 
@@ -60,7 +60,6 @@ def _read_gemma3(config: ConfigValues, name: str) -> ModelSpec:
     layers = [WINDOWED if (index + 1) % period else FULL
               for index in range(config.size("num_hidden_layers"))]
     return _read_gemma(config, name, layers, qk_norm="head", local_rope_theta=10000.0,
-                       attention_cap=config.number_or_none("attn_logit_softcapping"),
                        logit_cap=config.number_or_none("final_logit_softcapping"))
 
 
@@ -110,7 +109,10 @@ def read_gated(config: ConfigValues, name: str, decoder: Decoder, *,
     config.divides("num_key_value_heads", "num_attention_heads")
     rope = read_rope(config, decoder.local_rope_theta)
     unknown = [*rope.unknown]  # what our layers do not execute, in words
-    decoder = _rotated(decoder, rope, head_size or hidden // max(heads, 1))
+    head_dim = head_size or hidden // max(heads, 1)
+    rotary = int(head_dim * rope.share)
+    decoder = replace(decoder, rotary_dim=None if rotary == head_dim else rotary,
+                      local_rope_theta=rope.local_theta)
     positions = config.size_or_none("max_position_embeddings")
     if rope.most_positions is not None:
         positions = min(positions or rope.most_positions, rope.most_positions)
@@ -143,12 +145,6 @@ def _activation(config: ConfigValues, key: str, unknown: list[str]) -> str:
     return ACTIVATIONS.get(str(given), "silu")
 
 
-def _rotated(decoder: Decoder, rope: Rope, head_size: int) -> Decoder:
-    rotary = int(head_size * rope.share)
-    return replace(decoder, rotary_dim=None if rotary == head_size else rotary,
-                   local_rope_theta=rope.local_theta)
-
-
 def _experts(config: ConfigValues, key: str, inner: int, *, is_normed: bool = True,
              names: Literal["mixtral", "qwen"] = "mixtral") -> Experts:
     count, chosen = config.size(key), config.size("num_experts_per_tok")
@@ -169,7 +165,7 @@ def _of_last_layers(config: ConfigValues) -> tuple[int | None, ...]:
     layers = config.size("num_hidden_layers")
     window = config.size_or_none("sliding_window")
     is_used = config.flag("use_sliding_window", False) and window is not None
-    first = config.whole("max_window_layers", 28)
+    first = config.size_or_none("max_window_layers", 28, least=0) or 0
     kinds = [WINDOWED if is_used and index >= first else FULL for index in range(layers)]
     return _by_layer(config, kinds, window if is_used else None)
 

@@ -34,7 +34,7 @@ _USUAL: dict[str, dict[str, object]] = {
     "olmo2": {"rms_norm_eps": 1e-5}, "llama4_text": {"rms_norm_eps": 1e-5, "rope_theta": 500000.0},
     "smollm3": {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True}}
 # the one value that is executed: of all kinds ("*": masks, caches and files), and of one of them
-_TIED = {"tie_word_embeddings": True}
+_TIED: dict[str, object] = {"tie_word_embeddings": True}
 _ONLY: dict[str, dict[str, object]] = {
     "*": {"attention_chunk_size": None, "per_layer_config": None, "kv_sharing_modes": None,
           "transformers_weights": None},
@@ -43,7 +43,8 @@ _ONLY: dict[str, dict[str, object]] = {
     "gpt2": {"activation_function": "gelu_new", "scale_attn_weights": True,
              "scale_attn_by_inverse_layer_idx": False, "reorder_and_upcast_attn": False,
              "add_cross_attention": False},
-    "qwen3_moe": {"decoder_sparse_step": 1}, "bart": _TIED, "mbart": _TIED}
+    "qwen3_moe": {"decoder_sparse_step": 1}, "bart": _TIED, "mbart": _TIED,
+    "gemma3_text": {"attn_logit_softcapping": None}}
 # Of training, of classifiers' heads, of what is returned beside tokens, of the file itself, and
 # what is read elsewhere.
 _NO_INFLUENCE = """

@@ -27,7 +27,7 @@ def _read_deepseek(config: ConfigValues, name: str) -> ModelSpec:
         query_rank=config.size_or_none("q_lora_rank"))
     config.only("moe_layer_freq", 1)
     inner, layers = config.size("moe_intermediate_size"), config.size("num_hidden_layers")
-    dense = config.whole("first_k_dense_replace", 0)
+    dense = config.size_or_none("first_k_dense_replace", least=0) or 0
     if dense >= layers:
         config.reject("first_k_dense_replace", f"below num_hidden_layers = {layers}")
     experts = Experts(

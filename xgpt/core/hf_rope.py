@@ -78,12 +78,10 @@ def _of_full_layers(config: ConfigValues, both: ConfigValues,
     rope, local = both.section(FULL), both.section(WINDOWED)
     scaling = config.section("rope_scaling")
     rope.values.update({key: scaling.get(key) for key in scaling.values})
-    for key, usual in (("rope_type", "default"), ("type", "default"),
-                       ("partial_rotary_factor", 1.0)):
-        local.only(key, usual)
-    place = ((local, "rope_theta") if "rope_theta" in local.values else
-             (config, "rope_local_base_freq"))
-    return rope, place[0].number(place[1], local_theta)
+    local.only("rope_type" if "rope_type" in local.values else "type", "default")
+    local.only("partial_rotary_factor", 1.0)
+    return rope, (local.number("rope_theta", local_theta) if "rope_theta" in local.values else
+                  config.number("rope_local_base_freq", local_theta))
 
 
 def _scaled(config: ConfigValues, rope: ConfigValues, kind: str, scaling: dict[str, Any],

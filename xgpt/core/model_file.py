@@ -73,13 +73,13 @@ class ConfigValues:
             return 1
         return self.size_or_none(key) or 1
 
-    def size_or_none(self, key: str) -> int | None:
-        """A count, or None where the key is absent or null."""
+    def size_or_none(self, key: str, default: int | None = None, *, least: int = 1) -> int | None:
+        """A count of at least so many; `default` where the key is absent or null."""
         most = _MOST_LAYERS if key in _LAYERS else _MOST_SIZE
-        value = self.get(key)
+        value, allowed = self.get(key), f"a whole number >= {least}"
         return self._given(
-            key, None, lambda value: type(value) is int and 1 <= value <= most,
-            f"{_SIZE}, at most {most:,}" if type(value) is int and value > most else _SIZE)
+            key, default, lambda value: type(value) is int and least <= value <= most,
+            f"{allowed}, at most {most:,}" if type(value) is int and value > most else allowed)
 
     def number(self, key: str, default: float | None) -> float:
         """A number above 0; `default` where the key is absent."""
@@ -95,11 +95,6 @@ class ConfigValues:
         if key in self.values and self.values[key] is None:
             return None
         return self.number(key, default) if default is not None or key in self.values else None
-
-    def whole(self, key: str, default: int) -> int:
-        """A count that may be 0."""
-        return int(self._given(key, default, lambda value: type(value) is int and value >= 0,
-                               "a whole number >= 0"))
 
     def each(self, key: str, count: int, known: tuple[_T, ...]) -> list[_T]:
         """At least `count` of the `known`, of which the first so many are taken; none where the key

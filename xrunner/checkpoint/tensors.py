@@ -153,7 +153,8 @@ def _misfits(directory: Path, spec: ModelSpec, tensors: Mapping[str, Stored],
     """What is wrong with the tensors; those that are right and not used are left in `spare`."""
     config = directory / "config.json"
     quantised = quantised_of(load_json(config), config)
-    taken, unused = {FREQUENCIES}, _NOT_WEIGHTS + (UNUSED if quantised is not None else ())
+    unused = _NOT_WEIGHTS + (UNUSED if quantised is not None else ())
+    taken = {FREQUENCIES} if quantised is not None and quantised.format == "gguf" else set()
     usual, *_ = names = embedding_names(spec)
     first, *others = [held for name in names if (held := locate(name, tensors))] or [usual]
     for other in others:
