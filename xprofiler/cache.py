@@ -23,7 +23,7 @@ _TIMED_CODE = ("xrunner/models", "xrunner/ops", "xrunner/engine/stage.py", "xrun
 def model_shape(spec: ModelSpec) -> str:
     """Fingerprint of what a layer's cost depends on; names and sources do not."""
     # norm_eps: a checkpoint's config rounds it differently, and it costs nothing
-    labels = ("name", "hub_id", "wheel", "source", "norm_eps")
+    labels = ("name", "hub_id", "wheel", "source", "norm_eps", "not_used")
     # stored_as: weights of fewer bits are executed as any others
     shape = {k: v for k, v in asdict(replace(spec, stored_as="")).items() if k not in labels}
     # what came later counts where it says something: profiles of before stay

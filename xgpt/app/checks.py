@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from xgpt.app.model_check import not_used_words
 from xgpt.app.opened import OpenedJob
 from xgpt.app.telling import Teller
 from xgpt.core.cluster import Cluster
@@ -16,6 +17,7 @@ from xgpt.core.request_files.parquet import arrow
 from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.whole_file import why_no_file, why_no_folder
 from xgpt.launch.slurm import allocation_here
+from xgpt.report.table import paragraph
 from xrunner.checkpoint.source import shape_to_make
 from xrunner.checkpoint.tensors import check_weights
 from xrunner.engines.engine import engine_of, mistake
@@ -106,7 +108,10 @@ def check_model(opened: OpenedJob) -> None:
                     f"{opened.job.run.engine}; `run: {{engine: {VLLM}}}` hands it to vLLM")
     if opened.job.run.weights == "random" or shape_to_make(files.directory) is not None:
         return
-    check_weights(files.directory, files.spec, may_unpickle=opened.job.run.pickles)
+    spare = check_weights(files.directory, files.spec, may_unpickle=opened.job.run.pickles)
+    unused = not_used_words(files.spec, files.directory, spare)
+    if unused and opened.job.run.engine == OWN_ENGINE:
+        opened.tell.say(paragraph(f"note: not used of the model's files: {unused}"))
     TextTokenizer(files.directory)
     eos_ids(files.directory)
     if files.spec.is_encoder_decoder:

@@ -2,7 +2,8 @@
 executed, by which engine, what of its config.json is not supported, and the memory it takes."""
 
 import importlib.util
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from xgpt.report.table import fact, table
 from xrunner.checkpoint.source import config_from_hub, model_at_hand, read_spec
 from xrunner.checkpoint.tensors import check_weights
 from xrunner.engines.engine import Engine
-from xrunner.io.generation import given_tokens
+from xrunner.io.generation import given_tokens, not_taken
 
 _TOKENS = 1000  # of KV cache, in the table
 
@@ -50,6 +51,7 @@ class ModelCheck:
     weights: str = ""
     is_fetched: bool = False
     engines: tuple[tuple[str, str], ...] = ()
+    not_used: str = ""
 
     @property
     def is_planned(self) -> bool:
@@ -67,6 +69,7 @@ class ModelCheck:
         return {"name": self.name, "found": self.found, "is_planned": self.is_planned,
                 "is_executed": self.is_executed, "weights": self.weights,
                 "is_fetched": self.is_fetched, "engines": dict(self.engines),
+                "not_used": self.not_used,
                 "memory": self.memory, "shape": self.spec,
                 "not_supported": [mistake.key for mistake in self.mistakes]}
 
@@ -86,6 +89,7 @@ class ModelCheck:
                           f"yes, by {by}" + ("; `xgpt submit` fetches its weights, once"
                                              if self.is_fetched else "")))
         facts += [fact("", f"not by {name}: {why}") for name, why in self.engines if why]
+        facts += [fact("not used", self.not_used)] if self.not_used else []
         rows = [(row.dtype, format_bytes(row.weight_bytes), format_bytes(row.kv_bytes))
                 for row in self.memory]
         here = available_memory_bytes()
@@ -150,16 +154,24 @@ def _of_folder(name: str, folder: Path, found: str, *, is_fetched: bool = False)
         spec = read_spec(folder, name)
     except InputError as error:
         return ModelCheck(name=name, found=found, spec=None, mistakes=error.mistakes)
-    weights = ""
+    weights, spare = "", list[str]()
     if not is_fetched:
         try:
-            check_weights(folder, spec)
+            spare = check_weights(folder, spec)
             given_tokens(folder)
         except InputError as error:
             weights = "; ".join(f"{m.key}: {m.allowed}" if m.key else m.allowed
                                 for m in error.mistakes)
     return ModelCheck(name=name, found=found, spec=spec, weights=weights, is_fetched=is_fetched,
-                      engines=_engines(spec))
+                      engines=_engines(spec), not_used=not_used_words(spec, folder, spare))
+
+
+def not_used_words(spec: ModelSpec, folder: Path, tensors: Sequence[str]) -> str:
+    """The keys and `tensors` of a model's files that nothing here uses; "": none."""
+    shown = ", ".join(dict.fromkeys(re.sub(r"\d+", "*", name) for name in tensors))
+    files = {"config.json": spec.not_used, "the weights": shown,
+             "generation_config.json": ", ".join(not_taken(folder))}
+    return "; ".join(f"{names} of {file}" for file, names in files.items() if names)
 
 
 def _engines(spec: ModelSpec) -> tuple[tuple[str, str], ...]:

@@ -1,13 +1,15 @@
 """A Hugging Face `config.json` as a ModelSpec: one reader a kind of model, in a table by the
 `model_type` that the file states."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from xgpt.core.decoder import Decoder, NormPlace
 from xgpt.core.hf_gated import GATED_READERS
+from xgpt.core.hf_keys import not_used, refuse_others, with_usual
 from xgpt.core.hf_planned import PLANNED_READERS
 from xgpt.core.hf_quantised import read_quantised
 from xgpt.core.model import ModelSpec
@@ -33,7 +35,11 @@ def from_hf_config(config: Mapping[str, Any], name: str,
     if reader is None:
         values.finish()
     assert reader is not None
+    with_usual(values, kind)
     spec = reader(values, name)
+    if kind in _READERS:
+        refuse_others(values, kind, spec)
+        spec = replace(spec, not_used=", ".join(not_used(config, values.asked)))
     # of what is planned alone nothing is loaded: run.weight_dtype says as what it is planned
     stored = None if kind in PLANNED_READERS else read_quantised(values, spec.family)
     values.finish()
@@ -41,8 +47,6 @@ def from_hf_config(config: Mapping[str, Any], name: str,
 
 
 def _read_opt(config: ConfigValues, name: str) -> ModelSpec:
-    config.only("activation_function", "relu")
-    config.only("do_layer_norm_before", True, " (the other is OPT-350M's layout)")
     hidden = config.size("hidden_size")
     if config.size_or_none("word_embed_proj_dim") not in (None, hidden):
         config.reject("word_embed_proj_dim", "only the hidden_size is supported")
@@ -56,11 +60,6 @@ def _read_opt(config: ConfigValues, name: str) -> ModelSpec:
 
 
 def _read_gpt2(config: ConfigValues, name: str) -> ModelSpec:
-    config.only("activation_function", "gelu_new")
-    config.only("scale_attn_weights", True)
-    for variant in ("scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn",
-                    "add_cross_attention"):
-        config.only(variant, False)
     config.divides("n_head", "n_embd")
     hidden = config.size("n_embd")
     return ModelSpec(
@@ -81,12 +80,15 @@ def _read_t5(config: ConfigValues, name: str) -> ModelSpec:
 def _read_mt5(config: ConfigValues, name: str) -> ModelSpec:
     """T5 1.1's layout. Nothing scales what goes into its head, whatever `tie_word_embeddings` says:
     published files say false, and transformers 5 writes true of any."""
+    config.flag("tie_word_embeddings", True)
     return _t5(config, name, "gated-gelu", is_tied=False)
 
 
 def _t5(config: ConfigValues, name: str, usual_projection: str, *, is_tied: bool) -> ModelSpec:
     projection = config.text("feed_forward_proj", usual_projection, _T5_ACTIVATIONS)
     layers = config.size("num_layers")
+    config.only("dense_act_fn", _T5_ACTIVATIONS[projection])
+    config.only("is_gated_act", projection.startswith("gated-"))
     return ModelSpec(
         name=name, family="t5", num_layers=config.size_or_none("num_decoder_layers") or layers,
         num_encoder_layers=layers, hidden_size=config.size("d_model"),
@@ -99,19 +101,10 @@ def _t5(config: ConfigValues, name: str, usual_projection: str, *, is_tied: bool
         relative_max_distance=config.size_or_none("relative_attention_max_distance") or 128)
 
 
-def _read_bart(config: ConfigValues, name: str) -> ModelSpec:
-    return _bart(config, name, "sum")
-
-
-def _read_mbart(config: ConfigValues, name: str) -> ModelSpec:
-    return _bart(config, name, "before")
-
-
-def _bart(config: ConfigValues, name: str, norm_place: NormPlace) -> ModelSpec:
+def _read_bart(config: ConfigValues, name: str, norm_place: NormPlace = "sum") -> ModelSpec:
     for part in ("attention_heads", "ffn_dim"):
-        if config.values.get(f"decoder_{part}") != config.values.get(f"encoder_{part}"):
+        if config.get(f"decoder_{part}") != config.get(f"encoder_{part}"):
             config.reject(f"decoder_{part}", f"only the encoder_{part} is supported")
-    config.only("tie_word_embeddings", True)
     config.divides("encoder_attention_heads", "d_model")
     hidden = config.size("d_model")
     scale = hidden ** 0.5 if config.flag("scale_embedding", False) else 1.0
@@ -126,7 +119,8 @@ def _bart(config: ConfigValues, name: str, norm_place: NormPlace) -> ModelSpec:
 
 
 _T5_ACTIVATIONS = {"relu": "relu", "gated-gelu": "gelu_new"}
-_READERS = {"opt": _read_opt, "gpt2": _read_gpt2, **GATED_READERS, "t5": _read_t5,
-            "mt5": _read_mt5, "bart": _read_bart, "mbart": _read_mbart}
+_READERS: dict[str, Callable[[ConfigValues, str], ModelSpec]] = {
+    "opt": _read_opt, "gpt2": _read_gpt2, **GATED_READERS, "t5": _read_t5, "mt5": _read_mt5,
+    "bart": _read_bart, "mbart": partial(_read_bart, norm_place="before")}
 MODEL_TYPES = tuple(_READERS)
 PLANNED_TYPES = tuple(PLANNED_READERS)  # alone, not executed

@@ -9,7 +9,8 @@ from copy import copy
 from dataclasses import replace
 
 from xgpt.core.decoder import Decoder, Experts, Latent
-from xgpt.core.hf_gated import GATED_READERS, Defaults, read_gated
+from xgpt.core.hf_gated import GATED_READERS, read_gated
+from xgpt.core.hf_keys import with_usual
 from xgpt.core.model import ModelSpec
 from xgpt.core.model_file import ConfigValues
 
@@ -26,7 +27,7 @@ def _read_deepseek(config: ConfigValues, name: str) -> ModelSpec:
         query_rank=config.size_or_none("q_lora_rank"))
     config.only("moe_layer_freq", 1)
     inner, layers = config.size("moe_intermediate_size"), config.size("num_hidden_layers")
-    dense = config.whole("first_k_dense_replace", 0)
+    dense = config.size_or_none("first_k_dense_replace", least=0) or 0
     if dense >= layers:
         config.reject("first_k_dense_replace", f"below num_hidden_layers = {layers}")
     experts = Experts(
@@ -36,7 +37,7 @@ def _read_deepseek(config: ConfigValues, name: str) -> ModelSpec:
     plain = _changed(  # heads have sizes of their own
         config, num_key_value_heads=config.size("num_attention_heads"), head_dim=latent.value_dim,
         rope_scaling=None, rope_parameters=None)
-    spec = read_gated(plain, name, Defaults(), Decoder(experts=experts, latent=latent))
+    spec = read_gated(plain, name, Decoder(experts=experts, latent=latent))
     return replace(spec, planned_only=LATENT)
 
 
@@ -44,7 +45,7 @@ def _read_llama4(config: ConfigValues, name: str) -> ModelSpec:
     """Every `interleave_moe_layer_step`-th layer has experts, one of them shared."""
     layers = config.size("num_hidden_layers")
     step = config.size_or_none("interleave_moe_layer_step") or 1
-    stated = config.values.get("moe_layers")
+    stated = config.get("moe_layers")
     mixed = len(stated) if isinstance(stated, list) and stated else layers // step
     inner, dense = config.size("intermediate_size"), layers - mixed
     experts = Experts(
@@ -52,7 +53,7 @@ def _read_llama4(config: ConfigValues, name: str) -> ModelSpec:
         inner=inner, shared=inner, dense_layers=dense,
         dense_inner=config.size("intermediate_size_mlp") if dense else 0)
     plain = _changed(config, rope_scaling=None, rope_parameters=None)
-    spec = read_gated(plain, name, Defaults(eps=1e-5, theta=500000.0), Decoder(experts=experts))
+    spec = read_gated(plain, name, Decoder(experts=experts))
     return replace(spec, planned_only=CHUNKED)
 
 
@@ -63,13 +64,14 @@ def _changed(config: ConfigValues, **values: object) -> ConfigValues:
     return other
 
 
-def _of_text(read: Callable[[ConfigValues, str], ModelSpec], more: str
+def _of_text(kind: str, read: Callable[[ConfigValues, str], ModelSpec], more: str
              ) -> Callable[[ConfigValues, str], ModelSpec]:
-    """Of a model that sees, its `text_config`."""
+    """Of a model that sees, its `text_config`, of that kind."""
     def reader(config: ConfigValues, name: str) -> ModelSpec:
         text = config.section("text_config")
         if not text.values:
             config.reject("text_config", "required: the text model's own values")
+        with_usual(text, kind)
         spec = read(text, name)
         return replace(spec, planned_only=", and ".join(filter(None, (spec.planned_only, more))))
 
@@ -78,5 +80,5 @@ def _of_text(read: Callable[[ConfigValues, str], ModelSpec], more: str
 
 PLANNED_READERS: dict[str, Callable[[ConfigValues, str], ModelSpec]] = {
     "deepseek_v2": _read_deepseek, "deepseek_v3": _read_deepseek, "llama4_text": _read_llama4,
-    "llama4": _of_text(_read_llama4, VISION),
-    "gemma3": _of_text(GATED_READERS["gemma3_text"], VISION)}
+    "llama4": _of_text("llama4_text", _read_llama4, VISION),
+    "gemma3": _of_text("gemma3_text", GATED_READERS["gemma3_text"], VISION)}

@@ -16,7 +16,8 @@ _NUMBERS: dict[str, tuple[str, ...]] = {
 _OPTIONAL = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
              "longrope": ("factor", "attention_factor")}
 _ORIGINAL = "original_max_position_embeddings"
-_NO_SCALING = ("rope_theta", "partial_rotary_factor")
+# what else a kind is made of, which are no numbers
+_OTHERS = {"yarn": (_ORIGINAL, "truncate"), "longrope": (_ORIGINAL, "short_factor", "long_factor")}
 
 
 class Rope(NamedTuple):
@@ -31,34 +32,35 @@ class Rope(NamedTuple):
     unknown: list[str] = []  # noqa: RUF012 (a NamedTuple's field is never changed here)
 
 
-def read_rope(config: ConfigValues, default_theta: float) -> Rope:
-    """What a config states; a kind that we do not know is among `unknown`."""
-    both = config.section("rope_parameters")
-    local_theta = None
-    if FULL in both.values or WINDOWED in both.values:
-        rope, local = both.section(FULL), both.section(WINDOWED)
-        local_theta = local.number("rope_theta", 10000.0)
-        local.only("rope_type", "default")
-    else:
-        rope = both
-    if "rope_local_base_freq" in config.values:
-        local_theta = config.number("rope_local_base_freq", 10000.0)
-    theta = (rope if "rope_theta" in rope.values else config).number("rope_theta", default_theta)
-    share = (rope if "partial_rotary_factor" in rope.values else config).number(
-        "partial_rotary_factor", 1.0)
-    scaling = {k: v for k, v in rope.values.items() if k not in _NO_SCALING}
-    if not scaling:
-        rope = config.section("rope_scaling")
-        scaling = dict(rope.values)
-    key = "rope_type" if "rope_type" in scaling else "type"
-    kind = str(scaling.get(key, "default"))
-    if config.values.get("model_type") == "phi3" and kind in ("su", "yarn"):
+def read_rope(config: ConfigValues, local_theta: float | None = None) -> Rope:
+    """What a config states; a kind that we do not know is among `unknown`. `local_theta`: of layers
+    with a window where the config says none; None of a family that has one base for all."""
+    rope = config.section("rope_scaling")
+    if not rope.values or local_theta is not None:
+        rope = config.section("rope_parameters")
+    if local_theta is not None:
+        rope, local_theta = _of_full_layers(config, rope, local_theta)
+    theta = (rope if "rope_theta" in rope.values else config).number("rope_theta", 10000.0)
+    place = rope if "partial_rotary_factor" in rope.values else config
+    is_phi3 = config.get("model_type") == "phi3"
+    if not is_phi3:  # others' code turns whole heads
+        place.only("partial_rotary_factor", 1.0)
+    share = place.number("partial_rotary_factor", 1.0)
+    key = "rope_type" if "rope_type" in rope.values else "type"
+    kind = str(rope.get(key, "default"))
+    if is_phi3 and kind in ("su", "yarn"):
         kind = "longrope"  # as older files of Phi-3 call it
     plain = Rope(theta, None, share, local_theta)
     if kind not in _NUMBERS:
         return plain._replace(unknown=[f"rotary positions of {key} {kind!r}"])
+    if kind == "dynamic":
+        config.size("max_position_embeddings")
+    if (original := config.size_or_none(_ORIGINAL)) is not None and kind in ("llama3", *_OTHERS):
+        rope.values[_ORIGINAL] = original  # as in transformers, over that of the section
+    scaling = {k: v for k in ("rope_type", "type", *_NUMBERS[kind], *_OPTIONAL.get(kind, ()),
+                              *_OTHERS.get(kind, ())) if (v := rope.get(k)) is not None}
     for number in _NUMBERS[kind]:
-        if number in scaling:
+        if number in rope.values:
             rope.number(number, 1.0)
         else:
             rope.reject(number, f"missing: a number above 0, which {key} {kind} needs")
@@ -70,18 +72,30 @@ def read_rope(config: ConfigValues, default_theta: float) -> Rope:
     return _scaled(config, rope, kind, scaling, plain)
 
 
+def _of_full_layers(config: ConfigValues, both: ConfigValues,
+                    local_theta: float) -> tuple[ConfigValues, float]:
+    """Of Gemma 3: what layers that attend to all are rotated by, and the base of the others."""
+    rope, local = both.section(FULL), both.section(WINDOWED)
+    scaling = config.section("rope_scaling")
+    rope.values.update({key: scaling.get(key) for key in scaling.values})
+    local.only("rope_type" if "rope_type" in local.values else "type", "default")
+    local.only("partial_rotary_factor", 1.0)
+    return rope, (local.number("rope_theta", local_theta) if "rope_theta" in local.values else
+                  config.number("rope_local_base_freq", local_theta))
+
+
 def _scaled(config: ConfigValues, rope: ConfigValues, kind: str, scaling: dict[str, Any],
             plain: Rope) -> Rope:
-    given = {k: v for k, v in scaling.items() if v is not None and k not in ("type", "rope_type")}
+    given = {k: v for k, v in scaling.items() if k not in ("type", "rope_type")}
     if kind in ("yarn", "longrope"):
         positions = config.size_or_none("max_position_embeddings")
-        original = given.get(_ORIGINAL) or config.size_or_none(_ORIGINAL) or positions
+        original = given.get(_ORIGINAL) or positions
         if not isinstance(original, int) or original < 1:
             rope.reject(_ORIGINAL, f"missing: a whole number >= 1, which rope_type {kind} needs")
             return plain
         given[_ORIGINAL] = original
         if kind == "longrope":
-            factors = rope.values.get("short_factor")
+            factors = rope.get("short_factor")
             if not isinstance(factors, list) or not all(
                     isinstance(f, (int, float)) and f > 0 for f in factors):
                 rope.reject("short_factor", "a list of numbers above 0, one for each rotated pair")

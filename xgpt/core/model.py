@@ -47,6 +47,7 @@ class ModelSpec:
     source: str = ""
     planned_only: str = ""  # what of it our own runner does not execute; "": it does
     stored_as: str = ""  # in fewer bits, which are widened when they are loaded; "": plainly
+    not_used: str = ""  # keys of its config.json that nothing reads, here and in transformers
 
     @property
     def is_encoder_decoder(self) -> bool:

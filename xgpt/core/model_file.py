@@ -53,31 +53,37 @@ def wrong_file(path: Path, reason: str) -> InputError:
 
 
 class ConfigValues:
-    """The values of the config.json at `path`, or those under one of its keys (`prefix`)."""
+    """The values of the config.json at `path`, or those under one of its keys (`prefix`). `asked`:
+    the keys that a reader got, whether they are there or not."""
 
     def __init__(self, values: Mapping[str, Any], path: Path, prefix: str = "",
-                 mistakes: list[Mistake] | None = None) -> None:
-        self.values, self._path, self._prefix = values, path, prefix
+                 mistakes: list[Mistake] | None = None, asked: set[str] | None = None) -> None:
+        self.values, self._path, self._prefix = dict(values), path, prefix
+        self.asked: set[str] = set() if asked is None else asked
         self._mistakes: list[Mistake] = [] if mistakes is None else mistakes
+
+    def get(self, key: str, default: object = None) -> Any:
+        self.asked.add(self._prefix + key)
+        return self.values.get(key, default)
 
     def size(self, key: str) -> int:
         """A count that has to be there."""
-        if self.values.get(key) is None:
+        if self.get(key) is None:
             self.reject(key, f"{'null' if key in self.values else 'missing'}: {_SIZE}")
             return 1
         return self.size_or_none(key) or 1
 
-    def size_or_none(self, key: str) -> int | None:
-        """A count, or None where the key is absent or null."""
+    def size_or_none(self, key: str, default: int | None = None, *, least: int = 1) -> int | None:
+        """A count of at least so many; `default` where the key is absent or null."""
         most = _MOST_LAYERS if key in _LAYERS else _MOST_SIZE
-        value = self.values.get(key)
+        value, allowed = self.get(key), f"a whole number >= {least}"
         return self._given(
-            key, None, lambda value: type(value) is int and 1 <= value <= most,
-            f"{_SIZE}, at most {most:,}" if type(value) is int and value > most else _SIZE)
+            key, default, lambda value: type(value) is int and least <= value <= most,
+            f"{allowed}, at most {most:,}" if type(value) is int and value > most else allowed)
 
     def number(self, key: str, default: float | None) -> float:
         """A number above 0; `default` where the key is absent."""
-        value = self.values.get(key, default)
+        value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not (
                 0 < value <= _MOST_NUMBER):
             self.reject(key, "null: a number above 0" if value is None else "a number above 0")
@@ -89,11 +95,6 @@ class ConfigValues:
         if key in self.values and self.values[key] is None:
             return None
         return self.number(key, default) if default is not None or key in self.values else None
-
-    def whole(self, key: str, default: int) -> int:
-        """A count that may be 0."""
-        return int(self._given(key, default, lambda value: type(value) is int and value >= 0,
-                               "a whole number >= 0"))
 
     def each(self, key: str, count: int, known: tuple[_T, ...]) -> list[_T]:
         """At least `count` of the `known`, of which the first so many are taken; none where the key
@@ -118,7 +119,7 @@ class ConfigValues:
              more: str = "") -> str:
         """One of the `known`; `default` where the key is absent. `more`: what is said behind
         them."""
-        value = self.values.get(key, default)
+        value = self.get(key, default)
         if not isinstance(value, str) or value not in known:
             self.reject(key, f"{'missing' if value == '' else 'is not supported'}: known: "
                              f"{', '.join(known)}{more}")
@@ -129,12 +130,13 @@ class ConfigValues:
         """The values under `key`; none where it is absent or null."""
         values: dict[str, Any] = self._given(key, {}, lambda value: isinstance(value, dict),
                                              "a mapping of keys to values")
-        return ConfigValues(values, self._path, f"{self._prefix}{key}.", self._mistakes)
+        return ConfigValues(values, self._path, f"{self._prefix}{key}.", self._mistakes,
+                            self.asked)
 
     def _given(self, key: str, default: _T, is_allowed: Callable[[Any], bool],
                allowed: str) -> Any | _T:
         """The value; `default` where the key is absent or null, or is not allowed (a mistake)."""
-        value = self.values.get(key)
+        value = self.get(key)
         if value is not None and not is_allowed(value):
             self.reject(key, allowed)
             return default
@@ -142,20 +144,20 @@ class ConfigValues:
 
     def only(self, key: str, supported: object, why: str = "") -> None:
         """A variant that would run with wrong tokens is refused instead."""
-        if self.values.get(key, supported) != supported:
-            known = str(supported).lower() if isinstance(supported, bool) else repr(supported)
+        if self.get(key, supported) != supported:
+            known = json.dumps(supported) if not isinstance(supported, str) else repr(supported)
             self.reject(key, f"is not supported, only {known} is{why}")
 
     def divides(self, key: str, whole_key: str) -> None:
         """Two sizes, of which the first has to divide the second."""
-        part, whole = self.values.get(key), self.values.get(whole_key)
+        part, whole = self.get(key), self.get(whole_key)
         if (isinstance(part, int) and isinstance(whole, int) and part >= 1 and whole >= 1
                 and whole % part):
             self.reject(key, f"a divisor of {whole_key} = {whole}")
 
     def reject(self, key: str, allowed: str, value: object = None) -> None:
         """`value`: what is shown instead of all that stands under the key."""
-        shown = self.values.get(key) if value is None else value
+        shown = self.get(key) if value is None else value
         self._mistakes.append(Mistake(file=str(self._path), line=None, key=self._prefix + key,
                                       value=shown, allowed=allowed))
 

@@ -60,6 +60,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     window, context = file.value("attention.sliding_window"), file.value("context_length")
     is_windowed = file.architecture == "llama" and window and window < context
     model_type = "mistral" if is_windowed else ARCHITECTURES[file.architecture][0]
+    is_biased = model_type in ("llama", "qwen3") and (
+        "model.layers.0.self_attn.q_proj.bias" in file.places)  # of the others it is no question
     config = {
         "model_type": model_type, **{ours: file.value(key) for key, ours in _SIZES.items()},
         "num_key_value_heads": file.value("attention.head_count_kv", heads), "head_dim": head,
@@ -68,7 +70,7 @@ def config_of(file: GgufFile) -> dict[str, Any]:
         "rope_theta": _shortest(file.value("rope.freq_base", 10000.0)),
         "partial_rotary_factor": file.value("rope.dimension_count", head) / head,
         "tie_word_embeddings": "lm_head.weight" not in file.places,
-        "attention_bias": "model.layers.0.self_attn.q_proj.bias" in file.places,
+        **({"attention_bias": True} if is_biased else {}),
         "rope_scaling": _scaling(file, context),
         **({"sliding_window": window} if is_windowed else {}),
         **{ours: file.metadata[f"tokenizer.ggml.{key}"] for key, ours in _TOKENS.items()

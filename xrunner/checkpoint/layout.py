@@ -7,8 +7,14 @@ from typing import NamedTuple
 from xgpt.core.model import ModelSpec
 
 Shape = tuple[int, ...]
-HEAD = "lm_head.weight"  # where it is absent, the embedding serves
-OPTIONAL = (HEAD, "final_logits_bias")  # may be absent: the latter is of zeros then
+HEAD = "lm_head.weight"
+_LOGITS_BIAS = "final_logits_bias"
+# What a family's file calls the table of tokens: transformers ties these to each other, so that
+# any of them may be the only one.
+_EMBEDDINGS = {
+    "llama": ("model.embed_tokens.weight",), "opt": ("model.decoder.embed_tokens.weight",),
+    "gpt2": ("wte.weight",), **dict.fromkeys(("t5", "bart"), (
+        "shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"))}
 _PADDING_ROWS = 2  # of OPT's and BART's position tables
 
 
@@ -26,6 +32,19 @@ EXPERTS = {
     "mixtral": ExpertNames("block_sparse_moe.gate", "block_sparse_moe.experts.{}",
                            "w1", "w3", "w2"),
     "qwen": ExpertNames("mlp.gate", "mlp.experts.{}", "gate_proj", "up_proj", "down_proj")}
+
+
+def embedding_names(spec: ModelSpec) -> tuple[str, ...]:
+    """What the file may call the table of tokens; those of them that are there have to be the same.
+    Of a tied model the head is among them."""
+    names: tuple[str, ...] = _EMBEDDINGS[spec.family]
+    return (*names, HEAD) if spec.tied_embeddings else names
+
+
+def is_optional(spec: ModelSpec, name: str) -> bool:
+    """Whether a wanted tensor may be absent: a bias of zeros; T5's head, which transformers ties
+    wherever the file has none."""
+    return name == _LOGITS_BIAS or name == HEAD and spec.family == "t5"
 
 
 def wanted_tensors(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
@@ -169,7 +188,7 @@ def _bart(spec: ModelSpec) -> Iterator[tuple[str, Shape]]:
                 yield from _norm(f"{layer}{name}_layer_norm", hidden)
         if spec.decoder.norm_place != "sum":
             yield from _norm(f"{side}.layer_norm", hidden)
-    yield "final_logits_bias", (1, spec.vocab_size)
+    yield _LOGITS_BIAS, (1, spec.vocab_size)
 
 
 def _norm(name: str, hidden: int) -> Iterator[tuple[str, Shape]]:

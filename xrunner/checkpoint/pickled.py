@@ -25,10 +25,12 @@ _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF
 
 
 class PickledTensor(NamedTuple):
-    """A tensor, and the record of the archive that holds its storage."""
+    """A tensor, the record of the archive that holds its storage, and the element of it that the
+    tensor begins with."""
 
     stored: Stored
     record: str
+    first: int = 0
 
 
 def pickled_tensors(path: Path) -> dict[str, PickledTensor]:
@@ -55,12 +57,6 @@ def pickled_tensors(path: Path) -> dict[str, PickledTensor]:
     if gone:
         raise ValueError(f"cannot be read: what {gone[0]!r} is made of is not in it")
     return tensors
-
-
-def is_zero(path: Path, tensor: PickledTensor) -> bool:
-    """Whether all bytes of what the tensor lies in are 0."""
-    with zipfile.ZipFile(path) as archive:
-        return not any(archive.read(tensor.record))
 
 
 class _Noting(pickle.Unpickler):
@@ -92,7 +88,7 @@ class _Noting(pickle.Unpickler):
 
 def _tensor(storage: tuple[str, str], first: int, shape: tuple[int, ...], *_: Any) -> PickledTensor:
     of_type, record = storage
-    return PickledTensor(Stored(tuple(int(size) for size in shape), of_type), record)
+    return PickledTensor(Stored(tuple(int(size) for size in shape), of_type), record, int(first))
 
 
 def _typed_tensor(storage: tuple[str, str], first: int, shape: tuple[int, ...],

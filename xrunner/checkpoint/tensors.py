@@ -4,7 +4,9 @@
 A run finds out too, but on every rank, and after the model's layers have been timed."""
 
 import json
+import zipfile
 from collections.abc import Iterator, Mapping
+from itertools import zip_longest
 from pathlib import Path
 
 from xgpt.core.errors import InputError, Mistake
@@ -12,21 +14,20 @@ from xgpt.core.hf_quantised import quantised_of
 from xgpt.core.model import ModelSpec
 from xgpt.core.model_file import load_json
 from xrunner.checkpoint.gguf_file import FREQUENCIES, NAME, GgufFile
-from xrunner.checkpoint.layout import HEAD, OPTIONAL, Shape, wanted_tensors
-from xrunner.checkpoint.pickled import is_zero, pickled_tensors
+from xrunner.checkpoint.layout import Shape, embedding_names, is_optional, wanted_tensors
+from xrunner.checkpoint.pickled import pickled_tensors
 from xrunner.checkpoint.quantised.formats import UNUSED, misfits, parts_of
 from xrunner.checkpoint.quantised.parts import PLAIN_TYPES, Stored
 
 # Published checkpoints differ in how deep the decoder is nested; tried in this order.
 _PREFIXES = ("", "model.", "transformer.")
 # Stored by some and used by nobody: tables of positions and masks that the model's own code makes,
-# T5's second names of its one embedding, and what its first converter left behind.
+# and what T5's first converter left behind.
 _NOT_WEIGHTS = (".inv_freq", ".attn.bias", ".attn.masked_bias", ".position_ids", ".version",
-                "coder.embed_tokens.weight", "EncDecAttention.relative_attention_bias.weight", HEAD,
-                FREQUENCIES)
+                "EncDecAttention.relative_attention_bias.weight")
 MAX_SHOWN = 6  # a wrong size in config.json concerns every layer
 _NO_PICKLES = (".safetensors", ".gguf")
-_LENGTH_BYTES, _MOST_HEADER_BYTES = 8, 100_000_000
+_LENGTH_BYTES, _MOST_HEADER_BYTES, _CHUNK_BYTES = 8, 100_000_000, 2**20
 _LFS = b"version https://git-lfs"
 NO_WEIGHTS = "no model.safetensors, pytorch_model.bin or index of either"
 
@@ -47,9 +48,10 @@ def locate(name: str, files: Mapping[str, object]) -> str | None:
     return None
 
 
-def check_weights(directory: Path, spec: ModelSpec, *, may_unpickle: bool = False) -> None:
-    """Raises InputError with every file and tensor that is missing or wrong. `may_unpickle`: the
-    user trusts who made PyTorch's own files, which are pickles."""
+def check_weights(directory: Path, spec: ModelSpec, *, may_unpickle: bool = False) -> list[str]:
+    """The tensors that are there and not used. Raises InputError with every file and tensor that is
+    missing or wrong. `may_unpickle`: the user trusts who made PyTorch's own files, which are
+    pickles."""
     files, mistakes = _files(directory)
     if not may_unpickle:
         mistakes += [_mistake(path, None, "a pickle, which can run code where it is read: convert "
@@ -70,14 +72,16 @@ def check_weights(directory: Path, spec: ModelSpec, *, may_unpickle: bool = Fals
         places.update(dict.fromkeys(held, path))
         mistakes += [_mistake(path, name, "no such tensor there, but the index says so")
                      for name in names or () if name not in held]
+    spare: list[str] = []
     if not mistakes:
-        mistakes = list(_misfits(directory, spec, tensors, places))
+        mistakes = list(_misfits(directory, spec, tensors, places, spare))
     if len(mistakes) > MAX_SHOWN:
         rest = len(mistakes) - MAX_SHOWN
         mistakes = [*mistakes[:MAX_SHOWN],
                     _mistake(directory, None, f"{rest} more like these are not shown")]
     if mistakes:
         raise InputError(mistakes)
+    return spare
 
 
 def header(path: Path) -> dict[str, Stored]:
@@ -144,16 +148,27 @@ def _listed(listing: Path) -> tuple[dict[Path, list[str] | None], list[Mistake]]
     return files, mistakes
 
 
-def _misfits(directory: Path, spec: ModelSpec,
-             tensors: Mapping[str, Stored], places: Mapping[str, Path]) -> Iterator[Mistake]:
+def _misfits(directory: Path, spec: ModelSpec, tensors: Mapping[str, Stored],
+             places: Mapping[str, Path], spare: list[str]) -> Iterator[Mistake]:
+    """What is wrong with the tensors; those that are right and not used are left in `spare`."""
     config = directory / "config.json"
     quantised = quantised_of(load_json(config), config)
-    taken, unused = {HEAD}, _NOT_WEIGHTS + (UNUSED if quantised is not None else ())
+    unused = _NOT_WEIGHTS + (UNUSED if quantised is not None else ())
+    taken = {FREQUENCIES} if quantised is not None and quantised.format == "gguf" else set()
+    usual, *_ = names = embedding_names(spec)
+    first, *others = [held for name in names if (held := locate(name, tensors))] or [usual]
+    for other in others:
+        taken.add(other)
+        if not _are_same(tensors, places, first, other):
+            yield _mistake(directory, other, f"the same numbers as {first}: config.json ties the "
+                                             "two (tie_word_embeddings)")
 
     def find(name: str) -> Stored | None:
         return None if (stored := locate(name, tensors)) is None else tensors[stored]
 
     for name, wanted in wanted_tensors(spec):
+        if name == usual:
+            name = first
         try:
             parts = None if quantised is None else parts_of(quantised, name, wanted, find)
         except ValueError as cause:
@@ -165,35 +180,48 @@ def _misfits(directory: Path, spec: ModelSpec,
         if parts is not None and quantised is not None:
             for own, allowed, value in misfits(parts, quantised, find):
                 yield _mistake(directory, own, allowed, value)
-        else:
+        elif find(name) is not None or not is_optional(spec, name):
             yield from _plain_misfit(directory, name, wanted, find(name))
     for name in sorted(tensors.keys() - taken):
         # AutoGPTQ gave every layer a bias, of zeros where the model has none
         is_nought = quantised is not None and quantised.format == "gptq" and name.endswith(
-            ".bias") and _is_zero(places[name], name)
-        if not name.endswith(unused) and not is_nought:
+            ".bias") and not any(map(any, _chunks(places[name], name)))
+        if name.endswith(unused) or is_nought:
+            spare.append(name)
+        else:
             yield _mistake(directory, name, f"no layer of the {spec.family} family takes it: its "
                            "answers would be wrong without it (scales of quantised weights, or a "
                            "variant that is not executed)")
 
 
-def _is_zero(path: Path, name: str) -> bool:
-    """Whether all bytes of a tensor of a safetensors or PyTorch file are 0."""
+def _are_same(tensors: Mapping[str, Stored], places: Mapping[str, Path], one: str,
+              other: str) -> bool:
+    begins = {pickled_tensors(places[name])[name].first if places[name].suffix == ".bin" else 0
+              for name in (one, other)}
+    return tensors[one] == tensors[other] and len(begins) == 1 and all(a == b for a, b in (
+        zip_longest(_chunks(places[one], one), _chunks(places[other], other))))
+
+
+def _chunks(path: Path, name: str) -> Iterator[bytes]:
+    """The bytes of a tensor of a safetensors or PyTorch file; of the latter, of what it lies in."""
     if path.suffix != ".safetensors":
-        return is_zero(path, pickled_tensors(path)[name])
+        with zipfile.ZipFile(path) as archive, archive.open(
+                pickled_tensors(path)[name].record) as file:
+            yield from iter(lambda: file.read(_CHUNK_BYTES), b"")
+        return
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         first, last = json.loads(file.read(length))[name]["data_offsets"]
         file.seek(_LENGTH_BYTES + length + first)
-        return not any(file.read(last - first))
+        for start in range(first, last, _CHUNK_BYTES):
+            yield file.read(min(_CHUNK_BYTES, last - start))
 
 
 def _plain_misfit(directory: Path, name: str, wanted: Shape,
                   stored: Stored | None) -> Iterator[Mistake]:
     if stored is None:
-        if name not in OPTIONAL:
-            yield _mistake(directory, name, "the weights hold no such tensor; by config.json "
-                                            f"there is one of shape {list(wanted)}")
+        yield _mistake(directory, name, "the weights hold no such tensor; by config.json "
+                                        f"there is one of shape {list(wanted)}")
     elif stored.shape != wanted:
         yield _mistake(directory, name, f"by config.json its shape is {list(wanted)}",
                        list(stored.shape))

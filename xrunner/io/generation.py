@@ -16,12 +16,18 @@ from xgpt.core.errors import InputError, Mistake, wrong
 from xgpt.core.model_file import load_json
 from xrunner.io.tokenizer import is_token
 
+# what is done here or read elsewhere, and what changes no token
+_READ = """
+    bos_token_id decoder_start_token_id eos_token_id forced_bos_token_id forced_eos_token_id
+    min_length min_new_tokens no_repeat_ngram_size output_attentions output_hidden_states
+    pad_token_id repetition_penalty transformers_version use_cache _from_model_config""".split()  # noqa: SIM905
 # key -> values that ask for nothing, beside null, false and what is empty
 _NOT_DONE: dict[str, tuple[object, ...]] = {
     "encoder_no_repeat_ngram_size": (0,), "encoder_repetition_penalty": (1,),
     "bad_words_ids": (), "sequence_bias": (), "suppress_tokens": (), "begin_suppress_tokens": (),
     "exponential_decay_length_penalty": (), "guidance_scale": (1,), "stop_strings": (),
-    "watermarking_config": (), "penalty_alpha": (0,), "dola_layers": (), "token_healing": ()}
+    "watermarking_config": (), "penalty_alpha": (0,), "dola_layers": (), "token_healing": (),
+    "force_words_ids": (), "constraints": ()}
 # what transformers takes where config.json alone is there and does not say
 _USUAL_LAST = {"bart": 2, "mbart": 2}
 
@@ -66,6 +72,15 @@ def given_tokens(directory: Path) -> GivenTokens:
                        _count(values, "min_length", path),
                        _count(values, "no_repeat_ngram_size", path),
                        _penalty(values, path), _count(values, "min_new_tokens", path))
+
+
+def not_taken(directory: Path) -> list[str]:
+    """The keys of generation_config.json that are the job's to say (beams, draws, lengths), or
+    that nobody knows. Raises InputError."""
+    path = directory / "generation_config.json"
+    values = load_json(path) if path.is_file() else {}
+    return [key for key, value in sorted(values.items())
+            if value is not None and key not in _READ and key not in _NOT_DONE]
 
 
 def refuse_given_tokens(directory: Path, engine: str) -> None:

@@ -15,7 +15,7 @@ from xgpt.core.model import ModelSpec
 from xrunner.models.learned import read_norm
 from xrunner.models.mlp import PlainMlp
 from xrunner.models.norms import Norm
-from xrunner.models.shard import WHOLE, Shard, head_weight
+from xrunner.models.shard import WHOLE, Shard, embedding_weight, head_weight
 from xrunner.models.weights import TensorPart, WeightSource
 from xrunner.ops.attention import PLAIN
 from xrunner.ops.head import BiasedScores, HeadScores, OutputHead, Scores
@@ -25,7 +25,6 @@ from xrunner.ops.residual import AllReduce, Residual
 SCORING = PLAIN
 POSITION_OFFSET = 2  # the first two rows of a position table belong to padding
 LOGITS_BIAS = "final_logits_bias"
-_EMBEDDING = "shared.weight"
 _PRODUCT_ACTIVATIONS = {"relu": "relu", "gelu": "gelu_erf", "gelu_new": "gelu"}
 
 
@@ -185,7 +184,7 @@ class BartEncoderEnds:
     def __init__(self, spec: ModelSpec, weights: WeightSource, *, first: bool, last: bool,
                  shard: Shard = WHOLE, embedding: Tensor | None = None) -> None:
         """`embedding`: of tokens [V, H], where the decoder's ends hold it."""
-        self._embedding = _Embedding(spec, weights, "encoder", _tokens(
+        self._embedding = _Embedding(spec, weights, "encoder", embedding_weight(
             spec, weights) if embedding is None else embedding) if first else None
         self.norm = _final_norm(spec, weights, "encoder") if last else None
 
@@ -207,7 +206,7 @@ class BartDecoderEnds:
 
     def __init__(self, spec: ModelSpec, weights: WeightSource, *, first: bool, last: bool,
                  shard: Shard = WHOLE) -> None:
-        self.embedding = _tokens(spec, weights) if first else None
+        self.embedding = embedding_weight(spec, weights) if first else None
         self._embedding = None if self.embedding is None else _Embedding(
             spec, weights, "decoder", self.embedding)
         self.norm: Norm | None = None
@@ -215,7 +214,7 @@ class BartDecoderEnds:
         self._logits_bias: Tensor | None = None
         if last:
             self.norm = _final_norm(spec, weights, "decoder")
-            self.head = OutputHead(head_weight(spec, weights, (_EMBEDDING, self.embedding), shard))
+            self.head = OutputHead(head_weight(spec, weights, self.embedding, shard))
             self._logits_bias = _logits_bias(spec, weights, shard)
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -231,10 +230,6 @@ class BartDecoderEnds:
         assert self.head is not None, "only the last decoder stage has a head"
         scores = HeadScores(self.head, hidden if self.norm is None else self.norm(hidden))
         return scores if self._logits_bias is None else BiasedScores(scores, self._logits_bias)
-
-
-def _tokens(spec: ModelSpec, weights: WeightSource) -> Tensor:
-    return weights.get(_EMBEDDING, (spec.vocab_size, spec.hidden_size))
 
 
 def _final_norm(spec: ModelSpec, weights: WeightSource, side: str) -> Norm | None:

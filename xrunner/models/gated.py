@@ -9,7 +9,7 @@ from xrunner.models.decoder import DecoderEnds, DecoderLayer, EndWeights, LayerW
 from xrunner.models.mlp import GatedMlp, Mixture, Mlp
 from xrunner.models.norms import HeadNorms, Norm, all_heads, rms_weight
 from xrunner.models.rotary import element_order
-from xrunner.models.shard import WHOLE, Shard, head_weight
+from xrunner.models.shard import WHOLE, Shard, embedding_weight, head_weight
 from xrunner.models.weights import TensorPart, WeightSource
 from xrunner.ops.head import OutputHead
 from xrunner.ops.linear import Product
@@ -136,11 +136,10 @@ def gated_layer(spec: ModelSpec, weights: WeightSource, index: int,
 
 def gated_ends(spec: ModelSpec, weights: WeightSource, *, first: bool, last: bool,
                shard: Shard = WHOLE) -> DecoderEnds:
-    name, table = "model.embed_tokens.weight", (spec.vocab_size, spec.hidden_size)
-    embedding = weights.get(name, table) if first else None
+    embedding = embedding_weight(spec, weights) if first else None
     norm = head = None
     if last:
         norm = Norm(rms_weight(weights, "model.norm", spec.hidden_size,
                                adds_one=spec.decoder.norm_adds_one), None, spec.norm_eps)
-        head = OutputHead(head_weight(spec, weights, (name, embedding), shard))
+        head = OutputHead(head_weight(spec, weights, embedding, shard))
     return DecoderEnds(spec, EndWeights(embedding, None, 0, norm, head))

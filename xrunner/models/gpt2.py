@@ -4,18 +4,19 @@ A checkpoint stores each linear weight as [in, out] (transformers' Conv1D), and 
 as one such matrix; here they are turned to [out, in] once, when they are loaded.
 """
 
+from functools import partial
+
 import torch
 
 from xgpt.core.model import ModelSpec
 from xrunner.models.decoder import DecoderLayer, LayerWeights
-from xrunner.models.learned import EndNames, ends_of, read_norm
+from xrunner.models.learned import learned_ends, read_norm
 from xrunner.models.mlp import PlainMlp
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.weights import TensorPart, WeightSource
 from xrunner.ops.linear import Product
 
-gpt2_ends = ends_of(EndNames(
-    tokens="wte.weight", positions="wpe.weight", norm="ln_f"))
+gpt2_ends = partial(learned_ends, table=("wpe.weight", 0), norm_name="ln_f")
 
 
 def gpt2_layer(spec: ModelSpec, weights: WeightSource, index: int,

@@ -1,44 +1,26 @@
 """What OPT and GPT-2 share: layer norms with biases, and positions that are learned as a table."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple
-
 from xgpt.core.model import ModelSpec
 from xrunner.models.decoder import DecoderEnds, EndWeights
 from xrunner.models.norms import Norm
-from xrunner.models.shard import WHOLE, Shard, head_weight
+from xrunner.models.shard import WHOLE, Shard, embedding_weight, head_weight
 from xrunner.models.weights import WeightSource
 from xrunner.ops.head import OutputHead
 
 
-class EndNames(NamedTuple):
-    """What a checkpoint calls the ends' tensors; position p is row p + `position_offset` of its
-    table."""
-
-    tokens: str
-    positions: str
-    norm: str
-    position_offset: int = 0
-
-
-def ends_of(names: EndNames) -> Callable[..., DecoderEnds]:
-    """What reads the ends of a family that has these names."""
-    return partial(_ends, names)
-
-
-def _ends(names: EndNames, spec: ModelSpec, weights: WeightSource, *, first: bool, last: bool,
-          shard: Shard = WHOLE) -> DecoderEnds:
+def learned_ends(spec: ModelSpec, weights: WeightSource, *, first: bool, last: bool,
+                 table: tuple[str, int], norm_name: str, shard: Shard = WHOLE) -> DecoderEnds:
+    """`table`: what a family's checkpoints call that of positions, and its row of position 0."""
     assert spec.max_positions is not None, "a model with learned positions"
     embedding = positions = norm = head = None
+    name, offset = table
     if first:
-        rows = spec.max_positions + names.position_offset
-        embedding = weights.get(names.tokens, (spec.vocab_size, spec.hidden_size))
-        positions = weights.get(names.positions, (rows, spec.hidden_size))
+        embedding = embedding_weight(spec, weights)
+        positions = weights.get(name, (spec.max_positions + offset, spec.hidden_size))
     if last:
-        norm = read_norm(spec, weights, names.norm)
-        head = OutputHead(head_weight(spec, weights, (names.tokens, embedding), shard))
-    return DecoderEnds(spec, EndWeights(embedding, positions, names.position_offset, norm, head))
+        norm = read_norm(spec, weights, norm_name)
+        head = OutputHead(head_weight(spec, weights, embedding, shard))
+    return DecoderEnds(spec, EndWeights(embedding, positions, offset, norm, head))
 
 
 def read_norm(spec: ModelSpec, weights: WeightSource, name: str) -> Norm:

@@ -1,20 +1,21 @@
 """OPT layers: learned positions (offset 2), pre-layer-norm, biases, ReLU."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from xgpt.core.model import ModelSpec
 from xrunner.models.decoder import DecoderLayer, LayerWeights
-from xrunner.models.learned import EndNames, ends_of, read_norm
+from xrunner.models.learned import learned_ends, read_norm
 from xrunner.models.mlp import PlainMlp
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.weights import TensorPart, WeightSource
 from xrunner.ops.linear import Product
 
 POSITION_OFFSET = 2  # the first two rows of OPT's position table belong to padding
-opt_ends = ends_of(EndNames(
-    tokens="model.decoder.embed_tokens.weight", positions="model.decoder.embed_positions.weight",
-    norm="model.decoder.final_layer_norm", position_offset=POSITION_OFFSET))
+opt_ends = partial(learned_ends, norm_name="model.decoder.final_layer_norm",
+                   table=("model.decoder.embed_positions.weight", POSITION_OFFSET))
 
 
 def opt_layer(spec: ModelSpec, weights: WeightSource, index: int,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from xgpt.core.model import ModelSpec
+from xrunner.checkpoint.layout import HEAD, embedding_names, is_optional
 from xrunner.models.weights import TensorPart, WeightSource
 
 
@@ -93,14 +94,21 @@ class Shard:
 WHOLE = Shard()
 
 
-def head_weight(spec: ModelSpec, weights: WeightSource, embedding: tuple[str, Tensor | None],
-                shard: Shard) -> Tensor:
-    """Output head [V_local, H]. `embedding`: its name, and its tensor where this rank holds it,
-    of which a tied head is a view."""
-    name, held = embedding
-    part = shard.vocabulary_part(spec.vocab_size)
-    is_tied = spec.tied_embeddings or not weights.has("lm_head.weight")
-    if is_tied and held is not None:
-        return held if part is None else part.of(held)
-    return weights.get(name if is_tied else "lm_head.weight",
+def embedding_weight(spec: ModelSpec, weights: WeightSource,
+                     part: TensorPart | None = None) -> Tensor:
+    """The table of tokens [V, H], or part of it, by whichever of its names the file has it."""
+    names = embedding_names(spec)
+    return weights.get(next(filter(weights.has, names), names[0]),
                        (spec.vocab_size, spec.hidden_size), part)
+
+
+def head_weight(spec: ModelSpec, weights: WeightSource, embedding: Tensor | None,
+                shard: Shard) -> Tensor:
+    """Output head [V_local, H]. `embedding`: where this rank holds it; a tied head is a view of
+    it."""
+    part = shard.vocabulary_part(spec.vocab_size)
+    if not spec.tied_embeddings and (weights.has(HEAD) or not is_optional(spec, HEAD)):
+        return weights.get(HEAD, (spec.vocab_size, spec.hidden_size), part)
+    if embedding is None:
+        return embedding_weight(spec, weights, part)
+    return embedding if part is None else part.of(embedding)

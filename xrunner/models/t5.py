@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xgpt.core.model import ModelSpec
-from xrunner.models.shard import WHOLE, Shard, head_weight
+from xrunner.models.shard import WHOLE, Shard, embedding_weight, head_weight
 from xrunner.models.weights import WeightSource
 from xrunner.ops.attention import Distances, Scoring
 from xrunner.ops.head import HeadScores, OutputHead
@@ -22,7 +22,6 @@ from xrunner.ops.residual import Residual
 from xrunner.ops.rows import rms_norm
 
 SCORING = Scoring(1.0)  # T5's initialisation stands in for a scale of 1 / sqrt(d)
-_EMBEDDING = "shared.weight"
 
 
 class _Block:
@@ -149,7 +148,7 @@ class T5EncoderEnds:
         """`embedding`: of tokens [V, H], where the decoder's ends hold it."""
         self.eps, self._max_distance = spec.norm_eps, spec.relative_max_distance
         self.embedding = embedding if embedding is not None or not first else (
-            weights.get(_EMBEDDING, (spec.vocab_size, spec.hidden_size)))
+            embedding_weight(spec, weights))
         self.bias_table = _bias_table(spec, weights, "encoder", shard)
         self.norm = (weights.get("encoder.final_layer_norm.weight", (spec.hidden_size,))
                      if last else None)
@@ -180,13 +179,12 @@ class T5DecoderEnds:
         self.eps, self._max_distance = spec.norm_eps, spec.relative_max_distance
         # version 1.1, whose head is not the embedding, does not scale what goes into it
         self._head_scale = spec.hidden_size ** -0.5 if spec.tied_embeddings else 1.0
-        self.embedding = (weights.get(_EMBEDDING, (spec.vocab_size, spec.hidden_size))
-                          if first else None)
+        self.embedding = embedding_weight(spec, weights) if first else None
         self.bias_table = _bias_table(spec, weights, "decoder", shard)
         self.norm = self.head = None
         if last:
             self.norm = weights.get("decoder.final_layer_norm.weight", (spec.hidden_size,))
-            self.head = OutputHead(head_weight(spec, weights, (_EMBEDDING, self.embedding), shard))
+            self.head = OutputHead(head_weight(spec, weights, self.embedding, shard))
 
     def embed(self, tokens: Tensor, _positions: Tensor) -> Tensor:
         """tokens [n] -> hidden [n, H]."""

@@ -14,7 +14,7 @@ from xgpt.core.job_file import load_job
 from xgpt.core.problem import resolve
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2,
-         "vocab_size": 11, "intermediate_size": 16}
+         "num_key_value_heads": 2, "vocab_size": 11, "intermediate_size": 16}
 OPT = {"model_type": "opt", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2,
        "vocab_size": 11, "ffn_dim": 16, "max_position_embeddings": 32}
 

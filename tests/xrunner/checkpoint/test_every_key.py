@@ -1,0 +1,208 @@
+"""Every key of config.json that transformers' class of a family reads is executed, refused by its
+name, or of no influence; others are told as not used."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import modern
+import pytest
+import torch
+import toys
+from click.testing import CliRunner
+from toy_runs import run_in_process
+
+from xgpt.cli.main import cli
+from xgpt.core.errors import InputError
+from xgpt.core.hf_config import MODEL_TYPES, from_hf_config
+from xrunner.checkpoint.tensors import check_weights
+from xrunner.io.generation import given_tokens, not_taken
+
+TOYS = ("llama", "mistral-window", "qwen2-windows", "qwen3", "gemma2", "gemma3", "phi3", "smollm3",
+        "olmo2", "granite", "mixtral", "qwen3-moe", "opt", "gpt2", "t5", "mt5", "bart", "mbart")
+NESTED = "full_attention", "sliding_attention"
+# of what such a config has none: a model that attends in windows, or answers as a pair
+WINDOWS = {"sliding_window": 4}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, dict[str, Any]]]:
+    """A family's folder and its config.json, which a test may write anew."""
+
+    @cache
+    def make(family: str) -> tuple[Path, dict[str, Any]]:
+        folder = tmp_path_factory.mktemp(family)
+        (modern.make_modern if family in modern.FAMILIES else toys.make_model)(family, folder)
+        return folder, json.loads((folder / "config.json").read_text())
+
+    return make
+
+
+def theirs(folder: Path, *, is_pair: bool, is_eager: bool) -> list[int]:
+    import transformers
+
+    of = transformers.AutoModelForSeq2SeqLM if is_pair else transformers.AutoModelForCausalLM
+    # the others leave soft-capping out
+    model = of.from_pretrained(folder, dtype=torch.float32,
+                               attn_implementation="eager" if is_eager else None)
+    return toys.generate(model.eval(), query())
+
+
+def query() -> Any:
+    return dataclasses.replace(max(toys.random_queries(8), key=lambda q: len(q.input_ids)),
+                               index=0, max_new_tokens=12)
+
+
+def refused(folder: Path, config: dict[str, Any]) -> str:
+    """What is said of the first key or tensor that is refused; "": none is."""
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        check_weights(folder, toys.spec_of(folder))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def holds(folder: Path, family: str, config: dict[str, Any], key: str) -> str:
+    """"refused" by the key, or "executed" as transformers does it."""
+    if said := refused(folder, config):
+        assert key in said, f"{key} of {family}: {said}"
+        return "refused"
+    sink, _ = run_in_process(folder, [query()], degrees=(1,))
+    expected = theirs(folder, is_pair=family in toys.ENCODER_DECODER_FAMILIES,
+                      is_eager=family == "gemma2")
+    assert list(sink.results[0].output_ids) == expected, f"{family} {key} {config.get(key)}"
+    return "executed"
+
+
+@pytest.mark.parametrize("kind", MODEL_TYPES)
+def test_every_key_of_transformers_class_is_known(kind: str) -> None:
+    """One that a new version adds is found here."""
+    from transformers import CONFIG_MAPPING
+
+    made = CONFIG_MAPPING[kind]()
+    config = {**made.to_dict(), "model_type": kind, "tie_word_embeddings": True}
+    if kind == "qwen3_moe":
+        config["num_experts"] = config["num_local_experts"]
+    assert from_hf_config(config, "x").not_used == ""
+    own = {field.name for field in dataclasses.fields(made)} | set(type(made).attribute_map)
+    for key in own:
+        if config.get(key) is None:  # which asks for nothing, as it stands
+            try:
+                told = from_hf_config({**config, key: 1}, "x").not_used
+            except InputError as error:
+                told = "" if key in str(error) else str(error)
+            assert told == "", f"{key}: {told}"
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((family, WINDOWS) for family in TOYS),
+    *((family, {"is_causal": False}) for family in ("llama", "qwen3-moe", "gpt2", "bart")),
+    ("t5", {"is_causal": True}), ("gpt2", {"is_encoder_decoder": True}),
+    ("opt", {"attention_chunk_size": 4}), ("phi3", {"attention_chunk_size": 4}),
+    *((family, {"layer_types": ["sliding_attention"] * 5}) for family in (
+        "llama", "granite", "mixtral", "qwen3", "qwen3-moe", "bart", "opt")),
+    ("mistral-window", {"layer_types": ["full_attention"] * 5}),
+    ("mistral-window", {"attention_bias": True}), ("phi3", {"attention_bias": True}),
+    ("mixtral", {"mlp_bias": True}), ("granite", {"mlp_bias": True}),
+    ("llama", {"partial_rotary_factor": 0.5}), ("phi3", {"partial_rotary_factor": 0.5}),
+    ("gpt2", {"n_layer": 5, "num_hidden_layers": 4}), ("gpt2", {"hidden_size": 48}),
+    ("t5", {"head_dim": 8}), ("bart", {"num_attention_heads": 3}),
+    ("t5", {"dense_act_fn": "silu"}), ("mt5", {"is_gated_act": False}),
+    ("t5", {"scale_decoder_outputs": False}), ("t5", {"tie_word_embeddings": False}),
+    ("mt5", {"tie_word_embeddings": True}),
+    ("opt", {"_remove_final_layer_norm": True}), ("opt", {"layer_norm_elementwise_affine": False}),
+    ("mbart", {"scale_embedding": False}),
+    ("gemma2", {"attn_logit_softcapping": None}), ("gemma2", {"query_pre_attn_scalar": 3}),
+    ("gemma3", {"attn_logit_softcapping": 1.0}), ("gemma3", {"rope_scaling": LINEAR}),
+    ("gemma3", {"sliding_window": None}),
+    ("granite", {"logits_scaling": 2.0}), ("smollm3", {"no_rope_layers": [1, 0, 1, 1, 0]}),
+    ("smollm3", {"use_sliding_window": True, "sliding_window": 4}),
+    ("qwen2-windows", {"sliding_window": None}), ("qwen3-moe", {"norm_topk_prob": False}),
+    ("qwen3-moe", {"decoder_sparse_step": 2}), ("qwen3-moe", {"mlp_only_layers": [1]}),
+    ("qwen3-moe", {"use_sliding_window": True, "sliding_window": 4}),
+    ("mixtral", {"num_experts": 3}), ("mixtral", {"num_experts_per_tok": 1}),
+    # positions, as transformers 4 and 5 write them; the older key is the one that counts
+    *((family, {"rope_scaling": scaling}) for family in ("llama", "qwen3") for scaling in (
+        LINEAR, {"type": "dynamic", "factor": 2.0}, {"factor": 4.0},
+        {**LINEAR, "rope_theta": 70.0}, {"rope_type": "yarn", "factor": 4.0},
+        {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0})),
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "truncate": False,
+                                "original_max_position_embeddings": 32},
+               "original_max_position_embeddings": 16})]
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES)
+def test_a_key_is_executed_as_transformers_does_it_or_refused(
+        toy: Callable[[str], tuple[Path, dict[str, Any]]], family: str,
+        changes: dict[str, Any]) -> None:
+    folder, config = toy(family)
+    holds(folder, family, {**config, **changes}, next(iter(changes)))
+
+
+@pytest.mark.parametrize("family", TOYS)
+def test_a_key_that_is_absent_means_what_it_does_in_transformers(
+        toy: Callable[[str], tuple[Path, dict[str, Any]]], family: str) -> None:
+    """Or is missed by its name, or by that of the tensors whose shape it is."""
+    folder, config = toy(family)
+    executed = 0
+    for key in ("sliding_window", "rope_parameters", "hidden_act", "hidden_activation",
+                "rms_norm_eps", "layer_types", "head_dim", "num_key_value_heads", "norm_topk_prob"):
+        if key in config:
+            rest = {name: value for name, value in config.items() if name != key}
+            executed += not refused(folder, rest) and holds(folder, family, rest, key) == "executed"
+    assert executed or family in ("opt", "gpt2", *toys.ENCODER_DECODER_FAMILIES)
+
+
+def test_windows_are_refused_by_their_key_where_the_family_has_none() -> None:
+    for kind in ("llama", "olmo2", "granite"):
+        config = {"model_type": kind, "num_hidden_layers": 2, "hidden_size": 8,
+                  "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 11,
+                  "intermediate_size": 16, "max_position_embeddings": 64}
+        for window in (None, 64):
+            from_hf_config({**config, "sliding_window": window}, "x")
+        with pytest.raises(InputError, match=rf"config.json: sliding_window = 4: .*type {kind}"):
+            from_hf_config({**config, "sliding_window": 4}, "x")
+
+
+def test_what_nothing_reads_is_told(tmp_path: Path) -> None:
+    toys.make_model("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"]["alpha"] = 8.0
+    (tmp_path / "config.json").write_text(json.dumps(
+        {**config, "use_qk_norm": True, "moe": None}))
+    said = json.loads((tmp_path / "generation_config.json").read_text())
+    (tmp_path / "generation_config.json").write_text(json.dumps({**said, "top_p": 0.8, "x": 1}))
+    assert toys.spec_of(tmp_path).not_used == "use_qk_norm, rope_parameters.alpha"
+    shown = CliRunner().invoke(cli, ["models", "--check", str(tmp_path)])
+    assert shown.exit_code == 0
+    assert ("not used use_qk_norm, rope_parameters.alpha of config.json; top_p, x of "
+            "generation_config.json") in " ".join(shown.stdout.split())
+
+
+def test_every_key_of_generation_config_is_done_refused_or_told(tmp_path: Path) -> None:
+    from transformers import GenerationConfig
+
+    done = {"forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens",
+            "no_repeat_ngram_size", "repetition_penalty", "bos_token_id", "eos_token_id",
+            "pad_token_id", "decoder_start_token_id"}  # the last four by the tokenizer's reader
+    harmless = {"output_attentions", "output_hidden_states", "use_cache", "transformers_version",
+                "_from_model_config"}
+    for key in vars(GenerationConfig()).keys() - done - harmless:
+        folder = tmp_path / key
+        folder.mkdir()
+        (folder / "generation_config.json").write_text(json.dumps({key: 7}))
+        try:
+            given_tokens(folder)
+        except InputError as error:
+            assert key in str(error)
+        else:
+            assert not_taken(folder) == [key]
+        shutil.rmtree(folder)
