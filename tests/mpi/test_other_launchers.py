@@ -48,7 +48,7 @@ def test_what_a_user_says_stays() -> None:
 
 def test_the_doctor_asks_mpi_without_them(left: None) -> None:
     pytest.importorskip("torch", reason="the doctor's processes import it")
-    assert doctor.examine()["mpi"].startswith("mpi4py ")
+    assert doctor._asked("mpi").startswith("mpi4py ")
 
 
 def test_ranks_in_an_allocation_know_of_it(tmp_path: Path, left: None,

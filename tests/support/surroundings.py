@@ -1,5 +1,5 @@
-"""`-m surroundings FILE`: what a rank finds around it, one JSON line a rank appended. And what other
-launchers and resource managers leave in the environment of whatever they start."""
+"""`-m surroundings FILE`: what a rank finds around it, one JSON line a rank appended. And what
+other launchers and resource managers leave in the environment of whatever they start."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 _FEW = {  # beginning of names -> the rest of some, of which no value is of any use here
-    "SLURM_": "JOB_ID JOBID JOB_NODELIST NODELIST NNODES JOB_NUM_NODES NTASKS PROCID NODEID MPI_TYPE "
-              "EXTERNAL_LAUNCHER STEP_ID", "SLURMD_": "NODENAME", "SRUN_": "DEBUG",
+    "SLURM_": "JOB_ID JOBID JOB_NODELIST NODELIST NNODES JOB_NUM_NODES NTASKS PROCID NODEID "
+              "MPI_TYPE EXTERNAL_LAUNCHER STEP_ID", "SLURMD_": "NODENAME", "SRUN_": "DEBUG",
     "PBS_": "NODEFILE JOBID ENVIRONMENT", "LSB_": "HOSTS MCPU_HOSTS JOBID DJOB_HOSTFILE",
     "LSF_": "BINDIR", "SGE_": "ROOT TASK_ID", "COBALT_": "NODEFILE", "MP_": "CHILD",
     "LOADL": "_HOSTFILE BATCH _PROCESSOR_LIST", "FLUX_": "URI JOB_ID", "ALPS_": "APP_PE",

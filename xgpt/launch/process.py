@@ -82,7 +82,8 @@ def run_watched(command: Sequence[str], *, watch: Callable[[], None],
                 inherited: tuple[int, ...] = (), is_managed: bool = False) -> None:
     """Runs the command of all ranks, as a Launcher promises (xgpt.launch.launcher). `is_managed`:
     as `start` has it."""
-    watch_to_end(start(command, inherited=inherited, is_managed=is_managed), watch=watch, ask_to_stop=ask_to_stop)
+    watch_to_end(start(command, inherited=inherited, is_managed=is_managed),
+                 watch=watch, ask_to_stop=ask_to_stop)
 
 
 def watch_to_end(started: Started, *, watch: Callable[[], None],
