@@ -4,6 +4,8 @@ limit, requeued, resumed; stopped, cancelled, failed; several as an array."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -160,6 +162,46 @@ def test_a_failing_job_shows_its_cause(slurm: Cluster, make_job: Make) -> None:
     assert f"Slurm: job {job_id} ended as FAILED" in text and "exit code 1:0" in text
     assert "no-such-container" in text, "the end of the log"
     assert "no-such-container" in slurm.status(out)["slurm"]["cause"]
+
+
+def test_a_failing_line_of_the_prologue_ends_the_job_and_is_named(slurm: Cluster,
+                                                                 make_job: Make) -> None:
+    job = make_job(queries=toys.random_queries(2, seed=6), slurm=(
+        "nodes: 1, ntasks_per_node: 2, time: 10, prologue: ['if true; then', cd /no/where, fi]"))
+    (job_id,) = slurm.submit(job)
+    assert slurm.await_end(job_id) == "FAILED"
+    found = slurm.status(job.parent / "out")
+    assert (found["state"], found["slurm"]["exit_code"]) == ("failed", "1:0")
+    assert "of slurm.sh ended with exit code 1: cd /no/where" in found["slurm"]["cause"]
+    assert "submit" not in log_of(job, job_id) and num_lines(job) == 0
+
+
+def test_who_waits_for_another_that_measures_is_not_requeued_for_ever(
+        slurm: Cluster, make_job: Make, tmp_path: Path) -> None:
+    job = make_job(queries=toys.random_queries(600, seed=7), slurm=(
+        "nodes: 1, ntasks_per_node: 2, time: 10, requeue: 6, "
+        f"env: {{XDG_CACHE_HOME: {tmp_path}}}"))
+    (tmp_path / "xgpt" / "profiles").mkdir(parents=True)
+    compiled = Path(slurm.environment["XDG_CACHE_HOME"], "xgpt", "native")
+    (tmp_path / "xgpt" / "native").symlink_to(compiled.resolve())
+    holds = ("import sys, time; from pathlib import Path; from xgpt.app.alone import alone; "
+             "from xgpt.app.telling import LogTeller\n"
+             "with alone(Path(sys.argv[1]), Path('/other'), LogTeller()): time.sleep(999)")
+    holder = subprocess.Popen([sys.executable, "-c", holds, tmp_path / "xgpt" / "profiles"])
+    try:
+        told = f"waiting: process {holder.pid} on"
+        (job_id,) = slurm.submit(job)
+        for count in (1, 2):
+            until(lambda count=count: log_of(job, job_id).count(told) == count)
+            slurm.call("scancel", "--batch", "--signal=USR1", job_id)
+            until(lambda: slurm.slurm_state(job_id) in ("PENDING", *ENDED))
+            slurm.call("scontrol", "update", f"jobid={job_id}", "StartTime=now")
+    finally:
+        holder.kill()
+        holder.wait()
+    assert slurm.await_end(job_id) == "FAILED"
+    assert slurm.status(job.parent / "out")["slurm"]["exit_code"] == "1:0"
+    assert "added no answer" in log_of(job, job_id) and num_lines(job) == 0
 
 
 def test_gpus_are_asked_for_and_their_absence_is_said(slurm: Cluster, make_job: Make) -> None:

@@ -23,6 +23,7 @@ from xgpt.app.remedies import (
 from xgpt.app.telling import Teller
 from xgpt.core.errors import XgptError
 from xgpt.core.local import available_memory_bytes, gpus_here, usable_cores
+from xgpt.core.other_launchers import without_other_launchers
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.core.whole_file import write_atomically
 from xgpt.launch.own_modules import own_modules
@@ -115,7 +116,7 @@ def _lines_of(module: str) -> Iterator[dict[str, Any]]:
     """The objects that a module prints as it goes. Raises XgptError with its last words."""
     with subprocess.Popen([sys.executable, "-m", module], stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE, text=True,
-                          env={**os.environ, **own_modules()}) as process:
+                          env={**without_other_launchers(os.environ), **own_modules()}) as process:
         assert process.stdout is not None and process.stderr is not None
         for line in process.stdout:
             yield json.loads(line)
@@ -131,8 +132,8 @@ def _asked(part: str) -> str:
             return f"{package} is not installed (the extra `run` has it)"
     try:
         done = subprocess.run([sys.executable, "-m", "xrunner.examine", part], text=True,
-                              env={**os.environ, **own_modules()}, capture_output=True,
-                              timeout=_LIMIT_S, check=False)
+                              env={**without_other_launchers(os.environ), **own_modules()},
+                              capture_output=True, timeout=_LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
         return f"no answer within {format_seconds(_LIMIT_S)}"
     if done.returncode:

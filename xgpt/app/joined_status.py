@@ -32,7 +32,9 @@ class JobStatus:
             return "pending"
         if self.said.is_at_work:
             return own if own in ("loading", "running", "done") else "starting"
-        if own in ("done", "stopped"):
+        # a stop is this job's own where its exit code says so; else one of an earlier job's
+        is_older = self.said.state == "FAILED" and (self.said.exit_code or "75:")[:3] != "75:"
+        if own == "done" or (own == "stopped" and not is_older):
             return own
         return "died" if self.said.state == "COMPLETED" else self.said.state.lower()
 

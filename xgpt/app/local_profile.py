@@ -1,24 +1,23 @@
 """This machine's profile of a job's model: found in the cache, gone on with, or measured."""
 
-import fcntl
 import importlib.util
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
+from xgpt.app.alone import alone
 from xgpt.app.profile_identity import profile_metadata
 from xgpt.app.profile_needs import SHARE, needs_of, own_sizes, share_of, work_of
 from xgpt.app.profile_worth import lacks
 from xgpt.app.stop import is_asked_to_stop
 from xgpt.app.telling import Teller, tell_share
-from xgpt.core.errors import InputError, MissingExtraError, Mistake, StoppedEarly, wrong
+from xgpt.core.errors import InputError, MissingExtraError, Mistake, StoppedEarly
 from xgpt.core.job import Job
 from xgpt.core.layout import Layout
 from xgpt.core.model import ModelSpec, refuse_tp_degree
@@ -45,7 +44,7 @@ DEFAULT_BUDGET_S = 45.0
 _WORTH = 2.0
 QUICK_PATIENCE_S, PATIENCE_SHARE = 3.0, 0.2  # for others: of a quick profile, and of a budget
 _COARSER = 3  # a third of a quick profile's points: a third of the patience
-_LOOK_S = 0.2  # between looks whether another process has ended measuring
+_LOOK_S = 0.2  # of looking how busy the machine is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +226,7 @@ def _profile(wanted: WantedProfile, tell: Teller, session: _Measurement,
 
     if (profile := _sufficient(path, serves, tell)) is not None:
         return profile
-    with alone(path.parent, wanted.output, tell):
+    with alone(path.parent, wanted.output, tell, wanted.engine.name):
         # another process may have measured it while this one waited
         if (profile := _sufficient(path, serves, tell, is_again=True)) is not None:
             return profile
@@ -289,37 +288,6 @@ def _cached(path: Path, tell: Teller | None) -> Profile | None:
         if tell is not None:
             tell.say(f"profile: the cached one is left aside, {error.mistakes[0]}")
         return None
-
-
-@contextmanager
-def alone(folder: Path, output: Path, tell: Teller) -> Iterator[None]:
-    """One process at a time measures: two would disturb each other. Raises InputError where the
-    cache cannot be written to."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("w")
-    except OSError as cause:
-        raise wrong("cache", "XDG_CACHE_HOME", str(folder),
-                    f"a folder that can be written to: {cause.strerror}") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            tell.say("profile: another xgpt is measuring here; waiting for it")
-            _wait_for(file, output)
-        yield
-
-
-def _wait_for(file: IO[str], output: Path) -> None:
-    """Takes the lock as soon as it is free. Raises StoppedEarly where the job is asked to stop."""
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            if is_asked_to_stop(output):
-                raise StoppedEarly("asked to stop before its profile was measured; the same "
-                                   "command goes on") from None
-            time.sleep(_LOOK_S)
 
 
 def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: Teller, *,

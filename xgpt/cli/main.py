@@ -2,6 +2,7 @@
 
 import atexit
 import io
+import os
 import signal
 import sys
 import traceback
@@ -13,6 +14,7 @@ from typing import Any
 import click
 
 from xgpt.cli.options import print_json
+from xgpt.cli.surroundings import settle
 from xgpt.cli.terminal import open_what_is_closed, say, show
 from xgpt.core.errors import (
     EXIT_BAD_INPUT,
@@ -105,6 +107,8 @@ def _nothing_to_stop() -> None:
 
 def _answer() -> None:
     try:
+        if (note := settle()) is not None and "_XGPT_COMPLETE" not in os.environ:
+            say(note)
         cli(standalone_mode=False)
     except XgptError as error:
         _tell(error)

@@ -10,11 +10,12 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from xgpt.core.errors import EXIT_RESUMABLE, wrong
+from xgpt.core.errors import EXIT_FAILED, EXIT_RESUMABLE, wrong
 from xgpt.core.slurm import SlurmSpec
 
 _SAFE = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _IN_QUOTES = re.compile(r'([\\"$`])')
+_IDLE = 2  # allocations in a row that added no answer: a third would not either
 _KILLED_BY_WARNING = 128 + 10  # SIGUSR1 before Python had a handler for it
 
 
@@ -106,13 +107,36 @@ def _task(python: str, task: Task) -> list[str]:
     return [f"output={quoted(str(task.output))}", f"submit=({' '.join(map(quoted, words))})"]
 
 
+_CHECKED = f"""\
+# What fails here ends the job, by its line: but for what a sourced file goes on after.
+failed() {{
+    local code=$? line=${{BASH_LINENO[0]}} command=$BASH_COMMAND
+    [ ${{#FUNCNAME[@]}} -eq 2 ] || return 0
+    echo "xgpt: $1, line $line of slurm.sh ended with exit code $code: $command" >&2
+    echo "xgpt: the job ends here, and is not requeued" >&2
+    exit {EXIT_FAILED}
+}}
+load_module() {{  # some versions of it end with 0 where there is no such module
+    local said code
+    said=$(mktemp) || return
+    module load "$1" 2> "$said"
+    code=$?
+    cat "$said" >&2
+    ! grep -q "ERROR:" "$said" || code=1
+    rm -f "$said"
+    return "$code"
+}}"""
+
+
 def _surroundings(spec: SlurmSpec) -> list[str]:
-    lines = [f"module load {quoted(name)}" for name in spec.modules]
-    if spec.venv is not None:
-        lines.append(f". {quoted(spec.venv + '/bin/activate')}")
-    lines += [f"export {name}={quoted(value)}" for name, value in spec.env]
-    lines += spec.prologue
-    return [*lines, ""] if lines else []
+    parts = {
+        "modules": [f"load_module {quoted(name)}" for name in spec.modules],
+        "venv": [] if spec.venv is None else [f". {quoted(spec.venv + '/bin/activate')}"],
+        "env": [f"export {name}={quoted(value)}" for name, value in spec.env],
+        "prologue": spec.prologue}
+    lines = [line for key, own in parts.items() if own
+             for line in (f"trap 'failed slurm.{key}' ERR", *own)]
+    return [_CHECKED, *lines, "trap - ERR", "set +eu +o pipefail", ""] if lines else []
 
 
 def _body(spec: SlurmSpec) -> str:
@@ -120,13 +144,16 @@ def _body(spec: SlurmSpec) -> str:
 # Slurm warns this shell, and nobody else, some time before the limit: xgpt then stops in good order
 # (exit code {EXIT_RESUMABLE}), and the job goes back to the queue and on from there, at most \
 {spec.requeue} times. A stop
-# that `xgpt stop` asked for (it writes into the file `stop`) ends it.
+# that `xgpt stop` asked for (it writes into the file `stop`) ends it, and so do {_IDLE} allocations
+# in a row in which no answer was added.
 warned= told= xgpt=
 warn() {{
     warned=yes
     [ -z "$xgpt" ] || [ -n "$told" ] || {{ told=yes; kill -USR1 "$xgpt"; }}
 }}
 trap warn USR1
+answers() {{ wc -c "$output/results.jsonl" "$output/held.jsonl" 2>/dev/null | tail -n 1; }}
+before=$(answers)
 "${{submit[@]}}" &
 xgpt=$!
 [ -z "$warned" ] || warn
@@ -136,9 +163,17 @@ code=$?
 if [ -n "$warned" ] && [[ $code = {EXIT_RESUMABLE} || $code = {_KILLED_BY_WARNING} ]] \
 && [ ! -s "$output/stop" ]; then
     count="$output/slurm-requeued-$SLURM_JOB_ID"
-    times=$(cat "$count" 2>/dev/null || echo 0)
+    times=0 idle=0
+    [ ! -s "$count" ] || read -r times idle < "$count"
+    if [ "$(answers)" = "$before" ]; then idle=$((idle + 1)); else idle=0; fi
+    if [ "$idle" -ge {_IDLE} ]; then
+        echo "xgpt: this allocation and the one before it added no answer, so the job is \
+not requeued."
+        echo "What took their time is told above. With a longer slurm.time the same job goes on."
+        exit {EXIT_FAILED}
+    fi
     if [ "$times" -lt {spec.requeue} ]; then
-        echo $((times + 1)) > "$count"
+        echo "$((times + 1)) $idle" > "$count"
         echo "the time limit is near: back to the queue, time $((times + 1)) of {spec.requeue}"
         scontrol requeue "$SLURM_JOB_ID" && exit 0
     fi

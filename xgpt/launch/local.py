@@ -12,6 +12,8 @@ from xgpt.launch.launcher import RankProgram
 from xgpt.launch.leftovers import remove_leftovers
 from xgpt.launch.process import start, watch_to_end
 
+_HERE, _PROXY = ("-launcher", "fork", "-rmk", "user"), "hydra_pmi_proxy"
+
 
 class LocalLauncher:
     """Starts ranks on this machine; a single one needs no MPI."""
@@ -46,7 +48,9 @@ def mpi_command(ranks: RankProgram, options: Sequence[str] = ()) -> list[str]:
 def local_mpi_command(ranks: RankProgram, line: int | None = None) -> list[str]:
     """The same for ranks that nobody beyond this machine is to reach. `line`: who has the other end
     of this socket may be asked for them (xgpt/core/stand_in.py)."""
-    command = mpi_command(ranks)
+    # whatever resource manager it finds traces of; another MPI's mpiexec has no such options
+    is_hydra = Path(find_mpiexec()).resolve().with_name(_PROXY).exists()
+    command = mpi_command(ranks, _HERE if is_hydra else ())
     if line is not None:
         at = command.index(sys.executable)
         command[at:at] = [*_alone(Path(stand_in.__file__)), str(line), str(ranks.count)]

@@ -19,6 +19,7 @@ from typing import IO, NamedTuple
 
 from xgpt.core.errors import StoppedEarly, XgptError
 from xgpt.core.lifeline import Lifeline
+from xgpt.core.other_launchers import without_other_launchers
 from xgpt.core.troubles import is_of_memory
 from xgpt.launch.asked import raise_if_asked
 from xgpt.launch.environment import environment_of_ranks
@@ -56,17 +57,21 @@ class Started(NamedTuple):
 
 
 def start(command: Sequence[str], *, stdin: int = subprocess.DEVNULL,
-          inherited: tuple[int, ...] = (), count: int = 0) -> Started:
-    """Starts the command of ranks. Raises StoppedEarly where a signal asked for it before."""
+          inherited: tuple[int, ...] = (), count: int = 0, is_managed: bool = False) -> Started:
+    """Starts the command of ranks. `is_managed`: in this process's own allocation, which they are
+    to know of. Raises StoppedEarly where a signal asked for it before."""
     raise_if_asked()
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # by who started us: the system would
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # keep no child's end, here or in mpiexec
     messages = tempfile.TemporaryFile()  # noqa: SIM115 (closed by who waits for the end)
     # a session of its own: the terminal's Ctrl-C must reach us, not kill the ranks mid-line
     lifeline = Lifeline()
+    environment = environment_of_ranks()
+    if not is_managed:
+        environment = without_other_launchers(environment)
     process = subprocess.Popen(command, stdout=messages, stderr=subprocess.STDOUT,
                                stdin=stdin,
-                               env={**environment_of_ranks(), **own_modules(), **lifeline.name},
+                               env={**environment, **own_modules(), **lifeline.name},
                                start_new_session=True, pass_fds=(*inherited, lifeline.end))
     lifeline.is_handed_on()
     return Started(process, messages, lifeline=lifeline, num_ranks=count)
@@ -74,9 +79,11 @@ def start(command: Sequence[str], *, stdin: int = subprocess.DEVNULL,
 
 def run_watched(command: Sequence[str], *, watch: Callable[[], None],
                 ask_to_stop: Callable[[], None] | None,
-                inherited: tuple[int, ...] = ()) -> None:
-    """Runs the command of all ranks, as a Launcher promises (xgpt.launch.launcher)."""
-    watch_to_end(start(command, inherited=inherited), watch=watch, ask_to_stop=ask_to_stop)
+                inherited: tuple[int, ...] = (), is_managed: bool = False) -> None:
+    """Runs the command of all ranks, as a Launcher promises (xgpt.launch.launcher). `is_managed`:
+    as `start` has it."""
+    watch_to_end(start(command, inherited=inherited, is_managed=is_managed),
+                 watch=watch, ask_to_stop=ask_to_stop)
 
 
 def watch_to_end(started: Started, *, watch: Callable[[], None],

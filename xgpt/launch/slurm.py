@@ -80,4 +80,4 @@ class SlurmLauncher:
     def run(self, ranks: RankProgram, *, watch: Callable[[], None],
             ask_to_stop: Callable[[], None] | None = None) -> None:
         run_watched(self.command(ranks), watch=watch, ask_to_stop=ask_to_stop,
-                    inherited=ranks.inherited)
+                    inherited=ranks.inherited, is_managed=True)

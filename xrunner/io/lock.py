@@ -68,7 +68,7 @@ def _lock(output: Path, file: IO[str]) -> None:
 
 @contextmanager
 def _owned(output: Path) -> Iterator[None]:
-    path, mine = output / _OWNER, _me()
+    path, mine = output / _OWNER, this_process()
     while not _create(path, mine):
         owner = _read(path)
         if owner is not None and not _is_gone(output, owner):
@@ -123,10 +123,17 @@ def _take_away(path: Path, judged: dict[str, object] | None) -> None:
 
 
 def _is_gone(output: Path, owner: dict[str, object]) -> bool:
-    me, path = _me(), output / _OWNER
-    if owner.get("host") == me["host"] and owner.get("boot") == me["boot"]:
-        return _started(owner.get("pid")) != owner.get("started")
-    return (age := _age_s(output, path)) is not None and age > STALE_S
+    if (is_over := has_ended(owner)) is not None:
+        return is_over
+    return (age := _age_s(output, output / _OWNER)) is not None and age > STALE_S
+
+
+def has_ended(other: dict[str, object]) -> bool | None:
+    """Whether the process of which `this_process` told this has ended; None of another host's."""
+    me = this_process()
+    if other.get("host") != me["host"] or other.get("boot") != me["boot"]:
+        return None
+    return _started(other.get("pid")) != other.get("started")
 
 
 def _age_s(output: Path, path: Path) -> float | None:
@@ -152,7 +159,8 @@ def _refusal(output: Path) -> XgptError:
                      f"free {STALE_S:.0f} s after its last sign of life")
 
 
-def _me() -> dict[str, object]:
+def this_process() -> dict[str, object]:
+    """What tells it from any other, on any host."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -162,12 +170,14 @@ def _me() -> dict[str, object]:
 
 
 def _started(pid: object) -> str | None:
-    """When the process began, in ticks since the machine did; None of one that is not there."""
+    """When the process began, in ticks since the machine did; None of one that is not there, or has
+    ended and is not waited for."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
-    return text.rpartition(")")[2].split()[19]
+    state, *rest = text.rpartition(")")[2].split()
+    return None if state == "Z" else rest[18]
 
 
 def _read(path: Path) -> dict[str, object] | None:

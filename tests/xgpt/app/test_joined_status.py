@@ -4,6 +4,7 @@ Slurm's word are joined, whichever of its programs still knows the job."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,17 @@ def test_a_job_that_failed_shows_the_end_of_its_log(
     assert f"ended as {state}" in text and text.endswith("the cause") and "line 5 " not in text
     (out / "slurm-12.log").unlink()
     assert "do the nodes see this folder?" in status(out)[1]
+
+
+@pytest.mark.parametrize(("code", "state"), [("1:0", "failed"), ("75:0", "stopped")])
+def test_a_job_that_failed_is_not_taken_for_the_stop_of_an_earlier_one(
+        slurm: fake_slurm.FakeSlurm, out: Path, code: str, state: str) -> None:
+    write_progress(out / "progress.json", replace(RUNNING, state="stopped"))
+    (out / "slurm-12.log").write_text("xgpt: slurm.prologue, line 41 of slurm.sh\n")
+    slurm.says(squeue={}, scontrol={"out": ENDED.format(state="FAILED", reason="None", code=code)})
+    found, text = status(out)
+    assert found["state"] == state
+    assert ("slurm.prologue, line 41" in text) == (state == "failed")
 
 
 def test_accounts_are_asked_first_of_a_job_that_has_ended(

@@ -35,22 +35,49 @@ case $SLURM_ARRAY_TASK_ID in
     ;;
 esac
 
-module load cuda/12.4
-module load gcc
+# What fails here ends the job, by its line: but for what a sourced file goes on after.
+failed() {
+    local code=$? line=${BASH_LINENO[0]} command=$BASH_COMMAND
+    [ ${#FUNCNAME[@]} -eq 2 ] || return 0
+    echo "xgpt: $1, line $line of slurm.sh ended with exit code $code: $command" >&2
+    echo "xgpt: the job ends here, and is not requeued" >&2
+    exit 1
+}
+load_module() {  # some versions of it end with 0 where there is no such module
+    local said code
+    said=$(mktemp) || return
+    module load "$1" 2> "$said"
+    code=$?
+    cat "$said" >&2
+    ! grep -q "ERROR:" "$said" || code=1
+    rm -f "$said"
+    return "$code"
+}
+trap 'failed slurm.modules' ERR
+load_module cuda/12.4
+load_module gcc
+trap 'failed slurm.venv' ERR
 . "/home/me/my venv/bin/activate"
+trap 'failed slurm.env' ERR
 export UCX_NET_DEVICES=mlx5_0:1
 export NOTE="it's \$5"
+trap 'failed slurm.prologue' ERR
 ulimit -l unlimited
+trap - ERR
+set +eu +o pipefail
 
 # Slurm warns this shell, and nobody else, some time before the limit: xgpt then stops in good order
 # (exit code 75), and the job goes back to the queue and on from there, at most 5 times. A stop
-# that `xgpt stop` asked for (it writes into the file `stop`) ends it.
+# that `xgpt stop` asked for (it writes into the file `stop`) ends it, and so do 2 allocations
+# in a row in which no answer was added.
 warned= told= xgpt=
 warn() {
     warned=yes
     [ -z "$xgpt" ] || [ -n "$told" ] || { told=yes; kill -USR1 "$xgpt"; }
 }
 trap warn USR1
+answers() { wc -c "$output/results.jsonl" "$output/held.jsonl" 2>/dev/null | tail -n 1; }
+before=$(answers)
 "${submit[@]}" &
 xgpt=$!
 [ -z "$warned" ] || warn
@@ -59,9 +86,16 @@ wait "$xgpt"
 code=$?
 if [ -n "$warned" ] && [[ $code = 75 || $code = 138 ]] && [ ! -s "$output/stop" ]; then
     count="$output/slurm-requeued-$SLURM_JOB_ID"
-    times=$(cat "$count" 2>/dev/null || echo 0)
+    times=0 idle=0
+    [ ! -s "$count" ] || read -r times idle < "$count"
+    if [ "$(answers)" = "$before" ]; then idle=$((idle + 1)); else idle=0; fi
+    if [ "$idle" -ge 2 ]; then
+        echo "xgpt: this allocation and the one before it added no answer, so the job is not requeued."
+        echo "What took their time is told above. With a longer slurm.time the same job goes on."
+        exit 1
+    fi
     if [ "$times" -lt 5 ]; then
-        echo $((times + 1)) > "$count"
+        echo "$((times + 1)) $idle" > "$count"
         echo "the time limit is near: back to the queue, time $((times + 1)) of 5"
         scontrol requeue "$SLURM_JOB_ID" && exit 0
     fi

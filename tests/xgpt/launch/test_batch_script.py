@@ -150,16 +150,74 @@ def test_each_task_of_an_array_is_a_job_file_of_its_own(tmp_path: Path) -> None:
 
 WARNED = 'trap "exit 75" USR1; kill -USR1 $PPID; for i in $(seq 100); do sleep 0.1; done; exit 9'
 
+ANSWERED = 'echo line >> "$output/results.jsonl"; '
+
 
 def test_a_warning_stops_xgpt_and_the_job_goes_back_to_the_queue_so_many_times(
         tmp_path: Path) -> None:
-    script = one_task(tmp_path, spec=SlurmSpec(requeue=2))
+    script = one_task(tmp_path, spec=SlurmSpec(requeue=2, prologue=("export output",)))
     for count in (1, 2):
-        done = run(script, tmp_path, WARNED)
+        done = run(script, tmp_path, ANSWERED + WARNED)
         assert done.returncode == 0 and f"time {count} of 2" in done.stdout
-    done = run(script, tmp_path, WARNED)
+    done = run(script, tmp_path, ANSWERED + WARNED)
     assert done.returncode == 75 and "goes on from here" in done.stdout
     assert (tmp_path / "tools" / "requeued").read_text() == "requeue 17\n" * 2
+
+
+def test_two_allocations_without_an_answer_end_the_job(tmp_path: Path) -> None:
+    script = one_task(tmp_path, spec=SlurmSpec(requeue=6, prologue=("export output",)))
+    codes = [run(script, tmp_path, submit).returncode for submit in
+             (WARNED, ANSWERED + WARNED, WARNED)]
+    assert codes == [0, 0, 0]
+    done = run(script, tmp_path, WARNED)
+    assert done.returncode == 1 and "added no answer" in done.stdout
+    assert (tmp_path / "tools" / "requeued").read_text() == "requeue 17\n" * 3
+
+
+_OLD = """module() { echo "ModuleCmd_Load.c(213):ERROR:105: no modulefile '$2'" >&2; return 0; }"""
+
+
+@pytest.mark.parametrize(("lines", "told"), [
+    (["true", "cd /nowhere"], "cd /nowhere"), (["false; echo further"], "false"),
+    (["if true; then", "  false", "fi"], "false"), (["f() { false; true; }", "f", "no-such"],
+                                                    "no-such"),
+    (["cat <<X | grep -q other", "text", "X"], "grep -q other"), ([". /no/such"], ". /no/such"),
+    (["set -e", "false"], "false"),
+    (["echo 'return 3' > $0.more", ". $0.more"], ". $0.more")])
+def test_a_line_that_fails_ends_the_job_by_its_name(tmp_path: Path, lines: list[str],
+                                                    told: str) -> None:
+    script = one_task(tmp_path, spec=SlurmSpec(prologue=tuple(lines)))
+    done = run(script, tmp_path, "echo started")
+    assert done.returncode == 1 and "started" not in done.stdout
+    said = done.stderr.splitlines()[-2]
+    number = int(said.split("line ")[1].split()[0])
+    assert said.startswith("xgpt: slurm.prologue, line") and said.endswith(f": {told}")
+    assert told in script.splitlines()[number - 1] or "<<" in lines[0]
+
+
+@pytest.mark.parametrize("lines", [
+    ["false || true", "[ -d /nowhere ] && cd /nowhere", "if false; then", "  :", "fi", "! true"],
+    ["echo 'false; echo $UNSET; true' > $0.more", ". $0.more"], ["(false; true)"],
+    ["set -euo pipefail", "trap 'exit 9' EXIT", "trap - EXIT"], ["unset -f failed"]])
+def test_what_is_no_failure_ends_nothing(tmp_path: Path, lines: list[str]) -> None:
+    done = run(one_task(tmp_path, spec=SlurmSpec(prologue=tuple(lines))), tmp_path, WARNED)
+    assert done.returncode == 0 and "time 1 of 3" in done.stdout
+
+
+@pytest.mark.parametrize(("module", "code"), [
+    ("module() { return 1; }", 1), (_OLD, 1), ("unset -f module", 1),
+    ("module() { echo 'warning: old' >&2; }", 0)])
+def test_a_module_that_is_not_loaded_ends_the_job(tmp_path: Path, module: str, code: int) -> None:
+    script = one_task(tmp_path, spec=SlurmSpec(modules=("gcc", "a b")))
+    done = run(script.replace("\nload_module() {", f"\n{module}\nload_module() {{", 1), tmp_path,
+               "echo started")
+    assert done.returncode == code and ("started" in done.stdout) == (code == 0)
+    assert ("xgpt: slurm.modules, line" in done.stderr) == (code == 1)
+
+
+def test_a_virtual_environment_that_is_not_there_ends_the_job(tmp_path: Path) -> None:
+    done = run(one_task(tmp_path, spec=SlurmSpec(venv="/no/venv")), tmp_path, "echo started")
+    assert done.returncode == 1 and "xgpt: slurm.venv, line" in done.stderr
 
 
 def test_a_warning_that_python_could_not_take_yet_counts_too(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from xgpt.core.errors import XgptError
+from xgpt.core.other_launchers import without_other_launchers
 from xgpt.core.whole_file import write_atomically
 from xrunner.checkpoint.source import cache_dir
 
@@ -94,7 +95,7 @@ def _asked(command: list[str]) -> str:
     quiet = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S,
-                              check=False, env={**os.environ, **quiet})
+                              check=False, env={**without_other_launchers(os.environ), **quiet})
     except (OSError, subprocess.TimeoutExpired) as cause:
         raise XgptError(f"{command[0]}: {cause}") from None
     if done.returncode:
