@@ -46,16 +46,17 @@ _ONLY: dict[str, dict[str, object]] = {
     "qwen3_moe": {"decoder_sparse_step": 1}, "bart": _TIED, "mbart": _TIED,
     "gemma3_text": {"attn_logit_softcapping": None}}
 # Of training, of classifiers' heads, of what is returned beside tokens, of the file itself, and
-# what is read elsewhere.
-_NO_INFLUENCE = """
-    _model_name_or_path _name_or_path _sliding_window_pattern activation_dropout architectures
-    attention_dropout attn_pdrop auto_map bos_token_id chunk_size_feed_forward classifier_dropout
-    compression_config decoder_layerdrop decoder_start_token_id dropout dropout_rate dtype
-    embd_pdrop encoder_layerdrop eos_token_id forced_bos_token_id forced_eos_token_id id2label
-    init_std initializer_factor initializer_range is_decoder label2id layerdrop min_length
-    model_type no_repeat_ngram_size output_attentions output_hidden_states output_router_logits
-    pad_token_id pretraining_tp problem_type quantization_config repetition_penalty resid_pdrop
-    return_dict router_aux_loss_coef router_jitter_noise summary_activation summary_first_dropout
+# what xrunner.io does: rules of which tokens are chosen, the first and the last one.
+NO_INFLUENCE = """
+    _from_model_config _model_name_or_path _name_or_path _sliding_window_pattern
+    activation_dropout architectures attention_dropout attn_pdrop auto_map bos_token_id
+    chunk_size_feed_forward classifier_dropout compression_config decoder_layerdrop
+    decoder_start_token_id dropout dropout_rate dtype embd_pdrop encoder_layerdrop eos_token_id
+    forced_bos_token_id forced_eos_token_id id2label init_std initializer_factor initializer_range
+    is_decoder label2id layerdrop min_length min_new_tokens model_type no_repeat_ngram_size
+    output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp
+    problem_type quantization_config repetition_penalty resid_pdrop return_dict
+    router_aux_loss_coef router_jitter_noise summary_activation summary_first_dropout
     summary_proj_to_labels summary_type summary_use_proj torch_dtype transformers_version
     unk_token_id use_cache""".split()  # noqa: SIM905
 
@@ -91,7 +92,7 @@ def not_used(config: Mapping[str, object], asked: set[str], prefix: str = "") ->
     """The keys of `config`, and of its rotary positions, that nothing asked for and that may ask
     for something."""
     found = [prefix + key for key, value in config.items() if value is not None
-             and prefix + key not in asked and key not in _NO_INFLUENCE]
+             and prefix + key not in asked and key not in NO_INFLUENCE]
     for key in ("rope_scaling", "rope_parameters", FULL, WINDOWED):
         if isinstance(section := config.get(key), dict) and prefix + key in asked:
             found += not_used(section, asked, f"{prefix}{key}.")

@@ -13,14 +13,10 @@ from typing import Any
 
 from xgpt.core.engines import OWN_ENGINE, VLLM
 from xgpt.core.errors import InputError, Mistake, wrong
+from xgpt.core.hf_keys import NO_INFLUENCE
 from xgpt.core.model_file import load_json
 from xrunner.io.tokenizer import is_token
 
-# what is done here or read elsewhere, and what changes no token
-_READ = """
-    bos_token_id decoder_start_token_id eos_token_id forced_bos_token_id forced_eos_token_id
-    min_length min_new_tokens no_repeat_ngram_size output_attentions output_hidden_states
-    pad_token_id repetition_penalty transformers_version use_cache _from_model_config""".split()  # noqa: SIM905
 # key -> values that ask for nothing, beside null, false and what is empty
 _NOT_DONE: dict[str, tuple[object, ...]] = {
     "encoder_no_repeat_ngram_size": (0,), "encoder_repetition_penalty": (1,),
@@ -80,7 +76,7 @@ def not_taken(directory: Path) -> list[str]:
     path = directory / "generation_config.json"
     values = load_json(path) if path.is_file() else {}
     return [key for key, value in sorted(values.items())
-            if value is not None and key not in _READ and key not in _NOT_DONE]
+            if value is not None and key not in NO_INFLUENCE and key not in _NOT_DONE]
 
 
 def refuse_given_tokens(directory: Path, engine: str) -> None:
