@@ -2,8 +2,9 @@
  * happens, so that power_cut.py can tell what a disk may hold at any moment in between.
  *
  * $POWER_CUT_FOLDER: its absolute path; $POWER_CUT_LOG: a file outside it. A record is a line
- * "OP INODE OFFSET LENGTH PATH TARGET" (paths relative to the folder, "-" for none), and LENGTH
- * bytes after it. fsync brings the whole file: what stdio wrote is seen there. */
+ * "OP INODE OFFSET P T D", and after it P bytes of a path and T of another (relative to the folder,
+ * "" for none; they may hold anything) and D of data. fsync brings the whole file: what stdio wrote
+ * is seen there. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -14,12 +15,12 @@
 #include <string.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
-static char folder[4096];
-static size_t folder_length;
-static int log_fd = -1;
-static __thread int inside;
+static char folder[4096], log_path[4096];
+static size_t folder_length; /* 0: nothing is recorded */
+static __thread int inside, log_fd;
 
 #define REAL(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
 
@@ -27,16 +28,15 @@ __attribute__((constructor)) static void begin(void) {
     const char *where = getenv("POWER_CUT_FOLDER"), *log = getenv("POWER_CUT_LOG");
     if (!where || !log) return;
     snprintf(folder, sizeof folder, "%s", where);
+    snprintf(log_path, sizeof log_path, "%s", log);
     folder_length = strlen(folder);
-    int fd = REAL(open)(log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
-    log_fd = fcntl(fd, F_DUPFD_CLOEXEC, 200); /* out of the way of those who close low numbers */
-    close(fd);
+    close(REAL(open)(log_path, O_WRONLY | O_CREAT | O_CLOEXEC, 0600));
 }
 
 /* The part of the path below the folder ("." for the folder itself); 0 where it is elsewhere. */
 static int below(int at, const char *path, char *out) {
     char whole[8192];
-    if (log_fd < 0 || inside) return 0;
+    if (!folder_length || inside) return 0;
     if (path[0] == '/') snprintf(whole, sizeof whole, "%s", path);
     else {
         char link[64], base[4096];
@@ -58,7 +58,7 @@ static int below(int at, const char *path, char *out) {
 
 static int below_fd(int fd, char *out) {
     char link[64], path[4096];
-    if (log_fd < 0 || inside || fd < 0) return 0;
+    if (!folder_length || inside || fd < 0) return 0;
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     ssize_t n = readlink(link, path, sizeof path - 1);
     if (n < 0) return 0;
@@ -68,18 +68,30 @@ static int below_fd(int fd, char *out) {
 
 static void record(const char *op, long long inode, long long offset, const void *data,
                    size_t length, const char *path, const char *target) {
-    char head[9000];
-    int n = snprintf(head, sizeof head, "%s %lld %lld %zu %s %s\n", op, inode, offset, length, path,
-                     target ? target : "-");
-    inside = 1;
-    REAL(write)(log_fd, head, n);
-    if (length) REAL(write)(log_fd, data, length);
-    inside = 0;
+    char head[256];
+    if (!target) target = "";
+    int n = snprintf(head, sizeof head, "%s %lld %lld %zu %zu %zu\n", op, inode, offset,
+                     strlen(path), strlen(target), length);
+    struct iovec parts[] = {{head, n}, {(void *)path, strlen(path)},
+                            {(void *)target, strlen(target)}, {(void *)data, length}};
+    if (writev(log_fd, parts, 4) != (ssize_t)(n + strlen(path) + strlen(target) + length))
+        abort(); /* half a record would be read as another */
 }
 
-/* Operation and record are one to all processes. */
-static void enter(void) { flock(log_fd, LOCK_EX); }
-static void leave(void) { int kept = errno; flock(log_fd, LOCK_UN); errno = kept; }
+/* Operation and record are one to all threads and processes. The lock is of an open file, which
+ * threads and forks would share: each time it is opened anew. */
+static void enter(void) {
+    int kept = errno;
+    log_fd = REAL(open)(log_path, O_WRONLY | O_APPEND | O_CLOEXEC);
+    while (flock(log_fd, LOCK_EX)) if (errno != EINTR) abort(); /* not: a signal's handler ran */
+    errno = kept;
+}
+static void leave(void) {
+    int kept = errno;
+    flock(log_fd, LOCK_UN); /* said, for a fork in between holds it open, too */
+    close(log_fd);
+    errno = kept;
+}
 
 static long long inode_of(int fd) {
     struct stat found;
@@ -177,7 +189,7 @@ RESIZE(truncate64, (const char *path, off64_t length), (path, length),
         if (!is_from && !is_to) return REAL(name) CALL;                        \
         enter();                                                               \
         int done = REAL(name) CALL;                                            \
-        if (!done) record(OP, 0, 0, NULL, 0, is_from ? place : "-", is_to ? target : "-"); \
+        if (!done) record(OP, 0, 0, NULL, 0, is_from ? place : "", is_to ? target : ""); \
         leave();                                                               \
         return done;                                                           \
     }

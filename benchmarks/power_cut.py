@@ -6,6 +6,7 @@ the folder. What was done since may be there or not, in any order, in part, and 
 as zeros."""
 
 import fcntl
+import os
 import random
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -46,9 +47,11 @@ def read_log(log: Path) -> Iterator[Operation]:
     with log.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_SH)  # no record is half there
         while line := file.readline():
-            kind, inode, offset, length, path, target = line.decode().rstrip("\n").split(" ")
-            yield Operation(kind, int(inode), int(offset), file.read(int(length)),
-                            None if path == "-" else path, None if target == "-" else target)
+            kind, *numbers = line.decode().split()
+            inode, offset, *lengths = map(int, numbers)
+            path, target, data = map(file.read, lengths)
+            yield Operation(kind, inode, offset, data, os.fsdecode(path) or None,
+                            os.fsdecode(target) or None)
 
 
 Change = tuple[int, str, int | None]  # of a folder's name: to a file, or to none

@@ -24,6 +24,7 @@ from xscheduler.evaluator import Evaluator, job_lengths
 from xscheduler.prospects import keeps_pace
 from xscheduler.room import with_room
 from xscheduler.spaces.space import Selection
+from xscheduler.ties import told
 from xscheduler.uncertainty import Doubts, MarginParts
 
 SHORT = 10  # times what is in the system: of a longer job less is ramp and drain
@@ -67,7 +68,7 @@ def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
         one.figures.latency_s * doubts.margin(one, is_replayed=False).factor
         <= schedule.bound.limit_s))
     final = sorted(((clock(estimate, replays), estimate) for estimate in islice(safe, FINALISTS)),
-                   key=lambda pair: pair[0])
+                   key=lambda pair: told(pair[0]))
     for wall_s, estimate in final:
         if wall_s > (1 - WORTH) * steady_s:
             break
@@ -130,7 +131,7 @@ def _admissible(selections: Sequence[Selection], limits: Limits) -> list[_Entry]
         entries += [_Entry(copies * float(figures.throughput_qps[row]), selection,
                            selection.configs[row])
                     for row in np.flatnonzero(admissible(figures, own)).tolist()]
-    return sorted(entries, key=lambda entry: -entry.throughput_qps)
+    return sorted(entries, key=lambda entry: -told(entry.throughput_qps))
 
 
 def _first_round(entries: Sequence[_Entry], clock: _JobTime, count: int,
@@ -145,7 +146,7 @@ def _first_round(entries: Sequence[_Entry], clock: _JobTime, count: int,
             entry.selection.copies)
         timed.append((clock(estimate, 1), estimate))
         least_s = min(least_s, timed[-1][0])
-    timed.sort(key=lambda pair: pair[0])
+    timed.sort(key=lambda pair: told(pair[0]))
     return [estimate for _, estimate in timed]
 
 

@@ -15,6 +15,7 @@ from xgpt.core.policies import policy
 from xgpt.core.schedule import Estimate
 from xscheduler.admissible import Limits, admissible
 from xscheduler.evaluator import Evaluator, config_of
+from xscheduler.ties import told
 
 LEAST, MOST = 0.75, 1.2  # of what a schedule takes at a time, that are looked at
 MANY = 200  # more sizes than so many are looked at in even ratios
@@ -35,8 +36,8 @@ def nearby(evaluator: Evaluator, estimate: Estimate, latency_s: float) -> Estima
     figures = form.evaluate(configs)
     able = admissible(figures, Limits.of(
         problem.constraint, queries=most, latency_s=latency_s))
-    qps = np.where(able, figures.throughput_qps, 0.0)
-    row = int(qps.argmax())
+    qps = np.where(able, figures.throughput_qps, 0.0).tolist()
+    row = max(range(len(qps)), key=lambda row: told(qps[row]))  # of equals the fewest
     return None if not qps[row] > 0 else form.estimate(configs[row]).in_copies(
         estimate.deployment.replicas)
 

@@ -42,6 +42,7 @@ from xscheduler.spaces.space import (
     search_space,
 )
 from xscheduler.spaces.tensor_plans import tensor_plans
+from xscheduler.ties import simplest
 
 GAP = 0.005
 BRIEF_NODES = 200  # boxes of a policy that is known to lose
@@ -122,8 +123,7 @@ class Scheduler:
                 raise InfeasibleError("no schedule within the limits")
             is_proved = all(one.outcome.upper_bound == -math.inf for one in results.values())
             raise Unmet(partial(explain, self.spaces, bound_s, is_proved=is_proved))
-        # of equals the policy that comes first
-        best = max(admissible, key=lambda one: one.candidate.objective)
+        best = simplest(admissible)
         estimate = _estimated(best, self._estimates)
         seconds = time.monotonic() - began
         free = self._unbounded(bound_s, results) if compares else None
@@ -144,8 +144,8 @@ class Scheduler:
         own policies that were given up for another's sake."""
         results = self._results[latency_bound_s]
         self._complete(results, latency_bound_s)
-        best = max((best for space in self.spaces for best in best_in(space, results[space.name])),
-                   key=lambda one: one.candidate.objective)
+        best = simplest([best for space in self.spaces
+                         for best in best_in(space, results[space.name])])
         return (*rows_beside(best, self.spaces, results, None, latency_bound_s), *self._left_out)
 
     def alone(self, name: str) -> Scheduler:
@@ -287,7 +287,7 @@ class Scheduler:
                     space, math.inf, brief, (1 + PAPERS_FREE * is_brief) * floor)
             seen += [best for searched in (self._free.get(space.name), results.get(space.name))
                      if searched is not None for best in best_in(space, searched)]
-        return max(seen, key=lambda one: one.candidate.objective, default=None)
+        return simplest(seen) if seen else None
 
 
 class _Begun(NamedTuple):

@@ -2,7 +2,7 @@
 
 Each shows when one answer to the questions of a schedule wins, as the planner finds it by the data
 sheets of the devices: throughput of the best schedule of each answer, without a margin. A picture
-carries a digest of its data and says them in words; a slow test plans all of it anew."""
+says its data in words; a slow test plans all of it anew."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def draw_choice(name: str) -> str:
     axes.minorticks_off()
     axes.grid(color="#e2e4e6")
     axes.legend(frameon=False, fontsize=8)
-    return draw._svg(figure, words_of(name, found), draw.digest(found), MAKE)
+    return draw._svg(figure, words_of(name, found), draw.digest(), MAKE)
 
 
 def main() -> None:

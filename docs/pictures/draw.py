@@ -1,13 +1,15 @@
 """Draws the pictures of the documents from the simulator: `python docs/pictures/draw.py`.
 
 Each policy's picture is a replay of the same sixteen queries (toy.yaml) on two stages. A picture
-carries a digest of what it shows; a test draws the data anew and compares."""
+carries a digest of what it shows, but for figures, on which processors do not agree to the last
+digit: these it says in words, or their mean. A test makes the data anew and compares."""
 
 from __future__ import annotations
 
 import hashlib
 import html
 import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +60,6 @@ def replay(policy: str) -> ReplayResult:
     return xgpt.simulate(job).replay
 
 
-def replay_data(result: ReplayResult) -> list[Any]:
-    """What a picture of it shows: boxes of each stage, and four moments of each query, in ms."""
-    pools = [[pool.name, [[str(step.kind.value), step.group] for step in pool.steps],
-              _ms(pool.start_s), _ms(pool.end_s)] for pool in result.pools]
-    times = result.times
-    return [pools, _ms(times.start_s), _ms(times.first_token_s), _ms(times.last_token_s)]
-
-
 def trade_off(policy: str, bounds_s: tuple[float, ...] = TRADE_OFF_BOUNDS_S) -> list[float | None]:
     """Queries/s of a policy's best schedule under each bound; None where none keeps it."""
     job = xgpt.load(TRADE_OFF_JOB, {"schedule.policy": policy})
@@ -73,10 +67,17 @@ def trade_off(policy: str, bounds_s: tuple[float, ...] = TRADE_OFF_BOUNDS_S) -> 
             for _, answer in xgpt.sweep(job, bounds_s).rows]
 
 
-def digest(data: object) -> str:
-    """Of the data and of this script: a picture is made by both."""
+def digest(shape: object = "") -> str:
+    """Of what is shown besides figures, and of this script: a picture is made by both."""
     own = Path(__file__).read_text(encoding="utf-8")
-    return hashlib.sha256(f"{data!r}\n{own}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{shape!r}\n{own}".encode()).hexdigest()[:16]
+
+
+def made_of(result: ReplayResult) -> str:
+    """Of a replay: the digest of its steps, and when queries end."""
+    steps = [[pool.name, [[str(step.kind.value), step.group] for step in pool.steps]]
+             for pool in result.pools]
+    return f"{digest(steps)}, {1e3 * result.times.last_token_s.mean():.4g} ms"
 
 
 def words_of(policy: str) -> str:
@@ -99,7 +100,7 @@ def draw_policy(policy: str) -> str:
     _lives(queries, result)
     stages.set_xlim(0, result.makespan_s)
     _legend(figure, "encodes", "decodes", "waits")
-    return _svg(figure, words_of(policy), digest(replay_data(result)))
+    return _svg(figure, words_of(policy), made_of(result))
 
 
 def draw_latency() -> str:
@@ -127,7 +128,7 @@ def draw_latency() -> str:
     words = ("One query's life: it waits for its turn, is encoded, gets its first token, and is "
              "decoded to its last. Latency counts from the start of its encoding to its last "
              "token; time to first token counts from the start of the run.")
-    return _svg(figure, words, digest(replay_data(result)))
+    return _svg(figure, words, made_of(result))
 
 
 def draw_trade_off() -> str:
@@ -141,16 +142,16 @@ def draw_trade_off() -> str:
              xlim=(0, None))
     axes.grid(color="#e2e4e6")
     axes.legend(frameon=False, fontsize=8)
-    words = ("Predicted throughput of each policy's best schedule against the bound on latency: "
-             "OPT-13B, summarisation, four A40 by roofline. " + "; ".join(
-                 f"{name}: " + ", ".join(f"{q or 'none'} at {b:g} s" for b, q in zip(
-                     TRADE_OFF_BOUNDS_S, data[policy], strict=True))
-                 for policy, name in TRADE_OFF_POLICIES.items()) + ".")
-    return _svg(figure, words, digest(data))
+    return _svg(figure, trade_off_words(data), digest())
 
 
-def _ms(seconds: Any) -> Any:
-    return np.round(1e3 * np.asarray(seconds), 2).tolist()
+def trade_off_words(data: Mapping[str, list[float | None]]) -> str:
+    """The picture in words, with all its data."""
+    return ("Predicted throughput of each policy's best schedule against the bound on latency: "
+            "OPT-13B, summarisation, four A40 by roofline. " + "; ".join(
+                f"{name}: " + ", ".join(f"{q or 'none'} at {b:g} s" for b, q in zip(
+                    TRADE_OFF_BOUNDS_S, data[policy], strict=True))
+                for policy, name in TRADE_OFF_POLICIES.items()) + ".")
 
 
 def _figure(rows: int, *, height: float, heights: tuple[float, ...]) -> Any:
@@ -195,7 +196,7 @@ def _legend(figure: Any, *names: str) -> None:
 
 
 def _svg(figure: Any, words: str, made_of: str, make: str = MAKE) -> str:
-    """As text, with a title for those who cannot see it, and the digest of what it shows."""
+    """As text, with a title for those who cannot see it, and what it was made of."""
     from matplotlib import rc_context
 
     file = io.StringIO()

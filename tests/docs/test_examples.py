@@ -49,9 +49,17 @@ def test_a_planning_command_of_the_tutorial_runs(folder: Path, command: str) -> 
     assert done.returncode == 0, done.stderr
     if "sweep" in command:  # its table stands on the page
         (table,) = re.findall(r"^    bound +policy.*?(?=\n\n)", TUTORIAL, re.M | re.S)
-        shown = [line.split() for line in table.splitlines()]
-        printed = [line.split() for line in done.stdout.splitlines() if line.strip()]
-        assert printed[-len(shown):] == shown
+        shown, printed = rows_of(table), rows_of(done.stdout)
+        assert len(shown) == 4 and [row[:3] for row in printed] == [row[:3] for row in shown]
+        for (*_, own), (*_, others) in zip(shown[1:], printed[1:], strict=True):
+            assert float(own) == pytest.approx(float(others), rel=0.01)
+
+
+def rows_of(printed: str) -> list[list[str]]:
+    """(bound, policy, copies, queries/s) of each row of a sweep's table, and their titles."""
+    rows = [re.split(r"  +", line.strip())[:4] for line in printed.splitlines()]
+    return [row for row in rows if len(row) == 4 and (row[0] in ("bound", "none") or (
+        row[0].endswith(" s")))]
 
 
 def test_the_tutorial_s_first_job_is_written(folder: Path) -> None:

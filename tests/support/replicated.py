@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from faults import wait
 from replayed import problem_of
 from toy_runs import Collector, executor_of, head_of, serve
 from toys import generate, random_queries
@@ -47,6 +47,7 @@ CONFIGS = [("rra", RraConfig(encode_batch=2, decode_iterations=4)),
            ("sarathi", ContinuousConfig(max_active=3, token_budget=12))]
 
 
+LAG = 10  # steps that another takes during one of a slow replica
 ANSWERS: dict[int, list[int]] = {}  # of the one model, by query
 
 
@@ -62,6 +63,8 @@ class Job:
         self.outputs = np.array([len(ANSWERS[q.index]) for q in self.queries])
         inputs = np.array([len(q.input_ids) for q in self.queries])
         self.news: dict[int, list[News]] = {}  # by replica
+        self.slow: int | None = None
+        self.at_work: dict[int, tuple[Head, StageExecutor]] = {}  # by replica
         self.problem = problem_of(self.directory, np.stack([inputs, self.outputs], axis=1), stages)
         self.timing = Roofline(self.problem.model, self.problem.cluster.device, "float32")
         one: Estimate = make_policy(policy, self.problem, self.timing).estimate(config)
@@ -72,15 +75,16 @@ class Job:
             routing: str = ROUND_ROBIN,
             prepare: Callable[[Head, ToReplicas], None] = lambda head, others: None,
             ) -> dict[int, StageExecutor]:
-        """Every rank's executor. `comms`: of ranks that ran before. `slow`: a replica that takes
-        its time. `prepare`: rank 0's head, before it starts."""
+        """Every rank's executor. `comms`: of ranks that ran before. `slow`: a replica each step of
+        which takes as long as LAG of another's. `prepare`: rank 0's head, before it starts."""
         ranks = self.estimate.num_devices
         comms = comms or local_comms(ranks)
         executors = {
             rank: executor_of(self.directory, stage) for replica in replicas_of(self.estimate)
             for pool in replica.pools for stage in pool.stages for rank in stage.ranks}
+        self.slow, self.at_work = slow, {}
         threads = [threading.Thread(target=self._work, daemon=True, args=(
-            comms[rank], executors[rank], slow)) for rank in range(1, ranks)]
+            comms[rank], executors[rank])) for rank in range(1, ranks)]
         for thread in threads:
             thread.start()
         order = list(range(len(self.queries)))
@@ -161,7 +165,7 @@ class Job:
                    for r in results)
         assert all(r.query.input_ids for r in results), "as rank 0 knows them"
 
-    def _work(self, comm: LocalComm, executor: StageExecutor, slow: int | None) -> None:
+    def _work(self, comm: LocalComm, executor: StageExecutor) -> None:
         replica = replica_of(self.estimate, comm.rank)
         if comm.rank != replica.head:
             serve(comm, routes(replica.pools)[comm.rank], executor)
@@ -169,8 +173,6 @@ class Job:
         supply = FromRankZero(comm, replica.number, lambda index: self.queries[index],
                               tells_lengths=True)
         head = self._head(comm, executor, supply)
-        if slow == replica.number:
-            head.report = lambda: time.sleep(0.03)  # type: ignore[method-assign]
         head.start()
         head.run()
 
@@ -181,7 +183,19 @@ class Job:
         head.roster.extent = Extent(queries=len(self.queries), longest_input=20,
                                     longest_output=30, longest=50)
         self.news[replica.number] = record_news(head)
+        self.at_work[replica.number] = head, executor
+        if self.slow == replica.number:
+            head.report = self._lag  # type: ignore[method-assign]
         return head
+
+    def _lag(self) -> None:
+        """Until the other has taken LAG steps, or has nothing to do."""
+        other = 1 - (self.slow or 0)
+        wait(lambda: other in self.at_work and self.at_work[other][1].log, "the other has begun")
+        head, executor = self.at_work[other]
+        before = len(executor.log)
+        wait(lambda: len(executor.log) >= before + LAG or not head.roster.has_work,
+             "the other goes on")
 
 
 class News(NamedTuple):

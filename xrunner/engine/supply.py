@@ -8,10 +8,8 @@ from itertools import islice
 
 from xrunner.engine.head import Head
 from xrunner.query import PreparedQuery
+from xrunner.rules.windows import LEAST_WAITING
 from xrunner.transport.messages import Message
-
-# Far more than a rule looks at when it decides: a job with fewer is all there from the beginning.
-LEAST_WAITING = 2**13
 
 
 class FromSpool:

@@ -20,7 +20,7 @@ import numpy as np
 from xgpt.core.job import FIXED, LEAST_TOKENS, ROUND_ROBIN, ROUTINGS
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xrunner.rules.recalls import Paces, Recall, recalls
-from xrunner.rules.windows import Load, Window
+from xrunner.rules.windows import LEAST_WAITING, Load, Window
 
 
 def expected_tokens(inputs: IntArray, most_outputs: IntArray, mean_output: float,
@@ -91,6 +91,8 @@ class Router:
         share, else of those of others. To be called before the first step, and
         whenever queries have begun or ended."""
         missing, own = self.windows[replica].missing(load), self._shares[replica]
+        if self._is_fixed:  # one that ran dry for want of word would take other steps
+            missing = max(missing, LEAST_WAITING - load.waiting)
         given = [own.popleft() for _ in range(min(missing, len(own)))]
         self._supplied[replica] = True
         while len(given) < missing and not self.is_empty and not self._is_fixed:

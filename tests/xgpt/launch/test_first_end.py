@@ -9,17 +9,18 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from faults import wait
 
 from xgpt.launch.first_end import FirstEnd
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux tells of processes so")
 LOOKS = 60  # more than after which a rank is given up
+SHELL = os.path.realpath("/bin/sh")
 HOST = socket.gethostname()
 
 
@@ -48,17 +49,21 @@ def children_of(process: subprocess.Popen[str]) -> list[str]:
 
 
 def children(process: subprocess.Popen[str], count: int) -> None:
-    deadline = time.monotonic() + 60
-    while len(children_of(process)) != count and time.monotonic() < deadline:
-        time.sleep(0.01)
+    """Once there are so many, each what the shell starts, and no longer a shell."""
+    def are_there() -> bool:
+        with suppress(OSError):
+            programs = [os.readlink(f"/proc/{child}/exe") for child in children_of(process)]
+            return len(programs) == count and SHELL not in programs
+        return False
+
+    wait(are_there, f"{count} children")
 
 
 def test_a_launcher_that_waits_for_ranks_it_could_not_start_is_not_waited_for() -> None:
     with launcher("PMI_RANK=0 sleep 100 & kid=$!; read go; kill $kid; wait $kid") as process, (
             closing(FirstEnd(process.pid, 2))) as end:
         children(process, 1)
-        while end.look() is None and not end._found:
-            time.sleep(0.01)
+        assert end.look() is None and len(end._found) == 1
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
@@ -76,8 +81,6 @@ def test_a_launcher_that_could_start_none_is_not_waited_for(name: str, is_known:
     with launcher(f"{tmp_path / name} 100 &") as process, (
             closing(FirstEnd(process.pid, 2))) as end:
         children(process, 1)
-        while Path(os.readlink(f"/proc/{children_of(process)[0]}/exe")).name != name:
-            time.sleep(0.01)
         assert looked(end, 250) is None
         assert looked(end) == (f"rank 0 on {HOST}" if is_known else None)
 
@@ -91,5 +94,4 @@ def test_a_rank_that_is_started_late_is_found() -> None:
         process.stdin.write("\n")
         process.stdin.flush()
         children(process, 2)
-        time.sleep(0.1)  # until it is what the shell starts
         assert looked(end) is None and len(end._found) == 2

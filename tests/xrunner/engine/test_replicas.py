@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -28,11 +27,13 @@ from xrunner.transport.comm import local_comms
 from xrunner.transport.messages import StopMessage
 
 
+@pytest.mark.parametrize("slow", [None, 0, 1])
 @pytest.mark.parametrize(("policy", "config"), CONFIGS)
-def test_each_replica_takes_the_steps_of_its_queries_replay(made: Made, policy: str,
-                                                            config: object) -> None:
+def test_each_replica_takes_the_steps_of_its_queries_replay(
+        made: Made, policy: str, config: object, slow: int | None) -> None:
+    """However late it is, or who supplies it."""
     job, sink = Job(made, policy, config), Told()
-    executors = job.run(sink, routing=FIXED)
+    executors = job.run(sink, routing=FIXED, slow=slow)
     assert sink.is_complete
     job.check_answers(sink.results)
     for replica in (0, 1):
@@ -73,8 +74,6 @@ def test_three_replicas_of_two_stages_each(made: Made) -> None:
 def test_a_replica_that_is_behind_leaves_its_queries_to_the_other(
         made: Made, slow: int, policy: str, config: object) -> None:
     job, sink = Job(made, policy, config, count=40), Told()
-    if slow == 0:
-        sink.progress = lambda *_: time.sleep(0.03)  # type: ignore[method-assign]
     executors = job.run(sink, slow=slow)
     job.check_answers(sink.results)
     shares = [sum(r.replica == replica for r in sink.results) for replica in (0, 1)]

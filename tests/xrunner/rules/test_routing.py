@@ -169,7 +169,7 @@ def test_a_replica_that_has_begun_nothing_yet_is_about_to() -> None:
 
 
 def test_who_keeps_what_it_was_dealt_is_asked_for_nothing() -> None:
-    router = Router([1.0] * 20, windows=[Window(waiting=12, batch=4)] * 2, routing=FIXED)
+    router = Router([1.0] * 20, windows=[Window(waiting=4, batch=4)] * 2, routing=FIXED)
     assert [len(router.top_up(replica, Load(0, 0))) for replica in (0, 1)] == [10, 10]
     for _ in range(10):
         router.note_begun(0, 1)
