@@ -190,8 +190,9 @@ class Spool:
             raise ValueError(f"{folder} is of version {header['version']}, not {SPOOL_VERSION}")
         self.num_errors: int = header["errors"]
         self.files: tuple[str, ...] = tuple(header.get("files", ()))
-        self._places = np.load(folder / "places.npy", mmap_mode="r")
-        self._queries = np.load(folder / "queries.npy", mmap_mode="r")
+        # a memmap's own elements are had ten times slower
+        self._places = np.asarray(np.load(folder / "places.npy", mmap_mode="r"))
+        self._queries = np.asarray(np.load(folder / "queries.npy", mmap_mode="r"))
         self._tokens = _TokenFile(folder / "tokens.bin")
         self._records_path = folder / "records.jsonl"
         self._records: IO[bytes] | None = None
@@ -220,11 +221,20 @@ class Spool:
         return np.asarray(self._queries[:, 1])
 
     def record(self, query: int) -> Record:
+        return _record(self._line(query))
+
+    def is_named(self, query: int, name: bytes) -> bool:
+        """Whether the query's id is this, as JSON; null may be anybody's."""
+        line = self._line(query)
+        return name == b"null" or line.startswith(b'{"id": ' + name + b",") or (
+            json.loads(line).get("id") == json.loads(name))
+
+    def _line(self, query: int) -> bytes:
         if self._records is None:  # kept open: those who ask for one ask for others
             self._records = self._records_path.open("rb")
             weakref.finalize(self, self._records.close)
         self._records.seek(self._places[self._queries[query, 0], 0])
-        return _record(self._records.readline())
+        return self._records.readline()
 
     def records(self, most: int | None = None) -> Iterator[Record]:
         """Yields the records of all queries in order, or of the first `most`."""
@@ -244,8 +254,16 @@ class Spool:
 
 def num_queries(output: Path) -> int | None:
     """Queries that the job in `output` consists of; None before its requests were read."""
+    return _told(output, "queries")
+
+
+def num_errors(output: Path) -> int | None:
+    """Requests of that job that cannot run."""
+    return _told(output, "errors")
+
+
+def _told(output: Path, key: str) -> int | None:
     try:
-        count = json.loads((output / "spool" / "spool.json").read_text("utf-8"))["queries"]
-    except (OSError, ValueError, KeyError):
+        return int(json.loads((output / "spool" / "spool.json").read_text("utf-8"))[key])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return int(count)
