@@ -8,19 +8,18 @@ from xgpt.app.opened import OpenedJob
 from xgpt.app.plan import Plan
 from xgpt.app.resume import is_left_whole, schedule_there, take_over
 from xgpt.app.run import to_run
-from xgpt.app.run_files import RESULTS_FILE, is_told_done, tell_fault
+from xgpt.app.run_files import RESULTS_FILE, is_intact, is_told_done, tell_fault
 from xgpt.app.run_folder import going_on, plan_for_ranks, requests_of
 from xgpt.app.timing import timing_of
 from xgpt.core.errors import InputError
 from xgpt.core.schedule import Schedule
-from xgpt.core.spool import num_errors, num_queries
+from xgpt.core.spool import num_queries
 from xgpt.report.table import paragraph
 from xprofiler.profile_file import load_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
-from xrunner.io.checked import spool_of
 from xrunner.io.intake import hand_on
-from xrunner.io.results import answered, count_errors
+from xrunner.io.results import answered
 from xrunner.plan import as_begun, saved_fingerprint
 
 BY_WHAT_WAS_BEGUN = ("the schedule found now does not hold all requests of the run that is in the "
@@ -39,8 +38,7 @@ def taken_over(opened: OpenedJob) -> dict[str, Any] | None:
     own, schedule = _schedule_of(opened) or (opened, None)
     requests, spool = requests_of(own)
     plan = as_begun(plan_for_ranks(own, schedule, requests))
-    is_whole = spool_of(output) and count_errors(output / "errors.jsonl") == num_errors(output)
-    if not is_whole and saved_fingerprint(output) == plan.fingerprint:
+    if not is_intact(output) and saved_fingerprint(output) == plan.fingerprint:
         hand_on(requests, spool, plan, own.problem.model)
     return take_over(own, _times(own), schedule) if is_left_whole(plan) else None
 

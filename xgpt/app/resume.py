@@ -10,7 +10,7 @@ from typing import Any
 from xgpt.app.metrics import write_metrics
 from xgpt.app.no_answer import refuse_no_answer
 from xgpt.app.opened import OpenedJob
-from xgpt.app.run_files import RESULTS_FILE, is_told_done, kept
+from xgpt.app.run_files import RESULTS_FILE, kept
 from xgpt.core.choices import parts
 from xgpt.core.errors import InputError
 from xgpt.core.policies import policy
@@ -33,13 +33,12 @@ _FIGURES = ("wall_s", "throughput_qps", "output_tokens_per_s", "load_s", "loaded
 
 
 def is_left_whole(plan: RunPlan) -> bool:
-    """Whether the folder holds all results of this very job, and no account of it. Results that
-    are held but could be in results.jsonl are put there. For who has the folder's lock."""
+    """Whether the folder holds all results of this very job. Those that are held but could be in
+    results.jsonl are put there. For who has the folder's lock."""
     output = plan.output
     results, total = output / "results.jsonl", num_queries(output)
-    if not total or is_told_done(output) or (
-            saved_fingerprint(output) != as_begun(plan).fingerprint
-            or answered(results).total < total):
+    if not total or saved_fingerprint(output) != as_begun(plan).fingerprint or (
+            answered(results).total < total):
         return False
     written = count_results(results)
     ResultWriter(results, first_index=written, model=plan.model_name).close()

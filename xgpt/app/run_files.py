@@ -12,6 +12,7 @@ from xgpt.core.spool import num_errors, num_queries
 from xgpt.report.expected import EXPECTED_FILE
 from xgpt.report.table import paragraph
 from xgpt.report.words import counted
+from xrunner.io.checked import spool_of
 from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.results import HELD_FILE, answered, count_errors
 from xrunner.io.underway import UNDERWAY_FILE
@@ -44,10 +45,15 @@ def whole_metrics(output: Path) -> dict[str, Any] | None:
     """metrics.json of a run that is done and whose results and errors are all there; else None: it
     decides nothing."""
     metrics, found = _read(output / METRICS_FILE), answered(output / RESULTS_FILE)
-    total, is_sound = num_queries(output), not found.fault and found.written > 0
-    is_whole = is_sound and metrics.get("queries") == total == found.written and (
-        count_errors(output / "errors.jsonl") == num_errors(output))
+    is_whole = is_intact(output) and not found.fault and (
+        metrics.get("queries") == num_queries(output) == found.written > 0)
     return metrics if is_whole and metrics.get("status") == "done" else None
+
+
+def is_intact(output: Path) -> bool:
+    """Whether the spool is there, and errors.jsonl as it says."""
+    return spool_of(output) is not None and (
+        count_errors(output / "errors.jsonl") == num_errors(output))
 
 
 def asked_then(output: Path) -> dict[str, Any] | None:
@@ -59,7 +65,7 @@ def asked_then(output: Path) -> dict[str, Any] | None:
 def is_told_done(output: Path) -> bool:
     """Whether the folder tells of a run that is done, and of what: who asks for another job then
     has it run."""
-    return whole_metrics(output) is not None and bool(_read(output / "job.json"))
+    return whole_metrics(output) is not None and "model" in _read(output / "job.json")
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -183,8 +183,14 @@ class Spool:
     """The spool of an output folder. A query is named by its index among those that can run."""
 
     def __init__(self, output: Path) -> None:
-        """Raises OSError where there is none, ValueError where it is of another version."""
-        folder = output / "spool"
+        """Raises OSError where there is none, ValueError where it is of another version or not
+        whole."""
+        try:
+            self._open(output / "spool")
+        except (EOFError, TypeError, LookupError) as cause:
+            raise ValueError(f"{output / 'spool'}: {cause}") from cause
+
+    def _open(self, folder: Path) -> None:
         header = json.loads((folder / "spool.json").read_text(encoding="utf-8"))
         if header["version"] != SPOOL_VERSION:
             raise ValueError(f"{folder} is of version {header['version']}, not {SPOOL_VERSION}")
@@ -195,6 +201,10 @@ class Spool:
         self._queries = np.asarray(np.load(folder / "queries.npy", mmap_mode="r"))
         self._tokens = _TokenFile(folder / "tokens.bin")
         self._records_path = folder / "records.jsonl"
+        ends = self._records_path.stat().st_size, (folder / "tokens.bin").stat().st_size
+        if ends != (self._places[-1, 0], self._places[-1, 1] * _TOKEN.itemsize) or (
+                header["queries"] != len(self._queries)):
+            raise ValueError(f"{folder} is not whole")
         self._records: IO[bytes] | None = None
 
     def __len__(self) -> int:

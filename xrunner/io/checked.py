@@ -88,7 +88,7 @@ def spool_of(output: Path) -> Spool | None:
     """The spool of an output folder; None where there is none that can be read."""
     try:
         return Spool(output)
-    except (OSError, ValueError, KeyError, TypeError, EOFError):
+    except (OSError, ValueError):
         return None
 
 
