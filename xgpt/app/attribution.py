@@ -66,7 +66,8 @@ def attribute(problem: Problem, timing: TimingSource, schedule: Schedule, output
         replayer = Replayer(problem, timing, estimate.one_copy)
         parts = [_part(replayer, recording, order if len(recordings) == 1 else None, most)
                  for recording in recordings if len(recording.queries)]
-    except (XgptError, ValueError, KeyError, AssertionError):  # an explanation ends no run
+    except (XgptError, OSError, ValueError, LookupError, TypeError, AttributeError,
+            AssertionError):  # an explanation ends no run, whatever its record is like
         return None
     return Attribution(
         predicted_s=predicted_s, with_lengths_s=max(part.own_s for part in parts),

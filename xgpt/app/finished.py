@@ -2,7 +2,6 @@
 a job decides, not how it came about: the machine, the hosts, or Slurm."""
 
 import hashlib
-import json
 import os
 import shutil
 import textwrap
@@ -12,17 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.app.no_answer import refuse_no_answer
-from xgpt.app.run_files import METRICS_FILE, OF_A_RUN, RESULTS_FILE, kept
+from xgpt.app.run_files import OF_A_RUN, RESULTS_FILE, asked_then, kept, whole_metrics
 from xgpt.app.standard_input import standard_input
 from xgpt.app.telling import LogTeller, Teller
 from xgpt.core.job import Job
 from xgpt.core.json_values import plain
 from xgpt.core.request_files.files import STDIN
-from xgpt.core.spool import num_queries
 from xgpt.report.results_file import write_results
 from xrunner.checkpoint.identity import model_files, weights_whole
 from xrunner.io.lock import output_lock
-from xrunner.io.results import answered
 from xrunner.plan import saved_model
 
 DONE = "already done"  # the status that `--json` prints
@@ -53,8 +50,8 @@ def done_already(job: Job, tell: Teller, *, is_again: bool = False) -> dict[str,
             tell.say(f"what the earlier run left is kept in {shown(aside)}")
             tell.say("(a run that is stopped goes on without `--again`, which begins anew)")
         return None
-    metrics = _whole_metrics(job.output)
-    asked = None if metrics is None else _asked_then(job.output)
+    metrics = whole_metrics(job.output)
+    asked = None if metrics is None else asked_then(job.output)
     if metrics is None or asked is None:
         return None
     if changed := sorted([*_differences(asked, asked_of(job)), *_model_changes(job)]):
@@ -105,30 +102,6 @@ def _free_folder(output: Path, moment: datetime) -> Path:
             target = output / f"{name}-{count}"
         else:
             return target
-
-
-def _whole_metrics(output: Path) -> dict[str, Any] | None:
-    """metrics.json of a run that is done and whose results are all there; else None."""
-    metrics = _read(output / METRICS_FILE)
-    if metrics is None or metrics.get("status") != "done":
-        return None
-    total = num_queries(output)
-    is_whole = metrics.get("queries") == total == answered(output / RESULTS_FILE).written
-    return metrics if is_whole else None
-
-
-def _asked_then(output: Path) -> dict[str, Any] | None:
-    """What was asked of the run; None where an earlier version of xgpt did not write it down."""
-    asked = (_read(output / "job.json") or {}).get("asked")
-    return asked if isinstance(asked, dict) else None
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from xgpt.report.output import Output, read_output
 from xgpt.report.page import MAX_ANSWERS, write_page
 from xgpt.report.queries import columns_of
 from xgpt.report.results_file import write_results
-from xgpt.report.table import summary_table
+from xgpt.report.table import paragraph, summary_table
 from xgpt.report.words import clean, counted
 from xprofiler.timing import TimingSource
 from xsimulator.memory import kv_bytes
@@ -30,15 +30,16 @@ CHANGED = ("the schedule was changed while the queries ran; what was predicted i
            "the run began with")
 
 
-def write_metrics(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
+def write_metrics(opened: OpenedJob, timing: TimingSource | None, schedule: Schedule | None,
                   measured: Mapping[str, Any], prediction: Any, **own: Any) -> dict[str, Any]:
     """Writes metrics.json and the report, and tells a summary. Returns what metrics.json holds:
     every measured figure beside its prediction (None where there is none), what is the run's `own`,
-    and why it took as long as it did."""
+    and why it took as long as it did. `timing`, `schedule`: where they are known."""
     metrics = {**_measured_beside_predicted(opened, schedule, measured, prediction), **own}
     # a replay of what was planned says nothing of a run that changed it
-    why = None if prediction is None or measured["changes"] else attribute(
-        opened.problem, timing, schedule, opened.job.output, prediction.wall_s)
+    is_told = prediction is not None and not measured["changes"]
+    why = attribute(opened.problem, timing, schedule, opened.job.output, prediction.wall_s) if (
+        is_told and timing and schedule) else None
     metrics["attribution"] = None if why is None else {**asdict(why), "sentence": why.sentence}
     output, tell = opened.job.output, opened.tell
     # read once: the figures of ten million queries are not to be there twice
@@ -46,14 +47,25 @@ def write_metrics(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
                    queries_before=measured["queries_before"])
     metrics |= kept_facts(check_bounds(left))
     write_json(output / METRICS_FILE, metrics)
-    write_page(replace(left, metrics=plain(metrics)))
+    report = _report(replace(left, metrics=plain(metrics)))
     tell.say(summary_table(metrics, tuple(_ends(opened, left))))
+    if left.remarks:
+        tell.say(paragraph(f"note: {' '.join(left.remarks)} Nothing is told of what stood there."))
     if (warning := in_words(metrics["others_cpu_share"])) is not None:
         tell.say(f"note: {warning}")
-    tell.say(f"report: {output / 'report.html'}")
+    tell.say(report)
     if opened.job.results is not None and metrics["status"] == "done":
         tell.say(write_results(output, opened.job.results))
     return metrics
+
+
+def _report(left: Output) -> str:
+    """Writes the page; a sentence on it. Without it the run is done all the same."""
+    try:
+        return f"report: {write_page(left)}"
+    except OSError as cause:
+        return (f"note: {cause.filename}: {cause.strerror}: the page is not written; `xgpt report` "
+                "does")
 
 
 def _ends(opened: OpenedJob, output: Output) -> Iterator[str]:
@@ -75,8 +87,8 @@ def _ends(opened: OpenedJob, output: Output) -> Iterator[str]:
                     f"{first.get('error')}")
 
 
-def _measured_beside_predicted(opened: OpenedJob, schedule: Schedule, measured: Mapping[str, Any],
-                               prediction: Any) -> dict[str, Any]:
+def _measured_beside_predicted(opened: OpenedJob, schedule: Schedule | None,
+                               measured: Mapping[str, Any], prediction: Any) -> dict[str, Any]:
     # what was predicted is the whole job: half of one, or a resumed rest, is something else. A job
     # whose schedule was changed is the one of which it was said how long it would take
     is_whole = measured["state"] == "done" and measured["queries_before"] == 0
@@ -89,21 +101,21 @@ def _measured_beside_predicted(opened: OpenedJob, schedule: Schedule, measured: 
             "ttft_p99_s", "tpot_p50_s", "tpot_p99_s", "wall_s", "load_s", "overhead_share")
     job, cluster = opened.job, opened.problem.cluster
     assert opened.files is not None
-    planned = dict(enumerate(_kv_bytes(opened.problem, schedule)))
+    planned = dict(enumerate(_kv_bytes(opened.problem, schedule) if schedule else ()))
     return {
         "version": 1, "name": job.name, "status": measured["state"], "engine": job.run.engine,
         "queries": measured["queries_before"] + measured["queries"],
         "queries_held": measured["queries_held"], "errors": measured["errors"],
         "failed": measured.get("failed", 0),
         "queries_before": measured["queries_before"], **{key: pair(key) for key in keys},
-        "steady_state_qps": schedule.estimate.figures.throughput_qps,
+        "steady_state_qps": schedule.estimate.figures.throughput_qps if schedule else None,
         "load_bytes_per_s": None if measured["load_s"] is None else (
             measured["loaded_bytes"] / max(measured["load_s"], 1e-9)),
         **{key: measured[key] for key in (
             "loaded_bytes", "loaded_from_disk_bytes", "disk_bytes_per_s")},
         "operators": measured.get("operators"),
         "model_source": opened.files.served_by, "weights": job.run.weights,
-        "ranks": schedule.estimate.num_devices, "dtype": opened.problem.dtype,
+        "ranks": schedule.estimate.num_devices if schedule else None, "dtype": opened.problem.dtype,
         "weight_dtype": opened.problem.weight_dtype,
         "date": datetime.now().astimezone().isoformat("T", "seconds"),
         "machine": {"device": cluster.device.name,

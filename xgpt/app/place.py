@@ -64,9 +64,9 @@ def _begun(where: Path, overrides: Sequence[str]) -> Place | None:
 def _of_folder(output: Path) -> Place:
     try:
         asked = json.loads((output / "job.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        table = asked.get("results")
+        return Place(name=str(asked["name"]), output=output,
+                     bound_s=float(asked["constraint"]["latency_s"]),
+                     results=None if table is None else Path(table))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # its results decide
         return Place(name=output.name, output=output, bound_s=math.inf)
-    table = asked.get("results")
-    return Place(name=asked["name"], output=output,
-                 bound_s=float(asked["constraint"]["latency_s"]),
-                 results=None if table is None else Path(table))

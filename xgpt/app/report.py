@@ -33,7 +33,7 @@ def write_reports(folders: Sequence[Path], form: Form = "html", out: Path | None
     XgptError where a folder holds neither."""
     folders = [_with_a_report(folder) for folder in folders]
     for folder in folders:
-        if not _is_sweep(folder) and not (folder / "schedule.json").is_file():
+        if not _has_run(folder):
             raise XgptError(f"{folder}: no run has started there, and no sweep")
     if len(folders) > 1 and (sweeps := [folder for folder in folders if _is_sweep(folder)]):
         raise wrong("command line", "DIR", str(sweeps[0]), "the folder of a run: sweeps are "
@@ -59,8 +59,11 @@ def write_tables(places: Sequence[Place]) -> list[Path]:
 def _with_a_report(folder: Path) -> Path:
     """The folder of a job's sweep where the job itself has not run: it lies below the job's."""
     below = folder / SWEEP_FOLDER
-    has_run = (folder / "schedule.json").is_file() or _is_sweep(folder)
-    return below if not has_run and _is_sweep(below) else folder
+    return below if not _has_run(folder) and _is_sweep(below) else folder
+
+
+def _has_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("schedule.json", "results.jsonl", SWEEP_FILE))
 
 
 def _is_sweep(folder: Path) -> bool:

@@ -10,12 +10,13 @@ from typing import Any
 from xgpt.app.metrics import write_metrics
 from xgpt.app.no_answer import refuse_no_answer
 from xgpt.app.opened import OpenedJob
-from xgpt.app.run_files import RESULTS_FILE, is_told_done, kept
+from xgpt.app.run_files import RESULTS_FILE, kept
 from xgpt.core.choices import parts
+from xgpt.core.errors import InputError
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.schedule_file import load_schedule
-from xgpt.core.spool import num_queries
+from xgpt.core.spool import num_errors, num_queries
 from xgpt.report.table import paragraph
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
@@ -24,20 +25,20 @@ from xrunner.io.sink import TIMES, percentiles_of
 from xrunner.plan import RunPlan, as_begun, saved_fingerprint
 from xscheduler.evaluator import predict
 
-TAKEN_OVER = ("every query was answered by an earlier run, whose command was killed before it "
-              "wrote metrics.json: these results are taken over, and nothing is run again")
+TAKEN_OVER = ("every query was answered by an earlier run, and not all of its other files are as "
+              "they should be (its command was killed before it wrote them, or the disk was full): "
+              "these results are taken over, and nothing is run again")
 _FIGURES = ("wall_s", "throughput_qps", "output_tokens_per_s", "load_s", "loaded_bytes",
             "loaded_from_disk_bytes", "disk_bytes_per_s", "overhead_share")
 
 
 def is_left_whole(plan: RunPlan) -> bool:
-    """Whether the folder holds all results of this very job, and no account of it. Results that
-    are held but could be in results.jsonl are put there. For who has the folder's lock."""
+    """Whether the folder holds all results of this very job. Those that are held but could be in
+    results.jsonl are put there. For who has the folder's lock."""
     output = plan.output
     results, total = output / "results.jsonl", num_queries(output)
-    if not total or is_told_done(output) or (
-            saved_fingerprint(output) != as_begun(plan).fingerprint
-            or answered(results).total < total):
+    if not total or saved_fingerprint(output) != as_begun(plan).fingerprint or (
+            answered(results).total < total):
         return False
     written = count_results(results)
     ResultWriter(results, first_index=written, model=plan.model_name).close()
@@ -48,17 +49,15 @@ def _account(output: Path) -> dict[str, Any]:
     """measured.json of the run, if it wrote one; else one of what results.jsonl tells, with None
     for what only the run knew."""
     total = num_queries(output)
+    known = {"state": "done", "queries": total, "queries_before": 0, "queries_held": 0,
+             "errors": num_errors(output), "changes": [], "stages": [], **dict.fromkeys(_FIGURES)}
     try:
         measured: dict[str, Any] = json.loads((output / "measured.json").read_text("utf-8"))
         if (measured["state"], measured["queries_before"] + measured["queries"]) == ("done", total):
-            return measured
+            return {**known, **measured}
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    errors = output / "errors.jsonl"
-    return {"state": "done", "queries": total, "queries_before": 0, "queries_held": 0,
-            "errors": errors.read_bytes().count(b"\n") if errors.is_file() else 0,
-            **percentiles_of(_times_s(output / "results.jsonl")), "changes": [], "stages": [],
-            **dict.fromkeys(_FIGURES)}
+    return {**known, **percentiles_of(_times_s(output / "results.jsonl"))}
 
 
 def _times_s(results: Path) -> "dict[str, array[float]]":
@@ -81,22 +80,32 @@ def _is_embedding(row: Mapping[str, Any]) -> bool:
     return bool(row.get("embedding") or (response and "data" in response["body"]))
 
 
-def take_over(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
+def take_over(opened: OpenedJob, timing: TimingSource | None, schedule: Schedule | None,
               why: str = TAKEN_OVER) -> dict[str, Any]:
-    """What `execute` returns, of results that are all there; `why`: is told."""
+    """What `execute` returns, of results that are all there; `why`: is told. `timing`, `schedule`:
+    of which a prediction can be made, if any."""
     output = opened.job.output
     if why:
         opened.tell.say(paragraph(why))
-    measured, executed = _account(output), load_schedule(output / "schedule.json")
-    is_same = _executed(executed) == _executed(schedule) and engine_of(opened.job).is_predicted
+    measured, executed = _account(output), schedule_there(output)
+    prediction = None
     # of another schedule, or by other times, it would not be what this run was expected to take
-    prediction = (predict(opened.problem, timing, executed.estimate)
-                  if is_same and measured["stages"] else None)
+    if executed and schedule and timing and measured["stages"] and (
+            engine_of(opened.job).is_predicted and _executed(executed) == _executed(schedule)):
+        prediction = predict(opened.problem, timing, executed.estimate)
     metrics = write_metrics(opened, timing, executed, measured, prediction, others_cpu_share=None,
                             rescheduling=[])
     result = {**metrics, **kept(opened.job)}
     refuse_no_answer(output / RESULTS_FILE, result)
     return result
+
+
+def schedule_there(output: Path) -> Schedule | None:
+    """The schedule that a run left in its folder; None without one that can be read."""
+    try:
+        return load_schedule(output / "schedule.json")
+    except (InputError, OSError):
+        return None
 
 
 def _executed(schedule: Schedule) -> tuple[object, ...]:

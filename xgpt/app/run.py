@@ -25,7 +25,7 @@ from xgpt.app.no_answer import refuse_no_answer
 from xgpt.app.opened import OpenedJob, open_job
 from xgpt.app.plan import Plan, executable
 from xgpt.app.resume import is_left_whole, take_over
-from xgpt.app.run_files import RESULTS_FILE, kept
+from xgpt.app.run_files import RESULTS_FILE, is_told_done, kept
 from xgpt.app.run_folder import (
     as_its_weights_were_held,
     going_on,
@@ -164,7 +164,7 @@ def execute_locked(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     output = opened.job.output
     requests, spool = requests_of(opened)
     plan = plan_for_ranks(opened, schedule, requests)
-    if is_left_whole(plan):
+    if not is_told_done(output) and is_left_whole(plan):
         return take_over(opened, timing, schedule)
     plan = with_what_was_read(going_on(plan, schedule) or plan, opened.tell)
     rescheduler = rescheduler_of(opened, timing, schedule)

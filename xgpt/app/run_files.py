@@ -5,12 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.app.messages import MESSAGES_FILE
+from xgpt.app.telling import Teller
 from xgpt.core.job import Job
 from xgpt.core.request_files.files import TABLES
-from xgpt.core.spool import num_queries
+from xgpt.core.spool import num_errors, num_queries
 from xgpt.report.expected import EXPECTED_FILE
+from xgpt.report.table import paragraph
+from xgpt.report.words import counted
+from xrunner.io.checked import spool_of
 from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
-from xrunner.io.results import HELD_FILE, answered
+from xrunner.io.results import HELD_FILE, answered, count_errors
 from xrunner.io.underway import UNDERWAY_FILE
 from xrunner.plan import AGREEMENT_FILE
 
@@ -25,14 +29,52 @@ OF_A_RUN = (RESULTS_FILE, HELD_FILE, "errors.jsonl", "spool", "schedule.json", "
             "report.html", *(f"results.{table}" for table in TABLES))
 
 
+def tell_fault(output: Path, tell: Teller) -> None:
+    """Tells of a results file that somebody else changed: which line, and what is run again."""
+    found = answered(output / RESULTS_FILE)
+    if not found.fault:
+        return
+    lost = [query for query in range(found.written, max(found.held, default=found.written) + 1)
+            if query not in found.held]
+    again = f"{counted(len(lost), 'query')} from query {lost[0]} on" if lost else "nothing"
+    tell.say(paragraph(f"note: {found.fault}: the file was changed. Results behind that line go "
+                       f"into their places; run again because of it: {again}"))
+
+
+def whole_metrics(output: Path) -> dict[str, Any] | None:
+    """metrics.json of a run that is done and whose results and errors are all there; else None: it
+    decides nothing."""
+    metrics, found = _read(output / METRICS_FILE), answered(output / RESULTS_FILE)
+    is_whole = is_intact(output) and not found.fault and (
+        metrics.get("queries") == num_queries(output) == found.written > 0)
+    return metrics if is_whole and metrics.get("status") == "done" else None
+
+
+def is_intact(output: Path) -> bool:
+    """Whether the spool is there, and errors.jsonl as it says."""
+    return spool_of(output) is not None and (
+        count_errors(output / "errors.jsonl") == num_errors(output))
+
+
+def asked_then(output: Path) -> dict[str, Any] | None:
+    """What was asked of the run; None where that is not known."""
+    asked = _read(output / "job.json").get("asked")
+    return asked if isinstance(asked, dict) else None
+
+
 def is_told_done(output: Path) -> bool:
-    """Whether metrics.json says that the run in the folder is done; one that was stopped as its
-    last query ended may have all results and say otherwise."""
+    """Whether the folder tells of a run that is done, and of what: who asks for another job then
+    has it run."""
+    return whole_metrics(output) is not None and "model" in _read(output / "job.json")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The object of a JSON file; an empty one where there is none."""
     try:
-        metrics = json.loads((output / METRICS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(metrics, dict) and metrics.get("status") == "done"
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def is_half_done(output: Path) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 
 from xgpt.app.kv_layout import lies_in_blocks
 from xgpt.app.opened import OpenedJob
-from xgpt.app.run_files import METRICS_FILE, RESULTS_FILE, is_half_done
+from xgpt.app.run_files import METRICS_FILE, RESULTS_FILE, is_half_done, is_told_done
 from xgpt.app.telling import Teller
 from xgpt.core.errors import wrong
 from xgpt.core.json_values import write_json
@@ -45,14 +45,16 @@ _IN_WORDS = {"requests_digest": "the requests", "is_chat": "workload.chat",
                      "ignore_eos", "engine_args", "deterministic")}}
 
 
-def plan_for_ranks(opened: OpenedJob, schedule: Schedule, requests: Requests) -> RunPlan:
-    """What the ranks are told besides the schedule. `requests`: the job's, or those made for it."""
+def plan_for_ranks(opened: OpenedJob, schedule: Schedule | None, requests: Requests) -> RunPlan:
+    """What the ranks are told besides the schedule. `requests`: the job's, or those made for it.
+    Without a schedule no rank is told it: it is `as_begun` that tells what was run."""
     job, files = opened.job, opened.files
     assert files is not None, "a run needs the model's files"
     if job.run.weights == "random":
         write_random_model(files.directory, files.spec)
-    query_tokens = schedule.estimate.longest_query
-    most_input = schedule.estimate.longest_input
+    estimate = None if schedule is None else schedule.estimate
+    query_tokens, most_input = (0, 0) if estimate is None else (
+        estimate.longest_query, estimate.longest_input)
     # what no request needs decides nothing: a run may go on by another schedule
     if (longest := _longest(opened, requests)) is not None:
         longest_input, longest_reserve = longest
@@ -73,11 +75,13 @@ def plan_for_ranks(opened: OpenedJob, schedule: Schedule, requests: Requests) ->
         ignore_eos=job.run.ignore_eos,
         threads_per_rank=threads_per_rank(job, opened.problem),
         query_kv_tokens=query_tokens, most_input_tokens=most_input, engine=job.run.engine,
-        shuffle_window=window_of(job.adjustment.shuffle, schedule.estimate.figures.encode_batch),
+        shuffle_window=1 if estimate is None else window_of(
+            job.adjustment.shuffle, estimate.figures.encode_batch),
         routing=job.adjustment.routing,
         mean_output_tokens=opened.problem.lengths.outputs.mean,
         device_kind=opened.problem.cluster.device.kind,
-        kv_in_blocks=lies_in_blocks(opened, schedule.estimate), cuda_graphs=job.run.cuda_graphs,
+        kv_in_blocks=estimate is not None and lies_in_blocks(opened, estimate),
+        cuda_graphs=job.run.cuda_graphs,
         engine_version=identity(job) if (identity := engine_of(job).identity) else "",
         engine_args=dict(job.run.engine_args),
         deterministic=job.run.deterministic, private=job.run.private,
@@ -139,10 +143,11 @@ def with_what_was_read(plan: RunPlan, tell: Teller) -> RunPlan:
 
 
 def as_its_weights_were_held(opened: OpenedJob) -> OpenedJob:
-    """The job by the type of weights that an unfinished run in its folder was begun with, where the
-    job leaves that open: what is found depends on the memory that is free."""
+    """The job by the type of weights that a run in its folder was begun with, unless it is told
+    done, where the job leaves that open: what is found depends on the memory that is free."""
     job, problem = opened.job, opened.problem
-    before = saved_model(job.output) if is_half_done(job.output) else None
+    has_begun = answered(job.output / RESULTS_FILE).total > 0 and not is_told_done(job.output)
+    before = saved_model(job.output) if has_begun else None
     if before is None or job.run.weight_dtype != "auto" or before.weight_dtype not in (
             open_weight_dtypes(problem, job.run.engine)):
         return opened

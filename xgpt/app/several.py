@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from xgpt.app.begun import goes_on, taken_over
 from xgpt.app.finished import done_already, shown
 from xgpt.app.learn import has_learned_since
 from xgpt.app.plan import Plan, plan_job
@@ -97,7 +98,10 @@ def _plan_or_find_done(turn: Turn, tell: Teller, ranks: KeptRanks, *, is_again: 
 def _plan(turn: Turn, tell: Teller, ranks: KeptRanks) -> None:
     with _failing(turn, tell):
         with at_work(open_to_run(turn.job, tell, ranks)) as (opened, _):
-            turn.plan = plan_job(opened)
+            if (found := taken_over(opened)) is not None:
+                turn.state, turn.facts = "done", found
+                return
+            turn.plan = goes_on(opened, plan_job(opened))
         turn.state = "planned"
 
 

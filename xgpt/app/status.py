@@ -19,7 +19,8 @@ _UNKNOWN = Progress(state="starting", total=0, done=0, output_tokens=0, elapsed_
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStatus:
     """`progress.state` as the run wrote it, or "died": nobody works on it, and it did not end in
-    good order. Of a run that ended before all was done, `progress.done` is what is on the disk: in
+    good order; "done" whatever it wrote where all results are there. Of a run that ended before
+    all was done, `progress.done` is what is on the disk: in
     results.jsonl and, done but with one before it that is not, in held.jsonl."""
 
     progress: Progress
@@ -55,7 +56,10 @@ def run_status(output: Path) -> RunStatus | None:
     if progress.state in ("died", "stopped"):
         counted = answered_by_last_line(output / RESULTS_FILE)
         progress = replace(progress, done=counted.total,
-                           total=progress.total or num_queries(output) or 0)
+                           total=num_queries(output) or progress.total)
+        # what says how far it is may be lost; its results decide
+        if counted.written and counted.written == num_queries(output):
+            progress = replace(progress, state="done")
     return RunStatus(progress=progress, is_alive=is_alive, output=output, counted=counted,
                      ranks=tuple(read_beats(output)) if is_alive is not False else ())
 

@@ -30,7 +30,7 @@ from xgpt.core.troubles import is_of_memory, of_a_file
 
 SHOWN_LENGTH = 500  # characters of a mistake's list or mapping that `--json` prints
 
-_OF_RUNS = frozenset({"submit", "run", "score"})
+_OF_RUNS = frozenset({"submit", "run", "score", "sweep"})
 
 # name -> (module:attribute, one line for --help). A table, so that --help imports no command.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -69,7 +69,8 @@ class LazyGroup(click.Group):
                                    ctx)
         if cmd_name in _OF_RUNS and not ctx.resilient_parsing:
             # importing a run takes half a second
-            ctx.with_resource(import_module("xgpt.app.warning").warned_in_good_order())
+            ctx.with_resource(import_module("xgpt.app.warning").warned_in_good_order(
+                ends_process=True))
         command: click.Command = load_row(COMMANDS[cmd_name][0])
         return command
 
@@ -101,7 +102,7 @@ def main() -> None:
 def _nothing_to_stop() -> None:
     """All is done and told, and the interpreter ends: a signal that came now would take the exit
     code of what was done."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -121,8 +122,11 @@ def _answer() -> None:
         show(shown.getvalue(), err=True, nl=False)
         _leave(error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("xgpt: interrupted", err=True)
-        _leave("interrupted", EXIT_FAILED)
+        _nothing_to_stop()  # a second Ctrl-C does not take the exit code
+        is_of_run = bool(_OF_RUNS & {*sys.argv[1:2]})
+        said = "interrupted" + "; the same command goes on" * is_of_run
+        click.echo(f"xgpt: {said}", err=True)
+        _leave(said, EXIT_RESUMABLE if is_of_run else EXIT_FAILED)
     except BrokenPipeError:
         sys.exit(EXIT_FAILED)
     except Exception as error:

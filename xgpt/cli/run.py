@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 
-from xgpt.app.warning import warned_in_good_order
 from xgpt.cli.options import (
     JobFile,
     job_arguments,
@@ -20,7 +19,7 @@ from xgpt.cli.options import (
     within_seconds,
 )
 from xgpt.cli.terminal import Terminal, show
-from xgpt.core.errors import BoundMissed, StoppedEarly
+from xgpt.core.errors import BoundMissed
 from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
 from xgpt.core.json_values import flat
@@ -157,14 +156,8 @@ def _done_already(job: Job, *, is_again: bool) -> dict[str, Any] | None:
 
 
 def _do(use_case: str, job: Job, as_json: bool, is_strict: bool, **more: Any) -> None:
-    try:
-        # from here on: importing what does it takes a second, and planning more
-        with warned_in_good_order(), standby_for(job) as standby:
-            metrics = getattr(import_module(_USE_CASES), use_case)(
-                job, Terminal(), standby, **more)
-    except KeyboardInterrupt:  # while ranks work, it asks them to stop (xgpt.launch.process)
-        raise StoppedEarly("interrupted before the run had begun; nothing that was done is lost, "
-                           "and the same command goes on from there") from None
+    with standby_for(job) as standby:
+        metrics = getattr(import_module(_USE_CASES), use_case)(job, Terminal(), standby, **more)
     _done(metrics, [metrics], as_json, is_strict)
 
 

@@ -197,17 +197,28 @@ class Spool:
     """The spool of an output folder. A query is named by its index among those that can run."""
 
     def __init__(self, output: Path) -> None:
-        """Raises OSError where there is none, ValueError where it is of another version."""
-        folder = output / "spool"
+        """Raises OSError where there is none, ValueError where it is of another version or not
+        whole."""
+        try:
+            self._open(output / "spool")
+        except (EOFError, TypeError, LookupError) as cause:
+            raise ValueError(f"{output / 'spool'}: {cause}") from cause
+
+    def _open(self, folder: Path) -> None:
         header = json.loads((folder / "spool.json").read_text(encoding="utf-8"))
         if header["version"] != SPOOL_VERSION:
             raise ValueError(f"{folder} is of version {header['version']}, not {SPOOL_VERSION}")
         self.num_errors: int = header["errors"]
         self.files: tuple[str, ...] = tuple(header.get("files", ()))
-        self._places = np.load(folder / "places.npy", mmap_mode="r")
-        self._queries = np.load(folder / "queries.npy", mmap_mode="r")
+        # a memmap's own elements are had ten times slower
+        self._places = np.asarray(np.load(folder / "places.npy", mmap_mode="r"))
+        self._queries = np.asarray(np.load(folder / "queries.npy", mmap_mode="r"))
         self._tokens = _TokenFile(folder / "tokens.bin")
         self._records_path = folder / "records.jsonl"
+        ends = self._records_path.stat().st_size, (folder / "tokens.bin").stat().st_size
+        if ends != (self._places[-1, 0], self._places[-1, 1] * _TOKEN.itemsize) or (
+                header["queries"] != len(self._queries)):
+            raise ValueError(f"{folder} is not whole")
         self._records: IO[bytes] | None = None
 
     def __len__(self) -> int:
@@ -234,11 +245,20 @@ class Spool:
         return np.asarray(self._queries[:, 1])
 
     def record(self, query: int) -> Record:
+        return _record(self._line(query))
+
+    def is_named(self, query: int, name: bytes) -> bool:
+        """Whether the query's id is this, as JSON; null may be anybody's."""
+        line = self._line(query)
+        return name == b"null" or line.startswith(b'{"id": ' + name + b",") or (
+            json.loads(line).get("id") == json.loads(name))
+
+    def _line(self, query: int) -> bytes:
         if self._records is None:  # kept open: those who ask for one ask for others
             self._records = self._records_path.open("rb")
             weakref.finalize(self, self._records.close)
         self._records.seek(self._places[self._queries[query, 0], 0])
-        return _record(self._records.readline())
+        return self._records.readline()
 
     def records(self, most: int | None = None) -> Iterator[Record]:
         """Yields the records of all queries in order, or of the first `most`."""
@@ -267,5 +287,16 @@ def saved_header(output: Path) -> dict[str, Any]:
 
 def num_queries(output: Path) -> int | None:
     """Queries that the job in `output` consists of; None before its requests were read."""
-    count = saved_header(output).get("queries")
-    return None if count is None else int(count)
+    return _told(output, "queries")
+
+
+def num_errors(output: Path) -> int | None:
+    """Requests of that job that cannot run."""
+    return _told(output, "errors")
+
+
+def _told(output: Path, key: str) -> int | None:
+    try:
+        return int(saved_header(output)[key])
+    except (KeyError, TypeError, ValueError):
+        return None

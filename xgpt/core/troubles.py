@@ -10,7 +10,7 @@ from xgpt.core.errors import shorten
 
 _GOES_ON = "the same command goes on from there"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
+_READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR)
 _LOST = (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN,
          errno.ETIMEDOUT, errno.EREMOTEIO)
 _NO_NAME = (errno.ENAMETOOLONG, errno.ELOOP)

@@ -18,6 +18,11 @@ def forget() -> None:
     _asked.clear()
 
 
+def is_asked() -> bool:
+    """Whether a StoppedEarly is remembered."""
+    return bool(_asked)
+
+
 def raise_if_asked() -> None:
     """Raises the StoppedEarly that was remembered."""
     if _asked:

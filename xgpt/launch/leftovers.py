@@ -1,6 +1,6 @@
-"""What killed processes leave. Ranks, in shared memory: MPICH removes its files at an orderly end
-alone, and on many machines nothing else does before the next boot. Commands, folders for what lasts
-no longer than they do."""
+"""What killed processes leave. Ranks and their mpiexec, in shared memory and in /tmp: MPICH removes
+its files at an orderly end alone, and on many machines nothing else does before the next boot.
+Commands, folders for what lasts no longer than they do."""
 
 import fcntl
 import os
@@ -11,18 +11,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_FOLDER, _NAMES = Path("/dev/shm"), "mpich_shm_*"
 _LEAST_AGE_S = 60.0  # what is younger may be of ranks that are being started
+# MPICH's: folder (whatever TMPDIR says), names, and the age before which one may be in use unseen.
+# mpiexec's proxy describes the machine to its ranks in a file that it has open while it lives.
+_KINDS = ((Path("/dev/shm"), "mpich_shm_*", _LEAST_AGE_S),
+          (Path("/tmp"), "hydra_hwloc_xmlfile_*", 0.0))
 
 
-def remove_leftovers(folder: Path = _FOLDER, processes: Path = Path("/proc")) -> list[Path]:
-    """Removes the files of this user's that no living process has mapped; which."""
-    files = {str(path): path for path in folder.glob(_NAMES) if _is_old_and_own(path)}
+def remove_leftovers(folder: Path | None = None, processes: Path = Path("/proc")) -> list[Path]:
+    """Removes the files of this user's that no living process has mapped or open; returns them.
+    `folder`: where all of them are looked for."""
+    files = {str(path): path for place, names, age_s in _KINDS
+             for path in (folder or place).glob(names) if _is_old_and_own(path, age_s)}
     if not files:
         return []
-    for line in _mappings(processes):
-        name = line.rstrip("\n").partition("/")
-        files.pop(name[1] + name[2], None)
+    for name in _in_use(processes):
+        files.pop(name, None)
     removed = []
     for path in files.values():
         with suppress(OSError):
@@ -61,15 +65,19 @@ def _locked(folder: Path, *, or_not: bool = False) -> Iterator[None]:
         os.close(opened)
 
 
-def _is_old_and_own(path: Path) -> bool:
+def _is_old_and_own(path: Path, age_s: float = _LEAST_AGE_S) -> bool:
     try:
         found = path.stat()
     except OSError:
         return False
-    return found.st_uid == os.geteuid() and time.time() - found.st_mtime > _LEAST_AGE_S
+    return found.st_uid == os.geteuid() and time.time() - found.st_mtime >= age_s
 
 
-def _mappings(processes: Path) -> Iterator[str]:
+def _in_use(processes: Path) -> Iterator[str]:
+    """Yields the names of files that processes have mapped or open."""
     for path in processes.glob("[0-9]*/maps"):
         with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
-            yield from file
+            yield from ("".join(line.rstrip("\n").partition("/")[1:]) for line in file)
+        for link in path.with_name("fd").glob("*"):
+            with suppress(OSError):
+                yield os.readlink(link)

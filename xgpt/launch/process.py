@@ -220,7 +220,7 @@ class _Stopper:
 
     def __init__(self, process: subprocess.Popen[bytes], ask: Callable[[], None] | None) -> None:
         self._process, self._ask, self._asked_at = process, ask, 0.0
-        self.was_asked = False
+        self.was_asked = self._is_killing = False
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> _Stopper:
@@ -245,7 +245,8 @@ class _Stopper:
             self.kill()
 
     def kill(self) -> None:
-        if self._process.poll() is None:
+        if self._process.poll() is None and not self._is_killing:  # a signal comes in between
+            self._is_killing = True
             os.killpg(self._process.pid, signal.SIGTERM)
             try:
                 self._process.wait(timeout=_END_S)

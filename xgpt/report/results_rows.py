@@ -108,8 +108,9 @@ def _answer(result: Mapping[str, Any]) -> dict[str, Any]:
 def _errors(output: Path, spool: Spool) -> Iterator[tuple[tuple[int, int], dict[str, Any] | None]]:
     places = {name: place for place, name in enumerate(spool.files)}
     for error in map(flat_error, _objects(output / "errors.jsonl")):
-        yield (places.get(str(error.get("file")), 0), error["line"]), {
-            "id": error["id"], **dict.fromkeys(ANSWER), "error": error["error"]}
+        if isinstance(line := error.get("line"), int):  # else it was changed
+            yield (places.get(str(error.get("file")), 0), line), {
+                "id": error.get("id"), **dict.fromkeys(ANSWER), "error": error.get("error")}
 
 
 def _objects(path: Path) -> Iterator[dict[str, Any]]:

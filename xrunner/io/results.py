@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
-from xgpt.core.choices import merged, num_parts
+from xgpt.core.choices import merged
 from xgpt.core.whole_file import sync_folder, write_atomically
 from xgpt.core.workload import RequestError
+from xrunner.io.checked import checked, is_of, lines_behind, spool_of, told
 from xrunner.io.durable import Keeper, is_still, put_back
 from xrunner.io.result_line import error_line, result_line
 from xrunner.query import FinishedQuery
@@ -26,10 +27,12 @@ _DEAD_CHARS = 2**20  # of lines that are in results.jsonl by now, before the fil
 
 class Answered(NamedTuple):
     """What earlier runs of a job left: the first `written` queries are in results.jsonl, the
-    results of those `held` in held.jsonl."""
+    results of those `held` in held.jsonl, or out of their places. `fault`: why not more are
+    written, in words, where somebody else changed the file."""
 
     written: int
     held: frozenset[int]
+    fault: str = ""
 
     @property
     def total(self) -> int:
@@ -134,10 +137,11 @@ class ResultWriter:
 
 
 def answered(path: Path) -> Answered:
-    """Counts the results file at `path` and what is held beside it. Nothing is changed: a run may
+    """Looks at the results file at `path` and what is held beside it. Nothing is changed: a run may
     be writing there."""
-    _, written = _whole(path)
-    return Answered(written, frozenset(read_held(path.with_name(HELD_FILE), written)))
+    found = checked(path)
+    return Answered(found.count, frozenset(read_held(path.with_name(HELD_FILE), found.count)).union(
+        *(range(first, first + count) for first, (_, count) in found.behind.items())), found.fault)
 
 
 def answered_by_last_line(path: Path) -> Answered:
@@ -163,39 +167,20 @@ def _told_by_last(path: Path) -> int | None:
     except OSError:
         return None
     whole = tail[:tail.rfind(b"\n") + 1]
-    try:
-        row = json.loads(whole[whole.rfind(b"\n", 0, -1) + 1:])
-    except ValueError:
-        return None
-    if not isinstance(row, dict) or (index := _first_index(row)) is None:
-        return None
-    return index + num_parts(row)
+    line = told(whole[whole.rfind(b"\n", 0, -1) + 1:])
+    return None if line is None else line.index + line.parts
 
 
 def count_results(path: Path) -> int:
-    """Counts the queries of the whole lines at the start of a results file, and cuts off a torn
-    last one. It is 0 without a file."""
-    good_bytes, count = _whole(path)
-    if path.is_file():
-        os.truncate(path, good_bytes)
-    return count
-
-
-def _whole(path: Path) -> tuple[int, int]:
-    """(bytes, queries) of the whole lines at the start of a results file; zeros without a file."""
-    good_bytes = count = 0
-    if not path.is_file():
-        return 0, 0
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                row = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
-                row = None
-            if not isinstance(row, dict):
-                break
-            good_bytes, count = good_bytes + len(line), count + num_parts(row)
-    return good_bytes, count
+    """Counts the queries whose lines stand in their places at the start of a results file, and cuts
+    off what follows: results are held from then on. It is 0 without a file."""
+    found, held_path = checked(path), path.with_name(HELD_FILE)
+    if found.behind:
+        HeldFile(held_path).tidy({**lines_behind(path, found),
+                                  **read_held(held_path, found.count)})
+    if path.is_file() and path.stat().st_size > found.good_bytes:
+        os.truncate(path, found.good_bytes)
+    return found.count
 
 
 def write_errors(path: Path, errors: Sequence[RequestError], labels: Sequence[str] = ()) -> None:
@@ -207,6 +192,18 @@ def write_errors(path: Path, errors: Sequence[RequestError], labels: Sequence[st
     lines = [json.dumps(error_line(e, labels[e.file] if labels else None), ensure_ascii=False)
              for e in sorted(errors, key=lambda e: (e.file, e.line))]
     write_atomically(path, "\n".join(lines) + "\n")
+
+
+def count_errors(path: Path) -> int | None:
+    """How many lines errors.jsonl has; None where one of them tells of no request."""
+    try:
+        lines = path.read_bytes().splitlines(keepends=True)
+        rows = [json.loads(line) if line.endswith(b"\n") else None for line in lines]
+    except FileNotFoundError:
+        return 0
+    except (OSError, ValueError, RecursionError):
+        return None
+    return len(rows) if all(isinstance(row, dict) and "id" in row for row in rows) else None
 
 
 def _text(result: FinishedQuery, model: str, token_text: Callable[[int], str]) -> str:
@@ -275,10 +272,12 @@ def read_held(path: Path, first_index: int) -> dict[int, str]:
     held: dict[int, str] = {}
     try:
         with path.open("rb") as file:
-            for line in file:
-                index = _index_of(line)
-                if index is not None and index >= first_index:
-                    held[index] = line.decode().removesuffix("\n")
+            spool = spool_of(path.parent)
+            for text in file:
+                line = told(text) if text.endswith(b"\n") else None
+                if line is not None and line.index >= first_index and (
+                        is_of(spool, line.index, line.name)):
+                    held[line.index] = text.decode().removesuffix("\n")
     except FileNotFoundError:
         pass
     return held
@@ -293,19 +292,3 @@ def _choices_of(held: Mapping[int, str]) -> dict[int, int]:
         if isinstance(own, dict) and own.get("of", 1) > 1:
             found[index - own["sample"]] = own["of"]
     return found
-
-
-def _index_of(line: bytes) -> int | None:
-    """The index of the query that a whole line is of; None for a torn line."""
-    try:
-        row = json.loads(line) if line.endswith(b"\n") else None
-    except ValueError:  # of UnicodeDecodeError too
-        return None
-    return _first_index(row) if isinstance(row, dict) else None
-
-
-def _first_index(row: Mapping[str, Any]) -> int | None:
-    """The index of the query, or of the first of those, that a line is of."""
-    own = row.get("xgpt", row)  # of OpenAI's form
-    index = own.get("index") if isinstance(own, dict) else None
-    return index if isinstance(index, int) else None

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from xgpt.cli import main as entry
 from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError
+from xgpt.launch.process import TO_STOP
 
 BAD_JOB = "model: opt-13c\ncluster: a40-4\nworkload: {requests: {count: 0}, task: S}\n"
 NO_ROOM = ("what is printed, or a file: No space left on device; once that is mended, call it "
@@ -28,8 +29,11 @@ def end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         *arguments: object) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of the command line."""
     monkeypatch.setattr("sys.argv", ["xgpt", *map(str, arguments)])
+    before = {number: signal.getsignal(number) for number in TO_STOP}
     with pytest.raises(SystemExit) as left:
         entry.main()
+    for number, handler in before.items():  # a process that was asked to stop ignores them
+        signal.signal(number, handler)
     shown = capsys.readouterr()
     return int(str(left.value.code)), shown.out, shown.err
 
@@ -88,7 +92,7 @@ def test_a_bound_that_cannot_be_met(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 @pytest.mark.parametrize(("error", "code", "expected"), [
     (XgptError("the ranks failed"), 1, {"error": "the ranks failed", "mistakes": []}),
     (KeyError("x"), 1, {"error": "a fault of xgpt: KeyError: 'x'", "mistakes": []}),
-    (click.Abort(), 1, {"error": "interrupted", "mistakes": []}),
+    (click.Abort(), 75, {"status": "stopped", "message": "interrupted; the same command goes on"}),
     (InputError([Mistake(file="f", line=None, key="k", value=[float("inf")], allowed="less")]), 2,
      {"error": "f: k = [inf]: less", "mistakes": [
          {"file": "f", "line": None, "key": "k", "value": ["inf"], "allowed": "less"}]}),
@@ -152,7 +156,44 @@ def test_a_signal_while_the_command_is_imported_says_so(
     said = json.loads(out)
     assert code == said["exit_code"] == 75 and said["status"] == "stopped"
     assert f"{number.name} came while no ranks were at work" in said["message"]
-    assert "Traceback" not in err and signal.getsignal(number) == before
+    assert "Traceback" not in err
+
+
+# From the moment on at which a module is looked for, signals come without end.
+STORM = """
+import os, signal, sys, threading, time
+
+def send(first):
+    while True:
+        for number in (first, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+            time.sleep(.0005)
+
+class Sending:
+    def find_spec(self, name, *rest):
+        if name == "{module}":
+            threading.Thread(target=send, args=({first},), daemon=True).start()
+            time.sleep(.1)
+
+sys.meta_path.insert(0, Sending())
+sys.argv = ["xgpt", "{command}", {job!r}]
+from xgpt.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(("command", "module"), [
+    ("submit", "xgpt.cli.run"), ("submit", "xgpt.app.plan"), ("sweep", "xgpt.app.sweeps.sweep")])
+def test_signals_after_the_first_change_nothing(first: int, command: str, module: str,
+                                                tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("{model: opt-125m, cluster: local, workload: {requests: {count: 2}, task: S}}")
+    program = STORM.format(first=int(first), command=command, module=module, job=str(job))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          check=False, timeout=60)
+    assert done.returncode == 75, done.stderr
+    assert "the same command goes on" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])

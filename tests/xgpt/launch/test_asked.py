@@ -19,7 +19,7 @@ RANKS = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 def test_what_a_signal_raises_and_something_catches_is_raised_before_ranks_start() -> None:
     with pytest.raises(StoppedEarly, match="SIGTERM came while no ranks"), warned_in_good_order():
-        with suppress(Exception):  # as torch's import does
+        with suppress(BaseException):  # as torch's import does
             os.kill(os.getpid(), signal.SIGTERM)
         start(RANKS)
         pytest.fail("they were started")
@@ -28,7 +28,7 @@ def test_what_a_signal_raises_and_something_catches_is_raised_before_ranks_start
 def test_ranks_that_are_there_already_end() -> None:
     ranks = start(RANKS)
     with pytest.raises(StoppedEarly), warned_in_good_order():
-        with suppress(Exception):
+        with suppress(BaseException):
             os.kill(os.getpid(), signal.SIGTERM)
         watch_to_end(ranks, watch=lambda: None, ask_to_stop=None)
     assert ranks.process.wait(10) != 0

@@ -26,6 +26,13 @@ def test_only_what_nobody_has_is_removed(tmp_path: Path) -> None:
         "mpich_shm_mapped_0", "mpich_shm_young_0", "of_another_program"]
 
 
+def test_what_mpiexec_wrote_of_the_machine_goes_once_it_is_dead(tmp_path: Path) -> None:
+    left, living = (tmp_path / f"hydra_hwloc_xmlfile_{name}" for name in ("left", "living"))
+    left.touch()
+    with living.open("w"):
+        assert remove_leftovers(tmp_path) == [left]
+
+
 def test_folders_that_a_killed_process_left_are_removed(tmp_path: Path) -> None:
     program = f"""
 import os, signal

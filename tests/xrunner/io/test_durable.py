@@ -58,7 +58,7 @@ def test_what_is_written_is_on_the_disk_soon_and_at_the_end(tmp_path: Path,
     writer.close()
     whole = f"results.jsonl {path.stat().st_size}"
     assert synced[-1] == tmp_path.name and whole in synced
-    assert answered(path) == (3, frozenset())
+    assert answered(path)[:2] == (3, frozenset())
 
 
 def test_a_result_that_cannot_be_written_is_an_error_of_its_own(tmp_path: Path) -> None:

@@ -1,14 +1,11 @@
 """A sweep: every point of a grid planned, by several processes, and gone on with where it was
 stopped."""
 
-import signal
 import time
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from xgpt.app.sweeps.folder import SweepFolder
 from xgpt.app.sweeps.formats import check_formats, write_formats
@@ -17,6 +14,7 @@ from xgpt.app.sweeps.points import Unit, fingerprint_here, rows_of
 from xgpt.app.sweeps.runs import check_runs, run_points
 from xgpt.app.sweeps.workers import planned_by_processes
 from xgpt.app.telling import Teller, bar
+from xgpt.app.warning import warned_in_good_order
 from xgpt.core.errors import InfeasibleError, MissingExtraError, StoppedEarly
 from xgpt.core.local import usable_cores
 from xgpt.core.run_section import LOCAL_CLUSTER
@@ -51,7 +49,7 @@ def sweep_points(spec: SweepSpec, tell: Teller, *, cores: int | None = None,
     if runs:
         check_runs(spec, tell)
     folder = SweepFolder(spec)
-    with output_lock(folder.path), _asked_to_stop():
+    with output_lock(folder.path), warned_in_good_order():
         progress, once = _SweepProgress(spec, tell), _Once(tell)
         keys = [key_of(point, spec) for point in spec.points]
         fingerprints = _fingerprints(spec, keys, once)
@@ -179,23 +177,3 @@ class _SweepProgress:
         self._tell.progress(
             f"{bar(self._done, self._total)} {self._done}/{self._total} points{left}: "
             f"{row['scenario']}, {row['policy']}", is_last=self._done == self._total)
-
-
-@contextmanager
-def _asked_to_stop() -> Iterator[None]:
-    """SIGTERM, and the warning before a time limit (SIGUSR1), stop the sweep as Ctrl-C does. For a
-    main thread; elsewhere signals are not ours."""
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before: dict[int, Any] = {}
-    try:
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            before[number] = signal.signal(number, stop)
-    except ValueError:  # not the main thread
-        pass
-    try:
-        yield
-    finally:
-        for own, handler in before.items():
-            signal.signal(own, handler)
