@@ -30,10 +30,10 @@ from xscheduler.live.decisions import AnyLook, Decider, Decision, Followed
 from xscheduler.live.pace import PaceDrift
 from xscheduler.live.slowed import StepLook
 from xscheduler.room import HEADROOM, slots_for
-from xsimulator.replay.flow import Arrivals, Handover, HandoverPlan
+from xsimulator.replay.flow import Arrivals, Handover
 from xsimulator.replay.job import planned_queries
 from xsimulator.replay.kernel import ARRIVAL, Kernel
-from xsimulator.replay.pool import PoolHead, PoolPlan, PoolProcess
+from xsimulator.replay.pool import HandoverPlan, PoolHead, PoolPlan, PoolProcess
 from xsimulator.replay.queries import Queries
 from xsimulator.replay.stage_line import StageLine
 from xsimulator.replay.step_clock import StepClock, StepClocks, StepSizes

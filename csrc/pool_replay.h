@@ -13,17 +13,22 @@
 
 namespace xgpt_replay {
 
-/* Of a query: the turns of its start, first and last token (-1: not yet); its row's group (-1: it has
- * none), and that row's context and last iteration, counted from the group's first. */
-struct Row {
-    int64_t start = -1, first = -1, last = -1, group = -1, base = 0, end = -1;
+/* A query's row: its group (-1: it has none), and context and last iteration, counted from the group's
+ * first. */
+struct Place {
+    int64_t group = -1, base = 0, end = -1;
+};
+
+/* Besides, the turns of the query's start, first and last token (-1: not yet). */
+struct Row : Place {
+    int64_t start = -1, first = -1, last = -1;
 };
 
 /* A group's rows. A query that left and came again may be in `ends` and `longest` more than once:
  * what its row says is so. */
 template <class Query>
 struct Rows {
-    int64_t awaited = -1, iterations = 0, base = 0, rows = 0;
+    int64_t awaited = -1, iterations = 0, base = 0, rows = 0, removed = 0;
     std::vector<std::vector<int64_t>> ends;                    // by iteration: whose last it is
     std::priority_queue<std::pair<int64_t, int64_t>> longest;  // (base, query), some gone
     std::vector<int64_t> first, done;                          // of the step that is awaited
@@ -45,7 +50,13 @@ struct Rows {
     void leave(Query &query) {
         base -= query.base;
         rows -= 1;
+        removed += 1;
         query.group = -1;
+    }
+    /* Rows that are moved into places of those that left since the last step; once a step. */
+    double moved() {
+        const int64_t gone = std::exchange(removed, 0);
+        return gone ? static_cast<double>(gone * rows) / static_cast<double>(rows + gone) : 0.0;
     }
     /* Into sizes[3]: rows, mean context, longest context. */
     void decode(int64_t g, std::vector<Query> &queries, double *sizes) {

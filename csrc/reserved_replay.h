@@ -29,7 +29,7 @@ struct Query : xgpt_replay::Row {
 };
 
 struct Group : xgpt_replay::Rows<Query> {
-    int64_t active = 0, reserved = 0, slots = 0, steps = 0, removed = 0;
+    int64_t active = 0, reserved = 0, slots = 0, steps = 0;
     // chunks of a phase: those dealt to it from `begin` on, and who of them is encoded in part
     std::vector<int64_t> dealt;
     size_t begin = 0;
@@ -108,7 +108,6 @@ private:
         group.reserved -= query.reserve;
         num_active_ -= 1;
         held_ -= query.reserve;
-        group.removed += 1;
     }
 
     /* OrcaRule.decide */
@@ -221,7 +220,7 @@ private:
         double decoded[4] = {0.0, 0.0, 0.0, 0.0};
         if (kind != ENCODE) {
             group.decode(g, queries_, decoded);
-            decoded[3] = moved(group);
+            decoded[3] = facts_.compacts ? group.moved() : 0.0;
         }
         double tokens = encoded_tokens(chunks);
         for (int64_t q : joined_) {
@@ -229,12 +228,6 @@ private:
             group.enter(g, q, query, query.tokens, query.left);
         }
         tell(group, kind, g, phase, iteration, chunks, 0, tokens, decoded);
-    }
-    /* GroupRows.take_done: rows that are moved into places of those that left */
-    double moved(Group &group) {
-        int64_t removed = std::exchange(group.removed, 0);
-        if (!removed || !facts_.compacts) return 0.0;
-        return static_cast<double>(removed * group.rows) / static_cast<double>(group.rows + removed);
     }
 };
 

@@ -1,4 +1,4 @@
-"""A replay by csrc/planning_replays.cpp beside that of the rule itself."""
+"""A replay by csrc beside that of the rules themselves."""
 
 from __future__ import annotations
 
@@ -20,24 +20,28 @@ from xsimulator.replay.records import ReplayResult
 Job = tuple[Problem, TimingSource, Estimate, QueryLengths]
 
 _POOL = ("decoded", "encoded", "tokens", "context", "memory_tokens", "memory_s", "start_s", "end_s")
-_TIMES = ("start_s", "first_token_s", "last_token_s")
+_TIMES = ("arrival_s", "start_s", "first_token_s", "last_token_s")
 
 
 def same_both_ways(monkeypatch: pytest.MonkeyPatch, alone: ModuleType,
-                   replayed: Callable[[], ReplayResult]) -> ReplayResult:
-    """What both find, equal to the bit; `alone`: the module that asks csrc, which is asked once."""
-    calls, usual = [], alone.result_of
+                   replayed: Callable[[], ReplayResult], asked: str = "result_of") -> ReplayResult:
+    """What both find, equal to the bit; `alone`: the module that asks csrc, by `asked`, once."""
+    calls, usual = [], getattr(alone, asked)
     with monkeypatch.context() as patched:
-        patched.setattr(alone, "result_of",
+        patched.setattr(alone, asked,
                         lambda *given, **words: calls.append(1) or usual(*given, **words))
         quick = replayed()
         patched.setattr(alone, "native", lambda: None)
         by_rule = replayed()
     assert calls == [1], "else both are the rule's, or csrc's"
-    assert quick.pools[0].steps == list(by_rule.pools[0].steps)
-    for name in _POOL:
-        np.testing.assert_array_equal(
-            getattr(quick.pools[0], name), getattr(by_rule.pools[0], name), name)
+    assert len(quick.pools) == len(by_rule.pools)
+    for pool, other in zip(quick.pools, by_rule.pools, strict=True):
+        assert pool.name == other.name and pool.steps == list(other.steps)
+        for name in _POOL:
+            np.testing.assert_array_equal(getattr(pool, name), getattr(other, name), name)
+    for link, other_link in zip(quick.handovers, by_rule.handovers, strict=True):
+        for name in ("step", "start_s", "end_s"):
+            np.testing.assert_array_equal(getattr(link, name), getattr(other_link, name), name)
     for name in _TIMES:
         np.testing.assert_array_equal(
             getattr(quick.times, name), getattr(by_rule.times, name), name)

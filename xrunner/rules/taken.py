@@ -63,7 +63,7 @@ class TakenInputs:
 
     def __init__(self, limit: int, num_groups: int) -> None:
         assert limit >= 1, f"{limit = }"
-        self._limit = limit
+        self.limit = limit
         self._waiting: deque[Waiting] = deque()
         self._parts: list[_Part | None] = [None] * num_groups
 
@@ -82,7 +82,7 @@ class TakenInputs:
              ) -> tuple[tuple[Chunk, ...], tuple[int, ...]]:
         """(what the group's next step encodes, the queries whose encoding that ends). `begin` says
         whether the group has room for a query, which is then begun."""
-        chunks, joined, left = list[Chunk](), list[int](), self._limit
+        chunks, joined, left = list[Chunk](), list[int](), self.limit
         while left > 0:
             part = self._parts[group]
             if part is None:

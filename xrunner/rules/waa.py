@@ -296,6 +296,22 @@ def waa_rules(estimate: Estimate) -> tuple[WaaEncodeRule, WaaDecodeRule]:
                           planned_active=controls.planned_active))
 
 
+def pair_facts(encoding: WaaEncodeRule,
+               decoding: WaaDecodeRule) -> tuple[list[int], list[float]] | None:
+    """All that decides what the two will do, as csrc/planning_handed.cpp has it from the pools'
+    groups on; None of rules that have done anything yet, or do not belong together."""
+    aim, chunks = encoding._aim, decoding._inputs
+    has_begun = encoding._waiting or encoding._steps or encoding._in_system or decoding._turn
+    if has_begun or (aim.stock_tokens and chunks is None):
+        return None
+    numbers = [encoding.num_groups, decoding.num_groups, encoding.encode_batch,
+               encoding.max_in_system, encoding.kv_tokens, encoding.encode_kv_tokens,
+               aim.planned_active, aim.stock_tokens, decoding.group_max_active,
+               0 if chunks is None else chunks.limit,
+               0 if decoding._planned == math.inf else int(decoding._planned)]
+    return numbers, [encoding._sizer.mean_input, encoding._sizer.adjustment, aim.target_active]
+
+
 def system_limits(estimate: Estimate) -> SystemLimits:
     """What turns the encode rule of the same pools into that of `estimate`."""
     controls = estimate.controls

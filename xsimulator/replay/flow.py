@@ -7,10 +7,8 @@ pools' rules."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from typing import SupportsFloat
 
 import numpy as np
 
@@ -18,9 +16,10 @@ from xgpt.core.lengths import FloatArray
 from xgpt.core.queries import QueryTimes
 from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import BatchingRule, GivingRule, TakingRule
+from xsimulator.replay.handed_over import replay_handed
 from xsimulator.replay.kernel import ARRIVAL, Kernel
 from xsimulator.replay.paged_alone import replay_paged
-from xsimulator.replay.pool import PoolHead, PoolPlan, PoolProcess
+from xsimulator.replay.pool import HandoverPlan, PoolHead, PoolPlan, PoolProcess
 from xsimulator.replay.queries import Queries
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
 from xsimulator.replay.reserved_alone import replay_reserved
@@ -63,17 +62,6 @@ def submit(queries: Queries, query: int, rule: BatchingRule) -> None:
     """The query comes to a pool of this rule. Raises XgptError where it can never fit."""
     if not rule.submit(query, queries.reserve_tokens[query], queries.inputs[query]):
         raise never_fits(queries, query)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HandoverPlan:
-    """What links the pools named `source` and `target`: `seconds` of moving the KV of that many
-    tokens; `release` tells the source's rule that a query is done, and its room free."""
-
-    seconds: Callable[[int], SupportsFloat]
-    release: Callable[[int], None]
-    source: str = "encode"
-    target: str = "decode"
 
 
 class Handover:
@@ -164,6 +152,9 @@ def run(queries: Queries, pools: Sequence[PoolPlan],
     Raises XgptError for a query that can never fit."""
     if len(pools) == 1 and not handovers and is_alone(pools[0], queries):
         return replay_alone(pools[0], queries)
+    if len(pools) == 2 and len(handovers) == 1 and (
+            found := replay_handed(pools[0], pools[1], handovers[0], queries)):
+        return found
     kernel = Kernel()
     by_name = {plan.name: PoolProcess(plan, kernel, queries) for plan in pools}
     assert len(by_name) == len(pools), f"{[plan.name for plan in pools]}"
@@ -198,7 +189,7 @@ def replay_alone(plan: PoolPlan, queries: Queries) -> ReplayResult:
         submit(queries, query, rule)
     while (group := head.next_group()) is not None:
         turn = line.begin_turn(int(group.awaited[-1][0]) if group.awaited else -1)
-        if not head.decode_ahead(group, turn):
+        if not head.decode_ahead(group, line):
             head.turn(group, turn)
     times, turns_s = line.decided().times(
         plan.clock, len(plan.stages), float(queries.arrival_s[0]),

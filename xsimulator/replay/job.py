@@ -20,8 +20,8 @@ from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules.steps import BatchingRule, EncodingRule, rules_for
-from xsimulator.replay.flow import HandoverPlan, run
-from xsimulator.replay.pool import PoolPlan
+from xsimulator.replay.flow import run
+from xsimulator.replay.pool import HandoverPlan, PoolPlan
 from xsimulator.replay.queries import Queries
 from xsimulator.replay.records import PoolRecords, ReplayResult
 from xsimulator.replay.step_clock import PoolClock, StepClock, StepClocks, StepSizes

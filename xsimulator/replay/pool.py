@@ -4,10 +4,10 @@ A step enters all stages of its pool when the head takes it up, since each stage
 order: so a pool has one event for each turn that waits, and none for each stage. The head goes on
 without an event of its own until another one comes first."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from xrunner.rules.steps import BatchingRule, Step, StepKind
 from xsimulator.replay.kernel import TURN, Kernel
 from xsimulator.replay.queries import GroupRows, Queries
 from xsimulator.replay.records import PoolRecords
-from xsimulator.replay.stage_line import DecodeRun, Line, StageLine, StepTimes
+from xsimulator.replay.stage_line import DecodeRun, LaterLine, Line, StageLine, StepTimes
 from xsimulator.replay.step_clock import PoolClock, StepSizes
 
 LEAST_AHEAD = 8  # steps that are worth being taken at once
@@ -34,6 +34,18 @@ class PoolPlan:
     stages: tuple[int, ...]
     kv_tokens: int
     role: Role = "both"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoverPlan:
+    """What links the pools named `source` and `target`: `seconds` of moving the KV of that many
+    tokens (a number, or an array of them); `release` tells the source's rule that a query is done,
+    and its room free."""
+
+    seconds: Callable[[Any], Any]
+    release: Callable[[int], None]
+    source: str = "encode"
+    target: str = "decode"
 
 
 def records_of(plan: PoolPlan, times: StepTimes, memory_s: Sequence[float],
@@ -93,9 +105,9 @@ class PoolHead:
         return records_of(self.plan, times, memory_s([now for now, _ in self._memory]),
                           [held for _, held in self._memory])
 
-    def decode_ahead(self, group: GroupRows, now: float) -> bool:
+    def decode_ahead(self, group: GroupRows, line: LaterLine) -> bool:
         """Takes the only group's steps in which nothing changes but contexts, all at once; False
-        where there are few of them. Nothing else may happen meanwhile."""
+        where there are few of them."""
         if self._phased is None or (
                 group.awaited and (group.awaited[-1][1] or group.awaited[-1][2])):
             return False  # first or last tokens are to be taken up
@@ -103,7 +115,7 @@ class PoolHead:
         if count < LEAST_AHEAD:
             return False
         run = DecodeRun(*group.decode_run(count))
-        ready = self._line.work_ahead(decide_plain(self._phased, count), run, now)
+        ready = line.work_ahead(decide_plain(self._phased, count), run)
         group.awaited[:] = [(ready, (), [])]
         return True
 
@@ -226,9 +238,7 @@ class PoolProcess:
                 self._kernel.at(at_s, TURN, partial(self._resume, group))
                 return
             now = at_s
-            if not (self._line.takes_runs and is_free_until(math.inf)
-                    and head.decode_ahead(group, now)):
-                self._turn(group, now)
+            self._turn(group, now)
         self._is_idle = True
 
     def _resume(self, group: GroupRows, now: float) -> None:

@@ -43,7 +43,7 @@ class StepLog(Sequence[Step]):
 
     def __iter__(self) -> Iterator[Step]:
         for firsts, begin, end in zip(self._firsts, self._begins,
-                                      [*self._begins[1:], self._count], strict=True):
+                                      [*self._begins, self._count][1:], strict=True):
             for further in range(end - begin):
                 yield _further(firsts, further)
 

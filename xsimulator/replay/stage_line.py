@@ -44,9 +44,6 @@ class Line(Protocol):
     def work(self, step: Step, sizes: StepSizes, now: float) -> float:
         """The step goes through the stages; when the last of them is through with it."""
 
-    def work_ahead(self, first: Step, run: DecodeRun, now: float) -> float:
-        """Steps of the only group, one after the other, the first of which is given."""
-
 
 class StageLine:
     """Stages whose clock says what each step takes. `free_s`: [stages] when each is next free."""
@@ -59,11 +56,6 @@ class StageLine:
     @property
     def num_steps(self) -> int:
         return len(self._steps)
-
-    @property
-    def takes_runs(self) -> bool:
-        """Whether steps can be worked ahead."""
-        return isinstance(self._clock, StepClock)
 
     def work(self, step: Step, sizes: StepSizes, now: float) -> float:
         """See Line."""
@@ -79,20 +71,6 @@ class StageLine:
         self._durations.append(seconds)
         self._ends.append(ends)
         return at_s
-
-    def work_ahead(self, first: Step, run: DecodeRun, now: float) -> float:
-        """See Line."""
-        assert isinstance(self._clock, StepClock)
-        seconds = self._clock.decode_run(*run)
-        ends = one_after_the_other(now, seconds)
-        self.free_s[:] = ends[-1].tolist()
-        self._steps.append(first, len(seconds))
-        sizes = np.zeros((len(seconds), 4))
-        sizes[:, 2], sizes[:, 3] = run.rows, run.contexts
-        self._sizes.extend(sizes)
-        self._durations.extend(seconds)
-        self._ends.extend(ends)
-        return self.free_s[-1]
 
     def times(self) -> StepTimes:
         stages = len(self.free_s)
@@ -130,8 +108,9 @@ class LaterLine:
         self._sizes.append(sizes[1:])
         return now
 
-    def work_ahead(self, first: Step, run: DecodeRun, now: float) -> float:
-        """See Line: each step after the first has a turn of its own."""
+    def work_ahead(self, first: Step, run: DecodeRun) -> int:
+        """Steps of the only group, one after the other, the first of which is given; each after
+        that has a turn of its own. Returns the last one's."""
         count, turn = len(run.contexts), len(self._waits) - 1
         self._waits += range(turn, turn + count - 1)
         self._turn_of += range(turn, turn + count)

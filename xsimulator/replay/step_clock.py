@@ -3,11 +3,13 @@
 A replay asks for one step at a time, and StageTimes is made for arrays. What depends on a number of
 rows is tabulated at every whole number up to DENSE_ROWS and 1 % apart beyond; attention over
 contexts 2 % apart; between them lines. (A profile is made of lines; of the roofline's curves they
-miss less than a thousandth.) Tables grow in blocks as sizes come up."""
+miss less than a thousandth.) Tables grow in blocks as sizes come up. csrc/step_times.h makes the
+same sums out of them."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -22,7 +24,10 @@ from xsimulator.stage_times import StageTimes
 
 DENSE_ROWS = 4096
 _ROW_BLOCK = 256
-_SPARSE_RATIO = 1.01
+# how many rows each row of a table is of
+_ROW_SIZES: FloatArray = np.concatenate([
+    np.arange(DENSE_ROWS, dtype=float), DENSE_ROWS * 1.01**np.arange(2048)])
+_SPARSE: list[float] = _ROW_SIZES[DENSE_ROWS:].tolist()
 _CONTEXT_RATIO = 1.02
 _QUERY_BLOCK = 32
 MOST_CLOCKS = 16
@@ -84,6 +89,20 @@ class StepClock:
             [(int(count), place[stage.tp_degree])
              for count, stage in zip(layers, times.stages, strict=True)]
             for layers in (times.decoder_layers, times.encode_layers))
+        # as csrc/step_times.h numbers them
+        self.tables: list[Blocks] = [
+            self._decode_rows, self._encode_rows, self._cross or self._decode_rows,
+            self._first_tokens, self._ends, self._inputs, *self._attention, *self._compaction]
+
+    @cached_property
+    def told(self) -> tuple[IntArray, FloatArray]:
+        """Numbers and figures as in csrc/step_times.h."""
+        nodes, layers = self._attention[0].nodes, (self._decode_layers, self._encode_layers)
+        numbers = [len(self._decode_layers), len(self._attention), len(nodes), self._is_padded,
+                   self._is_apart, len(_ROW_SIZES), DENSE_ROWS, _ROW_BLOCK, _QUERY_BLOCK,
+                   MOST_TOGETHER, self._inputs.max_context]
+        return (np.concatenate([numbers, *(np.array(kind).T.ravel() for kind in layers)]),
+                np.concatenate([[self._times.overhead_s], _ROW_SIZES, nodes]))
 
     def seconds(self, sizes: StepSizes) -> list[float]:
         """[stages] seconds of one step."""
@@ -173,17 +192,6 @@ class StepClock:
                          + self.many(spans._replace(sizes=encodes)) - self._times.overhead_s)
         return total
 
-    def decode_run(self, decoded: int, context: FloatArray, longest: FloatArray) -> FloatArray:
-        """[steps, stages] seconds of as many decode steps of so many queries; `context`, `longest`:
-        [steps] as in StepSizes. To the bit what `seconds` says of each."""
-        contexts = longest if self._is_padded else context
-        decode = [grid.along(decoded, contexts) for grid in self._attention]
-        rows = self._decode_rows.at(decoded)
-        total = np.stack([rows[stage] + layers * decode[d]
-                          for stage, (layers, d) in enumerate(self._decode_layers)], axis=1)
-        total[:, -1] += self._first_tokens.at(decoded)[0]
-        return total
-
 
 class StepClocks:
     """The clocks of one problem's pools: replays of many configurations on the same stages look
@@ -208,43 +216,46 @@ class StepClocks:
         return clock
 
 
-class _RowTimes:
+class Blocks:
+    """A table of numbers whose rows are found in blocks of `size`, when one of them is asked for
+    first. `find`: numbers of a block's rows -> [size, columns]. `block`: the rows from its number
+    times `size` on; `row`: one as a list, which stays the table's."""
+
+    def __init__(self, size: int, find: Callable[[IntArray], FloatArray]) -> None:
+        self._size = size
+        self.block: Callable[[int], FloatArray] = cache(lambda number: np.ascontiguousarray(
+            find(np.arange(number * size, (number + 1) * size)), float))
+        self.row: Callable[[int], list[float]] = cache(lambda row: self.array(row).tolist())
+
+    def array(self, row: int) -> FloatArray:
+        return np.asarray(self.block(row // self._size)[row % self._size])
+
+
+class _RowTimes(Blocks):
     """A function of a whole number of rows, per stage."""
 
     def __init__(self, seconds: Callable[[FloatArray], FloatArray]) -> None:
-        self._seconds = seconds
-        self._dense: list[list[float]] = []
-        self._sparse: list[list[float]] = []
+        super().__init__(_ROW_BLOCK, lambda rows: seconds(_ROW_SIZES[rows]))
 
     def at(self, rows: int) -> list[float]:
         """[stages] seconds, a list of the caller's own."""
-        if rows < len(self._dense):
-            return self._dense[rows].copy()
         if rows <= DENSE_ROWS:
-            first = len(self._dense)
-            until = (rows // _ROW_BLOCK + 1) * _ROW_BLOCK
-            self._dense += self._seconds(np.arange(first, until, dtype=float)).tolist()
-            return self._dense[rows].copy()
-        place = float(np.log(rows / DENSE_ROWS) / np.log(_SPARSE_RATIO))
-        index = int(place)
-        while index + 1 >= len(self._sparse):
-            steps = np.arange(len(self._sparse), len(self._sparse) + 64)
-            nodes = np.asarray(DENSE_ROWS * _SPARSE_RATIO**steps, float)
-            self._sparse += self._seconds(nodes).tolist()
-        low = DENSE_ROWS * _SPARSE_RATIO**index
-        share = (rows - low) / (low * (_SPARSE_RATIO - 1))
+            return self.row(rows).copy()
+        above = bisect_right(_SPARSE, rows)
+        low, place = _SPARSE[above - 1], DENSE_ROWS + above
+        share = (rows - low) / (_SPARSE[above] - low)
         return [a + share * (b - a) for a, b in zip(
-            self._sparse[index], self._sparse[index + 1], strict=True)]
+            self.row(place - 1), self.row(place), strict=True)]
 
     def many(self, rows: IntArray) -> FloatArray:
         """[asked, stages] what `at` says of each."""
         if not len(rows):
-            return self._seconds(np.empty(0))
+            return self.block(0)[:0]
         sizes, place = np.unique(rows, return_inverse=True)
         return np.array([self.at(size) for size in sizes.tolist()])[place]
 
 
-class _GridTimes:
+class _GridTimes(Blocks):
     """A function of a whole number of queries and a context between whole numbers."""
 
     def __init__(self, seconds: Callable[[FloatArray, FloatArray], FloatArray],
@@ -254,81 +265,63 @@ class _GridTimes:
         while nodes[-1] < max_context + 1:
             nodes.append(min(max(nodes[-1] + 1.0, round(nodes[-1] * _CONTEXT_RATIO)),
                              max_context + 1.0))
-        self._nodes = np.array(nodes)
+        self.nodes = np.array(nodes)
         self._node_list = nodes
-        self._below: list[int] = (np.searchsorted(
-            self._nodes, np.arange(int(nodes[-1]) + 1), side="right") - 1).tolist()
-        self._rows: dict[int, list[float]] = {}
+        super().__init__(_QUERY_BLOCK, lambda rows: self._seconds(
+            rows[:, None].astype(float), self.nodes[None, :]))
 
     def at(self, queries: int, context: float) -> float:
-        row = self._rows.get(queries)
-        if row is None:
-            row = self._fill(queries)
-        index = min(self._below[int(context)], len(row) - 2)
+        row = self.row(queries)
+        index = min(bisect_right(self._node_list, context) - 1, len(row) - 2)
         low, left, right = self._node_list[index], row[index], row[index + 1]
         if right == math.inf:  # beyond what was measured
             return right
         return left + (context - low) / (self._node_list[index + 1] - low) * (right - left)
 
-    def along(self, queries: int, contexts: FloatArray) -> FloatArray:
-        """[contexts] what `at` says of each."""
-        row = self._rows.get(queries)
-        values = np.array(self._fill(queries) if row is None else row)
-        index = np.minimum(np.searchsorted(self._nodes, np.floor(contexts), side="right") - 1,
-                           len(values) - 2)
-        return self._between(index, contexts, values[index], values[index + 1])
-
     def many(self, queries: IntArray, contexts: FloatArray) -> FloatArray:
         """[asked] what `at` says of each."""
         sizes, place = np.unique(queries, return_inverse=True)
-        values = np.array([self._rows.get(size) or self._fill(size) for size in sizes.tolist()])
-        index = np.minimum(np.searchsorted(self._nodes, np.floor(contexts), side="right") - 1,
+        values = np.array([self.array(size) for size in sizes.tolist()])
+        index = np.minimum(np.searchsorted(self.nodes, contexts, side="right") - 1,
                            values.shape[1] - 2)
-        return self._between(index, contexts, values[place, index], values[place, index + 1])
-
-    def _between(self, index: IntArray, contexts: FloatArray, left: FloatArray,
-                 right: FloatArray) -> FloatArray:
-        """[asked] at contexts from node `index` to the next, where it is `left` and `right`."""
-        low, is_known = self._nodes[index], right < np.inf  # else beyond what was measured
+        left, right = values[place, index], values[place, index + 1]
+        low, is_known = self.nodes[index], right < np.inf  # else beyond what was measured
         rise = np.subtract(right, left, out=np.zeros_like(right), where=is_known)
-        share = (contexts - low) / (self._nodes[index + 1] - low)
+        share = (contexts - low) / (self.nodes[index + 1] - low)
         return np.asarray(np.where(is_known, left + share * rise, right))
 
-    def _fill(self, queries: int) -> list[float]:
-        first = queries // _QUERY_BLOCK * _QUERY_BLOCK
-        block = np.arange(first, first + _QUERY_BLOCK, dtype=float)
-        table = self._seconds(block[:, None], self._nodes[None, :]).tolist()
-        self._rows.update(enumerate(table, start=first))
-        return self._rows[queries]
 
-
-class _Inputs:
+class _Inputs(Blocks):
     """ENCODE_ATTENTION of whole inputs and of parts of them, per degree."""
 
     def __init__(self, times: StageTimes, max_context: int) -> None:
-        self._times = times
-        self._lengths = np.arange(1, max_context + 1)
-        self._together = cache(self._find_together)
+        self._degrees, self.max_context = times.degrees, max_context
+        lengths = np.arange(1, max_context + 1)
+
+        def find(queries: IntArray) -> FloatArray:
+            """[1, degrees * (max_context + 1)] of inputs of each length, one degree's first."""
+            seconds = times.encode_attention_s(lengths, int(queries[0]))
+            return np.concatenate([np.append(0.0, seconds[one]) for one in times.degrees])[None]
+
+        super().__init__(1, find)
 
     def attention_s(self, spans: Sequence[tuple[int, int]]) -> list[float]:
         """[degrees] seconds of all spans in one layer. A part costs what the input up to its end
         costs more than up to its beginning: that many pairs of tokens are attended."""
-        tables = self._together(min(len(spans), MOST_TOGETHER))
-        if len(spans) == 1 and spans[0][0] == 0:
-            end = spans[0][1]
-            return [table[end] for table in tables]
-        return [sum([table[first + count] - table[first] for first, count in spans])
-                for table in tables]
+        table, found = self.row(min(len(spans), MOST_TOGETHER)), []
+        for at in range(0, len(table), self.max_context + 1):
+            total = 0.0
+            for first, count in spans:  # a sum() is rounded otherwise, from Python 3.12 on
+                total += table[at + first + count] - table[at + first]
+            found.append(total)
+        return found
 
     def many(self, asked: ManySizes, steps: int) -> list[FloatArray]:
         """[degrees][steps] what `attention_s` says of each step's spans."""
         sizes, place = np.unique(np.minimum(asked.num_spans, MOST_TOGETHER), return_inverse=True)
-        tables = np.array([self._together(size) for size in sizes.tolist()])
+        tables = np.array([self.array(size) for size in sizes.tolist()]).reshape(
+            len(sizes), len(self._degrees), -1)
         first, count = asked.spans.T
         return [np.asarray(np.bincount(
             asked.step_of_span, minlength=steps, weights=tables[place, degree, first + count]
-            - tables[place, degree, first]), float) for degree in range(len(self._times.degrees))]
-
-    def _find_together(self, queries: int) -> list[list[float]]:
-        seconds = self._times.encode_attention_s(self._lengths, queries)
-        return [[0.0, *seconds[degree].tolist()] for degree in self._times.degrees]
+            - tables[place, degree, first]), float) for degree in range(len(self._degrees))]

@@ -1,5 +1,5 @@
-"""What a replay told that csrc made of a pool that is alone: its steps, and the result that they
-come to. Steps are made where somebody looks at them."""
+"""What a replay told that csrc made of a pool: its steps, which are made where somebody looks at
+them, and, of one that is alone, the result that they come to."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ _KINDS = (StepKind.ENCODE, StepKind.DECODE, StepKind.MIXED)
 class ToldSteps(Sequence[Step]):
     """Of `told`, as csrc/planning_replays.cpp hands it over: labels [steps, 7] kind, group, phase,
     iteration, and how many of `chunks` ([chunks, 3] query, first token, tokens), `evicted` and
-    `ended` (queries) are each step's. is_chunked: inputs are not always encoded whole."""
+    `ended` (queries) are each step's; `evicted` may be `handed` instead. is_chunked: inputs are not
+    always encoded whole."""
 
     def __init__(self, told: dict[str, IntArray], *, is_chunked: bool) -> None:
         self._told, self._is_chunked = told, is_chunked
+        self._moved = "handed" if "handed" in told else "evicted"
 
     def __len__(self) -> int:
         return len(self._told["labels"])
@@ -52,17 +54,17 @@ class ToldSteps(Sequence[Step]):
 
     @cached_property
     def _steps(self) -> list[Step]:
-        chunks, evicted, ended = (iter(self._told[name].tolist())
-                                  for name in ("chunks", "evicted", "ended"))
+        chunks, moved, ended = (iter(self._told[name].tolist())
+                                for name in ("chunks", self._moved, "ended"))
         steps = []
-        for kind, group, phase, iteration, parts, gone, joined in self._told["labels"].tolist():
+        for kind, group, phase, iteration, parts, others, joined in self._told["labels"].tolist():
             spans = tuple(Chunk(query=query, first=first, tokens=tokens)
                           for query, first, tokens in (next(chunks) for _ in range(parts)))
             steps.append(Step(
                 kind=_KINDS[kind], group=group, phase=phase, iteration=iteration,
                 chunks=spans if self._is_chunked else (),
                 joined=tuple(next(ended) for _ in range(joined)),
-                evicted=tuple(next(evicted) for _ in range(gone))))
+                **{self._moved: tuple(next(moved) for _ in range(others))}))
         return steps
 
 

@@ -11,8 +11,7 @@ from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
 from xsimulator.replay import flow
-from xsimulator.replay.flow import HandoverPlan
-from xsimulator.replay.pool import PoolPlan
+from xsimulator.replay.pool import HandoverPlan, PoolPlan
 from xsimulator.replay.queries import Queries
 from xsimulator.replay.step_clock import StepSizes
 

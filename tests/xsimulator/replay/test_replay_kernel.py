@@ -11,9 +11,9 @@ from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.rra import RraRule
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
-from xsimulator.replay.flow import HandoverPlan, run
+from xsimulator.replay.flow import run
 from xsimulator.replay.kernel import ARRIVAL, TURN, Kernel
-from xsimulator.replay.pool import PoolPlan
+from xsimulator.replay.pool import HandoverPlan, PoolPlan
 from xsimulator.replay.queries import Queries
 from xsimulator.replay.step_clock import StepSizes
 

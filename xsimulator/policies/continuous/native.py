@@ -3,9 +3,9 @@ times as quick as by arrays, rounds of a pipeline (continuous.in_flight) some te
 replay's steps end (replay.stage_line), what uneven batches cost (waa.unevenness), timelines of
 phases (xsimulator.pipeline), what steps take at least (continuous.native_least), RRA's points and
 bounds (rra.native), what its groups are dealt (rra.dealt), WAA's bounds (waa.native), and replays
-(replay.paged_alone, replay.reserved_alone). Out of an installed wheel's library, or compiled for
-itself, which takes a second or two once. Where neither can be had, or `XGPT_NATIVE` is `off`,
-Python serves, and finds the same."""
+(replay.paged_alone, replay.reserved_alone, replay.handed_over). Out of an installed wheel's
+library, or compiled for itself, which takes a second or two once. Where neither can be had, or
+`XGPT_NATIVE` is `off`, Python serves, and finds the same."""
 
 import contextlib
 import ctypes
@@ -29,6 +29,9 @@ from xrunner.ops.build import (
 from xsimulator.addresses import address_of
 
 _SUMS = 8  # of a configuration
+# as in csrc/step_times.h and csrc/planning_handed.cpp
+FETCH = ctypes.CFUNCTYPE(ctypes.c_void_p, *[ctypes.c_int64] * 3)
+TELL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 
 
 class Native:
@@ -59,6 +62,8 @@ class Native:
         self.paged.restype, self.reserved.restype, self.told.restype = address, address, None
         self.paged.argtypes, self.reserved.argtypes = [address] * 5, [address] * 7
         self.told.argtypes = [address] * 10
+        self.handed = library.xgpt_handed  # likewise (replay.handed_over)
+        self.handed.restype, self.handed.argtypes = ctypes.c_int, [address, FETCH, TELL]
         self.dealt = library.xgpt_dealt  # likewise (rra.dealt)
         self.dealt.restype, self.dealt.argtypes = number, [address] * 7
         self._in_line = library.xgpt_in_line
