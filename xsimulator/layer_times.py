@@ -130,9 +130,12 @@ class LayerTimes:
         return self.timing.operator_s(Operator.KV_COMPACTION, rows, context, tp_degree=degree)
 
     def head_s(self, queries: ArrayLike, degree: int) -> FloatArray:
-        """The head of so many queries' tokens; 0 where there is none."""
+        """The head of so many queries' tokens; 0, and not asked for, where there is none: what a
+        source refuses is infinite, and no number times zero."""
+        if not self.has_head:
+            return np.zeros(np.shape(queries))
         return self._kept.of((Operator.HEAD, degree), queries, lambda: self.timing.operator_s(
-            Operator.HEAD, queries, tp_degree=degree) * self.has_head)
+            Operator.HEAD, queries, tp_degree=degree))
 
     def _rest_s(self, operator: Operator, rows: ArrayLike, degree: int, all_reduces: int,
                 link: Link | None) -> FloatArray:

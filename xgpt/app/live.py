@@ -179,7 +179,7 @@ def _remark(status: JobStatus, output: Path) -> str:
 
 
 def _pace(now: Progress | None, before: Progress | None) -> float | None:
-    if now is None or now.elapsed_s <= 0:
+    if now is None or now.elapsed_s <= 0 or not now.output_tokens:
         return None
     if now.state == "running" and before is not None and before.state == "running":
         passed_s = now.elapsed_s - before.elapsed_s

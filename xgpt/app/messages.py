@@ -1,13 +1,18 @@
-"""What a run said, kept in its output folder, so that `xgpt top` shows it in another terminal."""
+"""What a run said and what became of it, kept in its output folder, so that `xgpt top` and `status`
+show it in another terminal."""
 
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from xgpt.app.telling import Teller
 from xgpt.core.errors import StoppedEarly, XgptError
 from xgpt.core.whole_file import write_atomically
+from xrunner.io.beat import BEATS
+from xrunner.io.sink import STARTING, read_progress, write_progress
 
 MESSAGES_FILE = "messages.log"  # of the last run alone: a line each, with its time
 DOING_FILE = "doing"  # the present state of what takes a while, in one line; there as long as it is
@@ -23,6 +28,7 @@ class KeptTeller:
         self._tell, self._output, self._written_s = tell, output, 0.0
         with suppress(OSError):
             (output / MESSAGES_FILE).write_text("", encoding="utf-8")
+            (output / DOING_FILE).unlink(missing_ok=True)  # of one that was killed
 
     def say(self, message: str) -> None:
         self._tell.say(message)
@@ -47,17 +53,30 @@ class KeptTeller:
 
 
 @contextmanager
-def failure_kept(output: Path) -> Iterator[None]:
-    """What a run fails with stands behind what it said: its terminal may be gone by the time that
-    somebody asks."""
+def end_kept(output: Path) -> Iterator[None]:
+    """What becomes of a run, from before its ranks start: its terminal may be gone by the time that
+    somebody asks. progress.json says that it starts, that it was stopped, or that it is planned and
+    waits for its turn; what it fails with stands behind what it said."""
+    shutil.rmtree(output / BEATS, ignore_errors=True)  # of ranks of an earlier run
+    with suppress(OSError):  # told of where results are written
+        write_progress(output / "progress.json", STARTING)
     try:
         yield
-    except StoppedEarly:
+        _ended(output, "planned", of=("starting",))
+    except (StoppedEarly, KeyboardInterrupt):
+        _ended(output, "stopped", of=("starting", "loading", "running"))
         raise
     except XgptError as error:
         with suppress(OSError), (output / MESSAGES_FILE).open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%H:%M:%S')} {_FAILED}{' '.join(str(error).split())}\n")
         raise
+
+
+def _ended(output: Path, state: str, of: tuple[str, ...]) -> None:
+    now = read_progress(output / "progress.json") or STARTING
+    if now.state in of:
+        with suppress(OSError):
+            write_progress(output / "progress.json", replace(now, state=state))
 
 
 def failure(output: Path) -> str | None:

@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from xgpt.app.slurm_record import RECORD_FILE
 from xgpt.core.errors import InputError, Mistake, wrong
-from xgpt.core.job_file import job_tree, load_job
-from xgpt.core.requests_section import absolute
-from xgpt.core.sections import Section
+from xgpt.core.job_file import in_order, job_of, job_tree
+from xgpt.core.yaml_tree import OVERRIDE_FILE
+
+# Keys of what a run reads before its ranks start, of which it keeps what it needs.
+_INPUTS = ("workload.", "model", "profile", "cluster")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,37 +31,38 @@ def place_of(where: Path, overrides: Sequence[str] = ()) -> Place:
     if not where.exists() and where.suffix not in (".yaml", ".yml"):
         raise wrong("command line", "DIR|JOB.yaml", str(where), "no such folder, and no job file")
     if not where.is_dir():
-        try:
-            job = load_job(where, overrides)
-        except InputError as cause:
-            if (begun := _begun(where, overrides)) is None:
-                raise cause from None
-            return begun
-        return Place(name=job.name, output=job.output, bound_s=job.constraint.latency_s,
-                     results=job.results)
+        mistakes: list[Mistake] = []
+        job = job_of(job_tree(where, overrides, mistakes), where, mistakes)
+        own = Place(name=job.name, output=job.output, bound_s=job.constraint.latency_s,
+                    results=job.results)
+        if not mistakes:
+            return own
+        # one that says no more what can be run (its requests were moved, say): a run that was begun
+        # by it is still to be asked for and stopped
+        if (begun := _begun(own)) is None or any(map(_hides_which_run, mistakes)):
+            raise in_order(mistakes)
+        return begun
     if overrides:
-        raise InputError([Mistake(file="--set", line=None, key=override.partition("=")[0],
+        raise InputError([Mistake(file=OVERRIDE_FILE, line=None, key=override.partition("=")[0],
                                   value=None, allowed="goes with a job file, not with a folder")
                           for override in overrides])
     return _of_folder(Path(os.path.abspath(where)))
 
 
-def _begun(where: Path, overrides: Sequence[str]) -> Place | None:
-    """By a job file that says no more what can be run (its requests were moved, say): a run that
-    was begun by it is still to be asked for and stopped."""
-    mistakes: list[Mistake] = []
-    if any(one.partition("=")[0] not in ("output", "name") for one in overrides):
-        return None  # misspelt, perhaps: another run than is meant must not be stopped
-    try:
-        top = Section(job_tree(where, overrides, mistakes), "", mistakes)
-    except InputError:
-        return None
-    output = absolute(top.text("output", "out", "a folder"), Path(os.path.abspath(where)).parent)
-    name = top.text("name", where.stem, "a name of printable characters")
-    if mistakes or not (output / "job.json").is_file():
-        return None
-    found = _of_folder(output)
-    return found if found.name == name else None
+def _hides_which_run(mistake: Mistake) -> bool:
+    """Whether another run than is meant may be found for it, which must not be stopped."""
+    return mistake.key in ("output", "name") or (
+        mistake.file == OVERRIDE_FILE and not mistake.key.startswith(_INPUTS))
+
+
+def _begun(own: Place) -> Place | None:
+    """The run of this name that is in the folder; None where there is none."""
+    if (own.output / "job.json").is_file():
+        found = _of_folder(own.output)
+        return found if found.name == own.name else None
+    # a run leaves job.json as its ranks start
+    is_there = any((own.output / name).is_file() for name in ("progress.json", RECORD_FILE))
+    return own if is_there else None
 
 
 def _of_folder(output: Path) -> Place:

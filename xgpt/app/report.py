@@ -34,7 +34,7 @@ def write_reports(folders: Sequence[Path], form: Form = "html", out: Path | None
     folders = [_with_a_report(folder) for folder in folders]
     for folder in folders:
         if not _has_run(folder):
-            raise XgptError(f"{folder}: no run has started there, and no sweep")
+            raise XgptError(f"{folder}: no run whose ranks have started is there, and no sweep")
     if len(folders) > 1 and (sweeps := [folder for folder in folders if _is_sweep(folder)]):
         raise wrong("command line", "DIR", str(sweeps[0]), "the folder of a run: sweeps are "
                     "reported one by one")

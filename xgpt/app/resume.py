@@ -21,7 +21,7 @@ from xgpt.report.table import paragraph
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
 from xrunner.io.results import ResultWriter, answered, count_results
-from xrunner.io.sink import TIMES, percentiles_of
+from xrunner.io.sink import TIMES, Progress, percentiles_of, write_progress
 from xrunner.plan import RunPlan, as_begun, saved_fingerprint
 from xscheduler.evaluator import predict
 
@@ -95,6 +95,12 @@ def take_over(opened: OpenedJob, timing: TimingSource | None, schedule: Schedule
         prediction = predict(opened.problem, timing, executed.estimate)
     metrics = write_metrics(opened, timing, executed, measured, prediction, others_cpu_share=None,
                             rescheduling=[])
+    write_progress(output / "progress.json", Progress(
+        state="done", total=measured["queries"] + measured["queries_before"],
+        done=measured["queries"] + measured["queries_before"],
+        output_tokens=measured.get("output_tokens") or 0, elapsed_s=measured["wall_s"] or 0.0,
+        latency_p50_s=measured["latency_p50_s"], latency_p99_s=measured["latency_p99_s"],
+        done_before=measured["queries_before"]))
     result = {**metrics, **kept(opened.job)}
     refuse_no_answer(output / RESULTS_FILE, result)
     return result

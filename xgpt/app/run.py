@@ -20,6 +20,7 @@ from xgpt.app.finished import asked_of
 from xgpt.app.guard import Guard
 from xgpt.app.laid_out import on_ranks
 from xgpt.app.learn import learn, learn_start
+from xgpt.app.messages import end_kept
 from xgpt.app.metrics import write_metrics
 from xgpt.app.no_answer import refuse_no_answer
 from xgpt.app.opened import OpenedJob, open_job
@@ -154,7 +155,8 @@ def execute(opened: OpenedJob, timing: TimingSource, schedule: Schedule) -> dict
     """Runs `schedule`; returns what metrics.json holds, and where the results are. Raises
     StoppedEarly after a polite stop, XgptError if another run is writing in the folder."""
     # held from the first file to the last: what the ranks read must be what was written here
-    with troubles_told(opened.job.output), output_lock(opened.job.output) as lock:
+    output = opened.job.output
+    with troubles_told(output), output_lock(output) as lock, end_kept(output), troubles_told(output):
         return execute_locked(opened, timing, schedule, lock)
 
 

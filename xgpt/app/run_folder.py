@@ -1,7 +1,6 @@
 """The output folder of a run before its ranks start: what they are told, and what stays of earlier
 runs."""
 
-import shutil
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
@@ -25,7 +24,6 @@ from xgpt.report.table import paragraph
 from xrunner.checkpoint.identity import files_state, model_files, weights_whole
 from xrunner.checkpoint.source import write_random_model
 from xrunner.engines.engine import engine_of
-from xrunner.io.beat import BEATS
 from xrunner.io.intake import make
 from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.results import HELD_FILE, answered
@@ -173,10 +171,8 @@ def make_room(output: Path, plan: RunPlan, tell: Teller, table: Path | None = No
                         "requests today, as another version of transformers may. Put that back to "
                         "go on, or begin anew with `xgpt submit --again`, which keeps what was "
                         "answered")
-    for name in ("measured.json", METRICS_FILE, "steps.jsonl", "progress.json", ADJUST_FILE,
-                 OBSERVED_FILE):
+    for name in ("measured.json", METRICS_FILE, "steps.jsonl", ADJUST_FILE, OBSERVED_FILE):
         (output / name).unlink(missing_ok=True)
-    shutil.rmtree(output / BEATS, ignore_errors=True)
     if saved_fingerprint(output) == plan.fingerprint and (total is None or before.total < total):
         if before.total:
             tell.say(f"going on after the {before.total} queries an earlier run answered")

@@ -29,19 +29,19 @@ from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import mistake
 from xscheduler.copies import problem_for, problems_of_copies
-from xscheduler.evaluator import job_lengths
+from xscheduler.evaluator import config_of, job_lengths
 from xscheduler.over_copies import CopiesSearch
 from xscheduler.planner import PlanOptions
 from xscheduler.search import GAP
 from xscheduler.spaces.space import Effort
 from xscheduler.watch import Watch
 from xsimulator.policies import make_config, make_policy
-from xsimulator.replay.copies import replayer_of
+from xsimulator.replay.copies import ShapesReplayer, joined, replayer_of
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.perfetto import write_trace
 from xsimulator.replay.predict import sample_job
-from xsimulator.replay.records import ReplayResult
-from xsimulator.replay.steady import SteadyFigures, enough_queries, steady_figures
+from xsimulator.replay.records import PoolRecords, ReplayResult
+from xsimulator.replay.steady import SteadyFigures, enough_queries, of_unlike, steady_figures
 
 LEAST_QUERIES, MOST_QUERIES = 2000, 50_000
 ROUNDS = 12  # that many times what is in the system at once is enough for a steady state
@@ -94,28 +94,30 @@ def simulate_job(opened: OpenedJob, timing: TimingSource, given: Estimate | None
     has none; with `with_others`, the best of every other policy within the bound too."""
     problem = opened.problem
     estimate = _estimate(opened, timing, given)
-    replay, steady = replay_steady(problem, timing, estimate, problem.num_queries)
+    replay, steady, closed_s = replay_steady(problem, timing, estimate, problem.num_queries)
     if not replay.is_timed:
         raise _too_large(opened, ["larger steps come about as it is replayed"])
     return Simulation(
         problem=problem, times=timing.provenance(), estimate=estimate, replay=replay,
-        figures=_figures(replay, steady, estimate.deployment.replicas
-                         if problem.num_queries is None else 1),
+        figures=_figures(replay, steady, closed_s, estimate.deployment.replicas
+                         if problem.num_queries is None and not estimate.others else 1),
         others=_others(opened, timing, estimate.policy) if with_others else None)
 
 
 def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -> Estimate:
     fixed, problem = opened.problem.fixed, opened.problem
-    if given is None and fixed.policy is None and replace(
+    if given is not None:  # of whatever shapes: all by the times of this job
+        first, *others = (_by_form(opened, timing, problem_for(problem, shape), shape.policy,
+                                   config_of(shape)) for shape in given.shapes)
+        return first.beside(tuple(others))
+    if fixed.policy is None and replace(
             fixed, policies=(), replicas=None) == FixedSchedule():
         return plan_job(opened, timing, PlanOptions()).schedule.estimate
-    rows = able_policies(fixed)
-    name = given.policy if given is not None else rows[0].name
-    source = given if given is not None else replace(fixed, tp_degree=fixed.tp_degree or 1)
-    config, missing = make_config(name, source)
-    if given is None and fixed.tp_degree not in (None, 1) and fixed.tp_gpus is None:
+    name = able_policies(fixed)[0].name
+    config, missing = make_config(name, replace(fixed, tp_degree=fixed.tp_degree or 1))
+    if fixed.tp_degree not in (None, 1) and fixed.tp_gpus is None:
         missing.append("tp_gpus")
-    if missing and given is None and replace(
+    if missing and replace(
             fixed, policies=(), replicas=None) == FixedSchedule():
         if isinstance(best := _best(opened, timing, name), str):
             raise wrong(opened.job.source, "constraint.latency_s", problem.constraint.latency_s,
@@ -126,12 +128,15 @@ def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -
             opened.job, f"schedule.{variable}", None,
             "simulate needs it where others are given (without any, the best is found)")
             for variable in missing])
-    of_copy = problem_for(problem, given) if given is not None else problems_of_copies(
+    of_copy = problems_of_copies(
         replace(problem, fixed=replace(fixed, replicas=fixed.replicas or 1)))[0][0]
+    return _by_form(opened, timing, of_copy, name, config)
+
+
+def _by_form(opened: OpenedJob, timing: TimingSource, of_copy: Problem, name: str,
+             config: Any) -> Estimate:
     form: Any = make_policy(name, of_copy, timing)
     estimate: Estimate = form.estimate(config).in_copies(of_copy.copies)
-    if given is not None:
-        estimate = estimate.beside(given.others)
     if math.isinf(estimate.figures.latency_s):
         words = form.beyond(config, REFUSED_BEYOND) if hasattr(form, "beyond") else [
             "a size of this schedule lies beyond that"]
@@ -147,23 +152,36 @@ def _too_large(opened: OpenedJob, reasons: Sequence[str]) -> InputError:
 
 
 def replay_steady(problem: Problem, timing: TimingSource, estimate: Estimate,
-                  num_queries: int | None = None) -> tuple[ReplayResult, SteadyFigures | None]:
+                  num_queries: int | None = None,
+                  ) -> tuple[ReplayResult, SteadyFigures | None, float]:
     """A replay of `num_queries` (the job's own, with their input lengths where those are known),
-    or by one copy of the model of enough for a steady state; and the steady state in it."""
+    or by one copy of the model (of unlike ones by all) of enough for a steady state; the steady
+    state in it; and the closed form's latency of the copy that has the latency of that."""
     rng = np.random.default_rng(problem.seed)
     known = None if num_queries is None or problem.queries is None else job_lengths(
         problem, estimate)
     inputs = None if known is None or not len(known.inputs) else known.inputs
     if inputs is not None:
         num_queries = len(inputs)  # the others become error records
-    count = num_queries or enough_queries(estimate, least=LEAST_QUERIES, rounds=ROUNDS,
-                                          most=MOST_QUERIES)
+    copies = [shape for shape in estimate.shapes for _ in range(shape.deployment.replicas)]
+    enough = [enough_queries(copy, least=LEAST_QUERIES, rounds=ROUNDS, most=MOST_QUERIES)
+              for copy in (copies if estimate.others else copies[:1])]
+    count = num_queries or min(sum(enough), MOST_QUERIES)
     queries = planned_queries(problem, *sample_job(problem.lengths, count, rng, inputs))
-    result = replay_job(problem, timing, estimate, queries) if num_queries is None else (
-        replayer_of(problem, timing, estimate).run(queries))
+    if estimate.others:  # each by itself: of all together, the latency would be nobody's
+        routed = ShapesReplayer(problem, timing, estimate).routed(queries)
+        results, result = routed.results, joined(routed.results, routed.rows)
+    else:
+        result = replay_job(problem, timing, estimate, queries) if num_queries is None else (
+            replayer_of(problem, timing, estimate).run(queries))
+        results = [result]
     if not result.is_timed:
-        return result, None
-    return result, steady_figures(result, problem.constraint, problem.lengths.outputs)
+        return result, None, math.nan
+    own = [steady_figures(one, problem.constraint, problem.lengths.outputs) for one in results]
+    steady = of_unlike(own)
+    slowest = next((copy for copy, one in zip(copies, own, strict=False) if one is not None
+                    and steady is not None and one.latency_s == steady.latency_s), estimate)
+    return result, steady, slowest.figures.latency_s
 
 
 def steady_timeline(problem: Problem, estimate: Estimate, result: ReplayResult) -> Chart:
@@ -177,9 +195,11 @@ def _stage_names(problem: Problem, estimate: Estimate) -> list[str]:
     return timeline.stage_names(estimate.all_pools, kind)
 
 
-def _figures(result: ReplayResult, steady: SteadyFigures | None, copies: int) -> ReplayFigures:
+def _figures(result: ReplayResult, steady: SteadyFigures | None, closed_s: float,
+             copies: int) -> ReplayFigures:
     """Of a replay by one of so many copies, which all do the same."""
     p50, p99 = np.quantile(result.latency_s, [0.5, 0.99])
+    fullest = max((pool for pool in result.pools if pool.role != "encode"), key=_share_held)
     count, wall_s = len(result.latency_s), result.makespan_s
     return ReplayFigures(
         queries=copies * count, throughput_qps=copies * count / wall_s, wall_s=wall_s,
@@ -188,8 +208,12 @@ def _figures(result: ReplayResult, steady: SteadyFigures | None, copies: int) ->
         steady_throughput_qps=copies * steady.throughput_qps if steady else None,
         steady_latency_s=steady.latency_s if steady and not math.isnan(steady.latency_s) else None,
         utilisation=tuple((steady.utilisation if steady else result.utilisation()).tolist()),
-        kv_peak_tokens=max(int(pool.memory_tokens.max(initial=0)) for pool in result.pools),
-        preemptions=result.preemptions)
+        closed_latency_s=closed_s, kv_peak_tokens=int(fullest.memory_tokens.max(initial=0)),
+        kv_tokens=fullest.kv_tokens, preemptions=result.preemptions)
+
+
+def _share_held(pool: PoolRecords) -> float:
+    return float(pool.memory_tokens.max(initial=0) / max(pool.kv_tokens, 1))
 
 
 def _others(opened: OpenedJob, timing: TimingSource, shown: str) -> dict[str, Estimate | str]:

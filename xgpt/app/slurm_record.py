@@ -7,7 +7,7 @@ from pathlib import Path
 from xgpt.core.json_values import write_json
 from xgpt.launch.slurm_queue import SlurmJob, ask
 
-_FILE = "slurm.json"
+RECORD_FILE = "slurm.json"
 _LOG_LINES, _LOG_BYTES = 12, 20_000
 
 
@@ -22,7 +22,7 @@ class SlurmRecord:
     submitted: str
 
     def save(self, output: Path) -> None:
-        write_json(output / _FILE, {"version": 1, **{
+        write_json(output / RECORD_FILE, {"version": 1, **{
             name: getattr(self, name) for name in self.__slots__}})
 
     def ask(self) -> SlurmJob | None:
@@ -43,7 +43,7 @@ class SlurmRecord:
 def load_record(output: Path) -> SlurmRecord | None:
     """The folder's latest submission; None where there was none."""
     try:
-        values = json.loads((output / _FILE).read_text(encoding="utf-8"))
+        values = json.loads((output / RECORD_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     return SlurmRecord(job_id=values["job_id"], cluster=values["cluster"],

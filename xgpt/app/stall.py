@@ -114,23 +114,30 @@ class StallWatch:
         return None
 
 
-def age_s(state: RankState, now: float | None = None) -> float:
-    """Seconds since the rank's last sign of life, by this machine's clock and the rank's."""
-    return max((time.time() if now is None else now) - state.at_s, 0.0)
+def age_s(state: RankState, now: float | None = None) -> float | None:
+    """Seconds since the rank's last sign of life, by this machine's clock and the rank's; None of
+    one that is known by the account of a run that has ended."""
+    return None if state.at_s is None else max(
+        (time.time() if now is None else now) - state.at_s, 0.0)
+
+
+def oldest_s(states: Sequence[RankState], now: float | None = None) -> float | None:
+    """The longest of these; None of none."""
+    return max((age for state in states if (age := age_s(state, now)) is not None), default=None)
 
 
 def are_silent(states: Sequence[RankState]) -> bool:
     """Whether one of the ranks has told nothing for long."""
-    return any(age_s(state) > SILENT_S for state in states)
+    return (oldest_s(states) or 0.0) > SILENT_S
 
 
 def signs_of_life(states: Sequence[RankState], now: float | None = None) -> str | None:
     """How long ago the ranks told that they live, in a sentence; None of none."""
-    if not states:
+    heard = [(age, state) for state in states if (age := age_s(state, now)) is not None]
+    if not heard:
         return None
-    oldest = max(states, key=lambda state: age_s(state, now))
-    others = [age_s(state, now) for state in states if state is not oldest]
-    ago = format_seconds(round(age_s(oldest, now)))
-    said = f"last sign of life: {oldest.name} {ago} ago, told {oldest.told}"
-    return said + (f"; the others {format_seconds(round(max(others)))} ago or less" if others
+    (age, oldest), *others = sorted(heard, key=lambda one: -one[0])
+    said = (f"last sign of life: {oldest.name} {format_seconds(round(age))} ago, "
+            f"told {oldest.told}")
+    return said + (f"; the others {format_seconds(round(others[0][0]))} ago or less" if others
                    else "")

@@ -5,15 +5,12 @@ from pathlib import Path
 
 from xgpt.app.messages import failure
 from xgpt.app.run_files import RESULTS_FILE
-from xgpt.app.stall import age_s
+from xgpt.app.stall import oldest_s
 from xgpt.core.spool import num_queries
 from xrunner.io.beat import RankState, read_beats
 from xrunner.io.lock import is_locked
 from xrunner.io.results import Answered, answered_by_last_line
-from xrunner.io.sink import Progress, read_progress
-
-_UNKNOWN = Progress(state="starting", total=0, done=0, output_tokens=0, elapsed_s=0.0,
-                    latency_p50_s=None, latency_p99_s=None)
+from xrunner.io.sink import STARTING, Progress, read_progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +36,7 @@ class RunStatus:
     @property
     def silent_s(self) -> float | None:
         """Seconds since the last sign of life of the rank that gave none for longest."""
-        return max(map(age_s, self.ranks), default=None)
+        return oldest_s(self.ranks)
 
 
 def run_status(output: Path) -> RunStatus | None:
@@ -49,8 +46,8 @@ def run_status(output: Path) -> RunStatus | None:
     progress_now = read_progress(output / "progress.json")
     if progress_now is None and not is_alive and not (output / "run.json").is_file():
         return None
-    progress = progress_now or _UNKNOWN
-    if is_alive is False and progress.state not in ("done", "stopped"):
+    progress = progress_now or STARTING
+    if is_alive is False and progress.state not in ("done", "stopped", "planned"):
         progress = replace(progress, state="died")
     counted = None
     if progress.state in ("died", "stopped"):
@@ -71,17 +68,21 @@ def how_to_go_on(status: RunStatus, output: Path) -> str | None:
             not (output / "metrics.json").is_file()):
         return ("all results are there, but the command was killed before it wrote metrics.json "
                 "and the report: the same command writes them, and runs nothing again")
+    if state == "planned":
+        return "its schedule is found; its ranks start in its turn, or by the same command"
     if state not in ("stopped", "died"):
         return None
     found = status.answered
-    kept = f"{found.written} results are in results.jsonl"
+    kept = f"{found.written or 'no'} results are in results.jsonl"
+    goes_on = "the same command goes on" + (" after them" if found.total else "")
     if found.held:
         kept += f" and {len(found.held)} in held.jsonl, until those before them are done"
     if state == "stopped":
-        return f"{kept}; the same command goes on after them"
+        return f"{kept}; {goes_on}"
     why = failure(output)
     if why is None:
         return ("no process works on it any more (it, or the machine, was killed): "
-                f"{kept}; the same command goes on after them")
-    goes_on = "" if "same command goes on" in why else "; the same command goes on after them"
-    return f"it failed: {why.rstrip('.')}. {kept[0].upper()}{kept[1:]}{goes_on}"
+                f"{kept}; {goes_on}")
+    more = "" if "same command goes on" in why else f"; {goes_on}"
+    return f"it failed: {why.rstrip('.')}" + (
+        f". {kept[0].upper()}{kept[1:]}{more}" if found.total else "")

@@ -8,7 +8,7 @@ from typing import Any
 
 from xgpt.app.begun import goes_on, taken_over
 from xgpt.app.compiling import begin_compiling
-from xgpt.app.messages import KeptTeller, failure_kept
+from xgpt.app.messages import KeptTeller, end_kept
 from xgpt.app.opened import OpenedJob, open_job
 from xgpt.app.plan import Plan, plan_job
 from xgpt.app.run import execute_locked, open_to_run, to_run
@@ -27,7 +27,7 @@ def at_work(opened: OpenedJob) -> Iterator[tuple[OpenedJob, int]]:
     """The job as one that works in its output folder, what it says kept there, and the folder's
     lock: held while it is profiled, too, so that `xgpt status`, `top` and `stop` find it."""
     output = opened.job.output
-    with (troubles_told(output), output_lock(output) as lock, failure_kept(output),
+    with (troubles_told(output), output_lock(output) as lock, end_kept(output),
           troubles_told(output)):
         yield replace(opened, tell=KeptTeller(opened.tell, output)), lock
 

@@ -9,15 +9,21 @@ from xgpt.core.lengths import FloatArray
 from xgpt.report.expected import EXPECTED_FILE, read_expected
 from xrunner.io.sink import Progress
 
+_LEAST_S = 0.05  # less is not told: ranks tell how far they are twice a second
 PRIOR = 0.1  # share of the expected time that the expected pace counts for, beside the seen one
 
 
 def time_left_s(progress: Progress, output: Path) -> float | None:
-    """Seconds until the run in `output` is done; None where it is not running, or nothing is
-    known yet."""
+    """Seconds until the run in `output` is done; None where it is not running, nothing is known
+    yet, or what was expected is over while some are still to come."""
     if (progress.state != "running" or progress.elapsed_s <= 0
             or progress.done >= progress.total):
         return None
+    left_s = _left_s(progress, output)
+    return left_s if left_s is not None and left_s >= _LEAST_S else None
+
+
+def _left_s(progress: Progress, output: Path) -> float | None:
     curve = _expected(output / EXPECTED_FILE)
     is_dated = progress.last_done_s is not None or progress.done == progress.done_before
     if curve is not None and is_dated and curve[1][-1] == progress.total:

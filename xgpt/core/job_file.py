@@ -44,8 +44,13 @@ def load_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     mistakes: list[Mistake] = []
     job = job_of(job_tree(path, overrides, mistakes), path, mistakes)
     if mistakes:
-        raise InputError(sorted(mistakes, key=lambda m: (m.line is None, m.line or 0)))
+        raise in_order(mistakes)
     return job
+
+
+def in_order(mistakes: Sequence[Mistake]) -> InputError:
+    """An InputError of all, in the order of the file's lines."""
+    return InputError(sorted(mistakes, key=lambda m: (m.line is None, m.line or 0)))
 
 
 def job_tree(path: Path, overrides: Sequence[str], mistakes: list[Mistake]) -> Field:

@@ -27,9 +27,11 @@ class ReplayFigures:
     latency_p99_s: float
     wall_s: float
     steady_throughput_qps: float | None
-    steady_latency_s: float | None
+    steady_latency_s: float | None  # of unlike copies the slowest one's
+    closed_latency_s: float  # of the same copy, by the closed form
     utilisation: tuple[float, ...]  # per stage, of the steady state where there is one
-    kv_peak_tokens: int
+    kv_peak_tokens: int  # of the fullest pool that decodes
+    kv_tokens: int  # its budget
     preemptions: int
 
 
@@ -45,14 +47,14 @@ def replay_table(estimate: Estimate, replay: ReplayFigures) -> str:
         text = (f"{plain(replay.steady_throughput_qps)} queries/s "
                 f"({_against(estimate.figures.throughput_qps, replay.steady_throughput_qps)})")
         if replay.steady_latency_s is not None:
-            text += (f"; latency {format_seconds(replay.steady_latency_s)} "
-                     f"({_against(estimate.figures.latency_s, replay.steady_latency_s)})")
+            of = " of the slowest copy" if estimate.others else ""
+            text += (f"; latency {format_seconds(replay.steady_latency_s)}{of} "
+                     f"({_against(replay.closed_latency_s, replay.steady_latency_s)})")
         lines.append(("steady", text))
-    kv_tokens = estimate.deployment.kv_tokens
     preemptions = f"; {replay.preemptions} preemptions" if replay.preemptions else ""
     lines += [("busy", _busy(replay.utilisation)),
-              ("KV held", f"at most {replay.kv_peak_tokens} of {kv_tokens} tokens "
-                          f"({percent(replay.kv_peak_tokens / max(kv_tokens, 1))}){preemptions}")]
+              ("KV held", f"at most {replay.kv_peak_tokens} of {replay.kv_tokens} tokens "
+                          f"({percent(replay.kv_peak_tokens / max(replay.kv_tokens, 1))}){preemptions}")]
     return "\n".join(fact(label, value) for label, value in lines)
 
 

@@ -104,7 +104,7 @@ class RunSink:
 class Progress:
     """One state of a run. Latencies are over the last queries; None before the first is done."""
 
-    state: str  # "loading" | "running" | "done" | "stopped"
+    state: str  # "starting" | "planned" | "loading" | "running" | "done" | "stopped"
     total: int
     done: int
     output_tokens: int
@@ -113,6 +113,10 @@ class Progress:
     latency_p99_s: float | None
     done_before: int = 0  # of `done`: by an earlier run, which this one goes on after
     last_done_s: float | None = None  # on the clock of the run: when the last query was done
+
+
+STARTING = Progress(state="starting", total=0, done=0, output_tokens=0, elapsed_s=0.0,
+                    latency_p50_s=None, latency_p99_s=None)
 
 
 def write_progress(path: Path, progress: Progress) -> None:

@@ -19,7 +19,7 @@ from xprofiler.timing import TimingSource
 from xrunner.rules.routing import deal, expected_tokens
 from xsimulator.replay.job import Replayer
 from xsimulator.replay.records import ReplayResult
-from xsimulator.replay.routed import replay_routed
+from xsimulator.replay.routed import RoutedReplay, replay_routed
 from xsimulator.replay.step_clock import StepClocks
 
 APART = 0.02  # share by which the ends of copies may differ, and count as one
@@ -57,8 +57,12 @@ class ShapesReplayer:
 
     def run(self, queries: QueryLengths) -> ReplayResult:
         """The copies' results as one: pools and stages are numbered over all copies."""
-        replay = replay_routed(self._copies, queries, self.problem.adjustment.routing)
+        replay = self.routed(queries)
         return joined(replay.results, replay.rows)
+
+    def routed(self, queries: QueryLengths) -> RoutedReplay:
+        """What each copy did of them, in the order of the copies' ranks."""
+        return replay_routed(self._copies, queries, self.problem.adjustment.routing)
 
 
 class CopiesReplayer:

@@ -1,6 +1,7 @@
 """The steady state within a replay of a finite job: without its ramp and without its drain."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -80,6 +81,25 @@ def steady_figures(result: ReplayResult, constraint: Constraint,
                          "tpot"),
         in_system=float(present.sum() / (end_s - begin_s)), queries=counted,
         utilisation=np.concatenate([_busy(pool, begin_s, end_s) for pool in result.pools]))
+
+
+def of_unlike(found: Sequence[SteadyFigures | None]) -> SteadyFigures | None:
+    """That of copies which share a job's queries, [copies] each one's own: throughputs add up, and
+    of the times the longest copy's counts, since each has to keep the bounds. None where one of
+    them has no steady state."""
+    copies = [one for one in found if one is not None]
+    if len(copies) < len(found):
+        return None
+
+    def most(name: str) -> float:
+        return max((s for one in copies if not math.isnan(s := getattr(one, name))),
+                   default=math.nan)
+
+    return SteadyFigures(
+        throughput_qps=sum(one.throughput_qps for one in copies), latency_s=most("latency_s"),
+        ttft_s=most("ttft_s"), tpot_s=most("tpot_s"),
+        in_system=sum(one.in_system for one in copies), queries=sum(one.queries for one in copies),
+        utilisation=np.concatenate([one.utilisation for one in copies]))
 
 
 def _share_of(seconds: FloatArray, constraint: Constraint, metric: Metric) -> float:

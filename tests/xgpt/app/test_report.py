@@ -113,7 +113,7 @@ def test_of_a_job_that_was_swept_alone_the_sweep_is_reported(tmp_path: Path) -> 
 
 
 def test_folders_without_a_report_are_refused(runs: list[Path], tmp_path: Path) -> None:
-    with pytest.raises(XgptError, match="no run has started there, and no sweep"):
+    with pytest.raises(XgptError, match="no run whose ranks have started is there, and no sweep"):
         write_reports([runs[0], tmp_path])
     with pytest.raises(InputError, match="sweeps are reported one by one"):
         write_reports([runs[0], write_fake_sweep(tmp_path / "s")])

@@ -72,10 +72,10 @@ def test_a_run_that_is_killed_is_not_running_any_more(job: Path) -> None:
 def test_a_run_is_found_by_a_job_file_that_can_be_run_no_more(job: Path) -> None:
     """Somebody moved the requests meanwhile, or edits the file: the run goes on all the same."""
     out = job.parent / "out"
-    write_progress(out / "progress.json", RUNNING)
     job.write_text(job.read_text().replace("{count: 400}", "moved.jsonl") + "modle: x\n")
     none = CliRunner().invoke(cli, ["status", str(job)])
     assert "modle" in str(none.exception), "no run was begun there that could be meant"
+    write_progress(out / "progress.json", RUNNING)
     (out / "job.json").write_text('{"name": "nightly", "constraint": {"latency_s": "inf"}}')
     with output_lock(out):
         assert "nightly: running" in shown(job)[0]
