@@ -15,12 +15,14 @@ from xgpt.core.sections import Section
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a run writes. `bound_s`: on its latency. `results`: a table of them, besides."""
+    """Where a run writes. `bound_s`: on its latency. `results`, `quote_formulas`: a table of them,
+    besides, as a job has it."""
 
     name: str
     output: Path
     bound_s: float
     results: Path | None = None
+    quote_formulas: bool = False
 
 
 def place_of(where: Path, overrides: Sequence[str] = ()) -> Place:
@@ -35,7 +37,7 @@ def place_of(where: Path, overrides: Sequence[str] = ()) -> Place:
                 raise cause from None
             return begun
         return Place(name=job.name, output=job.output, bound_s=job.constraint.latency_s,
-                     results=job.results)
+                     results=job.results, quote_formulas=job.quote_formulas)
     if overrides:
         raise InputError([Mistake(file="--set", line=None, key=override.partition("=")[0],
                                   value=None, allowed="goes with a job file, not with a folder")
@@ -67,6 +69,7 @@ def _of_folder(output: Path) -> Place:
         table = asked.get("results")
         return Place(name=str(asked["name"]), output=output,
                      bound_s=float(asked["constraint"]["latency_s"]),
-                     results=None if table is None else Path(table))
+                     results=None if table is None else Path(table),
+                     quote_formulas=asked.get("quote_formulas") is True)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # its results decide
         return Place(name=output.name, output=output, bound_s=math.inf)

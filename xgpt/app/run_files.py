@@ -34,7 +34,7 @@ def tell_fault(output: Path, tell: Teller) -> None:
     found = answered(output / RESULTS_FILE)
     if not found.fault:
         return
-    lost = [query for query in range(found.written, max(found.held, default=found.written) + 1)
+    lost = [query for query in range(found.written, max(found.held, default=-1) + 1)
             if query not in found.held]
     again = f"{counted(len(lost), 'query')} from query {lost[0]} on" if lost else "nothing"
     tell.say(paragraph(f"note: {found.fault}: the file was changed. Results behind that line go "

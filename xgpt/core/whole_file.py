@@ -1,8 +1,11 @@
 """Files that a reader finds whole, whenever he looks, and that are there after a power cut."""
 
+import json
+import math
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 MOST_BYTES = 2**27  # of a JSON file read as a whole: such are a few MiB
 _TRIED_BYTES = 4096  # the block of most file systems: an empty file fits on a full disk
@@ -41,6 +44,22 @@ def write_atomically(path: Path, text: str, *, is_durable: bool = True) -> None:
         raise
     if is_durable:
         sync_folder(target.parent)
+
+
+def json_text(value: Any, **options: Any) -> str:
+    """`value` as JSON, which has no NaN and no infinity: null. `options`: of json.dumps."""
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    except ValueError:
+        return json.dumps(_with_nulls(value), allow_nan=False, **options)
+
+
+def _with_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _with_nulls(own) for key, own in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_nulls(own) for own in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def target_of(path: Path) -> Path:

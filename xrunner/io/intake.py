@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -267,13 +267,19 @@ def hand_on(requests: Requests, spool: SpoolWriter, plan: RunPlan, spec: ModelSp
     """Puts the requests that can run into the spool of the output folder, the others into its
     errors.jsonl."""
     queries, why = runnable(requests, plan, spec)
+    errors = errors_of(requests, spool, why)
+    write_errors(plan.output / "errors.jsonl", errors, requests.labels)
+    spool.save(plan.output, queries, len(errors), requests.labels)
+
+
+def errors_of(requests: Requests, spool: SpoolWriter, why: Mapping[int, str]) -> list[RequestError]:
+    """All lines that cannot run, in their order; `why`: the requests among them, as `runnable` has
+    it."""
     errors = [RequestError(line=record.line, file=record.file, id=record.id, error=sentence,
                            is_openai=record.is_openai)
               for request, sentence in why.items() for record in [spool.record(request)]
               if record.sample == 0]
-    write_errors(plan.output / "errors.jsonl", [*requests.bad_lines, *errors],
-                 requests.labels)
-    spool.save(plan.output, queries, len(requests.bad_lines) + len(errors), requests.labels)
+    return sorted((*requests.bad_lines, *errors), key=lambda error: (error.file, error.line))
 
 
 def queries_of(spool: Spool, plan: RunPlan) -> Iterator[PreparedQuery]:

@@ -210,7 +210,8 @@ def _text(result: FinishedQuery, model: str, token_text: Callable[[int], str]) -
     """Its line. What cannot be written as one (an id with half of a surrogate pair, say) is an
     error of this query's, not the end of all."""
     try:
-        text = json.dumps(result_line(result, model, token_text), ensure_ascii=False)
+        text = json.dumps(result_line(result, model, token_text), ensure_ascii=False,
+                          allow_nan=False)
         text.encode()
     except (ValueError, TypeError, RecursionError) as cause:
         text = json.dumps(result_line(replace(

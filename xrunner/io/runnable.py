@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +17,16 @@ from xrunner.plan import RunPlan
 _ROWS_AT_A_TIME = 2**18
 
 
-def runnable(requests: Requests, plan: RunPlan, spec: ModelSpec) -> tuple[IntArray, dict[int, str]]:
+class Limits(NamedTuple):
+    """What a plan for ranks says of it, by the job alone: no schedule's limits."""
+
+    max_tokens: int
+    query_kv_tokens: float = math.inf
+    most_input_tokens: int = 0
+
+
+def runnable(requests: Requests, plan: RunPlan | Limits,
+             spec: ModelSpec) -> tuple[IntArray, dict[int, str]]:
     """Tells which requests can run: (which request each query is and most tokens that it may
     generate, [queries, 2]; why each other request cannot run)"""
     queries, count = np.empty((len(requests), 2), np.int64), 0
@@ -32,7 +43,7 @@ def runnable(requests: Requests, plan: RunPlan, spec: ModelSpec) -> tuple[IntArr
     return queries[:count], why
 
 
-def _runnable(requests: Requests, first: int, plan: RunPlan, spec: ModelSpec,
+def _runnable(requests: Requests, first: int, plan: RunPlan | Limits, spec: ModelSpec,
               why: dict[int, str]) -> tuple[IntArray, IntArray]:
     """(Which requests can run of those from the first on; most tokens of each.) Adds to `why`."""
     assert requests.input_tokens is not None, "a run tokenises its requests"
