@@ -18,7 +18,6 @@ from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
 from xgpt.core.model import ModelSpec
 from xgpt.core.model_file import gguf_in
-from xgpt.core.positions import has_room
 from xgpt.core.problem import Problem, known_model, resolve
 from xgpt.core.queries import Requests
 from xgpt.core.request_files.files import RequestFiles
@@ -33,7 +32,7 @@ from xgpt.report.words import counted
 from xrunner.checkpoint.source import SERVED_BY, ModelFiles, find_model, model_at_hand
 from xrunner.io.estimated import ASCII_PER_TOKEN, OTHERS_PER_TOKEN, SPREAD, CharacterTokens
 from xrunner.io.intake import ModelTokeniser, Tokenised, errors_of, take_in
-from xrunner.io.runnable import Limits, runnable
+from xrunner.io.runnable import runnable
 from xrunner.io.tokenizer import TextTokenizer
 from xrunner.plan import RunPlan
 from xsimulator.memory import least_weight_bytes
@@ -95,8 +94,7 @@ def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
         requests = replace(requests, input_error=model.input_error)
     problem = resolve(job, model=found.spec if found else None, requests=requests)
     if requests is not None and spool is not None:
-        refuse_if_none_can_run(job, requests, spool, Limits(problem.default_max_tokens),
-                               problem.model)
+        refuse_if_none_can_run(job, requests, spool, None, problem.model)
     if problem.model.stored_as and need != "shape" and job.run.weights != "random":
         tell.say(paragraph("note: " + stored_words(problem, job.run.engine)))
     return OpenedJob(job=job, problem=problem, files=found, requests=requests, spool=spool,
@@ -115,16 +113,11 @@ def stored_words(problem: Problem, engine: str) -> str:
 
 
 def refuse_if_none_can_run(job: Job, requests: Requests, spool: SpoolWriter,
-                           limits: Limits | RunPlan, model: ModelSpec) -> None:
-    """Raises InputError, with the first reasons, where none of a file's requests can run."""
-    files, inputs = job.workload.requests, requests.input_tokens
-    assert inputs is not None, "a run tokenises its requests"
-    fits = has_room(model, inputs, requests.forced)
-    fits[list(requests.unusable)] = False
-    if files is None or (fits.any() and isinstance(limits, Limits)):
-        return
-    queries, why = runnable(requests, limits, model)
-    if not len(queries):
+                           plan: RunPlan | None, model: ModelSpec) -> None:
+    """Raises InputError, with the first reasons, where none of a file's requests can run, by the
+    plan or by any."""
+    files, (queries, why) = job.workload.requests, runnable(requests, plan, model)
+    if files is not None and not len(queries):
         raise wrong(job.source, "workload.requests", str(files), "holds no request that can run"
                     + _first(files, errors_of(requests, spool, why)))
 

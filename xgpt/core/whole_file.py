@@ -1,7 +1,6 @@
 """Files that a reader finds whole, whenever he looks, and that are there after a power cut."""
 
 import json
-import math
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -48,18 +47,9 @@ def write_atomically(path: Path, text: str, *, is_durable: bool = True) -> None:
 
 def json_text(value: Any, **options: Any) -> str:
     """`value` as JSON, which has no NaN and no infinity: null. `options`: of json.dumps."""
-    try:
-        return json.dumps(value, allow_nan=False, **options)
-    except ValueError:
-        return json.dumps(_with_nulls(value), allow_nan=False, **options)
-
-
-def _with_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _with_nulls(own) for key, own in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_with_nulls(own) for own in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    text = json.dumps(value, **options)
+    return text if "NaN" not in text and "Infinity" not in text else json.dumps(
+        json.loads(text, parse_constant=lambda _: None), **options)
 
 
 def target_of(path: Path) -> Path:
