@@ -6,7 +6,6 @@ A stage of several ranks is as busy as its busiest one, and holds what its ranks
 steps are those of its first rank, since all of a group take the same ones at the same time."""
 
 import ctypes
-import json
 import os
 import sys
 import time
@@ -22,7 +21,7 @@ from xgpt.core.lifeline import all_imported, end_unmet, name_of_rank
 from xgpt.core.spool import Spool
 from xgpt.core.troubles import in_words
 from xgpt.core.visible import visible
-from xgpt.core.whole_file import write_atomically
+from xgpt.core.whole_file import json_text, write_atomically
 from xrunner.checkpoint.identity import changed_files, files_state, model_files
 from xrunner.engine.head import Head
 from xrunner.engine.pipeline import RankReport
@@ -183,8 +182,8 @@ def write_measured(output: Path, outcome: RunOutcome, tally: Tally,
         "stages": [_of_stage(group) for group in stages],
         "ranks": [{"rank": r.rank, **_place(r), "disk_bytes": r.disk_bytes, **_figures([r])}
                   for r in reports]}
-    write_atomically(output / "measured.json", json.dumps(figures, indent=1) + "\n")
-    lines = [json.dumps({"rank": group[0].rank, **_place(group[0]), **record._asdict()})
+    write_atomically(output / "measured.json", json_text(figures, indent=1) + "\n")
+    lines = [json_text({"rank": group[0].rank, **_place(group[0]), **record._asdict()})
              for group in stages for record in group[0].log]
     write_atomically(output / "steps.jsonl", "\n".join(lines) + "\n" if lines else "")
 

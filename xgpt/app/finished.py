@@ -25,7 +25,8 @@ from xrunner.plan import saved_model
 DONE = "already done"  # the status that `--json` prints
 _WIDTH = 80
 # keys that decide nothing of answers
-_LABELS = ("name", "source", "output", "slurm", "results", "max_search_s")
+_LABELS = ("name", "source", "output", "slurm", "results", "quote_formulas",
+           "max_search_s")
 _GUARDS = ("sync_s", "restarts", "stall_timeout_s", "verify")  # of the section run
 
 
@@ -66,7 +67,7 @@ def done_already(job: Job, tell: Teller, *, is_again: bool = False) -> dict[str,
              + (f"; {errors} could not run (errors.jsonl)" if errors else ""))
     tell.say("`--again` runs it anew and keeps these results")
     if job.results is not None:
-        tell.say(write_results(job.output, job.results))
+        tell.say(write_results(job.output, job.results, job.quote_formulas))
     if not (job.output / "report.html").is_file():
         tell.say(f"its page was not written: `xgpt report {shown(job.output)}` does")
     found = {**metrics, **kept(job), "status": DONE}

@@ -55,7 +55,7 @@ def write_metrics(opened: OpenedJob, timing: TimingSource | None, schedule: Sche
         tell.say(f"note: {warning}")
     tell.say(report)
     if opened.job.results is not None and metrics["status"] == "done":
-        tell.say(write_results(output, opened.job.results))
+        tell.say(write_results(output, opened.job.results, opened.job.quote_formulas))
     return metrics
 
 

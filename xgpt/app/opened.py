@@ -18,6 +18,7 @@ from xgpt.core.engines import VLLM
 from xgpt.core.errors import InputError, MissingExtraError, XgptError, wrong
 from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
+from xgpt.core.model import ModelSpec
 from xgpt.core.model_file import gguf_in
 from xgpt.core.problem import Problem, known_model, resolve
 from xgpt.core.queries import Requests
@@ -32,13 +33,16 @@ from xgpt.report.table import WIDTH, paragraph
 from xgpt.report.words import counted
 from xrunner.checkpoint.source import SERVED_BY, ModelFiles, find_model, model_at_hand
 from xrunner.io.estimated import ASCII_PER_TOKEN, OTHERS_PER_TOKEN, SPREAD, CharacterTokens
-from xrunner.io.intake import ModelTokeniser, Tokenised, take_in
+from xrunner.io.intake import ModelTokeniser, Tokenised, errors_of, take_in
+from xrunner.io.runnable import runnable
 from xrunner.io.tokenizer import TextTokenizer
+from xrunner.plan import RunPlan
 from xsimulator.memory import least_weight_bytes
 
 # What a command needs of the model: its shape; the lengths of the requests too, as far as what is
 # on this machine tells them; or its files, fetched if need be, to run it.
 Need = Literal["shape", "lengths", "run"]
+_MOST_TOLD = 3  # of lines that cannot run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +95,8 @@ def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
     if requests is not None:
         requests = replace(requests, input_error=model.input_error)
     problem = resolve(job, model=found.spec if found else None, requests=requests)
+    if requests is not None and spool is not None:
+        refuse_if_none_can_run(job, requests, spool, None, problem.model)
     if problem.model.stored_as and need != "shape" and job.run.weights != "random":
         tell.say(paragraph("note: " + stored_words(problem, job.run.engine)))
     return OpenedJob(job=job, problem=problem, files=found, requests=requests, spool=spool,
@@ -108,12 +114,24 @@ def stored_words(problem: Problem, engine: str) -> str:
             "planned for them")
 
 
+def refuse_if_none_can_run(job: Job, requests: Requests, spool: SpoolWriter,
+                           plan: RunPlan | None, model: ModelSpec) -> None:
+    """Raises InputError, with the first reasons, where none of a file's requests can run, by the
+    plan or by any."""
+    files, (queries, why) = job.workload.requests, runnable(requests, plan, model)
+    if files is not None and not len(queries):
+        raise wrong(job.source, "workload.requests", str(files), "holds no request that can run"
+                    + _first(files, errors_of(requests, spool, why)))
+
+
 def _first(files: RequestFiles, bad: Sequence[RequestError]) -> str:
     """What is wrong with the first of them, and what may be meant."""
     if not bad:
         return ": it is empty"
     is_text = bad[0].error.startswith("not JSON")
-    return f"; {files.place(bad[0].file, bad[0].line)}: {bad[0].error}" + (
+    told = [f"; {files.place(one.file, one.line)}: {one.error}" for one in bad[:_MOST_TOLD]]
+    more = f"; and {len(bad) - len(told)} more" if len(bad) > len(told) else ""
+    return "".join(told) + more + (
         ". If a line is a prompt, say `requests: {file: ..., format: text}`" if is_text else "")
 
 

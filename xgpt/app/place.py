@@ -18,12 +18,14 @@ _INPUTS = ("workload.", "model", "profile", "cluster")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a run writes. `bound_s`: on its latency. `results`: a table of them, besides."""
+    """Where a run writes. `bound_s`: on its latency. `results`, `quote_formulas`: a table of them,
+    besides, as a job has it."""
 
     name: str
     output: Path
     bound_s: float
     results: Path | None = None
+    quote_formulas: bool = False
 
 
 def place_of(where: Path, overrides: Sequence[str] = ()) -> Place:
@@ -34,7 +36,7 @@ def place_of(where: Path, overrides: Sequence[str] = ()) -> Place:
         mistakes: list[Mistake] = []
         job = job_of(job_tree(where, overrides, mistakes), where, mistakes)
         own = Place(name=job.name, output=job.output, bound_s=job.constraint.latency_s,
-                    results=job.results)
+                    results=job.results, quote_formulas=job.quote_formulas)
         if not mistakes:
             return own
         # one that says no more what can be run (its requests were moved, say): a run that was begun
@@ -71,6 +73,7 @@ def _of_folder(output: Path) -> Place:
         table = asked.get("results")
         return Place(name=str(asked["name"]), output=output,
                      bound_s=float(asked["constraint"]["latency_s"]),
-                     results=None if table is None else Path(table))
+                     results=None if table is None else Path(table),
+                     quote_formulas=asked.get("quote_formulas") is True)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # its results decide
         return Place(name=output.name, output=output, bound_s=math.inf)

@@ -52,7 +52,7 @@ def write_tables(places: Sequence[Place]) -> list[Path]:
     if len(places) > 1 or (table := places[0].results) is None or (
             num_queries(places[0].output) is None):
         return []
-    write_results(places[0].output, table)
+    write_results(places[0].output, table, places[0].quote_formulas)
     return [table]
 
 

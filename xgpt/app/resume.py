@@ -16,11 +16,11 @@ from xgpt.core.errors import InputError
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.schedule_file import load_schedule
-from xgpt.core.spool import num_errors, num_queries
+from xgpt.core.spool import num_queries
 from xgpt.report.table import paragraph
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
-from xrunner.io.results import ResultWriter, answered, count_results
+from xrunner.io.results import ResultWriter, answered, count_errors, count_results
 from xrunner.io.sink import TIMES, Progress, percentiles_of, write_progress
 from xrunner.plan import RunPlan, as_begun, saved_fingerprint
 from xscheduler.evaluator import predict
@@ -50,7 +50,8 @@ def _account(output: Path) -> dict[str, Any]:
     for what only the run knew."""
     total = num_queries(output)
     known = {"state": "done", "queries": total, "queries_before": 0, "queries_held": 0,
-             "errors": num_errors(output), "changes": [], "stages": [], **dict.fromkeys(_FIGURES)}
+             "errors": count_errors(output / "errors.jsonl"), "changes": [], "stages": [],
+             **dict.fromkeys(_FIGURES)}
     try:
         measured: dict[str, Any] = json.loads((output / "measured.json").read_text("utf-8"))
         if (measured["state"], measured["queries_before"] + measured["queries"]) == ("done", total):

@@ -23,7 +23,7 @@ from xgpt.app.learn import learn, learn_start
 from xgpt.app.messages import end_kept
 from xgpt.app.metrics import write_metrics
 from xgpt.app.no_answer import refuse_no_answer
-from xgpt.app.opened import OpenedJob, open_job
+from xgpt.app.opened import OpenedJob, open_job, refuse_if_none_can_run
 from xgpt.app.plan import Plan, executable
 from xgpt.app.resume import is_left_whole, take_over
 from xgpt.app.run_files import RESULTS_FILE, is_told_done, kept
@@ -47,6 +47,7 @@ from xgpt.core.local import usable_cores
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.schedule_file import save_schedule
+from xgpt.core.spool import num_queries
 from xgpt.core.units import INT8
 from xgpt.launch.contention import Contention
 from xgpt.launch.launcher import Ahead, RankProgram, ranks_per_node
@@ -179,6 +180,8 @@ def execute_locked(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
         raise stop
     make_room(output, plan, opened.tell, opened.job.results, spool)
     hand_on(requests, spool, plan, opened.problem.model)
+    if not num_queries(output):  # the schedule holds none of them
+        refuse_if_none_can_run(opened.job, requests, spool, plan, opened.problem.model)
     save_schedule(schedule, output / "schedule.json")
     if isinstance(timing, ProfileTiming):
         save_profile(timing.profile, output / "profile.json")

@@ -8,7 +8,7 @@ from xgpt.app.messages import MESSAGES_FILE
 from xgpt.app.telling import Teller
 from xgpt.core.job import Job
 from xgpt.core.request_files.files import TABLES
-from xgpt.core.spool import num_errors, num_queries
+from xgpt.core.spool import num_queries
 from xgpt.report.expected import EXPECTED_FILE
 from xgpt.report.table import paragraph
 from xgpt.report.words import counted
@@ -34,7 +34,7 @@ def tell_fault(output: Path, tell: Teller) -> None:
     found = answered(output / RESULTS_FILE)
     if not found.fault:
         return
-    lost = [query for query in range(found.written, max(found.held, default=found.written) + 1)
+    lost = [query for query in range(found.written, max(found.held, default=-1) + 1)
             if query not in found.held]
     again = f"{counted(len(lost), 'query')} from query {lost[0]} on" if lost else "nothing"
     tell.say(paragraph(f"note: {found.fault}: the file was changed. Results behind that line go "
@@ -52,8 +52,8 @@ def whole_metrics(output: Path) -> dict[str, Any] | None:
 
 def is_intact(output: Path) -> bool:
     """Whether the spool is there, and errors.jsonl as it says."""
-    return spool_of(output) is not None and (
-        count_errors(output / "errors.jsonl") == num_errors(output))
+    spool = spool_of(output)
+    return spool is not None and count_errors(output / "errors.jsonl") == spool.num_errors
 
 
 def asked_then(output: Path) -> dict[str, Any] | None:

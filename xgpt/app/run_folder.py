@@ -221,6 +221,7 @@ def write_job(opened: OpenedJob) -> None:
         "name": job.name, "model": job.model, "cluster": job.cluster,
         "workload": {**asdict(job.workload), "requests": None if job.workload.requests is None
                      else str(job.workload.requests)}, "results": job.results,
+        "quote_formulas": job.quote_formulas,
         "constraint": {"latency_s": bound.limit_s, "kind": bound.kind, "quantile": bound.quantile,
                        **constraint},
         "schedule": {**fixed, **dict(job.schedule.others)}, "adjustment": job.adjustment,

@@ -15,9 +15,9 @@ from xgpt.app.plan import Plan, plan_job
 from xgpt.app.run import execute, open_to_run
 from xgpt.app.submit import at_work
 from xgpt.app.telling import Teller
-from xgpt.app.warning import warned_in_good_order
 from xgpt.core.errors import EXIT_RESUMABLE, InputError, Mistake, StoppedEarly, XgptError
 from xgpt.core.job import Job
+from xgpt.launch.asked import warned_in_good_order
 from xgpt.launch.kept import KeptRanks
 from xgpt.report.table import WIDTH, paragraph, schedule_table
 from xrunner.io.stop import StopRequest

@@ -8,7 +8,6 @@ import sys
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib import import_module
 from typing import Any
 
 import click
@@ -27,6 +26,7 @@ from xgpt.core.errors import (
 )
 from xgpt.core.plugins import load_row
 from xgpt.core.troubles import is_of_memory, of_a_file
+from xgpt.launch.asked import TO_STOP, warned_in_good_order
 
 SHOWN_LENGTH = 500  # characters of a mistake's list or mapping that `--json` prints
 
@@ -69,8 +69,7 @@ class LazyGroup(click.Group):
                                    ctx)
         if cmd_name in _OF_RUNS and not ctx.resilient_parsing:
             # importing a run takes half a second
-            ctx.with_resource(import_module("xgpt.app.warning").warned_in_good_order(
-                ends_process=True))
+            ctx.with_resource(warned_in_good_order(ends_process=True))
         command: click.Command = load_row(COMMANDS[cmd_name][0])
         return command
 
@@ -102,7 +101,7 @@ def main() -> None:
 def _nothing_to_stop() -> None:
     """All is done and told, and the interpreter ends: a signal that came now would take the exit
     code of what was done."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT):
+    for number in TO_STOP:
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -135,4 +135,4 @@ def check_folder(path: Path, option: str) -> None:
 
 
 def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
-    click.echo(json.dumps(plain(value), indent=1))
+    click.echo(json.dumps(plain(value), indent=1, allow_nan=False))

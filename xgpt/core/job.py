@@ -152,6 +152,7 @@ class Job:
     output: Path
     source: Path
     results: Path | None = None  # a file of results besides results.jsonl
+    quote_formulas: bool = False  # its cells are none of a spreadsheet's formulas
     profile: Path | None = None  # a Profile file to plan with
     plan_engine: str = OWN_ENGINE  # whose times the roofline gives
     price_per_hour: float | None = None  # of a device; None: the catalog's, where it has one

@@ -108,10 +108,14 @@ def _read_job(top: Section, path: Path) -> Job:
         plan_engine=_read_plan(top, run.engine),
         slurm=read_slurm(top, folder), output=output,
         results=read_results_key(top, workload.requests, output, folder),
+        quote_formulas=top.flag("quote_formulas", False),
         source=Path(os.path.abspath(path)),
         profile=_read_file(top, "profile", folder, "a profile file, from `xgpt profile --out`"),
         max_search_s=_read_search(top))
     _check_objective(top, job)
+    if job.quote_formulas and (job.results is None or format_of(
+            job.results) not in ("csv", "tsv")):
+        top.reject("quote_formulas", "true where `results` is a file of .csv or .tsv")
     written = top.mapping("run")
     if run.stop and workload.count is not None and written is not None:
         written.reject("stop", "left out where requests are made: so is how long their answers are")

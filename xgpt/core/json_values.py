@@ -30,7 +30,7 @@ def plain(value: Any) -> Any:
 
 def write_json(path: Path, value: object) -> None:
     """Writes `value` to a file that a reader finds whole."""
-    write_atomically(path, json.dumps(plain(value), indent=1) + "\n")
+    write_atomically(path, json.dumps(plain(value), indent=1, allow_nan=False) + "\n")
 
 
 def flat(schedule: Schedule) -> dict[str, Any]:

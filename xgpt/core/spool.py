@@ -198,13 +198,8 @@ class Spool:
 
     def __init__(self, output: Path) -> None:
         """Raises OSError where there is none, ValueError where it is of another version or not
-        whole."""
-        try:
-            self._open(output / "spool")
-        except (EOFError, TypeError, LookupError) as cause:
-            raise ValueError(f"{output / 'spool'}: {cause}") from cause
-
-    def _open(self, folder: Path) -> None:
+        whole; where it is no spool at all, EOFError, TypeError or LookupError."""
+        folder = output / "spool"
         header = json.loads((folder / "spool.json").read_text(encoding="utf-8"))
         if header["version"] != SPOOL_VERSION:
             raise ValueError(f"{folder} is of version {header['version']}, not {SPOOL_VERSION}")
@@ -287,16 +282,7 @@ def saved_header(output: Path) -> dict[str, Any]:
 
 def num_queries(output: Path) -> int | None:
     """Queries that the job in `output` consists of; None before its requests were read."""
-    return _told(output, "queries")
-
-
-def num_errors(output: Path) -> int | None:
-    """Requests of that job that cannot run."""
-    return _told(output, "errors")
-
-
-def _told(output: Path, key: str) -> int | None:
     try:
-        return int(saved_header(output)[key])
+        return int(saved_header(output)["queries"])
     except (KeyError, TypeError, ValueError):
         return None

@@ -1,8 +1,10 @@
 """Files that a reader finds whole, whenever he looks, and that are there after a power cut."""
 
+import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 MOST_BYTES = 2**27  # of a JSON file read as a whole: such are a few MiB
 _TRIED_BYTES = 4096  # the block of most file systems: an empty file fits on a full disk
@@ -41,6 +43,13 @@ def write_atomically(path: Path, text: str, *, is_durable: bool = True) -> None:
         raise
     if is_durable:
         sync_folder(target.parent)
+
+
+def json_text(value: Any, **options: Any) -> str:
+    """`value` as JSON, which has no NaN and no infinity: null. `options`: of json.dumps."""
+    text = json.dumps(value, **options)
+    return text if "NaN" not in text and "Infinity" not in text else json.dumps(
+        json.loads(text, parse_constant=lambda _: None), **options)
 
 
 def target_of(path: Path) -> Path:

@@ -21,7 +21,7 @@ from xgpt.core.errors import StoppedEarly, XgptError
 from xgpt.core.lifeline import Lifeline
 from xgpt.core.other_launchers import without_other_launchers
 from xgpt.core.troubles import is_of_memory
-from xgpt.launch.asked import raise_if_asked
+from xgpt.launch.asked import raise_if_asked, to_be_heard
 from xgpt.launch.environment import environment_of_ranks
 from xgpt.launch.first_end import FirstEnd
 from xgpt.launch.own_modules import own_modules
@@ -29,8 +29,6 @@ from xgpt.launch.own_modules import own_modules
 _POLL_S = 0.1
 _GRACE_S = 20.0  # between asking a run to stop and ending it
 _END_S = 5.0  # between telling ranks to end and killing them
-# What asks a run to stop: Slurm's warning is SIGUSR1, and a terminal that is closed sends SIGHUP.
-TO_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 
 
 # MPICH's of a rank's end: the process it names may be any that it ended itself.
@@ -206,13 +204,6 @@ def _room_bytes(folder: str) -> int | None:
         return shutil.disk_usage(folder).free
     except OSError:
         return None
-
-
-def to_be_heard() -> list[signal.Signals]:
-    """TO_STOP, without a closing terminal's where the command was started to outlive it
-    (`nohup`)."""
-    return [number for number in TO_STOP
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 class _Stopper:

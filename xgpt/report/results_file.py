@@ -9,10 +9,12 @@ import gzip
 import io
 import json
 import os
+import re
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import date, datetime, time
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -22,7 +24,7 @@ from xgpt.core.request_files.files import COMPRESSED, format_of
 from xgpt.core.request_files.parquet import arrow, values_of
 from xgpt.core.request_files.rows import without_surrogates
 from xgpt.core.spool_columns import BOOLEAN, INTEGER, NUMBER, TEXT, Columns
-from xgpt.core.whole_file import target_of, temporary_of
+from xgpt.core.whole_file import json_text, target_of, temporary_of
 from xgpt.report.results_rows import (
     ANSWER,
     COUNTS,
@@ -34,15 +36,19 @@ from xgpt.report.results_rows import (
 )
 
 _WIDTH = 80
+_FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n", *"\uff1d\uff0b\uff0d\uff20")  # OWASP's list
+_NUMBER = re.compile(r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?", re.ASCII)
 
 
-def write_results(output: Path, path: Path) -> str:
+def write_results(output: Path, path: Path, quote_formulas: bool = False) -> str:
     """Writes what the run in `output` has answered so far; a sentence on it. A reader finds the old
-    file or the new one, whole. Raises XgptError."""
+    file or the new one, whole. `quote_formulas`: texts of CSV and TSV that a spreadsheet would take
+    for formulas get an apostrophe in front. Raises XgptError."""
     columns = Columns(output)
     names = names_in_results(carried_names(columns))
     chunks, count = _Counted(chunks_of(output, columns)), 0
-    write = _write_parquet if format_of(path) == "parquet" else _write_text
+    write = _write_parquet if format_of(path) == "parquet" else partial(
+        _write_text, cell=_unformulated if quote_formulas else _cell)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _replacing(path) as file:
@@ -90,14 +96,14 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _write_text(file: IO[bytes], path: Path, chunks: _Counted, columns: Columns,
-                names: Mapping[str, str]) -> None:
+                names: Mapping[str, str], cell: Callable[[Any], str]) -> None:
     text = io.TextIOWrapper(file, "utf-8", newline="", write_through=True)
     known = format_of(path)
     # both ends of a line, so that a text with either of them gets quotes
     table = None if known == "jsonl" else csv.writer(
         text, delimiter="\t" if known == "tsv" else ",", lineterminator="\r\n")
     if table is not None:
-        table.writerow([without_surrogates(name) for name in ("id", *names.values(), *ANSWER)])
+        table.writerow([cell(name) for name in ("id", *names.values(), *ANSWER)])
     for chunk in chunks:
         carried = {name: plain_values(column) for name, column in chunk.carried.items()}
         for place, answer in enumerate(chunk.answers):
@@ -105,10 +111,10 @@ def _write_text(file: IO[bytes], path: Path, chunks: _Counted, columns: Columns,
                                           for old, new in names.items()},
                    **{name: answer[name] for name in ANSWER}}
             if table is None:
-                line = json.dumps(row, ensure_ascii=False, default=str)
+                line = json_text(row, ensure_ascii=False, default=str)
                 text.write(without_surrogates(line) + "\n")
             else:
-                table.writerow([_cell(value) for value in row.values()])
+                table.writerow([cell(value) for value in row.values()])
     text.flush()
     text.detach()
 
@@ -143,8 +149,18 @@ def _cell(value: Any) -> str:
     """A value as text; null is the empty one."""
     if value is None:
         return ""
-    return without_surrogates(value if isinstance(value, str) else json.dumps(
+    if isinstance(value, float):
+        return json.dumps(value)  # such a file has NaN
+    return without_surrogates(value if isinstance(value, str) else json_text(
         value, ensure_ascii=False, default=str))
+
+
+def _unformulated(value: Any) -> str:
+    """The same, an apostrophe before what a spreadsheet would compute; numbers stay as they are."""
+    text = _cell(value)
+    is_formula = isinstance(value, str) and text.startswith(_FORMULAS) and not _NUMBER.fullmatch(
+        text)
+    return f"'{text}" if is_formula else text
 
 
 def _write_parquet(file: IO[bytes], path: Path, chunks: _Counted, columns: Columns,

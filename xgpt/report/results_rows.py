@@ -77,7 +77,7 @@ def _carried(columns: Columns) -> Iterator[tuple[Mapping[str, Any], int]]:
 def _rows(output: Path) -> Iterator[dict[str, Any]]:
     try:
         spool = Spool(output)
-    except (OSError, ValueError, KeyError) as cause:
+    except (OSError, ValueError, LookupError, TypeError, EOFError) as cause:
         raise XgptError(f"{output}: its requests' spool cannot be read ({cause}), so no file of "
                         "results can be made") from None
     answers, errors = _answers(output, spool), _errors(output, spool)

@@ -279,20 +279,28 @@ def hand_on(requests: Requests, spool: SpoolWriter, plan: RunPlan, spec: ModelSp
     """Puts the requests that can run into the spool of the output folder, the others into its
     errors.jsonl."""
     queries, why = runnable(requests, plan, spec)
-    errors, left_out = dict[int, RequestError](), set[int]()
+    errors = errors_of(requests, spool, why)
+    write_errors(plan.output / "errors.jsonl", errors, requests.labels)
+    # where one of several inputs of a line cannot run the line has no answer
+    left_out = [one for request in why for record in [spool.record(request)]
+                for first in [request - record.sample]
+                for one in range(first, first + record.choices)]
+    spool.save(plan.output, queries[~np.isin(queries[:, 0], left_out)], len(errors),
+               requests.labels)
+
+
+def errors_of(requests: Requests, spool: SpoolWriter, why: Mapping[int, str]) -> list[RequestError]:
+    """All lines that cannot run, in their order; `why`: the requests among them, as `runnable` has
+    it."""
+    errors = dict[int, RequestError]()  # by the first request of a line
     for request, sentence in sorted(why.items()):
         record = spool.record(request)
-        first = request - record.sample
-        # where one of several inputs cannot run the line has no answer
-        left_out.update(range(first, first + record.choices))
         where = f"input {record.asked + 1} of the line: " if record.asked else ""
-        errors.setdefault(first, RequestError(
+        errors.setdefault(request - record.sample, RequestError(
             line=record.line, file=record.file, id=record.id, error=where + sentence,
             is_openai=record.is_openai))
-    write_errors(plan.output / "errors.jsonl", [*requests.bad_lines, *errors.values()],
-                 requests.labels)
-    spool.save(plan.output, queries[~np.isin(queries[:, 0], list(left_out))],
-               len(requests.bad_lines) + len(errors), requests.labels)
+    return sorted((*requests.bad_lines, *errors.values()),
+                  key=lambda error: (error.file, error.line))
 
 
 def queries_of(spool: Spool, plan: RunPlan) -> Iterator[PreparedQuery]:

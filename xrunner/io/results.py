@@ -14,7 +14,7 @@ from typing import IO, NamedTuple
 from xgpt.core.choices import merged
 from xgpt.core.whole_file import sync_folder, write_atomically
 from xgpt.core.workload import RequestError
-from xrunner.io.checked import checked, is_of, lines_behind, spool_of, told
+from xrunner.io.checked import checked, lines_behind, spool_of, told
 from xrunner.io.durable import Keeper, is_still, put_back
 from xrunner.io.result_line import error_line, result_line
 from xrunner.query import FinishedQuery
@@ -140,8 +140,8 @@ def answered(path: Path) -> Answered:
     """Looks at the results file at `path` and what is held beside it. Nothing is changed: a run may
     be writing there."""
     found = checked(path)
-    return Answered(found.count, frozenset(read_held(path.with_name(HELD_FILE), found.count)).union(
-        *(range(first, first + count) for first, (_, count) in found.behind.items())), found.fault)
+    held = found.held.union(read_held(path.with_name(HELD_FILE), found.count))
+    return Answered(found.count, held, found.fault)
 
 
 def answered_by_last_line(path: Path) -> Answered:
@@ -167,7 +167,7 @@ def _told_by_last(path: Path) -> int | None:
     except OSError:
         return None
     whole = tail[:tail.rfind(b"\n") + 1]
-    line = told(whole[whole.rfind(b"\n", 0, -1) + 1:])
+    line = told(whole[whole.rfind(b"\n", 0, -1) + 1:], None)
     return None if line is None else line.index + line.parts
 
 
@@ -197,20 +197,19 @@ def write_errors(path: Path, errors: Sequence[RequestError], labels: Sequence[st
 def count_errors(path: Path) -> int | None:
     """How many lines errors.jsonl has; None where one of them tells of no request."""
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
-        rows = [json.loads(line) if line.endswith(b"\n") else None for line in lines]
-    except FileNotFoundError:
-        return 0
-    except (OSError, ValueError, RecursionError):
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        is_whole = all(line.endswith(b"\n") and "id" in json.loads(line) for line in lines)
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
-    return len(rows) if all(isinstance(row, dict) and "id" in row for row in rows) else None
+    return len(lines) if is_whole else None
 
 
 def _text(result: FinishedQuery, model: str, token_text: Callable[[int], str]) -> str:
     """Its line. What cannot be written as one (an id with half of a surrogate pair, say) is an
     error of this query's, not the end of all."""
     try:
-        text = json.dumps(result_line(result, model, token_text), ensure_ascii=False)
+        text = json.dumps(result_line(result, model, token_text), ensure_ascii=False,
+                          allow_nan=False)
         text.encode()
     except (ValueError, TypeError, RecursionError) as cause:
         text = json.dumps(result_line(replace(
@@ -274,9 +273,8 @@ def read_held(path: Path, first_index: int) -> dict[int, str]:
         with path.open("rb") as file:
             spool = spool_of(path.parent)
             for text in file:
-                line = told(text) if text.endswith(b"\n") else None
-                if line is not None and line.index >= first_index and (
-                        is_of(spool, line.index, line.name)):
+                line = told(text, spool) if text.endswith(b"\n") else None
+                if line is not None and line.index >= first_index:
                     held[line.index] = text.decode().removesuffix("\n")
     except FileNotFoundError:
         pass

@@ -15,9 +15,10 @@ from xrunner.plan import RunPlan
 _ROWS_AT_A_TIME = 2**18
 
 
-def runnable(requests: Requests, plan: RunPlan, spec: ModelSpec) -> tuple[IntArray, dict[int, str]]:
-    """Tells which requests can run: (which request each query is and most tokens that it may
-    generate, [queries, 2]; why each other request cannot run)"""
+def runnable(requests: Requests, plan: RunPlan | None,
+             spec: ModelSpec) -> tuple[IntArray, dict[int, str]]:
+    """Tells which requests can run, by the plan or by any: (which request each query is and most
+    tokens that it may generate, [queries, 2]; why each other request cannot run)"""
     queries, count = np.empty((len(requests), 2), np.int64), 0
     why = dict(requests.unusable)
     unusable = np.fromiter(why, np.int64, len(why))
@@ -32,7 +33,7 @@ def runnable(requests: Requests, plan: RunPlan, spec: ModelSpec) -> tuple[IntArr
     return queries[:count], why
 
 
-def _runnable(requests: Requests, first: int, plan: RunPlan, spec: ModelSpec,
+def _runnable(requests: Requests, first: int, plan: RunPlan | None, spec: ModelSpec,
               why: dict[int, str]) -> tuple[IntArray, IntArray]:
     """(Which requests can run of those from the first on; most tokens of each.) Adds to `why`."""
     assert requests.input_tokens is not None, "a run tokenises its requests"
@@ -40,7 +41,7 @@ def _runnable(requests: Requests, first: int, plan: RunPlan, spec: ModelSpec,
     inputs, forced = requests.input_tokens[piece], requests.forced[piece]
     caps = requests.caps[piece]
     room = output_room(spec, inputs)
-    most = np.minimum(np.where(caps > 0, caps, plan.max_tokens), room)
+    most = np.minimum(np.where(caps > 0, caps, plan.max_tokens if plan else 1), room)
     can_run = np.ones(len(inputs), bool)
 
     def refuse(is_so: BoolArray, sentence: Callable[[int], str]) -> None:
@@ -52,12 +53,13 @@ def _runnable(requests: Requests, first: int, plan: RunPlan, spec: ModelSpec,
            f"{spec.max_positions} positions")
     refuse(forced > room, lambda row: f"forced_tokens {forced[row]} after "
            f"{inputs[row]} input tokens exceed the model's {spec.max_positions} positions")
-    refuse(inputs + most > plan.query_kv_tokens, lambda row: (
-        f"needs up to {inputs[row] + most[row]} tokens of KV cache ({inputs[row]} of input); the "
-        f"schedule was planned for {plan.query_kv_tokens}: lower max_tokens, or state the "
-        "workload's longest lengths in the job"))
-    refuse(inputs > (plan.most_input_tokens or np.inf), lambda row: (
-        f"{inputs[row]} input tokens; the schedule was planned to encode "
-        f"{plan.most_input_tokens} at a time: state the workload's longest lengths in the job"))
+    if plan is not None:
+        refuse(inputs + most > plan.query_kv_tokens, lambda row: (
+            f"needs up to {inputs[row] + most[row]} tokens of KV cache ({inputs[row]} of input); "
+            f"the schedule was planned for {plan.query_kv_tokens}: lower max_tokens, or state the "
+            "workload's longest lengths in the job"))
+        refuse(inputs > (plan.most_input_tokens or np.inf), lambda row: (
+            f"{inputs[row]} input tokens; the schedule was planned to encode "
+            f"{plan.most_input_tokens} at a time: state the workload's longest lengths in the job"))
     rows = np.flatnonzero(can_run)
     return first + rows, most[rows]

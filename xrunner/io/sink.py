@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from xgpt.core.whole_file import write_atomically
+from xgpt.core.whole_file import json_text, write_atomically
 from xrunner.io.launcher_link import LauncherLink
 from xrunner.io.results import Answered, ResultWriter
 from xrunner.io.stop import StopRequest
@@ -121,7 +121,7 @@ STARTING = Progress(state="starting", total=0, done=0, output_tokens=0, elapsed_
 
 def write_progress(path: Path, progress: Progress) -> None:
     """It is durable where it says that something is."""
-    write_atomically(path, json.dumps(asdict(progress)) + "\n",
+    write_atomically(path, json_text(asdict(progress)) + "\n",
                      is_durable=progress.state in ("done", "stopped"))
 
 

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from xgpt.cli import main as entry
 from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError
-from xgpt.launch.process import TO_STOP
+from xgpt.launch.asked import TO_STOP
 
 BAD_JOB = "model: opt-13c\ncluster: a40-4\nworkload: {requests: {count: 0}, task: S}\n"
 NO_ROOM = ("what is printed, or a file: No space left on device; once that is mended, call it "

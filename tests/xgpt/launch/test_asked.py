@@ -10,8 +10,8 @@ from contextlib import suppress
 
 import pytest
 
-from xgpt.app.warning import warned_in_good_order
 from xgpt.core.errors import StoppedEarly
+from xgpt.launch.asked import warned_in_good_order
 from xgpt.launch.process import start, watch_to_end
 
 RANKS = [sys.executable, "-c", "import time; time.sleep(60)"]

@@ -7,7 +7,7 @@ from typing import Any
 from xgpt.core.errors import wrong
 from xgpt.core.json_values import write_json
 from xgpt.core.sweep_file import SweepSpec
-from xgpt.core.whole_file import why_no_folder, write_atomically
+from xgpt.core.whole_file import json_text, why_no_folder, write_atomically
 from xgpt.report.sweep_rows import (
     EARLIER_FILE,
     ROWS_FILE,
@@ -78,4 +78,4 @@ class SweepFolder:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n"
+    return json_text(row, ensure_ascii=False, separators=(",", ":")) + "\n"

@@ -14,12 +14,12 @@ from xgpt.app.sweeps.points import Unit, fingerprint_here, rows_of
 from xgpt.app.sweeps.runs import check_runs, run_points
 from xgpt.app.sweeps.workers import planned_by_processes
 from xgpt.app.telling import Teller, bar
-from xgpt.app.warning import warned_in_good_order
 from xgpt.core.errors import InfeasibleError, MissingExtraError, StoppedEarly
 from xgpt.core.local import usable_cores
 from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.sweep_file import SweepSpec
 from xgpt.core.units import format_seconds
+from xgpt.launch.asked import warned_in_good_order
 from xgpt.report.sweep_page import write_sweep_page
 from xgpt.report.sweep_rows import OK, ROWS_FILE, Row
 from xgpt.report.sweep_table import sweep_text
