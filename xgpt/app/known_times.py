@@ -8,8 +8,7 @@ from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from xgpt.app.alone import alone
-from xgpt.app.local_profile import WantedProfile
+from xgpt.app.local_profile import WantedProfile, alone
 from xgpt.app.telling import Teller
 from xgpt.core.cluster import Device
 from xgpt.core.errors import InputError
