@@ -33,8 +33,9 @@ _WORDS = ("HOME", "XDG_CACHE_HOME", "USER", "LOGNAME", "LNAME", "USERNAME", "PYT
 
 def call(*command: str | Path, **words: str) -> subprocess.CompletedProcess[str]:
     own = {name: value for name, value in os.environ.items() if name not in _WORDS}
-    return subprocess.run([*map(str, command)], env={**own, "XGPT_NATIVE": "off", **words}, capture_output=True,
-                          timeout=100, check=False, text=True, encoding="utf-8")
+    return subprocess.run([*map(str, command)], check=False, timeout=100,
+                          env={**own, "XGPT_NATIVE": "off", **words}, capture_output=True,
+                          text=True, encoding="utf-8")
 
 
 # reads what root may read, and is nobody that the system knows
