@@ -193,6 +193,24 @@ PLACES = (
           'return _started(owner.get("pid")) != owner.get("started")', "return False",
           "tests/xrunner/io/test_lock.py::"
           "test_what_a_dead_process_of_this_host_left_is_taken_over_at_once"),
+    Place("surroundings", "ranks get what other launchers left", "xgpt/launch/process.py",
+          "environment_of_ranks() if is_managed else", "environment_of_ranks() if True else",
+          "tests/mpi/test_other_launchers.py::"
+          "test_ranks_here_meet_and_know_of_no_other_launcher"),
+    Place("surroundings", "who waits to measure says nothing", "xgpt/app/local_profile.py",
+          "- told_s >= _TELL_S:", "- told_s < 0:",
+          "tests/xgpt/app/test_measuring_alone.py::"
+          "test_the_wait_is_told_each_minute_with_who_holds_the_lock"),
+    Place("surroundings", "a line of the batch script fails unseen", "xgpt/launch/batch_script.py",
+          'trap failed ERR"""', '"""', "tests/xgpt/launch/test_batch_script.py::"
+          "test_a_line_that_fails_ends_the_job_by_its_name"),
+    Place("surroundings", "idle allocations are requeued", "xgpt/launch/batch_script.py",
+          "idle=$((idle + 1)); else", "idle=0; else", "tests/xgpt/launch/test_batch_script.py::"
+          "test_two_allocations_without_an_answer_end_the_job"),
+    Place("surroundings", "a home is taken for granted", "xgpt/core/surroundings.py",
+          "    has_home = os.path.isabs(home)", "    return None",
+          "tests/xgpt/cli/test_surroundings.py::"
+          "test_a_user_without_a_home_has_a_folder_that_is_nobody_elses"),
     Place("the folder fails", "results that are removed are not missed", "xrunner/io/durable.py",
           "    return (own.st_dev, own.st_ino) == (named.st_dev, named.st_ino)", "    return True",
           "tests/xrunner/io/test_durable.py::test_a_file_that_was_replaced_is_not_written_over"),

@@ -172,7 +172,7 @@ def test_a_failing_line_of_the_prologue_ends_the_job_and_is_named(slurm: Cluster
     assert slurm.await_end(job_id) == "FAILED"
     found = slurm.status(job.parent / "out")
     assert (found["state"], found["slurm"]["exit_code"]) == ("failed", "1:0")
-    assert "of slurm.sh ended with exit code 1: cd /no/where" in found["slurm"]["cause"]
+    assert "failed with code 1:\n    cd /no/where" in found["slurm"]["cause"]
     assert "submit" not in log_of(job, job_id) and num_lines(job) == 0
 
 
@@ -184,12 +184,12 @@ def test_who_waits_for_another_that_measures_is_not_requeued_for_ever(
     (tmp_path / "xgpt" / "profiles").mkdir(parents=True)
     compiled = Path(slurm.environment["XDG_CACHE_HOME"], "xgpt", "native")
     (tmp_path / "xgpt" / "native").symlink_to(compiled.resolve())
-    holds = ("import sys, time; from pathlib import Path; from xgpt.app.alone import alone; "
-             "from xgpt.app.telling import LogTeller\n"
+    holds = ("import sys, time; from pathlib import Path\n"
+             "from xgpt.app.local_profile import alone; from xgpt.app.telling import LogTeller\n"
              "with alone(Path(sys.argv[1]), Path('/other'), LogTeller()): time.sleep(999)")
     holder = subprocess.Popen([sys.executable, "-c", holds, tmp_path / "xgpt" / "profiles"])
     try:
-        told = f"waiting: process {holder.pid} on"
+        told = f"on this host by another xgpt (process {holder.pid} on"
         (job_id,) = slurm.submit(job)
         for count in (1, 2):
             until(lambda count=count: log_of(job, job_id).count(told) == count)

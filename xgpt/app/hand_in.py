@@ -3,10 +3,8 @@ submitted. Several job files become one array, a task each."""
 
 import importlib.util
 import math
-import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -128,21 +126,7 @@ def draft(wanted: Sequence[Wanted], tell: Teller, *, fetches: bool) -> Draft:
         tasks=tuple(Task(job_file=each.job.source, output=each.job.output,
                          overrides=each.overrides) for each in wanted))
     check_paths(batch)
-    _check_prologue(first)
     return Draft(batch=batch, plans=plans, limit=sentence)
-
-
-def _check_prologue(job: Job) -> None:
-    """Raises InputError for lines that leave something open: bash would read on in what follows."""
-    assert job.slurm is not None
-    text = "".join(f"{line}\n" for line in job.slurm.prologue)
-    with suppress(FileNotFoundError):  # a machine without bash, where nothing is handed in
-        done = subprocess.run(["bash", "-O", "extglob", "-n"], input=text.encode(),
-                              capture_output=True, check=False, env={"LC_ALL": "C"})
-        if done.stderr:
-            said = done.stderr.decode(errors="replace").splitlines()[0].removeprefix("bash: ")
-            raise InputError([mistake(job, "slurm.prologue", None,
-                                      f"whole commands of bash, which says of these: {said}")])
 
 
 def submit_to_slurm(wanted: Sequence[Wanted], drafted: Draft) -> tuple[SlurmRecord, ...]:

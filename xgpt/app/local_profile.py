@@ -4,20 +4,23 @@ import importlib.util
 import json
 import math
 import os
+import re
+import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from xgpt.app.alone import alone
 from xgpt.app.profile_identity import profile_metadata
 from xgpt.app.profile_needs import SHARE, needs_of, own_sizes, share_of, work_of
 from xgpt.app.profile_worth import lacks
 from xgpt.app.stop import is_asked_to_stop
 from xgpt.app.telling import Teller, tell_share
-from xgpt.core.errors import InputError, MissingExtraError, Mistake, StoppedEarly
+from xgpt.core.engines import OWN_ENGINE
+from xgpt.core.errors import InputError, MissingExtraError, Mistake, StoppedEarly, wrong
 from xgpt.core.job import Job
 from xgpt.core.layout import Layout
 from xgpt.core.model import ModelSpec, refuse_tp_degree
@@ -36,6 +39,7 @@ from xprofiler.profile_file import load_profile
 from xprofiler.verdict import judge
 from xrunner.checkpoint.source import cache_dir
 from xrunner.engines.engine import Engine, engine_of, program_of
+from xrunner.io.lock import Taken, output_lock
 
 DEFAULT_BUDGET_S = 45.0
 # Measuring beyond the quick profile takes at most this share of a job's time, what went into the
@@ -44,7 +48,8 @@ DEFAULT_BUDGET_S = 45.0
 _WORTH = 2.0
 QUICK_PATIENCE_S, PATIENCE_SHARE = 3.0, 0.2  # for others: of a quick profile, and of a budget
 _COARSER = 3  # a third of a quick profile's points: a third of the patience
-_LOOK_S = 0.2  # of looking how busy the machine is
+_LOOK_S = 0.2  # between looks whether another process has ended measuring
+_TELL_S = 60.0  # between two words of waiting for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,6 +293,36 @@ def _cached(path: Path, tell: Teller | None) -> Profile | None:
         if tell is not None:
             tell.say(f"profile: the cached one is left aside, {error.mistakes[0]}")
         return None
+
+
+@contextmanager
+def alone(folder: Path, output: Path, tell: Teller, engine: str = OWN_ENGINE) -> Iterator[None]:
+    """One process at a time measures with an engine on a host: two would disturb each other. What
+    another engine does meanwhile, which may take minutes to start, is seen as any disturbance. Who
+    waits says so once a minute. Raises InputError where the cache cannot be written to,
+    StoppedEarly where the job of the folder `output` is asked to stop."""
+    place = folder / re.sub(r"[^\w.-]", "_", f".alone-{socket.gethostname()}-{engine}")
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as cause:
+        raise wrong("cache", "XDG_CACHE_HOME", str(folder),
+                    f"a folder that can be written to: {cause.strerror}") from None
+    begin_s, told_s = time.monotonic(), -math.inf
+    with ExitStack() as held:
+        while True:
+            try:
+                held.enter_context(output_lock(place))
+                break
+            except Taken as taken:
+                if is_asked_to_stop(output):
+                    raise StoppedEarly("asked to stop before its profile was measured; the same "
+                                       "command goes on") from None
+                if (now_s := time.monotonic()) - told_s >= _TELL_S:
+                    told_s = now_s
+                    tell.say(f"profile: waiting, {format_seconds(now_s - begin_s)} so far, for "
+                             f"what is measured on this host by {taken.who}")
+                time.sleep(_LOOK_S)
+        yield
 
 
 def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: Teller, *,

@@ -13,7 +13,6 @@ from typing import Any
 import click
 
 from xgpt.cli.options import print_json
-from xgpt.cli.surroundings import settle
 from xgpt.cli.terminal import open_what_is_closed, say, show
 from xgpt.core.errors import (
     EXIT_BAD_INPUT,
@@ -25,6 +24,7 @@ from xgpt.core.errors import (
     shorten,
 )
 from xgpt.core.plugins import load_row
+from xgpt.core.surroundings import settle
 from xgpt.core.troubles import is_of_memory, of_a_file
 from xgpt.launch.asked import TO_STOP, warned_in_good_order
 

@@ -37,6 +37,8 @@ def of_a_file(error: BaseException) -> str | None:
         return f"{shorten(error.filename)}: {error.strerror}"
     if error.errno in _GONE and not _is_somewhere():
         return "the folder that this was called in is gone: go to one that is there"
+    if error.errno in _GONE and error.filename is None and "temporary" in str(error.strerror):
+        return f"{error.strerror}: set TMPDIR to a folder that can be written to"
     if error.errno not in (*_NO_ROOM, *_READ_ONLY, *_LOST):
         return None
     if error.filename is None and error.errno not in _NO_ROOM:

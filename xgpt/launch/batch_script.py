@@ -15,7 +15,7 @@ from xgpt.core.slurm import SlurmSpec
 
 _SAFE = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _IN_QUOTES = re.compile(r'([\\"$`])')
-_IDLE = 2  # allocations in a row that added no answer: a third would not either
+_IDLE = 2  # allocations in a row without an answer: a third would add none either
 _KILLED_BY_WARNING = 128 + 10  # SIGUSR1 before Python had a handler for it
 
 
@@ -107,35 +107,31 @@ def _task(python: str, task: Task) -> list[str]:
     return [f"output={quoted(str(task.output))}", f"submit=({' '.join(map(quoted, words))})"]
 
 
+# The trap is called for a sourced file's commands, too, where no more than its end counts. Some
+# versions of `module` end with 0 where there is no such module.
 _CHECKED = f"""\
-# What fails here ends the job, by its line: but for what a sourced file goes on after.
-failed() {{
-    local code=$? line=${{BASH_LINENO[0]}} command=$BASH_COMMAND
+failed() {{  # what fails here ends the job
+    local code=$? line=${{BASH_LINENO[0]}}
     [ ${{#FUNCNAME[@]}} -eq 2 ] || return 0
-    echo "xgpt: $1, line $line of slurm.sh ended with exit code $code: $command" >&2
-    echo "xgpt: the job ends here, and is not requeued" >&2
+    echo "xgpt: the job ends, since line $line of slurm.sh failed with code $code:" >&2
+    sed -n "$line{{s/^ */    /;p}}" "$0" >&2
     exit {EXIT_FAILED}
 }}
-load_module() {{  # some versions of it end with 0 where there is no such module
-    local said code
-    said=$(mktemp) || return
-    module load "$1" 2> "$said"
-    code=$?
+load_module() {{
+    local said code=0
+    said=$(mktemp) && module load "$1" 2> "$said" || code=$?
     cat "$said" >&2
-    ! grep -q "ERROR:" "$said" || code=1
-    rm -f "$said"
-    return "$code"
-}}"""
+    ! grep -q "ERROR:" "$said" && rm "$said" && return "$code"
+}}
+trap failed ERR"""
 
 
 def _surroundings(spec: SlurmSpec) -> list[str]:
-    parts = {
-        "modules": [f"load_module {quoted(name)}" for name in spec.modules],
-        "venv": [] if spec.venv is None else [f". {quoted(spec.venv + '/bin/activate')}"],
-        "env": [f"export {name}={quoted(value)}" for name, value in spec.env],
-        "prologue": spec.prologue}
-    lines = [line for key, own in parts.items() if own
-             for line in (f"trap 'failed slurm.{key}' ERR", *own)]
+    lines = [f"load_module {quoted(name)}" for name in spec.modules]
+    if spec.venv is not None:
+        lines.append(f". {quoted(spec.venv + '/bin/activate')}")
+    lines += [f"export {name}={quoted(value)}" for name, value in spec.env]
+    lines += spec.prologue
     return [_CHECKED, *lines, "trap - ERR", "set +eu +o pipefail", ""] if lines else []
 
 
@@ -167,9 +163,8 @@ if [ -n "$warned" ] && [[ $code = {EXIT_RESUMABLE} || $code = {_KILLED_BY_WARNIN
     [ ! -s "$count" ] || read -r times idle < "$count"
     if [ "$(answers)" = "$before" ]; then idle=$((idle + 1)); else idle=0; fi
     if [ "$idle" -ge {_IDLE} ]; then
-        echo "xgpt: this allocation and the one before it added no answer, so the job is \
-not requeued."
-        echo "What took their time is told above. With a longer slurm.time the same job goes on."
+        echo "xgpt: {_IDLE} allocations in a row added no answer: not requeued. See above \
+what took their time, or give slurm.time more"
         exit {EXIT_FAILED}
     fi
     if [ "$times" -lt {spec.requeue} ]; then

@@ -2,17 +2,19 @@
 own where the system permits one (xgpt.launch.isolated)."""
 
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from xgpt.core import stand_in
-from xgpt.core.errors import MissingExtraError
+from xgpt.core.errors import MissingExtraError, wrong
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.leftovers import remove_leftovers
 from xgpt.launch.process import start, watch_to_end
 
 _HERE, _PROXY = ("-launcher", "fork", "-rmk", "user"), "hydra_pmi_proxy"
+_MOST_NAME = 63  # characters of a host's name, of which the system takes one more
 
 
 class LocalLauncher:
@@ -48,6 +50,7 @@ def mpi_command(ranks: RankProgram, options: Sequence[str] = ()) -> list[str]:
 def local_mpi_command(ranks: RankProgram, line: int | None = None) -> list[str]:
     """The same for ranks that nobody beyond this machine is to reach. `line`: who has the other end
     of this socket may be asked for them (xgpt/core/stand_in.py)."""
+    refuse_long_name()
     # whatever resource manager it finds traces of; another MPI's mpiexec has no such options
     is_hydra = Path(find_mpiexec()).resolve().with_name(_PROXY).exists()
     command = mpi_command(ranks, _HERE if is_hydra else ())
@@ -61,6 +64,13 @@ def _alone(file: Path) -> list[str]:
     """Starts a file with the standard library: neither the user's folders nor site-packages, which
     would take longer than the command."""
     return [sys.executable, "-I", "-S", str(file)]
+
+
+def refuse_long_name() -> None:
+    """Raises InputError on a machine whose name MPICH cannot hold: its ranks end as they begin."""
+    if len(name := socket.gethostname()) > _MOST_NAME:
+        raise wrong("this machine", "host name", name, f"at most {_MOST_NAME} characters, which is "
+                    "what MPI's ranks can have (`run: {ranks: 1}` needs none)")
 
 
 def find_mpiexec() -> str:

@@ -56,17 +56,16 @@ class Started(NamedTuple):
 
 def start(command: Sequence[str], *, stdin: int = subprocess.DEVNULL,
           inherited: tuple[int, ...] = (), count: int = 0, is_managed: bool = False) -> Started:
-    """Starts the command of ranks. `is_managed`: in this process's own allocation, which they are
-    to know of. Raises StoppedEarly where a signal asked for it before."""
+    """Starts the command of ranks; `is_managed`: which are to know of this process's allocation.
+    Raises StoppedEarly where a signal asked for it before."""
     raise_if_asked()
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:  # by who started us: the system would
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # keep no child's end, here or in mpiexec
     messages = tempfile.TemporaryFile()  # noqa: SIM115 (closed by who waits for the end)
     # a session of its own: the terminal's Ctrl-C must reach us, not kill the ranks mid-line
     lifeline = Lifeline()
-    environment = environment_of_ranks()
-    if not is_managed:
-        environment = without_other_launchers(environment)
+    environment = environment_of_ranks() if is_managed else without_other_launchers(
+        environment_of_ranks())
     process = subprocess.Popen(command, stdout=messages, stderr=subprocess.STDOUT,
                                stdin=stdin,
                                env={**environment, **own_modules(), **lifeline.name},
@@ -78,8 +77,7 @@ def start(command: Sequence[str], *, stdin: int = subprocess.DEVNULL,
 def run_watched(command: Sequence[str], *, watch: Callable[[], None],
                 ask_to_stop: Callable[[], None] | None,
                 inherited: tuple[int, ...] = (), is_managed: bool = False) -> None:
-    """Runs the command of all ranks, as a Launcher promises (xgpt.launch.launcher). `is_managed`:
-    as `start` has it."""
+    """Runs the command of all ranks, as a Launcher promises (xgpt.launch.launcher)."""
     watch_to_end(start(command, inherited=inherited, is_managed=is_managed),
                  watch=watch, ask_to_stop=ask_to_stop)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from xgpt.core.errors import XgptError
 from xgpt.core.slurm import SlurmSpec
 from xgpt.launch.launcher import RankProgram
-from xgpt.launch.local import find_mpiexec
+from xgpt.launch.local import find_mpiexec, refuse_long_name
 from xgpt.launch.process import run_watched
 
 
@@ -63,6 +63,7 @@ class SlurmLauncher:
         return False
 
     def command(self, ranks: RankProgram) -> list[str]:
+        refuse_long_name()
         program = [*self.spec.container, sys.executable, "-m", "mpi4py", "-m", ranks.module,
                    str(ranks.argument)]
         each = ranks.per_node or self.ranks_each

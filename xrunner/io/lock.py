@@ -9,7 +9,9 @@ has not been touched for a minute by the file system's own clock."""
 import fcntl
 import json
 import os
+import shlex
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -24,10 +26,16 @@ _TRIES, _PAUSE_S = 5, 0.05  # `is_locked` holds the lock for an instant; a run h
 _TOUCH_S, STALE_S = 10.0, 60.0
 
 
+class Taken(XgptError):
+    """Another process has the folder: `who`, in words."""
+
+    who = ""
+
+
 @contextmanager
 def output_lock(output: Path) -> Iterator[int]:
     """Holds the folder's lock; yields the descriptor that carries it. A child that inherits it
-    keeps the lock as long as it lives, even if this process is killed. Raises XgptError when
+    keeps the lock as long as it lives, even if this process is killed. Raises Taken when
     another run has it: two would mix their lines in results.jsonl."""
     with (output / _FILE).open("w") as file:
         _lock(output, file)
@@ -68,7 +76,7 @@ def _lock(output: Path, file: IO[str]) -> None:
 
 @contextmanager
 def _owned(output: Path) -> Iterator[None]:
-    path, mine = output / _OWNER, this_process()
+    path, mine = output / _OWNER, _me()
     while not _create(path, mine):
         owner = _read(path)
         if owner is not None and not _is_gone(output, owner):
@@ -123,17 +131,10 @@ def _take_away(path: Path, judged: dict[str, object] | None) -> None:
 
 
 def _is_gone(output: Path, owner: dict[str, object]) -> bool:
-    if (is_over := has_ended(owner)) is not None:
-        return is_over
-    return (age := _age_s(output, output / _OWNER)) is not None and age > STALE_S
-
-
-def has_ended(other: dict[str, object]) -> bool | None:
-    """Whether the process of which `this_process` told this has ended; None of another host's."""
-    me = this_process()
-    if other.get("host") != me["host"] or other.get("boot") != me["boot"]:
-        return None
-    return _started(other.get("pid")) != other.get("started")
+    me, path = _me(), output / _OWNER
+    if owner.get("host") == me["host"] and owner.get("boot") == me["boot"]:
+        return _started(owner.get("pid")) != owner.get("started")
+    return (age := _age_s(output, path)) is not None and age > STALE_S
 
 
 def _age_s(output: Path, path: Path) -> float | None:
@@ -150,28 +151,30 @@ def _age_s(output: Path, path: Path) -> float | None:
             probe.unlink(missing_ok=True)
 
 
-def _refusal(output: Path) -> XgptError:
+def _refusal(output: Path) -> Taken:
     owner = _read(output / _OWNER) or {}
     who = (f" (process {owner['pid']} on {owner['host']})" if {"pid", "host"} <= owner.keys()
            else "")
-    return XgptError(f"{output}: another run is writing there{who} (see `xgpt status`); wait for "
-                     "it, or give this one another `output`. If its host is dead, the folder is "
-                     f"free {STALE_S:.0f} s after its last sign of life")
+    taken = Taken(f"{output}: another run is writing there{who} (see `xgpt status`); wait for "
+                  "it, or give this one another `output`. If its host is dead, the folder is "
+                  f"free {STALE_S:.0f} s after its last sign of life")
+    taken.who = f"another xgpt{who}, since {owner.get('since')}: {owner.get('command')}"
+    return taken
 
 
-def this_process() -> dict[str, object]:
-    """What tells it from any other, on any host."""
+def _me() -> dict[str, object]:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         boot = ""
     return {"host": socket.gethostname(), "boot": boot, "pid": os.getpid(),
-            "started": _started(os.getpid())}
+            "started": _started(os.getpid()), "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "command": shlex.join(sys.argv)}
 
 
 def _started(pid: object) -> str | None:
-    """When the process began, in ticks since the machine did; None of one that is not there, or has
-    ended and is not waited for."""
+    """When the process began, in ticks since the machine did; None of one that is not there,
+    or has ended and nobody has waited for it."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:

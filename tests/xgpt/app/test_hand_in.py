@@ -241,12 +241,3 @@ def test_requests_on_standard_input_are_kept_for_the_allocation(
         assert done.exit_code == 0, done.output
         assert (folder / "out" / KEPT_FILE).is_file() == is_kept
     assert (folder / "out" / KEPT_FILE).read_bytes() == lines
-
-
-@pytest.mark.parametrize("lines", ["['cat <<END', text]", "['if true; then', ':']", "['echo \"a']"])
-def test_a_prologue_that_leaves_something_open_is_refused(
-        slurm: fake_slurm.FakeSlurm, folder: Path, lines: str) -> None:
-    job = write(folder, slurm=f"time: 60, prologue: {lines}")
-    assert "whole commands of bash" in refusal(job)["slurm.prologue"]
-    assert submit(write(folder, slurm="time: 60, prologue: ['if true; then', ':', fi]"),
-                  "--dry-run").exit_code == 0

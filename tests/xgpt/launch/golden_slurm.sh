@@ -35,33 +35,25 @@ case $SLURM_ARRAY_TASK_ID in
     ;;
 esac
 
-# What fails here ends the job, by its line: but for what a sourced file goes on after.
-failed() {
-    local code=$? line=${BASH_LINENO[0]} command=$BASH_COMMAND
+failed() {  # what fails here ends the job
+    local code=$? line=${BASH_LINENO[0]}
     [ ${#FUNCNAME[@]} -eq 2 ] || return 0
-    echo "xgpt: $1, line $line of slurm.sh ended with exit code $code: $command" >&2
-    echo "xgpt: the job ends here, and is not requeued" >&2
+    echo "xgpt: the job ends, since line $line of slurm.sh failed with code $code:" >&2
+    sed -n "$line{s/^ */    /;p}" "$0" >&2
     exit 1
 }
-load_module() {  # some versions of it end with 0 where there is no such module
-    local said code
-    said=$(mktemp) || return
-    module load "$1" 2> "$said"
-    code=$?
+load_module() {
+    local said code=0
+    said=$(mktemp) && module load "$1" 2> "$said" || code=$?
     cat "$said" >&2
-    ! grep -q "ERROR:" "$said" || code=1
-    rm -f "$said"
-    return "$code"
+    ! grep -q "ERROR:" "$said" && rm "$said" && return "$code"
 }
-trap 'failed slurm.modules' ERR
+trap failed ERR
 load_module cuda/12.4
 load_module gcc
-trap 'failed slurm.venv' ERR
 . "/home/me/my venv/bin/activate"
-trap 'failed slurm.env' ERR
 export UCX_NET_DEVICES=mlx5_0:1
 export NOTE="it's \$5"
-trap 'failed slurm.prologue' ERR
 ulimit -l unlimited
 trap - ERR
 set +eu +o pipefail
@@ -90,8 +82,7 @@ if [ -n "$warned" ] && [[ $code = 75 || $code = 138 ]] && [ ! -s "$output/stop" 
     [ ! -s "$count" ] || read -r times idle < "$count"
     if [ "$(answers)" = "$before" ]; then idle=$((idle + 1)); else idle=0; fi
     if [ "$idle" -ge 2 ]; then
-        echo "xgpt: this allocation and the one before it added no answer, so the job is not requeued."
-        echo "What took their time is told above. With a longer slurm.time the same job goes on."
+        echo "xgpt: 2 allocations in a row added no answer: not requeued. See above what took their time, or give slurm.time more"
         exit 1
     fi
     if [ "$times" -lt 5 ]; then

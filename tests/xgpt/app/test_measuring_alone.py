@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.app.alone import alone
+from xgpt.app.local_profile import alone
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import StoppedEarly
 from xrunner.io.lock import output_lock
@@ -23,14 +23,10 @@ from xrunner.io.stop import StopRequest
 _HOLDS = """
 import os, sys, time
 from pathlib import Path
-from xgpt.app.alone import alone
+from xgpt.app.local_profile import alone
 from xgpt.app.telling import LogTeller
 with alone(Path(sys.argv[1]), Path("/jobs/other"), LogTeller(), sys.argv[2]):
-    if sys.argv[3] == "leaves" and os.fork():
-        print("held", flush=True)
-        os._exit(0)
-    if sys.argv[3] == "stays":
-        print("held", flush=True)
+    print("held", flush=True)
     time.sleep(100)
 """
 
@@ -45,10 +41,9 @@ class Kept(LogTeller):
 
 
 @contextmanager
-def held(folder: Path, engine: str = "xgpt", how: str = "stays",
-         before: tuple[str, ...] = ()) -> Iterator[int]:
-    """Another process has the lock; its id. It "leaves": and a child of its keeps the lock."""
-    process = subprocess.Popen([*before, sys.executable, "-c", _HOLDS, folder, engine, how],
+def held(folder: Path, engine: str = "xgpt", before: tuple[str, ...] = ()) -> Iterator[int]:
+    """Another process has the lock; its id."""
+    process = subprocess.Popen([*before, sys.executable, "-c", _HOLDS, folder, engine, "job.yaml"],
                                stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
@@ -75,9 +70,9 @@ def test_the_wait_is_told_each_minute_with_who_holds_the_lock(
             pass
     monkeypatch.undo()
     assert len(tell.said) == 3
-    assert all(f"process {pid} on {socket.gethostname()} (since 20" in said
-               and "/jobs/other" in said for said in tell.said)
-    assert "waiting for 2m00s" in tell.said[2]
+    assert all(f"(process {pid} on {socket.gethostname()}), since 20" in said
+               and said.endswith("job.yaml") for said in tell.said)
+    assert "waiting, 2m0" in tell.said[2]
 
 
 def test_another_engine_does_not_wait_nor_another_host(tmp_path: Path) -> None:
@@ -92,8 +87,11 @@ def test_another_engine_does_not_wait_nor_another_host(tmp_path: Path) -> None:
     assert not tell.said
 
 
-def test_a_holder_that_has_ended_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_holder_that_was_killed_is_not_waited_for(tmp_path: Path) -> None:
     tell = Kept()
-    with held(tmp_path, how="leaves") as pid, alone(tmp_path, tmp_path, tell):
-        pass
-    assert f"process {pid}" in tell.said[-1] and "has ended" in tell.said[-1]
+    with held(tmp_path) as pid:
+        os.kill(pid, signal.SIGKILL)  # nobody has taken note of its end yet
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        with alone(tmp_path, tmp_path, tell):
+            pass
+    assert not tell.said
