@@ -13,13 +13,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
+import numpy as np
+
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths, with_output_moments
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xscheduler.evaluator import Evaluator
-from xsimulator.replay.steady import enough_queries, steady_figures
+from xsimulator.replay.copies import replay_steady
+from xsimulator.replay.job import planned_queries
+from xsimulator.replay.steady import enough_queries, of_unlike, steady_figures
 
 Statistic = Literal["mean", "std", "skewness"]
 FACTORS = (0.7, 0.85, 1.0, 1.15, 1.3)
@@ -76,13 +79,15 @@ def drift_rows(problem: Problem, timing: TimingSource, estimate: Estimate, *,
         """The schedule's on these lengths; None where the replay has no steady state."""
         changed, constraint = replace(problem, lengths=lengths), problem.constraint
         count = enough_queries(estimate, least=least_queries, rounds=ROUNDS, most=MOST_QUERIES)
-        result = Evaluator(changed, timing).replay(estimate, count, SEED)
-        of_all, of_one = (steady_figures(result, constraint.with_latency(kind=kind),
-                                         problem.lengths.outputs)
-                          for kind in ("queries", "sequence"))
+        results, _ = replay_steady(changed, timing, estimate, planned_queries(
+            changed, *lengths.sample(count, np.random.default_rng(SEED))))
+        of_all, of_one = (of_unlike([steady_figures(
+            result, constraint.with_latency(kind=kind), problem.lengths.outputs)
+            for result in results]) for kind in ("queries", "sequence"))
         if of_all is None or of_one is None:
             return None
-        copies = estimate.deployment.replicas  # one of which was replayed
+        # of like ones one was replayed
+        copies = 1 if estimate.others else estimate.deployment.replicas
         return DriftFigures(throughput_qps=copies * of_all.throughput_qps,
                             queries_s=of_all.latency_s, sequence_s=of_one.latency_s)
 

@@ -128,11 +128,14 @@ class Planner:
                 lambda enough: self._like(enough)._steady(enough), lambda note: None)
 
     def of(self, problem: Problem) -> Schedule:
-        """The steady state's schedule of a problem like this one, with the same options. Raises
-        InfeasibleError."""
-        if _bounded(problem, self.problem.constraint.latency_s) == self.problem:
-            return self.steady(problem.constraint.latency_s)
-        return Planner(problem, self.timing, self.options).steady()
+        """The steady state's schedule of a problem like this one, with the same options, by copies
+        of unlike sizes where these are better. Raises InfeasibleError."""
+        own = self if _bounded(problem, self.problem.constraint.latency_s) == self.problem else (
+            Planner(problem, self.timing, self.options))
+        steady = own.steady(problem.constraint.latency_s)
+        if self.options.untimed or self.options.is_rough:
+            return steady
+        return own._divider(problem).better(steady)
 
     def without_margin(self, problem: Problem) -> Schedule:
         """The best schedule of a problem like this one, all taken as certain. Raises

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from xgpt.core.copies import devices_of_copies, sum_of
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.json_values import estimate_keys
 from xgpt.core.problem import Problem
@@ -121,6 +122,9 @@ def changes(old: Estimate, new: Estimate) -> tuple[Change, ...]:
     """The control variables in which two schedules differ."""
     before, after = estimate_keys(old), estimate_keys(new)
     pairs = ((name, before[name], after[name]) for name in VARIABLES)
+    if old.others or new.others:
+        pairs = ((name, sum_of(devices_of_copies(a)), sum_of(devices_of_copies(b)))
+                 for name, a, b in [("copies on", old, new)])
     return tuple(Change(variable=name, old=a, new=b) for name, a, b in pairs if a != b)
 
 

@@ -88,8 +88,10 @@ def test_the_division_chosen_is_the_best_of_all(
     by_hand = max(sum(worth[one] for one in sizes) for sizes in divisions(per_node)
                   if all(one in worth for one in sizes)
                   and replicas in (None, len(sizes)))
-    found = Planner(problem, roofline_of(problem), OPTIONS).plan()
+    planner = Planner(problem, roofline_of(problem), OPTIONS)
+    found = planner.plan()
     assert devices_of_copies(found.estimate) == expected
+    assert planner.of(problem).estimate == found.estimate, "what offers are compared with"
     assert found.figures.throughput_qps > (1 - 2 * FIRST_GAP) * by_hand
     row = next(row for row in found.over_copies if row.devices)
     assert row.devices == expected and row.throughput_qps == found.figures.throughput_qps

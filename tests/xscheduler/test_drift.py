@@ -14,8 +14,9 @@ from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
-from xscheduler import drift, evaluator
+from xscheduler import drift
 from xscheduler.drift import DriftRow, changed_lengths, drift_rows
+from xsimulator.replay import copies
 
 OUTPUTS = (20, 8, 48)
 
@@ -95,13 +96,13 @@ def test_longer_outputs_cost_throughput_and_latency(rows) -> None:
 
 def test_the_schedule_is_replayed_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Estimate] = []
-    real = evaluator.replay_job
+    real = copies.replay_job
 
     def spy(problem, timing, estimate, queries, *, clocks):
         seen.append(estimate)
         return real(problem, timing, estimate, queries, clocks=clocks)
 
-    monkeypatch.setattr(evaluator, "replay_job", spy)
+    monkeypatch.setattr(copies, "replay_job", spy)
     searched: list[Problem] = []
 
     def other(problem: Problem) -> Estimate:

@@ -36,8 +36,8 @@ from xscheduler.search import GAP
 from xscheduler.spaces.space import Effort
 from xscheduler.watch import Watch
 from xsimulator.policies import make_config, make_policy
-from xsimulator.replay.copies import ShapesReplayer, joined, replayer_of
-from xsimulator.replay.job import planned_queries, replay_job
+from xsimulator.replay.copies import replay_steady, replayer_of
+from xsimulator.replay.job import planned_queries
 from xsimulator.replay.perfetto import write_trace
 from xsimulator.replay.predict import sample_job
 from xsimulator.replay.records import PoolRecords, ReplayResult
@@ -94,7 +94,7 @@ def simulate_job(opened: OpenedJob, timing: TimingSource, given: Estimate | None
     has none; with `with_others`, the best of every other policy within the bound too."""
     problem = opened.problem
     estimate = _estimate(opened, timing, given)
-    replay, steady, closed_s = replay_steady(problem, timing, estimate, problem.num_queries)
+    replay, steady, closed_s = replayed(problem, timing, estimate, problem.num_queries)
     if not replay.is_timed:
         raise _too_large(opened, ["larger steps come about as it is replayed"])
     return Simulation(
@@ -151,7 +151,7 @@ def _too_large(opened: OpenedJob, reasons: Sequence[str]) -> InputError:
         for why in reasons])
 
 
-def replay_steady(problem: Problem, timing: TimingSource, estimate: Estimate,
+def replayed(problem: Problem, timing: TimingSource, estimate: Estimate,
                   num_queries: int | None = None,
                   ) -> tuple[ReplayResult, SteadyFigures | None, float]:
     """A replay of `num_queries` (the job's own, with their input lengths where those are known),
@@ -164,17 +164,13 @@ def replay_steady(problem: Problem, timing: TimingSource, estimate: Estimate,
     if inputs is not None:
         num_queries = len(inputs)  # the others become error records
     copies = [shape for shape in estimate.shapes for _ in range(shape.deployment.replicas)]
-    enough = [enough_queries(copy, least=LEAST_QUERIES, rounds=ROUNDS, most=MOST_QUERIES)
-              for copy in (copies if estimate.others else copies[:1])]
-    count = num_queries or min(sum(enough), MOST_QUERIES)
+    count = num_queries or enough_queries(estimate, least=LEAST_QUERIES, rounds=ROUNDS,
+                                          most=MOST_QUERIES)
     queries = planned_queries(problem, *sample_job(problem.lengths, count, rng, inputs))
-    if estimate.others:  # each by itself: of all together, the latency would be nobody's
-        routed = ShapesReplayer(problem, timing, estimate).routed(queries)
-        results, result = routed.results, joined(routed.results, routed.rows)
+    if estimate.others or num_queries is None:
+        results, result = replay_steady(problem, timing, estimate, queries)
     else:
-        result = replay_job(problem, timing, estimate, queries) if num_queries is None else (
-            replayer_of(problem, timing, estimate).run(queries))
-        results = [result]
+        results = [result := replayer_of(problem, timing, estimate).run(queries)]
     if not result.is_timed:
         return result, None, math.nan
     own = [steady_figures(one, problem.constraint, problem.lengths.outputs) for one in results]

@@ -98,6 +98,10 @@ def fits_the_job(deployed: Estimate, problem: Problem) -> None:
     if deployed.policy not in replanned_policies():
         refuse("policy", deployed.policy,
                f"one of {', '.join(replanned_policies())}: others have no schedule to change")
+    if deployed.others:
+        refuse("others", len(deployed.others),
+               "none: how to go on is worked out for copies that are alike")
+        raise InputError(mistakes)
     deployment, cluster = deployed.deployment, problem.cluster
     ranks = sorted(rank for stage in deployment.stages for rank in stage.ranks)
     fitting = most_copies(cluster, deployment.devices_per_replica)

@@ -17,7 +17,7 @@ from xgpt.core.queries import QueryLengths, QueryTimes
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules.routing import deal, expected_tokens
-from xsimulator.replay.job import Replayer
+from xsimulator.replay.job import Replayer, replay_job
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.routed import RoutedReplay, replay_routed
 from xsimulator.replay.step_clock import StepClocks
@@ -42,6 +42,17 @@ def replayer_of(problem: Problem, timing: TimingSource, estimate: Estimate,
     replayer = Replayer(problem, timing, estimate, clocks)
     copies = estimate.deployment.replicas
     return replayer if copies == 1 else CopiesReplayer(replayer, copies)
+
+
+def replay_steady(problem: Problem, timing: TimingSource, estimate: Estimate, queries: QueryLengths,
+                  clocks: StepClocks | None = None) -> tuple[list[ReplayResult], ReplayResult]:
+    """(each copy's, all as one) for figures of the steady state: of copies that are alike by one of
+    them, whose queries these are, and of unlike ones by all together."""
+    if not estimate.others:
+        alone = replay_job(problem, timing, estimate, queries, clocks=clocks)
+        return [alone], alone
+    routed = ShapesReplayer(problem, timing, estimate, clocks).routed(queries)
+    return routed.results, joined(routed.results, routed.rows)
 
 
 class ShapesReplayer:

@@ -18,8 +18,11 @@ _NEAR_TOKENS = 2
 
 
 def enough_queries(estimate: Estimate, *, least: int, rounds: int, most: int) -> int:
-    """Queries of a replay that shows the steady state: `rounds` times what is in the system."""
-    return min(max(least, math.ceil(rounds * estimate.most_in_system)), most)
+    """Queries of a replay that shows the steady state: `rounds` times what is in the system, in one
+    copy; of unlike ones in all."""
+    shapes = estimate.shapes if estimate.others else (estimate.one_copy,)
+    return min(most, sum(shape.deployment.replicas * max(least, math.ceil(
+        rounds * shape.most_in_system)) for shape in shapes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
