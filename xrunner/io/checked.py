@@ -4,10 +4,10 @@ The file may have been edited, or lie on a bad block, between a stop and the sam
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import index as whole_number
 from pathlib import Path
-from typing import NamedTuple
 
 from xgpt.core.choices import num_parts, parts
 from xgpt.core.spool import Spool
@@ -18,21 +18,23 @@ _BEGIN = re.compile(rb'\{"id": (?:"batch_req_(\d+)", "custom_id": (%b|null)|(%b)
                     % (_STRING, _STRING))
 
 
-class Line(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Line:
     """A result of the query `index`, or of so many from that on."""
 
     index: int
     parts: int
 
 
-class Checked(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Checked:
     """`good_bytes` at the start of the file have the results of the first `count` queries.
     `behind`: where lines of other queries begin that follow, and the line, by its query. `fault`:
     why the good ones end there; empty where nothing but a torn line follows."""
 
     good_bytes: int = 0
     count: int = 0
-    behind: Mapping[int, tuple[int, Line]] = {}
+    behind: Mapping[int, tuple[int, Line]] = field(default_factory=dict)
     fault: str = ""
 
     @property
