@@ -50,7 +50,8 @@ def _account(output: Path) -> dict[str, Any]:
     for what only the run knew."""
     total = num_queries(output)
     known: dict[str, Any] = {
-        "state": "done", "queries": total, "queries_before": 0, "queries_held": 0, "errors": count_errors(output / "errors.jsonl"), "changes": [], "stages": [],
+        "state": "done", "queries": total, "queries_before": 0, "queries_held": 0,
+        "errors": count_errors(output / "errors.jsonl"), "changes": [], "stages": [],
         **dict.fromkeys(_FIGURES)}
     try:
         measured: dict[str, Any] = json.loads((output / "measured.json").read_text("utf-8"))
