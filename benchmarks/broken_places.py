@@ -279,4 +279,13 @@ PLACES = (
           "            os.umask(OWN_ALONE)", "            pass",
           "tests/xgpt/app/test_private_runs.py::"
           "test_a_private_runs_files_are_its_users_alone_and_hold_no_secret", True),
+
+    # machines that compute otherwise
+    Place("the same elsewhere", "of equals the last digit decides", "xscheduler/ties.py",
+          "is_as_quick(most - 1):", "False:", "tests/docs/test_same_elsewhere.py::"
+          "test_where_times_differ_in_the_last_digits"),
+    Place("the same elsewhere", "a copy that keeps its share may run dry",
+          "xrunner/rules/routing.py", "self._is_fixed * LEAST_WAITING", "0 * LEAST_WAITING",
+          "tests/xrunner/engine/test_replicas.py::"
+          "test_each_replica_takes_the_steps_of_its_queries_replay"),
 )

@@ -1,42 +1,28 @@
-"""Which of schedules that are as good as each other is taken: the simplest, so that machines whose
-sums differ in the last digit agree."""
+"""Of schedules that are as good as each other the simplest, whatever a machine's last digits."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from bisect import bisect_left
 
 from xscheduler.alternatives import BestPoint
 
-DIGITS = 10  # of a figure that are compared: chosen; rounding, which differs, is far below
-
 
 def told(figure: float) -> float:
-    """What of a figure is not rounding's: figures that differ in the rest are of equals."""
-    return float(f"{figure:.{DIGITS}g}")
+    """A figure to its tenth digit (chosen): in those beyond, equals differ by rounding."""
+    return float(f"{figure:.10g}")
 
 
-def simplest(points: Sequence[BestPoint]) -> BestPoint:
-    """The best of the policies' best; of equals that of the first policy, of its first tensor plan,
-    and of the fewest queries at a time (each space's first variable) that have its throughput and
-    latency, and take no more memory."""
-    space, searched, _ = own = max(points, key=lambda one: told(one.candidate.objective))
-    best = max((one for one, _ in searched.outcome.per_root if one is not None),
-               key=lambda one: told(one.objective))
-    plan, (most, *others) = searched.plan_of_root[best.root], best.point
+def simplest(points: list[BestPoint]) -> BestPoint:
+    """The best of these; of equals that of the first policy, of its first tensor plan, and of the
+    fewest queries at a time (its first variable) by which it is as quick."""
+    own = max(points, key=lambda one: told(one.candidate.objective))
+    space, best = own.space, max(filter(None, (one for one, _ in own.searched.outcome.per_root)),
+                                 key=lambda one: told(one.objective))
+    plan, (most, *others) = own.searched.plan_of_root[best.root], best.point
     qps, latency_s = map(told, space.figures(plan, best.point))
 
-    def is_equal(queries: int) -> bool:
-        point = queries, *others
-        own_qps, own_s = map(told, space.figures(plan, point))
-        return own_qps >= qps and own_s <= latency_s and (
-            max(space.estimate(plan, point).figures.memory_bytes)
-            <= max(space.estimate(plan, best.point).figures.memory_bytes))
+    def is_as_quick(queries: int) -> bool:
+        own_qps, own_s = map(told, space.figures(plan, (queries, *others)))
+        return own_qps >= qps and own_s <= latency_s
 
-    fewer = 0  # than it takes; bit by bit, so that nothing depends on where the search came to
-    if most < 2 or space.problem.fixed.value_of(space.variables[0]) or not is_equal(most - 1):
-        fewer = most - 1
-    for bit in reversed(range((most - fewer).bit_length())):
-        tried = fewer + (1 << bit)
-        if tried < most and not is_equal(tried):
-            fewer = tried
-    return own._replace(candidate=best._replace(point=(fewer + 1, *others)))
+    if most > 1 and not space.problem.fixed.value_of(space.variables[0]) and is_as_quick(most - 1):
+        most = 1 + bisect_left(range(1, most), True, key=is_as_quick)
+    return own._replace(candidate=best._replace(point=(most, *others)))

@@ -20,7 +20,6 @@ from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import format_seconds, seconds_up
 from xscheduler.nearby import nearby
 from xscheduler.targets import WORTH, Targets, Unsafe, tighter_s
-from xscheduler.ties import told
 from xscheduler.uncertainty import Doubts, MarginParts
 
 ROUNDS = 6  # searches under other targets at most
@@ -240,7 +239,7 @@ class _Judged:
         if not self.safe and self.refusal is not None:
             raise for_its_margin(*self._unsafe[0], self.bound_s, self.refusal) from self.refusal
         if self.safe:
-            schedule, own = max(self.safe, key=lambda pair: told(pair[0].figures.throughput_qps))
+            schedule, own = max(self.safe, key=lambda pair: pair[0].figures.throughput_qps)
         else:
             schedule, _ = min(self._unsafe,
                               key=lambda pair: pair[0].figures.latency_s * pair[1].factor)

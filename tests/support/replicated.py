@@ -47,7 +47,6 @@ CONFIGS = [("rra", RraConfig(encode_batch=2, decode_iterations=4)),
            ("sarathi", ContinuousConfig(max_active=3, token_budget=12))]
 
 
-LAG = 10  # steps that another takes during one of a slow replica
 ANSWERS: dict[int, list[int]] = {}  # of the one model, by query
 
 
@@ -75,8 +74,8 @@ class Job:
             routing: str = ROUND_ROBIN,
             prepare: Callable[[Head, ToReplicas], None] = lambda head, others: None,
             ) -> dict[int, StageExecutor]:
-        """Every rank's executor. `comms`: of ranks that ran before. `slow`: a replica each step of
-        which takes as long as LAG of another's. `prepare`: rank 0's head, before it starts."""
+        """Every rank's executor. `comms`: of ranks that ran before. `slow`: one of two replicas,
+        each step of which takes as long as all that the other has to do. `prepare`: rank 0's head, before it starts."""
         ranks = self.estimate.num_devices
         comms = comms or local_comms(ranks)
         executors = {
@@ -189,13 +188,11 @@ class Job:
         return head
 
     def _lag(self) -> None:
-        """Until the other has taken LAG steps, or has nothing to do."""
+        """Until the other has nothing to do."""
         other = 1 - (self.slow or 0)
         wait(lambda: other in self.at_work and self.at_work[other][1].log, "the other has begun")
-        head, executor = self.at_work[other]
-        before = len(executor.log)
-        wait(lambda: len(executor.log) >= before + LAG or not head.roster.has_work,
-             "the other goes on")
+        head, _ = self.at_work[other]
+        wait(lambda: not head.roster.has_work, "the other has done what it has")
 
 
 class News(NamedTuple):

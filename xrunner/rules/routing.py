@@ -90,9 +90,8 @@ class Router:
         """The queries, by their places, that are given to a replica that has these: of its own
         share, else of those of others. To be called before the first step, and
         whenever queries have begun or ended."""
-        missing, own = self.windows[replica].missing(load), self._shares[replica]
-        if self._is_fixed:  # one that ran dry for want of word would take other steps
-            missing = max(missing, LEAST_WAITING - load.waiting)
+        least = self._is_fixed * LEAST_WAITING - load.waiting  # who runs dry takes other steps
+        missing, own = max(self.windows[replica].missing(load), least), self._shares[replica]
         given = [own.popleft() for _ in range(min(missing, len(own)))]
         self._supplied[replica] = True
         while len(given) < missing and not self.is_empty and not self._is_fixed:

@@ -14,8 +14,7 @@ from xgpt.core.controls import (
 from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import sizer_of
 
-# Far more than a rule looks at when it decides: a job with fewer is all there from the beginning.
-LEAST_WAITING = 2**13
+LEAST_WAITING = 2**13  # far more than a rule looks at: a job with fewer is there from the beginning
 _WAITING_SHARE = 4  # of what is active under continuous batching, this part may join in a step
 
 
