@@ -191,6 +191,7 @@ def test_who_waits_for_another_that_measures_is_not_requeued_for_ever(
     try:
         told = f"on this host by another xgpt (process {holder.pid} on"
         (job_id,) = slurm.submit(job)
+        until((job.parent / "out" / f"slurm-{job_id}.log").is_file)
         for count in (1, 2):
             until(lambda count=count: log_of(job, job_id).count(told) == count)
             slurm.call("scancel", "--batch", "--signal=USR1", job_id)

@@ -4,6 +4,7 @@ paths are UTF-8, as job files are, whatever the locale; there is a home, or what
 import os
 import sys
 import tempfile
+from io import TextIOWrapper
 from pathlib import Path
 
 from xgpt.core.errors import XgptError
@@ -17,7 +18,8 @@ def settle() -> str | None:
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
     os.environ.pop("PYTHONIOENCODING", None)  # what is started speaks to us
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     home, cache = os.path.expanduser("~"), os.environ.get("XDG_CACHE_HOME")
     if cache:
         os.environ["XDG_CACHE_HOME"] = os.path.abspath(cache)
