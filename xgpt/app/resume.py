@@ -49,9 +49,10 @@ def _account(output: Path) -> dict[str, Any]:
     """measured.json of the run, if it wrote one; else one of what results.jsonl tells, with None
     for what only the run knew."""
     total = num_queries(output)
-    known = {"state": "done", "queries": total, "queries_before": 0, "queries_held": 0,
-             "errors": count_errors(output / "errors.jsonl"), "changes": [], "stages": [],
-             **dict.fromkeys(_FIGURES)}
+    known: dict[str, Any] = {
+        "state": "done", "queries": total, "queries_before": 0, "queries_held": 0,
+        "errors": count_errors(output / "errors.jsonl"), "changes": [], "stages": [],
+        **dict.fromkeys(_FIGURES)}
     try:
         measured: dict[str, Any] = json.loads((output / "measured.json").read_text("utf-8"))
         if (measured["state"], measured["queries_before"] + measured["queries"]) == ("done", total):
