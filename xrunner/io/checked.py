@@ -73,6 +73,11 @@ def _checked(path: Path, *stamps: tuple[int, int, int]) -> Checked:
     return Checked(good_bytes, count, behind, fault)
 
 
+def forget() -> None:
+    """What was seen of files is looked at anew."""
+    _checked.cache_clear()
+
+
 def told(text: bytes, spool: Spool | None, is_long: bool = False) -> Line | None:
     """What a line is of; None of one that is no result of the spool's job. `is_long`: told by the
     line's frame, its index and its id, where that is enough."""

@@ -14,7 +14,7 @@ from typing import IO, NamedTuple
 from xgpt.core.choices import merged
 from xgpt.core.whole_file import sync_folder, write_atomically
 from xgpt.core.workload import RequestError
-from xrunner.io.checked import checked, lines_behind, spool_of, told
+from xrunner.io.checked import checked, forget, lines_behind, spool_of, told
 from xrunner.io.durable import Keeper, is_still, put_back
 from xrunner.io.result_line import error_line, result_line
 from xrunner.query import FinishedQuery
@@ -180,6 +180,7 @@ def count_results(path: Path) -> int:
                                   **read_held(held_path, found.num_queries)})
     if path.is_file() and path.stat().st_size > found.good_bytes:
         os.truncate(path, found.good_bytes)
+        forget()  # the same size may be reached again before the clock of files goes on
     return found.num_queries
 
 
