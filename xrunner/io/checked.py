@@ -4,10 +4,10 @@ The file may have been edited, or lie on a bad block, between a stop and the sam
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import index as whole_number
 from pathlib import Path
+from typing import NamedTuple
 
 from xgpt.core.choices import num_parts, parts
 from xgpt.core.spool import Spool
@@ -18,30 +18,28 @@ _BEGIN = re.compile(rb'\{"id": (?:"batch_req_(\d+)", "custom_id": (%b|null)|(%b)
                     % (_STRING, _STRING))
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A result of the query `index`, or of so many from that on."""
+class Line(NamedTuple):
+    """A result of `query`, or of so many from that on."""
 
-    index: int
+    query: int
     parts: int
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """`good_bytes` at the start of the file have the results of the first `count` queries.
+class Checked(NamedTuple):
+    """`good_bytes` at the start of the file have the results of the first `num_queries`.
     `behind`: where lines of other queries begin that follow, and the line, by its query. `fault`:
     why the good ones end there; empty where nothing but a torn line follows."""
 
     good_bytes: int = 0
-    count: int = 0
-    behind: Mapping[int, tuple[int, Line]] = field(default_factory=dict)
+    num_queries: int = 0
+    behind: Mapping[int, tuple[int, Line]] = {}
     fault: str = ""
 
     @property
     def held(self) -> frozenset[int]:
         """The queries whose results are `behind`."""
         return frozenset(query for _, line in self.behind.values()
-                         for query in range(line.index, line.index + line.parts))
+                         for query in range(line.query, line.query + line.parts))
 
 
 def checked(path: Path) -> Checked:
@@ -61,18 +59,23 @@ def _checked(path: Path, *stamps: tuple[int, int, int]) -> Checked:
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
             line, is_whole = told(text, spool, is_long), text.endswith(b"\n")
-            if not is_over and is_whole and line is not None and line.index == count:
+            if not is_over and is_whole and line is not None and line.query == count:
                 good_bytes, count = good_bytes + len(text), count + line.parts
             else:
                 if not is_over and is_whole:
                     what = "no result of this job" if line is None else (
-                        f"the result of query {line.index}")
+                        f"the result of query {line.query}")
                     fault = f"line {number} of {path.name} is {what}, where query {count} belongs"
                 is_over = True
-                if line is not None and line.index >= count:
-                    behind.setdefault(line.index, (offset, line))
+                if line is not None and line.query >= count:
+                    behind.setdefault(line.query, (offset, line))
             offset += len(text)
     return Checked(good_bytes, count, behind, fault)
+
+
+def forget() -> None:
+    """What was seen of files is looked at anew."""
+    _checked.cache_clear()
 
 
 def told(text: bytes, spool: Spool | None, is_long: bool = False) -> Line | None:
@@ -90,7 +93,7 @@ def told(text: bytes, spool: Spool | None, is_long: bool = False) -> Line | None
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return None
         name = json.dumps(row.get("custom_id", row.get("id"))).encode()
-    is_own = spool is None or (0 <= line.index < len(spool) and spool.is_named(line.index, name))
+    is_own = spool is None or (0 <= line.query < len(spool) and spool.is_named(line.query, name))
     return line if is_own else None
 
 

@@ -14,7 +14,7 @@ from typing import IO, NamedTuple
 from xgpt.core.choices import merged
 from xgpt.core.whole_file import sync_folder, write_atomically
 from xgpt.core.workload import RequestError
-from xrunner.io.checked import checked, lines_behind, spool_of, told
+from xrunner.io.checked import checked, forget, lines_behind, spool_of, told
 from xrunner.io.durable import Keeper, is_still, put_back
 from xrunner.io.result_line import error_line, result_line
 from xrunner.query import FinishedQuery
@@ -140,8 +140,8 @@ def answered(path: Path) -> Answered:
     """Looks at the results file at `path` and what is held beside it. Nothing is changed: a run may
     be writing there."""
     found = checked(path)
-    held = found.held.union(read_held(path.with_name(HELD_FILE), found.count))
-    return Answered(found.count, held, found.fault)
+    held = found.held.union(read_held(path.with_name(HELD_FILE), found.num_queries))
+    return Answered(found.num_queries, held, found.fault)
 
 
 def answered_by_last_line(path: Path) -> Answered:
@@ -168,7 +168,7 @@ def _told_by_last(path: Path) -> int | None:
         return None
     whole = tail[:tail.rfind(b"\n") + 1]
     line = told(whole[whole.rfind(b"\n", 0, -1) + 1:], None)
-    return None if line is None else line.index + line.parts
+    return None if line is None else line.query + line.parts
 
 
 def count_results(path: Path) -> int:
@@ -177,10 +177,11 @@ def count_results(path: Path) -> int:
     found, held_path = checked(path), path.with_name(HELD_FILE)
     if found.behind:
         HeldFile(held_path).tidy({**lines_behind(path, found),
-                                  **read_held(held_path, found.count)})
+                                  **read_held(held_path, found.num_queries)})
     if path.is_file() and path.stat().st_size > found.good_bytes:
         os.truncate(path, found.good_bytes)
-    return found.count
+        forget()  # the same size may be reached again before the clock of files goes on
+    return found.num_queries
 
 
 def write_errors(path: Path, errors: Sequence[RequestError], labels: Sequence[str] = ()) -> None:
@@ -274,8 +275,8 @@ def read_held(path: Path, first_index: int) -> dict[int, str]:
             spool = spool_of(path.parent)
             for text in file:
                 line = told(text, spool) if text.endswith(b"\n") else None
-                if line is not None and line.index >= first_index:
-                    held[line.index] = text.decode().removesuffix("\n")
+                if line is not None and line.query >= first_index:
+                    held[line.query] = text.decode().removesuffix("\n")
     except FileNotFoundError:
         pass
     return held

@@ -132,3 +132,11 @@ def test_results_that_cannot_be_written_are_refused(
     (folder / "deep.csv").mkdir()
     message = refusal(folder, "b.csv", f"results: {said}")
     assert all(word in message for word in words), message
+
+
+def test_formulas_are_quoted_in_text_tables_alone(folder: Path) -> None:
+    path = folder / "job.yaml"
+    path.write_text(JOB.replace("PLACE", "b.csv") + "  max_tokens: 9\nquote_formulas: true\n")
+    assert load_job(path).quote_formulas
+    for place, said in (("b.csv", "results: x.parquet"), ("a.jsonl", "results: off")):
+        assert "quote_formulas" in refusal(folder, place, f"{said}\nquote_formulas: true")

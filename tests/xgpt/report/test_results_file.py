@@ -277,3 +277,30 @@ def test_moments_are_of_one_zone(tmp_path: Path) -> None:
     pq.write_table(pa.table({"prompt": ["x"], "at": [[moment]]}), tmp_path / "in.parquet")
     write_results(ran(tmp_path / "out", tmp_path / "in.parquet"), tmp_path / "r.jsonl")
     assert table(tmp_path / "r.jsonl")[0]["at"] == ["2026-03-01T12:00:00+00:00"]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_what_is_no_number_is_null_in_json(tmp_path: Path, suffix: str) -> None:
+    nan, inf = float("nan"), float("inf")
+    path = tmp_path / f"in.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.table({"prompt": ["x"], "score": [nan], "all": [[1.5, -inf, nan]]}), path)
+    else:
+        path.write_text(json.dumps({"prompt": "x", "score": nan, "all": [1.5, -inf, nan]}) + "\n")
+    write_results(ran(tmp_path / "out", path), tmp_path / "r.jsonl")
+    assert carried(table(tmp_path / "r.jsonl")) == [{"score": None, "all": [1.5, None, None]}]
+
+
+@pytest.mark.parametrize("name", ["r.csv", "r.tsv"])
+def test_texts_that_a_spreadsheet_would_compute_can_be_quoted(tmp_path: Path, name: str) -> None:
+    texts = ["=1+1", "+x", "-2+3", "@sum", "\tx", "\rx", "-1.5", "+7", "a=b", ""]
+    (tmp_path / "in.jsonl").write_text("".join(
+        json.dumps({"prompt": "x", "=say": text, "number": -1.5}) + "\n" for text in texts))
+    output = ran(tmp_path / "out", tmp_path / "in.jsonl", carry=("=say", "number"))
+    write_results(output, tmp_path / name, quote_formulas=True)
+    rows = table(tmp_path / name)
+    assert [row["'=say"] for row in rows] == [
+        "'=1+1", "'+x", "'-2+3", "'@sum", "'\tx", "'\rx", "-1.5", "+7", "a=b", ""]
+    assert {row["number"] for row in rows} == {"-1.5"}
+    write_results(output, tmp_path / name)
+    assert [row["=say"] for row in table(tmp_path / name)] == texts

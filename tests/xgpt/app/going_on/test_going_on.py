@@ -244,3 +244,33 @@ def test_entries_that_cannot_be_used_are_told_before_anything_is_planned(
     said = " ".join(capsys.readouterr().err.split())
     assert f"1 of {COUNT + 1} entries cannot be used, the first in line {COUNT + 1}: not JSON" in (
         said)
+
+
+@pytest.mark.parametrize("content", [None, b"\0\xff{]\n"])
+@pytest.mark.parametrize("lost", [
+    ("metrics.json", "steps.jsonl", "progress.json"), ("metrics.json", "schedule.json"),
+    ("metrics.json", "steps.jsonl", "schedule.json", "measured.json", "progress.json",
+     "job.json", "report.html", HELD_FILE)])
+def test_other_files_than_the_results_do_not_decide_whether_a_job_is_done(
+        folder: Path, run: Run, lost: tuple[str, ...], content: bytes | None) -> None:
+    run()
+    out = folder / "out"
+    results = (out / "results.jsonl").read_bytes()
+    for name in lost:
+        (out / name).unlink(missing_ok=True)
+        if content is not None:
+            (out / name).write_bytes(content)
+    metrics = run(ranks_work=False)
+    assert metrics["status"] == "done" and metrics["queries"] == COUNT
+    assert (out / "results.jsonl").read_bytes() == results and not list(out.glob("results-*"))
+
+
+def test_requests_of_which_none_can_run_are_refused_before_anything_is_measured(
+        folder: Path) -> None:
+    (folder / "requests.jsonl").write_text(
+        '{"tokens": [97]}\n{"tokens": [1], "forced_tokens": 999}\n{"id": "x"}\n')
+    with pytest.raises(InputError, match="holds no request that can run") as refused:
+        opened(folder)
+    said = str(refused.value)
+    assert "line 1: token 97" in said and "line 2: forced_tokens 999" in said and "line 3" in said
+    assert not list((folder / "out").iterdir())
