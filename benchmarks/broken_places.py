@@ -140,7 +140,7 @@ PLACES = (
           "silent = [one for one in seen if now - one.changed_s > limit_s]", "silent = []",
           "tests/xgpt/app/test_stall.py"),
     Place("hangs", "who waits for a silent rank is told a time left", "xgpt/app/stall.py",
-          "    return any(age_s(state) > SILENT_S for state in states)", "    return False",
+          "    return (oldest_s(states) or 0.0) > SILENT_S", "    return False",
           "tests/xgpt/app/test_live.py::test_who_waits_for_a_silent_rank_has_no_time_left"),
     Place("deaths", "ranks do not end with their launcher", "xgpt/core/lifeline.py",
           "    end_with_launcher()\n    sys.excepthook", "    sys.excepthook",

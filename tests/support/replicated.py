@@ -75,7 +75,8 @@ class Job:
             prepare: Callable[[Head, ToReplicas], None] = lambda head, others: None,
             ) -> dict[int, StageExecutor]:
         """Every rank's executor. `comms`: of ranks that ran before. `slow`: one of two replicas,
-        each step of which takes as long as all that the other has to do. `prepare`: rank 0's head, before it starts."""
+        each step of which takes as long as all that the other has to do. `prepare`: rank 0's head,
+        before it starts."""
         ranks = self.estimate.num_devices
         comms = comms or local_comms(ranks)
         executors = {

@@ -100,6 +100,7 @@ def test_one_planner_answers_for_many_bounds_and_for_problems_like_its_own() -> 
     rates = [schedule.estimate.figures.throughput_qps for schedule in schedules]
     assert rates[0] < rates[1] and [s.bound.limit_s for s in schedules] == [4.0, 12.0]
     relaxed = replace(problem, constraint=problem.constraint.with_latency(limit_s=4.0))
-    assert planner.of(relaxed) is planner.steady(4.0), "known already"
+    assert planner.of(relaxed).figures.throughput_qps >= (
+        planner.steady(4.0).figures.throughput_qps), "by copies of any sizes"
     fewer = replace(problem, cluster=catalog.cluster("a40-8"))
     assert planner.of(fewer).estimate.figures.throughput_qps > rates[1]

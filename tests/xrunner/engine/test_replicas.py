@@ -79,7 +79,7 @@ def test_a_replica_that_is_behind_leaves_its_queries_to_the_other(
     shares = [sum(r.replica == replica for r in sink.results) for replica in (0, 1)]
     assert shares[slow] < 20 < shares[1 - slow]
     back = {replica: sum(told.wanted for told in job.news[replica]) for replica in (0, 1)}
-    assert back[slow] > 0 and back[1 - slow] == 0, "some were given out, and not begun"
+    assert back[1 - slow] == 0, "nothing is taken back from who is ahead"
     for replica in (0, 1):
         assert run_steps(executors[replica]) == job.replayed_as_told(replica)
 
