@@ -157,7 +157,8 @@ def execute(opened: OpenedJob, timing: TimingSource, schedule: Schedule) -> dict
     StoppedEarly after a polite stop, XgptError if another run is writing in the folder."""
     # held from the first file to the last: what the ranks read must be what was written here
     output = opened.job.output
-    with troubles_told(output), output_lock(output) as lock, end_kept(output), troubles_told(output):
+    with (troubles_told(output), output_lock(output) as lock, end_kept(output),
+          troubles_told(output)):
         return execute_locked(opened, timing, schedule, lock)
 
 

@@ -52,9 +52,10 @@ def replay_table(estimate: Estimate, replay: ReplayFigures) -> str:
                      f"({_against(replay.closed_latency_s, replay.steady_latency_s)})")
         lines.append(("steady", text))
     preemptions = f"; {replay.preemptions} preemptions" if replay.preemptions else ""
+    held = replay.kv_peak_tokens / max(replay.kv_tokens, 1)
     lines += [("busy", _busy(replay.utilisation)),
               ("KV held", f"at most {replay.kv_peak_tokens} of {replay.kv_tokens} tokens "
-                          f"({percent(replay.kv_peak_tokens / max(replay.kv_tokens, 1))}){preemptions}")]
+                          f"({percent(held)}){preemptions}")]
     return "\n".join(fact(label, value) for label, value in lines)
 
 

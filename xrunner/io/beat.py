@@ -41,9 +41,9 @@ class ToldStep(NamedTuple):
 class RankState:
     """A rank `elapsed_s` after the run's common start. `busy_s`: of these at work on steps;
     `recent_share`: of the last second or so. `queries`: that have a place in its stage's caches.
-    `at_s`: when it told so, in seconds since 1970 (None: it was not heard); `told`: the step it was told last, and since
-    when it is at it (None: it has done that one). `steps`: the latest of each kind, of the second
-    or so up to `elapsed_s`, MOST_STEPS at most, for who watches how long they take."""
+    `at_s`: when it told so, in seconds since 1970 (None: not heard); `told`: the step it was told
+    last, and since when it is at it (None: it has done that one). `steps`: the latest of each kind,
+    of the second or so up to `elapsed_s`, MOST_STEPS at most, for who watches how long they take."""
 
     rank: int
     stage: int
