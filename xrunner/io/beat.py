@@ -43,7 +43,7 @@ class RankState:
     `recent_share`: of the last second or so. `queries`: that have a place in its stage's caches.
     `at_s`: when it told so, in seconds since 1970 (None: not heard); `told`: the step it was told
     last, and since when it is at it (None: it has done that one). `steps`: the latest of each kind,
-    of the second or so up to `elapsed_s`, MOST_STEPS at most, for who watches how long they take."""
+    of the second or so up to `elapsed_s`, MOST_STEPS at most, for who watches how long they are."""
 
     rank: int
     stage: int
