@@ -48,8 +48,8 @@ PLACES = (
           "xscheduler/alternatives.py",
           "if one.tight.limit is Limit.QUERIES]:", "if one.tight.limit is None]:",
           "tests/xgpt/cli/test_refusals.py::test_what_forbids_a_division_is_named"),
-    Place("package", "types are not in the distribution", "setup.cfg",
-          "xrunner = py.typed\n", "",
+    Place("package", "its version is not the library's", "setup.cfg",
+          "version = attr: xgpt.__version__", "version = 0.0.9",
           "tests/xrunner/ops/test_wheel.py::test_a_source_distribution_holds_csrc"),
     # answers that are wrong without a word
     Place("1 stored with fewer bits", "a method nobody knows is read as plain weights",
