@@ -23,7 +23,7 @@ from broken_places import PLACES, Place
 
 ROOT = Path(__file__).resolve().parent.parent
 _COPIED = ("xgpt", "xprofiler", "xrunner", "xscheduler", "xsimulator", "tests", "benchmarks",
-           "csrc", "docs", "jobs", "pyproject.toml", "setup.cfg", "README.md")
+           "csrc", "docs", "jobs", "pyproject.toml", "setup.cfg", "README.md", "LICENSE")
 _LIMIT_S = 400
 
 

@@ -24,6 +24,33 @@ _CHANGED = "tests/xgpt/app/going_on/test_changed_since.py::test_"
 _BROKEN_MODELS = "tests/xrunner/checkpoint/test_broken_models.py::test_"
 
 PLACES = (
+    # what commands say of a run, of copies, of a refusal; the package
+    Place("9 stops", "a run that is stopped as it starts is told as killed", "xgpt/app/messages.py",
+          '_ended(output, "stopped", of=("starting", "loading", "running"))', "pass",
+          "tests/xgpt/app/test_ends_of_runs.py::"
+          "test_a_run_that_is_stopped_as_it_starts_was_stopped"),
+    Place("9 stops", "a rank that was not heard was heard in 1970", "xgpt/app/stall.py",
+          "    return None if state.at_s is None else max(", "    return max(",
+          "tests/xgpt/app/test_ends_of_runs.py::"
+          "test_ranks_that_tell_nothing_any_more_were_not_heard_in_1970"),
+    Place("9 stops", "a run that starts is not found once its requests are gone",
+          "xgpt/app/place.py", "return own if is_there else None", "return None",
+          "tests/xgpt/app/test_ends_of_runs.py::"
+          "test_a_run_that_starts_needs_its_requests_no_more"),
+    Place("figures", "a head that is not there is asked for", "xsimulator/layer_times.py",
+          "if not self.has_head:", "if self.has_head is None:",
+          "tests/xsimulator/test_no_head.py::test_a_head_that_is_not_there_is_not_asked_for"),
+    Place("figures", "of unlike copies one kind is replayed", "xsimulator/replay/copies.py",
+          "    if not estimate.others:\n        alone", "    if estimate:\n        alone",
+          "tests/xgpt/app/test_unlike_copies_simulated.py::"
+          "test_all_copies_are_replayed_and_each_is_compared_with_its_own_formula"),
+    Place("figures", "a refusal for too few queries speaks of memory",
+          "xscheduler/alternatives.py",
+          "if one.tight.limit is Limit.QUERIES]:", "if one.tight.limit is None]:",
+          "tests/xgpt/cli/test_refusals.py::test_what_forbids_a_division_is_named"),
+    Place("package", "its version is not the library's", "setup.cfg",
+          "version = attr: xgpt.__version__", "version = 0.0.9",
+          "tests/xrunner/ops/test_wheel.py::test_a_source_distribution_holds_csrc"),
     # answers that are wrong without a word
     Place("1 stored with fewer bits", "a method nobody knows is read as plain weights",
           "xgpt/core/hf_quantised.py",

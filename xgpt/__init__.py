@@ -4,6 +4,7 @@ imported when they are used: `import xgpt` alone loads nothing."""
 from importlib import import_module
 from typing import Any
 
+__version__ = "0.1.0"  # of the distribution, too (setup.cfg)
 _LIBRARY = "xgpt.app.library"
 __all__ = ["load", "plan", "run", "simulate", "sweep", "write_report"]  # noqa: F822
 

@@ -4,3 +4,5 @@ from xgpt.app.library import run as run
 from xgpt.app.library import simulate as simulate
 from xgpt.app.library import sweep as sweep
 from xgpt.app.library import write_report as write_report
+
+__version__: str

@@ -17,6 +17,7 @@ from xgpt.core.units import format_bytes, format_seconds, seconds_up
 from xscheduler.admissible import Limit
 from xscheduler.branch_and_bound import Candidate
 from xscheduler.spaces.space import Searched, Space, Tight, words_of
+from xsimulator.memory import least_weight_bytes
 
 # how the rows are labelled
 POLICY_ROW, DEGREE_ROW = "policy ", "tp_degree "
@@ -172,6 +173,10 @@ class _Easy(NamedTuple):
     space: Space
     tight: Tight
 
+    @property
+    def estimate(self) -> Estimate:
+        return self.space.estimate(self.tight.plan, self.tight.point)
+
 
 def explain(spaces: Sequence[Space], latency_bound_s: float, *, is_proved: bool) -> InfeasibleError:
     """The error to raise: the binding constraint, the tightest latency and who reaches it."""
@@ -185,7 +190,7 @@ def explain(spaces: Sequence[Space], latency_bound_s: float, *, is_proved: bool)
         return InfeasibleError(_without_room(easy))
     best = min(with_room, key=lambda one: (one.tight.latency_s, one.tight.point))
     space, tight = best
-    problem, estimate = space.problem, space.estimate(tight.plan, tight.point)
+    problem, estimate = space.problem, best.estimate
     longest = problem.lengths.outputs.quantile(problem.constraint.quantile)
     start = "no schedule satisfies" if is_proved else "the search's limit came before any that met"
     crowded = min((one.tight.latency_s for one in easy if one.tight.limit is Limit.MEMORY),
@@ -222,16 +227,38 @@ def _without_room(easy: Sequence[_Easy]) -> str:
         beyond = one.space.beyond(one.tight)
         return ("no schedule: the profile was measured for smaller sizes than this job's, and "
                 f"says nothing beyond 4 times as much{beyond}; measure one for this job")
-    estimates = [one.space.estimate(one.tight.plan, one.tight.point) for one in _one_a_plan(easy)]
-    if limits == {Limit.QUERIES}:
-        present = min(one.space.present(one.tight) for one in easy)
-        return (f"no schedule: the job has {problem.num_queries} queries, and the fixed "
-                f"values keep {present:.0f} present at a time")
-    held = min(max(estimate.figures.memory_bytes) for estimate in estimates)
-    return (f"no schedule: there is too little memory. {problem.model.name} needs at least "
-            f"{format_bytes(held)} on its fullest device, of which "
-            f"{format_bytes(estimates[0].figures.memory_capacity_bytes)} can be used; it takes "
-            f"{_smaller_fixed(problem)}more devices, or a smaller model, dtype or maximum output")
+    if roomy := [one for one in easy if one.tight.limit is Limit.QUERIES]:
+        present, one = min(((one.space.present(one.tight), one) for one in roomy),
+                           key=lambda pair: (pair[0], pair[1].tight.point))
+        return (f"no schedule: the job has {problem.num_queries} queries, and the fewest that are "
+                f"present at a time are {present:.0f}, {_by(one)}")
+    return _too_large(easy)
+
+
+def _too_large(easy: Sequence[_Easy]) -> str:
+    """What the least memory is needed for, or why it has no room though all devices have enough."""
+    held, one = min(((max(one.estimate.figures.memory_bytes), one) for one in _one_a_plan(easy)),
+                    key=lambda pair: pair[0])
+    problem, estimate = one.space.problem, one.estimate
+    pools, room = estimate.deployment.pools, estimate.figures.memory_capacity_bytes
+    rank = estimate.figures.memory_bytes.index(held)
+    fullest = next(pool for pool in pools if any(rank in stage.ranks for stage in pool.stages))
+    what = "there is too little memory"
+    if len(pools) > 1:  # each of which holds all of the weights
+        each, total = least_weight_bytes(problem), problem.cluster.num_devices * room
+        what = (f"{what}: each of {len(pools)} pools holds all weights, {format_bytes(each)}, and "
+                f"all devices have {format_bytes(total)}") if len(pools) * each > total else (
+            f"no division of the devices fits: {fullest.num_devices} of "
+            f"{problem.cluster.num_devices} {fullest.role}, and hold all of the weights")
+    return (f"no schedule: {what}. {problem.model.name} needs at least {format_bytes(held)} on its "
+            f"fullest device, of which {format_bytes(room)} can be used, {_by(one)}; it takes "
+            f"{_smaller_fixed(problem)}{'another policy, ' * (len(pools) > 1)}more devices, or a "
+            "smaller model, dtype or maximum output")
+
+
+def _by(one: _Easy) -> str:
+    """By what a figure is, so that `xgpt simulate` can be asked for it."""
+    return f"by policy {one.space.name}, {words_of(one.space, one.tight.plan, one.tight.point)}"
 
 
 def _smaller_fixed(problem: Problem) -> str:
@@ -245,8 +272,7 @@ def _too_slow(slow: Sequence[_Easy], constraint: Constraint) -> str:
     """What binds where even easy configurations break the bounds on the tokens' pace."""
     quickest = {(one.space.name, one.tight.plan): one for one in sorted(
         slow, key=lambda one: (-one.tight.latency_s, one.tight.point))}
-    estimates = [one.space.estimate(one.tight.plan, one.tight.point)
-                 for one in (*quickest.values(), *_one_a_plan(slow))]
+    estimates = [one.estimate for one in (*quickest.values(), *_one_a_plan(slow))]
     metrics: tuple[Metric, ...] = ("ttft", "tpot")
     for metric in metrics:
         least_s = min(getattr(estimate.figures, f"{metric}_s") for estimate in estimates)

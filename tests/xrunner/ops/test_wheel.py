@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from compilers import has_compiler
 
+import xgpt
 from xrunner.ops import native
 from xrunner.ops.build import LIBRARY
 
@@ -134,5 +135,27 @@ def test_a_source_distribution_holds_csrc(tree: Path) -> None:
                    capture_output=True)
     (archive,) = (tree / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as packed:
-        names = {Path(name).name for name in packed.getnames() if "/csrc/" in name}
-    assert {p.name for p in ROOT.glob("csrc/*.[ch]*")} <= names
+        places = {name.partition("/")[2] for name in packed.getnames()}
+        told = packed.extractfile(f"xgpt-{xgpt.__version__}/PKG-INFO")
+        assert told is not None
+        metadata = told.read().decode()
+    assert {str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/*.[ch]*")} <= places
+    assert {f"{package}/py.typed" for package in PARTS[5:]} <= places, "their types are told"
+    for pattern in ("xgpt/core/catalog/*.yaml", "xgpt/report/*.j2"):
+        assert {str(path.relative_to(ROOT)) for path in ROOT.glob(pattern)} <= places
+    assert f"\nVersion: {xgpt.__version__}\n" in metadata
+    assert "\nClassifier: Typing :: Typed\n" in metadata
+    assert "accelerate" not in metadata, "nothing imports it"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_compiler(), reason="no compiler")
+@pytest.mark.skipif(shutil.which("auditwheel") is None, reason="no auditwheel")
+def test_an_index_accepts_the_wheel(tree: Path, tmp_path: Path) -> None:
+    """A library of this machine alone, linux_x86_64, is refused by indexes."""
+    wheel = built_wheel(tree)
+    subprocess.run(["auditwheel", "repair", "--wheel-dir", str(tmp_path / "fixed"), str(wheel)],
+                   check=True, timeout=100, capture_output=True)
+    (fixed,) = (tmp_path / "fixed").glob("*-py3-none-manylinux_*.whl")
+    words, _ = said_by(installed(fixed, tmp_path / "target"), tmp_path)
+    assert words.endswith(", as installed"), "its library serves as it did"
