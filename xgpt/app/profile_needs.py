@@ -55,6 +55,8 @@ def needs_of(problem: Problem, kv_layout: str = "auto") -> Needs:
 def own_sizes(problem: Problem, usual: Needs) -> Needs:
     """The sizes of the job itself; `usual` where it does not say how many queries it has."""
     lengths, count = problem.lengths, problem.num_queries
+    if any(problem.fixed.value_of(name) for name in ("encode_batch", "max_active")):
+        count = None  # it is planned for as many as these keep present, which may be more
     inputs = lengths.inputs.max
     return Needs(
         input_tokens=inputs,

@@ -46,7 +46,8 @@ class ChatTemplate:
                 **self._special_tokens, "documents": None, **(options or {}),
                 "messages": watched, "tools": tools, "add_generation_prompt": True})
         except Exception as cause:  # a template's, which raises as it likes
-            raise ValueError(f"chat template: {cause}") from None
+            said = str(cause).replace(f"'{__name__}.{_Watched.__name__} object'", "a message")
+            raise ValueError(f"chat template: {said}") from None
         if tools and "tools" not in self._variables:
             left_out.append("tools")
         read.update(_implied(messages, read))
