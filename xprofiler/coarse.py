@@ -18,7 +18,6 @@ from xprofiler.profile import Profile
 from xprofiler.timing import Operator, TimingSource
 
 START_S = 1.5  # of ranks that measure, which import torch
-COARSE_S = 1.6  # about what measuring the least takes (SmolLM2-135M on two cores of an EPYC)
 _TOGETHER = 4  # inputs of one step, where a query's share of attention is taken
 # Of what is left, the first: sizes between those of decode steps, then of rows, then of inputs.
 _WORTH = (Kind.DECODE, Kind.CROSS, Kind.REST, Kind.ENCODE, Kind.ENCODER, Kind.COMPACTION)

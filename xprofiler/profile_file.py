@@ -13,16 +13,8 @@ from xprofiler.profile import LearnedSteps, Peaks, Profile, ProfileMetadata, Sam
 from xprofiler.timing import Operator
 from xprofiler.verdict import judge
 
-# What each version of the format brought.
-SCHEMA_HISTORY = {
-    2: "tables by tensor-parallel degree and link (`layer_rest tp=2`); metadata of libraries, "
-       "sampling, padding and origin; the model's shape and the device's peaks; refused degrees; "
-       "seconds spent; y of encode_attention",
-    3: "of a point, where they are known: its date, and the share of the machine that was "
-       "missing, and how often it was measured anew; what runs took since",
-    4: "decode_rest: the layers of decode steps that a GPU takes captured, beside layer_rest",
-    5: "what ranks took to start and to end"}
-PROFILE_VERSION = max(SCHEMA_HISTORY)
+PROFILE_VERSIONS = range(2, 6)  # that are read; the last is written
+PROFILE_VERSION = PROFILE_VERSIONS[-1]
 
 # name -> (x, y) in words; every value is in seconds
 AXES = {
@@ -73,8 +65,8 @@ def load_profile(path: Path) -> Profile:
     if not isinstance(raw, dict):
         raise _bad(path, [("", type(raw).__name__, "a profile is a JSON object")])
     version = raw.get("version")
-    if type(version) is not int or version not in SCHEMA_HISTORY:
-        known = ", ".join(str(v) for v in SCHEMA_HISTORY)
+    if type(version) is not int or version not in PROFILE_VERSIONS:
+        known = ", ".join(str(v) for v in PROFILE_VERSIONS)
         raise _bad(path, [("version", version, f"this xgpt reads versions {known}")])
     faults: Faults = []
     metadata = _metadata(raw.get("metadata"), faults)

@@ -112,22 +112,6 @@ def intervals(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray, grou
     return Intervals(*columns)
 
 
-def mean_interval_s(steps_s: FloatArray, rows: IntArray, kind_of: Sequence[int]) -> float:
-    """The same where it is known which step each group takes, in rounds that come over and over:
-    `steps_s` [steps, kinds] at rows [rounds, groups], of no more groups than stages."""
-    (rounds, groups), kinds, (count, _) = rows.shape, np.array(kind_of), steps_s.shape
-    assert groups <= len(kinds), f"{groups = } {len(kinds) = }"
-    places = np.full((1, WARM_UP_ROUNDS + rounds + 1, len(kinds)), EMPTY)
-    turn = (np.arange(places.shape[1]) - WARM_UP_ROUNDS) % rounds
-    places[0, :, :groups] = (rows[turn] + 0.5) / count
-    table = np.concatenate([steps_s, np.zeros((2, steps_s.shape[1]))])[..., None]
-    summed = _in_numpy if (library := native()) is None else library.rounds
-    (total, _, _), _ = summed(np.ascontiguousarray(table), places, np.zeros(1, np.int64),
-                              np.ones(1), kinds, warm_up=WARM_UP_ROUNDS, alternates=False)
-    mean_s: float = float(total[0]) / (rounds * groups)
-    return mean_s
-
-
 def _seldom(plain_s: FloatArray, encode_s: FloatArray, share: FloatArray, groups: IntArray,
             kinds: IntArray, alternates: bool) -> Intervals:
     """As `_rounds`; where few of the sequence's steps would encode, what they add is in
