@@ -176,6 +176,7 @@ def test_a_failing_line_of_the_prologue_ends_the_job_and_is_named(slurm: Cluster
     assert "submit" not in log_of(job, job_id) and num_lines(job) == 0
 
 
+@pytest.mark.slow  # beside other tests what it waits for may be told twice before it looks
 def test_who_waits_for_another_that_measures_is_not_requeued_for_ever(
         slurm: Cluster, make_job: Make, tmp_path: Path) -> None:
     job = make_job(queries=toys.random_queries(600, seed=7), slurm=(
