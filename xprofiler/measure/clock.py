@@ -61,14 +61,13 @@ def clock_of(device: torch.device) -> Clock:
     return CudaClock() if device.type == "cuda" else CpuClock()
 
 
-def measure_peaks(dtype: torch.dtype, device: torch.device, *, is_brief: bool = False) -> Peaks:
+def measure_peaks(dtype: torch.dtype, device: torch.device) -> Peaks:
     """What one rank's device does at most while all ranks are at work: the best of a few rounds,
-    since a peak is what the device can do, not what it usually does. `is_brief`: an eighth of the
-    product and a quarter of the bytes, which another program is less likely to cut in two."""
-    side = _SIDE * (_CUDA_SCALE if device.type == "cuda" else 1) // (2 if is_brief else 1)
+    since a peak is what the device can do, not what it usually does."""
+    side = _SIDE * (_CUDA_SCALE if device.type == "cuda" else 1)
     matrix = torch.randn(side, side, device=device).to(dtype)
     product_s = _best_s(lambda: matrix @ matrix, device)
-    count = _BYTES * (_CUDA_SCALE if device.type == "cuda" else 1) // (16 if is_brief else 4)
+    count = _BYTES * (_CUDA_SCALE if device.type == "cuda" else 1) // 4
     source = torch.ones(count, device=device)
     read_s = _best_s(lambda: source.sum(), device)
     return Peaks(flops_per_s=2 * side**3 / product_s, bandwidth_bytes_per_s=4 * count / read_s,
