@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
+from xgpt.core.problem import Problem
+
 
 class Division(NamedTuple):
     """Sizes of the parts, the largest first, and what they bring together."""
@@ -41,6 +43,24 @@ def best_unequal(worth: Mapping[int, float], devices: int,
         if left >= 0 and (rest := rests[left]) is not None:
             found.append(_with(_with(rest, small, worth), large, worth))
     return _better(found)
+
+
+def division_of(problem: Problem, worth: Mapping[int, float]) -> Division | None:
+    """The best division of a cluster into copies, alike or not, each on some devices of a node or
+    on whole nodes; None where there is none. worth: of a copy on so many devices."""
+    cluster, copies = problem.cluster, problem.fixed.replicas
+    each, nodes = cluster.devices_per_node, cluster.num_nodes
+    within = {size: own for size, own in worth.items() if size <= each}
+    if nodes == 1:
+        return best_division(within, each, copies)
+    node = best_division(within, each)
+    over = {size // each: own for size, own in worth.items() if size > each}
+    whole = best_division({**over, 1: node.worth if node is not None else 0.0}, nodes)
+    if whole is None:
+        return None
+    inside = node.sizes if node is not None else ()
+    return Division(whole.worth, tuple(size for count in whole.sizes for size in (
+        inside if count == 1 else (count * each,))))
 
 
 def _of_rooms(worth: Mapping[int, float], devices: int,

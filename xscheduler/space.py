@@ -1,0 +1,211 @@
+"""What is searched: cells, each a number of copies of the model on so many devices, a policy and a
+tensor plan; and the points of a cell, with what a rough formula says of them.
+
+A replay of a point tells by which factor the formula is off there; at others it is taken to be off
+by as much as at the points nearest to them that were replayed, or as the policy was elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.core.lengths import BoolArray, FloatArray, IntArray
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
+from xsimulator.memory import capacity_bytes
+from xsimulator.replay.steady import SteadyFigures
+from xsimulator.rough.figures import Formula, Rough
+
+Point = tuple[int, ...]
+NEAR = 0.2  # chosen: of a logarithm, how far a replay tells what the formula is off by
+PRIOR = 1e-3  # chosen: weight of what it is off by elsewhere, beside 1 of a replay at the point
+HOPE = 0.04  # chosen: by so much may a cell be better than is expected of it before a replay
+LATENCY_OFF = 0.15  # chosen: by so much shorter may a latency be
+NOTHING = 0.003  # chosen: what is expected to bring no more is not replayed
+CAUTION = 0.004  # chosen: of the latency bound, for each replay that broke it
+FINE = (-0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75)  # chosen: of a step of the grid, around a point
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a configuration has to keep, in seconds, each divided by its margin already."""
+
+    latency_s: float = math.inf
+    ttft_s: float = math.inf
+    tpot_s: float = math.inf
+
+    def are_kept(self, figures: SteadyFigures) -> bool:
+        """Whether a replay kept them; a length that no query had breaks none."""
+        return not (figures.latency_s > self.latency_s or figures.ttft_s > self.ttft_s
+                    or figures.tpot_s > self.tpot_s)
+
+
+    def are_kept_by(self, found: Replayed) -> bool:
+        """Whether a replay found a steady state that keeps them."""
+        return found.figures is not None and self.are_kept(found.figures)
+
+
+class Replayed(NamedTuple):
+    """What a replay of a point showed (None: no steady state, or sizes that nobody timed)."""
+
+    estimate: Estimate
+    figures: SteadyFigures | None
+    queries: int
+
+    @property
+    def throughput_qps(self) -> float:
+        """Of one copy."""
+        return 0.0 if self.figures is None else self.figures.throughput_qps
+
+
+class Expected(NamedTuple):
+    """Queries/s of all copies at a point (None: there is none), and whether a replay says so."""
+
+    throughput_qps: float = 0.0
+    point: Point | None = None
+    is_replayed: bool = False
+
+
+class Off(NamedTuple):
+    """Natural logarithms of what a replay showed over what the formula said."""
+
+    throughput: float = 0.0
+    latency: float = 0.0
+
+
+@dataclass(eq=False)
+class Cell:
+    """The points of one policy by one tensor plan. `problem`: that of one of its copies."""
+
+    problem: Problem
+    formula: Formula
+    plan: tuple[int, int]
+    replayed: dict[Point, Replayed] = field(default_factory=dict)
+    off: dict[Point, Off] = field(default_factory=dict)
+    is_coarse: bool = True  # the points between those of the grid were not looked at
+    misses: int = 0  # replays that came out too slow where they were expected to be in time
+
+    @property
+    def policy(self) -> str:
+        return self.formula.policy
+
+    @property
+    def copies(self) -> int:
+        return self.problem.copies
+
+    @cached_property
+    def points(self) -> IntArray:
+        """[points, variables] all over the cell, those that have room."""
+        return self._grid[0]
+
+    @cached_property
+    def rough(self) -> Rough:
+        """The formula's figures of `points`."""
+        return self._grid[1]
+
+    @cached_property
+    def _grid(self) -> tuple[IntArray, Rough]:
+        return self._with_room(self.formula.points(self.plan))
+
+    def _with_room(self, points: IntArray) -> tuple[IntArray, Rough]:
+        rough = self.formula.rough(self.plan, points)
+        most = self.problem.num_queries or math.inf
+        fits: BoolArray = ((rough.memory_bytes <= capacity_bytes(self.problem.cluster.device))
+                           & (rough.throughput_qps > 0) & (rough.present <= most + 0.5))
+        return points[fits], Rough(**{name: getattr(rough, name)[fits]
+                                      for name in Rough.__slots__})
+
+    def expected(self, limits: Limits, usual: Off) -> Expected:
+        """The best that keeps the limits, for all that is known, of all copies; usual: what the
+        formula is off by where nothing of this cell was replayed."""
+        own = self.best_replayed(limits)
+        most_s = limits.latency_s if self.off else limits.latency_s * (1 + LATENCY_OFF)
+        # what came out too slow where it was expected to be in time, is not tried as closely again
+        most_s *= 1 - CAUTION * self.misses
+        best = self._best_of(self.points, self.rough, most_s, limits, usual)
+        if best is None:
+            return own
+        found = self._value(self.points, self.rough, best, usual)
+        if not self.off and self.is_coarse:
+            return found
+        points, rough = self._with_room(self._around(self.points[best]))
+        fine = self._best_of(points, rough, most_s, limits, usual)
+        if fine is not None:
+            found = max(found, self._value(points, rough, fine, usual))
+        return found if found.throughput_qps > own.throughput_qps * (1 + NOTHING) else own
+
+    def best_replayed(self, limits: Limits) -> Expected:
+        """The best of the points that were replayed, of all copies."""
+        return max((Expected(self.copies * one.throughput_qps, point, True)
+                    for point, one in self.replayed.items()
+                    if one.figures is not None and limits.are_kept(one.figures)),
+                   default=Expected())
+
+    def _value(self, points: IntArray, rough: Rough, row: int, usual: Off) -> Expected:
+        off = self._off_at(points[row:row + 1], usual)[0, 0]
+        qps = float(rough.throughput_qps[row] * np.exp(off)) * (1 if self.off else 1 + HOPE)
+        point: Point = tuple(points[row].tolist())
+        return Expected() if point in self.replayed else Expected(self.copies * qps, point)
+
+    def _best_of(self, points: IntArray, rough: Rough, most_s: float, limits: Limits,
+                 usual: Off) -> int | None:
+        if not len(points):
+            return None
+        off = np.exp(self._off_at(points, usual))
+        is_slow = ((rough.latency_s * off[:, 1] > most_s) | (rough.ttft_s > limits.ttft_s))
+        for point in self.replayed:
+            is_slow |= (points == point).all(axis=1)
+        qps = np.where(is_slow, 0.0, rough.throughput_qps * off[:, 0])
+        best = int(np.argmax(qps))
+        return best if qps[best] > 0 else None
+
+    def _off_at(self, points: IntArray, usual: Off) -> FloatArray:
+        """[points, 2] logarithms of (throughput, latency) over the formula's."""
+        known = np.array([usual, *self.off.values()])
+        if not self.off:
+            return np.broadcast_to(known, (len(points), 2))
+        where = np.log1p(np.array(list(self.off), float))
+        apart = np.abs(np.log1p(points.astype(float))[:, None] - where).sum(axis=2)
+        weights = np.concatenate([np.full((len(points), 1), PRIOR), np.exp(-apart / NEAR)], axis=1)
+        return np.asarray(weights @ known / weights.sum(axis=1)[:, None])
+
+    def _around(self, point: IntArray) -> IntArray:
+        """Points between one of the grid and its neighbours, along each variable and pairs."""
+        own: list[list[int]] = []
+        for column, value in zip(self.points.T, point.tolist(), strict=True):
+            others = np.unique(column)
+            if len(others) < 2 or value == 0:
+                own.append([value])
+                continue
+            at = int(np.searchsorted(others, value))
+            low, high = others[max(at - 1, 0)], others[min(at + 1, len(others) - 1)]
+            low = max(int(low), 1)
+            between = {round(value * (high / value) ** share) if share > 0 else
+                       round(value * (value / low) ** share) for share in FINE}
+            own.append(sorted({value, *between}))
+        return np.stack(np.meshgrid(*own, indexing="ij"), axis=-1).reshape(-1, len(own))
+
+    def note(self, point: Point, found: Replayed) -> None:
+        """Keeps what a replay showed, and what the formula is off by."""
+        self.replayed[point] = found
+        rough, figures = found.estimate.figures, found.figures
+        if figures is None or figures.throughput_qps <= 0:
+            self.off[point] = Off(-5.0, 0.0)
+            return
+        latency = figures.latency_s / rough.latency_s if figures.latency_s > 0 else 1.0
+        self.off[point] = Off(math.log(figures.throughput_qps / rough.throughput_qps),
+                              math.log(latency))
+
+
+def usual_off(cells: list[Cell]) -> Mapping[str, Off]:
+    """By policy, what its formula was off by in the mean."""
+    found: dict[str, list[Off]] = {}
+    for cell in cells:
+        found.setdefault(cell.policy, []).extend(
+            one for one in cell.off.values() if one.throughput > -1)
+    return {name: Off(*np.mean(own, axis=0).tolist()) for name, own in found.items() if own}

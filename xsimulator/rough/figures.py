@@ -1,0 +1,84 @@
+"""What a rough formula says of many configurations, and the Estimate of one of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from xgpt.core.controls import Controls
+from xgpt.core.deployment import Deployment
+from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate, Figures
+from xprofiler.timing import TimingSource
+from xsimulator import memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rough:
+    """[configs] figures, within some 15 % of a replay's: they order candidates.
+
+    `decode_batch`: queries active at the first decode iteration after an encoding. `present`: those
+    from the start of their encoding to their last token. Seconds are infinite for sizes that the timing
+    source refuses."""
+
+    throughput_qps: FloatArray
+    latency_s: FloatArray
+    ttft_s: FloatArray
+    encode_s: FloatArray
+    iteration_s: FloatArray
+    period_s: FloatArray
+    decode_batch: FloatArray
+    present: FloatArray
+    kv_tokens: FloatArray
+    memory_bytes: FloatArray
+
+    def of(self, row: int) -> dict[str, float]:
+        """Those of one configuration, by name."""
+        return {name: float(getattr(self, name)[row]) for name in self.__slots__}
+
+
+class Formula(Protocol):
+    """What one policy does on the devices of one problem. A point has a value of each of the
+    policy's control variables, in the order of its row."""
+
+    problem: Problem
+    policy: str
+
+    def plans(self) -> list[tuple[int, int]]:
+        """The (tp_degree, tp_gpus) that can be laid out."""
+
+    def points(self, plan: tuple[int, int]) -> IntArray:
+        """[points, variables] configurations all over what memory and the job allow."""
+
+    def rough(self, plan: tuple[int, int], points: IntArray) -> Rough:
+        """The figures of many configurations of one tensor plan."""
+
+    def estimate(self, plan: tuple[int, int], point: tuple[int, ...]) -> Estimate:
+        """What is executed of one configuration, with its rough figures."""
+
+
+def assembled(problem: Problem, timing: TimingSource, controls: Controls, deployment: Deployment,
+              found: dict[str, float], held_bytes: FloatArray, *, encode_batch: float,
+              decode_iterations: float, notes: tuple[str, ...] = ()) -> Estimate:
+    """The Estimate of one configuration. held_bytes: [stages] on each rank of a stage."""
+    by_rank = {rank: int(np.ceil(size)) for stage, size in zip(
+        deployment.stages, held_bytes, strict=True) for rank in stage.ranks}
+    capacity = memory.capacity_bytes(problem.cluster.device)
+    qps, outputs = found["throughput_qps"], problem.lengths.outputs
+    after = max(outputs.quantile(problem.constraint.quantile) - 1, 1)
+    figures: dict[str, Any] = {name: found[name] for name in (
+        "throughput_qps", "latency_s", "encode_s", "period_s", "ttft_s")}
+    if error := problem.input_error:
+        notes = (f"inputs: estimated from characters, which may be {error:.0%} off", *notes)
+    return Estimate(controls=controls, deployment=deployment, figures=Figures(
+        **figures, output_tokens_per_s=qps * outputs.mean, decode_batch=found["decode_batch"],
+        decode_iteration_s=found["iteration_s"],
+        tpot_s=max(found["latency_s"] - found["ttft_s"], 0.0) / after,
+        encode_batch=max(round(encode_batch), 1),
+        decode_iterations=max(round(decode_iterations), 1),
+        memory_bytes=tuple(by_rank[rank] for rank in sorted(by_rank)),
+        memory_capacity_bytes=capacity, fits=max(by_rank.values()) <= capacity),
+        notes=(f"times: {timing.provenance()}", *notes))

@@ -1,0 +1,378 @@
+"""About what policies do that encode and decode in one pool: RRA, ORCA, vLLM and Sarathi.
+
+Symbols: L = mean input, D = mean decode iterations, d = those of the latency bound's query, S = the
+pool's stages, G = groups that work in turn, n = queries a group decodes. By Little's law n D^-1 of
+them end, and as many begin, with each of a group's steps. A cycle is the time between two steps of
+a group: of the slowest stage G times, or the way through all stages, whichever is longer. All
+sizes are means: nothing is said of how they scatter.
+
+RRA (paper section 4.1): period = encoding of B_E queries + N_D cycles, whose rows fall as queries
+end; latency(d) = (c(d) - 1) periods + encoding + the cycles of its last phase. In chunks: B_E / N_D
+queries are encoded in each cycle, beside decoding."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.core.controls import ContinuousControls, Controls, EvenBatches, RraControls
+from xgpt.core.deployment import Deployment, Pool
+from xgpt.core.errors import InputError
+from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
+from xprofiler.timing import TimingSource
+from xrunner.rules.batch_sizer import share_of
+from xrunner.rules.paged import BLOCK_TOKENS, WATERMARK
+from xsimulator import memory
+from xsimulator.plans import StagePlan, StagePlans
+from xsimulator.rough.figures import Rough, assembled
+from xsimulator.rough.held import Held
+from xsimulator.rough.pace import Pace, Seconds
+from xsimulator.rough.ranges import crossed, grid_of
+from xsimulator.rough.workload import Workload
+
+DEFAULT_TOKEN_BUDGET = 2048  # of one step; vLLM's default, and never less than the longest input
+PAGED_FULL = 0.95  # chosen: of its blocks, what queries present fill in the mean
+
+
+class LaidOut(NamedTuple):
+    """A pool with its paces and bytes."""
+
+    plan: StagePlan
+    pace: Pace
+    held: Held
+
+    @property
+    def stages(self) -> int:
+        return len(self.plan.stages)
+
+
+class OnePool(ABC):
+    """One policy on the devices of one problem."""
+
+    def __init__(self, policy: str, problem: Problem, timing: TimingSource, plans: StagePlans,
+                 workload: Workload) -> None:
+        self.policy, self.problem, self.timing = policy, problem, timing
+        self._plans, self._workload = plans, workload
+        self._capacity = memory.capacity_bytes(problem.cluster.device)
+        self._pool = cache(self._lay_out)
+
+    def can_lay_out(self, plan: tuple[int, int]) -> bool:
+        """Whether the devices can be divided so, and hold the weights."""
+        try:
+            pool = self._pool(*plan)
+        except InputError:
+            return False
+        return bool(pool.held.most_tokens(self._capacity, np.ones(1), np.ones(1))[0]
+                    >= self._workload.longest)
+
+    def _lay_out(self, tp_degree: int, tp_gpus: int) -> LaidOut:
+        plan = self._plans.both(tp_degree, tp_gpus)
+        return LaidOut(plan, Pace(plan.times, self._workload), Held(self.problem, plan))
+
+    def rough(self, plan: tuple[int, int], points: IntArray) -> Rough:
+        """See Formula."""
+        return self._rough(self._pool(*plan), points.astype(float))
+
+    def estimate(self, plan: tuple[int, int], point: tuple[int, ...]) -> Estimate:
+        """See Formula."""
+        pool = self._pool(*plan)
+        found = self._rough(pool, np.array([point], float)).of(0)
+        groups, sizes = self._groups(pool, point), self._step_sizes(pool, np.array([point], float))
+        deployment = Deployment(pools=(Pool(
+            name="all", role="both", stages=pool.plan.stages, num_groups=groups,
+            kv_tokens=int(found["kv_tokens"])),), tp_degree=plan[0], tp_gpus=plan[1])
+        controls, encode_batch, iterations = self._controls(point, groups, found)
+        return assembled(
+            self.problem, self.timing, controls, deployment, found,
+            pool.held.by_stage(found["kv_tokens"], *(float(own[0]) for own in sizes)),
+            encode_batch=encode_batch, decode_iterations=iterations)
+
+    def _most_queries(self) -> int:
+        return self.problem.num_queries or 1 << 20
+
+    @abstractmethod
+    def points(self, plan: tuple[int, int]) -> IntArray: ...
+
+    @abstractmethod
+    def _rough(self, pool: LaidOut, points: FloatArray) -> Rough: ...
+
+    @abstractmethod
+    def _groups(self, pool: LaidOut, point: tuple[int, ...]) -> int: ...
+
+    @abstractmethod
+    def _step_sizes(self, pool: LaidOut, points: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """[configs] (rows of the largest step, those whose next token is chosen)."""
+
+    @abstractmethod
+    def _controls(self, point: tuple[int, ...], groups: int, found: dict[str, float],
+                  ) -> tuple[Controls, float, float]:
+        """(what is executed, queries encoded together, iterations between two encodings)."""
+
+
+class Rra(OnePool):
+    """Points: encode_batch, decode_iterations, decode_micro_batches (0: one a stage),
+    encode_chunk."""
+
+    def points(self, plan: tuple[int, int]) -> IntArray:
+        """See Formula."""
+        pool, work, fixed = self._pool(*plan), self._workload, self.problem.fixed
+        room = pool.held.most_tokens(self._capacity, np.ones(1), np.ones(1))[0]
+        most = max(min(int(1.2 * room / (work.reserve_at_work * 1.0)), self._most_queries()), 1)
+        iterations = grid_of(work.most_iterations, fixed.value_of("decode_iterations"), 1.8)
+        batches = grid_of(most, fixed.value_of("encode_batch"), 1.5)
+        mean = work.inputs.mean
+        chunks = {0, *(max(round(mean * share), 1) for share in (0.06, 0.25, 1.0))}
+        if self.problem.model.is_encoder_decoder:
+            chunks = {0}
+        given = fixed.value_of("encode_chunk")
+        groups = fixed.value_of("decode_micro_batches") or 0
+        return crossed(batches, iterations, [groups],
+                       sorted(chunks) if given is None else [given])
+
+    def _groups(self, pool: LaidOut, point: tuple[int, ...]) -> int:
+        return int(point[2]) or pool.stages
+
+    def _rough(self, pool: LaidOut, points: FloatArray) -> Rough:
+        is_chunked = points[:, 3] > 0
+        if not is_chunked.any():
+            return self._whole(pool, points)
+        if is_chunked.all():
+            return self._chunked(pool, points)
+        whole, chunked = self._whole(pool, points[~is_chunked]), self._chunked(
+            pool, points[is_chunked])
+        columns = {}
+        for name in Rough.__slots__:
+            columns[name] = np.empty(len(points))
+            columns[name][~is_chunked] = getattr(whole, name)
+            columns[name][is_chunked] = getattr(chunked, name)
+        return Rough(**columns)
+
+    def _whole(self, pool: LaidOut, points: FloatArray) -> Rough:
+        work, batch, iterations, groups = self._workload, *self._columns(pool, points)
+        each, encodes = batch / groups, np.minimum(groups, batch)
+        encode_s = pool.pace.encode(batch * work.inputs.mean / encodes).cycle(encodes)
+        kinds, place = np.unique(iterations.astype(np.int64), return_inverse=True)
+        phases = [work.phase(int(own)) for own in kinds]
+        blocks = max(len(one.widths) for one in phases)
+        widths, active = np.zeros((2, len(kinds), blocks))
+        for row, one in enumerate(phases):
+            widths[row, :len(one.widths)] = one.widths
+            active[row, :len(one.widths)] = one.active
+        rows = active[place] * each[:, None]  # of a group, [configs, blocks]
+        # a group that is empty takes no step
+        busy = np.minimum(groups[:, None], np.maximum(rows * groups[:, None], 1e-9))
+        cycles = pool.pace.decode(np.maximum(rows, 1.0)).cycle(busy)
+        cycles = np.where(rows * groups[:, None] < 1, cycles * rows * groups[:, None], cycles)
+        spent = widths[place] * cycles
+        period_s = encode_s + spent.sum(axis=1)
+        seen = max(work.watched, 1)
+        before = np.ceil(seen / iterations) - 1
+        left = seen - before * iterations
+        ends = np.cumsum(widths[place], axis=1)
+        inside = np.clip(left[:, None] - (ends - widths[place]), 0.0, widths[place])
+        last_s = (inside * cycles).sum(axis=1) if work.watched else np.zeros(len(batch))
+        means = np.array([(one.mean_phases, one.reserved, one.reserved_variance, one.most_phases)
+                          for one in phases])[place].T
+        tokens = self._kv_tokens(each, groups, *means[1:])
+        return self._made(pool, points, batch / period_s, before * period_s + encode_s + last_s,
+                          encode_s, period_s, (period_s - encode_s) / iterations,
+                          batch * means[0], batch * (means[0] + 1 - work.decoding_share), tokens)
+
+    def _chunked(self, pool: LaidOut, points: FloatArray) -> Rough:
+        work, batch, iterations, groups = self._workload, *self._columns(pool, points)
+        rate = batch / iterations  # queries that begin in a cycle
+        rows, tokens = rate * work.iterations / groups, rate * work.inputs.mean / groups
+        chunk = np.maximum(np.minimum(points[:, 3], work.inputs.max), tokens)
+        share = np.minimum(tokens / chunk, 1.0)  # of the cycles encode
+        with_chunk = pool.pace.both(rows, chunk).cycle(groups)
+        plain_s = pool.pace.decode(np.maximum(rows, 1.0)).cycle(groups)
+        cycle_s = share * with_chunk + (1 - share) * plain_s
+        # a phase encodes no more than its iterations hold chunks
+        cycle_s = np.where(tokens > points[:, 3] * 1.0001, np.inf, cycle_s)
+        parts = np.ceil(work.inputs.mean / chunk)
+        encode_s = parts * with_chunk + (parts - 1) * (1 / share - 1) * plain_s
+        latency_s = encode_s + work.watched * cycle_s
+        encoding = rate / groups * (parts + 0.5) / share
+        mean, variance = work.reserve, max(work.reserve_square - work.reserve**2, 0.0)
+        each = rows + encoding
+        wanted = np.ceil(np.maximum(each * work.reserve_at_work + memory.KV_QUANTILE_Z * np.sqrt(
+            each * (variance + 0.25 * mean**2)) + work.longest, work.longest)) * groups
+        return self._made(pool, points, rate / cycle_s, latency_s, encode_s, iterations * cycle_s,
+                          cycle_s, rows * groups, each * groups, wanted)
+
+    def _made(self, pool: LaidOut, points: FloatArray, qps: FloatArray, latency_s: FloatArray,
+              encode_s: FloatArray, period_s: FloatArray, iteration_s: FloatArray,
+              decode_batch: FloatArray, present: FloatArray, tokens: FloatArray) -> Rough:
+        rows, heads = self._step_sizes(pool, points)
+        ttft_s = encode_s + (iteration_s if self.problem.model.is_encoder_decoder else 0.0)
+        return Rough(
+            throughput_qps=np.where(np.isfinite(period_s), qps, 0.0), latency_s=latency_s,
+            ttft_s=ttft_s, encode_s=encode_s, iteration_s=iteration_s, period_s=period_s,
+            decode_batch=decode_batch, present=present, kv_tokens=tokens,
+            memory_bytes=pool.held.fullest(tokens, rows, heads))
+
+    def _kv_tokens(self, each: FloatArray, groups: FloatArray, reserved: FloatArray,
+                   variance: FloatArray, most_phases: FloatArray) -> FloatArray:
+        """[configs] tokens reserved over all groups: at a high quantile, for the longest query at
+        least, and no more than every query that can be there takes at its longest."""
+        longest, queries = self._workload.longest, self.problem.num_queries
+        wanted = each * reserved + memory.KV_QUANTILE_Z * np.sqrt(each * variance) + longest
+        most = np.ceil(each) * most_phases
+        if queries is not None:
+            most = np.minimum(most, np.ceil(queries / np.minimum(groups, queries)))
+        return np.asarray(np.ceil(np.clip(wanted, longest, np.maximum(most, 1) * longest)) * groups)
+
+    def _step_sizes(self, pool: LaidOut, points: FloatArray) -> tuple[FloatArray, FloatArray]:
+        batch, iterations, groups = self._columns(pool, points)
+        each = np.ceil(batch / np.minimum(groups, batch))
+        means = np.array([self._workload.phase(int(own)).mean_phases for own in iterations])
+        decoded = batch / groups * means
+        rows = np.maximum(memory.largest_rows(self._workload.inputs, each), decoded)
+        heads = np.maximum(each, decoded)
+        is_chunked, chunk = points[:, 3] > 0, points[:, 3]
+        decoded = batch / iterations * self._workload.iterations / groups
+        spans = np.ceil(chunk / self._workload.inputs.mean) + 1
+        return (np.where(is_chunked, chunk + 1.5 * decoded, rows),
+                np.where(is_chunked, 1.5 * decoded + spans, heads))
+
+    def _columns(self, pool: LaidOut, points: FloatArray) -> tuple[FloatArray, ...]:
+        batch, iterations, groups, _ = points.T
+        return batch, iterations, np.where(groups > 0, groups, float(pool.stages))
+
+    def _controls(self, point: tuple[int, ...], groups: int, found: dict[str, float],
+                  ) -> tuple[Controls, float, float]:
+        batch, iterations, _, chunk = map(int, point)
+        share = share_of(self.problem.adjustment)
+        steers = share > 0 and self.problem.adjustment.steers is not False
+        even = EvenBatches(adjustment=share, mean_input_tokens=self._workload.inputs.mean,
+                           target_active=steers * max(found["present"] - batch, 0.0))
+        return (RraControls(encode_batch=batch, decode_iterations=iterations, encode_chunk=chunk,
+                            decode_micro_batches=groups, even=even), batch, iterations)
+
+
+class Continuous(OnePool):
+    """ORCA, vLLM, Sarathi. Points: max_active, token_budget (ORCA: 0)."""
+
+    def points(self, plan: tuple[int, int]) -> IntArray:
+        """See Formula."""
+        pool, work, fixed = self._pool(*plan), self._workload, self.problem.fixed
+        room = pool.held.most_tokens(self._capacity, np.ones(1), np.ones(1))[0]
+        each = work.reserve_at_work if self.policy == "orca" else work.context
+        most = max(min(int(1.3 * room / max(each, 1.0)), self._most_queries()), 1)
+        active = grid_of(most, fixed.value_of("max_active"), 1.25)
+        if self.policy == "orca":
+            return crossed(active, [0])
+        longest = work.inputs.max
+        budgets = grid_of(16384, None, 2.0, least=16)
+        if self.policy == "vllm":
+            budgets = sorted({max(own, longest) for own in budgets})
+        given = fixed.value_of("token_budget")
+        return crossed(active, budgets if given is None else [given])
+
+    def _groups(self, pool: LaidOut, point: tuple[int, ...]) -> int:
+        return min(pool.stages, int(point[0]))
+
+    def _rough(self, pool: LaidOut, points: FloatArray) -> Rough:
+        work = self._workload
+        active, budget = points[:, 0], self._budgets(points)
+        groups = np.minimum(active, pool.stages)
+        rows, heads = self._step_sizes(pool, points)
+        room = np.floor(pool.held.most_tokens(self._capacity, rows, heads) / groups / BLOCK_TOKENS)
+        blocks = math.ceil(work.longest / BLOCK_TOKENS)
+        wanted = np.ceil(np.ceil(active / groups) * (blocks + 1) / (1 - WATERMARK))
+        tokens = np.clip(wanted, blocks, np.maximum(room, blocks)) * BLOCK_TOKENS
+        if self.policy == "orca":
+            held = tokens / work.reserve_at_work
+        else:
+            held = PAGED_FULL * tokens / (work.context + BLOCK_TOKENS / 2)
+        each = np.maximum(np.minimum(active / groups, held), 1.0)  # present in a group
+        found = {"orca": self._mixed, "sarathi": self._mixed}.get(self.policy, self._apart)(
+            pool, each, budget, groups)
+        cycle_s, ended, encode_s, iteration_s = found
+        latency_s = encode_s + work.watched * cycle_s
+        return Rough(
+            throughput_qps=np.where(np.isfinite(cycle_s), groups * ended / cycle_s, 0.0),
+            latency_s=latency_s, ttft_s=encode_s, encode_s=encode_s, iteration_s=iteration_s,
+            period_s=cycle_s, decode_batch=groups * each, present=groups * each,
+            kv_tokens=tokens * groups,
+            memory_bytes=np.where(room >= blocks, pool.held.fullest(tokens * groups, rows, heads),
+                                  np.inf))
+
+    def _mixed(self, pool: LaidOut, each: FloatArray, budget: FloatArray,
+               groups: FloatArray) -> tuple[FloatArray, ...]:
+        """Steps decode and encode; (cycle, queries ended in a step, encoding, cycle without)."""
+        work = self._workload
+        mean, stay = work.inputs.mean, work.iterations + 1
+        # no step has more tokens than the budget
+        each = np.minimum(each, budget / (work.iterations / stay + mean / stay))
+        ended, rows = each / stay, each * work.iterations / stay
+        tokens = ended * mean
+        room = np.maximum(budget - rows, 1.0)
+        if self.policy == "orca":
+            # one whole input a step at most
+            ended = np.minimum(ended, 1.0)
+            tokens, rows, chunk = ended * mean, ended * work.iterations, np.full(len(each), mean)
+        else:
+            chunk = np.clip(np.maximum(mean, tokens), 1.0, room)
+        share = np.minimum(tokens / np.maximum(chunk, tokens), 1.0)
+        with_chunk = pool.pace.both(rows, np.maximum(chunk, tokens))
+        alone = pool.pace.decode(np.maximum(rows, 1.0))
+        parts = np.ceil(mean / np.maximum(chunk, 1.0))
+        cycle_s = _held_up(alone, with_chunk, share, groups)
+        encode_s = with_chunk.through + (parts - 1) * cycle_s
+        return cycle_s, ended, encode_s, alone.cycle(groups)
+
+    def _apart(self, pool: LaidOut, each: FloatArray, budget: FloatArray,
+               groups: FloatArray) -> tuple[FloatArray, ...]:
+        """The same of steps that either encode, as soon as anybody has room, or decode."""
+        work = self._workload
+        ended = each / work.iterations
+        chance = 1 - np.exp(-ended)  # that anybody ended with a step
+        tokens = np.maximum(np.minimum(ended / chance * work.inputs.mean, budget),
+                            work.inputs.mean)
+        encodes = np.maximum(ended * work.inputs.mean / tokens, chance)
+        encode = pool.pace.encode(tokens)
+        alone = pool.pace.decode(np.maximum(each, 1.0))
+        # a group encodes at most once between two decode steps
+        cycle_s = _held_up(alone, alone + encode, np.minimum(encodes, 1.0), groups)
+        more = np.maximum(encodes - 1, 0.0)
+        return (cycle_s + more * encode.cycle(groups), ended, encode.through,
+                alone.cycle(groups))
+
+    def _budgets(self, points: FloatArray) -> FloatArray:
+        if self.policy == "orca":
+            return np.full(len(points), np.inf)
+        least = self._workload.inputs.max if self.policy == "vllm" else 0
+        return np.where(points[:, 1] > 0, points[:, 1], max(DEFAULT_TOKEN_BUDGET, least))
+
+    def _step_sizes(self, pool: LaidOut, points: FloatArray) -> tuple[FloatArray, FloatArray]:
+        slots = np.ceil(points[:, 0] / np.minimum(points[:, 0], pool.stages))
+        if self.policy == "orca":
+            rows = self._workload.inputs.max + slots
+        else:
+            rows = self._budgets(points)
+            if self.policy == "vllm":
+                rows = np.maximum(np.maximum(rows, slots), self._workload.longest)
+        return rows, slots + 1
+
+    def _controls(self, point: tuple[int, ...], groups: int, found: dict[str, float],
+                  ) -> tuple[Controls, float, float]:
+        budget = None if self.policy == "orca" else int(self._budgets(np.array([point], float))[0])
+        ended = found["present"] / max(self._workload.iterations, 1.0) / groups
+        return (ContinuousControls(policy=self.policy, max_active=int(point[0]),
+                                   token_budget=budget), max(ended, 1.0), 1)
+
+
+def _held_up(short: Seconds, long: Seconds, share: FloatArray, groups: FloatArray) -> FloatArray:
+    """[configs] the cycle where a `share` of the steps are long ones: one of them holds up the
+    steps of all groups behind it, on every stage."""
+    slowest = share * long.slowest + (1 - share) * short.slowest
+    any_long = 1 - (1 - share) ** groups
+    through = any_long * long.through + (1 - any_long) * short.through
+    return np.asarray(np.maximum(groups * slowest, through))

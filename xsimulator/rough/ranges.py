@@ -1,0 +1,25 @@
+"""Values of control variables all over their ranges."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from xgpt.core.lengths import IntArray
+
+
+def grid_of(most: int, given: int | None, ratio: float, *, least: int = 1) -> list[int]:
+    """Whole numbers from `least` to `most`, about `ratio` apart; what the job gives, alone."""
+    if given is not None:
+        return [given]
+    sizes = [min(least, most)]
+    while sizes[-1] < most:
+        sizes.append(min(max(sizes[-1] + 1, int(sizes[-1] * ratio)), most))
+    return sizes
+
+
+def crossed(*values: Sequence[int]) -> IntArray:
+    """[points, variables] every combination."""
+    return np.array(list(itertools.product(*values)), np.int64)

@@ -1,0 +1,94 @@
+"""About what static batches do (FT, DSI; paper section 2, Figure 1): a batch of B queries is
+encoded in parts, then decoded in G groups until its longest query is done, while rows that are done
+go on decoding.
+
+    period = encoding + M cycles, M = the largest D of B queries in the mean; qps = B / period"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xgpt.core.controls import Controls, StaticControls
+from xgpt.core.lengths import FloatArray, IntArray
+from xsimulator import memory
+from xsimulator.rough.figures import Rough
+from xsimulator.rough.one_pool import LaidOut, OnePool
+from xsimulator.rough.ranges import crossed, grid_of
+
+MOST_BATCH = 1 << 16  # chosen: where neither memory nor the job says
+
+
+class Static(OnePool):
+    """Points: encode_batch, decode_micro_batches, of DSI also encode_micro_batches."""
+
+    def points(self, plan: tuple[int, int]) -> IntArray:
+        """See Formula."""
+        pool, fixed = self._pool(*plan), self.problem.fixed
+        room = pool.held.most_tokens(self._capacity, np.ones(1), np.ones(1))[0]
+        most = max(min(int(room / max(self._workload.reserve, 1.0)), self._most_queries(),
+                       MOST_BATCH), 1)
+        groups = sorted({1, max(pool.stages // 2, 1), pool.stages, 2 * pool.stages})
+        given = fixed.value_of("decode_micro_batches")
+        batches = grid_of(most, fixed.value_of("encode_batch"), 1.25)
+        groups = groups if given is None else [given]
+        if self.policy == "ft":
+            return crossed(batches, groups)
+        parts = fixed.value_of("encode_micro_batches")
+        found = [(batch, own, own * each if parts is None else parts)
+                 for batch in batches for own in groups for each in (1, 3)]
+        return np.array(found, np.int64)
+
+    def _groups(self, pool: LaidOut, point: tuple[int, ...]) -> int:
+        return int(min(point[1], point[0]))
+
+    def _rough(self, pool: LaidOut, points: FloatArray) -> Rough:
+        work, (batch, groups, encodes) = self._workload, self._columns(points)
+        mean = work.inputs.mean
+        encode = pool.pace.encode(batch * mean / encodes)
+        encode_s = (encodes - 1) * encode.slowest + encode.through
+        most = work.rounds(batch)
+
+        def spent(rounds: FloatArray) -> FloatArray:
+            # contexts grow from the input on; tables are at the mean of all queries' lives
+            beyond = mean + rounds / 2 - work.context
+            return rounds * pool.pace.decode(batch / groups, beyond).cycle(groups)
+
+        decode_s = spent(most)
+        period_s = encode_s + decode_s
+        watched = work.rounds(batch, work.watched)
+        latency_s = encode_s / 2 * (1 + 1 / encodes) + spent(
+            watched if self.problem.constraint.kind == "sequence" else most)
+        rows, heads = self._step_sizes(pool, points)
+        inputs, largest = work.inputs, np.ceil(batch / groups)
+        reserved = np.minimum(largest * mean + memory.KV_QUANTILE_Z * inputs.std * np.sqrt(largest),
+                              largest * inputs.max)
+        tokens = (np.maximum(np.ceil(reserved), inputs.max)
+                  + largest * (work.longest - inputs.max)) * groups
+        return Rough(
+            throughput_qps=np.where(np.isfinite(period_s), batch / period_s, 0.0),
+            latency_s=latency_s, ttft_s=encode_s, encode_s=encode_s,
+            iteration_s=decode_s / np.maximum(most, 1.0), period_s=period_s, decode_batch=batch,
+            present=batch, kv_tokens=tokens, memory_bytes=pool.held.fullest(tokens, rows, heads))
+
+    def _columns(self, points: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+        batch = points[:, 0]
+        groups = np.minimum(points[:, 1], batch)
+        parts = np.maximum(points[:, 2] // groups, 1.0) if points.shape[1] > 2 else 1.0
+        parts = np.minimum(parts, np.ceil(batch / groups))
+        return batch, groups, np.minimum(groups * parts, batch)
+
+    def _step_sizes(self, pool: LaidOut, points: FloatArray) -> tuple[FloatArray, FloatArray]:
+        batch, groups, encodes = self._columns(points)
+        encoded, decoded = np.ceil(batch / encodes), np.ceil(batch / groups)
+        rows = np.maximum(memory.largest_rows(self._workload.inputs, encoded), decoded)
+        return rows, np.maximum(encoded, decoded)
+
+    def _controls(self, point: tuple[int, ...], groups: int, found: dict[str, float],
+                  ) -> tuple[Controls, float, float]:
+        parts = point[2] // groups if len(point) > 2 else 1
+        parts = min(max(parts, 1), -(-point[0] // groups))
+        controls = StaticControls(
+            policy=self.policy, encode_batch=int(point[0]), decode_micro_batches=groups,
+            encode_micro_batches=int(groups * parts))
+        rounds = float(self._workload.rounds(np.array([float(point[0])]))[0])
+        return controls, int(point[0]), rounds

@@ -1,0 +1,248 @@
+"""About what WAA does: some devices encode, the others decode (paper sections 4.1 and 6).
+
+Symbols: B = encode_batch, G = decode groups, S = mean output tokens, D = mean decode iterations,
+T_E = time between two encode steps (the slowest stage, or the handover), C(n) = cycle of decode
+steps of n rows. One encode batch joins with each iteration, so B S queries are to decode:
+
+    n = min(B S, D (B / T_E + what chunks bring) C(n)) rows decode, lambda = n / (D C(n))
+    latency(d) = encoding + handover + (d + 1/2) C
+
+Where the decode pool takes chunks (encode_chunk), it encodes the share of the inputs that the
+encode pool has no time for, up to a chunk in each step."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.core.controls import EvenBatches, WaaControls
+from xgpt.core.deployment import Deployment, Pool
+from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
+from xprofiler.timing import TimingSource
+from xrunner.rules.batch_sizer import share_of
+from xsimulator import memory
+from xsimulator.plans import StagePlan, StagePlans
+from xsimulator.policies.waa.plans import WaaPlans
+from xsimulator.rough.figures import Rough, assembled
+from xsimulator.rough.held import Held
+from xsimulator.rough.pace import Pace
+from xsimulator.rough.ranges import crossed, grid_of
+from xsimulator.rough.workload import Workload
+from xsimulator.stage_times import HandoverCost
+
+ROUNDS, FEW_ROUNDS = 30, 6  # chosen: of halving, to where encoding and decoding keep step
+SPARE = 2.0  # chosen: chunks that lie ready beside those taken between two encode steps
+DEVIATIONS = 3.0  # chosen: of the number in the system, where the encode pool sets the pace
+
+
+class Pools(NamedTuple):
+    """Both pools of one division."""
+
+    plans: tuple[StagePlan, StagePlan]
+    held: tuple[Held, Held]
+
+
+class TwoPools:
+    """WAA-C (devices divided by time) or WAA-M (by memory) on the devices of one problem. Points:
+    encode_batch, decode_micro_batches, encode_chunk."""
+
+    def __init__(self, policy: str, problem: Problem, timing: TimingSource, plans: StagePlans,
+                 workload: Workload) -> None:
+        self.policy, self.problem, self.timing = policy, problem, timing
+        self._plans, self._workload = plans, workload
+        self._capacity = memory.capacity_bytes(problem.cluster.device)
+        self._split = cache(lambda tp_degree, tp_gpus: WaaPlans(plans, tp_degree, tp_gpus))
+        self._pace = cache(lambda pool: Pace(pool.times, workload))
+        self._held = cache(lambda pool, encodes: Held(problem, pool, encodes_alone=encodes))
+        self._pools = cache(self._lay_out)
+        self._adjustment = share_of(problem.adjustment)
+
+    def can_lay_out(self, plan: tuple[int, int]) -> bool:
+        """Whether the devices can be divided so that each pool holds its weights."""
+        split = self._split(*plan)
+        return any(self._has_room(self._pools(plan, int(count)))
+                   for count in split.encode_devices)
+
+    def _has_room(self, pools: Pools) -> bool:
+        one = np.ones(1)
+        return all(held.most_tokens(self._capacity, one, one)[0] >= self._workload.longest
+                   for held in pools.held)
+
+    def _lay_out(self, plan: tuple[int, int], encode_devices: int) -> Pools:
+        own = self._split(*plan).plan(encode_devices)
+        return Pools((own.encode, own.decode),
+                     (self._held(own.encode, True), self._held(own.decode, False)))
+
+    def points(self, plan: tuple[int, int]) -> IntArray:
+        """See Formula."""
+        work, fixed = self._workload, self.problem.fixed
+        split, one = self._split(*plan), np.ones(1)
+        rooms = [self._pools(plan, int(count)).held[1].most_tokens(self._capacity, one, one)[0]
+                 for count in split.encode_devices]
+        room = max(rooms) / work.reserve_at_work
+        most = max(min(int(2 * room / work.outputs.mean) + 1, self._most_queries()), 1)
+        stages = max(len(self._pools(plan, int(count)).plans[1].stages)
+                     for count in split.encode_devices)
+        groups = sorted({1, 2, 3, max(stages // 2, 1), max(3 * stages // 4, 1), stages,
+                         math.ceil(1.5 * stages)})
+        given = [fixed.value_of(name) for name in ("decode_micro_batches", "encode_chunk")]
+        chunks = [0] if self.problem.model.is_encoder_decoder else [
+            0, *grid_of(1024, None, 4.0, least=16)]
+        return crossed(grid_of(most, fixed.value_of("encode_batch"), 1.5),
+                       groups if given[0] is None else [given[0]],
+                       chunks if given[1] is None else [given[1]])
+
+    def _most_queries(self) -> int:
+        return self.problem.num_queries or 1 << 20
+
+    def rough(self, plan: tuple[int, int], points: IntArray) -> Rough:
+        """See Formula."""
+        points, counts = points.astype(float), self._divide(plan, points.astype(float))
+        columns: dict[str, FloatArray] = {name: np.empty(len(points)) for name in Rough.__slots__}
+        for count in np.unique(counts):
+            rows = np.flatnonzero(counts == count)
+            found = self._rough(self._pools(plan, int(count)), points[rows])[0]
+            for name, own in columns.items():
+                own[rows] = getattr(found, name)
+        return Rough(**columns)
+
+    def _divide(self, plan: tuple[int, int], points: FloatArray) -> IntArray:
+        """[points] devices that encode."""
+        work, split = self._workload, self._split(*plan)
+        batch, groups, _ = points.T
+        if self.policy == "waa-c":  # in proportion to the time that each phase of a query takes
+            single = self._pace(self._plans.pool(
+                [self.problem.cluster.fastest_group(split.tp_degree)], "both"))
+            rows = np.maximum(batch * work.iterations / groups, 1.0)
+            encode_s = single.encode(batch * work.inputs.mean).through / batch
+            decode_s = work.iterations * single.decode(rows).through / rows
+            with np.errstate(invalid="ignore"):
+                share = encode_s / (encode_s + decode_s)
+            return split.nearest(np.where(np.isfinite(share), share, 0.5))
+        in_system = np.ceil(batch * (work.outputs.mean + 1))
+        fullest = np.stack([self._bytes(self._pools(plan, int(count)), points, in_system)
+                            for count in split.encode_devices])
+        return np.asarray(split.encode_devices[np.argmin(fullest, axis=0)])
+
+    def _rough(self, pools: Pools, points: FloatArray) -> tuple[Rough, FloatArray]:
+        """(figures, [points] tokens of inputs that are to lie ready for the decode pool)."""
+        work, (encoding, decoding) = self._workload, map(self._pace, pools.plans)
+        batch, groups, chunk = points.T
+        mean = work.inputs.mean
+        step = encoding.encode(batch * mean)
+        longest = encoding.encode(batch * mean * (1 + self._adjustment))
+        handover_s = HandoverCost(self.problem, self.timing, *(pool.stages for pool in pools.plans)
+                                  ).seconds(batch * mean * work.decoding_share)
+        between_s = np.maximum(step.slowest, handover_s)
+        planned = np.maximum(batch * work.outputs.mean, 1.0)
+
+        def cycle(rows: FloatArray, tokens: FloatArray) -> FloatArray:
+            """Of `rows` in all groups, which take so many tokens of chunks in a cycle in all."""
+            each, own = np.maximum(rows / groups, 1.0), tokens / groups
+            busy = np.minimum(groups, np.maximum(rows, 1.0))
+            plain = decoding.decode(each)
+            size = np.maximum(chunk, 1.0)
+            share = np.minimum(own / size, 1.0)
+            return np.asarray((plain.times(1 - share) + decoding.both(each, size).times(
+                share)).cycle(busy))
+
+        most = batch / between_s  # of the encode pool
+        # by Little's law: those that decode are D times what joins them, up to what is planned
+        taken = chunk * groups  # tokens in a cycle
+        low, high = np.zeros(len(batch)), planned
+        for _ in range(ROUNDS):
+            middle = 0.5 * (low + high)
+            joined = most * cycle(middle, taken) + taken / mean
+            is_fewer = work.iterations * joined > middle
+            low, high = np.where(is_fewer, middle, low), np.where(is_fewer, high, middle)
+        rows = np.where(high > 0.999 * planned, planned, high)
+        is_full = rows >= planned
+        for _ in range(FEW_ROUNDS):  # where it is full no more is taken than what is lacking
+            lacking = np.maximum(rows / work.iterations - most * cycle(rows, taken), 0.0) * mean
+            taken = np.where(is_full, np.minimum(lacking, chunk * groups), taken)
+        cycle_s = cycle(rows, taken)
+        qps = rows / (work.iterations * cycle_s)
+        has = taken > 0
+        share = np.where(has, taken / (mean * cycle_s * np.maximum(qps, 1e-300)), 0.0)
+        handed_s = longest.through + handover_s
+        taken_s = np.ceil(mean / np.maximum(chunk, 1.0)) * cycle_s
+        ttft_s = np.where(has, np.maximum(handed_s, taken_s), handed_s)
+        first_s = np.where(has, (1 - share) * handed_s + share * taken_s, handed_s)
+        latency_s = first_s + (work.watched + 0.5) * cycle_s
+        stock = np.where(has, np.ceil(chunk * groups * (between_s / cycle_s + SPARE)), 0.0)
+        inside = rows + qps * handed_s + np.where(has, stock / mean + 1 + groups, 0.0)
+        # where the encode pool is behind nothing else holds queries back: room for their spread
+        inside = inside + np.where(is_full & ~has, 0.0, DEVIATIONS * np.sqrt(inside))
+        present = np.maximum(np.round(inside), 1.0)
+        used = self._bytes(pools, points, present)
+        is_timed = np.isfinite(latency_s)
+        return Rough(
+            throughput_qps=np.where(is_timed, qps, 0.0), latency_s=latency_s, ttft_s=ttft_s,
+            encode_s=longest.through, iteration_s=cycle_s, period_s=cycle_s, decode_batch=rows,
+            present=present, kv_tokens=self._kv_tokens(present), memory_bytes=used), stock
+
+    def _kv_tokens(self, in_system: FloatArray) -> FloatArray:
+        work = self._workload
+        wanted = (in_system * work.reserve_at_work
+                  + memory.KV_QUANTILE_Z * work.inputs.std * np.sqrt(in_system))
+        return np.asarray(np.ceil(np.minimum(np.maximum(wanted, work.longest),
+                                             np.maximum(in_system, 1.0) * work.longest)))
+
+    def _largest(self, batch: FloatArray) -> FloatArray:
+        inputs = self._workload.inputs
+        return np.maximum(batch * inputs.mean * (1 + self._adjustment), inputs.max)
+
+    def _sizes(self, points: FloatArray, in_system: FloatArray, stages: int,
+               ) -> tuple[tuple[FloatArray, ...], tuple[FloatArray, ...]]:
+        """Of each pool [points]: tokens of KV, rows of the largest step, and its heads."""
+        batch, groups, chunk = points.T
+        encoded, decoded = np.ceil(batch * (1 + self._adjustment)), np.ceil(in_system / groups)
+        largest = self._largest(batch)
+        return ((np.ceil((stages + 2) * largest),
+                 memory.largest_rows(self._workload.inputs, encoded), encoded),
+                (self._kv_tokens(in_system) + largest, decoded + chunk,
+                 decoded + np.ceil(chunk / self._workload.inputs.mean)))
+
+    def _bytes(self, pools: Pools, points: FloatArray, in_system: FloatArray) -> FloatArray:
+        sizes = self._sizes(points, in_system, len(pools.plans[0].stages))
+        return np.maximum(*(held.fullest(*own) for held, own in zip(
+            pools.held, sizes, strict=True)))
+
+    def estimate(self, plan: tuple[int, int], point: tuple[int, ...]) -> Estimate:
+        """See Formula."""
+        points = np.array([point], float)
+        count = int(self._divide(plan, points)[0])
+        pools = self._pools(plan, count)
+        rough, stock = self._rough(pools, points)
+        found, (batch, groups, chunk) = rough.of(0), map(int, point)
+        work, steers = self._workload, self.problem.adjustment.steers
+        even = EvenBatches(adjustment=self._adjustment, mean_input_tokens=work.inputs.mean,
+                           target_active=found["decode_batch"] if steers else 0.0)
+        chunks = {} if not chunk else {
+            "encode_chunk": chunk, "stock_tokens": int(stock[0]),
+            # where the encode pool is not behind, it would wait while the other encodes
+            "planned_active": math.ceil(batch * work.outputs.mean) if stock[0] > 1 else 1}
+        controls = WaaControls(
+            policy=self.policy, encode_batch=batch, decode_micro_batches=groups,
+            max_in_system=max(int(found["present"]), 1), even=even, **chunks)
+        encode, decode = pools.plans
+        largest = float(self._largest(np.array([float(batch)]))[0])
+        deployment = Deployment(pools=(
+            # two groups more than stages: one waits for its tokens, one is handed over
+            Pool(name="encode", role="encode", stages=encode.stages,
+                 num_groups=len(encode.stages) + 2,
+                 kv_tokens=int(np.ceil((len(encode.stages) + 2) * largest))),
+            Pool(name="decode", role="decode", stages=decode.stages, num_groups=groups,
+                 kv_tokens=int(found["kv_tokens"]))), tp_degree=plan[0], tp_gpus=plan[1])
+        sizes = self._sizes(points, rough.present, len(encode.stages))
+        by_stage = np.concatenate([held.by_stage(*(float(one[0]) for one in own))
+                                   for held, own in zip(pools.held, sizes, strict=True)])
+        return assembled(
+            self.problem, self.timing, controls, deployment, found, by_stage, encode_batch=batch,
+            decode_iterations=1,
+            notes=(f"{count} devices encode, {deployment.pools[1].num_devices} decode",))
