@@ -8,8 +8,9 @@ more queries, and climbed from to better neighbours."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,8 @@ from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xscheduler.copies import has_room, most_copies, problem_on
 from xscheduler.partition import division_of
-from xscheduler.space import Cell, Limits, Off, Point, Replayed, usual_off
+from xscheduler.kept_bounds import KeptBounds
+from xscheduler.space import Cell, Expected, Off, Point, Replayed, usual_off
 from xscheduler.spaces.tensor_plans import tensor_plans
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.predict import checked_queries, with_watched
@@ -33,10 +35,11 @@ from xsimulator.rough.workload import Workload
 
 SEED = 20240427
 LEAST_LOOK, LOOK_ROUNDS = 800, 6  # chosen: queries of a first replay, at least and by those present
-RACE, RUNNERS_UP = 0.03, 3  # chosen: what is climbed from, too: of the best's throughput, and how many
+RACE, RUNNERS_UP = 0.05, 5  # chosen: what is climbed from, too: of the best's throughput, and how many
 FINALS, CLIMBS = 3, 24  # chosen
+LIKELY = 0.01  # chosen: by so much less by the formula is a neighbour looked at
 LEAST = 0.002  # chosen: what a neighbour must bring
-STEPS = (1.06, 1.15)  # chosen: to neighbours
+STEPS = (1.3, 1.1, 1.03)  # chosen: to neighbours
 MOST_REPLAYS = 400  # chosen
 
 
@@ -134,36 +137,34 @@ class Search:
     def num_replays(self) -> int:
         return sum(one.count for one in {id(own): own for own in self._replays.values()}.values())
 
-    def best(self, limits: Limits) -> list[Found]:
+    def best(self, keeps: KeptBounds) -> list[Found]:
         """Copies of one or several shapes that are best together; [] where none was found that
         keeps the limits."""
-        found = self._look(limits)
+        found = self._look(keeps)
         for _ in range(FINALS):
             improved = False
             for one in found:
-                improved |= self._climb(one.cell, one.point, limits)
-            for one in self._runners_up(found, limits):
-                improved |= self._climb(one.cell, one.point, limits)
-            again = self._look(limits)
+                improved |= self._climb(one.cell, one.point, keeps)
+            for one in self._runners_up(found, keeps):
+                improved |= self._climb(one.cell, one.point, keeps)
+            again = self._look(keeps)
             if not improved and again == found:
                 break
             found = again
         return found
 
-    def _look(self, limits: Limits) -> list[Found]:
+    def _look(self, keeps: KeptBounds) -> list[Found]:
         """Replays what is expected to be part of the best division, until that is of nothing but
         what was replayed."""
         usual: dict[str, Off] = dict(usual_off(list(self._replays)))
-        expected = {cell: cell.expected(limits, usual.get(cell.policy, Off()))
-                    for cell in self._replays}
+        expected = {cell: self._expected(cell, keeps, usual) for cell in self._replays}
         while True:
             tops: dict[int, Cell] = {}
             for size, cells in self.cells.items():
                 top = max(cells, key=lambda one: expected[one].throughput_qps)
                 if not top.off and top.is_coarse:  # now what lies between its points
                     top.is_coarse = False
-                    again = top.expected(limits, usual.get(top.policy, Off()))
-                    expected[top] = again
+                    expected[top] = self._expected(top, keeps, usual)
                     top = max(cells, key=lambda one: expected[one].throughput_qps)
                 tops[size] = top
             worth = {size: expected[top].throughput_qps / top.copies for size, top in tops.items()}
@@ -180,13 +181,17 @@ class Search:
             size = max(unsure, key=lambda one: worth[one] * division.sizes.count(one))
             cell, point = tops[size], expected[tops[size]].point
             assert point is not None
-            if not limits.are_kept_by(self._replay(cell, point)):
-                cell.misses += 1
+            self._replay(cell, point)
+            cell.misses += not keeps.is_kept(cell, point)
             before, usual = usual, dict(usual_off(list(self._replays)))
             for other in self._replays:
                 if other is cell or (not other.off and other.policy == cell.policy
                                      and usual != before):
-                    expected[other] = other.expected(limits, usual.get(other.policy, Off()))
+                    expected[other] = self._expected(other, keeps, usual)
+
+    def _expected(self, cell: Cell, keeps: KeptBounds, usual: Mapping[str, Off]) -> Expected:
+        own = cell.best_replayed(partial(keeps.is_kept, cell))
+        return cell.expected(keeps.limits(cell), usual.get(cell.policy, Off()), own)
 
     def _replay(self, cell: Cell, point: Point, *, is_whole: bool = False) -> Replayed:
         found = cell.replayed.get(point)
@@ -199,30 +204,32 @@ class Search:
             cell.note(point, found)
         return found
 
-    def _runners_up(self, found: Sequence[Found], limits: Limits) -> list[Found]:
+    def _runners_up(self, found: Sequence[Found], keeps: KeptBounds) -> list[Found]:
         """Of the sizes that are taken the best of other cells that are nearly as good."""
         others = []
         for one in found:
             own = one.cell.copies * one.replayed.throughput_qps
             for cell in self.cells[one.cell.problem.cluster.num_devices]:
-                best = cell.best_replayed(limits)
+                best = cell.best_replayed(partial(keeps.is_kept, cell))
                 if cell is not one.cell and best.point is not None and (
                         best.throughput_qps > (1 - RACE) * own):
                     others.append((best.throughput_qps, len(others), Found(cell, best.point, 0)))
         return [one for _, _, one in sorted(others, reverse=True)[:RUNNERS_UP]]
 
-    def _climb(self, cell: Cell, point: Point, limits: Limits) -> bool:
+    def _climb(self, cell: Cell, point: Point, keeps: KeptBounds) -> bool:
         """Replays a point whole, its neighbours, those of the best of them, and so on until none
         is better; whether any was."""
-        def worth(one: Replayed) -> float:
-            return one.throughput_qps if limits.are_kept_by(one) else 0.0
+        def worth(at: Point) -> float:
+            return cell.replayed[at].throughput_qps if keeps.is_kept(cell, at) else 0.0
 
-        own, improved = worth(self._replay(cell, point, is_whole=True)), False
+        self._replay(cell, point, is_whole=True)
+        own, improved = worth(point), False
         for _ in range(CLIMBS):
             for other in _neighbours(cell, point):
-                if other in cell.replayed and worth(cell.replayed[other]) <= own:
+                if other in cell.replayed and worth(other) <= own:
                     continue
-                if (found := worth(self._replay(cell, other, is_whole=True))) > own * (1 + LEAST):
+                self._replay(cell, other, is_whole=True)
+                if (found := worth(other)) > own * (1 + LEAST):
                     own, point, improved = found, other, True
                     break
             else:
@@ -243,5 +250,5 @@ def _neighbours(cell: Cell, point: Point) -> list[Point]:
                     found.append((*point[:place], other, *point[place + 1:]))
     points, rough = cell._with_room(np.array(found, np.int64).reshape(-1, len(point)))
     own = cell.formula.rough(cell.plan, np.array([point], np.int64))
-    likely = rough.throughput_qps > 0.995 * own.throughput_qps[0]
+    likely = rough.throughput_qps > (1 - LIKELY) * own.throughput_qps[0]
     return [tuple(one) for one in points[likely].tolist()]

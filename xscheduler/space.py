@@ -7,7 +7,7 @@ by as much as at the points nearest to them that were replayed, or as the policy
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -120,10 +120,9 @@ class Cell:
         return points[fits], Rough(**{name: getattr(rough, name)[fits]
                                       for name in Rough.__slots__})
 
-    def expected(self, limits: Limits, usual: Off) -> Expected:
-        """The best that keeps the limits, for all that is known, of all copies; usual: what the
-        formula is off by where nothing of this cell was replayed."""
-        own = self.best_replayed(limits)
+    def expected(self, limits: Limits, usual: Off, own: Expected) -> Expected:
+        """The best that keeps the limits, for all that is known, of all copies. usual: what the
+        formula is off by where nothing of this cell was replayed. own: the best that was."""
         most_s = limits.latency_s if self.off else limits.latency_s * (1 + LATENCY_OFF)
         # what came out too slow where it was expected to be in time, is not tried as closely again
         most_s *= 1 - CAUTION * self.misses
@@ -139,12 +138,14 @@ class Cell:
             found = max(found, self._value(points, rough, fine, usual))
         return found if found.throughput_qps > own.throughput_qps * (1 + NOTHING) else own
 
-    def best_replayed(self, limits: Limits) -> Expected:
-        """The best of the points that were replayed, of all copies."""
-        return max((Expected(self.copies * one.throughput_qps, point, True)
-                    for point, one in self.replayed.items()
-                    if one.figures is not None and limits.are_kept(one.figures)),
-                   default=Expected())
+    def best_replayed(self, is_kept: Callable[[Point], bool]) -> Expected:
+        """The best of the points that were replayed, of all copies, and keep their limits."""
+        best = Expected(0.0, None, True)
+        for point, one in self.replayed.items():
+            qps = self.copies * one.throughput_qps
+            if qps > best.throughput_qps and is_kept(point):
+                best = Expected(qps, point, True)
+        return best
 
     def _value(self, points: IntArray, rough: Rough, row: int, usual: Off) -> Expected:
         off = self._off_at(points[row:row + 1], usual)[0, 0]

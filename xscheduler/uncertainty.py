@@ -262,7 +262,7 @@ class Doubts:
         bounds."""
         if name not in self._variants:
             problem = self.evaluator.problem
-            self._variants[name] = Evaluator(
+            self._variants[name] = type(self.evaluator)(
                 replace(problem, lengths=lengths or problem.lengths,
                         constraint=constraint or problem.constraint),
                 timing or self.evaluator.timing)

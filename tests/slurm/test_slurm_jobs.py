@@ -148,7 +148,7 @@ def test_several_job_files_are_an_array_of_which_one_may_fail(
         assert answers(jobs[name]) == {q.id: toys.generate(llama[1], q) for q in queries[name]}
     assert states[0] == states[2] == "COMPLETED"
     failed = slurm.xgpt("status", jobs["b"].parent / "out").stdout
-    assert states[1] == "FAILED" and "out: failed" in failed and "No such file" in failed
+    assert states[1] == "FAILED" and "out: failed" in failed and "no such file" in failed.lower()
     assert slurm.status(jobs["c"].parent / "out")["slurm"]["job_id"] == ids[2]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from xgpt.core.controls import Controls
 from xgpt.core.deployment import Deployment
 from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Figures
 from xprofiler.timing import TimingSource
@@ -56,8 +57,17 @@ class Formula(Protocol):
     def rough(self, plan: tuple[int, int], points: IntArray) -> Rough:
         """The figures of many configurations of one tensor plan."""
 
+    def of_estimate(self, estimate: Estimate) -> dict[str, float]:
+        """The rough figures of a configuration on the stages that it has."""
+
     def estimate(self, plan: tuple[int, int], point: tuple[int, ...]) -> Estimate:
         """What is executed of one configuration, with its rough figures."""
+
+
+def point_of(estimate: Estimate) -> tuple[int, ...]:
+    """The values of its policy's control variables, 0 where it has none."""
+    return tuple(int(estimate.variables.get(name) or 0)
+                 for name in policy(estimate.policy).variable_names)
 
 
 def assembled(problem: Problem, timing: TimingSource, controls: Controls, deployment: Deployment,

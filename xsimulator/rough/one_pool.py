@@ -30,7 +30,7 @@ from xrunner.rules.batch_sizer import share_of
 from xrunner.rules.paged import BLOCK_TOKENS, WATERMARK
 from xsimulator import memory
 from xsimulator.plans import StagePlan, StagePlans
-from xsimulator.rough.figures import Rough, assembled
+from xsimulator.rough.figures import Rough, assembled, point_of
 from xsimulator.rough.held import Held
 from xsimulator.rough.pace import Pace, Seconds
 from xsimulator.rough.ranges import crossed, grid_of
@@ -72,12 +72,19 @@ class OnePool(ABC):
                     >= self._workload.longest)
 
     def _lay_out(self, tp_degree: int, tp_gpus: int) -> LaidOut:
-        plan = self._plans.both(tp_degree, tp_gpus)
+        return self._laid_out(self._plans.both(tp_degree, tp_gpus))
+
+    def _laid_out(self, plan: StagePlan) -> LaidOut:
         return LaidOut(plan, Pace(plan.times, self._workload), Held(self.problem, plan))
 
     def rough(self, plan: tuple[int, int], points: IntArray) -> Rough:
         """See Formula."""
         return self._rough(self._pool(*plan), points.astype(float))
+
+    def of_estimate(self, estimate: Estimate) -> dict[str, float]:
+        """See Formula."""
+        pool = self._laid_out(self._plans.of_stages(estimate.deployment.stages, "both"))
+        return self._rough(pool, np.array([point_of(estimate)], float)).of(0)
 
     def estimate(self, plan: tuple[int, int], point: tuple[int, ...]) -> Estimate:
         """See Formula."""

@@ -28,7 +28,7 @@ from xrunner.rules.batch_sizer import share_of
 from xsimulator import memory
 from xsimulator.plans import StagePlan, StagePlans
 from xsimulator.policies.waa.plans import WaaPlans
-from xsimulator.rough.figures import Rough, assembled
+from xsimulator.rough.figures import Rough, assembled, point_of
 from xsimulator.rough.held import Held
 from xsimulator.rough.pace import Pace
 from xsimulator.rough.ranges import crossed, grid_of
@@ -77,6 +77,13 @@ class TwoPools:
         own = self._split(*plan).plan(encode_devices)
         return Pools((own.encode, own.decode),
                      (self._held(own.encode, True), self._held(own.decode, False)))
+
+    def of_estimate(self, estimate: Estimate) -> dict[str, float]:
+        """See Formula."""
+        encode, decode = (self._plans.of_stages(pool.stages, pool.role)
+                          for pool in estimate.deployment.pools)
+        pools = Pools((encode, decode), (self._held(encode, True), self._held(decode, False)))
+        return self._rough(pools, np.array([point_of(estimate)], float))[0].of(0)
 
     def points(self, plan: tuple[int, int]) -> IntArray:
         """See Formula."""

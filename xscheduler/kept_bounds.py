@@ -1,0 +1,98 @@
+"""Which bounds a configuration keeps: by what a replay showed, times the margin that it has.
+
+A margin belongs to a configuration; it is asked for where a replay keeps the bound with the least
+margin that any has. What is not replayed yet is taken to have that of its cell's latest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from xgpt.core.constraint import Constraint, Metric
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
+from xprofiler.timing import TimingSource
+from xscheduler.evaluator import Evaluator
+from xscheduler.space import Cell, Limits, Point
+from xscheduler.uncertainty import Doubts, MarginParts
+from xsimulator.rough.forms import Formulas
+from xsimulator.rough.workload import Workload
+
+_PACE: tuple[Metric, ...] = ("ttft", "tpot")
+
+
+class RoughEvaluator(Evaluator):
+    """What a bound is of by the rough formula: its ratios under other times and lengths are what a
+    margin is made of."""
+
+    def __init__(self, problem: Problem, timing: TimingSource) -> None:
+        super().__init__(problem, timing)
+        self._formulas = Formulas(problem, timing, Workload(problem))
+        self._rough: dict[Estimate, dict[str, float]] = {}
+
+    def seconds(self, estimate: Estimate, metric: Metric) -> float:
+        """See Evaluator."""
+        alone = estimate.one_copy
+        if alone not in self._rough:
+            self._rough[alone] = self._formulas.of(alone.policy).of_estimate(alone)
+        found = self._rough[alone]
+        if metric == "makespan":
+            return 1 / max(found["throughput_qps"], 1e-300)
+        if metric == "tpot":
+            outputs = self.problem.lengths.outputs.quantile(self.problem.constraint.quantile)
+            return max(found["latency_s"] - found["ttft_s"], 0.0) / max(outputs - 1, 1)
+        return found[f"{metric}_s"]
+
+
+class KeptBounds:
+    """One constraint's bounds, with margins (`has_margin`) or without."""
+
+    def __init__(self, constraint: Constraint, doubts_of: Callable[[Problem], Doubts], *,
+                 has_margin: bool) -> None:
+        self._constraint, self._doubts_of, self._has_margin = constraint, doubts_of, has_margin
+        self._parts: dict[tuple[Cell, Point], MarginParts] = {}
+        self._latest: dict[Cell, Limits] = {}
+        self._of_policy: dict[str, Limits] = {}
+
+    def limits(self, cell: Cell) -> Limits:
+        """Of the cell's points, for all that is known of its margins."""
+        known = self._latest.get(cell) or self._of_policy.get(cell.policy)
+        if known is not None:
+            return known
+        least = self._doubts_of(cell.problem).least_factor if self._has_margin else 1.0
+        return self._divided({"latency": least})
+
+    def is_kept(self, cell: Cell, point: Point) -> bool:
+        """Whether a point that was replayed keeps every bound with its own margin."""
+        figures = cell.replayed[point].figures
+        if figures is None:
+            return False
+        least = self._doubts_of(cell.problem).least_factor if self._has_margin else 1.0
+        if not self._divided({"latency": least}).are_kept(figures):
+            return False
+        return self._own(cell, point).are_kept(figures)
+
+    def margin(self, cell: Cell, point: Point) -> MarginParts:
+        """The margin on the point's latency."""
+        key = cell, point
+        if key not in self._parts:
+            self._parts[key] = self._doubts_of(cell.problem).margin(
+                cell.replayed[point].estimate, is_replayed=False)
+        return self._parts[key]
+
+    def _own(self, cell: Cell, point: Point) -> Limits:
+        if not self._has_margin:
+            return self._divided({})
+        factors: dict[Metric, float] = {"latency": self.margin(cell, point).factor}
+        for metric in _PACE:
+            if self._constraint.bound_on(metric) is not None:
+                factors[metric] = self._doubts_of(cell.problem).margin(
+                    cell.replayed[point].estimate, metric, is_replayed=False).factor
+        own = self._divided(factors)
+        self._latest[cell] = self._of_policy[cell.policy] = own
+        return own
+
+    def _divided(self, factors: dict[Metric, float]) -> Limits:
+        limit = self._constraint.limit_s
+        return Limits(latency_s=limit("latency") / factors.get("latency", 1.0),
+                      ttft_s=limit("ttft") / factors.get("ttft", 1.0),
+                      tpot_s=limit("tpot") / factors.get("tpot", 1.0))
