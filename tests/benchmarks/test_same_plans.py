@@ -22,7 +22,7 @@ def row(own: Planned | None = None, *, qps: float = 30.0, latency_s: float = 1.0
     own = own or stored()
     return Row(name="p", bound_s=BOUND_S, older=stored(), own=own,
                older_replay=Replayed(throughput_qps=30.0, latency_s=1.0),
-               own_replay=own.schedule and Replayed(  # type: ignore[arg-type]
+               own_replay=None if own.schedule is None else Replayed(
                    throughput_qps=qps, latency_s=latency_s))
 
 
