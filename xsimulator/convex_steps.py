@@ -4,7 +4,7 @@ that they hold for times that are not monotone."""
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import numpy as np
 
@@ -20,11 +20,17 @@ class ConvexSteps:
 
     def __init__(self, table: StepTable) -> None:
         """`table`: of lower bounds."""
-        sizes = _sizes()
+        sizes, self._table = _sizes(), table
         self.rows = [_of_these(seconds.tobytes()) for seconds in table.rows_s(sizes)]
         self.head = _of_these(table.head_s(sizes).tobytes())
         self.degrees, self.last = table.degrees, table.kind_of[-1]
         self.number = np.bincount(table.kind_of).tolist()  # stages of each kind
+
+    @cached_property
+    def decode_rows(self) -> list[ConvexTimes]:
+        """[kinds] steps that decode alone, the head included."""
+        return [_of_these(seconds.tobytes())
+                for seconds in self._table.decode_bare_s(_sizes())]
 
 
 @cache
