@@ -29,7 +29,7 @@ from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
 from xsimulator import memory
 from xsimulator.allocation import can_hold, pool_ranks
-from xsimulator.convex_steps import ConvexTimes
+from xsimulator.convex_steps import ConvexTimes, highest_lines
 from xsimulator.demand import Demand
 from xsimulator.layer_times import TOGETHER, LayerTimes
 from xsimulator.plans import StagePlan, shared_plans
@@ -54,11 +54,30 @@ class Curve(NamedTuple):
 class Lines(NamedTuple):
     """The largest of [lines] offset + slope x rows: seconds of decode attention, at least."""
 
-    offsets: FloatArray
     slopes: FloatArray
+    offsets: FloatArray
+    begins: FloatArray  # [lines - 1] rows from which on each but the first is the largest
 
     def mean_s(self, rows: FloatArray) -> FloatArray:
-        return np.asarray(np.max(self.offsets[:, None] + self.slopes[:, None] * rows, axis=0))
+        """Seconds of so many rows."""
+        place = np.searchsorted(self.begins, rows, side="right")
+        return np.asarray(self.offsets[place] + self.slopes[place] * rows)
+
+
+class StepBounds(NamedTuple):
+    """Seconds of a group's steps by the rows that it decodes, at least, at all sizes [nodes] where
+    one of the convex functions has a kink: between them they are lines."""
+
+    rows: FloatArray
+    busy_s: FloatArray  # [resources, nodes] with the encoding of the queries for these rows
+    alone_s: FloatArray  # [resources, nodes] without
+    path_s: FloatArray  # [nodes] the same through all stages
+
+    def at(self, which: FloatArray, rows: FloatArray) -> FloatArray:
+        """[..., m] one of them of so many rows."""
+        if which.ndim == 1:
+            return np.asarray(np.interp(rows, self.rows, which))
+        return np.array([np.interp(rows, self.rows, own) for own in which])
 
 
 def upper_bound(problem: Problem, timing: TimingSource, plans: Iterable[tuple[int, int]],
@@ -88,8 +107,16 @@ class UpperBound:
             except InputError:
                 return 0.0
             return pool.alone_qps(limit_s)
-        return max((self._divided_qps(encode, decode, limit_s)
-                    for encode, decode in self._divisions(*plan)), default=0.0)
+        best = 0.0
+        pools = [(self._pool(encode), self._pool(decode), HandoverCost(
+            self.problem, self._plans.timing, encode.stages, decode.stages))
+            for encode, decode in self._divisions(*plan)]
+        # what decodes most first: the others may be left out for it
+        for encoding, decoding, link in sorted(pools, key=lambda own: -min(
+                own[0].most_encode_qps, own[1].most_decode_qps)):
+            if decoding.most_decode_qps > best:
+                best = max(best, self._divided_qps(encoding, decoding, link, limit_s))
+        return best
 
     def _divisions(self, degree: int, gpus: int) -> Iterable[tuple[StagePlan, StagePlan]]:
         """The (encode, decode) pools of every number of encoding devices."""
@@ -100,13 +127,12 @@ class UpperBound:
                 yield (self._plans.pool(ranks[0], "encode"),
                        self._plans.pool(ranks[1], "decode", len(ranks[0])))
 
-    def _divided_qps(self, encode: StagePlan, decode: StagePlan, limit_s: float) -> float:
+    def _divided_qps(self, encoding: PoolBound, decoding: PoolBound, link: HandoverCost,
+                     limit_s: float) -> float:
         """Of two pools, the second of which may take over any share of the encoding."""
-        encoding, decoding = self._pool(encode), self._pool(decode)
         if min(encoding.room_tokens, decoding.room_tokens) <= 0:
             return 0.0
         batches = BATCH_RATIO ** np.arange(math.log(MOST_BATCH) / math.log(BATCH_RATIO))
-        link = HandoverCost(self.problem, self._plans.timing, encode.stages, decode.stages)
         moved_s = link.seconds(batches * self.demand.inputs)
         busy_s, path_s = encoding.encode_s(batches)
         # that of the largest batch is that of larger ones, too, but for their fixed costs
@@ -123,6 +149,8 @@ class UpperBound:
             decoded = np.append(0.0, np.maximum.accumulate(curve.qps))[place]
             encoded = rates / (1 - high) if high < 1 else np.full_like(rates, np.inf)
             best = max(best, float(np.minimum(encoded, decoded).max()))
+            if decoded.max() <= best:  # a larger share only slows the decoding
+                break
         return best
 
 
@@ -149,7 +177,7 @@ class PoolBound:
         with np.errstate(divide="ignore", invalid="ignore"):
             room = np.where(free > 0, free / held.kv(1.0), 0.0)
         self.room_tokens = float(np.min(room))
-        self.curve = cache(self._find_curve)
+        self.curve, self._steps_of = cache(self._find_curve), cache(self._find_steps)
 
     def alone_qps(self, limit_s: float) -> float:
         """What no one-pool schedule exceeds whose latency is `limit_s` at most."""
@@ -158,11 +186,10 @@ class PoolBound:
         if not len(low) or self._own_s(self._watched_input("ttft")) > ttft_s:
             return 0.0
         groups, is_met = self._fewest_groups(low, high, 1.0, limit_s)
-        busy, alone, path_s = self._cycle(low, groups, 1.0)
-        cycle_s = np.where(is_met, busy.max(axis=0), path_s)
+        cycle_s, alone_s = self._cycle(low, high, groups, is_met, 1.0)
         is_kept = self._latency_s(low, groups, 1.0, is_phased=True) <= limit_s
         is_kept &= self._path_latency_s(low, high, is_phased=True) <= limit_s
-        is_kept &= np.maximum(alone.max(axis=0), self._cycle(low, high, 1.0)[2]) <= self._pace_s
+        is_kept &= alone_s <= self._pace_s
         qps = high / (self.demand.iterations * cycle_s)
         return float(qps[is_kept].max(initial=0.0))
 
@@ -170,9 +197,10 @@ class PoolBound:
         """Of a decode pool that encodes this share of the queries."""
         low, high = self._rows
         groups, is_met = self._fewest_groups(low, high, share, math.inf)
-        busy, alone, path_s = self._cycle(low, groups, share)
-        cycle_s = np.where(is_met, busy.max(axis=0), path_s)
-        is_kept = alone.max(axis=0, initial=0.0) <= self._pace_s
+        if not len(low):
+            return Curve(low, low)
+        cycle_s, alone_s = self._cycle(low, high, groups, is_met, share)
+        is_kept = alone_s <= self._pace_s
         qps = high / (self.demand.iterations * cycle_s)
         latency_s = self._latency_s(low, groups, share, is_phased=False)
         if share == 0:
@@ -190,6 +218,11 @@ class PoolBound:
         """Queries/s of the largest batches, where this pool encodes alone."""
         huge = np.array([MOST_ROWS])  # of which the fixed costs are next to nothing
         return float(MOST_ROWS / self.encode_s(huge)[0][0])
+
+    @cached_property
+    def most_decode_qps(self) -> float:
+        """Queries/s of this pool where it decodes alone."""
+        return float(self.curve(0.0).qps.max(initial=0.0))
 
     @cached_property
     def own_s(self) -> float:
@@ -224,9 +257,12 @@ class PoolBound:
                        limit_s: float) -> tuple[FloatArray, FloatArray]:
         """([m] G below which a group's own steps are longer than a cycle of the stages, or too
         long for the latency; whether that is so for some G)."""
+        steps = self._steps_of(share)
+
         def is_met(groups: FloatArray) -> FloatArray:
-            busy, _, path_s = self._cycle(low, groups, share)
-            enough = path_s <= busy.max(axis=0)
+            each = np.maximum(low / groups, 1.0)
+            path_s = steps.at(steps.path_s, each)
+            enough = path_s <= groups * steps.at(steps.busy_s, each).max(axis=0)
             if limit_s < math.inf:
                 enough &= self._path_latency_s(low, groups, is_phased=True) <= limit_s
             return np.asarray(enough & (path_s <= self._pace_s))
@@ -239,30 +275,39 @@ class PoolBound:
             few, many = np.where(enough, few, middle), np.where(enough, middle, many)
         return few, is_ever
 
+    def _cycle(self, low: FloatArray, high: FloatArray, groups: FloatArray, is_met: FloatArray,
+               share: float) -> tuple[FloatArray, FloatArray]:
+        """([m] seconds of a cycle, and of one that encodes nothing)."""
+        steps, each = self._steps_of(share), np.maximum(low / groups, 1.0)
+        path_s = steps.at(steps.path_s, np.maximum(low / high, 1.0))
+        busy_s, alone_s = (groups * steps.at(own, each).max(axis=0)
+                           for own in (steps.busy_s, steps.alone_s))
+        return np.where(is_met, busy_s, path_s), np.maximum(alone_s, path_s)
+
     def _latency_s(self, rows: FloatArray, groups: FloatArray, share: float, *,
                    is_phased: bool) -> FloatArray:
         """[m] by the busiest stage."""
-        demand, (seen, queries, together) = self.demand, self._seen(rows)
-        busy, alone, _ = self._cycle(seen, groups, share)
+        demand, steps, (seen, queries, together) = (
+            self.demand, self._steps_of(share), self._seen(rows))
+        each = np.maximum(seen / groups, 1.0)
+        busy, alone = (groups * steps.at(own, each) for own in (steps.busy_s, steps.alone_s))
         encode_s = (busy - alone) * demand.iterations / seen  # of a query
-        running = demand.watched * alone + demand.turnover * (seen - 1) * encode_s
+        latency = demand.watched * alone + demand.turnover * (seen - 1) * encode_s
         if is_phased:
-            least = self._cycle(np.ones(1), np.ones(1), share)[1]
-            phased = (together * alone + (demand.watched - together) * least
-                      + np.maximum(queries - 1, 0.0) / 2 * encode_s)
-            running = np.minimum(running, phased)
-        return np.asarray(self.own_s * (share > 0) + running.max(axis=0, initial=0.0))
+            latency = np.minimum(latency, (
+                together * alone + (demand.watched - together) * steps.alone_s[:, :1]
+                + np.maximum(queries - 1, 0.0) / 2 * encode_s))
+        return np.asarray(self.own_s * (share > 0) + latency.max(axis=0))
 
     def _path_latency_s(self, rows: FloatArray, groups: FloatArray, *,
                         is_phased: bool) -> FloatArray:
         """[m] by the steps of the query's own group."""
-        seen, _, together = self._seen(rows)
-        path_s = self._cycle(seen, groups, 0.0)[2]
+        steps, (seen, _, together) = self._steps_of(0.0), self._seen(rows)
+        path_s = steps.at(steps.path_s, np.maximum(seen / groups, 1.0))
         if not is_phased:
             return np.asarray(self.demand.watched * path_s)
-        least_s = self._cycle(np.ones(1), np.ones(1), 0.0)[2]
         return np.asarray(self.own_s + together * path_s
-                          + (self.demand.watched - together) * least_s)
+                          + (self.demand.watched - together) * steps.path_s[0])
 
     def _seen(self, rows: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
         """([m] rows beside the query that the bound is for and itself; queries of a batch, and
@@ -270,34 +315,34 @@ class PoolBound:
         seen = np.maximum(rows - self.demand.excess, 1.0)
         return seen, *self.demand.in_batches(seen)
 
-    def _cycle(self, rows: FloatArray, groups: FloatArray,
-               share: float) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """([resources, m] busy seconds of a cycle that decodes so many rows and encodes the queries
-        for them, of the decoding alone; [m] seconds of a group's decode step through all stages).
-        """
-        demand, each = self.demand, np.maximum(rows / groups, 1.0)
-        begun = share * each / demand.iterations  # queries
-        mixed, alone = [], []
+    def _find_steps(self, share: float) -> StepBounds:
+        """Of a pool that encodes this share of the queries whose rows it decodes."""
+        demand, head, head_rows = self.demand, self._steps.head, self._layers.head_rows
+        begun = share / demand.iterations  # queries for a row
+        tokens = 1 + begun * demand.inputs * (not self._is_apart)  # encoded and decoded for a row
+        heads = 1 / head_rows + begun
+        kinks = [own.lines[2] / by for by, functions in (
+            (1.0, self._decode_rows), (tokens, self._decode_rows), (1 / head_rows, [head]),
+            (heads, [head])) for own in functions]
+        kinks += [own.begins for own in self._attention]
+        rows = np.unique(np.clip(np.concatenate([[1.0, 2 * MOST_ROWS], *kinks]),
+                                 1.0, 2 * MOST_ROWS))
+        busy, alone = [], []
         for kind, (of_rows, layers) in enumerate(zip(
                 self._decode_rows, self._decoder_layers, strict=True)):
-            attention_s = layers * self._attention[kind].mean_s(each)
-            has_head = kind == self._steps.last and not self._is_apart
-            head = self._steps.head.mean_s
-            alone.append(of_rows.mean_s(each) + attention_s + (
-                head(each / self._layers.head_rows) if has_head else 0.0))
-            if not share:
-                mixed.append(alone[-1])
-                continue
-            encode_s = begun * self._encode_layers[kind] * self._mean_attention_s[kind]
+            attention_s = layers * self._attention[kind].mean_s(rows)
+            encode_s = rows * begun * self._encode_layers[kind] * self._mean_attention_s[kind]
             if self._is_apart:  # encoder and decoder layers share no pass
                 token_s = self._steps.rows[kind].lines[0][-1]  # of the largest steps
-                mixed.append(alone[-1] + begun * demand.inputs * token_s + encode_s)
-                continue
-            mixed.append(of_rows.mean_s(each + begun * demand.inputs) + attention_s + encode_s + (
-                head(each / self._layers.head_rows + begun) if has_head else 0.0))
+                encode_s = encode_s + rows * begun * demand.inputs * token_s
+            has_head = kind == self._steps.last and not self._is_apart
+            for found, by, head_by, more_s in ((alone, 1.0, 1 / head_rows, 0.0),
+                                               (busy, tokens, heads, encode_s)):
+                found.append(of_rows.mean_s(rows * by) + attention_s + more_s + (
+                    head.mean_s(rows * head_by) if has_head else 0.0))
         work = np.array(alone)
-        return (groups * self._resources(np.array(mixed)), groups * self._resources(work),
-                self._path_s(work))
+        return StepBounds(rows, self._resources(np.array(busy)), self._resources(work),
+                          self._path_s(work))
 
     def _encoding(self, tokens: FloatArray, queries: FloatArray,
                   attention_s: FloatArray) -> FloatArray:
@@ -335,7 +380,7 @@ class PoolBound:
         return [of_degree.get(degree, NO_LINES) for degree in self._steps.degrees]
 
 
-NO_LINES = Lines(np.zeros(1), np.zeros(1))
+NO_LINES = Lines(np.zeros(1), np.zeros(1), np.empty(0))
 QUERIES: FloatArray = 2.0 ** np.arange(0, 17, 0.5)  # at which decode attention is looked at
 CONTEXTS = 24  # chosen
 
@@ -370,4 +415,7 @@ def attention_lines(layers: LayerTimes, degree: int, demand: Demand) -> Lines:
                      float((again_s - rate * contexts).min()))
     at_mean = np.append((slopes + rises * demand.context)[is_below],
                         max(of_row + rate * demand.context, 0.0))
-    return Lines(np.append(offsets[is_below], 0.0), at_mean)
+    offsets = np.append(offsets[is_below], 0.0)
+    order = np.lexsort((offsets, at_mean))
+    last = np.append(np.diff(at_mean[order]) > 0, True)  # of equal slopes the highest
+    return Lines(*highest_lines(at_mean[order][last], offsets[order][last]))

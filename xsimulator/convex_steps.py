@@ -64,7 +64,7 @@ class ConvexTimes:
         # the others are of dips: beyond the sizes looked at they would be above the times
         is_below = offsets >= 0
         # slopes and offsets of the tangents, and from which size on each but the first counts
-        self.lines = _highest(slopes[is_below], offsets[is_below])
+        self.lines = highest_lines(slopes[is_below], offsets[is_below])
 
     def mean_s(self, sizes: FloatArray) -> FloatArray:
         """Seconds that steps of `sizes` in the mean take in the mean, at least."""
@@ -82,7 +82,7 @@ class ConvexTimes:
         return np.asarray(self._seconds[place] / self._sizes[place])
 
 
-def _highest(slopes: FloatArray, offsets: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+def highest_lines(slopes: FloatArray, offsets: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Of lines whose slopes rise: (slopes, offsets) of those that are the highest somewhere beyond
     0, and from which size on each but the first is."""
     kept: list[tuple[float, float]] = []
