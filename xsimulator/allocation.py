@@ -74,9 +74,10 @@ def pool_ranks(cluster: Cluster, encode_devices: int, tp_degree: int, tp_gpus: i
             [(rank,) for rank in range(encode_devices, first)] + decode)
 
 
-def can_hold(model: ModelSpec, encode: list[tuple[int, ...]], decode: list[tuple[int, ...]]) -> bool:
+def can_hold(model: ModelSpec, encode: Sequence[tuple[int, ...]],
+             decode: Sequence[tuple[int, ...]]) -> bool:
     """Whether no pool has more stages than layers, and the model splits to these degrees."""
-    degrees = {len(group) for group in encode + decode}
+    degrees = {len(group) for group in (*encode, *decode)}
     return (len(encode) <= max(pool_layers(model, "encode"))
             and len(decode) <= max(pool_layers(model, "decode"))
             and all(refuse_tp_degree(model, d) is None for d in degrees if d > 1))

@@ -17,8 +17,9 @@ m2 / (D tau(m1)), so nothing is assumed between its points; G is any real number
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, cached_property
+from heapq import heapify, heappush, heapreplace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -39,8 +40,8 @@ Kind = Literal["one pool", "two pools"]
 RATIO = 1.01  # chosen: between numbers of rows that are looked at
 BATCH_RATIO, MOST_BATCH = 1.03, 4096.0  # chosen: of queries encoded together by a pool of its own
 HALVINGS = 12  # chosen: of the range of G
-# chosen: shares of the encoding that the decode pool takes over
-SHARES = (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)
+BATCHES: FloatArray = BATCH_RATIO ** np.arange(math.log(MOST_BATCH) / math.log(BATCH_RATIO))
+SPLITS = 8  # chosen: of the range of the share of the encoding that the decode pool takes over
 MOST_ROWS = 2.0**20  # of a cycle
 
 
@@ -84,8 +85,11 @@ def upper_bound(problem: Problem, timing: TimingSource, plans: Iterable[tuple[in
                 kinds: Sequence[Kind] = ("one pool", "two pools")) -> float:
     """Queries/s that no schedule of these (tp_degree, tp_gpus) and kinds exceeds within the
     problem's bounds on latency; 0 where none keeps them."""
-    bound = UpperBound(problem, timing)
-    return max((bound.of_plan(plan, kind) for plan in plans for kind in kinds), default=0.0)
+    bound, most_qps, plans = UpperBound(problem, timing), 0.0, list(plans)
+    for kind in kinds:
+        for plan in plans:
+            most_qps = bound.of_plan(plan, kind, cutoff_qps=most_qps)
+    return most_qps
 
 
 class UpperBound:
@@ -95,28 +99,30 @@ class UpperBound:
         self.problem = problem
         self.demand = Demand(problem)
         self._plans = shared_plans(problem, timing)
-        self._pool = cache(lambda plan: PoolBound(plan, problem, self.demand))  # by identity
+        lines = cache(lambda layers, degree: attention_lines(layers, degree, self.demand))
+        self._pool = cache(lambda plan: PoolBound(plan, problem, self.demand, lines))
 
-    def of_plan(self, plan: tuple[int, int], kind: Kind, latency_s: float | None = None) -> float:
-        """Queries/s that no schedule of this (tp_degree, tp_gpus) exceeds; `latency_s`: another
-        limit than the problem's. 0 where model or cluster refuse the plan."""
+    def of_plan(self, plan: tuple[int, int], kind: Kind, latency_s: float | None = None, *,
+                cutoff_qps: float = 0.0) -> float:
+        """Queries/s that no schedule of this (tp_degree, tp_gpus) exceeds, or `cutoff_qps` where
+        that is more; 0 where model or cluster refuse the plan. `latency_s`: another limit than the
+        problem's."""
         limit_s = self.problem.constraint.latency_s if latency_s is None else latency_s
         if kind == "one pool":
             try:
                 pool = self._pool(self._plans.both(*plan))
             except InputError:
-                return 0.0
-            return pool.alone_qps(limit_s)
-        best = 0.0
+                return cutoff_qps
+            return max(pool.alone_qps(limit_s), cutoff_qps)
         pools = [(self._pool(encode), self._pool(decode), HandoverCost(
             self.problem, self._plans.timing, encode.stages, decode.stages))
             for encode, decode in self._divisions(*plan)]
-        # what decodes most first: the others may be left out for it
+        # the likeliest first, for what they reach others need not be looked at
         for encoding, decoding, link in sorted(pools, key=lambda own: -min(
                 own[0].most_encode_qps, own[1].most_decode_qps)):
-            if decoding.most_decode_qps > best:
-                best = max(best, self._divided_qps(encoding, decoding, link, limit_s))
-        return best
+            cutoff_qps = max(cutoff_qps, self._divided_qps(
+                encoding, decoding, link, limit_s, cutoff_qps))
+        return cutoff_qps
 
     def _divisions(self, degree: int, gpus: int) -> Iterable[tuple[StagePlan, StagePlan]]:
         """The (encode, decode) pools of every number of encoding devices."""
@@ -128,37 +134,45 @@ class UpperBound:
                        self._plans.pool(ranks[1], "decode", len(ranks[0])))
 
     def _divided_qps(self, encoding: PoolBound, decoding: PoolBound, link: HandoverCost,
-                     limit_s: float) -> float:
-        """Of two pools, the second of which may take over any share of the encoding."""
+                     limit_s: float, cutoff_qps: float) -> float:
+        """Of two pools, the second of which may take over any share of the encoding: the range of
+        the share is split where the bound is highest, until it is `cutoff_qps` or less."""
         if min(encoding.room_tokens, decoding.room_tokens) <= 0:
             return 0.0
-        batches = BATCH_RATIO ** np.arange(math.log(MOST_BATCH) / math.log(BATCH_RATIO))
-        moved_s = link.seconds(batches * self.demand.inputs)
-        busy_s, path_s = encoding.encode_s(batches)
+        moved_s = link.seconds(BATCHES * self.demand.inputs)
+        busy_s, path_s = encoding.encode_s(BATCHES)
         # that of the largest batch is that of larger ones, too, but for their fixed costs
-        rates = np.append(batches[1:] / np.maximum(busy_s, moved_s)[1:], encoding.most_encode_qps)
+        rates = np.append(BATCHES[1:] / np.maximum(busy_s, moved_s)[1:], encoding.most_encode_qps)
         left_s = limit_s - path_s - moved_s
-        best = 0.0
-        for low, high in zip((0.0, *SHARES[:-1]), SHARES, strict=True):
+
+        def within(low: float, high: float) -> tuple[float, float, float]:
             curve = decoding.curve(low)
-            if not len(curve.qps):
-                return best
             # a query that the decode pool encodes waits for no handover
-            spare_s = left_s if low == high else np.maximum(left_s, limit_s - decoding.own_s)
+            spare_s = np.maximum(left_s, limit_s - decoding.own_s) if high else left_s
             place = np.searchsorted(curve.latency_s, spare_s, side="right")
             decoded = np.append(0.0, np.maximum.accumulate(curve.qps))[place]
             encoded = rates / (1 - high) if high < 1 else np.full_like(rates, np.inf)
-            best = max(best, float(np.minimum(encoded, decoded).max()))
-            if decoded.max() <= best:  # a larger share only slows the decoding
+            return -float(np.minimum(encoded, decoded).max()), low, high
+
+        ranges = [within(0.0, 0.0), within(0.0, 1.0)]
+        heapify(ranges)
+        for _ in range(SPLITS):
+            qps, low, high = ranges[0]
+            if -qps <= cutoff_qps or low == high or -qps <= -within(low, low)[0]:
                 break
-        return best
+            heapreplace(ranges, within(low, (low + high) / 2))
+            heappush(ranges, within((low + high) / 2, high))
+        return -ranges[0][0]
 
 
 class PoolBound:
     """The bounds of one pool of stages. Arrays [resources, m] hold what a cycle keeps busy: each
     kind of stages, or, where ranks share cores, their mean."""
 
-    def __init__(self, plan: StagePlan, problem: Problem, demand: Demand) -> None:
+    def __init__(self, plan: StagePlan, problem: Problem, demand: Demand,
+                 lines: Callable[[LayerTimes, int], Lines]) -> None:
+        """`lines`: below a layer's decode attention in groups of a degree (attention_lines)."""
+        self._lines = lines
         self.demand, self._constraint = demand, problem.constraint
         self._layers, self._steps = plan.times.layers, plan.convex_steps
         self._number = np.array(self._steps.number, float)
@@ -166,7 +180,7 @@ class PoolBound:
         self._decoder_layers, self._encode_layers = (
             own[first] for own in (plan.times.decoder_layers, plan.times.encode_layers))
         self._is_apart = plan.times.is_encoder_decoder
-        self._has_head = bool(self._decoder_layers.any())
+        self._has_decoder = bool(self._decoder_layers.any())
         self._sharing = self._layers.timing.facts.sharing
         # each kind's share of all devices
         self._weights = self._number * self._steps.degrees / problem.cluster.num_devices
@@ -211,7 +225,7 @@ class PoolBound:
         """([batches] seconds that one keeps the busiest stage, seconds through all stages), where
         this pool encodes alone."""
         work = self._encoding(batches * self.demand.inputs, batches, self._mean_attention_s)
-        return self._resources(work).max(axis=0), self._path_s(work)
+        return np.asarray(self._resources(work).max(axis=0)), self._path_s(work)
 
     @cached_property
     def most_encode_qps(self) -> float:
@@ -250,8 +264,8 @@ class PoolBound:
         most = min(self.room_tokens / self.demand.context, MOST_ROWS)
         if most < 1:
             return np.empty(0), np.empty(0)
-        low = RATIO ** np.arange(math.floor(math.log(most) / math.log(RATIO)) + 1)
-        return low, np.minimum(low * RATIO, most)
+        low: FloatArray = RATIO ** np.arange(math.floor(math.log(most) / math.log(RATIO)) + 1)
+        return low, np.asarray(np.minimum(low * RATIO, most))
 
     def _fewest_groups(self, low: FloatArray, high: FloatArray, share: float,
                        limit_s: float) -> tuple[FloatArray, FloatArray]:
@@ -327,7 +341,8 @@ class PoolBound:
         kinks += [own.begins for own in self._attention]
         rows = np.unique(np.clip(np.concatenate([[1.0, 2 * MOST_ROWS], *kinks]),
                                  1.0, 2 * MOST_ROWS))
-        busy, alone = [], []
+        busy: list[FloatArray] = []
+        alone: list[FloatArray] = []
         for kind, (of_rows, layers) in enumerate(zip(
                 self._decode_rows, self._decoder_layers, strict=True)):
             attention_s = layers * self._attention[kind].mean_s(rows)
@@ -375,9 +390,8 @@ class PoolBound:
     @cached_property
     def _attention(self) -> list[Lines]:
         """[kinds] a layer's decode attention."""
-        of_degree = {degree: attention_lines(self._layers, degree, self.demand)
-                     for degree in set(self._steps.degrees)} if self._has_head else {}
-        return [of_degree.get(degree, NO_LINES) for degree in self._steps.degrees]
+        return [self._lines(self._layers, degree) if self._has_decoder else NO_LINES
+                for degree in self._steps.degrees]
 
 
 NO_LINES = Lines(np.zeros(1), np.zeros(1), np.empty(0))

@@ -82,7 +82,8 @@ class ConvexTimes:
         return np.asarray(self._seconds[place] / self._sizes[place])
 
 
-def highest_lines(slopes: FloatArray, offsets: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+def highest_lines(slopes: FloatArray,
+                  offsets: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Of lines whose slopes rise: (slopes, offsets) of those that are the highest somewhere beyond
     0, and from which size on each but the first is."""
     kept: list[tuple[float, float]] = []

@@ -36,12 +36,15 @@ class Demand:
             2 * constraint.quantile - 1)
         length = lengths.outputs.quantile(max(quantile, 1e-9))
         self.watched = float(length - self._fewer)  # d
-        tail = pmf * (np.arange(1, len(pmf) + 1) >= length)
-        self.watched_inputs = float(tail @ given / tail.sum())
+        is_long = np.arange(1, len(pmf) + 1) >= length
+        long_inputs, others = (float(pmf[own] @ given[own] / pmf[own].sum()) if pmf[own].sum() > 0
+                               else self.inputs for own in (is_long, ~is_long))
+        # the replay that checks a latency lends that length to others, where long ones are few
+        self.watched_inputs = min(long_inputs, others)
         # so many rows fewer may be beside a query that is as long, for its room is larger
         most = problem.default_max_tokens
-        self.excess = max((self.watched_inputs + (self.watched + 1) / 2) / self.context,
-                          (self.watched_inputs + most) / (inputs + most)) - 1
+        self.excess = max((long_inputs + (self.watched + 1) / 2) / self.context,
+                          (long_inputs + most) / (inputs + most)) - 1
         self.excess = max(self.excess, 0.0)
 
     @cached_property
@@ -67,7 +70,8 @@ class Demand:
     def in_batches(self, rows: FloatArray) -> tuple[FloatArray, FloatArray]:
         """(queries, iterations until the longest is done or has had d) of batches, decoded until
         all are done, that decode so many `rows` in a step in the mean."""
-        return tuple(np.interp(rows, self._batches[0], own) for own in self._batches[1:])
+        of_rows, queries, iterations = self._batches
+        return np.interp(rows, of_rows, queries), np.interp(rows, of_rows, iterations)
 
     @cached_property
     def _batches(self) -> tuple[FloatArray, FloatArray, FloatArray]:
