@@ -40,12 +40,12 @@ from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import MessageKind, Operator, TimingSource
 from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans
+from xsimulator.allocation import pool_ranks
 from xsimulator.policies import make_policy
 from xsimulator.policies.continuous.config import ContinuousConfig
 from xsimulator.policies.rra.config import RraConfigs
 from xsimulator.policies.static.config import StaticConfig
 from xsimulator.policies.waa.config import WaaConfig
-from xsimulator.policies.waa.plans import pool_ranks
 
 QUERIES = tuple(2**k for k in range(10))
 TOKENS = tuple(2**k for k in range(15))

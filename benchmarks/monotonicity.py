@@ -38,10 +38,10 @@ from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
 from xscheduler.spaces.tensor_plans import all_tensor_plans
+from xsimulator.allocation import pool_ranks
 from xsimulator.policies import geometric, make_policy
 from xsimulator.policies.rra.config import RraConfig, RraConfigs
 from xsimulator.policies.waa.config import WaaConfig
-from xsimulator.policies.waa.plans import pool_ranks
 
 CASES = (("t5-11b", "a40-8"), ("gpt3-39b", "a40-16"), ("gpt3-101b", "a100-16"))
 TASKS = ("S", "T", "G", "C1", "C2")

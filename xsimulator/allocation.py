@@ -58,6 +58,31 @@ def stage_ranks(num_devices: int, tp_degree: int, tp_gpus: int) -> list[tuple[in
     return groups + [(rank,) for rank in range(tp_gpus, num_devices)]
 
 
+def pool_ranks(cluster: Cluster, encode_devices: int, tp_degree: int, tp_gpus: int,
+               ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None:
+    """Each (encode, decode) stage has these ranks; None where `tp_gpus` in groups find no place."""
+    devices, groups = cluster.num_devices, tp_gpus // tp_degree
+    if (tp_degree == 1) != (tp_gpus == 0) or tp_gpus % tp_degree:
+        return None
+    decoding = min(groups, (devices - encode_devices) // tp_degree)
+    end, first = (groups - decoding) * tp_degree, devices - decoding * tp_degree
+    encode, decode = ([tuple(range(rank, rank + tp_degree)) for rank in ranks]
+                      for ranks in (range(0, end, tp_degree), range(first, devices, tp_degree)))
+    if end > encode_devices or not all(lies_well(cluster, group) for group in encode + decode):
+        return None
+    return (encode + [(rank,) for rank in range(end, encode_devices)],
+            [(rank,) for rank in range(encode_devices, first)] + decode)
+
+
+def can_hold(model: ModelSpec, encode: Sequence[tuple[int, ...]],
+             decode: Sequence[tuple[int, ...]]) -> bool:
+    """Whether no pool has more stages than layers, and the model splits to these degrees."""
+    degrees = {len(group) for group in (*encode, *decode)}
+    return (len(encode) <= max(pool_layers(model, "encode"))
+            and len(decode) <= max(pool_layers(model, "decode"))
+            and all(refuse_tp_degree(model, d) is None for d in degrees if d > 1))
+
+
 def allocate(model: ModelSpec, ranks: Sequence[tuple[int, ...]], costs: Sequence[StageCost],
              role: Role = "both", *, first_index: int = 0) -> tuple[StageAssignment, ...]:
     """The split of layers whose slowest stage is quickest; every stage gets a layer. A pool that

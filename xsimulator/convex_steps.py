@@ -4,7 +4,7 @@ that they hold for times that are not monotone."""
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import numpy as np
 
@@ -20,11 +20,17 @@ class ConvexSteps:
 
     def __init__(self, table: StepTable) -> None:
         """`table`: of lower bounds."""
-        sizes = _sizes()
+        sizes, self._table = _sizes(), table
         self.rows = [_of_these(seconds.tobytes()) for seconds in table.rows_s(sizes)]
         self.head = _of_these(table.head_s(sizes).tobytes())
         self.degrees, self.last = table.degrees, table.kind_of[-1]
         self.number = np.bincount(table.kind_of).tolist()  # stages of each kind
+
+    @cached_property
+    def decode_rows(self) -> list[ConvexTimes]:
+        """[kinds] steps that decode alone, the head included."""
+        return [_of_these(seconds.tobytes())
+                for seconds in self._table.decode_bare_s(_sizes())]
 
 
 @cache
@@ -58,7 +64,7 @@ class ConvexTimes:
         # the others are of dips: beyond the sizes looked at they would be above the times
         is_below = offsets >= 0
         # slopes and offsets of the tangents, and from which size on each but the first counts
-        self.lines = _highest(slopes[is_below], offsets[is_below])
+        self.lines = highest_lines(slopes[is_below], offsets[is_below])
 
     def mean_s(self, sizes: FloatArray) -> FloatArray:
         """Seconds that steps of `sizes` in the mean take in the mean, at least."""
@@ -76,7 +82,8 @@ class ConvexTimes:
         return np.asarray(self._seconds[place] / self._sizes[place])
 
 
-def _highest(slopes: FloatArray, offsets: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+def highest_lines(slopes: FloatArray,
+                  offsets: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
     """Of lines whose slopes rise: (slopes, offsets) of those that are the highest somewhere beyond
     0, and from which size on each but the first is."""
     kept: list[tuple[float, float]] = []

@@ -11,10 +11,8 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from xgpt.core.cluster import Cluster
 from xgpt.core.lengths import FloatArray, IntArray
-from xgpt.core.model import ModelSpec, refuse_tp_degree
-from xsimulator.allocation import lies_well, pool_layers
+from xsimulator.allocation import can_hold, pool_ranks
 from xsimulator.plans import PlanSource, StagePlan
 
 
@@ -36,7 +34,7 @@ class WaaPlans:
         self._ranks = {
             count: ranks for count in range(1, problem.cluster.num_devices)
             if (ranks := pool_ranks(problem.cluster, count, tp_degree, tp_gpus)) is not None
-            and _holds(problem.model, *ranks)}
+            and can_hold(problem.model, *ranks)}
         # these numbers of encode devices can be; none if the model or cluster refuses all
         self.encode_devices: IntArray = np.array(list(self._ranks), np.int64)
 
@@ -61,27 +59,3 @@ class WaaPlans:
         wanted = np.asarray(share)[..., None] * self._plans.problem.cluster.num_devices
         nearest = np.abs(wanted - self.encode_devices).argmin(axis=-1)
         return np.asarray(self.encode_devices[nearest])
-
-
-def pool_ranks(cluster: Cluster, encode_devices: int, tp_degree: int, tp_gpus: int,
-               ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None:
-    """Each (encode, decode) stage has these ranks; None where `tp_gpus` in groups find no place."""
-    devices, groups = cluster.num_devices, tp_gpus // tp_degree
-    if (tp_degree == 1) != (tp_gpus == 0) or tp_gpus % tp_degree:
-        return None
-    decoding = min(groups, (devices - encode_devices) // tp_degree)
-    end, first = (groups - decoding) * tp_degree, devices - decoding * tp_degree
-    encode, decode = ([tuple(range(rank, rank + tp_degree)) for rank in ranks]
-                      for ranks in (range(0, end, tp_degree), range(first, devices, tp_degree)))
-    if end > encode_devices or not all(lies_well(cluster, group) for group in encode + decode):
-        return None
-    return (encode + [(rank,) for rank in range(end, encode_devices)],
-            [(rank,) for rank in range(encode_devices, first)] + decode)
-
-
-def _holds(model: ModelSpec, encode: list[tuple[int, ...]], decode: list[tuple[int, ...]]) -> bool:
-    """No pool has more stages than layers, and the model splits to these degrees."""
-    degrees = {len(group) for group in encode + decode}
-    return (len(encode) <= max(pool_layers(model, "encode"))
-            and len(decode) <= max(pool_layers(model, "decode"))
-            and all(refuse_tp_degree(model, d) is None for d in degrees if d > 1))

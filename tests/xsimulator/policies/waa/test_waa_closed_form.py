@@ -12,12 +12,13 @@ from xgpt.core import catalog
 from xgpt.core.errors import InputError
 from xgpt.core.lengths import JointLengths, empirical, truncated_normal
 from xrunner.rules.batch_sizer import ADJUSTMENT
+from xsimulator.allocation import pool_ranks
 from xsimulator.plans import StagePlans
 from xsimulator.policies.waa.chunk_rates import ChunkRates, StepSeconds, mixed_s
 from xsimulator.policies.waa.closed_form import Waa, waa_c, waa_m
 from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.policies.waa.divisions import FixedDivision
-from xsimulator.policies.waa.plans import WaaPlans, pool_ranks
+from xsimulator.policies.waa.plans import WaaPlans
 from xsimulator.policies.waa.pool_times import PoolRates
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.steady import steady_figures

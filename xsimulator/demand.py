@@ -1,0 +1,88 @@
+"""What the queries of a problem ask of any schedule, in the mean: the lengths' side of
+xsimulator.bound, whose symbols these are."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from xgpt.core.lengths import FloatArray
+from xgpt.core.problem import Problem
+
+LEAST_ITERATIONS = 1e-6  # of a query in the mean: of jobs that decode nothing
+RENEWAL_BINS = 512  # chosen: of the lengths, whose renewals are counted
+BATCHES: FloatArray = 2.0 ** np.arange(0, 24, 0.25)  # numbers of queries whose longest is known
+
+
+class Demand:
+    """Mean sizes of a query, and of the query that the latency bound is for."""
+
+    def __init__(self, problem: Problem) -> None:
+        lengths, constraint = problem.lengths, problem.constraint
+        self.lengths, self._fewer = lengths, int(not problem.model.is_encoder_decoder)
+        self.inputs = lengths.inputs.mean  # L
+        self._needed = lengths.outputs.support - self._fewer
+        pmf, given = lengths.outputs.pmf, lengths.mean_input_given_output()
+        mean = float(pmf @ self._needed)
+        self.iterations = max(mean, LEAST_ITERATIONS)  # D
+        steps = pmf * self._needed / mean if mean > 0 else pmf  # decode steps by the query's length
+        inputs = float(steps @ given)
+        # c: tokens of context of a decoded row
+        self.context = inputs + float(steps @ (self._needed + 1)) / 2
+        self.contexts = 2.0, float(lengths.inputs.max + self._needed.max() + 1)
+        # at least half of those longer than this quantile keep a bound on a share of all queries
+        quantile = constraint.quantile if constraint.kind == "sequence" else (
+            2 * constraint.quantile - 1)
+        length = lengths.outputs.quantile(max(quantile, 1e-9))
+        self.watched = float(length - self._fewer)  # d
+        is_long = np.arange(1, len(pmf) + 1) >= length
+        long_inputs, others = (float(pmf[own] @ given[own] / pmf[own].sum()) if pmf[own].sum() > 0
+                               else self.inputs for own in (is_long, ~is_long))
+        # the replay that checks a latency lends that length to others, where long ones are few
+        self.watched_inputs = min(long_inputs, others)
+        # so many rows fewer may be beside a query that is as long, for its room is larger
+        most = problem.default_max_tokens
+        self.excess = max((long_inputs + (self.watched + 1) / 2) / self.context,
+                          (long_inputs + most) / (inputs + most)) - 1
+        self.excess = max(self.excess, 0.0)
+
+    @cached_property
+    def turnover(self) -> float:
+        """Queries that begin in another's place while one of d iterations decodes, at least: d / D
+        of places that are filled anew at times of their own; of those that were all filled
+        together, half of the first ones, and the renewals in d - 1 iterations."""
+        last = int(self.watched) - 1
+        if last < 0:
+            return 0.0
+        width = -(-(last + 1) // RENEWAL_BINS)
+        # in whole bins, each length rounded up: renewals come no sooner
+        pmf = np.bincount(-(-self._needed // width), self.lengths.outputs.pmf)[:last // width + 1]
+        if pmf[0] >= 1 - 1e-9:
+            return self.watched / self.iterations
+        begun = np.zeros(last // width + 1)  # mean renewals in each bin
+        begun[0] = pmf[0] / (1 - pmf[0])
+        pmf = np.append(pmf, np.zeros(len(begun) - len(pmf)))
+        for at in range(1, len(begun)):
+            begun[at] = (pmf[at] + pmf[1:at + 1] @ begun[at - 1::-1]) / (1 - pmf[0])
+        return min(self.watched / self.iterations, 0.5 + float(begun.sum()))
+
+    def in_batches(self, rows: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """(queries, iterations until the longest is done or has had d) of batches, decoded until
+        all are done, that decode so many `rows` in a step in the mean."""
+        of_rows, queries, iterations = self._batches
+        return np.interp(rows, of_rows, queries), np.interp(rows, of_rows, iterations)
+
+    @cached_property
+    def _batches(self) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """[BATCHES] rows in the mean, queries, and iterations, d at most."""
+        below = np.cumsum(self.lengths.outputs.pmf)[:-1]  # P(length <= k)
+        below = np.minimum(below, 1.0)
+        longer = 1 - below[None, :] ** BATCHES[:, None]
+        longest = longer.sum(axis=1) + 1 - self._fewer
+        watched = longer[:, :int(self.watched) + self._fewer - 1].sum(axis=1) + 1 - self._fewer
+        longest, watched = (np.maximum(own, self.iterations) for own in (longest, watched))
+        rows = BATCHES * self.iterations / longest
+        return rows, BATCHES, np.minimum(watched, max(self.watched, 0.0))
+
+
