@@ -21,8 +21,9 @@ from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules.steps import BatchingRule, EncodingRule, rules_for
 from xsimulator.replay.flow import run
+from xsimulator.replay.native_replay import NativeReplay, replay_natively
 from xsimulator.replay.pool import HandoverPlan, PoolPlan
-from xsimulator.replay.queries import Queries
+from xsimulator.replay.queries import Asked, Queries
 from xsimulator.replay.records import PoolRecords, ReplayResult
 from xsimulator.replay.step_clock import PoolClock, StepClock, StepClocks, StepSizes
 from xsimulator.stage_times import HandoverCost
@@ -71,6 +72,16 @@ class Replayer:
                 factors = [[slow / self._sharing for slow in own] for own in slow_downs(
                     result, self.estimate.deployment.stages, cores)]
         return result
+
+    def native(self, queries: QueryLengths) -> NativeReplay | None:
+        """The same of queries that all come at the beginning, by the estimate's own rules: when
+        each was begun and was done, and how much each stage was at work, but no steps. None where
+        csrc does not serve."""
+        if self._sharing > 1:
+            return None
+        return replay_natively(
+            Asked.of(queries, 0.0, not self.problem.model.is_encoder_decoder),
+            *self.plans(rules_for(self.estimate), self.clocks(queries)), is_told=False)
 
     def _once(self, queries: QueryLengths, arrival_s: ArrayLike, own: Sequence[BatchingRule],
               clocks: Sequence[PoolClock]) -> ReplayResult:

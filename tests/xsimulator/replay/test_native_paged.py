@@ -12,10 +12,9 @@ from replayed_both_ways import assert_names_one_that_never_fits, same_both_ways
 
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.queries import QueryLengths
+from xsimulator import native
 from xsimulator.policies import make_policy
-from xsimulator.policies.continuous import native
 from xsimulator.policies.continuous.config import ContinuousConfig
-from xsimulator.replay import paged_alone
 from xsimulator.replay.job import replay_job
 
 pytestmark = pytest.mark.skipif(native.native() is None, reason="there is no compiler")
@@ -43,11 +42,11 @@ def test_a_replay_is_that_of_the_rule(monkeypatch, policy):
     evicted = 0
     for seed in range(12):
         given = planned(policy, np.random.default_rng(seed))
-        quick = same_both_ways(monkeypatch, paged_alone, lambda given=given: replay_job(*given))
+        quick = same_both_ways(monkeypatch, lambda given=given: replay_job(*given))
         evicted += quick.preemptions
     assert evicted > 20, "else there was room for all"
 
 
 def test_a_query_that_never_fits_is_named(monkeypatch):
     job = planned("sarathi", np.random.default_rng(0))
-    assert_names_one_that_never_fits(monkeypatch, paged_alone, job)
+    assert_names_one_that_never_fits(monkeypatch, job)
