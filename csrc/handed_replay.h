@@ -23,8 +23,10 @@ using Query = xgpt_replay::Query;
 using Group = xgpt_replay::Rows<Query>;
 
 struct Pool {
-    Pool(xgpt_times::Clock &clock, bool is_told, int64_t num_groups)
-        : line(clock, is_told), groups(num_groups) {}
+    Pool(xgpt_times::Clock &clock, const double *factors, bool is_told, int64_t num_groups)
+        : line(clock, factors, is_told), groups(num_groups) {
+        for (Group &group : groups) group.is_padded = clock.is_padded();
+    }
     xgpt_replay::Line line;
     std::vector<Group> groups;
     bool is_idle = true;
@@ -33,6 +35,7 @@ struct Pool {
 /* `order`: queries as they come; left: their iterations to go. */
 struct Given {
     int64_t queries, gives_token, compacts, is_told;
+    const double *factors;  // of the seconds of all stages
     const int64_t *inputs, *left, *order;
     const double *arrival_s;
 };
@@ -43,8 +46,9 @@ public:
            const xgpt_waa::DecodeRule &decode, int64_t decode_groups,
            xgpt_times::Clock &encode_clock, xgpt_times::Clock &decode_clock,
            const xgpt_times::Blocks &handover_s)
-        : queries(given.queries), encoding(encode_clock, given.is_told, encode_groups),
-          decoding(decode_clock, given.is_told, decode_groups), given_(given), encode_(encode), decode_(decode),
+        : queries(given.queries), encoding(encode_clock, given.factors, given.is_told, encode_groups),
+          decoding(decode_clock, given.factors + encode_clock.stages, given.is_told,
+                   decode_groups), given_(given), encode_(encode), decode_(decode),
           handover_s_(handover_s) {}
 
     std::vector<Query> queries;

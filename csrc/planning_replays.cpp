@@ -41,8 +41,8 @@ struct Arguments {
         return *static_cast<xgpt_times::Clock *>(const_cast<void *>(given[place]));
     }
     xgpt_replay::Given alone() const {
-        const int64_t *facts = ints(0);
-        return {clock(2), reals(1)[0], facts[1] != 0, facts[3] != 0, facts[2] != 0};
+        const int64_t *facts = ints(1);
+        return {clock(0), reals(3), reals(2)[0], facts[1] != 0, facts[3] != 0, facts[2] != 0};
     }
 };
 
@@ -56,40 +56,40 @@ Found *alone(Replay &&replay, double *times) {
 }
 
 Found *paged(const Arguments &args, double *times) {
-    const int64_t *facts = args.ints(0);
+    const int64_t *facts = args.ints(1);
     return alone(xgpt_paging::Replay(args.alone(), {facts[0], facts[4], facts[5], facts[6], facts[7],
-                                                   facts[8]}, args.ints(6), args.ints(3),
-                                     args.ints(5)), times);
+                                                   facts[8]}, args.ints(7), args.ints(4),
+                                     args.ints(6)), times);
 }
 
 Found *reserved(const Arguments &args, double *times) {
-    const int64_t *facts = args.ints(0);
-    const double *figures = args.reals(1);
+    const int64_t *facts = args.ints(1);
+    const double *figures = args.reals(2);
     return alone(xgpt_reserving::Replay(
         args.alone(), {facts[0], facts[4], facts[5], facts[6], facts[7], facts[8], facts[9],
-                       figures[3]}, {figures[1], figures[2]}, args.ints(6), args.ints(3),
-        args.ints(4), args.ints(5)), times);
+                       figures[3]}, {figures[1], figures[2]}, args.ints(7), args.ints(4),
+        args.ints(5), args.ints(6)), times);
 }
 
 Found *batched(const Arguments &args, double *times) {
-    const int64_t *facts = args.ints(0);
+    const int64_t *facts = args.ints(1);
     return alone(xgpt_batching::Replay(args.alone(), {facts[0], facts[4], facts[5], facts[6],
-                                                     facts[7]}, args.ints(3), args.ints(4),
-                                       args.ints(5)), times);
+                                                     facts[7]}, args.ints(4), args.ints(5),
+                                       args.ints(6)), times);
 }
 
 Found *handed(const Arguments &args, double *times) {
-    const int64_t *facts = args.ints(0);
-    const double *figures = args.reals(1);
-    const xgpt_waa::Asked asked = {args.ints(4), args.ints(3)};
-    const auto fetch = reinterpret_cast<xgpt_times::Fetch>(const_cast<void *>(args.given[9]));
+    const int64_t *facts = args.ints(1);
+    const double *figures = args.reals(2);
+    const xgpt_waa::Asked asked = {args.ints(5), args.ints(4)};
+    const auto fetch = reinterpret_cast<xgpt_times::Fetch>(const_cast<void *>(args.given[10]));
     xgpt_handing::Replay replay(
-        {facts[0], facts[1], facts[2], facts[3], args.ints(3), args.ints(5), args.ints(6),
-         args.reals(7)},
+        {facts[0], facts[1], facts[2], facts[3], args.reals(3), args.ints(4), args.ints(6),
+         args.ints(7), args.reals(8)},
         xgpt_waa::EncodeRule({facts[6], facts[4], facts[7], facts[8], facts[9], facts[10], facts[11],
                               figures[3]}, {figures[1], figures[2]}, asked), facts[4],
         xgpt_waa::DecodeRule({facts[5], facts[12], facts[13], facts[14]}, asked, facts[0]), facts[5],
-        args.clock(2), args.clock(8), xgpt_times::Blocks(fetch, 0, facts[15], 1));
+        args.clock(0), args.clock(9), xgpt_times::Blocks(fetch, 0, facts[15], 1));
     replay.run();
     auto *found = new Found{{}, {}, std::move(replay.sent), 0};
     keep(*found, replay.encoding.line);
@@ -113,10 +113,11 @@ extern "C" void *xgpt_clock(xgpt_times::Fetch fetch, const int64_t *numbers, con
 extern "C" void xgpt_forget_clock(void *clock) { delete static_cast<xgpt_times::Clock *>(clock); }
 
 /* A replay by paged KV (kind 0), of a rule that reserves (1: RRA's, ORCA's), of static batches (2), or of
- * two pools (3). given: where these lie: facts (numbers of queries, whether encoding gives a token,
- * whether rows are compacted, whether steps are to be told, and the rule's own); figures (when queries
- * come, and the rule's own); the clock; inputs[queries] tokens; reserves[queries] (of static batches what
- * each may have of output); left[queries] iterations; slots[groups].
+ * two pools (3). given: where these lie: the clock; facts (numbers of queries, whether encoding gives a
+ * token, whether rows are compacted, whether steps are to be told, and the rule's own); figures (when
+ * queries come, and the rule's own); factors[stages of all pools] of the clock's seconds; inputs[queries]
+ * tokens; reserves[queries] (of static batches what each may have of output); left[queries] iterations;
+ * slots[groups].
  *
  * The rule's own. Of paged KV: numbers of groups, blocks of a group, blocks that admission leaves free,
  * tokens of a step, whether inputs are encoded in chunks. Of one that reserves: numbers of groups, tokens

@@ -29,11 +29,11 @@ struct Query {
 };
 
 /* A group's rows. A query that left and came again may be in `ends` and `longest` more than once:
- * what its row says is so. `first`, `done`: whose first and last tokens are among those awaited, which
+ * what its row says is so. Only of padded rows is the longest looked for. `first`, `done`: whose first and last tokens are among those awaited, which
  * are there at `ready_s`. `fresh`: who joined without a token, and was not decoded yet. */
 template <class Query>
 struct Rows {
-    bool is_awaited = false;
+    bool is_padded = false, is_awaited = false;
     double ready_s = 0.0;
     int64_t iterations = 0, base = 0, rows = 0, removed = 0;
     std::vector<std::vector<int64_t>> ends;                    // by iteration: whose last it is
@@ -49,7 +49,7 @@ struct Rows {
         if (left > 0) {
             if (static_cast<int64_t>(ends.size()) <= query.end) ends.resize(query.end + 1);
             ends[query.end].push_back(q);
-            longest.emplace(query.base, q);
+            if (is_padded) longest.emplace(query.base, q);
         } else {
             done.push_back(q);
         }
@@ -105,10 +105,11 @@ struct Told {
 /* The stages of a pool, which work steps in order, each when it is decided. */
 class Line {
 public:
-    Line(xgpt_times::Clock &clock, bool is_told)
+    /* factors[stages] of the clock's seconds */
+    Line(xgpt_times::Clock &clock, const double *factors, bool is_told)
         : stages(clock.stages), is_told(is_told),
           free_s(clock.stages, -std::numeric_limits<double>::infinity()), clock_(&clock),
-          seconds_(clock.stages) {}
+          factors_(factors), seconds_(clock.stages) {}
 
     const int64_t stages;
     const bool is_told;
@@ -131,6 +132,7 @@ public:
         clock_->seconds(sizes, seconds_.data());
         for (int64_t s = 0; s < stages; ++s) {
             const double free = free_s[s];
+            seconds_[s] *= factors_[s];
             free_s[s] = now = (now > free ? now : free) + seconds_[s];
         }
         told.durations_s.insert(told.durations_s.end(), seconds_.begin(), seconds_.end());
@@ -155,14 +157,16 @@ public:
 
 private:
     xgpt_times::Clock *clock_;
+    const double *factors_;
     std::vector<double> seconds_;
     int64_t noted_ = -1;
 };
 
-/* What a pool that is alone is given: its clock, when all queries come, whether encoding gives a token,
- * whether rows are compacted. */
+/* What a pool that is alone is given: its clock and factors[stages] of its seconds, when all queries
+ * come, whether encoding gives a token, whether rows are compacted. */
 struct Given {
     xgpt_times::Clock &clock;
+    const double *factors;
     double begin_s;
     bool gives_token, is_told, compacts;
 };
@@ -172,9 +176,10 @@ template <class Query, class Group>
 class PoolReplay {
 public:
     PoolReplay(const Given &given, int64_t num_groups, int64_t num_queries)
-        : line(given.clock, given.is_told), queries(num_queries), groups_(num_groups),
+        : line(given.clock, given.factors, given.is_told), queries(num_queries), groups_(num_groups),
           gives_token_(given.gives_token), compacts_(given.compacts) {
         line.free_s[0] = given.begin_s;
+        for (Group &group : groups_) group.is_padded = given.clock.is_padded();
     }
 
     Line line;

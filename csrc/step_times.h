@@ -74,6 +74,7 @@ public:
     }
     const int64_t stages;
 
+    bool is_padded() const { return is_padded_ != 0; }
     /* Into total[stages]. */
     void seconds(const Sizes &sizes, double *total) {
         if (is_apart_ && sizes.tokens && sizes.decoded) {

@@ -25,7 +25,7 @@ from xsimulator.replay.native_replay import NativeReplay, replay_natively
 from xsimulator.replay.pool import HandoverPlan, PoolPlan
 from xsimulator.replay.queries import Asked, Queries
 from xsimulator.replay.records import PoolRecords, ReplayResult
-from xsimulator.replay.step_clock import PoolClock, StepClock, StepClocks, StepSizes
+from xsimulator.replay.step_clock import PoolClock, SharedClock, StepClock, StepClocks
 from xsimulator.stage_times import HandoverCost
 
 ROUNDS = 4  # of replaying, where cores are shared; a further one moves the makespan by under 1 %
@@ -56,32 +56,34 @@ class Replayer:
 
         arrival_s: [queries] when each comes. rules, clocks: others than the estimate's own, one
         per pool. Raises XgptError for a query that the schedule's KV budget can never hold."""
-        if clocks is not None or rules is not None or self._sharing <= 1:
-            return self._once(queries, arrival_s, rules or rules_for(self.estimate),
-                              clocks or self.clocks(queries))
-        return self._sharing_cores(queries, arrival_s)
-
-    def _sharing_cores(self, queries: QueryLengths, arrival_s: ArrayLike) -> ReplayResult:
-        clocks = self.clocks(queries)
-        cores = sum(stage.tp_degree for stage in self.estimate.deployment.stages) / self._sharing
-        factors = [[1.0] * len(pool.stages) for pool in self._pools]
-        for left in reversed(range(ROUNDS)):
-            result = self._once(queries, arrival_s, rules_for(self.estimate), [
-                SharedClock(clock, own) for clock, own in zip(clocks, factors, strict=True)])
-            if left:
-                factors = [[slow / self._sharing for slow in own] for own in slow_downs(
-                    result, self.estimate.deployment.stages, cores)]
-        return result
+        if clocks is None:
+            clocks = self.clocks(queries) if rules is not None else (
+                self._own_clocks(queries, arrival_s))
+        return self._once(queries, arrival_s, rules or rules_for(self.estimate), clocks)
 
     def native(self, queries: QueryLengths) -> NativeReplay | None:
         """The same of queries that all come at the beginning, by the estimate's own rules: when
         each was begun and was done, and how much each stage was at work, but no steps. None where
         csrc does not serve."""
-        if self._sharing > 1:
-            return None
         return replay_natively(
             Asked.of(queries, 0.0, not self.problem.model.is_encoder_decoder),
-            *self.plans(rules_for(self.estimate), self.clocks(queries)), is_told=False)
+            *self.plans(rules_for(self.estimate), self._own_clocks(queries, 0.0)), is_told=False)
+
+    def _own_clocks(self, queries: QueryLengths, arrival_s: ArrayLike) -> Sequence[PoolClock]:
+        """The pools' clocks; where cores are shared, as rounds of replaying find them."""
+        clocks = self.clocks(queries)
+        if self._sharing <= 1:
+            return clocks
+        cores = sum(stage.tp_degree for stage in self.estimate.deployment.stages) / self._sharing
+        shared = [SharedClock(clock, [1.0] * len(pool.stages))
+                  for clock, pool in zip(clocks, self._pools, strict=True)]
+        for _ in range(ROUNDS - 1):
+            factors = slow_downs(
+                self._once(queries, arrival_s, rules_for(self.estimate), shared),
+                self.estimate.deployment.stages, cores)
+            shared = [SharedClock(clock, [slow / self._sharing for slow in own])
+                      for clock, own in zip(clocks, factors, strict=True)]
+        return shared
 
     def _once(self, queries: QueryLengths, arrival_s: ArrayLike, own: Sequence[BatchingRule],
               clocks: Sequence[PoolClock]) -> ReplayResult:
@@ -135,17 +137,6 @@ def planned_outputs(problem: Problem) -> int:
     return max(problem.lengths.outputs.max, problem.default_max_tokens)
 
 
-class SharedClock:
-    """A clock whose seconds are those of `clock` times `factors` [stages of the pool]."""
-
-    def __init__(self, clock: PoolClock, factors: Sequence[float]) -> None:
-        self._clock, self._factors = clock, tuple(factors)
-
-    def seconds(self, sizes: StepSizes) -> list[float]:
-        return [s * factor for s, factor in zip(
-            self._clock.seconds(sizes), self._factors, strict=True)]
-
-
 def slow_downs(result: ReplayResult, stages: Sequence[StageAssignment],
                cores: float) -> list[list[float]]:
     """How much longer each stage's work takes, for each pool [its stages]: seconds for one second
@@ -167,7 +158,7 @@ def _progress(pools: Sequence[PoolRecords], degrees: dict[int, int],
     """Returns times, and the work that a rank always at work would have done until each."""
     starts = np.concatenate([pool.start_s.ravel() for pool in pools])
     ends = np.concatenate([pool.end_s.ravel() for pool in pools])
-    width = np.concatenate([np.tile([degrees[stage] for stage in pool.stages], len(pool.steps))
+    width = np.concatenate([np.tile([degrees[stage] for stage in pool.stages], len(pool.end_s))
                             for pool in pools]).astype(float)
     times = np.concatenate([starts, ends])
     order = np.argsort(times, kind="stable")

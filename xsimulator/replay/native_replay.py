@@ -29,7 +29,7 @@ from xsimulator.replay.pool import HandoverPlan, PoolPlan, records_of
 from xsimulator.replay.queries import Asked
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
 from xsimulator.replay.stage_line import StepTimes
-from xsimulator.replay.step_clock import StepClock
+from xsimulator.replay.step_clock import PoolClock, SharedClock, StepClock
 
 _PAGED, _RESERVED, _STATIC, _HANDED = range(4)  # kinds, as in csrc/planning_replays.cpp
 _KINDS = (StepKind.ENCODE, StepKind.DECODE, StepKind.MIXED)
@@ -55,7 +55,8 @@ def replay_natively(asked: Asked, pools: Sequence[PoolPlan], handovers: Sequence
     the library, of other rules or clocks, or where something takes nobody knows how long.
     `is_told`: its steps may be asked for. Raises XgptError for a query that can never fit."""
     library = native()
-    if library is None or any(type(plan.clock) is not StepClock for plan in pools):
+    timed = [_clock_of(plan.clock, len(plan.stages)) for plan in pools]
+    if library is None or None in timed:
         return None
     given = None
     if (len(pools), len(handovers)) == (1, 0):
@@ -67,16 +68,16 @@ def replay_natively(asked: Asked, pools: Sequence[PoolPlan], handovers: Sequence
     if given.never.any():
         order = np.argsort(asked.arrival_s, kind="stable")
         raise never_fits(asked, int(order[given.never[order]][0]))
-    clocks = [plan.clock.native for plan in pools if isinstance(plan.clock, StepClock)]
+    clocks = [one[0].native for one in timed if one is not None]
+    factors = [factor for one in timed if one is not None for factor in one[1]]
     facts = [len(asked.arrival_s), asked.gives_token,
              pools[-1].rule.slot_use is SlotUse.COMPACTED, is_told, *given.facts]
-    figures, begin_s = given.figures, float(asked.arrival_s[0])
-    fetched = [clock.fetched for clock in clocks]
-    first: list[NDArray[Any]] = [np.array(facts, np.int64), np.array([begin_s, *figures], float)]
-    read = [np.ascontiguousarray(one, np.int64) for one in (
-        asked.lengths.inputs, given.reserves, asked.left)]
-    addresses = [address_of(one) for one in first]
-    addresses += [clocks[0].address, *(address_of(one) for one in (*read, *given.others))]
+    begin_s, fetched = float(asked.arrival_s[0]), [clock.fetched for clock in clocks]
+    read: list[NDArray[Any]] = [
+        np.array(facts, np.int64), np.array([begin_s, *given.figures], float),
+        np.array(factors, float), *(np.ascontiguousarray(one, np.int64) for one in (
+            asked.lengths.inputs, given.reserves, asked.left)), *given.others]
+    addresses = [clocks[0].address, *map(address_of, read)]
     if handovers:
         link = handovers[0]
         fetched.append(Fetched([Blocks(_TOKENS, lambda tokens: np.broadcast_to(
@@ -131,6 +132,14 @@ class NativeReplay:
                 source=link.source, target=link.target, step=sent[:, 0].astype(np.int64),
                 start_s=sent[:, 1], end_s=sent[:, 2]) for link in self._links),
             times=self.times, output_tokens=outputs, preemptions=int(arrays[-1][0]))
+
+
+def _clock_of(clock: PoolClock, num_stages: int) -> tuple[StepClock, Sequence[float]] | None:
+    """(what csrc can read, [stages] what its seconds are multiplied by); None of other clocks."""
+    factors: Sequence[float] = [1.0] * num_stages
+    if type(clock) is SharedClock:
+        clock, factors = clock.clock, clock.factors
+    return (clock, factors) if type(clock) is StepClock else None
 
 
 def _of_alone(asked: Asked, plan: PoolPlan) -> _Given | None:

@@ -129,6 +129,17 @@ class StepClock:
         return total
 
 
+class SharedClock:
+    """A clock whose seconds are those of `clock` times `factors` [stages of the pool]."""
+
+    def __init__(self, clock: PoolClock, factors: Sequence[float]) -> None:
+        self.clock, self.factors = clock, tuple(factors)
+
+    def seconds(self, sizes: StepSizes) -> list[float]:
+        return [s * factor for s, factor in zip(
+            self.clock.seconds(sizes), self.factors, strict=True)]
+
+
 class StepClocks:
     """The clocks of one problem's pools: replays of many configurations on the same stages look
     into the same tables. The latest MOST_CLOCKS are kept."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -69,9 +71,11 @@ def same(found, other):
 
 
 @given(st.integers(0, 10**6), st.sampled_from(["opt-13b", "t5-11b"]),
-       st.sampled_from(["sequence", "queries"]), configs(), st.booleans())
-def test_they_are_those_of_the_records(seed, model, kind, found, is_native):
+       st.sampled_from(["sequence", "queries"]), configs(), st.booleans(),
+       st.sampled_from([1.0, 1.0, 1.7]))
+def test_they_are_those_of_the_records(seed, model, kind, found, is_native, sharing):
     problem, timing, queries = job_of(seed, model, kind)
+    timing.facts = replace(timing.facts, sharing=sharing)
     policy, config = found
     try:
         estimate = make_policy(policy, problem, timing).estimate(config)
