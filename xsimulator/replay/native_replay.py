@@ -136,10 +136,9 @@ class NativeReplay:
 
 def _clock_of(clock: PoolClock, num_stages: int) -> tuple[StepClock, Sequence[float]] | None:
     """(what csrc can read, [stages] what its seconds are multiplied by); None of other clocks."""
-    factors: Sequence[float] = [1.0] * num_stages
-    if type(clock) is SharedClock:
-        clock, factors = clock.clock, clock.factors
-    return (clock, factors) if type(clock) is StepClock else None
+    own, factors = (clock.clock, clock.factors) if isinstance(clock, SharedClock) else (
+        clock, (1.0,) * num_stages)
+    return (own, factors) if type(own) is StepClock else None
 
 
 def _of_alone(asked: Asked, plan: PoolPlan) -> _Given | None:

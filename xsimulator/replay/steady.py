@@ -62,7 +62,7 @@ def steady_of(times: QueryTimes, output_tokens: IntArray,
     done_s = np.sort(own_end_s)
     if len(done_s) < 4:
         return None
-    slow_s = float(np.quantile(query_latency_s, 0.99))
+    slow_s = quantile(query_latency_s, 0.99)
     begin = np.searchsorted(done_s, max(done_s[0] + slow_s, done_s[len(done_s) // 10]))
     end = np.searchsorted(done_s, start_s.max(), side="right") - 1
     if begin >= len(done_s) or end <= begin or done_s[end] <= done_s[begin]:
@@ -84,7 +84,7 @@ def steady_of(times: QueryTimes, output_tokens: IntArray,
         bound_s = _latency_of_length(output_tokens[counts], latency_s,
                                      outputs.quantile(constraint.quantile))
     else:
-        bound_s = float(np.quantile(latency_s, constraint.quantile))
+        bound_s = quantile(latency_s, constraint.quantile)
     first_s, last_s = times.first_token_s[counts], times.last_token_s[counts]
     after = output_tokens[counts] - 1
     return SteadyFigures(
@@ -120,7 +120,16 @@ def _share_of(seconds: FloatArray, constraint: Constraint, metric: Metric) -> fl
     """What the share of the queries stays below that the bound on a metric, or else that on
     latency, is of."""
     bound = constraint.bound_on(metric) or constraint.latency
-    return float(np.quantile(seconds, bound.quantile)) if len(seconds) else float("nan")
+    return quantile(seconds, bound.quantile) if len(seconds) else float("nan")
+
+
+def quantile(values: FloatArray, share: float) -> float:
+    """`np.quantile`, which takes four times as long, of values that are finite."""
+    at = share * (len(values) - 1)
+    low = math.floor(at)
+    near = np.partition(values, [low, min(low + 1, len(values) - 1)])[low:low + 2]
+    rise, beyond = near[-1] - near[0], at - low
+    return float(near[0] + rise * beyond if beyond < 0.5 else near[-1] - rise * (1 - beyond))
 
 
 def _latency_of_length(outputs: IntArray, latency_s: FloatArray, length: int) -> float:
@@ -131,7 +140,8 @@ def _latency_of_length(outputs: IntArray, latency_s: FloatArray, length: int) ->
     below = off >= 0
     if not below.any():
         return float("nan")
-    enough = np.sort(off[below])[min(LEAST_NEAR, int(below.sum())) - 1]
+    place = min(LEAST_NEAR, int(below.sum())) - 1
+    enough = np.partition(off[below], place)[place]
     near = below & (off <= min(enough, max(_NEAR_TOKENS, NEAR * length)))
     if not near.any():
         return float("nan")
