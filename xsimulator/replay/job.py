@@ -26,7 +26,6 @@ from xsimulator.replay.pool import HandoverPlan, PoolPlan
 from xsimulator.replay.queries import Asked, Queries
 from xsimulator.replay.records import PoolRecords, ReplayResult
 from xsimulator.replay.step_clock import PoolClock, SharedClock, StepClock, StepClocks
-from xsimulator.stage_times import HandoverCost
 
 ROUNDS = 4  # of replaying, where cores are shared; a further one moves the makespan by under 1 %
 
@@ -40,11 +39,11 @@ class Replayer:
         self.problem, self.estimate = problem, estimate
         self._pools = estimate.deployment.pools
         self._known_clocks = clocks or StepClocks(problem, timing)
-        # (source, target, cost): each pool that encodes alone hands over to one that decodes
+        # (source, target, its times): each pool that encodes alone hands over to one that decodes
         encoding, decoding = ([pool for pool in self._pools if pool.role == role]
                               for role in ("encode", "decode"))
-        self._links = [(source, target, HandoverCost(
-            problem, timing, source.stages, target.stages))
+        self._links = [
+            (source, target, self._known_clocks.handovers(source.stages, target.stages))
             for source, target in zip(encoding, cycle(decoding), strict=False)]
         self._sharing = timing.facts.sharing
         self._max_context = 0
@@ -100,11 +99,12 @@ class Replayer:
             stages=tuple(stage.index for stage in pool.stages))
             for pool, rule, clock in zip(self._pools, own, clocks, strict=True)}
         handovers = []
-        for source, target, cost in self._links:
+        for source, target, times in self._links:
             rule = plans[source.name].rule
             assert isinstance(rule, EncodingRule), f"{rule = }"
-            handovers.append(HandoverPlan(seconds=cost.seconds, release=rule.release,
-                                          source=source.name, target=target.name))
+            handovers.append(HandoverPlan(
+                seconds=times.seconds, table=times.fetched, release=rule.release,
+                source=source.name, target=target.name))
         return tuple(plans.values()), handovers
 
     def clocks(self, queries: QueryLengths) -> list[StepClock]:

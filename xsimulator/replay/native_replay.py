@@ -24,16 +24,21 @@ from xrunner.rules.static import StaticRule, batch_facts
 from xrunner.rules.steps import BatchingRule, Chunk, Step, StepKind
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule, pair_facts
 from xsimulator.addresses import address_of
-from xsimulator.native import TELL, Blocks, Fetched, Native, native
+from xsimulator.native import TELL, Native, native
 from xsimulator.replay.pool import HandoverPlan, PoolPlan, records_of
 from xsimulator.replay.queries import Asked
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
 from xsimulator.replay.stage_line import StepTimes
-from xsimulator.replay.step_clock import PoolClock, SharedClock, StepClock
+from xsimulator.replay.step_clock import (
+    HANDOVER_BLOCK,
+    PoolClock,
+    SharedClock,
+    StepClock,
+    handover_table,
+)
 
 _PAGED, _RESERVED, _STATIC, _HANDED = range(4)  # kinds, as in csrc/planning_replays.cpp
 _KINDS = (StepKind.ENCODE, StepKind.DECODE, StepKind.MIXED)
-_TOKENS = 256  # whose handovers are timed at once
 _POOL = [np.int64] * 5 + [np.float64] * 4  # what is told of one
 
 
@@ -80,8 +85,7 @@ def replay_natively(asked: Asked, pools: Sequence[PoolPlan], handovers: Sequence
     addresses = [clocks[0].address, *map(address_of, read)]
     if handovers:
         link = handovers[0]
-        fetched.append(Fetched([Blocks(_TOKENS, lambda tokens: np.broadcast_to(
-            link.seconds(tokens), tokens.shape)[:, None])]))
+        fetched.append(link.table or handover_table(link.seconds))
         function = ctypes.cast(fetched[-1].function, ctypes.c_void_p).value or 0
         addresses += [clocks[1].address, function]
     times = np.empty((3, len(asked.arrival_s)))
@@ -177,7 +181,7 @@ def _of_pair(asked: Asked, source: PoolPlan, target: PoolPlan, link: HandoverPla
         return None
     order = np.argsort(asked.arrival_s, kind="stable")
     never = (lengths.reserves > encode.kv_tokens) | (lengths.inputs > encode.encode_kv_tokens)
-    return _Given(_HANDED, [*facts[0], _TOKENS], facts[1], lengths.reserves,
+    return _Given(_HANDED, [*facts[0], HANDOVER_BLOCK], facts[1], lengths.reserves,
                   [order, np.ascontiguousarray(asked.arrival_s)], never)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from xgpt.core.policies import Role
 from xrunner.rules.slots import Departures, SlotUse
 from xrunner.rules.steps import BatchingRule, Step, StepKind
+from xsimulator.native import Fetched
 from xsimulator.replay.kernel import TURN, Kernel
 from xsimulator.replay.queries import GroupRows, Queries
 from xsimulator.replay.records import PoolRecords
@@ -36,13 +37,14 @@ class PoolPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoverPlan:
     """What links the pools named `source` and `target`: `seconds` of moving the KV of that many
-    tokens (a number, or an array of them); `release` tells the source's rule that a query is done,
-    and its room free."""
+    tokens (a number, or an array of them), of which `table` is what csrc reads, if it is kept;
+    `release` tells the source's rule that a query is done, and its room free."""
 
     seconds: Callable[[Any], Any]
     release: Callable[[int], None]
     source: str = "encode"
     target: str = "decode"
+    table: Fetched | None = None
 
 
 def records_of(plan: PoolPlan, times: StepTimes, memory_s: Sequence[float],

@@ -9,8 +9,8 @@ same sums out of them."""
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property, partial
-from typing import NamedTuple, Protocol
+from functools import cache, cached_property, lru_cache, partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,8 +20,8 @@ from xgpt.core.policies import Role
 from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource, of_role
 from xsimulator.layer_times import LayerTimes
-from xsimulator.native import Blocks, NativeClock
-from xsimulator.stage_times import StageTimes
+from xsimulator.native import Blocks, Fetched, NativeClock
+from xsimulator.stage_times import HandoverCost, StageTimes
 
 DENSE_ROWS = 4096
 _ROW_BLOCK = 256
@@ -31,6 +31,7 @@ _ROW_SIZES: FloatArray = np.concatenate([
 _SPARSE: list[float] = _ROW_SIZES[DENSE_ROWS:].tolist()
 _CONTEXT_RATIO = 1.02
 _QUERY_BLOCK = 32
+HANDOVER_BLOCK = 256  # numbers of tokens whose handovers are timed at once
 MOST_CLOCKS = 16
 MOST_TOGETHER = 128  # queries encoded together: a query's share of the attention settles before
 
@@ -140,27 +141,41 @@ class SharedClock:
             self.clock.seconds(sizes), self.factors, strict=True)]
 
 
+class Handovers:
+    """Seconds of moving the KV entries of whole numbers of tokens from one pool to another, and
+    the table of them that csrc reads."""
+
+    def __init__(self, cost: HandoverCost) -> None:
+        self.seconds = cost.seconds
+        self.fetched = handover_table(cost.seconds)
+
+
+def handover_table(seconds: Callable[[Any], Any]) -> Fetched:
+    """The table that csrc reads of these seconds of whole numbers of tokens."""
+    return Fetched([Blocks(HANDOVER_BLOCK, lambda tokens: np.broadcast_to(
+        seconds(tokens), tokens.shape)[:, None])])
+
+
 class StepClocks:
-    """The clocks of one problem's pools: replays of many configurations on the same stages look
-    into the same tables. The latest MOST_CLOCKS are kept."""
+    """The clocks of one problem's pools, and of what links two: replays of many configurations on
+    the same stages look into the same tables. The latest MOST_CLOCKS of each are kept."""
 
     def __init__(self, problem: Problem, timing: TimingSource) -> None:
         self._layers_of = cache(lambda role: LayerTimes.of(problem, of_role(timing, role)))
         self._cluster = problem.cluster
-        self._clocks: dict[tuple[tuple[StageAssignment, ...], int, Role], StepClock] = {}
+        self._clocks = lru_cache(MOST_CLOCKS)(self._clock)
+        self.handovers = lru_cache(MOST_CLOCKS)(lambda source, target: Handovers(
+            HandoverCost(problem, timing, source, target)))
 
     def of(self, stages: tuple[StageAssignment, ...], max_context: int,
            role: Role = "both") -> StepClock:
         """The clock of a pool of these stages whose queries have so many tokens at most."""
-        key = stages, max_context, role
-        clock = self._clocks.pop(key, None)
-        if clock is None:
-            clock = StepClock(StageTimes(self._layers_of(role), self._cluster, stages),
-                              max_context=max_context)
-            while len(self._clocks) >= MOST_CLOCKS:
-                del self._clocks[next(iter(self._clocks))]
-        self._clocks[key] = clock  # the latest is the last
-        return clock
+        return self._clocks(stages, max_context, role)
+
+    def _clock(self, stages: tuple[StageAssignment, ...], max_context: int,
+               role: Role) -> StepClock:
+        return StepClock(StageTimes(self._layers_of(role), self._cluster, stages),
+                         max_context=max_context)
 
 
 class _RowTimes(Blocks):
