@@ -111,7 +111,7 @@ private:
             if (query.group != g) continue;
             int64_t left = query.end - group.iterations;
             group.leave(query);
-            query.made += 1 + query.left - left;
+            query.made += gives_token_ + query.left - left;
             query.left = left;
             preemptions += 1;
         }
@@ -146,7 +146,7 @@ private:
         if (kind != xgpt_replay::ENCODE) decode(group, g);
         for (int64_t q : joined_) {
             Query &query = queries[q];
-            if (query.made) query.left -= 1;
+            if (query.made) query.left -= gives_token_;
             enter(group, g, q, query.inputs + query.made, query.left);
         }
         work(group, kind, g, group.steps - 1, kind != xgpt_replay::ENCODE);

@@ -151,7 +151,7 @@ def _of_alone(asked: Asked, plan: PoolPlan) -> _Given | None:
     if plan.role != "both" or not len(arrival_s) or (arrival_s != arrival_s[0]).any():
         return None
     reserves = lengths.reserves
-    if type(rule) is PagedRule and not rule.waiting and asked.gives_token:
+    if type(rule) is PagedRule and not rule.waiting:
         paged = rule.facts
         blocks = -(-np.maximum(reserves, lengths.inputs) // BLOCK_TOKENS)
         return _Given(_PAGED, [rule.num_groups, paged.num_blocks, paged.left_free,

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from problems import problem_of, roofline_of
@@ -70,6 +71,7 @@ def same(found, other):
                            equal_nan=True) for name in found.__dataclass_fields__)
 
 
+@examples(200)
 @given(st.integers(0, 10**6), st.sampled_from(["opt-13b", "t5-11b"]),
        st.sampled_from(["sequence", "queries"]), configs(), st.booleans(),
        st.sampled_from([1.0, 1.0, 1.7]))
