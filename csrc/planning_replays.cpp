@@ -11,13 +11,11 @@ namespace {
 /* Is handed `size` bytes, which it copies. */
 using Tell = void (*)(const void *place, int64_t size);
 
-/* What is kept of a replay: what its pools did, on so many stages; handovers[3] step, begin, end; and how
- * often a query with a row was evicted. */
+/* What is kept of a replay: what its pools did, on so many stages; and handovers[3] step, begin, end. */
 struct Found {
     std::vector<xgpt_replay::Told> pools;
     std::vector<int64_t> stages;
     std::vector<double> sent;
-    int64_t preemptions;
 };
 
 void keep(Found &found, xgpt_replay::Line &line) {
@@ -26,9 +24,10 @@ void keep(Found &found, xgpt_replay::Line &line) {
 }
 
 template <class Query>
-void tell_times(const std::vector<Query> &queries, double *times) {
+void tell_times(const std::vector<Query> &queries, int64_t preemptions, double *times) {
     for (double Query::*time : {&Query::start_s, &Query::first_s, &Query::last_s})
         for (const Query &query : queries) *times++ = query.*time;
+    *times = static_cast<double>(preemptions);
 }
 
 /* What a replay is given, as xgpt_replay has it. */
@@ -49,9 +48,9 @@ struct Arguments {
 template <class Replay>
 Found *alone(Replay &&replay, double *times) {
     replay.run();
-    auto *found = new Found{{}, {}, {}, replay.preemptions};
+    auto *found = new Found;
     keep(*found, replay.line);
-    tell_times(replay.queries, times);
+    tell_times(replay.queries, replay.preemptions, times);
     return found;
 }
 
@@ -91,10 +90,10 @@ Found *handed(const Arguments &args, double *times) {
         xgpt_waa::DecodeRule({facts[5], facts[12], facts[13], facts[14]}, asked, facts[0]), facts[5],
         args.clock(0), args.clock(9), xgpt_times::Blocks(fetch, 0, facts[15], 1));
     replay.run();
-    auto *found = new Found{{}, {}, std::move(replay.sent), 0};
+    auto *found = new Found{{}, {}, std::move(replay.sent)};
     keep(*found, replay.encoding.line);
     keep(*found, replay.decoding.line);
-    tell_times(replay.queries, times);
+    tell_times(replay.queries, 0, times);
     return found;
 }
 
@@ -133,8 +132,9 @@ extern "C" void xgpt_forget_clock(void *clock) { delete static_cast<xgpt_times::
  * block; figures as above; in place of slots order[queries] in which they come, then arrival_s[queries],
  * the clock of the pool that decodes, and what says where blocks of the handover's seconds lie.
  *
- * Into times[3][queries] when each query started, had its first and its last token (nan: never). Returns
- * what the calls below ask, or nullptr where Python is to replay. */
+ * Into times[3][queries] when each query started, had its first and its last token (nan: never), and
+ * behind these how often a query with a row was evicted. Returns what the calls below ask, or nullptr
+ * where Python is to replay. */
 extern "C" void *xgpt_replayed(int64_t kind, const void *const *given, double *times) {
     Found *(*const kinds[])(const Arguments &, double *) = {paged, reserved, batched, handed};
     try {
@@ -162,8 +162,7 @@ extern "C" void xgpt_busy(const void *given, double begin_s, double end_s, doubl
     }
 }
 
-/* Tells of each pool what pool_replay.h has of it, then handovers[3] and how often a query with a row was
- * evicted. */
+/* Tells of each pool what pool_replay.h has of it, then handovers[3]. */
 extern "C" void xgpt_tell(const void *given, Tell tell) {
     const auto &found = *static_cast<const Found *>(given);
     for (const xgpt_replay::Told &told : found.pools) {
@@ -173,7 +172,6 @@ extern "C" void xgpt_tell(const void *given, Tell tell) {
             tell_all(tell, *one);
     }
     tell_all(tell, found.sent);
-    tell(&found.preemptions, sizeof found.preemptions);
 }
 
 extern "C" void xgpt_forget(void *found) { delete static_cast<Found *>(found); }

@@ -34,8 +34,10 @@ class Replayer:
     """Replays jobs by one Estimate."""
 
     def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate,
-                 clocks: StepClocks | None = None) -> None:
-        """`clocks`: of this problem and timing, whose tables other replays have filled."""
+                 clocks: StepClocks | None = None, *, has_steps: bool = True) -> None:
+        """`clocks`: of this problem and timing, whose tables other replays have filled. has_steps:
+        else results have no pools and handovers where csrc serves, which takes half the time."""
+        self._has_steps = has_steps
         self.problem, self.estimate = problem, estimate
         self._pools = estimate.deployment.pools
         self._known_clocks = clocks or StepClocks(problem, timing)
@@ -55,18 +57,20 @@ class Replayer:
 
         arrival_s: [queries] when each comes. rules, clocks: others than the estimate's own, one
         per pool. Raises XgptError for a query that the schedule's KV budget can never hold."""
+        if not self._has_steps and rules is None and clocks is None and (
+                found := self.native(queries, arrival_s)):
+            return found.result()
         if clocks is None:
             clocks = self.clocks(queries) if rules is not None else (
                 self._own_clocks(queries, arrival_s))
         return self._once(queries, arrival_s, rules or rules_for(self.estimate), clocks)
 
-    def native(self, queries: QueryLengths) -> NativeReplay | None:
-        """The same of queries that all come at the beginning, by the estimate's own rules: when
-        each was begun and was done, and how much each stage was at work, but no steps. None where
-        csrc does not serve."""
+    def native(self, queries: QueryLengths, arrival_s: ArrayLike = 0.0) -> NativeReplay | None:
+        """The same by the estimate's own rules: when each query was begun and was done, and how
+        much each stage was at work, but no steps. None where csrc does not serve."""
         return replay_natively(
-            Asked.of(queries, 0.0, not self.problem.model.is_encoder_decoder),
-            *self.plans(rules_for(self.estimate), self._own_clocks(queries, 0.0)), is_told=False)
+            Asked.of(queries, arrival_s, not self.problem.model.is_encoder_decoder), *self.plans(
+                rules_for(self.estimate), self._own_clocks(queries, arrival_s)), is_told=False)
 
     def _own_clocks(self, queries: QueryLengths, arrival_s: ArrayLike) -> Sequence[PoolClock]:
         """The pools' clocks; where cores are shared, as rounds of replaying find them."""

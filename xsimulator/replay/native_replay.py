@@ -88,7 +88,7 @@ def replay_natively(asked: Asked, pools: Sequence[PoolPlan], handovers: Sequence
         fetched.append(link.table or handover_table(link.seconds))
         function = ctypes.cast(fetched[-1].function, ctypes.c_void_p).value or 0
         addresses += [clocks[1].address, function]
-    times = np.empty((3, len(asked.arrival_s)))
+    times = np.empty(3 * len(asked.arrival_s) + 1)
     with library.replaying:
         found = library.replayed(given.kind, address_of(np.array(addresses)), address_of(times))
     if found is None:
@@ -96,7 +96,7 @@ def replay_natively(asked: Asked, pools: Sequence[PoolPlan], handovers: Sequence
             one.raise_failure()
         return None
     assert is_told or not np.isnan(times).any(), "queries have nothing to do"
-    return NativeReplay(library, found, asked, pools, handovers, times)
+    return NativeReplay(library, found, asked, pools, handovers if is_told else None, times)
 
 
 class NativeReplay:
@@ -104,10 +104,11 @@ class NativeReplay:
     token."""
 
     def __init__(self, library: Native, found: int, asked: Asked, pools: Sequence[PoolPlan],
-                 handovers: Sequence[HandoverPlan], times: FloatArray) -> None:
+                 handovers: Sequence[HandoverPlan] | None, times: FloatArray) -> None:
+        """`handovers`: None where steps are not told."""
         self._library, self._found, self._pools, self._links = library, found, pools, handovers
-        self._asked = asked
-        start_s, first_s, last_s = times
+        self._asked, self._preemptions = asked, int(times[-1])
+        start_s, first_s, last_s = times[:-1].reshape(3, -1)
         self.times = QueryTimes(arrival_s=asked.arrival_s, start_s=start_s, first_token_s=first_s,
                                 last_token_s=last_s)
         finalize(self, library.forget, found)
@@ -119,23 +120,27 @@ class NativeReplay:
         return busy
 
     def result(self) -> ReplayResult:
-        """All that happened, of a replay whose steps are told."""
+        """All that happened; without pools and handovers where steps are not told."""
+        pools, links = ((), ()) if self._links is None else self._told(self._links)
+        outputs = self._asked.lengths.outputs
+        assert outputs is not None
+        return ReplayResult(pools=pools, handovers=links, times=self.times, output_tokens=outputs,
+                            preemptions=self._preemptions)
+
+    def _told(self, handovers: Sequence[HandoverPlan],
+              ) -> tuple[tuple[PoolRecords, ...], tuple[HandoverRecords, ...]]:
         told: list[bytes] = []
         self._library.tell(self._found, TELL(
             lambda place, size: told.append(ctypes.string_at(place, size) if size else b"")))
-        kinds = [*_POOL * len(self._pools), np.float64, np.int64]
+        kinds = [*_POOL * len(self._pools), np.float64]
         arrays: list[NDArray[Any]] = [np.frombuffer(one, kind)
                                       for one, kind in zip(told, kinds, strict=True)]
-        sent, size = arrays[-2].reshape(-1, 3), len(_POOL)
-        outputs = self._asked.lengths.outputs
-        assert outputs is not None
-        return ReplayResult(
-            pools=tuple(_records(plan, *arrays[size * place:size * (place + 1)])
-                        for place, plan in enumerate(self._pools)),
-            handovers=tuple(HandoverRecords(
-                source=link.source, target=link.target, step=sent[:, 0].astype(np.int64),
-                start_s=sent[:, 1], end_s=sent[:, 2]) for link in self._links),
-            times=self.times, output_tokens=outputs, preemptions=int(arrays[-1][0]))
+        sent, size = arrays[-1].reshape(-1, 3), len(_POOL)
+        return tuple(_records(plan, *arrays[size * place:size * (place + 1)])
+                     for place, plan in enumerate(self._pools)), tuple(
+            HandoverRecords(source=link.source, target=link.target,
+                            step=sent[:, 0].astype(np.int64), start_s=sent[:, 1],
+                            end_s=sent[:, 2]) for link in handovers)
 
 
 def _clock_of(clock: PoolClock, num_stages: int) -> tuple[StepClock, Sequence[float]] | None:

@@ -88,7 +88,11 @@ def test_they_are_those_of_the_records(seed, model, kind, found, is_native, shar
         if not is_native:
             patch.setattr(native_replay, "native", lambda: None)
         figures = steady_replay(problem, timing, estimate, queries)
+        bare = Replayer(problem, timing, estimate, has_steps=False).run(queries)
     assert same(figures, steady_figures(result, problem.constraint, problem.lengths.outputs))
+    np.testing.assert_array_equal(bare.times.last_token_s, result.times.last_token_s)
+    assert bare.preemptions == result.preemptions
+    assert bool(bare.pools) != is_native
 
 
 class Measured(TakenAsTrue):
