@@ -19,41 +19,23 @@
 
 namespace xgpt_handing {
 
-constexpr double NEVER = std::numeric_limits<double>::quiet_NaN();
-
-struct Query : xgpt_replay::Place {
-    double start_s = NEVER, first_s = NEVER, last_s = NEVER;
-};
-
-/* `fresh`: who joined without a token, and was not decoded yet. The step that is awaited is through
- * at `ready_s`. */
-struct Group : xgpt_replay::Rows<Query> {
-    double ready_s = 0.0;
-    std::vector<int64_t> fresh;
-};
-
-/* What a pool did, as told.py has it: labels[7], sizes[4] and [stages] durations and ends by step. In
- * place of evicted queries are those handed over. */
-struct Told {
-    std::vector<int64_t> labels, chunks, ended, handed, memory_tokens;
-    std::vector<double> memory_s, sizes, durations_s, ends_s;
-};
+using Query = xgpt_replay::Query;
+using Group = xgpt_replay::Rows<Query>;
 
 struct Pool {
-    Pool(const xgpt_times::Clock &of, int64_t num_groups)
-        : clock(of), groups(num_groups),
-          free_s(of.stages, -std::numeric_limits<double>::infinity()), seconds(of.stages) {}
-    xgpt_times::Clock clock;
+    Pool(xgpt_times::Clock &clock, const double *factors, bool is_told, int64_t num_groups)
+        : line(clock, factors, is_told), groups(num_groups) {
+        for (Group &group : groups) group.is_padded = clock.is_padded();
+    }
+    xgpt_replay::Line line;
     std::vector<Group> groups;
-    std::vector<double> free_s, seconds;
     bool is_idle = true;
-    int64_t noted = -1;
-    Told told;
 };
 
 /* `order`: queries as they come; left: their iterations to go. */
 struct Given {
-    int64_t queries, gives_token, compacts;
+    int64_t queries, gives_token, compacts, is_told;
+    const double *factors;  // of the seconds of all stages
     const int64_t *inputs, *left, *order;
     const double *arrival_s;
 };
@@ -62,10 +44,11 @@ class Replay {
 public:
     Replay(const Given &given, const xgpt_waa::EncodeRule &encode, int64_t encode_groups,
            const xgpt_waa::DecodeRule &decode, int64_t decode_groups,
-           const xgpt_times::Clock &encode_clock, const xgpt_times::Clock &decode_clock,
+           xgpt_times::Clock &encode_clock, xgpt_times::Clock &decode_clock,
            const xgpt_times::Blocks &handover_s)
-        : queries(given.queries), encoding(encode_clock, encode_groups),
-          decoding(decode_clock, decode_groups), given_(given), encode_(encode), decode_(decode),
+        : queries(given.queries), encoding(encode_clock, given.factors, given.is_told, encode_groups),
+          decoding(decode_clock, given.factors + encode_clock.stages, given.is_told,
+                   decode_groups), given_(given), encode_(encode), decode_(decode),
           handover_s_(handover_s) {}
 
     std::vector<Query> queries;
@@ -84,7 +67,6 @@ public:
 private:
     enum Priority : int64_t { ARRIVAL, TURN };
     enum What : int64_t { COME, ARRIVE, END_EARLY, ENCODE_TURNS, ENCODE_ON, DECODE_TURNS, DECODE_ON };
-    enum Kind : int64_t { ENCODE, DECODE, MIXED };
     struct Event {
         double at_s;
         int64_t priority, sequence;
@@ -105,7 +87,6 @@ private:
     std::vector<std::vector<int64_t>> under_way_;  // handovers: their queries
     std::vector<int64_t> joined_;
     xgpt_waa::Decided step_;
-    xgpt_times::Sizes sizes_;
 
     void at(double at_s, Priority priority, What what, int64_t which) {
         events_.push({at_s, priority, ++sequence_, what, which});
@@ -148,8 +129,8 @@ private:
         pool.is_idle = false;
         for (int64_t g; (g = encodes ? encode_.next_group() : decode_.next_group()) >= 0;) {
             const Group &group = pool.groups[g];
-            double at_s = now > pool.free_s[0] ? now : pool.free_s[0];
-            if (group.awaited >= 0 && group.ready_s > at_s) at_s = group.ready_s;
+            double at_s = now > pool.line.free_s[0] ? now : pool.line.free_s[0];
+            if (group.is_awaited && group.ready_s > at_s) at_s = group.ready_s;
             if (!is_free_until(at_s)) return at(at_s, TURN, encodes ? ENCODE_ON : DECODE_ON, g);
             now = at_s;
             encodes ? encode(g, now) : decode(g, now);
@@ -157,53 +138,27 @@ private:
         pool.is_idle = true;
     }
     void note_memory(Pool &pool, double now) {
-        const int64_t held = &pool == &encoding ? encode_.held() : decode_.held();
-        if (held == pool.noted) return;
-        pool.noted = held;
-        pool.told.memory_s.push_back(now);
-        pool.told.memory_tokens.push_back(held);
-    }
-    void begin_turn(Pool &pool, double now) {
-        if (now > pool.free_s[0]) pool.free_s[0] = now;
-        sizes_ = {};
+        pool.line.note_memory(&pool == &encoding ? encode_.held() : decode_.held(), now);
     }
     void begin(int64_t query, double now) {
         if (std::isnan(queries[query].start_s)) queries[query].start_s = now;
     }
-    /* StageLine.work, and the step's records. */
-    void work(Pool &pool, Group &group, const int64_t (&label)[7], double now) {
-        Told &told = pool.told;
-        pool.clock.seconds(sizes_, pool.seconds.data());
-        group.awaited = static_cast<int64_t>(told.labels.size() / 7);
-        group.ready_s = now;
-        for (int64_t s = 0; s < pool.clock.stages; ++s) {
-            const double free_s = pool.free_s[s], from_s = group.ready_s;
-            group.ready_s = pool.free_s[s] = (from_s > free_s ? from_s : free_s) + pool.seconds[s];
-        }
-        told.labels.insert(told.labels.end(), label, label + 7);
-        for (double size : {static_cast<double>(sizes_.tokens), static_cast<double>(sizes_.encoded),
-                            static_cast<double>(sizes_.decoded), sizes_.context})
-            told.sizes.push_back(size);
-        told.durations_s.insert(told.durations_s.end(), pool.seconds.begin(), pool.seconds.end());
-        told.ends_s.insert(told.ends_s.end(), pool.free_s.begin(), pool.free_s.end());
-    }
-
     /* PoolHead.turn of the pool that encodes. */
     void encode(int64_t g, double now) {
         Group &group = encoding.groups[g];
-        begin_turn(encoding, now);
-        group.awaited = -1;
+        xgpt_replay::Line &line = encoding.line;
+        line.begin_turn(now);
+        group.is_awaited = false;
         const int64_t number = encode_.decide(joined_);
         if (number >= 0) {
             for (int64_t query : joined_) {
                 begin(query, now);
-                sizes_.spans.emplace_back(0, given_.inputs[query]);
-                sizes_.tokens += given_.inputs[query];
+                line.chunk(query, 0, given_.inputs[query]);
             }
-            const int64_t count = sizes_.encoded = static_cast<int64_t>(joined_.size());
-            work(encoding, group, {ENCODE, g, number, 0, 0, 0, count}, now);
-            encoding.told.ended.insert(encoding.told.ended.end(), joined_.begin(), joined_.end());
+            const int64_t count = line.sizes.encoded = static_cast<int64_t>(joined_.size());
+            group.ready_s = line.work({xgpt_replay::ENCODE, g, number, 0, count, 0, count}, joined_, now);
             group.ready_s = send(number, group.ready_s);
+            group.is_awaited = true;
         }
         note_memory(encoding, now);
     }
@@ -211,8 +166,8 @@ private:
     /* The same of the one that decodes. */
     void decode(int64_t g, double now) {
         Group &group = decoding.groups[g];
-        begin_turn(decoding, now);
-        if (group.awaited >= 0) collect(group, now);
+        decoding.line.begin_turn(now);
+        if (group.is_awaited) collect(group, now);
         if (decode_.decide(step_)) execute(group, g, now);
         note_memory(decoding, now);
     }
@@ -227,41 +182,38 @@ private:
         for (int64_t query : group.done) tell(query, now);
         group.first.clear();
         group.done.clear();
-        group.awaited = -1;
+        group.is_awaited = false;
     }
     void execute(Group &group, int64_t g, double now) {
-        for (int64_t query : step_.handed) sizes_.handed += given_.inputs[query];
+        xgpt_replay::Line &line = decoding.line;
+        for (int64_t query : step_.handed) line.sizes.handed += given_.inputs[query];
         join(group, g, step_.handed);
         if (step_.decodes) {
-            double decoded[3];
-            group.decode(g, queries, decoded);
-            sizes_.decoded = group.rows;
-            sizes_.context = decoded[1];
-            sizes_.longest = decoded[2];
-            sizes_.moved = given_.compacts ? group.moved() : (group.removed = 0);
+            group.decode(g, queries, line.sizes);
+            const double moved = group.moved();
+            if (given_.compacts) line.sizes.moved = moved;
             if (!given_.gives_token) std::swap(group.first, group.fresh);
         }
         if (!step_.chunks.empty()) encode_beside(group, g, now);
         const int64_t chunks = static_cast<int64_t>(step_.chunks.size()),
                       handed = static_cast<int64_t>(step_.handed.size());
-        const Kind kind = !chunks ? DECODE : step_.decodes ? MIXED : ENCODE;
-        work(decoding, group, {kind, g, step_.phase, 1, chunks, handed, sizes_.encoded}, now);
-        Told &told = decoding.told;
-        for (const xgpt_waa::Chunk &chunk : step_.chunks)
-            for (int64_t value : {chunk.query, chunk.first, chunk.tokens}) told.chunks.push_back(value);
-        told.ended.insert(told.ended.end(), step_.joined.begin(), step_.joined.end());
-        told.handed.insert(told.handed.end(), step_.handed.begin(), step_.handed.end());
+        const xgpt_replay::Kind kind = !chunks         ? xgpt_replay::DECODE
+                                       : step_.decodes ? xgpt_replay::MIXED
+                                                       : xgpt_replay::ENCODE;
+        line.move(step_.handed);
+        group.ready_s = line.work({kind, g, step_.phase, 1, chunks, handed, line.sizes.encoded},
+                                  step_.joined, now);
+        group.is_awaited = true;
     }
     void encode_beside(Group &group, int64_t g, double now) {
         for (const xgpt_waa::Chunk &chunk : step_.chunks) {
-            sizes_.spans.emplace_back(chunk.first, chunk.tokens);
-            sizes_.tokens += chunk.tokens;
+            decoding.line.chunk(chunk.query, chunk.first, chunk.tokens);
             if (chunk.first) continue;
             begin(chunk.query, now);
             encode_.begun(chunk.query);
         }
         give(now);
-        sizes_.encoded = static_cast<int64_t>(step_.joined.size());
+        decoding.line.sizes.encoded = static_cast<int64_t>(step_.joined.size());
         join(group, g, step_.joined);
         if (given_.gives_token) group.first = step_.joined;
     }

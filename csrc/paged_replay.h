@@ -1,7 +1,6 @@
 /* A replay of a pool that is alone and has paged KV: what its rule (xrunner/rules/paged.py) decides,
  * turn by turn, and what each step has of queries and tokens (xsimulator/replay/pool.py,
- * queries.py). When it all happens is found afterwards (stage_line.py: LaterLine). The same
- * decisions in the same order. */
+ * queries.py). The same decisions in the same order. */
 #pragma once
 
 #include <stdint.h>
@@ -24,7 +23,7 @@ struct Facts {
     int64_t queries, groups, blocks, watermark, budget, is_chunked;
 };
 
-struct Query : xgpt_replay::Row {
+struct Query : xgpt_replay::Query {
     int64_t inputs, left, made, tokens;  // `tokens`: it is to be encoded with
     int64_t holder, held, joined;        // its rule's group and base, and when it joined that group
 };
@@ -42,14 +41,15 @@ struct Group : xgpt_replay::Rows<Query> {
 
 class Replay : public xgpt_replay::PoolReplay<Query, Group> {
 public:
-    Replay(const Facts &facts, const int64_t *slots, const int64_t *inputs, const int64_t *left)
-        : PoolReplay(facts.groups, facts.queries), facts_(facts) {
+    Replay(const xgpt_replay::Given &given, const Facts &facts, const int64_t *slots,
+           const int64_t *inputs, const int64_t *left)
+        : PoolReplay(given, facts.groups, facts.queries), facts_(facts) {
         for (int64_t g = 0; g < facts.groups; ++g) {
             groups_[g].free = facts.blocks;
             groups_[g].slots = slots[g];
         }
         for (int64_t q = 0; q < facts.queries; ++q) {
-            queries_[q] = {{}, inputs[q], left[q], 0, inputs[q], -1, 0, 0};
+            queries[q] = {{}, inputs[q], left[q], 0, inputs[q], -1, 0, 0};
             waiting_.push_back(q);
         }
     }
@@ -59,7 +59,7 @@ public:
             begin_turn(group, [&](Query &query) { leave_rule(group, query); });
             turn_ = (g + 1) % facts_.groups;
             facts_.is_chunked ? mix(group, g) : either(group, g);
-            end_turn();
+            line.note_memory(held_, now_);
         }
     }
 
@@ -88,35 +88,32 @@ private:
         return held;
     }
     /* The latest admitted queries go until all that are left can grow by a token. */
-    int64_t make_room(Group &group, int64_t g) {
-        int64_t count = 0;
+    void make_room(Group &group, int64_t g) {
         while (group.needed() > group.free) {
             int64_t q = group.part;
             if (q >= 0) {
                 group.part = -1;
                 take(group, -blocks_of(group.part_tokens));
             } else {
-                while (q = group.order.back().first, queries_[q].holder != g ||
-                       queries_[q].joined != group.order.back().second)
+                while (q = group.order.back().first, queries[q].holder != g ||
+                       queries[q].joined != group.order.back().second)
                     group.order.pop_back();
                 group.order.pop_back();
-                queries_[q].tokens = leave_rule(group, queries_[q]) + 1;
+                queries[q].tokens = leave_rule(group, queries[q]) + 1;
             }
             waiting_.push_front(q);
-            told.evicted.push_back(q);
-            ++count;
+            moved_.push_back(q);
         }
-        return count;
     }
-    void evict_rows(Group &group, int64_t g, int64_t count) {
-        for (size_t i = told.evicted.size() - count; i < told.evicted.size(); ++i) {
-            Query &query = queries_[told.evicted[i]];
+    void evict_rows(Group &group, int64_t g) {
+        for (int64_t q : moved_) {
+            Query &query = queries[q];
             if (query.group != g) continue;
             int64_t left = query.end - group.iterations;
             group.leave(query);
-            query.made += 1 + query.left - left;
+            query.made += gives_token_ + query.left - left;
             query.left = left;
-            told.preemptions += 1;
+            preemptions += 1;
         }
     }
     void advance(Group &group) {
@@ -125,17 +122,17 @@ private:
     }
     bool can_admit(const Group &group) const {
         if (waiting_.empty() || group.present() >= group.slots) return false;
-        int64_t left = group.free - blocks_of(queries_[waiting_.front()].tokens);
+        int64_t left = group.free - blocks_of(queries[waiting_.front()].tokens);
         return left >= (group.present() ? facts_.watermark : 0);
     }
     int64_t admit(Group &group) {
         int64_t q = waiting_.front();
         waiting_.pop_front();
-        take(group, blocks_of(queries_[q].tokens));
+        take(group, blocks_of(queries[q].tokens));
         return q;
     }
     void join(Group &group, int64_t g, int64_t q) {
-        Query &query = queries_[q];
+        Query &query = queries[q];
         query.held = query.tokens - group.clock;
         query.holder = g;
         query.joined = group.joins++;
@@ -144,30 +141,29 @@ private:
         group.order.emplace_back(q, query.joined);
         joined_.push_back(q);
     }
-    void execute(Group &group, int64_t g, Kind kind, int64_t evicted, int64_t chunks) {
-        double decoded[4] = {0.0, 0.0, 0.0, 0.0};
-        evict_rows(group, g, evicted);
-        if (kind != ENCODE) group.decode(g, queries_, decoded);
-        double tokens = encoded_tokens(chunks);
+    void execute(Group &group, int64_t g, xgpt_replay::Kind kind) {
+        evict_rows(group, g);
+        if (kind != xgpt_replay::ENCODE) decode(group, g);
         for (int64_t q : joined_) {
-            Query &query = queries_[q];
-            if (query.made) query.left -= 1;
-            group.enter(g, q, query, query.inputs + query.made, query.left);
+            Query &query = queries[q];
+            if (query.made) query.left -= gives_token_;
+            enter(group, g, q, query.inputs + query.made, query.left);
         }
-        tell(group, kind, g, group.steps - 1, kind != ENCODE, chunks, evicted, tokens, decoded);
+        work(group, kind, g, group.steps - 1, kind != xgpt_replay::ENCODE);
     }
     /* _decode_and_chunks */
     void mix(Group &group, int64_t g) {
         group.steps += 1;
         bool may_admit = group.needed() <= group.free;
-        int64_t evicted = make_room(group, g), left = facts_.budget - group.running, count = 0;
+        make_room(group, g);
+        int64_t left = facts_.budget - group.running;
         bool is_decode = group.running > 0;
         if (is_decode) advance(group);
-        for (; left > 0; ++count) {
+        while (left > 0) {
             if (group.part < 0) {
                 if (!(may_admit && can_admit(group))) break;
                 group.part = admit(group);
-                group.part_tokens = queries_[group.part].tokens;
+                group.part_tokens = queries[group.part].tokens;
                 group.part_done = 0;
             }
             int64_t size = std::min(left, group.part_tokens - group.part_done);
@@ -179,26 +175,29 @@ private:
                 group.part = -1;
             }
         }
-        Kind kind = !is_decode ? ENCODE : count ? MIXED : DECODE;
-        if (is_decode || count) execute(group, g, kind, evicted, count);
+        bool encodes = !line.sizes.spans.empty();
+        if (is_decode || encodes)
+            execute(group, g, !is_decode ? xgpt_replay::ENCODE
+                              : encodes  ? xgpt_replay::MIXED
+                                         : xgpt_replay::DECODE);
     }
     /* _encode_or_decode */
     void either(Group &group, int64_t g) {
         int64_t left = facts_.budget;
         while (can_admit(group)) {
-            if (!joined_.empty() && queries_[waiting_.front()].tokens > left) break;
+            if (!joined_.empty() && queries[waiting_.front()].tokens > left) break;
             int64_t q = admit(group);
             join(group, g, q);
-            left -= queries_[q].tokens;
-            chunk(q, 0, queries_[q].inputs + queries_[q].made);
+            left -= queries[q].tokens;
+            chunk(q, 0, queries[q].inputs + queries[q].made);
         }
         group.steps += 1;
         if (!joined_.empty()) {
-            execute(group, g, ENCODE, 0, static_cast<int64_t>(joined_.size()));
+            execute(group, g, xgpt_replay::ENCODE);
         } else if (group.running) {
-            int64_t evicted = make_room(group, g);
+            make_room(group, g);
             advance(group);
-            execute(group, g, DECODE, evicted, 0);
+            execute(group, g, xgpt_replay::DECODE);
         }
     }
 };

@@ -1,7 +1,7 @@
 /* What the planner takes step by step: the walks of xsimulator/policies/continuous/paged_walk.py, which
  * says what they are of, and others. The same sums in the same order, so that either finds the same
  * to the bit. Needs nothing of the other files here, so that planning can have it without them
- * (xsimulator/policies/continuous/native.py). */
+ * (xsimulator/native.py). */
 #include <stdint.h>
 
 #include <algorithm>

@@ -1,62 +1,177 @@
-/* Replays of pools that are alone: of paged KV (xsimulator/replay/paged_alone.py), and of rules that
- * reserve what a query takes at most (reserved_alone.py). Each call has counts[7] filled: how many
- * turns, steps, chunks, queries encoded, queries evicted and changes of memory there are, and how
- * often a query with a row was evicted. xgpt_told hands these over, and frees what is returned. */
+/* Replays (xsimulator/replay/native_replay.py): of a pool that is alone and has paged KV, reserves what
+ * a query takes at most, or works static batches; and of two, of which one encodes by WAA's rule and
+ * hands over to the other. */
+#include "handed_replay.h"
 #include "paged_replay.h"
 #include "reserved_replay.h"
+#include "static_replay.h"
 
 namespace {
 
+/* Is handed `size` bytes, which it copies. */
+using Tell = void (*)(const void *place, int64_t size);
+
+/* What is kept of a replay: what its pools did, on so many stages; and handovers[3] step, begin, end. */
+struct Found {
+    std::vector<xgpt_replay::Told> pools;
+    std::vector<int64_t> stages;
+    std::vector<double> sent;
+};
+
+void keep(Found &found, xgpt_replay::Line &line) {
+    found.pools.push_back(std::move(line.told));
+    found.stages.push_back(line.stages);
+}
+
+template <class Query>
+void tell_times(const std::vector<Query> &queries, int64_t preemptions, double *times) {
+    for (double Query::*time : {&Query::start_s, &Query::first_s, &Query::last_s})
+        for (const Query &query : queries) *times++ = query.*time;
+    *times = static_cast<double>(preemptions);
+}
+
+/* What a replay is given, as xgpt_replay has it. */
+struct Arguments {
+    const void *const *given;
+
+    const int64_t *ints(int place) const { return static_cast<const int64_t *>(given[place]); }
+    const double *reals(int place) const { return static_cast<const double *>(given[place]); }
+    xgpt_times::Clock &clock(int place) const {
+        return *static_cast<xgpt_times::Clock *>(const_cast<void *>(given[place]));
+    }
+    xgpt_replay::Given alone() const {
+        const int64_t *facts = ints(1);
+        return {clock(0), reals(3), reals(2)[0], facts[1] != 0, facts[3] != 0, facts[2] != 0};
+    }
+};
+
 template <class Replay>
-void *replayed(Replay &&replay, int64_t *counts) {
+Found *alone(Replay &&replay, double *times) {
     replay.run();
-    auto *told = new xgpt_replay::Told(replay.finished());
-    const size_t sizes[6] = {told->waits.size(), told->turn_of.size(), told->chunks.size() / 3,
-                             told->ended.size(), told->evicted.size(), told->memory.size() / 2};
-    std::copy(sizes, sizes + 6, counts);
-    counts[6] = told->preemptions;
-    return told;
+    auto *found = new Found;
+    keep(*found, replay.line);
+    tell_times(replay.queries, replay.preemptions, times);
+    return found;
+}
+
+Found *paged(const Arguments &args, double *times) {
+    const int64_t *facts = args.ints(1);
+    return alone(xgpt_paging::Replay(args.alone(), {facts[0], facts[4], facts[5], facts[6], facts[7],
+                                                   facts[8]}, args.ints(7), args.ints(4),
+                                     args.ints(6)), times);
+}
+
+Found *reserved(const Arguments &args, double *times) {
+    const int64_t *facts = args.ints(1);
+    const double *figures = args.reals(2);
+    return alone(xgpt_reserving::Replay(
+        args.alone(), {facts[0], facts[4], facts[5], facts[6], facts[7], facts[8], facts[9],
+                       figures[3]}, {figures[1], figures[2]}, args.ints(7), args.ints(4),
+        args.ints(5), args.ints(6)), times);
+}
+
+Found *batched(const Arguments &args, double *times) {
+    const int64_t *facts = args.ints(1);
+    return alone(xgpt_batching::Replay(args.alone(), {facts[0], facts[4], facts[5], facts[6],
+                                                     facts[7]}, args.ints(4), args.ints(5),
+                                       args.ints(6)), times);
+}
+
+Found *handed(const Arguments &args, double *times) {
+    const int64_t *facts = args.ints(1);
+    const double *figures = args.reals(2);
+    const xgpt_waa::Asked asked = {args.ints(5), args.ints(4)};
+    const auto fetch = reinterpret_cast<xgpt_times::Fetch>(const_cast<void *>(args.given[10]));
+    xgpt_handing::Replay replay(
+        {facts[0], facts[1], facts[2], facts[3], args.reals(3), args.ints(4), args.ints(6),
+         args.ints(7), args.reals(8)},
+        xgpt_waa::EncodeRule({facts[6], facts[4], facts[7], facts[8], facts[9], facts[10], facts[11],
+                              figures[3]}, {figures[1], figures[2]}, asked), facts[4],
+        xgpt_waa::DecodeRule({facts[5], facts[12], facts[13], facts[14]}, asked, facts[0]), facts[5],
+        args.clock(0), args.clock(9), xgpt_times::Blocks(fetch, 0, facts[15], 1));
+    replay.run();
+    auto *found = new Found{{}, {}, std::move(replay.sent)};
+    keep(*found, replay.encoding.line);
+    keep(*found, replay.decoding.line);
+    tell_times(replay.queries, 0, times);
+    return found;
+}
+
+template <class Number>
+void tell_all(Tell tell, const std::vector<Number> &all) {
+    tell(all.data(), static_cast<int64_t>(all.size() * sizeof(Number)));
 }
 
 }  // namespace
 
-/* facts[6]: numbers of queries, groups, blocks of a group, blocks that admission leaves free, tokens
- * of a step, whether inputs are encoded in chunks; slots[groups]; inputs[queries] tokens,
- * left[queries] iterations. */
-extern "C" void *xgpt_paged(const int64_t *facts, const int64_t *slots, const int64_t *inputs,
-                            const int64_t *left, int64_t *counts) {
-    return replayed(xgpt_paging::Replay({facts[0], facts[1], facts[2], facts[3], facts[4], facts[5]},
-                                       slots, inputs, left), counts);
+/* A clock, until it is let go; see step_times.h. */
+extern "C" void *xgpt_clock(xgpt_times::Fetch fetch, const int64_t *numbers, const double *figures) {
+    return new xgpt_times::Clock(fetch, numbers, figures);
 }
 
-/* facts[8]: numbers of queries and groups, tokens of KV of a group, decode iterations of a phase (0:
- * ORCA's rule), queries of an encode batch, most queries at work in a group, tokens of a chunk (0:
- * none), whether rows are compacted; even[3]: mean input, adjustment, queries that decode batches
- * are led back to; slots[groups] of ORCA's; tokens[queries] of inputs, reserves[queries],
- * left[queries] iterations. */
-extern "C" void *xgpt_reserved(const int64_t *facts, const double *even, const int64_t *slots,
-                               const int64_t *tokens, const int64_t *reserves, const int64_t *left,
-                               int64_t *counts) {
-    return replayed(xgpt_reserving::Replay({facts[0], facts[1], facts[2], facts[3], facts[4],
-                                            facts[5], facts[6], facts[7], even[2]},
-                                           {even[0], even[1]}, slots, tokens, reserves, left),
-                    counts);
+extern "C" void xgpt_forget_clock(void *clock) { delete static_cast<xgpt_times::Clock *>(clock); }
+
+/* A replay by paged KV (kind 0), of a rule that reserves (1: RRA's, ORCA's), of static batches (2), or of
+ * two pools (3). given: where these lie: the clock; facts (numbers of queries, whether encoding gives a
+ * token, whether rows are compacted, whether steps are to be told, and the rule's own); figures (when
+ * queries come, and the rule's own); factors[stages of all pools] of the clock's seconds; inputs[queries]
+ * tokens; reserves[queries] (of static batches what each may have of output); left[queries] iterations;
+ * slots[groups].
+ *
+ * The rule's own. Of paged KV: numbers of groups, blocks of a group, blocks that admission leaves free,
+ * tokens of a step, whether inputs are encoded in chunks. Of one that reserves: numbers of groups, tokens
+ * of KV of a group, decode iterations of a phase (0: ORCA's rule), queries of an encode batch, most
+ * queries at work in a group, tokens of a chunk (0: none); mean input, adjustment, queries that decode
+ * batches are led back to. Of static batches: numbers of groups, tokens of KV of a group, queries of a
+ * batch, steps that encode a group's.
+ *
+ * Of two pools: groups of the one that encodes and of the other; queries of an encode batch, most queries
+ * in the system, tokens of KV of the pool that decodes and of the other, queries that it is planned to
+ * decode, tokens of inputs that are to lie ready for it; most queries of its groups, tokens of a chunk
+ * (0: none), queries from which on it begins no input (0: without limit), and tokens of handovers in a
+ * block; figures as above; in place of slots order[queries] in which they come, then arrival_s[queries],
+ * the clock of the pool that decodes, and what says where blocks of the handover's seconds lie.
+ *
+ * Into times[3][queries] when each query started, had its first and its last token (nan: never), and
+ * behind these how often a query with a row was evicted. Returns what the calls below ask, or nullptr
+ * where Python is to replay. */
+extern "C" void *xgpt_replayed(int64_t kind, const void *const *given, double *times) {
+    Found *(*const kinds[])(const Arguments &, double *) = {paged, reserved, batched, handed};
+    try {
+        return kinds[kind]({given}, times);
+    } catch (const xgpt_times::Stopped &) {
+        return nullptr;
+    }
 }
 
-/* Into waits[turns] the turn whose tokens each waits for (-1: none); turn_of[steps]; labels[steps][7]
- * kind (0 encode, 1 decode, 2 mixed), group, phase (of paged KV the step's number in its group),
- * iteration, chunks, evicted, encoded; chunks[chunks][3] query, first, tokens; ended, evicted:
- * queries; memory[changes][2] turn, tokens; times[3][queries] the turns of a query's start, first and
- * last token; sizes[steps][7] as of LaterLine. */
-extern "C" void xgpt_told(void *given, int64_t *waits, int64_t *turn_of, int64_t *labels,
-                          int64_t *chunks, int64_t *ended, int64_t *evicted, int64_t *memory,
-                          int64_t *times, double *sizes) {
-    auto *told = static_cast<xgpt_replay::Told *>(given);
-    const std::pair<const std::vector<int64_t> *, int64_t *> all[] = {
-        {&told->waits, waits},     {&told->turn_of, turn_of}, {&told->labels, labels},
-        {&told->chunks, chunks},   {&told->ended, ended},     {&told->evicted, evicted},
-        {&told->memory, memory},   {&told->times, times}};
-    for (const auto &[from, to] : all) std::copy(from->begin(), from->end(), to);
-    std::copy(told->sizes.begin(), told->sizes.end(), sizes);
-    delete told;
+/* Into busy[stages of all pools] the seconds that each is at work within the window. */
+extern "C" void xgpt_busy(const void *given, double begin_s, double end_s, double *busy) {
+    const auto &found = *static_cast<const Found *>(given);
+    for (size_t pool = 0; pool < found.pools.size(); ++pool) {
+        const auto &durations_s = found.pools[pool].durations_s, &ends_s = found.pools[pool].ends_s;
+        const size_t stages = static_cast<size_t>(found.stages[pool]);
+        std::fill(busy, busy + stages, 0.0);
+        for (size_t step = 0; step < ends_s.size(); step += stages) {
+            for (size_t s = 0; s < stages; ++s) {
+                const double end = ends_s[step + s], start = end - durations_s[step + s];
+                const double inside = std::min(end, end_s) - std::max(start, begin_s);
+                busy[s] += inside > 0.0 ? inside : 0.0;
+            }
+        }
+        busy += stages;
+    }
 }
+
+/* Tells of each pool what pool_replay.h has of it, then handovers[3]. */
+extern "C" void xgpt_tell(const void *given, Tell tell) {
+    const auto &found = *static_cast<const Found *>(given);
+    for (const xgpt_replay::Told &told : found.pools) {
+        for (const auto *one : {&told.labels, &told.chunks, &told.ended, &told.moved,
+                                &told.memory_tokens}) tell_all(tell, *one);
+        for (const auto *one : {&told.memory_s, &told.sizes, &told.durations_s, &told.ends_s})
+            tell_all(tell, *one);
+    }
+    tell_all(tell, found.sent);
+}
+
+extern "C" void xgpt_forget(void *found) { delete static_cast<Found *>(found); }

@@ -1,37 +1,44 @@
-/* What replays of a pool that is alone have in common, whatever its rule: the rows of its groups
- * (GroupRows in xsimulator/replay/queries.py), and what is told of all turns and steps
- * (xsimulator/replay/told.py). */
+/* What replays have in common, whatever the rules: the rows of groups (GroupRows in
+ * xsimulator/replay/queries.py), the stages of a pool (StageLine in stage_line.py), and the turns of a
+ * pool that is alone (PoolHead in pool.py). */
 #pragma once
 
 #include <stdint.h>
 
 #include <algorithm>
+#include <cmath>
 #include <initializer_list>
+#include <limits>
 #include <queue>
 #include <utility>
 #include <vector>
 
+#include "step_times.h"
+
 namespace xgpt_replay {
 
-/* A query's row: its group (-1: it has none), and context and last iteration, counted from the group's
- * first. */
-struct Place {
-    int64_t group = -1, base = 0, end = -1;
-};
+constexpr double NEVER = std::numeric_limits<double>::quiet_NaN();
 
-/* Besides, the turns of the query's start, first and last token (-1: not yet). */
-struct Row : Place {
-    int64_t start = -1, first = -1, last = -1;
+enum Kind : int64_t { ENCODE, DECODE, MIXED };
+
+/* A query's row: its group (-1: it has none), and context and last iteration, counted from the group's
+ * first. And seconds: when its encoding started, when it had its first token and its last. */
+struct Query {
+    int64_t group = -1, base = 0, end = -1;
+    double start_s = NEVER, first_s = NEVER, last_s = NEVER;
 };
 
 /* A group's rows. A query that left and came again may be in `ends` and `longest` more than once:
- * what its row says is so. */
+ * what its row says is so. Only of padded rows is the longest looked for. `first`, `done`: whose first and last tokens are among those awaited, which
+ * are there at `ready_s`. `fresh`: who joined without a token, and was not decoded yet. */
 template <class Query>
 struct Rows {
-    int64_t awaited = -1, iterations = 0, base = 0, rows = 0, removed = 0;
+    bool is_padded = false, is_awaited = false;
+    double ready_s = 0.0;
+    int64_t iterations = 0, base = 0, rows = 0, removed = 0;
     std::vector<std::vector<int64_t>> ends;                    // by iteration: whose last it is
     std::priority_queue<std::pair<int64_t, int64_t>> longest;  // (base, query), some gone
-    std::vector<int64_t> first, done;                          // of the step that is awaited
+    std::vector<int64_t> first, done, fresh;
 
     void enter(int64_t g, int64_t q, Query &query, int64_t context, int64_t left) {
         query.base = context - iterations;
@@ -42,7 +49,7 @@ struct Rows {
         if (left > 0) {
             if (static_cast<int64_t>(ends.size()) <= query.end) ends.resize(query.end + 1);
             ends[query.end].push_back(q);
-            longest.emplace(query.base, q);
+            if (is_padded) longest.emplace(query.base, q);
         } else {
             done.push_back(q);
         }
@@ -58,16 +65,17 @@ struct Rows {
         const int64_t gone = std::exchange(removed, 0);
         return gone ? static_cast<double>(gone * rows) / static_cast<double>(rows + gone) : 0.0;
     }
-    /* Into sizes[3]: rows, mean context, longest context. */
-    void decode(int64_t g, std::vector<Query> &queries, double *sizes) {
+    /* Into `sizes`: rows, mean context, longest context. */
+    void decode(int64_t g, std::vector<Query> &queries, xgpt_times::Sizes &sizes) {
         iterations += 1;
         while (!longest.empty() && (queries[longest.top().second].group != g ||
                                     queries[longest.top().second].base != longest.top().first))
             longest.pop();
-        sizes[0] = static_cast<double>(rows);
-        sizes[1] = static_cast<double>(base) / sizes[0] + static_cast<double>(iterations);
-        sizes[2] = longest.empty() ? sizes[1]
-                                   : static_cast<double>(longest.top().first + iterations);
+        sizes.decoded = rows;
+        sizes.context = static_cast<double>(base) / static_cast<double>(rows) +
+                        static_cast<double>(iterations);
+        sizes.longest = longest.empty() ? sizes.context
+                                        : static_cast<double>(longest.top().first + iterations);
         if (static_cast<int64_t>(ends.size()) <= iterations) return;
         for (int64_t q : ends[iterations]) {
             if (queries[q].group != g || queries[q].end != iterations) continue;
@@ -76,93 +84,164 @@ struct Rows {
         }
         std::vector<int64_t>().swap(ends[iterations]);
     }
+    /* All rows are gone, dead ones too. */
+    void clear() {
+        base = rows = removed = 0;
+        ends.clear();
+        longest = {};
+    }
 };
 
-/* What is told of all turns and steps, as xgpt_told hands it over; times by query. */
+/* What a pool did, of steps in their order: durations and ends by stage; and if it is asked for,
+ * labels[7] kind, group, phase (of paged KV the step's number in its group), iteration, numbers of
+ * chunks, of queries that moved (evicted, or handed over) and of those encoded; those chunks[3] query,
+ * first, tokens, and those queries; sizes[4] tokens, encoded, decoded, context; and memory: tokens
+ * held from seconds on. */
 struct Told {
-    std::vector<int64_t> waits, turn_of, labels, chunks, ended, evicted, memory, times;
-    std::vector<double> sizes;
-    int64_t preemptions = 0;
+    std::vector<int64_t> labels, chunks, ended, moved, memory_tokens;
+    std::vector<double> memory_s, sizes, durations_s, ends_s;
 };
 
-/* Turns of a rule; Query has what Row has, Group what Rows has. */
-template <class Query, class Group>
-class PoolReplay {
+/* The stages of a pool, which work steps in order, each when it is decided. */
+class Line {
 public:
-    PoolReplay(int64_t groups, int64_t queries) : groups_(groups), queries_(queries) {}
+    /* factors[stages] of the clock's seconds */
+    Line(xgpt_times::Clock &clock, const double *factors, bool is_told)
+        : stages(clock.stages), is_told(is_told),
+          free_s(clock.stages, -std::numeric_limits<double>::infinity()), clock_(&clock),
+          factors_(factors), seconds_(clock.stages) {}
 
-    /* What is told, when all turns are over. */
-    Told finished() {
-        for (const Query &query : queries_) told.times.push_back(query.start);
-        for (const Query &query : queries_) told.times.push_back(query.first);
-        for (const Query &query : queries_) told.times.push_back(query.last);
-        return std::move(told);
-    }
-
-protected:
-    enum Kind : int64_t { ENCODE, DECODE, MIXED };
-
+    const int64_t stages;
+    const bool is_told;
+    std::vector<double> free_s;  // when each is next free
+    xgpt_times::Sizes sizes;     // of the step that is being decided
     Told told;
-    std::vector<Group> groups_;
-    std::vector<Query> queries_;
-    std::vector<int64_t> joined_;       // whose encoding the step ends
-    int64_t now_ = 0, held_ = 0;        // the turn, and tokens held
 
-    /* A turn begins: `leave` is told of each query that is done. */
-    template <class Leave>
-    void begin_turn(Group &group, const Leave &leave) {
-        now_ = static_cast<int64_t>(told.waits.size());
-        told.waits.push_back(group.awaited);
-        if (group.awaited >= 0) {
-            for (int64_t q : group.first)
-                if (queries_[q].first < 0) queries_[q].first = now_;
-            for (int64_t q : group.done) {
-                leave(queries_[q]);
-                group.leave(queries_[q]);
-                queries_[q].last = now_;
-            }
-            group.first.clear();
-            group.done.clear();
+    void begin_turn(double now) {
+        if (now > free_s[0]) free_s[0] = now;
+        sizes.clear();
+    }
+    void chunk(int64_t query, int64_t first, int64_t tokens) {
+        sizes.spans.emplace_back(first, tokens);
+        sizes.tokens += tokens;
+        if (!is_told) return;
+        for (int64_t value : {query, first, tokens}) told.chunks.push_back(value);
+    }
+    /* The step goes through the stages; when the last of them is through with it. */
+    double work(const int64_t (&label)[7], const std::vector<int64_t> &joined, double now) {
+        clock_->seconds(sizes, seconds_.data());
+        for (int64_t s = 0; s < stages; ++s) {
+            const double free = free_s[s];
+            seconds_[s] *= factors_[s];
+            free_s[s] = now = (now > free ? now : free) + seconds_[s];
         }
-        group.awaited = -1;
-        joined_.clear();
+        told.durations_s.insert(told.durations_s.end(), seconds_.begin(), seconds_.end());
+        told.ends_s.insert(told.ends_s.end(), free_s.begin(), free_s.end());
+        if (!is_told) return now;
+        told.labels.insert(told.labels.end(), label, label + 7);
+        told.ended.insert(told.ended.end(), joined.begin(), joined.end());
+        for (double size : {static_cast<double>(sizes.tokens), static_cast<double>(sizes.encoded),
+                            static_cast<double>(sizes.decoded), sizes.context})
+            told.sizes.push_back(size);
+        return now;
     }
-    void end_turn() {
-        if (held_ == noted_) return;
-        noted_ = held_;
-        told.memory.push_back(now_);
-        told.memory.push_back(held_);
+    void move(const std::vector<int64_t> &queries) {
+        if (is_told) told.moved.insert(told.moved.end(), queries.begin(), queries.end());
     }
-    void chunk(int64_t q, int64_t first, int64_t tokens) {
-        for (int64_t value : {q, first, tokens}) told.chunks.push_back(value);
-    }
-    /* Tokens of the step's `chunks`, the last that are told; a query starts with its first. */
-    double encoded_tokens(int64_t chunks) {
-        double tokens = 0.0;
-        for (size_t i = told.chunks.size() - 3 * chunks; i < told.chunks.size(); i += 3) {
-            Query &query = queries_[told.chunks[i]];
-            if (told.chunks[i + 1] == 0 && query.start < 0) query.start = now_;
-            tokens += static_cast<double>(told.chunks[i + 2]);
-        }
-        return tokens;
-    }
-    /* decoded[4]: of LaterLine's sizes, what decoding has. */
-    void tell(Group &group, Kind kind, int64_t g, int64_t phase, int64_t iteration, int64_t chunks,
-              int64_t evicted, double tokens, const double *decoded) {
-        int64_t joined = static_cast<int64_t>(joined_.size());
-        for (double value : {tokens, static_cast<double>(joined), decoded[0], decoded[1], decoded[2],
-                             decoded[3], 0.0})
-            told.sizes.push_back(value);
-        told.turn_of.push_back(now_);
-        for (int64_t value : {static_cast<int64_t>(kind), g, phase, iteration, chunks, evicted, joined})
-            told.labels.push_back(value);
-        told.ended.insert(told.ended.end(), joined_.begin(), joined_.end());
-        group.first = joined_;
-        group.awaited = now_;
+    void note_memory(int64_t held, double now) {
+        if (held == noted_ || !is_told) return;
+        noted_ = held;
+        told.memory_s.push_back(now);
+        told.memory_tokens.push_back(held);
     }
 
 private:
+    xgpt_times::Clock *clock_;
+    const double *factors_;
+    std::vector<double> seconds_;
     int64_t noted_ = -1;
+};
+
+/* What a pool that is alone is given: its clock and factors[stages] of its seconds, when all queries
+ * come, whether encoding gives a token, whether rows are compacted. */
+struct Given {
+    xgpt_times::Clock &clock;
+    const double *factors;
+    double begin_s;
+    bool gives_token, is_told, compacts;
+};
+
+/* Turns of a rule; Query has what Query above has, Group what Rows has. */
+template <class Query, class Group>
+class PoolReplay {
+public:
+    PoolReplay(const Given &given, int64_t num_groups, int64_t num_queries)
+        : line(given.clock, given.factors, given.is_told), queries(num_queries), groups_(num_groups),
+          gives_token_(given.gives_token), compacts_(given.compacts) {
+        line.free_s[0] = given.begin_s;
+        for (Group &group : groups_) group.is_padded = given.clock.is_padded();
+    }
+
+    Line line;
+    std::vector<Query> queries;
+    int64_t preemptions = 0;
+
+protected:
+    std::vector<Group> groups_;
+    std::vector<int64_t> joined_, moved_;  // whose encoding the step ends, whom it evicts
+    double now_ = 0.0;
+    int64_t held_ = 0;  // tokens
+    bool gives_token_, compacts_;
+
+    /* A turn begins once the head is free, and the tokens that it waits for are there: they are taken
+     * up, and `leave` is told of each query that is done. */
+    template <class Leave>
+    void begin_turn(Group &group, const Leave &leave) {
+        wait(group, group.is_awaited);
+        if (group.is_awaited) collect(group, [&](int64_t q) {
+            leave(queries[q]);
+            group.leave(queries[q]);
+            queries[q].last_s = now_;
+        });
+    }
+    void wait(const Group &group, bool waits) {
+        now_ = line.free_s[0];
+        if (waits && group.ready_s > now_) now_ = group.ready_s;
+        line.begin_turn(now_);
+        joined_.clear();
+        moved_.clear();
+    }
+    template <class End>
+    void collect(Group &group, const End &end) {
+        for (int64_t q : group.first)
+            if (std::isnan(queries[q].first_s)) queries[q].first_s = now_;
+        for (int64_t q : group.done) end(q);
+        group.first.clear();
+        group.done.clear();
+        group.is_awaited = false;
+    }
+    void chunk(int64_t q, int64_t first, int64_t tokens) {
+        line.chunk(q, first, tokens);
+        if (first == 0 && std::isnan(queries[q].start_s)) queries[q].start_s = now_;
+    }
+    void decode(Group &group, int64_t g) {
+        group.decode(g, queries, line.sizes);
+        if (compacts_) line.sizes.moved = group.moved();
+        if (!gives_token_) std::swap(group.first, group.fresh);
+    }
+    void enter(Group &group, int64_t g, int64_t q, int64_t context, int64_t left) {
+        group.enter(g, q, queries[q], context, left);
+        (gives_token_ ? group.first : group.fresh).push_back(q);
+    }
+    void work(Group &group, Kind kind, int64_t g, int64_t phase, int64_t iteration) {
+        xgpt_times::Sizes &sizes = line.sizes;
+        sizes.encoded = static_cast<int64_t>(joined_.size());
+        line.move(moved_);
+        group.ready_s = line.work(
+            {kind, g, phase, iteration, static_cast<int64_t>(sizes.spans.size()),
+             static_cast<int64_t>(moved_.size()), sizes.encoded}, joined_, now_);
+        group.is_awaited = true;
+    }
 };
 
 }  // namespace xgpt_replay

@@ -1,8 +1,7 @@
 /* A replay of a pool that is alone and whose rule reserves a query's tokens when it admits it: RRA's
  * (xrunner/rules/rra.py, chunks.py, batch_sizer.py) or ORCA's (iteration.py). What the rule decides,
  * turn by turn, and what each step has of queries and tokens (xsimulator/replay/pool.py,
- * queries.py). When it all happens is found afterwards (stage_line.py: LaterLine). The same
- * decisions in the same order, from the same sums. */
+ * queries.py). The same decisions in the same order, from the same sums. */
 #pragma once
 
 #include <stdint.h>
@@ -20,11 +19,11 @@ namespace xgpt_reserving {
 /* `iterations` 0: ORCA's rule. `kv_tokens` and `most_active` are a group's (of ORCA's each group has
  * slots of its own); `chunk` 0: inputs are encoded whole. */
 struct Facts {
-    int64_t queries, groups, kv_tokens, iterations, encode_batch, most_active, chunk, compacts;
+    int64_t queries, groups, kv_tokens, iterations, encode_batch, most_active, chunk;
     double target_active;  // queries that decode batches are led back to; 0: they are not
 };
 
-struct Query : xgpt_replay::Row {
+struct Query : xgpt_replay::Query {
     int64_t tokens, reserve, left;
 };
 
@@ -40,12 +39,12 @@ struct Group : xgpt_replay::Rows<Query> {
 
 class Replay : public xgpt_replay::PoolReplay<Query, Group> {
 public:
-    Replay(const Facts &facts, const Sizer &sizer, const int64_t *slots, const int64_t *tokens,
-           const int64_t *reserves, const int64_t *left)
-        : PoolReplay(facts.groups, facts.queries), facts_(facts), sizer_(sizer) {
+    Replay(const xgpt_replay::Given &given, const Facts &facts, const Sizer &sizer,
+           const int64_t *slots, const int64_t *tokens, const int64_t *reserves, const int64_t *left)
+        : PoolReplay(given, facts.groups, facts.queries), facts_(facts), sizer_(sizer) {
         for (int64_t g = 0; g < facts.groups; ++g) groups_[g].slots = slots[g];
         for (int64_t q = 0; q < facts.queries; ++q)
-            queries_[q] = {{}, tokens[q], reserves[q], left[q]};
+            queries[q] = {{}, tokens[q], reserves[q], left[q]};
         iteration_ = first_iteration();
     }
     void run() {
@@ -55,7 +54,7 @@ public:
             if (!facts_.iterations) decide_in_turn(group, g);
             else if (facts_.chunk) decide_mixed(group, g);
             else decide_phase(group, g);
-            end_turn();
+            line.note_memory(held_, now_);
         }
     }
 
@@ -95,7 +94,7 @@ private:
     }
 
     bool admit(Group &group, int64_t q, int64_t slots) {
-        int64_t reserve = queries_[q].reserve;
+        int64_t reserve = queries[q].reserve;
         if (group.active >= slots || group.reserved + reserve > facts_.kv_tokens) return false;
         group.active += 1;
         group.reserved += reserve;
@@ -119,9 +118,7 @@ private:
         }
         int64_t number = group.steps++;
         turn_ = (g + 1) % facts_.groups;
-        if (!is_decode && joined_.empty()) return;
-        Kind kind = !is_decode ? ENCODE : joined_.empty() ? DECODE : MIXED;
-        execute(group, g, kind, number, is_decode, static_cast<int64_t>(joined_.size()));
+        execute(group, g, is_decode, number, is_decode);
     }
     /* RraRule.decide */
     void decide_phase(Group &group, int64_t g) {
@@ -133,9 +130,7 @@ private:
             }
             whole();
         }
-        if (is_decode ? group.active > 0 : !joined_.empty())
-            execute(group, g, is_decode ? DECODE : ENCODE, phase_, iteration_,
-                    static_cast<int64_t>(joined_.size()));
+        execute(group, g, is_decode && group.active > 0, phase_, iteration_);
         advance();
     }
     /* RraRule._decide_mixed */
@@ -145,16 +140,14 @@ private:
             begin_phase();
         }
         bool is_decode = group.active > (group.part >= 0);
-        int64_t count = take(group);
-        if (is_decode || count)
-            execute(group, g, !count ? DECODE : is_decode ? MIXED : ENCODE, phase_, iteration_,
-                    count);
+        take(group);
+        execute(group, g, is_decode, phase_, iteration_);
         advance();
     }
     void deal(Group &group, int64_t g) {
         if (group.waiting() >= quota(g)) return;
         for (int64_t wanted = this->wanted(group, g); wanted > 0; --wanted) {
-            group.tokens += queries_[next_].tokens;
+            group.tokens += queries[next_].tokens;
             group.dealt.push_back(next_++);
         }
     }
@@ -168,17 +161,17 @@ private:
         for (Group &own : groups_) own.size = std::min((own.tokens + times - 1) / times,
                                                        facts_.chunk);
     }
-    /* PhaseChunks.take; how many chunks */
-    int64_t take(Group &group) {
-        int64_t left = (iteration_ - 1) % every_ == 0 ? group.size : 0, count = 0;
-        for (; left > 0; ++count) {
+    /* PhaseChunks.take */
+    void take(Group &group) {
+        int64_t left = (iteration_ - 1) % every_ == 0 ? group.size : 0;
+        while (left > 0) {
             if (group.part < 0) {
                 if (!group.waiting() || !admit(group, group.dealt[group.begin],
                                                facts_.most_active)) break;
                 group.part = group.dealt[group.begin++];
                 group.part_done = 0;
             }
-            int64_t tokens = queries_[group.part].tokens;
+            int64_t tokens = queries[group.part].tokens;
             int64_t size = std::min(left, tokens - group.part_done);
             chunk(group.part, group.part_done, size);
             group.part_done += size;
@@ -189,7 +182,6 @@ private:
                 group.part = -1;
             }
         }
-        return count;
     }
 
     int64_t quota(int64_t g) const {
@@ -207,27 +199,22 @@ private:
             double mean = carried + static_cast<double>(facts_.encode_batch) / groups;
             lean = sizer_.lean(away, mean);
         }
-        auto tokens = [this](int64_t place) { return queries_[next_ + place].tokens; };
+        auto tokens = [this](int64_t place) { return queries[next_ + place].tokens; };
         return sizer_.count(tokens, num_waiting(), quota, lean);
     }
 
     void whole() {
-        for (int64_t q : joined_) chunk(q, 0, queries_[q].tokens);
+        for (int64_t q : joined_) chunk(q, 0, queries[q].tokens);
     }
-    /* PoolHead._execute */
-    void execute(Group &group, int64_t g, Kind kind, int64_t phase, int64_t iteration,
-                 int64_t chunks) {
-        double decoded[4] = {0.0, 0.0, 0.0, 0.0};
-        if (kind != ENCODE) {
-            group.decode(g, queries_, decoded);
-            decoded[3] = facts_.compacts ? group.moved() : 0.0;
-        }
-        double tokens = encoded_tokens(chunks);
-        for (int64_t q : joined_) {
-            Query &query = queries_[q];
-            group.enter(g, q, query, query.tokens, query.left);
-        }
-        tell(group, kind, g, phase, iteration, chunks, 0, tokens, decoded);
+    /* PoolHead._execute, where there is a step */
+    void execute(Group &group, int64_t g, bool decodes, int64_t phase, int64_t iteration) {
+        const bool encodes = !line.sizes.spans.empty();
+        if (!decodes && !encodes) return;
+        if (decodes) decode(group, g);
+        for (int64_t q : joined_) enter(group, g, q, queries[q].tokens, queries[q].left);
+        work(group, !encodes ? xgpt_replay::DECODE
+                    : decodes ? xgpt_replay::MIXED
+                              : xgpt_replay::ENCODE, g, phase, iteration);
     }
 };
 

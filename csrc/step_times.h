@@ -14,8 +14,8 @@
 
 namespace xgpt_times {
 
-/* Says where a block of a table of a clock lies; nullptr where it cannot be had. */
-using Fetch = const double *(*)(int64_t clock, int64_t table, int64_t block);
+/* Says where a block of a table lies; nullptr where it cannot be had. */
+using Fetch = const double *(*)(int64_t table, int64_t block);
 
 /* Something lies beyond the tables, or could not be had: Python is to find it. */
 struct Stopped {};
@@ -23,19 +23,19 @@ struct Stopped {};
 /* A table's rows of `width` numbers, `size` of them in a block. */
 class Blocks {
 public:
-    Blocks(Fetch fetch, int64_t clock, int64_t table, int64_t size, int64_t width)
-        : fetch_(fetch), clock_(clock), table_(table), size_(size), width_(width) {}
+    Blocks(Fetch fetch, int64_t table, int64_t size, int64_t width)
+        : fetch_(fetch), table_(table), size_(size), width_(width) {}
     const double *row(int64_t row) {
         const size_t block = static_cast<size_t>(row / size_);
         if (block >= blocks_.size()) blocks_.resize(block + 1);
-        if (!blocks_[block]) blocks_[block] = fetch_(clock_, table_, static_cast<int64_t>(block));
+        if (!blocks_[block]) blocks_[block] = fetch_(table_, static_cast<int64_t>(block));
         if (!blocks_[block]) throw Stopped();
         return blocks_[block] + row % size_ * width_;
     }
 
 private:
     Fetch fetch_;
-    int64_t clock_, table_, size_, width_;
+    int64_t table_, size_, width_;
     std::vector<const double *> blocks_;
 };
 
@@ -44,6 +44,12 @@ struct Sizes {
     std::vector<std::pair<int64_t, int64_t>> spans;
     int64_t tokens = 0, encoded = 0, decoded = 0, handed = 0;
     double context = 0.0, longest = 0.0, moved = 0.0;
+
+    void clear() {
+        spans.clear();
+        tokens = encoded = decoded = handed = 0;
+        context = longest = moved = 0.0;
+    }
 };
 
 /* numbers[11 + 4 stages]: stages, degrees, context nodes, whether the longest context counts, whether
@@ -53,21 +59,22 @@ struct Sizes {
  * figures: overhead of a pass, row sizes, context nodes. */
 class Clock {
 public:
-    Clock(Fetch fetch, int64_t clock, const int64_t *numbers, const double *figures)
+    Clock(Fetch fetch, const int64_t *numbers, const double *figures)
         : stages(numbers[0]), degrees_(numbers[1]), num_nodes_(numbers[2]), is_padded_(numbers[3]),
           is_apart_(numbers[4]), num_sizes_(numbers[5]), dense_(numbers[6]), together_(numbers[9]),
           most_tokens_(numbers[10]), layers_(numbers + 11), overhead_(figures[0]),
           row_sizes_(figures + 1), nodes_(figures + 1 + numbers[5]) {
         for (int64_t table = 0; table < INPUTS; ++table)
-            tables_.emplace_back(fetch, clock, table, numbers[7], table < HEADS ? stages : 1);
-        tables_.emplace_back(fetch, clock, INPUTS, 1, degrees_ * (most_tokens_ + 1));
+            tables_.emplace_back(fetch, table, numbers[7], table < HEADS ? stages : 1);
+        tables_.emplace_back(fetch, INPUTS, 1, degrees_ * (most_tokens_ + 1));
         for (int64_t grid = 0; grid < 2 * degrees_; ++grid)
-            tables_.emplace_back(fetch, clock, GRIDS + grid, numbers[8], num_nodes_);
+            tables_.emplace_back(fetch, GRIDS + grid, numbers[8], num_nodes_);
         each_.resize(static_cast<size_t>(degrees_));
         apart_.resize(static_cast<size_t>(stages));
     }
     const int64_t stages;
 
+    bool is_padded() const { return is_padded_ != 0; }
     /* Into total[stages]. */
     void seconds(const Sizes &sizes, double *total) {
         if (is_apart_ && sizes.tokens && sizes.decoded) {
@@ -131,7 +138,8 @@ private:
         const double share = (asked - above[-1]) / (*above - above[-1]);
         const int64_t place = above - row_sizes_;
         const double *low = blocks.row(place - 1), *high = blocks.row(place);
-        for (int64_t c = 0; c < columns; ++c) total[c] += low[c] + share * (high[c] - low[c]);
+        for (int64_t c = 0; c < columns; ++c)
+            total[c] += high[c] < HUGE_VAL ? low[c] + share * (high[c] - low[c]) : high[c];
     }
     /* layers: of decoder (0) or encoder (2), as in `numbers`. */
     void add_layers(int64_t kind, double *total) const {
@@ -147,7 +155,8 @@ private:
             double all = 0.0;
             for (const auto &[first, tokens] : spans) {
                 if (first + tokens > most_tokens_) throw Stopped();
-                all += table[first + tokens] - table[first];
+                const double end = table[first + tokens];
+                all += end < HUGE_VAL ? end - table[first] : end;
             }
             each_[d] = all;
         }

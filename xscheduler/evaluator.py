@@ -126,7 +126,8 @@ def predict(problem: Problem, timing: TimingSource, estimate: Estimate, *, repla
             clocks: StepClocks | None = None) -> JobPrediction | None:
     """What the job measures with fill and drain, the mean of so many replays where lengths are not
     all known; None without queries."""
-    replayed = replays_of(problem, timing, estimate, replays=replays, clocks=clocks)
+    replayed = replays_of(problem, timing, estimate, replays=replays, clocks=clocks,
+                          has_steps=False)
     return None if replayed is None else mean_of(replayed.results, replayed.num_queries)
 
 
@@ -140,8 +141,9 @@ class JobReplays(NamedTuple):
 
 
 def replays_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, replays: int = 5,
-               clocks: StepClocks | None = None) -> JobReplays | None:
-    """The replays of the problem's own queries, of many of some; None without queries."""
+               clocks: StepClocks | None = None, has_steps: bool = True) -> JobReplays | None:
+    """The replays of the problem's own queries, of many of some; None without queries. has_steps:
+    see xsimulator.replay.job.Replayer."""
     if problem.num_queries is None:
         return None
     found = _runnable(problem, estimate)
@@ -155,8 +157,9 @@ def replays_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, re
         known = lengths.take(rows[in_run_order(problem, estimate, count)])
         if problem.observes:  # each to its own cap: drawn for another, a long one would be cut
             known = replace(known, outputs=known.most_outputs)
-    results = job_replays(replayer_of(problem, timing, estimate, clocks), count,
-                          np.random.default_rng(problem.seed), known=known, replays=replays)
+    replayer = replayer_of(problem, timing, estimate, clocks, has_steps=has_steps)
+    results = job_replays(replayer, count, np.random.default_rng(problem.seed), known=known,
+                          replays=replays)
     return JobReplays(results, total, count == total)
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
-from xsimulator.policies.continuous.native import native
+from xsimulator.native import native
 
 WARM_UP_PHASES = 2  # until the timeline repeats
 # Shorter phases may then swing between two lengths: their period is a mean over two. (Swings over

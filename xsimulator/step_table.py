@@ -17,7 +17,7 @@ from xgpt.core.lengths import FloatArray
 from xsimulator.addresses import address_of
 from xsimulator.envelope import rising_minorant
 from xsimulator.layer_times import is_compaction_timed
-from xsimulator.policies.continuous.native import Native, native
+from xsimulator.native import Native, native
 from xsimulator.stage_times import PerDegree, StageKinds, StageTimes
 
 SPLITS = 5  # halvings of an octave: a bend's times come out 1e-2 / 32 too high at most

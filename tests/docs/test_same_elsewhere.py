@@ -17,7 +17,7 @@ from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
 from xprofiler.timing import MessageKind, Operator, TimingSource
 from xscheduler.planner import Planner
-from xsimulator.policies.continuous.native import native
+from xsimulator.native import native
 
 TUTORIAL = Path(__file__).resolve().parents[2] / "docs" / "tutorial.md"
 BOUNDS_S = {"4.00 s": 4.0, "8.00 s": 8.0, "none": np.inf}

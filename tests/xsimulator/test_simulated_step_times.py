@@ -41,17 +41,6 @@ def test_decode_steps(plan, queries, context):
     assert table[0] == pytest.approx(asked, rel=1e-3)
 
 
-def test_what_is_larger_than_any_that_was_timed_takes_for_ever_at_once_and_one_by_one(plan):
-    times = StepClock(plan.times, max_context=600)._attention[0]
-    known = times._seconds
-    times._seconds = lambda queries, contexts: np.where(
-        queries > 20, np.inf, known(queries, contexts))
-    assert times.at(21, 33.5) == times.at(21, 0.0) == np.inf
-    many = times.many(np.array([20, 21, 3]), np.array([33.5, 33.5, 0.0]))
-    assert np.isfinite(many).tolist() == [True, False, True]
-    assert many[0] == pytest.approx(times.at(20, 33.5))
-
-
 @pytest.mark.parametrize("lengths", [[40], [5, 130, 64], [20] * 12])
 def test_encode_steps(plan, lengths):
     each = plan.times.encode_attention_s(np.array(lengths), len(lengths))

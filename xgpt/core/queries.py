@@ -92,6 +92,11 @@ class QueryTimes:
         """[queries] to the first token, from the arrival on: waiting for its turn counts."""
         return _since(self.arrival_s, self.first_token_s)
 
+    @property
+    def is_known(self) -> bool:
+        """Whether all queries end: a replay met no step larger than any that was timed."""
+        return bool(np.isfinite(self.last_token_s).all())
+
     def tpot_s(self, output_tokens: IntArray) -> FloatArray:
         """[queries of more than one output token] mean time of each token after the first."""
         after = np.asarray(output_tokens) - 1

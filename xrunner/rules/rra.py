@@ -221,22 +221,6 @@ class RraRule:
                 self._chunks.limit = self.controls.encode_chunk
 
 
-def plain_rounds(rule: RraRule) -> int:
-    """Rounds from here to the end of the phase in which the rule's only group takes a decode step,
-    as long as anyone is active in it; 0 where there are several groups, or chunks."""
-    if rule.num_groups > 1 or rule._chunks is not None or not rule._iteration:
-        return 0
-    return rule.controls.decode_iterations - rule._iteration + 1
-
-
-def decide_plain(rule: RraRule, count: int) -> Step:
-    """The first of the steps that the rule decides so many times in a row: fewer than
-    `plain_rounds`, in none of which a query is done."""
-    assert count < plain_rounds(rule), f"{count = } of {plain_rounds(rule) = }"
-    first, rule._iteration = rule._iteration, rule._iteration + count
-    return Step(kind=StepKind.DECODE, group=0, phase=rule._phase, iteration=first)
-
-
 def reserve_facts(rule: RraRule) -> ReserveFacts | None:
     """None of a rule that has begun, or whose controls are to change."""
     has_begun = (rule._phase, rule._iteration, rule._group) != (0, rule._first_iteration, 0)

@@ -6,7 +6,6 @@ several parts. Nobody leaves early: rows that are done keep decoding, and their 
 
 import math
 from collections import deque
-from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -146,7 +145,9 @@ class StaticRule:
                 self._waiting.popleft()
 
     def _part_of(self, members: list[int]) -> tuple[int, ...]:
-        return _part(members, self._part, self.encode_micro_batches // self.num_groups)
+        parts = self.encode_micro_batches // self.num_groups
+        first, end = (len(members) * place // parts for place in (self._part, self._part + 1))
+        return tuple(members[first:end])
 
     def _advance(self) -> None:
         if self._iteration == 0 and self._part + 1 < self.encode_micro_batches // self.num_groups:
@@ -158,36 +159,13 @@ class StaticRule:
             self._group, self._iteration = 0, self._iteration + 1
 
 
-def _part(members: list[int], part: int, parts: int) -> tuple[int, ...]:
-    first, end = (len(members) * place // parts for place in (part, part + 1))
-    return tuple(members[first:end])
-
-
-class WholeBatch(NamedTuple):
-    """A batch from its beginning to its end: its phase, of each group the queries that each of its
-    ENCODE steps encodes (none: there is no such step), and the KV entries reserved meanwhile."""
-
-    phase: int
-    parts: list[list[tuple[int, ...]]]
-    reserved_tokens: int
-
-
-def whole_batches(rule: StaticRule) -> Iterator[WholeBatch]:
-    """The batches that the rule, which is between two, takes of the queries that wait, each as if
-    all its queries were done."""
-    assert rests(rule), f"{rule.num_active = }"
-    parts = rule.encode_micro_batches // rule.num_groups
-    while rule.next_group() is not None:
-        batch = rule._batch
-        yield WholeBatch(rule._phase, [[_part(members, part, parts) for part in range(parts)]
-                                       for members in batch.groups], batch.reserved_tokens)
-        for query in tuple(batch.unfinished):
-            rule.finish(query)
-
-
-def rests(rule: StaticRule) -> bool:
-    """Whether the rule is between two batches."""
-    return not rule._batch.unfinished
+def batch_facts(rule: StaticRule) -> list[int] | None:
+    """All that decides what the rule will do, as csrc/planning_replays.cpp has it from the number
+    of groups on; None of one that has begun."""
+    if rule._phase >= 0 or rule._waiting:
+        return None
+    return [rule.num_groups, rule.group_kv_tokens, rule.encode_batch,
+            rule.encode_micro_batches // rule.num_groups]
 
 
 def static_rule(estimate: Estimate) -> StaticRule:

@@ -35,11 +35,11 @@ class JobReplayer(Protocol):
 
 
 def replayer_of(problem: Problem, timing: TimingSource, estimate: Estimate,
-                clocks: StepClocks | None = None) -> JobReplayer:
-    """Replays jobs by all copies that the estimate has (clocks: see Replayer)."""
+                clocks: StepClocks | None = None, *, has_steps: bool = True) -> JobReplayer:
+    """Replays jobs by all copies that the estimate has (clocks, has_steps: see Replayer)."""
     if estimate.others:
         return ShapesReplayer(problem, timing, estimate, clocks)
-    replayer = Replayer(problem, timing, estimate, clocks)
+    replayer = Replayer(problem, timing, estimate, clocks, has_steps=has_steps)
     copies = estimate.deployment.replicas
     return replayer if copies == 1 else CopiesReplayer(replayer, copies)
 

@@ -2,7 +2,7 @@
 from outside and `Handover` between two.
 
 All of them are processes on one kernel (xsimulator.replay.kernel); the KV budget is kept by the
-pools' rules."""
+pools' rules. Where csrc knows these (xsimulator.replay.native_replay), it finds the same sooner."""
 
 from __future__ import annotations
 
@@ -14,19 +14,12 @@ import numpy as np
 
 from xgpt.core.lengths import FloatArray
 from xgpt.core.queries import QueryTimes
-from xrunner.rules.slots import SlotUse
 from xrunner.rules.steps import BatchingRule, GivingRule, TakingRule
-from xsimulator.replay.handed_over import replay_handed
 from xsimulator.replay.kernel import ARRIVAL, Kernel
-from xsimulator.replay.paged_alone import replay_paged
-from xsimulator.replay.pool import HandoverPlan, PoolHead, PoolPlan, PoolProcess
+from xsimulator.replay.native_replay import never_fits, replay_natively
+from xsimulator.replay.pool import HandoverPlan, PoolPlan, PoolProcess
 from xsimulator.replay.queries import Queries
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
-from xsimulator.replay.reserved_alone import replay_reserved
-from xsimulator.replay.stage_line import LaterLine
-from xsimulator.replay.static_alone import replay_static, takes_whole_batches
-from xsimulator.replay.step_clock import StepClock
-from xsimulator.replay.told import never_fits
 
 
 class Arrivals:
@@ -61,7 +54,7 @@ class Arrivals:
 def submit(queries: Queries, query: int, rule: BatchingRule) -> None:
     """The query comes to a pool of this rule. Raises XgptError where it can never fit."""
     if not rule.submit(query, queries.reserve_tokens[query], queries.inputs[query]):
-        raise never_fits(queries, query)
+        raise never_fits(queries.asked, query)
 
 
 class Handover:
@@ -150,11 +143,9 @@ def run(queries: Queries, pools: Sequence[PoolPlan],
         handovers: Sequence[HandoverPlan] = ()) -> ReplayResult:
     """Replays until every query is done. Queries come to all pools but those that only decode.
     Raises XgptError for a query that can never fit."""
-    if len(pools) == 1 and not handovers and is_alone(pools[0], queries):
-        return replay_alone(pools[0], queries)
-    if len(pools) == 2 and len(handovers) == 1 and (
-            found := replay_handed(pools[0], pools[1], handovers[0], queries)):
-        return found
+    found = replay_natively(queries.asked, pools, handovers)
+    if found is not None:
+        return found.result()
     kernel = Kernel()
     by_name = {plan.name: PoolProcess(plan, kernel, queries) for plan in pools}
     assert len(by_name) == len(pools), f"{[plan.name for plan in pools]}"
@@ -166,46 +157,12 @@ def run(queries: Queries, pools: Sequence[PoolPlan],
                    [link.records() for link in links])
 
 
-def is_alone(plan: PoolPlan, queries: Queries) -> bool:
-    """Whether what a replay's only pool decides does not hang on when: all queries come at one
-    time, and the head always waits for each group's tokens, or decodes static batches."""
-    is_decided = plan.rule.needs_tokens and plan.rule.slot_use is not SlotUse.KEPT
-    return (plan.role == "both" and isinstance(plan.clock, StepClock)
-            and (is_decided or takes_whole_batches(plan.rule))
-            and len(queries.inputs) > 0 and bool((queries.arrival_s == queries.arrival_s[0]).all()))
-
-
-def replay_alone(plan: PoolPlan, queries: Queries) -> ReplayResult:
-    """The same of a pool that is alone: its turns are numbered, and timed in the end."""
-    assert isinstance(plan.clock, StepClock)
-    if takes_whole_batches(plan.rule):
-        return replay_static(plan, queries)
-    found = replay_paged(plan, queries) or replay_reserved(plan, queries)
-    if found is not None:
-        return found
-    line, rule = LaterLine(), plan.rule
-    head = PoolHead(plan, queries, line)
-    for query in range(len(queries.inputs)):
-        submit(queries, query, rule)
-    while (group := head.next_group()) is not None:
-        turn = line.begin_turn(int(group.awaited[-1][0]) if group.awaited else -1)
-        if not head.decode_ahead(group, line):
-            head.turn(group, turn)
-    times, turns_s = line.decided().times(
-        plan.clock, len(plan.stages), float(queries.arrival_s[0]),
-        is_one_group=rule.num_groups == 1)
-    return _result(queries, [head.records(times, lambda turns: turns_s[
-        np.array(turns, np.int64)].tolist())], [], turns_s)
-
-
-def _result(queries: Queries, pools: Sequence[PoolRecords], links: Sequence[HandoverRecords],
-            turns_s: FloatArray | None = None) -> ReplayResult:
-    """turns_s: [turns] the seconds of what the queries' times count, None: seconds."""
+def _result(queries: Queries, pools: Sequence[PoolRecords],
+            links: Sequence[HandoverRecords]) -> ReplayResult:
     count = len(queries.inputs)
     assert queries.num_done == count, f"{count - queries.num_done} queries have nothing to do"
-    times = [queries.start_s, queries.first_token_s, queries.last_token_s]
-    starts_s, firsts_s, lasts_s = (np.array(own, float) if turns_s is None else
-                                   turns_s[np.array(own, np.int64)] for own in times)
+    starts_s, firsts_s, lasts_s = (np.array(own, float) for own in (
+        queries.start_s, queries.first_token_s, queries.last_token_s))
     return ReplayResult(
         pools=tuple(pools), handovers=tuple(links), preemptions=queries.preemptions,
         times=QueryTimes(arrival_s=queries.arrival_s, start_s=starts_s, first_token_s=firsts_s,

@@ -21,11 +21,11 @@ from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules.steps import BatchingRule, EncodingRule, rules_for
 from xsimulator.replay.flow import run
+from xsimulator.replay.native_replay import NativeReplay, replay_natively
 from xsimulator.replay.pool import HandoverPlan, PoolPlan
-from xsimulator.replay.queries import Queries
+from xsimulator.replay.queries import Asked, Queries
 from xsimulator.replay.records import PoolRecords, ReplayResult
-from xsimulator.replay.step_clock import PoolClock, StepClock, StepClocks, StepSizes
-from xsimulator.stage_times import HandoverCost
+from xsimulator.replay.step_clock import PoolClock, SharedClock, StepClock, StepClocks
 
 ROUNDS = 4  # of replaying, where cores are shared; a further one moves the makespan by under 1 %
 
@@ -34,16 +34,18 @@ class Replayer:
     """Replays jobs by one Estimate."""
 
     def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate,
-                 clocks: StepClocks | None = None) -> None:
-        """`clocks`: of this problem and timing, whose tables other replays have filled."""
+                 clocks: StepClocks | None = None, *, has_steps: bool = True) -> None:
+        """`clocks`: of this problem and timing, whose tables other replays have filled. has_steps:
+        else results have no pools and handovers where csrc serves, which takes half the time."""
+        self._has_steps = has_steps
         self.problem, self.estimate = problem, estimate
         self._pools = estimate.deployment.pools
         self._known_clocks = clocks or StepClocks(problem, timing)
-        # (source, target, cost): each pool that encodes alone hands over to one that decodes
+        # (source, target, its times): each pool that encodes alone hands over to one that decodes
         encoding, decoding = ([pool for pool in self._pools if pool.role == role]
                               for role in ("encode", "decode"))
-        self._links = [(source, target, HandoverCost(
-            problem, timing, source.stages, target.stages))
+        self._links = [
+            (source, target, self._known_clocks.handovers(source.stages, target.stages))
             for source, target in zip(encoding, cycle(decoding), strict=False)]
         self._sharing = timing.facts.sharing
         self._max_context = 0
@@ -55,22 +57,36 @@ class Replayer:
 
         arrival_s: [queries] when each comes. rules, clocks: others than the estimate's own, one
         per pool. Raises XgptError for a query that the schedule's KV budget can never hold."""
-        if clocks is not None or rules is not None or self._sharing <= 1:
-            return self._once(queries, arrival_s, rules or rules_for(self.estimate),
-                              clocks or self.clocks(queries))
-        return self._sharing_cores(queries, arrival_s)
+        if not self._has_steps and rules is None and clocks is None and (
+                found := self.native(queries, arrival_s)):
+            return found.result()
+        if clocks is None:
+            clocks = self.clocks(queries) if rules is not None else (
+                self._own_clocks(queries, arrival_s))
+        return self._once(queries, arrival_s, rules or rules_for(self.estimate), clocks)
 
-    def _sharing_cores(self, queries: QueryLengths, arrival_s: ArrayLike) -> ReplayResult:
+    def native(self, queries: QueryLengths, arrival_s: ArrayLike = 0.0) -> NativeReplay | None:
+        """The same by the estimate's own rules: when each query was begun and was done, and how
+        much each stage was at work, but no steps. None where csrc does not serve."""
+        return replay_natively(
+            Asked.of(queries, arrival_s, not self.problem.model.is_encoder_decoder), *self.plans(
+                rules_for(self.estimate), self._own_clocks(queries, arrival_s)), is_told=False)
+
+    def _own_clocks(self, queries: QueryLengths, arrival_s: ArrayLike) -> Sequence[PoolClock]:
+        """The pools' clocks; where cores are shared, as rounds of replaying find them."""
         clocks = self.clocks(queries)
+        if self._sharing <= 1:
+            return clocks
         cores = sum(stage.tp_degree for stage in self.estimate.deployment.stages) / self._sharing
-        factors = [[1.0] * len(pool.stages) for pool in self._pools]
-        for left in reversed(range(ROUNDS)):
-            result = self._once(queries, arrival_s, rules_for(self.estimate), [
-                SharedClock(clock, own) for clock, own in zip(clocks, factors, strict=True)])
-            if left:
-                factors = [[slow / self._sharing for slow in own] for own in slow_downs(
-                    result, self.estimate.deployment.stages, cores)]
-        return result
+        shared = [SharedClock(clock, [1.0] * len(pool.stages))
+                  for clock, pool in zip(clocks, self._pools, strict=True)]
+        for _ in range(ROUNDS - 1):
+            factors = slow_downs(
+                self._once(queries, arrival_s, rules_for(self.estimate), shared),
+                self.estimate.deployment.stages, cores)
+            shared = [SharedClock(clock, [slow / self._sharing for slow in own])
+                      for clock, own in zip(clocks, factors, strict=True)]
+        return shared
 
     def _once(self, queries: QueryLengths, arrival_s: ArrayLike, own: Sequence[BatchingRule],
               clocks: Sequence[PoolClock]) -> ReplayResult:
@@ -87,11 +103,12 @@ class Replayer:
             stages=tuple(stage.index for stage in pool.stages))
             for pool, rule, clock in zip(self._pools, own, clocks, strict=True)}
         handovers = []
-        for source, target, cost in self._links:
+        for source, target, times in self._links:
             rule = plans[source.name].rule
             assert isinstance(rule, EncodingRule), f"{rule = }"
-            handovers.append(HandoverPlan(seconds=cost.seconds, release=rule.release,
-                                          source=source.name, target=target.name))
+            handovers.append(HandoverPlan(
+                seconds=times.seconds, table=times.fetched, release=rule.release,
+                source=source.name, target=target.name))
         return tuple(plans.values()), handovers
 
     def clocks(self, queries: QueryLengths) -> list[StepClock]:
@@ -124,17 +141,6 @@ def planned_outputs(problem: Problem) -> int:
     return max(problem.lengths.outputs.max, problem.default_max_tokens)
 
 
-class SharedClock:
-    """A clock whose seconds are those of `clock` times `factors` [stages of the pool]."""
-
-    def __init__(self, clock: PoolClock, factors: Sequence[float]) -> None:
-        self._clock, self._factors = clock, tuple(factors)
-
-    def seconds(self, sizes: StepSizes) -> list[float]:
-        return [s * factor for s, factor in zip(
-            self._clock.seconds(sizes), self._factors, strict=True)]
-
-
 def slow_downs(result: ReplayResult, stages: Sequence[StageAssignment],
                cores: float) -> list[list[float]]:
     """How much longer each stage's work takes, for each pool [its stages]: seconds for one second
@@ -156,7 +162,7 @@ def _progress(pools: Sequence[PoolRecords], degrees: dict[int, int],
     """Returns times, and the work that a rank always at work would have done until each."""
     starts = np.concatenate([pool.start_s.ravel() for pool in pools])
     ends = np.concatenate([pool.end_s.ravel() for pool in pools])
-    width = np.concatenate([np.tile([degrees[stage] for stage in pool.stages], len(pool.steps))
+    width = np.concatenate([np.tile([degrees[stage] for stage in pool.stages], len(pool.end_s))
                             for pool in pools]).astype(float)
     times = np.concatenate([starts, ends])
     order = np.argsort(times, kind="stable")

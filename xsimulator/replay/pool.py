@@ -12,16 +12,14 @@ from typing import Any
 import numpy as np
 
 from xgpt.core.policies import Role
-from xrunner.rules.rra import RraRule, decide_plain, plain_rounds
 from xrunner.rules.slots import Departures, SlotUse
 from xrunner.rules.steps import BatchingRule, Step, StepKind
+from xsimulator.native import Fetched
 from xsimulator.replay.kernel import TURN, Kernel
 from xsimulator.replay.queries import GroupRows, Queries
 from xsimulator.replay.records import PoolRecords
-from xsimulator.replay.stage_line import DecodeRun, LaterLine, Line, StageLine, StepTimes
+from xsimulator.replay.stage_line import StageLine, StepTimes
 from xsimulator.replay.step_clock import PoolClock, StepSizes
-
-LEAST_AHEAD = 8  # steps that are worth being taken at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +37,14 @@ class PoolPlan:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoverPlan:
     """What links the pools named `source` and `target`: `seconds` of moving the KV of that many
-    tokens (a number, or an array of them); `release` tells the source's rule that a query is done,
-    and its room free."""
+    tokens (a number, or an array of them), of which `table` is what csrc reads, if it is kept;
+    `release` tells the source's rule that a query is done, and its room free."""
 
     seconds: Callable[[Any], Any]
     release: Callable[[int], None]
     source: str = "encode"
     target: str = "decode"
+    table: Fetched | None = None
 
 
 def records_of(plan: PoolPlan, times: StepTimes, memory_s: Sequence[float],
@@ -64,18 +63,16 @@ def records_of(plan: PoolPlan, times: StepTimes, memory_s: Sequence[float],
 
 
 class PoolHead:
-    """The head of a pool, which takes up tokens and decides steps, one turn after the other. `now`
-    is whatever counts the turns: it is kept, and handed on to the line of stages. A query's last
-    token counts when the head takes it up, as a run measures it."""
+    """The head of a pool, which takes up tokens and decides steps, one turn after the other. A
+    query's last token counts when the head takes it up, as a run measures it."""
 
-    def __init__(self, plan: PoolPlan, queries: Queries, line: Line) -> None:
+    def __init__(self, plan: PoolPlan, queries: Queries, line: StageLine) -> None:
         self.plan, self.rule, self._queries, self._line = plan, plan.rule, queries, line
         # (queries, number of the step that ends their encoding, when) -> when they have arrived in
         # the pool that they are handed over to; None: queries that are encoded stay
         self.outlet: Callable[[tuple[int, ...], int, float], float] | None = None
         # is told whose encoding begins, and when, where another pool leaves queries to this one
         self.inlet: Callable[[Sequence[int], float], None] | None = None
-        self._phased = plan.rule if isinstance(plan.rule, RraRule) else None
         self._groups: dict[int, GroupRows] = {}
         self._departures = Departures(plan.rule.slot_use)
         self._is_kept = plan.rule.slot_use is SlotUse.KEPT
@@ -99,25 +96,10 @@ class PoolHead:
             self._held = held
             self._memory.append((now, held))
 
-    def records(self, times: StepTimes, memory_s: Callable[[list[float]], Sequence[float]]
-                ) -> PoolRecords:
-        """memory_s: the seconds that so many `now` stand for."""
-        return records_of(self.plan, times, memory_s([now for now, _ in self._memory]),
+    def records(self) -> PoolRecords:
+        """What the pool did so far."""
+        return records_of(self.plan, self._line.times(), [now for now, _ in self._memory],
                           [held for _, held in self._memory])
-
-    def decode_ahead(self, group: GroupRows, line: LaterLine) -> bool:
-        """Takes the only group's steps in which nothing changes but contexts, all at once; False
-        where there are few of them."""
-        if self._phased is None or (
-                group.awaited and (group.awaited[-1][1] or group.awaited[-1][2])):
-            return False  # first or last tokens are to be taken up
-        count = min(plain_rounds(self._phased) - 1, group.plain_steps())
-        if count < LEAST_AHEAD:
-            return False
-        run = DecodeRun(*group.decode_run(count))
-        ready = line.work_ahead(decide_plain(self._phased, count), run)
-        group.awaited[:] = [(ready, (), [])]
-        return True
 
     def turn(self, group: GroupRows, now: float) -> None:
         """The group's turn: its tokens are taken up, and its next step decided."""
@@ -224,7 +206,7 @@ class PoolProcess:
             self._kernel.at(now, TURN, self._take_turns)
 
     def records(self) -> PoolRecords:
-        return self.head.records(self._line.times(), lambda seconds: seconds)
+        return self.head.records()
 
     def _take_turns(self, now: float) -> None:
         """The head takes its turns until another event comes first, or there is nothing to do."""

@@ -15,9 +15,10 @@ from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xsimulator.replay.copies import JobReplayer
-from xsimulator.replay.job import planned_outputs, planned_queries, replay_job
+from xsimulator.replay.figures import steady_replay
+from xsimulator.replay.job import planned_outputs, planned_queries
 from xsimulator.replay.records import ReplayResult
-from xsimulator.replay.steady import SteadyFigures, enough_queries, steady_figures
+from xsimulator.replay.steady import SteadyFigures, enough_queries
 from xsimulator.replay.step_clock import StepClocks
 
 # Of a replay that checks a latency: queries at least and at most, and times what is in the system.
@@ -63,11 +64,8 @@ def replay_checked(problem: Problem, timing: TimingSource, estimate: Estimate, s
     if problem.constraint.kind == "sequence":
         outputs = with_watched(outputs, problem.lengths.outputs.quantile(
             problem.constraint.quantile))
-    result = replay_job(problem, timing, estimate, planned_queries(problem, inputs, outputs),
-                        clocks=clocks)
-    if not result.is_timed:
-        return None
-    return steady_figures(result, problem.constraint, problem.lengths.outputs)
+    return steady_replay(problem, timing, estimate, planned_queries(problem, inputs, outputs),
+                         clocks)
 
 
 def checked_queries(problem: Problem, estimate: Estimate) -> int:

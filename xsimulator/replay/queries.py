@@ -1,14 +1,40 @@
 """The queries of one replay: their lengths, how far each has come, and when it got there; and the
 rows of those that are active in one group."""
 
+from __future__ import annotations
+
 import heapq
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from xgpt.core.lengths import FloatArray
+from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.queries import QueryLengths
+
+
+class Asked(NamedTuple):
+    """Queries of a replay as they are before it: their lengths, [queries] when each comes, and
+    whether encoding yields the first output token (decoder-only models)."""
+
+    lengths: QueryLengths
+    arrival_s: FloatArray
+    gives_token: bool
+
+    @classmethod
+    def of(cls, lengths: QueryLengths, arrival_s: ArrayLike, gives_token: bool) -> Asked:
+        """`arrival_s`: of each, or of all."""
+        return cls(lengths, np.broadcast_to(np.asarray(arrival_s, float), lengths.inputs.shape),
+                   gives_token)
+
+    @property
+    def left(self) -> IntArray:
+        """[queries] decode iterations that each needs."""
+        assert self.lengths.outputs is not None, "a replay needs to know the outputs"
+        left: IntArray = self.lengths.outputs - int(self.gives_token)
+        assert left.min(initial=0) >= 0, "an output has at least one token"
+        return left
 
 
 class Queries:
@@ -16,17 +42,17 @@ class Queries:
 
     def __init__(self, lengths: QueryLengths, *, encode_gives_token: bool,
                  arrival_s: ArrayLike = 0.0) -> None:
-        """`arrival_s`: [queries] when each comes. `encode_gives_token`: encoding yields the first
-        output token (decoder-only models)."""
-        assert lengths.outputs is not None, "a replay needs to know the outputs"
+        """Arguments as of Asked."""
+        self.asked = Asked.of(lengths, arrival_s, encode_gives_token)
+        left = self.asked.left
+        assert lengths.outputs is not None
         self.inputs: list[int] = lengths.inputs.tolist()
         self.reserve_tokens: list[int] = lengths.reserves.tolist()
         self.output_tokens = lengths.outputs
         count = len(self.inputs)
-        self.arrival_s: FloatArray = np.broadcast_to(np.asarray(arrival_s, float), (count,))
+        self.arrival_s = self.asked.arrival_s
         self.gives_token = int(encode_gives_token)
-        self.left: list[int] = (self.output_tokens - self.gives_token).tolist()  # iterations to go
-        assert min(self.left, default=0) >= 0, "an output has at least one token"
+        self.left: list[int] = left.tolist()  # iterations to go
         self.made = [0] * count  # tokens generated before the latest eviction
         self.start_s: list[float | None] = [None] * count
         self.first_token_s: list[float | None] = [None] * count
@@ -120,19 +146,6 @@ class GroupRows:
         context = self._base / rows + self.iterations
         top = -longest[0][0] + self.iterations if longest else context
         return rows, context, float(top), removed * rows / (rows + removed) if removed else 0.0
-
-    def plain_steps(self) -> int:
-        """Decode steps ahead in which none that is active is done, nor a row comes or goes."""
-        if self._removed or self.fresh or not self._ends:
-            return 0
-        return min(self._ends) - self.iterations - 1
-
-    def decode_run(self, count: int) -> tuple[int, FloatArray, FloatArray]:
-        """So many iterations more, all plain: (rows, [count] mean contexts, longest contexts)."""
-        rows, _, top, _ = self.decode()
-        after: FloatArray = np.arange(self.iterations, self.iterations + count, dtype=float)
-        self.iterations += count - 1
-        return rows, self._base / rows + after, top + np.arange(count, dtype=float)
 
     def take_done(self) -> list[int]:
         """Queries whose last iteration is the latest; their rows stay until `leave`."""

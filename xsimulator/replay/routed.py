@@ -16,11 +16,12 @@ from xrunner.rules.routing import Router, expected_tokens
 from xrunner.rules.steps import YieldingRule, rules_for
 from xrunner.rules.windows import Load, window_of
 from xsimulator.replay.flow import Handover, submit
-from xsimulator.replay.job import Replayer, SharedClock
+from xsimulator.replay.job import Replayer
 from xsimulator.replay.kernel import ARRIVAL, NEWS, Kernel
 from xsimulator.replay.pool import PoolProcess
 from xsimulator.replay.queries import Queries
 from xsimulator.replay.records import ReplayResult
+from xsimulator.replay.step_clock import SharedClock
 
 
 class RoutedCopy:

@@ -9,18 +9,19 @@ same sums out of them."""
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property, partial
-from typing import NamedTuple, Protocol
+from functools import cache, cached_property, lru_cache, partial
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from xgpt.core.deployment import StageAssignment
-from xgpt.core.lengths import BoolArray, FloatArray, IntArray
+from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.policies import Role
 from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource, of_role
 from xsimulator.layer_times import LayerTimes
-from xsimulator.stage_times import StageTimes
+from xsimulator.native import Blocks, Fetched, NativeClock
+from xsimulator.stage_times import HandoverCost, StageTimes
 
 DENSE_ROWS = 4096
 _ROW_BLOCK = 256
@@ -30,6 +31,7 @@ _ROW_SIZES: FloatArray = np.concatenate([
 _SPARSE: list[float] = _ROW_SIZES[DENSE_ROWS:].tolist()
 _CONTEXT_RATIO = 1.02
 _QUERY_BLOCK = 32
+HANDOVER_BLOCK = 256  # numbers of tokens whose handovers are timed at once
 MOST_CLOCKS = 16
 MOST_TOGETHER = 128  # queries encoded together: a query's share of the attention settles before
 
@@ -46,16 +48,6 @@ class StepSizes(NamedTuple):
     longest: float  # tokens of the longest of them
     moved: float  # rows of the KV cache that compaction moves
     handed: int  # encoder output tokens whose keys and values are projected on arrival
-
-
-class ManySizes(NamedTuple):
-    """The sizes of many steps: [steps, 7] StepSizes but for their spans; of all spans in their
-    order the step that each belongs to, how many that has, and [spans, 2] its tokens."""
-
-    sizes: FloatArray
-    step_of_span: IntArray
-    num_spans: IntArray
-    spans: IntArray
 
 
 class PoolClock(Protocol):
@@ -90,19 +82,20 @@ class StepClock:
              for count, stage in zip(layers, times.stages, strict=True)]
             for layers in (times.decoder_layers, times.encode_layers))
         # as csrc/step_times.h numbers them
-        self.tables: list[Blocks] = [
+        self._tables: list[Blocks] = [
             self._decode_rows, self._encode_rows, self._cross or self._decode_rows,
             self._first_tokens, self._ends, self._inputs, *self._attention, *self._compaction]
 
     @cached_property
-    def told(self) -> tuple[IntArray, FloatArray]:
-        """Numbers and figures as in csrc/step_times.h."""
+    def native(self) -> NativeClock:
+        """The same clock where csrc can read it. Raises AssertionError without the library."""
         nodes, layers = self._attention[0].nodes, (self._decode_layers, self._encode_layers)
         numbers = [len(self._decode_layers), len(self._attention), len(nodes), self._is_padded,
                    self._is_apart, len(_ROW_SIZES), DENSE_ROWS, _ROW_BLOCK, _QUERY_BLOCK,
                    MOST_TOGETHER, self._inputs.max_context]
-        return (np.concatenate([numbers, *(np.array(kind).T.ravel() for kind in layers)]),
-                np.concatenate([[self._times.overhead_s], _ROW_SIZES, nodes]))
+        return NativeClock(
+            self._tables, np.concatenate([numbers, *(np.array(kind).T.ravel() for kind in layers)]),
+            np.concatenate([[self._times.overhead_s], _ROW_SIZES, nodes]))
 
     def seconds(self, sizes: StepSizes) -> list[float]:
         """[stages] seconds of one step."""
@@ -136,99 +129,53 @@ class StepClock:
             total[-1] += (self._ends if tokens else self._first_tokens).at(heads)[0]
         return total
 
-    def many(self, asked: ManySizes) -> FloatArray:
-        """[steps, stages] what `seconds` says of each step, but for rounding."""
-        tokens, encoded, decoded, context, longest, moved, handed = asked.sizes.T
-        if self._is_apart and (both := (tokens > 0) & (decoded > 0)).any():
-            return self._many_apart(asked, both)
-        rows, encodes = (tokens + decoded).astype(int), tokens > 0
-        total = np.empty((len(rows), len(self._decode_layers)))
-        total[~encodes] = self._decode_rows.many(rows[~encodes])
-        total[encodes] = self._encode_rows.many(rows[encodes])
-        if encodes.any():
-            for stage, seconds in self._per_stage(
-                    self._inputs.many(asked, len(rows)), self._encode_layers):
-                total[encodes, stage] += seconds[encodes]
-        if (at := np.flatnonzero(decoded)).size:
-            own, number = (longest if self._is_padded else context)[at], decoded[at].astype(int)
-            decode = [grid.many(number, own) for grid in self._attention]
-            if (moves := np.flatnonzero(moved[at] >= 0.5)).size:
-                number = np.maximum(np.rint(moved[at][moves]), 1).astype(int)
-                for seconds, grid in zip(decode, self._compaction, strict=True):
-                    seconds[moves] += grid.many(number, own[moves])
-            for stage, seconds in self._per_stage(decode, self._decode_layers):
-                total[at, stage] += seconds
-        if self._cross is not None and (at := np.flatnonzero(handed)).size:
-            total[at] += self._cross.many(handed[at].astype(int))
-        heads = decoded if self._is_apart else decoded + encoded
-        for table, is_own in ((self._ends, encodes), (self._first_tokens, ~encodes)):
-            at = np.flatnonzero(is_own & (heads > 0))
-            total[at, -1] += table.many(heads[at].astype(int))[:, 0]
-        return total
 
-    @staticmethod
-    def _per_stage(seconds: Sequence[FloatArray], layers: Sequence[tuple[int, int]],
-                   ) -> list[tuple[int, FloatArray]]:
-        """Of each stage with layers of its own: (stage, [steps] seconds of all its layers)."""
-        return [(stage, count * seconds[degree]) for stage, (count, degree) in enumerate(layers)]
+class SharedClock:
+    """A clock whose seconds are those of `clock` times `factors` [stages of the pool]."""
 
-    def _many_apart(self, asked: ManySizes, both: BoolArray) -> FloatArray:
-        """The same where some steps pass encoder and decoder layers one after the other."""
-        total = np.empty((len(both), len(self._decode_layers)))
-        for is_own in (both, ~both):
-            at = np.flatnonzero(is_own)
-            rows = asked.sizes[at]
-            own = is_own[asked.step_of_span]
-            spans = asked._replace(
-                sizes=rows, spans=asked.spans[own], num_spans=asked.num_spans[own],
-                step_of_span=np.searchsorted(at, asked.step_of_span[own]))
-            if is_own is not both:
-                total[at] = self.many(spans)
-                continue
-            decodes, encodes = rows.copy(), rows.copy()
-            decodes[:, :2], encodes[:, 2], encodes[:, 5:] = 0.0, 0.0, 0.0
-            none = np.empty(0, np.int64)
-            total[at] = (self.many(ManySizes(decodes, none, none, np.empty((0, 2), np.int64)))
-                         + self.many(spans._replace(sizes=encodes)) - self._times.overhead_s)
-        return total
+    def __init__(self, clock: PoolClock, factors: Sequence[float]) -> None:
+        self.clock, self.factors = clock, tuple(factors)
+
+    def seconds(self, sizes: StepSizes) -> list[float]:
+        return [s * factor for s, factor in zip(
+            self.clock.seconds(sizes), self.factors, strict=True)]
+
+
+class Handovers:
+    """Seconds of moving the KV entries of whole numbers of tokens from one pool to another, and
+    the table of them that csrc reads."""
+
+    def __init__(self, cost: HandoverCost) -> None:
+        self.seconds = cost.seconds
+        self.fetched = handover_table(cost.seconds)
+
+
+def handover_table(seconds: Callable[[Any], Any]) -> Fetched:
+    """The table that csrc reads of these seconds of whole numbers of tokens."""
+    return Fetched([Blocks(HANDOVER_BLOCK, lambda tokens: np.broadcast_to(
+        seconds(tokens), tokens.shape)[:, None])])
 
 
 class StepClocks:
-    """The clocks of one problem's pools: replays of many configurations on the same stages look
-    into the same tables. The latest MOST_CLOCKS are kept."""
+    """The clocks of one problem's pools, and of what links two: replays of many configurations on
+    the same stages look into the same tables. The latest MOST_CLOCKS of each are kept."""
 
     def __init__(self, problem: Problem, timing: TimingSource) -> None:
         self._layers_of = cache(lambda role: LayerTimes.of(problem, of_role(timing, role)))
         self._cluster = problem.cluster
-        self._clocks: dict[tuple[tuple[StageAssignment, ...], int, Role], StepClock] = {}
+        self._clocks = lru_cache(MOST_CLOCKS)(self._clock)
+        self.handovers = lru_cache(MOST_CLOCKS)(lambda source, target: Handovers(
+            HandoverCost(problem, timing, source, target)))
 
     def of(self, stages: tuple[StageAssignment, ...], max_context: int,
            role: Role = "both") -> StepClock:
         """The clock of a pool of these stages whose queries have so many tokens at most."""
-        key = stages, max_context, role
-        clock = self._clocks.pop(key, None)
-        if clock is None:
-            clock = StepClock(StageTimes(self._layers_of(role), self._cluster, stages),
-                              max_context=max_context)
-            while len(self._clocks) >= MOST_CLOCKS:
-                del self._clocks[next(iter(self._clocks))]
-        self._clocks[key] = clock  # the latest is the last
-        return clock
+        return self._clocks(stages, max_context, role)
 
-
-class Blocks:
-    """A table of numbers whose rows are found in blocks of `size`, when one of them is asked for
-    first. `find`: numbers of a block's rows -> [size, columns]. `block`: the rows from its number
-    times `size` on; `row`: one as a list, which stays the table's."""
-
-    def __init__(self, size: int, find: Callable[[IntArray], FloatArray]) -> None:
-        self._size = size
-        self.block: Callable[[int], FloatArray] = cache(lambda number: np.ascontiguousarray(
-            find(np.arange(number * size, (number + 1) * size)), float))
-        self.row: Callable[[int], list[float]] = cache(lambda row: self.array(row).tolist())
-
-    def array(self, row: int) -> FloatArray:
-        return np.asarray(self.block(row // self._size)[row % self._size])
+    def _clock(self, stages: tuple[StageAssignment, ...], max_context: int,
+               role: Role) -> StepClock:
+        return StepClock(StageTimes(self._layers_of(role), self._cluster, stages),
+                         max_context=max_context)
 
 
 class _RowTimes(Blocks):
@@ -244,15 +191,8 @@ class _RowTimes(Blocks):
         above = bisect_right(_SPARSE, rows)
         low, place = _SPARSE[above - 1], DENSE_ROWS + above
         share = (rows - low) / (_SPARSE[above] - low)
-        return [a + share * (b - a) for a, b in zip(
-            self.row(place - 1), self.row(place), strict=True)]
-
-    def many(self, rows: IntArray) -> FloatArray:
-        """[asked, stages] what `at` says of each."""
-        if not len(rows):
-            return self.block(0)[:0]
-        sizes, place = np.unique(rows, return_inverse=True)
-        return np.array([self.at(size) for size in sizes.tolist()])[place]
+        return [a + share * (b - a) if b < math.inf else b for a, b in zip(
+            self.row(place - 1), self.row(place), strict=True)]  # else beyond what was measured
 
 
 class _GridTimes(Blocks):
@@ -278,24 +218,12 @@ class _GridTimes(Blocks):
             return right
         return left + (context - low) / (self._node_list[index + 1] - low) * (right - left)
 
-    def many(self, queries: IntArray, contexts: FloatArray) -> FloatArray:
-        """[asked] what `at` says of each."""
-        sizes, place = np.unique(queries, return_inverse=True)
-        values = np.array([self.array(size) for size in sizes.tolist()])
-        index = np.minimum(np.searchsorted(self.nodes, contexts, side="right") - 1,
-                           values.shape[1] - 2)
-        left, right = values[place, index], values[place, index + 1]
-        low, is_known = self.nodes[index], right < np.inf  # else beyond what was measured
-        rise = np.subtract(right, left, out=np.zeros_like(right), where=is_known)
-        share = (contexts - low) / (self.nodes[index + 1] - low)
-        return np.asarray(np.where(is_known, left + share * rise, right))
-
 
 class _Inputs(Blocks):
     """ENCODE_ATTENTION of whole inputs and of parts of them, per degree."""
 
     def __init__(self, times: StageTimes, max_context: int) -> None:
-        self._degrees, self.max_context = times.degrees, max_context
+        self.max_context = max_context
         lengths = np.arange(1, max_context + 1)
 
         def find(queries: IntArray) -> FloatArray:
@@ -312,16 +240,7 @@ class _Inputs(Blocks):
         for at in range(0, len(table), self.max_context + 1):
             total = 0.0
             for first, count in spans:  # a sum() is rounded otherwise, from Python 3.12 on
-                total += table[at + first + count] - table[at + first]
+                end = table[at + first + count]
+                total += end - table[at + first] if end < math.inf else end
             found.append(total)
         return found
-
-    def many(self, asked: ManySizes, steps: int) -> list[FloatArray]:
-        """[degrees][steps] what `attention_s` says of each step's spans."""
-        sizes, place = np.unique(np.minimum(asked.num_spans, MOST_TOGETHER), return_inverse=True)
-        tables = np.array([self.array(size) for size in sizes.tolist()]).reshape(
-            len(sizes), len(self._degrees), -1)
-        first, count = asked.spans.T
-        return [np.asarray(np.bincount(
-            asked.step_of_span, minlength=steps, weights=tables[place, degree, first + count]
-            - tables[place, degree, first]), float) for degree in range(len(self._degrees))]

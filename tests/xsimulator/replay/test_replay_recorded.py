@@ -17,10 +17,10 @@ from xrunner.rules.steps import StepKind
 from xsimulator.policies import make_policy
 from xsimulator.policies.rra.config import RraConfig
 from xsimulator.policies.waa.config import WaaConfig
-from xsimulator.replay.job import Replayer, SharedClock, planned_queries
+from xsimulator.replay.job import Replayer, planned_queries
 from xsimulator.replay.recorded import load_recordings
 from xsimulator.replay.records import ReplayResult
-from xsimulator.replay.step_clock import StepClocks
+from xsimulator.replay.step_clock import SharedClock, StepClocks
 
 QUERIES, MOST_CONTEXT = 150, 577  # tokens: task T's longest input and output, and one
 PROBLEM = problem_of("opt-13b", "a40-4", "T")

@@ -28,13 +28,13 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
+from xsimulator.native import native
 from xsimulator.plans import StagePlan
 from xsimulator.policies.continuous import load as loads
 from xsimulator.policies.continuous.closed_form import Continuous
 from xsimulator.policies.continuous.filling import OrcaFilling, SarathiFilling, VllmFilling
 from xsimulator.policies.continuous.least_steps import EVICTIONS, HeldLines, LeastSteps
 from xsimulator.policies.continuous.load import one_at_a_time
-from xsimulator.policies.continuous.native import native
 from xsimulator.policies.continuous.native_least import NativeLeast
 
 PRESENT = 1.06

@@ -6,7 +6,7 @@ max(groups * slowest stage, sum over stages). Where some steps also encode, one 
 all groups behind it (the bubbles of the paper's Figure 1, ORCA): the mean has no closed form (it is
 the growth rate of a product of random max-plus matrices), so the recurrence is run over a short
 fixed sequence of steps, the same for every configuration, in which each size has about its share:
-by csrc/planning.cpp where it can be had, to the bit as it is run here (continuous.native)."""
+by csrc/planning.cpp where it can be had, to the bit as it is run here (xsimulator.native)."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
-from xsimulator.policies.continuous.native import native
+from xsimulator.native import native
 
 STEPS = 768  # of the sequence, at least: rounds times stages
 MIN_ROUNDS = 32

@@ -11,6 +11,7 @@ import numpy as np
 from xgpt.core.lengths import FloatArray, IntArray
 from xsimulator.addresses import address_of
 from xsimulator.convex_steps import ConvexTimes
+from xsimulator.native import Native
 from xsimulator.plans import StagePlan
 from xsimulator.policies.continuous.least_steps import (
     COUNTS,
@@ -19,7 +20,6 @@ from xsimulator.policies.continuous.least_steps import (
     HeldLines,
     LeastSteps,
 )
-from xsimulator.policies.continuous.native import Native
 
 _FILLINGS = ("sarathi", "vllm", "orca")  # as in csrc/planning_least.cpp
 

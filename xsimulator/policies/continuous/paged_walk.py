@@ -11,7 +11,7 @@ next that has room, and while none has, no group begins a new one. So several gr
 together, in turn: one by itself encodes half as often where memory is scarce.
 
 Where there is a C++ compiler, or an installed wheel's library, csrc/planning.cpp takes the steps,
-to the bit as they are taken here (continuous.native).
+to the bit as they are taken here (xsimulator.native).
 
 The replay (xsimulator.replay) tells the same with ages and the rule itself, but of one
 configuration at a time. Planning OPT-13B on four A40 walks 26 to 33 points for vLLM and 500 to 800
@@ -26,7 +26,7 @@ import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
 from xrunner.rules.paged import BLOCK_TOKENS, WATERMARK
-from xsimulator.policies.continuous.native import Native, native
+from xsimulator.native import Native, native
 from xsimulator.policies.continuous.size_stack import SizeStack
 from xsimulator.policies.continuous.size_stream import SizeStream
 

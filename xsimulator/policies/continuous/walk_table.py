@@ -9,7 +9,7 @@ from itertools import count
 import numpy as np
 
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
-from xsimulator.policies.continuous.native import native
+from xsimulator.native import native
 from xsimulator.policies.continuous.paged_walk import Walk, WalkedQueries, walk
 
 _SCALARS = ("running", "again", "evicted", "evictions", "chunks", "share")

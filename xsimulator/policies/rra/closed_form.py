@@ -26,9 +26,9 @@ from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules.batch_sizer import share_of
 from xsimulator import memory
+from xsimulator.native import native
 from xsimulator.occupancy import flow_of
 from xsimulator.plans import PlanSource, StagePlan, run_begins, shared_plans
-from xsimulator.policies.continuous.native import native
 from xsimulator.policies.figures import (
     Assembler,
     EstimateArrays,

@@ -17,7 +17,7 @@ import numpy as np
 from xgpt.core.lengths import FloatArray, IntArray, JointLengths, Lengths
 from xrunner.rules.batch_sizer import BatchSizer
 from xsimulator.addresses import address_of
-from xsimulator.policies.continuous.native import native
+from xsimulator.native import native
 
 LAPS = 2
 MOST_PHASES = 1 << 14  # of all laps: a long input may fill its group's chunks for thousands

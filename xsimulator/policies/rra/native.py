@@ -17,8 +17,8 @@ from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xrunner.rules.batch_sizer import LEAST_ADJUSTED
 from xsimulator.addresses import address_of
 from xsimulator.envelope import PairEnvelope
+from xsimulator.native import Native
 from xsimulator.plans import StagePlan, run_begins
-from xsimulator.policies.continuous.native import Native
 from xsimulator.policies.rra.config import RateRanges, RraConfigs
 from xsimulator.policies.rra.native_steps import Call, Envelopes, Loaded, by_degree, layer_s
 from xsimulator.policies.rra.native_tables import (

@@ -12,8 +12,8 @@ import numpy as np
 from xgpt.core.lengths import FloatArray, IntArray
 from xsimulator.addresses import address_of
 from xsimulator.longest_context import MAX_DOUBLINGS
+from xsimulator.native import Native
 from xsimulator.occupancy import GROUP_OCTAVES, QueryFlow
-from xsimulator.policies.continuous.native import Native
 
 OWN = ("own_before", "own_last")  # what only one query's own steps hang on
 BY_GROUP = ("log_absent", *OWN)  # have a last axis of GROUP_OCTAVES

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
+from xsimulator.native import native
 from xsimulator.occupancy import GROUP_OCTAVES, Occupancy, QueryFlow
-from xsimulator.policies.continuous.native import native
 from xsimulator.policies.rra.packed_blocks import BY_GROUP, PLAIN, SINGLES, WHOLE, PackedBlocks
 
 EXACT_ITERATIONS = 10  # up to as many, each is a block

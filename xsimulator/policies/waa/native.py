@@ -10,7 +10,7 @@ import numpy as np
 
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xsimulator.addresses import address_of
-from xsimulator.policies.continuous.native import Native, native
+from xsimulator.native import Native, native
 from xsimulator.policies.waa.chunk_bounds import TOLERANCE
 from xsimulator.policies.waa.closed_form import Waa
 from xsimulator.policies.waa.config import WaaBoxes

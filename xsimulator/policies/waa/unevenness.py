@@ -20,7 +20,7 @@ import numpy as np
 
 from xgpt.core.lengths import FloatArray, Lengths
 from xrunner.rules.batch_sizer import LEAST_ADJUSTED
-from xsimulator.policies.continuous.native import native
+from xsimulator.native import native
 
 SPARE_STEPS = 2  # under way beyond one for each stage: one waits for its tokens, one is handed over
 _STEPS = 600  # of the sequence

@@ -10,8 +10,8 @@ import pytest
 from compilers import has_compiler
 
 from xgpt.core.lengths import FloatArray
-from xsimulator import step_table
-from xsimulator.policies.continuous import in_flight, native, paged_walk, walk_table
+from xsimulator import native, step_table
+from xsimulator.policies.continuous import in_flight, paged_walk, walk_table
 from xsimulator.policies.continuous.paged_walk import STEPS, Walk, WalkedQueries, walk
 from xsimulator.policies.waa import unevenness
 from xsimulator.replay import stage_line

@@ -20,7 +20,7 @@ from xscheduler.spaces.rra_chunks import ChunkPoints
 from xscheduler.spaces.rra_points import RraPoints
 from xscheduler.spaces.tensor_plans import tensor_plans
 from xsimulator import pipeline
-from xsimulator.policies.continuous.native import native
+from xsimulator.native import native
 from xsimulator.policies.figures import EstimateArrays
 from xsimulator.policies.rra import closed_form, phase_blocks
 from xsimulator.policies.rra.bounds import SIDES

@@ -10,8 +10,8 @@ import pytest
 from compilers import has_compiler
 from problems import problem_of, roofline_of
 
+from xsimulator.native import native
 from xsimulator.policies import make_policy
-from xsimulator.policies.continuous.native import native
 from xsimulator.policies.waa import native as waa_native
 from xsimulator.policies.waa.bounds import BoxBounds, WaaBounds
 from xsimulator.policies.waa.config import WaaBoxes

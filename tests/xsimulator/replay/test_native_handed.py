@@ -1,4 +1,4 @@
-"""Replays of WAA's two pools by csrc/planning_handed.cpp are those of the event kernel and the
+"""Replays of WAA's two pools by csrc/planning_replays.cpp are those of the event kernel and the
 rules themselves, to the bit."""
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.steps import StepKind
 from xrunner.rules.taken import DecodeAim
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
+from xsimulator import native
 from xsimulator.policies import make_policy
-from xsimulator.policies.continuous import native
 from xsimulator.policies.waa.config import WaaConfig
-from xsimulator.replay import handed_over
+from xsimulator.replay import native_replay
 from xsimulator.replay.job import Replayer, replay_job
 
 LONGEST = 320  # tokens of a query with its output
@@ -98,8 +98,8 @@ def test_a_replay_is_that_of_the_rules(monkeypatch, model, has_chunks):
         rules = rules_of(rng, float(queries.inputs.mean()), has_chunks=has_chunks)
         arrival_s = rng.choice([0.0, 2.0**-7, 0.5]) * rng.integers(0, 9, len(queries.inputs))
         replayed = partial(Replayer(problem, timing, estimate).run, queries, arrival_s=arrival_s)
-        quick = same_both_ways(monkeypatch, handed_over, lambda replayed=replayed, rules=rules:
-                               replayed(rules=rules()), asked="told_of")
+        quick = same_both_ways(monkeypatch, lambda replayed=replayed, rules=rules:
+                               replayed(rules=rules()))
         kinds.update(step.kind for step in quick.pools[1].steps)
     assert len(kinds) == (3 if has_chunks else 1) and min(kinds.values()) > 10, kinds
 
@@ -107,8 +107,7 @@ def test_a_replay_is_that_of_the_rules(monkeypatch, model, has_chunks):
 def test_a_job_is_replayed_the_same_by_an_estimates_own_rules(monkeypatch):
     for seed in range(12):
         given = job_of(np.random.default_rng(seed), ("opt-13b", "t5-11b")[seed % 2])
-        same_both_ways(monkeypatch, handed_over, lambda given=given: replay_job(*given),
-                       asked="told_of")
+        same_both_ways(monkeypatch, lambda given=given: replay_job(*given),)
 
 
 def test_sizes_beyond_the_dense_rows_take_the_same(monkeypatch):
@@ -117,11 +116,11 @@ def test_sizes_beyond_the_dense_rows_take_the_same(monkeypatch):
     size = 400
     queries = QueryLengths(inputs=rng.integers(1, 200, size), outputs=rng.integers(2, 99, size),
                            most_outputs=np.full(size, 99))
-    quick = same_both_ways(monkeypatch, handed_over, lambda: replay_job(
+    quick = same_both_ways(monkeypatch, lambda: replay_job(
         problem, timing, estimate, queries, rules=[
             WaaEncodeRule(encode_batch=70, num_groups=1, max_in_system=size, kv_tokens=10**6,
                           encode_kv_tokens=10**6, sizer=BatchSizer(mean_input=100.0)),
-            WaaDecodeRule(num_groups=1, group_max_active=size, kv_tokens=10**6)]), asked="told_of")
+            WaaDecodeRule(num_groups=1, group_max_active=size, kv_tokens=10**6)]))
     assert quick.pools[0].tokens.max() > 4096
 
 
@@ -129,7 +128,7 @@ def test_what_is_larger_than_any_that_was_timed_never_ends_either_way(monkeypatc
     problem, timing, estimate, queries = job_of(np.random.default_rng(0), "opt-13b")
     timing.most = 5.0
     replayed = replay_job(problem, timing, estimate, queries)
-    monkeypatch.setattr(handed_over, "native", lambda: None)
+    monkeypatch.setattr(native_replay, "native", lambda: None)
     by_rule = replay_job(problem, timing, estimate, queries)
     assert not replayed.is_timed and not by_rule.is_timed
     np.testing.assert_array_equal(replayed.times.last_token_s, by_rule.times.last_token_s)
@@ -144,4 +143,4 @@ def test_what_a_table_refuses_is_refused_in_its_words():
 
 def test_a_query_that_never_fits_is_named(monkeypatch):
     job = job_of(np.random.default_rng(5), "opt-13b")
-    assert_names_one_that_never_fits(monkeypatch, handed_over, job)
+    assert_names_one_that_never_fits(monkeypatch, job)

@@ -15,12 +15,11 @@ from xgpt.core.controls import EvenBatches
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.queries import QueryLengths
 from xrunner.rules.iteration import OrcaRule
-from xrunner.rules.rra import RraRule
+from xrunner.rules.rra import RraRule, reserve_facts
 from xrunner.rules.steps import StepKind
+from xsimulator import native
 from xsimulator.policies import make_policy
-from xsimulator.policies.continuous import native
 from xsimulator.policies.rra.config import RraConfig
-from xsimulator.replay import reserved_alone
 from xsimulator.replay.job import replay_job
 
 LONGEST = 320  # tokens of a query with its output
@@ -28,12 +27,12 @@ LONGEST = 320  # tokens of a query with its output
 pytestmark = pytest.mark.skipif(native.native() is None, reason="there is no compiler")
 
 
-def job_of(rng):
+def job_of(rng, model="opt-13b"):
     """(problem, timing, estimate, queries) of a small job on one to four stages."""
     size = int(rng.integers(20, 160))
     inputs, outputs = rng.integers(1, 200, size), rng.integers(1, LONGEST - 200, size)
     outputs[rng.random(size) < 0.2] = 1
-    problem = problem_of("opt-13b", "a40-4", joint_empirical(np.stack([inputs, outputs], axis=1)))
+    problem = problem_of(model, "a40-4", joint_empirical(np.stack([inputs, outputs], axis=1)))
     timing, (degree, gpus) = roofline_of(problem), [(1, 0), (2, 4), (4, 4)][rng.integers(3)]
     estimate = make_policy("rra", problem, timing).estimate(RraConfig(
         encode_batch=4, decode_iterations=9, tp_degree=degree, tp_gpus=gpus))
@@ -70,24 +69,28 @@ def test_a_replay_is_that_of_the_rule(monkeypatch, name, num_kinds):
     kinds: Counter[StepKind] = Counter()
     for seed in range(60):
         rng = np.random.default_rng(seed)
-        given = job_of(rng)
+        given = job_of(rng, ("opt-13b", "t5-11b")[seed % 5 == 4])
         rule = RULES[name](rng, float(given[-1].inputs.mean()))
-        quick = same_both_ways(monkeypatch, reserved_alone, lambda given=given, rule=rule:
+        quick = same_both_ways(monkeypatch, lambda given=given, rule=rule:
                                replay_job(*given, rules=[rule()]))
         kinds.update(step.kind for step in quick.pools[0].steps)
     assert len(kinds) == num_kinds and min(kinds.values()) > 60, kinds
 
 
+def facts_of(rule):
+    return rule.facts if isinstance(rule, OrcaRule) else reserve_facts(rule)
+
+
 def test_a_rule_that_has_begun_goes_on_by_itself():
     for make in RULES.values():
         rule = make(np.random.default_rng(1), 9.0)()
-        assert reserved_alone._facts_of(rule) is not None
+        assert facts_of(rule) is not None
         assert rule.submit(0, 90, 50)
-        assert reserved_alone._facts_of(rule) is None, "it has queries of its own"
+        assert facts_of(rule) is None, "it has queries of its own"
         rule.decide()
-        assert reserved_alone._facts_of(rule) is None
+        assert facts_of(rule) is None
 
 
 def test_a_query_that_never_fits_is_named(monkeypatch):
     job = job_of(np.random.default_rng(0))
-    assert_names_one_that_never_fits(monkeypatch, reserved_alone, job)
+    assert_names_one_that_never_fits(monkeypatch, job)

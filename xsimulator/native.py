@@ -3,15 +3,17 @@ times as quick as by arrays, rounds of a pipeline (continuous.in_flight) some te
 replay's steps end (replay.stage_line), what uneven batches cost (waa.unevenness), timelines of
 phases (xsimulator.pipeline), what steps take at least (continuous.native_least), RRA's points and
 bounds (rra.native), what its groups are dealt (rra.dealt), WAA's bounds (waa.native), and replays
-(replay.paged_alone, replay.reserved_alone, replay.handed_over). Out of an installed wheel's
-library, or compiled for itself, which takes a second or two once. Where neither can be had, or
-`XGPT_NATIVE` is `off`, Python serves, and finds the same."""
+(replay.native_replay). Out of an installed wheel's library, or compiled for itself, which takes a
+second or two once. Where neither can be had, or `XGPT_NATIVE` is `off`, Python serves, and finds
+the same."""
 
 import contextlib
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from threading import Lock
+from weakref import finalize
 
 import numpy as np
 
@@ -29,8 +31,8 @@ from xrunner.ops.build import (
 from xsimulator.addresses import address_of
 
 _SUMS = 8  # of a configuration
-# as in csrc/step_times.h and csrc/planning_handed.cpp
-FETCH = ctypes.CFUNCTYPE(ctypes.c_void_p, *[ctypes.c_int64] * 3)
+# as in csrc/step_times.h and csrc/planning_replays.cpp
+FETCH = ctypes.CFUNCTYPE(ctypes.c_void_p, *[ctypes.c_int64] * 2)
 TELL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 
 
@@ -56,14 +58,20 @@ class Native:
         self.waa_bounds = library.xgpt_waa_bounds  # by addresses, as in csrc/planning_waa.cpp
         self.waa_bounds.restype = number
         self.waa_bounds.argtypes = [*[address] * 3, number, number, *[address] * 4]
-        # likewise, as in csrc/planning_replays.cpp (replay.told)
-        self.paged, self.reserved, self.told = (library.xgpt_paged, library.xgpt_reserved,
-                                                library.xgpt_told)
-        self.paged.restype, self.reserved.restype, self.told.restype = address, address, None
-        self.paged.argtypes, self.reserved.argtypes = [address] * 5, [address] * 7
-        self.told.argtypes = [address] * 10
-        self.handed = library.xgpt_handed  # likewise (replay.handed_over)
-        self.handed.restype, self.handed.argtypes = ctypes.c_int, [address, FETCH, TELL]
+        # likewise, as in csrc/planning_replays.cpp (replay.native_replay); one replay at a time,
+        # since each may find further blocks of a clock that others use, too
+        self.replaying = Lock()
+        self.clock, self.replayed, self.busy, self.tell, self.forget, self.forget_clock = (
+            library.xgpt_clock, library.xgpt_replayed, library.xgpt_busy, library.xgpt_tell,
+            library.xgpt_forget, library.xgpt_forget_clock)
+        self.clock.restype = self.replayed.restype = address
+        self.busy.restype = self.tell.restype = None
+        self.forget.restype = self.forget_clock.restype = None
+        self.clock.argtypes = [FETCH, *[address] * 2]
+        self.replayed.argtypes = [number, *[address] * 2]
+        self.busy.argtypes = [address, *[ctypes.c_double] * 2, address]
+        self.tell.argtypes, self.forget.argtypes = [address, TELL], [address]
+        self.forget_clock.argtypes = [address]
         self.dealt = library.xgpt_dealt  # likewise (rra.dealt)
         self.dealt.restype, self.dealt.argtypes = number, [address] * 7
         self._in_line = library.xgpt_in_line
@@ -162,3 +170,51 @@ def native() -> Native | None:
     with contextlib.suppress(BuildError, OSError, AttributeError, RuntimeError, ValueError):
         return Native(ctypes.CDLL(str(cached_library(cache_folder(), PLANNING))))
     return None
+
+
+class Blocks:
+    """A table of numbers whose rows are found in blocks of `size`, when one of them is asked for
+    first. `find`: numbers of a block's rows -> [size, columns]. `block`: the rows from its number
+    times `size` on; `row`: one as a list, which stays the table's."""
+
+    def __init__(self, size: int, find: Callable[[IntArray], FloatArray]) -> None:
+        self._size = size
+        self.block: Callable[[int], FloatArray] = cache(lambda number: np.ascontiguousarray(
+            find(np.arange(number * size, (number + 1) * size)), float))
+        self.row: Callable[[int], list[float]] = cache(lambda row: self.array(row).tolist())
+
+    def array(self, row: int) -> FloatArray:
+        return np.asarray(self.block(row // self._size)[row % self._size])
+
+
+class Fetched:
+    """Tables whose blocks csrc asks for by `function`, where one of them is needed first."""
+
+    def __init__(self, tables: Sequence[Blocks]) -> None:
+        failures: list[BaseException] = []
+
+        def fetch(table: int, block: int) -> int:
+            try:
+                return address_of(tables[table].block(block))
+            except BaseException as error:  # none finds its way through csrc
+                failures.append(error)
+                return 0
+
+        self.function, self._failures = FETCH(fetch), failures
+
+    def raise_failure(self) -> None:
+        """Raises what kept csrc from a block, where anything did."""
+        if self._failures:
+            raise self._failures.pop()
+
+
+class NativeClock:
+    """A clock as csrc/step_times.h has it, at `address` for as long as this object lives."""
+
+    def __init__(self, tables: Sequence[Blocks], numbers: IntArray, figures: FloatArray) -> None:
+        library = native()
+        assert library is not None
+        self.fetched, self._read = Fetched(tables), (numbers, figures)
+        self.address: int = library.clock(self.fetched.function, address_of(numbers),
+                                          address_of(figures))
+        finalize(self, library.forget_clock, self.address)

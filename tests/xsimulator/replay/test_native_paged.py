@@ -12,21 +12,20 @@ from replayed_both_ways import assert_names_one_that_never_fits, same_both_ways
 
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.queries import QueryLengths
+from xsimulator import native
 from xsimulator.policies import make_policy
-from xsimulator.policies.continuous import native
 from xsimulator.policies.continuous.config import ContinuousConfig
-from xsimulator.replay import paged_alone
 from xsimulator.replay.job import replay_job
 
 pytestmark = pytest.mark.skipif(native.native() is None, reason="there is no compiler")
 
 
-def planned(policy, rng):
+def planned(policy, rng, model="opt-13b"):
     """(problem, timing, estimate, queries) of a small job that has hardly room for its queries."""
     size = int(rng.integers(30, 120))
     inputs, outputs = rng.integers(1, 200, size), rng.integers(1, 120, size)
     outputs[rng.random(size) < 0.2] = 1
-    problem = problem_of("opt-13b", "a40-4", joint_empirical(np.stack([inputs, outputs], axis=1)))
+    problem = problem_of(model, "a40-4", joint_empirical(np.stack([inputs, outputs], axis=1)))
     timing, (degree, gpus) = roofline_of(problem), [(1, 0), (2, 4), (4, 4)][rng.integers(3)]
     estimate = make_policy(policy, problem, timing).estimate(ContinuousConfig(
         max_active=int(rng.integers(4, 60)), token_budget=int(rng.integers(20, 400)),
@@ -41,13 +40,14 @@ def planned(policy, rng):
 @pytest.mark.parametrize("policy", ["sarathi", "vllm"])
 def test_a_replay_is_that_of_the_rule(monkeypatch, policy):
     evicted = 0
-    for seed in range(12):
-        given = planned(policy, np.random.default_rng(seed))
-        quick = same_both_ways(monkeypatch, paged_alone, lambda given=given: replay_job(*given))
+    for seed in range(18):
+        model = ("opt-13b", "t5-11b")[seed % 3 == 2]
+        given = planned(policy, np.random.default_rng(seed), model)
+        quick = same_both_ways(monkeypatch, lambda given=given: replay_job(*given))
         evicted += quick.preemptions
     assert evicted > 20, "else there was room for all"
 
 
 def test_a_query_that_never_fits_is_named(monkeypatch):
     job = planned("sarathi", np.random.default_rng(0))
-    assert_names_one_that_never_fits(monkeypatch, paged_alone, job)
+    assert_names_one_that_never_fits(monkeypatch, job)

@@ -1,0 +1,112 @@
+/* A replay of a pool that is alone and works static batches (xrunner/rules/static.py): what the rule
+ * decides, turn by turn, and what each step has of queries and tokens (xsimulator/replay/pool.py,
+ * queries.py). The same decisions in the same order. */
+#pragma once
+
+#include <stdint.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "pool_replay.h"
+
+namespace xgpt_batching {
+
+/* `kv_tokens` are a group's; `parts`: steps that encode a group's queries. */
+struct Facts {
+    int64_t queries, groups, kv_tokens, batch, parts;
+};
+
+using Query = xgpt_replay::Query;
+
+/* A group's rows, and its queries of the batch, with their tokens of input. */
+struct Group : xgpt_replay::Rows<Query> {
+    std::vector<int64_t> members;
+    int64_t tokens = 0;
+
+    int64_t reserved(int64_t output) const {
+        return tokens + static_cast<int64_t>(members.size()) * output;
+    }
+};
+
+class Replay : public xgpt_replay::PoolReplay<Query, Group> {
+public:
+    /* outputs[queries]: tokens that each may have at most; left[queries] iterations. */
+    Replay(const xgpt_replay::Given &given, const Facts &facts, const int64_t *inputs,
+           const int64_t *outputs, const int64_t *left)
+        : PoolReplay(given, facts.groups, facts.queries), facts_(facts), inputs_(inputs),
+          outputs_(outputs), left_(left) {}
+    void run() {
+        while (unfinished_ || next_ < facts_.queries) {
+            if (!unfinished_) fill_batch();
+            const int64_t g = turn_;
+            Group &group = groups_[g];
+            const bool takes = iteration_ > 0 && group.is_awaited;
+            wait(group, takes);
+            if (takes) collect(group, [&](int64_t) { unfinished_ -= 1; });
+            if (unfinished_) decide(group, g);
+            else end_batch();
+            line.note_memory(held_, now_);
+        }
+    }
+
+private:
+    Facts facts_;
+    const int64_t *inputs_, *outputs_, *left_;
+    int64_t next_ = 0;  // the first of those that wait: they are taken in their order
+    int64_t unfinished_ = 0, phase_ = -1, iteration_ = 0, turn_ = 0, part_ = 0;
+
+    void fill_batch() {
+        phase_ += 1;
+        iteration_ = turn_ = part_ = 0;
+        int64_t output = 0;
+        for (int64_t g = 0; g < facts_.groups; ++g) {
+            const int64_t quota = facts_.batch / facts_.groups + (g < facts_.batch % facts_.groups);
+            for (int64_t i = 0; i < quota && next_ < facts_.queries && add(g, output); ++i) ++next_;
+        }
+        for (const Group &group : groups_) held_ += group.reserved(output);
+    }
+    /* _Batch.add of the next query */
+    bool add(int64_t g, int64_t &output) {
+        const int64_t most = std::max(output, outputs_[next_]);
+        if (groups_[g].reserved(most) + inputs_[next_] + most > facts_.kv_tokens) return false;
+        for (const Group &other : groups_)
+            if (most > output && other.reserved(most) > facts_.kv_tokens) return false;
+        groups_[g].members.push_back(next_);
+        groups_[g].tokens += inputs_[next_];
+        output = most;
+        unfinished_ += 1;
+        return true;
+    }
+    void end_batch() {
+        held_ = 0;
+        for (Group &group : groups_) {
+            for (int64_t q : group.members) queries[q].last_s = now_;
+            group.members.clear();
+            group.tokens = 0;
+            group.clear();
+        }
+    }
+    void decide(Group &group, int64_t g) {
+        const int64_t count = static_cast<int64_t>(group.members.size());
+        if (iteration_ == 0) {
+            const int64_t until = count * (part_ + 1) / facts_.parts;
+            for (int64_t i = count * part_ / facts_.parts; i < until; ++i) {
+                joined_.push_back(group.members[i]);
+                chunk(joined_.back(), 0, inputs_[joined_.back()]);
+            }
+            for (int64_t q : joined_) enter(group, g, q, inputs_[q], left_[q]);
+            if (!joined_.empty()) work(group, xgpt_replay::ENCODE, g, phase_, 0);
+            if (++part_ < facts_.parts) return;
+            part_ = 0;
+        } else if (count) {
+            decode(group, g);
+            work(group, xgpt_replay::DECODE, g, phase_, iteration_);
+        }
+        if (++turn_ < facts_.groups) return;
+        turn_ = 0;
+        iteration_ += 1;
+    }
+};
+
+}  // namespace xgpt_batching

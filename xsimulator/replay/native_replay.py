@@ -1,0 +1,249 @@
+"""Replays by csrc/planning_replays.cpp: of a pool that is alone, and of the two of WAA. They decide
+what the rules (xrunner.rules) decide and come to what the event kernel comes to, to the bit; steps
+are made only where somebody looks at them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, overload
+from weakref import finalize
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xgpt.core.errors import XgptError
+from xgpt.core.lengths import BoolArray, FloatArray, IntArray
+from xgpt.core.queries import QueryTimes
+from xrunner.rules.iteration import OrcaRule
+from xrunner.rules.paged import BLOCK_TOKENS, PagedRule
+from xrunner.rules.rra import RraRule, reserve_facts
+from xrunner.rules.slots import SlotUse
+from xrunner.rules.static import StaticRule, batch_facts
+from xrunner.rules.steps import BatchingRule, Chunk, Step, StepKind
+from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule, pair_facts
+from xsimulator.addresses import address_of
+from xsimulator.native import TELL, Native, native
+from xsimulator.replay.pool import HandoverPlan, PoolPlan, records_of
+from xsimulator.replay.queries import Asked
+from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
+from xsimulator.replay.stage_line import StepTimes
+from xsimulator.replay.step_clock import (
+    HANDOVER_BLOCK,
+    PoolClock,
+    SharedClock,
+    StepClock,
+    handover_table,
+)
+
+_PAGED, _RESERVED, _STATIC, _HANDED = range(4)  # kinds, as in csrc/planning_replays.cpp
+_KINDS = (StepKind.ENCODE, StepKind.DECODE, StepKind.MIXED)
+_POOL = [np.int64] * 5 + [np.float64] * 4  # what is told of one
+
+
+class _Given(NamedTuple):
+    """What csrc is given of a rule: its kind, facts and figures, what else it reads, and which
+    queries never fit."""
+
+    kind: int
+    facts: Sequence[int]
+    figures: Sequence[float]
+    reserves: IntArray
+    others: Sequence[NDArray[Any]]
+    never: BoolArray
+
+
+def replay_natively(asked: Asked, pools: Sequence[PoolPlan], handovers: Sequence[HandoverPlan] = (),
+                    *, is_told: bool = True) -> NativeReplay | None:
+    """The replay that xsimulator.replay.flow.run makes; None where Python is to make it: without
+    the library, of other rules or clocks, or where something takes nobody knows how long.
+    `is_told`: its steps may be asked for. Raises XgptError for a query that can never fit."""
+    library = native()
+    timed = [_clock_of(plan.clock, len(plan.stages)) for plan in pools]
+    if library is None or None in timed:
+        return None
+    given = None
+    if (len(pools), len(handovers)) == (1, 0):
+        given = _of_alone(asked, pools[0])
+    elif (len(pools), len(handovers)) == (2, 1):
+        given = _of_pair(asked, pools[0], pools[1], handovers[0])
+    if given is None:
+        return None
+    if given.never.any():
+        order = np.argsort(asked.arrival_s, kind="stable")
+        raise never_fits(asked, int(order[given.never[order]][0]))
+    clocks = [one[0].native for one in timed if one is not None]
+    factors = [factor for one in timed if one is not None for factor in one[1]]
+    facts = [len(asked.arrival_s), asked.gives_token,
+             pools[-1].rule.slot_use is SlotUse.COMPACTED, is_told, *given.facts]
+    begin_s, fetched = float(asked.arrival_s[0]), [clock.fetched for clock in clocks]
+    read: list[NDArray[Any]] = [
+        np.array(facts, np.int64), np.array([begin_s, *given.figures], float),
+        np.array(factors, float), *(np.ascontiguousarray(one, np.int64) for one in (
+            asked.lengths.inputs, given.reserves, asked.left)), *given.others]
+    addresses = [clocks[0].address, *map(address_of, read)]
+    if handovers:
+        link = handovers[0]
+        fetched.append(link.table or handover_table(link.seconds))
+        function = ctypes.cast(fetched[-1].function, ctypes.c_void_p).value or 0
+        addresses += [clocks[1].address, function]
+    times = np.empty(3 * len(asked.arrival_s) + 1)
+    with library.replaying:
+        found = library.replayed(given.kind, address_of(np.array(addresses)), address_of(times))
+    if found is None:
+        for one in fetched:
+            one.raise_failure()
+        return None
+    assert is_told or not np.isnan(times).any(), "queries have nothing to do"
+    return NativeReplay(library, found, asked, pools, handovers if is_told else None, times)
+
+
+class NativeReplay:
+    """A replay that is over. `times`: when each query came, started, and had its first and its last
+    token."""
+
+    def __init__(self, library: Native, found: int, asked: Asked, pools: Sequence[PoolPlan],
+                 handovers: Sequence[HandoverPlan] | None, times: FloatArray) -> None:
+        """`handovers`: None where steps are not told."""
+        self._library, self._found, self._pools, self._links = library, found, pools, handovers
+        self._asked, self._preemptions = asked, int(times[-1])
+        start_s, first_s, last_s = times[:-1].reshape(3, -1)
+        self.times = QueryTimes(arrival_s=asked.arrival_s, start_s=start_s, first_token_s=first_s,
+                                last_token_s=last_s)
+        finalize(self, library.forget, found)
+
+    def busy_s(self, begin_s: float, end_s: float) -> FloatArray:
+        """[stages of all pools] seconds that each is at work within the window."""
+        busy = np.empty(sum(len(plan.stages) for plan in self._pools))
+        self._library.busy(self._found, begin_s, end_s, address_of(busy))
+        return busy
+
+    def result(self) -> ReplayResult:
+        """All that happened; without pools and handovers where steps are not told."""
+        pools, links = ((), ()) if self._links is None else self._told(self._links)
+        outputs = self._asked.lengths.outputs
+        assert outputs is not None
+        return ReplayResult(pools=pools, handovers=links, times=self.times, output_tokens=outputs,
+                            preemptions=self._preemptions)
+
+    def _told(self, handovers: Sequence[HandoverPlan],
+              ) -> tuple[tuple[PoolRecords, ...], tuple[HandoverRecords, ...]]:
+        told: list[bytes] = []
+        self._library.tell(self._found, TELL(
+            lambda place, size: told.append(ctypes.string_at(place, size) if size else b"")))
+        kinds = [*_POOL * len(self._pools), np.float64]
+        arrays: list[NDArray[Any]] = [np.frombuffer(one, kind)
+                                      for one, kind in zip(told, kinds, strict=True)]
+        sent, size = arrays[-1].reshape(-1, 3), len(_POOL)
+        return tuple(_records(plan, *arrays[size * place:size * (place + 1)])
+                     for place, plan in enumerate(self._pools)), tuple(
+            HandoverRecords(source=link.source, target=link.target,
+                            step=sent[:, 0].astype(np.int64), start_s=sent[:, 1],
+                            end_s=sent[:, 2]) for link in handovers)
+
+
+def _clock_of(clock: PoolClock, num_stages: int) -> tuple[StepClock, Sequence[float]] | None:
+    """(what csrc can read, [stages] what its seconds are multiplied by); None of other clocks."""
+    own, factors = (clock.clock, clock.factors) if isinstance(clock, SharedClock) else (
+        clock, (1.0,) * num_stages)
+    return (own, factors) if type(own) is StepClock else None
+
+
+def _of_alone(asked: Asked, plan: PoolPlan) -> _Given | None:
+    """Of the only pool, where all queries come at one time."""
+    rule, lengths, arrival_s = plan.rule, asked.lengths, asked.arrival_s
+    if plan.role != "both" or not len(arrival_s) or (arrival_s != arrival_s[0]).any():
+        return None
+    reserves = lengths.reserves
+    if type(rule) is PagedRule and not rule.waiting:
+        paged = rule.facts
+        blocks = -(-np.maximum(reserves, lengths.inputs) // BLOCK_TOKENS)
+        return _Given(_PAGED, [rule.num_groups, paged.num_blocks, paged.left_free,
+                               paged.token_budget, paged.is_chunked], [], reserves,
+                      [np.array(paged.slots, np.int64)], blocks > paged.num_blocks)
+    if type(rule) is StaticRule and (batches := batch_facts(rule)) is not None:
+        return _Given(_STATIC, batches, [], lengths.most_outputs, [],
+                      reserves > rule.group_kv_tokens)
+    facts = rule.facts if type(rule) is OrcaRule else (
+        reserve_facts(rule) if type(rule) is RraRule else None)
+    if facts is None:
+        return None
+    return _Given(
+        _RESERVED, [len(facts.slots), facts.group_kv_tokens, facts.decode_iterations,
+                    facts.encode_batch, facts.most_active, facts.encode_chunk],
+        [facts.mean_input, facts.adjustment, facts.target_active], reserves,
+        [np.array(facts.slots, np.int64)], reserves > facts.group_kv_tokens)
+
+
+def _of_pair(asked: Asked, source: PoolPlan, target: PoolPlan, link: HandoverPlan) -> _Given | None:
+    """Of two pools, one of which encodes by WAA's rule and hands over to the other."""
+    encode, decode, lengths = source.rule, target.rule, asked.lengths
+    if (type(encode) is not WaaEncodeRule or type(decode) is not WaaDecodeRule
+            or (source.name, target.name) != (link.source, link.target)
+            or (source.role, target.role) != ("encode", "decode") or not len(asked.arrival_s)
+            or link.release != encode.release or (facts := pair_facts(encode, decode)) is None):
+        return None
+    order = np.argsort(asked.arrival_s, kind="stable")
+    never = (lengths.reserves > encode.kv_tokens) | (lengths.inputs > encode.encode_kv_tokens)
+    return _Given(_HANDED, [*facts[0], HANDOVER_BLOCK], facts[1], lengths.reserves,
+                  [order, np.ascontiguousarray(asked.arrival_s)], never)
+
+
+def _records(plan: PoolPlan, *told: NDArray[Any]) -> PoolRecords:
+    labels, chunks, ended, moved, held, memory_s, sizes, *times = told
+    steps = _ToldSteps(labels.reshape(-1, 7), chunks.reshape(-1, 3), ended, moved, plan.rule)
+    durations_s, end_s = (one.reshape(-1, len(plan.stages)) for one in times)
+    return records_of(plan, StepTimes(steps, sizes.reshape(-1, 4), durations_s, end_s),
+                      memory_s.tolist(), held.tolist())
+
+
+class _ToldSteps(Sequence[Step]):
+    """Steps of a pool of this rule, as csrc/pool_replay.h tells of them."""
+
+    def __init__(self, labels: IntArray, chunks: IntArray, ended: IntArray, moved: IntArray,
+                 rule: BatchingRule) -> None:
+        self._told = labels, chunks, ended, moved
+        self._moved = "handed" if type(rule) is WaaDecodeRule else "evicted"
+        self._is_chunked = (  # else inputs are always encoded whole
+            type(rule) is WaaDecodeRule or (type(rule) is PagedRule and rule.facts.is_chunked)
+            or (type(rule) is RraRule and rule.controls.encode_chunk > 0))
+
+    def __len__(self) -> int:
+        return len(self._told[0])
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self._steps)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._steps == list(other)
+
+    @overload
+    def __getitem__(self, index: int) -> Step: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Step]: ...
+
+    def __getitem__(self, index: int | slice) -> Step | Sequence[Step]:
+        return self._steps[index]
+
+    @cached_property
+    def _steps(self) -> list[Step]:
+        labels, *others = self._told
+        chunks, ended, moved = (iter(one.tolist()) for one in others)
+        steps = []
+        for kind, group, phase, iteration, parts, moving, joined in labels.tolist():
+            spans = tuple(Chunk(query=query, first=first, tokens=tokens)
+                          for query, first, tokens in (next(chunks) for _ in range(parts)))
+            steps.append(Step(
+                kind=_KINDS[kind], group=group, phase=phase, iteration=iteration,
+                chunks=spans if self._is_chunked else (),
+                joined=tuple(next(ended) for _ in range(joined)),
+                **{self._moved: tuple(next(moved) for _ in range(moving))}))
+        return steps
+
+
+def never_fits(asked: Asked, query: int) -> XgptError:
+    """The refusal of a query that the schedule's budget can never hold."""
+    return XgptError(f"query {query} reserves {asked.lengths.reserves[query]} tokens of KV cache: "
+                     "more than the schedule gives one micro-batch")
