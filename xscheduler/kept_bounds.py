@@ -56,18 +56,22 @@ class KeptBounds:
     def limits(self, cell: Cell) -> Limits:
         """Of the cell's points, for all that is known of its margins."""
         known = self._latest.get(cell) or self._of_policy.get(cell.policy)
-        if known is not None:
-            return known
-        least = self._doubts_of(cell.problem).least_factor if self._has_margin else 1.0
-        return self._divided({"latency": least})
+        return known or self._divided({"latency": self.least_factor(cell.problem)})
+
+    def least_factor(self, part: Problem) -> float:
+        """No schedule of copies on this part of the cluster has a smaller margin on its latency."""
+        return self._doubts_of(part).least_factor if self._has_margin else 1.0
+
+    def factor(self, cell: Cell, point: Point) -> float:
+        """That of a point's margin on its latency."""
+        return self.margin(cell, point).factor if self._has_margin else 1.0
 
     def is_kept(self, cell: Cell, point: Point) -> bool:
         """Whether a point that was replayed keeps every bound with its own margin."""
         figures = cell.replayed[point].figures
         if figures is None:
             return False
-        least = self._doubts_of(cell.problem).least_factor if self._has_margin else 1.0
-        if not self._divided({"latency": least}).are_kept(figures):
+        if not self._divided({"latency": self.least_factor(cell.problem)}).are_kept(figures):
             return False
         return self._own(cell, point).are_kept(figures)
 

@@ -23,14 +23,12 @@ from xgpt.core.schedule import Schedule
 from xprofiler.timing import TimingSource
 from xscheduler.beginning import begin
 from xscheduler.copies import idle_note
-from xscheduler.divisions import Divider
 from xscheduler.evaluator import Evaluator
 from xscheduler.job_time import for_the_job
-from xscheduler.over_copies import CopiesSearch
+from xscheduler.found_schedule import SearchPlanner
 from xscheduler.prospects import judged
 from xscheduler.room import with_room
 from xscheduler.search import GAP
-from xscheduler.spaces.space import Effort
 from xscheduler.uncertainty import Doubts
 from xscheduler.untimed import plan_untimed
 from xscheduler.watch import Watch
@@ -115,8 +113,6 @@ class Planner:
             schedule = judged(schedule, Doubts(problem, self._evaluator, replays=True), self._tell,
                               is_job=self.options.horizon == "job",
                               has_margin=self.options.has_margin and not self.options.untimed)
-            if not self.options.untimed and not self.options.is_rough:
-                schedule = self._divider(problem).better(schedule)
         return _noted(problem, schedule.changed(hardware_qps=most_queries_per_s(problem)))
 
     def steady(self, latency_bound_s: float | None = None) -> Schedule:
@@ -132,19 +128,12 @@ class Planner:
         of unlike sizes where these are better. Raises InfeasibleError."""
         own = self if _bounded(problem, self.problem.constraint.latency_s) == self.problem else (
             Planner(problem, self.timing, self.options))
-        steady = own.steady(problem.constraint.latency_s)
-        if self.options.untimed or self.options.is_rough:
-            return steady
-        return own._divider(problem).better(steady)
+        return own.steady(problem.constraint.latency_s)
 
     def without_margin(self, problem: Problem) -> Schedule:
         """The best schedule of a problem like this one, all taken as certain. Raises
         InfeasibleError."""
         return self._search_of(problem).best(problem.constraint.latency_s, has_margin=False)
-
-    def _divider(self, problem: Problem) -> Divider:
-        return Divider(problem=problem, search=self._own, evaluator=self._evaluator,
-                       has_margin=self.options.has_margin, cuts=self._watch.cuts)
 
     def _watched(self) -> Watch:
         if self._resets:
@@ -194,15 +183,12 @@ class Planner:
         return Evaluator(self._narrowed, self.timing)
 
     @cached_property
-    def _own(self) -> CopiesSearch:
-        return self._search_of(self._narrowed, has_margin=self.options.has_margin)
+    def _own(self) -> SearchPlanner:
+        return self._search_of(self._narrowed)
 
-    def _search_of(self, problem: Problem, *, has_margin: bool = False) -> CopiesSearch:
-        asked = self.options.gap
-        effort = Effort(gap=GAP if asked is None else asked, keeps_gap=asked is not None,
-                        max_nodes=self.options.max_nodes, watch=self._watch)
-        return CopiesSearch(problem, self.timing, effort, is_brief=self.options.is_brief,
-                            asked=self.problem.fixed, has_margin=has_margin)
+    def _search_of(self, problem: Problem) -> SearchPlanner:
+        return SearchPlanner(problem, self.timing, watch=self._watch,
+                             is_brief=self.options.is_brief, asked=self.problem.fixed)
 
 
 def _bounded(problem: Problem, latency_bound_s: float | None) -> Problem:

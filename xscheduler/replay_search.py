@@ -8,10 +8,10 @@ more queries, and climbed from to better neighbours."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,17 +26,20 @@ from xscheduler.partition import division_of
 from xscheduler.kept_bounds import KeptBounds
 from xscheduler.space import Cell, Expected, Off, Point, Replayed, usual_off
 from xscheduler.spaces.tensor_plans import tensor_plans
-from xsimulator.replay.job import planned_queries, replay_job
+from xsimulator.replay.figures import steady_replay
+from xsimulator.replay.job import planned_queries
 from xsimulator.replay.predict import checked_queries, with_watched
-from xsimulator.replay.steady import steady_figures
 from xsimulator.replay.step_clock import StepClocks
 from xsimulator.rough.forms import Formulas
 from xsimulator.rough.workload import Workload
 
 SEED = 20240427
 LEAST_LOOK, LOOK_ROUNDS = 800, 6  # chosen: queries of a first replay, at least and by those present
-RACE, RUNNERS_UP = 0.05, 5  # chosen: what is climbed from, too: of the best's throughput, and how many
+# chosen: what is climbed from, too, by its share of the best's throughput, and how many
+RACE, RUNNERS_UP = 0.05, 5
 FINALS, CLIMBS = 3, 24  # chosen
+LOOKS, QUICKEST = 3, 8  # chosen: replays of a policy that has nothing, and of the least latencies
+FEW_NODES = 4  # chosen: of which every number is looked at
 LIKELY = 0.01  # chosen: by so much less by the formula is a neighbour looked at
 LEAST = 0.002  # chosen: what a neighbour must bring
 STEPS = (1.3, 1.1, 1.03)  # chosen: to neighbours
@@ -63,20 +66,17 @@ class Replays:
             outputs = with_watched(outputs, problem.lengths.outputs.quantile(
                 problem.constraint.quantile))
         try:
-            result = replay_job(problem, self.timing, estimate, planned_queries(
-                problem, inputs, outputs), clocks=self._clocks)
+            figures = steady_replay(problem, self.timing, estimate, planned_queries(
+                problem, inputs, outputs), self._clocks)
         except XgptError:  # a query that never fits
-            return Replayed(estimate, None, queries)
-        figures = steady_figures(result, problem.constraint, problem.lengths.outputs) if (
-            result.is_timed) else None
+            figures = None
         return Replayed(estimate, figures, queries)
 
 
 def cells_of(problem: Problem, timing: TimingSource) -> Iterator[tuple[Cell, Replays]]:
     """Every policy by every tensor plan, on every number of devices that a copy may have."""
     workload = Workload(problem)
-    names = [row.name for row in able_policies(problem.fixed) if not (
-        problem.model.is_encoder_decoder and row.is_decoder_only)]
+    names = _names(problem)
     for part in _parts(problem):
         try:
             plans = tensor_plans(part, timing)
@@ -90,11 +90,20 @@ def cells_of(problem: Problem, timing: TimingSource) -> Iterator[tuple[Cell, Rep
                     yield Cell(part, formula, tuple(plan)), replays
 
 
-def _parts(problem: Problem) -> list[Problem]:
-    """The problem of one copy, on every number of devices of a node, and of whole nodes."""
+def _names(problem: Problem) -> list[str]:
+    """The policies that are searched."""
+    return [row.name for row in able_policies(problem.fixed) if not (
+        problem.model.is_encoder_decoder and row.is_decoder_only)]
+
+
+def _parts(problem: Problem, *, is_any: bool = False) -> list[Problem]:
+    """The problem of one copy, on every number of devices of a node, and of whole nodes: of many
+    nodes on the most that so many copies may have. is_any: those that hold no weights, too."""
     cluster, wanted = problem.cluster, problem.fixed.replicas
-    each = cluster.devices_per_node
-    sizes = [*range(1, each), *range(each, cluster.num_devices + 1, each)]
+    each, nodes = cluster.devices_per_node, cluster.num_nodes
+    whole = range(1, nodes + 1) if nodes <= FEW_NODES else sorted(
+        {nodes // copies for copies in range(1, nodes + 1)})
+    sizes = [*range(1, each), *(each * count for count in whole)]
     found = []
     for devices in sizes:
         copies = most_copies(cluster, devices)
@@ -106,7 +115,7 @@ def _parts(problem: Problem) -> list[Problem]:
             part = replace(part, copies=wanted, num_queries=share)
         if problem.num_queries is not None and part.copies > problem.num_queries:
             continue
-        if has_room(part):
+        if is_any or has_room(part):
             found.append(part)
     return found
 
@@ -126,12 +135,93 @@ class Found(NamedTuple):
 class Search:
     """The search of one problem."""
 
-    def __init__(self, problem: Problem, timing: TimingSource) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, timing: TimingSource, *,
+                 cuts: Callable[[], bool] = lambda: False) -> None:
+        """cuts: whether what is under way is to end with what it has."""
+        self.problem, self._timing, self._cuts = problem, timing, cuts
         self._replays: dict[Cell, Replays] = dict(cells_of(problem, timing))
         self.cells: dict[int, list[Cell]] = {}  # by devices of a copy
         for cell in self._replays:
             self.cells.setdefault(cell.problem.cluster.num_devices, []).append(cell)
+        self.sizes = {part.cluster.num_devices for part in _parts(problem)}
+        self.bounds: dict[tuple[Any, ...], dict[float, float]] = {}  # upper, by size, plan, kind
+
+    @property
+    def all_cells(self) -> list[Cell]:
+        return list(self._replays)
+
+    @property
+    def num_points(self) -> int:
+        """Configurations that a formula or a replay was asked for."""
+        return self.num_replays + sum(cell.num_points for cell in self._replays)
+
+    @property
+    def passed_over(self) -> tuple[tuple[str, int], ...]:
+        """Cells that no point of was replayed, by the reason."""
+        empty = sum(not len(cell.points) for cell in self._replays)
+        unseen = sum(not cell.off for cell in self._replays) - empty
+        return tuple((why, count) for why, count in (
+            ("expected to be no better", unseen), ("without room", empty)) if count)
+
+    def best_of(self, keeps: KeptBounds, is_wanted: Callable[[Cell], bool]) -> Found | None:
+        """The best that was replayed of some cells, in equal copies."""
+        best: Found | None = None
+        most = 0.0
+        for cell in filter(is_wanted, self._replays):
+            found = cell.best_replayed(partial(keeps.is_kept, cell))
+            if found.point is not None and found.throughput_qps > most:
+                best, most = Found(cell, found.point, cell.copies), found.throughput_qps
+        return best
+
+    def look_at_each(self, keeps: KeptBounds) -> None:
+        """Of each policy of which nothing was found yet, replays what is expected to be best."""
+        for name in {cell.policy for cell in self._replays}:
+            for _ in range(LOOKS):
+                cells = [cell for cell in self._replays if cell.policy == name]
+                if self.best_of(keeps, cells.__contains__) or self._cuts():
+                    break
+                usual = usual_off(list(self._replays))
+                expected = [self._expected(cell, keeps, usual) for cell in cells]
+                cell, best = max(zip(cells, expected, strict=True),
+                                 key=lambda pair: pair[1].throughput_qps)
+                if best.point is None or best.is_replayed:
+                    break
+                self._replay(cell, best.point)
+                cell.misses += not keeps.is_kept(cell, best.point)
+
+    def quickest(self) -> list[Found]:
+        """Points among which the least latencies are; [] where no cell has any."""
+        likely = sorted(((float(cell.rough.latency_s[row]), index, row)
+                         for index, cell in enumerate(self._replays) if len(cell.points)
+                         for row in np.argsort(cell.rough.latency_s)[:1].tolist()))
+        cells, found = list(self._replays), []
+        for _, index, row in likely[:QUICKEST]:
+            cell, point = cells[index], tuple(cells[index].points[row].tolist())
+            if self._replay(cell, point, is_whole=True).figures is not None:
+                found.append(Found(cell, point, cell.copies))
+        return found
+
+    def least_room(self) -> tuple[float, float, bool]:
+        """(bytes on the fullest device, queries present, whether any size is timed) of the
+        smallest points of every cell, whether they have room or not."""
+        least_bytes, present, is_timed = math.inf, math.inf, False
+        for part in _parts(self.problem, is_any=True):
+            try:
+                plans = tensor_plans(part, self._timing)
+            except InputError:
+                continue
+            formulas = Formulas(part, self._timing, Workload(part))
+            for name in _names(self.problem):
+                for plan in plans:
+                    try:
+                        rough = formulas.of(name).rough(tuple(plan), formulas.of(name).points(
+                            tuple(plan))[:1])
+                    except (InputError, ValueError):
+                        continue
+                    least_bytes = min(least_bytes, float(rough.memory_bytes[0]))
+                    present = min(present, float(rough.present[0]))
+                    is_timed |= bool(rough.throughput_qps[0] > 0)
+        return least_bytes, present, is_timed
 
     @property
     def num_replays(self) -> int:
@@ -140,8 +230,10 @@ class Search:
     def best(self, keeps: KeptBounds) -> list[Found]:
         """Copies of one or several shapes that are best together; [] where none was found that
         keeps the limits."""
-        found = self._look(keeps)
+        found = self._look(keeps) or (self._look(keeps) if self.quickest() else [])
         for _ in range(FINALS):
+            if self._cuts():
+                break
             improved = False
             for one in found:
                 improved |= self._climb(one.cell, one.point, keeps)
@@ -157,6 +249,7 @@ class Search:
         """Replays what is expected to be part of the best division, until that is of nothing but
         what was replayed."""
         usual: dict[str, Off] = dict(usual_off(list(self._replays)))
+        most = self.num_replays + MOST_REPLAYS
         expected = {cell: self._expected(cell, keeps, usual) for cell in self._replays}
         while True:
             tops: dict[int, Cell] = {}
@@ -173,7 +266,7 @@ class Search:
                 return []
             unsure = [size for size in dict.fromkeys(division.sizes)
                       if not expected[tops[size]].is_replayed]
-            if not unsure or self.num_replays >= MOST_REPLAYS:
+            if not unsure or self.num_replays >= most or self._cuts():
                 return [Found(tops[size], expected[tops[size]].point or (),
                               division.sizes.count(size))
                         for size in dict.fromkeys(division.sizes)

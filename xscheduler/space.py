@@ -62,6 +62,11 @@ class Replayed(NamedTuple):
         """Of one copy."""
         return 0.0 if self.figures is None else self.figures.throughput_qps
 
+    @property
+    def latency_s(self) -> float:
+        """Infinite where it has none."""
+        return math.inf if self.figures is None else self.figures.latency_s
+
 
 class Expected(NamedTuple):
     """Queries/s of all copies at a point (None: there is none), and whether a replay says so."""
@@ -88,6 +93,7 @@ class Cell:
     replayed: dict[Point, Replayed] = field(default_factory=dict)
     off: dict[Point, Off] = field(default_factory=dict)
     is_coarse: bool = True  # the points between those of the grid were not looked at
+    num_points: int = 0  # that the formula was asked for
     misses: int = 0  # replays that came out too slow where they were expected to be in time
 
     @property
@@ -113,6 +119,7 @@ class Cell:
         return self._with_room(self.formula.points(self.plan))
 
     def _with_room(self, points: IntArray) -> tuple[IntArray, Rough]:
+        self.num_points += len(points)
         rough = self.formula.rough(self.plan, points)
         most = self.problem.num_queries or math.inf
         fits: BoolArray = ((rough.memory_bytes <= capacity_bytes(self.problem.cluster.device))

@@ -22,8 +22,8 @@ class Rough:
     """[configs] figures, within some 15 % of a replay's: they order candidates.
 
     `decode_batch`: queries active at the first decode iteration after an encoding. `present`: those
-    from the start of their encoding to their last token. Seconds are infinite for sizes that the timing
-    source refuses."""
+    from the start of their encoding to their last token. Seconds are infinite for sizes that the
+    timing source refuses."""
 
     throughput_qps: FloatArray
     latency_s: FloatArray

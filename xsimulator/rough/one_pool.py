@@ -75,7 +75,7 @@ class OnePool(ABC):
         return self._laid_out(self._plans.both(tp_degree, tp_gpus))
 
     def _laid_out(self, plan: StagePlan) -> LaidOut:
-        return LaidOut(plan, Pace(plan.times, self._workload), Held(self.problem, plan))
+        return LaidOut(plan, Pace.of(plan.times, self._workload), Held(self.problem, plan))
 
     def rough(self, plan: tuple[int, int], points: IntArray) -> Rough:
         """See Formula."""
@@ -264,7 +264,7 @@ class Rra(OnePool):
 
 
 class Continuous(OnePool):
-    """ORCA, vLLM, Sarathi. Points: max_active, token_budget (ORCA: 0)."""
+    """ORCA, vLLM, Sarathi. Points: max_active, but for ORCA token_budget."""
 
     def points(self, plan: tuple[int, int]) -> IntArray:
         """See Formula."""
@@ -274,7 +274,7 @@ class Continuous(OnePool):
         most = max(min(int(1.3 * room / max(each, 1.0)), self._most_queries()), 1)
         active = grid_of(most, fixed.value_of("max_active"), 1.25)
         if self.policy == "orca":
-            return crossed(active, [0])
+            return crossed(active)
         longest = work.inputs.max
         budgets = grid_of(16384, None, 2.0, least=16)
         if self.policy == "vllm":

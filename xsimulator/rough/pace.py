@@ -3,11 +3,12 @@ sizes NODE_RATIO apart, with lines between them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray
+from xgpt.core.lengths import FloatArray, IntArray
 from xsimulator.rough.workload import Workload
 from xsimulator.stage_times import StageTimes, stage_kinds
 
@@ -37,53 +38,72 @@ class Seconds(NamedTuple):
 
 
 class Pace:
-    """The steps of one pool's stages."""
+    """The steps of one pool's stages, or of several pools: each size asked for is then of the pool
+    that `which` says."""
 
-    def __init__(self, times: StageTimes, workload: Workload) -> None:
+    def __init__(self, tables: Sequence[FloatArray], which: IntArray | int = 0) -> None:
+        """tables: of decode steps, of a token of context in them, of encode steps, of rows alone,
+        each [pools, 2, NODES]: on the slowest stage, and through all."""
+        self.tables, self._which = tables, which
+
+    @classmethod
+    def of(cls, times: StageTimes, workload: Workload) -> Pace:
+        """That of the stages of one pool."""
         kinds = stage_kinds(times)
-        number = np.bincount(kinds.kind_of)
-        self._mean_input = workload.inputs.mean
-        nodes, own = np.maximum(NODES, 1e-3), kinds.times
-        is_padded = times.layers.timing.facts.is_padded
-        context = workload.charged_context(nodes, is_padded=is_padded)
-        queries = nodes / self._mean_input
+        number, own = np.bincount(kinds.kind_of), kinds.times
+        nodes = np.maximum(NODES, 1e-3)
+        context = workload.charged_context(nodes, is_padded=times.layers.timing.facts.is_padded)
+        queries = nodes / workload.inputs.mean
         attention = {degree: queries * one for degree, one in own.mean_attention_s(
             np.maximum(queries, 1.0)).items()}
 
         def table(seconds: FloatArray) -> FloatArray:
             with np.errstate(invalid="ignore"):
-                return np.stack([seconds.max(axis=-1), seconds @ number])
+                return np.stack([seconds.max(axis=-1), seconds @ number])[None]
 
-        near = own.decode_s(nodes, np.minimum(context, 1.0))
-        self._decode = table(own.decode_s(nodes, context))
+        decode = table(own.decode_s(nodes, context))
+        near = table(own.decode_s(nodes, np.minimum(context, 1.0)))
         with np.errstate(invalid="ignore"):
-            self._of_token = (self._decode - table(near)) / np.maximum(context - 1, 1.0)
-        self._encode = table(own.encode_s(nodes, queries, attention))
-        self._rows = table(own.encode_rows_s(nodes))
+            of_token = (decode - near) / np.maximum(context - 1, 1.0)
+        return cls([decode, of_token, table(own.encode_s(nodes, queries, attention)),
+                    table(own.encode_rows_s(nodes))])
+
+    @classmethod
+    def together(cls, paces: Sequence[Pace], which: IntArray) -> Pace:
+        """That of several pools."""
+        return cls([np.concatenate(own) for own in zip(
+            *(pace.tables for pace in paces), strict=True)], which)
 
     def decode(self, rows: FloatArray, beyond: FloatArray | float = 0.0) -> Seconds:
         """Of steps that decode so many rows, whose contexts are so many tokens above the mean."""
-        found = _at(self._decode, rows)
+        found = self._at(0, rows)
         if np.any(beyond):
-            found = found + _at(self._of_token, rows).times(np.asarray(beyond))
+            found = found + self._at(1, rows).times(np.asarray(beyond))
         return found
 
     def encode(self, tokens: FloatArray) -> Seconds:
         """Of steps that encode inputs of so many tokens in all."""
-        return _at(self._encode, tokens)
+        return self._at(2, tokens)
 
     def both(self, rows: FloatArray, tokens: FloatArray) -> Seconds:
         """Of steps that decode so many rows and encode so many tokens beside them: the weights are
         read once."""
-        apart = self.decode(rows) + self.encode(tokens)
-        saved = (_at(self._rows, rows) + _at(self._rows, tokens)
-                 + _at(self._rows, rows + tokens).times(-1.0))
-        return Seconds(apart.slowest - saved.slowest, apart.through - saved.through)
+        apart = self.decode(rows) + self.encode(tokens) + self._at(3, rows + tokens)
+        once = self._at(3, rows) + self._at(3, tokens)
+        return Seconds(apart.slowest - once.slowest, apart.through - once.through)
 
-
-def _at(table: FloatArray, sizes: FloatArray) -> Seconds:
-    """Between nodes on lines; infinite where a node beside it is."""
-    with np.errstate(invalid="ignore"):
-        slowest, through = (np.interp(sizes, NODES, own) for own in table)
-    return Seconds(np.where(np.isnan(slowest), np.inf, slowest),
-                   np.where(np.isnan(through), np.inf, through))
+    def _at(self, table: int, sizes: FloatArray) -> Seconds:
+        """Between nodes on lines; infinite where a node beside it is."""
+        place = np.clip(np.searchsorted(NODES, sizes, side="right") - 1, 0, len(NODES) - 2)
+        share = (sizes - NODES[place]) / (NODES[place + 1] - NODES[place])
+        which = self._which
+        if np.ndim(which) and np.ndim(sizes) > 1:
+            which = np.asarray(which)[:, None]
+        found = []
+        for kind in (0, 1):
+            own = self.tables[table]
+            left, right = own[which, kind, place], own[which, kind, place + 1]
+            with np.errstate(invalid="ignore"):
+                value = left + np.minimum(share, 1.0) * (right - left)
+            found.append(np.where(np.isfinite(right), value, np.inf))
+        return Seconds(*found)

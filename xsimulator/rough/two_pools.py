@@ -13,7 +13,8 @@ encode pool has no time for, up to a chunk in each step."""
 from __future__ import annotations
 
 import math
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +36,7 @@ from xsimulator.rough.ranges import crossed, grid_of
 from xsimulator.rough.workload import Workload
 from xsimulator.stage_times import HandoverCost
 
-ROUNDS, FEW_ROUNDS = 30, 6  # chosen: of halving, to where encoding and decoding keep step
+ROUNDS, FEW_ROUNDS = 16, 4  # chosen: of halving, to where encoding and decoding keep step
 SPARE = 2.0  # chosen: chunks that lie ready beside those taken between two encode steps
 DEVIATIONS = 3.0  # chosen: of the number in the system, where the encode pool sets the pace
 
@@ -57,21 +58,23 @@ class TwoPools:
         self._plans, self._workload = plans, workload
         self._capacity = memory.capacity_bytes(problem.cluster.device)
         self._split = cache(lambda tp_degree, tp_gpus: WaaPlans(plans, tp_degree, tp_gpus))
-        self._pace = cache(lambda pool: Pace(pool.times, workload))
+        self._pace = cache(lambda pool: Pace.of(pool.times, workload))
         self._held = cache(lambda pool, encodes: Held(problem, pool, encodes_alone=encodes))
         self._pools = cache(self._lay_out)
         self._adjustment = share_of(problem.adjustment)
 
     def can_lay_out(self, plan: tuple[int, int]) -> bool:
-        """Whether the devices can be divided so that each pool holds its weights."""
-        split = self._split(*plan)
-        return any(self._has_room(self._pools(plan, int(count)))
-                   for count in split.encode_devices)
+        """Whether the devices can be divided, and hold the weights twice."""
+        return len(self._split(*plan).encode_devices) > 0 and self._room > self._workload.longest
 
-    def _has_room(self, pools: Pools) -> bool:
-        one = np.ones(1)
-        return all(held.most_tokens(self._capacity, one, one)[0] >= self._workload.longest
-                   for held in pools.held)
+    @cached_property
+    def _room(self) -> float:
+        """Tokens of KV that have room beside the weights of both pools, spread evenly."""
+        whole = self._plans.pool([(0,)], "decode")
+        token = float(memory.kv_bytes(self.problem, whole.stages, 1.0)[0])
+        free = self.problem.cluster.num_devices * self._capacity - 2 * float(
+            whole.weight_bytes[0]) * (1 if not self.problem.model.is_encoder_decoder else 0.5)
+        return free / token
 
     def _lay_out(self, plan: tuple[int, int], encode_devices: int) -> Pools:
         own = self._split(*plan).plan(encode_devices)
@@ -83,18 +86,15 @@ class TwoPools:
         encode, decode = (self._plans.of_stages(pool.stages, pool.role)
                           for pool in estimate.deployment.pools)
         pools = Pools((encode, decode), (self._held(encode, True), self._held(decode, False)))
-        return self._rough(pools, np.array([point_of(estimate)], float))[0].of(0)
+        return self._rough([pools], np.zeros(1, np.int64),
+                           np.array([point_of(estimate)], float))[0].of(0)
 
     def points(self, plan: tuple[int, int]) -> IntArray:
         """See Formula."""
         work, fixed = self._workload, self.problem.fixed
-        split, one = self._split(*plan), np.ones(1)
-        rooms = [self._pools(plan, int(count)).held[1].most_tokens(self._capacity, one, one)[0]
-                 for count in split.encode_devices]
-        room = max(rooms) / work.reserve_at_work
-        most = max(min(int(2 * room / work.outputs.mean) + 1, self._most_queries()), 1)
-        stages = max(len(self._pools(plan, int(count)).plans[1].stages)
-                     for count in split.encode_devices)
+        most = max(min(int(2 * self._room / work.reserve_at_work / work.outputs.mean) + 1,
+                       self._most_queries()), 1)
+        stages = self.problem.cluster.num_devices - plan[1] + plan[1] // plan[0] - 1
         groups = sorted({1, 2, 3, max(stages // 2, 1), max(3 * stages // 4, 1), stages,
                          math.ceil(1.5 * stages)})
         given = [fixed.value_of(name) for name in ("decode_micro_batches", "encode_chunk")]
@@ -109,14 +109,9 @@ class TwoPools:
 
     def rough(self, plan: tuple[int, int], points: IntArray) -> Rough:
         """See Formula."""
-        points, counts = points.astype(float), self._divide(plan, points.astype(float))
-        columns: dict[str, FloatArray] = {name: np.empty(len(points)) for name in Rough.__slots__}
-        for count in np.unique(counts):
-            rows = np.flatnonzero(counts == count)
-            found = self._rough(self._pools(plan, int(count)), points[rows])[0]
-            for name, own in columns.items():
-                own[rows] = getattr(found, name)
-        return Rough(**columns)
+        own = points.astype(float)
+        counts, which = np.unique(self._divide(plan, own), return_inverse=True)
+        return self._rough([self._pools(plan, int(count)) for count in counts], which, own)[0]
 
     def _divide(self, plan: tuple[int, int], points: FloatArray) -> IntArray:
         """[points] devices that encode."""
@@ -136,15 +131,22 @@ class TwoPools:
                             for count in split.encode_devices])
         return np.asarray(split.encode_devices[np.argmin(fullest, axis=0)])
 
-    def _rough(self, pools: Pools, points: FloatArray) -> tuple[Rough, FloatArray]:
-        """(figures, [points] tokens of inputs that are to lie ready for the decode pool)."""
-        work, (encoding, decoding) = self._workload, map(self._pace, pools.plans)
+    def _rough(self, pools: Sequence[Pools], which: IntArray,
+               points: FloatArray) -> tuple[Rough, FloatArray]:
+        """(figures, [points] tokens of inputs that are to lie ready for the decode pool). which:
+        [points] the division of each."""
+        work = self._workload
+        encoding, decoding = (Pace.together([self._pace(one.plans[role]) for one in pools], which)
+                              for role in (0, 1))
         batch, groups, chunk = points.T
         mean = work.inputs.mean
         step = encoding.encode(batch * mean)
         longest = encoding.encode(batch * mean * (1 + self._adjustment))
-        handover_s = HandoverCost(self.problem, self.timing, *(pool.stages for pool in pools.plans)
-                                  ).seconds(batch * mean * work.decoding_share)
+        handover_s, sent = np.empty(len(batch)), batch * mean * work.decoding_share
+        for number, one in enumerate(pools):
+            own = which == number
+            handover_s[own] = HandoverCost(self.problem, self.timing, *(
+                pool.stages for pool in one.plans)).seconds(sent[own])
         between_s = np.maximum(step.slowest, handover_s)
         planned = np.maximum(batch * work.outputs.mean, 1.0)
 
@@ -186,7 +188,10 @@ class TwoPools:
         # where the encode pool is behind nothing else holds queries back: room for their spread
         inside = inside + np.where(is_full & ~has, 0.0, DEVIATIONS * np.sqrt(inside))
         present = np.maximum(np.round(inside), 1.0)
-        used = self._bytes(pools, points, present)
+        used = np.empty(len(batch))
+        for number, one in enumerate(pools):
+            own = which == number
+            used[own] = self._bytes(one, points[own], present[own])
         is_timed = np.isfinite(latency_s)
         return Rough(
             throughput_qps=np.where(is_timed, qps, 0.0), latency_s=latency_s, ttft_s=ttft_s,
@@ -225,7 +230,7 @@ class TwoPools:
         points = np.array([point], float)
         count = int(self._divide(plan, points)[0])
         pools = self._pools(plan, count)
-        rough, stock = self._rough(pools, points)
+        rough, stock = self._rough([pools], np.zeros(1, np.int64), points)
         found, (batch, groups, chunk) = rough.of(0), map(int, point)
         work, steers = self._workload, self.problem.adjustment.steers
         even = EvenBatches(adjustment=self._adjustment, mean_input_tokens=work.inputs.mean,

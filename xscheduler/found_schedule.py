@@ -1,0 +1,319 @@
+"""The schedule that a search by replays found, with what stands beside it: what was proved, the best
+of every other policy and degree, and what the bound and the margin cost."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.job import FixedSchedule
+from xgpt.core.lengths import BoolArray, FloatArray
+from xgpt.core.policies import able_policies, policy, policy_names
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import CopiesTried, Estimate, Margin, Rejected, Schedule, Status
+from xgpt.core.schedule_file import schedule_from_flat
+from xprofiler.timing import TimingSource
+from xscheduler.alternatives import (
+    BARE_ROW,
+    DEGREE_ROW,
+    FREE_ROW,
+    LEFT_OUT,
+    PAPERS_ROW,
+    POLICY_ROW,
+    why_not,
+)
+from xscheduler.explanation import explain_choice
+from xscheduler.kept_bounds import KeptBounds, RoughEvaluator
+from xscheduler.partition import division_of
+from xscheduler.refusals import refusal_of
+from xscheduler.replay_search import Found, Search
+from xscheduler.shown import configuration, point_words
+from xscheduler.space import Cell, Point
+from xscheduler.spaces.space import Selection
+from xscheduler.uncertainty import Doubts
+from xscheduler.watch import Watch
+from xsimulator.bound import Kind, UpperBound
+from xsimulator.memory import capacity_bytes
+
+_CLOSED = 1e-9  # share by which a bound may exceed the throughput it proves, by rounding
+
+
+class SearchPlanner:
+    """Schedules of one problem under one latency bound after the other: what was replayed for one
+    serves the next."""
+
+    def __init__(self, problem: Problem, timing: TimingSource, *, watch: Watch | None = None,
+                 is_brief: bool = False, asked: FixedSchedule | None = None) -> None:
+        """is_brief: not explained, and not compared with what there would be without a bound.
+        asked: what the job fixes, where the problem fixes more."""
+        self.problem, self._timing, self._is_brief = problem, timing, is_brief
+        self._asked = asked or problem.fixed
+        self._watch = watch or Watch()
+        self.search = Search(problem, timing, cuts=self._watch.cuts)
+        self._doubts = cache(lambda part, constraint: Doubts(
+            replace(part, constraint=constraint),
+            RoughEvaluator(replace(part, constraint=constraint), timing)))
+        self._bounds = cache(lambda part: UpperBound(part, timing))
+        self._keeps = cache(lambda bound_s, has_margin: KeptBounds(
+            constraint := problem.constraint.with_latency(limit_s=bound_s),
+            lambda part: self._doubts(part, constraint), has_margin=has_margin))
+
+    @property
+    def nodes(self) -> int:
+        """Configurations that were looked at so far."""
+        return self.search.num_points
+
+    def best(self, latency_bound_s: float, *, has_margin: bool) -> Schedule:
+        """The best within the bound; `has_margin`: with the constraint's confidence. Raises
+        InfeasibleError, and InputError for fixed values that no copy can hold."""
+        began, before = time.monotonic(), self.nodes
+        keeps: KeptBounds = self._keeps(latency_bound_s, has_margin)
+        found = self.search.best(keeps)
+        if not found:
+            raise refusal_of(self.problem, self.search, keeps, latency_bound_s)
+        estimate = together(found)
+        margin = self._margin(keeps, found) if has_margin else Margin()
+        qps = estimate.figures.throughput_qps
+        upper_qps, by_policy = self._upper_bound(latency_bound_s, keeps, qps)
+        bare_qps = free_qps = None
+        rows: list[Rejected] = []
+        if not self._is_brief:
+            rows += self._beside(found, qps, keeps, by_policy)
+            if not math.isinf(latency_bound_s):
+                free = together(self.search.best(self._keeps(math.inf, False)))
+                free_qps = max(free.figures.throughput_qps, qps)
+                if free.figures.throughput_qps > qps:
+                    rows.append(Rejected(
+                        label=f"{FREE_ROW}: {configuration(free)}",
+                        throughput_qps=free.figures.throughput_qps,
+                        latency_s=free.figures.latency_s,
+                        reason=f"latency above {latency_bound_s:g} s"))
+        if has_margin and margin.factor > 1:
+            bare = together(self.search.best(self._keeps(latency_bound_s, False)))
+            bare_qps = max(bare.figures.throughput_qps, qps)
+            margin = replace(margin, cost=max(1 - qps / bare_qps, 0.0))
+            if not self._is_brief:
+                rows.append(Rejected(
+                    label=f"{BARE_ROW}: {bare.policy}", latency_s=bare.figures.latency_s,
+                    throughput_qps=bare_qps, reason="keeps the bound only if all is as expected"))
+        gap = max(upper_qps / qps - 1, 0.0)
+        status = Status.LIMIT if self._watch.has_cut else (
+            Status.OPTIMAL if gap <= _CLOSED else Status.WITHIN_GAP)
+        constraint = self.problem.constraint
+        schedule = schedule_from_flat(
+            estimate=estimate, latency_bound_s=latency_bound_s, constraint_kind=constraint.kind,
+            quantile=constraint.quantile, status=status, bound_qps=max(upper_qps, qps), gap=gap,
+            nodes=self.nodes - before, seconds=time.monotonic() - began,
+            fingerprint=self.problem.fingerprint)
+        schedule = schedule.changed(
+            margin=margin, rejected=tuple(rows), unbounded_qps=free_qps,
+            pruned=self.search.passed_over, policy_bounds=by_policy,
+            bare_qps=bare_qps if margin.cost > 0 else None, covers=self._covers())
+        if not self._is_brief:
+            schedule = schedule.changed(explanation=explain_choice(
+                schedule, replace(self.problem, fixed=self._asked),
+                latency_limit_s=latency_bound_s / margin.factor))
+        return replace(schedule, over_copies=self._over_copies(found, keeps))
+
+    def _margin(self, keeps: KeptBounds, found: Sequence[Found]) -> Margin:
+        """That of the copies whose latency comes nearest to the bound with it."""
+        parts = [(one.replayed.latency_s * keeps.margin(one.cell, one.point).factor,
+                  keeps.margin(one.cell, one.point)) for one in found]
+        return max(parts, key=lambda pair: pair[0])[1].kept()
+
+    def _upper_bound(self, latency_bound_s: float, keeps: KeptBounds,
+                     qps: float) -> tuple[float, tuple[tuple[str, float], ...]]:
+        """(what no division of the devices exceeds, what none by one policy alone does, the highest
+        first), of schedules with the margin that all have."""
+        kinds: dict[Kind, dict[int, float]] = {"one pool": {}, "two pools": {}}
+        for size, cells in self.search.cells.items():
+            part = cells[0].problem
+            limit_s = latency_bound_s / keeps.least_factor(part)
+            for cell in cells:
+                kind: Kind = "two pools" if len(policy(cell.policy).pools) > 1 else "one pool"
+                worth = kinds[kind]
+                worth[size] = self._bound_of(part, cell.plan, kind, limit_s, worth.get(size, 0.0))
+        both = {size: max(own.get(size, 0.0) for own in kinds.values())
+                for size in self.search.cells}
+        whole = division_of(self.problem, both)
+        alone: dict[str, float] = {}
+        for name in dict.fromkeys(cell.policy for cell in self.search.all_cells):
+            own = kinds["two pools" if len(policy(name).pools) > 1 else "one pool"]
+            best = division_of(self.problem, own)
+            alone[name] = 0.0 if best is None else best.worth
+        upper = max(0.0 if whole is None else whole.worth, qps)
+        return upper, tuple(sorted(((name, own) for name, own in alone.items() if own > 0),
+                                   key=lambda pair: -pair[1]))
+
+    def _bound_of(self, part: Problem, plan: tuple[int, int], kind: Kind, limit_s: float,
+                  cutoff_qps: float) -> float:
+        known = self.search.bounds.setdefault((part.cluster.num_devices, plan, kind, limit_s), {})
+        for cutoff, value in known.items():
+            if cutoff >= cutoff_qps or value > cutoff:
+                return max(value, cutoff_qps)
+        known[cutoff_qps] = self._bounds(part).of_plan(plan, kind, limit_s, cutoff_qps=cutoff_qps)
+        return known[cutoff_qps]
+
+    def _beside(self, found: Sequence[Found], qps: float, keeps: KeptBounds,
+                bounds: Sequence[tuple[str, float]]) -> list[Rejected]:
+        """The best of each other policy, of the paper's own together, and of other degrees."""
+        self.search.look_at_each(keeps)
+        own, most = found[0].cell, dict(bounds)
+        names = {cell.policy for cell in self.search.all_cells}
+        best = {name: self.search.best_of(keeps, lambda cell, name=name: cell.policy == name)
+                for name in sorted(names, key=policy_names().index)}
+        rows = [_row(f"{POLICY_ROW}{name}", one, qps, most.get(name))
+                for name, one in best.items() if name != own.policy]
+        papers = [one for name, one in best.items() if one and policy(name).is_papers]
+        if papers and not policy(own.policy).is_papers:
+            top = max(papers, key=_qps_of)
+            row = _row(PAPERS_ROW, top, qps, max(most.get(name, 0.0) for name in best
+                                                 if policy(name).is_papers))
+            rows.append(replace(row, label=f"{PAPERS_ROW}: {top.cell.policy}, "
+                                           f"{point_words(top.cell, top.point)}"))
+        size = own.problem.cluster.num_devices
+        degrees = {cell.plan[0] for cell in self.search.cells[size] if cell.policy == own.policy}
+        for degree in sorted(degrees - {own.plan[0]}):
+            rows.append(_row(f"{DEGREE_ROW}{degree}", self.search.best_of(
+                keeps, lambda cell, degree=degree: cell.policy == own.policy
+                and cell.plan[0] == degree), qps, None))
+        return rows + self._left_out(names)
+
+    def _left_out(self, looked: set[str]) -> list[Rejected]:
+        """Policies that are not among those compared, and why."""
+        fixed, is_both = self.problem.fixed, self.problem.model.is_encoder_decoder
+        able = {row.name for row in able_policies(fixed)}
+        reasons: dict[str, list[str]] = {}
+        for name in fixed.policies or policy_names():
+            if name in looked or not policy(name).is_searched:
+                continue
+            why = ("the job fixes a variable that it does not have" if name not in able else
+                   "for decoder-only models" if is_both and policy(name).is_decoder_only else
+                   "the devices cannot be divided so for this model, or it does not fit")
+            reasons.setdefault(why, []).append(name)
+        return [Rejected(label=f"{POLICY_ROW}{', '.join(names)}", throughput_qps=None,
+                         latency_s=None, reason=f"{LEFT_OUT}: {why}")
+                for why, names in reasons.items()]
+
+    def _covers(self) -> str:
+        """Of which copies the bound is, in words, where there may be several sizes."""
+        cluster = self.problem.cluster
+        if cluster.num_devices < 3:
+            return ""
+        sizes = sorted(self.search.sizes)
+        each = cluster.devices_per_node
+        every = [*range(1, each), *range(each, cluster.num_devices + 1, each)]
+        unseen = [size for size in every if size not in sizes]
+        return "copies on any number of devices" + (
+            f", but for {', '.join(map(str, unseen))}" if unseen else "")
+
+    def _over_copies(self, found: Sequence[Found], keeps: KeptBounds) -> tuple[CopiesTried, ...]:
+        """Every size of a copy that was looked at, and the division where copies are unlike."""
+        rows = []
+        for size in sorted(self.search.cells):
+            part = self.search.cells[size][0].problem
+            best = self.search.best_of(
+                keeps, lambda cell, size=size: cell.problem.cluster.num_devices == size)
+            bound = max((value for (own, *_), known in self.search.bounds.items() if own == size
+                         for value in known.values()), default=math.inf)
+            rows.append(CopiesTried(
+                replicas=part.copies, devices_per_replica=size,
+                throughput_qps=None if best is None else _qps_of(best),
+                latency_s=None if best is None else best.replayed.latency_s,
+                bound_qps=part.copies * bound, words="nothing better was found" if best is None
+                else configuration(shown(best))))
+        if len(found) > 1:
+            sizes = tuple(size for one in found for size in
+                          [one.cell.problem.cluster.num_devices] * one.copies)
+            estimate = together(found)
+            rows.append(CopiesTried(
+                replicas=len(sizes), devices_per_replica=max(sizes), devices=sizes,
+                throughput_qps=estimate.figures.throughput_qps,
+                latency_s=max(one.replayed.latency_s for one in found), bound_qps=math.inf,
+                words="; ".join(f"on {one.cell.problem.cluster.num_devices}: "
+                                f"{configuration(shown(one))}" for one in found)))
+        return tuple(rows) if len(rows) > 1 else ()
+
+    def selections(self, num_queries: int) -> list[Selection]:
+        """Configurations all over the space, for a job of so many queries."""
+        return [Selection(closed_form=_OfCell(cell), configs=[tuple(one) for one in (
+            cell.points.tolist())], copies=cell.copies) for cell in self.search.all_cells
+            if len(cell.points)]
+
+
+class _Figures(NamedTuple):
+    """[points] rough figures, as admissible() asks for them."""
+
+    throughput_qps: FloatArray
+    latency_s: FloatArray
+    ttft_s: FloatArray
+    tpot_s: FloatArray
+    present: FloatArray
+    stretch: FloatArray
+    fits: BoolArray
+
+
+@dataclass(frozen=True, slots=True)
+class _OfCell:
+    """A cell's formula, asked for points of it."""
+
+    cell: Cell
+
+    def evaluate(self, points: Sequence[Point]) -> Any:
+        """Their rough figures."""
+        rough = self.cell.formula.rough(self.cell.plan, np.array(points, np.int64))
+        outputs = self.cell.problem.lengths.outputs.quantile(
+            self.cell.problem.constraint.quantile)
+        after = np.maximum(rough.latency_s - rough.ttft_s, 0.0) / max(outputs - 1, 1)
+        room = capacity_bytes(self.cell.problem.cluster.device)
+        return _Figures(rough.throughput_qps, rough.latency_s, rough.ttft_s, after, rough.present,
+                        np.zeros(len(points)), rough.memory_bytes <= room)
+
+    def estimate(self, point: Point) -> Estimate:
+        """That of one point."""
+        return self.cell.formula.estimate(self.cell.plan, point)
+
+
+def shown(one: Found) -> Estimate:
+    """All copies of one shape, with the figures that a replay showed."""
+    found, figures = one.replayed.estimate, one.replayed.figures
+    assert figures is not None, f"{one.point = } keeps its bounds"
+    outputs = one.cell.problem.lengths.outputs.mean
+    own = found.changed(
+        throughput_qps=figures.throughput_qps, latency_s=_known(figures.latency_s,
+                                                                found.figures.latency_s),
+        output_tokens_per_s=figures.throughput_qps * outputs,
+        ttft_s=_known(figures.ttft_s, found.figures.ttft_s or 0.0),
+        tpot_s=_known(figures.tpot_s, 0.0))
+    return own.in_copies(one.copies)
+
+
+def _known(seconds: float, otherwise: float) -> float:
+    return otherwise if math.isnan(seconds) else seconds
+
+
+def together(found: Sequence[Found]) -> Estimate:
+    """Copies of one shape or several, those on most devices first."""
+    first, *others = (shown(one) for one in found)
+    return first.beside(tuple(replace(one, notes=()) for one in others))
+
+
+def _qps_of(one: Found) -> float:
+    return one.cell.copies * one.replayed.throughput_qps
+
+
+def _row(label: str, one: Found | None, qps: float, bound_qps: float | None) -> Rejected:
+    if one is None:
+        most = "" if bound_qps is None else f"; no more than {bound_qps:.4g} queries/s"
+        return Rejected(label=label, throughput_qps=None, latency_s=None,
+                        reason=f"none was found within the limits{most}")
+    own = _qps_of(one)
+    return Rejected(label=f"{label}: {point_words(one.cell, one.point)}", throughput_qps=own,
+                    latency_s=one.replayed.latency_s, reason=why_not(own, qps, bound_qps))

@@ -1,0 +1,85 @@
+"""Why there is no schedule: what is in the way, and what can be had."""
+
+from __future__ import annotations
+
+import math
+
+from xgpt.core.constraint import METRIC_WORDS, Metric
+from xgpt.core.errors import InfeasibleError
+from xgpt.core.problem import Problem
+from xgpt.core.units import format_bytes, format_seconds, seconds_up
+from xscheduler.kept_bounds import KeptBounds
+from xscheduler.replay_search import Found, Search
+from xscheduler.shown import point_words
+from xsimulator.memory import capacity_bytes
+
+MOSTLY = 0.5  # of the latency: a part of it that is named as the cause
+# control variables of which larger values take more memory
+_TAKE_MEMORY = ("encode_batch", "max_active", "token_budget")
+_PACE: tuple[Metric, ...] = ("ttft", "tpot")
+
+
+def refusal_of(problem: Problem, search: Search, keeps: KeptBounds,
+               bound_s: float) -> InfeasibleError:
+    """The error to raise where nothing keeps the bounds: the tightest latency that was seen, or
+    what forbids every configuration."""
+    quickest = search.quickest()
+    if not quickest:
+        return InfeasibleError(_without_room(problem, search))
+    constraint = problem.constraint
+    for metric in _PACE:
+        limit_s = constraint.limit_s(metric)
+        least_s = min(getattr(one.replayed.figures, f"{metric}_s") for one in quickest)
+        if least_s > limit_s:
+            return InfeasibleError(
+                f"no schedule satisfies the bound of {format_seconds(limit_s)} on "
+                f"{METRIC_WORDS[metric]}: the least seen is {seconds_up(least_s)} s")
+
+    def needed_s(one: Found) -> float:
+        return one.replayed.latency_s * keeps.factor(one.cell, one.point)
+
+    best = min(quickest, key=needed_s)
+    factor = keeps.factor(best.cell, best.point)
+    longest = problem.lengths.outputs.quantile(constraint.quantile)
+    tightest = seconds_up(needed_s(best))
+    margin = "" if factor <= 1.001 else (
+        f" with its margin ({format_seconds(best.replayed.latency_s)} as simulated; "
+        f"{keeps.margin(best.cell, best.point).sentence})")
+    remedy = keeps.margin(best.cell, best.point).remedy if margin else ""
+    qps = best.cell.copies * best.replayed.throughput_qps
+    return InfeasibleError(
+        f"no schedule was found that satisfies the bound of {format_seconds(bound_s)} for a query "
+        f"of {longest} output tokens (quantile {constraint.quantile:g}). The tightest that can be "
+        f"met is {tightest} s{margin}, by policy {best.cell.policy}, "
+        f"{point_words(best.cell, best.point)} ({qps:.3g} queries/s): {_binding(best)}"
+        f"{remedy and '. '}{remedy}", float(tightest))
+
+
+def _binding(one: Found) -> str:
+    """What most of a latency goes into."""
+    estimate = one.replayed.estimate
+    figures, depth = estimate.figures, len(estimate.deployment.decoding.stages)
+    if (share := figures.encode_s / figures.latency_s) > MOSTLY:
+        return f"{share:.0%} of it is encoding"
+    iteration = f"{format_seconds(figures.decode_iteration_s)} an iteration"
+    return f"most of it is decoding, {iteration}" if depth == 1 else (
+        f"most of it is decoding, where each token passes {depth} stages, {iteration}")
+
+
+def _without_room(problem: Problem, search: Search) -> str:
+    least_bytes, present, is_timed = search.least_room()
+    room = capacity_bytes(problem.cluster.device)
+    fixed = [f"schedule.{name} = {value}" for name in _TAKE_MEMORY
+             if (value := problem.fixed.value_of(name)) is not None]
+    smaller = f"smaller values than the job fixes ({', '.join(fixed)}), " if fixed else ""
+    if least_bytes > room:
+        needs = "the weights alone take more than all devices have" if math.isinf(least_bytes) else (
+            f"{problem.model.name} needs at least {format_bytes(least_bytes)} on its fullest "
+            f"device, of which {format_bytes(room)} can be used")
+        return (f"no schedule: there is too little memory. {needs}; it takes {smaller}more "
+                "devices, or a smaller model, dtype or maximum output")
+    if not is_timed:
+        return ("no schedule: the profile was measured for smaller sizes than this job's, and "
+                "says nothing beyond 4 times as much; measure one for this job")
+    return (f"no schedule: the job has {problem.num_queries} queries, and the fewest that are "
+            f"present at a time are {present:.0f}")
