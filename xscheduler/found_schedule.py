@@ -1,18 +1,17 @@
-"""The schedule that a search by replays found, with what stands beside it: what was proved, the best
-of every other policy and degree, and what the bound and the margin cost."""
+"""The schedule that a search by replays found, with what stands beside it: what was proved, the
+best of every other policy and degree, and what the bound and the margin cost."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from xgpt.core.errors import InfeasibleError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import BoolArray, FloatArray
 from xgpt.core.policies import able_policies, policy, policy_names

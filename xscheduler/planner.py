@@ -24,11 +24,10 @@ from xprofiler.timing import TimingSource
 from xscheduler.beginning import begin
 from xscheduler.copies import idle_note
 from xscheduler.evaluator import Evaluator
-from xscheduler.job_time import for_the_job
 from xscheduler.found_schedule import SearchPlanner
+from xscheduler.job_time import for_the_job
 from xscheduler.prospects import judged
 from xscheduler.room import with_room
-from xscheduler.search import GAP
 from xscheduler.uncertainty import Doubts
 from xscheduler.untimed import plan_untimed
 from xscheduler.watch import Watch

@@ -73,9 +73,10 @@ def _without_room(problem: Problem, search: Search) -> str:
              if (value := problem.fixed.value_of(name)) is not None]
     smaller = f"smaller values than the job fixes ({', '.join(fixed)}), " if fixed else ""
     if least_bytes > room:
-        needs = "the weights alone take more than all devices have" if math.isinf(least_bytes) else (
-            f"{problem.model.name} needs at least {format_bytes(least_bytes)} on its fullest "
-            f"device, of which {format_bytes(room)} can be used")
+        needs = (f"{problem.model.name} needs at least {format_bytes(least_bytes)} on its fullest "
+                 f"device, of which {format_bytes(room)} can be used")
+        if math.isinf(least_bytes):
+            needs = "the weights alone take more than all devices have"
         return (f"no schedule: there is too little memory. {needs}; it takes {smaller}more "
                 "devices, or a smaller model, dtype or maximum output")
     if not is_timed:

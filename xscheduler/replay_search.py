@@ -22,8 +22,8 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xscheduler.copies import has_room, most_copies, problem_on
-from xscheduler.partition import division_of
 from xscheduler.kept_bounds import KeptBounds
+from xscheduler.partition import division_of
 from xscheduler.space import Cell, Expected, Off, Point, Replayed, usual_off
 from xscheduler.spaces.tensor_plans import tensor_plans
 from xsimulator.replay.figures import steady_replay

@@ -1,0 +1,163 @@
+"""What one pool of stages answers at most, for xsimulator.bound, whose symbols these are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.core.lengths import BoolArray, FloatArray
+from xgpt.core.problem import Problem
+from xsimulator import memory
+from xsimulator.demand import Demand
+from xsimulator.layer_times import LayerTimes
+from xsimulator.plans import StagePlan
+from xsimulator.step_bounds import MOST_ROWS, Lines, PoolSteps
+
+RATIO = 1.01  # chosen: between numbers of rows that are looked at
+HALVINGS = 12  # chosen: of the range of G
+
+
+class Curve(NamedTuple):
+    """[m] no throughput exceeds `qps` while the latency is at most `latency_s`, which rises."""
+
+    qps: FloatArray
+    latency_s: FloatArray
+
+
+class PoolBound:
+    """The bounds of one pool. Arrays [m] are over ranges of rows that a cycle decodes."""
+
+    def __init__(self, plan: StagePlan, problem: Problem, demand: Demand,
+                 lines: Callable[[LayerTimes, int], Lines]) -> None:
+        """`lines`: see PoolSteps."""
+        self.demand, self._constraint = demand, problem.constraint
+        self.steps = PoolSteps(plan, problem.cluster.num_devices, demand, lines)
+        # tokens that the fullest stage has room for beside its weights and a step of one row
+        held = memory.StageBytes(problem, plan.stages)
+        free = (memory.capacity_bytes(problem.cluster.device) - plan.weight_bytes
+                - held.step(1.0, 1.0))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            room = np.where(free > 0, free / held.kv(1.0), 0.0)
+        self.room_tokens = float(np.min(room))
+        self.curve = cache(self._find_curve)
+        self._pace_s = self._constraint.limit_s("tpot")
+
+    def alone_qps(self, limit_s: float) -> float:
+        """What no one-pool schedule exceeds whose latency is `limit_s` at most."""
+        low, high = self._rows
+        if not len(low) or not self._keeps_first():
+            return 0.0
+        groups, is_met = self._fewest_groups(low, high, 1.0, limit_s)
+        cycle_s, alone_s = self._cycle(low, high, groups, is_met, 1.0)
+        is_kept = self._latency_s(low, groups, 1.0, is_phased=True) <= limit_s
+        is_kept &= self._path_latency_s(low, high, is_phased=True) <= limit_s
+        is_kept &= alone_s <= self._pace_s
+        qps = high / (self.demand.iterations * cycle_s)
+        return float(qps[is_kept].max(initial=0.0))
+
+    def _find_curve(self, share: float) -> Curve:
+        """Of a decode pool that encodes this share of the queries."""
+        low, high = self._rows
+        groups, is_met = self._fewest_groups(low, high, share, math.inf)
+        if not len(low):
+            return Curve(low, low)
+        cycle_s, alone_s = self._cycle(low, high, groups, is_met, share)
+        is_kept = alone_s <= self._pace_s
+        qps = high / (self.demand.iterations * cycle_s)
+        latency_s = self._latency_s(low, groups, share, is_phased=False)
+        if share == 0:
+            latency_s = np.maximum(latency_s, self._path_latency_s(low, high, is_phased=False))
+        return Curve(qps[is_kept], np.maximum.accumulate(latency_s[is_kept]))
+
+    @cached_property
+    def most_decode_qps(self) -> float:
+        """Queries/s of this pool where it decodes alone."""
+        return float(self.curve(0.0).qps.max(initial=0.0))
+
+    def _keeps_first(self) -> bool:
+        """Whether an input of its quantile's length, alone, keeps the bound on first tokens."""
+        bound = self._constraint.bound_on("ttft")
+        return bound is None or self.steps.alone_s(float(
+            self.demand.lengths.inputs.quantile(bound.quantile))) <= bound.limit_s
+
+    @cached_property
+    def _rows(self) -> tuple[FloatArray, FloatArray]:
+        """([m] least, most) rows of a cycle; none where memory has no room for a query."""
+        most = min(self.room_tokens / self.demand.context, MOST_ROWS)
+        if most < 1:
+            return np.empty(0), np.empty(0)
+        low = np.asarray(RATIO ** np.arange(math.floor(math.log(most) / math.log(RATIO)) + 1),
+                         np.float64)
+        return low, np.asarray(np.minimum(low * RATIO, most))
+
+    def _fewest_groups(self, low: FloatArray, high: FloatArray, share: float,
+                       limit_s: float) -> tuple[FloatArray, BoolArray]:
+        """([m] G below which a group's own steps are longer than a cycle of the stages, or too
+        long for the latency; whether that is so for some G)."""
+        steps = self.steps.of_share(share)
+
+        # where fewer are beside the query that the bound is for, its latency has less to wait for
+        sizes = [low] if not self.demand.excess else [low, self._seen(low)[0]]
+
+        def is_met(groups: FloatArray) -> BoolArray:
+            enough: BoolArray = np.zeros(len(low), bool)
+            for rows in sizes:
+                each = np.maximum(rows / groups, 1.0)
+                enough |= steps.at(steps.path_s, each) <= groups * steps.at(
+                    steps.busy_s, each).max(axis=0)
+            if limit_s < math.inf:
+                enough &= self._path_latency_s(low, groups, is_phased=True) <= limit_s
+            return enough & (steps.at(steps.path_s, np.maximum(low / groups, 1.0)) <= self._pace_s)
+
+        few, many = np.ones(len(low)), high.copy()
+        is_ever = is_met(many)
+        for _ in range(HALVINGS):
+            middle = np.sqrt(few * many)
+            enough = is_met(middle)
+            few, many = np.where(enough, few, middle), np.where(enough, middle, many)
+        return few, is_ever
+
+    def _cycle(self, low: FloatArray, high: FloatArray, groups: FloatArray, is_met: BoolArray,
+               share: float) -> tuple[FloatArray, FloatArray]:
+        """([m] seconds of a cycle, and of one that encodes nothing)."""
+        steps, each = self.steps.of_share(share), np.maximum(low / groups, 1.0)
+        path_s = steps.at(steps.path_s, np.maximum(low / high, 1.0))
+        busy_s, alone_s = (groups * steps.at(own, each).max(axis=0)
+                           for own in (steps.busy_s, steps.alone_s))
+        return np.where(is_met, busy_s, path_s), np.maximum(alone_s, path_s)
+
+    def _latency_s(self, rows: FloatArray, groups: FloatArray, share: float, *,
+                   is_phased: bool) -> FloatArray:
+        """[m] by the busiest stage."""
+        demand, steps, (seen, queries, together) = (
+            self.demand, self.steps.of_share(share), self._seen(rows))
+        each = np.maximum(seen / groups, 1.0)
+        busy, alone = (groups * steps.at(own, each) for own in (steps.busy_s, steps.alone_s))
+        encode_s = (busy - alone) * demand.iterations / seen  # of a query
+        latency = demand.watched * alone + demand.turnover * (seen - 1) * encode_s
+        if is_phased:
+            latency = np.minimum(latency, (
+                together * alone + (demand.watched - together) * steps.alone_s[:, :1]
+                # half of the others', and no more than what falls into cycles together
+                + np.minimum((queries - 1) / 2, together * seen / demand.iterations) * encode_s))
+        return np.asarray(self.steps.own_s * (share > 0) + latency.max(axis=0))
+
+    def _path_latency_s(self, rows: FloatArray, groups: FloatArray, *,
+                        is_phased: bool) -> FloatArray:
+        """[m] by the steps of the query's own group."""
+        steps, (seen, _, together) = self.steps.of_share(0.0), self._seen(rows)
+        path_s = steps.at(steps.path_s, np.maximum(seen / groups, 1.0))
+        if not is_phased:
+            return np.asarray(self.demand.watched * path_s)
+        return np.asarray(self.steps.own_s + together * path_s
+                          + (self.demand.watched - together) * steps.path_s[0])
+
+    def _seen(self, rows: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """([m] rows beside the query that the bound is for and itself; queries of a batch, and
+        iterations that it is together with others, where batches are decoded to their ends)."""
+        seen = np.maximum(rows - self.demand.excess, 1.0)
+        return seen, *self.demand.in_batches(seen)
