@@ -24,7 +24,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xscheduler.copies import problems_of_copies
-from xscheduler.spaces.tensor_plans import tensor_plans
+from xscheduler.tensor_plans import tensor_plans
 from xsimulator.bound import upper_bound
 
 

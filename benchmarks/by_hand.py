@@ -20,7 +20,7 @@ from xscheduler.admissible import Limits, admissible
 from xscheduler.search import Scheduler
 from xscheduler.spaces.grid import MOST_QUERIES, QuicklyBounded, best
 from xscheduler.spaces.remembered import RememberedPolicy
-from xscheduler.spaces.tensor_plans import all_tensor_plans
+from xscheduler.tensor_plans import all_tensor_plans
 from xsimulator.policies import make_policy
 from xsimulator.policies.continuous.config import ContinuousConfig
 from xsimulator.policies.figures import EstimateArrays

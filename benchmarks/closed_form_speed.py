@@ -39,7 +39,7 @@ from xprofiler.profile import (
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import MessageKind, Operator, TimingSource
-from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans
+from xscheduler.tensor_plans import TensorPlan, tensor_plans
 from xsimulator.allocation import pool_ranks
 from xsimulator.policies import make_policy
 from xsimulator.policies.continuous.config import ContinuousConfig

@@ -18,7 +18,7 @@ from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, truncated_normal
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
-from xscheduler.spaces.tensor_plans import all_tensor_plans
+from xscheduler.tensor_plans import all_tensor_plans
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
 

@@ -37,7 +37,7 @@ from paper_scenarios import Scenario, bounds_of, largest_batches
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
-from xscheduler.spaces.tensor_plans import all_tensor_plans
+from xscheduler.tensor_plans import all_tensor_plans
 from xsimulator.allocation import pool_ranks
 from xsimulator.policies import geometric, make_policy
 from xsimulator.policies.rra.config import RraConfig, RraConfigs

@@ -35,7 +35,7 @@ from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xscheduler.search import Scheduler
 from xscheduler.spaces import grid as baselines
-from xscheduler.spaces.tensor_plans import all_tensor_plans
+from xscheduler.tensor_plans import all_tensor_plans
 from xsimulator.policies import make_config, make_policy
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig

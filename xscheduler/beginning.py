@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import empirical
 from xgpt.core.policies import changeable_policy
 from xgpt.core.problem import Problem
@@ -24,9 +24,7 @@ from xgpt.core.schedule import Schedule, Status
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.copies import problems_of_copies
-from xscheduler.search import Scheduler
-from xscheduler.spaces.rra import RraSpace
-from xscheduler.spaces.tensor_plans import tensor_plans
+from xscheduler.found_schedule import SearchPlanner
 
 NEAR = 0.1  # share of the least latency that a larger batch may cost
 FIRST_QUERIES = 20  # done before lengths are looked at for the first time
@@ -59,7 +57,7 @@ def beginning(problem: Problem, timing: TimingSource) -> Schedule | None:
     least_s = min(one.least_s for one in able)
     if one_token_s(problem, timing) > constraint.latency_s:
         return None
-    quickest = max((Scheduler(one.problem, timing).find((1 + NEAR) * least_s, compares=False)
+    quickest = max((one.planner.best((1 + NEAR) * least_s, has_margin=False)
                     for one in able if one.least_s <= (1 + NEAR) * least_s),
                    key=lambda schedule: schedule.figures.throughput_qps)
     return quickest.changed(
@@ -103,24 +101,21 @@ class _Quickest(NamedTuple):
     """What some copies, each decoding a batch to its end, can do: the least latency of a query at
     its cap."""
 
-    problem: Problem
+    planner: SearchPlanner
     least_s: float
 
 
 def _quickest(name: str, problem: Problem, timing: TimingSource) -> _Quickest | None:
     """Of one of the copies, by that policy; None where it cannot be laid out, or has no room."""
-    fixed = replace(problem.fixed, policies=(name,))
-    try:
-        plans = tensor_plans(problem, timing)
-    except InputError:
-        return None
-    own = RraSpace(name, problem, timing, plans)
+    fixed = replace(problem.fixed, policies=(name,), replicas=problem.copies)
     if fixed.decode_iterations is None:
-        fixed = replace(fixed, decode_iterations=max(own.points.rra.flow.max_iterations, 1))
+        most = problem.lengths.outputs.max - (not problem.model.is_encoder_decoder)
+        fixed = replace(fixed, decode_iterations=max(most, 1), encode_chunk=0)
     problem = replace(problem, fixed=fixed)
-    easy = RraSpace(name, problem, timing, plans).easiest()
-    least_s = min((one.latency_s for one in easy if not one.limit), default=None)
-    return None if least_s is None else _Quickest(problem, least_s)
+    search = SearchPlanner(problem, timing, is_brief=True)
+    found = search.search.quickest()
+    least_s = min((one.replayed.latency_s for one in found), default=math.inf)
+    return None if math.isinf(least_s) else _Quickest(search, least_s)
 
 
 def said_of(schedule: Schedule) -> str | None:

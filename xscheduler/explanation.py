@@ -14,14 +14,14 @@ from xgpt.core.schedule import NOT_SURE, Estimate, Rejected, Schedule
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limit, Limits, breaches
-from xscheduler.alternatives import (
+from xscheduler.evaluator import config_of
+from xscheduler.shown import (
     DEGREE_ROW,
     FREE_ROW,
     LEFT_OUT,
     NOT_LOOKED_INTO,
     POLICY_ROW,
 )
-from xscheduler.evaluator import config_of
 from xsimulator import memory
 from xsimulator.policies import make_policy
 

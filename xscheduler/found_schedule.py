@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,23 +19,24 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import CopiesTried, Estimate, Margin, Rejected, Schedule, Status
 from xgpt.core.schedule_file import schedule_from_flat
 from xprofiler.timing import TimingSource
-from xscheduler.alternatives import (
+from xscheduler.explanation import explain_choice
+from xscheduler.job_time import Selection
+from xscheduler.kept_bounds import KeptBounds, RoughEvaluator
+from xscheduler.partition import division_of
+from xscheduler.refusals import refusal_of
+from xscheduler.replay_search import Found, Search
+from xscheduler.shown import (
     BARE_ROW,
     DEGREE_ROW,
     FREE_ROW,
     LEFT_OUT,
     PAPERS_ROW,
     POLICY_ROW,
+    configuration,
+    point_words,
     why_not,
 )
-from xscheduler.explanation import explain_choice
-from xscheduler.kept_bounds import KeptBounds, RoughEvaluator
-from xscheduler.partition import division_of
-from xscheduler.refusals import refusal_of
-from xscheduler.replay_search import Found, Search
-from xscheduler.shown import configuration, point_words
 from xscheduler.space import Cell, Point
-from xscheduler.spaces.space import Selection
 from xscheduler.uncertainty import Doubts
 from xscheduler.watch import Watch
 from xsimulator.bound import Kind, UpperBound
@@ -49,13 +50,15 @@ class SearchPlanner:
     serves the next."""
 
     def __init__(self, problem: Problem, timing: TimingSource, *, watch: Watch | None = None,
-                 is_brief: bool = False, asked: FixedSchedule | None = None) -> None:
-        """is_brief: not explained, and not compared with what there would be without a bound.
+                 is_brief: bool = False, asked: FixedSchedule | None = None,
+                 gap: float | None = None, most_replays: int | None = None) -> None:
+        """gap: wide enough, as a share; None: it is made as small as it gets. is_brief: not
+        explained, and not compared with what there would be without a bound.
         asked: what the job fixes, where the problem fixes more."""
         self.problem, self._timing, self._is_brief = problem, timing, is_brief
-        self._asked = asked or problem.fixed
+        self._asked, self._gap = asked or problem.fixed, gap
         self._watch = watch or Watch()
-        self.search = Search(problem, timing, cuts=self._watch.cuts)
+        self.search = Search(problem, timing, cuts=self._watch.cuts, most_replays=most_replays)
         self._doubts = cache(lambda part, constraint: Doubts(
             replace(part, constraint=constraint),
             RoughEvaluator(replace(part, constraint=constraint), timing)))
@@ -74,7 +77,10 @@ class SearchPlanner:
         InfeasibleError, and InputError for fixed values that no copy can hold."""
         began, before = time.monotonic(), self.nodes
         keeps: KeptBounds = self._keeps(latency_bound_s, has_margin)
-        found = self.search.best(keeps)
+        enough_qps = math.inf
+        if self._gap is not None:
+            enough_qps = self._upper_bound(latency_bound_s, keeps, 0.0)[0] / (1 + self._gap)
+        found = self.search.best(keeps, enough_qps)
         if not found:
             raise refusal_of(self.problem, self.search, keeps, latency_bound_s)
         estimate = together(found)
@@ -166,7 +172,7 @@ class SearchPlanner:
         self.search.look_at_each(keeps)
         own, most = found[0].cell, dict(bounds)
         names = {cell.policy for cell in self.search.all_cells}
-        best = {name: self.search.best_of(keeps, lambda cell, name=name: cell.policy == name)
+        best = {name: self.search.best_of(keeps, partial(_is_by, name))
                 for name in sorted(names, key=policy_names().index)}
         rows = [_row(f"{POLICY_ROW}{name}", one, qps, most.get(name))
                 for name, one in best.items() if name != own.policy]
@@ -181,8 +187,7 @@ class SearchPlanner:
         degrees = {cell.plan[0] for cell in self.search.cells[size] if cell.policy == own.policy}
         for degree in sorted(degrees - {own.plan[0]}):
             rows.append(_row(f"{DEGREE_ROW}{degree}", self.search.best_of(
-                keeps, lambda cell, degree=degree: cell.policy == own.policy
-                and cell.plan[0] == degree), qps, None))
+                keeps, partial(_is_by, own.policy, degree=degree)), qps, None))
         return rows + self._left_out(names)
 
     def _left_out(self, looked: set[str]) -> list[Rejected]:
@@ -218,8 +223,7 @@ class SearchPlanner:
         rows = []
         for size in sorted(self.search.cells):
             part = self.search.cells[size][0].problem
-            best = self.search.best_of(
-                keeps, lambda cell, size=size: cell.problem.cluster.num_devices == size)
+            best = self.search.best_of(keeps, self.search.cells[size].__contains__)
             bound = max((value for (own, *_), known in self.search.bounds.items() if own == size
                          for value in known.values()), default=math.inf)
             rows.append(CopiesTried(
@@ -302,6 +306,10 @@ def together(found: Sequence[Found]) -> Estimate:
     """Copies of one shape or several, those on most devices first."""
     first, *others = (shown(one) for one in found)
     return first.beside(tuple(replace(one, notes=()) for one in others))
+
+
+def _is_by(name: str, cell: Cell, *, degree: int | None = None) -> bool:
+    return cell.policy == name and degree in (None, cell.plan[0])
 
 
 def _qps_of(one: Found) -> float:

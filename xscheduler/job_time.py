@@ -9,7 +9,7 @@ state stays."""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -23,8 +23,6 @@ from xscheduler.admissible import Limits, admissible
 from xscheduler.evaluator import Evaluator, job_lengths
 from xscheduler.prospects import keeps_pace
 from xscheduler.room import with_room
-from xscheduler.spaces.space import Selection
-from xscheduler.ties import told
 from xscheduler.uncertainty import Doubts, MarginParts
 
 SHORT = 10  # times what is in the system: of a longer job less is ramp and drain
@@ -35,6 +33,16 @@ FINALISTS, MOST_REPLAYS, MOST_AGAIN = 5, 5, 1500  # of the second; so often, or 
 MOST_OF_MARGIN = 0.75  # of its logarithm: of what needs more, no replay is made
 ROUGHLY = 3  # one in so many configurations is replayed for a comparison
 _NO_MARGIN = MarginParts(factor=1.0, sentence="planned without a margin")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Configurations of a policy that are looked at together, and who evaluates them. `copies`: of
+    the model, of which they are those of one."""
+
+    closed_form: Any
+    configs: Sequence[Any]
+    copies: int = 1
 
 
 class _Entry(NamedTuple):
@@ -92,6 +100,11 @@ def is_short(problem: Problem, schedule: Schedule) -> bool:
     count, estimate = problem.num_queries, schedule.estimate
     return bool(count) and not problem.observes and (
         count or 0) < SHORT * estimate.deployment.replicas * estimate.most_in_system
+
+
+def told(figure: float) -> float:
+    """A figure to its tenth digit (chosen): in those beyond, equals differ by rounding."""
+    return float(f"{figure:.10g}")
 
 
 class _JobTime:

@@ -15,7 +15,7 @@ from xgpt.core.policies import policy
 from xgpt.core.schedule import Estimate
 from xscheduler.admissible import Limits, admissible
 from xscheduler.evaluator import Evaluator, config_of
-from xscheduler.ties import told
+from xscheduler.job_time import told
 
 LEAST, MOST = 0.75, 1.2  # of what a schedule takes at a time, that are looked at
 MANY = 200  # more sizes than so many are looked at in even ratios

@@ -38,9 +38,9 @@ Horizon = Literal["job", "steady"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """`gap`: share by which a schedule may be better than the one found, however many boxes that
-    takes; None: GAP, and more where a policy's search takes many. `max_nodes`: boxes of
-    configurations that each policy's search may look at; None: as many as it takes. `horizon`: plan
+    """`gap`: the search ends once nothing is better by more than this share; None: when it expects
+    nothing better. `max_nodes`: replays of one look over all configurations at most; None: as many
+    as it takes. `horizon`: plan
     for the problem's own queries, where it has any, or for the steady state of a job without end.
     `untimed`: why the times are not those of what will run ("" where they are). `has_margin`: the
     bound is kept with the constraint's confidence, which a replay of every candidate is part of;
@@ -186,8 +186,9 @@ class Planner:
         return self._search_of(self._narrowed)
 
     def _search_of(self, problem: Problem) -> SearchPlanner:
-        return SearchPlanner(problem, self.timing, watch=self._watch,
-                             is_brief=self.options.is_brief, asked=self.problem.fixed)
+        return SearchPlanner(problem, self.timing, watch=self._watch, gap=self.options.gap,
+                             most_replays=self.options.max_nodes, asked=self.problem.fixed,
+                             is_brief=self.options.is_brief)
 
 
 def _bounded(problem: Problem, latency_bound_s: float | None) -> Problem:

@@ -1,25 +1,16 @@
-"""What is expected of each bound but that on latency, with the margin of each; and schedules that
-keep them all.
-
-Searches obey the bounds on the tokens' pace by the closed form (xscheduler.admissible). What a
-schedule's own margin adds to that (xscheduler.uncertainty: uncertain times and lengths, and a
-replay, which scatters as closed forms do not) is asked for once it is found: where it breaks a
-bound, the search is repeated for a bound tightened by as much."""
+"""What is expected of each bound but that on latency, with the margin of each."""
 
 import math
 from collections.abc import Callable
 
-from xgpt.core.constraint import METRIC_WORDS, Constraint, Metric, Prospect
+from xgpt.core.constraint import Metric, Prospect
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import format_seconds, seconds_up
 from xscheduler.uncertainty import Doubts
-from xscheduler.within import PlannedWithin
 
 PACE: tuple[Metric, ...] = ("ttft", "tpot")
-ROUNDS = 5  # searches under tightened bounds on the tokens' pace
-TIGHTER = 0.98  # of a bound that was not tight enough: what is tried next, at most
 REPLAYS = 3  # of a job whose lengths are not all known, for its makespan
 
 
@@ -38,39 +29,6 @@ def pace_of(doubts: Doubts, estimate: Estimate) -> list[Prospect]:
 
 def keeps_pace(doubts: Doubts, estimate: Estimate) -> bool:
     return all(one.is_kept for one in pace_of(doubts, estimate))
-
-
-def plan_jointly(doubts: Doubts, plan: Callable[[Constraint], PlannedWithin]) -> PlannedWithin:
-    """The best that keeps the bounds on the tokens' pace with their margins. plan: the best within
-    such a constraint, its latency bound kept with its margin; raises InfeasibleError."""
-    asked = doubts.problem.constraint
-    nearest: Prospect | None = None
-    for _ in range(ROUNDS):
-        try:
-            planned = plan(asked)
-        except InfeasibleError as refusal:
-            if nearest is None:
-                raise
-            raise InfeasibleError(f"{_missed(nearest, doubts)}. With that margin: {refusal}"
-                                  ) from refusal
-        over = [one for one in pace_of(doubts, planned.schedule.estimate) if not one.is_kept]
-        if not over:
-            return planned
-        nearest = max(over, key=lambda one: one.with_margin_s / one.limit_s)
-        for one in over:
-            factor = one.with_margin_s / one.expected_s
-            asked = asked.with_bound(one.metric, limit_s=min(
-                one.limit_s / factor, TIGHTER * asked.limit_s(one.metric)))
-    assert nearest is not None
-    raise InfeasibleError(_missed(nearest, doubts))
-
-
-def _missed(nearest: Prospect, doubts: Doubts) -> str:
-    return (f"no schedule was found that keeps the bound of {format_seconds(nearest.limit_s)} on "
-            f"{METRIC_WORDS[nearest.metric]} with a confidence of "
-            f"{doubts.problem.constraint.confidence:.0%}: the nearest takes "
-            f"{format_seconds(nearest.with_margin_s)} with its margin "
-            f"({format_seconds(nearest.expected_s)} as computed)")
 
 
 def judged(schedule: Schedule, doubts: Doubts, tell: Callable[[str], None], *, is_job: bool,

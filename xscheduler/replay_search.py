@@ -25,7 +25,7 @@ from xscheduler.copies import has_room, most_copies, problem_on
 from xscheduler.kept_bounds import KeptBounds
 from xscheduler.partition import division_of
 from xscheduler.space import Cell, Expected, Off, Point, Replayed, usual_off
-from xscheduler.spaces.tensor_plans import tensor_plans
+from xscheduler.tensor_plans import tensor_plans
 from xsimulator.replay.figures import steady_replay
 from xsimulator.replay.job import planned_queries
 from xsimulator.replay.predict import checked_queries, with_watched
@@ -86,8 +86,8 @@ def cells_of(problem: Problem, timing: TimingSource) -> Iterator[tuple[Cell, Rep
         for name in names:
             formula = formulas.of(name)
             for plan in plans:
-                if formula.can_lay_out(tuple(plan)):
-                    yield Cell(part, formula, tuple(plan)), replays
+                if formula.can_lay_out(plan):
+                    yield Cell(part, formula, plan), replays
 
 
 def _names(problem: Problem) -> list[str]:
@@ -136,9 +136,12 @@ class Search:
     """The search of one problem."""
 
     def __init__(self, problem: Problem, timing: TimingSource, *,
-                 cuts: Callable[[], bool] = lambda: False) -> None:
-        """cuts: whether what is under way is to end with what it has."""
+                 cuts: Callable[[], bool] = lambda: False,
+                 most_replays: int | None = None) -> None:
+        """cuts: whether what is under way is to end with what it has. most_replays: of one look
+        over all cells."""
         self.problem, self._timing, self._cuts = problem, timing, cuts
+        self._most_replays = most_replays or MOST_REPLAYS
         self._replays: dict[Cell, Replays] = dict(cells_of(problem, timing))
         self.cells: dict[int, list[Cell]] = {}  # by devices of a copy
         for cell in self._replays:
@@ -214,8 +217,7 @@ class Search:
             for name in _names(self.problem):
                 for plan in plans:
                     try:
-                        rough = formulas.of(name).rough(tuple(plan), formulas.of(name).points(
-                            tuple(plan))[:1])
+                        rough = formulas.of(name).rough(plan, formulas.of(name).points(plan)[:1])
                     except (InputError, ValueError):
                         continue
                     least_bytes = min(least_bytes, float(rough.memory_bytes[0]))
@@ -227,12 +229,13 @@ class Search:
     def num_replays(self) -> int:
         return sum(one.count for one in {id(own): own for own in self._replays.values()}.values())
 
-    def best(self, keeps: KeptBounds) -> list[Found]:
+    def best(self, keeps: KeptBounds, enough_qps: float = math.inf) -> list[Found]:
         """Copies of one or several shapes that are best together; [] where none was found that
-        keeps the limits."""
+        keeps the limits. enough_qps: with so many queries/s the search may end."""
         found = self._look(keeps) or (self._look(keeps) if self.quickest() else [])
         for _ in range(FINALS):
-            if self._cuts():
+            if self._cuts() or sum(one.copies * one.replayed.throughput_qps
+                                   for one in found) >= enough_qps:
                 break
             improved = False
             for one in found:
@@ -249,7 +252,7 @@ class Search:
         """Replays what is expected to be part of the best division, until that is of nothing but
         what was replayed."""
         usual: dict[str, Off] = dict(usual_off(list(self._replays)))
-        most = self.num_replays + MOST_REPLAYS
+        most = self.num_replays + self._most_replays
         expected = {cell: self._expected(cell, keeps, usual) for cell in self._replays}
         while True:
             tops: dict[int, Cell] = {}
@@ -299,7 +302,7 @@ class Search:
 
     def _runners_up(self, found: Sequence[Found], keeps: KeptBounds) -> list[Found]:
         """Of the sizes that are taken the best of other cells that are nearly as good."""
-        others = []
+        others: list[tuple[float, int, Found]] = []
         for one in found:
             own = one.cell.copies * one.replayed.throughput_qps
             for cell in self.cells[one.cell.problem.cluster.num_devices]:

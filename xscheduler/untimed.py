@@ -12,7 +12,7 @@ from xgpt.core.schedule import Estimate, Schedule, Status
 from xgpt.core.schedule_file import schedule_from_flat
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
-from xscheduler.search import Scheduler
+from xscheduler.found_schedule import SearchPlanner
 from xsimulator.policies import ClosedForm, make_config, make_policy
 
 
@@ -24,9 +24,9 @@ def plan_untimed(problem: Problem, timing: TimingSource, note: str) -> Schedule:
     if fixed.encode_batch is not None:
         estimate, nodes, status = _given_batch(problem, form), 1, Status.GIVEN
     else:
-        search = Scheduler(problem, timing)
+        search = SearchPlanner(problem, timing, is_brief=True)
         estimate, status = _best_batch(problem, search, form), Status.BEST_SEEN
-        nodes = search.num_evaluated
+        nodes = search.nodes
     estimate = replace(estimate, notes=(*estimate.notes, note))
     return schedule_from_flat(
         estimate=estimate, latency_bound_s=constraint.latency_s, constraint_kind=constraint.kind,
@@ -49,11 +49,11 @@ def _given_batch(problem: Problem, form: ClosedForm) -> Estimate:
     return estimate
 
 
-def _best_batch(problem: Problem, search: Scheduler, form: ClosedForm) -> Estimate:
+def _best_batch(problem: Problem, search: SearchPlanner, form: ClosedForm) -> Estimate:
     fixed, bound_s = problem.fixed, problem.constraint.latency_s
     assert fixed.tp_degree is not None and fixed.tp_gpus is not None, f"{fixed = }"
     try:
-        return search.find(compares=False).estimate
+        return search.best(bound_s, has_margin=False).estimate
     except InfeasibleError:
         single, _ = make_config(str(fixed.policy), replace(
             FixedSchedule(), encode_batch=1, decode_micro_batches=1, tp_degree=fixed.tp_degree,

@@ -12,7 +12,7 @@ import numpy as np
 from xgpt.core.problem import Problem
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
-from xscheduler.spaces.tensor_plans import tensor_plans
+from xscheduler.tensor_plans import tensor_plans
 from xscheduler.spaces.waa import group_range
 from xsimulator.policies import make_policy
 from xsimulator.policies.rra.config import RraConfig

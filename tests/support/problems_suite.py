@@ -24,7 +24,7 @@ from xprofiler.profile import STEP_OVERHEAD, Profile, ProfileMetadata, Sample, T
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator, TimingSource
-from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans
+from xscheduler.tensor_plans import TensorPlan, tensor_plans
 from xsimulator.envelope import SINGLES
 from xsimulator.policies import make_policy
 from xsimulator.policies.waa.config import WaaConfig

@@ -9,7 +9,7 @@ from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
 
 from xgpt.core.job import FixedSchedule
 from xgpt.core.schedule import Rejected
-from xscheduler.alternatives import why_not
+from xscheduler.shown import why_not
 from xscheduler.explanation import binding_limits, explain_choice, next_batch_breaks
 from xsimulator import memory
 

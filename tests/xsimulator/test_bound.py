@@ -18,7 +18,7 @@ from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, joint_empirical, truncated_normal
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
-from xscheduler.spaces.tensor_plans import tensor_plans
+from xscheduler.tensor_plans import tensor_plans
 from xsimulator.bound import Kind, UpperBound, upper_bound
 from xsimulator.policies import make_policy
 from xsimulator.policies.continuous.config import ContinuousConfig

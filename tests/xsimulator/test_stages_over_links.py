@@ -16,7 +16,7 @@ from xgpt.core.model import ModelSpec
 from xprofiler.links import link_kind
 from xprofiler.roofline import Roofline
 from xprofiler.timing import MessageKind
-from xscheduler.spaces.tensor_plans import tensor_plans
+from xscheduler.tensor_plans import tensor_plans
 from xsimulator.compared_runs import Shape, static_batch_s, superpod_link
 from xsimulator.plans import StagePlans
 

@@ -30,10 +30,8 @@ from xprofiler.timing import TimingSource
 from xrunner.engines.engine import mistake
 from xscheduler.copies import problem_for, problems_of_copies
 from xscheduler.evaluator import config_of, job_lengths
-from xscheduler.over_copies import CopiesSearch
+from xscheduler.found_schedule import SearchPlanner
 from xscheduler.planner import PlanOptions
-from xscheduler.search import GAP
-from xscheduler.spaces.space import Effort
 from xscheduler.watch import Watch
 from xsimulator.policies import make_config, make_policy
 from xsimulator.replay.copies import replay_steady, replayer_of
@@ -234,8 +232,8 @@ def _best(opened: OpenedJob, timing: TimingSource, name: str) -> Estimate | str:
     fixed = FixedSchedule(policies=(name,), replicas=problem.fixed.replicas)
     try:
         with Watch(opened.job.max_search_s) as watch:
-            search = CopiesSearch(replace(problem, fixed=fixed), timing,
-                                  Effort(gap=GAP, watch=watch), is_brief=True)
+            search = SearchPlanner(replace(problem, fixed=fixed), timing, watch=watch,
+                                   is_brief=True)
             return search.best(problem.constraint.latency_s, has_margin=False).estimate
     except InfeasibleError:
         return NONE_KEEPS

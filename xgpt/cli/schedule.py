@@ -25,9 +25,7 @@ from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.core.units import parse_share
 from xgpt.launch.engine_commands import ENGINES, engine_command
-from xscheduler.branch_and_bound import MANY_NODES
 from xscheduler.planner import Horizon, PlanOptions
-from xscheduler.search import GAP
 
 
 def _share(_context: click.Context, _parameter: click.Parameter, text: str | None) -> float | None:
@@ -61,7 +59,7 @@ def _times_of(job: Job) -> str:
 @click.option("--from", "from_file", type=click.Path(path_type=Path), metavar="FILE",
               help="A schedule that is deployed: keep it, adjust it, or deploy another?")
 @click.option("--gap", metavar="SHARE", callback=_share,
-              show_default=f"{GAP:.1%}, widening after {MANY_NODES:,} boxes of a policy",
+              show_default="as small as it finds",
               help="Stop once no schedule can be better by more than this, however long it takes.")
 @click.option("--max-nodes", type=click.IntRange(min=1), metavar="N",
               help="Stop each policy's search after N boxes of configurations.")

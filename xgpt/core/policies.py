@@ -37,7 +37,8 @@ class Policy:
     closed_form: made of (problem, timing), says what the policy does in steady state
         (xsimulator.policies.ClosedForm).
     config: dataclass of the configurations that the closed form evaluates.
-    space: class of the search over them; None: a grid and its best points' neighbours."""
+    formula: made of (name, problem, timing, plans of its stages, workload), says roughly what the
+        policy does (xsimulator.rough.figures.Formula); None: the closed form on its grid."""
 
     name: str
     title: str
@@ -47,7 +48,7 @@ class Policy:
     rules: str
     closed_form: str
     config: str
-    space: str | None = None
+    formula: str | None = None
     pools: tuple[Role, ...] = ("both",)
     is_searched: bool = False  # where the job leaves the policy open
     turn: int = 1  # at which a search over several looks at it: likely winners first
@@ -63,15 +64,10 @@ class Policy:
     is_decoder_only: bool = False
 
     @property
-    def has_space(self) -> bool:
-        """Whether a search proves what it finds; else a grid is gone over."""
-        return self.space is not None
-
-    @property
     def variable_names(self) -> tuple[str, ...]:
         return tuple(variable.name for variable in self.variables)
 
-    def load(self, part: Literal["controls", "rules", "closed_form", "config", "space",
+    def load(self, part: Literal["controls", "rules", "closed_form", "config", "formula",
                               "limits"]) -> Any:
         """One of its parts, imported; None for a policy that has none."""
         where: str | None = getattr(self, part)
@@ -99,7 +95,7 @@ def _waa(name: str, title: str, words: str) -> Policy:
         controls="xgpt.core.controls:WaaControls", rules="xrunner.rules.waa:waa_rules",
         closed_form=f"{_FORMS}.waa.closed_form:{name.replace('-', '_')}",
         config=f"{_FORMS}.waa.config:WaaConfig",
-        space="xscheduler.spaces.waa:WaaSpace",
+        formula="xsimulator.rough.two_pools:TwoPools",
         limits="xrunner.rules.waa:system_limits",
         pools=("encode", "decode"), is_searched=True, is_papers=True, has_even_batches=True)
 
@@ -110,7 +106,7 @@ def _static(name: str, title: str, words: str, *more: Variable, turn: int) -> Po
         controls="xgpt.core.controls:StaticControls", rules="xrunner.rules.static:static_rule",
         closed_form=f"{_FORMS}.static.closed_form:{name}",
         config=f"{_FORMS}.static.config:StaticConfig",
-        space="xscheduler.spaces.static:StaticSpace", is_searched=True, is_baseline=True, turn=turn)
+        formula="xsimulator.rough.static:Static", is_searched=True, is_baseline=True, turn=turn)
 
 
 def _continuous(name: str, title: str, words: str, rules: str, *more: Variable,
@@ -120,7 +116,7 @@ def _continuous(name: str, title: str, words: str, rules: str, *more: Variable,
         controls="xgpt.core.controls:ContinuousControls", rules=f"xrunner.rules.{rules}",
         closed_form=f"{_FORMS}.continuous.closed_form:{name}",
         config=f"{_FORMS}.continuous.config:ContinuousConfig",
-        space="xscheduler.spaces.continuous:ContinuousSpace", is_searched=True, turn=turn,
+        formula="xsimulator.rough.one_pool:Continuous", is_searched=True, turn=turn,
         limits="xrunner.rules.iteration:step_limits",
         is_decoder_only=True)
 
@@ -133,7 +129,7 @@ _ROWS = (
            controls="xgpt.core.controls:RraControls", rules="xrunner.rules.rra:rra_rule",
            closed_form=f"{_FORMS}.rra.closed_form:Rra",
            config=f"{_FORMS}.rra.config:RraConfig",
-           space="xscheduler.spaces.rra:RraSpace", is_searched=True, is_papers=True,
+           formula="xsimulator.rough.one_pool:Rra", is_searched=True, is_papers=True,
            has_even_batches=True, is_changeable=True),
     _waa("waa-c", "WAA-C", "workload-aware allocation: some devices encode, the others decode, "
          "divided by computing time"),

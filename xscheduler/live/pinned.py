@@ -24,7 +24,6 @@ from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limit, Limits, forbidding
 from xscheduler.copies import most_copies, problem_for
-from xscheduler.spaces.rra_chunks import CHUNKS
 from xsimulator.allocation import pool_layers
 from xsimulator.plans import StagePlan, shared_plans
 from xsimulator.policies import ClosedForm, geometric, group_counts, make_config, make_policy
@@ -33,6 +32,7 @@ from xsimulator.policies.waa.closed_form import Waa
 from xsimulator.policies.waa.divisions import FixedDivision
 
 MAX_BATCH = 1 << 16
+CHUNKS = (16, 32, 64, 128, 256, 512, 1024, 2048)  # chosen: tokens
 NEAR_EDGE = 8  # batches below and above the edge that are evaluated one by one
 BELOW = (0.5, 0.7, 0.85, 0.93, 0.97)  # of the edge: further batches, should throughput have bent
 SPREAD = 12  # lines on either side of the best that are looked at in a round

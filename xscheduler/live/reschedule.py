@@ -37,12 +37,10 @@ from xgpt.core.units import format_bytes, format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.copies import problem_for
 from xscheduler.evaluator import Evaluator
+from xscheduler.found_schedule import SearchPlanner
 from xscheduler.live.as_it_is import way_as_it_is, way_within_limits
 from xscheduler.live.deployment import Loading, redeployment
 from xscheduler.live.pinned import MAX_BATCH, PinnedSearch, Way, fits_the_job, variables_words
-from xscheduler.over_copies import CopiesSearch
-from xscheduler.search import GAP
-from xscheduler.spaces.space import Effort
 from xscheduler.uncertainty import Doubts
 from xscheduler.within import plan_within
 
@@ -96,7 +94,7 @@ def reschedule(current: Schedule | Estimate, problem: Problem, timing: TimingSou
         adjust = keep
     if best is None:
         try:
-            best = CopiesSearch(problem, timing, Effort(gap=GAP), is_brief=True).best(
+            best = SearchPlanner(problem, timing, is_brief=True).best(
                 problem.constraint.latency_s, has_margin=False)
         except (InfeasibleError, InputError) as cause:
             best = cause

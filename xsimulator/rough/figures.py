@@ -48,8 +48,8 @@ class Formula(Protocol):
     problem: Problem
     policy: str
 
-    def plans(self) -> list[tuple[int, int]]:
-        """The (tp_degree, tp_gpus) that can be laid out."""
+    def can_lay_out(self, plan: tuple[int, int]) -> bool:
+        """Whether the devices can be divided by this (tp_degree, tp_gpus), and hold the weights."""
 
     def points(self, plan: tuple[int, int]) -> IntArray:
         """[points, variables] configurations all over what memory and the job allow."""

@@ -19,7 +19,7 @@ from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
 from xscheduler import drift
-from xscheduler.alternatives import in_the_same_lengths
+from xscheduler.shown import in_the_same_lengths
 from xscheduler.planner import Planner, PlanOptions
 from xscheduler.price import Offer, price
 

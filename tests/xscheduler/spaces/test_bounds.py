@@ -30,7 +30,7 @@ from representative import some
 from xgpt.core.job import FixedSchedule
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import Operator
-from xscheduler.spaces.tensor_plans import tensor_plans
+from xscheduler.tensor_plans import tensor_plans
 from xsimulator.policies import make_policy
 from xsimulator.policies.rra.bounds import SIDES, RraBounds
 from xsimulator.policies.rra.closed_form import Rra

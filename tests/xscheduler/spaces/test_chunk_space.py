@@ -22,7 +22,7 @@ from xscheduler.spaces.continuous import ContinuousSpace
 from xscheduler.spaces.rra import RraSpace
 from xscheduler.spaces.rra_chunks import CHUNKS, ChunkPoints, ladder_of
 from xscheduler.spaces.space import Effort, search_space
-from xscheduler.spaces.tensor_plans import tensor_plans
+from xscheduler.tensor_plans import tensor_plans
 from xsimulator.policies.rra.chunk_bounds import ChunkBounds, RateRanges
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig

@@ -23,7 +23,7 @@ from representative import some
 from xgpt.core.job import FixedSchedule
 from xscheduler.spaces.continuous import ContinuousSpace
 from xscheduler.spaces.space import Effort, search_space
-from xscheduler.spaces.tensor_plans import tensor_plans
+from xscheduler.tensor_plans import tensor_plans
 
 POLICIES = ("orca", "vllm", "sarathi")
 BUDGETS = (24, 80, 130, 300, 1000)

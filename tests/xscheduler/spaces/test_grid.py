@@ -15,7 +15,7 @@ from xgpt.core.constraint import latency_constraint
 from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xscheduler.spaces import grid
-from xscheduler.spaces.tensor_plans import all_tensor_plans
+from xscheduler.tensor_plans import all_tensor_plans
 from xsimulator.policies.continuous.closed_form import orca, sarathi, vllm
 from xsimulator.policies.continuous.config import ContinuousConfig
 from xsimulator.policies.figures import EstimateArrays

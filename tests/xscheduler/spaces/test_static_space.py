@@ -27,7 +27,7 @@ from xscheduler.over_copies import CopiesSearch
 from xscheduler.search import GAP, Scheduler
 from xscheduler.spaces.space import Effort
 from xscheduler.spaces.static import MOST_PARTS, StaticSpace
-from xscheduler.spaces.tensor_plans import TensorPlan, tensor_plans
+from xscheduler.tensor_plans import TensorPlan, tensor_plans
 from xsimulator.policies import make_policy
 from xsimulator.policies.static.bounds import StaticBounds
 from xsimulator.policies.static.boxes import StaticBoxes

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from xscheduler.spaces.tensor_plans import between, even_parts
+from xscheduler.tensor_plans import between, even_parts
 
 
 def test_borders_in_even_ratios_are_those_of_geomspace():

@@ -23,7 +23,7 @@ from xprofiler.timing import TimingSource
 from xscheduler.admissible import Limit
 from xscheduler.search import GAP, Scheduler
 from xscheduler.spaces.space import Effort
-from xscheduler.spaces.tensor_plans import tensor_plans
+from xscheduler.tensor_plans import tensor_plans
 from xscheduler.spaces.waa import WaaSpace
 from xscheduler.spaces.waa_boxes import CHUNKS, WorkLeft, group_range
 from xscheduler.spaces.waa_climb import Climber

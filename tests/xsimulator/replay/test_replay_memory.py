@@ -12,7 +12,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.policies import policy_names
 from xgpt.core.units import DTYPE_BYTES
-from xscheduler.spaces.tensor_plans import all_tensor_plans
+from xscheduler.tensor_plans import all_tensor_plans
 from xsimulator import memory
 from xsimulator.plans import StagePlans
 from xsimulator.policies import make_config, make_policy

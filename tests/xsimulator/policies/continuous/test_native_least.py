@@ -13,7 +13,7 @@ from problems_suite import captured, noisy_profile, planted, roofline_of, toy_pr
 from representative import some
 
 from xscheduler.spaces.continuous import ContinuousSpace
-from xscheduler.spaces.tensor_plans import tensor_plans
+from xscheduler.tensor_plans import tensor_plans
 from xsimulator.policies.continuous import bounds
 from xsimulator.policies.continuous.bounds import Lines
 

@@ -18,7 +18,7 @@ from xgpt.core.lengths import IntArray, JointLengths, truncated_normal
 from xprofiler.timing import Operator, Reach
 from xscheduler.spaces.rra_chunks import ChunkPoints
 from xscheduler.spaces.rra_points import RraPoints
-from xscheduler.spaces.tensor_plans import tensor_plans
+from xscheduler.tensor_plans import tensor_plans
 from xsimulator import pipeline
 from xsimulator.native import native
 from xsimulator.policies.figures import EstimateArrays
