@@ -79,17 +79,21 @@ class OnePool(ABC):
 
     def rough(self, plan: tuple[int, int], points: IntArray) -> Rough:
         """See Formula."""
-        return self._rough(self._pool(*plan), points.astype(float))
+        return self._figures(self._pool(*plan), points.astype(float))
+
+    def _figures(self, pool: LaidOut, points: FloatArray) -> Rough:
+        with np.errstate(invalid="ignore"):  # sizes that are refused take for ever
+            return self._rough(pool, points)
 
     def of_estimate(self, estimate: Estimate) -> dict[str, float]:
         """See Formula."""
         pool = self._laid_out(self._plans.of_stages(estimate.deployment.stages, "both"))
-        return self._rough(pool, np.array([point_of(estimate)], float)).of(0)
+        return self._figures(pool, np.array([point_of(estimate)], float)).of(0)
 
     def estimate(self, plan: tuple[int, int], point: tuple[int, ...]) -> Estimate:
         """See Formula."""
         pool = self._pool(*plan)
-        found = self._rough(pool, np.array([point], float)).of(0)
+        found = self._figures(pool, np.array([point], float)).of(0)
         groups, sizes = self._groups(pool, point), self._step_sizes(pool, np.array([point], float))
         deployment = Deployment(pools=(Pool(
             name="all", role="both", stages=pool.plan.stages, num_groups=groups,

@@ -86,8 +86,8 @@ class TwoPools:
         encode, decode = (self._plans.of_stages(pool.stages, pool.role)
                           for pool in estimate.deployment.pools)
         pools = Pools((encode, decode), (self._held(encode, True), self._held(decode, False)))
-        return self._rough([pools], np.zeros(1, np.int64),
-                           np.array([point_of(estimate)], float))[0].of(0)
+        return self._figures([pools], np.zeros(1, np.int64),
+                             np.array([point_of(estimate)], float))[0].of(0)
 
     def points(self, plan: tuple[int, int]) -> IntArray:
         """See Formula."""
@@ -111,7 +111,12 @@ class TwoPools:
         """See Formula."""
         own = points.astype(float)
         counts, which = np.unique(self._divide(plan, own), return_inverse=True)
-        return self._rough([self._pools(plan, int(count)) for count in counts], which, own)[0]
+        return self._figures([self._pools(plan, int(count)) for count in counts], which, own)[0]
+
+    def _figures(self, pools: Sequence[Pools], which: IntArray,
+                 points: FloatArray) -> tuple[Rough, FloatArray]:
+        with np.errstate(invalid="ignore"):  # sizes that are refused take for ever
+            return self._rough(pools, which, points)
 
     def _divide(self, plan: tuple[int, int], points: FloatArray) -> IntArray:
         """[points] devices that encode."""
@@ -230,7 +235,7 @@ class TwoPools:
         points = np.array([point], float)
         count = int(self._divide(plan, points)[0])
         pools = self._pools(plan, count)
-        rough, stock = self._rough([pools], np.zeros(1, np.int64), points)
+        rough, stock = self._figures([pools], np.zeros(1, np.int64), points)
         found, (batch, groups, chunk) = rough.of(0), map(int, point)
         work, steers = self._workload, self.problem.adjustment.steers
         even = EvenBatches(adjustment=self._adjustment, mean_input_tokens=work.inputs.mean,
