@@ -3,7 +3,8 @@ sizes NODE_RATIO apart, with lines between them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +17,8 @@ NODE_RATIO = 1.15  # chosen
 MOST_ROWS = 1 << 20  # chosen: tokens of the largest step
 NODES: FloatArray = np.concatenate([[0.0], np.unique(np.round(
     NODE_RATIO ** np.arange(1 + np.log(MOST_ROWS) / np.log(NODE_RATIO)), 2))])
+
+DECODE, OF_TOKEN, ENCODE, ROWS = range(4)
 
 
 class Seconds(NamedTuple):
@@ -41,10 +44,10 @@ class Pace:
     """The steps of one pool's stages, or of several pools: each size asked for is then of the pool
     that `which` says."""
 
-    def __init__(self, tables: Sequence[FloatArray], which: IntArray | int = 0) -> None:
-        """tables: of decode steps, of a token of context in them, of encode steps, of rows alone,
-        each [pools, 2, NODES]: on the slowest stage, and through all."""
-        self.tables, self._which = tables, which
+    def __init__(self, table: Callable[[int], FloatArray], which: IntArray | int = 0) -> None:
+        """table: of decode steps, of a token of context in them, of encode steps, of rows alone (0
+        to 3), each [pools, 2, NODES]: on the slowest stage, and through all."""
+        self.table, self._which = cache(table), which
 
     @classmethod
     def of(cls, times: StageTimes, workload: Workload) -> Pace:
@@ -53,43 +56,50 @@ class Pace:
         number, own = np.bincount(kinds.kind_of), kinds.times
         nodes = np.maximum(NODES, 1e-3)
         context = workload.charged_context(nodes, is_padded=times.layers.timing.facts.is_padded)
-        queries = nodes / workload.inputs.mean
-        attention = {degree: queries * one for degree, one in own.mean_attention_s(
-            np.maximum(queries, 1.0)).items()}
 
-        def table(seconds: FloatArray) -> FloatArray:
+        def summed(seconds: FloatArray) -> FloatArray:
             with np.errstate(invalid="ignore"):
                 return np.stack([seconds.max(axis=-1), seconds @ number])[None]
 
-        decode = table(own.decode_s(nodes, context))
-        near = table(own.decode_s(nodes, np.minimum(context, 1.0)))
-        with np.errstate(invalid="ignore"):
-            of_token = (decode - near) / np.maximum(context - 1, 1.0)
-        return cls([decode, of_token, table(own.encode_s(nodes, queries, attention)),
-                    table(own.encode_rows_s(nodes))])
+        def encode_s() -> FloatArray:
+            queries = nodes / workload.inputs.mean
+            attention = own.mean_attention_s(np.maximum(queries, 1.0))
+            return own.encode_s(nodes, queries, {
+                degree: queries * one for degree, one in attention.items()})
+
+        def table(kind: int) -> FloatArray:
+            if kind == DECODE:
+                return summed(own.decode_s(nodes, context))
+            if kind == OF_TOKEN:
+                near = summed(own.decode_s(nodes, np.minimum(context, 1.0)))
+                with np.errstate(invalid="ignore"):
+                    return (found.table(DECODE) - near) / np.maximum(context - 1, 1.0)
+            return summed(encode_s() if kind == ENCODE else own.encode_rows_s(nodes))
+
+        found = cls(table)
+        return found
 
     @classmethod
     def together(cls, paces: Sequence[Pace], which: IntArray) -> Pace:
         """That of several pools."""
-        return cls([np.concatenate(own) for own in zip(
-            *(pace.tables for pace in paces), strict=True)], which)
+        return cls(lambda kind: np.concatenate([pace.table(kind) for pace in paces]), which)
 
     def decode(self, rows: FloatArray, beyond: FloatArray | float = 0.0) -> Seconds:
         """Of steps that decode so many rows, whose contexts are so many tokens above the mean."""
-        found = self._at(0, rows)
+        found = self._at(DECODE, rows)
         if np.any(beyond):
-            found = found + self._at(1, rows).times(np.asarray(beyond))
+            found = found + self._at(OF_TOKEN, rows).times(np.asarray(beyond))
         return found
 
     def encode(self, tokens: FloatArray) -> Seconds:
         """Of steps that encode inputs of so many tokens in all."""
-        return self._at(2, tokens)
+        return self._at(ENCODE, tokens)
 
     def both(self, rows: FloatArray, tokens: FloatArray) -> Seconds:
         """Of steps that decode so many rows and encode so many tokens beside them: the weights are
         read once."""
-        apart = self.decode(rows) + self.encode(tokens) + self._at(3, rows + tokens)
-        once = self._at(3, rows) + self._at(3, tokens)
+        apart = self.decode(rows) + self.encode(tokens) + self._at(ROWS, rows + tokens)
+        once = self._at(ROWS, rows) + self._at(ROWS, tokens)
         return Seconds(apart.slowest - once.slowest, apart.through - once.through)
 
     def _at(self, table: int, sizes: FloatArray) -> Seconds:
@@ -100,8 +110,8 @@ class Pace:
         if np.ndim(which) and np.ndim(sizes) > 1:
             which = np.asarray(which)[:, None]
         found = []
+        own = self.table(table)
         for kind in (0, 1):
-            own = self.tables[table]
             left, right = own[which, kind, place], own[which, kind, place + 1]
             with np.errstate(invalid="ignore"):
                 value = left + np.minimum(share, 1.0) * (right - left)

@@ -160,10 +160,12 @@ class TwoPools:
             each, own = np.maximum(rows / groups, 1.0), tokens / groups
             busy = np.minimum(groups, np.maximum(rows, 1.0))
             plain = decoding.decode(each)
+            if not chunk.any():
+                return plain.cycle(busy)
             size = np.maximum(chunk, 1.0)
             share = np.minimum(own / size, 1.0)
-            return np.asarray((plain.times(1 - share) + decoding.both(each, size).times(
-                share)).cycle(busy))
+            with_chunk = decoding.both(each, size).times(share)
+            return (plain.times(1 - share) + with_chunk).cycle(busy)
 
         most = batch / between_s  # of the encode pool
         # by Little's law: those that decode are D times what joins them, up to what is planned
