@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SUPPORT = Path(__file__).resolve().parent.parent / "tests" / "support"
+SUPPORT = Path(__file__).resolve().parent
 XGPT = [sys.executable, str(SUPPORT / "by_data_sheets.py")]
 WAIT_S = 300.0  # for what must come; a loaded machine takes its time
 _CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32,
