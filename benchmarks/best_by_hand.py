@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 
-from runner import cpu, options, today, write
+from runner import about, cpu, options, table, today, write
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy loads: one core is what is asked for
 
@@ -206,7 +206,7 @@ def page(rows: Sequence[Row]) -> list[str]:
     """The summary, the problems where a person finds better, and the table."""
     gaps = [row.gap for row in rows if row.planned is not None]
     ratios = np.array([row.ratio for row in rows if math.isfinite(row.ratio)])
-    lines = ["# Best by hand", "", *(__doc__ or "").split("\n\n", 2)[2].strip().splitlines(), "",
+    lines = ["# Best by hand", "", *about(__doc__).splitlines(), "",
              f"- {len(rows)} of {4 * len(SCENARIOS)} problems. The planner is below the best by "
              f"hand by more than {GAP:.1%} in {sum(row.is_below for row in rows)}, by more than "
              f"the gap that it proved of the problem in {sum(row.is_disproved for row in rows)}. "
@@ -222,8 +222,7 @@ def page(rows: Sequence[Row]) -> list[str]:
                      f"{sum(value > 5 for value in values)} over 5 s.")
     header = ("problem", "bound s", "queries/s", "chosen", "upper bound", "by hand", "how", "drawn",
               "ratio", "s", "s with margin")
-    return [*lines, "", f"| {' | '.join(header)} |", f"|{'---|' * len(header)}",
-            *map(line_of, rows), "",
+    return [*lines, "", *table(header), *map(line_of, rows), "",
             f"One thread of {cpu()}, {today()}. *by hand*: the best of any policy at "
             f"its best, any number of copies; *drawn*: of {DRAWN:,} configurations at random."]
 

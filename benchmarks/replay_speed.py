@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from runner import options, today, write
+from runner import machine, options, table, today, write
 
 from xgpt.core.job import FixedSchedule
 from xgpt.core.job_file import load_job
@@ -122,15 +122,18 @@ def main() -> None:
              f"OPT-13B, a40-4, task S, {arguments.queries} queries, one core, medians of "
              f"{arguments.runs} runs. Wanted: {WANTED_QPS} queries/s, {WANTED_ITERATIONS} "
              "query-iterations/s.", "",
-             "| schedule | queries/s | query-iterations/s | steps/s | rows a step | "
-             "tables, once | the rule alone, queries/s |", "|---|---|---|---|---|---|---|"]
+             *table(("schedule", "queries/s", "query-iterations/s", "steps/s", "rows a step",
+                     "tables, once", "the rule alone, queries/s"))]
+    figures = {}
     for name in SCHEDULES:
         row = measure(name, problem, arguments.queries, arguments.runs)
+        figures[name] = row.queries_per_s
         rule = "" if row.rule_qps is None else f"{row.rule_qps:,.0f}"
         lines.append(f"| {row.name} | {row.queries_per_s:,.0f} | {row.iterations_per_s:,.0f} | "
                      f"{row.steps_per_s:,.0f} | {row.rows:.0f} | {row.tables_s * 1e3:.0f} ms | "
                      f"{rule} |")
-    write("replay-speed", "\n".join(lines), arguments.out)
+    lines += ["", f"{machine()}."]
+    write("replay-speed", "\n".join(lines), arguments.out, figures)
 
 
 if __name__ == "__main__":

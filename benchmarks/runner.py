@@ -7,7 +7,7 @@ import datetime
 import json
 import platform
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,9 @@ def machine() -> str:
     return f"{cores} cores of {cpu()} ({words})"
 
 
-def rows(header: Sequence[str], lines: Iterable[Sequence[object]] = ()) -> list[str]:
-    """A table in Markdown, line by line."""
-    return [f"| {' | '.join(header)} |", "|" + len(header) * "---|",
-            *(f"| {' | '.join(map(str, line))} |" for line in lines)]
+def table(header: Sequence[str]) -> list[str]:
+    """The head of a table in Markdown, two lines."""
+    return [f"| {' | '.join(header)} |", "|" + len(header) * "---|"]
 
 
 def write(name: str, text: str, out: Path | None, figures: Any = None) -> None:
