@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import os
 
+from runner import about, cpu, options, table, today, write
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy loads: one core is what is asked for
 
-import argparse
-import datetime
 import json
 import math
 import time
@@ -32,7 +32,6 @@ from typing import Any
 
 import numpy as np
 from by_hand import DRAWN, NOTHING, ByHand, Drawn, Found
-from closed_form_speed import cpu
 from hand_problems import SCENARIOS, HandScenario, copies, other_sizes
 
 from xgpt.core.copies import devices_of_copies, sum_of
@@ -207,7 +206,7 @@ def page(rows: Sequence[Row]) -> list[str]:
     """The summary, the problems where a person finds better, and the table."""
     gaps = [row.gap for row in rows if row.planned is not None]
     ratios = np.array([row.ratio for row in rows if math.isfinite(row.ratio)])
-    lines = ["# Best by hand", "", *(__doc__ or "").split("\n\n", 2)[2].strip().splitlines(), "",
+    lines = ["# Best by hand", "", *about(__doc__).splitlines(), "",
              f"- {len(rows)} of {4 * len(SCENARIOS)} problems. The planner is below the best by "
              f"hand by more than {GAP:.1%} in {sum(row.is_below for row in rows)}, by more than "
              f"the gap that it proved of the problem in {sum(row.is_disproved for row in rows)}. "
@@ -223,20 +222,18 @@ def page(rows: Sequence[Row]) -> list[str]:
                      f"{sum(value > 5 for value in values)} over 5 s.")
     header = ("problem", "bound s", "queries/s", "chosen", "upper bound", "by hand", "how", "drawn",
               "ratio", "s", "s with margin")
-    return [*lines, "", f"| {' | '.join(header)} |", f"|{'---|' * len(header)}",
-            *map(line_of, rows), "",
-            f"One thread of {cpu()}, {datetime.date.today()}. *by hand*: the best of any policy at "
+    return [*lines, "", *table(header), *map(line_of, rows), "",
+            f"One thread of {cpu()}, {today()}. *by hand*: the best of any policy at "
             f"its best, any number of copies; *drawn*: of {DRAWN:,} configurations at random."]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--scenarios", nargs="*", default=[],
                         help="those whose model/cluster/task contains one of these")
     parser.add_argument("--hand", type=Path, metavar="FILE",
                         help="what is found by hand: kept there, and taken from there")
     parser.add_argument("--hand-only", action="store_true")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     chosen = [one for one in SCENARIOS if not arguments.scenarios
               or any(part in one.name for part in arguments.scenarios)]
@@ -246,10 +243,7 @@ def main() -> None:
         return
     rows = [row for one in chosen for row in rows_of(one, arguments.hand)]
     text = "\n".join(page(rows))
-    print(text)
-    if arguments.out is not None:
-        path = arguments.out / f"best-by-hand-{datetime.date.today()}.md"
-        path.write_text(text + "\n", encoding="utf-8")
+    write("best-by-hand", text, arguments.out)
 
 
 if __name__ == "__main__":

@@ -18,21 +18,23 @@ what share of the memory's bandwidth the decode steps reached.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from decode_bandwidth import decode_steps, reached
+from runner import options, write
 from several_runs import Run, SeveralRuns, range_words
 
 from xgpt.core import catalog
+from xgpt.core.model import ModelSpec
+from xgpt.core.units import DTYPE_BYTES
+from xprofiler.timing import Operator
+from xprofiler.work import work
 
 AUTO = "auto"
 POLICIES = (AUTO, "rra", "waa-c", "sarathi", "vllm", "orca", "ft")
@@ -90,7 +92,7 @@ class Asked(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--ranks", type=int)
@@ -102,7 +104,6 @@ def main() -> None:
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--peak", type=float, help="what a read of a GPU's memory reaches, in "
                         "bytes a second (default: of the profile, where it was measured whole)")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     several = SeveralRuns(arguments.folder)
     laws = USUAL if arguments.task is None else laws_of(arguments.task)
@@ -118,11 +119,7 @@ def main() -> None:
             if (runs := several.runs(name := name_of(bound_s, policy)))
             or several.keeps_no_bound(name)]
     text = table(rows, asked, arguments.peak or several.peak_bytes_per_s())
-    print(text)
-    if arguments.out is not None:
-        device = next(run for one in rows for run in one.runs).metrics["machine"]["device"]
-        path = arguments.out / f"bounds-{device}-{time.strftime('%Y-%m-%d')}.md"
-        path.write_text(text + "\n", encoding="utf-8")
+    write("bounds", text, arguments.out)
 
 
 def laws_of(task: str) -> tuple[Law, Law]:
@@ -200,7 +197,30 @@ def decode_share(run: Run, model: str, peak_bytes_per_s: float) -> float | None:
             run.metrics["machine"]["device"].startswith("cpu-")):
         return None
     steps = list(decode_steps(run.place / "out", catalog.model(model), run.metrics["dtype"]))
-    return reached(steps).bytes_per_s / peak_bytes_per_s if steps else None
+    return sum(step.num_bytes for step in steps) / sum(
+        step.seconds for step in steps) / peak_bytes_per_s if steps else None
+
+
+class DecodeStep(NamedTuple):
+    queries: int
+    num_bytes: float
+    seconds: float
+
+
+def decode_steps(output: Path, model: ModelSpec, dtype: str) -> Iterator[DecodeStep]:
+    """Those of a run whose rank holds the whole model."""
+    item_bytes = DTYPE_BYTES[dtype]
+    for line in (output / "steps.jsonl").read_text(encoding="utf-8").splitlines():
+        step = json.loads(line)
+        if step["kind"] != "decode":
+            continue
+        queries, context = step["queries"], step["context_tokens"]
+        layer, cached, head = (
+            float(work(model, operator, queries, context, tp_degree=1,
+                       item_bytes=item_bytes).num_bytes)
+            for operator in (Operator.LAYER_REST, Operator.DECODE_ATTENTION, Operator.HEAD))
+        yield DecodeStep(queries, model.num_layers * (layer + cached) + head,
+                         step["end_s"] - step["start_s"])
 
 
 def table(rows: list[Row], asked: Asked, peak_bytes_per_s: float) -> str:

@@ -8,7 +8,6 @@ every place and every test in it is there."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -16,10 +15,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from datetime import date
 from pathlib import Path
 
 from broken_places import PLACES, Place
+from runner import options, today, write
 
 ROOT = Path(__file__).resolve().parent.parent
 _COPIED = ("xgpt", "xprofiler", "xrunner", "xscheduler", "xsimulator", "tests", "benchmarks",
@@ -77,7 +76,7 @@ def page(rows: Mapping[str, Mapping[str, str]]) -> str:
     """The table of all places, those that were not tried said so."""
     seen = [place for place in PLACES if rows.get(place.name, {}).get("trouble") == ""]
     lines = [
-        "# What each promise's test sees", "",
+        "# What each promise's test sees", "", f"{today()}.", "",
         f"`python benchmarks/broken.py --slow`: of {len(PLACES)} places that were broken on "
         f"purpose, one by one, {len(seen)} were seen by the test named; each test passed on the "
         f"sound code before. {sum(place.name not in rows for place in PLACES)} were not tried.",
@@ -97,11 +96,10 @@ def read_rows(path: Path | None) -> dict[str, dict[str, str]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__)
     parser.add_argument("--only", default="", help="part of an item or name")
     parser.add_argument("--slow", action="store_true", help="those, too, whose tests start ranks")
     parser.add_argument("--rows", type=Path, help="outcomes, a line each; those seen stay")
-    parser.add_argument("--out", type=Path, help="folder of the page")
     asked = parser.parse_args(arguments)
     rows = read_rows(asked.rows)
     due = [place for place in PLACES if asked.only in f"{place.item} {place.name}" and (
@@ -115,8 +113,7 @@ def main(arguments: Sequence[str]) -> int:
             if asked.rows is not None:
                 with asked.rows.open("a") as file:
                     file.write(json.dumps({"name": place.name, **rows[place.name]}) + "\n")
-    if asked.out is not None:
-        (asked.out / f"broken-{date.today()}.md").write_text(page(rows), encoding="utf-8")
+    write("broken", page(rows), asked.out)
     return int(any(row["trouble"] for row in rows.values()))
 
 

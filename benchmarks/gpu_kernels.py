@@ -11,15 +11,12 @@ cache holds.
 
 from __future__ import annotations
 
-import argparse
-import re
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
+from runner import options, today, write
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -39,8 +36,7 @@ Call = Callable[[], object]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path)
+    parser = options(__doc__)
     arguments = parser.parse_args()
     device = torch.device("cuda", 0)
     card = torch.cuda.get_device_name(device)
@@ -49,7 +45,7 @@ def main() -> None:
     torch.manual_seed(0)
     text = "\n".join([
         f"# CUDA kernels on {card}", "",
-        f"{time.strftime('%Y-%m-%d')}, PyTorch {torch.__version__}. "
+        f"{today()}, PyTorch {torch.__version__}. "
         f"{(__doc__ or '').split(chr(10) * 2)[2]}", *memory(device), "",
         "| decoded: queries, heads / KV heads x size, mean context | us | GB/s |", "|---|---|---|",
         *(decoding(ops, device, *shape) for shape in DECODED), "",
@@ -59,11 +55,7 @@ def main() -> None:
         "| of rows, 128 x 5,120 | us |", "|---|---|", *rows(ops, device, 128, 5120), "",
         "| product, rows x inputs -> outputs | us | GB/s | TFLOP/s |", "|---|---|---|---|",
         *products(device, (8, 64, 128, 256), 5120)])
-    print(text)
-    if arguments.out is not None:
-        slug = re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
-        path = arguments.out / f"gpu-kernels-{slug}-{time.strftime('%Y-%m-%d')}.md"
-        path.write_text(text + "\n", encoding="utf-8")
+    write("gpu-kernels", text, arguments.out)
 
 
 def seconds(calls: Sequence[Call]) -> float:

@@ -9,20 +9,17 @@ SmolLM2-135M in bfloat16: 30 layers, 9 heads that share 3 KV heads, head size 64
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from datetime import date
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from floor import read_bytes_per_s
+from runner import cpu, options, today, write
 
-from xgpt.core.local import cpu_cluster
 from xrunner.ops import kv, native
 from xrunner.ops.attention import decode_attention, encode_attention
 from xrunner.ops.contexts import decode_context, encode_context, layers_of, whole_inputs
@@ -53,27 +50,22 @@ class Row(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, help="a folder to write the table to")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if native.library() is None:
         raise SystemExit(native.describe())
     text = "\n".join(table(arguments.threads)) + "\n"
-    print(text)
-    if arguments.out is not None:
-        slug = cpu_cluster(1).device.name
-        path = arguments.out / f"kernels-{slug}-{date.today().isoformat()}.md"
-        path.write_text(text, encoding="utf-8")
+    write("kernels", text, arguments.out)
 
 
 def table(threads: int) -> list[str]:
     copied, read = copy_bytes_per_s(), read_bytes_per_s()
     rows = [*copies(copied), *decoding(read), *encoding(), *choosing()]
     return [
-        f"# Native operators on {processor()}", "",
-        f"{threads} threads, {native.LEVELS[level()]}, "
+        f"# Native operators on {cpu()}", "",
+        f"{today()}; {threads} threads, {native.LEVELS[level()]}, "
         f"torch {torch.__version__}; one large copy: {copied / 1e9:.1f} GB/s, reading: "
         f"{read / 1e9:.1f} GB/s. Medians of {ROUNDS}, in turns.", "",
         "| operator | ms | GB/s (GFLOP/s) | of the machine's | torch, ms | torch's GB/s (GFLOP/s) "
@@ -180,12 +172,6 @@ def level() -> int:
     lib = native.library()
     assert lib is not None
     return int(lib.xgpt_level())
-
-
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else "this processor"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """xgpt beside the peers that are installed, in turns, on one workload; with the floor beside them,
-and where xgpt's time goes.
+
 
     python benchmarks/peers.py --config FILE [--workload FILE] [--rounds 3] [--threads 2]
                                [--only NAME] [--queries N] [--out benchmarks/results]
@@ -31,15 +31,12 @@ from __future__ import annotations
 
 import argparse
 import platform
-import re
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import account
 import floor
 import torch
 import yaml
@@ -51,6 +48,8 @@ from contenders import (
     peer_contenders,
     xgpt_contenders,
 )
+from runner import machine as machine_line
+from runner import options, today, write
 from workload import Query, read_or_draw, write_workload
 
 PATIENCE_S = 7200.0
@@ -72,16 +71,11 @@ def main() -> None:
                 setting = Setting(model=model, queries=queries, workload=workload,
                                   threads=arguments.threads, scratch=scratch, quiet=quiet)
                 pages.append(compare(setting, config, arguments.rounds))
-                print(pages[-1], flush=True)
-    if arguments.out is not None:
-        path = arguments.out / f"peers-{processor_slug()}-{time.strftime('%Y-%m-%d')}.md"
-        path.write_text("\n\n".join(pages) + "\n", encoding="utf-8")
-        print(f"written: {path}")
+                write("peers", "\n\n".join(pages), arguments.out)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--workload", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
@@ -89,7 +83,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", help="one model of the file")
     parser.add_argument("--queries", type=int, help="only the first so many, to try it out")
     parser.add_argument("--no-wait", action="store_true", help="for a quiet machine; to try it out")
-    parser.add_argument("--out", type=Path)
     return parser.parse_args()
 
 
@@ -118,8 +111,7 @@ def compare(setting: Setting, config: dict[str, Any], rounds: int) -> str:
     return "\n".join([
         f"## {setting.model['name']}, {setting.model['dtype']}", "",
         *table(contenders, machines, best.tokens_per_s), "", *failed, f"{best.name}:", "",
-        *floor.words(machine.floor(best.output)), "", *floor.rates(machine), "",
-        *account.words(best.output, *account.account_of(best.output))])
+        *floor.words(machine.floor(best.output)), "", *floor.rates(machine)])
 
 
 def measure_machine(machines: dict[floor.Numbers, floor.Machine], contenders: Sequence[Contender],
@@ -163,32 +155,13 @@ def spread(values: Sequence[float], digits: int) -> str:
 def heading(queries: Sequence[Query], arguments: argparse.Namespace) -> str:
     inputs = sum(len(query.input_ids) for query in queries)
     outputs = sum(query.output_tokens for query in queries)
-    return (f"# xgpt beside its peers, {processor()}, {arguments.threads} threads\n\n"
-            f"{time.strftime('%Y-%m-%d')}; {len(queries)} queries, {inputs:,} input and "
+    return (f"# xgpt beside its peers, {machine_line()}, {arguments.threads} threads\n\n"
+            f"{today()}; {len(queries)} queries, {inputs:,} input and "
             f"{outputs:,} output tokens, greedy, all there at the start. Medians and ranges of "
             f"{arguments.rounds} rounds in turns, after one uncounted; torch {torch.__version__}, "
             f"Python {platform.python_version()}. The time of a run is without loading; that of "
             "the whole command, from its start to its end, with it. `others`: most that other "
             "processes used of the cores during a run.")
-
-
-def processor() -> str:
-    """Its name, and what decides how fast its products are."""
-    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    name = re.search(r"^model name\s*: (.*)$", text, re.M)
-    flags = set(re.search(r"^flags\s*: (.*)$", text, re.M)[1].split())  # type: ignore[index]
-    known = {"avx512f": "AVX-512", "avx512_bf16": "bf16", "amx_bf16": "AMX"}
-    sets = ", ".join([word for flag, word in known.items() if flag in flags]
-                     + [f"no {word}" for flag, word in known.items() if flag not in flags])
-    cores = len(re.findall(r"^processor\s*:", text, re.M))
-    return f"{cores} cores of {name[1] if name else platform.machine()} ({sets})"
-
-
-def processor_slug() -> str:
-    words = processor().split(" of ", 1)[1].split(" (")[0]
-    text = re.sub(r"\(R\)|\(TM\)|Processor|CPU", "", words).lower()
-    amx = "-amx" if "AMX" in processor() and "no AMX" not in processor() else ""
-    return re.sub(r"[^a-z0-9]+", "-", text).strip("-") + amx
 
 
 if __name__ == "__main__":

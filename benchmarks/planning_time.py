@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import os
 
+from runner import cpu, options, today, write
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy loads: one core is what is asked for
 
-import argparse
-import datetime
 import json
 import math
 import time
@@ -29,10 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from closed_form_speed import cpu
 from hand_problems import SCENARIOS, HandScenario
 from paper_scenarios import Scenario, scenarios
-from peers import processor_slug
 
 import xscheduler.evaluator
 from xgpt.core.errors import InfeasibleError
@@ -167,18 +165,17 @@ def page(rows: Sequence[Row]) -> list[str]:
               for row in cases]
     return [*lines, "", "| problem | bound s | s | of which replays | replays | queries/s | chosen "
             "| gap |", f"|{'---|' * 8}", *map(line_of, rows), "",
-            f"One thread of {cpu()}, {datetime.date.today()}: seconds of the processor."]
+            f"One thread of {cpu()}, {today()}: seconds of the processor."]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--only", nargs="*", default=[],
                         help="problems whose model/cluster/task, space and bound contains one of "
                              "these")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="what was timed: kept there, and "
                         "taken from there")
     parser.add_argument("--so-far", action="store_true", help="nothing that FILE does not have")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     timer = ReplayTimer()
     asked = [one for one in all_asked() if not arguments.only or any(
@@ -188,11 +185,7 @@ def main() -> None:
         asked = [one for one in asked if one.name in has]
     rows = [kept(one, timer, arguments.keep) for one in asked]
     text = "\n".join(page(rows))
-    print(text)
-    if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        path = arguments.out / f"planning-time-{processor_slug()}-{datetime.date.today()}.md"
-        path.write_text(text + "\n", encoding="utf-8")
+    write("planning-time", text, arguments.out)
 
 
 if __name__ == "__main__":

@@ -16,17 +16,16 @@ it. "rest" is also how far the replay is off that is fed with the run's lengths 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from runner import options, write
 
 QUERIES = 96
 INPUTS = {"mean": 96, "std": 50, "max": 200}
@@ -87,11 +86,10 @@ CASES = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__)
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--only", default="", help="cases whose model and name hold this")
     parser.add_argument("--cached", action="store_true", help="measure no profile anew")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     cases = [c for c in CASES if arguments.only in f"{c.model} {c.ranks} {c.name}"]
     found: list[tuple[Case, list[dict[str, Any]]]] = []
@@ -104,11 +102,7 @@ def main() -> None:
         found.append((case, [one_run(case) for _ in range(arguments.runs)]))
         print(row(*found[-1]), flush=True)
     text = table(found)
-    print(text)
-    if arguments.out is not None:
-        device = found[0][1][0]["machine"]["device"]
-        path = arguments.out / f"predicted-{device}-{time.strftime('%Y-%m-%d')}.md"
-        path.write_text(text + "\n", encoding="utf-8")
+    write("predicted", text, arguments.out)
 
 
 def one_run(case: Case) -> dict[str, Any]:

@@ -10,14 +10,13 @@ batching rule alone: the same queries, without clock, stages or records.
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from runner import machine, options, table, today, write
 
 from xgpt.core.job import FixedSchedule
 from xgpt.core.job_file import load_job
@@ -114,28 +113,27 @@ def measure(name: str, problem: Problem, count: int, runs: int) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--queries", type=int, default=50_000)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    arguments = parser.parse_args()
     problem = resolve(load_job(JOB))
-    lines = [f"# Speed of the replay ({datetime.date.today()})", "",
-             f"OPT-13B, a40-4, task S, {options.queries} queries, one core, medians of "
-             f"{options.runs} runs. Wanted: {WANTED_QPS} queries/s, {WANTED_ITERATIONS} "
+    lines = [f"# Speed of the replay ({today()})", "",
+             f"OPT-13B, a40-4, task S, {arguments.queries} queries, one core, medians of "
+             f"{arguments.runs} runs. Wanted: {WANTED_QPS} queries/s, {WANTED_ITERATIONS} "
              "query-iterations/s.", "",
-             "| schedule | queries/s | query-iterations/s | steps/s | rows a step | "
-             "tables, once | the rule alone, queries/s |", "|---|---|---|---|---|---|---|"]
+             *table(("schedule", "queries/s", "query-iterations/s", "steps/s", "rows a step",
+                     "tables, once", "the rule alone, queries/s"))]
+    figures = {}
     for name in SCHEDULES:
-        row = measure(name, problem, options.queries, options.runs)
+        row = measure(name, problem, arguments.queries, arguments.runs)
+        figures[name] = row.queries_per_s
         rule = "" if row.rule_qps is None else f"{row.rule_qps:,.0f}"
         lines.append(f"| {row.name} | {row.queries_per_s:,.0f} | {row.iterations_per_s:,.0f} | "
                      f"{row.steps_per_s:,.0f} | {row.rows:.0f} | {row.tables_s * 1e3:.0f} ms | "
                      f"{rule} |")
-    print("\n".join(lines))
-    if options.out:
-        path = options.out / f"replay-speed-{datetime.date.today()}.md"
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    lines += ["", f"{machine()}."]
+    write("replay-speed", "\n".join(lines), arguments.out, figures)
 
 
 if __name__ == "__main__":

@@ -334,7 +334,7 @@ def main() -> None:
 def write_page(folder: Path, commit: str, rows: Sequence[Row], lines: Sequence[str],
                asked: argparse.Namespace) -> None:
     """Writes same-plans.md, and same-plans.json beside it."""
-    from closed_form_speed import cpu
+    from runner import cpu
 
     folder.mkdir(parents=True, exist_ok=True)
     head = git("rev-parse", "--short", "HEAD")

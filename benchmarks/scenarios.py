@@ -14,19 +14,17 @@ from __future__ import annotations
 
 import os
 
+from runner import cpu, options, today, write
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy loads: one core is what is asked for
 
-import argparse
-import datetime
 import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from closed_form_speed import cpu
 from paper_scenarios import Scenario, bounds_of, ft_plan, largest_batches, scenarios
 
 from xgpt.core.errors import InfeasibleError
@@ -324,11 +322,10 @@ def section(title: str, rows: Sequence[Row], same: Sequence[Row] = ()) -> list[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--scenarios", nargs="*", default=[],
                         help="those whose model/cluster/task contains one of these")
     parser.add_argument("--limit", type=int, help="rows of each section at most")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     lines, same = ["# The paper's scenarios", ""], []
     for title, peer in SECTIONS.items():
@@ -338,12 +335,9 @@ def main() -> None:
         new = run([s for s in chosen if s.name not in known], arguments.limit)
         lines += section(title, new, same)
         same = [row for row in new if not row.scenario.has_pcie]  # not concerned
-    lines += [*EXPLANATION, "", f"One thread of {cpu()}, {datetime.date.today()}."]
+    lines += [*EXPLANATION, "", f"One thread of {cpu()}, {today()}."]
     text = "\n".join(lines)
-    print(text)
-    if arguments.out is not None:
-        path = arguments.out / f"scenarios-{datetime.date.today()}.md"
-        path.write_text(text + "\n", encoding="utf-8")
+    write("scenarios", text, arguments.out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Writes the committed page of `xgpt validate`, and the means that tests compare with.
 
-    python benchmarks/validated.py [--data ../shared/data] [--date 2026-11-25] [--check]
+    python benchmarks/validated.py [--data ../shared/data] [--check]
 
 The page's words above the table are kept from the page that is there. `--check` writes nothing: it
 fails where a group's mean error is worse than the committed one by more than a tenth of it, and
@@ -64,10 +64,9 @@ def _printed(data: Path, *flags: str) -> Result:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, default=DATA)
-    parser.add_argument("--date", default="2026-11-25")
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    page = RESULTS / f"validate-{arguments.date}.md"
+    page = RESULTS / "validate.md"
     if arguments.check:
         raise SystemExit(check(arguments.data.resolve(), page.with_suffix(".json")))
     head = page.read_text(encoding="utf-8").split("```")[0]

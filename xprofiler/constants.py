@@ -1,6 +1,6 @@
 """Every constant of the analytic roofline, and where it comes from. Rates are shares of a peak.
 
-Read off public measurements; `benchmarks/roofline_accuracy.py` compares them with these and with
+Read off public measurements; `benchmarks/results/roofline.md` compares them with these and with
 tables that no constant was fit to (A40, H200, the other models). In-sample are, of GPUs:
 
 - matrix products: A100 tables of aiconfigurator (vLLM, TensorRT-LLM) and Vidur's Llama-2 on A100

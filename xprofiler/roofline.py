@@ -24,7 +24,7 @@ from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts
 
 class Roofline:
     """Times of one model's operators on one device type, as `engine` takes them. `constants`: those
-    of the engine on the device unless given (benchmarks/calibrate.py fits them). `weight_dtype`: as
+    of the engine on the device unless given. `weight_dtype`: as
     what the layers' weights are multiplied, `kv_dtype`: as what entries of the cache are held; "":
     as `dtype`."""
 

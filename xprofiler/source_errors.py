@@ -8,8 +8,8 @@ A latency's relative error (the logarithm of measured over computed) is
 size. Sizes within a factor of two miss alike, so of a query whose context doubles n times the
 errors of n + 1 sizes average. The groups' errors are independent of each other. Of engines that
 nothing was measured of a group's median may be known to lean to one side (`lean`). Where the
-numbers come from: benchmarks/fit_errors.py and strange_engines.py; how well they hold: `xgpt
-validate`."""
+numbers come from: fit_errors.py and strange_engines.py, in benchmarks/ up to commit 3fdb9ebd; how
+well they hold: `xgpt validate`."""
 
 import math
 from collections.abc import Mapping
@@ -134,7 +134,7 @@ def student_quantile(share: float) -> float:
 # constants, which were fitted to kernels' tables (and the skew of ranks to one of the five's runs):
 # FasterTransformer, DistServe, vLLM, TensorRT-LLM and SGLang, counted alike, versions of one
 # sharing its weight. Products and attention: as the tables are off. What is common to all steps,
-# and the all-reduces': benchmarks/strange_engines.py. Ranks wait less for each other in most
+# and the all-reduces': measured by strange_engines.py. Ranks wait less for each other in most
 # engines than in the one that the skew was fitted to; in vLLM of 2023 they waited much longer.
 UNCALIBRATED = SourceErrors(
     kind="uncalibrated", checked="no run of this engine was compared; so far off were runs of five "

@@ -3,9 +3,9 @@
 The threads of a product have equal parts of it and wait for one another, spinning: one that another
 process keeps from its core holds up all of them, at each of the hundreds of products of a step (a
 step took up to 40 times as long), and sleeping instead of spinning would slow every step by a fifth
-and more where nobody disturbs (benchmarks/taken_core.py). So a rank whose threads wait for cores
-computes with one thread less, on the cores that are left: a taken core costs its share. After a
-while it tries with one more again.
+and more where nobody disturbs (benchmarks/results/taken-core.md). So a rank whose threads wait for
+cores computes with one thread less, on the cores that are left: a taken core costs its share. After
+a while it tries with one more again.
 
 How long threads waited for a core is what Linux counts for each (/proc/PID/task/*/schedstat, the
 second number, nanoseconds); they are asked only where threads were interrupted at all."""

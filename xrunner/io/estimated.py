@@ -6,7 +6,7 @@ of Markdown and Python, 2.1 to 2.9 of other languages in Latin letters, 1.3 to 1
 Greek, 0.8 to 1.2 of Chinese, Japanese and Korean among names in ASCII. The estimate is 1.18 times
 what was counted for the first, 1.00 for the second, 0.43 at the worst (Korean); its logarithm is
 0.32 off over 21 kinds of texts (root mean square):
-benchmarks/results/characters-per-token-2026-11-23.md."""
+benchmarks/results/characters-per-token.md."""
 
 from collections.abc import Sequence
 from typing import Any

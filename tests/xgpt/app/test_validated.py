@@ -14,7 +14,7 @@ from xsimulator.compared_runs import serving_points
 
 ROOT = Path(__file__).resolve().parents[3]
 DATA = ROOT.parent / "shared" / "data"
-PAGE = ROOT / "benchmarks" / "results" / "validate-2026-11-25.json"
+PAGE = ROOT / "benchmarks" / "results" / "validate.json"
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="needs ../shared/data")
 
 

@@ -10,13 +10,22 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from million import Characters
 
 from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.spool import SpoolWriter
 from xrunner.engine.supply import LEAST_WAITING, FromSpool
 from xrunner.io.intake import take_in
 from xrunner.rules.order import in_run_order, run_order
+
+
+class Characters:
+    """A token a character, where a request has a text."""
+
+    vocab_size = 256
+
+    def tokenise(self, requests: Any) -> list[list[int]]:
+        return [list((request.prompt or "").encode()) if request.tokens is None
+                else list(request.tokens) for request in requests]
 
 
 class Counted:

@@ -1,6 +1,5 @@
 """A run that is slowed in the middle keeps a bound that it could keep, and the same run misses it
-where nothing is planned anew: replayed, with its launcher beside it (benchmarks/slowed_run.py does
-it on real ranks)."""
+where nothing is planned anew: replayed, with its launcher beside it."""
 
 from __future__ import annotations
 
