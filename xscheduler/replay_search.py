@@ -36,8 +36,9 @@ from xsimulator.rough.workload import Workload
 SEED = 20240427
 LEAST_LOOK, LOOK_ROUNDS = 800, 6  # chosen: queries of a first replay, at least and by those present
 # chosen: what is climbed from, too, by its share of the best's throughput, and how many
-RACE, RUNNERS_UP = 0.05, 5
+RACE, RUNNERS_UP = 0.08, 8
 FINALS, CLIMBS = 3, 24  # chosen
+SURE_LOOKS, SURE = 5, 4  # chosen: looks, and how many times a whole replay's queries
 LOOKS, QUICKEST = 3, 8  # chosen: replays of a policy that has nothing, and of the least latencies
 FEW_NODES = 4  # chosen: of which every number is looked at
 LIKELY = 0.01  # chosen: by so much less by the formula is a neighbour looked at
@@ -200,7 +201,7 @@ class Search:
         cells, found = list(self._replays), []
         for _, index, row in likely[:QUICKEST]:
             cell, point = cells[index], tuple(cells[index].points[row].tolist())
-            if self._replay(cell, point, is_whole=True).figures is not None:
+            if self._replay(cell, point, times=1).figures is not None:
                 found.append(Found(cell, point, cell.copies))
         return found
 
@@ -238,12 +239,17 @@ class Search:
                                    for one in found) >= enough_qps:
                 break
             improved = False
-            for one in found:
-                improved |= self._climb(one.cell, one.point, keeps)
-            for one in self._runners_up(found, keeps):
+            for one in (*found, *self._runners_up(found, keeps)):
                 improved |= self._climb(one.cell, one.point, keeps)
             again = self._look(keeps)
             if not improved and again == found:
+                break
+            found = again
+        # a replay of more queries has the last word
+        for _ in range(SURE_LOOKS):
+            for one in found:
+                self._replay(one.cell, one.point, times=SURE)
+            if (again := self._look(keeps)) == found:
                 break
             found = again
         return found
@@ -289,11 +295,13 @@ class Search:
         own = cell.best_replayed(partial(keeps.is_kept, cell))
         return cell.expected(keeps.limits(cell), usual.get(cell.policy, Off()), own)
 
-    def _replay(self, cell: Cell, point: Point, *, is_whole: bool = False) -> Replayed:
+    def _replay(self, cell: Cell, point: Point, *, times: int = 0) -> Replayed:
+        """With so many times the queries that check a bound; 0: with as many as a first look
+        takes."""
         found = cell.replayed.get(point)
         estimate = cell.formula.estimate(cell.plan, point) if found is None else found.estimate
         whole = checked_queries(cell.problem, estimate)
-        queries = whole if is_whole else min(whole, max(LEAST_LOOK, math.ceil(
+        queries = times * whole or min(whole, max(LEAST_LOOK, math.ceil(
             LOOK_ROUNDS * estimate.most_in_system)))
         if found is None or found.queries < queries:
             found = self._replays[cell].of(estimate, queries)
@@ -301,15 +309,15 @@ class Search:
         return found
 
     def _runners_up(self, found: Sequence[Found], keeps: KeptBounds) -> list[Found]:
-        """Of the sizes that are taken the best of other cells that are nearly as good."""
+        """The best of other cells that are nearly as good, on devices of any number."""
+        own_qps = sum(one.copies * one.replayed.throughput_qps for one in found)
+        taken = {one.cell for one in found}
         others: list[tuple[float, int, Found]] = []
-        for one in found:
-            own = one.cell.copies * one.replayed.throughput_qps
-            for cell in self.cells[one.cell.problem.cluster.num_devices]:
-                best = cell.best_replayed(partial(keeps.is_kept, cell))
-                if cell is not one.cell and best.point is not None and (
-                        best.throughput_qps > (1 - RACE) * own):
-                    others.append((best.throughput_qps, len(others), Found(cell, best.point, 0)))
+        for cell in self._replays:
+            best = cell.best_replayed(partial(keeps.is_kept, cell))
+            if cell not in taken and best.point is not None and (
+                    best.throughput_qps > (1 - RACE) * own_qps):
+                others.append((best.throughput_qps, len(others), Found(cell, best.point, 0)))
         return [one for _, _, one in sorted(others, reverse=True)[:RUNNERS_UP]]
 
     def _climb(self, cell: Cell, point: Point, keeps: KeptBounds) -> bool:
@@ -318,13 +326,13 @@ class Search:
         def worth(at: Point) -> float:
             return cell.replayed[at].throughput_qps if keeps.is_kept(cell, at) else 0.0
 
-        self._replay(cell, point, is_whole=True)
+        self._replay(cell, point, times=1)
         own, improved = worth(point), False
         for _ in range(CLIMBS):
             for other in _neighbours(cell, point):
                 if other in cell.replayed and worth(other) <= own:
                     continue
-                self._replay(cell, other, is_whole=True)
+                self._replay(cell, other, times=1)
                 if (found := worth(other)) > own * (1 + LEAST):
                     own, point, improved = found, other, True
                     break
@@ -336,15 +344,30 @@ class Search:
 def _neighbours(cell: Cell, point: Point) -> list[Point]:
     """Points beside one, along each variable that the cell has several values of, which the
     formula says have room and no more than a little less throughput."""
+    places = [place for place, value in enumerate(point)
+              if value and len(np.unique(cell.points[:, place])) > 1]
+    ways = [(one, 0) for one in places] + [(one, other) for one in places for other in places
+                                           if one < other]
     found: list[Point] = []
-    for place, value in enumerate(point):
-        if len(np.unique(cell.points[:, place])) < 2 or value == 0:
-            continue
-        for step in STEPS:
-            for other in (max(value + 1, round(value * step)), min(value - 1, round(value / step))):
-                if other >= 1:
-                    found.append((*point[:place], other, *point[place + 1:]))
-    points, rough = cell._with_room(np.array(found, np.int64).reshape(-1, len(point)))
+    for step in STEPS:
+        for sign in (1, -1):
+            for one, other in ways:
+                for along in (1, -1) if other else (1,):
+                    moved = list(point)
+                    moved[one] = _moved(point[one], step, sign)
+                    if other:
+                        moved[other] = _moved(point[other], step, sign * along)
+                    if tuple(moved) != point:
+                        found.append(tuple(moved))
+    if not found:
+        return []
+    points, rough = cell.with_room(np.array(found, np.int64))
     own = cell.formula.rough(cell.plan, np.array([point], np.int64))
     likely = rough.throughput_qps > (1 - LIKELY) * own.throughput_qps[0]
     return [tuple(one) for one in points[likely].tolist()]
+
+
+def _moved(value: int, step: float, sign: int) -> int:
+    """A value larger (sign 1) or smaller (-1) by about this factor, by one at least."""
+    return max(value + 1, round(value * step)) if sign > 0 else max(
+        min(value - 1, round(value / step)), 1)

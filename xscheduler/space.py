@@ -24,8 +24,8 @@ from xsimulator.rough.figures import Formula, Rough
 Point = tuple[int, ...]
 NEAR = 0.2  # chosen: of a logarithm, how far a replay tells what the formula is off by
 PRIOR = 1e-3  # chosen: weight of what it is off by elsewhere, beside 1 of a replay at the point
-HOPE = 0.04  # chosen: by so much may a cell be better than is expected of it before a replay
-LATENCY_OFF = 0.15  # chosen: by so much shorter may a latency be
+HOPE = 0.08  # chosen: by so much may a cell be better than is expected of it before a replay
+LATENCY_OFF = 0.2  # chosen: by so much shorter may a latency be
 NOTHING = 0.003  # chosen: what is expected to bring no more is not replayed
 CAUTION = 0.004  # chosen: of the latency bound, for each replay that broke it
 FINE = (-0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75)  # chosen: of a step of the grid, around a point
@@ -116,9 +116,10 @@ class Cell:
 
     @cached_property
     def _grid(self) -> tuple[IntArray, Rough]:
-        return self._with_room(self.formula.points(self.plan))
+        return self.with_room(self.formula.points(self.plan))
 
-    def _with_room(self, points: IntArray) -> tuple[IntArray, Rough]:
+    def with_room(self, points: IntArray) -> tuple[IntArray, Rough]:
+        """Those of some points that have room, and are timed, with their rough figures."""
         self.num_points += len(points)
         rough = self.formula.rough(self.plan, points)
         most = self.problem.num_queries or math.inf
@@ -139,7 +140,7 @@ class Cell:
         found = self._value(self.points, self.rough, best, usual)
         if not self.off and self.is_coarse:
             return found
-        points, rough = self._with_room(self._around(self.points[best]))
+        points, rough = self.with_room(self._around(self.points[best]))
         fine = self._best_of(points, rough, most_s, limits, usual)
         if fine is not None:
             found = max(found, self._value(points, rough, fine, usual))

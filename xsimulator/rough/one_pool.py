@@ -37,6 +37,7 @@ from xsimulator.rough.ranges import crossed, grid_of
 from xsimulator.rough.workload import Workload
 
 DEFAULT_TOKEN_BUDGET = 2048  # of one step; vLLM's default, and never less than the longest input
+PHASES = (1, 2, 3, 4, 6)  # chosen
 PAGED_FULL = 0.95  # chosen: of its blocks, what queries present fill in the mean
 
 
@@ -135,10 +136,14 @@ class Rra(OnePool):
         pool, work, fixed = self._pool(*plan), self._workload, self.problem.fixed
         room = pool.held.most_tokens(self._capacity, np.ones(1), np.ones(1))[0]
         most = max(min(int(1.2 * room / (work.reserve_at_work * 1.0)), self._most_queries()), 1)
-        iterations = grid_of(work.most_iterations, fixed.value_of("decode_iterations"), 1.8)
+        given = fixed.value_of("decode_iterations")
+        iterations = grid_of(work.most_iterations, given, 1.8)
+        if given is None:  # phases after whose whole number the bound's query is done
+            iterations = sorted({*iterations, *(-(-max(work.watched, 1) // count)
+                                                for count in PHASES)})
         batches = grid_of(most, fixed.value_of("encode_batch"), 1.5)
         mean = work.inputs.mean
-        chunks = {0, *(max(round(mean * share), 1) for share in (0.06, 0.25, 1.0))}
+        chunks = {0, *(max(round(mean * share), 1) for share in (0.06, 0.25, 1.0, 3.0))}
         if self.problem.model.is_encoder_decoder:
             chunks = {0}
         given = fixed.value_of("encode_chunk")
@@ -199,21 +204,22 @@ class Rra(OnePool):
         work, batch, iterations, groups = self._workload, *self._columns(pool, points)
         rate = batch / iterations  # queries that begin in a cycle
         rows, tokens = rate * work.iterations / groups, rate * work.inputs.mean / groups
-        chunk = np.maximum(np.minimum(points[:, 3], work.inputs.max), tokens)
-        share = np.minimum(tokens / chunk, 1.0)  # of the cycles encode
+        # a phase's tokens come in even chunks, in as few of its cycles as the limit allows
+        every = np.clip(np.floor(points[:, 3] / tokens), 1, iterations)
+        chunk, share = tokens * every, 1 / every
         with_chunk = pool.pace.both(rows, chunk).cycle(groups)
         plain_s = pool.pace.decode(np.maximum(rows, 1.0)).cycle(groups)
         cycle_s = share * with_chunk + (1 - share) * plain_s
         # a phase encodes no more than its iterations hold chunks
         cycle_s = np.where(tokens > points[:, 3] * 1.0001, np.inf, cycle_s)
         parts = np.ceil(work.inputs.mean / chunk)
-        encode_s = parts * with_chunk + (parts - 1) * (1 / share - 1) * plain_s
+        encode_s = parts * with_chunk + (parts - 1) * (every - 1) * plain_s
         latency_s = encode_s + work.watched * cycle_s
-        encoding = rate / groups * (parts + 0.5) / share
-        mean, variance = work.reserve, max(work.reserve_square - work.reserve**2, 0.0)
-        each = rows + encoding
-        wanted = np.ceil(np.maximum(each * work.reserve_at_work + memory.KV_QUANTILE_Z * np.sqrt(
-            each * (variance + 0.25 * mean**2)) + work.longest, work.longest)) * groups
+        each = rows + rate / groups * ((parts - 1) * every + 1)
+        variance = (max(work.reserve_square - work.reserve**2, 0.0)
+                    + work.coming_and_going * work.reserve**2)
+        wanted = np.ceil(each * work.reserve_at_work + memory.KV_QUANTILE_Z * np.sqrt(
+            each * variance) + work.longest) * groups
         return self._made(pool, points, rate / cycle_s, latency_s, encode_s, iterations * cycle_s,
                           cycle_s, rows * groups, each * groups, wanted)
 

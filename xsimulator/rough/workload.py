@@ -48,6 +48,9 @@ class Workload:
         self.survival = np.minimum(self._tail(pmf), 1.0)  # S(k), k = 1 ..
         self.iterations = max(float(self.survival.sum()), 1e-9)  # E[D]
         self.most_iterations = len(self.survival)
+        # variance of the number of queries at work over its mean, where each comes by itself
+        self.coming_and_going = float((self.survival * (1 - self.survival)).sum()) / max(
+            self.iterations, 1e-9)
         self.decoding_share = float(self.survival[0])  # of queries, with more than one token
         count = np.arange(1, self.most_iterations + 1)
         # tokens of KV that a decoded row reads, over all iterations of all queries
