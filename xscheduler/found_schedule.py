@@ -42,6 +42,7 @@ from xscheduler.watch import Watch
 from xsimulator.bound import Kind, UpperBound
 from xsimulator.memory import capacity_bytes
 
+FEW_DEVICES = 8  # chosen: up to as many every division into two pools is bounded by itself
 _CLOSED = 1e-9  # share by which a bound may exceed the throughput it proves, by rounding
 
 
@@ -141,30 +142,34 @@ class SearchPlanner:
         for size, cells in self.search.cells.items():
             part = cells[0].problem
             limit_s = latency_bound_s / keeps.least_factor(part)
-            for cell in cells:
-                kind: Kind = "two pools" if len(policy(cell.policy).pools) > 1 else "one pool"
-                worth = kinds[kind]
-                worth[size] = self._bound_of(part, cell.plan, kind, limit_s, worth.get(size, 0.0))
+            for kind, worth in kinds.items():
+                plans = dict.fromkeys(cell.plan for cell in cells if _kind_of(cell.policy) == kind)
+                worth[size] = self._bound_of(part, tuple(plans), kind, limit_s)
         both = {size: max(own.get(size, 0.0) for own in kinds.values())
                 for size in self.search.cells}
         whole = division_of(self.problem, both)
         alone: dict[str, float] = {}
         for name in dict.fromkeys(cell.policy for cell in self.search.all_cells):
-            own = kinds["two pools" if len(policy(name).pools) > 1 else "one pool"]
-            best = division_of(self.problem, own)
+            best = division_of(self.problem, kinds[_kind_of(name)])
             alone[name] = 0.0 if best is None else best.worth
         upper = max(0.0 if whole is None else whole.worth, qps)
         return upper, tuple(sorted(((name, own) for name, own in alone.items() if own > 0),
                                    key=lambda pair: -pair[1]))
 
-    def _bound_of(self, part: Problem, plan: tuple[int, int], kind: Kind, limit_s: float,
-                  cutoff_qps: float) -> float:
-        known = self.search.bounds.setdefault((part.cluster.num_devices, plan, kind, limit_s), {})
-        for cutoff, value in known.items():
-            if cutoff >= cutoff_qps or value > cutoff:
-                return max(value, cutoff_qps)
-        known[cutoff_qps] = self._bounds(part).of_plan(plan, kind, limit_s, cutoff_qps=cutoff_qps)
-        return known[cutoff_qps]
+    def _bound_of(self, part: Problem, plans: Sequence[tuple[int, int]], kind: Kind,
+                  limit_s: float) -> float:
+        """What no copy on this part exceeds by any of the plans."""
+        key = part.cluster.num_devices, plans, kind, limit_s
+        if key not in self.search.bounds:
+            bound: UpperBound = self._bounds(part)
+            most_qps = 0.0
+            if kind == "two pools" and part.cluster.num_devices > FEW_DEVICES and plans:
+                most_qps = bound.of_two_pools((1, *(degree for degree, _ in plans)), limit_s)
+                plans = ()
+            for plan in plans:
+                most_qps = bound.of_plan(plan, kind, limit_s, cutoff_qps=most_qps)
+            self.search.bounds[key] = most_qps
+        return self.search.bounds[key]
 
     def _beside(self, found: Sequence[Found], qps: float, keeps: KeptBounds,
                 bounds: Sequence[tuple[str, float]]) -> list[Rejected]:
@@ -224,8 +229,8 @@ class SearchPlanner:
         for size in sorted(self.search.cells):
             part = self.search.cells[size][0].problem
             best = self.search.best_of(keeps, self.search.cells[size].__contains__)
-            bound = max((value for (own, *_), known in self.search.bounds.items() if own == size
-                         for value in known.values()), default=math.inf)
+            bound = max((value for (own, *_), value in self.search.bounds.items() if own == size),
+                        default=math.inf)
             rows.append(CopiesTried(
                 replicas=part.copies, devices_per_replica=size,
                 throughput_qps=None if best is None else _qps_of(best),
@@ -306,6 +311,10 @@ def together(found: Sequence[Found]) -> Estimate:
     """Copies of one shape or several, those on most devices first."""
     first, *others = (shown(one) for one in found)
     return first.beside(tuple(replace(one, notes=()) for one in others))
+
+
+def _kind_of(name: str) -> Kind:
+    return "two pools" if len(policy(name).pools) > 1 else "one pool"
 
 
 def _is_by(name: str, cell: Cell, *, degree: int | None = None) -> bool:

@@ -148,7 +148,7 @@ class Search:
         for cell in self._replays:
             self.cells.setdefault(cell.problem.cluster.num_devices, []).append(cell)
         self.sizes = {part.cluster.num_devices for part in _parts(problem)}
-        self.bounds: dict[tuple[Any, ...], dict[float, float]] = {}  # upper, by size, plan, kind
+        self.bounds: dict[tuple[Any, ...], float] = {}  # upper ones, by size, plans, kind, limit
 
     @property
     def all_cells(self) -> list[Cell]:

@@ -94,6 +94,7 @@ class Cell:
     off: dict[Point, Off] = field(default_factory=dict)
     is_coarse: bool = True  # the points between those of the grid were not looked at
     num_points: int = 0  # that the formula was asked for
+    _fine: dict[int, tuple[IntArray, Rough]] = field(default_factory=dict)  # around grid points
     misses: int = 0  # replays that came out too slow where they were expected to be in time
 
     @property
@@ -140,7 +141,9 @@ class Cell:
         found = self._value(self.points, self.rough, best, usual)
         if not self.off and self.is_coarse:
             return found
-        points, rough = self.with_room(self._around(self.points[best]))
+        if best not in self._fine:
+            self._fine[best] = self.with_room(self._around(self.points[best]))
+        points, rough = self._fine[best]
         fine = self._best_of(points, rough, most_s, limits, usual)
         if fine is not None:
             found = max(found, self._value(points, rough, fine, usual))

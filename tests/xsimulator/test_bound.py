@@ -151,6 +151,8 @@ def exceeded(problem: Problem, count: int, rng: np.random.Generator) -> list[str
     for one in drawn(problem, timing, count, rng):
         plan = one.config.tp_degree, one.config.tp_gpus
         most_qps = bound.of_plan(plan, one.kind, one.figures.latency_s)
+        if one.kind == "two pools":  # that of any division
+            most_qps = min(most_qps, bound.of_two_pools((1, plan[0]), one.figures.latency_s))
         if one.figures.throughput_qps > most_qps * SCATTER and whole_job_qps(
                 problem, timing, one) > most_qps * SCATTER:
             found.append(f"{most_qps:.4g} by {one.policy} {one.config}, {one.figures}")

@@ -1,0 +1,96 @@
+"""What no two pools exceed, however the devices are divided between them and layers laid out.
+
+Of a decode step of n rows a query's token waits for its way through all layers, p(n) seconds, and
+the devices that hold them are at work for w(n) device-seconds together; layers on groups of several
+degrees lie between what these take. With q the shares of tokens by the size of their step, M
+devices, N rows for which the caches have room, E device-seconds of encoding a query at the least, D
+decode iterations of a query, d those of the query that the bound T is for, which sees steps as they
+come, and lambda queries/s:
+
+    lambda (E + D sum q w(n) / n) <= M        devices
+    lambda D sum q p(n) <= N                  rows under way (Little's law)
+    sum q (p(n) - T / d) / n <= 0             steps in the mean, each counted once
+
+No q keeps all three where prices a, b >= 0 are such that w / n + a p + b (p - T / d) / n is for
+every size above what the first two leave, (M / lambda - E) / D + a N / (lambda D)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+
+from xgpt.core.lengths import FloatArray
+from xgpt.core.problem import Problem
+from xsimulator import memory
+from xsimulator.plans import StagePlan, StagePlans
+from xsimulator.pool_bound import PoolBound
+
+RATIO = 1.05  # chosen: between sizes of steps that are looked at
+MOST_ROWS = 2.0**17
+# chosen: prices, in device-seconds a row-second and as shares of the cheapest step's
+PRICES: FloatArray = np.concatenate([[0.0], 2.0 ** np.arange(-12, 13, 0.5)])
+HALVINGS = 24  # chosen
+
+
+class SharedDevices:
+    """The bound of one problem's devices, by the degrees of their groups."""
+
+    def __init__(self, problem: Problem, plans: StagePlans,
+                 pool: Callable[[StagePlan], PoolBound]) -> None:
+        self._problem, self._plans, self._pool = problem, plans, pool
+        self._of_degree = cache(self._find)
+
+    def qps(self, degrees: tuple[int, ...], latency_s: float) -> float:
+        """Queries/s within a latency."""
+        found = [self._of_degree(degree) for degree in degrees]
+        rows, path_s, work_s = (np.concatenate([own[kind] for own in found]) for kind in range(3))
+        encode_s, own_s = min(own[3] for own in found), min(own[4] for own in found)
+        demand = self._pool(self._whole(degrees[0])).demand
+        least_s = (latency_s - own_s) / max(demand.watched, 1e-9)
+        held = self._rows_held()
+        if least_s <= 0 or held < 1:
+            return 0.0
+        devices, iterations = self._problem.cluster.num_devices, demand.iterations
+        each = work_s / rows
+        scale = float((each / path_s).min())
+        late = np.zeros(len(rows)) if math.isinf(least_s) else (path_s - least_s) / rows
+        price = PRICES[:, None]
+        # [a, b] the cheapest step's price
+        dear = np.array([(each + a * scale * path_s + price * devices * late).min(axis=1)
+                         for a in PRICES])
+
+        def may_be(qps: float) -> bool:
+            left = (devices / qps - encode_s) / iterations
+            room = PRICES * scale * held / (qps * iterations)
+            return bool((dear <= (left + room)[:, None]).all())
+
+        low, high = 0.0, devices / max(encode_s, 1e-300)
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if may_be(middle) else (low, middle)
+        return high
+
+    def _whole(self, degree: int) -> StagePlan:
+        return self._plans.pool([self._problem.cluster.fastest_group(degree)], "both")
+
+    def _find(self, degree: int) -> tuple[FloatArray, FloatArray, FloatArray, float, float]:
+        """([sizes] rows, seconds through all layers, device-seconds; device-seconds of encoding a
+        query, seconds of encoding the one that the bound is for), at least."""
+        steps = self._pool(self._whole(degree)).steps
+        sizes: FloatArray = RATIO ** np.arange(math.log(MOST_ROWS) / math.log(RATIO))
+        path_s = steps.of_share(0.0).at(steps.of_share(0.0).path_s, sizes)
+        # between two sizes there are at most as many rows as the larger has, in no less time
+        rows, path_s = sizes[1:], np.minimum(path_s[:-1], path_s[1:])
+        return rows, path_s, degree * path_s, degree / steps.most_encode_qps, steps.own_s
+
+    def _rows_held(self) -> float:
+        """Rows for whose contexts all devices have room beside the weights of both pools."""
+        problem, whole = self._problem, self._whole(1)
+        decoder_only = not problem.model.is_encoder_decoder
+        token = float(memory.kv_bytes(problem, whole.stages, 1.0)[0])
+        free = (problem.cluster.num_devices * memory.capacity_bytes(problem.cluster.device)
+                - (1 + decoder_only) * float(whole.weight_bytes[0]))
+        return free / token / self._pool(whole).demand.context
