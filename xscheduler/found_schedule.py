@@ -93,7 +93,7 @@ class SearchPlanner:
         if not self._is_brief:
             rows += self._beside(found, qps, keeps, by_policy)
             if not math.isinf(latency_bound_s):
-                free = together(self.search.best(self._keeps(math.inf, False)))
+                free = together(self.search.best(self._keeps(math.inf, False), is_compared=True))
                 free_qps = max(free.figures.throughput_qps, qps)
                 if free.figures.throughput_qps > qps:
                     rows.append(Rejected(
@@ -102,7 +102,8 @@ class SearchPlanner:
                         latency_s=free.figures.latency_s,
                         reason=f"latency above {latency_bound_s:g} s"))
         if has_margin and margin.factor > 1:
-            bare = together(self.search.best(self._keeps(latency_bound_s, False)))
+            bare = together(self.search.best(self._keeps(latency_bound_s, False),
+                                             is_compared=True))
             bare_qps = max(bare.figures.throughput_qps, qps)
             margin = replace(margin, cost=max(1 - qps / bare_qps, 0.0))
             if not self._is_brief:

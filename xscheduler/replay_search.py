@@ -36,7 +36,7 @@ from xsimulator.rough.workload import Workload
 SEED = 20240427
 LEAST_LOOK, LOOK_ROUNDS = 800, 6  # chosen: queries of a first replay, at least and by those present
 # chosen: what is climbed from, too, by its share of the best's throughput, and how many
-RACE, RUNNERS_UP = 0.08, 8
+RACE, RUNNERS_UP = 0.06, 4
 FINALS, CLIMBS = 3, 24  # chosen
 SURE_LOOKS, SURE = 5, 4  # chosen: looks, and how many times a whole replay's queries
 LOOKS, QUICKEST = 3, 8  # chosen: replays of a policy that has nothing, and of the least latencies
@@ -147,6 +147,7 @@ class Search:
         self.cells: dict[int, list[Cell]] = {}  # by devices of a copy
         for cell in self._replays:
             self.cells.setdefault(cell.problem.cluster.num_devices, []).append(cell)
+        self._climbed: set[tuple[Cell, Point, KeptBounds]] = set()  # from where none is better
         self.sizes = {part.cluster.num_devices for part in _parts(problem)}
         self.bounds: dict[tuple[Any, ...], float] = {}  # upper ones, by size, plans, kind, limit
 
@@ -230,17 +231,22 @@ class Search:
     def num_replays(self) -> int:
         return sum(one.count for one in {id(own): own for own in self._replays.values()}.values())
 
-    def best(self, keeps: KeptBounds, enough_qps: float = math.inf) -> list[Found]:
+    def best(self, keeps: KeptBounds, enough_qps: float = math.inf, *,
+             is_compared: bool = False) -> list[Found]:
         """Copies of one or several shapes that are best together; [] where none was found that
-        keeps the limits. enough_qps: with so many queries/s the search may end."""
+        keeps the limits. enough_qps: with so many queries/s the search may end. is_compared: what
+        is chosen is compared with it, no more: it need not be the very best."""
         found = self._look(keeps) or (self._look(keeps) if self.quickest() else [])
+        if is_compared:
+            return found
         for _ in range(FINALS):
             if self._cuts() or sum(one.copies * one.replayed.throughput_qps
                                    for one in found) >= enough_qps:
                 break
             improved = False
             for one in (*found, *self._runners_up(found, keeps)):
-                improved |= self._climb(one.cell, one.point, keeps)
+                if (one.cell, one.point, keeps) not in self._climbed:
+                    improved |= self._climb(one.cell, one.point, keeps)
             again = self._look(keeps)
             if not improved and again == found:
                 break
@@ -338,6 +344,7 @@ class Search:
                     break
             else:
                 break
+        self._climbed.add((cell, point, keeps))
         return improved
 
 
