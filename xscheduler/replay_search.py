@@ -38,13 +38,14 @@ LEAST_LOOK, LOOK_ROUNDS = 800, 6  # chosen: queries of a first replay, at least 
 # chosen: what is climbed from, too, by its share of the best's throughput, and how many
 RACE, RUNNERS_UP = 0.06, 4
 FINALS, CLIMBS = 3, 24  # chosen
-SURE_LOOKS, SURE = 5, 4  # chosen: looks, and how many times a whole replay's queries
+SURE_LOOKS, SURE = 60, 4  # chosen: looks, and how many times a whole replay's queries
 LOOKS, QUICKEST = 3, 8  # chosen: replays of a policy that has nothing, and of the least latencies
 FEW_NODES = 4  # chosen: of which every number is looked at
 LIKELY = 0.01  # chosen: by so much less by the formula is a neighbour looked at
 LEAST = 0.002  # chosen: what a neighbour must bring
 STEPS = (1.3, 1.1, 1.03)  # chosen: to neighbours
 MOST_REPLAYS = 400  # chosen
+DRAWN = 4096  # chosen: queries that are drawn at once
 
 
 class Replays:
@@ -53,15 +54,18 @@ class Replays:
     def __init__(self, problem: Problem, timing: TimingSource) -> None:
         self.problem, self.timing = problem, timing
         self._clocks = StepClocks(problem, timing)
-        self._drawn: tuple[IntArray, IntArray] | None = None
+        self._rng = np.random.default_rng(SEED)
+        self._drawn: tuple[IntArray, IntArray] = np.empty(0, np.int64), np.empty(0, np.int64)
         self.count = 0
 
     def of(self, estimate: Estimate, queries: int) -> Replayed:
         """The steady state in a replay of so many queries."""
         self.count += 1
         problem = self.problem
-        if self._drawn is None or len(self._drawn[0]) < queries:
-            self._drawn = problem.lengths.sample(2 * queries, np.random.default_rng(SEED))
+        while len(self._drawn[0]) < queries:  # the first are the same, however many are wanted
+            more = problem.lengths.sample(DRAWN, self._rng)
+            self._drawn = (np.concatenate([self._drawn[0], more[0]]),
+                           np.concatenate([self._drawn[1], more[1]]))
         inputs, outputs = (own[:queries] for own in self._drawn)
         if problem.constraint.kind == "sequence":
             outputs = with_watched(outputs, problem.lengths.outputs.quantile(

@@ -32,12 +32,13 @@ from xscheduler.copies import problem_for, problems_of_copies
 from xscheduler.evaluator import config_of, job_lengths
 from xscheduler.found_schedule import SearchPlanner
 from xscheduler.planner import PlanOptions
+from xscheduler.replay_search import SURE, Replays
 from xscheduler.watch import Watch
 from xsimulator.policies import make_config, make_policy
 from xsimulator.replay.copies import replay_steady, replayer_of
 from xsimulator.replay.job import planned_queries
 from xsimulator.replay.perfetto import write_trace
-from xsimulator.replay.predict import sample_job
+from xsimulator.replay.predict import checked_queries, sample_job
 from xsimulator.replay.records import PoolRecords, ReplayResult
 from xsimulator.replay.steady import SteadyFigures, enough_queries, of_unlike, steady_figures
 
@@ -105,8 +106,9 @@ def simulate_job(opened: OpenedJob, timing: TimingSource, given: Estimate | None
 def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -> Estimate:
     fixed, problem = opened.problem.fixed, opened.problem
     if given is not None:  # of whatever shapes: all by the times of this job
-        first, *others = (_by_form(opened, timing, problem_for(problem, shape), shape.policy,
-                                   config_of(shape)) for shape in given.shapes)
+        first, *others = (_as_replayed(problem_for(problem, shape), timing, _by_form(
+            opened, timing, problem_for(problem, shape), shape.policy, config_of(shape)), shape)
+            for shape in given.shapes)
         return first.beside(tuple(others))
     if fixed.policy is None and replace(
             fixed, policies=(), replicas=None) == FixedSchedule():
@@ -129,6 +131,21 @@ def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -
     of_copy = problems_of_copies(
         replace(problem, fixed=replace(fixed, replicas=fixed.replicas or 1)))[0][0]
     return _by_form(opened, timing, of_copy, name, config)
+
+
+def _as_replayed(of_copy: Problem, timing: TimingSource, formed: Estimate,
+                 given: Estimate) -> Estimate:
+    """The schedule given, on its own stages and with its own controls, by a replay with this job's
+    times: as it is planned. Where that has no steady state, by the closed form."""
+    own = replace(given, notes=formed.notes, others=()).one_copy
+    found = Replays(of_copy, timing).of(own, SURE * checked_queries(of_copy, own)).figures
+    if found is None:
+        return formed
+    figures = {name: value for name in ("throughput_qps", "latency_s", "ttft_s", "tpot_s")
+               if not math.isnan(value := getattr(found, name))}
+    outputs = of_copy.lengths.outputs.mean
+    return own.changed(**figures, output_tokens_per_s=found.throughput_qps * outputs).in_copies(
+        given.deployment.replicas)
 
 
 def _by_form(opened: OpenedJob, timing: TimingSource, of_copy: Problem, name: str,

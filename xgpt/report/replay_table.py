@@ -79,7 +79,7 @@ def policies_table(rows: Iterable[tuple[str, Estimate | str]], constraint: Const
 
 
 def _against(closed: float, replayed: float) -> str:
-    return f"the closed form says {closed / replayed - 1:+.1%}"
+    return f"the estimate says {closed / replayed - 1:+.1%}"
 
 
 def _busy(shares: tuple[float, ...]) -> str:
