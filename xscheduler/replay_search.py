@@ -24,7 +24,7 @@ from xprofiler.timing import TimingSource
 from xscheduler.copies import has_room, most_copies, problem_on
 from xscheduler.kept_bounds import KeptBounds
 from xscheduler.partition import division_of
-from xscheduler.space import Cell, Expected, Off, Point, Replayed, usual_off
+from xscheduler.space import Cell, Expected, Point, Replayed, Usual, usual_off
 from xscheduler.tensor_plans import tensor_plans
 from xsimulator.replay.figures import steady_replay
 from xsimulator.replay.job import planned_queries
@@ -248,6 +248,7 @@ class Search:
                                    for one in found) >= enough_qps:
                 break
             improved = False
+            self._try_nearly_as_good(found, keeps)
             for one in (*found, *self._runners_up(found, keeps)):
                 if (one.cell, one.point, keeps) not in self._climbed:
                     improved |= self._climb(one.cell, one.point, keeps)
@@ -267,7 +268,7 @@ class Search:
     def _look(self, keeps: KeptBounds) -> list[Found]:
         """Replays what is expected to be part of the best division, until that is of nothing but
         what was replayed."""
-        usual: dict[str, Off] = dict(usual_off(list(self._replays)))
+        usual: dict[str, Usual] = dict(usual_off(list(self._replays)))
         most = self.num_replays + self._most_replays
         expected = {cell: self._expected(cell, keeps, usual) for cell in self._replays}
         while True:
@@ -301,9 +302,9 @@ class Search:
                                      and usual != before):
                     expected[other] = self._expected(other, keeps, usual)
 
-    def _expected(self, cell: Cell, keeps: KeptBounds, usual: Mapping[str, Off]) -> Expected:
+    def _expected(self, cell: Cell, keeps: KeptBounds, usual: Mapping[str, Usual]) -> Expected:
         own = cell.best_replayed(partial(keeps.is_kept, cell))
-        return cell.expected(keeps.limits(cell), usual.get(cell.policy, Off()), own)
+        return cell.expected(keeps.limits(cell), usual.get(cell.policy, Usual()), own)
 
     def _replay(self, cell: Cell, point: Point, *, times: int = 0) -> Replayed:
         """With so many times the queries that check a bound; 0: with as many as a first look
@@ -317,6 +318,18 @@ class Search:
             found = self._replays[cell].of(estimate, queries)
             cell.note(point, found)
         return found
+
+    def _try_nearly_as_good(self, found: Sequence[Found], keeps: KeptBounds) -> None:
+        """Replays what cells are expected to have next to what was found."""
+        own_qps = sum(one.copies * one.replayed.throughput_qps for one in found)
+        usual = usual_off(list(self._replays))
+        expected = [(self._expected(cell, keeps, usual), number, cell)
+                    for number, cell in enumerate(self._replays)]
+        nearly = [(one.throughput_qps, number, one.point, cell) for one, number, cell in expected
+                  if one.point is not None and not one.is_replayed
+                  and one.throughput_qps > (1 - RACE) * own_qps]
+        for _, _, point, cell in sorted(nearly, reverse=True, key=lambda own: own[:2])[:RUNNERS_UP]:
+            self._replay(cell, point)
 
     def _runners_up(self, found: Sequence[Found], keeps: KeptBounds) -> list[Found]:
         """The best of other cells that are nearly as good, on devices of any number."""
@@ -355,21 +368,26 @@ class Search:
 def _neighbours(cell: Cell, point: Point) -> list[Point]:
     """Points beside one, along each variable that the cell has several values of, which the
     formula says have room and no more than a little less throughput."""
-    places = [place for place, value in enumerate(point)
-              if value and len(np.unique(cell.points[:, place])) > 1]
+    values = [np.unique(column) for column in cell.points.T]
+    places = [place for place, own in enumerate(values) if len(own) > 1]
     ways = [(one, 0) for one in places] + [(one, other) for one in places for other in places
                                            if one < other]
     found: list[Point] = []
+    for one in places:  # the next ones of the grid: edges of phases, and chunks where none are
+        at = int(np.searchsorted(values[one], point[one]))
+        for value in values[one][max(at - 1, 0):at + 2].tolist():
+            found.append((*point[:one], value, *point[one + 1:]))
     for step in STEPS:
         for sign in (1, -1):
             for one, other in ways:
                 for along in (1, -1) if other else (1,):
                     moved = list(point)
-                    moved[one] = _moved(point[one], step, sign)
-                    if other:
+                    if point[one]:
+                        moved[one] = _moved(point[one], step, sign)
+                    if other and point[other]:
                         moved[other] = _moved(point[other], step, sign * along)
-                    if tuple(moved) != point:
-                        found.append(tuple(moved))
+                    found.append(tuple(moved))
+    found = [one for one in dict.fromkeys(found) if one != point]
     if not found:
         return []
     points, rough = cell.with_room(np.array(found, np.int64))

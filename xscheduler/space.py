@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
+from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xsimulator.memory import capacity_bytes
@@ -22,12 +23,13 @@ from xsimulator.replay.steady import SteadyFigures
 from xsimulator.rough.figures import Formula, Rough
 
 Point = tuple[int, ...]
+CHUNK = "encode_chunk"
 NEAR = 0.2  # chosen: of a logarithm, how far a replay tells what the formula is off by
 PRIOR = 1e-3  # chosen: weight of what it is off by elsewhere, beside 1 of a replay at the point
 HOPE = 0.08  # chosen: by so much may a cell be better than is expected of it before a replay
 LATENCY_OFF = 0.2  # chosen: by so much shorter may a latency be
 NOTHING = 0.003  # chosen: what is expected to bring no more is not replayed
-CAUTION = 0.004  # chosen: of the latency bound, for each replay that broke it
+CAUTION = 0.002  # chosen: of the latency bound, for each replay that broke it
 FINE = (-0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75)  # chosen: of a step of the grid, around a point
 
 
@@ -68,19 +70,27 @@ class Replayed(NamedTuple):
         return math.inf if self.figures is None else self.figures.latency_s
 
 
+class Off(NamedTuple):
+    """Natural logarithms of what a replay showed over what the formula said."""
+
+    throughput: float = 0.0
+    latency: float = 0.0
+
+
+class Usual(NamedTuple):
+    """What a policy's formula is off by in the mean, where inputs are encoded whole and where they
+    are in chunks."""
+
+    whole: Off = Off()
+    chunked: Off = Off()
+
+
 class Expected(NamedTuple):
     """Queries/s of all copies at a point (None: there is none), and whether a replay says so."""
 
     throughput_qps: float = 0.0
     point: Point | None = None
     is_replayed: bool = False
-
-
-class Off(NamedTuple):
-    """Natural logarithms of what a replay showed over what the formula said."""
-
-    throughput: float = 0.0
-    latency: float = 0.0
 
 
 @dataclass(eq=False)
@@ -129,7 +139,7 @@ class Cell:
         return points[fits], Rough(**{name: getattr(rough, name)[fits]
                                       for name in Rough.__slots__})
 
-    def expected(self, limits: Limits, usual: Off, own: Expected) -> Expected:
+    def expected(self, limits: Limits, usual: Usual, own: Expected) -> Expected:
         """The best that keeps the limits, for all that is known, of all copies. usual: what the
         formula is off by where nothing of this cell was replayed. own: the best that was."""
         most_s = limits.latency_s if self.off else limits.latency_s * (1 + LATENCY_OFF)
@@ -158,14 +168,14 @@ class Cell:
                 best = Expected(qps, point, True)
         return best
 
-    def _value(self, points: IntArray, rough: Rough, row: int, usual: Off) -> Expected:
+    def _value(self, points: IntArray, rough: Rough, row: int, usual: Usual) -> Expected:
         off = self._off_at(points[row:row + 1], usual)[0, 0]
         qps = float(rough.throughput_qps[row] * np.exp(off)) * (1 if self.off else 1 + HOPE)
         point: Point = tuple(points[row].tolist())
         return Expected() if point in self.replayed else Expected(self.copies * qps, point)
 
     def _best_of(self, points: IntArray, rough: Rough, most_s: float, limits: Limits,
-                 usual: Off) -> int | None:
+                 usual: Usual) -> int | None:
         if not len(points):
             return None
         off = np.exp(self._off_at(points, usual))
@@ -176,15 +186,23 @@ class Cell:
         best = int(np.argmax(qps))
         return best if qps[best] > 0 else None
 
-    def _off_at(self, points: IntArray, usual: Off) -> FloatArray:
+    def _off_at(self, points: IntArray, usual: Usual) -> FloatArray:
         """[points, 2] logarithms of (throughput, latency) over the formula's."""
-        known = np.array([usual, *self.off.values()])
+        prior = np.where(self.are_chunked(points)[:, None], usual.chunked, usual.whole)
         if not self.off:
-            return np.broadcast_to(known, (len(points), 2))
+            return prior
         where = np.log1p(np.array(list(self.off), float))
         apart = np.abs(np.log1p(points.astype(float))[:, None] - where).sum(axis=2)
-        weights = np.concatenate([np.full((len(points), 1), PRIOR), np.exp(-apart / NEAR)], axis=1)
-        return np.asarray(weights @ known / weights.sum(axis=1)[:, None])
+        weights = np.exp(-apart / NEAR)
+        known = weights @ np.array(list(self.off.values())) + PRIOR * prior
+        return np.asarray(known / (weights.sum(axis=1) + PRIOR)[:, None])
+
+    def are_chunked(self, points: IntArray) -> BoolArray:
+        """[points] whether inputs are encoded in chunks beside decoding."""
+        names = policy(self.policy).variable_names
+        if CHUNK not in names:
+            return np.zeros(len(points), bool)
+        return np.asarray(points[:, names.index(CHUNK)] > 0)
 
     def _around(self, point: IntArray) -> IntArray:
         """Points between one of the grid and its neighbours, along each variable and pairs."""
@@ -214,10 +232,14 @@ class Cell:
                               math.log(latency))
 
 
-def usual_off(cells: list[Cell]) -> Mapping[str, Off]:
+def usual_off(cells: list[Cell]) -> Mapping[str, Usual]:
     """By policy, what its formula was off by in the mean."""
-    found: dict[str, list[Off]] = {}
+    found: dict[tuple[str, bool], list[Off]] = {}
     for cell in cells:
-        found.setdefault(cell.policy, []).extend(
-            one for one in cell.off.values() if one.throughput > -1)
-    return {name: Off(*np.mean(own, axis=0).tolist()) for name, own in found.items() if own}
+        points = [point for point, one in cell.off.items() if one.throughput > -1]
+        if points:
+            for point, flag in zip(points, cell.are_chunked(np.array(points)), strict=True):
+                found.setdefault((cell.policy, bool(flag)), []).append(cell.off[point])
+    means = {key: Off(*np.mean(own, axis=0).tolist()) for key, own in found.items()}
+    return {name: Usual(*(means.get((name, flag), Off()) for flag in (False, True)))
+            for name, _ in means}

@@ -99,7 +99,7 @@ class TwoPools:
                          math.ceil(1.5 * stages)})
         given = [fixed.value_of(name) for name in ("decode_micro_batches", "encode_chunk")]
         chunks = [0] if self.problem.model.is_encoder_decoder else [
-            0, *grid_of(1024, None, 4.0, least=16)]
+            0, *grid_of(1024, None, 4.0, least=4)]
         return crossed(grid_of(most, fixed.value_of("encode_batch"), 1.5),
                        groups if given[0] is None else [given[0]],
                        chunks if given[1] is None else [given[1]])
