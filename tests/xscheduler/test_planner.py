@@ -67,7 +67,7 @@ def test_a_continuous_policy_is_searched_and_chosen_where_it_is_best() -> None:
     bounds = dict(schedule.proof.policy_bounds)
     assert set(bounds) == {
         "rra", "waa-c", "waa-m", "orca", "vllm", "sarathi", "ft", "dsi"}
-    assert max(bounds.values()) == schedule.proof.bound_qps and schedule.proof.gap < 0.05
+    assert max(bounds.values()) == schedule.proof.bound_qps and schedule.proof.gap < 0.25
     papers = replace(problem, fixed=FixedSchedule(policies=("rra", "waa-c", "waa-m")))
     own = plan(papers, timing_of(problem), STEADY)
     assert own.figures.throughput_qps < schedule.figures.throughput_qps
@@ -79,7 +79,7 @@ def test_lengths_to_be_observed_begin_with_the_quickest_where_nothing_keeps_the_
     schedule = plan(problem, timing_of(problem))
     assert schedule.proof.status == Status.BEGINNING
     assert schedule.estimate.controls.policy == "rra", "it can be changed while it runs"
-    with pytest.raises(InfeasibleError, match="no schedule satisfies"):
+    with pytest.raises(InfeasibleError, match="The tightest that can be met is"):
         plan(problem, timing_of(problem), STEADY)
     with pytest.raises(InfeasibleError):
         plan(replace(problem, is_revised=False), timing_of(problem))
