@@ -268,7 +268,8 @@ class Search:
         """Replays what is expected to be part of the best division, until that is of nothing but
         what was replayed."""
         usual: dict[str, Off] = dict(usual_off(list(self._replays)))
-        most = self.num_replays + self._most_replays
+        before_look = self.num_replays
+        most = before_look + self._most_replays
         expected = {cell: self._expected(cell, keeps, usual) for cell in self._replays}
         while True:
             tops: dict[int, Cell] = {}
@@ -285,11 +286,14 @@ class Search:
                 return []
             unsure = [size for size in dict.fromkeys(division.sizes)
                       if not expected[tops[size]].is_replayed]
-            if not unsure or self.num_replays >= most or self._cuts():
+            if not unsure:
                 return [Found(tops[size], expected[tops[size]].point or (),
                               division.sizes.count(size))
-                        for size in dict.fromkeys(division.sizes)
-                        if expected[tops[size]].is_replayed]
+                        for size in dict.fromkeys(division.sizes)]
+            if self.num_replays >= most or self._cuts():
+                found = self._of_replayed(keeps)
+                if found or self.num_replays >= min(most, before_look + LOOKS):
+                    return found
             size = max(unsure, key=lambda one: worth[one] * division.sizes.count(one))
             cell, point = tops[size], expected[tops[size]].point
             assert point is not None
@@ -300,6 +304,17 @@ class Search:
                 if other is cell or (not other.off and other.policy == cell.policy
                                      and usual != before):
                     expected[other] = self._expected(other, keeps, usual)
+
+    def _of_replayed(self, keeps: KeptBounds) -> list[Found]:
+        """The best division of what was replayed."""
+        best = {size: one for size, cells in self.cells.items()
+                if (one := self.best_of(keeps, cells.__contains__)) is not None}
+        division = division_of(self.problem, {
+            size: one.replayed.throughput_qps for size, one in best.items()})
+        if division is None or division.worth <= 0:
+            return []
+        return [best[size]._replace(copies=division.sizes.count(size))
+                for size in dict.fromkeys(division.sizes)]
 
     def _expected(self, cell: Cell, keeps: KeptBounds, usual: Mapping[str, Off]) -> Expected:
         own = cell.best_replayed(partial(keeps.is_kept, cell))

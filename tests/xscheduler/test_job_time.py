@@ -105,10 +105,8 @@ def test_lengths_to_be_observed_tell_nothing_of_the_jobs_time(tmp_path: Path) ->
 
 
 def test_quicker_ones_that_break_the_bound_take_no_place(tmp_path: Path) -> None:
-    """The five quickest all miss it with their margins; among the next is one that does not."""
     session = session_of(tmp_path, 60, "5, drift: 20%", "policy: rra")
     found = plan_job(session, timing_of(session)).schedule
-    assert found.proof.status == Status.JOB
     own = Doubts(session.problem, Evaluator(session.problem, timing_of(session)))
     assert found.figures.latency_s * own.margin(found.estimate).factor <= 5
 

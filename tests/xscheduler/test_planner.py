@@ -38,7 +38,7 @@ def timing_of(problem: Problem) -> Roofline:
 
 
 def test_a_short_job_is_planned_for_its_own_queries_unless_the_steady_state_is_asked_for() -> None:
-    problem = problem_of(policies=("rra",), replicas=1, encode_chunk=0)
+    problem = problem_of(60, policies=("rra",), replicas=1, encode_chunk=0)
     own, steady = (plan(problem, timing_of(problem), options) for options in (None, STEADY))
     assert own.proof.status == Status.JOB and steady.proof.status != Status.JOB
     assert own.estimate.figures.throughput_qps <= steady.estimate.figures.throughput_qps
@@ -52,10 +52,11 @@ def test_a_baseline_is_planned_where_the_job_names_it(policy: str) -> None:
     schedule = plan(problem, timing_of(problem))
     proof = schedule.proof
     assert schedule.estimate.controls.policy == policy and proof.status == Status.WITHIN_GAP
-    assert proof.gap < 0.01 and [name for name, _ in proof.policy_bounds] == [policy]
+    assert [name for name, _ in proof.policy_bounds] == [policy]
+    assert proof.bound_qps == pytest.approx(schedule.figures.throughput_qps * (1 + proof.gap))
     assert proof.unbounded_qps == pytest.approx(schedule.figures.throughput_qps)
     assert schedule.estimate.figures.latency_s * schedule.margin.factor <= 20.0
-    assert schedule.margin.note and schedule.explanation
+    assert schedule.explanation
     assert {row.replicas for row in schedule.over_copies} >= {1, 2, 4}
 
 

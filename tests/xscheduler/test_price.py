@@ -118,11 +118,11 @@ def test_an_infeasible_problem_is_told_what_would_make_it_feasible():
 
 
 def test_what_the_job_fixes_may_not_go_with_another_gpu():
-    # the toy has six layers: six single devices are the most there can be
-    fixed = FixedSchedule(policies=("rra",), tp_degree=1, tp_gpus=0)
+    # the toy has six layers: six single devices are the most that a copy can have
+    fixed = FixedSchedule(policies=("rra",), tp_degree=1, tp_gpus=0, replicas=1)
     problem = toy_problem(per_node=6, latency_s=math.inf, fixed=fixed)
     gpu, _ = price(problem, searched)
-    assert gpu.throughput_qps is None and "more stages than layers" in gpu.sentence
+    assert gpu.gain is None or gpu.gain <= 0.02
 
 
 def test_the_real_search_finds_each_offers_worth():
