@@ -112,12 +112,12 @@ def _parts(problem: Problem, *, is_any: bool = False) -> list[Problem]:
     found = []
     for devices in sizes:
         copies = most_copies(cluster, devices)
-        if copies < (wanted or 1):
+        if copies < 1 or devices + (wanted or 1) - 1 > cluster.num_devices:
             continue
         part = problem_on(problem, devices)
         if wanted is not None and copies != wanted:
             share = None if problem.num_queries is None else -(-problem.num_queries // wanted)
-            part = replace(part, copies=wanted, num_queries=share)
+            part = replace(part, copies=min(copies, wanted), num_queries=share)
         if problem.num_queries is not None and part.copies > problem.num_queries:
             continue
         if is_any or has_room(part):
@@ -173,10 +173,18 @@ class Search:
             ("expected to be no better", unseen), ("without room", empty)) if count)
 
     def best_of(self, keeps: KeptBounds, is_wanted: Callable[[Cell], bool]) -> Found | None:
-        """The best that was replayed of some cells, in equal copies."""
+        """The best that was replayed of some cells, in as many equal copies as the job wants."""
+        return self._best_replayed(keeps, [cell for cell in self._replays if is_wanted(cell)
+                                           and self._is_whole(cell)])
+
+    def _is_whole(self, cell: Cell) -> bool:
+        """Whether there are as many copies as the job wants: else it is one part of several."""
+        return self.problem.fixed.replicas in (None, cell.copies)
+
+    def _best_replayed(self, keeps: KeptBounds, cells: Sequence[Cell]) -> Found | None:
         best: Found | None = None
         most = 0.0
-        for cell in filter(is_wanted, self._replays):
+        for cell in cells:
             found = cell.best_replayed(partial(keeps.is_kept, cell))
             if found.point is not None and found.throughput_qps > most:
                 best, most = Found(cell, found.point, cell.copies), found.throughput_qps
@@ -201,7 +209,8 @@ class Search:
     def quickest(self) -> list[Found]:
         """Points among which the least latencies are; [] where no cell has any."""
         likely = sorted(((float(cell.rough.latency_s[row]), index, row)
-                         for index, cell in enumerate(self._replays) if len(cell.points)
+                         for index, cell in enumerate(self._replays)
+                         if len(cell.points) and self._is_whole(cell)
                          for row in np.argsort(cell.rough.latency_s)[:1].tolist()))
         cells, found = list(self._replays), []
         for _, index, row in likely[:QUICKEST]:
@@ -308,7 +317,7 @@ class Search:
     def _of_replayed(self, keeps: KeptBounds) -> list[Found]:
         """The best division of what was replayed."""
         best = {size: one for size, cells in self.cells.items()
-                if (one := self.best_of(keeps, cells.__contains__)) is not None}
+                if (one := self._best_replayed(keeps, cells)) is not None}
         division = division_of(self.problem, {
             size: one.replayed.throughput_qps for size, one in best.items()})
         if division is None or division.worth <= 0:
