@@ -194,7 +194,8 @@ class TwoPools:
         inside = rows + qps * handed_s + np.where(has, stock / mean + 1 + groups, 0.0)
         # where the encode pool is behind nothing else holds queries back: room for their spread
         inside = inside + np.where(is_full & ~has, 0.0, DEVIATIONS * np.sqrt(inside))
-        present = np.maximum(np.round(inside), 1.0)
+        # of sizes that are refused nothing is known but what is encoded
+        present = np.maximum(np.round(np.where(np.isfinite(inside), inside, batch)), 1.0)
         used = np.empty(len(batch))
         for number, one in enumerate(pools):
             own = which == number
