@@ -252,6 +252,8 @@ class Search:
         found = self._look(keeps) or (self._look(keeps) if self.quickest() else [])
         if is_compared:
             return found
+        if self._replay_unseen(found, keeps):
+            found = self._look(keeps)
         for _ in range(FINALS):
             if self._cuts() or sum(one.copies * one.replayed.throughput_qps
                                    for one in found) >= enough_qps:
@@ -313,6 +315,21 @@ class Search:
                 if other is cell or (not other.off and other.policy == cell.policy
                                      and usual != before):
                     expected[other] = self._expected(other, keeps, usual)
+
+    def _replay_unseen(self, found: Sequence[Found], keeps: KeptBounds) -> bool:
+        """Replays one point of each other cell of the sizes that are taken which is better if its
+        formula is right, though it was off elsewhere; whether there was any."""
+        before = self.num_replays
+        for one in found:
+            own_qps = one.cell.copies * one.replayed.throughput_qps
+            for cell in self.cells[one.cell.problem.cluster.num_devices]:
+                if cell.off or self._cuts():
+                    continue
+                likely = cell.expected(keeps.limits(cell), Off(), Expected())
+                if likely.point is not None and likely.throughput_qps > own_qps:
+                    self._replay(cell, likely.point)
+                    cell.misses += not keeps.is_kept(cell, likely.point)
+        return self.num_replays > before
 
     def _of_replayed(self, keeps: KeptBounds) -> list[Found]:
         """The best division of what was replayed."""

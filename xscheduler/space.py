@@ -223,12 +223,9 @@ class Cell:
 
 
 def usual_off(cells: list[Cell]) -> Mapping[str, Off]:
-    """By policy, what its formula was off by in the mean over cells, and one where it is right:
-    what few cells show need not be so in others."""
-    found: dict[str, list[FloatArray]] = {}
+    """By policy, what its formula was off by in the mean."""
+    found: dict[str, list[Off]] = {}
     for cell in cells:
-        own = [one for one in cell.off.values() if one.throughput > -1]
-        if own:
-            found.setdefault(cell.policy, []).append(np.mean(own, axis=0))
-    return {name: Off(*(np.sum(own, axis=0) / (len(own) + 1)).tolist())
-            for name, own in found.items()}
+        found.setdefault(cell.policy, []).extend(
+            one for one in cell.off.values() if one.throughput > -1)
+    return {name: Off(*np.mean(own, axis=0).tolist()) for name, own in found.items() if own}
