@@ -51,7 +51,7 @@ def test_a_margin_grows_with_the_confidence_and_costs_throughput() -> None:
     factors = [schedule.margin.factor for schedule in found]
     qps = [schedule.figures.throughput_qps for schedule in found]
     assert 1.0 == factors[0] < factors[1] < factors[2]
-    assert qps[0] > qps[1] > qps[2] and found[2].margin.cost > 0
+    assert qps[2] < 0.98 * min(qps[:2]) and found[2].margin.cost > 0
 
 
 @pytest.mark.parametrize("confidence", [0.5, 0.8, 0.95])
