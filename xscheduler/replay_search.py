@@ -215,7 +215,7 @@ class Search:
         cells, found = list(self._replays), []
         for _, index, row in likely[:QUICKEST]:
             cell, point = cells[index], tuple(cells[index].points[row].tolist())
-            if self._replay(cell, point, times=1).figures is not None:
+            if self._replay(cell, point, times=SURE).figures is not None:
                 found.append(Found(cell, point, cell.copies))
         return found
 
