@@ -33,6 +33,7 @@ from typing import Any
 import numpy as np
 from by_hand import DRAWN, NOTHING, ByHand, Drawn, Found
 from hand_problems import SCENARIOS, HandScenario, copies, other_sizes
+from xscheduler.search import GAP
 
 from xgpt.core.copies import devices_of_copies, sum_of
 from xgpt.core.errors import InfeasibleError
@@ -43,7 +44,6 @@ from xgpt.report.policy_words import controls_cell
 from xprofiler.roofline import Roofline
 from xscheduler.partition import best_unequal
 from xscheduler.planner import Planner, PlanOptions
-from xscheduler.search import GAP
 
 EQUAL = 1.0 + 1e-6  # of one another: figures of the same schedule
 _SEED = 20261123

@@ -9,6 +9,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
+from xscheduler.search import Scheduler
+from xscheduler.spaces.grid import MOST_QUERIES, QuicklyBounded, best
+from xscheduler.spaces.remembered import RememberedPolicy
 
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.job import FixedSchedule
@@ -17,9 +20,6 @@ from xgpt.core.problem import Problem
 from xgpt.report.policy_words import controls_cell
 from xprofiler.roofline import Roofline
 from xscheduler.admissible import Limits, admissible
-from xscheduler.search import Scheduler
-from xscheduler.spaces.grid import MOST_QUERIES, QuicklyBounded, best
-from xscheduler.spaces.remembered import RememberedPolicy
 from xscheduler.tensor_plans import all_tensor_plans
 from xsimulator.policies import make_policy
 from xsimulator.policies.continuous.config import ContinuousConfig

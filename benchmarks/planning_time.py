@@ -31,11 +31,11 @@ from pathlib import Path
 import numpy as np
 from hand_problems import SCENARIOS, HandScenario
 from paper_scenarios import Scenario, scenarios
+from xscheduler.copies_shown import configuration
 
 import xscheduler.evaluator
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schedule import Schedule
-from xscheduler.copies_shown import configuration
 from xscheduler.planner import PlanOptions, plan
 from xsimulator.policies.continuous import walk_table
 

@@ -28,11 +28,11 @@ import numpy as np
 from paper_scenarios import Scenario, bounds_of, ft_plan, largest_batches, scenarios
 
 from xgpt.core.errors import InfeasibleError
+from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xscheduler.search import Scheduler
-from xscheduler.spaces import grid as baselines
+from xscheduler.planner import Planner, PlanOptions
 from xscheduler.tensor_plans import all_tensor_plans
 from xsimulator.policies import make_config, make_policy
 from xsimulator.policies.rra.closed_form import Rra
@@ -113,21 +113,29 @@ def best_schedule(problem: Problem, timing: TimingSource) -> Found:
     much better it would be without a bound is not asked."""
     began = time.process_time()
     try:
-        found = Scheduler(problem, timing).find(compares=False)
+        found = Planner(problem, timing, PlanOptions(
+            horizon="steady", is_brief=True, has_margin=False)).plan()
     except InfeasibleError:
         return Found(estimate=None, nodes=0, seconds=time.process_time() - began)
     return Found(estimate=found.estimate, nodes=found.proof.nodes,
                  seconds=time.process_time() - began)
 
 
+def best_ft(problem: Problem, timing: TimingSource,
+            tensor_plan: tuple[int, int] | None = None) -> Estimate | None:
+    """FT at its best, by one copy; None where it keeps no bound. tensor_plan: (tp_degree,
+    tp_gpus), by default any."""
+    degree, gpus = tensor_plan or (None, None)
+    fixed = FixedSchedule(policies=("ft",), replicas=1, tp_degree=degree, tp_gpus=gpus)
+    return best_schedule(replace(problem, fixed=fixed), timing).estimate
+
+
 def row_of(scenario: Scenario, timing: TimingSource, bound_s: float, grid: int) -> Row:
     problem = scenario.problem(bound_s)
-    ft = make_policy("ft", scenario.problem(bound_s, quantile=1.0), timing)
     return Row(
         scenario=scenario, bound_s=bound_s, grid=grid,
-        ft=baselines.best(ft, bound_s, plans=[ft_plan(problem.cluster)]),  # type: ignore[arg-type]
-        ft_best=baselines.best(make_policy("ft", problem, timing), bound_s),  # type: ignore[arg-type]
-        found=best_schedule(problem, timing))
+        ft=best_ft(scenario.problem(bound_s, quantile=1.0), timing, ft_plan(problem.cluster)),
+        ft_best=best_ft(problem, timing), found=best_schedule(problem, timing))
 
 
 def grid_size(problem: Problem, timing: TimingSource) -> int:
@@ -236,8 +244,7 @@ def decomposition(rows: Sequence[Row]) -> list[str]:
 def _factors(row: Row) -> str:
     scenario, bound_s = row.scenario, row.bound_s
     timing, problem = scenario.timing(), scenario.problem(bound_s)
-    ft: Any = make_policy("ft", problem, timing)
-    same_plan = baselines.best(ft, bound_s, plans=[ft_plan(problem.cluster)])
+    same_plan = best_ft(problem, timing, ft_plan(problem.cluster))
     fixed = replace(problem, fixed=replace(problem.fixed, policies=("rra",)))
     rra = best_schedule(fixed, timing).estimate
     steps = [(same_plan, row.ft), (row.ft_best, same_plan), (rra, row.ft_best),

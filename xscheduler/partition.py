@@ -50,9 +50,11 @@ def division_of(problem: Problem, worth: Mapping[int, float]) -> Division | None
     on whole nodes; None where there is none. worth: of a copy on so many devices."""
     cluster, copies = problem.cluster, problem.fixed.replicas
     each, nodes = cluster.devices_per_node, cluster.num_nodes
+    if copies is not None:
+        return _of_nodes(worth, each, nodes, copies)
     within = {size: own for size, own in worth.items() if size <= each}
     if nodes == 1:
-        return best_division(within, each, copies)
+        return best_division(within, each)
     node = best_division(within, each)
     over = {size // each: own for size, own in worth.items() if size > each}
     whole = best_division({**over, 1: node.worth if node is not None else 0.0}, nodes)
@@ -61,6 +63,31 @@ def division_of(problem: Problem, worth: Mapping[int, float]) -> Division | None
     inside = node.sizes if node is not None else ()
     return Division(whole.worth, tuple(size for count in whole.sizes for size in (
         inside if count == 1 else (count * each,))))
+
+
+def _of_nodes(worth: Mapping[int, float], each: int, nodes: int, parts: int) -> Division | None:
+    """The best division of nodes of `each` devices into exactly so many parts."""
+    within = {size: own for size, own in worth.items() if size <= each}
+    inside = [best_division(within, each, count) for count in range(min(parts, each) + 1)]
+    whole = [size for size in _able(worth) if size > each]
+    rooms: list[list[Division | None]] = [[NOTHING, *[None] * parts]]
+    for room in range(1, nodes + 1):
+        row = []
+        for count in range(parts + 1):
+            of_node = [_joined(rooms[-1][count - own], one) for own, one in enumerate(inside)
+                       if own <= count]
+            over = [_joined(rooms[room - size // each][count - 1], Division(worth[size], (size,)))
+                    for size in whole if count and size // each <= room]
+            row.append(_better([*of_node, *over]))
+        rooms.append(row)
+    best = rooms[-1][parts]
+    return best and best._replace(sizes=tuple(sorted(best.sizes, reverse=True)))
+
+
+def _joined(one: Division | None, other: Division | None) -> Division | None:
+    if one is None or other is None:
+        return None
+    return Division(one.worth + other.worth, one.sizes + other.sizes)
 
 
 def _of_rooms(worth: Mapping[int, float], devices: int,

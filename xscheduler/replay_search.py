@@ -112,12 +112,12 @@ def _parts(problem: Problem, *, is_any: bool = False) -> list[Problem]:
     found = []
     for devices in sizes:
         copies = most_copies(cluster, devices)
-        if copies < (wanted or 1):
+        if copies < 1 or devices + (wanted or 1) - 1 > cluster.num_devices:
             continue
         part = problem_on(problem, devices)
         if wanted is not None and copies != wanted:
             share = None if problem.num_queries is None else -(-problem.num_queries // wanted)
-            part = replace(part, copies=wanted, num_queries=share)
+            part = replace(part, copies=min(copies, wanted), num_queries=share)
         if problem.num_queries is not None and part.copies > problem.num_queries:
             continue
         if is_any or has_room(part):
@@ -173,10 +173,18 @@ class Search:
             ("expected to be no better", unseen), ("without room", empty)) if count)
 
     def best_of(self, keeps: KeptBounds, is_wanted: Callable[[Cell], bool]) -> Found | None:
-        """The best that was replayed of some cells, in equal copies."""
+        """The best that was replayed of some cells, in as many equal copies as the job wants."""
+        return self._best_replayed(keeps, [cell for cell in self._replays if is_wanted(cell)
+                                           and self._is_whole(cell)])
+
+    def _is_whole(self, cell: Cell) -> bool:
+        """Whether there are as many copies as the job wants: else it is one part of several."""
+        return self.problem.fixed.replicas in (None, cell.copies)
+
+    def _best_replayed(self, keeps: KeptBounds, cells: Sequence[Cell]) -> Found | None:
         best: Found | None = None
         most = 0.0
-        for cell in filter(is_wanted, self._replays):
+        for cell in cells:
             found = cell.best_replayed(partial(keeps.is_kept, cell))
             if found.point is not None and found.throughput_qps > most:
                 best, most = Found(cell, found.point, cell.copies), found.throughput_qps
@@ -201,12 +209,13 @@ class Search:
     def quickest(self) -> list[Found]:
         """Points among which the least latencies are; [] where no cell has any."""
         likely = sorted(((float(cell.rough.latency_s[row]), index, row)
-                         for index, cell in enumerate(self._replays) if len(cell.points)
+                         for index, cell in enumerate(self._replays)
+                         if len(cell.points) and self._is_whole(cell)
                          for row in np.argsort(cell.rough.latency_s)[:1].tolist()))
         cells, found = list(self._replays), []
         for _, index, row in likely[:QUICKEST]:
             cell, point = cells[index], tuple(cells[index].points[row].tolist())
-            if self._replay(cell, point, times=1).figures is not None:
+            if self._replay(cell, point, times=SURE).figures is not None:
                 found.append(Found(cell, point, cell.copies))
         return found
 
@@ -243,6 +252,8 @@ class Search:
         found = self._look(keeps) or (self._look(keeps) if self.quickest() else [])
         if is_compared:
             return found
+        if self._replay_unseen(found, keeps):
+            found = self._look(keeps)
         for _ in range(FINALS):
             if self._cuts() or sum(one.copies * one.replayed.throughput_qps
                                    for one in found) >= enough_qps:
@@ -269,7 +280,8 @@ class Search:
         """Replays what is expected to be part of the best division, until that is of nothing but
         what was replayed."""
         usual: dict[str, Usual] = dict(usual_off(list(self._replays)))
-        most = self.num_replays + self._most_replays
+        before_look = self.num_replays
+        most = before_look + self._most_replays
         expected = {cell: self._expected(cell, keeps, usual) for cell in self._replays}
         while True:
             tops: dict[int, Cell] = {}
@@ -286,11 +298,14 @@ class Search:
                 return []
             unsure = [size for size in dict.fromkeys(division.sizes)
                       if not expected[tops[size]].is_replayed]
-            if not unsure or self.num_replays >= most or self._cuts():
+            if not unsure:
                 return [Found(tops[size], expected[tops[size]].point or (),
                               division.sizes.count(size))
-                        for size in dict.fromkeys(division.sizes)
-                        if expected[tops[size]].is_replayed]
+                        for size in dict.fromkeys(division.sizes)]
+            if self.num_replays >= most or self._cuts():
+                found = self._of_replayed(keeps)
+                if found or self.num_replays >= min(most, before_look + LOOKS):
+                    return found
             size = max(unsure, key=lambda one: worth[one] * division.sizes.count(one))
             cell, point = tops[size], expected[tops[size]].point
             assert point is not None
@@ -301,6 +316,32 @@ class Search:
                 if other is cell or (not other.off and other.policy == cell.policy
                                      and usual != before):
                     expected[other] = self._expected(other, keeps, usual)
+
+    def _replay_unseen(self, found: Sequence[Found], keeps: KeptBounds) -> bool:
+        """Replays one point of each other cell of the sizes that are taken which is better if its
+        formula is right, though it was off elsewhere; whether there was any."""
+        before = self.num_replays
+        for one in found:
+            own_qps = one.cell.copies * one.replayed.throughput_qps
+            for cell in self.cells[one.cell.problem.cluster.num_devices]:
+                if cell.off or self._cuts():
+                    continue
+                likely = cell.expected(keeps.limits(cell), Usual(), Expected())
+                if likely.point is not None and likely.throughput_qps > own_qps:
+                    self._replay(cell, likely.point)
+                    cell.misses += not keeps.is_kept(cell, likely.point)
+        return self.num_replays > before
+
+    def _of_replayed(self, keeps: KeptBounds) -> list[Found]:
+        """The best division of what was replayed."""
+        best = {size: one for size, cells in self.cells.items()
+                if (one := self._best_replayed(keeps, cells)) is not None}
+        division = division_of(self.problem, {
+            size: one.replayed.throughput_qps for size, one in best.items()})
+        if division is None or division.worth <= 0:
+            return []
+        return [best[size]._replace(copies=division.sizes.count(size))
+                for size in dict.fromkeys(division.sizes)]
 
     def _expected(self, cell: Cell, keeps: KeptBounds, usual: Mapping[str, Usual]) -> Expected:
         own = cell.best_replayed(partial(keeps.is_kept, cell))

@@ -28,6 +28,7 @@ NEAR = 0.2  # chosen: of a logarithm, how far a replay tells what the formula is
 PRIOR = 1e-3  # chosen: weight of what it is off by elsewhere, beside 1 of a replay at the point
 HOPE = 0.08  # chosen: by so much may a cell be better than is expected of it before a replay
 LATENCY_OFF = 0.2  # chosen: by so much shorter may a latency be
+PACE_OFF = 0.5  # chosen: by so much shorter may the time a token be
 NOTHING = 0.003  # chosen: what is expected to bring no more is not replayed
 CAUTION = 0.002  # chosen: of the latency bound, for each replay that broke it
 FINE = (-0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75)  # chosen: of a step of the grid, around a point
@@ -116,6 +117,12 @@ class Cell:
         return self.problem.copies
 
     @cached_property
+    def _after(self) -> float:
+        """Tokens after the first of the latency bound's query, times what their time is off by."""
+        outputs = self.problem.lengths.outputs.quantile(self.problem.constraint.quantile)
+        return (1 + PACE_OFF) * max(outputs - 1, 1)
+
+    @cached_property
     def points(self) -> IntArray:
         """[points, variables] all over the cell, those that have room."""
         return self._grid[0]
@@ -179,7 +186,8 @@ class Cell:
         if not len(points):
             return None
         off = np.exp(self._off_at(points, usual))
-        is_slow = ((rough.latency_s * off[:, 1] > most_s) | (rough.ttft_s > limits.ttft_s))
+        is_slow = ((rough.latency_s * off[:, 1] > most_s) | (rough.ttft_s > limits.ttft_s)
+                   | (rough.latency_s - rough.ttft_s > self._after * limits.tpot_s))
         for point in self.replayed:
             is_slow |= (points == point).all(axis=1)
         qps = np.where(is_slow, 0.0, rough.throughput_qps * off[:, 0])

@@ -211,7 +211,8 @@ class StagePlans:
         def total(operator: Operator, rows: tuple[float, float]) -> float:
             reach = timing.reach(operator, degree).x  # beyond it, no more can be said
             once = timing.operator_s(operator, np.minimum(rows, reach), tp_degree=degree)
-            return float(encodes * once[0] + decodes * rounds * once[1])
+            # a time that is refused is infinite: 0 times it is none
+            return float((once[0] if encodes else 0.0) + (rounds * once[1] if decodes else 0.0))
 
         if self.problem.model.is_encoder_decoder:
             cross = float(timing.operator_s(Operator.CROSS_KV, tokens, tp_degree=degree))

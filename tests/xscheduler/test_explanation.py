@@ -9,8 +9,8 @@ from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
 
 from xgpt.core.job import FixedSchedule
 from xgpt.core.schedule import Rejected
-from xscheduler.shown import why_not
 from xscheduler.explanation import binding_limits, explain_choice, next_batch_breaks
+from xscheduler.shown import why_not
 from xsimulator import memory
 
 ROWS = (

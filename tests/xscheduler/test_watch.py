@@ -9,8 +9,6 @@ from problems_suite import roofline_of, toy_problem
 
 from xgpt.core.schedule import Status
 from xscheduler.planner import PlanOptions, plan
-from xscheduler.search import find_schedule
-from xscheduler.spaces.space import Effort
 from xscheduler.watch import Watch
 
 NO_TIME_S = 1e-9
@@ -19,30 +17,18 @@ NO_TIME_S = 1e-9
 def test_a_search_cut_short_stays_below_what_there_is_and_below_its_own_bound() -> None:
     problem = toy_problem(num_queries=200)
     timing = roofline_of(problem)
-    best = find_schedule(problem, timing, Effort(gap=0.0))
-    with Watch(NO_TIME_S) as watch:
-        cut = find_schedule(problem, timing, Effort(gap=0.0, watch=watch))
-    assert cut.proof.status == Status.LIMIT and watch.has_cut
+    best = plan(problem, timing, PlanOptions(horizon="steady"))
+    cut = plan(problem, timing, PlanOptions(horizon="steady", max_seconds=NO_TIME_S))
+    assert cut.proof.status == Status.LIMIT and best.proof.status != Status.LIMIT
     assert cut.figures.throughput_qps <= best.figures.throughput_qps <= cut.proof.bound_qps
 
 
 def test_with_time_enough_the_schedule_is_the_one_without_a_limit() -> None:
     problem = toy_problem()
     timing = roofline_of(problem)
-    told: list[str] = []
-
-    class Noting(Watch):
-        """Keeps what it could say after each look: the last search may have none to make."""
-
-        def ends(self, nodes: int, best: float, upper: float) -> bool:
-            is_over = super().ends(nodes, best, upper)
-            told.append(self.words)
-            return is_over
-
-    with Noting(1e9) as watch:
-        watched = find_schedule(problem, timing, Effort(gap=0.005, watch=watch))
-    assert not watch.has_cut and any(told)
-    assert watched.estimate == find_schedule(problem, timing).estimate
+    limited = plan(problem, timing, PlanOptions(horizon="steady", max_seconds=1e9))
+    assert limited.proof.status != Status.LIMIT
+    assert limited.estimate == plan(problem, timing, PlanOptions(horizon="steady")).estimate
 
 
 def test_a_plan_without_time_keeps_its_bound_with_its_margin() -> None:

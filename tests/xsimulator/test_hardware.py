@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from problems_suite import TOYS, roofline_of, toy_problem
-
 from xscheduler.search import find_schedule
+
 from xsimulator.hardware import most_queries_per_s, work_of_a_query
 
 

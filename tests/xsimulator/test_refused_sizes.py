@@ -8,6 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from brute_force import evaluate_grid
+from xscheduler.search import find_schedule
+from xscheduler.spaces.space import Effort
 
 from xgpt.core.cluster import Device, Link, uniform_cluster
 from xgpt.core.constraint import latency_constraint
@@ -28,8 +30,6 @@ from xprofiler.profile import (
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import MessageKind, Operator
-from xscheduler.search import find_schedule
-from xscheduler.spaces.space import Effort
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RraConfig
 

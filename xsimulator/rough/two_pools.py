@@ -94,7 +94,7 @@ class TwoPools:
         work, fixed = self._workload, self.problem.fixed
         most = max(min(int(2 * self._room / work.reserve_at_work / work.outputs.mean) + 1,
                        self._most_queries()), 1)
-        stages = self.problem.cluster.num_devices - plan[1] + plan[1] // plan[0] - 1
+        stages = max(self.problem.cluster.num_devices - plan[1] + plan[1] // plan[0] - 1, 1)
         groups = sorted({1, 2, 3, max(stages // 2, 1), max(3 * stages // 4, 1), stages,
                          math.ceil(1.5 * stages)})
         given = [fixed.value_of(name) for name in ("decode_micro_batches", "encode_chunk")]
@@ -194,7 +194,8 @@ class TwoPools:
         inside = rows + qps * handed_s + np.where(has, stock / mean + 1 + groups, 0.0)
         # where the encode pool is behind nothing else holds queries back: room for their spread
         inside = inside + np.where(is_full & ~has, 0.0, DEVIATIONS * np.sqrt(inside))
-        present = np.maximum(np.round(inside), 1.0)
+        # of sizes that are refused nothing is known but what is encoded
+        present = np.maximum(np.round(np.where(np.isfinite(inside), inside, batch)), 1.0)
         used = np.empty(len(batch))
         for number, one in enumerate(pools):
             own = which == number

@@ -19,9 +19,9 @@ from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
 from xscheduler import drift
-from xscheduler.shown import in_the_same_lengths
 from xscheduler.planner import Planner, PlanOptions
 from xscheduler.price import Offer, price
+from xscheduler.shown import in_the_same_lengths
 
 # Cards without peer access: bounds and gains below are those of slow links. As likely as not, so
 # that computed times have no margin.

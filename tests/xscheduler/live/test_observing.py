@@ -62,7 +62,7 @@ def test_where_the_caps_miss_the_bound_it_begins_with_the_quickest(
     assert said == ("No schedule keeps the bound of 4 s if every query runs to its cap of 200 "
                     "tokens; beginning with the quickest there is, until lengths are observed")
     assert estimate.figures.decode_iterations == 199, "no query is interrupted"
-    with pytest.raises(InfeasibleError, match="no schedule satisfies") as refusal:
+    with pytest.raises(InfeasibleError, match="no schedule was found that satisfies") as refusal:
         plan_job(replace(session, problem=replace(session.problem, is_revised=False)),
              timing_of(session))
     least_s = float(str(refusal.value).split("tightest that can be met is ")[1].split(" s")[0])

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from problems import problem_of, roofline_of
 from representative import some
+from xsimulator.policies.continuous.bounds import ContinuousBounds, Lines
 
 from xgpt.core.lengths import joint_empirical
 from xrunner.rules import paged
-from xsimulator.policies.continuous.bounds import ContinuousBounds, Lines
 from xsimulator.policies.continuous.closed_form import sarathi, vllm
 from xsimulator.policies.continuous.cohorts import chunked, whole
 from xsimulator.policies.continuous.config import ContinuousConfig

@@ -13,17 +13,17 @@ from compilers import has_compiler
 from problems import problem_of, roofline_of
 from toy_jobs import roofline_of as toy_roofline
 from toy_jobs import toy_problem
+from xscheduler.spaces.rra_chunks import ChunkPoints
+from xscheduler.spaces.rra_points import RraPoints
+from xsimulator.policies.rra.bounds import SIDES
 
 from xgpt.core.lengths import IntArray, JointLengths, truncated_normal
 from xprofiler.timing import Operator, Reach
-from xscheduler.spaces.rra_chunks import ChunkPoints
-from xscheduler.spaces.rra_points import RraPoints
 from xscheduler.tensor_plans import tensor_plans
 from xsimulator import pipeline
 from xsimulator.native import native
 from xsimulator.policies.figures import EstimateArrays
 from xsimulator.policies.rra import closed_form, phase_blocks
-from xsimulator.policies.rra.bounds import SIDES
 from xsimulator.policies.rra.config import RraConfigs
 
 COUNT, NEAR = 40, 1e-9

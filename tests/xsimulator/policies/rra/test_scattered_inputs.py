@@ -9,10 +9,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from problems import problem_of, roofline_of
+from xsimulator.policies.rra.chunk_bounds import ChunkBounds
 
 from xgpt.core.lengths import IntArray, JointLengths, empirical, truncated_normal
 from xgpt.core.problem import Problem
-from xsimulator.policies.rra.chunk_bounds import ChunkBounds
 from xsimulator.policies.rra.closed_form import Rra
 from xsimulator.policies.rra.config import RateRanges, RraConfig
 from xsimulator.replay.job import planned_queries, replay_job

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from compilers import has_compiler
 from problems import problem_of, roofline_of
+from xsimulator.policies.waa.bounds import BoxBounds, WaaBounds
+from xsimulator.policies.waa.plan_bounds import PlanBounds
 
 from xsimulator.native import native
 from xsimulator.policies import make_policy
 from xsimulator.policies.waa import native as waa_native
-from xsimulator.policies.waa.bounds import BoxBounds, WaaBounds
 from xsimulator.policies.waa.config import WaaBoxes
-from xsimulator.policies.waa.plan_bounds import PlanBounds
 
 BOXES, NEAR = 60, 1e-9
 

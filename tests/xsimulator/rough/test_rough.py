@@ -1,0 +1,125 @@
+"""The rough formulas beside replays and the memory model: random points of every policy."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from problems import problem_of, roofline_of
+
+from xgpt.core.deployment import Pool
+from xgpt.core.lengths import FloatArray, JointLengths, truncated_normal
+from xgpt.core.policies import policies, policy
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
+from xprofiler.roofline import Roofline
+from xscheduler.replay_search import Replays
+from xscheduler.tensor_plans import tensor_plans
+from xsimulator import memory
+from xsimulator.replay.predict import checked_queries
+from xsimulator.replay.steady import SteadyFigures
+from xsimulator.rough.forms import Formulas
+from xsimulator.rough.workload import Workload
+
+OFF = 0.15  # what the formulas are off by at most, in the median
+POINTS = 9
+SHORT = JointLengths(inputs=truncated_normal(256, 81, 512), outputs=truncated_normal(32, 13, 80))
+LONG = JointLengths(inputs=truncated_normal(192, 93, 512), outputs=truncated_normal(192, 93, 400))
+PROBLEMS = {"opt-13b": ("opt-13b", "a40-4", SHORT), "opt-1.3b": ("opt-1.3b", "a40-4", LONG),
+            "t5-11b": ("t5-11b", "a40-4", SHORT)}
+NAMES = tuple(row.name for row in policies() if row.is_searched)
+
+
+class Point(NamedTuple):
+    """One configuration, what is executed of it, and what the formula says of its memory."""
+
+    estimate: Estimate
+    memory_bytes: float
+    replayed: SteadyFigures | None
+
+
+def of_model(name: str) -> tuple[Problem, Roofline]:
+    model, cluster, lengths = PROBLEMS[name]
+    problem = problem_of(model, cluster, lengths)
+    return problem, roofline_of(problem)
+
+
+def drawn(model: str, name: str) -> list[Point]:
+    """Replays of random points that have room, over all tensor plans; [] where the policy has none
+    for such a model."""
+    problem, timing = of_model(model)
+    rng = np.random.default_rng(zlib.crc32(f"{model} {name}".encode()))
+    formula = Formulas(problem, timing, Workload(problem)).of(name)
+    plans = [plan for plan in tensor_plans(problem, timing) if formula.can_lay_out(plan)]
+    replays, found = Replays(problem, timing), []
+    for plan in [plans[row] for row in rng.integers(len(plans), size=POINTS)]:
+        points = formula.points(plan)
+        rough = formula.rough(plan, points)
+        able = np.flatnonzero((rough.throughput_qps > 0) & (
+            rough.memory_bytes <= memory.capacity_bytes(problem.cluster.device)))
+        if not len(able):
+            continue
+        row = int(rng.choice(able))
+        estimate = formula.estimate(plan, tuple(points[row].tolist()))
+        found.append(Point(estimate, float(rough.memory_bytes[row]), replays.of(
+            estimate, checked_queries(problem, estimate)).figures))
+    return found
+
+
+def is_for(name: str, model: str) -> bool:
+    return not (policy(name).is_decoder_only and of_model(model)[0].model.is_encoder_decoder)
+
+
+CASES = [(model, name) for model in PROBLEMS for name in NAMES if is_for(name, model)]
+
+
+@pytest.fixture(scope="module")
+def points() -> Callable[[str, str], list[Point]]:
+    return cache(drawn)
+
+
+@pytest.mark.parametrize(("model", "policy"), CASES)
+def test_throughput_and_latency_are_near_those_of_replays(
+        points: Callable[[str, str], list[Point]], model: str, policy: str) -> None:
+    off = np.array([(estimate.figures.throughput_qps / found.throughput_qps - 1,
+                     estimate.figures.latency_s / found.latency_s - 1)
+                    for estimate, _, found in points(model, policy) if found is not None])
+    assert len(off) and (np.nanmedian(np.abs(off), axis=0) < OFF).all(), off
+
+
+@pytest.mark.parametrize(("model", "policy"), CASES)
+def test_what_is_estimated_can_be_executed(
+        points: Callable[[str, str], list[Point]], model: str, policy: str) -> None:
+    own = points(model, policy)
+    assert all(one.replayed is not None for one in own) and own
+    assert all(one.estimate.figures.fits for one in own)
+
+
+@pytest.mark.parametrize(("model", "policy"), CASES)
+def test_memory_is_that_of_the_memory_model(
+        points: Callable[[str, str], list[Point]], model: str, policy: str) -> None:
+    problem = of_model(model)[0]
+    for estimate, fullest, _ in points(model, policy):
+        assert max(estimate.figures.memory_bytes) == pytest.approx(fullest, rel=1e-6)
+        for pool in estimate.deployment.pools:
+            rows = rows_of(problem, estimate, pool)
+            assert rows.min() >= 1 and rows == pytest.approx(rows[0], rel=0.2)
+
+
+def rows_of(problem: Problem, estimate: Estimate, pool: Pool) -> FloatArray:
+    """[stages but the last] rows of a step for which a rank has room beside weights and KV, about:
+    a pool that decodes alone has room for a query that is handed over, too. The last stage has
+    logits, and of a pool that encodes alone what it hands over."""
+    stages = pool.stages
+    rest = memory.weight_bytes(problem.model, stages, problem.dtype, problem.weight_dtype)
+    if pool.role != "encode" or not problem.model.is_encoder_decoder:
+        rest = rest + memory.kv_bytes(problem, stages, pool.kv_tokens)
+    none, one = (memory.step_bytes(problem, stages, rows=rows, heads=0.0) for rows in (0.0, 1.0))
+    held = np.array([estimate.figures.memory_bytes[stage.ranks[0]] for stage in stages], float)
+    rows = (held - rest - none) / (one - none)
+    assert rows[-1] >= 1
+    return np.asarray(rows[:-1] if len(rows) > 1 else rows)
