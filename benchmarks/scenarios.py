@@ -31,8 +31,7 @@ from xgpt.core.errors import InfeasibleError
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xscheduler.search import Scheduler
-from xscheduler.spaces import grid as baselines
+from xscheduler.found_schedule import SearchPlanner
 from xscheduler.tensor_plans import all_tensor_plans
 from xsimulator.policies import make_config, make_policy
 from xsimulator.policies.rra.closed_form import Rra
@@ -108,25 +107,28 @@ class Row:
         return _ratio(self.found.estimate, self.ft_best)
 
 
-def best_schedule(problem: Problem, timing: TimingSource) -> Found:
-    """The best schedule of the policies that the problem leaves, and what it took to find it; how
-    much better it would be without a bound is not asked."""
+def best_schedule(problem: Problem, timing: TimingSource, policies: tuple[str, ...] = POLICIES,
+                  plan: tuple[int, int] | None = None) -> Found:
+    """The best schedule of one copy by these policies, by this tensor plan if one is given, and
+    what it took to find it; all without a margin."""
+    degree, gpus = plan or (None, None)
+    fixed = replace(problem.fixed, policies=policies, replicas=1, tp_degree=degree, tp_gpus=gpus)
     began = time.process_time()
+    planner = SearchPlanner(replace(problem, fixed=fixed), timing, is_brief=True)
     try:
-        found = Scheduler(problem, timing).find(compares=False)
+        estimate = planner.best(problem.constraint.latency_s, has_margin=False).estimate
     except InfeasibleError:
-        return Found(estimate=None, nodes=0, seconds=time.process_time() - began)
-    return Found(estimate=found.estimate, nodes=found.proof.nodes,
-                 seconds=time.process_time() - began)
+        estimate = None
+    return Found(estimate=estimate, nodes=planner.nodes, seconds=time.process_time() - began)
 
 
 def row_of(scenario: Scenario, timing: TimingSource, bound_s: float, grid: int) -> Row:
     problem = scenario.problem(bound_s)
-    ft = make_policy("ft", scenario.problem(bound_s, quantile=1.0), timing)
     return Row(
         scenario=scenario, bound_s=bound_s, grid=grid,
-        ft=baselines.best(ft, bound_s, plans=[ft_plan(problem.cluster)]),  # type: ignore[arg-type]
-        ft_best=baselines.best(make_policy("ft", problem, timing), bound_s),  # type: ignore[arg-type]
+        ft=best_schedule(scenario.problem(bound_s, quantile=1.0), timing, ("ft",),
+                         ft_plan(problem.cluster)).estimate,
+        ft_best=best_schedule(problem, timing, ("ft",)).estimate,
         found=best_schedule(problem, timing))
 
 
@@ -236,10 +238,8 @@ def decomposition(rows: Sequence[Row]) -> list[str]:
 def _factors(row: Row) -> str:
     scenario, bound_s = row.scenario, row.bound_s
     timing, problem = scenario.timing(), scenario.problem(bound_s)
-    ft: Any = make_policy("ft", problem, timing)
-    same_plan = baselines.best(ft, bound_s, plans=[ft_plan(problem.cluster)])
-    fixed = replace(problem, fixed=replace(problem.fixed, policies=("rra",)))
-    rra = best_schedule(fixed, timing).estimate
+    same_plan = best_schedule(problem, timing, ("ft",), ft_plan(problem.cluster)).estimate
+    rra = best_schedule(problem, timing, ("rra",)).estimate
     steps = [(same_plan, row.ft), (row.ft_best, same_plan), (rra, row.ft_best),
              (row.found.estimate, rra)]
     return (f"| {scenario.name} | {_seconds(bound_s)} | {_collectives(row):.0%} "
@@ -257,8 +257,9 @@ def _collectives(row: Row) -> float:
         for kind in ("nvlink", "pcie")})
     config, missing = make_config("ft", row.ft)
     assert not missing, f"{missing = }"
-    without = make_policy("ft", problem, timing.with_constants(free)).estimate(config)
-    return 1 - without.figures.period_s / row.ft.figures.period_s
+    own, without = (make_policy("ft", problem, times).estimate(config).figures.period_s
+                    for times in (timing, timing.with_constants(free)))
+    return 1 - without / own
 
 
 def bounds_beside(rows: Sequence[Row]) -> list[str]:

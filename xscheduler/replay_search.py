@@ -344,7 +344,7 @@ def _neighbours(cell: Cell, point: Point) -> list[Point]:
             for other in (max(value + 1, round(value * step)), min(value - 1, round(value / step))):
                 if other >= 1:
                     found.append((*point[:place], other, *point[place + 1:]))
-    points, rough = cell._with_room(np.array(found, np.int64).reshape(-1, len(point)))
+    points, rough = cell.with_room(np.array(found, np.int64).reshape(-1, len(point)))
     own = cell.formula.rough(cell.plan, np.array([point], np.int64))
     likely = rough.throughput_qps > (1 - LIKELY) * own.throughput_qps[0]
     return [tuple(one) for one in points[likely].tolist()]

@@ -116,9 +116,10 @@ class Cell:
 
     @cached_property
     def _grid(self) -> tuple[IntArray, Rough]:
-        return self._with_room(self.formula.points(self.plan))
+        return self.with_room(self.formula.points(self.plan))
 
-    def _with_room(self, points: IntArray) -> tuple[IntArray, Rough]:
+    def with_room(self, points: IntArray) -> tuple[IntArray, Rough]:
+        """(those of the points that memory and the job's queries leave room for, their figures)"""
         self.num_points += len(points)
         rough = self.formula.rough(self.plan, points)
         most = self.problem.num_queries or math.inf
@@ -139,7 +140,7 @@ class Cell:
         found = self._value(self.points, self.rough, best, usual)
         if not self.off and self.is_coarse:
             return found
-        points, rough = self._with_room(self._around(self.points[best]))
+        points, rough = self.with_room(self._around(self.points[best]))
         fine = self._best_of(points, rough, most_s, limits, usual)
         if fine is not None:
             found = max(found, self._value(points, rough, fine, usual))
