@@ -9,10 +9,11 @@ the policy and the tensor plan are drawn, then every control variable, evenly ov
 between the least and the largest value that the planner considers. As many equal copies as the
 cluster holds run it; copies on unlike numbers of devices are not drawn.
 
-Both are judged by the same replays of the same queries. A drawn configuration is not replayed
-where memory does not hold it, or where its rough formula has less than half of the planner's
-throughput or more than twice the latency bound. Seconds are the processor's, of one thread, of
-the first schedule that is asked for. The exit status is 1 where a ratio is below 0.98.
+Both are judged by replays of as many sampled queries, whose latency may exceed the bound by 2 %:
+by so much it scatters over samples. A drawn configuration is not replayed where memory does not
+hold it, or where its rough formula has less than half of the planner's throughput or more than
+twice the latency bound. Seconds are the processor's, of one thread, of the first schedule that is
+asked for. The exit status is 1 where a ratio is below 0.98.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ from xscheduler.copies import problem_on
 from xscheduler.planner import PlanOptions, plan
 from xscheduler.replay_search import Replays, cells_of
 from xscheduler.shown import configuration
-from xscheduler.space import Cell
+from xscheduler.space import Cell, Limits
 from xsimulator.replay.predict import checked_queries
 
 LEAST_RATIO = 0.98  # chosen: two replays of other configurations scatter by less
+SCATTER = 1.02  # chosen: as in same_plans.py, of latencies over samples of queries
 LIKELY_QPS, LIKELY_LATENCY = 0.5, 2.0  # chosen: a rough formula is within some 15 % of a replay
 DRAWN, SEED = 2000, 20261128
 
@@ -84,11 +86,6 @@ class Row:
     def is_below(self) -> bool:
         return self.ratio < LEAST_RATIO
 
-    @property
-    def is_disproved(self) -> bool:
-        """Whether a drawn configuration is better than the planner's upper bound."""
-        return self.drawn.throughput_qps > self.bound_qps * (1 + 1e-6)
-
 
 def planned(problem: Problem, timing: TimingSource) -> tuple[Schedule | None, float]:
     """(what the planner chooses, the processor's seconds that it took)"""
@@ -103,23 +100,19 @@ def planned(problem: Problem, timing: TimingSource) -> tuple[Schedule | None, fl
 
 def replayed(problem: Problem, timing: TimingSource, chosen: Estimate) -> Judged:
     """A schedule's copies of every shape, each shape replayed alone."""
-    total, words = 0.0, []
-    for shape in (chosen.beside(()), *chosen.others):
-        sizes = devices_of_copies(shape)
-        part = problem_on(problem, sizes[0])
-        qps = judged(Replays(part, timing), shape.one_copy)
-        if qps == 0:
-            return Judged(0.0, configuration(chosen))
-        total += len(sizes) * qps
-        words.append(words_of(shape.one_copy, len(sizes), sizes[0]))
-    return Judged(total, "; ".join(words))
+    found, words = [], []
+    for shape in chosen.shapes:
+        copies, (devices, *_) = shape.deployment.replicas, devices_of_copies(shape)
+        found.append(copies * judged(Replays(problem_on(problem, devices), timing), shape.one_copy))
+        words.append(words_of(shape, copies, devices))
+    return Judged(sum(found) if all(found) else 0.0, "; ".join(words))
 
 
 def judged(replays: Replays, estimate: Estimate) -> float:
     """Queries/s of one copy in a replay; 0 where that has no steady state or breaks the bound."""
+    limits = Limits(latency_s=SCATTER * replays.problem.constraint.latency_s)
     found = replays.of(estimate, checked_queries(replays.problem, estimate))
-    is_kept = found.latency_s <= replays.problem.constraint.latency_s
-    return found.throughput_qps if is_kept else 0.0
+    return found.throughput_qps if limits.are_kept_by(found) else 0.0
 
 
 def words_of(estimate: Estimate, copies: int, devices: int) -> str:
@@ -191,11 +184,11 @@ def row_of(scenario: HandScenario, bound_s: float, count: int) -> Row:
 
 
 def line_of(row: Row) -> str:
-    verdict = " **below**" * row.is_below + " **bound exceeded**" * row.is_disproved
     bound = "none" if math.isinf(row.bound_s) else f"{row.bound_s:.3g}"
     return (f"| {row.scenario} | {bound} | {row.planned.words} | {row.planned.throughput_qps:.4g} "
             f"| {row.bound_qps:.4g} | {row.drawn.words} | {row.drawn.throughput_qps:.4g} "
-            f"| {row.replays} | {row.ratio:.3f}{verdict} | {row.seconds:.2f} |")
+            f"| {row.replays} | {row.ratio:.3f}{' **below**' * row.is_below} "
+            f"| {row.seconds:.2f} |")
 
 
 def page(rows: Sequence[Row], count: int) -> list[str]:
@@ -206,9 +199,8 @@ def page(rows: Sequence[Row], count: int) -> list[str]:
               "queries/s", "replayed", "ratio", "s")
     return ["# Best by hand", "", *about(__doc__).splitlines(), "",
             f"- {len(rows)} of {4 * len(SCENARIOS)} problems, {count:,} configurations drawn of "
-            f"each. The planner is below {LEAST_RATIO} of the best drawn in "
-            f"{sum(row.is_below for row in rows)}, and its upper bound is exceeded in "
-            f"{sum(row.is_disproved for row in rows)}.",
+            f"each. The planner has less than {LEAST_RATIO:.0%} of the best drawn in "
+            f"{sum(row.is_below for row in rows)}.",
             f"- Its throughput over the best drawn: least {min(ratios):.3f}, median "
             f"{np.median(ratios):.3f}. In {len(rows) - sum(map(math.isfinite, ratios))} no drawn "
             "configuration keeps the bound.",
