@@ -49,14 +49,13 @@ from xscheduler.space import Cell, Limits
 from xsimulator.replay.predict import checked_queries
 
 LEAST_RATIO = 0.98  # chosen: two replays of other configurations scatter by less
-SCATTER = 1.02  # chosen: as in same_plans.py, of latencies over samples of queries
+SCATTER = 1.02  # measured: four chosen schedules' latencies, two standard deviations of 12 samples
 LIKELY_QPS, LIKELY_LATENCY = 0.5, 2.0  # chosen: a rough formula is within some 15 % of a replay
 DRAWN, SEED = 2000, 20261128
 
 
 class Judged(NamedTuple):
-    """A configuration, and the throughput of all its copies in a replay; 0 where the replay does
-    not keep the bound."""
+    """A configuration, and its copies' throughput in a replay; 0 where that breaks the bound."""
 
     throughput_qps: float = 0.0
     words: str = "none"
@@ -64,8 +63,7 @@ class Judged(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One problem. `bound_qps`: what the planner proves that nothing exceeds. `replays`: of drawn
-    configurations."""
+    """One problem. `bound_qps`: the planner's upper bound. `replays`: of drawn configurations."""
 
     scenario: str
     bound_s: float
@@ -77,8 +75,7 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Of the planner's throughput to the best drawn; infinite where nothing drawn keeps the
-        bound."""
+        """Of the planner's throughput to the best drawn; infinite where none keeps the bound."""
         other = self.drawn.throughput_qps
         return self.planned.throughput_qps / other if other else math.inf
 
@@ -122,8 +119,7 @@ def words_of(estimate: Estimate, copies: int, devices: int) -> str:
 
 def drawn_cells(cells: Sequence[Cell], count: int,
                 rng: np.random.Generator) -> Iterator[tuple[Cell, int]]:
-    """(cell, how many of `count` draws are of it): the number of devices, the policy and the tensor
-    plan are each drawn evenly."""
+    """(cell, how many of `count` draws are of it); sizes, policies and plans are drawn evenly."""
     tree: dict[int, dict[str, list[int]]] = {}
     for place, cell in enumerate(cells):
         own = tree.setdefault(cell.problem.cluster.num_devices, {})
@@ -137,15 +133,15 @@ def drawn_cells(cells: Sequence[Cell], count: int,
 
 
 def drawn_points(cell: Cell, count: int, rng: np.random.Generator) -> IntArray:
-    """[count, variables], every variable evenly over its logarithm; encode_chunk is 0 (no chunks)
-    in half of those that may have any."""
+    """[count, variables] evenly over their logarithms; encode_chunk is 0 (none) in half."""
     columns = []
     for name, values in zip(policy(cell.policy).variable_names, cell.points.T, strict=True):
         known = values[values > 0]
         if not len(known):
             columns.append(np.zeros(count, np.int64))
             continue
-        own = np.rint(np.exp(rng.uniform(*np.log([known.min(), known.max()]), count)))
+        low, high = math.log(known.min()), math.log(known.max())
+        own = np.rint(np.exp(rng.uniform(low, high, count)))
         if name == "encode_chunk" and (values == 0).any():
             own[rng.random(count) < 0.5] = 0
         columns.append(own.astype(np.int64))
@@ -164,8 +160,7 @@ def best_drawn(problem: Problem, timing: TimingSource, planned_qps: float, count
         for point in points[is_likely].tolist():
             estimate = cell.formula.estimate(cell.plan, tuple(point))
             num_replays += 1
-            qps = cell.copies * judged(replays[cell], estimate)
-            if qps > best.throughput_qps:
+            if (qps := cell.copies * judged(replays[cell], estimate)) > best.throughput_qps:
                 best = Judged(qps, words_of(estimate, cell.copies,
                                             cell.problem.cluster.num_devices))
     return best, num_replays
@@ -184,11 +179,10 @@ def row_of(scenario: HandScenario, bound_s: float, count: int) -> Row:
 
 
 def line_of(row: Row) -> str:
-    bound = "none" if math.isinf(row.bound_s) else f"{row.bound_s:.3g}"
+    bound, mark = f"{row.bound_s:.3g}", " **below**" * row.is_below
     return (f"| {row.scenario} | {bound} | {row.planned.words} | {row.planned.throughput_qps:.4g} "
             f"| {row.bound_qps:.4g} | {row.drawn.words} | {row.drawn.throughput_qps:.4g} "
-            f"| {row.replays} | {row.ratio:.3f}{' **below**' * row.is_below} "
-            f"| {row.seconds:.2f} |")
+            f"| {row.replays} | {row.ratio:.3f}{mark} | {row.seconds:.2f} |")
 
 
 def page(rows: Sequence[Row], count: int) -> list[str]:

@@ -328,7 +328,7 @@ def main() -> None:
                         help="those whose model/cluster/task contains one of these")
     parser.add_argument("--limit", type=int, help="rows of each section at most")
     arguments = parser.parse_args()
-    lines, same = ["# The paper's scenarios", ""], []
+    lines, same = ["# The paper's scenarios", ""], list[Row]()
     for title, peer in SECTIONS.items():
         chosen = [s for s in scenarios(has_peer_access=peer)
                   if not arguments.scenarios or any(part in s.name for part in arguments.scenarios)]
