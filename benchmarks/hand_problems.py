@@ -1,5 +1,5 @@
 """The problems of best_by_hand.py: models from 1B to 405B on 1 to 64 GPUs of five types, five
-distributions of lengths, four latency bounds each; and what one of several copies is left of one.
+distributions of lengths, four latency bounds each.
 
 Bounds are 1.5, 3 and 10 times the least latency that any tensor plan gives one query alone, and
 none; where an issue or a paper names a bound, that one stands in place of the nearest."""
@@ -7,7 +7,7 @@ none; where an issue or a paper names a bound, that one stands in place of the n
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -105,27 +105,3 @@ def least_latency_s(problem: Problem, timing: Roofline) -> float:
                for degree, gpus in all_tensor_plans(problem, timing)]
     figures = form.evaluate(configs)
     return float(np.where(figures.fits, figures.latency_s, np.inf).min())
-
-
-def copies(problem: Problem) -> list[tuple[int, Problem]]:
-    """(number of copies, what one of them has), for every way to use all devices by equal copies
-    that lie within a node or on whole ones; and those that leave some of a node idle."""
-    cluster, found = problem.cluster, []
-    for count in range(1, cluster.devices_per_node + 1):
-        part = cluster.with_nodes(num_nodes=1, devices_per_node=count)
-        found.append((cluster.num_nodes * (cluster.devices_per_node // count), part))
-    for nodes in range(2, cluster.num_nodes + 1):
-        found.append((cluster.num_nodes // nodes, cluster.with_nodes(num_nodes=nodes)))
-    # of as many copies, those with most devices: the others leave them idle
-    most = dict(sorted(found, key=lambda pair: pair[1].num_devices))
-    return [(number, replace(problem, cluster=part)) for number, part in sorted(most.items())]
-
-
-def other_sizes(problem: Problem) -> list[Problem]:
-    """What one copy on so many devices of one node has, for every number that no equal copies
-    have: copies on unlike numbers of devices may."""
-    cluster = problem.cluster
-    known = {part.cluster.num_devices for _, part in copies(problem)}
-    return [replace(problem, cluster=cluster.with_nodes(num_nodes=1, devices_per_node=size))
-            for size in range(1, cluster.devices_per_node if cluster.num_nodes == 1 else 0)
-            if size not in known]

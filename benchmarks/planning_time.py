@@ -1,27 +1,22 @@
-"""How long planning takes: seconds of one core for every problem of hand_problems.py, the cases
-that users began with, and the largest scenario of the paper.
+"""How long planning takes: seconds of one core for every problem of hand_problems.py and every job
+of jobs/ that names its cluster.
 
-    python benchmarks/planning_time.py [--only 8b "opt-13b/1x4 A40/S 11.5" ...] [--keep FILE]
-        [--so-far] [--out benchmarks/results]
-
-In pieces: rows that FILE has are taken from there, new ones are added to it; --so-far writes the
-page of those that are there.
+    python benchmarks/planning_time.py [--only 8b "opt-13b/1x4 A40/S 11.5" ...]
+        [--out benchmarks/results]
 
 A row is the first schedule that a fresh planner is asked for, as `xgpt schedule` asks for it: all
-policies and numbers of copies, margin, explanation, and what there would be without a bound. The
-paper's scenarios have no margin, as in jobs/paper-scenarios.yaml. Seconds are the processor's, of
-one thread; those of replays, which check a latency, are told apart.
+policies and numbers of copies, explanation, and what there would be without a bound; once with the
+margin and once without. Step times are the roofline's. Seconds are the processor's, of one thread.
 """
 
 from __future__ import annotations
 
 import os
 
-from runner import cpu, options, today, write
+from runner import about, cpu, options, table, today, write
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy loads: one core is what is asked for
 
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -29,100 +24,73 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from hand_problems import SCENARIOS, HandScenario
-from paper_scenarios import Scenario, scenarios
-from xscheduler.copies_shown import configuration
+from hand_problems import SCENARIOS
 
-import xscheduler.evaluator
 from xgpt.core.errors import InfeasibleError
+from xgpt.core.job_file import load_job
+from xgpt.core.problem import Problem, resolve
 from xgpt.core.schedule import Schedule
+from xprofiler.roofline import Roofline
 from xscheduler.planner import PlanOptions, plan
-from xsimulator.policies.continuous import walk_table
+from xscheduler.shown import configuration
 
-CASES = (("llama-3.1-8b/1x8 H100/D", 30.0), ("llama-3.1-70b/2x8 H100/D", 30.0),
-         ("opt-13b/1x4 A40/S", 11.5))
-LARGEST = "gpt3-341b"
-BOUNDS_S = {"G": (99.9, 143.0, 231.0), "C1": (52.2, 99.3, 192.0), "C2": (136.0, 177.0, 263.0)}
+JOBS = Path(__file__).resolve().parents[1] / "jobs"
+SWEEP = "paper-scenarios"  # 640 points, not one job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A problem to plan, and which of the three tables it belongs to."""
+    """A problem to plan. `is_job`: of jobs/, else of hand_problems.py."""
 
-    scenario: HandScenario | Scenario
-    bound_s: float
-    table: str
+    name: str
+    problem: Problem
+    timing: Roofline
+    is_job: bool = False
 
     @property
-    def name(self) -> str:
-        return f"{self.scenario.name} {words_of_bound(self.bound_s)}"
+    def bound_words(self) -> str:
+        bound_s = self.problem.constraint.latency_s
+        return "none" if math.isinf(bound_s) else f"{bound_s:.3g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """`found`: cells of the table, what was chosen among them."""
+    """`found`: cells of the table, what was chosen with the margin among them."""
 
     asked: Asked
-    seconds: float
-    replay_s: float
-    replays: int
+    margin_s: float
+    bare_s: float
     found: str
-
-
-class ReplayTimer:
-    """Counts the replays that check a latency, and their seconds."""
-
-    def __init__(self) -> None:
-        self.seconds, self.count = 0.0, 0
-        self._replay = xscheduler.evaluator.replay_checked
-        xscheduler.evaluator.replay_checked = self._timed  # type: ignore[assignment]
-
-    def _timed(self, *given: object) -> object:
-        began = time.process_time()
-        found = self._replay(*given)  # type: ignore[arg-type]
-        self.seconds += time.process_time() - began
-        self.count += 1
-        return found
-
-    def start(self) -> None:
-        self.seconds, self.count = 0.0, 0
 
 
 def all_asked() -> Iterator[Asked]:
     """Every problem once."""
     for one in SCENARIOS:
         for bound_s in one.bounds():
-            yield Asked(scenario=one, bound_s=bound_s, table="hand")
-    for paper in scenarios():
-        if paper.model == LARGEST:
-            for bound_s in (*BOUNDS_S[paper.task], math.inf):
-                yield Asked(scenario=paper, bound_s=bound_s, table="paper")
+            yield Asked(name=one.name, problem=one.problem(bound_s), timing=one.timing())
+    for path in sorted(JOBS.glob("*.yaml")):
+        if path.stem == SWEEP or (job := load_job(path)).cluster == "local":
+            continue
+        problem = resolve(job)
+        yield Asked(name=f"jobs/{path.name}", problem=problem, is_job=True,
+                    timing=Roofline(problem.model, problem.cluster.device, problem.dtype))
 
 
-def planned(asked: Asked, timer: ReplayTimer) -> Row:
-    problem, timing = asked.scenario.problem(asked.bound_s), asked.scenario.timing()
-    walk_table._tables.clear()  # of other bounds of the scenario: the planner is a fresh one
-    timer.start()
+def planned(asked: Asked, *, has_margin: bool) -> tuple[Schedule | None, float]:
+    """(what is chosen, seconds)"""
     began = time.process_time()
     try:
-        found: Schedule | None = plan(problem, timing, PlanOptions(
-            has_margin=asked.table != "paper"))
+        found: Schedule | None = plan(asked.problem, asked.timing, PlanOptions(
+            has_margin=has_margin))
     except InfeasibleError:
         found = None
-    return Row(asked=asked, seconds=time.process_time() - began, replay_s=timer.seconds,
-               replays=timer.count, found=words_of(found))
+    return found, time.process_time() - began
 
 
-def kept(asked: Asked, timer: ReplayTimer, path: Path | None) -> Row:
-    """The row of a file that it is in, or else planned and put there."""
-    rows = json.loads(path.read_text("utf-8")) if path is not None and path.is_file() else {}
-    if asked.name in rows:
-        return Row(asked=asked, **rows[asked.name])
-    row = planned(asked, timer)
-    rows[asked.name] = {"seconds": row.seconds, "replay_s": row.replay_s, "replays": row.replays,
-                        "found": row.found}
-    if path is not None:
-        path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+def row_of(asked: Asked) -> Row:
+    _, bare_s = planned(asked, has_margin=False)
+    found, margin_s = planned(asked, has_margin=True)
+    row = Row(asked=asked, margin_s=margin_s, bare_s=bare_s, found=words_of(found))
     print(line_of(row), flush=True)
     return row
 
@@ -135,57 +103,38 @@ def words_of(found: Schedule | None) -> str:
             f"{what if copies == 1 else f'{copies} copies of {what}'} | {found.proof.gap:.1%}")
 
 
-def words_of_bound(bound_s: float) -> str:
-    return "none" if math.isinf(bound_s) else f"{bound_s:.3g}"
-
-
 def line_of(row: Row) -> str:
-    return (f"| {row.asked.scenario.name} | {words_of_bound(row.asked.bound_s)} "
-            f"| {row.seconds:.2f} | {row.replay_s:.2f} | {row.replays} | {row.found} |")
+    return (f"| {row.asked.name} | {row.asked.bound_words} | {row.margin_s:.2f} "
+            f"| {row.bare_s:.2f} | {row.found} |")
 
 
-def summary(label: str, rows: Sequence[Row]) -> str:
-    seconds = np.array([row.seconds for row in rows])
-    return (f"- {label}, {len(rows)} problems: median {np.median(seconds):.2f} s, longest "
-            f"{seconds.max():.2f} s; {int((seconds < 1).sum())} under 1 s, "
-            f"{int((seconds < 2).sum())} under 2 s, {int((seconds > 5).sum())} over 5 s.")
+def summary(label: str, seconds: Sequence[float]) -> str:
+    return (f"- {label}, {len(seconds)} problems: median {np.median(seconds):.2f} s, longest "
+            f"{max(seconds):.2f} s; {sum(one < 1 for one in seconds)} under 1 s, "
+            f"{sum(one > 5 for one in seconds)} over 5 s.")
 
 
 def page(rows: Sequence[Row]) -> list[str]:
     """The summaries and the table."""
-    hand = [row for row in rows if row.asked.table == "hand"]
-    paper = [row for row in rows if row.asked.table == "paper"]
-    cases = [row for row in hand if (row.asked.scenario.name, row.asked.bound_s) in CASES]
-    lines = [f"# Planning time: {len(rows)} of {len(list(all_asked()))} problems", "",
-             *(__doc__ or "").split("\n\n", 3)[3].strip().splitlines(), ""]
-    lines += [summary(label, own) for label, own in (
-        ("Problems of hand_problems.py", hand), ("The paper's largest model (no margin)", paper))
-        if own]
-    lines += [f"- {row.asked.scenario.name}, {row.asked.bound_s:g} s: {row.seconds:.2f} s."
-              for row in cases]
-    return [*lines, "", "| problem | bound s | s | of which replays | replays | queries/s | chosen "
-            "| gap |", f"|{'---|' * 8}", *map(line_of, rows), "",
-            f"One thread of {cpu()}, {today()}: seconds of the processor."]
+    lines = ["# Planning time", "", *about(__doc__).splitlines(), ""]
+    for label, is_job in (("Problems of hand_problems.py", False), ("Jobs of jobs/", True)):
+        own = [row for row in rows if row.asked.is_job == is_job]
+        if own:
+            lines += [summary(f"{label} with the margin", [row.margin_s for row in own]),
+                      summary(f"{label} without", [row.bare_s for row in own])]
+    header = ("problem", "bound s", "s", "s without margin", "queries/s", "chosen", "gap")
+    return [*lines, "", *table(header), *map(line_of, rows), "",
+            f"One thread of {cpu()}, {today()}."]
 
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--only", nargs="*", default=[],
-                        help="problems whose model/cluster/task, space and bound contains one of "
-                             "these")
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="what was timed: kept there, and "
-                        "taken from there")
-    parser.add_argument("--so-far", action="store_true", help="nothing that FILE does not have")
+    parser.add_argument("--only", nargs="*", default=[""],
+                        help="problems whose model/cluster/task and bound contains one of these")
     arguments = parser.parse_args()
-    timer = ReplayTimer()
-    asked = [one for one in all_asked() if not arguments.only or any(
-        part in one.name for part in arguments.only)]
-    if arguments.so_far:
-        has = json.loads(arguments.keep.read_text("utf-8"))
-        asked = [one for one in asked if one.name in has]
-    rows = [kept(one, timer, arguments.keep) for one in asked]
-    text = "\n".join(page(rows))
-    write("planning-time", text, arguments.out)
+    rows = [row_of(one) for one in all_asked()
+            if any(part in f"{one.name} {one.bound_words}" for part in arguments.only)]
+    write("planning-time", "\n".join(page(rows)), arguments.out)
 
 
 if __name__ == "__main__":

@@ -28,11 +28,10 @@ import numpy as np
 from paper_scenarios import Scenario, bounds_of, ft_plan, largest_batches, scenarios
 
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xscheduler.planner import Planner, PlanOptions
+from xscheduler.found_schedule import SearchPlanner
 from xscheduler.tensor_plans import all_tensor_plans
 from xsimulator.policies import make_config, make_policy
 from xsimulator.policies.rra.closed_form import Rra
@@ -108,34 +107,29 @@ class Row:
         return _ratio(self.found.estimate, self.ft_best)
 
 
-def best_schedule(problem: Problem, timing: TimingSource) -> Found:
-    """The best schedule of the policies that the problem leaves, and what it took to find it; how
-    much better it would be without a bound is not asked."""
+def best_schedule(problem: Problem, timing: TimingSource, policies: tuple[str, ...] = POLICIES,
+                  plan: tuple[int, int] | None = None) -> Found:
+    """The best schedule of one copy by these policies, by this tensor plan if one is given, and
+    what it took to find it; all without a margin."""
+    degree, gpus = plan or (None, None)
+    fixed = replace(problem.fixed, policies=policies, replicas=1, tp_degree=degree, tp_gpus=gpus)
     began = time.process_time()
+    planner = SearchPlanner(replace(problem, fixed=fixed), timing, is_brief=True)
     try:
-        found = Planner(problem, timing, PlanOptions(
-            horizon="steady", is_brief=True, has_margin=False)).plan()
+        estimate = planner.best(problem.constraint.latency_s, has_margin=False).estimate
     except InfeasibleError:
-        return Found(estimate=None, nodes=0, seconds=time.process_time() - began)
-    return Found(estimate=found.estimate, nodes=found.proof.nodes,
-                 seconds=time.process_time() - began)
-
-
-def best_ft(problem: Problem, timing: TimingSource,
-            tensor_plan: tuple[int, int] | None = None) -> Estimate | None:
-    """FT at its best, by one copy; None where it keeps no bound. tensor_plan: (tp_degree,
-    tp_gpus), by default any."""
-    degree, gpus = tensor_plan or (None, None)
-    fixed = FixedSchedule(policies=("ft",), replicas=1, tp_degree=degree, tp_gpus=gpus)
-    return best_schedule(replace(problem, fixed=fixed), timing).estimate
+        estimate = None
+    return Found(estimate=estimate, nodes=planner.nodes, seconds=time.process_time() - began)
 
 
 def row_of(scenario: Scenario, timing: TimingSource, bound_s: float, grid: int) -> Row:
     problem = scenario.problem(bound_s)
     return Row(
         scenario=scenario, bound_s=bound_s, grid=grid,
-        ft=best_ft(scenario.problem(bound_s, quantile=1.0), timing, ft_plan(problem.cluster)),
-        ft_best=best_ft(problem, timing), found=best_schedule(problem, timing))
+        ft=best_schedule(scenario.problem(bound_s, quantile=1.0), timing, ("ft",),
+                         ft_plan(problem.cluster)).estimate,
+        ft_best=best_schedule(problem, timing, ("ft",)).estimate,
+        found=best_schedule(problem, timing))
 
 
 def grid_size(problem: Problem, timing: TimingSource) -> int:
@@ -244,9 +238,8 @@ def decomposition(rows: Sequence[Row]) -> list[str]:
 def _factors(row: Row) -> str:
     scenario, bound_s = row.scenario, row.bound_s
     timing, problem = scenario.timing(), scenario.problem(bound_s)
-    same_plan = best_ft(problem, timing, ft_plan(problem.cluster))
-    fixed = replace(problem, fixed=replace(problem.fixed, policies=("rra",)))
-    rra = best_schedule(fixed, timing).estimate
+    same_plan = best_schedule(problem, timing, ("ft",), ft_plan(problem.cluster)).estimate
+    rra = best_schedule(problem, timing, ("rra",)).estimate
     steps = [(same_plan, row.ft), (row.ft_best, same_plan), (rra, row.ft_best),
              (row.found.estimate, rra)]
     return (f"| {scenario.name} | {_seconds(bound_s)} | {_collectives(row):.0%} "
@@ -264,8 +257,9 @@ def _collectives(row: Row) -> float:
         for kind in ("nvlink", "pcie")})
     config, missing = make_config("ft", row.ft)
     assert not missing, f"{missing = }"
-    without = make_policy("ft", problem, timing.with_constants(free)).estimate(config)
-    return 1 - without.figures.period_s / row.ft.figures.period_s
+    own, without = (make_policy("ft", problem, times).estimate(config).figures.period_s
+                    for times in (timing, timing.with_constants(free)))
+    return 1 - without / own
 
 
 def bounds_beside(rows: Sequence[Row]) -> list[str]:
@@ -334,7 +328,7 @@ def main() -> None:
                         help="those whose model/cluster/task contains one of these")
     parser.add_argument("--limit", type=int, help="rows of each section at most")
     arguments = parser.parse_args()
-    lines, same = ["# The paper's scenarios", ""], []
+    lines, same = ["# The paper's scenarios", ""], list[Row]()
     for title, peer in SECTIONS.items():
         chosen = [s for s in scenarios(has_peer_access=peer)
                   if not arguments.scenarios or any(part in s.name for part in arguments.scenarios)]
