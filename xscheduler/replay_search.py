@@ -152,7 +152,8 @@ class Search:
         for cell in self._replays:
             self.cells.setdefault(cell.problem.cluster.num_devices, []).append(cell)
         self._climbed: set[tuple[Cell, Point, KeptBounds]] = set()  # from where none is better
-        self.sizes = {part.cluster.num_devices for part in _parts(problem)}
+        # those without room for the weights were looked at, too: they have no schedule
+        self.sizes = {part.cluster.num_devices for part in _parts(problem, is_any=True)}
         self.bounds: dict[tuple[Any, ...], float] = {}  # upper ones, by size, plans, kind, limit
 
     @property
