@@ -221,10 +221,10 @@ class Search:
             except InputError:
                 continue
             formulas = Formulas(part, self._timing, Workload(part))
-            for name in _names(self.problem):
-                for plan in plans:
+            for formula in map(formulas.of, _names(self.problem)):
+                for plan in filter(formula.can_lay_out, plans):
                     try:
-                        rough = formulas.of(name).rough(plan, formulas.of(name).points(plan)[:1])
+                        rough = formula.rough(plan, formula.points(plan)[:1])
                     except (InputError, ValueError):
                         continue
                     least_bytes = min(least_bytes, float(rough.memory_bytes[0]))
