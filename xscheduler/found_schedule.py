@@ -83,6 +83,7 @@ class SearchPlanner:
             enough_qps = self._upper_bound(latency_bound_s, keeps, 0.0)[0] / (1 + self._gap)
         found = self.search.best(keeps, enough_qps)
         if not found:
+            self.search.check()
             raise refusal_of(self.problem, self.search, keeps, latency_bound_s)
         estimate = together(found)
         margin = self._margin(keeps, found) if has_margin else Margin()

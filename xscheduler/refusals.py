@@ -67,20 +67,21 @@ def _binding(one: Found) -> str:
 
 
 def _without_room(problem: Problem, search: Search) -> str:
-    least_bytes, present, is_timed = search.least_room()
-    room = capacity_bytes(problem.cluster.device)
+    least, room = search.least_room(), capacity_bytes(problem.cluster.device)
     fixed = [f"schedule.{name} = {value}" for name in _TAKE_MEMORY
              if (value := problem.fixed.value_of(name)) is not None]
     smaller = f"smaller values than the job fixes ({', '.join(fixed)}), " if fixed else ""
-    if least_bytes > room:
-        needs = (f"{problem.model.name} needs at least {format_bytes(least_bytes)} on its fullest "
-                 f"device, of which {format_bytes(room)} can be used")
-        if math.isinf(least_bytes):
-            needs = "the weights alone take more than all devices have"
+    by = "" if least.cell is None else (
+        f", by policy {least.cell.policy}, {point_words(least.cell, least.point)}")
+    if least.memory_bytes > room:
+        needs = (f"{problem.model.name} needs at least {format_bytes(least.memory_bytes)} on its "
+                 f"fullest device, of which {format_bytes(room)} can be used{by}")
+        if math.isinf(least.memory_bytes):
+            needs = "The weights alone take more than all devices have"
         return (f"no schedule: there is too little memory. {needs}; it takes {smaller}more "
                 "devices, or a smaller model, dtype or maximum output")
-    if not is_timed:
+    if not least.is_timed:
         return ("no schedule: the profile was measured for smaller sizes than this job's, and "
                 "says nothing beyond 4 times as much; measure one for this job")
     return (f"no schedule: the job has {problem.num_queries} queries, and the fewest that are "
-            f"present at a time are {present:.0f}")
+            f"present at a time are {least.present:.0f}{by}")

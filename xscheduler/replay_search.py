@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xgpt.core.errors import InputError, XgptError
+from xgpt.core.errors import InputError, XgptError, wrong
 from xgpt.core.lengths import IntArray
-from xgpt.core.policies import able_policies
+from xgpt.core.policies import able_policies, policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
@@ -137,6 +137,22 @@ class Found(NamedTuple):
         return self.cell.replayed[self.point]
 
 
+class Smallest(NamedTuple):
+    """Bytes on the fullest device and queries present at the smallest point of a cell; whether
+    any size is timed."""
+
+    memory_bytes: float = math.inf
+    present: float = math.inf
+    is_timed: bool = False
+    cell: Cell | None = None
+    point: Point = ()
+
+    def beside(self, other: Smallest) -> Smallest:
+        """The smaller of both."""
+        less = min(self, other, key=lambda one: (one.memory_bytes, one.present))
+        return less._replace(is_timed=self.is_timed or other.is_timed)
+
+
 class Search:
     """The search of one problem."""
 
@@ -155,6 +171,24 @@ class Search:
         # those without room for the weights were looked at, too: they have no schedule
         self.sizes = {part.cluster.num_devices for part in _parts(problem, is_any=True)}
         self.bounds: dict[tuple[Any, ...], float] = {}  # upper ones, by size, plans, kind, limit
+
+    def check(self) -> None:
+        """Raises InputError where no number of devices can be divided as the job fixes it."""
+        mistake: InputError | None = None
+        for part in _parts(self.problem, is_any=True):
+            try:
+                tensor_plans(part, self._timing)
+                break
+            except InputError as error:
+                mistake = error
+        else:
+            if mistake is not None:
+                raise mistake
+        names = _names(self.problem)
+        if self.problem.cluster.num_devices < 2 and names and all(
+                len(policy(name).pools) > 1 for name in names):
+            raise wrong("schedule", "schedule.policy", ", ".join(names),
+                        "some devices encode and the others decode, and there is only 1 device")
 
     @property
     def all_cells(self) -> list[Cell]:
@@ -211,10 +245,9 @@ class Search:
                 found.append(Found(cell, point, cell.copies))
         return found
 
-    def least_room(self) -> tuple[float, float, bool]:
-        """(bytes on the fullest device, queries present, whether any size is timed) of the
-        smallest points of every cell, whether they have room or not."""
-        least_bytes, present, is_timed = math.inf, math.inf, False
+    def least_room(self) -> Smallest:
+        """Of the smallest points of every cell, whether they have room or not."""
+        least = Smallest()
         for part in _parts(self.problem, is_any=True):
             try:
                 plans = tensor_plans(part, self._timing)
@@ -222,15 +255,17 @@ class Search:
                 continue
             formulas = Formulas(part, self._timing, Workload(part))
             for formula in map(formulas.of, _names(self.problem)):
-                for plan in filter(formula.can_lay_out, plans):
+                for plan in plans:
                     try:
-                        rough = formula.rough(plan, formula.points(plan)[:1])
+                        point = formula.points(plan)[:1]
+                        rough = formula.rough(plan, point)
                     except (InputError, ValueError):
                         continue
-                    least_bytes = min(least_bytes, float(rough.memory_bytes[0]))
-                    present = min(present, float(rough.present[0]))
-                    is_timed |= bool(rough.throughput_qps[0] > 0)
-        return least_bytes, present, is_timed
+                    least = least.beside(Smallest(
+                        float(rough.memory_bytes[0]), float(rough.present[0]),
+                        bool(rough.throughput_qps[0] > 0), Cell(part, formula, plan),
+                        tuple(point[0].tolist())))
+        return least
 
     @property
     def num_replays(self) -> int:

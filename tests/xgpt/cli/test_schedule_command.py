@@ -19,7 +19,7 @@ from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
 from xscheduler import drift
-from xscheduler.planner import Planner, PlanOptions
+from xscheduler.planner import Planner
 from xscheduler.price import Offer, price
 
 # Cards without peer access: bounds and gains below are those of slow links. As likely as not, so
@@ -61,7 +61,7 @@ def test_the_schedule_is_explained_and_set_beside_its_alternatives(job: Path) ->
     others = {"rra", "waa-c", "waa-m"} - {found["policy"]}
     assert all({f"best {name}", f"seen {name}"} & set(labels) for name in others)
     assert {"why", "margin", "search", "ruled out"} <= set(labels)
-    assert len(found["explanation"]) == 4 and found["explanation"][0].split()[0].lower() == (
+    assert len(found["explanation"]) == 3 and found["explanation"][0].split()[0].lower() == (
         found["policy"])
     text = " ".join(done.stdout.split())
     assert all(" ".join(sentence.split()) in text for sentence in found["explanation"])
@@ -78,15 +78,12 @@ def test_what_is_uncertain_takes_a_margin_and_the_alternatives_take_it_too(job: 
     assert bare.label.startswith("without a margin")
     assert found.margin.cost == pytest.approx(
         1 - found.estimate.figures.throughput_qps / bare.throughput_qps)
-    assert (
-        found.proof.bound_qps >= sure.estimate.figures.throughput_qps
-        and found.proof.status == "within gap"
-    )
-    # what a replay refuses, with or without doubts, is quicker still by its formula
-    assert bare.throughput_qps >= sure.estimate.figures.throughput_qps
+    assert found.proof.bound_qps >= sure.estimate.figures.throughput_qps
+    assert found.proof.status == "within gap"
+    assert bare.throughput_qps >= 0.98 * sure.estimate.figures.throughput_qps
     others = [row for row in found.rejected if row.label.startswith("policy ")]
     assert others and all(row.throughput_qps is None or row.throughput_qps <= (
-        found.estimate.figures.throughput_qps * 1.005) for row in others)
+        found.estimate.figures.throughput_qps) for row in others)
     assert "its margin" in found.explanation[2]
     shown = run(job, constraint__latency_s=3, constraint__drift="15%")
     assert "the margin costs" in " ".join(shown.stdout.split())
