@@ -321,11 +321,12 @@ class Search:
                 return []
             unsure = [size for size in dict.fromkeys(division.sizes)
                       if not expected[tops[size]].is_replayed]
-            if not unsure or self.num_replays >= most or self._cuts():
+            if not unsure:
                 return [Found(tops[size], expected[tops[size]].point or (),
                               division.sizes.count(size))
-                        for size in dict.fromkeys(division.sizes)
-                        if expected[tops[size]].is_replayed]
+                        for size in dict.fromkeys(division.sizes)]
+            if self.num_replays >= most or self._cuts():
+                return self._replayed_so_far(keeps)
             size = max(unsure, key=lambda one: worth[one] * division.sizes.count(one))
             cell, point = tops[size], expected[tops[size]].point
             assert point is not None
@@ -336,6 +337,16 @@ class Search:
                 if other is cell or (not other.off and other.policy == cell.policy
                                      and usual != before):
                     expected[other] = self._expected(other, keeps, usual)
+
+    def _replayed_so_far(self, keeps: KeptBounds) -> list[Found]:
+        """The best division of what was replayed; [] where none of that keeps the limits."""
+        best = {size: one for size, cells in self.cells.items()
+                if (one := self.best_of(keeps, cells.__contains__)) is not None}
+        division = division_of(self.problem, {
+            size: one.replayed.throughput_qps for size, one in best.items()})
+        return [] if division is None else [
+            best[size]._replace(copies=division.sizes.count(size))
+            for size in dict.fromkeys(division.sizes)]
 
     def _expected(self, cell: Cell, keeps: KeptBounds, usual: Mapping[str, Off]) -> Expected:
         own = cell.best_replayed(partial(keeps.is_kept, cell))

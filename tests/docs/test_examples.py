@@ -53,7 +53,7 @@ def test_a_planning_command_of_the_tutorial_runs(folder: Path, command: str) -> 
         assert len(shown) == 4 and printed[0] == shown[0]
         # which of several schedules that are as good is taken, is no promise
         for (bound, *_, own), (again, *_, others) in zip(shown[1:], printed[1:], strict=True):
-            assert bound == again and float(own) == pytest.approx(float(others), rel=0.02)
+            assert bound == again and float(own) == pytest.approx(float(others), rel=0.03)
 
 
 def rows_of(printed: str) -> list[list[str]]:

@@ -79,7 +79,7 @@ def check(found: list[Estimate]) -> None:
     rows = re.findall(r"^    (4.00 s|8.00 s|none) +\S+ +\d+ +([\d.]+)  ", text, re.M)
     assert [row[0] for row in rows] == [*BOUNDS_S]
     for own, (_, qps) in zip(found, rows, strict=True):
-        assert own.figures.throughput_qps == pytest.approx(float(qps), rel=0.02)
+        assert own.figures.throughput_qps == pytest.approx(float(qps), rel=0.03)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -91,7 +91,8 @@ def test_what_a_schedule_takes_is_what_the_files_ask_for(job: Path) -> None:
     assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "4"}
     command = pod["containers"][0]["command"]
     assert command[:6] == ["python3", "-P", "-m", "xgpt.cli.main", "submit", str(job)]
-    assert command[6:] == [*four, "--set", "cluster=local", "--set", "run.ranks=4", "--set", "slurm=null"]
+    assert command[6:] == [*four, "--set", "cluster=local", "--set", "run.ranks=4",
+                           "--set", "slurm=null"]
     task = check_skypilot(text_of(job, "skypilot", *four, "--set", "run.seed=7"))
     assert task["resources"]["accelerators"] == {"A40": 4}
     assert task["workdir"] == str(job.parent) and '"My job.yaml"' in task["run"]
