@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from xgpt.core.errors import InputError, XgptError, wrong
+from xgpt.core.errors import InputError, XgptError
 from xgpt.core.lengths import IntArray
-from xgpt.core.policies import able_policies, policy
+from xgpt.core.policies import able_policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
@@ -81,8 +81,8 @@ class Replays:
 def cells_of(problem: Problem, timing: TimingSource) -> Iterator[tuple[Cell, Replays]]:
     """Every policy by every tensor plan, on every number of devices that a copy may have."""
     workload = Workload(problem)
-    names = _names(problem)
-    for part in _parts(problem):
+    names = names_of(problem)
+    for part in parts_of(problem):
         try:
             plans = tensor_plans(part, timing)
         except InputError:
@@ -95,13 +95,13 @@ def cells_of(problem: Problem, timing: TimingSource) -> Iterator[tuple[Cell, Rep
                     yield Cell(part, formula, plan), replays
 
 
-def _names(problem: Problem) -> list[str]:
+def names_of(problem: Problem) -> list[str]:
     """The policies that are searched."""
     return [row.name for row in able_policies(problem.fixed) if not (
         problem.model.is_encoder_decoder and row.is_decoder_only)]
 
 
-def _parts(problem: Problem, *, is_any: bool = False) -> list[Problem]:
+def parts_of(problem: Problem, *, is_any: bool = False) -> list[Problem]:
     """The problem of one copy, on every number of devices of a node, and of whole nodes: of many
     nodes on the most that so many copies may have. is_any: those that hold no weights, too."""
     cluster, wanted = problem.cluster, problem.fixed.replicas
@@ -137,22 +137,6 @@ class Found(NamedTuple):
         return self.cell.replayed[self.point]
 
 
-class Smallest(NamedTuple):
-    """Bytes on the fullest device and queries present at the smallest point of a cell; whether
-    any size is timed."""
-
-    memory_bytes: float = math.inf
-    present: float = math.inf
-    is_timed: bool = False
-    cell: Cell | None = None
-    point: Point = ()
-
-    def beside(self, other: Smallest) -> Smallest:
-        """The smaller of both."""
-        less = min(self, other, key=lambda one: (one.memory_bytes, one.present))
-        return less._replace(is_timed=self.is_timed or other.is_timed)
-
-
 class Search:
     """The search of one problem."""
 
@@ -169,26 +153,8 @@ class Search:
             self.cells.setdefault(cell.problem.cluster.num_devices, []).append(cell)
         self._climbed: set[tuple[Cell, Point, KeptBounds]] = set()  # from where none is better
         # those without room for the weights were looked at, too: they have no schedule
-        self.sizes = {part.cluster.num_devices for part in _parts(problem, is_any=True)}
+        self.sizes = {part.cluster.num_devices for part in parts_of(problem, is_any=True)}
         self.bounds: dict[tuple[Any, ...], float] = {}  # upper ones, by size, plans, kind, limit
-
-    def check(self) -> None:
-        """Raises InputError where no number of devices can be divided as the job fixes it."""
-        mistake: InputError | None = None
-        for part in _parts(self.problem, is_any=True):
-            try:
-                tensor_plans(part, self._timing)
-                break
-            except InputError as error:
-                mistake = error
-        else:
-            if mistake is not None:
-                raise mistake
-        names = _names(self.problem)
-        if self.problem.cluster.num_devices < 2 and names and all(
-                len(policy(name).pools) > 1 for name in names):
-            raise wrong("schedule", "schedule.policy", ", ".join(names),
-                        "some devices encode and the others decode, and there is only 1 device")
 
     @property
     def all_cells(self) -> list[Cell]:
@@ -244,28 +210,6 @@ class Search:
             if self._replay(cell, point, times=1).figures is not None:
                 found.append(Found(cell, point, cell.copies))
         return found
-
-    def least_room(self) -> Smallest:
-        """Of the smallest points of every cell, whether they have room or not."""
-        least = Smallest()
-        for part in _parts(self.problem, is_any=True):
-            try:
-                plans = tensor_plans(part, self._timing)
-            except InputError:
-                continue
-            formulas = Formulas(part, self._timing, Workload(part))
-            for formula in map(formulas.of, _names(self.problem)):
-                for plan in plans:
-                    try:
-                        point = formula.points(plan)[:1]
-                        rough = formula.rough(plan, point)
-                    except (InputError, ValueError):
-                        continue
-                    least = least.beside(Smallest(
-                        float(rough.memory_bytes[0]), float(rough.present[0]),
-                        bool(rough.throughput_qps[0] > 0), Cell(part, formula, plan),
-                        tuple(point[0].tolist())))
-        return least
 
     @property
     def num_replays(self) -> int:
