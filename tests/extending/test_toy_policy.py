@@ -20,7 +20,7 @@ def test_schedule_searches_its_grid(with_package: Command, within: Command) -> N
         FOLDER, "schedule", JOB, "--json", "--horizon", "steady", "--set",
         f"schedule={{policy: waves{more}}}"))
         for run, more in ((with_package, ""), (within, ", wave_queries: 5")))
-    assert best["policy"] == "waves" and "grid" in best["status"] and best["wave_queries"] > 5
+    assert best["policy"] == "waves" and best["status"] == "within gap" and best["wave_queries"] > 5
     assert best["latency_s"] <= best["latency_bound_s"]
     assert fixed["wave_queries"] == 5
     assert fixed["throughput_qps"] < best["throughput_qps"]

@@ -120,7 +120,7 @@ def test_more_latency_gpus_and_memory_have_their_price(
     assert [offer["what"].split(" (")[0] for offer in offers] == [
         "10% more latency", "one more GPU", "10% more memory"]
     later = planned(job, constraint__latency_s=8.8, **one).estimate.figures.throughput_qps
-    assert offers[0]["throughput_qps"] == pytest.approx(later, rel=0.006)
+    assert offers[0]["throughput_qps"] == pytest.approx(later, rel=0.02)
     assert offers[0]["gain"] > 0.02, "else this test shows nothing"
     assert offers[0]["gain"] == pytest.approx(
         offers[0]["throughput_qps"] / found["throughput_qps"] - 1)
