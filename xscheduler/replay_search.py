@@ -247,7 +247,7 @@ class Search:
     def _look(self, keeps: KeptBounds) -> list[Found]:
         """Replays what is expected to be part of the best division, until that is of nothing but
         what was replayed."""
-        usual: dict[str, Off] = dict(usual_off(list(self._replays)))
+        usual = dict(usual_off(list(self._replays)))
         most = self.num_replays + self._most_replays
         expected = {cell: self._expected(cell, keeps, usual) for cell in self._replays}
         while True:
@@ -278,7 +278,7 @@ class Search:
             cell.misses += not keeps.is_kept(cell, point)
             before, usual = usual, dict(usual_off(list(self._replays)))
             for other in self._replays:
-                if other is cell or (not other.off and other.policy == cell.policy
+                if other is cell or (not other.off and other.alike == cell.alike
                                      and usual != before):
                     expected[other] = self._expected(other, keeps, usual)
 
@@ -292,9 +292,10 @@ class Search:
             best[size]._replace(copies=division.sizes.count(size))
             for size in dict.fromkeys(division.sizes)]
 
-    def _expected(self, cell: Cell, keeps: KeptBounds, usual: Mapping[str, Off]) -> Expected:
+    def _expected(self, cell: Cell, keeps: KeptBounds,
+                  usual: Mapping[tuple[str, int], Off]) -> Expected:
         own = cell.best_replayed(partial(keeps.is_kept, cell))
-        return cell.expected(keeps.limits(cell), usual.get(cell.policy, Off()), own)
+        return cell.expected(keeps.limits(cell), usual.get(cell.alike, Off()), own)
 
     def _replay(self, cell: Cell, point: Point, *, times: int = 0) -> Replayed:
         """With so many times the queries that check a bound; 0: with as many as a first look

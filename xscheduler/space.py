@@ -105,6 +105,12 @@ class Cell:
     def copies(self) -> int:
         return self.problem.copies
 
+    @property
+    def alike(self) -> tuple[str, int]:
+        """Policy and number of stages: the longer a pipeline, the more a formula leaves out."""
+        degree, gpus = self.plan
+        return self.policy, self.problem.cluster.num_devices - gpus + gpus // degree
+
     @cached_property
     def points(self) -> IntArray:
         """[points, variables] all over the cell, those that have room."""
@@ -214,10 +220,10 @@ class Cell:
                               math.log(latency))
 
 
-def usual_off(cells: list[Cell]) -> Mapping[str, Off]:
-    """By policy, what its formula was off by in the mean."""
-    found: dict[str, list[Off]] = {}
+def usual_off(cells: list[Cell]) -> Mapping[tuple[str, int], Off]:
+    """By policy and number of stages, what its formula was off by in the mean."""
+    found: dict[tuple[str, int], list[Off]] = {}
     for cell in cells:
-        found.setdefault(cell.policy, []).extend(
+        found.setdefault(cell.alike, []).extend(
             one for one in cell.off.values() if one.throughput > -1)
-    return {name: Off(*np.mean(own, axis=0).tolist()) for name, own in found.items() if own}
+    return {key: Off(*np.mean(own, axis=0).tolist()) for key, own in found.items() if own}
