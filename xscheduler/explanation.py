@@ -136,7 +136,8 @@ def _why_variables(schedule: Schedule) -> str:
         if chunk := getattr(controls, "encode_chunk", 0):
             work = (f"{queries} encoded at a time, and up to {chunk} tokens beside decoding while "
                     f"fewer than planned decode, which keeps {decoding}")
-    return f"{work}; {_groups(schedule.deployment.decoding)}; {_tensor_plan(schedule)}."
+    return (f"{work[0].upper()}{work[1:]}; {_groups(schedule.deployment.decoding)}; "
+            f"{_tensor_plan(schedule)}.")
 
 
 def _numbering(cluster: Cluster) -> str:

@@ -23,7 +23,7 @@ from xscheduler.explanation import explain_choice
 from xscheduler.job_time import Selection
 from xscheduler.kept_bounds import KeptBounds, RoughEvaluator
 from xscheduler.partition import division_of
-from xscheduler.refusals import refusal_of
+from xscheduler.refusals import check, refusal_of
 from xscheduler.replay_search import Found, Search
 from xscheduler.shown import (
     BARE_ROW,
@@ -83,7 +83,8 @@ class SearchPlanner:
             enough_qps = self._upper_bound(latency_bound_s, keeps, 0.0)[0] / (1 + self._gap)
         found = self.search.best(keeps, enough_qps)
         if not found:
-            raise refusal_of(self.problem, self.search, keeps, latency_bound_s)
+            check(self.problem, self._timing)
+            raise refusal_of(self.problem, self._timing, self.search, keeps, latency_bound_s)
         estimate = together(found)
         margin = self._margin(keeps, found) if has_margin else Margin()
         qps = estimate.figures.throughput_qps

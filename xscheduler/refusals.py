@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from xgpt.core.constraint import METRIC_WORDS, Metric
-from xgpt.core.errors import InfeasibleError
+from xgpt.core.errors import InfeasibleError, InputError, wrong
+from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.units import format_bytes, format_seconds, seconds_up
+from xprofiler.timing import TimingSource
 from xscheduler.kept_bounds import KeptBounds
-from xscheduler.replay_search import Found, Search
+from xscheduler.replay_search import Found, Search, names_of, parts_of
 from xscheduler.shown import point_words
+from xscheduler.space import Cell, Point
+from xscheduler.tensor_plans import tensor_plans
 from xsimulator.memory import capacity_bytes
+from xsimulator.rough.forms import Formulas
+from xsimulator.rough.workload import Workload
 
 MOSTLY = 0.5  # of the latency: a part of it that is named as the cause
 # control variables of which larger values take more memory
@@ -19,13 +26,48 @@ _TAKE_MEMORY = ("encode_batch", "max_active", "token_budget")
 _PACE: tuple[Metric, ...] = ("ttft", "tpot")
 
 
-def refusal_of(problem: Problem, search: Search, keeps: KeptBounds,
+class Smallest(NamedTuple):
+    """Bytes on the fullest device and queries present at the smallest point of a cell; whether
+    any size is timed."""
+
+    memory_bytes: float = math.inf
+    present: float = math.inf
+    is_timed: bool = False
+    cell: Cell | None = None
+    point: Point = ()
+
+    def beside(self, other: Smallest) -> Smallest:
+        """The smaller of both."""
+        less = min(self, other, key=lambda one: (one.memory_bytes, one.present))
+        return less._replace(is_timed=self.is_timed or other.is_timed)
+
+
+def check(problem: Problem, timing: TimingSource) -> None:
+    """Raises InputError where no number of devices can be divided as the job fixes it."""
+    mistake: InputError | None = None
+    for part in parts_of(problem, is_any=True):
+        try:
+            tensor_plans(part, timing)
+            break
+        except InputError as error:
+            mistake = error
+    else:
+        if mistake is not None:
+            raise mistake
+    names = names_of(problem)
+    if problem.cluster.num_devices < 2 and names and all(
+            len(policy(name).pools) > 1 for name in names):
+        raise wrong("schedule", "schedule.policy", ", ".join(names),
+                    "some devices encode and the others decode, and there is only 1 device")
+
+
+def refusal_of(problem: Problem, timing: TimingSource, search: Search, keeps: KeptBounds,
                bound_s: float) -> InfeasibleError:
     """The error to raise where nothing keeps the bounds: the tightest latency that was seen, or
     what forbids every configuration."""
     quickest = search.quickest()
     if not quickest:
-        return InfeasibleError(_without_room(problem, search))
+        return InfeasibleError(_without_room(problem, timing))
     constraint = problem.constraint
     for metric in _PACE:
         limit_s = constraint.limit_s(metric)
@@ -66,21 +108,45 @@ def _binding(one: Found) -> str:
         f"most of it is decoding, where each token passes {depth} stages, {iteration}")
 
 
-def _without_room(problem: Problem, search: Search) -> str:
-    least_bytes, present, is_timed = search.least_room()
-    room = capacity_bytes(problem.cluster.device)
+def _without_room(problem: Problem, timing: TimingSource) -> str:
+    least, room = _least_room(problem, timing), capacity_bytes(problem.cluster.device)
     fixed = [f"schedule.{name} = {value}" for name in _TAKE_MEMORY
              if (value := problem.fixed.value_of(name)) is not None]
     smaller = f"smaller values than the job fixes ({', '.join(fixed)}), " if fixed else ""
-    if least_bytes > room:
-        needs = (f"{problem.model.name} needs at least {format_bytes(least_bytes)} on its fullest "
-                 f"device, of which {format_bytes(room)} can be used")
-        if math.isinf(least_bytes):
-            needs = "the weights alone take more than all devices have"
+    by = "" if least.cell is None else (
+        f", by policy {least.cell.policy}, {point_words(least.cell, least.point)}")
+    if least.memory_bytes > room:
+        needs = (f"{problem.model.name} needs at least {format_bytes(least.memory_bytes)} on its "
+                 f"fullest device, of which {format_bytes(room)} can be used{by}")
+        if math.isinf(least.memory_bytes):
+            needs = "The weights alone take more than all devices have"
         return (f"no schedule: there is too little memory. {needs}; it takes {smaller}more "
                 "devices, or a smaller model, dtype or maximum output")
-    if not is_timed:
+    if not least.is_timed:
         return ("no schedule: the profile was measured for smaller sizes than this job's, and "
                 "says nothing beyond 4 times as much; measure one for this job")
     return (f"no schedule: the job has {problem.num_queries} queries, and the fewest that are "
-            f"present at a time are {present:.0f}")
+            f"present at a time are {least.present:.0f}{by}")
+
+
+def _least_room(problem: Problem, timing: TimingSource) -> Smallest:
+    """Of the smallest points of every cell, whether they have room or not."""
+    least = Smallest()
+    for part in parts_of(problem, is_any=True):
+        try:
+            plans = tensor_plans(part, timing)
+        except InputError:
+            continue
+        formulas = Formulas(part, timing, Workload(part))
+        for formula in map(formulas.of, names_of(problem)):
+            for plan in plans:
+                try:
+                    point = formula.points(plan)[:1]
+                    rough = formula.rough(plan, point)
+                except (InputError, ValueError):
+                    continue
+                least = least.beside(Smallest(
+                    float(rough.memory_bytes[0]), float(rough.present[0]),
+                    bool(rough.throughput_qps[0] > 0), Cell(part, formula, plan),
+                    tuple(point[0].tolist())))
+    return least

@@ -81,8 +81,8 @@ class Replays:
 def cells_of(problem: Problem, timing: TimingSource) -> Iterator[tuple[Cell, Replays]]:
     """Every policy by every tensor plan, on every number of devices that a copy may have."""
     workload = Workload(problem)
-    names = _names(problem)
-    for part in _parts(problem):
+    names = names_of(problem)
+    for part in parts_of(problem):
         try:
             plans = tensor_plans(part, timing)
         except InputError:
@@ -95,13 +95,13 @@ def cells_of(problem: Problem, timing: TimingSource) -> Iterator[tuple[Cell, Rep
                     yield Cell(part, formula, plan), replays
 
 
-def _names(problem: Problem) -> list[str]:
+def names_of(problem: Problem) -> list[str]:
     """The policies that are searched."""
     return [row.name for row in able_policies(problem.fixed) if not (
         problem.model.is_encoder_decoder and row.is_decoder_only)]
 
 
-def _parts(problem: Problem, *, is_any: bool = False) -> list[Problem]:
+def parts_of(problem: Problem, *, is_any: bool = False) -> list[Problem]:
     """The problem of one copy, on every number of devices of a node, and of whole nodes: of many
     nodes on the most that so many copies may have. is_any: those that hold no weights, too."""
     cluster, wanted = problem.cluster, problem.fixed.replicas
@@ -152,7 +152,8 @@ class Search:
         for cell in self._replays:
             self.cells.setdefault(cell.problem.cluster.num_devices, []).append(cell)
         self._climbed: set[tuple[Cell, Point, KeptBounds]] = set()  # from where none is better
-        self.sizes = {part.cluster.num_devices for part in _parts(problem)}
+        # those without room for the weights were looked at, too: they have no schedule
+        self.sizes = {part.cluster.num_devices for part in parts_of(problem, is_any=True)}
         self.bounds: dict[tuple[Any, ...], float] = {}  # upper ones, by size, plans, kind, limit
 
     @property
@@ -219,27 +220,6 @@ class Search:
                 found.append(Found(cell, point, cell.copies))
         return found
 
-    def least_room(self) -> tuple[float, float, bool]:
-        """(bytes on the fullest device, queries present, whether any size is timed) of the
-        smallest points of every cell, whether they have room or not."""
-        least_bytes, present, is_timed = math.inf, math.inf, False
-        for part in _parts(self.problem, is_any=True):
-            try:
-                plans = tensor_plans(part, self._timing)
-            except InputError:
-                continue
-            formulas = Formulas(part, self._timing, Workload(part))
-            for name in _names(self.problem):
-                for plan in plans:
-                    try:
-                        rough = formulas.of(name).rough(plan, formulas.of(name).points(plan)[:1])
-                    except (InputError, ValueError):
-                        continue
-                    least_bytes = min(least_bytes, float(rough.memory_bytes[0]))
-                    present = min(present, float(rough.present[0]))
-                    is_timed |= bool(rough.throughput_qps[0] > 0)
-        return least_bytes, present, is_timed
-
     @property
     def num_replays(self) -> int:
         return sum(one.count for one in {id(own): own for own in self._replays.values()}.values())
@@ -279,7 +259,7 @@ class Search:
     def _look(self, keeps: KeptBounds) -> list[Found]:
         """Replays what is expected to be part of the best division, until that is of nothing but
         what was replayed."""
-        usual: dict[str, Usual] = dict(usual_off(list(self._replays)))
+        usual = dict(usual_off(list(self._replays)))
         before_look = self.num_replays
         most = before_look + self._most_replays
         expected = {cell: self._expected(cell, keeps, usual) for cell in self._replays}
@@ -313,7 +293,7 @@ class Search:
             cell.misses += not keeps.is_kept(cell, point)
             before, usual = usual, dict(usual_off(list(self._replays)))
             for other in self._replays:
-                if other is cell or (not other.off and other.policy == cell.policy
+                if other is cell or (not other.off and other.alike == cell.alike
                                      and usual != before):
                     expected[other] = self._expected(other, keeps, usual)
 
@@ -343,9 +323,10 @@ class Search:
         return [best[size]._replace(copies=division.sizes.count(size))
                 for size in dict.fromkeys(division.sizes)]
 
-    def _expected(self, cell: Cell, keeps: KeptBounds, usual: Mapping[str, Usual]) -> Expected:
+    def _expected(self, cell: Cell, keeps: KeptBounds,
+                  usual: Mapping[tuple[str, int], Usual]) -> Expected:
         own = cell.best_replayed(partial(keeps.is_kept, cell))
-        return cell.expected(keeps.limits(cell), usual.get(cell.policy, Usual()), own)
+        return cell.expected(keeps.limits(cell), usual.get(cell.alike, Usual()), own)
 
     def _replay(self, cell: Cell, point: Point, *, times: int = 0) -> Replayed:
         """With so many times the queries that check a bound; 0: with as many as a first look

@@ -116,6 +116,12 @@ class Cell:
     def copies(self) -> int:
         return self.problem.copies
 
+    @property
+    def alike(self) -> tuple[str, int]:
+        """Policy and number of stages: the longer a pipeline, the more a formula leaves out."""
+        degree, gpus = self.plan
+        return self.policy, self.problem.cluster.num_devices - gpus + gpus // degree
+
     @cached_property
     def _after(self) -> float:
         """Tokens after the first of the latency bound's query, times what their time is off by."""
@@ -240,14 +246,15 @@ class Cell:
                               math.log(latency))
 
 
-def usual_off(cells: list[Cell]) -> Mapping[str, Usual]:
-    """By policy, what its formula was off by in the mean."""
-    found: dict[tuple[str, bool], list[Off]] = {}
+def usual_off(cells: list[Cell]) -> Mapping[tuple[str, int], Usual]:
+    """By policy and number of stages, what its formula was off by in the mean."""
+    found: dict[tuple[str, int, bool], list[Off]] = {}
     for cell in cells:
         points = [point for point, one in cell.off.items() if one.throughput > -1]
         if points:
             for point, flag in zip(points, cell.are_chunked(np.array(points)), strict=True):
-                found.setdefault((cell.policy, bool(flag)), []).append(cell.off[point])
+                found.setdefault((*cell.alike, bool(flag)), []).append(cell.off[point])
     means = {key: Off(*np.mean(own, axis=0).tolist()) for key, own in found.items()}
-    return {name: Usual(*(means.get((name, flag), Off()) for flag in (False, True)))
-            for name, _ in means}
+    return {(name, stages): Usual(*(means.get((name, stages, flag), Off())
+                                    for flag in (False, True)))
+            for name, stages, _ in means}

@@ -101,7 +101,7 @@ def test_the_control_variables_are_said_with_what_they_keep_at_work():
     assert "4 groups on 4 decoding stages: each has one to work on" in words
     assert "degree 2, the next best, would lose 10.0%" in words
     assert "1 to 2 layers each" in words
-    assert "one query is" in sentences(encode_batch=1)[1]
+    assert "One query is" in sentences(encode_batch=1)[1]
 
 
 @pytest.mark.parametrize(("groups", "words"), [(1, "75% of the stages idle"),

@@ -59,10 +59,10 @@ def _times_of(job: Job) -> str:
 @click.option("--from", "from_file", type=click.Path(path_type=Path), metavar="FILE",
               help="A schedule that is deployed: keep it, adjust it, or deploy another?")
 @click.option("--gap", metavar="SHARE", callback=_share,
-              show_default="as small as it finds",
-              help="Stop once no schedule can be better by more than this, however long it takes.")
+              show_default="until nothing better is expected",
+              help="Stop improving once no schedule can be better by more than this.")
 @click.option("--max-nodes", type=click.IntRange(min=1), metavar="N",
-              help="Stop each policy's search after N boxes of configurations.")
+              help="Replay N configurations at most in each round of the search.")
 @click.option("--export", "engine", type=click.Choice(sorted(ENGINES)),
               help="Also the command of another engine with the flags nearest to the schedule.")
 @click.option("--engines", "with_engines", is_flag=True,

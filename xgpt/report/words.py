@@ -27,7 +27,6 @@ _REASONS = {
     "decided at its corner": "decided at the best corner",
     "each point evaluated": "evaluated point by point",
     "bounded by the least work of a query": "bounded by the least work of a query"}
-WIDE = 0.02  # share above a schedule from which on a bound counts as wide
 # a number and its unit stay on one line
 _NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=(?:%|ms|us|s|[KMGT]iB|B|queries/s|tokens/s)(?:\W|$))")
 _FENCED = re.compile(r"(```.*?(?:```|\Z))", re.DOTALL)  # the last one may be open
@@ -136,24 +135,18 @@ def bare_gap(schedule: Schedule) -> str:
 
 
 def bounds_words(schedule: Schedule) -> str:
-    """What no configuration of each policy exceeds, and whose bound leaves most open."""
-    proof, own = schedule.proof, schedule.figures.throughput_qps
-    (name, most), *others = proof.policy_bounds
-    rest = ", ".join(f"{plain(qps)} by {policy(other).title}" for other, qps in others)
-    text = f"{plain(most)} queries/s by {policy(name).title}{f', {rest}' if rest else ''}"
-    if schedule.estimate.others:
-        return f"of copies that are all alike {text}"
-    if not others or most <= own * (1 + WIDE):
-        return text
-    wide = [(other, qps / own - 1) for other, qps in proof.policy_bounds if qps > own * (1 + WIDE)]
-    parts = [f"{policy(other).title}'s leaves {percent(left, 1)} open" for other, left in wide]
-    settled = [policy(other).title for other, qps in proof.policy_bounds
-               if qps <= own * (1 + WIDE)]
-    are = "are" if settled[1:] else "is"
-    most_more = percent(WIDE, 0)
-    rest = (f"; {', '.join(settled)} {are} proved to be at most {most_more} better"
-            if settled else "")
-    return f"{text}. These are bounds, not schedules: {', '.join(parts)}{rest}"
+    """What no schedule by each policy exceeds; those of one bound together."""
+    policies: dict[str, list[str]] = {}
+    for name, qps in schedule.proof.policy_bounds:
+        policies.setdefault(plain(qps), []).append(policy(name).title)
+    parts = [f"{qps}{' queries/s' * (index == 0)} by {listed(names)}"
+             for index, (qps, names) in enumerate(policies.items())]
+    return f"{', '.join(parts)}. These are bounds, not schedules"
+
+
+def listed(names: Sequence[str]) -> str:
+    """`A, B and C`."""
+    return " and ".join([*([", ".join(names[:-1])] if names[1:] else []), names[-1]])
 
 
 def hardware_words(schedule: Schedule) -> str:
@@ -195,8 +188,7 @@ def sentence(text: str) -> str:
 
 
 def pruned_words(schedule: Schedule) -> str:
-    """How many groups of configurations (boxes) the search ruled out whole, by reason, of all
-    policies."""
+    """How many groups of configurations the search passed over, by reason."""
     counts: Counter[str] = Counter()
     for label, count in schedule.proof.pruned:
         _, _, reason = label.rpartition(": ")

@@ -83,15 +83,17 @@ def test_a_jobset_of_two_nodes_names_the_hosts_of_its_pods() -> None:
 
 
 def test_what_a_schedule_takes_is_what_the_files_ask_for(job: Path) -> None:
-    found = check_jobset(text_of(job, "jobset"))
+    four = ("--set", "schedule.tp_degree=4")  # one copy on all devices
+    found = check_jobset(text_of(job, "jobset", *four))
     (only,) = found["spec"]["replicatedJobs"]
     pod = only["template"]["spec"]["template"]["spec"]
     assert found["metadata"]["name"] == "my-job"
     assert pod["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "4"}
     command = pod["containers"][0]["command"]
     assert command[:6] == ["python3", "-P", "-m", "xgpt.cli.main", "submit", str(job)]
-    assert command[6:] == ["--set", "cluster=local", "--set", "run.ranks=4", "--set", "slurm=null"]
-    task = check_skypilot(text_of(job, "skypilot", "--set", "run.seed=7"))
+    assert command[6:] == [*four, "--set", "cluster=local", "--set", "run.ranks=4",
+                           "--set", "slurm=null"]
+    task = check_skypilot(text_of(job, "skypilot", *four, "--set", "run.seed=7"))
     assert task["resources"]["accelerators"] == {"A40": 4}
     assert task["workdir"] == str(job.parent) and '"My job.yaml"' in task["run"]
     assert "--set run.seed=7 --set cluster=local --set run.ranks=4" in task["run"]

