@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from problems_suite import TOYS, roofline_of, toy_problem
-from xscheduler.search import find_schedule
 
+from xscheduler.found_schedule import SearchPlanner
 from xsimulator.hardware import most_queries_per_s, work_of_a_query
 
 
@@ -37,5 +38,5 @@ def test_weights_of_a_type_without_units_are_multiplied_at_the_runs_own_rate():
 @pytest.mark.parametrize("model", TOYS)
 def test_no_schedule_answers_more(model):
     problem = toy_problem(model=model, num_queries=100)
-    found = find_schedule(problem, roofline_of(problem))
+    found = SearchPlanner(problem, roofline_of(problem)).best(math.inf, has_margin=False)
     assert 0 < found.figures.throughput_qps < most_queries_per_s(problem)

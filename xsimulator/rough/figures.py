@@ -15,6 +15,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Figures
 from xprofiler.timing import TimingSource
 from xsimulator import memory
+from xsimulator.policies.measured_range import MeasuredRange, Presented
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,8 +73,10 @@ def point_of(estimate: Estimate) -> tuple[int, ...]:
 
 def assembled(problem: Problem, timing: TimingSource, controls: Controls, deployment: Deployment,
               found: dict[str, float], held_bytes: FloatArray, *, encode_batch: float,
-              decode_iterations: float, notes: tuple[str, ...] = ()) -> Estimate:
-    """The Estimate of one configuration. held_bytes: [stages] on each rank of a stage."""
+              decode_iterations: float, largest: tuple[float, float],
+              notes: tuple[str, ...] = ()) -> Estimate:
+    """The Estimate of one configuration. held_bytes: [stages] on each rank of a stage. largest:
+    rows of its largest step, and those whose next token is chosen."""
     by_rank = {rank: int(np.ceil(size)) for stage, size in zip(
         deployment.stages, held_bytes, strict=True) for rank in stage.ranks}
     capacity = memory.capacity_bytes(problem.cluster.device)
@@ -81,6 +84,11 @@ def assembled(problem: Problem, timing: TimingSource, controls: Controls, deploy
     after = max(outputs.quantile(problem.constraint.quantile) - 1, 1)
     figures: dict[str, Any] = {name: found[name] for name in (
         "throughput_qps", "latency_s", "encode_s", "period_s", "ttft_s")}
+    lengths, (rows, heads) = problem.lengths, largest
+    notes += tuple(f"extrapolated: {words}" for words in MeasuredRange(problem, timing).beyond(
+        {stage.tp_degree for stage in deployment.stages}, Presented(
+            rows, min(heads, encode_batch), heads, lengths.inputs.max + outputs.max,
+            lengths.inputs.max), 1.0))
     if error := problem.input_error:
         notes = (f"inputs: estimated from characters, which may be {error:.0%} off", *notes)
     return Estimate(controls=controls, deployment=deployment, figures=Figures(

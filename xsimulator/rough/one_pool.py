@@ -100,9 +100,11 @@ class OnePool(ABC):
             name="all", role="both", stages=pool.plan.stages, num_groups=groups,
             kv_tokens=int(found["kv_tokens"])),), tp_degree=plan[0], tp_gpus=plan[1])
         controls, encode_batch, iterations = self._controls(point, groups, found)
+        rows, heads = (float(own[0]) for own in sizes)
+        largest = rows, heads
         return assembled(
             self.problem, self.timing, controls, deployment, found,
-            pool.held.by_stage(found["kv_tokens"], *(float(own[0]) for own in sizes)),
+            pool.held.by_stage(found["kv_tokens"], *largest), largest=largest,
             encode_batch=encode_batch, decode_iterations=iterations)
 
     def _most_queries(self) -> int:

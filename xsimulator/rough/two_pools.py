@@ -264,5 +264,6 @@ class TwoPools:
                                    for held, own in zip(pools.held, sizes, strict=True)])
         return assembled(
             self.problem, self.timing, controls, deployment, found, by_stage, encode_batch=batch,
-            decode_iterations=1,
+            decode_iterations=1, largest=(
+                max(float(own[1][0]) for own in sizes), float(sizes[1][2][0])),
             notes=(f"{count} devices encode, {deployment.pools[1].num_devices} decode",))

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from problems import problem_of, roofline_of
 from representative import some
-from xsimulator.policies.continuous.bounds import ContinuousBounds, Lines
 
 from xgpt.core.lengths import joint_empirical
 from xrunner.rules import paged
@@ -95,23 +94,6 @@ def test_queries_of_equal_lengths_stay_together(name, model, pair, max_active, t
     most_qps, least_s = form.limits([config])
     assert found.figures.throughput_qps <= most_qps[0] * (1 + 1e-9)
     assert found.figures.latency_s >= least_s[0]
-
-
-@pytest.mark.parametrize(("pair", "tp_degree"), [((900, 60), 4), ((900, 60), 1), ((500, 5), 2)])
-@pytest.mark.parametrize("name", ["vllm", "sarathi"])
-def test_no_latency_of_cohorts_is_below_its_bound(name, pair, tp_degree):
-    problem = problem_of(lengths=joint_empirical(np.array([pair] * 5)))
-    form = FORMS[name](problem, roofline_of(problem))
-    bounds, plan = ContinuousBounds(form), form.plans.both(tp_degree, 4 * (tp_degree > 1))
-    for active, budget in ((4, 1024), (40, 1024), (100, 2048), (160, 8192)):
-        found = form.estimate(ContinuousConfig(max_active=active, token_budget=budget,
-                                               tp_degree=tp_degree, tp_gpus=4 * (tp_degree > 1)))
-        if not found.figures.fits:
-            continue
-        held = bounds.held(plan, Lines(*(np.array([float(value)]) for value in (
-            active, budget, budget))))
-        assert bounds.least_latency_s(held, np.array([0]), held.top[:, None])[0, 0] <= (
-            found.figures.latency_s), f"{active = } {budget = }"
 
 
 # as of the mean query, 0.78 to 0.91 of the replay's

@@ -1,4 +1,4 @@
-"""What csrc/planning_rra.cpp finds of RRA's points and boxes is what arrays find, within 1e-9."""
+"""What csrc/planning_rra.cpp finds of RRA's points is what arrays find, within 1e-9."""
 
 from __future__ import annotations
 
@@ -13,9 +13,6 @@ from compilers import has_compiler
 from problems import problem_of, roofline_of
 from toy_jobs import roofline_of as toy_roofline
 from toy_jobs import toy_problem
-from xscheduler.spaces.rra_chunks import ChunkPoints
-from xscheduler.spaces.rra_points import RraPoints
-from xsimulator.policies.rra.bounds import SIDES
 
 from xgpt.core.lengths import IntArray, JointLengths, truncated_normal
 from xprofiler.timing import Operator, Reach
@@ -67,15 +64,11 @@ CASES = [Case("opt-13b", "a40-4", "S", padded=True), Case("opt-13b", "a40-4", "S
 
 
 class Both(NamedTuple):
-    """The same points of a problem, natively and by arrays, and boxes drawn."""
+    """The same points of a problem, natively and by arrays."""
 
-    natively: RraPoints
-    arrays: RraPoints
+    natively: closed_form.Rra
+    arrays: closed_form.Rra
     configs: RraConfigs
-    smallest: IntArray
-    largest: IntArray
-    first: IntArray
-    last: IntArray
 
 
 @pytest.fixture
@@ -96,13 +89,13 @@ def both(case: Case, call: Callable, seed: int = 0) -> Both:
     source = roofline_of(problem, padded=case.padded)
     timing = source if np.isinf(case.most) else Limited(source, case.most)
     plans = tensor_plans(problem, timing)
-    natively = RraPoints(problem, timing, plans)
-    arrays = call(lambda: RraPoints(problem, timing, plans))
+    natively = closed_form.Rra(problem, timing)
+    arrays = call(lambda: closed_form.Rra(problem, timing))
     # tables of phases are a flow's: these are to be derived by arrays too
-    flow = arrays.rra.flow
-    arrays.rra.blocks = call(lambda: phase_blocks.BlockTable(
-        flow, padded=timing.facts.is_padded, seen_iterations=arrays.rra.seen_iterations))
-    assert natively.rra.native is not None and arrays.rra.native is None
+    flow = arrays.flow
+    arrays.blocks = call(lambda: phase_blocks.BlockTable(
+        flow, padded=timing.facts.is_padded, seen_iterations=arrays.seen_iterations))
+    assert natively.native is not None and arrays.native is None
     rng = np.random.default_rng(seed)
 
     def drawn(most: float) -> IntArray:
@@ -110,19 +103,17 @@ def both(case: Case, call: Callable, seed: int = 0) -> Both:
 
     iterations, batch = drawn(flow.max_iterations), drawn(2000)
     iterations[:4] = 1, 2, 3, flow.max_iterations
-    side = np.where(batch < SIDES, 1, SIDES)
-    return Both(
-        natively, arrays, natively.configs(rng.integers(0, len(plans), COUNT), batch, iterations),
-        np.maximum(batch // rng.integers(1, 5, COUNT), side),
-        np.where(batch < SIDES, np.minimum(2 * batch, SIDES - 1), 3 * batch),
-        np.maximum(iterations // 3, 1), np.minimum(3 * iterations, flow.max_iterations))
+    plan = np.array(plans)[rng.integers(0, len(plans), COUNT)]
+    return Both(natively, arrays, RraConfigs(
+        encode_batch=batch, decode_iterations=iterations, tp_degree=plan[:, 0], tp_gpus=plan[:, 1],
+        decode_micro_batches=np.full(COUNT, case.groups or 0)))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_points_are_the_same(case: Case, by_arrays: Callable) -> None:
     own = both(case, by_arrays)
-    mine = own.natively.rra.evaluate(own.configs)
-    theirs = by_arrays(lambda: own.arrays.rra.evaluate(own.configs))
+    mine = own.natively.evaluate(own.configs)
+    theirs = by_arrays(lambda: own.arrays.evaluate(own.configs))
     for name in EstimateArrays.__slots__:
         np.testing.assert_allclose(getattr(mine, name), getattr(theirs, name), rtol=NEAR,
                                    err_msg=name)
@@ -130,60 +121,15 @@ def test_points_are_the_same(case: Case, by_arrays: Callable) -> None:
     assert is_timed.any() and is_timed.all() == np.isinf(case.most)
 
 
-BOUNDS: dict[str, Callable] = {
-    "throughput of a line": lambda b, own: b.throughput_qps(own.configs, own.smallest),
-    "of a range": lambda b, own: b.throughput_qps(own.configs, own.smallest, own.last),
-    "by timeline": lambda b, own: b.line_throughput_qps(own.configs, own.smallest),
-    "latency by timeline": lambda b, own: b.line_latency_s(own.configs, own.largest),
-    **{f"{of} of a line": lambda b, own, of=of: b.latency_s(own.configs, own.largest, of=of)
-       for of in ("latency", "ttft", "tpot")},
-    **{f"{of} of a range": lambda b, own, of=of: b.latency_s(
-        own.configs, own.largest, own.first, of=of) for of in ("latency", "ttft", "tpot")}}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_bounds_are_the_same(case: Case, by_arrays: Callable) -> None:
-    own = both(case, by_arrays, seed=1)
-    for name, bound in BOUNDS.items():
-        mine = bound(own.natively.bounds, own)
-        theirs = by_arrays(lambda bound=bound: bound(own.arrays.bounds, own))
-        np.testing.assert_allclose(mine, theirs, rtol=NEAR, err_msg=name)
-        assert (np.isfinite(theirs) & (theirs > 0)).any(), name
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_room_is_the_same(case: Case, by_arrays: Callable) -> None:
-    own = both(case, by_arrays, seed=2)
-    plan = np.arange(COUNT) % len(own.natively.plans)
-    iterations = own.configs.decode_iterations
-    mine = own.natively.room(plan, iterations, 5000)
-    np.testing.assert_array_equal(
-        mine, by_arrays(lambda: own.arrays.room(plan, iterations, 5000)))
-    assert (mine > 0).any()
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.model != "t5-11b"])
-def test_bounds_in_chunks_are_the_same(case: Case, by_arrays: Callable) -> None:
-    own = both(case, by_arrays)
-    mine, theirs = ChunkPoints(own.natively), by_arrays(lambda: ChunkPoints(own.arrays))
-    rng, most = np.random.default_rng(3), len(mine.ladder.batch)
-    root, low = rng.integers(0, len(mine.roots), COUNT), rng.integers(0, most, COUNT)
-    high = np.minimum(low + rng.integers(0, 200, COUNT), most - 1)
-    for is_latency in (False, True):
-        found = mine.limits(root, low, high, is_latency=is_latency)
-        np.testing.assert_allclose(found, by_arrays(lambda is_latency=is_latency: theirs.limits(
-            root, low, high, is_latency=is_latency)), rtol=NEAR)
-        assert (np.isfinite(found) & (found > 0)).any()
-
-
 def test_every_size_of_a_call_is_reached(by_arrays: Callable) -> None:
     """A batch far larger than those asked for before makes tables anew."""
     own = both(CASES[2], by_arrays)
-    small, large = (own.natively.configs(np.zeros(1, np.int64), np.array([size]), np.array([20]))
+    small, large = (replace(own.configs.take(np.zeros(1, np.int64)),
+                            encode_batch=np.array([size]), decode_iterations=np.array([20]))
                     for size in (2, 1 << 18))
     for configs in (small, large, small):
-        mine = own.natively.rra.evaluate(configs)
-        theirs = by_arrays(lambda configs=configs: own.arrays.rra.evaluate(configs))
+        mine = own.natively.evaluate(configs)
+        theirs = by_arrays(lambda configs=configs: own.arrays.evaluate(configs))
         np.testing.assert_allclose(mine.latency_s, theirs.latency_s, rtol=NEAR)
 
 
