@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
+
 from xgpt.core.constraint import METRIC_WORDS, Metric
 from xgpt.core.errors import InfeasibleError, InputError, wrong
 from xgpt.core.policies import policy
@@ -130,7 +132,7 @@ def _without_room(problem: Problem, timing: TimingSource) -> str:
 
 
 def _least_room(problem: Problem, timing: TimingSource) -> Smallest:
-    """Of the smallest points of every cell, whether they have room or not."""
+    """Of the points of every cell that take least memory, whether they have room or not."""
     least = Smallest()
     for part in parts_of(problem, is_any=True):
         try:
@@ -141,12 +143,15 @@ def _least_room(problem: Problem, timing: TimingSource) -> Smallest:
         for formula in map(formulas.of, names_of(problem)):
             for plan in plans:
                 try:
-                    point = formula.points(plan)[:1]
-                    rough = formula.rough(plan, point)
-                except (InputError, ValueError):
+                    points = formula.points(plan)
+                    if not len(points):
+                        continue
+                    rough = formula.rough(plan, points)
+                except InputError:
                     continue
+                row = int(np.lexsort((rough.present, rough.memory_bytes))[0])
                 least = least.beside(Smallest(
-                    float(rough.memory_bytes[0]), float(rough.present[0]),
-                    bool(rough.throughput_qps[0] > 0), Cell(part, formula, plan),
-                    tuple(point[0].tolist())))
+                    float(rough.memory_bytes[row]), float(rough.present[row]),
+                    bool((rough.throughput_qps > 0).any()), Cell(part, formula, plan),
+                    tuple(points[row].tolist())))
     return least

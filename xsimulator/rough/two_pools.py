@@ -91,6 +91,8 @@ class TwoPools:
 
     def points(self, plan: tuple[int, int]) -> IntArray:
         """See Formula."""
+        if not len(self._split(*plan).encode_devices):
+            return np.empty((0, 3), np.int64)
         work, fixed = self._workload, self.problem.fixed
         most = max(min(int(2 * self._room / work.reserve_at_work / work.outputs.mean) + 1,
                        self._most_queries()), 1)
