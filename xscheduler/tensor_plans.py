@@ -10,7 +10,6 @@ xscheduler.spaces.waa)."""
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -120,47 +119,6 @@ def _timed(plans: Sequence[TensorPlan], cluster: Cluster, timing: TimingSource) 
     can_time = timing.facts.can_time
     return [plan for plan in plans if (not plan.tp_gpus or can_time(plan.tp_degree))
             and (plan.tp_gpus >= cluster.num_devices or can_time(1))]
-
-
-def batch_range(fixed: FixedSchedule, num_queries: int | None) -> tuple[int, int]:
-    """Smallest and largest encode_batch to consider. No job encodes more than all its queries."""
-    if fixed.encode_batch is not None:
-        return fixed.encode_batch, fixed.encode_batch
-    return 1, min(num_queries or MAX_ENCODE_BATCH, MAX_ENCODE_BATCH)
-
-
-def iteration_range(fixed: FixedSchedule, max_iterations: int) -> tuple[int, int]:
-    """Smallest and largest decode_iterations to consider."""
-    if fixed.decode_iterations is not None:
-        return fixed.decode_iterations, fixed.decode_iterations
-    return 1, max_iterations
-
-
-def spread_sizes(most: int, given: int | None, also: set[int]) -> list[int]:
-    """Whole numbers from 1 to `most`, SIZE_RATIO apart, and those of `also`; `given` alone if there
-    is one."""
-    if given is not None:
-        return [given]
-    sizes, size = set(also), 1
-    while size < most:
-        sizes.add(size)
-        size = max(size + 1, int(size * SIZE_RATIO))
-    return sorted(sizes | {most})
-
-
-@lru_cache(maxsize=4096)
-def equal_parts(first: int, last: int, count: int) -> tuple[tuple[int, int], ...]:
-    """`first`..`last` in up to `count` ranges of equal numbers, but for rounding."""
-    step = (last + 1 - first) / count
-    borders = sorted({*(int(place * step + first) for place in range(count)), last + 1})
-    return tuple((low, end - 1) for low, end in zip(borders[:-1], borders[1:], strict=True))
-
-
-@lru_cache(maxsize=4096)
-def even_parts(first: int, last: int, count: int) -> tuple[tuple[int, int], ...]:
-    """`first`..`last` in up to `count` ranges of even ratio: sizes act in ratios."""
-    borders = between(first, last + 1, count + 1)
-    return tuple((low, up - 1) for low, up in zip(borders[:-1], borders[1:], strict=True))
 
 
 def between(first: int, last: int, count: int) -> list[int]:

@@ -76,11 +76,6 @@ class ConvexTimes:
         """Seconds that `size` takes in so many pieces or more, at least."""
         return np.asarray(pieces * self.mean_s(size / pieces))
 
-    def rate_s(self, largest: FloatArray) -> FloatArray:
-        """Seconds a row takes in steps of `largest` rows at most, at least."""
-        place = np.minimum(np.searchsorted(self._sizes, largest), len(self._sizes) - 1)
-        return np.asarray(self._seconds[place] / self._sizes[place])
-
 
 def highest_lines(slopes: FloatArray,
                   offsets: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:

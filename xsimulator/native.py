@@ -55,9 +55,6 @@ class Native:
         self.lines.restype = number
         self.lines.argtypes = [address, address, number, number, address, number, ctypes.c_double,
                                number, number, address]
-        self.waa_bounds = library.xgpt_waa_bounds  # by addresses, as in csrc/planning_waa.cpp
-        self.waa_bounds.restype = number
-        self.waa_bounds.argtypes = [*[address] * 3, number, number, *[address] * 4]
         # likewise, as in csrc/planning_replays.cpp (replay.native_replay); one replay at a time,
         # since each may find further blocks of a clock that others use, too
         self.replaying = Lock()

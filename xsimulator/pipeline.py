@@ -86,20 +86,6 @@ def sorted_timeline(work: Sequence[StageWork], blocks: IntArray,
     return Timeline(period_s=period, encoded_s=encoded, finish_s=finish.T)
 
 
-def least_timeline(work: Sequence[StageWork], blocks: IntArray,
-                   widths: FloatArray | IntArray) -> Timeline:
-    """The timeline of sorted_timeline with times that no longer steps make shorter: the period is
-    the same, and a query's times are the longest paths from the start of its encoding, as if
-    nothing were under way on the stages before it (what is only makes it later)."""
-    assert (np.diff(blocks) <= 0).all(), "configurations in falling order of their blocks"
-    configs, most = len(blocks), int(blocks[0])
-    rounds = _PhaseRounds(work, blocks, widths, slice(0, configs))
-    period = rounds.steady(1)[0]
-    encoded, finish = rounds.from_rest()
-    finish[most:] = finish[most - 1]
-    return Timeline(period_s=period, encoded_s=encoded, finish_s=finish.T)
-
-
 def _kinds(work: Sequence[StageWork]) -> tuple[list[StageWork], list[int]]:
     """(the work of each kind of stage, the kind of each stage)"""
     kinds = list({id(own): own for own in work}.values())

@@ -73,13 +73,6 @@ class StagePlan:
     def _at_nodes(self) -> KeptNodes:
         return KeptNodes({}, {}, {})
 
-    @cached_property
-    def layers_of_kinds(self) -> list[float]:
-        """Decoder layers of a stage of each kind."""
-        kind_of = self.least_steps.kind_of
-        return [float(self.times.decoder_layers[kind_of.index(kind)])
-                for kind in range(max(kind_of) + 1)]
-
 
 class PlanSource(Protocol):
     """Closed forms ask it where layers lie: `StagePlans` balances them, others may hold them."""

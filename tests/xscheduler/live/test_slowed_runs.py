@@ -26,7 +26,7 @@ workload:
   input_tokens: {{mean: 48, std: 16, max: 96}}
   output_tokens: {{mean: 20, std: 6, max: 40}}
 constraint: {{latency_s: {bound}, kind: queries, quantile: 0.95}}
-schedule: {{policy: {policy}, replicas: 1, tp_degree: 1}}
+schedule: {{policy: {policy}, replicas: 1, tp_degree: 1, encode_chunk: 0}}
 output: out
 """
 BOUNDS = {"rra": 6.0, "waa-c": 6.2}  # about twice the tightest, so that it can be kept

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.lengths import IntArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +51,3 @@ class RraConfigs:
         return cls(**dict(zip(cls.__slots__, columns, strict=True)))
 
 
-class RateRanges(NamedTuple):
-    """Boxes of one plan and number of groups, [boxes]: queries encoded in each round of iterations
-    from `low` to `high`, up to `batch` of them in a phase, in chunks of at most `chunk` tokens."""
-
-    low: FloatArray
-    high: FloatArray
-    batch: FloatArray
-    chunk: FloatArray
-    groups: FloatArray
-
-    def take(self, rows: IntArray | slice) -> RateRanges:
-        """Some of the boxes."""
-        return RateRanges(*(own[rows] for own in self))

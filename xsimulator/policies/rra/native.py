@@ -6,7 +6,6 @@ least, leave far behind; where a table of step times does not answer, arrays do.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
@@ -16,10 +15,9 @@ from xgpt.core.constraint import Metric
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xrunner.rules.batch_sizer import LEAST_ADJUSTED
 from xsimulator.addresses import address_of
-from xsimulator.envelope import PairEnvelope
 from xsimulator.native import Native
 from xsimulator.plans import StagePlan, run_begins
-from xsimulator.policies.rra.config import RateRanges, RraConfigs
+from xsimulator.policies.rra.config import RraConfigs
 from xsimulator.policies.rra.native_steps import Call, Envelopes, Loaded, by_degree, layer_s
 from xsimulator.policies.rra.native_tables import (
     MOST_DEGREES,
@@ -60,10 +58,7 @@ class NativeRra:
         self._figures.argtypes = [*[address] * 8, *[number] * 4, address, address]
         self._held.argtypes = [*[address] * 5, number, address]
         self._room.argtypes = [*[address] * 4, number, number, address]
-        self._chunks = library.xgpt_rra_chunks
-        self._chunks.argtypes = [*[address] * 5, number, number, *[ctypes.c_double] * 2,
-                                 address, address]
-        for function in (self._chunks, self._loads, self._figures, self._held, self._room):
+        for function in (self._loads, self._figures, self._held, self._room):
             function.restype = None
         self._steps, self._rooms = StepStructures(), RoomStructures(rra)
         self._plan_of: dict[int, StagePlan] = {}
@@ -118,38 +113,6 @@ class NativeRra:
         self._room(address_of(room), address_of(pointers), address_of(call.column),
                    address_of(call.groups), len(call.order), largest, address_of(most))
         return np.asarray(_in_order(most, call.order)[0])
-
-    def chunks(self, attention_of: Callable[[int], PairEnvelope], plans: PlanRows,
-               ranges: RateRanges, crowd: FloatArray, *, is_latency: bool, context: float,
-               tolerance: float) -> tuple[FloatArray, BoolArray]:
-        """([boxes] rra.chunk_bounds' limits, whether these are sure). `crowd`: queries encoded in
-        an iteration of which as many decode as right after a chunk."""
-        count, ones = len(crowd), np.ones(len(crowd), np.int64)
-        call = Call(np.arange(count), plans, self._rra.blocks.columns(ones, ones << 10),
-                     np.arange(count), count, ranges.groups, crowd)
-        loaded = self._loaded(call, None, self._no_tolerances, is_bound=True)
-        largest = np.maximum(loaded.queries[0], 1.0)
-        pointers, kept = np.empty(count, np.int64), list[Any]()
-        rates = np.zeros(MOST_DEGREES, np.int64)
-        longest = np.array(self._rra.flow.largest_context)
-        together = largest + ranges.chunk
-        for (plan, rows), sizes in zip(plans, _largest(plans, largest, together, together),
-                                       strict=True):
-            described = self._steps.of(plan.least_steps, plan, sizes)
-            kept.append(described)
-            pointers[rows] = address_of(described.words)
-        for degree in {degree for plan, _ in plans for degree in plan.times.degrees}:
-            own = np.ascontiguousarray(attention_of(degree).least_rate(largest, longest))
-            kept.append(own)
-            rates[self._steps.slots[degree]] = address_of(own)
-        parts = [np.ascontiguousarray(own, float) for own in (
-            ranges.low, ranges.high, ranges.chunk, ranges.groups, largest)]
-        words = np.array([address_of(own) for own in parts])
-        found, is_sure = np.empty(count), np.empty(count, np.int64)
-        self._chunks(address_of(loaded.facts), address_of(words), address_of(pointers),
-                     address_of(rates), address_of(self._steps.shares), count, int(is_latency),
-                     context, tolerance, address_of(found), address_of(is_sure))
-        return found, is_sure > 0
 
     def called(self, configs: RraConfigs, like: IntArray | None = None) -> Call:
         """The configurations by plan; the blocks of the batches `like` are taken in place of their

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xsimulator.policies.figures import EstimateArrays, per_token_s
 from xsimulator.policies.measured_range import MeasuredRange, Presented
@@ -41,16 +41,6 @@ def evaluated(rra: RraParts, native: NativeRra, measured: MeasuredRange, configs
         for name, values in figures.items():
             values[rows] = getattr(others, name)
     return EstimateArrays(**figures, fits=memory_bytes <= rra.capacity_bytes)
-
-
-def largest_batch(native: NativeRra | None, measured: MeasuredRange, configs: RraConfigs,
-                  like: IntArray, limits: tuple[int, float]) -> IntArray | None:
-    """[lines] the largest encode_batch there is room for, up to, and with as many queries present
-    as, `limits` say; None where it is to be looked for (Rra.room)."""
-    if native is None:
-        return None
-    call = native.called(configs, like)
-    return native.room(call, *limits) if _is_endless(measured, call.plans) else None
 
 
 def presented_at(problem: Problem, tokens: FloatArray, queries: FloatArray,

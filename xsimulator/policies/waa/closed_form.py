@@ -178,13 +178,6 @@ class Waa:
         """See Waits.iterations."""
         return self.waits.iterations
 
-    def modest_chunk(self, batch: _Sizes, groups: _Sizes) -> _Sizes:
-        """Chunks of so many tokens [configs], one in each group's step, hold what is encoded in an
-        iteration where the decode batch is as planned. Larger ones come in some steps only, and
-        hold up those without."""
-        inputs, outputs = self._mean_lengths
-        return batch * inputs * outputs / (self.times.mean_iterations * groups)
-
     def _divided(self, configs: Sequence[WaaConfig]) -> tuple[Divided, IntArray]:
         """Configurations by their division, and their rows. Raises InputError for chunks of a
         model that can take none."""

@@ -39,36 +39,3 @@ class WaaConfigs:
         return WaaConfigs(batch=self.batch[rows], groups=self.groups[rows], chunk=self.chunk[rows])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class WaaBoxes:
-    """Boxes of one tensor plan have such ranges [boxes], both ends included."""
-
-    least: IntArray  # encode_batch
-    most: IntArray
-    fewest: IntArray  # decode_micro_batches
-    highest: IntArray
-    chunk: IntArray  # encode_chunk: of all configurations of a box 0, or of none
-    largest_chunk: IntArray
-
-    def __len__(self) -> int:
-        return len(self.least)
-
-    @property
-    def easiest(self) -> WaaConfigs:
-        """The least is held at these corners."""
-        return _configs(self.least, self.highest, self.chunk)
-
-    @property
-    def hardest(self) -> WaaConfigs:
-        """The most is held at these corners."""
-        return _configs(self.most, self.fewest, self.largest_chunk)
-
-    def take(self, rows: IntArray) -> WaaBoxes:
-        return WaaBoxes(least=self.least[rows], most=self.most[rows], fewest=self.fewest[rows],
-                        highest=self.highest[rows], chunk=self.chunk[rows],
-                        largest_chunk=self.largest_chunk[rows])
-
-
-def _configs(batch: IntArray, groups: IntArray, chunk: IntArray) -> WaaConfigs:
-    return WaaConfigs(batch=np.asarray(batch, float), groups=np.asarray(groups, float),
-                      chunk=np.asarray(chunk, float))

@@ -7,7 +7,7 @@ node, or on whole nodes, so only numbers of encode devices for which all groups 
 allowed."""
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 
 import numpy as np
 
@@ -37,17 +37,6 @@ class WaaPlans:
             and can_hold(problem.model, *ranks)}
         # these numbers of encode devices can be; none if the model or cluster refuses all
         self.encode_devices: IntArray = np.array(list(self._ranks), np.int64)
-
-    @cached_property
-    def stage_counts(self) -> tuple[tuple[IntArray, IntArray], ...]:
-        """So many (encode stages, decode stages) [counts of encode devices] are groups, then so
-        many single devices; with degree 1 there are these alone."""
-        ranks = [self._ranks[count] for count in self.encode_devices.tolist()]
-        degrees = dict.fromkeys((self.tp_degree, 1))
-        encode, decode = ([np.array([sum(len(group) == degree for group in pools[side])
-                                     for pools in ranks], np.int64) for degree in degrees]
-                          for side in (0, 1))
-        return tuple(zip(encode, decode, strict=True))
 
     def _make_plan(self, encode_devices: int) -> WaaPlan:
         encode, decode = self._ranks[encode_devices]
