@@ -41,9 +41,9 @@ from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.timing import TimingSource
+from xscheduler.cells import Replays, cells_of
 from xscheduler.copies import problem_on
 from xscheduler.planner import PlanOptions, plan
-from xscheduler.replay_search import Replays, cells_of
 from xscheduler.shown import configuration
 from xscheduler.space import Cell, Limits
 from xsimulator.replay.predict import checked_queries

@@ -19,12 +19,14 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import CopiesTried, Estimate, Margin, Rejected, Schedule, Status
 from xgpt.core.schedule_file import schedule_from_flat
 from xprofiler.timing import TimingSource
+from xscheduler.cells import cells_of, parts_of
 from xscheduler.explanation import explain_choice
 from xscheduler.job_time import Selection
 from xscheduler.kept_bounds import KeptBounds, RoughEvaluator
 from xscheduler.partition import division_of
 from xscheduler.refusals import check, refusal_of
-from xscheduler.replay_search import Found, Search
+from xscheduler.replay_search import Search
+from xscheduler.replayed_cells import Found
 from xscheduler.shown import (
     BARE_ROW,
     DEGREE_ROW,
@@ -59,7 +61,12 @@ class SearchPlanner:
         self.problem, self._timing, self._is_brief = problem, timing, is_brief
         self._asked, self._gap = asked or problem.fixed, gap
         self._watch = watch or Watch()
-        self.search = Search(problem, timing, cuts=self._watch.cuts, most_replays=most_replays)
+        self._cells = list(cells_of(problem, timing))
+        self._most_replays, self._before = most_replays, 0
+        self.search = self._anew()
+        # those without room for the weights were looked at, too: they have no schedule
+        self._sizes = {part.cluster.num_devices for part in parts_of(problem, is_any=True)}
+        self._upper: dict[tuple[Any, ...], float] = {}  # bounds, by size, plans, kind, limit
         self._doubts = cache(lambda part, constraint: Doubts(
             replace(part, constraint=constraint),
             RoughEvaluator(replace(part, constraint=constraint), timing)))
@@ -71,12 +78,19 @@ class SearchPlanner:
     @property
     def nodes(self) -> int:
         """Configurations that were looked at so far."""
-        return self.search.num_points
+        return self._before + self.search.num_points
+
+    def _anew(self) -> Search:
+        """A search that knows of no other bound, so that none decides what is found under this."""
+        return Search(self.problem, [(cell.fresh(), replays) for cell, replays in self._cells],
+                      cuts=self._watch.cuts, most_replays=self._most_replays)
 
     def best(self, latency_bound_s: float, *, has_margin: bool) -> Schedule:
         """The best within the bound; `has_margin`: with the constraint's confidence. Raises
         InfeasibleError, and InputError for fixed values that no copy can hold."""
-        began, before = time.monotonic(), self.nodes
+        self._before = self.nodes
+        self.search = self._anew()
+        began, before = time.monotonic(), self._before
         keeps: KeptBounds = self._keeps(latency_bound_s, has_margin)
         enough_qps = math.inf
         if self._gap is not None:
@@ -162,7 +176,7 @@ class SearchPlanner:
                   limit_s: float) -> float:
         """What no copy on this part exceeds by any of the plans."""
         key = part.cluster.num_devices, plans, kind, limit_s
-        if key not in self.search.bounds:
+        if key not in self._upper:
             bound: UpperBound = self._bounds(part)
             most_qps = 0.0
             if kind == "two pools" and part.cluster.num_devices > FEW_DEVICES and plans:
@@ -170,8 +184,8 @@ class SearchPlanner:
                 plans = ()
             for plan in plans:
                 most_qps = bound.of_plan(plan, kind, limit_s, cutoff_qps=most_qps)
-            self.search.bounds[key] = most_qps
-        return self.search.bounds[key]
+            self._upper[key] = most_qps
+        return self._upper[key]
 
     def _beside(self, found: Sequence[Found], qps: float, keeps: KeptBounds,
                 bounds: Sequence[tuple[str, float]]) -> list[Rejected]:
@@ -218,7 +232,7 @@ class SearchPlanner:
         cluster = self.problem.cluster
         if cluster.num_devices < 3:
             return ""
-        sizes = sorted(self.search.sizes)
+        sizes = sorted(self._sizes)
         each = cluster.devices_per_node
         every = [*range(1, each), *range(each, cluster.num_devices + 1, each)]
         unseen = [size for size in every if size not in sizes]
@@ -231,7 +245,7 @@ class SearchPlanner:
         for size in sorted(self.search.cells):
             part = self.search.cells[size][0].problem
             best = self.search.best_of(keeps, self.search.cells[size].__contains__)
-            bound = max((value for (own, *_), value in self.search.bounds.items() if own == size),
+            bound = max((value for (own, *_), value in self._upper.items() if own == size),
                         default=math.inf)
             rows.append(CopiesTried(
                 replicas=part.copies, devices_per_replica=size,

@@ -13,8 +13,10 @@ from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.units import format_bytes, format_seconds, seconds_up
 from xprofiler.timing import TimingSource
+from xscheduler.cells import names_of, parts_of
 from xscheduler.kept_bounds import KeptBounds
-from xscheduler.replay_search import Found, Search, names_of, parts_of
+from xscheduler.replay_search import Search
+from xscheduler.replayed_cells import Found
 from xscheduler.shown import point_words
 from xscheduler.space import Cell, Point
 from xscheduler.tensor_plans import tensor_plans

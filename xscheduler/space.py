@@ -108,6 +108,13 @@ class Cell:
     _fine: dict[int, tuple[IntArray, Rough]] = field(default_factory=dict)  # around grid points
     misses: int = 0  # replays that came out too slow where they were expected to be in time
 
+    def fresh(self) -> Cell:
+        """The same cell, nothing replayed, with what its formula said."""
+        cell = Cell(self.problem, self.formula, self.plan, _fine=self._fine)
+        if "_grid" in self.__dict__:
+            cell.__dict__["_grid"] = self._grid
+        return cell
+
     @property
     def policy(self) -> str:
         return self.formula.policy
@@ -202,7 +209,7 @@ class Cell:
 
     def _off_at(self, points: IntArray, usual: Usual) -> FloatArray:
         """[points, 2] logarithms of (throughput, latency) over the formula's."""
-        prior = np.where(self.are_chunked(points)[:, None], usual.chunked, usual.whole)
+        prior = np.where(are_chunked(self.policy, points)[:, None], usual.chunked, usual.whole)
         if not self.off:
             return prior
         where = np.log1p(np.array(list(self.off), float))
@@ -210,13 +217,6 @@ class Cell:
         weights = np.exp(-apart / NEAR)
         known = weights @ np.array(list(self.off.values())) + PRIOR * prior
         return np.asarray(known / (weights.sum(axis=1) + PRIOR)[:, None])
-
-    def are_chunked(self, points: IntArray) -> BoolArray:
-        """[points] whether inputs are encoded in chunks beside decoding."""
-        names = policy(self.policy).variable_names
-        if CHUNK not in names:
-            return np.zeros(len(points), bool)
-        return np.asarray(points[:, names.index(CHUNK)] > 0)
 
     def _around(self, point: IntArray) -> IntArray:
         """Points between one of the grid and its neighbours, along each variable and pairs."""
@@ -252,9 +252,17 @@ def usual_off(cells: list[Cell]) -> Mapping[tuple[str, int], Usual]:
     for cell in cells:
         points = [point for point, one in cell.off.items() if one.throughput > -1]
         if points:
-            for point, flag in zip(points, cell.are_chunked(np.array(points)), strict=True):
+            for point, flag in zip(points, are_chunked(cell.policy, np.array(points)), strict=True):
                 found.setdefault((*cell.alike, bool(flag)), []).append(cell.off[point])
     means = {key: Off(*np.mean(own, axis=0).tolist()) for key, own in found.items()}
     return {(name, stages): Usual(*(means.get((name, stages, flag), Off())
                                     for flag in (False, True)))
             for name, stages, _ in means}
+
+
+def are_chunked(name: str, points: IntArray) -> BoolArray:
+    """[points] whether this policy encodes inputs in chunks beside decoding."""
+    names = policy(name).variable_names
+    if CHUNK not in names:
+        return np.zeros(len(points), bool)
+    return np.asarray(points[:, names.index(CHUNK)] > 0)

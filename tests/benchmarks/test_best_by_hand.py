@@ -10,7 +10,7 @@ from best_by_hand import Judged, Row, drawn_cells, drawn_points, line_of, page, 
 from hand_problems import SCENARIOS, HandScenario
 
 from xgpt.core.policies import policy
-from xscheduler.replay_search import cells_of
+from xscheduler.cells import cells_of
 from xscheduler.space import Cell
 
 

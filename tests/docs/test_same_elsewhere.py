@@ -50,7 +50,7 @@ def planned(job: xgpt.OpenedJob, seed: int | None = None) -> list[Estimate]:
 def check(found: list[Estimate]) -> None:
     """The policies, copies and throughputs are those of the page."""
     text = TUTORIAL.read_text(encoding="utf-8")
-    rows = re.findall(r"^    (4.00 s|8.00 s|none) +\S+ +\d+ +([\d.]+)  ", text, re.M)
+    rows = re.findall(r"^    (4.00 s|8.00 s|none) +(\S+) +(\d+) +([\d.]+)  ", text, re.M)
     assert [row[0] for row in rows] == [*BOUNDS_S]
     for own, (_, policy, copies, qps) in zip(found, rows, strict=True):
         assert (own.policy, own.deployment.replicas) == (policy, int(copies))

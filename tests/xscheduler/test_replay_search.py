@@ -21,8 +21,8 @@ from xgpt.core.lengths import JointLengths, truncated_normal
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xprofiler.timing import TimingSource
+from xscheduler.cells import cells_of
 from xscheduler.planner import PlanOptions, plan
-from xscheduler.replay_search import cells_of
 from xscheduler.space import Cell, Limits, Point
 from xsimulator.memory import capacity_bytes
 from xsimulator.native import native

@@ -28,11 +28,12 @@ from xgpt.report.table import estimate_table
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import mistake
+from xscheduler.cells import Replays
 from xscheduler.copies import problem_for, problems_of_copies
 from xscheduler.evaluator import config_of, job_lengths
 from xscheduler.found_schedule import SearchPlanner
 from xscheduler.planner import PlanOptions
-from xscheduler.replay_search import SURE, Replays
+from xscheduler.replayed_cells import SURE
 from xscheduler.watch import Watch
 from xsimulator.policies import make_config, make_policy
 from xsimulator.replay.copies import replay_steady, replayer_of

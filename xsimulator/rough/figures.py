@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -71,23 +71,33 @@ def point_of(estimate: Estimate) -> tuple[int, ...]:
                  for name in policy(estimate.policy).variable_names)
 
 
+class Sizes(NamedTuple):
+    """Of one configuration: [stages] bytes on each rank of a stage, queries encoded together,
+    iterations between two encodings, rows of the largest step, and those whose next token is
+    chosen."""
+
+    held_bytes: FloatArray
+    encode_batch: float
+    decode_iterations: float
+    rows: float
+    heads: float
+
+
 def assembled(problem: Problem, timing: TimingSource, controls: Controls, deployment: Deployment,
-              found: dict[str, float], held_bytes: FloatArray, *, encode_batch: float,
-              decode_iterations: float, largest: tuple[float, float],
-              notes: tuple[str, ...] = ()) -> Estimate:
-    """The Estimate of one configuration. held_bytes: [stages] on each rank of a stage. largest:
-    rows of its largest step, and those whose next token is chosen."""
+              found: dict[str, float], sizes: Sizes, notes: tuple[str, ...] = ()) -> Estimate:
+    """The Estimate of one configuration."""
     by_rank = {rank: int(np.ceil(size)) for stage, size in zip(
-        deployment.stages, held_bytes, strict=True) for rank in stage.ranks}
+        deployment.stages, sizes.held_bytes, strict=True) for rank in stage.ranks}
     capacity = memory.capacity_bytes(problem.cluster.device)
     qps, outputs = found["throughput_qps"], problem.lengths.outputs
     after = max(outputs.quantile(problem.constraint.quantile) - 1, 1)
     figures: dict[str, Any] = {name: found[name] for name in (
         "throughput_qps", "latency_s", "encode_s", "period_s", "ttft_s")}
-    lengths, (rows, heads) = problem.lengths, largest
+    lengths = problem.lengths
     notes += tuple(f"extrapolated: {words}" for words in MeasuredRange(problem, timing).beyond(
         {stage.tp_degree for stage in deployment.stages}, Presented(
-            rows, min(heads, encode_batch), heads, lengths.inputs.max + outputs.max,
+            sizes.rows, min(sizes.heads, sizes.encode_batch), sizes.heads,
+            lengths.inputs.max + outputs.max,
             lengths.inputs.max), 1.0))
     if error := problem.input_error:
         notes = (f"inputs: estimated from characters, which may be {error:.0%} off", *notes)
@@ -95,8 +105,8 @@ def assembled(problem: Problem, timing: TimingSource, controls: Controls, deploy
         **figures, output_tokens_per_s=qps * outputs.mean, decode_batch=found["decode_batch"],
         decode_iteration_s=found["iteration_s"],
         tpot_s=max(found["latency_s"] - found["ttft_s"], 0.0) / after,
-        encode_batch=max(round(encode_batch), 1),
-        decode_iterations=max(round(decode_iterations), 1),
+        encode_batch=max(round(sizes.encode_batch), 1),
+        decode_iterations=max(round(sizes.decode_iterations), 1),
         memory_bytes=tuple(by_rank[rank] for rank in sorted(by_rank)),
         memory_capacity_bytes=capacity, fits=max(by_rank.values()) <= capacity),
         notes=(f"times: {timing.provenance()}", *notes))

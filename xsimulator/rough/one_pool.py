@@ -30,7 +30,7 @@ from xrunner.rules.batch_sizer import share_of
 from xrunner.rules.paged import BLOCK_TOKENS, WATERMARK
 from xsimulator import memory
 from xsimulator.plans import StagePlan, StagePlans
-from xsimulator.rough.figures import Rough, assembled, point_of
+from xsimulator.rough.figures import Rough, Sizes, assembled, point_of
 from xsimulator.rough.held import Held
 from xsimulator.rough.pace import Pace, Seconds
 from xsimulator.rough.ranges import crossed, grid_of
@@ -101,11 +101,9 @@ class OnePool(ABC):
             kv_tokens=int(found["kv_tokens"])),), tp_degree=plan[0], tp_gpus=plan[1])
         controls, encode_batch, iterations = self._controls(point, groups, found)
         rows, heads = (float(own[0]) for own in sizes)
-        largest = rows, heads
-        return assembled(
-            self.problem, self.timing, controls, deployment, found,
-            pool.held.by_stage(found["kv_tokens"], *largest), largest=largest,
-            encode_batch=encode_batch, decode_iterations=iterations)
+        return assembled(self.problem, self.timing, controls, deployment, found, Sizes(
+            pool.held.by_stage(found["kv_tokens"], rows, heads), encode_batch, iterations, rows,
+            heads))
 
     def _most_queries(self) -> int:
         return self.problem.num_queries or 1 << 20
@@ -198,9 +196,11 @@ class Rra(OnePool):
         means = np.array([(one.mean_phases, one.reserved, one.reserved_variance, one.most_phases)
                           for one in phases])[place].T
         tokens = self._kv_tokens(each, groups, *means[1:])
-        return self._made(pool, points, batch / period_s, before * period_s + encode_s + last_s,
-                          encode_s, period_s, (period_s - encode_s) / iterations,
-                          batch * means[0], batch * (means[0] + 1 - work.decoding_share), tokens)
+        return self._made(pool, points, {
+            "throughput_qps": batch / period_s, "encode_s": encode_s, "period_s": period_s,
+            "latency_s": before * period_s + encode_s + last_s,
+            "iteration_s": (period_s - encode_s) / iterations, "decode_batch": batch * means[0],
+            "present": batch * (means[0] + 1 - work.decoding_share), "kv_tokens": tokens})
 
     def _chunked(self, pool: LaidOut, points: FloatArray) -> Rough:
         work, batch, iterations, groups = self._workload, *self._columns(pool, points)
@@ -222,19 +222,20 @@ class Rra(OnePool):
                     + work.coming_and_going * work.reserve**2)
         wanted = np.ceil(each * work.reserve_at_work + memory.KV_QUANTILE_Z * np.sqrt(
             each * variance) + work.longest) * groups
-        return self._made(pool, points, rate / cycle_s, latency_s, encode_s, iterations * cycle_s,
-                          cycle_s, rows * groups, each * groups, wanted)
+        return self._made(pool, points, {
+            "throughput_qps": rate / cycle_s, "latency_s": latency_s, "encode_s": encode_s,
+            "period_s": iterations * cycle_s, "iteration_s": cycle_s,
+            "decode_batch": rows * groups, "present": each * groups, "kv_tokens": wanted})
 
-    def _made(self, pool: LaidOut, points: FloatArray, qps: FloatArray, latency_s: FloatArray,
-              encode_s: FloatArray, period_s: FloatArray, iteration_s: FloatArray,
-              decode_batch: FloatArray, present: FloatArray, tokens: FloatArray) -> Rough:
+    def _made(self, pool: LaidOut, points: FloatArray, found: dict[str, FloatArray]) -> Rough:
+        """With what follows from the figures that were found."""
         rows, heads = self._step_sizes(pool, points)
-        ttft_s = encode_s + (iteration_s if self.problem.model.is_encoder_decoder else 0.0)
+        is_decoded = self.problem.model.is_encoder_decoder  # the first token
+        found["throughput_qps"] = np.where(np.isfinite(found["period_s"]),
+                                           found["throughput_qps"], 0.0)
         return Rough(
-            throughput_qps=np.where(np.isfinite(period_s), qps, 0.0), latency_s=latency_s,
-            ttft_s=ttft_s, encode_s=encode_s, iteration_s=iteration_s, period_s=period_s,
-            decode_batch=decode_batch, present=present, kv_tokens=tokens,
-            memory_bytes=pool.held.fullest(tokens, rows, heads))
+            ttft_s=found["encode_s"] + (found["iteration_s"] if is_decoded else 0.0),
+            memory_bytes=pool.held.fullest(found["kv_tokens"], rows, heads), **found)
 
     def _kv_tokens(self, each: FloatArray, groups: FloatArray, reserved: FloatArray,
                    variance: FloatArray, most_phases: FloatArray) -> FloatArray:

@@ -29,7 +29,7 @@ from xrunner.rules.batch_sizer import share_of
 from xsimulator import memory
 from xsimulator.plans import StagePlan, StagePlans
 from xsimulator.policies.waa.plans import WaaPlans
-from xsimulator.rough.figures import Rough, assembled, point_of
+from xsimulator.rough.figures import Rough, Sizes, assembled, point_of
 from xsimulator.rough.held import Held
 from xsimulator.rough.pace import Pace
 from xsimulator.rough.ranges import crossed, grid_of
@@ -38,6 +38,7 @@ from xsimulator.stage_times import HandoverCost
 
 ROUNDS, FEW_ROUNDS = 16, 4  # chosen: of halving, to where encoding and decoding keep step
 SPARE = 2.0  # chosen: chunks that lie ready beside those taken between two encode steps
+MOST_QUERIES = 1 << 20  # chosen: where the job does not say
 DEVIATIONS = 3.0  # chosen: of the number in the system, where the encode pool sets the pace
 
 
@@ -95,7 +96,7 @@ class TwoPools:
             return np.empty((0, 3), np.int64)
         work, fixed = self._workload, self.problem.fixed
         most = max(min(int(2 * self._room / work.reserve_at_work / work.outputs.mean) + 1,
-                       self._most_queries()), 1)
+                       self.problem.num_queries or MOST_QUERIES), 1)
         stages = max(self.problem.cluster.num_devices - plan[1] + plan[1] // plan[0] - 1, 1)
         groups = sorted({1, 2, 3, max(stages // 2, 1), max(3 * stages // 4, 1), stages,
                          math.ceil(1.5 * stages)})
@@ -105,9 +106,6 @@ class TwoPools:
         return crossed(grid_of(most, fixed.value_of("encode_batch"), 1.5),
                        groups if given[0] is None else [given[0]],
                        chunks if given[1] is None else [given[1]])
-
-    def _most_queries(self) -> int:
-        return self.problem.num_queries or 1 << 20
 
     def rough(self, plan: tuple[int, int], points: IntArray) -> Rough:
         """See Formula."""
@@ -265,7 +263,7 @@ class TwoPools:
         by_stage = np.concatenate([held.by_stage(*(float(one[0]) for one in own))
                                    for held, own in zip(pools.held, sizes, strict=True)])
         return assembled(
-            self.problem, self.timing, controls, deployment, found, by_stage, encode_batch=batch,
-            decode_iterations=1, largest=(
-                max(float(own[1][0]) for own in sizes), float(sizes[1][2][0])),
+            self.problem, self.timing, controls, deployment, found,
+            Sizes(by_stage, batch, 1, max(float(own[1][0]) for own in sizes),
+                  float(sizes[1][2][0])),
             notes=(f"{count} devices encode, {deployment.pools[1].num_devices} decode",))

@@ -1,0 +1,47 @@
+"""Points beside a point of a cell."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from xscheduler.space import Cell, Point
+
+LIKELY = 0.01  # chosen: by so much less by the formula is a neighbour looked at
+STEPS = (1.3, 1.1, 1.03)  # chosen: to neighbours
+
+
+def neighbours(cell: Cell, point: Point) -> list[Point]:
+    """Points beside one, along each variable that the cell has several values of, which the
+    formula says have room and no more than a little less throughput."""
+    values = [np.unique(column) for column in cell.points.T]
+    places = [place for place, own in enumerate(values) if len(own) > 1]
+    ways = [(one, 0) for one in places] + [(one, other) for one in places for other in places
+                                           if one < other]
+    found: list[Point] = []
+    for one in places:  # the next ones of the grid: edges of phases, and chunks where none are
+        at = int(np.searchsorted(values[one], point[one]))
+        for value in values[one][max(at - 1, 0):at + 2].tolist():
+            found.append((*point[:one], value, *point[one + 1:]))
+    for step in STEPS:
+        for sign in (1, -1):
+            for one, other in ways:
+                for along in (1, -1) if other else (1,):
+                    moved = list(point)
+                    if point[one]:
+                        moved[one] = _moved(point[one], step, sign)
+                    if other and point[other]:
+                        moved[other] = _moved(point[other], step, sign * along)
+                    found.append(tuple(moved))
+    found = [one for one in dict.fromkeys(found) if one != point]
+    if not found:
+        return []
+    points, rough = cell.with_room(np.array(found, np.int64))
+    own = cell.formula.rough(cell.plan, np.array([point], np.int64))
+    likely = rough.throughput_qps > (1 - LIKELY) * own.throughput_qps[0]
+    return [tuple(one) for one in points[likely].tolist()]
+
+
+def _moved(value: int, step: float, sign: int) -> int:
+    """A value larger (sign 1) or smaller (-1) by about this factor, by one at least."""
+    return max(value + 1, round(value * step)) if sign > 0 else max(
+        min(value - 1, round(value / step)), 1)
