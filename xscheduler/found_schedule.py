@@ -38,7 +38,7 @@ from xscheduler.shown import (
     point_words,
     why_not,
 )
-from xscheduler.space import Cell, Point
+from xscheduler.space import Cell, Point, fresh
 from xscheduler.uncertainty import Doubts
 from xscheduler.watch import Watch
 from xsimulator.bound import Kind, UpperBound
@@ -82,7 +82,7 @@ class SearchPlanner:
 
     def _anew(self) -> Search:
         """A search that knows of no other bound, so that none decides what is found under this."""
-        return Search(self.problem, [(cell.fresh(), replays) for cell, replays in self._cells],
+        return Search(self.problem, [(fresh(cell), replays) for cell, replays in self._cells],
                       cuts=self._watch.cuts, most_replays=self._most_replays)
 
     def best(self, latency_bound_s: float, *, has_margin: bool) -> Schedule:

@@ -108,13 +108,6 @@ class Cell:
     _fine: dict[int, tuple[IntArray, Rough]] = field(default_factory=dict)  # around grid points
     misses: int = 0  # replays that came out too slow where they were expected to be in time
 
-    def fresh(self) -> Cell:
-        """The same cell, nothing replayed, with what its formula said."""
-        cell = Cell(self.problem, self.formula, self.plan, _fine=self._fine)
-        if "_grid" in self.__dict__:
-            cell.__dict__["_grid"] = self._grid
-        return cell
-
     @property
     def policy(self) -> str:
         return self.formula.policy
@@ -244,6 +237,14 @@ class Cell:
         latency = figures.latency_s / rough.latency_s if figures.latency_s > 0 else 1.0
         self.off[point] = Off(math.log(figures.throughput_qps / rough.throughput_qps),
                               math.log(latency))
+
+
+def fresh(cell: Cell) -> Cell:
+    """The same cell, nothing replayed, with what its formula said."""
+    own = Cell(cell.problem, cell.formula, cell.plan, _fine=cell._fine)
+    if "_grid" in cell.__dict__:
+        own.__dict__["_grid"] = cell._grid
+    return own
 
 
 def usual_off(cells: list[Cell]) -> Mapping[tuple[str, int], Usual]:

@@ -50,13 +50,14 @@ def test_all_copies_are_replayed_and_each_is_compared_with_its_own_formula(
     total_qps = sum(shape.figures.throughput_qps for shape in shapes)
     assert shapes[0].figures.throughput_qps < 0.9 * total_qps, "one kind alone would be told apart"
     assert figures.steady_throughput_qps == pytest.approx(total_qps, rel=0.05)
-    assert figures.closed_latency_s == max(shape.figures.latency_s for shape in shapes)
+    assert figures.closed_latency_s == pytest.approx(max(
+        shape.figures.latency_s for shape in shapes), rel=0.02)
     assert figures.steady_latency_s == pytest.approx(figures.closed_latency_s, rel=0.05)
     assert len(figures.utilisation) == 3 and min(figures.utilisation) > 0.5
     assert figures.kv_peak_tokens <= figures.kv_tokens
     assert simulated.to_dict()["replay"]["closed_latency_s"] == figures.closed_latency_s
     words = " ".join(str(simulated).split())
-    assert "of the slowest copy (the closed form says" in words
+    assert "of the slowest copy (the estimate says" in words
 
 
 def test_changed_lengths_are_replayed_by_all_copies(unlike: Unlike) -> None:
