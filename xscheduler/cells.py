@@ -1,61 +1,23 @@
 """The cells of a problem: every policy by every tensor plan, on every number of devices that a copy
-of the model may have; and the replays of their points."""
+of the model may have."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
-
-from xgpt.core.errors import InputError, XgptError
-from xgpt.core.lengths import IntArray
+from xgpt.core.errors import InputError
 from xgpt.core.policies import able_policies
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xscheduler.copies import has_room, most_copies, problem_on
-from xscheduler.space import Cell, Replayed
+from xscheduler.replays import Replays
+from xscheduler.space import Cell
 from xscheduler.tensor_plans import tensor_plans
-from xsimulator.replay.figures import steady_replay
-from xsimulator.replay.job import planned_queries
-from xsimulator.replay.predict import with_watched
-from xsimulator.replay.step_clock import StepClocks
 from xsimulator.rough.forms import Formulas
 from xsimulator.rough.workload import Workload
 
-SEED = 20240427
-DRAWN = 4096  # chosen: queries that are drawn at once
 FEW_NODES = 4  # chosen: of which every number is looked at
-
-
-class Replays:
-    """Replays of configurations of one part of the cluster, all with the same queries."""
-
-    def __init__(self, problem: Problem, timing: TimingSource) -> None:
-        self.problem, self.timing = problem, timing
-        self._clocks = StepClocks(problem, timing)
-        self._rng = np.random.default_rng(SEED)
-        self._drawn: tuple[IntArray, IntArray] = np.empty(0, np.int64), np.empty(0, np.int64)
-        self.known: dict[Hashable, Replayed] = {}
-
-    def of(self, estimate: Estimate, queries: int) -> Replayed:
-        """The steady state in a replay of so many queries."""
-        problem = self.problem
-        while len(self._drawn[0]) < queries:  # the first are the same, however many are wanted
-            more = problem.lengths.sample(DRAWN, self._rng)
-            self._drawn = (np.concatenate([self._drawn[0], more[0]]),
-                           np.concatenate([self._drawn[1], more[1]]))
-        inputs, outputs = (own[:queries] for own in self._drawn)
-        if problem.constraint.kind == "sequence":
-            outputs = with_watched(outputs, problem.lengths.outputs.quantile(
-                problem.constraint.quantile))
-        try:
-            figures = steady_replay(problem, self.timing, estimate, planned_queries(
-                problem, inputs, outputs), self._clocks)
-        except XgptError:  # a query that never fits
-            figures = None
-        return Replayed(estimate, figures, queries)
 
 
 def cells_of(problem: Problem, timing: TimingSource) -> Iterator[tuple[Cell, Replays]]:

@@ -1,11 +1,12 @@
-"""Figures of a schedule, by closed form or by replay, on the stages that it has; and what a
+"""Figures of a schedule, by its rough formula or by replay, on the stages that it has; and what a
 problem's finite job is expected to measure, its lengths as far as they are known."""
 
-import math
-from collections.abc import Hashable, Iterator
+from __future__ import annotations
+
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,23 +19,28 @@ from xgpt.core.schedule import Estimate
 from xgpt.core.workload import synthetic_lengths
 from xprofiler.timing import TimingSource
 from xrunner.rules.order import run_order, window_of
-from xscheduler.live.pinned import pinned_policy
-from xsimulator.policies import ClosedForm, make_config
-from xsimulator.policies.figures import EstimateArrays
+from xscheduler.copies import problem_for
+from xscheduler.replays import Replays
 from xsimulator.replay.copies import replayer_of
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.predict import (
     MOST_PREDICTED,
     JobPrediction,
+    checked_queries,
     job_replays,
     mean_of,
-    replay_checked,
 )
 from xsimulator.replay.records import ReplayResult
-from xsimulator.replay.steady import SteadyFigures
 from xsimulator.replay.step_clock import StepClocks
+from xsimulator.rough.forms import Formulas
 
-_SEED = 20240427
+
+class _Part(NamedTuple):
+    """One copy of an estimate's: its problem, and who says what it does."""
+
+    problem: Problem
+    formulas: Formulas
+    replays: Replays
 
 
 class Evaluator:
@@ -42,9 +48,9 @@ class Evaluator:
 
     def __init__(self, problem: Problem, timing: TimingSource) -> None:
         self.problem, self.timing = problem, timing
-        self._forms: dict[Hashable, ClosedForm] = {}
-        self._figures: dict[Estimate, EstimateArrays] = {}
-        self._replayed: dict[Estimate, SteadyFigures | None] = {}
+        self._parts: dict[tuple[int, int], _Part] = {}  # by copies, and devices of each
+        self._rough: dict[Estimate, dict[str, float]] = {}
+        self._shown: dict[Estimate, Estimate] = {}
         self._jobs: dict[tuple[Estimate, int], JobPrediction | None] = {}
 
     @cached_property
@@ -52,48 +58,36 @@ class Evaluator:
         """The tables of step times that all its replays share."""
         return StepClocks(self.problem, self.timing)
 
-    def latency_s(self, estimate: Estimate) -> float:
-        """The constraint's latency by the closed form."""
-        return self.seconds(estimate, "latency")
-
     def seconds(self, estimate: Estimate, metric: Metric) -> float:
-        """What a bound on the metric is of, by the closed form; of a job's makespan, what one query
-        more adds to it."""
-        figures = self._figures.get(estimate)  # an estimate's hash takes long
-        if figures is None:
-            figures = self._figures[estimate] = self.form(estimate).evaluate([config_of(estimate)])
+        """What a bound on the metric is of, by the rough formula (its ratios under other times and
+        lengths are what a margin is made of); of a job's makespan, what one query more adds."""
+        if estimate not in self._rough:
+            self._rough[estimate] = self._part(estimate).formulas.of(
+                estimate.policy).of_estimate(estimate.one_copy)
+        found = self._rough[estimate]
         if metric == "makespan":
-            qps = estimate.deployment.replicas * float(figures.throughput_qps[0])
-            return 1 / qps if qps > 0 else math.inf
-        return float(getattr(figures, f"{metric}_s")[0])
+            return 1 / max(estimate.deployment.replicas * found["throughput_qps"], 1e-300)
+        if metric == "tpot":
+            outputs = self.problem.lengths.outputs.quantile(self.problem.constraint.quantile)
+            return max(found["latency_s"] - found["ttft_s"], 0.0) / max(outputs - 1, 1)
+        return found[f"{metric}_s"]
 
-    def estimate(self, estimate: Estimate) -> Estimate:
-        """The closed form's figures of a schedule that may have been found for another problem."""
-        own = self.form(estimate).estimate(config_of(estimate))
-        return own.in_copies(estimate.deployment.replicas)
+    def shown(self, estimate: Estimate) -> Estimate:
+        """The estimate with the figures of its replay's steady state, where that has one."""
+        if estimate not in self._shown:
+            part, alone = self._part(estimate), estimate.one_copy
+            found = part.replays.of(alone, checked_queries(part.problem, alone))
+            self._shown[estimate] = found.shown(part.problem).in_copies(
+                estimate.deployment.replicas)
+        return self._shown[estimate]
 
-    def form(self, estimate: Estimate) -> ClosedForm:
-        """The closed form of its policy on the stages of one of its copies (a baseline's: on its
-        own)."""
+    def _part(self, estimate: Estimate) -> _Part:
         deployment = estimate.deployment
-        key = estimate.policy, deployment.stages, deployment.replicas
-        form = self._forms.get(key)
-        if form is None:
-            form = self._forms[key] = pinned_policy(estimate, self.problem, self.timing)
-        return form
-
-    def replayed_latency_s(self, estimate: Estimate) -> float:
-        """The constraint's latency in the steady state of a replay; nan where no query is long
-        enough to count."""
-        return self.replayed_s(estimate, "latency")
-
-    def replayed_s(self, estimate: Estimate, metric: Metric) -> float:
-        """The same of what a bound on the metric, not the makespan, is of."""
-        if estimate not in self._replayed:
-            self._replayed[estimate] = replay_checked(
-                self.problem, self.timing, estimate, _SEED, self.clocks)
-        steady = self._replayed[estimate]
-        return math.nan if steady is None else float(getattr(steady, f"{metric}_s"))
+        key = deployment.replicas, deployment.devices_per_replica
+        if key not in self._parts:
+            part = problem_for(self.problem, estimate)
+            self._parts[key] = _Part(part, Formulas(part, self.timing), Replays(part, self.timing))
+        return self._parts[key]
 
     def replay(self, estimate: Estimate, num_queries: int, seed: int) -> ReplayResult:
         """A replay of so many queries by one copy, drawn from the problem's lengths."""
@@ -112,14 +106,6 @@ class Evaluator:
             except XgptError:  # times that the profile refuses
                 self._jobs[key] = None
         return self._jobs[key]
-
-
-@lru_cache(maxsize=32)
-def config_of(estimate: Estimate) -> Any:
-    """The configuration that a closed form evaluates: of one schedule under many times, in turn."""
-    config, missing = make_config(estimate.policy, estimate)
-    assert not missing, f"{missing = }"
-    return config
 
 
 def predict(problem: Problem, timing: TimingSource, estimate: Estimate, *, replays: int = 5,

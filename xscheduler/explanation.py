@@ -3,7 +3,6 @@ the control variables, and what binds and what the bound costs. Facts of the fig
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from xgpt.core.cluster import Cluster
 from xgpt.core.controls import ContinuousControls, RraControls, StaticControls, max_in_system
@@ -12,9 +11,6 @@ from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import NOT_SURE, Estimate, Rejected, Schedule
 from xgpt.core.units import format_seconds
-from xprofiler.timing import TimingSource
-from xscheduler.admissible import Limit, Limits, breaches
-from xscheduler.evaluator import config_of
 from xscheduler.shown import (
     DEGREE_ROW,
     FREE_ROW,
@@ -23,26 +19,20 @@ from xscheduler.shown import (
     POLICY_ROW,
 )
 from xsimulator import memory
-from xsimulator.policies import make_policy
 
-_BINDING = {Limit.LATENCY: "the latency bound", Limit.MEMORY: "memory",
-            Limit.QUERIES: "the number of queries",
-            Limit.TTFT: "the bound on the time to the first token",
-            Limit.TPOT: "the bound on the time per output token"}
+LATENCY = "the latency bound"
 FULL = 0.01  # share of a limit left below which it counts as reached
-WAITING = 0.98  # share of max_active below which queries wait for memory
 
 
-def explain_choice(schedule: Schedule, problem: Problem, timing: TimingSource | None = None, *,
+def explain_choice(schedule: Schedule, problem: Problem, *,
                    latency_limit_s: float | None = None) -> tuple[str, str, str]:
     """(why this policy, why these control variables, what binds and what the bound costs).
 
-    timing: with it, what binds is found by evaluating one query more in each encode batch; without,
-    it is told by what is left of each limit. latency_limit_s: what the latency is held to, where a
-    margin makes that less than the bound."""
+    What binds is told by what is left of each limit. latency_limit_s: what the latency is held to,
+    where a margin makes that less than the bound."""
     limit_s = schedule.bound.limit_s if latency_limit_s is None else latency_limit_s
     return (_why_policy(schedule, problem), _why_variables(schedule) + _numbering(problem.cluster),
-            f"{_what_binds(schedule, problem, timing, limit_s)}{_cost_of_bound(schedule)}.")
+            f"{_what_binds(schedule, problem, limit_s)}{_cost_of_bound(schedule)}.")
 
 
 def _why_policy(schedule: Schedule, problem: Problem) -> str:
@@ -184,34 +174,22 @@ def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def _what_binds(schedule: Schedule, problem: Problem, timing: TimingSource | None,
-                limit_s: float) -> str:
+def _what_binds(schedule: Schedule, problem: Problem, limit_s: float) -> str:
     figures = schedule.figures
     share = max(figures.memory_bytes) / figures.memory_capacity_bytes
     used = [_latency_used(schedule, limit_s), f"{share:.0%} of the memory of the fullest device"]
     state = f"the schedule uses {_and([words for words in used if words])}"
-    binding = (binding_limits(schedule, problem, limit_s) if timing is None
-               else next_batch_breaks(schedule, problem, timing, limit_s))
-    latency = _BINDING[Limit.LATENCY]
-    is_continuous = isinstance(schedule.controls, ContinuousControls)
-    at_a_time = "at a time" if is_continuous else "encoded at a time"
-    is_free = latency in binding and _costs_nothing(schedule)
+    binding = binding_limits(schedule, problem, limit_s)
+    is_free = LATENCY in binding and _costs_nothing(schedule)
     if is_free:  # a limit that is reached, and without which nothing would be faster
-        binding = [limit for limit in binding if limit != latency]
-    aside = f"; so would {latency}, which costs nothing" if is_free and timing else (
-        f"; {latency} is reached, too, and costs nothing" if is_free else "")
+        binding = [limit for limit in binding if limit != LATENCY]
     if binding:
         words = f"{_and(binding)} {'limits' if len(binding) == 1 else 'limit'} the speed"
-        proof = f": with one query more {at_a_time} it would be exceeded" if timing else ""
-        if len(binding) > 1:
-            proof = proof.replace("it would", "they would")
-        return f"{words[0].upper()}{words[1:]}{proof}{aside} ({state})"
+        aside = f"; {LATENCY} is reached, too, and costs nothing" if is_free else ""
+        return f"{words[0].upper()}{words[1:]}{aside} ({state})"
     if is_free:
-        return f"{latency[0].upper()}{latency[1:]} is reached, but costs nothing ({state})"
-    if timing is None:
-        return f"No limit is reached within {FULL:.0%}: {state}"
-    return (f"Only the devices limit the speed: one query more {at_a_time} would be allowed, "
-            f"but bring nothing ({state})")
+        return f"{LATENCY[0].upper()}{LATENCY[1:]} is reached, but costs nothing ({state})"
+    return f"No limit is reached within {FULL:.0%}: {state}"
 
 
 def _costs_nothing(schedule: Schedule) -> bool:
@@ -226,28 +204,12 @@ def binding_limits(schedule: Schedule, problem: Problem, limit_s: float) -> list
     figures = schedule.figures
     present = max(figures.decode_batch, float(max_in_system(schedule.controls)))
     is_reached = {
-        Limit.LATENCY: figures.latency_s > limit_s * (1 - FULL),
-        Limit.MEMORY: _next_memory(schedule.estimate, problem) > (
+        LATENCY: figures.latency_s > limit_s * (1 - FULL),
+        "memory": _next_memory(schedule.estimate, problem) > (
             figures.memory_capacity_bytes * (1 - FULL)),
-        Limit.QUERIES: problem.num_queries is not None and (
+        "the number of queries": problem.num_queries is not None and (
             present + present / figures.encode_batch > problem.num_queries)}
-    return [_BINDING[limit] for limit, reached in is_reached.items() if reached]
-
-
-def next_batch_breaks(schedule: Schedule, problem: Problem, timing: TimingSource,
-                      limit_s: float) -> list[str]:
-    """Limits that the same schedule with one query more in each encode batch does not keep."""
-    config = config_of(schedule.estimate)
-    name = "encode_batch" if hasattr(config, "encode_batch") else "max_active"
-    larger = replace(config, **{name: getattr(config, name) + 1})
-    arrays = make_policy(schedule.estimate.policy, problem, timing).evaluate([larger])
-    arrays = replace(arrays, fits=arrays.memory_bytes <= schedule.figures.memory_capacity_bytes)
-    broken = breaches(arrays, Limits.of(
-        problem.constraint, queries=problem.num_queries or math.inf, latency_s=limit_s))
-    if isinstance(schedule.controls, ContinuousControls):  # memory makes queries wait, no more
-        broken[Limit.MEMORY] |= (arrays.present < WAITING * larger.max_active) & (
-            arrays.memory_bytes > (1 - FULL) * schedule.figures.memory_capacity_bytes)
-    return [words for limit, words in _BINDING.items() if broken[limit][0]]
+    return [limit for limit, reached in is_reached.items() if reached]
 
 
 def _next_memory(estimate: Estimate, problem: Problem) -> float:

@@ -6,23 +6,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from xgpt.core.job import FixedSchedule
-from xgpt.core.lengths import BoolArray, FloatArray
 from xgpt.core.policies import able_policies, policy, policy_names
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import CopiesTried, Estimate, Margin, Rejected, Schedule, Status
 from xgpt.core.schedule_file import schedule_from_flat
 from xprofiler.timing import TimingSource
 from xscheduler.cells import cells_of, parts_of
+from xscheduler.evaluator import Evaluator
 from xscheduler.explanation import explain_choice
-from xscheduler.job_time import Selection
-from xscheduler.kept_bounds import KeptBounds, RoughEvaluator
+from xscheduler.kept_bounds import KeptBounds
 from xscheduler.partition import division_of
 from xscheduler.refusals import check, refusal_of
 from xscheduler.replay_search import Search
@@ -38,11 +35,10 @@ from xscheduler.shown import (
     point_words,
     why_not,
 )
-from xscheduler.space import Cell, Point, fresh
+from xscheduler.space import Cell, fresh
 from xscheduler.uncertainty import Doubts
 from xscheduler.watch import Watch
 from xsimulator.bound import Kind, UpperBound
-from xsimulator.memory import capacity_bytes
 
 FEW_DEVICES = 8  # chosen: up to as many every division into two pools is bounded by itself
 _CLOSED = 1e-9  # share by which a bound may exceed the throughput it proves, by rounding
@@ -69,7 +65,7 @@ class SearchPlanner:
         self._upper: dict[tuple[Any, ...], float] = {}  # bounds, by size, plans, kind, limit
         self._doubts = cache(lambda part, constraint: Doubts(
             replace(part, constraint=constraint),
-            RoughEvaluator(replace(part, constraint=constraint), timing)))
+            Evaluator(replace(part, constraint=constraint), timing)))
         self._bounds = cache(lambda part: UpperBound(part, timing))
         self._keeps = cache(lambda bound_s, has_margin: KeptBounds(
             constraint := problem.constraint.with_latency(limit_s=bound_s),
@@ -265,62 +261,15 @@ class SearchPlanner:
                                 f"{configuration(shown(one))}" for one in found)))
         return tuple(rows) if len(rows) > 1 else ()
 
-    def selections(self, num_queries: int) -> list[Selection]:
-        """Configurations all over the space, for a job of so many queries."""
-        return [Selection(closed_form=_OfCell(cell), configs=[tuple(one) for one in (
-            cell.points.tolist())], copies=cell.copies) for cell in self.search.all_cells
-            if len(cell.points)]
-
-
-class _Figures(NamedTuple):
-    """[points] rough figures, as admissible() asks for them."""
-
-    throughput_qps: FloatArray
-    latency_s: FloatArray
-    ttft_s: FloatArray
-    tpot_s: FloatArray
-    present: FloatArray
-    stretch: FloatArray
-    fits: BoolArray
-
-
-@dataclass(frozen=True, slots=True)
-class _OfCell:
-    """A cell's formula, asked for points of it."""
-
-    cell: Cell
-
-    def evaluate(self, points: Sequence[Point]) -> Any:
-        """Their rough figures."""
-        rough = self.cell.formula.rough(self.cell.plan, np.array(points, np.int64))
-        outputs = self.cell.problem.lengths.outputs.quantile(
-            self.cell.problem.constraint.quantile)
-        after = np.maximum(rough.latency_s - rough.ttft_s, 0.0) / max(outputs - 1, 1)
-        room = capacity_bytes(self.cell.problem.cluster.device)
-        return _Figures(rough.throughput_qps, rough.latency_s, rough.ttft_s, after, rough.present,
-                        np.zeros(len(points)), rough.memory_bytes <= room)
-
-    def estimate(self, point: Point) -> Estimate:
-        """That of one point."""
-        return self.cell.formula.estimate(self.cell.plan, point)
+    @property
+    def all_cells(self) -> list[Cell]:
+        """Every policy by every tensor plan, on every number of devices that a copy may have."""
+        return self.search.all_cells
 
 
 def shown(one: Found) -> Estimate:
     """All copies of one shape, with the figures that a replay showed."""
-    found, figures = one.replayed.estimate, one.replayed.figures
-    assert figures is not None, f"{one.point = } keeps its bounds"
-    outputs = one.cell.problem.lengths.outputs.mean
-    own = found.changed(
-        throughput_qps=figures.throughput_qps, latency_s=_known(figures.latency_s,
-                                                                found.figures.latency_s),
-        output_tokens_per_s=figures.throughput_qps * outputs,
-        ttft_s=_known(figures.ttft_s, found.figures.ttft_s or 0.0),
-        tpot_s=_known(figures.tpot_s, 0.0))
-    return own.in_copies(one.copies)
-
-
-def _known(seconds: float, otherwise: float) -> float:
-    return otherwise if math.isnan(seconds) else seconds
+    return one.replayed.shown(one.cell.problem).in_copies(one.copies)
 
 
 def together(found: Sequence[Found]) -> Estimate:

@@ -9,9 +9,9 @@ state stays."""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,10 +19,10 @@ from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Rejected, Schedule, Status
 from xgpt.core.units import format_seconds
-from xscheduler.admissible import Limits, admissible
 from xscheduler.evaluator import Evaluator, job_lengths
 from xscheduler.prospects import keeps_pace
 from xscheduler.room import with_room
+from xscheduler.space import Cell, Limits, Point
 from xscheduler.uncertainty import Doubts, MarginParts
 
 SHORT = 10  # times what is in the system: of a longer job less is ramp and drain
@@ -35,62 +35,52 @@ ROUGHLY = 3  # one in so many configurations is replayed for a comparison
 _NO_MARGIN = MarginParts(factor=1.0, sentence="planned without a margin")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """Configurations of a policy that are looked at together, and who evaluates them. `copies`: of
-    the model, of which they are those of one."""
-
-    closed_form: Any
-    configs: Sequence[Any]
-    copies: int = 1
-
-
 class _Entry(NamedTuple):
-    throughput_qps: float
-    selection: Selection
-    config: Any
+    throughput_qps: float  # of all copies, roughly
+    cell: Cell
+    point: Point
 
 
 def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
-                selections: Callable[[int], Sequence[Selection]], *,
+                cells: Sequence[Cell], *,
                 has_margin: bool = True, is_rough: bool = False,
                 cuts: Callable[[], bool] = lambda: False) -> Schedule:
     """`schedule`, or the one that answers the problem's own queries sooner. evaluator: of the
-    problem, under this bound or another. selections: what is looked at for so many queries.
+    problem, under this bound or another. cells: whose points are looked at.
     has_margin: it keeps the bound with the constraint's confidence. is_rough: as few replays as
     tell how it compares with a schedule elsewhere. cuts: whether no more is to be replayed."""
     own, count = schedule.estimate, problem.num_queries
     if not count or not is_short(problem, schedule):
         return schedule
     clock = _JobTime(problem, evaluator, schedule)
-    doubts = Doubts(problem, evaluator, replays=True) if has_margin else None
-    entries = _admissible(selections(count), Limits.of(
-        problem.constraint, queries=count, is_timed=True,
-        latency_s=schedule.bound.limit_s / (1.0 if doubts is None else _least_margin(doubts, own))))
+    doubts = Doubts(problem, evaluator) if has_margin else None
+    limit_s = schedule.bound.limit_s
+    constraint = problem.constraint
+    entries = _entries(cells, Limits(
+        latency_s=limit_s / (1.0 if doubts is None else _least_margin(doubts, own)),
+        ttft_s=constraint.limit_s("ttft"), tpot_s=constraint.limit_s("tpot")))
     entries = entries[:min(max(MOST_REPLAYED // count, FINALISTS), MOST_CONFIGS)]
     first = _first_round(entries[::ROUGHLY if is_rough else 1], clock, count, clock(own, 1), cuts)
     replays = 1 if is_rough or cuts() else min(max(MOST_AGAIN // count, 1), MOST_REPLAYS)
     steady_s = clock(own, replays)
-    # those alone that keep the bound with their own margins before a replay
-    safe = first if doubts is None else (one for one in first if (
-        one.figures.latency_s * doubts.margin(one, is_replayed=False).factor
-        <= schedule.bound.limit_s))
+    # those alone that keep the bound with their own margins
+    safe = (one for one in map(evaluator.shown, first) if one.figures.latency_s * (
+        1.0 if doubts is None else doubts.margin(one).factor) <= limit_s)
     final = sorted(((clock(estimate, replays), estimate) for estimate in islice(safe, FINALISTS)),
                    key=lambda pair: told(pair[0]))
     for wall_s, estimate in final:
         if wall_s > (1 - WORTH) * steady_s:
             break
         margin = _NO_MARGIN if doubts is None else doubts.margin(estimate)
-        if estimate.figures.latency_s * margin.factor <= schedule.bound.limit_s and (
-                doubts is None or keeps_pace(doubts, estimate)):
+        if doubts is None or keeps_pace(doubts, estimate):
             return _taken(schedule, estimate, margin, count, wall_s, steady_s, len(clock.asked))
     return schedule
 
 
 def _least_margin(doubts: Doubts, own: Estimate) -> float:
-    """A factor that hardly any margin is below: most of the steady state's own, before a replay.
-    (Margins differ from one schedule to the next by what lengths do to each.)"""
-    factor = doubts.margin(own, is_replayed=False).factor
+    """A factor that hardly any margin is below: most of the steady state's own. (Margins differ
+    from one schedule to the next by what lengths do to each.)"""
+    factor = doubts.margin(own).factor
     return 1.0 if math.isinf(factor) else max(factor**MOST_OF_MARGIN, doubts.least_factor)
 
 
@@ -134,16 +124,17 @@ class _JobTime:
         return 0 if known is None else len(known.inputs)
 
 
-def _admissible(selections: Sequence[Selection], limits: Limits) -> list[_Entry]:
-    """Configurations that keep the bounds in their steady state, quickest first."""
+def _entries(cells: Sequence[Cell], limits: Limits) -> list[_Entry]:
+    """Points that keep the limits in their steady state by the rough formula, quickest first."""
     entries = []
-    for selection in selections:
-        copies = selection.copies
-        own = replace(limits, queries=math.ceil(limits.queries / copies))
-        figures = selection.closed_form.evaluate(selection.configs)
-        entries += [_Entry(copies * float(figures.throughput_qps[row]), selection,
-                           selection.configs[row])
-                    for row in np.flatnonzero(admissible(figures, own)).tolist()]
+    for cell in cells:
+        rough, outputs = cell.rough, cell.problem.lengths.outputs
+        after = max(outputs.quantile(cell.problem.constraint.quantile) - 1, 1)
+        is_kept = ((rough.latency_s <= limits.latency_s) & (rough.ttft_s <= limits.ttft_s)
+                   & (rough.latency_s - rough.ttft_s <= after * limits.tpot_s))
+        entries += [_Entry(cell.copies * float(rough.throughput_qps[row]), cell,
+                           tuple(cell.points[row].tolist()))
+                    for row in np.flatnonzero(is_kept).tolist()]
     return sorted(entries, key=lambda entry: -told(entry.throughput_qps))
 
 
@@ -155,8 +146,8 @@ def _first_round(entries: Sequence[_Entry], clock: _JobTime, count: int,
     for entry in entries:
         if NEARLY * count / entry.throughput_qps > least_s or cuts():
             break
-        estimate = entry.selection.closed_form.estimate(entry.config).in_copies(
-            entry.selection.copies)
+        cell = entry.cell
+        estimate = cell.formula.estimate(cell.plan, entry.point).in_copies(cell.copies)
         timed.append((clock(estimate, 1), estimate))
         least_s = min(least_s, timed[-1][0])
     timed.sort(key=lambda pair: told(pair[0]))

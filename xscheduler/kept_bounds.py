@@ -9,38 +9,10 @@ from collections.abc import Callable
 
 from xgpt.core.constraint import Constraint, Metric
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate
-from xprofiler.timing import TimingSource
-from xscheduler.evaluator import Evaluator
 from xscheduler.space import Cell, Limits, Point
 from xscheduler.uncertainty import Doubts, MarginParts
-from xsimulator.rough.forms import Formulas
-from xsimulator.rough.workload import Workload
 
 _PACE: tuple[Metric, ...] = ("ttft", "tpot")
-
-
-class RoughEvaluator(Evaluator):
-    """What a bound is of by the rough formula: its ratios under other times and lengths are what a
-    margin is made of."""
-
-    def __init__(self, problem: Problem, timing: TimingSource) -> None:
-        super().__init__(problem, timing)
-        self._formulas = Formulas(problem, timing, Workload(problem))
-        self._rough: dict[Estimate, dict[str, float]] = {}
-
-    def seconds(self, estimate: Estimate, metric: Metric) -> float:
-        """See Evaluator."""
-        alone = estimate.one_copy
-        if alone not in self._rough:
-            self._rough[alone] = self._formulas.of(alone.policy).of_estimate(alone)
-        found = self._rough[alone]
-        if metric == "makespan":
-            return 1 / max(found["throughput_qps"], 1e-300)
-        if metric == "tpot":
-            outputs = self.problem.lengths.outputs.quantile(self.problem.constraint.quantile)
-            return max(found["latency_s"] - found["ttft_s"], 0.0) / max(outputs - 1, 1)
-        return found[f"{metric}_s"]
 
 
 class KeptBounds:
@@ -80,7 +52,7 @@ class KeptBounds:
         key = cell, point
         if key not in self._parts:
             self._parts[key] = self._doubts_of(cell.problem).margin(
-                cell.replayed[point].estimate, is_replayed=False)
+                cell.replayed[point].estimate)
         return self._parts[key]
 
     def _own(self, cell: Cell, point: Point) -> Limits:
@@ -90,7 +62,7 @@ class KeptBounds:
         for metric in _PACE:
             if self._constraint.bound_on(metric) is not None:
                 factors[metric] = self._doubts_of(cell.problem).margin(
-                    cell.replayed[point].estimate, metric, is_replayed=False).factor
+                    cell.replayed[point].estimate, metric).factor
         own = self._divided(factors)
         self._latest[cell] = self._of_policy[cell.policy] = own
         return own

@@ -43,9 +43,8 @@ class PlanOptions:
     as it takes. `horizon`: plan
     for the problem's own queries, where it has any, or for the steady state of a job without end.
     `untimed`: why the times are not those of what will run ("" where they are). `has_margin`: the
-    bound is kept with the constraint's confidence, which a replay of every candidate is part of;
-    else as the closed form has it. `is_brief`: not explained, and not compared with what there
-    would be without a bound. `is_rough`: for a comparison, by fewer replays; all that is seen of it
+    bound is kept with the constraint's confidence; else as it is expected. `is_brief`: not
+    explained, and not compared with what there would be without a bound. `is_rough`: for a comparison, by fewer replays; all that is seen of it
     is about how good it is. `max_seconds`: after so many it ends with what it has found and proved
     until then; None: when it is done."""
 
@@ -109,7 +108,7 @@ class Planner:
             schedule = with_room(plan_with_enough(
                 problem, lambda enough: self._like(enough)._for_its_horizon(enough), self._tell),
                 problem)
-            schedule = judged(schedule, Doubts(problem, self._evaluator, replays=True), self._tell,
+            schedule = judged(schedule, Doubts(problem, self._evaluator), self._tell,
                               is_job=self.options.horizon == "job",
                               has_margin=self.options.has_margin and not self.options.untimed)
         return _noted(problem, schedule.changed(hardware_qps=most_queries_per_s(problem)))
@@ -155,7 +154,7 @@ class Planner:
             schedule = self._steady(problem)
         except InfeasibleError as refused:
             schedule = begin(problem, self.timing, refused)
-        return for_the_job(problem, self._evaluator, schedule, self._own.selections,
+        return for_the_job(problem, self._evaluator, schedule, self._own.all_cells,
                            cuts=self._watch.cuts, has_margin=self.options.has_margin,
                            is_rough=self.options.is_rough)
 

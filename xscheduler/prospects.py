@@ -21,7 +21,7 @@ def pace_of(doubts: Doubts, estimate: Estimate) -> list[Prospect]:
         bound = constraint.bound_on(metric)
         if bound is None or math.isinf(bound.limit_s):
             continue
-        expected_s = doubts.expected_s(estimate, metric)
+        expected_s = getattr(estimate.figures, f"{metric}_s") or 0.0
         found.append(Prospect(metric=metric, limit_s=bound.limit_s, expected_s=expected_s,
                               with_margin_s=expected_s * doubts.margin(estimate, metric).factor))
     return found

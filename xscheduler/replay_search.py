@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from xgpt.core.problem import Problem
-from xscheduler.cells import Replays
 from xscheduler.kept_bounds import KeptBounds
 from xscheduler.neighbours import neighbours
 from xscheduler.partition import division_of
 from xscheduler.replayed_cells import SURE, Found, ReplayedCells
+from xscheduler.replays import Replays
 from xscheduler.space import Cell, Expected, Point, Usual, usual_off
 
 # chosen: what is climbed from, too, by its share of the best's throughput, and how many

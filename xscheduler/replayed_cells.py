@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.problem import Problem
-from xscheduler.cells import Replays
 from xscheduler.kept_bounds import KeptBounds
 from xscheduler.partition import division_of
-from xscheduler.space import Cell, Expected, Point, Replayed, Usual
+from xscheduler.replays import Replayed, Replays
+from xscheduler.space import Cell, Expected, Point, Usual
 from xsimulator.replay.predict import checked_queries
 
 LEAST_LOOK, LOOK_ROUNDS = 800, 6  # chosen: queries of a first replay, at least and by those present

@@ -12,7 +12,7 @@ from xprofiler.timing import TimingSource
 from xrunner.rules.paged import BLOCK_TOKENS
 from xrunner.rules.rra import most_active
 from xscheduler.copies import problem_for
-from xscheduler.live.pinned import PinnedSearch
+from xscheduler.live.given_stages import GivenStages
 
 # Times the queries that a group is planned to hold: should outputs turn out shorter than planned,
 # and at least where lengths are yet to be observed.
@@ -53,7 +53,7 @@ def headroom(estimate: Estimate, problem: Problem, timing: TimingSource) -> floa
                     tp_gpus=deployment.tp_gpus, decode_micro_batches=deployment.num_groups)
     short = replace(problem, fixed=fixed, lengths=JointLengths(
         inputs=problem.lengths.inputs, outputs=outputs))
-    best = PinnedSearch(estimate, short, timing, problem.constraint.latency_s).best()
+    best = GivenStages(estimate, short, timing).best(problem.constraint, has_margin=False)
     if best.estimate is None or best.reason is not None:
         return math.inf
     return max(LEAST_OBSERVING, most_active(best.estimate) / most_active(estimate))

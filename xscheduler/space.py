@@ -17,7 +17,7 @@ import numpy as np
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate
+from xscheduler.replays import Replayed
 from xsimulator.memory import capacity_bytes
 from xsimulator.replay.steady import SteadyFigures
 from xsimulator.rough.figures import Formula, Rough
@@ -46,29 +46,6 @@ class Limits:
         """Whether a replay kept them; a length that no query had breaks none."""
         return not (figures.latency_s > self.latency_s or figures.ttft_s > self.ttft_s
                     or figures.tpot_s > self.tpot_s)
-
-
-    def are_kept_by(self, found: Replayed) -> bool:
-        """Whether a replay found a steady state that keeps them."""
-        return found.figures is not None and self.are_kept(found.figures)
-
-
-class Replayed(NamedTuple):
-    """What a replay of a point showed (None: no steady state, or sizes that nobody timed)."""
-
-    estimate: Estimate
-    figures: SteadyFigures | None
-    queries: int
-
-    @property
-    def throughput_qps(self) -> float:
-        """Of one copy."""
-        return 0.0 if self.figures is None else self.figures.throughput_qps
-
-    @property
-    def latency_s(self) -> float:
-        """Infinite where it has none."""
-        return math.inf if self.figures is None else self.figures.latency_s
 
 
 class Off(NamedTuple):

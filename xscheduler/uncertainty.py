@@ -18,15 +18,14 @@ the constraint's `confidence`, as far as the causes below are known:
   distribution (xscheduler.job_sample); of few the slowest may be longer than its quantile.
 - *inputs*: where they were estimated from characters, all of them may be longer or shorter by
   one factor, log-normal (xrunner.io.estimated); its effect adds to that of the times.
-- *model*: a replay of the schedule (xsimulator.replay, fixed seed) may show a longer latency than
-  the closed form; by so much it is taken to be wrong.
 - *drift*: the mean output length may differ by up to the constraint's `drift`, the std kept: the
   worst of both directions, a factor of its own. The bound's output length drifts along, for it
   is defined by a quantile.
 
-Layers and control variables stay as the schedule has them. Closed forms let a WAA schedule's
-decode batch grow with longer outputs, which in a run its `max_in_system` prevents: the margin is
-too large rather than too small there."""
+Each cause's effect is a ratio of two figures of the rough formula (xsimulator.rough), with the
+layers and control variables that the schedule has; the latency itself is a replay's. The formula
+lets a WAA schedule's decode batch grow with longer outputs, which in a run its `max_in_system`
+prevents: the margin is too large rather than too small there."""
 
 import math
 from collections.abc import Callable, Hashable, Mapping
@@ -47,7 +46,7 @@ from xgpt.core.lengths import (
 )
 from xgpt.core.normal import mixture_quantile, ndtri
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Margin, Schedule
+from xgpt.core.schedule import Estimate, Margin
 from xgpt.core.units import format_seconds
 from xprofiler.made_sources import remembering
 from xprofiler.profile import TableKey
@@ -60,7 +59,6 @@ from xsimulator.replay.predict import JobPrediction
 
 REPLICATES = 40
 MOST_DRAWN = 2000  # of a larger sample's lengths; its replicates then scatter as much less
-NEGLIGIBLE = 0.001  # excess of a replay's latency that counts as none
 LEAST_STEP = 0.01  # by which a table's times are raised, where its error is smaller
 _SEED = 20240427
 
@@ -96,7 +94,6 @@ class MarginParts:
     sample: float = 1.0
     inputs: float = 1.0
     drift: float = 1.0
-    model: float = 1.0
     remedy: str = ""  # what makes most of it smaller, where a bound is refused for it
 
     def kept(self, cost: float = 0.0) -> Margin:
@@ -107,12 +104,11 @@ class MarginParts:
 class Doubts:
     """Margins of one problem's estimates; keeps the resampled distributions between them."""
 
-    def __init__(self, problem: Problem, evaluator: Evaluator, *, replays: bool = False,
+    def __init__(self, problem: Problem, evaluator: Evaluator, *,
                  is_of_job: bool = True) -> None:
-        """evaluator: of the problem, under this latency bound or another. replays: each schedule's
-        latency is checked by a replay. is_of_job: the problem's queries are all that the bound is
-        of, not what is left of them."""
-        self.problem, self.evaluator, self._replays = problem, evaluator, replays
+        """evaluator: of the problem, under this latency bound or another. is_of_job: the problem's
+        queries are all that the bound is of, not what is left of them."""
+        self.problem, self.evaluator = problem, evaluator
         timing = evaluator.timing
         self._timing = remembering(timing)  # raised times of all causes ask for the same sizes
         self._kind_of_times = timing.kind_of_times if isinstance(timing, Measured) else ""
@@ -137,16 +133,12 @@ class Doubts:
             self._errors or constraint.drift or self._counts or self.problem.input_error
             or self._computed or (metric == "latency" and len(self._levels)))
 
-    def margin(self, estimate: Estimate, metric: Metric = "latency", *,
-               is_replayed: bool = True) -> MarginParts:
+    def margin(self, estimate: Estimate, metric: Metric = "latency") -> MarginParts:
         """The margin of what a bound on the metric is of; its sentence is of a latency. A job's
-        makespan is replayed itself, and grows as the time that one query more takes. Without what
-        a replay may add (`is_replayed`) it costs little, and is never more."""
+        makespan is replayed itself, and grows as the time that one query more takes."""
         confidence = self.problem.constraint.confidence
-        model = self._model_factor(estimate, metric) if is_replayed else 1.0
         if self.is_certain(metric):
-            return self._worded(MarginParts(factor=model, model=model, sentence=""), 0.0,
-                                _ComputedMargin())
+            return self._worded(MarginParts(factor=1.0, sentence=""), 0.0, _ComputedMargin())
         expected_s = self.evaluator.seconds(estimate, metric)
         if expected_s <= 0:  # outputs of one token have no second one
             return MarginParts(factor=1.0, sentence="")
@@ -169,17 +161,13 @@ class Doubts:
         drift = max((self._variant(("drift", change), lengths).seconds(estimate, metric)
                      / expected_s for change, lengths in self._drifted.items()), default=1.0)
         return self._worded(MarginParts(
-            factor=(model * drift * computed.factor
+            factor=(drift * computed.factor
                     * _factor(np.add.outer(ratios, sampled).ravel(), spread, confidence)),
             timing=computed.factor * _factor(np.zeros(1), of_times, confidence), drift=drift,
-            inputs=_factor(np.zeros(1), of_inputs, confidence), model=model,
+            inputs=_factor(np.zeros(1), of_inputs, confidence),
             lengths=_factor(ratios, 0.0, confidence), sample=_factor(sampled, 0.0, confidence),
             sentence=""),
             unmeasured, computed)
-
-    def expected_s(self, estimate: Estimate, metric: Metric) -> float:
-        """What a bound on the metric is of, by the closed form."""
-        return self.evaluator.seconds(estimate, metric)
 
     def job(self, estimate: Estimate, replays: int) -> JobPrediction | None:
         """What the problem's own queries take (Evaluator.job)."""
@@ -188,32 +176,6 @@ class Doubts:
     def timing_spread(self, estimate: Estimate) -> float:
         """Standard deviation of the latency's logarithm, for what the times may be off."""
         return self._timing_spread(estimate, "latency")[0]
-
-    def _model_factor(self, estimate: Estimate, metric: Metric) -> float:
-        """The factor by which what a replay shows exceeds the closed form's."""
-        constraint = self.problem.constraint
-        if not self._replays or metric == "makespan" or math.isinf(constraint.limit_s(metric)):
-            return 1.0
-        expected_s = (estimate.figures.latency_s if metric == "latency" else
-                      self.evaluator.seconds(estimate, metric))
-        ratio = self.evaluator.replayed_s(estimate, metric) / expected_s if expected_s else 1.0
-        return ratio if ratio > 1 + NEGLIGIBLE else 1.0  # nan counts as none
-
-    @cached_property
-    def longer(self) -> JointLengths:
-        """Outputs as long as they may have to be reckoned with: drifted up, and moved so that the
-        bound's quantile comes to lie at the upper limit of its replicates."""
-        lengths, constraint = self.problem.lengths, self.problem.constraint
-        length = lengths.outputs.quantile(constraint.quantile)
-        logarithms = np.array([shrunk * math.log(own.outputs.quantile(constraint.quantile) / length)
-                               for own, shrunk in self._replicates] or [0.0])
-        most = length * math.exp(max(upper_limit(logarithms, 0.0, constraint.confidence), 0.0))
-        change = constraint.drift + (most - length) / lengths.outputs.mean
-        return with_output_moments(lengths, mean_factor=1 + change, moves=True)
-
-    def with_own_lengths(self, schedule: Schedule) -> Schedule:
-        """A schedule found for other lengths, with this problem's estimate of it."""
-        return replace(schedule, estimate=self.evaluator.estimate(schedule.estimate))
 
     def _timing_spread(self, estimate: Estimate, metric: Metric) -> tuple[float, float]:
         """(standard deviation of the metric's logarithm, share of it that no table explains)."""
@@ -262,7 +224,7 @@ class Doubts:
         bounds."""
         if name not in self._variants:
             problem = self.evaluator.problem
-            self._variants[name] = type(self.evaluator)(
+            self._variants[name] = Evaluator(
                 replace(problem, lengths=lengths or problem.lengths,
                         constraint=constraint or problem.constraint),
                 timing or self.evaluator.timing)
@@ -307,9 +269,6 @@ class Doubts:
         if constraint.drift:
             causes.append(f"{parts.drift - 1:.1%} for outputs up to {constraint.drift:.0%} longer "
                           "or shorter on average")
-        if parts.model > 1:
-            causes.append(f"{parts.model - 1:.1%} that simulating every step takes longer than the "
-                          "formula says")
         text = "no margin: lengths are given and taken as true" if not causes else (
             f"planned for {format_seconds(constraint.latency_s / parts.factor)}, to be "
             f"{constraint.confidence:.0%} sure that the bound of "

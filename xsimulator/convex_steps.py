@@ -1,6 +1,6 @@
 """Convex functions below the times of a plan's steps: what steps of any mix of sizes take in the
-mean, at least (by Jensen's inequality). They lie below lower envelopes (xsimulator.envelope), so
-that they hold for times that are not monotone."""
+mean, at least (by Jensen's inequality). They lie below the largest function that rises with the
+size and falls in relation to it, so that they hold for times that are not monotone."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ from functools import cache, cached_property, lru_cache
 import numpy as np
 
 from xgpt.core.lengths import FloatArray
-from xsimulator.step_table import LEAST, SPLITS, StepTable
+from xsimulator.stage_times import StageKinds
 
-AN_OCTAVE = 1 << SPLITS  # sizes at which times are looked at: where the step tables have nodes
+LEAST = 2.0**-10  # chosen: sizes below it count as this
+AN_OCTAVE = 32  # chosen: sizes at which times are looked at
 TOP = 2.0**20  # rows of a step at most
 
 
 class ConvexSteps:
-    """Rows and heads of one plan's steps, by kinds of stages (see StepTable)."""
+    """Rows and heads of one plan's steps, by kinds of stages."""
 
-    def __init__(self, table: StepTable) -> None:
-        """`table`: of lower bounds."""
-        sizes, self._table = _sizes(), table
-        self.rows = [_of_these(seconds.tobytes()) for seconds in table.rows_s(sizes)]
-        self.head = _of_these(table.head_s(sizes).tobytes())
-        self.degrees, self.last = table.degrees, table.kind_of[-1]
-        self.number = np.bincount(table.kind_of).tolist()  # stages of each kind
+    def __init__(self, kinds: StageKinds) -> None:
+        """`kinds`: with lower bounds of their times (xsimulator.stage_times.at_least)."""
+        self._times, self.last = kinds.times, kinds.kind_of[-1]
+        self.rows = [_below(seconds) for seconds in self._times.encode_rows_s(_sizes()).T]
+        self.head = _below(self._times.ends_s(_sizes()))
+        self.degrees = [stage.tp_degree for stage in self._times.stages]
+        self.number = np.bincount(kinds.kind_of).tolist()  # stages of each kind
 
     @cached_property
     def decode_rows(self) -> list[ConvexTimes]:
         """[kinds] steps that decode alone, the head included."""
-        return [_of_these(seconds.tobytes())
-                for seconds in self._table.decode_bare_s(_sizes())]
+        seconds = self._times.decode_rows_s(_sizes())
+        seconds[..., self.last] += self._times.first_tokens_s(_sizes())
+        return [_below(own) for own in seconds.T]
 
 
 @cache
@@ -38,6 +40,14 @@ def _sizes() -> FloatArray:
     """At which times are looked at."""
     octaves = 2.0 ** np.arange(0, np.ceil(np.log2(TOP)))
     return np.append(LEAST, np.outer(octaves, 1 + np.arange(AN_OCTAVE) / AN_OCTAVE).ravel())
+
+
+def _below(seconds: FloatArray) -> ConvexTimes:
+    """Of steps of these sizes."""
+    sizes = _sizes()
+    rising = np.minimum.accumulate(seconds[::-1])[::-1]
+    falling = sizes * np.minimum.accumulate(seconds / sizes)
+    return _of_these(np.minimum(rising, falling).tobytes())
 
 
 @lru_cache(maxsize=256)

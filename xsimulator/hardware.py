@@ -17,7 +17,6 @@ import numpy as np
 from xgpt.core.lengths import FloatArray
 from xgpt.core.model import active_layer_params
 from xgpt.core.problem import Problem
-from xsimulator.occupancy import inputs_given_output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +32,7 @@ def work_of_a_query(problem: Problem) -> QueryWork:
     model, lengths = problem.model, problem.lengths
     outputs = lengths.outputs
     count = outputs.support.astype(float) - (not model.is_encoder_decoder)  # decode iterations
-    first, second = (inputs_given_output(lengths, power) for power in (1, 2))
+    first, second = (lengths.mean_input_given_output(power) for power in (1, 2))
 
     def mean(values: FloatArray) -> float:
         return float(outputs.pmf @ values)

@@ -6,7 +6,7 @@ batch sizes searched over."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import NamedTuple, Protocol
@@ -22,20 +22,21 @@ from xgpt.core.problem import Problem
 from xgpt.core.units import WEIGHT_BYTES
 from xprofiler.timing import Operator, TimingSource, of_role
 from xsimulator import memory
-from xsimulator.allocation import StageCost, allocate, pool_layers, refuse_plan, stage_ranks
+from xsimulator.allocation import (
+    StageCost,
+    allocate,
+    can_hold,
+    pool_layers,
+    pool_ranks,
+    refuse_plan,
+    stage_ranks,
+)
 from xsimulator.convex_steps import ConvexSteps
 from xsimulator.layer_times import LayerTimes
 from xsimulator.stage_times import StageKinds, StageTimes, at_least, stage_kinds
-from xsimulator.step_table import KeptNodes, StepTable
 
 REFERENCE_ENCODE_QUERIES = 8
 REFERENCE_DECODE_QUERIES = 32
-
-
-def run_begins(plans: IntArray) -> IntArray:
-    """[runs] the first row of each plan, of rows [n] whose equals lie side by side."""
-    borders = np.flatnonzero(plans[1:] != plans[:-1]) + 1
-    return np.concatenate([np.zeros(min(len(plans), 1), np.int64), borders])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,39 +53,28 @@ class StagePlan:
         return stage_kinds(self.times)
 
     @cached_property
-    def steps(self) -> StepTable:
-        """The table of its step times."""
-        return StepTable(self.kinds, kept=self._at_nodes)
-
-    @cached_property
-    def least_steps(self) -> StepTable:
-        """A table of lower bounds of them."""
-        times = at_least(self.times)
-        if times is self.times:
-            return StepTable(self.kinds, lowered=True, kept=self._at_nodes)
-        return StepTable(stage_kinds(times), lowered=True)
-
-    @cached_property
     def convex_steps(self) -> ConvexSteps:
         """What steps of any mix of sizes take in the mean, at least."""
-        return ConvexSteps(self.least_steps)
-
-    @cached_property
-    def _at_nodes(self) -> KeptNodes:
-        return KeptNodes({}, {}, {})
+        times = at_least(self.times)
+        return ConvexSteps(self.kinds if times is self.times else stage_kinds(times))
 
 
 class PlanSource(Protocol):
-    """Closed forms ask it where layers lie: `StagePlans` balances them, others may hold them."""
+    """Formulas ask it where layers lie: `StagePlans` balances them, others may hold them."""
 
     problem: Problem
-    layers: LayerTimes
 
     def both(self, tp_degree: int, tp_gpus: int) -> StagePlan:
         """The one pool that does both phases."""
 
     def pool(self, ranks: Sequence[tuple[int, ...]], role: Role, first_index: int = 0) -> StagePlan:
         """The pool on these ranks that works one phase, or both."""
+
+    def of_stages(self, stages: tuple[StageAssignment, ...], role: Role) -> StagePlan:
+        """The pool of these stages."""
+
+    def pairs(self, tp_degree: int, tp_gpus: int) -> PoolPairs:
+        """Every division into a pool that encodes and one that decodes."""
 
 
 class _DegreeCost(NamedTuple):
@@ -155,6 +145,14 @@ class StagePlans:
                 first_index=first_index), role)
         return self._known[key]
 
+    def pairs(self, tp_degree: int, tp_gpus: int) -> PoolPairs:
+        """See PlanSource."""
+        cluster, model = self.problem.cluster, self.problem.model
+        return PoolPairs(self, (tp_degree, tp_gpus), {
+            count: ranks for count in range(1, cluster.num_devices)
+            if (ranks := pool_ranks(cluster, count, tp_degree, tp_gpus)) is not None
+            and can_hold(model, *ranks)})
+
     def of_stages(self, stages: tuple[StageAssignment, ...], role: Role) -> StagePlan:
         """The pool of these stages."""
         key = (stages, role)
@@ -215,6 +213,38 @@ class StagePlans:
             middle = StageCost(layer_s=encode * encodes + decode * decodes, fixed_s=0.0)
         return _DegreeCost(middle=middle, embed_s=total(Operator.EMBED, (tokens, queries)),
                            head_s=total(Operator.HEAD, (REFERENCE_ENCODE_QUERIES, queries)))
+
+
+Ranks = Sequence[tuple[int, ...]]
+
+
+class PoolPairs:
+    """Which devices encode and which decode under WAA (paper section 4.1), by how many encode.
+
+    The first devices encode, the others decode. Groups of `tp_degree` are formed in the decode pool
+    first, from the last device backwards, since every token of a query waits for that pool; what is
+    left of `tp_gpus` forms groups in the encode pool, from the first device on. A group lies within
+    a node, or on whole nodes, so only numbers of encode devices for which all groups find a place
+    are allowed."""
+
+    def __init__(self, plans: PlanSource, plan: tuple[int, int],
+                 ranks: Mapping[int, tuple[Ranks, Ranks]]) -> None:
+        """ranks: of the groups of both pools, by the number of devices that encode."""
+        self._plans, self._ranks, self.tp_degree = plans, ranks, plan[0]
+        self.encode_devices: IntArray = np.array(list(ranks), np.int64)
+        self.pair = cache(self._pair)
+
+    def _pair(self, encode_devices: int) -> tuple[StagePlan, StagePlan]:
+        """(pool that encodes, pool that decodes), whose stages are numbered after it."""
+        encode, decode = self._ranks[encode_devices]
+        return (self._plans.pool(encode, "encode"),
+                self._plans.pool(decode, "decode", first_index=len(encode)))
+
+    def nearest(self, share: FloatArray) -> IntArray:
+        """Numbers of encode devices that are nearest to such shares of all devices (WAA-C)."""
+        wanted = np.asarray(share)[..., None] * self._plans.problem.cluster.num_devices
+        nearest = np.abs(wanted - self.encode_devices).argmin(axis=-1)
+        return np.asarray(self.encode_devices[nearest])
 
 
 _latest: list[tuple[Problem, TimingSource, StagePlans]] = []

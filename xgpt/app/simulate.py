@@ -28,20 +28,21 @@ from xgpt.report.table import estimate_table
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import mistake
-from xscheduler.cells import Replays
 from xscheduler.copies import problem_for, problems_of_copies
-from xscheduler.evaluator import config_of, job_lengths
+from xscheduler.evaluator import job_lengths
 from xscheduler.found_schedule import SearchPlanner
 from xscheduler.planner import PlanOptions
 from xscheduler.replayed_cells import SURE
+from xscheduler.replays import Replays
 from xscheduler.watch import Watch
-from xsimulator.policies import make_config, make_policy
 from xsimulator.replay.copies import replay_steady, replayer_of
 from xsimulator.replay.job import planned_queries
 from xsimulator.replay.perfetto import write_trace
 from xsimulator.replay.predict import checked_queries, sample_job
 from xsimulator.replay.records import PoolRecords, ReplayResult
 from xsimulator.replay.steady import SteadyFigures, enough_queries, of_unlike, steady_figures
+from xsimulator.rough.figures import EXTRAPOLATED, fixed_point
+from xsimulator.rough.forms import Formulas
 
 LEAST_QUERIES, MOST_QUERIES = 2000, 50_000
 ROUNDS = 12  # that many times what is in the system at once is enough for a steady state
@@ -107,23 +108,21 @@ def simulate_job(opened: OpenedJob, timing: TimingSource, given: Estimate | None
 def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -> Estimate:
     fixed, problem = opened.problem.fixed, opened.problem
     if given is not None:  # of whatever shapes: all by the times of this job
-        first, *others = (_as_replayed(problem_for(problem, shape), timing, _by_form(
-            opened, timing, problem_for(problem, shape), shape.policy, config_of(shape)), shape)
-            for shape in given.shapes)
+        first, *others = (_as_replayed(opened, timing, problem_for(problem, shape), shape)
+                          for shape in given.shapes)
         return first.beside(tuple(others))
-    if fixed.policy is None and replace(
-            fixed, policies=(), replicas=None) == FixedSchedule():
+    is_free = replace(fixed, policies=(), replicas=None) == FixedSchedule()
+    if fixed.policy is None and is_free:
         return plan_job(opened, timing, PlanOptions()).schedule.estimate
     name = able_policies(fixed)[0].name
-    config, missing = make_config(name, replace(fixed, tp_degree=fixed.tp_degree or 1))
-    if fixed.tp_degree not in (None, 1) and fixed.tp_gpus is None:
-        missing.append("tp_gpus")
-    if missing and replace(
-            fixed, policies=(), replicas=None) == FixedSchedule():
+    if is_free:
         if isinstance(best := _best(opened, timing, name), str):
             raise wrong(opened.job.source, "constraint.latency_s", problem.constraint.latency_s,
                         f"no configuration of {name}: {best}")
         return best
+    point, missing = fixed_point(name, fixed)
+    if fixed.tp_degree not in (None, 1) and fixed.tp_gpus is None:
+        missing.append("tp_gpus")
     if missing:
         raise InputError([mistake(
             opened.job, f"schedule.{variable}", None,
@@ -131,33 +130,21 @@ def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -
             for variable in missing])
     of_copy = problems_of_copies(
         replace(problem, fixed=replace(fixed, replicas=fixed.replicas or 1)))[0][0]
-    return _by_form(opened, timing, of_copy, name, config)
+    formed = Formulas(of_copy, timing).of(name).estimate(
+        (fixed.tp_degree or 1, fixed.tp_gpus or 0), point)
+    if math.isinf(formed.figures.latency_s):
+        raise _too_large(opened, [note.removeprefix(EXTRAPOLATED) for note in formed.notes
+                                  if note.startswith(EXTRAPOLATED)])
+    return _as_replayed(opened, timing, of_copy, formed.in_copies(of_copy.copies))
 
 
-def _as_replayed(of_copy: Problem, timing: TimingSource, formed: Estimate,
+def _as_replayed(opened: OpenedJob, timing: TimingSource, of_copy: Problem,
                  given: Estimate) -> Estimate:
-    """The schedule given, on its own stages and with its own controls, by a replay with this job's
-    times: as it is planned. Where that has no steady state, by the closed form."""
-    own = replace(given, notes=formed.notes, others=()).one_copy
-    found = Replays(of_copy, timing).of(own, SURE * checked_queries(of_copy, own)).figures
-    if found is None:
-        return formed
-    figures = {name: value for name in ("throughput_qps", "latency_s", "ttft_s", "tpot_s")
-               if not math.isnan(value := getattr(found, name))}
-    outputs = of_copy.lengths.outputs.mean
-    return own.changed(**figures, output_tokens_per_s=found.throughput_qps * outputs).in_copies(
-        given.deployment.replicas)
-
-
-def _by_form(opened: OpenedJob, timing: TimingSource, of_copy: Problem, name: str,
-             config: Any) -> Estimate:
-    form: Any = make_policy(name, of_copy, timing)
-    estimate: Estimate = form.estimate(config).in_copies(of_copy.copies)
-    if math.isinf(estimate.figures.latency_s):
-        words = form.beyond(config, REFUSED_BEYOND) if hasattr(form, "beyond") else [
-            "a size of this schedule lies beyond that"]
-        raise _too_large(opened, words)
-    return estimate
+    """The schedule on its own stages and with its own controls, by a replay with this job's times:
+    as it is planned."""
+    own = replace(given, notes=(f"times: {timing.provenance()}",), others=()).one_copy
+    found = Replays(of_copy, timing).of(own, SURE * checked_queries(of_copy, own))
+    return found.shown(of_copy).in_copies(given.deployment.replicas)
 
 
 def _too_large(opened: OpenedJob, reasons: Sequence[str]) -> InputError:

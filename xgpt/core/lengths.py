@@ -138,14 +138,15 @@ class JointLengths:
     outputs: Lengths
     pairs: IntArray | None = None  # [num_samples, 2] observed (input, output), equally weighted
 
-    def mean_input_given_output(self) -> FloatArray:
-        """E[input | output = k] for k = 1..outputs.max; the overall mean where P(k) = 0."""
-        overall = np.full(self.outputs.max, self.inputs.mean)
+    def mean_input_given_output(self, power: int = 1) -> FloatArray:
+        """E[input ** power | output = k], k = 1..outputs.max; the overall value where P(k) = 0."""
+        inputs = self.inputs.support.astype(float) ** power
+        overall = np.full(self.outputs.max, float(self.inputs.pmf @ inputs))
         if self.pairs is None:
             return overall
-        counts = np.bincount(self.pairs[:, 1], minlength=self.outputs.max + 1)[1:]
-        sums = np.bincount(self.pairs[:, 1], weights=self.pairs[:, 0],
-                           minlength=self.outputs.max + 1)[1:]
+        outputs, size = self.pairs[:, 1], self.outputs.max + 1
+        counts = np.bincount(outputs, minlength=size)[1:]
+        sums = np.bincount(outputs, self.pairs[:, 0].astype(float) ** power, minlength=size)[1:]
         return np.where(counts > 0, sums / np.maximum(counts, 1), overall)
 
     def sample(self, count: int, rng: np.random.Generator) -> tuple[IntArray, IntArray]:

@@ -7,7 +7,7 @@ the entry point group `xgpt.policies`: an object of type Policy under the policy
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, Protocol
 
@@ -20,11 +20,14 @@ GROUP = "xgpt.policies"  # of entry points
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variable:
-    """A control variable that a job may fix: what it counts, in words, and its least value."""
+    """A control variable that a job may fix: what it counts, in words, its range, and its value
+    where a job that fixes others says nothing of it (None: it has to)."""
 
     name: str
     words: str
     least: int = 1
+    most: int = 1 << 16
+    otherwise: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +37,9 @@ class Policy:
     The parts are named as "module:attribute" and imported on demand:
     controls: dataclass of its control variables, as a schedule holds them.
     rules: function from an Estimate to its batching rule, or one rule a pool (torch-free).
-    closed_form: made of (problem, timing), says what the policy does in steady state
-        (xsimulator.policies.ClosedForm).
-    config: dataclass of the configurations that the closed form evaluates.
     formula: made of (name, problem, timing, plans of its stages, workload), says roughly what the
-        policy does (xsimulator.rough.figures.Formula); None: the closed form on its grid."""
+        policy does (xsimulator.rough.figures.Formula). By default what is known of any rule of one
+        pool: how many queries it takes at a time."""
 
     name: str
     title: str
@@ -46,9 +47,7 @@ class Policy:
     variables: tuple[Variable, ...]
     controls: str
     rules: str
-    closed_form: str
-    config: str
-    formula: str | None = None
+    formula: str = "xsimulator.rough.any_rule:AnyRule"
     pools: tuple[Role, ...] = ("both",)
     is_searched: bool = False  # where the job leaves the policy open
     turn: int = 1  # at which a search over several looks at it: likely winners first
@@ -67,8 +66,7 @@ class Policy:
     def variable_names(self) -> tuple[str, ...]:
         return tuple(variable.name for variable in self.variables)
 
-    def load(self, part: Literal["controls", "rules", "closed_form", "config", "formula",
-                              "limits"]) -> Any:
+    def load(self, part: Literal["controls", "rules", "formula", "limits"]) -> Any:
         """One of its parts, imported; None for a policy that has none."""
         where: str | None = getattr(self, part)
         if where is None:
@@ -79,22 +77,19 @@ class Policy:
 _ENCODE_BATCH = Variable(name="encode_batch", words="queries encoded together")
 _ITERATIONS = Variable(name="decode_iterations", words="decode iterations between two encodings")
 _GROUPS = Variable(name="decode_micro_batches", words="groups the decode batch is split into")
-_PARTS = Variable(name="encode_micro_batches", words="steps in which a batch is encoded")
+_GROUP_A_STAGE = replace(_GROUPS, otherwise=0)
+_ONE_GROUP = replace(_GROUPS, otherwise=1)
+_PARTS = Variable(name="encode_micro_batches", words="steps in which a batch is encoded",
+                  otherwise=1)
 _ACTIVE = Variable(name="max_active", words="queries at a time, over all groups")
-_BUDGET = Variable(name="token_budget", words="tokens of a step")
-
-_CHUNK = Variable(name="encode_chunk", least=0,
+_BUDGET = Variable(name="token_budget", words="tokens of a step", otherwise=0)
+_CHUNK = Variable(name="encode_chunk", least=0, otherwise=0,
                   words="tokens that a group's step encodes beside decoding")
-
-_FORMS = "xsimulator.policies"
-
 
 def _waa(name: str, title: str, words: str) -> Policy:
     return Policy(
-        name=name, title=title, words=words, variables=(_ENCODE_BATCH, _GROUPS, _CHUNK),
+        name=name, title=title, words=words, variables=(_ENCODE_BATCH, _ONE_GROUP, _CHUNK),
         controls="xgpt.core.controls:WaaControls", rules="xrunner.rules.waa:waa_rules",
-        closed_form=f"{_FORMS}.waa.closed_form:{name.replace('-', '_')}",
-        config=f"{_FORMS}.waa.config:WaaConfig",
         formula="xsimulator.rough.two_pools:TwoPools",
         limits="xrunner.rules.waa:system_limits",
         pools=("encode", "decode"), is_searched=True, is_papers=True, has_even_batches=True)
@@ -104,8 +99,6 @@ def _static(name: str, title: str, words: str, *more: Variable, turn: int) -> Po
     return Policy(
         name=name, title=title, words=words, variables=(_ENCODE_BATCH, _GROUPS, *more),
         controls="xgpt.core.controls:StaticControls", rules="xrunner.rules.static:static_rule",
-        closed_form=f"{_FORMS}.static.closed_form:{name}",
-        config=f"{_FORMS}.static.config:StaticConfig",
         formula="xsimulator.rough.static:Static", is_searched=True, is_baseline=True, turn=turn)
 
 
@@ -114,8 +107,6 @@ def _continuous(name: str, title: str, words: str, rules: str, *more: Variable,
     return Policy(
         name=name, title=title, words=words, variables=(_ACTIVE, *more),
         controls="xgpt.core.controls:ContinuousControls", rules=f"xrunner.rules.{rules}",
-        closed_form=f"{_FORMS}.continuous.closed_form:{name}",
-        config=f"{_FORMS}.continuous.config:ContinuousConfig",
         formula="xsimulator.rough.one_pool:Continuous", is_searched=True, turn=turn,
         limits="xrunner.rules.iteration:step_limits",
         is_decoder_only=True)
@@ -125,10 +116,8 @@ _ROWS = (
     Policy(name="rra", title="RRA",
            words="round-robin allocation: all devices encode a batch, then decode for some "
                  "iterations",
-           variables=(_ENCODE_BATCH, _ITERATIONS, _GROUPS, _CHUNK),
+           variables=(_ENCODE_BATCH, _ITERATIONS, _GROUP_A_STAGE, _CHUNK),
            controls="xgpt.core.controls:RraControls", rules="xrunner.rules.rra:rra_rule",
-           closed_form=f"{_FORMS}.rra.closed_form:Rra",
-           config=f"{_FORMS}.rra.config:RraConfig",
            formula="xsimulator.rough.one_pool:Rra", is_searched=True, is_papers=True,
            has_even_batches=True, is_changeable=True),
     _waa("waa-c", "WAA-C", "workload-aware allocation: some devices encode, the others decode, "

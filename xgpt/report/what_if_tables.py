@@ -13,7 +13,7 @@ from xgpt.report.figures import plain
 from xgpt.report.policy_words import value_of
 from xgpt.report.table import fact, paragraph, shown_width, table
 from xscheduler.drift import DriftRow
-from xscheduler.live.pinned import Way
+from xscheduler.live.given_stages import Way
 from xscheduler.live.reschedule import Reschedule, variables
 from xscheduler.price import Offer
 

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 LIBRARY = "libxgpt_native.so"
-PLANNING = "planning*.cpp"  # what planning alone needs, and compiles for itself
-EVERYTHING, OPERATORS = "*.cpp", f"!{PLANNING}"  # a wheel's; what ranks need, and is kept apart
+REPLAYS = "replay*.cpp"  # what planning alone needs, and compiles for itself
+EVERYTHING, OPERATORS = "*.cpp", f"!{REPLAYS}"  # a wheel's; what ranks need, and is kept apart
 VARIABLE = "XGPT_NATIVE"  # auto, off or require
 # Which instruction sets are compiled into a library that is kept on this machine: `own` (those that
 # serve on its processor, which takes a third of the time), or `all`, as in a wheel.
@@ -215,7 +215,7 @@ def keep_here() -> None:
     """What runs of this checkout will look for in the user's cache is compiled into it, where it
     is not there. Raises BuildError or OSError as `cached_library`."""
     if os.environ.get(VARIABLE, "").strip() != "off":
-        for names in (PLANNING, OPERATORS):
+        for names in (REPLAYS, OPERATORS):
             cached_library(cache_folder(), names)
 
 

@@ -18,9 +18,8 @@ counted, nor is what a running pool takes to swing into new batch sizes.
 
 An RRA schedule that is running is revised (`revise`): layers, tensor-parallel plan and
 micro-batches stay, and with them the ranks' weights and caches; encode_batch and decode_iterations
-are searched on the stages there are (`pinned.py`), within the bound and its confidence
-(xscheduler.uncertainty), as the schedule itself was: what is to run is replayed, since the formula
-alone promises of RRA in chunks a few queries of a hundred too many."""
+are searched on the stages there are (`given_stages.py`), within the bound and its confidence
+(xscheduler.uncertainty), as the schedule itself was."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from xgpt.core.controls import ContinuousControls, max_in_system
+from xgpt.core.controls import ContinuousControls
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
@@ -36,16 +35,11 @@ from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import format_bytes, format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.copies import problem_for
-from xscheduler.evaluator import Evaluator
 from xscheduler.found_schedule import SearchPlanner
-from xscheduler.live.as_it_is import way_as_it_is, way_within_limits
 from xscheduler.live.deployment import Loading, redeployment
-from xscheduler.live.pinned import MAX_BATCH, PinnedSearch, Way, fits_the_job, variables_words
-from xscheduler.uncertainty import Doubts
-from xscheduler.within import plan_within
+from xscheduler.live.given_stages import GivenStages, Way, fits_the_job, variables_words
 
 WORTH = 0.005  # share of throughput below which two schedules count as equal: the search's gap
-SHORTEST_S = 1e-9  # a bound that nothing keeps: what is asked for is how near one can come
 Choice = Literal["keep", "adjust", "redeploy"]
 # Share of throughput from which on a change is made: it costs a few phases in which the pool
 # swings into its new batch sizes, which no estimate counts.
@@ -85,11 +79,11 @@ def reschedule(current: Schedule | Estimate, problem: Problem, timing: TimingSou
     deployed = current.estimate if isinstance(current, Schedule) else current
     fits_the_job(deployed, problem)
     limit_s = problem.constraint.latency_s if latency_limit_s is None else latency_limit_s
-    if isinstance(deployed.controls, ContinuousControls):
-        keep = adjust = way_as_it_is(deployed, problem, timing, limit_s)
-    else:
-        pinned = PinnedSearch(deployed, problem, timing, limit_s)
-        keep, adjust = pinned.current(), pinned.best()
+    stages = GivenStages(deployed, problem, timing)
+    limited = problem.constraint.with_latency(limit_s=limit_s)
+    keep = adjust = stages.as_it_is(limited, has_margin=False)
+    if not isinstance(deployed.controls, ContinuousControls):
+        adjust = stages.best(limited, has_margin=False)
     if keep.qps > adjust.qps:  # it lies off the lines that were looked at
         adjust = keep
     if best is None:
@@ -192,47 +186,28 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
     of the bound that a change is planned for. `worth`: share of throughput that a change must bring
     where the bound is kept without. `began`: whose caches are there, of a policy whose limits may
     only fall; None: RRA's, which may rise within `most_present`."""
-    now = running.estimate
+    now, bound = running.estimate, problem.constraint
     assert policy(now.policy).is_changeable or began is not None, f"{now.policy = }"
-    problem = held_problem(now, problem, most_present)
-    evaluator = Evaluator(problem, timing)
-    keep = _keep(now, evaluator)
-
-    def find(other: Problem) -> Schedule:
-        way = best_held(now, began, other, timing)
-        if way.estimate is None or way.reason is not None:
-            raise InfeasibleError(way.reason or "nothing is admissible")
-        return running.changed(estimate=way.estimate, bound_qps=way.qps, unbounded_qps=None)
-
-    def within(latency_s: float) -> Schedule:
-        return find(replace(problem, constraint=problem.constraint.with_latency(limit_s=latency_s)))
+    stages = GivenStages(now, held_problem(now, problem, most_present), timing, began=began)
+    keep = stages.as_it_is(bound, has_margin=True)
+    cautious = bound.with_latency(limit_s=caution * bound.latency_s)
+    best = stages.best(cautious, has_margin=True)
 
     def stays(reason: str) -> Revised:
         return Revised(keep=keep, estimate=None, reason=reason, is_kept=keep.qps > 0)
 
-    constraint = problem.constraint.with_latency(limit_s=caution * problem.constraint.latency_s)
-    try:
-        planned = plan_within(
-            Doubts(replace(problem, constraint=constraint), evaluator, replays=True,
-                   is_of_job=False), within, search_problem=find)
-    except InfeasibleError as cause:
-        nearest = None if keep.qps else best_held(now, began, replace(
-            problem, constraint=problem.constraint.with_latency(limit_s=SHORTEST_S)),
-            timing).estimate
-        if nearest is None or not _is_worth(nearest, keep, constraint.latency_s):
-            return stays(f"no other batch sizes do: {cause}")
-        return Revised(keep=keep, estimate=nearest, is_kept=False, reason=(
+    if best.estimate is None or best.reason is not None:
+        if best.estimate is None or keep.qps or not _is_worth(
+                best.estimate, keep, cautious.latency_s):
+            return stays(f"no other batch sizes do: {best.reason}")
+        return Revised(keep=keep, estimate=best.estimate, is_kept=False, reason=(
             f"as it was it no longer serves: {keep.reason}; the tightest there is keeps the bound, "
-            f"if not with a confidence of {constraint.confidence:g}"))
-    estimate = planned.schedule.estimate
-    if keep.qps and estimate.figures.throughput_qps <= keep.qps * (1 + worth):
+            f"if not with a confidence of {bound.confidence:g}"))
+    if keep.qps and best.qps <= keep.qps * (1 + worth):
         return stays(f"other batch sizes bring no more than {worth:.0%}")
-    kept_s = math.inf if keep.estimate is None else keep.estimate.figures.latency_s
-    if not keep.qps and not planned.is_safe and estimate.figures.latency_s >= kept_s:
-        return stays(f"no other batch sizes do: {planned.margin.sentence}")
-    gain = (f"{estimate.figures.throughput_qps / keep.qps - 1:.0%} more queries/s" if keep.qps
+    gain = (f"{best.qps / keep.qps - 1:.0%} more queries/s" if keep.qps
             else f"as it was it no longer serves: {keep.reason}")
-    return Revised(keep=keep, estimate=estimate, reason=gain, is_kept=planned.is_safe)
+    return Revised(keep=keep, estimate=best.estimate, reason=gain, is_kept=True)
 
 
 def held_problem(now: Estimate, problem: Problem, most_present: int | None) -> Problem:
@@ -249,43 +224,3 @@ def _is_worth(nearest: Estimate, keep: Way, bound_s: float) -> bool:
     """Whether the tightest that there is keeps the bound, by itself, better than what runs."""
     kept_s = math.inf if keep.estimate is None else keep.estimate.figures.latency_s
     return nearest.figures.latency_s <= min(bound_s, (1 - WORTH_CHANGING) * kept_s)
-
-
-def best_held(now: Estimate, began: Estimate | None, problem: Problem, timing: TimingSource, *,
-              most_batch: int = MAX_BATCH) -> Way:
-    """The best on the stages there are, and where `began` says what caches hold within that, of no
-    larger encode_batch than `most_batch`."""
-    limit_s = problem.constraint.latency_s
-    if began is None:
-        return PinnedSearch(now, problem, timing, limit_s, most_batch=most_batch).best()
-    if isinstance(began.controls, ContinuousControls):
-        return way_within_limits(began, problem, timing, limit_s)
-    way = PinnedSearch(began, problem, timing, limit_s,
-                       most_batch=min(most_batch, began.figures.encode_batch)).best()
-    if way.estimate is None:
-        return way
-    most = max_in_system(began.controls)
-    return replace(way, estimate=way.estimate.changed(
-        max_in_system=min(max_in_system(way.estimate.controls), most)))
-
-
-def way_now(now: Estimate, problem: Problem, timing: TimingSource) -> Way:
-    """The control variables as they are, by the closed form."""
-    bound_s = problem.constraint.latency_s
-    return (way_as_it_is(now, problem, timing, bound_s)
-            if isinstance(now.controls, ContinuousControls)
-            else PinnedSearch(now, problem, timing, bound_s).current())
-
-
-def _keep(now: Estimate, evaluator: Evaluator) -> Way:
-    """The control variables as they are, held to the bound's confidence too."""
-    problem = evaluator.problem
-    bound_s = problem.constraint.latency_s
-    keep = way_now(now, problem, evaluator.timing)
-    if keep.estimate is None or keep.reason is not None:
-        return keep
-    own = Doubts(problem, evaluator, replays=True, is_of_job=False).margin(keep.estimate)
-    if keep.estimate.figures.latency_s * own.factor <= bound_s:
-        return keep
-    return replace(keep, reason=f"its latency of {keep.estimate.figures.latency_s:.3g} s keeps the "
-                   f"bound of {bound_s:.3g} s with less than the confidence asked for")

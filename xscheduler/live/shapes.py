@@ -21,8 +21,8 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.retimed import Factor
 from xprofiler.timing import TimingSource
+from xscheduler.live.given_stages import Way
 from xscheduler.live.pace import Pace, PaceDrift, Step
-from xscheduler.live.pinned import Way
 from xscheduler.live.reschedule import Revised
 from xscheduler.room import mean_present, with_room_for
 

@@ -1,4 +1,4 @@
-"""Replays by csrc/planning_replays.cpp: of a pool that is alone, and of the two of WAA. They decide
+"""Replays by csrc/replay.cpp: of a pool that is alone, and of the two of WAA. They decide
 what the rules (xrunner.rules) decide and come to what the event kernel comes to, to the bit; steps
 are made only where somebody looks at them."""
 
@@ -37,7 +37,7 @@ from xsimulator.replay.step_clock import (
     handover_table,
 )
 
-_PAGED, _RESERVED, _STATIC, _HANDED = range(4)  # kinds, as in csrc/planning_replays.cpp
+_PAGED, _RESERVED, _STATIC, _HANDED = range(4)  # kinds, as in csrc/replay.cpp
 _KINDS = (StepKind.ENCODE, StepKind.DECODE, StepKind.MIXED)
 _POOL = [np.int64] * 5 + [np.float64] * 4  # what is told of one
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray
 from xrunner.rules.steps import Step
-from xsimulator.native import native
 from xsimulator.replay.step_clock import PoolClock, StepSizes
 
 
@@ -65,20 +64,13 @@ def in_line(waits: IntArray, turn_of: IntArray, durations_s: FloatArray,
     """([turns] when the head took each, [steps, stages] ends): each stage works its steps in order,
     and a turn begins when the head is free and the tokens of the turn it waits for (-1: of none)
     are there. turn_of: [steps], rising."""
-    library = native()
-    return _in_line(waits.tolist(), turn_of, durations_s, begin_s) if library is None else (
-        library.in_line(waits, turn_of, durations_s, begin_s))
-
-
-def _in_line(waits: Sequence[int], turn_of: IntArray, durations_s: FloatArray,
-             begin_s: float) -> tuple[FloatArray, FloatArray]:
     num_turns, stages = len(waits), durations_s.shape[1]
     free_s, ready_s, turns_s = [begin_s] + [-math.inf] * (stages - 1), [math.inf] * num_turns, []
     seconds_of: list[list[float] | None] = [None] * num_turns
     for turn, seconds in zip(turn_of.tolist(), durations_s.tolist(), strict=True):
         seconds_of[turn] = seconds
     ends: list[list[float]] = []
-    for turn, (wait, own) in enumerate(zip(waits, seconds_of, strict=True)):
+    for turn, (wait, own) in enumerate(zip(waits.tolist(), seconds_of, strict=True)):
         at_s = free_s[0]
         if wait >= 0 and ready_s[wait] > at_s:
             at_s = ready_s[wait]

@@ -9,13 +9,16 @@ import numpy as np
 
 from xgpt.core.controls import Controls
 from xgpt.core.deployment import Deployment
+from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Figures
 from xprofiler.timing import TimingSource
 from xsimulator import memory
-from xsimulator.policies.measured_range import MeasuredRange, Presented
+from xsimulator.measured_range import MeasuredRange, Presented
+
+EXTRAPOLATED = "extrapolated: "  # how a note on sizes beyond those measured begins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,6 +68,15 @@ class Formula(Protocol):
         """What is executed of one configuration, with its rough figures."""
 
 
+def fixed_point(name: str, fixed: FixedSchedule) -> tuple[tuple[int, ...], list[str]]:
+    """(the point that a job fixes, variables of the policy that it has to give and does not)."""
+    values = {one.name: fixed.value_of(one.name) for one in policy(name).variables}
+    missing = [one.name for one in policy(name).variables
+               if values[one.name] is None and one.otherwise is None]
+    return tuple(one.otherwise or 0 if values[one.name] is None else int(values[one.name] or 0)
+                 for one in policy(name).variables), missing
+
+
 def point_of(estimate: Estimate) -> tuple[int, ...]:
     """The values of its policy's control variables, 0 where it has none."""
     return tuple(int(estimate.variables.get(name) or 0)
@@ -94,7 +106,7 @@ def assembled(problem: Problem, timing: TimingSource, controls: Controls, deploy
     figures: dict[str, Any] = {name: found[name] for name in (
         "throughput_qps", "latency_s", "encode_s", "period_s", "ttft_s")}
     lengths = problem.lengths
-    notes += tuple(f"extrapolated: {words}" for words in MeasuredRange(problem, timing).beyond(
+    notes += tuple(f"{EXTRAPOLATED}{words}" for words in MeasuredRange(problem, timing).beyond(
         {stage.tp_degree for stage in deployment.stages}, Presented(
             sizes.rows, min(sizes.heads, sizes.encode_batch), sizes.heads,
             lengths.inputs.max + outputs.max,

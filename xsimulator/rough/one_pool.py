@@ -29,7 +29,7 @@ from xprofiler.timing import TimingSource
 from xrunner.rules.batch_sizer import share_of
 from xrunner.rules.paged import BLOCK_TOKENS, WATERMARK
 from xsimulator import memory
-from xsimulator.plans import StagePlan, StagePlans
+from xsimulator.plans import PlanSource, StagePlan
 from xsimulator.rough.figures import Rough, Sizes, assembled, point_of
 from xsimulator.rough.held import Held
 from xsimulator.rough.pace import Pace, Seconds
@@ -56,7 +56,7 @@ class LaidOut(NamedTuple):
 class OnePool(ABC):
     """One policy on the devices of one problem."""
 
-    def __init__(self, policy: str, problem: Problem, timing: TimingSource, plans: StagePlans,
+    def __init__(self, policy: str, problem: Problem, timing: TimingSource, plans: PlanSource,
                  workload: Workload) -> None:
         self.policy, self.problem, self.timing = policy, problem, timing
         self._plans, self._workload = plans, workload

@@ -27,8 +27,7 @@ from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules.batch_sizer import share_of
 from xsimulator import memory
-from xsimulator.plans import StagePlan, StagePlans
-from xsimulator.policies.waa.plans import WaaPlans
+from xsimulator.plans import PlanSource, StagePlan
 from xsimulator.rough.figures import Rough, Sizes, assembled, point_of
 from xsimulator.rough.held import Held
 from xsimulator.rough.pace import Pace
@@ -53,12 +52,12 @@ class TwoPools:
     """WAA-C (devices divided by time) or WAA-M (by memory) on the devices of one problem. Points:
     encode_batch, decode_micro_batches, encode_chunk."""
 
-    def __init__(self, policy: str, problem: Problem, timing: TimingSource, plans: StagePlans,
+    def __init__(self, policy: str, problem: Problem, timing: TimingSource, plans: PlanSource,
                  workload: Workload) -> None:
         self.policy, self.problem, self.timing = policy, problem, timing
         self._plans, self._workload = plans, workload
         self._capacity = memory.capacity_bytes(problem.cluster.device)
-        self._split = cache(lambda tp_degree, tp_gpus: WaaPlans(plans, tp_degree, tp_gpus))
+        self._split = cache(plans.pairs)
         self._pace = cache(lambda pool: Pace.of(pool.times, workload))
         self._held = cache(lambda pool, encodes: Held(problem, pool, encodes_alone=encodes))
         self._pools = cache(self._lay_out)
@@ -78,9 +77,8 @@ class TwoPools:
         return free / token
 
     def _lay_out(self, plan: tuple[int, int], encode_devices: int) -> Pools:
-        own = self._split(*plan).plan(encode_devices)
-        return Pools((own.encode, own.decode),
-                     (self._held(own.encode, True), self._held(own.decode, False)))
+        encode, decode = self._split(*plan).pair(encode_devices)
+        return Pools((encode, decode), (self._held(encode, True), self._held(decode, False)))
 
     def of_estimate(self, estimate: Estimate) -> dict[str, float]:
         """See Formula."""

@@ -13,10 +13,16 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.lengths import FloatArray, JointLengths
+from xgpt.core.normal import ndtri
 from xgpt.core.problem import Problem
-from xsimulator.occupancy import expected_maximum_z, inputs_given_output
 
 BLOCKS = np.array([0.0, 0.08, 0.25, 0.5, 0.75, 1.0])  # chosen: parts of a phase taken together
+
+
+def expected_maximum_z(count: FloatArray) -> FloatArray:
+    """Expected largest of `count` standard normals (Blom's approximation); 0 for one or fewer."""
+    many = np.maximum(count, 1.0)
+    return np.where(many > 1, ndtri((many - 0.375) / (many + 0.25)), 0.0)
 
 
 class Phase(NamedTuple):
@@ -44,7 +50,7 @@ class Workload:
         most_output = max(problem.default_max_tokens, lengths.outputs.max)
         self.longest = lengths.inputs.max + most_output  # tokens that the longest query reserves
         pmf, mean = lengths.outputs.pmf, lengths.mean_input_given_output()
-        square = inputs_given_output(lengths, power=2)
+        square = lengths.mean_input_given_output(power=2)
         self.survival = np.minimum(self._tail(pmf), 1.0)  # S(k), k = 1 ..
         self.iterations = max(float(self.survival.sum()), 1e-9)  # E[D]
         self.most_iterations = len(self.survival)

@@ -1,0 +1,302 @@
+"""The best control variables for stages that are given: what is reached without moving a layer.
+
+The planner's own search (xscheduler.replay_search) over one cell, whose layers lie where a schedule
+has them, and whose points its caches have room for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from xgpt.core.constraint import METRIC_WORDS, Constraint, Metric
+from xgpt.core.controls import ContinuousControls, RraControls, WaaControls, max_in_system
+from xgpt.core.deployment import Pool, StageAssignment
+from xgpt.core.errors import InputError, Mistake
+from xgpt.core.lengths import BoolArray, IntArray
+from xgpt.core.policies import Role, policy, replanned_policies
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
+from xgpt.core.units import format_seconds
+from xprofiler.timing import TimingSource
+from xscheduler.copies import most_copies, problem_for
+from xscheduler.evaluator import Evaluator
+from xscheduler.kept_bounds import KeptBounds
+from xscheduler.replay_search import Search
+from xscheduler.replays import Replays
+from xscheduler.space import CHUNK, Cell, Point
+from xscheduler.uncertainty import Doubts, MarginParts
+from xsimulator.allocation import pool_layers
+from xsimulator.plans import PoolPairs, StagePlan, shared_plans
+from xsimulator.rough.figures import Formula, Rough, point_of
+from xsimulator.rough.forms import Formulas
+
+MAX_BATCH = 1 << 16  # chosen
+LEAST_BUDGET = 16  # chosen: tokens of a step
+_PACED: tuple[Metric, ...] = ("latency", "ttft", "tpot")
+_LIMITED = ("max_active", "token_budget")  # what may only become smaller within caches of a size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to go on. `reason` says why it is not admissible; None if it is. `estimate` is what
+    it would do all the same, where that can be said. `margin`: on its latency, where it was
+    asked for."""
+
+    estimate: Estimate | None
+    reason: str | None
+    margin: MarginParts | None = None
+
+    @property
+    def qps(self) -> float:
+        """Throughput of an admissible way, else 0."""
+        return self.estimate.figures.throughput_qps if self.estimate and not self.reason else 0.0
+
+
+class GivenPlans:
+    """Plans of a problem whose layers lie as a schedule has them (xsimulator.plans.PlanSource)."""
+
+    def __init__(self, problem: Problem, timing: TimingSource, pools: tuple[Pool, ...]) -> None:
+        self.problem, self._plans = problem, shared_plans(problem, timing)
+        self._ranks = [tuple(stage.ranks for stage in pool.stages) for pool in pools]
+        self._devices = pools[0].num_devices
+        self._pools = {ranks: self._plans.of_stages(pool.stages, pool.role)
+                       for ranks, pool in zip(self._ranks, pools, strict=True)}
+
+    def both(self, tp_degree: int, tp_gpus: int) -> StagePlan:
+        """The one pool that does both phases."""
+        (plan,) = self._pools.values()
+        return plan
+
+    def pool(self, ranks: Sequence[tuple[int, ...]], role: Role,
+             first_index: int = 0) -> StagePlan:
+        """The pool on these ranks."""
+        return self._pools.get(tuple(ranks)) or self._plans.pool(ranks, role, first_index)
+
+    def of_stages(self, stages: tuple[StageAssignment, ...], role: Role) -> StagePlan:
+        """See PlanSource."""
+        return self._plans.of_stages(stages, role)
+
+    def pairs(self, tp_degree: int, tp_gpus: int) -> PoolPairs:
+        """The division that there is."""
+        encode, *rest = self._ranks
+        return PoolPairs(self, (tp_degree, tp_gpus),
+                         {self._devices: (encode, rest[0])} if rest else {})
+
+
+class WithinCaches:
+    """A policy's rough formula (see Formula) at the points that a run can go over to.
+
+    RRA's caches are sized anew within what they have room for; what the others have stays, and what
+    they take at a time may only become less. From a batch that is encoded alone to chunks there is
+    no way, nor back: they use their slots otherwise."""
+
+    def __init__(self, own: Formula, now: Estimate, began: Estimate | None,
+                 most: Mapping[str, int]) -> None:
+        """now: what runs. began: whose caches are there; None: RRA's, or what nobody runs yet.
+        most: of control variables."""
+        self.policy, self.problem = own.policy, own.problem
+        self._own, self._now, self._began = own, now, began
+        self.as_it_is = point_of(now)
+        names = policy(own.policy).variable_names
+        self._column = {name: names.index(name) for name in names}
+        self._most = {name: limit for name, limit in most.items() if name in names}
+
+    def can_lay_out(self, plan: tuple[int, int]) -> bool:
+        """See Formula."""
+        return True
+
+    def points(self, plan: tuple[int, int]) -> IntArray:
+        """See Formula."""
+        own = self._own.points(plan)
+        capped = own.copy()
+        for name, most in self._most.items():
+            capped[:, self._column[name]] = np.minimum(capped[:, self._column[name]], most)
+        every = np.unique(np.concatenate([capped, [self.as_it_is]]), axis=0)
+        return every[self._are_free(every)]
+
+    def _are_free(self, points: IntArray) -> BoolArray:
+        free = np.ones(len(points), bool)
+        for name, most in self._most.items():
+            free &= points[:, self._column[name]] <= most
+        if CHUNK in self._column:
+            column = self._column[CHUNK]
+            chunk, now = points[:, column], self.as_it_is[column]
+            is_rra = isinstance(self._now.controls, RraControls)
+            free &= (chunk > 0) == (now > 0) if is_rra else chunk == now
+        if isinstance(self._now.controls, ContinuousControls):
+            free &= points[:, 0] >= self._now.deployment.num_groups
+            if len(self.as_it_is) > 1:
+                free &= points[:, 1] >= min(LEAST_BUDGET, self.as_it_is[1])
+        return free
+
+    def rough(self, plan: tuple[int, int], points: IntArray) -> Rough:
+        """See Formula. What a run cannot go over to has no room."""
+        found = self._own.rough(plan, points)
+        return replace(found, memory_bytes=np.where(self._are_free(points), found.memory_bytes,
+                                                    np.inf))
+
+    def of_estimate(self, estimate: Estimate) -> dict[str, float]:
+        """See Formula."""
+        return self._own.of_estimate(estimate)
+
+    def estimate(self, plan: tuple[int, int], point: Point) -> Estimate:
+        """See Formula."""
+        found = self._own.estimate(plan, point)
+        if point == self.as_it_is:
+            now = self._now.one_copy
+            return replace(found, controls=now.controls, deployment=now.deployment,
+                           figures=replace(found.figures, memory_bytes=now.figures.memory_bytes))
+        if self._began is None:
+            return found
+        began = self._began.one_copy
+        found = replace(found, deployment=began.deployment, figures=replace(
+            found.figures, memory_bytes=began.figures.memory_bytes))
+        if isinstance(began.controls, WaaControls):
+            found = found.changed(max_in_system=min(
+                max_in_system(found.controls), max_in_system(began.controls)))
+        return found
+
+
+class GivenStages:
+    """Searches one problem on the stages of `now`; of copies one, for all alike."""
+
+    def __init__(self, now: Estimate, problem: Problem, timing: TimingSource, *,
+                 began: Estimate | None = None, most: Mapping[str, int] | None = None) -> None:
+        """began, most: see WithinCaches."""
+        self._now, self._timing = now, timing
+        part = problem_for(problem, now)
+        fixed = part.fixed
+        if isinstance(now.controls, RraControls) and fixed.decode_micro_batches is None:
+            fixed = replace(fixed, decode_micro_batches=now.controls.decode_micro_batches)
+        self.problem = replace(part, fixed=replace(fixed, replicas=None))
+        limits = dict(most or {})
+        if began is not None and isinstance(began.controls, ContinuousControls):
+            limits |= {name: value for name in _LIMITED
+                       if (value := getattr(began.controls, name)) is not None}
+        elif began is not None:
+            limits["encode_batch"] = min(limits.get("encode_batch", MAX_BATCH),
+                                         began.figures.encode_batch)
+        formulas = Formulas(self.problem, timing, plans=GivenPlans(
+            self.problem, timing, now.deployment.pools))
+        plan = now.deployment.tp_degree, now.deployment.tp_gpus
+        self._formula = WithinCaches(formulas.of(now.policy), now, began, limits)
+        self._cell = Cell(self.problem, self._formula, plan)
+        self._replays = Replays(self.problem, timing)
+        self._evaluator = Evaluator(self.problem, timing)
+
+    def keeps(self, constraint: Constraint, *, has_margin: bool) -> KeptBounds:
+        """Whether a configuration keeps the constraint's bounds."""
+        problem = replace(self.problem, constraint=constraint)
+        doubts = Doubts(problem, self._evaluator, is_of_job=False)
+        return KeptBounds(constraint, lambda part: doubts, has_margin=has_margin)
+
+    def as_it_is(self, constraint: Constraint, *, has_margin: bool) -> Way:
+        """The control variables as they are."""
+        if (reason := self._excluded()) is not None:
+            return Way(estimate=None, reason=reason)
+        search, keeps = self._search(), self.keeps(constraint, has_margin=has_margin)
+        point = self._formula.as_it_is
+        found = search.replay(self._cell, point, times=1)
+        if found.figures is None:
+            return Way(estimate=None, reason="queries of these lengths do not fit into its caches, "
+                                             "or the profile says nothing about such sizes")
+        reason = None if keeps.is_kept(self._cell, point) else self._broken(constraint, point)
+        return self._way(point, reason, keeps if has_margin else None)
+
+    def best(self, constraint: Constraint, *, has_margin: bool,
+             most_replays: int | None = None) -> Way:
+        """The admissible configuration of highest throughput; else how close one can get.
+        most_replays: where something has to be found at once."""
+        if (reason := self._excluded()) is not None:
+            return Way(estimate=None, reason=reason)
+        search = self._search(most_replays)
+        keeps = self.keeps(constraint, has_margin=has_margin)
+        found = search.best(keeps, is_compared=most_replays is not None)
+        if found:
+            return self._way(found[0].point, None, keeps if has_margin else None)
+        quickest = search.quickest()
+        if not quickest:
+            return Way(estimate=None, reason="even the smallest batch is too large")
+        best = min(quickest, key=lambda one: one.replayed.latency_s)
+        tightest = self._way(best.point, "", None)
+        assert tightest.estimate is not None, "it was replayed"
+        return replace(tightest, reason=(
+            f"the tightest latency on these stages is {best.replayed.latency_s:.4g} s, with "
+            f"{variables_words(tightest.estimate)}; the limit is {constraint.latency_s:.4g} s"))
+
+    def _search(self, most_replays: int | None = None) -> Search:
+        return Search(self.problem, [(self._cell, self._replays)], most_replays=most_replays)
+
+    def _way(self, point: Point, reason: str | None, keeps: KeptBounds | None) -> Way:
+        estimate = self._cell.replayed[point].shown(self.problem)
+        return Way(estimate=estimate.in_copies(self._now.deployment.replicas), reason=reason,
+                   margin=None if keeps is None else keeps.margin(self._cell, point))
+
+    def _excluded(self) -> str | None:
+        """Why the job does not allow the policy and plan that are deployed."""
+        fixed, now = self.problem.fixed, self._now.variables
+        for key in ("policy", "tp_degree", "tp_gpus"):
+            wanted = getattr(fixed, key)
+            if wanted is not None and wanted != now[key]:
+                return f"the job fixes {key} {wanted}, deployed is {now[key]}"
+        return None
+
+    def _broken(self, constraint: Constraint, point: Point) -> str:
+        """What a replay broke, in words."""
+        figures = self._cell.replayed[point].figures
+        for metric in _PACED:
+            limit_s, seen_s = constraint.limit_s(metric), getattr(figures, f"{metric}_s")
+            if seen_s > limit_s:
+                return (f"{METRIC_WORDS[metric]}: {format_seconds(seen_s)} of "
+                        f"{format_seconds(limit_s)}")
+        return (f"its latency of {self._cell.replayed[point].latency_s:.3g} s keeps the bound of "
+                f"{constraint.latency_s:.3g} s with less than the confidence asked for")
+
+
+def fits_the_job(deployed: Estimate, problem: Problem) -> None:
+    """Raises InputError where the schedule cannot be what is deployed for this problem."""
+    mistakes = []
+
+    def refuse(key: str, value: object, allowed: str) -> None:
+        mistakes.append(Mistake(file="schedule", line=None, key=key, value=value, allowed=allowed))
+
+    if deployed.policy not in replanned_policies():
+        refuse("policy", deployed.policy,
+               f"one of {', '.join(replanned_policies())}: others have no schedule to change")
+    if deployed.others:
+        refuse("others", len(deployed.others),
+               "none: how to go on is worked out for copies that are alike")
+        raise InputError(mistakes)
+    deployment, cluster = deployed.deployment, problem.cluster
+    ranks = sorted(rank for stage in deployment.stages for rank in stage.ranks)
+    fitting = most_copies(cluster, deployment.devices_per_replica)
+    if ranks != list(range(len(ranks))) or not (
+            deployment.replicas in (fitting, problem.fixed.replicas) and fitting):
+        refuse("stages", f"{deployment.num_devices} ranks", f"{cluster.num_devices}, the devices "
+                                                            f"of cluster {cluster.name}")
+    for pool in deployed.deployment.pools:
+        wanted = pool_layers(problem.model, pool.role)
+        held = (sum(stage.num_layers for stage in pool.stages),
+                sum(stage.num_encoder_layers for stage in pool.stages))
+        if held != wanted:
+            refuse("stages", f"{held[0]} + {held[1]} layers",
+                   f"{wanted[0]} + {wanted[1]} layers of {problem.model.name}, in each pool")
+    if mistakes:
+        raise InputError(mistakes)
+
+
+def variables_words(estimate: Estimate) -> str:
+    """The control variables, in words; not every policy has iterations."""
+    figures, controls = estimate.figures, estimate.controls
+    if isinstance(controls, ContinuousControls):
+        budget = f", token_budget {controls.token_budget}" if controls.token_budget else ""
+        return f"max_active {controls.max_active}{budget}"
+    iterations = ""
+    if isinstance(controls, RraControls):
+        iterations = f"decode_iterations {controls.decode_iterations}, "
+        if controls.encode_chunk:
+            iterations += f"encode_chunk {controls.encode_chunk}, "
+    return (f"encode_batch {figures.encode_batch}, {iterations}"
+            f"decode_micro_batches {estimate.deployment.num_groups}")

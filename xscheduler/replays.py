@@ -1,0 +1,82 @@
+"""Replays of configurations on one part of the cluster, and what they say of an Estimate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import numpy as np
+
+from xgpt.core.errors import XgptError
+from xgpt.core.lengths import IntArray
+from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
+from xprofiler.timing import TimingSource
+from xsimulator.replay.figures import steady_replay
+from xsimulator.replay.job import planned_queries
+from xsimulator.replay.predict import with_watched
+from xsimulator.replay.steady import SteadyFigures
+from xsimulator.replay.step_clock import StepClocks
+
+SEED = 20240427
+DRAWN = 4096  # chosen: queries that are drawn at once
+_SHOWN = ("throughput_qps", "latency_s", "ttft_s", "tpot_s")
+
+
+class Replayed(NamedTuple):
+    """What a replay of a configuration showed (None: no steady state, or sizes that nobody
+    timed)."""
+
+    estimate: Estimate
+    figures: SteadyFigures | None
+    queries: int
+
+    @property
+    def throughput_qps(self) -> float:
+        """Of one copy."""
+        return 0.0 if self.figures is None else self.figures.throughput_qps
+
+    @property
+    def latency_s(self) -> float:
+        """Infinite where it has none."""
+        return math.inf if self.figures is None else self.figures.latency_s
+
+    def shown(self, problem: Problem) -> Estimate:
+        """The estimate with the figures of its steady state; those that no query had are as they
+        were."""
+        if self.figures is None:
+            return self.estimate
+        seen = {name: value for name in _SHOWN
+                if not math.isnan(value := getattr(self.figures, name))}
+        return self.estimate.changed(**seen, output_tokens_per_s=(
+            self.figures.throughput_qps * problem.lengths.outputs.mean))
+
+
+class Replays:
+    """Replays of configurations of one part of the cluster, all with the same queries."""
+
+    def __init__(self, problem: Problem, timing: TimingSource) -> None:
+        self.problem, self.timing = problem, timing
+        self._clocks = StepClocks(problem, timing)
+        self._rng = np.random.default_rng(SEED)
+        self._drawn: tuple[IntArray, IntArray] = np.empty(0, np.int64), np.empty(0, np.int64)
+        self.known: dict[Hashable, Replayed] = {}
+
+    def of(self, estimate: Estimate, queries: int) -> Replayed:
+        """The steady state in a replay of so many queries."""
+        problem = self.problem
+        while len(self._drawn[0]) < queries:  # the first are the same, however many are wanted
+            more = problem.lengths.sample(DRAWN, self._rng)
+            self._drawn = (np.concatenate([self._drawn[0], more[0]]),
+                           np.concatenate([self._drawn[1], more[1]]))
+        inputs, outputs = (own[:queries] for own in self._drawn)
+        if problem.constraint.kind == "sequence":
+            outputs = with_watched(outputs, problem.lengths.outputs.quantile(
+                problem.constraint.quantile))
+        try:
+            figures = steady_replay(problem, self.timing, estimate, planned_queries(
+                problem, inputs, outputs), self._clocks)
+        except XgptError:  # a query that never fits
+            figures = None
+        return Replayed(estimate, figures, queries)
