@@ -19,8 +19,8 @@ from xgpt.core.lengths import JointLengths, truncated_normal
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xscheduler.tensor_plans import all_tensor_plans
-from xsimulator.policies.rra.closed_form import Rra
-from xsimulator.policies.rra.config import RraConfig
+from xsimulator.memory import capacity_bytes
+from xsimulator.rough.forms import Formulas
 
 TIMES = (1.5, 3.0, 10.0)  # the least latency of one query alone
 LINKS = {"A40": "pcie4-x16", "L4": "pcie4-x16", "A100-80": "nvlink3", "H100": "nvlink4",
@@ -99,9 +99,9 @@ def lengths_of(task: str) -> JointLengths:
 
 def least_latency_s(problem: Problem, timing: Roofline) -> float:
     """Of one query alone, by the tensor plan that is quickest for it."""
-    form = Rra(problem, timing)
-    configs = [RraConfig(encode_batch=1, decode_iterations=max(form.seen_iterations, 1),
-                         tp_degree=degree, tp_gpus=gpus)
-               for degree, gpus in all_tensor_plans(problem, timing)]
-    figures = form.evaluate(configs)
-    return float(np.where(figures.fits, figures.latency_s, np.inf).min())
+    form = Formulas(problem, timing).of("rra")
+    iterations = problem.lengths.outputs.quantile(problem.constraint.quantile) - (
+        not problem.model.is_encoder_decoder)
+    point, room = np.array([[1, max(iterations, 1), 0, 0]]), capacity_bytes(problem.cluster.device)
+    return min(float(rough.latency_s[0]) for plan in all_tensor_plans(problem, timing)
+               if (rough := form.rough(plan, point)).memory_bytes[0] <= room)

@@ -13,9 +13,7 @@ a sequence of the 99th percentile; the 10th, 30th and 70th percentile of these l
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,12 +21,12 @@ from xgpt.core import catalog
 from xgpt.core.cluster import Cluster
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.job import FixedSchedule
-from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
-from xsimulator.policies.static.closed_form import ft
-from xsimulator.policies.static.config import StaticConfig
+from xsimulator.memory import capacity_bytes
+from xsimulator.rough.forms import Formulas
 
 SMALL = (("t5-11b", "a40-8"), ("opt-13b", "a40-4"), ("gpt3-39b", "a40-16"),
          ("gpt3-101b", "a100-16"))
@@ -104,35 +102,13 @@ def ft_plan(cluster: Cluster) -> tuple[int, int]:
 def ft_latencies(problem: Problem, timing: TimingSource) -> FloatArray:
     """[batches] seconds at 4, 8, 12 ... queries, as far as memory reaches."""
     degree, gpus = ft_plan(problem.cluster)
-    policy = ft(problem, timing)
-    configs = [StaticConfig(encode_batch=BATCH_STEP * step, decode_micro_batches=gpus // degree,
-                            tp_degree=degree, tp_gpus=gpus) for step in range(1, _MOST_BATCHES)]
-    figures = policy.evaluate(configs)
-    return figures.latency_s[figures.fits & np.isfinite(figures.latency_s)]
+    batches = BATCH_STEP * np.arange(1, _MOST_BATCHES)
+    found = Formulas(problem, timing).of("ft").rough(
+        (degree, gpus), np.stack([batches, np.full(len(batches), gpus // degree)], axis=1))
+    fits = found.memory_bytes <= capacity_bytes(problem.cluster.device)
+    return found.latency_s[fits & np.isfinite(found.latency_s)]
 
 
 def bounds_of(problem: Problem, timing: TimingSource) -> tuple[float, ...]:
     """The four latency bounds, seconds."""
     return (*np.percentile(ft_latencies(problem, timing), PERCENTILES).tolist(), math.inf)
-
-
-class Evaluates(Protocol):
-    def evaluate(self, configs: Sequence[Any]) -> Any: ...
-
-
-def largest_batches(policy: Evaluates, configs: Sequence[Any], most: int = 1 << 20) -> IntArray:
-    """[configs] the largest encode_batch up to `most` that fits memory, with each one's other
-    variables; 0 where not even one query does. By doubling, then halving."""
-    fits = np.zeros(len(configs), np.int64)
-    refused = np.full(len(configs), most + 1, np.int64)
-    while (is_open := refused - fits > 1).any():
-        rows = np.flatnonzero(is_open)
-        doubled = np.maximum(2 * fits[rows], 1)
-        tried = np.where(refused[rows] > most, np.minimum(doubled, most),
-                         (fits[rows] + refused[rows]) // 2)
-        is_held = np.asarray(policy.evaluate([
-            replace(configs[row], encode_batch=int(batch))
-            for row, batch in zip(rows.tolist(), tried.tolist(), strict=True)]).fits)
-        fits[rows[is_held]] = tried[is_held]
-        refused[rows[~is_held]] = tried[~is_held]
-    return fits

@@ -24,8 +24,8 @@ from xgpt.core.problem import Problem, resolve
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
 from xrunner.rules.steps import StepKind, rules_for
-from xsimulator.policies import make_config, make_policy
 from xsimulator.replay.job import Replayer, planned_queries
+from xsimulator.rough.forms import fixed_estimate
 
 JOB = Path(__file__).resolve().parent.parent / "jobs" / "opt-13b-summarise.yaml"
 FEW = 2000
@@ -86,9 +86,7 @@ def measure(name: str, problem: Problem, count: int, runs: int) -> Row:
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     policy = name.partition(",")[0]
     values = dict.fromkeys(("decode_micro_batches", "encode_micro_batches", "token_budget"))
-    config, missing = make_config(policy, FixedSchedule(**{**values, **SCHEDULES[name]}))
-    assert not missing, f"{name}: {missing}"
-    found = make_policy(policy, problem, timing).estimate(config)
+    found = fixed_estimate(policy, problem, timing, FixedSchedule(**{**values, **SCHEDULES[name]}))
     inputs, outputs = problem.lengths.sample(count, np.random.default_rng(0))
     replayer = Replayer(problem, timing, found)
     queries, warm = planned_queries(problem, inputs, outputs), []

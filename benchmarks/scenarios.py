@@ -7,7 +7,7 @@ micro-batches for which an output of *maximum* length meets the bound (7.1). "Ga
 The second gain is over FT at its best: any tensor-parallel plan, and judged like ours, by the
 length at the 99th percentile. A40 scenarios are run twice, with and without
 peer access between the cards.
-The grid is every configuration that memory holds. Seconds are the processor's, of one thread.
+Seconds are the processor's, of one thread.
 """
 
 from __future__ import annotations
@@ -22,23 +22,18 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-from paper_scenarios import Scenario, bounds_of, ft_plan, largest_batches, scenarios
+from paper_scenarios import Scenario, bounds_of, ft_plan, scenarios
 
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xscheduler.found_schedule import SearchPlanner
-from xscheduler.tensor_plans import all_tensor_plans
-from xsimulator.policies import make_config, make_policy
-from xsimulator.policies.rra.closed_form import Rra
-from xsimulator.policies.rra.config import RraConfig
+from xsimulator.rough.forms import Formulas
 
 POLICIES = ("rra", "waa-c", "waa-m")
-SAMPLES = 24  # values of decode_iterations at which the grid's size is looked at
 # Sections 7.3 and 7.4: mean gain, and its range
 PAPER = {"small and mid-sized (S, T, C1)": "2.0, at most 5.4",
          "large (G, C1, C2)": "3.2, 1.1 to 15.2", "large, infinite bound": "2.2",
@@ -95,7 +90,6 @@ class Row:
     ft: Estimate | None
     ft_best: Estimate | None
     found: Found
-    grid: int
 
     @property
     def gain(self) -> float:
@@ -122,47 +116,19 @@ def best_schedule(problem: Problem, timing: TimingSource, policies: tuple[str, .
     return Found(estimate=estimate, nodes=planner.nodes, seconds=time.process_time() - began)
 
 
-def row_of(scenario: Scenario, timing: TimingSource, bound_s: float, grid: int) -> Row:
+def row_of(scenario: Scenario, timing: TimingSource, bound_s: float) -> Row:
     problem = scenario.problem(bound_s)
     return Row(
-        scenario=scenario, bound_s=bound_s, grid=grid,
+        scenario=scenario, bound_s=bound_s,
         ft=best_schedule(scenario.problem(bound_s, quantile=1.0), timing, ("ft",),
                          ft_plan(problem.cluster)).estimate,
         ft_best=best_schedule(problem, timing, ("ft",)).estimate,
         found=best_schedule(problem, timing))
 
 
-def grid_size(problem: Problem, timing: TimingSource) -> int:
-    """Configurations of all policies that memory holds: every encode_batch of every
-    decode_iterations (RRA) or decode_micro_batches up to twice the stages (WAA) of every plan.
-    The largest batches are sought at some values of the second variable, with lines between."""
-    plans = all_tensor_plans(problem, timing)
-    total = 0.0
-    for name in POLICIES:
-        policy: Any = make_policy(name, problem, timing)
-        for plan in plans:
-            configs = _line(problem, policy, plan)
-            if configs:
-                values = [config.decode_iterations if name == "rra"
-                          else config.decode_micro_batches for config in configs]
-                every = np.arange(values[0], values[-1] + 1)
-                total += np.interp(every, values, largest_batches(policy, configs)).sum()
-    return int(total)
-
-
-def _line(problem: Problem, policy: Any, plan: tuple[int, int]) -> list[Any]:
-    """Configurations of one plan at values of the second variable; none where WAA's two pools
-    cannot be laid out."""
-    if not isinstance(policy, Rra):
-        return list(policy.grid(1, [plan]))
-    last = problem.lengths.outputs.max - (0 if problem.model.is_encoder_decoder else 1)
-    return [RraConfig(encode_batch=1, decode_iterations=value, tp_degree=plan[0], tp_gpus=plan[1])
-            for value in sorted({round(v) for v in np.geomspace(1, last, SAMPLES)})]
-
-
 def table(rows: Sequence[Row]) -> list[str]:
     lines = ["| model, cluster, task | bound s | policy | B_E | N_D | G | TP | queries/s "
-             "| latency s | FT | gain | FT at its best | gain | s | nodes | grid | share |",
+             "| latency s | FT | gain | FT at its best | gain | s | nodes |",
              "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"]
     return lines + [_line_of(row) for row in rows]
 
@@ -181,7 +147,7 @@ def _line_of(row: Row) -> str:
     return (f"| {scenario.model}, {scenario.cluster}, {scenario.task} | {_seconds(row.bound_s)} "
             f"| {own} | {_qps(row.ft)} | {_gain(row.gain)} | {_qps(row.ft_best)} "
             f"| {_gain(row.gain_best)} | {row.found.seconds:.2f} | {row.found.nodes:,} "
-            f"| {row.grid:,} | {row.found.nodes / row.grid:.1e} |")
+            "|")
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
@@ -210,13 +176,10 @@ def summary(rows: Sequence[Row]) -> list[str]:
 
 def search_summary(rows: Sequence[Row]) -> str:
     seconds = np.array([row.found.seconds for row in rows])
-    shares = np.array([row.found.nodes / row.grid for row in rows if row.grid])
     wins = {name: sum(row.found.estimate is not None and row.found.estimate.policy == name
                       for row in rows) for name in POLICIES}
     return (f"Searches: median {np.median(seconds):.2f} s, longest {seconds.max():.2f} s, "
-            f"{(seconds < 1).sum()} of {len(rows)} under 1 s. Evaluated: median "
-            f"{np.median(shares):.1e} of the grid, most {shares.max():.1e}, "
-            f"{(shares < 0.01).sum()} of {len(rows)} under 1 %. Chosen: "
+            f"{(seconds < 1).sum()} of {len(rows)} under 1 s. Chosen: "
             + ", ".join(f"{name} {count}" for name, count in wins.items()) + ".")
 
 
@@ -255,9 +218,7 @@ def _collectives(row: Row) -> float:
         kind: replace(getattr(timing.constants, kind), launch_s=0.0, hop_share=0.0,
                       large_launch_s=0.0, all_reduce_shares=((2, math.inf),))
         for kind in ("nvlink", "pcie")})
-    config, missing = make_config("ft", row.ft)
-    assert not missing, f"{missing = }"
-    own, without = (make_policy("ft", problem, times).estimate(config).figures.period_s
+    own, without = (Formulas(problem, times).of("ft").of_estimate(row.ft)["period_s"]
                     for times in (timing, timing.with_constants(free)))
     return 1 - without / own
 
@@ -304,11 +265,10 @@ def run(chosen: Sequence[Scenario], limit: int | None = None) -> list[Row]:
     rows: list[Row] = []
     for scenario in chosen:
         timing, problem = scenario.timing(), scenario.problem()
-        size = grid_size(problem, timing)
         for bound_s in bounds_of(problem, timing):
             if limit is not None and len(rows) >= limit:
                 return rows
-            rows.append(row_of(scenario, timing, bound_s, size))
+            rows.append(row_of(scenario, timing, bound_s))
             print(_line_of(rows[-1]), flush=True)
     return rows
 

@@ -40,13 +40,13 @@ Horizon = Literal["job", "steady"]
 class PlanOptions:
     """`gap`: the search ends once nothing is better by more than this share; None: when it expects
     nothing better. `max_nodes`: replays of one look over all configurations at most; None: as many
-    as it takes. `horizon`: plan
-    for the problem's own queries, where it has any, or for the steady state of a job without end.
-    `untimed`: why the times are not those of what will run ("" where they are). `has_margin`: the
-    bound is kept with the constraint's confidence; else as it is expected. `is_brief`: not
-    explained, and not compared with what there would be without a bound. `is_rough`: for a comparison, by fewer replays; all that is seen of it
-    is about how good it is. `max_seconds`: after so many it ends with what it has found and proved
-    until then; None: when it is done."""
+    as it takes. `horizon`: plan for the problem's own queries, where it has any, or for the steady
+    state of a job without end. `untimed`: why the times are not those of what will run ("" where
+    they are). `has_margin`: the bound is kept with the constraint's confidence; else as it is
+    expected. `is_brief`: not explained, and not compared with what there would be without a bound.
+    `is_rough`: for a comparison, by fewer replays; all that is seen of it is about how good it is.
+    `max_seconds`: after so many it ends with what it has found and proved until then; None: when it
+    is done."""
 
     gap: float | None = None
     max_nodes: int | None = None

@@ -13,8 +13,7 @@ from xgpt.core.schedule_file import schedule_from_flat
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.found_schedule import SearchPlanner
-from xsimulator.rough.figures import fixed_point
-from xsimulator.rough.forms import Formulas
+from xsimulator.rough.forms import fixed_estimate
 
 
 def plan_untimed(problem: Problem, timing: TimingSource, note: str) -> Schedule:
@@ -37,11 +36,8 @@ def plan_untimed(problem: Problem, timing: TimingSource, note: str) -> Schedule:
 
 def _of_batch(problem: Problem, timing: TimingSource, fixed: FixedSchedule) -> Estimate:
     """Of the batch that is fixed, by the rough formula."""
-    name = str(fixed.policy)
-    point, _ = fixed_point(name, replace(
+    return fixed_estimate(str(fixed.policy), problem, timing, replace(
         fixed, decode_micro_batches=fixed.decode_micro_batches or 1))
-    return Formulas(problem, timing).of(name).estimate(
-        (fixed.tp_degree or 1, fixed.tp_gpus or 0), point)
 
 
 def _refuse(problem: Problem, estimate: Estimate) -> None:

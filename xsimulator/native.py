@@ -1,6 +1,6 @@
 """The native replays (csrc/replay.cpp, xsimulator.replay.native_replay): out of an installed
-wheel's library, or compiled for themselves, which takes a second or two once. Where neither can be had, or
-`XGPT_NATIVE` is `off`, Python replays, and finds the same."""
+wheel's library, or compiled for themselves, which takes a second or two once. Where neither can be
+had, or `XGPT_NATIVE` is `off`, Python replays, and finds the same."""
 
 import contextlib
 import ctypes

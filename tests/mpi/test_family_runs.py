@@ -20,6 +20,7 @@ from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 from replayed import problem_of  # noqa: E402
 
 from xgpt.app.opened import open_file  # noqa: E402
+from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem  # noqa: E402
 from xgpt.core.queries import QueryLengths  # noqa: E402
 from xgpt.core.schedule import Estimate  # noqa: E402
@@ -27,10 +28,8 @@ from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.query import PreparedQuery  # noqa: E402
 from xrunner.rules.windows import window_of  # noqa: E402
 from xscheduler.planner import Planner, PlanOptions  # noqa: E402
-from xsimulator.policies import make_policy  # noqa: E402
-from xsimulator.policies.continuous.config import ContinuousConfig  # noqa: E402
-from xsimulator.policies.rra.config import RraConfig  # noqa: E402
 from xsimulator.replay.job import replay_job  # noqa: E402
+from xsimulator.rough.forms import fixed_estimate
 
 pytestmark = pytest.mark.mpi
 CHUNKS = (3, 11, 64)  # of inputs of up to 20 tokens: parts of one, of two queries, whole ones
@@ -60,7 +59,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_chunks_of_three_sizes_on_two_stages(toy: Toy, tmp_path: Path, chunk: int) -> None:
     problem = toy.problem(devices=2)
-    one = estimated("rra", problem, RraConfig(
+    one = estimated("rra", problem, FixedSchedule(
         encode_batch=4, decode_iterations=5, encode_chunk=chunk))
     steps = check_run(toy, tmp_path / "out", problem, one, copies=1)
     mixed = [step for step in steps if step[0] == "mixed"]
@@ -70,7 +69,7 @@ def test_chunks_of_three_sizes_on_two_stages(toy: Toy, tmp_path: Path, chunk: in
 
 def test_two_copies_of_one_rank(toy: Toy, tmp_path: Path) -> None:
     problem = toy.problem(devices=1)
-    one = estimated("rra", problem, RraConfig(encode_batch=6, decode_iterations=4))
+    one = estimated("rra", problem, FixedSchedule(encode_batch=6, decode_iterations=4))
     # A copy's window holds its whole share, which it keeps: with a smaller one, a copy whose next
     # queries come late because the other was not let run decodes on without them, and no replay of
     # its queries knows when.
@@ -94,7 +93,7 @@ def test_what_auto_chooses_where_it_is_sarathi(toy: Toy, tmp_path: Path) -> None
 
 def estimated(policy: str, problem: Problem, config: object) -> Estimate:
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    found: Estimate = make_policy(policy, problem, timing).estimate(config)
+    found: Estimate = fixed_estimate(policy, problem, timing, config)
     return found.changed(kv_tokens=20_000)
 
 
@@ -132,10 +131,10 @@ def check_run(toy: Toy, out: Path, problem: Problem, one: Estimate,
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds ranks in /proc")
 @pytest.mark.parametrize(("policy", "config", "copies"), [
-    pytest.param("rra", RraConfig(encode_batch=3, decode_iterations=8, encode_chunk=2), 1,
+    pytest.param("rra", FixedSchedule(encode_batch=3, decode_iterations=8, encode_chunk=2), 1,
                  marks=slow, id="chunks"),
-    pytest.param("sarathi", ContinuousConfig(max_active=6, token_budget=8), 2, marks=slow),
-    pytest.param("rra", RraConfig(encode_batch=3, decode_iterations=8), 2, marks=slow,
+    pytest.param("sarathi", FixedSchedule(max_active=6, token_budget=8), 2, marks=slow),
+    pytest.param("rra", FixedSchedule(encode_batch=3, decode_iterations=8), 2, marks=slow,
                  id="two-copies-of-two-ranks")])
 def test_a_run_goes_on_after_a_rank_was_killed(
         toy: Toy, tmp_path: Path, profiled: Callable[..., dict[str, str]], policy: str,

@@ -23,15 +23,15 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from xgpt.app.opened import open_file  # noqa: E402
 from xgpt.core.errors import XgptError  # noqa: E402
+from xgpt.core.job import FixedSchedule
 from xgpt.core.queries import QueryLengths  # noqa: E402
 from xgpt.core.schedule_file import load_schedule  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xgpt.launch.local import LocalLauncher  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.io.results import read_held  # noqa: E402
-from xsimulator.policies.rra.closed_form import Rra  # noqa: E402
-from xsimulator.policies.rra.config import RraConfig  # noqa: E402
 from xsimulator.replay.job import replay_job  # noqa: E402
+from xsimulator.rough.forms import fixed_estimate
 
 pytestmark = pytest.mark.mpi
 Profiled = Callable[..., dict[str, str]]  # by family and ranks (conftest.py)
@@ -117,7 +117,7 @@ def test_the_ranks_run_a_pipeline_of_different_degrees(tmp_path: Path) -> None:
     job = write_job(tmp_path, directory, as_requests(queries), ranks=3)
     problem = open_file(job).problem
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    estimate = Rra(problem, timing).estimate(RraConfig(
+    estimate = fixed_estimate("rra", problem, timing, FixedSchedule(
         encode_batch=6, decode_iterations=4, tp_degree=2, tp_gpus=2))
     out.mkdir()
     given(estimate, problem, out / "schedule.json")

@@ -15,6 +15,7 @@ import in_process  # noqa: E402
 from given_runs import given  # noqa: E402
 from job_folder import XGPT, read_lines  # noqa: E402
 
+from xgpt.core.job import FixedSchedule
 from xgpt.core.job_file import load_job  # noqa: E402
 from xgpt.core.problem import resolve  # noqa: E402
 from xgpt.core.spool import Record, Spool, SpoolWriter  # noqa: E402
@@ -23,8 +24,7 @@ from xgpt.launch.local import LocalLauncher  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.checkpoint.source import SERVED_BY, write_random_model  # noqa: E402
 from xrunner.plan import RunPlan  # noqa: E402
-from xsimulator.policies.rra.closed_form import Rra  # noqa: E402
-from xsimulator.policies.rra.config import RraConfig  # noqa: E402
+from xsimulator.rough.forms import fixed_estimate
 
 JOB = """
 model: {model}
@@ -115,7 +115,8 @@ def test_a_catalog_shape_runs_over_two_ranks_without_any_file(tmp_path: Path) ->
     job, out = load_job(job_of(tmp_path, model="opt-125m", ranks=2), ()), tmp_path / "out"
     problem = resolve(job)
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    estimate = Rra(problem, timing).estimate(RraConfig(encode_batch=4, decode_iterations=4))
+    estimate = fixed_estimate("rra", problem, timing,
+        FixedSchedule(encode_batch=4, decode_iterations=4))
     write_random_model(out / "model", problem.model)
     given(estimate, problem, out / "schedule.json")
     plan = RunPlan(

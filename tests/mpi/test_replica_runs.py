@@ -24,17 +24,17 @@ from replayed import problem_of, replayed_steps  # noqa: E402
 
 from xgpt.app.opened import open_file  # noqa: E402
 from xgpt.core.copies import devices_of_copies  # noqa: E402
-from xgpt.core.job import LEAST_TOKENS  # noqa: E402
+from xgpt.core.job import (
+    LEAST_TOKENS,  # noqa: E402
+    FixedSchedule,
+)
 from xgpt.core.queries import QueryLengths  # noqa: E402
 from xgpt.core.schedule_file import load_schedule  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.rules.windows import window_of  # noqa: E402
 from xscheduler.planner import Planner, PlanOptions  # noqa: E402
-from xsimulator.policies import make_policy  # noqa: E402
-from xsimulator.policies.continuous.config import ContinuousConfig  # noqa: E402
-from xsimulator.policies.rra.config import RraConfig  # noqa: E402
-from xsimulator.policies.waa.config import WaaConfig  # noqa: E402
 from xsimulator.replay.job import replay_job  # noqa: E402
+from xsimulator.rough.forms import fixed_estimate
 
 pytestmark = pytest.mark.mpi
 
@@ -46,9 +46,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.mark.parametrize(("policy", "config", "layout"), [
-    pytest.param("rra", RraConfig(encode_batch=3, decode_iterations=4, tp_degree=2, tp_gpus=2),
+    pytest.param("rra", FixedSchedule(encode_batch=3, decode_iterations=4, tp_degree=2, tp_gpus=2),
                  [[0, 1], [2, 3]], marks=pytest.mark.slow),
-    pytest.param("waa-c", WaaConfig(encode_batch=2), [[0], [1], [2], [3]],
+    pytest.param("waa-c", FixedSchedule(encode_batch=2), [[0], [1], [2], [3]],
                  marks=pytest.mark.slow)])  # test_family_runs.py has two copies of a rank
 def test_two_replicas_of_two_ranks(llama: tuple[Path, Any], tmp_path: Path, policy: str,
                                    config: object, layout: list[list[int]]) -> None:
@@ -58,7 +58,7 @@ def test_two_replicas_of_two_ranks(llama: tuple[Path, Any], tmp_path: Path, poli
     problem = problem_of(directory, np.array([[len(q.input_ids), len(answers[q.id])]
                                               for q in queries]), 2)
     timing = Roofline(problem.model, problem.cluster.device, "float32")
-    one = make_policy(policy, problem, timing).estimate(config).changed(kv_tokens=20_000)
+    one = fixed_estimate(policy, problem, timing, config).changed(kv_tokens=20_000)
     out.mkdir()
     given(one.in_copies(2), problem, out / "schedule.json")
     run(directory, out, as_requests(queries), ranks=4)
@@ -95,10 +95,11 @@ def test_a_copy_of_two_ranks_beside_one_of_one(llama: tuple[Path, Any], tmp_path
     lengths = np.array([[len(q.input_ids), len(answers[q.id])] for q in queries])
     problem, part = problem_of(directory, lengths, 3), problem_of(directory, lengths, 1)
     timing = Roofline(problem.model, problem.cluster.device, "float32")
-    two = make_policy("rra", problem_of(directory, lengths, 2), timing).estimate(
-        RraConfig(encode_batch=9, decode_iterations=4)).changed(kv_tokens=20_000)
-    one = make_policy("sarathi", part, timing).estimate(
-        ContinuousConfig(max_active=24, token_budget=16)).changed(kv_tokens=20_000)
+    two = fixed_estimate("rra", problem_of(directory, lengths, 2), timing,
+
+            FixedSchedule(encode_batch=9, decode_iterations=4)).changed(kv_tokens=20_000)
+    one = fixed_estimate("sarathi", part, timing, FixedSchedule(
+        max_active=24, token_budget=16)).changed(kv_tokens=20_000)
     for estimate in (two, one):  # a window holds a copy's share: see test_family_runs.py
         window = window_of(estimate)
         assert max(window.waiting, window.present) >= 27
@@ -189,8 +190,8 @@ def test_what_a_stopped_copy_has_not_begun_is_the_others(llama: tuple[Path, Any]
     requests = [{"id": f"q{i}", "tokens": [7, 8, 9], "forced_tokens": 40} for i in range(300)]
     out, problem = tmp_path / "out", problem_of(directory, np.array([[3, 40]] * 300), 1)
     timing = Roofline(problem.model, problem.cluster.device, "float32")
-    one = make_policy("rra", problem, timing).estimate(
-        RraConfig(encode_batch=3, decode_iterations=4)).changed(kv_tokens=20_000)
+    one = fixed_estimate("rra", problem, timing, FixedSchedule(
+        encode_batch=3, decode_iterations=4)).changed(kv_tokens=20_000)
     out.mkdir()
     given(one.in_copies(2), problem, out / "schedule.json")
     pulses = Pulses(out, slow)
@@ -236,6 +237,6 @@ def two_copies(job: Path) -> Path:
     problem = open_file(job).problem
     part = replace(problem, cluster=problem.cluster.with_nodes(num_nodes=1, devices_per_node=1))
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    estimate = make_policy("rra", part, timing).estimate(
-        RraConfig(encode_batch=3, decode_iterations=8)).in_copies(2)
+    estimate = fixed_estimate("rra", part, timing, FixedSchedule(
+        encode_batch=3, decode_iterations=8)).in_copies(2)
     return given(estimate, problem, job.with_name("two.json"))

@@ -22,6 +22,7 @@ from job_folder import XGPT, MeasuredToy, read_lines, write_job  # noqa: E402
 
 from xgpt.app.metrics import CHANGED  # noqa: E402
 from xgpt.app.opened import open_file  # noqa: E402
+from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem  # noqa: E402
 from xgpt.core.queries import QueryLengths  # noqa: E402
 from xgpt.core.schedule import Estimate  # noqa: E402
@@ -31,9 +32,8 @@ from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.plan import load_plan  # noqa: E402
 from xrunner.rules.rra import PhaseControls, rra_rule  # noqa: E402
 from xscheduler.copies import problem_on  # noqa: E402
-from xsimulator.policies.rra.closed_form import Rra  # noqa: E402
-from xsimulator.policies.rra.config import RraConfig  # noqa: E402
 from xsimulator.replay.job import replay_job  # noqa: E402
+from xsimulator.rough.forms import fixed_estimate
 
 pytestmark = pytest.mark.mpi
 KINDS, COUNT = 20, 600  # so many different queries, repeated; schedules change after some 160
@@ -57,7 +57,8 @@ def call(*arguments: str, cache: dict[str, str]) -> subprocess.CompletedProcess[
 def slow_schedule(problem: Problem, path: Path) -> Path:
     """One that leaves time for a plan, and much to gain."""
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    estimate = Rra(problem, timing).estimate(RraConfig(encode_batch=3, decode_iterations=6))
+    estimate = fixed_estimate("rra", problem, timing,
+        FixedSchedule(encode_batch=3, decode_iterations=6))
     given(estimate, problem, path)
     return path
 
@@ -101,8 +102,9 @@ def test_a_running_schedule_changes_and_no_token_does(
 
 def unlike_schedule(problem: Problem, path: Path) -> Estimate:
     """A copy on two ranks beside one on a single rank, with much to gain for both."""
-    two, one = (Rra(part, Roofline(part.model, part.cluster.device, part.dtype)).estimate(
-        RraConfig(encode_batch=batch, decode_iterations=6)).one_copy
+    two, one = (fixed_estimate("rra", part, Roofline(
+        part.model, part.cluster.device, part.dtype), FixedSchedule(
+            encode_batch=batch, decode_iterations=6)).one_copy
         for part, batch in ((problem_on(problem, 2), 3), (problem_on(problem, 1), 2)))
     given(two.beside((one,)), problem, path)
     return two.beside((one,))

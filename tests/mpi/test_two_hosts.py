@@ -21,10 +21,9 @@ from given_runs import given, toy_plan  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 
 from xgpt.app.opened import open_file  # noqa: E402
+from xgpt.core.job import FixedSchedule
 from xprofiler.roofline import Roofline  # noqa: E402
-from xsimulator.policies import make_policy  # noqa: E402
-from xsimulator.policies.rra.config import RraConfig  # noqa: E402
-from xsimulator.policies.waa.config import WaaConfig  # noqa: E402
+from xsimulator.rough.forms import fixed_estimate
 
 pytestmark = [pytest.mark.mpi, pytest.mark.netns]
 
@@ -41,8 +40,8 @@ assert not hosts.is_here and hosts.ranks_each == 1
 hosts.run(RankProgram(module="xrunner.worker", argument=Path(sys.argv[2]), count=2),
           watch=lambda: None)
 """
-CONFIGS = {"rra": RraConfig(encode_batch=3, decode_iterations=4),
-           "waa-c": WaaConfig(encode_batch=1)}
+CONFIGS = {"rra": FixedSchedule(encode_batch=3, decode_iterations=4),
+           "waa-c": FixedSchedule(encode_batch=1)}
 SCHEDULES = {"rra": "policy: rra, encode_batch: 3, decode_iterations: 4, tp_degree: 1",
              "waa-c": "policy: waa-c, encode_batch: 1"}
 
@@ -80,7 +79,7 @@ def lay_out(out: Path, job_file: Path, directory: Path, policy: str) -> Path:
     out.mkdir()
     problem = open_file(job_file).problem
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    estimate = make_policy(policy, problem, timing).estimate(CONFIGS[policy])
+    estimate = fixed_estimate(policy, problem, timing, CONFIGS[policy])
     given(estimate, problem, out / "schedule.json")
     plan = toy_plan(directory, out, query_kv_tokens=estimate.deployment.group_kv_tokens)
     toys.write_spool(plan, job_file.with_name("requests.jsonl"))

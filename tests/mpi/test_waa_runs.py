@@ -19,10 +19,10 @@ from given_runs import given  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 
 from xgpt.app.opened import open_file  # noqa: E402
+from xgpt.core.job import FixedSchedule
 from xgpt.core.schedule_file import load_schedule  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
-from xsimulator.policies import make_policy  # noqa: E402
-from xsimulator.policies.waa.config import WaaConfig  # noqa: E402
+from xsimulator.rough.forms import fixed_estimate
 
 pytestmark = pytest.mark.mpi
 
@@ -38,12 +38,12 @@ def write_job(folder: Path, model: Path, requests: list[dict[str, Any]]) -> Path
                                 schedule="policy: waa-c, encode_batch: 1")
 
 
-def give_schedule(folder: Path, job: Path, config: WaaConfig) -> Path:
+def give_schedule(folder: Path, job: Path, config: FixedSchedule) -> Path:
     """What the simulator makes of `config`, as a schedule to run."""
     problem = open_file(job).problem
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
     path = folder / "given.json"
-    given(make_policy("waa-c", problem, timing).estimate(config), problem, path)
+    given(fixed_estimate("waa-c", problem, timing, config), problem, path)
     return path
 
 
@@ -101,9 +101,9 @@ def test_a_decode_pool_that_encodes_inputs_as_well(llama: tuple[Path, Any], tmp_
     job = write_job(tmp_path, directory, as_requests(queries))
     path = tmp_path / "given.json"
     problem = open_file(job).problem
-    estimate = make_policy("waa-m", problem, Roofline(
-        problem.model, problem.cluster.device, problem.dtype)).estimate(
-            WaaConfig(encode_batch=2, encode_chunk=7))
+    estimate = fixed_estimate("waa-m", problem, Roofline(
+        problem.model, problem.cluster.device, problem.dtype),
+            FixedSchedule(encode_batch=2, encode_chunk=7))
     given(estimate.changed(max_in_system=20, planned_active=16, kv_tokens=2000), problem, path)
     call("run", str(job), "--schedule", str(path), cache=profiled("llama"))
     out = tmp_path / "out"
@@ -126,7 +126,7 @@ def test_a_stopped_run_ends_in_good_order_and_goes_on(llama: tuple[Path, Any], t
     environment = profiled("llama")
     requests = [{"id": f"q{i}", "tokens": [7, 8, 9], "forced_tokens": 40} for i in range(200)]
     job = write_job(tmp_path, directory, requests)
-    given = give_schedule(tmp_path, job, WaaConfig(encode_batch=2))
+    given = give_schedule(tmp_path, job, FixedSchedule(encode_batch=2))
     command = [*XGPT, "run", str(job), "--schedule", str(given)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                                text=True, env=environment)

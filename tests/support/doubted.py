@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from toy_jobs import roofline_of
 
 from xgpt.core.lengths import empirical
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import Evaluator
 from xscheduler.uncertainty import Doubts
-from xsimulator.policies import make_config
 
 CONFIG = {"encode_batch": 12, "decode_iterations": 6}
 
@@ -28,7 +25,3 @@ def observed(problem: Problem, count: int, seed: int = 0) -> Problem:
 def doubts_of(problem: Problem, timing: TimingSource | None = None) -> Doubts:
     return Doubts(problem, Evaluator(problem, timing or roofline_of(problem)))
 
-
-def config_of(estimate: Estimate) -> Any:
-    """The configuration that was estimated."""
-    return make_config(estimate.policy, estimate)[0]

@@ -14,7 +14,7 @@ from replayed import problem_of
 from toy_runs import Collector, executor_of, head_of, serve
 from toys import generate, random_queries
 
-from xgpt.core.job import ROUND_ROBIN
+from xgpt.core.job import ROUND_ROBIN, FixedSchedule
 from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
@@ -31,20 +31,17 @@ from xrunner.rules.rra import PhaseControls, RraRule
 from xrunner.rules.steps import Step, YieldingRule, rules_for
 from xrunner.rules.windows import window_of
 from xrunner.transport.comm import LocalComm, local_comms
-from xsimulator.policies import make_policy
-from xsimulator.policies.continuous.config import ContinuousConfig
-from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.static.config import StaticConfig
 from xsimulator.replay.flow import submit
 from xsimulator.replay.job import Replayer, replay_job
 from xsimulator.replay.pool import PoolHead
 from xsimulator.replay.queries import Queries
 from xsimulator.replay.stage_line import StageLine
+from xsimulator.rough.forms import fixed_estimate
 
 Made = Callable[[str], tuple[Path, Any]]
-CONFIGS = [("rra", RraConfig(encode_batch=2, decode_iterations=4)),
-           ("ft", StaticConfig(encode_batch=3, decode_micro_batches=2)),
-           ("sarathi", ContinuousConfig(max_active=3, token_budget=12))]
+CONFIGS = [("rra", FixedSchedule(encode_batch=2, decode_iterations=4)),
+           ("ft", FixedSchedule(encode_batch=3, decode_micro_batches=2)),
+           ("sarathi", FixedSchedule(max_active=3, token_budget=12))]
 
 
 ANSWERS: dict[int, list[int]] = {}  # of the one model, by query
@@ -66,7 +63,7 @@ class Job:
         self.at_work: dict[int, tuple[Head, StageExecutor]] = {}  # by replica
         self.problem = problem_of(self.directory, np.stack([inputs, self.outputs], axis=1), stages)
         self.timing = Roofline(self.problem.model, self.problem.cluster.device, "float32")
-        one: Estimate = make_policy(policy, self.problem, self.timing).estimate(config)
+        one: Estimate = fixed_estimate(policy, self.problem, self.timing, config)
         self.one = one.changed(kv_tokens=20_000)
         self.estimate = self.one.in_copies(replicas)
 

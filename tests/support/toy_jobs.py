@@ -15,9 +15,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import schedule_from_flat
 from xprofiler.roofline import Roofline
-from xsimulator.policies import make_policy
-from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.waa.config import WaaConfig
+from xsimulator.rough.forms import fixed_estimate
 
 TOY = ModelSpec(name="toy", family="opt", num_layers=6, hidden_size=1024, num_heads=16,
                 vocab_size=8000, intermediate_size=4096, max_positions=512,
@@ -45,8 +43,7 @@ def roofline_of(problem: Problem) -> Roofline:
 
 
 def estimate_of(problem: Problem, policy="rra", **variables):
-    config = (RraConfig if policy == "rra" else WaaConfig)(**variables)
-    return make_policy(policy, problem, roofline_of(problem)).estimate(config)
+    return fixed_estimate(policy, problem, roofline_of(problem), FixedSchedule(**variables))
 
 
 def schedule_of(problem: Problem, estimate=None, **changes) -> Schedule:

@@ -21,12 +21,12 @@ import toys  # noqa: E402
 from job_folder import read_lines, write_job  # noqa: E402
 
 from xgpt.app.opened import open_file  # noqa: E402
+from xgpt.core.job import FixedSchedule
 from xgpt.core.schedule_file import save_schedule, schedule_from_flat  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.io.launcher_link import load_change_order, read_observed  # noqa: E402
 from xrunner.io.sink import read_progress  # noqa: E402
-from xsimulator.policies.rra.closed_form import Rra  # noqa: E402
-from xsimulator.policies.rra.config import RraConfig  # noqa: E402
+from xsimulator.rough.forms import fixed_estimate
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 KINDS, COUNT = 20, 600  # so many different queries, repeated
@@ -91,9 +91,9 @@ def test_a_running_schedule_changes_and_no_token_does(
         # the engine stands still now and then: neither are its steps slow for it, nor does it hang
         f"step_times: off, stall_timeout: {LIMIT_S:.0f}, "))
     problem = open_file(job).problem
-    estimate = Rra(problem, Roofline(problem.model, problem.cluster.device,
-                                     problem.dtype)).estimate(
-        RraConfig(encode_batch=3, decode_iterations=6))
+    estimate = fixed_estimate("rra", problem, Roofline(problem.model, problem.cluster.device,
+                                     problem.dtype),
+                                         FixedSchedule(encode_batch=3, decode_iterations=6))
     save_schedule(schedule_from_flat(
         estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
         status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,

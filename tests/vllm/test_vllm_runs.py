@@ -24,15 +24,15 @@ from job_folder import XGPT, as_requests, read_lines, write_job  # noqa: E402
 from replayed import problem_of  # noqa: E402
 
 from xgpt.app.opened import open_file  # noqa: E402
+from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem  # noqa: E402
 from xgpt.core.queries import QueryLengths  # noqa: E402
 from xgpt.core.schedule_file import load_schedule  # noqa: E402
 from xprofiler.profile import TableKey  # noqa: E402
 from xprofiler.profile_file import load_profile  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
-from xsimulator.policies import make_policy  # noqa: E402
-from xsimulator.policies.continuous.config import ContinuousConfig  # noqa: E402
 from xsimulator.replay.job import replay_job  # noqa: E402
+from xsimulator.rough.forms import fixed_estimate
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 QUERIES = toys.random_queries(30)
@@ -81,19 +81,19 @@ def test_a_job_is_executed_exactly(tmp_path: Path, toy: tuple[Path, Any], vllm_p
 
 
 @pytest.mark.parametrize(("policy", "config"), [
-    ("sarathi", ContinuousConfig(max_active=7, token_budget=16)),
-    ("vllm", ContinuousConfig(max_active=6, token_budget=24)),
-    ("orca", ContinuousConfig(max_active=6))], ids=["sarathi", "vllm", "orca"])
+    ("sarathi", FixedSchedule(max_active=7, token_budget=16)),
+    ("vllm", FixedSchedule(max_active=6, token_budget=24)),
+    ("orca", FixedSchedule(max_active=6))], ids=["sarathi", "vllm", "orca"])
 def test_a_schedule_is_executed_exactly(
         tmp_path: Path, toy: tuple[Path, Any], asked: Callable[..., dict[str, Any]], policy: str,
-        config: ContinuousConfig) -> None:
+        config: FixedSchedule) -> None:
     """Without the command around the engine's process."""
     (folder, model), out = toy, tmp_path / "out"
     out.mkdir()
     expected = {q.id: toys.generate(model, q) for q in QUERIES}
     problem = problem_of(folder, np.array([[len(q.input_ids), len(expected[q.id])]
                                            for q in QUERIES]), devices=1)
-    estimate = make_policy(policy, problem, roofline(problem)).estimate(config)
+    estimate = fixed_estimate(policy, problem, roofline(problem), config)
     given(estimate, problem, out / "schedule.json")
     requests = tmp_path / "requests.jsonl"
     requests.write_text("".join(json.dumps(line) + "\n" for line in as_requests(QUERIES)))
@@ -113,8 +113,8 @@ def test_what_is_drawn_does_not_depend_on_chunks(
         out.mkdir()
         problem = problem_of(toy[0], np.array([[len(q.input_ids), q.max_new_tokens]
                                                for q in QUERIES]), devices=1)
-        estimate = make_policy("sarathi", problem, roofline(problem)).estimate(
-            ContinuousConfig(max_active=4, token_budget=budget))
+        estimate = fixed_estimate("sarathi", problem, roofline(problem),
+            FixedSchedule(max_active=4, token_budget=budget))
         given(estimate, problem, out / "schedule.json")
         requests = tmp_path / f"{name}.jsonl"
         requests.write_text("".join(json.dumps(line | {"temperature": 1.0, "seed": 7}) + "\n"

@@ -15,12 +15,12 @@ import toys  # noqa: E402
 from given_runs import given, toy_plan  # noqa: E402
 from replayed import problem_of  # noqa: E402
 
+from xgpt.core.job import FixedSchedule
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.loading import Shelf  # noqa: E402
 from xrunner.worker import work  # noqa: E402
 from xrunner.world import connect  # noqa: E402
-from xsimulator.policies import make_policy  # noqa: E402
-from xsimulator.policies.rra.config import RraConfig  # noqa: E402
+from xsimulator.rough.forms import fixed_estimate
 
 
 def test_every_line_is_what_openai_promises(tmp_path: Path) -> None:
@@ -30,8 +30,8 @@ def test_every_line_is_what_openai_promises(tmp_path: Path) -> None:
     openai_batch.write_lines(requests)
     problem = problem_of(model, np.array([[30, 12], [60, 60]]), 1)
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    estimate = make_policy("rra", problem, timing).estimate(
-        RraConfig(encode_batch=3, decode_iterations=4))
+    estimate = fixed_estimate("rra", problem, timing,
+        FixedSchedule(encode_batch=3, decode_iterations=4))
     given(estimate.changed(kv_tokens=20_000), problem, out / "schedule.json")
     plan = toy_plan(model, out, query_kv_tokens=256, is_chat=True)
     toys.write_spool(plan, requests)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import paper_scenarios
 import pytest
 import scenarios as benchmark
 
-from xsimulator.policies import make_policy
-from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.static.config import StaticConfig
+from xgpt.core.job import FixedSchedule
+from xgpt.core.schedule import Figures
+from xsimulator.rough.forms import fixed_estimate
 
 OPT = paper_scenarios.Scenario(model="opt-13b", cluster="a40-4", task="S", has_peer_access=True)
 
@@ -19,7 +18,7 @@ OPT = paper_scenarios.Scenario(model="opt-13b", cluster="a40-4", task="S", has_p
 @pytest.fixture(scope="module")
 def row():
     bound_s = paper_scenarios.bounds_of(OPT.problem(), OPT.timing())[0]
-    return benchmark.row_of(OPT, OPT.timing(), bound_s, 1)
+    return benchmark.row_of(OPT, OPT.timing(), bound_s)
 
 
 def test_twenty_pairs_of_model_and_task_on_their_clusters():
@@ -32,14 +31,14 @@ def test_twenty_pairs_of_model_and_task_on_their_clusters():
 def test_the_bounds_are_percentiles_of_what_ft_takes():
     problem, timing = OPT.problem(), OPT.timing()
     latencies = paper_scenarios.ft_latencies(problem, timing)
-    ft = make_policy("ft", problem, timing)
+
+    def of(batch: int) -> Figures:
+        return fixed_estimate("ft", problem, timing, FixedSchedule(
+            encode_batch=batch, decode_micro_batches=1, tp_degree=4, tp_gpus=4)).figures
+
     for place, batch in ((0, 4), (-1, 4 * len(latencies))):
-        own = ft.estimate(StaticConfig(encode_batch=batch, decode_micro_batches=1, tp_degree=4,
-                                       tp_gpus=4))
-        assert latencies[place] == pytest.approx(own.figures.latency_s) and own.figures.fits
-    more = StaticConfig(encode_batch=4 * len(latencies) + 4, decode_micro_batches=1, tp_degree=4,
-                        tp_gpus=4)
-    assert not ft.estimate(more).figures.fits
+        assert latencies[place] == pytest.approx(of(batch).latency_s) and of(batch).fits
+    assert not of(4 * len(latencies) + 4).fits
     *bounds, last = paper_scenarios.bounds_of(problem, timing)
     assert math.isinf(last)
     for bound, percent in zip(bounds, (0.1, 0.3, 0.7), strict=True):
@@ -75,20 +74,8 @@ def test_the_schedule_meets_its_bound_and_gains(row):
 
 def test_a_bound_that_ft_misses_has_no_gain_and_is_counted(row):
     missed = benchmark.Row(scenario=OPT, bound_s=row.bound_s, ft=None, ft_best=row.ft_best,
-                           found=row.found, grid=1)
+                           found=row.found)
     assert math.isnan(missed.gain)
     small = benchmark.summary([row, missed])[2].split(" | ")
     assert small[2] == f"{row.gain:.1f}" and small[-2] == "1 of 2"
 
-
-def test_largest_batches_are_the_last_that_fit():
-    policy = make_policy("rra", OPT.problem(), OPT.timing())
-    configs = [RraConfig(encode_batch=1, decode_iterations=n) for n in (1, 8, 60)]
-    found = paper_scenarios.largest_batches(policy, configs)
-    for config, most in zip(configs, found.tolist(), strict=True):
-        for batch, fits in ((most, True), (most + 1, False)):
-            figures = policy.evaluate([RraConfig(
-                encode_batch=batch, decode_iterations=config.decode_iterations)])
-            assert bool(figures.fits[0]) == fits
-    assert np.all(np.diff(found) > 0)
-    assert paper_scenarios.largest_batches(policy, configs, most=5).tolist() == [5, 5, 5]

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from doubted import CONFIG, config_of, doubts_of, observed
 from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
+from xscheduler.live.pinned import pinned_policy
 
+from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import joint_empirical, truncated_normal
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
@@ -18,10 +20,8 @@ from xprofiler.profile_timing import ProfileTiming, TableError
 from xprofiler.roofline import Roofline
 from xprofiler.source_errors import student_quantile
 from xscheduler import evaluator
-from xscheduler.live.pinned import pinned_policy
 from xscheduler.uncertainty import upper_limit
-from xsimulator.policies.rra.closed_form import Rra
-from xsimulator.policies.rra.config import RraConfig
+from xsimulator.rough.forms import fixed_estimate
 
 SIZES = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)
 
@@ -170,8 +170,8 @@ def profile_timing(noisy: str = "", scatter: float = 0.0, bend: float = 0.0) -> 
 
 def profile_margin(timing: ProfileTiming):
     problem = toy_problem(latency_s=1.0)
-    rra = Rra(problem, timing)
-    estimate = rra.estimate(RraConfig(encode_batch=12, decode_iterations=6))
+    estimate = fixed_estimate("rra", problem, timing, FixedSchedule(
+        encode_batch=12, decode_iterations=6))
     return doubts_of(problem, timing).margin(estimate)
 
 

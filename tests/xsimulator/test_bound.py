@@ -20,15 +20,11 @@ from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xscheduler.tensor_plans import tensor_plans
 from xsimulator.bound import Kind, UpperBound, upper_bound
-from xsimulator.policies import make_policy
-from xsimulator.policies.continuous.config import ContinuousConfig
-from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.static.config import StaticConfig
-from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.predict import replay_checked
 from xsimulator.replay.steady import SteadyFigures
 from xsimulator.replay.step_clock import StepClocks
+from xsimulator.rough.forms import fixed_estimate
 
 SCATTER = 1.01  # of a replay's throughput over seeds
 KINDS: tuple[Kind, ...] = ("one pool", "two pools")
@@ -95,18 +91,18 @@ def draw_config(policy: str, problem: Problem, plan: tuple[int, int],
     stages = problem.cluster.num_devices - plan[1] + plan[1] // plan[0]
     batch, groups = size(rng, 1024), int(rng.integers(1, 2 * stages + 1))
     if policy == "rra":
-        return RraConfig(
+        return FixedSchedule(
             encode_batch=size(rng, 256), decode_iterations=size(rng, problem.lengths.outputs.max),
             decode_micro_batches=None if rng.random() < 0.5 else groups,
             encode_chunk=0 if rng.random() < 0.5 else size(rng, 4096, 64), **given)
     if policy in ("ft", "dsi"):
-        parts = int(rng.integers(1, 9)) if policy == "dsi" else None
-        return StaticConfig(encode_batch=max(min(batch, 400), groups),
-                            decode_micro_batches=groups, encode_parts=parts, **given)
+        parts = int(rng.integers(1, 9)) * groups if policy == "dsi" else None
+        return FixedSchedule(encode_batch=max(min(batch, 400), groups),
+                            decode_micro_batches=groups, encode_micro_batches=parts, **given)
     if policy in ("orca", "vllm", "sarathi"):
         budget = 0 if policy == "orca" else size(rng, 8192, 32)
-        return ContinuousConfig(max_active=max(batch, stages), token_budget=budget, **given)
-    return WaaConfig(encode_batch=size(rng, 64), decode_micro_batches=groups,
+        return FixedSchedule(max_active=max(batch, stages), token_budget=budget, **given)
+    return FixedSchedule(encode_batch=size(rng, 64), decode_micro_batches=groups,
                      encode_chunk=0 if rng.random() < 0.5 else size(rng, 2048, 32), **given)
 
 
@@ -118,14 +114,11 @@ def drawn(problem: Problem, timing: Roofline, count: int,
           rng: np.random.Generator) -> Iterator[Drawn]:
     """Replays of random configurations that fit."""
     plans, clocks = tensor_plans(problem, timing), StepClocks(problem, timing)
-    policies: dict[str, Any] = {}
     for _ in range(count):
         name = str(rng.choice(POLICIES))
         try:
-            if name not in policies:
-                policies[name] = make_policy(name, problem, timing)
             config = draw_config(name, problem, plans[rng.integers(len(plans))], rng)
-            estimate = policies[name].estimate(config)
+            estimate = fixed_estimate(name, problem, timing, config)
             if not estimate.figures.fits:
                 continue
             figures = replay_checked(problem, timing, estimate, int(rng.integers(1 << 30)), clocks)
@@ -138,7 +131,7 @@ def drawn(problem: Problem, timing: Roofline, count: int,
 def whole_job_qps(problem: Problem, timing: Roofline, one: Drawn) -> float:
     """Of a job so long that its beginning and end are next to nothing. The window of a short one
     holds too many ends where all queries end together."""
-    estimate = make_policy(one.policy, problem, timing).estimate(one.config)
+    estimate = fixed_estimate(one.policy, problem, timing, one.config)
     inputs, outputs = problem.lengths.sample(CONFIRMED, np.random.default_rng(0))
     result = replay_job(problem, timing, estimate, planned_queries(problem, inputs, outputs))
     return CONFIRMED / result.makespan_s
@@ -175,9 +168,8 @@ def test_it_holds_where_queries_are_evicted() -> None:
     """Bounds that ignored preemption claimed 3.21 queries/s of this problem as its optimum."""
     problem, timing = catalogued("llama-2-13b", "A100-40", 3, JointLengths(
         inputs=truncated_normal(60, 25, 150), outputs=truncated_normal(1000, 400, 2000)), 222.0)
-    config = ContinuousConfig(max_active=232, token_budget=150, tp_degree=2, tp_gpus=2)
-    form: Any = make_policy("sarathi", problem, timing)
-    estimate = form.estimate(config)
+    config = FixedSchedule(max_active=232, token_budget=150, tp_degree=2, tp_gpus=2)
+    estimate = fixed_estimate("sarathi", problem, timing, config)
     figures = replay_checked(problem, timing, estimate, 0)
     assert figures is not None
     most_qps = UpperBound(problem, timing).of_plan((2, 2), "one pool", figures.latency_s)
@@ -196,11 +188,10 @@ def test_it_is_of_one_copy_on_as_many_devices_as_are_asked_about() -> None:
 def test_it_holds_for_every_size_of_waas_chunks() -> None:
     problem, timing = catalogued("opt-13b", "A100-80", 4, JointLengths(
         inputs=truncated_normal(300, 100, 600), outputs=truncated_normal(100, 40, 250)), math.inf)
-    form: Any = make_policy("waa-c", problem, timing)
     bound = UpperBound(problem, timing)
     for chunk in (0, 64, 256, 1024):
-        estimate = form.estimate(WaaConfig(encode_batch=8, decode_micro_batches=3, tp_degree=1,
-                                           tp_gpus=0, encode_chunk=chunk))
+        estimate = fixed_estimate("waa-c", problem, timing, FixedSchedule(
+            encode_batch=8, decode_micro_batches=3, encode_chunk=chunk))
         figures = replay_checked(problem, timing, estimate, 0)
         assert figures is not None
         assert figures.throughput_qps <= SCATTER * bound.of_plan(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from xprofiler.timing import Operator, Reach
-from xsimulator.policies.measured_range import MeasuredRange, Presented
+from xsimulator.measured_range import MeasuredRange, Presented
 
 REACHES = {Operator.LAYER_REST: (100.0, 1.0), Operator.HEAD: (8.0, 1.0),
            Operator.DECODE_ATTENTION: (16.0, 50.0), Operator.ENCODE_ATTENTION: (40.0, 1.0)}

@@ -15,7 +15,6 @@ from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, truncated_normal
 from xgpt.core.model import ModelSpec
 from xgpt.core.problem import Problem
-from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.profile import (
     STEP_OVERHEAD,
     TRANSFER,
@@ -28,8 +27,8 @@ from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import MessageKind, Operator
 from xscheduler.found_schedule import SearchPlanner
-from xsimulator.policies.rra.closed_form import Rra
-from xsimulator.policies.rra.config import RraConfig
+from xsimulator.plans import StagePlans
+from xsimulator.rough.forms import fixed_estimate
 
 TOY = ModelSpec(name="toy", family="opt", num_layers=6, hidden_size=1024, num_heads=16,
                 vocab_size=8000, intermediate_size=4096, max_positions=512,
@@ -76,33 +75,24 @@ def profiled(problem, *, messages=None, **sizes):
     return ProfileTiming(Profile(metadata=METADATA, tables=tables), fallback=truth)
 
 
-CONFIGS = [RraConfig(encode_batch=b, decode_iterations=n, tp_degree=t, tp_gpus=0 if t == 1 else t)
+CONFIGS = [
+    FixedSchedule(encode_batch=b, decode_iterations=n, tp_degree=t, tp_gpus=0 if t == 1 else t)
            for b in (1, 2, 5, 9, 20, 33, 40, 70, 150, 1000)
            for n in (1, 4, 19) for t in (1, 2)]
 
 
-def test_sizes_beyond_four_times_have_no_throughput_and_no_end():
-    problem = toy_problem()
-    found = Rra(problem, profiled(problem)).evaluate(CONFIGS)
-    is_refused = found.stretch > REFUSED_BEYOND
-    assert is_refused.any() and not is_refused.all()
-    assert (found.throughput_qps[is_refused] == 0).all()
-    assert np.isinf(found.latency_s[is_refused]).all()
-    assert np.isinf(found.period_s[is_refused]).all() and np.isinf(found.encode_s[is_refused]).all()
-    assert (found.throughput_qps[~is_refused] > 0).all()
-    assert np.isfinite(found.latency_s[~is_refused]).all()
-    assert found.memory_bytes.max() < np.inf, "memory is known all the same"
+def figures_of(problem, timing, config):
+    return fixed_estimate("rra", problem, timing, config).figures
 
 
-def test_what_is_refused_says_nothing_of_its_neighbours():
-    """Evaluated together or alone, the figures are the same."""
+def test_sizes_far_beyond_those_measured_have_no_throughput_and_no_end():
     problem = toy_problem()
-    rra = Rra(problem, profiled(problem))
-    together = rra.evaluate(CONFIGS)
-    for row, config in enumerate(CONFIGS):
-        alone = rra.estimate(config).figures
-        assert together.throughput_qps[row] == pytest.approx(alone.throughput_qps, rel=1e-9)
-        assert together.latency_s[row] == pytest.approx(alone.latency_s, rel=1e-9)
+    found = [figures_of(problem, profiled(problem), config) for config in CONFIGS]
+    refused = [one for one in found if one.throughput_qps == 0]
+    assert refused and len(refused) < len(found)
+    assert all(math.isinf(one.latency_s) and math.isinf(one.period_s) for one in refused)
+    assert all(math.isfinite(one.latency_s) for one in found if one.throughput_qps > 0)
+    assert max(max(one.memory_bytes) for one in found) < math.inf, "memory is known all the same"
 
 
 def test_within_the_measured_sizes_the_profile_answers_as_what_it_was_measured_of():
@@ -110,35 +100,10 @@ def test_within_the_measured_sizes_the_profile_answers_as_what_it_was_measured_o
     finely = profiled(problem, queries=range(1, 40), tokens=range(1, 400),
                       contexts=range(1, 101, 3), lengths=range(1, 81))
     truth = Roofline(TOY, problem.cluster.device, "float16")
-    config = RraConfig(encode_batch=6, decode_iterations=4)
-    ours = Rra(problem, finely).estimate(config).figures
+    config = FixedSchedule(encode_batch=6, decode_iterations=4)
+    ours = fixed_estimate("rra", problem, finely, config).figures
     assert ours.throughput_qps == pytest.approx(
-        Rra(problem, truth).estimate(config).figures.throughput_qps, rel=0.05)
-
-
-def test_room_says_how_far_a_configuration_stretches_the_measurements():
-    problem = toy_problem()
-    rra = Rra(problem, profiled(problem))
-    room = rra.room(CONFIGS)
-    np.testing.assert_allclose(room.stretch, rra.evaluate(CONFIGS).stretch, rtol=1e-12)
-    batches = range(1, 100)
-    stretch = rra.room([RraConfig(encode_batch=b, decode_iterations=4) for b in batches]).stretch
-    assert (np.diff(stretch) >= 0).all(), "bisection rests on it"
-    assert stretch[0] <= 1 < REFUSED_BEYOND < stretch[-1]
-    # twice as much measured, half the stretch
-    double = profiled(problem, queries=(1, 3, 16), tokens=(8, 64, 512))
-    halved = Rra(problem, double).room(CONFIGS).stretch
-    large = room.stretch > 2  # smaller ones are stretched most by their lengths, as before
-    assert large.any() and halved[large] == pytest.approx(room.stretch[large] / 2)
-
-
-def test_a_source_that_computes_its_times_is_never_stretched():
-    problem = toy_problem()
-    truth = Roofline(TOY, problem.cluster.device, "float16")
-    assert (Rra(problem, truth).room(CONFIGS).stretch == 0).all()
-
-
-GRID = range(1, 130)
+        fixed_estimate("rra", problem, truth, config).figures.throughput_qps, rel=0.05)
 
 
 def find_schedule(problem, timing):
@@ -157,12 +122,8 @@ def test_what_is_found_is_timed_and_says_what_was_not_measured(sizes):
 
 def test_what_rests_on_extrapolated_times_says_so():
     problem = toy_problem()
-    rra = Rra(problem, profiled(problem))
-    for config in CONFIGS:
-        estimate = rra.estimate(config)
-        notes = [note for note in estimate.notes if note.startswith("extrapolated: ")]
-        assert bool(notes) == (rra.room([config]).stretch[0] > 1), (config, notes)
-    largest = rra.estimate(RraConfig(encode_batch=30, decode_iterations=4)).notes
+    largest = fixed_estimate("rra", problem, profiled(problem), FixedSchedule(
+        encode_batch=30, decode_iterations=4)).notes
     assert any(note.endswith("tokens encoded at once, measured up to 256") for note in largest)
     assert any(note.endswith("queries decoded at once, measured up to 8") for note in largest)
 
@@ -172,9 +133,9 @@ def test_what_rests_on_extrapolated_times_says_so():
     ({"lengths": (5, 20, 50)}, "extrapolated: up to 80 tokens of one input, measured up to 50")])
 def test_longer_queries_than_measured_are_noted_too(sizes, note):
     problem = toy_problem()
-    config = RraConfig(encode_batch=2, decode_iterations=4)
-    assert note in Rra(problem, profiled(problem, **sizes)).estimate(config).notes
-    assert note not in Rra(problem, profiled(problem)).estimate(config).notes
+    config = FixedSchedule(encode_batch=2, decode_iterations=4)
+    assert note in fixed_estimate("rra", problem, profiled(problem, **sizes), config).notes
+    assert note not in fixed_estimate("rra", problem, profiled(problem), config).notes
 
 
 @pytest.mark.parametrize("latency_s", [math.inf, 0.05])
@@ -189,9 +150,9 @@ def test_a_job_beyond_the_measured_range_is_infeasible_and_says_why(latency_s, f
 
 def test_a_refused_size_divides_by_nothing():
     problem = toy_problem()
-    config = RraConfig(encode_batch=33, decode_iterations=1, tp_degree=2, tp_gpus=2)
+    config = FixedSchedule(encode_batch=33, decode_iterations=1, tp_degree=2, tp_gpus=2)
     with np.errstate(divide="raise", invalid="raise"):
-        assert Rra(problem, profiled(problem)).evaluate([config]).throughput_qps == 0
+        assert figures_of(problem, profiled(problem), config).throughput_qps == 0
 
 
 @pytest.mark.parametrize("latency_s", [math.inf, 0.05])
@@ -211,7 +172,7 @@ def test_messages_of_any_size_are_answered_for():
 
 def test_layers_are_balanced_although_the_reference_workload_is_beyond_the_range():
     problem = toy_problem(devices=3)
-    stages = Rra(problem, profiled(problem, queries=(1, 2))).plans.both(1, 0).stages
+    stages = StagePlans(problem, profiled(problem, queries=(1, 2))).both(1, 0).stages
     assert max(stage.num_layers for stage in stages) <= 3
 
 
@@ -224,6 +185,6 @@ def test_memory_is_not_blamed_where_it_suffices():
 
 def test_a_refused_estimate_has_no_figure_that_is_no_number():
     problem = toy_problem()
-    estimate = Rra(problem, profiled(problem)).estimate(
-        RraConfig(encode_batch=1000, decode_iterations=4))
+    estimate = fixed_estimate("rra", problem, profiled(problem), FixedSchedule(
+        encode_batch=1000, decode_iterations=4))
     assert not math.isnan(estimate.figures.decode_iteration_s)

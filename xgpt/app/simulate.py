@@ -42,7 +42,7 @@ from xsimulator.replay.predict import checked_queries, sample_job
 from xsimulator.replay.records import PoolRecords, ReplayResult
 from xsimulator.replay.steady import SteadyFigures, enough_queries, of_unlike, steady_figures
 from xsimulator.rough.figures import EXTRAPOLATED, fixed_point
-from xsimulator.rough.forms import Formulas
+from xsimulator.rough.forms import fixed_estimate
 
 LEAST_QUERIES, MOST_QUERIES = 2000, 50_000
 ROUNDS = 12  # that many times what is in the system at once is enough for a steady state
@@ -120,7 +120,7 @@ def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -
             raise wrong(opened.job.source, "constraint.latency_s", problem.constraint.latency_s,
                         f"no configuration of {name}: {best}")
         return best
-    point, missing = fixed_point(name, fixed)
+    _, missing = fixed_point(name, fixed)
     if fixed.tp_degree not in (None, 1) and fixed.tp_gpus is None:
         missing.append("tp_gpus")
     if missing:
@@ -130,8 +130,7 @@ def _estimate(opened: OpenedJob, timing: TimingSource, given: Estimate | None) -
             for variable in missing])
     of_copy = problems_of_copies(
         replace(problem, fixed=replace(fixed, replicas=fixed.replicas or 1)))[0][0]
-    formed = Formulas(of_copy, timing).of(name).estimate(
-        (fixed.tp_degree or 1, fixed.tp_gpus or 0), point)
+    formed = fixed_estimate(name, of_copy, timing, fixed)
     if math.isinf(formed.figures.latency_s):
         raise _too_large(opened, [note.removeprefix(EXTRAPOLATED) for note in formed.notes
                                   if note.startswith(EXTRAPOLATED)])

@@ -5,12 +5,24 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from xgpt.core.job import FixedSchedule
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
+from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xsimulator.plans import PlanSource, shared_plans
-from xsimulator.rough.figures import Formula
+from xsimulator.rough.figures import Formula, fixed_point
 from xsimulator.rough.workload import Workload
+
+
+def fixed_estimate(name: str, problem: Problem, timing: TimingSource,
+                   fixed: FixedSchedule) -> Estimate:
+    """The Estimate of a policy's control variables, all of which are fixed, on all devices of the
+    problem, by the rough formula. Raises InputError for a tensor plan that they cannot have."""
+    point, missing = fixed_point(name, fixed)
+    assert not missing, f"{missing = }"
+    return Formulas(problem, timing).of(name).estimate(
+        (fixed.tp_degree or 1, fixed.tp_gpus or 0), point)
 
 
 class Formulas:

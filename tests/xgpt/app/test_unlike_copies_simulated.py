@@ -10,14 +10,14 @@ from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.plan import settled
 from xgpt.app.simulate import Simulation, simulate_job
 from xgpt.core.errors import InfeasibleError, InputError
+from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xscheduler.copies import problem_on
 from xscheduler.drift import drift_rows
 from xscheduler.live.reschedule import reschedule
-from xsimulator.policies import make_policy
-from xsimulator.policies.rra.closed_form import RraConfig
+from xsimulator.rough.forms import fixed_estimate
 
 Unlike = tuple[OpenedJob, TimingSource, Estimate]
 
@@ -32,8 +32,8 @@ def unlike(tmp_path_factory: pytest.TempPathFactory) -> Unlike:
     opened, timing = settled(open_file(path))
 
     def on(devices: int, batch: int) -> Estimate:
-        form = make_policy("rra", problem_on(opened.problem, devices), timing)
-        return form.estimate(RraConfig(encode_batch=batch, decode_iterations=8)).one_copy
+        return fixed_estimate("rra", problem_on(opened.problem, devices), timing, FixedSchedule(
+            encode_batch=batch, decode_iterations=8)).one_copy
 
     return opened, timing, on(2, 24).beside((on(1, 4),))
 

@@ -9,17 +9,17 @@ import pytest
 from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
 
 from xgpt.core.errors import XgptError
+from xgpt.core.job import FixedSchedule
 from xgpt.core.schedule import Schedule
 from xgpt.launch.engine_commands import ENGINES, EngineCommand, engine_command
-from xsimulator.policies import make_policy
-from xsimulator.policies.continuous.config import ContinuousConfig
+from xsimulator.rough.forms import fixed_estimate
 
 PROBLEM = toy_problem()
 
 
 def continuous(copies: int = 1) -> Schedule:
-    one = make_policy("sarathi", PROBLEM, roofline_of(PROBLEM)).estimate(
-        ContinuousConfig(max_active=12, token_budget=64))
+    one = fixed_estimate("sarathi", PROBLEM, roofline_of(PROBLEM),
+        FixedSchedule(max_active=12, token_budget=64))
     return schedule_of(PROBLEM, one.in_copies(copies))
 
 
@@ -53,8 +53,8 @@ def test_copies_are_a_flag_or_several_commands(engine: str) -> None:
 
 
 def test_whole_inputs_have_no_chunks() -> None:
-    whole = schedule_of(PROBLEM, make_policy("vllm", PROBLEM, roofline_of(PROBLEM)).estimate(
-        ContinuousConfig(max_active=12)))
+    whole = schedule_of(PROBLEM, fixed_estimate(
+        "vllm", PROBLEM, roofline_of(PROBLEM), FixedSchedule(max_active=12)))
     assert "--no-enable-chunked-prefill" in of("vllm", whole).words
     assert value(of("sglang", whole), "--chunked-prefill-size") == "-1"
 

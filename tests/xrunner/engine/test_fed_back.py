@@ -15,6 +15,7 @@ from replayed import problem_of, replayed_steps, run_steps
 from toy_runs import Collector, run_in_process, run_waa_in_process, toy_waa_rules, waa_pools
 from toys import generate, random_queries
 
+from xgpt.core.job import FixedSchedule
 from xgpt.core.queries import QueryLengths
 from xprofiler.roofline import Roofline
 from xrunner.devices import Arriving
@@ -29,11 +30,8 @@ from xrunner.rules.rra import RraRule
 from xrunner.rules.slots import Move, apply_moves, compaction_moves
 from xrunner.rules.static import StaticRule
 from xrunner.rules.steps import BatchingRule, StepKind, rules_for
-from xsimulator.policies import make_policy
-from xsimulator.policies.continuous.config import ContinuousConfig
-from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.static.config import StaticConfig
 from xsimulator.replay.job import replay_job
+from xsimulator.rough.forms import fixed_estimate
 
 Made = Callable[[str], tuple[Path, Any]]
 RULES: dict[str, Callable[[], BatchingRule]] = {
@@ -149,10 +147,10 @@ def test_an_encoder_decoder_model_is_fed_back_too(
     assert sum(token != FED_BACK for token in fed) == len(queries) < len(fed)
 
 
-AHEAD = [("rra", RraConfig(encode_batch=6, decode_iterations=4)),
-         ("rra", RraConfig(encode_batch=6, decode_iterations=4, decode_micro_batches=2)),
-         ("ft", StaticConfig(encode_batch=9, decode_micro_batches=2)),
-         ("orca", ContinuousConfig(max_active=6))]
+AHEAD = [("rra", FixedSchedule(encode_batch=6, decode_iterations=4)),
+         ("rra", FixedSchedule(encode_batch=6, decode_iterations=4, decode_micro_batches=2)),
+         ("ft", FixedSchedule(encode_batch=9, decode_micro_batches=2)),
+         ("orca", FixedSchedule(max_active=6))]
 
 
 @pytest.mark.parametrize(("policy", "config"), AHEAD)
@@ -164,7 +162,7 @@ def test_a_head_that_is_ahead_decides_what_the_replay_decides(made: Made, policy
     outputs = np.array([q.max_new_tokens for q in queries])
     problem = problem_of(directory, np.stack([inputs, outputs], axis=1), 1)
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    estimate = make_policy(policy, problem, timing).estimate(config)
+    estimate = fixed_estimate(policy, problem, timing, config)
     sink, (executor,) = run_in_process(directory, queries, rule=rules_for(estimate)[0],
                                        stages=estimate.deployment.stages)
     assert {index: len(ids) for index, ids in answers(sink).items()} == {

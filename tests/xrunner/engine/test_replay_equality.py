@@ -20,19 +20,15 @@ from representative import some
 from toy_runs import ranks_of, run_in_process, run_waa_in_process
 from toys import generate, random_queries
 
+from xgpt.core.job import FixedSchedule
 from xgpt.core.policies import policy as row_of
 from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
 from xrunner.query import PreparedQuery
 from xrunner.rules.steps import rules_for
-from xsimulator.policies import make_policy
-from xsimulator.policies.continuous.config import ContinuousConfig
-from xsimulator.policies.rra.closed_form import Rra
-from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.static.config import StaticConfig
-from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.replay.job import replay_job
+from xsimulator.rough.forms import fixed_estimate
 
 Made = Callable[[str], tuple[Path, Any]]
 Work = tuple[Path, list[PreparedQuery], np.ndarray]
@@ -62,23 +58,23 @@ def work(request: pytest.FixtureRequest, works: Callable[[str], Work]) -> Work:
     return works(request.param)
 
 
-RRA = [((1,), RraConfig(encode_batch=6, decode_iterations=4, decode_micro_batches=2)),
-       ((1, 1), RraConfig(encode_batch=9, decode_iterations=3)),
-       ((2, 1), RraConfig(encode_batch=5, decode_iterations=7, tp_degree=2, tp_gpus=2)),
-       ((2, 2), RraConfig(encode_batch=3, decode_iterations=2, tp_degree=2, tp_gpus=4,
+RRA = [((1,), FixedSchedule(encode_batch=6, decode_iterations=4, decode_micro_batches=2)),
+       ((1, 1), FixedSchedule(encode_batch=9, decode_iterations=3)),
+       ((2, 1), FixedSchedule(encode_batch=5, decode_iterations=7, tp_degree=2, tp_gpus=2)),
+       ((2, 2), FixedSchedule(encode_batch=3, decode_iterations=2, tp_degree=2, tp_gpus=4,
                           decode_micro_batches=3))]
-BASELINES = [("ft", (1, 1), StaticConfig(encode_batch=9, decode_micro_batches=2)),
-             ("ft", (1,), StaticConfig(encode_batch=5, decode_micro_batches=3)),
-             ("dsi", (1, 1, 1), StaticConfig(encode_batch=7, decode_micro_batches=2,
+BASELINES = [("ft", (1, 1), FixedSchedule(encode_batch=9, decode_micro_batches=2)),
+             ("ft", (1,), FixedSchedule(encode_batch=5, decode_micro_batches=3)),
+             ("dsi", (1, 1, 1), FixedSchedule(encode_batch=7, decode_micro_batches=2,
                                              encode_parts=2)),
-             ("orca", (1,), ContinuousConfig(max_active=6)),
-             ("orca", (2, 1), ContinuousConfig(max_active=7, tp_degree=2, tp_gpus=2)),
-             ("vllm", (1, 1), ContinuousConfig(max_active=9, token_budget=60)),
-             ("sarathi", (1, 1), ContinuousConfig(max_active=9, token_budget=12))]
-WAA = [(2, WaaConfig(encode_batch=4)),
-       (2, WaaConfig(encode_batch=6, decode_micro_batches=2)),
-       (4, WaaConfig(encode_batch=3, decode_micro_batches=3)),
-       (4, WaaConfig(encode_batch=4, decode_micro_batches=2, tp_degree=2, tp_gpus=2))]
+             ("orca", (1,), FixedSchedule(max_active=6)),
+             ("orca", (2, 1), FixedSchedule(max_active=7, tp_degree=2, tp_gpus=2)),
+             ("vllm", (1, 1), FixedSchedule(max_active=9, token_budget=60)),
+             ("sarathi", (1, 1), FixedSchedule(max_active=9, token_budget=12))]
+WAA = [(2, FixedSchedule(encode_batch=4)),
+       (2, FixedSchedule(encode_batch=6, decode_micro_batches=2)),
+       (4, FixedSchedule(encode_batch=3, decode_micro_batches=3)),
+       (4, FixedSchedule(encode_batch=4, decode_micro_batches=2, tp_degree=2, tp_gpus=2))]
 
 
 FAMILIES, DECODER_ONLY = ("llama", "t5"), ("orca", "vllm", "sarathi")
@@ -103,12 +99,12 @@ def in_turns(cases: list[Any], is_in_both: Callable[[Any], bool] = lambda case: 
 @pytest.mark.parametrize(("work", "degrees", "config", "is_tight"), in_turns(
     RRA, is_large=lambda case: case[0] == (2, 2)), indirect=["work"])
 def test_a_run_and_its_replay_take_the_same_steps(work: Work, degrees: tuple[int, ...],
-                                                  config: RraConfig, is_tight: bool) -> None:
+                                                  config: FixedSchedule, is_tight: bool) -> None:
     directory, queries, outputs = work
     inputs = np.array([len(q.input_ids) for q in queries])
     problem = problem_of(directory, np.stack([inputs, outputs], axis=1), sum(degrees))
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    estimate: Estimate = Rra(problem, timing).estimate(config)
+    estimate: Estimate = fixed_estimate("rra", problem, timing, config)
     most = max(q.reserve_tokens for q in queries)
     # tight: the budget holds two or three queries a group, so that admission waits for room
     kv_tokens = estimate.deployment.num_groups * (2 * most if is_tight else 40 * most)
@@ -136,7 +132,7 @@ def test_a_baseline_and_its_replay_take_the_same_steps(
     if problem.model.is_encoder_decoder and row_of(policy).is_decoder_only:
         pytest.skip("decoder-only models")
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    estimate: Estimate = make_policy(policy, problem, timing).estimate(config)
+    estimate: Estimate = fixed_estimate(policy, problem, timing, config)
     most = -(-max(q.reserve_tokens for q in queries) // 16) * 16
     estimate = estimate.changed(kv_tokens=estimate.deployment.num_groups * most * (
         2 if is_tight else 40))
@@ -159,13 +155,14 @@ def test_a_baseline_and_its_replay_take_the_same_steps(
 @pytest.mark.parametrize(("work", "devices", "config", "is_alone"), in_turns(
     WAA, is_large=lambda case: case[1].tp_degree > 1), indirect=["work"])
 def test_two_pools_and_their_replay_take_the_same_steps(work: Work, devices: int,
-                                                        config: WaaConfig, is_alone: bool) -> None:
+                                                        config: FixedSchedule,
+                                                        is_alone: bool) -> None:
     """`is_alone`: one batch is in the system at a time (their size divides the job)."""
     directory, queries, outputs = work
     inputs = np.array([len(q.input_ids) for q in queries])
     problem = problem_of(directory, np.stack([inputs, outputs], axis=1), devices)
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    estimate: Estimate = make_policy("waa-c", problem, timing).estimate(config)
+    estimate: Estimate = fixed_estimate("waa-c", problem, timing, config)
     if is_alone:
         estimate = estimate.changed(max_in_system=config.encode_batch, adjustment=0.0)
     rules = rules_for(estimate)
@@ -190,7 +187,7 @@ def test_a_decode_pool_that_encodes_all_and_its_replay_take_the_same_steps(
     inputs = np.array([len(q.input_ids) for q in queries])
     problem = problem_of(directory, np.stack([inputs, outputs], axis=1), devices)
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    estimate: Estimate = make_policy("waa-m", problem, timing).estimate(WaaConfig(
+    estimate: Estimate = fixed_estimate("waa-m", problem, timing, FixedSchedule(
         encode_batch=4, decode_micro_batches=groups, encode_chunk=chunk))
     estimate = estimate.changed(max_in_system=2 * len(queries), planned_active=len(queries),
                                 stock_tokens=int(inputs.sum()), kv_tokens=100_000)

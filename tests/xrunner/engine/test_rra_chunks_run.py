@@ -12,14 +12,14 @@ import pytest
 from replayed import problem_of
 from toy_runs import run_in_process
 
+from xgpt.core.job import FixedSchedule
 from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
 from xrunner.query import PreparedQuery
 from xrunner.rules.steps import rules_for
-from xsimulator.policies.rra.closed_form import Rra
-from xsimulator.policies.rra.config import RraConfig
 from xsimulator.replay.job import replay_job
+from xsimulator.rough.forms import fixed_estimate
 
 Made = Callable[[str], tuple[Path, Any]]
 Answered = Callable[[str], tuple[list[PreparedQuery], dict[int, list[int]]]]
@@ -41,7 +41,7 @@ def test_chunks_answer_as_generate_does_and_are_replayed(
     problem = problem_of(directory, np.stack([lengths.inputs, lengths.outputs], axis=1),
                          sum(degrees))
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    estimate: Estimate = Rra(problem, timing).estimate(RraConfig(
+    estimate: Estimate = fixed_estimate("rra", problem, timing, FixedSchedule(
         encode_batch=batch, decode_iterations=iterations, encode_chunk=chunk,
         tp_degree=max(degrees), tp_gpus=max(degrees) if max(degrees) > 1 else 0))
     most = max(q.reserve_tokens for q in queries)

@@ -31,9 +31,8 @@ from xrunner.engines.padded_model import PaddedModel, padded_left
 from xrunner.query import PreparedQuery, Sampling
 from xrunner.rules.static import StaticRule, static_rule
 from xrunner.transport.comm import local_comms
-from xsimulator.policies import make_policy
-from xsimulator.policies.static.config import StaticConfig
 from xsimulator.replay.job import replay_job
+from xsimulator.rough.forms import fixed_estimate
 
 Made = Callable[[str], tuple[Path, Any]]
 
@@ -115,10 +114,9 @@ def test_the_steps_are_those_of_the_replay(made: Made, answered: Any, name: str,
     pairs = np.array([(len(q.input_ids), len(expected[q.index])) for q in queries])
     problem = problem_of(made("opt")[0], pairs)
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    policy: Any = make_policy(name, problem, timing)
-    estimate = policy.estimate(StaticConfig(
-        encode_batch=batch, decode_micro_batches=groups, encode_parts=parts, tp_degree=2,
-        tp_gpus=2))
+    estimate = fixed_estimate(name, problem, timing, FixedSchedule(
+        encode_batch=batch, decode_micro_batches=groups, tp_degree=2, tp_gpus=2,
+        encode_micro_batches=None if parts is None else parts * groups))
     _, executors = run(made("opt"), queries, static_rule(estimate), ranks=2)
     lengths = QueryLengths(inputs=pairs[:, 0], outputs=pairs[:, 1],
                            most_outputs=np.array([q.max_new_tokens for q in queries]))

@@ -21,10 +21,7 @@ from xrunner.rules.batch_sizer import LEAST_ADJUSTED, BatchSizer
 from xrunner.rules.rra import RraRule, rra_rule
 from xrunner.rules.steps import StepKind
 from xrunner.rules.waa import WaaEncodeRule, waa_rules
-from xsimulator.policies import make_policy
-from xsimulator.policies.rra.closed_form import Rra
-from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.waa.config import WaaConfig
+from xsimulator.rough.forms import fixed_estimate
 
 MEAN = 20.0
 SIZER = BatchSizer(mean_input=MEAN, adjustment=0.1)
@@ -124,12 +121,13 @@ def test_what_the_job_says_reaches_the_rules(adjustment: Adjustment, rra_leads: 
                                              waa_leads: bool, share: float) -> None:
     problem = problem_of(adjustment)
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    found = Rra(problem, timing).estimate(RraConfig(encode_batch=24, decode_iterations=8))
+    found = fixed_estimate("rra", problem, timing,
+        FixedSchedule(encode_batch=24, decode_iterations=8))
     target = rra_rule(found).controls.target_active
     assert (target > 0) == rra_leads and found.controls.even.adjustment == share
     if rra_leads:  # B_E are encoded; those with more to do are the decode batch
         assert target == pytest.approx(found.figures.decode_batch - 24, rel=0.01)
-    waa = make_policy("waa-c", problem, timing).estimate(WaaConfig(encode_batch=8))
+    waa = fixed_estimate("waa-c", problem, timing, FixedSchedule(encode_batch=8))
     target = waa.controls.even.target_active
     assert waa.controls.even.adjustment == share
     assert (target == waa.figures.decode_batch) == waa_leads and (target > 0) == waa_leads
@@ -138,7 +136,7 @@ def test_what_the_job_says_reaches_the_rules(adjustment: Adjustment, rra_leads: 
 def waa_rule(target_active: float) -> WaaEncodeRule:
     problem = problem_of(Adjustment())
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    found = make_policy("waa-c", problem, timing).estimate(WaaConfig(encode_batch=20))
+    found = fixed_estimate("waa-c", problem, timing, FixedSchedule(encode_batch=20))
     roomy = tuple(replace(pool, kv_tokens=10**9) for pool in found.deployment.pools)
     found = found.changed(mean_input_tokens=MEAN, target_active=target_active, max_in_system=1000,
                           pools=roomy)

@@ -9,15 +9,11 @@ from hypothesis import strategies as st
 from toy_jobs import roofline_of, toy_problem
 
 from xgpt.core.controls import EvenBatches
-from xgpt.core.job import FIXED, LEAST_TOKENS, ROUND_ROBIN, ROUTINGS
+from xgpt.core.job import FIXED, LEAST_TOKENS, ROUND_ROBIN, ROUTINGS, FixedSchedule
 from xrunner.rules.recalls import Paces, Recall, recalls
 from xrunner.rules.routing import Router, deal, expected_tokens
 from xrunner.rules.windows import Load, Window, rra_window, window_of
-from xsimulator.policies import make_policy
-from xsimulator.policies.continuous.config import ContinuousConfig
-from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.static.config import StaticConfig
-from xsimulator.policies.waa.config import WaaConfig
+from xsimulator.rough.forms import fixed_estimate
 
 
 def test_in_turn_or_to_who_has_the_fewest_tokens() -> None:
@@ -112,15 +108,16 @@ def test_rras_window_holds_two_rounds_at_their_largest() -> None:
 
 
 @pytest.mark.parametrize(("policy", "config", "waiting", "present", "batch"), [
-    ("rra", RraConfig(encode_batch=8, decode_iterations=4), 2 * 8 + 8, 0, 8),
-    ("waa-c", WaaConfig(encode_batch=2), 4 * 2, 0, 2),  # a batch for each group of the encode pool
-    ("ft", StaticConfig(encode_batch=9, decode_micro_batches=4), 9, 0, 9),
-    ("orca", ContinuousConfig(max_active=20), 8, 28, 1),
-    ("sarathi", ContinuousConfig(max_active=64, token_budget=40), 16, 80, 1)])
+    ("rra", FixedSchedule(encode_batch=8, decode_iterations=4), 2 * 8 + 8, 0, 8),
+    ("waa-c",
+        FixedSchedule(encode_batch=2), 4 * 2, 0, 2),  # a batch for each group of the encode pool
+    ("ft", FixedSchedule(encode_batch=9, decode_micro_batches=4), 9, 0, 9),
+    ("orca", FixedSchedule(max_active=20), 8, 28, 1),
+    ("sarathi", FixedSchedule(max_active=64, token_budget=40), 16, 80, 1)])
 def test_every_kind_of_policy_has_a_window(policy: str, config: object, waiting: int,
                                            present: int, batch: int) -> None:
     problem = toy_problem()
-    estimate = make_policy(policy, problem, roofline_of(problem)).estimate(config)
+    estimate = fixed_estimate(policy, problem, roofline_of(problem), config)
     assert window_of(estimate) == Window(waiting=waiting, present=present, batch=batch,
                                          at_work=estimate.figures.decode_batch)
 

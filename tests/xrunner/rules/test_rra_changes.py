@@ -21,15 +21,15 @@ from representative import some
 from toy_runs import Collector, run_in_process
 from toys import generate, random_queries
 
+from xgpt.core.job import FixedSchedule
 from xgpt.core.queries import QueryLengths
 from xprofiler.roofline import Roofline
 from xrunner.io.launcher_link import ChangeOrder, LauncherLink, read_observed
 from xrunner.io.result_line import result_line
 from xrunner.query import FinishedQuery
 from xrunner.rules.rra import PhaseControls, RraRule, phase_controls, rra_rule
-from xsimulator.policies.rra.closed_form import Rra
-from xsimulator.policies.rra.config import RraConfig
 from xsimulator.replay.job import replay_job
+from xsimulator.rough.forms import fixed_estimate
 
 
 def phases_of(steps: list[Any]) -> dict[int, tuple[int, int]]:
@@ -131,8 +131,7 @@ def test_a_run_that_changes_is_exact_and_its_replay_takes_the_same_steps(
         [q.input_ids for q in queries], expected))
     problem = problem_of(directory, np.stack([inputs, outputs], axis=1), stages)
     timing = Roofline(problem.model, problem.cluster.device, problem.dtype)
-    policy = Rra(problem, timing)
-    begin, later, last = (policy.estimate(RraConfig(
+    begin, later, last = (fixed_estimate("rra", problem, timing, FixedSchedule(
         encode_batch=batch, decode_iterations=iterations,
         decode_micro_batches=2)).changed(kv_tokens=kv)
         for batch, iterations, kv in ((2, 9, 400), (9, 3, 900), (4, 6, 300)))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 from taken_as_true import timing_of
 from watched_jobs import session_of
+from xscheduler.live.pinned import Way
 
 from xgpt.app.opened import OpenedJob
 from xgpt.app.plan import plan_job
@@ -19,7 +20,6 @@ from xscheduler.live.allowance import Kept, KeptLook
 from xscheduler.live.at_once import WholeLook
 from xscheduler.live.decisions import Decider, Followed
 from xscheduler.live.pace import PaceDrift
-from xscheduler.live.pinned import Way
 from xscheduler.live.slowed import StepLook
 
 

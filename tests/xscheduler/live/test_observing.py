@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 from taken_as_true import timing_of
 from watched_jobs import follow, outputs_of, session_of, write_state
+from xscheduler.live.pinned import PinnedSearch
 
 import xgpt.cli.schedule as command
 from xgpt.app.opened import OpenedJob
@@ -29,7 +30,6 @@ from xrunner.io.launcher_link import OBSERVED_FILE, load_change_order
 from xrunner.rules.rra import most_active, phase_controls, rra_rule
 from xscheduler.beginning import FIRST_QUERIES, NEAR, beginning, hint, said_of
 from xscheduler.live.decisions import CAUTION
-from xscheduler.live.pinned import PinnedSearch
 from xscheduler.live.reschedule import Revised, revise
 from xscheduler.room import slots_for
 from xsimulator.replay.job import replay_job

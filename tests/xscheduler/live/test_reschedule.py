@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 from representative import some
 from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
+from xscheduler.live.pinned import PinnedSearch, pinned_policy
 
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.job import FixedSchedule
 from xscheduler.live.deployment import redeployment
-from xscheduler.live.pinned import PinnedSearch, pinned_policy
 from xscheduler.live.reschedule import break_even, reschedule
-from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.waa.config import WaaConfig
 
 LONGER, SHORTER = (14, 6, 30), (6, 3, 14)
 BATCHES, GROUPS = range(1, 41), range(1, 9)
@@ -50,8 +48,8 @@ def brute_force(deployed, problem):
             "tp_gpus": deployed.deployment.tp_gpus}
     iterations = range(1, problem.lengths.outputs.max) if deployed.policy == "rra" else [None]
     configs = [
-        RraConfig(encode_batch=b, decode_iterations=n, decode_micro_batches=g, **plan) if n
-        else WaaConfig(encode_batch=b, decode_micro_batches=g, **plan)
+        FixedSchedule(encode_batch=b, decode_iterations=n, decode_micro_batches=g, **plan) if n
+        else FixedSchedule(encode_batch=b, decode_micro_batches=g, **plan)
         for b, n, g in itertools.product(BATCHES, iterations, GROUPS)]
     arrays = pinned_policy(deployed, problem, roofline_of(problem)).evaluate(configs)
     most = problem.num_queries or math.inf

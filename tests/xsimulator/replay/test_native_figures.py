@@ -13,17 +13,14 @@ from problems import problem_of, roofline_of
 from taken_as_true import TakenAsTrue
 
 from xgpt.core.errors import XgptError
+from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import joint_empirical
 from xsimulator import native
-from xsimulator.policies import make_policy
-from xsimulator.policies.continuous.config import ContinuousConfig
-from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.static.config import StaticConfig
-from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.replay import native_replay
 from xsimulator.replay.figures import steady_replay
 from xsimulator.replay.job import Replayer, planned_queries, replay_job
 from xsimulator.replay.steady import steady_figures
+from xsimulator.rough.forms import fixed_estimate
 
 pytestmark = pytest.mark.skipif(native.native() is None, reason="there is no compiler")
 
@@ -41,15 +38,15 @@ def configs(draw):
     policy = draw(st.sampled_from(["vllm", "sarathi", "orca", "rra", "chunks", "waa-c", "waa-m",
                                    "ft", "dsi"]))
     if policy in ("vllm", "sarathi", "orca"):
-        return policy, ContinuousConfig(max_active=size(60) + 3, token_budget=size(300) + 20,
+        return policy, FixedSchedule(max_active=size(60) + 3, token_budget=size(300) + 20,
                                         **plan)
     if policy in ("rra", "chunks"):
-        return "rra", RraConfig(encode_batch=size(30), decode_iterations=size(40),
+        return "rra", FixedSchedule(encode_batch=size(30), decode_iterations=size(40),
                                 encode_chunk=size(90) if policy == "chunks" else 0, **plan)
     batch, groups = size(20), size(3)
     if policy in ("ft", "dsi"):
-        return policy, StaticConfig(encode_batch=batch, decode_micro_batches=groups, **plan)
-    return policy, WaaConfig(encode_batch=batch, decode_micro_batches=groups, tp_degree=1,
+        return policy, FixedSchedule(encode_batch=batch, decode_micro_batches=groups, **plan)
+    return policy, FixedSchedule(encode_batch=batch, decode_micro_batches=groups, tp_degree=1,
                              tp_gpus=0)
 
 
@@ -80,7 +77,7 @@ def test_they_are_those_of_the_records(seed, model, kind, found, is_native, shar
     timing.facts = replace(timing.facts, sharing=sharing)
     policy, config = found
     try:
-        estimate = make_policy(policy, problem, timing).estimate(config)
+        estimate = fixed_estimate(policy, problem, timing, config)
         result = replay_job(problem, timing, estimate, queries)
     except XgptError:
         return
@@ -104,14 +101,14 @@ class Measured(TakenAsTrue):
 
 
 @pytest.mark.parametrize(("policy", "config"), [
-    ("sarathi", ContinuousConfig(max_active=40, token_budget=64, tp_degree=1, tp_gpus=0)),
-    ("vllm", ContinuousConfig(max_active=40, token_budget=6000, tp_degree=1, tp_gpus=0)),
-    ("rra", RraConfig(encode_batch=60, decode_iterations=9, tp_degree=1, tp_gpus=0)),
-    ("ft", StaticConfig(encode_batch=80, decode_micro_batches=2, tp_degree=1, tp_gpus=0)),
-    ("waa-m", WaaConfig(encode_batch=9, decode_micro_batches=1, tp_degree=1, tp_gpus=0))])
+    ("sarathi", FixedSchedule(max_active=40, token_budget=64, tp_degree=1, tp_gpus=0)),
+    ("vllm", FixedSchedule(max_active=40, token_budget=6000, tp_degree=1, tp_gpus=0)),
+    ("rra", FixedSchedule(encode_batch=60, decode_iterations=9, tp_degree=1, tp_gpus=0)),
+    ("ft", FixedSchedule(encode_batch=80, decode_micro_batches=2, tp_degree=1, tp_gpus=0)),
+    ("waa-m", FixedSchedule(encode_batch=9, decode_micro_batches=1, tp_degree=1, tp_gpus=0))])
 def test_what_is_larger_than_any_that_was_timed_has_no_figures(policy, config):
     problem, _, queries = job_of(1, "opt-13b", "sequence")
     timing = Measured(problem.model, problem.cluster.device, problem.dtype)
-    estimate = make_policy(policy, problem, roofline_of(problem)).estimate(config)
+    estimate = fixed_estimate(policy, problem, roofline_of(problem), config)
     assert Replayer(problem, timing, estimate).native(queries) is not None
     assert steady_replay(problem, timing, estimate, queries) is None

@@ -13,6 +13,7 @@ from replayed_both_ways import assert_names_one_that_never_fits, same_both_ways
 from taken_as_true import TakenAsTrue
 
 from xgpt.core.errors import XgptError
+from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.queries import QueryLengths
 from xprofiler.timing import Operator, TimingFacts
@@ -21,10 +22,9 @@ from xrunner.rules.steps import StepKind
 from xrunner.rules.taken import DecodeAim
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
 from xsimulator import native
-from xsimulator.policies import make_policy
-from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.replay import native_replay
 from xsimulator.replay.job import Replayer, replay_job
+from xsimulator.rough.forms import fixed_estimate
 
 LONGEST = 320  # tokens of a query with its output
 PLANS = {"opt-13b": ("a40-4", [(1, 0), (2, 4)]), "t5-11b": ("a40-8", [(1, 0), (2, 4), (4, 8)]),
@@ -64,7 +64,7 @@ def job_of(rng, model):
                                is_padded=bool(rng.random() < 0.3))
     timing.unit = rng.choice([0.0, 2.0**-9])
     degree, gpus = plans[rng.integers(len(plans))]
-    estimate = make_policy(str(rng.choice(["waa-c", "waa-m"])), problem, timing).estimate(WaaConfig(
+    estimate = fixed_estimate(str(rng.choice(["waa-c", "waa-m"])), problem, timing, FixedSchedule(
         encode_batch=int(rng.integers(1, 20)), decode_micro_batches=int(rng.integers(1, 3)),
         tp_degree=degree, tp_gpus=gpus))
     return problem, timing, estimate, QueryLengths(inputs=inputs, outputs=outputs,

@@ -10,12 +10,12 @@ import pytest
 from problems import problem_of, roofline_of
 from replayed_both_ways import assert_names_one_that_never_fits, same_both_ways
 
+from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.queries import QueryLengths
 from xsimulator import native
-from xsimulator.policies import make_policy
-from xsimulator.policies.continuous.config import ContinuousConfig
 from xsimulator.replay.job import replay_job
+from xsimulator.rough.forms import fixed_estimate
 
 pytestmark = pytest.mark.skipif(native.native() is None, reason="there is no compiler")
 
@@ -27,7 +27,7 @@ def planned(policy, rng, model="opt-13b"):
     outputs[rng.random(size) < 0.2] = 1
     problem = problem_of(model, "a40-4", joint_empirical(np.stack([inputs, outputs], axis=1)))
     timing, (degree, gpus) = roofline_of(problem), [(1, 0), (2, 4), (4, 4)][rng.integers(3)]
-    estimate = make_policy(policy, problem, timing).estimate(ContinuousConfig(
+    estimate = fixed_estimate(policy, problem, timing, FixedSchedule(
         max_active=int(rng.integers(4, 60)), token_budget=int(rng.integers(20, 400)),
         tp_degree=degree, tp_gpus=gpus))
     (pool,) = estimate.deployment.pools

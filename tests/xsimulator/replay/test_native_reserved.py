@@ -12,15 +12,15 @@ from problems import problem_of, roofline_of
 from replayed_both_ways import assert_names_one_that_never_fits, same_both_ways
 
 from xgpt.core.controls import EvenBatches
+from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.queries import QueryLengths
 from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.rra import RraRule, reserve_facts
 from xrunner.rules.steps import StepKind
 from xsimulator import native
-from xsimulator.policies import make_policy
-from xsimulator.policies.rra.config import RraConfig
 from xsimulator.replay.job import replay_job
+from xsimulator.rough.forms import fixed_estimate
 
 LONGEST = 320  # tokens of a query with its output
 
@@ -34,7 +34,7 @@ def job_of(rng, model="opt-13b"):
     outputs[rng.random(size) < 0.2] = 1
     problem = problem_of(model, "a40-4", joint_empirical(np.stack([inputs, outputs], axis=1)))
     timing, (degree, gpus) = roofline_of(problem), [(1, 0), (2, 4), (4, 4)][rng.integers(3)]
-    estimate = make_policy("rra", problem, timing).estimate(RraConfig(
+    estimate = fixed_estimate("rra", problem, timing, FixedSchedule(
         encode_batch=4, decode_iterations=9, tp_degree=degree, tp_gpus=gpus))
     return problem, timing, estimate, QueryLengths(inputs=inputs, outputs=outputs,
                                                    most_outputs=outputs)

@@ -12,15 +12,15 @@ from replayed_both_ways import same_both_ways
 from taken_as_true import TakenAsTrue
 
 from xgpt.core.errors import XgptError
+from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.queries import QueryLengths
 from xprofiler.timing import TimingFacts
 from xrunner.rules.static import StaticRule
 from xsimulator import native
-from xsimulator.policies import make_policy
-from xsimulator.policies.static.config import StaticConfig
 from xsimulator.replay import native_replay
 from xsimulator.replay.job import Replayer
+from xsimulator.rough.forms import fixed_estimate
 
 LONGEST = 320  # tokens of a query with its output
 
@@ -37,7 +37,7 @@ def job_of(rng, model, *, is_padded=False):
     if is_padded:
         timing = TakenAsTrue(problem.model, problem.cluster.device, problem.dtype)
         timing.facts = TimingFacts(step_overhead_s=2.0**-10, is_padded=True)
-    estimate = make_policy("ft", problem, timing).estimate(StaticConfig(
+    estimate = fixed_estimate("ft", problem, timing, FixedSchedule(
         encode_batch=4, decode_micro_batches=1, tp_degree=degree, tp_gpus=gpus))
     most = np.minimum(outputs + rng.integers(0, 40), LONGEST - inputs)
     return Replayer(problem, timing, estimate), QueryLengths(inputs=inputs, outputs=outputs,

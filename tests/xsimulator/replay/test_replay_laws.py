@@ -18,10 +18,10 @@ from xgpt.core.lengths import empirical, joint_empirical
 from xgpt.core.policies import policy_names
 from xgpt.core.queries import QueryTimes
 from xrunner.rules.steps import StepKind
-from xsimulator.policies import make_config, make_policy
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.steady import steady_figures
+from xsimulator.rough.forms import fixed_estimate
 
 CLUSTERS = {"opt-13b": "a40-4", "t5-11b": "a40-4"}
 EXAMPLES = examples(50, derandomize=True,
@@ -46,10 +46,8 @@ def replays(draw, policy):
         decode_micro_batches=groups, encode_micro_batches=groups * draw(st.integers(1, 3)),
         max_active=draw(st.integers(4, 60)), token_budget=draw(st.sampled_from([512, 900, 4000])),
         tp_degree=degree, tp_gpus=0 if degree == 1 else degree * draw(st.integers(1, 4 // degree)))
-    config, missing = make_config(policy, controls)
-    assert not missing, f"{policy = } {missing = }"
     try:
-        found = make_policy(policy, problem, roofline_of(problem)).estimate(config)
+        found = fixed_estimate(policy, problem, roofline_of(problem), controls)
     except InputError:
         assume(False)
     assume(found.figures.fits)

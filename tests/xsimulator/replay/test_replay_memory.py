@@ -15,12 +15,8 @@ from xgpt.core.units import DTYPE_BYTES
 from xscheduler.tensor_plans import all_tensor_plans
 from xsimulator import memory
 from xsimulator.plans import StagePlans
-from xsimulator.policies import make_config, make_policy
-from xsimulator.policies.rra.closed_form import Rra
-from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.waa.closed_form import waa_c
-from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.replay.job import Replayer, planned_queries
+from xsimulator.rough.forms import Formulas, fixed_estimate
 
 CASES = [("opt-13b", "a40-4", "S"), ("t5-11b", "a40-4", "C1"), ("opt-13b", "a40-4", "G")]
 LARGEST = {"encode_batch": 4096, "max_active": 20_000}
@@ -28,7 +24,6 @@ LARGEST = {"encode_batch": 4096, "max_active": 20_000}
 
 def fullest(policy, problem, rng):
     """The estimate of a random configuration with the largest batch that fits."""
-    made = make_policy(policy, problem, roofline_of(problem))
     degree = int(rng.choice([1, 2, 4]))
     values = {"decode_iterations": int(rng.integers(1, 40)), "tp_degree": degree,
               "tp_gpus": 0 if degree == 1 else degree * int(rng.integers(1, 4 // degree + 1)),
@@ -38,9 +33,8 @@ def fullest(policy, problem, rng):
 
     def estimate(size):
         size_of = {name: size if name == "encode_batch" else 4 + size for name in LARGEST}
-        config, missing = make_config(policy, FixedSchedule(**{**values, **size_of}))
-        assert not missing
-        return made.estimate(config)
+        return fixed_estimate(policy, problem, roofline_of(problem),
+                              FixedSchedule(**{**values, **size_of}))
 
     try:
         low, high = 1, 8192
@@ -119,16 +113,17 @@ def test_waa_cannot_hold_two_copies_of_the_largest_models(model, cluster, task):
     all that decode (plans of 175B on A40 fit so) an answer of task G would take minutes."""
     problem = problem_of(model, cluster, task)
     timing = roofline_of(problem, padded=True)
-    waa, rra = waa_c(problem, timing), Rra(problem, timing)
-    assert rra.estimate(RraConfig(encode_batch=1, decode_iterations=64)).figures.fits
+    formulas = Formulas(problem, timing)
+    assert fixed_estimate("rra", problem, timing, FixedSchedule(
+        encode_batch=1, decode_iterations=64)).figures.fits
     tried = 0
     for degree, gpus in all_tensor_plans(problem, roofline_of(problem)):
-        try:
-            found = waa.evaluate([WaaConfig(encode_batch=1, decode_micro_batches=groups,
-                                            tp_degree=degree, tp_gpus=gpus) for groups in (1, 8)])
-        except InputError:
+        if not formulas.of("waa-c").can_lay_out((degree, gpus)):
+            tried += 2
             continue
+        found = formulas.of("waa-c").rough((degree, gpus), np.array([[1, 1, 0], [1, 8, 0]]))
+        fits = found.memory_bytes <= memory.capacity_bytes(problem.cluster.device)
         tried += 2
-        assert not found.fits[1], f"{degree = } {gpus = }"
-        assert not found.fits[0] or found.latency_s[0] > 200, f"{degree = } {gpus = }"
+        assert not fits[1], f"{degree = } {gpus = }"
+        assert not fits[0] or found.latency_s[0] > 200, f"{degree = } {gpus = }"
     assert tried >= 8

@@ -12,19 +12,18 @@ import pytest
 from problems import problem_of, roofline_of
 
 from xgpt.core.errors import XgptError
+from xgpt.core.job import FixedSchedule
 from xgpt.core.schedule import Estimate
 from xrunner.rules.steps import StepKind
-from xsimulator.policies import make_policy
-from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.replay.job import Replayer, planned_queries
 from xsimulator.replay.recorded import load_recordings
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.step_clock import SharedClock, StepClocks
+from xsimulator.rough.forms import fixed_estimate
 
 QUERIES, MOST_CONTEXT = 150, 577  # tokens: task T's longest input and output, and one
 PROBLEM = problem_of("opt-13b", "a40-4", "T")
-RRA, WAA = RraConfig(encode_batch=12, decode_iterations=6), WaaConfig(encode_batch=3)
+RRA, WAA = FixedSchedule(encode_batch=12, decode_iterations=6), FixedSchedule(encode_batch=3)
 
 
 def leave(folder: Path, result: ReplayResult, inputs: np.ndarray) -> None:
@@ -45,10 +44,10 @@ def leave(folder: Path, result: ReplayResult, inputs: np.ndarray) -> None:
         {"state": "done", "queries_before": 0, "wall_s": result.makespan_s}))
 
 
-def made(config: RraConfig | WaaConfig, folder: Path) -> tuple[Replayer, Estimate, np.ndarray]:
+def made(config: FixedSchedule, folder: Path) -> tuple[Replayer, Estimate, np.ndarray]:
     """A replayer whose own step times are half of those of the run in `folder`."""
     problem, timing = PROBLEM, roofline_of(PROBLEM)
-    estimate = make_policy("rra" if config is RRA else "waa-c", problem, timing).estimate(config)
+    estimate = fixed_estimate("rra" if config is RRA else "waa-c", problem, timing, config)
     inputs, outputs = problem.lengths.sample(QUERIES, np.random.default_rng(3))
     replayer, known = Replayer(problem, timing, estimate), StepClocks(problem, timing)
     slow = [SharedClock(known.of(pool.stages, MOST_CONTEXT), [2.0] * len(pool.stages))
@@ -58,7 +57,7 @@ def made(config: RraConfig | WaaConfig, folder: Path) -> tuple[Replayer, Estimat
 
 
 @pytest.mark.parametrize("config", [RRA, WAA], ids=["rra", "waa"])
-def test_recorded_times_and_lengths_give_the_runs_makespan(config: RraConfig | WaaConfig,
+def test_recorded_times_and_lengths_give_the_runs_makespan(config: FixedSchedule,
                                                            tmp_path: Path) -> None:
     replayer, estimate, inputs = made(config, tmp_path)
     (recording,) = load_recordings(tmp_path, estimate.deployment)
@@ -100,7 +99,7 @@ def test_a_kind_of_step_that_the_run_never_took_is_named(tmp_path: Path) -> None
 def test_each_copy_of_the_model_has_a_record_of_its_own(tmp_path: Path) -> None:
     """Every other query by the second copy, its stages numbered behind those of the first."""
     timing = roofline_of(PROBLEM)
-    estimate = make_policy("rra", PROBLEM, timing).estimate(RRA)
+    estimate = fixed_estimate("rra", PROBLEM, timing, RRA)
     replayer, lines = Replayer(PROBLEM, timing, estimate), []
     inputs, outputs = PROBLEM.lengths.sample(QUERIES, np.random.default_rng(3))
     results: dict[int, dict[str, float]] = {}

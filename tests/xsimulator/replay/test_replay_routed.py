@@ -8,29 +8,25 @@ import numpy as np
 import pytest
 from toy_jobs import roofline_of, toy_problem
 
-from xgpt.core.job import FIXED, LEAST_TOKENS
+from xgpt.core.job import FIXED, LEAST_TOKENS, FixedSchedule
 from xgpt.core.queries import QueryLengths
-from xsimulator.policies import make_policy
-from xsimulator.policies.continuous.config import ContinuousConfig
-from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.static.config import StaticConfig
-from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.replay.job import Replayer, planned_queries
 from xsimulator.replay.records import PoolRecords
 from xsimulator.replay.routed import RoutedReplay, replay_routed
+from xsimulator.rough.forms import fixed_estimate
 
-CASES = [("rra", RraConfig(encode_batch=12, decode_iterations=12)),
-         ("rra", RraConfig(encode_batch=12, decode_iterations=12, encode_chunk=64)),
-         ("ft", StaticConfig(encode_batch=32, decode_micro_batches=4)),
-         ("sarathi", ContinuousConfig(max_active=32, token_budget=200)),
-         ("vllm", ContinuousConfig(max_active=32, token_budget=2000)),
-         ("waa-c", WaaConfig(encode_batch=4))]
+CASES = [("rra", FixedSchedule(encode_batch=12, decode_iterations=12)),
+         ("rra", FixedSchedule(encode_batch=12, decode_iterations=12, encode_chunk=64)),
+         ("ft", FixedSchedule(encode_batch=32, decode_micro_batches=4)),
+         ("sarathi", FixedSchedule(max_active=32, token_budget=200)),
+         ("vllm", FixedSchedule(max_active=32, token_budget=2000)),
+         ("waa-c", FixedSchedule(encode_batch=4))]
 
 
 def made(policy: str, config: object, count: int = 300) -> tuple[Replayer, QueryLengths]:
     problem = replace(toy_problem(), num_queries=count)
     timing = roofline_of(problem)
-    estimate = make_policy(policy, problem, timing).estimate(config)
+    estimate = fixed_estimate(policy, problem, timing, config)
     inputs, outputs = problem.lengths.sample(count, np.random.default_rng(3))
     return Replayer(problem, timing, estimate), planned_queries(problem, inputs, outputs)
 

@@ -9,14 +9,13 @@ import pytest
 from problems import problem_of
 
 from xgpt.core.deployment import StageAssignment
+from xgpt.core.job import FixedSchedule
 from xgpt.core.queries import QueryTimes
 from xprofiler.roofline import Roofline
 from xrunner.rules.steps import Step, StepKind
-from xsimulator.policies import make_policy
-from xsimulator.policies.rra.config import RraConfig
-from xsimulator.policies.waa.config import WaaConfig
 from xsimulator.replay.job import planned_queries, replay_job, slow_downs
 from xsimulator.replay.records import PoolRecords, ReplayResult
+from xsimulator.rough.forms import fixed_estimate
 
 SHARING = 2.0
 
@@ -68,8 +67,8 @@ def replays(config, task="S", **changes):
     device = problem.cluster.device
     own, shared = Roofline(problem.model, device, problem.dtype), Shared(
         problem.model, device, problem.dtype)
-    estimate = make_policy("waa-c" if isinstance(config, WaaConfig) else "rra", problem,
-                           own).estimate(config)
+    estimate = fixed_estimate("waa-c" if isinstance(config, FixedSchedule) else "rra", problem,
+                           own, config)
     estimate = estimate.changed(**changes)
     inputs, outputs = problem.lengths.sample(300, np.random.default_rng(0))
     queries = planned_queries(problem, inputs, outputs)
@@ -80,18 +79,18 @@ def replays(config, task="S", **changes):
 
 def test_stages_that_take_turns_have_the_cores_for_themselves() -> None:
     """One group on four stages: one stage works at a time, though two cores serve four."""
-    own, _, shared = replays(RraConfig(encode_batch=20, decode_iterations=8,
+    own, _, shared = replays(FixedSchedule(encode_batch=20, decode_iterations=8,
                                        decode_micro_batches=1))
     assert shared == pytest.approx(own, rel=0.02)
 
 
 def test_stages_that_always_work_are_slowed_down_in_full() -> None:
-    own, slowed, shared = replays(RraConfig(encode_batch=64, decode_iterations=8,
+    own, slowed, shared = replays(FixedSchedule(encode_batch=64, decode_iterations=8,
                                             decode_micro_batches=8))
     assert own < shared <= slowed * 1.001
     assert shared > 0.85 * slowed
 
 
 def test_a_pool_that_waits_leaves_its_cores_to_the_other() -> None:
-    own, slowed, shared = replays(WaaConfig(encode_batch=2, decode_micro_batches=2))
+    own, slowed, shared = replays(FixedSchedule(encode_batch=2, decode_micro_batches=2))
     assert own * 1.02 < shared < slowed * 0.98

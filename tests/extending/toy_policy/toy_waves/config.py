@@ -1,4 +1,4 @@
-"""The control variables: as a schedule holds them, and as one point of the grid."""
+"""The control variables, as a schedule holds them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,3 @@ class WavesControls:
 
     policy: str = "waves"
     wave_queries: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WavesConfig:
-    """One point of the grid. The number of queries comes first, and the tensor plan is named so."""
-
-    wave_queries: int
-    tp_degree: int = 1
-    tp_gpus: int = 0
