@@ -25,6 +25,7 @@ from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
+from xscheduler.replays import Replays
 from xsimulator.memory import capacity_bytes
 from xsimulator.rough.forms import Formulas
 
@@ -37,6 +38,7 @@ PERCENTILES = (10, 30, 70)  # of FT's latencies; the fourth bound is infinite
 BATCH_STEP = 4
 QUANTILE = 0.99
 STAGED = "pcie4-x16"  # copies go through the host's memory
+LEAST_BATCHES = 12  # chosen: of a replay
 _MOST_BATCHES = 4096  # steps of FT's batch that are looked at
 
 
@@ -100,13 +102,16 @@ def ft_plan(cluster: Cluster) -> tuple[int, int]:
 
 
 def ft_latencies(problem: Problem, timing: TimingSource) -> FloatArray:
-    """[batches] seconds at 4, 8, 12 ... queries, as far as memory reaches."""
+    """[batches] seconds at 4, 8, 12 ... queries, as far as memory reaches, by replay."""
     degree, gpus = ft_plan(problem.cluster)
     batches = BATCH_STEP * np.arange(1, _MOST_BATCHES)
-    found = Formulas(problem, timing).of("ft").rough(
-        (degree, gpus), np.stack([batches, np.full(len(batches), gpus // degree)], axis=1))
-    fits = found.memory_bytes <= capacity_bytes(problem.cluster.device)
-    return found.latency_s[fits & np.isfinite(found.latency_s)]
+    form, replays = Formulas(problem, timing).of("ft"), Replays(problem, timing)
+    points = np.stack([batches, np.full(len(batches), gpus // degree)], axis=1)
+    fits = form.rough((degree, gpus), points).memory_bytes <= capacity_bytes(
+        problem.cluster.device)
+    return np.array([replays.of(form.estimate((degree, gpus), (batch, groups)),
+                                LEAST_BATCHES * batch).latency_s
+                     for batch, groups in points[fits].tolist()])
 
 
 def bounds_of(problem: Problem, timing: TimingSource) -> tuple[float, ...]:

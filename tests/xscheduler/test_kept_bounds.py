@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from checked_replay import replay_checked
 from problems import problem_of
 
 from xgpt.core.constraint import Bound
@@ -16,7 +17,6 @@ from xgpt.core.schedule import Schedule
 from xprofiler.roofline import Roofline
 from xscheduler.copies import problem_for
 from xscheduler.planner import PlanOptions, plan
-from xsimulator.replay.predict import replay_checked
 from xsimulator.replay.steady import SteadyFigures
 
 SCATTER = 1.02  # of a latency over seeds of a replay

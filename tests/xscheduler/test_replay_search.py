@@ -74,7 +74,7 @@ def drawn(problem: Problem, count: int, seed: int) -> Iterator[Drawn]:
             continue
         estimate = cell.formula.estimate(cell.plan, point)
         replayed = replays.of(estimate, checked_queries(cell.problem, estimate))
-        if limits.are_kept_by(replayed):
+        if replayed.figures is not None and limits.are_kept(replayed.figures):
             yield Drawn(cell.copies * replayed.throughput_qps,
                         f"{cell.copies} x {cell.policy} {cell.plan} {point}")
 

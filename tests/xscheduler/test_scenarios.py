@@ -37,7 +37,7 @@ def test_the_bounds_are_percentiles_of_what_ft_takes():
             encode_batch=batch, decode_micro_batches=1, tp_degree=4, tp_gpus=4)).figures
 
     for place, batch in ((0, 4), (-1, 4 * len(latencies))):
-        assert latencies[place] == pytest.approx(of(batch).latency_s) and of(batch).fits
+        assert latencies[place] == pytest.approx(of(batch).latency_s, rel=0.15) and of(batch).fits
     assert not of(4 * len(latencies) + 4).fits
     *bounds, last = paper_scenarios.bounds_of(problem, timing)
     assert math.isinf(last)

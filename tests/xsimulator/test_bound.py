@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from checked_replay import replay_checked
 
 from xgpt.core import catalog
 from xgpt.core.cluster import uniform_cluster
@@ -21,7 +22,6 @@ from xprofiler.roofline import Roofline
 from xscheduler.tensor_plans import tensor_plans
 from xsimulator.bound import Kind, UpperBound, upper_bound
 from xsimulator.replay.job import planned_queries, replay_job
-from xsimulator.replay.predict import replay_checked
 from xsimulator.replay.steady import SteadyFigures
 from xsimulator.replay.step_clock import StepClocks
 from xsimulator.rough.forms import fixed_estimate

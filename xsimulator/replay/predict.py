@@ -13,13 +13,10 @@ from xgpt.core.lengths import IntArray, JointLengths
 from xgpt.core.problem import Problem
 from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate
-from xprofiler.timing import TimingSource
 from xsimulator.replay.copies import JobReplayer
-from xsimulator.replay.figures import steady_replay
-from xsimulator.replay.job import planned_outputs, planned_queries
+from xsimulator.replay.job import planned_outputs
 from xsimulator.replay.records import ReplayResult
-from xsimulator.replay.steady import SteadyFigures, enough_queries
-from xsimulator.replay.step_clock import StepClocks
+from xsimulator.replay.steady import enough_queries
 
 # Of a replay that checks a latency: queries at least and at most, and times what is in the system.
 # Of twelve schedules of problems of benchmarks/hand_problems.py, with 56 to 1,378 queries in the
@@ -53,19 +50,6 @@ class JobPrediction:
     tpot_p50_s: float | None
     tpot_p99_s: float | None
     wall_s: float
-
-
-def replay_checked(problem: Problem, timing: TimingSource, estimate: Estimate, seed: int,
-                   clocks: StepClocks | None = None) -> SteadyFigures | None:
-    """The steady state in a replay of sampled queries that checks the bounds' figures; None where
-    it has none, or met a step larger than any that was timed."""
-    count = checked_queries(problem, estimate)
-    inputs, outputs = problem.lengths.sample(count, np.random.default_rng(seed))
-    if problem.constraint.kind == "sequence":
-        outputs = with_watched(outputs, problem.lengths.outputs.quantile(
-            problem.constraint.quantile))
-    return steady_replay(problem, timing, estimate, planned_queries(problem, inputs, outputs),
-                         clocks)
 
 
 def checked_queries(problem: Problem, estimate: Estimate) -> int:

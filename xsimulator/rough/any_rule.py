@@ -65,8 +65,8 @@ class AnyRule(Continuous):
         each = np.minimum(slots, tokens / work.reserve_at_work)
         cycle_s, ended, encode_s, iteration_s = self._apart(
             pool, each, np.full(len(points), np.inf), groups)
-        return Rough(
-            throughput_qps=np.where(np.isfinite(cycle_s), groups * ended / cycle_s, 0.0),
+        return Rough.made(
+            throughput_qps=groups * ended / cycle_s,
             latency_s=encode_s + work.watched * cycle_s, ttft_s=encode_s, encode_s=encode_s,
             iteration_s=iteration_s, period_s=cycle_s, decode_batch=groups * each,
             present=groups * each, kv_tokens=tokens * groups, memory_bytes=np.where(

@@ -40,6 +40,14 @@ class Rough:
     kv_tokens: FloatArray
     memory_bytes: FloatArray
 
+    @classmethod
+    def made(cls, throughput_qps: FloatArray, **seconds_and_sizes: FloatArray) -> Rough:
+        """Where seconds are refused, none of them are known, and nothing is answered."""
+        is_timed = np.isfinite(seconds_and_sizes["latency_s"])
+        return cls(throughput_qps=np.where(is_timed, throughput_qps, 0.0), **{
+            name: np.where(np.isnan(values), np.inf, values)
+            for name, values in seconds_and_sizes.items()})
+
     def of(self, row: int) -> dict[str, float]:
         """Those of one configuration, by name."""
         return {name: float(getattr(self, name)[row]) for name in self.__slots__}

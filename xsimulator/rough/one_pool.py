@@ -231,9 +231,7 @@ class Rra(OnePool):
         """With what follows from the figures that were found."""
         rows, heads = self._step_sizes(pool, points)
         is_decoded = self.problem.model.is_encoder_decoder  # the first token
-        found["throughput_qps"] = np.where(np.isfinite(found["period_s"]),
-                                           found["throughput_qps"], 0.0)
-        return Rough(
+        return Rough.made(
             ttft_s=found["encode_s"] + (found["iteration_s"] if is_decoded else 0.0),
             memory_bytes=pool.held.fullest(found["kv_tokens"], rows, heads), **found)
 
@@ -316,8 +314,8 @@ class Continuous(OnePool):
             pool, each, budget, groups)
         cycle_s, ended, encode_s, iteration_s = found
         latency_s = encode_s + work.watched * cycle_s
-        return Rough(
-            throughput_qps=np.where(np.isfinite(cycle_s), groups * ended / cycle_s, 0.0),
+        return Rough.made(
+            throughput_qps=groups * ended / cycle_s,
             latency_s=latency_s, ttft_s=encode_s, encode_s=encode_s, iteration_s=iteration_s,
             period_s=cycle_s, decode_batch=groups * each, present=groups * each,
             kv_tokens=tokens * groups,

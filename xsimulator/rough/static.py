@@ -64,8 +64,8 @@ class Static(OnePool):
                               largest * inputs.max)
         tokens = (np.maximum(np.ceil(reserved), inputs.max)
                   + largest * (work.longest - inputs.max)) * groups
-        return Rough(
-            throughput_qps=np.where(np.isfinite(period_s), batch / period_s, 0.0),
+        return Rough.made(
+            throughput_qps=batch / period_s,
             latency_s=latency_s, ttft_s=encode_s, encode_s=encode_s,
             iteration_s=decode_s / np.maximum(most, 1.0), period_s=period_s, decode_batch=batch,
             present=batch, kv_tokens=tokens, memory_bytes=pool.held.fullest(tokens, rows, heads))

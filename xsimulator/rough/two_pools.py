@@ -21,6 +21,7 @@ import numpy as np
 
 from xgpt.core.controls import EvenBatches, WaaControls
 from xgpt.core.deployment import Deployment, Pool
+from xgpt.core.errors import wrong
 from xgpt.core.lengths import FloatArray, IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
@@ -119,6 +120,9 @@ class TwoPools:
     def _divide(self, plan: tuple[int, int], points: FloatArray) -> IntArray:
         """[points] devices that encode."""
         work, split = self._workload, self._split(*plan)
+        if not len(split.encode_devices):
+            raise wrong("schedule", "tp_degree, tp_gpus", plan,
+                        "a plan by which the devices can be divided into two pools")
         batch, groups, _ = points.T
         if self.policy == "waa-c":  # in proportion to the time that each phase of a query takes
             single = self._pace(self._plans.pool(
@@ -198,9 +202,8 @@ class TwoPools:
         for number, one in enumerate(pools):
             own = which == number
             used[own] = self._bytes(one, points[own], present[own])
-        is_timed = np.isfinite(latency_s)
-        return Rough(
-            throughput_qps=np.where(is_timed, qps, 0.0), latency_s=latency_s, ttft_s=ttft_s,
+        return Rough.made(
+            throughput_qps=qps, latency_s=latency_s, ttft_s=ttft_s,
             encode_s=longest.through, iteration_s=cycle_s, period_s=cycle_s, decode_batch=rows,
             present=present, kv_tokens=self._kv_tokens(present), memory_bytes=used), stock
 

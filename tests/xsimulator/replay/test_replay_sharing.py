@@ -67,7 +67,7 @@ def replays(config, task="S", **changes):
     device = problem.cluster.device
     own, shared = Roofline(problem.model, device, problem.dtype), Shared(
         problem.model, device, problem.dtype)
-    estimate = fixed_estimate("waa-c" if isinstance(config, FixedSchedule) else "rra", problem,
+    estimate = fixed_estimate("rra" if config.decode_iterations else "waa-c", problem,
                            own, config)
     estimate = estimate.changed(**changes)
     inputs, outputs = problem.lengths.sample(300, np.random.default_rng(0))
