@@ -122,7 +122,8 @@ class TwoPools:
         work, split = self._workload, self._split(*plan)
         if not len(split.encode_devices):
             raise wrong("schedule", "tp_degree, tp_gpus", plan,
-                        "a plan by which the devices can be divided into two pools")
+                        "one by which the devices can be divided into two pools, groups within one "
+                        "node or on whole nodes, a layer for every stage")
         batch, groups, _ = points.T
         if self.policy == "waa-c":  # in proportion to the time that each phase of a query takes
             single = self._pace(self._plans.pool(

@@ -66,7 +66,7 @@ RRA = [((1,), FixedSchedule(encode_batch=6, decode_iterations=4, decode_micro_ba
 BASELINES = [("ft", (1, 1), FixedSchedule(encode_batch=9, decode_micro_batches=2)),
              ("ft", (1,), FixedSchedule(encode_batch=5, decode_micro_batches=3)),
              ("dsi", (1, 1, 1), FixedSchedule(encode_batch=7, decode_micro_batches=2,
-                                             encode_parts=2)),
+                                             encode_micro_batches=4)),
              ("orca", (1,), FixedSchedule(max_active=6)),
              ("orca", (2, 1), FixedSchedule(max_active=7, tp_degree=2, tp_gpus=2)),
              ("vllm", (1, 1), FixedSchedule(max_active=9, token_budget=60)),
@@ -153,7 +153,7 @@ def test_a_baseline_and_its_replay_take_the_same_steps(
 
 
 @pytest.mark.parametrize(("work", "devices", "config", "is_alone"), in_turns(
-    WAA, is_large=lambda case: case[1].tp_degree > 1), indirect=["work"])
+    WAA, is_large=lambda case: (case[1].tp_degree or 1) > 1), indirect=["work"])
 def test_two_pools_and_their_replay_take_the_same_steps(work: Work, devices: int,
                                                         config: FixedSchedule,
                                                         is_alone: bool) -> None:

@@ -114,14 +114,14 @@ def test_sources_are_compiled_each_and_linked_to_one_library(cache: Path, source
 
 
 @needs_compiler
-def test_ranks_wait_for_no_source_of_planning(cache: Path, sources: Path) -> None:
-    (sources / "planning_two.cpp").write_text('extern "C" int two(void) { return 2; }\n')
+def test_ranks_wait_for_no_source_of_replays(cache: Path, sources: Path) -> None:
+    (sources / "replay_two.cpp").write_text('extern "C" int two(void) { return 2; }\n')
     first = build.cached_library(cache)
-    own, planning = ctypes.CDLL(str(first)), ctypes.CDLL(
-        str(build.cached_library(cache, build.PLANNING)))
+    own, replays = ctypes.CDLL(str(first)), ctypes.CDLL(
+        str(build.cached_library(cache, build.REPLAYS)))
     assert hasattr(own, "one") and not hasattr(own, "two")
-    assert hasattr(planning, "two") and not hasattr(planning, "one")
-    (sources / "planning_two.cpp").write_text('extern "C" int two(void) { return 3; }\n')
+    assert hasattr(replays, "two") and not hasattr(replays, "one")
+    (sources / "replay_two.cpp").write_text('extern "C" int two(void) { return 3; }\n')
     assert build.cached_library(cache) == first, "nor is it compiled anew for one"
     whole = cache / "whole.so"
     build.compile_library(sources, whole, build.find_compiler())

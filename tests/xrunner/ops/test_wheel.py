@@ -103,7 +103,7 @@ def plans_in_a_folder_of_its_own(target: Path, folder: Path) -> None:
 def test_an_installed_checkout_is_compiled_for_its_first_run(tree: Path, tmp_path: Path) -> None:
     for source in (tree / "csrc").iterdir():
         source.unlink()
-    for name in ("planning.cpp", "other.cpp"):
+    for name in ("replay.cpp", "other.cpp"):
         (tree / "csrc" / name).write_text(f'extern "C" int {name[:-4]}(void) {{ return 1; }}\n')
     program = "from setuptools.build_meta import build_editable; build_editable('.')"
     said = {}
@@ -119,7 +119,7 @@ def test_an_installed_checkout_is_compiled_for_its_first_run(tree: Path, tmp_pat
 import sys; sys.path.insert(0, {str(tree)!r})
 from xrunner.ops import build
 build.compile_library = None  # all is there
-for names in (build.OPERATORS, build.PLANNING):
+for names in (build.OPERATORS, build.REPLAYS):
     print(build.cached_library(build.cache_folder(), names))
 """
     found = subprocess.run(
