@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/schedule.md: `python docs/pictures/choices.py`.
+"""Draws the pictures of docs/concepts.md: `python docs/pictures/choices.py`.
 
 Each shows when one answer to the questions of a schedule wins, as the planner finds it by the data
 sheets of the devices: throughput of the best schedule of each answer, without a margin. A picture
