@@ -17,7 +17,7 @@ from xscheduler.kept_bounds import KeptBounds
 from xscheduler.neighbours import neighbours
 from xscheduler.partition import division_of
 from xscheduler.replayed_cells import SURE, Found, ReplayedCells
-from xscheduler.space import TRUST, Cell, Expected, Point, Usual, usual_off
+from xscheduler.space import HOPE, TRUST, Cell, Expected, Point, Usual, usual_off
 
 # chosen: what is climbed from, too, by its share of the best's throughput, and how many
 RACE, RUNNERS_UP = 0.06, 4
@@ -139,7 +139,8 @@ class Search(ReplayedCells):
             for cell in self.cells[one.cell.problem.cluster.num_devices]:
                 while len(cell.off) < LOOKS and not self._cuts():
                     likely = cell.expected(keeps.limits(cell), right, Expected())
-                    if likely.point is None or likely.throughput_qps <= own_qps:
+                    hoped_qps = likely.throughput_qps * (1 + HOPE if cell.off else 1)
+                    if likely.point is None or hoped_qps <= own_qps:
                         break
                     self.replay(cell, likely.point)
                     cell.misses += not keeps.is_kept(cell, likely.point)
