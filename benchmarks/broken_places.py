@@ -45,8 +45,7 @@ PLACES = (
           "tests/xgpt/app/test_unlike_copies_simulated.py::"
           "test_all_copies_are_replayed_and_each_is_compared_with_its_own_formula"),
     Place("figures", "a refusal for too few queries speaks of memory",
-          "xscheduler/alternatives.py",
-          "if one.tight.limit is Limit.QUERIES]:", "if one.tight.limit is None]:",
+          "xscheduler/refusals.py", "    if least.memory_bytes > room:", "    if least.is_timed:",
           "tests/xgpt/cli/test_refusals.py::test_what_forbids_a_division_is_named"),
     Place("package", "its version is not the library's", "setup.cfg",
           "version = attr: xgpt.__version__", "version = 0.0.9",
@@ -333,9 +332,6 @@ PLACES = (
           "test_a_private_runs_files_are_its_users_alone_and_hold_no_secret", True),
 
     # machines that compute otherwise
-    Place("the same elsewhere", "of equals the last digit decides", "xscheduler/ties.py",
-          "is_as_quick(most - 1):", "False:", "tests/docs/test_same_elsewhere.py::"
-          "test_where_times_differ_in_the_last_digits"),
     Place("the same elsewhere", "a copy that keeps its share may run dry",
           "xrunner/rules/routing.py", "self._is_fixed * LEAST_WAITING", "0 * LEAST_WAITING",
           "tests/xrunner/engine/test_replicas.py::"

@@ -17,13 +17,13 @@ from xscheduler.neighbours import neighbours
 from xscheduler.partition import division_of
 from xscheduler.replayed_cells import SURE, Found, ReplayedCells
 from xscheduler.replays import Replays
-from xscheduler.space import Cell, Expected, Point, Usual, usual_off
+from xscheduler.space import HOPE, TRUST, Cell, Expected, Point, Usual, usual_off
 
 # chosen: what is climbed from, too, by its share of the best's throughput, and how many
 RACE, RUNNERS_UP = 0.06, 4
 FINALS, CLIMBS = 3, 24  # chosen
 SURE_LOOKS = 60  # chosen
-LOOKS = 3  # chosen: replays of a policy that has nothing
+LOOKS = 3  # chosen: replays of a policy that has nothing, or of a cell that has little
 LEAST = 0.002  # chosen: what a neighbour must bring
 MOST_REPLAYS = 400  # chosen
 
@@ -130,16 +130,18 @@ class Search(ReplayedCells):
                     expected[other] = self.expected(other, keeps, usual)
 
     def _replay_unseen(self, found: Sequence[Found], keeps: KeptBounds) -> bool:
-        """Replays one point of each other cell of the sizes that are taken which is better if its
-        formula is right, though it was off elsewhere; whether there was any."""
-        before = self.num_replays
+        """Replays points of the other cells of the sizes that are taken which are better if their
+        formula is right: though it was off elsewhere in other cells, and at a point or two, which
+        may be odd ones, of its own; whether there was any."""
+        before, right = self.num_replays, Usual(weight=TRUST)
         for one in found:
             own_qps = one.cell.copies * one.replayed.throughput_qps
             for cell in self.cells[one.cell.problem.cluster.num_devices]:
-                if cell.off or self._cuts():
-                    continue
-                likely = cell.expected(keeps.limits(cell), Usual(), Expected())
-                if likely.point is not None and likely.throughput_qps > own_qps:
+                while len(cell.off) < LOOKS and not self._cuts():
+                    likely = cell.expected(keeps.limits(cell), right, Expected())
+                    hoped_qps = likely.throughput_qps * (1 + HOPE if cell.off else 1)
+                    if likely.point is None or hoped_qps <= own_qps:
+                        break
                     self.replay(cell, likely.point)
                     cell.misses += not keeps.is_kept(cell, likely.point)
         return self.num_replays > before

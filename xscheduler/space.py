@@ -26,6 +26,7 @@ Point = tuple[int, ...]
 CHUNK = "encode_chunk"
 NEAR = 0.2  # chosen: of a logarithm, how far a replay tells what the formula is off by
 PRIOR = 1e-3  # chosen: weight of what it is off by elsewhere, beside 1 of a replay at the point
+TRUST = 0.05  # chosen: the same where a formula is taken to be right but beside its replays
 HOPE = 0.08  # chosen: by so much may a cell be better than is expected of it before a replay
 LATENCY_OFF = 0.2  # chosen: by so much shorter may a latency be
 PACE_OFF = 0.5  # chosen: by so much shorter may the time a token be
@@ -57,10 +58,11 @@ class Off(NamedTuple):
 
 class Usual(NamedTuple):
     """What a policy's formula is off by in the mean, where inputs are encoded whole and where they
-    are in chunks."""
+    are in chunks; `weight`: of it, beside 1 of a replay at the point."""
 
     whole: Off = Off()
     chunked: Off = Off()
+    weight: float = PRIOR
 
 
 class Expected(NamedTuple):
@@ -185,8 +187,8 @@ class Cell:
         where = np.log1p(np.array(list(self.off), float))
         apart = np.abs(np.log1p(points.astype(float))[:, None] - where).sum(axis=2)
         weights = np.exp(-apart / NEAR)
-        known = weights @ np.array(list(self.off.values())) + PRIOR * prior
-        return np.asarray(known / (weights.sum(axis=1) + PRIOR)[:, None])
+        known = weights @ np.array(list(self.off.values())) + usual.weight * prior
+        return np.asarray(known / (weights.sum(axis=1) + usual.weight)[:, None])
 
     def _around(self, point: IntArray) -> IntArray:
         """Points between one of the grid and its neighbours, along each variable and pairs."""
@@ -233,8 +235,8 @@ def usual_off(cells: list[Cell]) -> Mapping[tuple[str, int], Usual]:
             for point, flag in zip(points, are_chunked(cell.policy, np.array(points)), strict=True):
                 found.setdefault((*cell.alike, bool(flag)), []).append(cell.off[point])
     means = {key: Off(*np.mean(own, axis=0).tolist()) for key, own in found.items()}
-    return {(name, stages): Usual(*(means.get((name, stages, flag), Off())
-                                    for flag in (False, True)))
+    return {(name, stages): Usual(whole=means.get((name, stages, False), Off()),
+                                  chunked=means.get((name, stages, True), Off()))
             for name, stages, _ in means}
 
 

@@ -35,7 +35,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 def write_job(folder: Path, model: Path, requests: list[dict[str, Any]]) -> Path:
     return job_folder.write_job(folder, model, requests, ranks=2,
-                                schedule="policy: waa-c, encode_batch: 1")
+                                schedule="policy: waa-c, encode_batch: 1, encode_chunk: 0")
 
 
 def give_schedule(folder: Path, job: Path, config: FixedSchedule) -> Path:

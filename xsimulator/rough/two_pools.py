@@ -246,7 +246,7 @@ class TwoPools:
         even = EvenBatches(adjustment=self._adjustment, mean_input_tokens=work.inputs.mean,
                            target_active=found["decode_batch"] if steers else 0.0)
         chunks = {} if not chunk else {
-            "encode_chunk": chunk, "stock_tokens": int(stock[0]),
+            "encode_chunk": chunk, "stock_tokens": max(int(stock[0]), 1),
             # where the encode pool is not behind, it would wait while the other encodes
             "planned_active": math.ceil(batch * work.outputs.mean) if stock[0] > 1 else 1}
         controls = WaaControls(

@@ -42,11 +42,11 @@ def test_what_forbids_a_division_is_named(tmp_path: Path, nodes: int, reason: st
         assert "memory" not in text
         return
     held = re.search(r"at least (\d+ GiB) on its fullest device, of which 125 GiB can be used, by "
-                     r"policy waa-c, encode_batch 1, decode_micro_batches 1, tp_degree 8", text)
+                     r"policy waa-c, encode_batch 1, decode_micro_batches (\d+), tp_degree 8", text)
     assert held, text
     asked = CliRunner().invoke(cli, [
         "simulate", str(tmp_path / "job.yaml"), "--set", "schedule.encode_batch=1",
-        "--set", "schedule.decode_micro_batches=1"]).stdout
+        "--set", f"schedule.decode_micro_batches={held[2]}"]).stdout
     assert f"to {held[1]} of 125 GiB per rank: DOES NOT FIT" in asked
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable
 from functools import cache
@@ -11,11 +12,14 @@ import numpy as np
 import pytest
 from problems import problem_of, roofline_of
 
+from xgpt.core.controls import WaaControls
 from xgpt.core.deployment import Pool
 from xgpt.core.lengths import FloatArray, JointLengths, truncated_normal
 from xgpt.core.policies import policies, policy
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate
+from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.schedule_check import mistakes_in
+from xgpt.core.schedule_file import schedule_from_flat
 from xprofiler.roofline import Roofline
 from xscheduler.replay_search import Replays
 from xscheduler.tensor_plans import tensor_plans
@@ -97,6 +101,29 @@ def test_what_is_estimated_can_be_executed(
     own = points(model, policy)
     assert all(one.replayed is not None for one in own) and own
     assert all(one.estimate.figures.fits for one in own)
+
+
+@pytest.mark.parametrize("name", ["waa-c", "waa-m"])
+def test_a_schedule_in_chunks_is_one_that_ranks_take(name: str) -> None:
+    """Where the encode pool keeps up by itself, too: little is left to the other then."""
+    problem, timing = of_model("opt-13b")
+    formula = Formulas(problem, timing, Workload(problem)).of(name)
+    points = formula.points((1, 0))
+    stocks = []
+    for point in points[points[:, 2] > 0][::5].tolist():
+        estimate = formula.estimate((1, 0), tuple(point))
+        assert mistakes_in(as_given(estimate, problem), "schedule.json") == [], f"{point = }"
+        assert isinstance(estimate.controls, WaaControls)
+        stocks.append(estimate.controls.stock_tokens)
+    assert min(stocks) == 1 < max(stocks)
+
+
+def as_given(estimate: Estimate, problem: Problem) -> Schedule:
+    """A schedule of which nothing was proved."""
+    return schedule_from_flat(
+        estimate=estimate, latency_bound_s=math.inf, constraint_kind="sequence", quantile=0.99,
+        status="given", bound_qps=math.inf, gap=0.0, nodes=1, seconds=0.0,
+        fingerprint=problem.fingerprint)
 
 
 @pytest.mark.parametrize(("model", "policy"), CASES)
