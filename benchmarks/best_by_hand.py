@@ -109,7 +109,8 @@ def judged(replays: Replays, estimate: Estimate, slack: float = 1.0) -> float:
     """Queries/s of one copy in a replay; 0 without a steady state, or beyond `slack` bounds."""
     limits = Limits(latency_s=slack * replays.problem.constraint.latency_s)
     found = replays.of(estimate, checked_queries(replays.problem, estimate))
-    return found.throughput_qps if limits.are_kept_by(found) else 0.0
+    return found.throughput_qps if found.figures is not None and limits.are_kept(
+        found.figures) else 0.0
 
 
 def words_of(estimate: Estimate, copies: int, devices: int) -> str:

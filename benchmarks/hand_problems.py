@@ -18,11 +18,12 @@ from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, truncated_normal
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
+from xscheduler.replays import Replays
 from xscheduler.tensor_plans import all_tensor_plans
-from xsimulator.memory import capacity_bytes
 from xsimulator.rough.forms import Formulas
 
 TIMES = (1.5, 3.0, 10.0)  # the least latency of one query alone
+FEW_QUERIES = 400  # chosen: of the replay that tells it
 LINKS = {"A40": "pcie4-x16", "L4": "pcie4-x16", "A100-80": "nvlink3", "H100": "nvlink4",
          "H200": "nvlink4"}
 DOCUMENTS = "D"  # 1,500 input and 400 output tokens in the mean: no task of the paper
@@ -102,6 +103,9 @@ def least_latency_s(problem: Problem, timing: Roofline) -> float:
     form = Formulas(problem, timing).of("rra")
     iterations = problem.lengths.outputs.quantile(problem.constraint.quantile) - (
         not problem.model.is_encoder_decoder)
-    point, room = np.array([[1, max(iterations, 1), 0, 0]]), capacity_bytes(problem.cluster.device)
-    return min(float(rough.latency_s[0]) for plan in all_tensor_plans(problem, timing)
-               if (rough := form.rough(plan, point)).memory_bytes[0] <= room)
+    replays, found = Replays(problem, timing), []
+    for plan in all_tensor_plans(problem, timing):
+        alone = form.estimate(plan, (1, max(iterations, 1), 0, 0))
+        if alone.figures.fits:
+            found.append(replays.of(alone, FEW_QUERIES).latency_s)
+    return min(found)

@@ -68,7 +68,7 @@ EXPLANATION = ("""## Where we differ from the paper, and why
   refilling (RRA) instead of FT's full batches, then the better policy.
 - *WAA is chosen more often than in the paper*, without a bound too: in the paper OPT-13B with S
   goes over to RRA, and WAA does not fit GPT-3 175B at all. Our WAA may use any tensor plan that
-  memory admits, and its closed form reserves memory for the queries in the system alone.
+  memory admits, and its formula reserves memory for the queries in the system alone.
 - *Times are the roofline's*, one set of kernels for FT and for us, and nobody's measurement.""",)
 
 

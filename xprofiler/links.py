@@ -58,7 +58,7 @@ class LinkTimes:
         return seconds
 
     def synchronisation_s(self, tp_degree: int) -> float:
-        """Skew of a group's ranks at one all-reduce (design.md 3.6)."""
+        """Skew of a group's ranks at one all-reduce (docs/profile.md)."""
         return 0.0 if tp_degree == 1 else _at_degree(self._constants.synchronisation_s, tp_degree)
 
     def transfer_s(self, num_bytes: ArrayLike, link: Link) -> FloatArray:

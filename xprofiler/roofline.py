@@ -1,5 +1,5 @@
 """The analytic roofline as a `TimingSource`, for planning on a laptop (paper section 3 measures
-instead; design.md 3.6 says what a sum of operators misses)."""
+instead; docs/profile.md says what a sum of operators misses)."""
 
 from __future__ import annotations
 

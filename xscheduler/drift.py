@@ -57,13 +57,6 @@ class DriftRow:
     keeps_queries: bool
     keeps_sequence: bool | None  # None: the length hardly occurs
 
-    @property
-    def throughput_difference(self) -> float:
-        """What the kept schedule has more than the best, as a share of that; nan without one."""
-        if self.best is None:
-            return math.nan
-        return self.kept.throughput_qps / self.best.throughput_qps - 1
-
 
 def drift_rows(problem: Problem, timing: TimingSource, estimate: Estimate, *,
                search: Callable[[Problem], Estimate],

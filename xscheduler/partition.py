@@ -9,7 +9,6 @@ are looked at: of n devices and m sizes n m, or n m k for exactly k parts."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import combinations
 from typing import NamedTuple
 
 from xgpt.core.problem import Problem
@@ -30,19 +29,6 @@ def best_division(worth: Mapping[int, float], devices: int,
     """The best division of at most so many devices into `parts` (None: any number) of sizes that
     bring something; None where there is none into so many. Of equals the one of fewest parts."""
     return _of_rooms(worth, devices, parts)[devices]
-
-
-def best_unequal(worth: Mapping[int, float], devices: int,
-                 parts: int | None = None) -> Division | None:
-    """The same over divisions into parts that are not all of one size; None where there is none."""
-    if parts is not None and parts < 2:
-        return None
-    rests, found = _of_rooms(worth, devices, None if parts is None else parts - 2), []
-    for large, small in combinations(_able(worth), 2):
-        left = devices - large - small
-        if left >= 0 and (rest := rests[left]) is not None:
-            found.append(_with(_with(rest, small, worth), large, worth))
-    return _better(found)
 
 
 def division_of(problem: Problem, worth: Mapping[int, float]) -> Division | None:

@@ -1,12 +1,11 @@
-"""The tensor plans, and the ranges of control variables, that are searched (paper sections 4.2, 5).
+"""The tensor plans that are searched (paper sections 4.2, 5).
 
 A group lies within a node. One over several whole nodes is looked at where the job asks for it
 (`schedule.tp_degree`), and where the weights have no room otherwise: its sums go over the network.
 Every (tp_degree, tp_gpus) is a root of its own: neither memory nor, over fast links, throughput is
 monotone in tp_gpus, and there are few values: on MANY_NODES nodes and more those of whole nodes are
 looked at, which leave pipelines of many lengths; on MOST_NODES those of one node and of quarters
-of all. The other two variables of a policy are searched as boxes (xscheduler.spaces.rra,
-xscheduler.spaces.waa)."""
+of all."""
 
 import math
 from collections.abc import Sequence
@@ -23,9 +22,6 @@ from xprofiler.timing import TimingSource
 from xsimulator.allocation import refuse_plan
 from xsimulator.memory import capacity_bytes
 
-MAX_ENCODE_BATCH = 1 << 20
-MOST_QUERIES = 1 << 16  # of a static batch or a grid where the job does not say how many there are
-SIZE_RATIO = 1.25  # between sizes that are looked at all over a space
 MANY_NODES = 4  # from which on tp_gpus that are no whole nodes are not looked at, unless asked for
 MOST_NODES = 8  # from which on those of one node and of quarters of them all are
 _DEGREES = (1, 2, 4, 8, 16)

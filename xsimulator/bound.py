@@ -17,7 +17,7 @@ m2 / (D tau(m1)), so nothing is assumed between its points; G is any real number
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache, cached_property
 from heapq import heapify, heappush, heapreplace
 from typing import Literal
@@ -40,17 +40,6 @@ Kind = Literal["one pool", "two pools"]
 BATCH_RATIO, MOST_BATCH = 1.03, 4096.0  # chosen: of queries encoded together by a pool of its own
 BATCHES: FloatArray = BATCH_RATIO ** np.arange(math.log(MOST_BATCH) / math.log(BATCH_RATIO))
 SPLITS = 8  # chosen: of the range of the share of the encoding that the decode pool takes over
-
-
-def upper_bound(problem: Problem, timing: TimingSource, plans: Iterable[tuple[int, int]],
-                kinds: Sequence[Kind] = ("one pool", "two pools")) -> float:
-    """Queries/s that no schedule of these (tp_degree, tp_gpus) and kinds exceeds within the
-    problem's bounds on latency; 0 where none keeps them."""
-    bound, most_qps, plans = UpperBound(problem, timing), 0.0, list(plans)
-    for kind in kinds:
-        for plan in plans:
-            most_qps = bound.of_plan(plan, kind, cutoff_qps=most_qps)
-    return most_qps
 
 
 class UpperBound:

@@ -1,4 +1,4 @@
-"""Bytes per rank (docs/design.md): weights, KV reserved at admission, activations.
+"""Bytes per rank (docs/paper.md): weights, KV reserved at admission, activations.
 
 The runner reserves (input + most output tokens) of a query when it admits it, so KV is sized from
 what is *reserved*, at a high quantile over the queries present, group by group: each decode
@@ -106,15 +106,6 @@ def kv_bytes(problem: Problem, stages: Sequence[StageAssignment],
              kv_tokens: ArrayLike) -> FloatArray:
     """See StageBytes.kv."""
     return StageBytes(problem, stages).kv(kv_tokens)
-
-
-def activation_bytes(problem: Problem, stages: Sequence[StageAssignment], *,
-                     encode_batch: ArrayLike, decode_batch: ArrayLike) -> FloatArray:
-    """[..., stages] bytes of the largest micro-batch at work, encoded or decoded, sized so that a
-    longer one is next to impossible."""
-    encode, decode = np.ceil(np.asarray(encode_batch, float)), np.asarray(decode_batch, float)
-    rows = np.maximum(largest_rows(problem.lengths.inputs, encode), decode)
-    return step_bytes(problem, stages, rows=rows, heads=np.maximum(encode, decode))
 
 
 def largest_rows(inputs: Lengths, encode: FloatArray) -> FloatArray:

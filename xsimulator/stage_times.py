@@ -1,9 +1,9 @@
 """Seconds that each stage needs for one encode or decode micro-batch, and that KV entries need from
 WAA's encode pool to its decode pool.
 
-Closed forms, bounds and the replay all rest on these sums: the closed forms of WAA and of static
-batches ask for them at expected sizes, the others read tables of them (xsimulator.step_table,
-xsimulator.replay.step_clock). Arrays broadcast; the last axis of every result is the stage.
+Formulas, bounds and the replay all rest on these sums, of which they have tables
+(xsimulator.rough.pace, xsimulator.convex_steps, xsimulator.replay.step_clock). Arrays broadcast;
+the last axis of every result is the stage.
 
 The output of an encoder goes back through the head to every stage: one transfer each. In the
 runner's own tensor-parallel groups the first rank hands each step to the others, and they hand it

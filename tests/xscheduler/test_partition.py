@@ -10,7 +10,7 @@ from toy_jobs import toy_problem
 
 from xgpt.core.copies import sum_of
 from xgpt.core.job import FixedSchedule
-from xscheduler.partition import best_division, best_unequal, division_of
+from xscheduler.partition import best_division, division_of
 
 
 def divisions(devices: int, most: int | None = None) -> Iterator[tuple[int, ...]]:
@@ -29,16 +29,14 @@ def test_no_division_is_better_than_the_best(parts: int | None) -> None:
                  for size in range(1, devices + 1)}
         every = [sizes for sizes in divisions(devices)
                  if (parts is None or len(sizes) == parts) and all(worth[one] for one in sizes)]
-        for found, able in ((best_division(worth, devices, parts), every),
-                            (best_unequal(worth, devices, parts),
-                             [sizes for sizes in every if len(set(sizes)) > 1])):
-            if not able:
-                assert found is None
-                continue
-            assert found is not None and found.sizes in able
-            assert found.worth == pytest.approx(sum(worth[one] for one in found.sizes))
-            assert found.worth == pytest.approx(max(
-                sum(worth[one] for one in sizes) for sizes in able))
+        found = best_division(worth, devices, parts)
+        if not every:
+            assert found is None
+            continue
+        assert found is not None and found.sizes in every
+        assert found.worth == pytest.approx(sum(worth[one] for one in found.sizes))
+        assert found.worth == pytest.approx(max(
+            sum(worth[one] for one in sizes) for sizes in every))
 
 
 def test_of_equals_the_fewest_parts_are_taken() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,8 +19,9 @@ from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, joint_empirical, truncated_normal
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
+from xprofiler.timing import TimingSource
 from xscheduler.tensor_plans import tensor_plans
-from xsimulator.bound import Kind, UpperBound, upper_bound
+from xsimulator.bound import Kind, UpperBound
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.steady import SteadyFigures
 from xsimulator.replay.step_clock import StepClocks
@@ -83,6 +84,16 @@ def draw_lengths(rng: np.random.Generator) -> JointLengths:
     return JointLengths(
         inputs=truncated_normal(inputs, spread * inputs, 3 * inputs),
         outputs=truncated_normal(outputs, spread * outputs, 3 * outputs))
+
+
+def upper_bound(problem: Problem, timing: TimingSource, plans: Iterable[tuple[int, int]],
+                kinds: Sequence[Kind] = ("one pool", "two pools")) -> float:
+    """Of any of these plans and kinds."""
+    bound, most_qps, plans = UpperBound(problem, timing), 0.0, list(plans)
+    for kind in kinds:
+        for plan in plans:
+            most_qps = bound.of_plan(plan, kind, cutoff_qps=most_qps)
+    return most_qps
 
 
 def draw_config(policy: str, problem: Problem, plan: tuple[int, int],

@@ -44,8 +44,8 @@ def plan(job: OpenedJob, *, horizon: Horizon | None = None, gap: float | None = 
 
 def simulate(job: OpenedJob, plan: Plan | None = None, *,
              with_baselines: bool = False) -> Simulation:
-    """Estimates a plan's schedule by closed form, and replays it as a check; by default the control
-    variables of the job's `schedule:`."""
+    """Estimates a plan's schedule, and replays it with other queries as a check; by default the
+    control variables of the job's `schedule:`."""
     if plan is None:
         return simulate_job(*settled(job), with_others=with_baselines)
     return simulate_job(plan.opened, plan.timing, plan.schedule.estimate,

@@ -1,4 +1,4 @@
-"""Simulating a schedule of a job: its Estimate by closed form, the replay that checks it, and a
+"""Simulating a schedule of a job: its Estimate, a replay with other queries that checks it, and a
 picture of that."""
 
 import math
@@ -95,12 +95,12 @@ def simulate_job(opened: OpenedJob, timing: TimingSource, given: Estimate | None
     has none; with `with_others`, the best of every other policy within the bound too."""
     problem = opened.problem
     estimate = _estimate(opened, timing, given)
-    replay, steady, closed_s = replayed(problem, timing, estimate, problem.num_queries)
+    replay, steady, estimated_s = replayed(problem, timing, estimate, problem.num_queries)
     if not replay.is_timed:
         raise _too_large(opened, ["larger steps come about as it is replayed"])
     return Simulation(
         problem=problem, times=timing.provenance(), estimate=estimate, replay=replay,
-        figures=_figures(replay, steady, closed_s, estimate.deployment.replicas
+        figures=_figures(replay, steady, estimated_s, estimate.deployment.replicas
                          if problem.num_queries is None and not estimate.others else 1),
         others=_others(opened, timing, estimate.policy) if with_others else None)
 
@@ -158,7 +158,7 @@ def replayed(problem: Problem, timing: TimingSource, estimate: Estimate,
                   ) -> tuple[ReplayResult, SteadyFigures | None, float]:
     """A replay of `num_queries` (the job's own, with their input lengths where those are known),
     or by one copy of the model (of unlike ones by all) of enough for a steady state; the steady
-    state in it; and the closed form's latency of the copy that has the latency of that."""
+    state in it; and the estimate's latency of the copy that has the latency of that."""
     rng = np.random.default_rng(problem.seed)
     known = None if num_queries is None or problem.queries is None else job_lengths(
         problem, estimate)
@@ -193,7 +193,7 @@ def _stage_names(problem: Problem, estimate: Estimate) -> list[str]:
     return timeline.stage_names(estimate.all_pools, kind)
 
 
-def _figures(result: ReplayResult, steady: SteadyFigures | None, closed_s: float,
+def _figures(result: ReplayResult, steady: SteadyFigures | None, estimated_s: float,
              copies: int) -> ReplayFigures:
     """Of a replay by one of so many copies, which all do the same."""
     p50, p99 = np.quantile(result.latency_s, [0.5, 0.99])
@@ -206,7 +206,7 @@ def _figures(result: ReplayResult, steady: SteadyFigures | None, closed_s: float
         steady_throughput_qps=copies * steady.throughput_qps if steady else None,
         steady_latency_s=steady.latency_s if steady and not math.isnan(steady.latency_s) else None,
         utilisation=tuple((steady.utilisation if steady else result.utilisation()).tolist()),
-        closed_latency_s=closed_s, kv_peak_tokens=int(fullest.memory_tokens.max(initial=0)),
+        estimated_latency_s=estimated_s, kv_peak_tokens=int(fullest.memory_tokens.max(initial=0)),
         kv_tokens=fullest.kv_tokens, preemptions=result.preemptions)
 
 

@@ -39,7 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "profile": ("xgpt.cli.profile:profile", "Time the model's layers on this machine."),
     "schedule": ("xgpt.cli.schedule:schedule", "Find the best schedule within the latency bound."),
     "simulate": ("xgpt.cli.simulate:simulate",
-                 "Estimate a given schedule: closed form and replay."),
+                 "Replay a given schedule, step by step."),
     "sweep": ("xgpt.cli.sweep:sweep", "Throughput against the latency bound."),
     "run": ("xgpt.cli.run:run", "Execute a schedule on the real model."),
     "score": ("xgpt.cli.run:score", "How likely the model finds given continuations."),

@@ -1,4 +1,4 @@
-"""`xgpt simulate`: a given schedule's Estimate by closed form, and the replay that checks it."""
+"""`xgpt simulate`: a given schedule's Estimate, and a replay that checks it."""
 
 from pathlib import Path
 

@@ -94,7 +94,7 @@ def latency_constraint(latency_s: float, *, kind: BoundKind = "sequence", quanti
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prospect:
-    """What is expected of a bound besides that on latency: by closed form (a makespan: by replay),
+    """What is expected of a bound besides that on latency: as it is replayed,
     and with the margin that the constraint's confidence asks for."""
 
     metric: Metric

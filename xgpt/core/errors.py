@@ -81,14 +81,6 @@ class InfeasibleError(XgptError):
         super().__init__(text)
 
 
-class BeatenError(InfeasibleError):
-    """Nothing was found that is better than what is had elsewhere: no more than `upper_qps`."""
-
-    def __init__(self, upper_qps: float) -> None:
-        self.upper_qps = upper_qps
-        super().__init__(f"no more than {upper_qps:.4g} queries/s")
-
-
 class BoundMissed(XgptError):
     """A run that is done, and did not keep a bound; raised where the user is strict about it."""
 

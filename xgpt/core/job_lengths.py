@@ -1,4 +1,4 @@
-"""The length distributions a job asks for (docs/design.md), of each kind of LengthSpec.
+"""The length distributions a job asks for (docs/paper.md), of each kind of LengthSpec.
 
 `observe` (output lengths to be learnt from the first part of the job) starts from the conservative
 end: every query is taken to run to its cap. With such a plan a query can only leave earlier than

@@ -1,4 +1,4 @@
-"""Distributions of input and output lengths, in tokens (paper section 6; docs/design.md)."""
+"""Distributions of input and output lengths, in tokens (paper section 6; docs/paper.md)."""
 
 import itertools
 from collections.abc import Sequence

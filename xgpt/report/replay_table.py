@@ -1,4 +1,4 @@
-"""What a replay showed beside what the closed form said, for the terminal."""
+"""What a replay showed beside what the estimate said, for the terminal."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class ReplayFigures:
     wall_s: float
     steady_throughput_qps: float | None
     steady_latency_s: float | None  # of unlike copies the slowest one's
-    closed_latency_s: float  # of the same copy, by the closed form
+    estimated_latency_s: float  # of the same copy, by the estimate
     utilisation: tuple[float, ...]  # per stage, of the steady state where there is one
     kv_peak_tokens: int  # of the fullest pool that decodes
     kv_tokens: int  # its budget
@@ -49,7 +49,7 @@ def replay_table(estimate: Estimate, replay: ReplayFigures) -> str:
         if replay.steady_latency_s is not None:
             of = " of the slowest copy" if estimate.others else ""
             text += (f"; latency {format_seconds(replay.steady_latency_s)}{of} "
-                     f"({_against(replay.closed_latency_s, replay.steady_latency_s)})")
+                     f"({_against(replay.estimated_latency_s, replay.steady_latency_s)})")
         lines.append(("steady", text))
     preemptions = f"; {replay.preemptions} preemptions" if replay.preemptions else ""
     share = percent(replay.kv_peak_tokens / max(replay.kv_tokens, 1))

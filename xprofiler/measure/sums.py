@@ -3,7 +3,7 @@
 A sum timed alone finds ranks that come to it together. In a step each of them has just gone through
 half a layer, which takes one a little longer than the other: whoever is early waits, sleeps and is
 woken. So steps of a shard's layers are executed on all ranks of the group, with their sums and
-without in turns, and what the sums add is divided among them (design.md section 3.6)."""
+without in turns, and what the sums add is divided among them (docs/profile.md)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Inputs that WAA's decode pool encodes itself, in chunks beside decoding, while the encode pool is
-behind (docs/design.md).
+behind (docs/running.md).
 
 Symbols: c = `limit`, tokens of inputs that a group's step encodes at most. The encode pool's rule
 decides which queries these are (`DecodeAim`): the next ones that wait, one after the other, while

@@ -365,4 +365,4 @@ def _advice(ways: Reschedule) -> str:
     if ways.choice == "keep" or ways.choice is None:
         return ways.sentence
     return (f"{ways.sentence} Only RRA changes while it runs: if that is worth it, stop the job "
-            "(Ctrl-C) and submit it with the lengths seen so far (docs/schedule.md)")
+            "(Ctrl-C) and submit it with the lengths seen so far (docs/running.md)")

@@ -1,6 +1,6 @@
 """What one finite job will measure: its policy's own rule on sampled lengths, from fill to drain.
 
-The closed form describes a job without end; one of a few hundred queries is mostly ramp."""
+A schedule's figures are of a job without end; one of a few hundred queries is mostly ramp."""
 
 import math
 from collections.abc import Iterable, Iterator

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from xgpt.core.lengths import FloatArray, IntArray
+from xgpt.core.lengths import FloatArray
 from xrunner.rules.steps import Step
 from xsimulator.replay.step_clock import PoolClock, StepSizes
 
@@ -57,32 +57,3 @@ class StageLine:
         return StepTimes(self._steps, np.array(self._sizes, float).reshape(-1, 4),
                          np.array(self._durations, float).reshape(-1, stages),
                          np.array(self._ends, float).reshape(-1, stages))
-
-
-def in_line(waits: IntArray, turn_of: IntArray, durations_s: FloatArray,
-            begin_s: float) -> tuple[FloatArray, FloatArray]:
-    """([turns] when the head took each, [steps, stages] ends): each stage works its steps in order,
-    and a turn begins when the head is free and the tokens of the turn it waits for (-1: of none)
-    are there. turn_of: [steps], rising."""
-    num_turns, stages = len(waits), durations_s.shape[1]
-    free_s, ready_s, turns_s = [begin_s] + [-math.inf] * (stages - 1), [math.inf] * num_turns, []
-    seconds_of: list[list[float] | None] = [None] * num_turns
-    for turn, seconds in zip(turn_of.tolist(), durations_s.tolist(), strict=True):
-        seconds_of[turn] = seconds
-    ends: list[list[float]] = []
-    for turn, (wait, own) in enumerate(zip(waits.tolist(), seconds_of, strict=True)):
-        at_s = free_s[0]
-        if wait >= 0 and ready_s[wait] > at_s:
-            at_s = ready_s[wait]
-        turns_s.append(at_s)
-        if own is None:
-            free_s = [at_s, *free_s[1:]]
-            continue
-        row = []
-        for free, duration in zip(free_s, own, strict=True):
-            at_s = (at_s if at_s > free else free) + duration
-            row.append(at_s)
-        free_s = row
-        ready_s[turn] = at_s
-        ends.append(row)
-    return np.array(turns_s), np.array(ends, float).reshape(len(ends), stages)

@@ -16,7 +16,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Figures
 from xprofiler.timing import TimingSource
 from xsimulator import memory
-from xsimulator.measured_range import MeasuredRange, Presented
+from xsimulator.measured_range import Presented, beyond_measured
 
 EXTRAPOLATED = "extrapolated: "  # how a note on sizes beyond those measured begins
 
@@ -114,11 +114,10 @@ def assembled(problem: Problem, timing: TimingSource, controls: Controls, deploy
     figures: dict[str, Any] = {name: found[name] for name in (
         "throughput_qps", "latency_s", "encode_s", "period_s", "ttft_s")}
     lengths = problem.lengths
-    notes += tuple(f"{EXTRAPOLATED}{words}" for words in MeasuredRange(problem, timing).beyond(
-        {stage.tp_degree for stage in deployment.stages}, Presented(
+    notes += tuple(f"{EXTRAPOLATED}{words}" for words in beyond_measured(
+        problem, timing, {stage.tp_degree for stage in deployment.stages}, Presented(
             sizes.rows, min(sizes.heads, sizes.encode_batch), sizes.heads,
-            lengths.inputs.max + outputs.max,
-            lengths.inputs.max), 1.0))
+            lengths.inputs.max + outputs.max, lengths.inputs.max)))
     if error := problem.input_error:
         notes = (f"inputs: estimated from characters, which may be {error:.0%} off", *notes)
     return Estimate(controls=controls, deployment=deployment, figures=Figures(

@@ -52,12 +52,12 @@ def test_all_copies_are_replayed_and_each_is_compared_with_its_own_formula(
     total_qps = sum(shape.figures.throughput_qps for shape in shapes)
     assert shapes[0].figures.throughput_qps < 0.9 * total_qps, "one kind alone would be told apart"
     assert figures.steady_throughput_qps == pytest.approx(total_qps, rel=0.05)
-    assert figures.closed_latency_s == pytest.approx(max(
+    assert figures.estimated_latency_s == pytest.approx(max(
         shape.figures.latency_s for shape in shapes), rel=0.02)
-    assert figures.steady_latency_s == pytest.approx(figures.closed_latency_s, rel=0.05)
+    assert figures.steady_latency_s == pytest.approx(figures.estimated_latency_s, rel=0.05)
     assert len(figures.utilisation) == 3 and min(figures.utilisation) > 0.5
     assert figures.kv_peak_tokens <= figures.kv_tokens
-    assert simulated.to_dict()["replay"]["closed_latency_s"] == figures.closed_latency_s
+    assert simulated.to_dict()["replay"]["estimated_latency_s"] == figures.estimated_latency_s
     words = " ".join(str(simulated).split())
     assert "of the slowest copy (the estimate says" in words
 
