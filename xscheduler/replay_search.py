@@ -173,17 +173,20 @@ class Search(ReplayedCells):
     def _climb(self, cell: Cell, point: Point, keeps: KeptBounds) -> bool:
         """Replays a point whole, its neighbours, those of the best of them, and so on until none
         is better; whether any was."""
-        def worth(at: Point) -> float:
-            return cell.replayed[at].throughput_qps if keeps.is_kept(cell, at) else 0.0
+        def worth(at: Point, least_qps: float = 0.0) -> float:
+            """Of what has more than that, whose margin is worth asking for."""
+            qps = cell.replayed[at].throughput_qps
+            return qps if qps > least_qps and keeps.is_kept(cell, at) else 0.0
 
         self.replay(cell, point, times=1)
         own, improved = worth(point), False
         for _ in range(CLIMBS):
             for other in neighbours(cell, point):
-                if other in cell.replayed and worth(other) <= own:
+                least_qps = own * (1 + LEAST)
+                if other in cell.replayed and not worth(other, own):
                     continue
                 self.replay(cell, other, times=1)
-                if (found := worth(other)) > own * (1 + LEAST):
+                if found := worth(other, least_qps):
                     own, point, improved = found, other, True
                     break
             else:

@@ -40,6 +40,8 @@ class ReplayedCells:
         """cells: none of which anything was replayed yet; replays are kept for others."""
         self.problem, self._replays, self.num_replays = problem, dict(cells), 0
         self.cells: dict[int, list[Cell]] = {}  # by devices of a copy
+        # what is expected of a cell, with all that it follows from
+        self._expected: dict[Cell, tuple[tuple[object, ...], Expected]] = {}
         for cell in self._replays:
             self.cells.setdefault(cell.problem.cluster.num_devices, []).append(cell)
 
@@ -94,8 +96,15 @@ class ReplayedCells:
     def expected(self, cell: Cell, keeps: KeptBounds,
                   usual: Mapping[tuple[str, int], Usual]) -> Expected:
         """What is expected of a cell. usual: what formulas were off by, of cells alike."""
-        own = cell.best_replayed(partial(keeps.is_kept, cell))
-        return cell.expected(keeps.limits(cell), usual.get(cell.alike, Usual()), own)
+        limits, prior = keeps.limits(cell), usual.get(cell.alike, Usual())
+        state = keeps, cell.num_noted, cell.misses, cell.is_coarse, limits, prior
+        known = self._expected.get(cell)
+        if known is None or known[0] != state:
+            own = cell.best_replayed(partial(keeps.is_kept, cell))
+            limits = keeps.limits(cell)  # of the margins that this asked for
+            known = (*state[:4], limits, prior), cell.expected(limits, prior, own)
+            self._expected[cell] = known
+        return known[1]
 
     def replay(self, cell: Cell, point: Point, *, times: int = 0) -> Replayed:
         """Replays a point with so many times the queries that check a bound; 0: with as many as a

@@ -85,6 +85,7 @@ class Cell:
     is_coarse: bool = True  # the points between those of the grid were not looked at
     num_points: int = 0  # that the formula was asked for
     _fine: dict[int, tuple[IntArray, Rough]] = field(default_factory=dict)  # around grid points
+    num_noted: int = 0
     misses: int = 0  # replays that came out too slow where they were expected to be in time
 
     @property
@@ -208,7 +209,7 @@ class Cell:
 
     def note(self, point: Point, found: Replayed) -> None:
         """Keeps what a replay showed, and what the formula is off by."""
-        self.replayed[point] = found
+        self.replayed[point], self.num_noted = found, self.num_noted + 1
         rough, figures = found.estimate.figures, found.figures
         if figures is None or figures.throughput_qps <= 0:
             self.off[point] = Off(-5.0, 0.0)

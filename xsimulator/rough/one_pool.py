@@ -61,7 +61,7 @@ class OnePool(ABC):
         self.policy, self.problem, self.timing = policy, problem, timing
         self._plans, self._workload = plans, workload
         self._capacity = memory.capacity_bytes(problem.cluster.device)
-        self._pool = cache(self._lay_out)
+        self._pool, self._laid_out = cache(self._lay_out), cache(self._with_paces)
 
     def can_lay_out(self, plan: tuple[int, int]) -> bool:
         """Whether the devices can be divided so, and hold the weights."""
@@ -75,7 +75,7 @@ class OnePool(ABC):
     def _lay_out(self, tp_degree: int, tp_gpus: int) -> LaidOut:
         return self._laid_out(self._plans.both(tp_degree, tp_gpus))
 
-    def _laid_out(self, plan: StagePlan) -> LaidOut:
+    def _with_paces(self, plan: StagePlan) -> LaidOut:
         return LaidOut(plan, Pace.of(plan.times, self._workload), Held(self.problem, plan))
 
     def rough(self, plan: tuple[int, int], points: IntArray) -> Rough:
