@@ -10,9 +10,9 @@ LIKELY = 0.01  # chosen: by so much less by the formula is a neighbour looked at
 STEPS = (1.3, 1.1, 1.03)  # chosen: to neighbours
 
 
-def neighbours(cell: Cell, point: Point) -> list[Point]:
+def neighbours(cell: Cell, point: Point, likely: float = LIKELY) -> list[Point]:
     """Points beside one, along each variable that the cell has several values of, which the
-    formula says have room and no more than a little less throughput."""
+    formula says have room and no more than a little less throughput (a share `likely`)."""
     values = [np.unique(column) for column in cell.points.T]
     places = [place for place, own in enumerate(values) if len(own) > 1]
     ways = [(one, 0) for one in places] + [(one, other) for one in places for other in places
@@ -37,8 +37,8 @@ def neighbours(cell: Cell, point: Point) -> list[Point]:
         return []
     points, rough = cell.with_room(np.array(found, np.int64))
     own = cell.formula.rough(cell.plan, np.array([point], np.int64))
-    likely = rough.throughput_qps > (1 - LIKELY) * own.throughput_qps[0]
-    return [tuple(one) for one in points[likely].tolist()]
+    are_likely = rough.throughput_qps > (1 - likely) * own.throughput_qps[0]
+    return [tuple(one) for one in points[are_likely].tolist()]
 
 
 def _moved(value: int, step: float, sign: int) -> int:

@@ -24,6 +24,7 @@ RACE, RUNNERS_UP = 0.06, 4
 FINALS, CLIMBS = 3, 24  # chosen
 SURE_LOOKS = 60  # chosen
 LOOKS = 3  # chosen: replays of a policy that has nothing, or of a cell that has little
+NEARLY = 0.02  # chosen: by so much may a latency be too long beside a point that is in time
 LEAST = 0.002  # chosen: what a neighbour must bring
 MOST_REPLAYS = 400  # chosen
 
@@ -165,10 +166,22 @@ class Search(ReplayedCells):
         others: list[tuple[float, int, Found]] = []
         for cell in self._replays:
             best = cell.best_replayed(partial(keeps.is_kept, cell))
-            if cell not in taken and best.point is not None and (
-                    best.throughput_qps > (1 - RACE) * own_qps):
+            if cell in taken:
+                continue
+            if best.throughput_qps <= (1 - RACE) * own_qps:
+                best = self._nearly_kept(cell, keeps, own_qps)
+            if best.point is not None and best.throughput_qps > (1 - RACE) * own_qps:
                 others.append((best.throughput_qps, len(others), Found(cell, best.point, 0)))
         return [one for _, _, one in sorted(others, reverse=True)[:RUNNERS_UP]]
+
+    def _nearly_kept(self, cell: Cell, keeps: KeptBounds, own_qps: float) -> Expected:
+        """Of the points that are better, but a little too slow, the one that is least so."""
+        limit_s = keeps.limits(cell).latency_s
+        near = [(one.latency_s, cell.copies * one.throughput_qps, point)
+                for point, one in cell.replayed.items()
+                if limit_s < one.latency_s < (1 + NEARLY) * limit_s
+                and cell.copies * one.throughput_qps > own_qps]
+        return Expected(*min(near)[1:], is_replayed=True) if near else Expected()
 
     def _climb(self, cell: Cell, point: Point, keeps: KeptBounds) -> bool:
         """Replays a point whole, its neighbours, those of the best of them, and so on until none
@@ -181,7 +194,7 @@ class Search(ReplayedCells):
         self.replay(cell, point, times=1)
         own, improved = worth(point), False
         for _ in range(CLIMBS):
-            for other in neighbours(cell, point):
+            for other in neighbours(cell, point, *([] if own else [RACE])):
                 least_qps = own * (1 + LEAST)
                 if other in cell.replayed and not worth(other, own):
                     continue

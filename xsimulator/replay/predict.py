@@ -24,6 +24,7 @@ from xsimulator.replay.steady import enough_queries
 # WATCHED are as long as the bound's quantile, and their means are within 0.2 % of those of twice as
 # many queries, which scatter as much.
 CHECKED_QUERIES, MOST_CHECKED, CHECKED_ROUNDS, WATCHED = 2500, 50_000, 6, 60
+WATCHED_SHARE = 0.02  # chosen
 # Where few queries decode at a time each takes many steps: so many in all are enough, of at least
 # so many queries and rounds. (Two schedules with 5 and 23 queries in the system: 1,000 and 700
 # scatter by 0.1 to 0.2 %, as 1,500 do, and their means are within 0.2 % of those.)
@@ -64,10 +65,12 @@ def checked_queries(problem: Problem, estimate: Estimate) -> int:
 
 
 def with_watched(outputs: IntArray, length: int) -> IntArray:
-    """The outputs, of which those nearest to `length` and no longer (WATCHED of them) are as long:
-    a mean over queries of the bound's length takes some, and of few queries few would be."""
+    """The outputs, of which those nearest to `length` and no longer (WATCHED of them, or a share of
+    WATCHED_SHARE) are as long: a mean over queries of the bound's length takes some, and of few
+    queries few would be. More would hold up the others of their batches."""
     off = length - outputs
-    rows = np.argsort(np.where(off >= 0, off, np.iinfo(np.int64).max), kind="stable")[:WATCHED]
+    rows = np.argsort(np.where(off >= 0, off, np.iinfo(np.int64).max), kind="stable")[
+        :min(WATCHED, math.ceil(WATCHED_SHARE * len(outputs)))]
     changed = outputs.copy()
     changed[rows[off[rows] >= 0]] = length
     return np.asarray(changed)
