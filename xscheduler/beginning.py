@@ -26,8 +26,8 @@ from xprofiler.timing import TimingSource
 from xscheduler.copies import problems_of_copies
 from xscheduler.found_schedule import SearchPlanner
 
-NEAR = 0.1  # share of the least latency that a larger batch may cost
-FIRST_QUERIES = 20  # done before lengths are looked at for the first time
+NEAR = 0.1  # chosen: share of the least latency that a larger batch may cost
+FIRST_QUERIES = 20  # chosen: done before lengths are looked at for the first time
 
 
 def hint(problem: Problem, timing: TimingSource) -> str:

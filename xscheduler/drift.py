@@ -25,11 +25,11 @@ from xsimulator.replay.job import planned_queries
 from xsimulator.replay.steady import enough_queries, of_unlike, steady_figures
 
 Statistic = Literal["mean", "std", "skewness"]
-FACTORS = (0.7, 0.85, 1.0, 1.15, 1.3)
-SKEWNESS_CHANGES = (-0.4, -0.2, 0.0, 0.2, 0.4)
-LEAST_QUERIES = 6000
-ROUNDS = 16  # queries replayed over queries in the system
-MOST_QUERIES = 60_000
+FACTORS = (0.7, 0.85, 1.0, 1.15, 1.3)  # chosen
+SKEWNESS_CHANGES = (-0.4, -0.2, 0.0, 0.2, 0.4)  # chosen
+LEAST_QUERIES = 6000  # chosen
+ROUNDS = 16  # chosen: queries replayed over queries in the system
+MOST_QUERIES = 60_000  # chosen
 SEED = 0
 TOLERANCE = 0.02  # of the bound: a replay's figure scatters about the planned one by as much
 

@@ -21,7 +21,7 @@ from xscheduler.shown import (
 from xsimulator import memory
 
 LATENCY = "the latency bound"
-FULL = 0.01  # share of a limit left below which it counts as reached
+FULL = 0.01  # chosen: share of a limit left below which it counts as reached
 
 
 def explain_choice(schedule: Schedule, problem: Problem, *,

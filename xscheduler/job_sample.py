@@ -14,9 +14,9 @@ from xgpt.core.lengths import FloatArray, IntArray, Lengths
 from xgpt.core.problem import Problem
 from xgpt.core.workload import synthetic_lengths
 
-LEVELS = 40  # equally likely ones
+LEVELS = 40  # chosen: equally likely ones
 _MOST = 1 - 1e-9
-_ASKED = (0, 13, 26, 36, 39)  # of the levels: at which a latency is asked for
+_ASKED = (0, 13, 26, 36, 39)  # chosen: of the levels: at which a latency is asked for
 
 
 def levels_of(problem: Problem) -> FloatArray:

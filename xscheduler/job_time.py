@@ -25,13 +25,13 @@ from xscheduler.room import with_room
 from xscheduler.space import Cell, Limits, Point
 from xscheduler.uncertainty import Doubts, MarginParts
 
-SHORT = 10  # times what is in the system: of a longer job less is ramp and drain
-WORTH = 0.02  # of the job's time: what another schedule must save to be taken
-NEARLY = 0.9  # of what its steady state would take: no more is hoped for from a replay
+SHORT = 10  # chosen: times what is in the system: of a longer job less is ramp and drain
+WORTH = 0.02  # chosen: of the job's time: what another schedule must save to be taken
+NEARLY = 0.9  # chosen: of what its steady state would take: no more is hoped for from a replay
 MOST_CONFIGS, MOST_REPLAYED = 100, 15_000  # of the first round, and queries over its replays
 FINALISTS, MOST_REPLAYS, MOST_AGAIN = 5, 5, 1500  # of the second; so often, or so many queries
-MOST_OF_MARGIN = 0.75  # of its logarithm: of what needs more, no replay is made
-ROUGHLY = 3  # one in so many configurations is replayed for a comparison
+MOST_OF_MARGIN = 0.75  # chosen: of its logarithm: of what needs more, no replay is made
+ROUGHLY = 3  # chosen: one in so many configurations is replayed for a comparison
 _NO_MARGIN = MarginParts(factor=1.0, sentence="planned without a margin")
 
 

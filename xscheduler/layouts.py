@@ -25,9 +25,9 @@ from xscheduler.job_time import MOST_AGAIN, MOST_REPLAYS, is_short
 from xscheduler.uncertainty import Doubts
 
 LAYOUT_NOTE, LAYOUT_ROW = "layout: ", "layout "
-ROUGH = 0.05  # by which a rough plan may miss what a full one would find
+ROUGH = 0.05  # chosen: by which a rough plan may miss what a full one would find
 _CERTAIN = 1.64  # deviations: 95 % of a normal's lie below
-_ALIKE = 0.15  # two figures no further apart are called as good, where they are as close
+_ALIKE = 0.15  # chosen: two figures no further apart are called as good, where they are as close
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

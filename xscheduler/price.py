@@ -19,8 +19,8 @@ from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import format_bytes, format_seconds
 from xsimulator.memory import capacity_bytes
 
-STEP = 0.1  # by which a limit is relaxed
-NOTHING = 0.005  # share of throughput that counts as nothing: the search's gap
+STEP = 0.1  # chosen: by which a limit is relaxed
+NOTHING = 0.005  # chosen: share of throughput that counts as nothing: the search's gap
 VARIABLES = ("replicas", "policy", "encode_batch", "decode_iterations", "decode_micro_batches",
              "tp_degree", "tp_gpus")
 Find = Callable[[Problem], Schedule]

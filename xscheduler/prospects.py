@@ -11,7 +11,7 @@ from xgpt.core.units import format_seconds, seconds_up
 from xscheduler.uncertainty import Doubts
 
 PACE: tuple[Metric, ...] = ("ttft", "tpot")
-REPLAYS = 3  # of a job whose lengths are not all known, for its makespan
+REPLAYS = 3  # chosen: of a job whose lengths are not all known, for its makespan
 
 
 def pace_of(doubts: Doubts, estimate: Estimate) -> list[Prospect]:

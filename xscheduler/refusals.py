@@ -24,7 +24,7 @@ from xsimulator.memory import capacity_bytes
 from xsimulator.rough.forms import Formulas
 from xsimulator.rough.workload import Workload
 
-MOSTLY = 0.5  # of the latency: a part of it that is named as the cause
+MOSTLY = 0.5  # chosen: of the latency: a part of it that is named as the cause
 # control variables of which larger values take more memory
 _TAKE_MEMORY = ("encode_batch", "max_active", "token_budget")
 _PACE: tuple[Metric, ...] = ("ttft", "tpot")

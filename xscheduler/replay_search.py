@@ -20,7 +20,7 @@ from xscheduler.replays import Replays
 from xscheduler.space import HOPE, TRUST, Cell, Expected, Point, Usual, usual_off
 
 # chosen: what is climbed from, too, by its share of the best's throughput, and how many
-RACE, RUNNERS_UP = 0.06, 4
+RACE, RUNNERS_UP = 0.06, 4  # chosen
 FINALS, CLIMBS = 3, 24  # chosen
 SURE_LOOKS = 60  # chosen
 LOOKS = 3  # chosen: replays of a policy that has nothing, or of a cell that has little

@@ -16,8 +16,8 @@ from xscheduler.live.given_stages import GivenStages
 
 # Times the queries that a group is planned to hold: should outputs turn out shorter than planned,
 # and at least where lengths are yet to be observed.
-HEADROOM, LEAST_OBSERVING = 2.0, 8.0
-SHORT = 16  # lengths yet to be observed may be the caps' SHORTth part
+HEADROOM, LEAST_OBSERVING = 2.0, 8.0  # chosen
+SHORT = 16  # chosen: lengths yet to be observed may be the caps' SHORTth part
 
 
 def with_room(schedule: Schedule, problem: Problem) -> Schedule:

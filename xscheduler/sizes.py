@@ -20,8 +20,8 @@ from xscheduler.job_time import is_short
 
 SIZE_ROW = "devices "  # how the rows of other sizes are labelled
 MILLION = 1_000_000  # queries, of which the price is told where a job has no number of them
-SLACK = 0.02  # of a price: a plan without a margin may miss the best by as much
-REPLAYS = 3
+SLACK = 0.02  # chosen: of a price: a plan without a margin may miss the best by as much
+REPLAYS = 3  # chosen
 Refusal = InfeasibleError | InputError
 
 

@@ -23,7 +23,7 @@ from xsimulator.allocation import refuse_plan
 from xsimulator.memory import capacity_bytes
 
 MANY_NODES = 4  # from which on tp_gpus that are no whole nodes are not looked at, unless asked for
-MOST_NODES = 8  # from which on those of one node and of quarters of them all are
+MOST_NODES = 8  # chosen: from which on those of one node and of quarters of them all are
 _DEGREES = (1, 2, 4, 8, 16)
 
 

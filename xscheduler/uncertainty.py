@@ -57,9 +57,9 @@ from xscheduler.evaluator import Evaluator
 from xscheduler.job_sample import levels_of, logarithms_at
 from xsimulator.replay.predict import JobPrediction
 
-REPLICATES = 40
-MOST_DRAWN = 2000  # of a larger sample's lengths; its replicates then scatter as much less
-LEAST_STEP = 0.01  # by which a table's times are raised, where its error is smaller
+REPLICATES = 40  # chosen
+MOST_DRAWN = 2000  # chosen: of a larger sample's lengths; its replicates then scatter as much less
+LEAST_STEP = 0.01  # chosen: by which a table's times are raised, where its error is smaller
 _SEED = 20240427
 
 

@@ -16,9 +16,9 @@ import numpy as np
 from xsimulator.closed_loop import Served
 from xsimulator.compared_runs import ServingPoint
 
-LEAST = 4
-QUANTILES = (0.2, 0.4, 0.6, 0.8, 1.0)
-ABOVE = 1.1  # the last bound over the longest latency
+LEAST = 4  # chosen
+QUANTILES = (0.2, 0.4, 0.6, 0.8, 1.0)  # chosen
+ABOVE = 1.1  # chosen: the last bound over the longest latency
 
 
 class Choices(NamedTuple):

@@ -26,8 +26,8 @@ from xsimulator.layer_times import ALL_REDUCES_PER_LAYER
 
 _SEED = 11
 _OVERLAP = 4  # of device and front end: infinite is the plain maximum
-ROUNDS = 10  # requests of each place in the loop; the first of them come all at once
-_MOST_ROWS, _MOST_CONTEXT, _MOST_QUERIES = 2.0**15, 2.0**18, 2.0**11
+ROUNDS = 10  # chosen: requests of each place in the loop; the first of them come all at once
+_MOST_ROWS, _MOST_CONTEXT, _MOST_QUERIES = 2.0**15, 2.0**18, 2.0**11  # chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

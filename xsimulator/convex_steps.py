@@ -13,7 +13,7 @@ from xsimulator.stage_times import StageKinds
 
 LEAST = 2.0**-10  # chosen: sizes below it count as this
 AN_OCTAVE = 32  # chosen: sizes at which times are looked at
-TOP = 2.0**20  # rows of a step at most
+TOP = 2.0**20  # chosen: rows of a step at most
 
 
 class ConvexSteps:

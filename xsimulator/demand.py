@@ -10,7 +10,7 @@ import numpy as np
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 
-LEAST_ITERATIONS = 1e-6  # of a query in the mean: of jobs that decode nothing
+LEAST_ITERATIONS = 1e-6  # chosen: of a query in the mean: of jobs that decode nothing
 RENEWAL_BINS = 512  # chosen: of the lengths, whose renewals are counted
 BATCHES: FloatArray = 2.0 ** np.arange(0, 24, 0.25)  # numbers of queries whose longest is known
 

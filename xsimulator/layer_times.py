@@ -25,7 +25,7 @@ from xsimulator.fixed_sizes import KeptOfFixed
 ALL_REDUCES_PER_LAYER = 2  # after attention and after the MLP; a cross-attention adds one
 # Queries of an encode micro-batch at which a query's share of the attention is asked for. The share
 # is linear between them, and settles long before the last.
-TOGETHER = (1, 2, 4, 8, 16, 32, 64, 128)
+TOGETHER = (1, 2, 4, 8, 16, 32, 64, 128)  # chosen
 _TOGETHER = np.array(TOGETHER, float)
 
 

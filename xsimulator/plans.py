@@ -35,8 +35,8 @@ from xsimulator.convex_steps import ConvexSteps
 from xsimulator.layer_times import LayerTimes
 from xsimulator.stage_times import StageKinds, StageTimes, at_least, stage_kinds
 
-REFERENCE_ENCODE_QUERIES = 8
-REFERENCE_DECODE_QUERIES = 32
+REFERENCE_ENCODE_QUERIES = 8  # chosen
+REFERENCE_DECODE_QUERIES = 32  # chosen
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -248,6 +248,6 @@ class PoolPairs:
 
 
 _latest: list[tuple[Problem, TimingSource, StagePlans]] = []
-_MOST_KEPT = 16  # a margin's raised times are asked about copies of several sizes in turn
+_MOST_KEPT = 16  # chosen: a margin's raised times are asked about copies of several sizes in turn
 _layers: list[tuple[TimingSource, dict[Hashable, LayerTimes]]] = []
-_MOST_SOURCES = 12  # the one that is planned with, and those whose times are raised
+_MOST_SOURCES = 12  # chosen: the one that is planned with, and those whose times are raised

@@ -29,7 +29,7 @@ from xsimulator.plans import StagePlan, StagePlans
 from xsimulator.pool_bound import PoolBound
 
 RATIO = 1.05  # chosen: between sizes of steps that are looked at
-MOST_ROWS = 2.0**17
+MOST_ROWS = 2.0**17  # chosen
 # chosen: prices, in device-seconds a row-second and as shares of the cheapest step's
 PRICES: FloatArray = np.concatenate([[0.0], 2.0 ** np.arange(-12, 13, 0.5)])
 HALVINGS = 24  # chosen

@@ -15,8 +15,8 @@ from xsimulator.demand import Demand
 from xsimulator.layer_times import TOGETHER, LayerTimes
 from xsimulator.plans import StagePlan
 
-MOST_ROWS = 2.0**20  # of a cycle
-QUERIES: FloatArray = 2.0 ** np.arange(0, 17, 0.5)  # at which decode attention is looked at
+MOST_ROWS = 2.0**20  # chosen: of a cycle
+QUERIES: FloatArray = 2.0 ** np.arange(0, 17, 0.5)  # chosen: at which decode attention is looked at
 CONTEXTS = 24  # chosen
 _BATCHES: FloatArray = np.array(TOGETHER, float)
 

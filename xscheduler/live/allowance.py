@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 from xgpt.core.constraint import Constraint
 
-ENOUGH = 50  # queries done between two looks: few tell little of a share
-OFF = 0.8  # of the share that is planned for: where less is left, the rest is planned anew
-BACK = 1.5  # and where so many times as much is left again, too
-LEAST = 0.2  # of the bound's own share: what is planned for at least, of 5 % one
+ENOUGH = 50  # chosen: queries done between two looks: few tell little of a share
+OFF = 0.8  # chosen: of the share that is planned for: where less is left, the rest is planned anew
+BACK = 1.5  # chosen: and where so many times as much is left again, too
+LEAST = 0.2  # chosen: of the bound's own share: what is planned for at least, of 5 % one
 
 
 class Kept(NamedTuple):

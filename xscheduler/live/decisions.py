@@ -41,14 +41,14 @@ from xscheduler.live.slowed import StepLook
 LEAST_QUERIES, MOST_QUERIES, SHARE = 50, 200, 0.1  # done before lengths count: a share of the job
 # Of fewer queries the long ones are seldom seen: what they lead to is planned for this share of the
 # bound.
-CAUTION = 0.5
+CAUTION = 0.5  # chosen
 # Share of throughput that a change must bring where steps take other times and the bound is kept as
 # it is: steps scatter, and a change costs a few phases.
-STEPS_WORTH = 0.05
+STEPS_WORTH = 0.05  # chosen
 # What is said of other lengths where copies are of several shapes, and none of them executes RRA.
 NOT_RRA = ("no copy executes RRA, whose batches alone follow lengths, and for copies of several "
            "shapes it is not looked for what a re-deployment would bring")
-MOST_UNKNOWN = 0.02  # of the outputs longer than any query was watched for
+MOST_UNKNOWN = 0.02  # chosen: of the outputs longer than any query was watched for
 
 
 class Written(Protocol):

@@ -17,9 +17,9 @@ import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray, JointLengths, Lengths, joint_empirical
 
-BEYOND_CHANCE = 3.0  # standard errors by which a figure must be off to count
-CORRELATED = 0.3  # correlation of input and output from which on pairs are kept
-PAIRS = 4000  # that a weighted sample of pairs is written as
+BEYOND_CHANCE = 3.0  # chosen: standard errors by which a figure must be off to count
+CORRELATED = 0.3  # chosen: correlation of input and output from which on pairs are kept
+PAIRS = 4000  # chosen: that a weighted sample of pairs is written as
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -46,15 +46,15 @@ from xprofiler.timing import TimingSource
 from xscheduler.copies import problem_for
 from xsimulator.replay.step_clock import StepClock, StepClocks, StepSizes
 
-LEAST_STEPS = 12  # without which a kind is not said to take other times
+LEAST_STEPS = 12  # chosen: without which a kind is not said to take other times
 TELLING_S = 1.0  # of work, by the plan, that tell what a kind takes where another has left the plan
-ENOUGH_STEPS = 16  # that a factor is the mean of, where there are as many
-LASTING_S, LASTING_PARTS = 16.0, 4  # for which steps must be quicker, each part of it
-MOST_PATIENCE = 8  # times as long where that was a lull before
-FOLLOWED = 0.05  # share by which steps must be slower still, once they have left the plan
-BEYOND_CHANCE = 3.0  # standard errors of a mean by which it must be off
-MOST_OFF = 8.0
-MOST_KEPT = 4096  # steps of a kind on a stage; ranks tell of 24 a second at most
+ENOUGH_STEPS = 16  # chosen: that a factor is the mean of, where there are as many
+LASTING_S, LASTING_PARTS = 16.0, 4  # chosen: for which steps must be quicker, each part of it
+MOST_PATIENCE = 8  # chosen: times as long where that was a lull before
+FOLLOWED = 0.05  # chosen: share by which steps must be slower still, once they have left the plan
+BEYOND_CHANCE = 3.0  # chosen: standard errors of a mean by which it must be off
+MOST_OFF = 8.0  # chosen
+MOST_KEPT = 4096  # chosen: steps of a kind on a stage; ranks tell of 24 a second at most
 KINDS = ("encode", "decode", "mixed")
 
 

@@ -43,7 +43,7 @@ WORTH = 0.005  # share of throughput below which two schedules count as equal: t
 Choice = Literal["keep", "adjust", "redeploy"]
 # Share of throughput from which on a change is made: it costs a few phases in which the pool
 # swings into its new batch sizes, which no estimate counts.
-WORTH_CHANGING = 0.02
+WORTH_CHANGING = 0.02  # chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.routed import RoutedReplay, replay_routed
 from xsimulator.replay.step_clock import StepClocks
 
-APART = 0.02  # share by which the ends of copies may differ, and count as one
+APART = 0.02  # chosen: share by which the ends of copies may differ, and count as one
 
 
 class JobReplayer(Protocol):

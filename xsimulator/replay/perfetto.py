@@ -18,7 +18,7 @@ from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
 
 Event = dict[str, Any]
 
-_EVENTS_A_WRITE = 2000
+_EVENTS_A_WRITE = 2000  # chosen
 _FIRST_PID, _FIRST_TID = 1, 101  # 0 is the idle process; a thread with its process's id is its main
 _HEAD: Event = {"displayTimeUnit": "ms", "otherData": {"source": "xgpt replay"}}
 

@@ -31,9 +31,9 @@ WATCHED_SHARE = 0.02  # chosen
 CHECKED_STEPS, LEAST_CHECKED, LEAST_ROUNDS = 20_000, 800, 20
 # Of a longer job so many queries, spread evenly over it, are replayed for its prediction; the rest
 # goes at the pace of their middle.
-MOST_PREDICTED = 50_000
-_MIDDLE = (0.2, 0.8)  # of the queries, by their ends
-MIN_NEIGHBOURS = 8  # observed pairs near a known input among which its output is drawn
+MOST_PREDICTED = 50_000  # chosen
+_MIDDLE = (0.2, 0.8)  # chosen: of the queries, by their ends
+MIN_NEIGHBOURS = 8  # chosen: observed pairs near a known input among which its output is drawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

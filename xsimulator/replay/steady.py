@@ -13,8 +13,8 @@ from xgpt.core.schedule import Estimate
 from xsimulator.replay.records import PoolRecords, ReplayResult
 
 LEAST_COUNTED = 0.5  # of the queries that begin before the last encoding: those that end before it
-LEAST_NEAR = 30  # queries of about the bound's output length that a mean is taken of
-NEAR = 0.03  # outputs within this share of the length (or 2 tokens) are that at most
+LEAST_NEAR = 30  # chosen: queries of about the bound's output length that a mean is taken of
+NEAR = 0.03  # chosen: outputs within this share of the length (or 2 tokens) are that at most
 _NEAR_TOKENS = 2
 
 

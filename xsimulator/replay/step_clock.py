@@ -23,16 +23,16 @@ from xsimulator.layer_times import LayerTimes
 from xsimulator.native import Blocks, Fetched, NativeClock
 from xsimulator.stage_times import HandoverCost, StageTimes
 
-DENSE_ROWS = 4096
-_ROW_BLOCK = 256
+DENSE_ROWS = 4096  # chosen
+_ROW_BLOCK = 256  # chosen
 # how many rows each row of a table is of
 _ROW_SIZES: FloatArray = np.concatenate([
     np.arange(DENSE_ROWS, dtype=float), DENSE_ROWS * 1.01**np.arange(2048)])
 _SPARSE: list[float] = _ROW_SIZES[DENSE_ROWS:].tolist()
-_CONTEXT_RATIO = 1.02
-_QUERY_BLOCK = 32
-HANDOVER_BLOCK = 256  # numbers of tokens whose handovers are timed at once
-MOST_CLOCKS = 16
+_CONTEXT_RATIO = 1.02  # chosen
+_QUERY_BLOCK = 32  # chosen
+HANDOVER_BLOCK = 256  # chosen: numbers of tokens whose handovers are timed at once
+MOST_CLOCKS = 16  # chosen
 MOST_TOGETHER = 128  # queries encoded together: a query's share of the attention settles before
 
 
