@@ -12,7 +12,7 @@ from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
 from xscheduler.copies import has_room, most_copies, problem_on
 from xscheduler.replays import Replays
-from xscheduler.space import Cell
+from xscheduler.space import Cell, chunk_column
 from xscheduler.tensor_plans import tensor_plans
 from xsimulator.rough.forms import Formulas
 from xsimulator.rough.workload import Workload
@@ -34,7 +34,9 @@ def cells_of(problem: Problem, timing: TimingSource) -> Iterator[tuple[Cell, Rep
             formula = formulas.of(name)
             for plan in plans:
                 if formula.can_lay_out(plan):
-                    yield Cell(part, formula, plan), replays
+                    kinds = (None,) if chunk_column(name) is None else (False, True)
+                    for is_chunked in kinds:
+                        yield Cell(part, formula, plan, is_chunked), replays
 
 
 def names_of(problem: Problem) -> list[str]:

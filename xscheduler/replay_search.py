@@ -17,7 +17,7 @@ from xscheduler.neighbours import neighbours
 from xscheduler.partition import division_of
 from xscheduler.replayed_cells import SURE, Found, ReplayedCells
 from xscheduler.replays import Replays
-from xscheduler.space import HOPE, TRUST, Cell, Expected, Point, Usual, usual_off
+from xscheduler.space import HOPE, NOTHING, TRUST, Cell, Expected, Off, Point, usual_off
 
 # chosen: what is climbed from, too, by its share of the best's throughput, and how many
 RACE, RUNNERS_UP = 0.06, 4  # chosen
@@ -52,8 +52,7 @@ class Search(ReplayedCells):
         if self._replay_unseen(found, keeps):
             found = self._look(keeps)
         for _ in range(FINALS):
-            if self._cuts() or sum(one.copies * one.replayed.throughput_qps
-                                   for one in found) >= enough_qps:
+            if self._cuts() or _together_qps(found) >= enough_qps:
                 break
             improved = False
             self._try_nearly_as_good(found, keeps)
@@ -64,14 +63,23 @@ class Search(ReplayedCells):
             if not improved and again == found:
                 break
             found = again
-        # a replay of more queries has the last word
+        return self._surely_best(found, keeps)
+
+    def _surely_best(self, found: list[Found], keeps: KeptBounds) -> list[Found]:
+        """A replay of more queries has the last word: of what had most by fewer, one after the
+        other, until no other has noticeably more than the best by many."""
+        best: list[Found] = []
         for _ in range(SURE_LOOKS):
             for one in found:
                 self.replay(one.cell, one.point, times=SURE)
-            if (again := self._look(keeps)) == found:
+            if all(keeps.is_kept(one.cell, one.point) for one in found):
+                best = max(best, found, key=_together_qps)
+            again = self._look(keeps)
+            if again == found or (best and _together_qps(again) <= (
+                    1 + NOTHING) * _together_qps(best)):
                 break
             found = again
-        return found
+        return best or found
 
     def look_at_each(self, keeps: KeptBounds) -> None:
         """Of each policy of which nothing was found yet, replays what is expected to be best."""
@@ -134,12 +142,12 @@ class Search(ReplayedCells):
         """Replays points of the other cells of the sizes that are taken which are better if their
         formula is right: though it was off elsewhere in other cells, and at a point or two, which
         may be odd ones, of its own; whether there was any."""
-        before, right = self.num_replays, Usual(weight=TRUST)
+        before = self.num_replays
         for one in found:
             own_qps = one.cell.copies * one.replayed.throughput_qps
             for cell in self.cells[one.cell.problem.cluster.num_devices]:
                 while len(cell.off) < LOOKS and not self._cuts():
-                    likely = cell.expected(keeps.limits(cell), right, Expected())
+                    likely = cell.expected(keeps.limits(cell), Off(), Expected(), TRUST)
                     hoped_qps = likely.throughput_qps * (1 + HOPE if cell.off else 1)
                     if likely.point is None or hoped_qps <= own_qps:
                         break
@@ -149,7 +157,7 @@ class Search(ReplayedCells):
 
     def _try_nearly_as_good(self, found: Sequence[Found], keeps: KeptBounds) -> None:
         """Replays what cells are expected to have next to what was found."""
-        own_qps = sum(one.copies * one.replayed.throughput_qps for one in found)
+        own_qps = _together_qps(found)
         usual = usual_off(list(self._replays))
         expected = [(self.expected(cell, keeps, usual), number, cell)
                     for number, cell in enumerate(self._replays)]
@@ -161,7 +169,7 @@ class Search(ReplayedCells):
 
     def _runners_up(self, found: Sequence[Found], keeps: KeptBounds) -> list[Found]:
         """The best of other cells that are nearly as good, on devices of any number."""
-        own_qps = sum(one.copies * one.replayed.throughput_qps for one in found)
+        own_qps = _together_qps(found)
         taken = {one.cell for one in found}
         others: list[tuple[float, int, Found]] = []
         for cell in self._replays:
@@ -206,3 +214,7 @@ class Search(ReplayedCells):
                 break
         self._climbed.add((cell, point, keeps))
         return improved
+
+
+def _together_qps(found: Sequence[Found]) -> float:
+    return sum(one.copies * one.replayed.throughput_qps for one in found)

@@ -13,7 +13,7 @@ from xgpt.core.problem import Problem
 from xscheduler.kept_bounds import KeptBounds
 from xscheduler.partition import division_of
 from xscheduler.replays import Replayed, Replays
-from xscheduler.space import Cell, Expected, Point, Usual
+from xscheduler.space import Alike, Cell, Expected, Off, Point
 from xsimulator.replay.predict import checked_queries
 
 LEAST_LOOK, LOOK_ROUNDS = 800, 6  # chosen: queries of a first replay, at least and by those present
@@ -94,9 +94,9 @@ class ReplayedCells:
                 for size in dict.fromkeys(division.sizes)]
 
     def expected(self, cell: Cell, keeps: KeptBounds,
-                  usual: Mapping[tuple[str, int], Usual]) -> Expected:
+                  usual: Mapping[Alike, Off]) -> Expected:
         """What is expected of a cell. usual: what formulas were off by, of cells alike."""
-        limits, prior = keeps.limits(cell), usual.get(cell.alike, Usual())
+        limits, prior = keeps.limits(cell), usual.get(cell.alike, Off())
         state = keeps, cell.num_noted, cell.misses, cell.is_coarse, limits, prior
         known = self._expected.get(cell)
         if known is None or known[0] != state:

@@ -56,13 +56,12 @@ class Off(NamedTuple):
     latency: float = 0.0
 
 
-class Usual(NamedTuple):
-    """What a policy's formula is off by in the mean, where inputs are encoded whole and where they
-    are in chunks; `weight`: of it, beside 1 of a replay at the point."""
+class Alike(NamedTuple):
+    """Cells of one policy and one number of stages, with chunks or without."""
 
-    whole: Off = Off()
-    chunked: Off = Off()
-    weight: float = PRIOR
+    policy: str
+    is_chunked: bool | None
+    stages: int
 
 
 class Expected(NamedTuple):
@@ -75,11 +74,14 @@ class Expected(NamedTuple):
 
 @dataclass(eq=False)
 class Cell:
-    """The points of one policy by one tensor plan. `problem`: that of one of its copies."""
+    """The points of one policy by one tensor plan. `problem`: that of one of its copies.
+    `is_chunked`: those alone that encode inputs in chunks beside decoding, or that do not; None:
+    all."""
 
     problem: Problem
     formula: Formula
     plan: tuple[int, int]
+    is_chunked: bool | None = None
     replayed: dict[Point, Replayed] = field(default_factory=dict)
     off: dict[Point, Off] = field(default_factory=dict)
     is_coarse: bool = True  # the points between those of the grid were not looked at
@@ -97,10 +99,12 @@ class Cell:
         return self.problem.copies
 
     @property
-    def alike(self) -> tuple[str, int]:
-        """Policy and number of stages: the longer a pipeline, the more a formula leaves out."""
+    def alike(self) -> Alike:
+        """Of which a formula is off by about as much: the longer a pipeline, the more it leaves
+        out."""
         degree, gpus = self.plan
-        return self.policy, self.problem.cluster.num_devices - gpus + gpus // degree
+        stages = self.problem.cluster.num_devices - gpus + gpus // degree
+        return Alike(self.policy, self.is_chunked, stages)
 
     @cached_property
     def _after(self) -> float:
@@ -120,7 +124,10 @@ class Cell:
 
     @cached_property
     def _grid(self) -> tuple[IntArray, Rough]:
-        return self.with_room(self.formula.points(self.plan))
+        points = self.formula.points(self.plan)
+        if self.is_chunked is not None:
+            points = points[(points[:, chunk_column(self.policy)] > 0) == self.is_chunked]
+        return self.with_room(points)
 
     def with_room(self, points: IntArray) -> tuple[IntArray, Rough]:
         """Those of some points that have room, and are timed, with their rough figures."""
@@ -132,24 +139,28 @@ class Cell:
         return points[fits], Rough(**{name: getattr(rough, name)[fits]
                                       for name in Rough.__slots__})
 
-    def expected(self, limits: Limits, usual: Usual, own: Expected) -> Expected:
+    def expected(self, limits: Limits, usual: Off, own: Expected,
+                 weight: float = PRIOR) -> Expected:
         """The best that keeps the limits, for all that is known, of all copies. usual: what the
-        formula is off by where nothing of this cell was replayed. own: the best that was."""
+        formula is off by where nothing of this cell was replayed, and its weight beside 1 of a
+        replay at the point. own: the best that was replayed."""
         most_s = limits.latency_s if self.off else limits.latency_s * (1 + LATENCY_OFF)
         # what came out too slow where it was expected to be in time, is not tried as closely again
         most_s *= 1 - CAUTION * self.misses
-        best = self._best_of(self.points, self.rough, most_s, limits, usual)
+        off = self._off_at(self.points, usual, weight)
+        best = self._best_of(self.points, self.rough, most_s, limits, off)
         if best is None:
             return own
-        found = self._value(self.points, self.rough, best, usual)
+        found = self._value(self.points, self.rough, best, off)
         if not self.off and self.is_coarse:
             return found
         if best not in self._fine:
             self._fine[best] = self.with_room(self._around(self.points[best]))
         points, rough = self._fine[best]
-        fine = self._best_of(points, rough, most_s, limits, usual)
+        off = self._off_at(points, usual, weight)
+        fine = self._best_of(points, rough, most_s, limits, off)
         if fine is not None:
-            found = max(found, self._value(points, rough, fine, usual))
+            found = max(found, self._value(points, rough, fine, off))
         return found if found.throughput_qps > own.throughput_qps * (1 + NOTHING) else own
 
     def best_replayed(self, is_kept: Callable[[Point], bool]) -> Expected:
@@ -161,17 +172,16 @@ class Cell:
                 best = Expected(qps, point, True)
         return best
 
-    def _value(self, points: IntArray, rough: Rough, row: int, usual: Usual) -> Expected:
-        off = self._off_at(points[row:row + 1], usual)[0, 0]
-        qps = float(rough.throughput_qps[row] * np.exp(off)) * (1 if self.off else 1 + HOPE)
+    def _value(self, points: IntArray, rough: Rough, row: int, off: FloatArray) -> Expected:
+        qps = float(rough.throughput_qps[row] * np.exp(off[row, 0])) * (1 if self.off else 1 + HOPE)
         point: Point = tuple(points[row].tolist())
         return Expected() if point in self.replayed else Expected(self.copies * qps, point)
 
     def _best_of(self, points: IntArray, rough: Rough, most_s: float, limits: Limits,
-                 usual: Usual) -> int | None:
+                 logarithms: FloatArray) -> int | None:
         if not len(points):
             return None
-        off = np.exp(self._off_at(points, usual))
+        off = np.exp(logarithms)
         is_slow = ((rough.latency_s * off[:, 1] > most_s) | (rough.ttft_s > limits.ttft_s)
                    | (rough.latency_s - rough.ttft_s > self._after * limits.tpot_s))
         for point in self.replayed:
@@ -180,16 +190,15 @@ class Cell:
         best = int(np.argmax(qps))
         return best if qps[best] > 0 else None
 
-    def _off_at(self, points: IntArray, usual: Usual) -> FloatArray:
+    def _off_at(self, points: IntArray, usual: Off, weight: float) -> FloatArray:
         """[points, 2] logarithms of (throughput, latency) over the formula's."""
-        prior = np.where(are_chunked(self.policy, points)[:, None], usual.chunked, usual.whole)
         if not self.off:
-            return prior
+            return np.tile(usual, (len(points), 1))
         where = np.log1p(np.array(list(self.off), float))
         apart = np.abs(np.log1p(points.astype(float))[:, None] - where).sum(axis=2)
         weights = np.exp(-apart / NEAR)
-        known = weights @ np.array(list(self.off.values())) + usual.weight * prior
-        return np.asarray(known / (weights.sum(axis=1) + usual.weight)[:, None])
+        known = weights @ np.array(list(self.off.values())) + weight * np.array(usual)
+        return np.asarray(known / (weights.sum(axis=1) + weight)[:, None])
 
     def _around(self, point: IntArray) -> IntArray:
         """Points between one of the grid and its neighbours, along each variable and pairs."""
@@ -221,29 +230,22 @@ class Cell:
 
 def fresh(cell: Cell) -> Cell:
     """The same cell, nothing replayed, with what its formula said."""
-    own = Cell(cell.problem, cell.formula, cell.plan, _fine=cell._fine)
+    own = Cell(cell.problem, cell.formula, cell.plan, cell.is_chunked, _fine=cell._fine)
     if "_grid" in cell.__dict__:
         own.__dict__["_grid"] = cell._grid
     return own
 
 
-def usual_off(cells: list[Cell]) -> Mapping[tuple[str, int], Usual]:
-    """By policy and number of stages, what its formula was off by in the mean."""
-    found: dict[tuple[str, int, bool], list[Off]] = {}
+def usual_off(cells: list[Cell]) -> Mapping[Alike, Off]:
+    """What the formulas of cells alike were off by in the mean."""
+    found: dict[Alike, list[Off]] = {}
     for cell in cells:
-        points = [point for point, one in cell.off.items() if one.throughput > -1]
-        if points:
-            for point, flag in zip(points, are_chunked(cell.policy, np.array(points)), strict=True):
-                found.setdefault((*cell.alike, bool(flag)), []).append(cell.off[point])
-    means = {key: Off(*np.mean(own, axis=0).tolist()) for key, own in found.items()}
-    return {(name, stages): Usual(whole=means.get((name, stages, False), Off()),
-                                  chunked=means.get((name, stages, True), Off()))
-            for name, stages, _ in means}
+        if seen := [one for one in cell.off.values() if one.throughput > -1]:
+            found.setdefault(cell.alike, []).extend(seen)
+    return {alike: Off(*np.mean(own, axis=0).tolist()) for alike, own in found.items()}
 
 
-def are_chunked(name: str, points: IntArray) -> BoolArray:
-    """[points] whether this policy encodes inputs in chunks beside decoding."""
+def chunk_column(name: str) -> int | None:
+    """Which of a policy's variables is the size of chunks; None where it has none."""
     names = policy(name).variable_names
-    if CHUNK not in names:
-        return np.zeros(len(points), bool)
-    return np.asarray(points[:, names.index(CHUNK)] > 0)
+    return names.index(CHUNK) if CHUNK in names else None
