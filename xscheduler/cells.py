@@ -12,7 +12,7 @@ from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
 from xscheduler.copies import has_room, most_copies, problem_on
 from xscheduler.replays import Replays
-from xscheduler.space import Cell, chunk_column
+from xscheduler.space import CHUNK, Cell, chunk_column
 from xscheduler.tensor_plans import tensor_plans
 from xsimulator.rough.forms import Formulas
 from xsimulator.rough.workload import Workload
@@ -34,9 +34,15 @@ def cells_of(problem: Problem, timing: TimingSource) -> Iterator[tuple[Cell, Rep
             formula = formulas.of(name)
             for plan in plans:
                 if formula.can_lay_out(plan):
-                    kinds = (None,) if chunk_column(name) is None else (False, True)
-                    for is_chunked in kinds:
+                    for is_chunked in _kinds(name, problem):
                         yield Cell(part, formula, plan, is_chunked), replays
+
+
+def _kinds(name: str, problem: Problem) -> tuple[bool | None, ...]:
+    """Whether a policy's points are looked at apart, with chunks or without."""
+    is_one = chunk_column(name) is None or problem.model.is_encoder_decoder or (
+        problem.fixed.value_of(CHUNK) is not None)
+    return (None,) if is_one else (False, True)
 
 
 def names_of(problem: Problem) -> list[str]:

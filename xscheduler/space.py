@@ -132,6 +132,8 @@ class Cell:
     def with_room(self, points: IntArray) -> tuple[IntArray, Rough]:
         """Those of some points that have room, and are timed, with their rough figures."""
         self.num_points += len(points)
+        if not len(points):
+            return points, Rough(**dict.fromkeys(Rough.__slots__, np.empty(0)))
         rough = self.formula.rough(self.plan, points)
         most = self.problem.num_queries or math.inf
         fits: BoolArray = ((rough.memory_bytes <= capacity_bytes(self.problem.cluster.device))
