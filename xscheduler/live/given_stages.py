@@ -5,8 +5,10 @@ has them, and whose points its caches have room for."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 import numpy as np
 
@@ -33,6 +35,7 @@ from xsimulator.rough.figures import Formula, Rough, point_of
 from xsimulator.rough.forms import Formulas
 
 MAX_BATCH = 1 << 16  # chosen
+MARGINS, SLACK = 5, 0.01  # chosen: searches by one margin each; how much too large it may be
 LEAST_BUDGET = 16  # chosen: tokens of a step
 _PACED: tuple[Metric, ...] = ("latency", "ttft", "tpot")
 _LIMITED = ("max_active", "token_budget")  # what may only become smaller within caches of a size
@@ -185,12 +188,16 @@ class GivenStages:
         self._cell = Cell(self.problem, self._formula, plan)
         self._replays = Replays(self.problem, timing)
         self._evaluator = Evaluator(self.problem, timing)
+        self._doubts_of = cache(self._made_doubts)
 
     def keeps(self, constraint: Constraint, *, has_margin: bool) -> KeptBounds:
         """Whether a configuration keeps the constraint's bounds."""
-        problem = replace(self.problem, constraint=constraint)
-        doubts = Doubts(problem, self._evaluator, is_of_job=False)
-        return KeptBounds(constraint, lambda part: doubts, has_margin=has_margin)
+        return KeptBounds(constraint, lambda part: self._doubts_of(constraint),
+                          has_margin=has_margin)
+
+    def _made_doubts(self, constraint: Constraint) -> Doubts:
+        return Doubts(replace(self.problem, constraint=constraint), self._evaluator,
+                      is_of_job=False)
 
     def as_it_is(self, constraint: Constraint, *, has_margin: bool) -> Way:
         """The control variables as they are."""
@@ -213,9 +220,10 @@ class GivenStages:
             return Way(estimate=None, reason=reason)
         search = self._search(most_replays)
         keeps = self.keeps(constraint, has_margin=has_margin)
-        found = search.best(keeps, is_compared=most_replays is not None)
-        if found:
-            return self._way(found[0].point, None, keeps if has_margin else None)
+        point = self._best_with_margin(search, keeps, constraint) if has_margin else next((
+            one.point for one in search.best(keeps, is_compared=most_replays is not None)), None)
+        if point is not None:
+            return self._way(point, None, keeps if has_margin else None)
         quickest = search.quickest()
         if not quickest:
             return Way(estimate=None, reason="even the smallest batch is too large")
@@ -225,6 +233,37 @@ class GivenStages:
         return replace(tightest, reason=(
             f"the tightest latency on these stages is {best.replayed.latency_s:.4g} s, with "
             f"{variables_words(tightest.estimate)}; the limit is {constraint.latency_s:.4g} s"))
+
+    def _best_with_margin(self, search: Search, keeps: KeptBounds,
+                          constraint: Constraint) -> Point | None:
+        """The best that keeps the bounds with its own margin. A margin takes some forty figures of
+        the formula, ten replays' time, and hardly differs among those that are nearly as good: all
+        are searched with the margin of the latest that was found."""
+        point, good = self._formula.as_it_is, []
+        search.replay(self._cell, point, times=1)
+        for _ in range(MARGINS):
+            shared = keeps.factor(self._cell, point)
+            found = search.best(self._divided(constraint, point) if math.isfinite(shared)
+                                else self.keeps(constraint, has_margin=False))
+            if not found:
+                break
+            point = found[0].point
+            if keeps.is_kept(self._cell, point):
+                good.append(point)
+                if shared <= (1 + SLACK) * keeps.factor(self._cell, point):
+                    break
+        if not good:
+            return self._cell.best_replayed(partial(keeps.is_kept, self._cell)).point
+        return max(good, key=lambda own: self._cell.replayed[own].throughput_qps)
+
+    def _divided(self, constraint: Constraint, point: Point) -> KeptBounds:
+        """Whether the bounds are kept with the margins of this point."""
+        doubts, estimate = self._doubts_of(constraint), self._cell.replayed[point].estimate
+        for metric in _PACED:
+            if constraint.bound_on(metric) is not None:
+                limit_s = constraint.limit_s(metric) / doubts.margin(estimate, metric).factor
+                constraint = constraint.with_bound(metric, limit_s=limit_s)
+        return self.keeps(constraint, has_margin=False)
 
     def _search(self, most_replays: int | None = None) -> Search:
         return Search(self.problem, [(self._cell, self._replays)], most_replays=most_replays)
