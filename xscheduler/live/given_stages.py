@@ -26,6 +26,7 @@ from xscheduler.copies import most_copies, problem_for
 from xscheduler.evaluator import Evaluator
 from xscheduler.kept_bounds import KeptBounds
 from xscheduler.replay_search import Search
+from xscheduler.replayed_cells import SURE
 from xscheduler.replays import Replays
 from xscheduler.space import CHUNK, Cell, Point
 from xscheduler.uncertainty import Doubts, MarginParts
@@ -35,6 +36,7 @@ from xsimulator.rough.figures import Formula, Rough, point_of
 from xsimulator.rough.forms import Formulas
 
 MAX_BATCH = 1 << 16  # chosen
+LIKELIEST = 12  # chosen: points that are replayed first, since there is but one cell
 MARGINS, SLACK = 5, 0.01  # chosen: searches by one margin each; how much too large it may be
 LEAST_BUDGET = 16  # chosen: tokens of a step
 _PACED: tuple[Metric, ...] = ("latency", "ttft", "tpot")
@@ -116,7 +118,10 @@ class WithinCaches:
         capped = own.copy()
         for name, most in self._most.items():
             capped[:, self._column[name]] = np.minimum(capped[:, self._column[name]], most)
-        every = np.unique(np.concatenate([capped, [self.as_it_is]]), axis=0)
+        if all(self.problem.fixed.value_of(name) in (None, self.as_it_is[column])
+               for name, column in self._column.items()):
+            capped = np.concatenate([capped, [self.as_it_is]])
+        every = np.unique(capped, axis=0)
         return every[self._are_free(every)]
 
     def _are_free(self, points: IntArray) -> BoolArray:
@@ -136,6 +141,8 @@ class WithinCaches:
 
     def rough(self, plan: tuple[int, int], points: IntArray) -> Rough:
         """See Formula. What a run cannot go over to has no room."""
+        if not len(points):
+            return Rough(**{name: np.empty(0) for name in Rough.__slots__})
         found = self._own.rough(plan, points)
         return replace(found, memory_bytes=np.where(self._are_free(points), found.memory_bytes,
                                                     np.inf))
@@ -205,11 +212,15 @@ class GivenStages:
             return Way(estimate=None, reason=reason)
         search, keeps = self._search(), self.keeps(constraint, has_margin=has_margin)
         point = self._formula.as_it_is
-        found = search.replay(self._cell, point, times=1)
+        found = search.replay(self._cell, point, times=SURE)
         if found.figures is None:
             return Way(estimate=None, reason="queries of these lengths do not fit into its caches, "
                                              "or the profile says nothing about such sizes")
-        reason = None if keeps.is_kept(self._cell, point) else self._broken(constraint, point)
+        reason = None
+        if not keeps.is_kept(self._cell, point):
+            reason = self._broken(constraint, point) or (
+                f"latency: {format_seconds(found.latency_s)} keeps the bound of "
+                f"{format_seconds(constraint.latency_s)}, but not with the confidence asked for")
         return self._way(point, reason, keeps if has_margin else None)
 
     def best(self, constraint: Constraint, *, has_margin: bool,
@@ -220,19 +231,37 @@ class GivenStages:
             return Way(estimate=None, reason=reason)
         search = self._search(most_replays)
         keeps = self.keeps(constraint, has_margin=has_margin)
+        if most_replays is None:
+            self._replay_likeliest(search, constraint.latency_s)
         point = self._best_with_margin(search, keeps, constraint) if has_margin else next((
             one.point for one in search.best(keeps, is_compared=most_replays is not None)), None)
         if point is not None:
             return self._way(point, None, keeps if has_margin else None)
         quickest = search.quickest()
         if not quickest:
-            return Way(estimate=None, reason="even the smallest batch is too large")
+            return Way(estimate=None, reason=(
+                "not even the smallest batch has room in the memory, or times in the profile"))
         best = min(quickest, key=lambda one: one.replayed.latency_s)
-        tightest = self._way(best.point, "", None)
-        assert tightest.estimate is not None, "it was replayed"
-        return replace(tightest, reason=(
-            f"the tightest latency on these stages is {best.replayed.latency_s:.4g} s, with "
-            f"{variables_words(tightest.estimate)}; the limit is {constraint.latency_s:.4g} s"))
+        return self._way(best.point, self._out_of_reach(best.point, constraint), None)
+
+    def _out_of_reach(self, point: Point, constraint: Constraint) -> str:
+        """Why nothing keeps the constraint: what the point of the least latency has."""
+        replayed = self._cell.replayed[point]
+        if (broken := self._broken(constraint, point)) is None:
+            broken = (f"with the confidence asked for the limit of {constraint.latency_s:.4g} s is "
+                      "not kept")
+        elif replayed.latency_s > constraint.latency_s:
+            broken = f"the limit is {constraint.latency_s:.4g} s"
+        return (f"the tightest latency on these stages is {replayed.latency_s:.4g} s, with "
+                f"{variables_words(replayed.estimate)}; {broken}")
+
+    def _replay_likeliest(self, search: Search, limit_s: float) -> None:
+        """Replays the points of highest throughput by the formula."""
+        rough = self._cell.rough
+        qps = np.where(rough.latency_s <= limit_s, rough.throughput_qps, 0.0)
+        for row in np.argsort(-qps)[:LIKELIEST]:
+            if qps[row] > 0:
+                search.replay(self._cell, tuple(self._cell.points[row].tolist()))
 
     def _best_with_margin(self, search: Search, keeps: KeptBounds,
                           constraint: Constraint) -> Point | None:
@@ -282,16 +311,15 @@ class GivenStages:
                 return f"the job fixes {key} {wanted}, deployed is {now[key]}"
         return None
 
-    def _broken(self, constraint: Constraint, point: Point) -> str:
-        """What a replay broke, in words."""
+    def _broken(self, constraint: Constraint, point: Point) -> str | None:
+        """What a replay broke, in words; None where it broke nothing without a margin."""
         figures = self._cell.replayed[point].figures
         for metric in _PACED:
             limit_s, seen_s = constraint.limit_s(metric), getattr(figures, f"{metric}_s")
             if seen_s > limit_s:
                 return (f"{METRIC_WORDS[metric]}: {format_seconds(seen_s)} of "
                         f"{format_seconds(limit_s)}")
-        return (f"its latency of {self._cell.replayed[point].latency_s:.3g} s keeps the bound of "
-                f"{constraint.latency_s:.3g} s with less than the confidence asked for")
+        return None
 
 
 def fits_the_job(deployed: Estimate, problem: Problem) -> None:
