@@ -180,6 +180,8 @@ class GivenStages:
         fixed = part.fixed
         if isinstance(now.controls, RraControls) and fixed.decode_micro_batches is None:
             fixed = replace(fixed, decode_micro_batches=now.controls.decode_micro_batches)
+        if isinstance(now.controls, WaaControls) and fixed.encode_chunk is None:
+            fixed = replace(fixed, encode_chunk=now.controls.encode_chunk)
         self.problem = replace(part, fixed=replace(fixed, replicas=None))
         limits = dict(most or {})
         if began is not None and isinstance(began.controls, ContinuousControls):
