@@ -5,10 +5,9 @@ has them, and whose points its caches have room for."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 
@@ -37,7 +36,6 @@ from xsimulator.rough.forms import Formulas
 
 MAX_BATCH = 1 << 16  # chosen
 LIKELIEST = 12  # chosen: points that are replayed first, since there is but one cell
-MARGINS, SLACK = 5, 0.01  # chosen: searches by one margin each; how much too large it may be
 LEAST_BUDGET = 16  # chosen: tokens of a step
 _PACED: tuple[Metric, ...] = ("latency", "ttft", "tpot")
 _LIMITED = ("max_active", "token_budget")  # what may only become smaller within caches of a size
@@ -235,10 +233,9 @@ class GivenStages:
         keeps = self.keeps(constraint, has_margin=has_margin)
         if most_replays is None:
             self._replay_likeliest(search, constraint.latency_s)
-        point = self._best_with_margin(search, keeps, constraint) if has_margin else next((
-            one.point for one in search.best(keeps, is_compared=most_replays is not None)), None)
-        if point is not None:
-            return self._way(point, None, keeps if has_margin else None)
+        found = search.best(keeps, is_compared=most_replays is not None)
+        if found:
+            return self._way(found[0].point, None, keeps if has_margin else None)
         quickest = search.quickest()
         if not quickest:
             return Way(estimate=None, reason=(
@@ -264,37 +261,6 @@ class GivenStages:
         for row in np.argsort(-qps)[:LIKELIEST]:
             if qps[row] > 0:
                 search.replay(self._cell, tuple(self._cell.points[row].tolist()))
-
-    def _best_with_margin(self, search: Search, keeps: KeptBounds,
-                          constraint: Constraint) -> Point | None:
-        """The best that keeps the bounds with its own margin. A margin takes some forty figures of
-        the formula, ten replays' time, and hardly differs among those that are nearly as good: all
-        are searched with the margin of the latest that was found."""
-        point, good = self._formula.as_it_is, []
-        search.replay(self._cell, point, times=1)
-        for _ in range(MARGINS):
-            shared = keeps.factor(self._cell, point)
-            found = search.best(self._divided(constraint, point) if math.isfinite(shared)
-                                else self.keeps(constraint, has_margin=False))
-            if not found:
-                break
-            point = found[0].point
-            if keeps.is_kept(self._cell, point):
-                good.append(point)
-                if shared <= (1 + SLACK) * keeps.factor(self._cell, point):
-                    break
-        if not good:
-            return self._cell.best_replayed(partial(keeps.is_kept, self._cell)).point
-        return max(good, key=lambda own: self._cell.replayed[own].throughput_qps)
-
-    def _divided(self, constraint: Constraint, point: Point) -> KeptBounds:
-        """Whether the bounds are kept with the margins of this point."""
-        doubts, estimate = self._doubts_of(constraint), self._cell.replayed[point].estimate
-        for metric in _PACED:
-            if constraint.bound_on(metric) is not None:
-                limit_s = constraint.limit_s(metric) / doubts.margin(estimate, metric).factor
-                constraint = constraint.with_bound(metric, limit_s=limit_s)
-        return self.keeps(constraint, has_margin=False)
 
     def _search(self, most_replays: int | None = None) -> Search:
         return Search(self.problem, [(self._cell, self._replays)], most_replays=most_replays)
