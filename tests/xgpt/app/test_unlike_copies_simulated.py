@@ -16,6 +16,7 @@ from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xscheduler.copies import problem_on
 from xscheduler.drift import drift_rows
+from xscheduler.evaluator import Evaluator
 from xscheduler.live.reschedule import reschedule
 from xsimulator.rough.forms import fixed_estimate
 
@@ -32,8 +33,9 @@ def unlike(tmp_path_factory: pytest.TempPathFactory) -> Unlike:
     opened, timing = settled(open_file(path))
 
     def on(devices: int, batch: int) -> Estimate:
-        return fixed_estimate("rra", problem_on(opened.problem, devices), timing, FixedSchedule(
-            encode_batch=batch, decode_iterations=8)).one_copy
+        problem = problem_on(opened.problem, devices)
+        return Evaluator(problem, timing).shown(fixed_estimate("rra", problem, timing, (
+            FixedSchedule(encode_batch=batch, decode_iterations=8))).one_copy)
 
     return opened, timing, on(2, 24).beside((on(1, 4),))
 
@@ -43,7 +45,7 @@ def simulated(unlike: Unlike) -> Simulation:
     return simulate_job(*unlike)
 
 
-def test_all_copies_are_replayed_and_each_is_compared_with_its_own_formula(
+def test_all_copies_are_replayed_and_each_is_compared_with_its_own_estimate(
         unlike: Unlike, simulated: Simulation) -> None:
     _, _, given = unlike
     figures, shapes = simulated.figures, given.shapes

@@ -343,8 +343,9 @@ def test_what_keeps_the_bound_without_its_margin_alone_is_better_than_what_break
         return revise(schedule, replace(session.problem, lengths=lengths, constraint=replace(
             constraint, drift=0.2)), timing)
 
-    tightest = GivenStages(schedule.estimate, replace(session.problem, lengths=lengths), timing).best(
-        session.problem.constraint.with_latency(limit_s=1e-9), has_margin=False).estimate
+    stages = GivenStages(schedule.estimate, replace(session.problem, lengths=lengths), timing)
+    tightest = stages.best(session.problem.constraint.with_latency(limit_s=1e-9),
+                           has_margin=False).estimate
     assert tightest is not None
     tightest_s = tightest.figures.latency_s
     near, none = revised(1.05 * tightest_s), revised(0.95 * tightest_s)
