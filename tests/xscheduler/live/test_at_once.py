@@ -74,7 +74,7 @@ def test_smaller_batches_keep_the_bound(planned: Planned) -> None:
     # it is said as others are, and then all is planned
     assert decision.record["cause"] == "step times" and decision.record["choice"] == "adjust"
     assert decision.record["revision"] == 1 and decision.record["search_s"] >= 0
-    assert "at once, by a few replays" in decision.sentence
+    assert "at once, of a few schedules that were simulated" in decision.sentence
     assert decider.take(look, decision) and decider.running is decision.schedule
     follow_up = decision.follow_up
     assert isinstance(follow_up, WholeLook) and decider.decide_at_once(follow_up) is None
