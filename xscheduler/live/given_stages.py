@@ -219,7 +219,7 @@ class GivenStages:
         reason = None
         if not keeps.is_kept(self._cell, point):
             reason = self._broken(constraint, point) or (
-                f"latency: {format_seconds(found.latency_s)} keeps the bound of "
+                f"latency would be {format_seconds(found.latency_s)}, within the limit of "
                 f"{format_seconds(constraint.latency_s)}, but not with the confidence asked for")
         return self._way(point, reason, keeps if has_margin else None)
 
@@ -285,8 +285,8 @@ class GivenStages:
         for metric in _PACED:
             limit_s, seen_s = constraint.limit_s(metric), getattr(figures, f"{metric}_s")
             if seen_s > limit_s:
-                return (f"{METRIC_WORDS[metric]}: {format_seconds(seen_s)} of "
-                        f"{format_seconds(limit_s)}")
+                return (f"{METRIC_WORDS[metric]} would be {format_seconds(seen_s)}, over the limit "
+                        f"of {format_seconds(limit_s)}")
         return None
 
 

@@ -60,7 +60,7 @@ def test_a_tight_bound_is_kept_with_less(name: str) -> None:
         found = revised(schedule_of(problem, began), problem, roofline_of(problem), began=began,
                         **given)
         assert found is not None and found.estimate is not None and found.keep.qps == 0
-        assert found.keep.reason is not None and found.keep.reason.startswith("latency: ")
+        assert found.keep.reason is not None and found.keep.reason.startswith("latency would be ")
         assert_is_within(found.estimate, began)
         assert found.estimate.figures.latency_s <= problem.constraint.latency_s
     # and back again, no further than the caches of the beginning
