@@ -28,7 +28,7 @@ from xscheduler.replay_search import Search
 from xscheduler.replayed_cells import SURE
 from xscheduler.replays import Replays
 from xscheduler.space import CHUNK, Cell, Point
-from xscheduler.uncertainty import Doubts, MarginParts
+from xscheduler.uncertainty import Doubts
 from xsimulator.allocation import pool_layers
 from xsimulator.plans import PoolPairs, StagePlan, shared_plans
 from xsimulator.rough.figures import Formula, Rough, point_of
@@ -44,12 +44,10 @@ _LIMITED = ("max_active", "token_budget")  # what may only become smaller within
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
     """One way to go on. `reason` says why it is not admissible; None if it is. `estimate` is what
-    it would do all the same, where that can be said. `margin`: on its latency, where it was
-    asked for."""
+    it would do all the same, where that can be said."""
 
     estimate: Estimate | None
     reason: str | None
-    margin: MarginParts | None = None
 
     @property
     def qps(self) -> float:
@@ -221,7 +219,7 @@ class GivenStages:
             reason = self._broken(constraint, point) or (
                 f"latency would be {format_seconds(found.latency_s)}, within the limit of "
                 f"{format_seconds(constraint.latency_s)}, but not with the confidence asked for")
-        return self._way(point, reason, keeps if has_margin else None)
+        return self._way(point, reason)
 
     def best(self, constraint: Constraint, *, has_margin: bool,
              most_replays: int | None = None) -> Way:
@@ -235,13 +233,13 @@ class GivenStages:
             self._replay_likeliest(search, constraint.latency_s)
         found = search.best(keeps, is_compared=most_replays is not None)
         if found:
-            return self._way(found[0].point, None, keeps if has_margin else None)
+            return self._way(found[0].point, None)
         quickest = search.quickest()
         if not quickest:
             return Way(estimate=None, reason=(
                 "not even the smallest batch has room in the memory, or times in the profile"))
         best = min(quickest, key=lambda one: one.replayed.latency_s)
-        return self._way(best.point, self._out_of_reach(best.point, constraint), None)
+        return self._way(best.point, self._out_of_reach(best.point, constraint))
 
     def _out_of_reach(self, point: Point, constraint: Constraint) -> str:
         """Why nothing keeps the constraint: what the point of the least latency has."""
@@ -265,10 +263,9 @@ class GivenStages:
     def _search(self, most_replays: int | None = None) -> Search:
         return Search(self.problem, [(self._cell, self._replays)], most_replays=most_replays)
 
-    def _way(self, point: Point, reason: str | None, keeps: KeptBounds | None) -> Way:
+    def _way(self, point: Point, reason: str | None) -> Way:
         estimate = self._cell.replayed[point].shown(self.problem)
-        return Way(estimate=estimate.in_copies(self._now.deployment.replicas), reason=reason,
-                   margin=None if keeps is None else keeps.margin(self._cell, point))
+        return Way(estimate=estimate.in_copies(self._now.deployment.replicas), reason=reason)
 
     def _excluded(self) -> str | None:
         """Why the job does not allow the policy and plan that are deployed."""
