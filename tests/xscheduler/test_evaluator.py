@@ -1,4 +1,4 @@
-"""Figures of a schedule on its own stages, and what is asked twice but evaluated once."""
+"""Figures of a schedule on its own stages, by the rough formula and by replay."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from toy_jobs import estimate_of, roofline_of, toy_problem
 
 from xgpt.core.lengths import joint_empirical, truncated_normal
 from xgpt.core.queries import QueryLengths
-from xscheduler import evaluator as module
 from xscheduler.evaluator import Evaluator, predict
 
 
@@ -24,26 +23,43 @@ def test_a_schedule_keeps_its_stages_under_other_lengths(policy) -> None:
     own = evaluator()
     variables = {"decode_iterations": 4} if policy == "rra" else {"decode_micro_batches": 2}
     estimate = estimate_of(own.problem, policy, encode_batch=4, **variables)
-    assert own.estimate(estimate) == estimate
-    assert own.latency_s(estimate) == pytest.approx(estimate.figures.latency_s)
+    assert own.seconds(estimate, "latency") == pytest.approx(estimate.figures.latency_s)
+    assert own.seconds(estimate, "ttft") == pytest.approx(estimate.figures.ttft_s)
+    assert own.seconds(estimate, "makespan") == pytest.approx(1 / estimate.figures.throughput_qps)
     longer = Evaluator(replace(own.problem, lengths=replace(
         own.problem.lengths, outputs=truncated_normal(15, 4, 20))), own.timing)
-    changed = longer.estimate(estimate)
-    assert changed.deployment.stages == estimate.deployment.stages
-    assert changed.figures.latency_s == longer.latency_s(estimate) > estimate.figures.latency_s
+    assert longer.seconds(estimate, "latency") > own.seconds(estimate, "latency")
+    before, after = own.shown(estimate), longer.shown(estimate)
+    assert after.figures.latency_s > before.figures.latency_s
+    for shown in (before, after):
+        assert (shown.controls, shown.deployment) == (estimate.controls, estimate.deployment)
 
 
-def test_replays_are_made_once(monkeypatch) -> None:
-    own = evaluator(num_queries=30)
+@pytest.mark.parametrize("policy", ["rra", "waa-c"])
+def test_what_is_shown_is_within_the_formulas_error(policy) -> None:
+    own = evaluator()
+    variables = {"decode_iterations": 4} if policy == "rra" else {"decode_micro_batches": 2}
+    estimate = estimate_of(own.problem, policy, encode_batch=8, **variables)
+    shown = own.shown(estimate).figures
+    assert shown.throughput_qps == pytest.approx(estimate.figures.throughput_qps, rel=0.15)
+    assert shown.latency_s == pytest.approx(own.seconds(estimate, "latency"), rel=0.15)
+
+
+def test_copies_answer_as_many_times_the_queries_of_one() -> None:
+    own = evaluator(per_node=2)
     estimate = estimate_of(own.problem, encode_batch=4, decode_iterations=4)
-    asked = []
-    for name in ("replay_checked", "predict"):
-        real = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *given, real=real, name=name, **more: (
-            asked.append(name), real(*given, **more))[1])
-    assert own.replayed_latency_s(estimate) == own.replayed_latency_s(estimate)
-    assert own.job(estimate, 1) == own.job(estimate, 1) != own.job(estimate, 2)
-    assert asked == ["replay_checked", "predict", "predict"]
+    one = own.shown(estimate).figures
+    four = Evaluator(toy_problem(nodes=4, per_node=2), own.timing)
+    shown = four.shown(estimate.in_copies(4)).figures
+    assert shown.throughput_qps == pytest.approx(4 * one.throughput_qps)
+    assert shown.latency_s == pytest.approx(one.latency_s)
+
+
+def test_the_same_question_has_the_same_answer() -> None:
+    first, second = evaluator(num_queries=30), evaluator(num_queries=30)
+    estimate = estimate_of(first.problem, encode_batch=4, decode_iterations=4)
+    assert first.shown(estimate) == second.shown(estimate)
+    assert first.job(estimate, 2) == first.job(estimate, 2) == second.job(estimate, 2)
 
 
 def test_outputs_that_are_to_be_observed_are_predicted_each_at_its_own_cap() -> None:

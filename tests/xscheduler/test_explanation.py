@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
-from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
+from toy_jobs import estimate_of, schedule_of, toy_problem
 
 from xgpt.core.job import FixedSchedule
 from xgpt.core.schedule import Rejected
-from xscheduler.explanation import binding_limits, explain_choice, next_batch_breaks
+from xscheduler.explanation import binding_limits, explain_choice
 from xscheduler.shown import why_not
 from xsimulator import memory
 
@@ -24,12 +24,12 @@ ROWS = (
 )
 
 
-def sentences(problem=None, *, timing=None, rejected=ROWS, unbounded_qps=None, **figures):
+def sentences(problem=None, *, rejected=ROWS, unbounded_qps=None, **figures):
     problem = problem or toy_problem(latency_s=2.0)
     figures = {"throughput_qps": 100.0, "latency_s": 1.0, **figures}
     schedule = schedule_of(problem, **figures).changed(rejected=rejected,
                        unbounded_qps=unbounded_qps)
-    return explain_choice(schedule, problem, timing)
+    return explain_choice(schedule, problem)
 
 
 def test_the_policy_is_compared_with_each_other_one():
@@ -162,29 +162,6 @@ def test_the_number_of_queries_binds_where_another_batch_would_exceed_it():
     assert binding_limits(schedule, toy_problem(num_queries=11), math.inf) == [
         "the number of queries"]
     assert binding_limits(schedule, toy_problem(num_queries=20), math.inf) == []
-
-
-@pytest.mark.parametrize("policy", ["rra", "waa-c", "waa-m"])
-def test_with_times_the_next_batch_is_looked_at(policy):
-    problem, timing = toy_problem(), roofline_of(toy_problem())
-    variables = {"decode_iterations": 4} if policy == "rra" else {"decode_micro_batches": 2}
-    estimate = estimate_of(problem, policy, encode_batch=6, **variables)
-    next_one = estimate_of(problem, policy, encode_batch=7, **variables)
-    between = (estimate.figures.latency_s + next_one.figures.latency_s) / 2
-    assert estimate.figures.latency_s < next_one.figures.latency_s
-    for bound_s, broken in (
-        (between, ["the latency bound"]),
-        (next_one.figures.latency_s * 1.01, []),
-    ):
-        bounded = toy_problem(latency_s=bound_s)
-        schedule = schedule_of(bounded, estimate)
-        assert next_batch_breaks(schedule, bounded, timing, bound_s) == broken
-        words = explain_choice(schedule, bounded, timing)[2]
-        assert words.startswith("The latency bound limits" if broken else "Only the devices limit")
-    schedule = schedule_of(
-        problem, estimate, memory_capacity_bytes=max(estimate.figures.memory_bytes)
-    )
-    assert next_batch_breaks(schedule, problem, timing, math.inf) == ["memory"]
 
 
 def test_a_margin_is_a_limit_of_its_own():

@@ -1,15 +1,18 @@
-"""A request longer than the plan's lengths gets its room where memory allows."""
+"""A request longer than the plan's lengths gets its room where memory allows, and a run that is to
+see lengths first gets some for the queries that it may come to hold."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 from taken_as_true import timing_of
+from toy_jobs import estimate_of, roofline_of, toy_problem
 
 from xgpt.app.opened import open_file
 from xgpt.app.plan import plan_job
-from xscheduler.room import with_room_for
+from xscheduler.room import LEAST_OBSERVING, headroom, mean_present, with_room_for
 
 
 @pytest.fixture
@@ -40,3 +43,20 @@ def test_room_is_made_in_every_group_and_counted(session) -> None:  # type: igno
         )
         == before
     )
+
+
+def test_caps_leave_more_headroom_than_is_asked_at_least_where_outputs_may_be_short() -> None:
+    problem = toy_problem(outputs=(190, 5, 200), memory=2e9)
+    estimate = estimate_of(problem, encode_batch=1, decode_iterations=199)
+    times = headroom(estimate, problem, roofline_of(problem))
+    assert LEAST_OBSERVING < times < math.inf
+    at_work = estimate_of(problem, encode_batch=24, decode_iterations=199)
+    assert LEAST_OBSERVING <= headroom(at_work, problem, roofline_of(problem)) < times
+    tight = toy_problem(outputs=(190, 5, 200), memory=2e9, latency_s=1e-9)
+    assert math.isinf(headroom(estimate, tight, roofline_of(tight))), "not even short ones tell"
+
+
+@pytest.mark.parametrize("slots", [1, 8, 100, 2500])
+def test_slots_hold_three_deviations_more_than_the_mean(slots: int) -> None:
+    mean = mean_present(slots)
+    assert mean == 1 or mean + 3 * math.sqrt(mean) <= slots < mean + 1 + 3 * math.sqrt(mean + 1)

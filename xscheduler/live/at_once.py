@@ -56,7 +56,8 @@ def revise_at_once(running: Schedule, problem: Problem, timing: TimingSource, *,
         return None
     kept = "" if way.qps else "; the tightest there is misses it, too, by less"
     return Revised(keep=keep, estimate=found, is_kept=limit_s < bound.latency_s, reason=(
-        f"at once, by a few replays; as it was it no longer serves: {keep.reason}{kept}"))
+        "at once, of a few schedules that were simulated; as it was it no longer serves: "
+        f"{keep.reason}{kept}"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

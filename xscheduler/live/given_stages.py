@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
@@ -24,15 +25,17 @@ from xscheduler.copies import most_copies, problem_for
 from xscheduler.evaluator import Evaluator
 from xscheduler.kept_bounds import KeptBounds
 from xscheduler.replay_search import Search
+from xscheduler.replayed_cells import SURE
 from xscheduler.replays import Replays
 from xscheduler.space import CHUNK, Cell, Point
-from xscheduler.uncertainty import Doubts, MarginParts
+from xscheduler.uncertainty import Doubts
 from xsimulator.allocation import pool_layers
 from xsimulator.plans import PoolPairs, StagePlan, shared_plans
 from xsimulator.rough.figures import Formula, Rough, point_of
 from xsimulator.rough.forms import Formulas
 
 MAX_BATCH = 1 << 16  # chosen
+LIKELIEST = 12  # chosen: points that are replayed first, since there is but one cell
 LEAST_BUDGET = 16  # chosen: tokens of a step
 _PACED: tuple[Metric, ...] = ("latency", "ttft", "tpot")
 _LIMITED = ("max_active", "token_budget")  # what may only become smaller within caches of a size
@@ -41,12 +44,10 @@ _LIMITED = ("max_active", "token_budget")  # what may only become smaller within
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
     """One way to go on. `reason` says why it is not admissible; None if it is. `estimate` is what
-    it would do all the same, where that can be said. `margin`: on its latency, where it was
-    asked for."""
+    it would do all the same, where that can be said."""
 
     estimate: Estimate | None
     reason: str | None
-    margin: MarginParts | None = None
 
     @property
     def qps(self) -> float:
@@ -113,7 +114,10 @@ class WithinCaches:
         capped = own.copy()
         for name, most in self._most.items():
             capped[:, self._column[name]] = np.minimum(capped[:, self._column[name]], most)
-        every = np.unique(np.concatenate([capped, [self.as_it_is]]), axis=0)
+        if all(self.problem.fixed.value_of(name) in (None, self.as_it_is[column])
+               for name, column in self._column.items()):
+            capped = np.concatenate([capped, [self.as_it_is]])
+        every = np.unique(capped, axis=0)
         return every[self._are_free(every)]
 
     def _are_free(self, points: IntArray) -> BoolArray:
@@ -133,6 +137,8 @@ class WithinCaches:
 
     def rough(self, plan: tuple[int, int], points: IntArray) -> Rough:
         """See Formula. What a run cannot go over to has no room."""
+        if not len(points):
+            return Rough(**{name: np.empty(0) for name in Rough.__slots__})
         found = self._own.rough(plan, points)
         return replace(found, memory_bytes=np.where(self._are_free(points), found.memory_bytes,
                                                     np.inf))
@@ -170,6 +176,8 @@ class GivenStages:
         fixed = part.fixed
         if isinstance(now.controls, RraControls) and fixed.decode_micro_batches is None:
             fixed = replace(fixed, decode_micro_batches=now.controls.decode_micro_batches)
+        if isinstance(now.controls, WaaControls) and fixed.encode_chunk is None:
+            fixed = replace(fixed, encode_chunk=now.controls.encode_chunk)
         self.problem = replace(part, fixed=replace(fixed, replicas=None))
         limits = dict(most or {})
         if began is not None and isinstance(began.controls, ContinuousControls):
@@ -185,12 +193,16 @@ class GivenStages:
         self._cell = Cell(self.problem, self._formula, plan)
         self._replays = Replays(self.problem, timing)
         self._evaluator = Evaluator(self.problem, timing)
+        self._doubts_of = cache(self._made_doubts)
 
     def keeps(self, constraint: Constraint, *, has_margin: bool) -> KeptBounds:
         """Whether a configuration keeps the constraint's bounds."""
-        problem = replace(self.problem, constraint=constraint)
-        doubts = Doubts(problem, self._evaluator, is_of_job=False)
-        return KeptBounds(constraint, lambda part: doubts, has_margin=has_margin)
+        return KeptBounds(constraint, lambda part: self._doubts_of(constraint),
+                          has_margin=has_margin)
+
+    def _made_doubts(self, constraint: Constraint) -> Doubts:
+        return Doubts(replace(self.problem, constraint=constraint), self._evaluator,
+                      is_of_job=False)
 
     def as_it_is(self, constraint: Constraint, *, has_margin: bool) -> Way:
         """The control variables as they are."""
@@ -198,12 +210,16 @@ class GivenStages:
             return Way(estimate=None, reason=reason)
         search, keeps = self._search(), self.keeps(constraint, has_margin=has_margin)
         point = self._formula.as_it_is
-        found = search.replay(self._cell, point, times=1)
+        found = search.replay(self._cell, point, times=SURE)
         if found.figures is None:
             return Way(estimate=None, reason="queries of these lengths do not fit into its caches, "
                                              "or the profile says nothing about such sizes")
-        reason = None if keeps.is_kept(self._cell, point) else self._broken(constraint, point)
-        return self._way(point, reason, keeps if has_margin else None)
+        reason = None
+        if not keeps.is_kept(self._cell, point):
+            reason = self._broken(constraint, point) or (
+                f"latency would be {format_seconds(found.latency_s)}, within the limit of "
+                f"{format_seconds(constraint.latency_s)}, but not with the confidence asked for")
+        return self._way(point, reason)
 
     def best(self, constraint: Constraint, *, has_margin: bool,
              most_replays: int | None = None) -> Way:
@@ -213,26 +229,43 @@ class GivenStages:
             return Way(estimate=None, reason=reason)
         search = self._search(most_replays)
         keeps = self.keeps(constraint, has_margin=has_margin)
+        if most_replays is None:
+            self._replay_likeliest(search, constraint.latency_s)
         found = search.best(keeps, is_compared=most_replays is not None)
         if found:
-            return self._way(found[0].point, None, keeps if has_margin else None)
+            return self._way(found[0].point, None)
         quickest = search.quickest()
         if not quickest:
-            return Way(estimate=None, reason="even the smallest batch is too large")
+            return Way(estimate=None, reason=(
+                "not even the smallest batch has room in the memory, or times in the profile"))
         best = min(quickest, key=lambda one: one.replayed.latency_s)
-        tightest = self._way(best.point, "", None)
-        assert tightest.estimate is not None, "it was replayed"
-        return replace(tightest, reason=(
-            f"the tightest latency on these stages is {best.replayed.latency_s:.4g} s, with "
-            f"{variables_words(tightest.estimate)}; the limit is {constraint.latency_s:.4g} s"))
+        return self._way(best.point, self._out_of_reach(best.point, constraint))
+
+    def _out_of_reach(self, point: Point, constraint: Constraint) -> str:
+        """Why nothing keeps the constraint: what the point of the least latency has."""
+        replayed = self._cell.replayed[point]
+        if (broken := self._broken(constraint, point)) is None:
+            broken = (f"with the confidence asked for the limit of {constraint.latency_s:.4g} s is "
+                      "not kept")
+        elif replayed.latency_s > constraint.latency_s:
+            broken = f"the limit is {constraint.latency_s:.4g} s"
+        return (f"the tightest latency on these stages is {replayed.latency_s:.4g} s, with "
+                f"{variables_words(replayed.estimate)}; {broken}")
+
+    def _replay_likeliest(self, search: Search, limit_s: float) -> None:
+        """Replays the points of highest throughput by the formula."""
+        rough = self._cell.rough
+        qps = np.where(rough.latency_s <= limit_s, rough.throughput_qps, 0.0)
+        for row in np.argsort(-qps)[:LIKELIEST]:
+            if qps[row] > 0:
+                search.replay(self._cell, tuple(self._cell.points[row].tolist()))
 
     def _search(self, most_replays: int | None = None) -> Search:
         return Search(self.problem, [(self._cell, self._replays)], most_replays=most_replays)
 
-    def _way(self, point: Point, reason: str | None, keeps: KeptBounds | None) -> Way:
+    def _way(self, point: Point, reason: str | None) -> Way:
         estimate = self._cell.replayed[point].shown(self.problem)
-        return Way(estimate=estimate.in_copies(self._now.deployment.replicas), reason=reason,
-                   margin=None if keeps is None else keeps.margin(self._cell, point))
+        return Way(estimate=estimate.in_copies(self._now.deployment.replicas), reason=reason)
 
     def _excluded(self) -> str | None:
         """Why the job does not allow the policy and plan that are deployed."""
@@ -243,16 +276,15 @@ class GivenStages:
                 return f"the job fixes {key} {wanted}, deployed is {now[key]}"
         return None
 
-    def _broken(self, constraint: Constraint, point: Point) -> str:
-        """What a replay broke, in words."""
+    def _broken(self, constraint: Constraint, point: Point) -> str | None:
+        """What a replay broke, in words; None where it broke nothing without a margin."""
         figures = self._cell.replayed[point].figures
         for metric in _PACED:
             limit_s, seen_s = constraint.limit_s(metric), getattr(figures, f"{metric}_s")
             if seen_s > limit_s:
-                return (f"{METRIC_WORDS[metric]}: {format_seconds(seen_s)} of "
-                        f"{format_seconds(limit_s)}")
-        return (f"its latency of {self._cell.replayed[point].latency_s:.3g} s keeps the bound of "
-                f"{constraint.latency_s:.3g} s with less than the confidence asked for")
+                return (f"{METRIC_WORDS[metric]} would be {format_seconds(seen_s)}, over the limit "
+                        f"of {format_seconds(limit_s)}")
+        return None
 
 
 def fits_the_job(deployed: Estimate, problem: Problem) -> None:

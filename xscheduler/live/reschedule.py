@@ -3,8 +3,8 @@
 
     keep      the current control variables, under the new lengths
     adjust    the best that is reached without moving a layer: the stages, the tensor-parallel plan
-              and (WAA) the division of the devices stay; encode_batch, decode_micro_batches and
-              (RRA) decode_iterations and the size of chunks change. A running pool takes that
+              and (WAA) the division of the devices stay; encode_batch, (WAA) decode_micro_batches
+              and (RRA) decode_iterations and the size of chunks change. A running pool takes that
               over at once.
     redeploy  the best of the whole search, for which ranks load what they do not hold
 
@@ -84,7 +84,7 @@ def reschedule(current: Schedule | Estimate, problem: Problem, timing: TimingSou
     keep = adjust = stages.as_it_is(limited, has_margin=False)
     if not isinstance(deployed.controls, ContinuousControls):
         adjust = stages.best(limited, has_margin=False)
-    if keep.qps > adjust.qps:  # it lies off the lines that were looked at
+    if keep.qps > adjust.qps:  # more are at work by it than are left, or the job fixes others
         adjust = keep
     if best is None:
         try:

@@ -121,7 +121,7 @@ def test_observing_settles_once_enough_are_done_and_then_watches_for_drift(tmp_p
     assert most_active(start) < own.slots
     write_state(session, outputs_of(30, seed=3), first=960)
     assert own.update() is False
-    write_state(session, outputs_of(48, seed=4), first=960)
+    write_state(session, outputs_of(80, seed=4), first=960)
     assert own.update() is True and own.decisions[1].record["cause"] == "drift"
     assert own.decisions[1].record["mean_output_tokens"]["planned"] == pytest.approx(30, rel=0.06)
     told = load_change_order(session.job.output)

@@ -61,11 +61,11 @@ class Run:
                         [began_s + 1 + i for i in range(times)], self.own.update)
 
     def latency_s(self, schedule: Schedule, factor: float) -> float:
-        """By the closed form, with every step so many times as long."""
+        """Of a replay, with every step so many times as long."""
         slow = Retimed(timing_of(self.session), {
             kind: Factor(rows=rows, factor=factor)
             for kind, rows in (("encode", 500.0), ("decode", 10.0))})
-        return Evaluator(self.session.problem, slow).latency_s(schedule.estimate)
+        return Evaluator(self.session.problem, slow).shown(schedule.estimate).figures.latency_s
 
 
 def test_as_planned_nothing_happens(planned: Planned) -> None:

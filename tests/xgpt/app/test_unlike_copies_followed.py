@@ -104,14 +104,14 @@ class Run:
 
 
 def latencies_s(run: Run, schedule: Schedule, mean: int = 0, factor: float = 1.0) -> list[float]:
-    """Of a copy of each shape, by the closed form: with outputs of this length, or slowed steps."""
+    """Of a copy of each shape, replayed: with outputs of this length, or slowed steps."""
     problem, timing = run.session.problem, timing_of(run.session)
     if mean:
         problem = replace(problem, lengths=JointLengths(
             inputs=problem.lengths.inputs, outputs=empirical(outputs_of(mean))))
     timing = Retimed(timing, {kind: Factor(rows=rows, factor=factor) for kind, rows in (
         ("encode", 500.0), ("decode", 10.0))})
-    return [Evaluator(problem_for(problem, shape), timing).latency_s(shape)
+    return [Evaluator(problem_for(problem, shape), timing).shown(shape.one_copy).figures.latency_s
             for shape in schedule.estimate.shapes]
 
 

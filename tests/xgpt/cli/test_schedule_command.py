@@ -168,10 +168,10 @@ def test_with_from_the_schedule_recommended_is_written(job: Path, tmp_path: Path
                schedule__tp_degree=1, schedule__replicas=1).exit_code == 0
     found = json.loads(run(job, "--from", file, "--out", str(out), "--json",
                            schedule__policy="[rra, waa-c, waa-m]", schedule__encode_chunk=0,
-                           workload__requests__count=60, schedule__replicas=1,
+                           workload__requests__count=100, schedule__replicas=1,
                            horizon="job").stdout)
     ways, written = found["reschedule"], load_schedule(out)
-    assert ways["choice"] == "adjust", "60 queries do not make up for loading"
+    assert ways["choice"] == "adjust", "100 queries do not make up for loading"
     chosen = ways["adjust"]["estimate"]
     assert (written.estimate.figures.encode_batch, written.estimate.figures.throughput_qps) == (
         chosen["encode_batch"], chosen["throughput_qps"])

@@ -14,7 +14,6 @@ import pytest
 from click.testing import CliRunner
 from taken_as_true import timing_of
 from watched_jobs import follow, outputs_of, session_of, write_state
-from xscheduler.live.pinned import PinnedSearch
 
 import xgpt.cli.schedule as command
 from xgpt.app.opened import OpenedJob
@@ -30,6 +29,7 @@ from xrunner.io.launcher_link import OBSERVED_FILE, load_change_order
 from xrunner.rules.rra import most_active, phase_controls, rra_rule
 from xscheduler.beginning import FIRST_QUERIES, NEAR, beginning, hint, said_of
 from xscheduler.live.decisions import CAUTION
+from xscheduler.live.given_stages import GivenStages
 from xscheduler.live.reschedule import Revised, revise
 from xscheduler.room import slots_for
 from xsimulator.replay.job import replay_job
@@ -343,8 +343,9 @@ def test_what_keeps_the_bound_without_its_margin_alone_is_better_than_what_break
         return revise(schedule, replace(session.problem, lengths=lengths, constraint=replace(
             constraint, drift=0.2)), timing)
 
-    tightest = PinnedSearch(schedule.estimate, replace(session.problem, lengths=lengths), timing,
-                            1e-9).best().estimate
+    stages = GivenStages(schedule.estimate, replace(session.problem, lengths=lengths), timing)
+    tightest = stages.best(session.problem.constraint.with_latency(limit_s=1e-9),
+                           has_margin=False).estimate
     assert tightest is not None
     tightest_s = tightest.figures.latency_s
     near, none = revised(1.05 * tightest_s), revised(0.95 * tightest_s)

@@ -1,8 +1,8 @@
-"""Keep, adjust or redeploy: the search on given stages against brute force, and the choice."""
+"""Keep, adjust or redeploy: the search on given stages against configurations drawn at random, and
+the choice."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 from representative import some
 from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
-from xscheduler.live.pinned import PinnedSearch, pinned_policy
 
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.job import FixedSchedule
+from xscheduler.evaluator import Evaluator
 from xscheduler.live.deployment import redeployment
+from xscheduler.live.given_stages import GivenStages
 from xscheduler.live.reschedule import break_even, reschedule
 
 LONGER, SHORTER = (14, 6, 30), (6, 3, 14)
-BATCHES, GROUPS = range(1, 41), range(1, 9)
+DRAWN, MOST_DRAWN = 60, 200  # configurations, and the largest batch of them
+BELOW = 0.02  # by so much may the search stay below the best of them
 
 
 def rra(problem=None, **variables):
@@ -42,73 +44,74 @@ def uneven():
     return found.changed(pools=(replace(pool, stages=tuple(stages)),))
 
 
-def brute_force(deployed, problem):
-    """(throughput, tightest latency) over the whole grid."""
-    plan = {"tp_degree": deployed.deployment.tp_degree,
-            "tp_gpus": deployed.deployment.tp_gpus}
-    iterations = range(1, problem.lengths.outputs.max) if deployed.policy == "rra" else [None]
-    configs = [
-        FixedSchedule(encode_batch=b, decode_iterations=n, decode_micro_batches=g, **plan) if n
-        else FixedSchedule(encode_batch=b, decode_micro_batches=g, **plan)
-        for b, n, g in itertools.product(BATCHES, iterations, GROUPS)]
-    arrays = pinned_policy(deployed, problem, roofline_of(problem)).evaluate(configs)
-    most = problem.num_queries or math.inf
-    roomy = arrays.fits & (arrays.present <= most)
-    free = roomy & (arrays.latency_s <= problem.constraint.latency_s)
-    return (float(arrays.throughput_qps[free].max(initial=0.0)),
-            float(arrays.latency_s[roomy].min(initial=math.inf)))
+def given(deployed, problem):
+    return GivenStages(deployed, problem, roofline_of(problem))
 
 
 def adjusted(deployed, problem):
-    limit_s = problem.constraint.latency_s
-    return PinnedSearch(deployed, problem, roofline_of(problem), limit_s).best()
+    return given(deployed, problem).best(problem.constraint, has_margin=False)
+
+
+def drawn(deployed, problem):
+    """Figures of configurations drawn at random that have room on the stages of `deployed`."""
+    rng, found = np.random.default_rng(5), []
+    chunked = [name for name, value in deployed.variables.items() if value]
+    most = min(problem.num_queries or MOST_DRAWN, MOST_DRAWN)
+    for _ in range(DRAWN):
+        own = FixedSchedule(
+            encode_batch=round(most ** rng.random()),
+            encode_chunk=int(rng.choice([4, 16, 40, 100])) if "encode_chunk" in chunked else 0,
+            **({"decode_iterations": int(rng.integers(1, problem.lengths.outputs.max))}
+               if deployed.policy == "rra" else
+               {"decode_micro_batches": int(rng.integers(1, 7))}))
+        way = adjusted(deployed, replace(problem, fixed=own))
+        if way.qps:
+            found.append(way.estimate.figures)
+    return found
 
 
 DEPLOYED = {
     "rra": rra, "rra in groups": lambda: rra(tp_degree=2, tp_gpus=4),
-    "rra in part": lambda: rra(tp_degree=2, tp_gpus=2), "uneven": uneven, "waa-c": waa,
+    "rra in part": lambda: rra(tp_degree=2, tp_gpus=2),
+    "rra in chunks": lambda: rra(encode_chunk=50), "uneven": uneven, "waa-c": waa,
     "waa-m": lambda: waa("waa-m"), "waa in groups": lambda: waa(tp_degree=2, tp_gpus=2),
 }
 
 
 CASES = [(LONGER, {"tightness": 1.05}), (SHORTER, {"tightness": 1.6, "num_queries": 70}),
-         (SHORTER, {"tightness": math.inf, "memory": 1.2e8})]
+         (SHORTER, {"tightness": math.inf, "memory": 1.6e8})]
 
 
 # each kind of deployment with one of the cases
 @pytest.mark.parametrize(("name", "outputs", "case"), some(
     [(name, *case) for name in DEPLOYED for case in CASES],
     lambda one: list(DEPLOYED).index(one[0]) % 3 == CASES.index(one[1:])))
-def test_the_search_on_given_stages_equals_brute_force(name, case, outputs):
+def test_the_search_on_given_stages_is_not_below_what_is_drawn(name, case, outputs):
     deployed, case = DEPLOYED[name](), dict(case)
     tightness = case.pop("tightness")
     problem = toy_problem(outputs=outputs, **case)
-    _, tightest_s = brute_force(deployed, problem)
-    problem = toy_problem(outputs=outputs, latency_s=tightest_s * tightness, **case)
-    expected, _ = brute_force(deployed, problem)
+    ways = drawn(deployed, problem)
+    assert len(ways) >= 5, "else this test shows nothing"
+    limit_s = tightness * min(figures.latency_s for figures in ways)
+    problem = toy_problem(outputs=outputs, latency_s=limit_s, **case)
+    best_qps = max(figures.throughput_qps for figures in ways if figures.latency_s <= limit_s)
     found = adjusted(deployed, problem)
-    if expected == 0.0:
-        assert found.reason is not None and found.qps == 0.0
-        return
     assert found.reason is None and found.estimate is not None
-    assert found.estimate.figures.encode_batch > BATCHES[-1] or (
-        found.qps == pytest.approx(expected, rel=1e-9))
-    assert found.qps >= expected * (1 - 1e-9)
-    assert (
-        found.estimate.figures.latency_s <= problem.constraint.latency_s
-        and found.estimate.figures.fits
-    )
-    assert (
-        found.estimate.deployment.stages == deployed.deployment.stages
-        and found.estimate.policy == deployed.policy
-    )
+    assert found.qps >= (1 - BELOW) * best_qps
+    assert found.estimate.figures.latency_s <= limit_s and found.estimate.figures.fits
+    assert found.estimate.policy == deployed.policy
+    assert found.estimate.deployment.stages == deployed.deployment.stages
 
 
 @pytest.mark.parametrize("name", ["rra", "rra in part", "waa-c", "waa-m", "waa in groups"])
-def test_figures_on_given_stages_are_those_of_the_policy_itself(name):
-    deployed = DEPLOYED[name]()
-    pinned = PinnedSearch(deployed, toy_problem(), roofline_of(toy_problem()), math.inf).current()
-    assert pinned.estimate == deployed
+def test_what_runs_has_the_figures_of_its_replay(name):
+    deployed, problem = DEPLOYED[name](), toy_problem()
+    way = given(deployed, problem).as_it_is(problem.constraint, has_margin=False)
+    assert (way.estimate.controls, way.estimate.deployment) == (
+        deployed.controls, deployed.deployment)
+    shown = Evaluator(problem, roofline_of(problem)).shown(deployed).figures  # of fewer queries
+    assert way.qps == pytest.approx(shown.throughput_qps, rel=0.01)
+    assert way.estimate.figures.latency_s == pytest.approx(shown.latency_s, rel=0.01)
 
 
 def test_stages_stay_where_new_lengths_would_place_layers_elsewhere():
@@ -121,12 +124,12 @@ def test_stages_stay_where_new_lengths_would_place_layers_elsewhere():
 
 
 def test_out_of_reach_names_the_tightest_latency():
-    problem = toy_problem(outputs=LONGER)
-    deployed = rra()
-    _, tightest_s = brute_force(deployed, problem)
-    found = adjusted(deployed, toy_problem(outputs=LONGER, latency_s=tightest_s * 0.99))
-    assert found.estimate.figures.latency_s == pytest.approx(tightest_s) and found.qps == 0.0
-    assert f"{tightest_s:.4g} s" in found.reason
+    deployed, problem = rra(), toy_problem(outputs=LONGER)
+    least_s = min(figures.latency_s for figures in drawn(deployed, problem))
+    found = adjusted(deployed, toy_problem(outputs=LONGER, latency_s=0.5 * least_s))
+    assert found.qps == 0.0 and found.estimate.figures.latency_s <= 1.02 * least_s
+    assert f"{found.estimate.figures.latency_s:.4g} s" in found.reason
+    assert "encode_batch" in found.reason
 
 
 def test_what_the_job_fixes_stays_fixed():
@@ -193,7 +196,8 @@ def test_keeps_what_is_still_best():
 
 def test_adjusts_where_the_current_variables_break_the_bound():
     old = rra(encode_batch=40, decode_iterations=2)
-    _, tightest_s = brute_force(old, toy_problem(outputs=LONGER))
+    tightest_s = adjusted(old, toy_problem(
+        outputs=LONGER, latency_s=1e-9)).estimate.figures.latency_s
     problem = toy_problem(outputs=LONGER, latency_s=tightest_s * 1.3)
 
     none = InfeasibleError("no schedule")
