@@ -147,8 +147,9 @@ class Rra(OnePool):
         if self.problem.model.is_encoder_decoder:
             chunks = {0}
         given = fixed.value_of("encode_chunk")
-        groups = fixed.value_of("decode_micro_batches") or 0
-        return crossed(batches, iterations, [groups],
+        groups = [0] if pool.stages == 1 else [0, max(pool.stages // 2, 1), 2 * pool.stages]
+        wanted = fixed.value_of("decode_micro_batches")
+        return crossed(batches, iterations, groups if wanted is None else [wanted],
                        sorted(chunks) if given is None else [given])
 
     def _groups(self, pool: LaidOut, point: tuple[int, ...]) -> int:
