@@ -189,7 +189,7 @@ class SearchPlanner:
         self.search.look_at_each(keeps)
         own, most = found[0].cell, dict(bounds)
         names = {cell.policy for cell in self.search.all_cells}
-        best = {name: self.search.best_of(keeps, partial(_is_by, name))
+        best = {name: self.search.best_of(keeps, partial(_is_by, name), qps)
                 for name in sorted(names, key=policy_names().index)}
         rows = [_row(f"{POLICY_ROW}{name}", one, qps, most.get(name))
                 for name, one in best.items() if name != own.policy]
@@ -204,7 +204,7 @@ class SearchPlanner:
         degrees = {cell.plan[0] for cell in self.search.cells[size] if cell.policy == own.policy}
         for degree in sorted(degrees - {own.plan[0]}):
             rows.append(_row(f"{DEGREE_ROW}{degree}", self.search.best_of(
-                keeps, partial(_is_by, own.policy, degree=degree)), qps, None))
+                keeps, partial(_is_by, own.policy, degree=degree), qps), qps, None))
         return rows + self._left_out(names)
 
     def _left_out(self, looked: set[str]) -> list[Rejected]:
@@ -237,10 +237,12 @@ class SearchPlanner:
 
     def _over_copies(self, found: Sequence[Found], keeps: KeptBounds) -> tuple[CopiesTried, ...]:
         """Every size of a copy that was looked at, and the division where copies are unlike."""
-        rows = []
+        rows, qps = [], sum(one.copies * one.replayed.throughput_qps for one in found)
         for size in sorted(self.search.cells):
             part = self.search.cells[size][0].problem
-            best = self.search.best_of(keeps, self.search.cells[size].__contains__)
+            own = self.search.cells[size].__contains__
+            best = found[0] if len(found) == 1 and own(found[0].cell) else (
+                self.search.best_of(keeps, own, qps))
             bound = max((value for (own, *_), value in self._upper.items() if own == size),
                         default=math.inf)
             rows.append(CopiesTried(

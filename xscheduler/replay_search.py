@@ -22,7 +22,7 @@ from xscheduler.space import HOPE, NOTHING, TRUST, Cell, Expected, Off, Point, u
 # chosen: what is climbed from, too, by its share of the best's throughput, and how many
 RACE, RUNNERS_UP = 0.06, 4  # chosen
 FINALS, CLIMBS = 3, 24  # chosen
-SURE_LOOKS = 60  # chosen
+SURE_LOOKS = 12  # chosen
 LOOKS = 3  # chosen: replays of a policy that has nothing, or of a cell that has little
 NEARLY = 0.02  # chosen: by so much may a latency be too long beside a point that is in time
 LEAST = 0.002  # chosen: what a neighbour must bring

@@ -18,6 +18,7 @@ from xsimulator.replay.predict import checked_queries
 
 LEAST_LOOK, LOOK_ROUNDS = 800, 6  # chosen: queries of a first replay, at least and by those present
 SURE = 4  # chosen: as many times a whole replay's queries have the last word
+SURE_TRIES = 8  # chosen
 QUICKEST = 8  # chosen: replays where least latencies are looked for
 
 
@@ -63,10 +64,17 @@ class ReplayedCells:
         return tuple((why, count) for why, count in (
             ("expected to be no better", unseen), ("without room", empty)) if count)
 
-    def best_of(self, keeps: KeptBounds, is_wanted: Callable[[Cell], bool]) -> Found | None:
-        """The best that was replayed of some cells, in as many equal copies as the job wants."""
-        return self.best_replayed(keeps, [cell for cell in self._replays if is_wanted(cell)
-                                           and self.is_whole(cell)])
+    def best_of(self, keeps: KeptBounds, is_wanted: Callable[[Cell], bool],
+                chosen_qps: float = math.inf) -> Found | None:
+        """The best that was replayed of some cells, in as many equal copies as the job wants. What
+        has more than was chosen, by few queries, is replayed with as many as that was."""
+        cells = [cell for cell in self._replays if is_wanted(cell) and self.is_whole(cell)]
+        for _ in range(SURE_TRIES):
+            one = self.best_replayed(keeps, cells)
+            if one is None or one.copies * one.replayed.throughput_qps <= chosen_qps:
+                break
+            self.replay(one.cell, one.point, times=SURE)
+        return one
 
     def is_whole(self, cell: Cell) -> bool:
         """Whether there are as many copies as the job wants: else it is one part of several."""

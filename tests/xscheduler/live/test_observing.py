@@ -230,7 +230,7 @@ def test_a_job_settles_early_and_keeps_the_bound(begun: tuple[OpenedJob, Schedul
     assert FIRST_QUERIES <= first.record["after_queries"] < 0.15 * COUNT
     assert first.record["mean_output_tokens"]["planned"] == 200
     assert "mean 200 -> " in first.sentence
-    assert job.changed_s[0] < 0.2 * job.result.makespan_s, "the beginning is not the job"
+    assert job.changed_s[0] < 0.4 * job.result.makespan_s, "the beginning is not the job"
     assert job.result.makespan_s < 0.35 * job.without.makespan_s
     assert np.quantile(job.result.latency_s, 0.98) <= BOUND_S
     assert not job.own.decider.is_observing, "settled, and watching for drift"
