@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
 from best_by_hand import Judged, Row, drawn_cells, drawn_points, line_of, page, row_of
 from hand_problems import SCENARIOS, HandScenario
 
-from xgpt.core.policies import policy
 from xscheduler.cells import cells_of
 from xscheduler.space import Cell
 
@@ -38,21 +38,20 @@ def test_there_are_forty_problems_of_six_models_and_five_devices() -> None:
 def test_sizes_are_drawn_evenly_and_then_policies(cells: list[Cell]) -> None:
     drawn = list(drawn_cells(cells, 4000, np.random.default_rng(0)))
     assert sum(many for _, many in drawn) == 4000
-    of_one = {cell.policy: many for cell, many in drawn if cell.problem.cluster.num_devices == 1}
-    assert sum(of_one.values()) == pytest.approx(2000, abs=150)
+    of_one = Counter[str]()
+    for cell, many in drawn:
+        if cell.problem.cluster.num_devices == 1:
+            of_one[cell.policy] += many
+    assert of_one.total() == pytest.approx(2000, abs=150)
     assert max(of_one.values()) < 1.4 * min(of_one.values())
 
 
-def test_points_lie_within_the_cells_and_half_have_no_chunks(cells: list[Cell]) -> None:
+def test_points_lie_within_the_cells(cells: list[Cell]) -> None:
     rng = np.random.default_rng(0)
     for cell in cells:
         points = drawn_points(cell, 1000, rng)
         assert np.all(points >= cell.points.min(axis=0))
         assert np.all(points <= cell.points.max(axis=0))
-        names = policy(cell.policy).variable_names
-        if "encode_chunk" in names and np.ptp(cell.points[:, names.index("encode_chunk")]):
-            without = (points[:, names.index("encode_chunk")] == 0).mean()
-            assert without == pytest.approx(0.5, abs=0.06)
 
 
 def test_a_planner_below_the_best_drawn_is_counted() -> None:

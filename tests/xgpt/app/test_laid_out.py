@@ -194,7 +194,7 @@ def test_a_layout_that_may_win_is_measured_and_only_then_chosen(
     machine = Machine(monkeypatch, 8, lambda threads: 1 / min(threads, 5))
     plan = plan_job(job_of(tmp_path, count=None), options=STEADY)
     assert {"1x8", "8x1", "2x4"} <= set(machine.measured)
-    assert (plan.opened.job.run.ranks, plan.opened.job.run.threads_per_rank) == (2, 4)
+    assert (plan.opened.job.run.ranks, plan.opened.job.run.threads_per_rank) == (2, 4), str(plan)
     assert isinstance(plan.timing, ProfileTiming)
     assert plan.timing.profile.metadata.origin == "measured"
 
