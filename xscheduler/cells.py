@@ -14,14 +14,17 @@ from xscheduler.copies import has_room, most_copies, problem_on
 from xscheduler.replays import Replays
 from xscheduler.space import CHUNK, Cell, chunk_column
 from xscheduler.tensor_plans import tensor_plans
+from xsimulator.plans import Plans
 from xsimulator.rough.forms import Formulas
 from xsimulator.rough.workload import Workload
 
 FEW_NODES = 4  # chosen: of which every number is looked at
 
 
-def cells_of(problem: Problem, timing: TimingSource) -> Iterator[tuple[Cell, Replays]]:
+def cells_of(problem: Problem, timing: TimingSource,
+             shared: Plans | None = None) -> Iterator[tuple[Cell, Replays]]:
     """Every policy by every tensor plan, on every number of devices that a copy may have."""
+    shared = shared or Plans(timing)
     workload = Workload(problem)
     names = names_of(problem)
     for part in parts_of(problem):
@@ -29,7 +32,8 @@ def cells_of(problem: Problem, timing: TimingSource) -> Iterator[tuple[Cell, Rep
             plans = tensor_plans(part, timing)
         except InputError:
             continue
-        formulas, replays = Formulas(part, timing, workload), Replays(part, timing)
+        formulas = Formulas(part, timing, workload, shared.of(part))
+        replays = Replays(part, timing)
         for name in names:
             formula = formulas.of(name)
             for plan in plans:

@@ -21,6 +21,7 @@ from xprofiler.timing import TimingSource
 from xrunner.rules.order import run_order, window_of
 from xscheduler.copies import problem_for
 from xscheduler.replays import Replays
+from xsimulator.plans import Plans
 from xsimulator.replay.copies import replayer_of
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.predict import (
@@ -46,8 +47,9 @@ class _Part(NamedTuple):
 class Evaluator:
     """Evaluates schedules of one problem under any latency bound, and keeps what it was asked."""
 
-    def __init__(self, problem: Problem, timing: TimingSource) -> None:
-        self.problem, self.timing = problem, timing
+    def __init__(self, problem: Problem, timing: TimingSource, plans: Plans | None = None) -> None:
+        """`plans`: by the same times, of other problems too."""
+        self.problem, self.timing, self._plans = problem, timing, plans or Plans(timing)
         self._parts: dict[tuple[int, int], _Part] = {}  # by copies, and devices of each
         self._rough: dict[Estimate, dict[str, float]] = {}
         self._shown: dict[Estimate, Estimate] = {}
@@ -86,7 +88,9 @@ class Evaluator:
         key = deployment.replicas, deployment.devices_per_replica
         if key not in self._parts:
             part = problem_for(self.problem, estimate)
-            self._parts[key] = _Part(part, Formulas(part, self.timing), Replays(part, self.timing))
+            self._parts[key] = _Part(
+                part, Formulas(part, self.timing, plans=self._plans.of(part)),
+                Replays(part, self.timing))
         return self._parts[key]
 
     def replay(self, estimate: Estimate, num_queries: int, seed: int) -> ReplayResult:

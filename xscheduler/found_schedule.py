@@ -39,6 +39,7 @@ from xscheduler.space import Cell, fresh
 from xscheduler.uncertainty import Doubts
 from xscheduler.watch import Watch
 from xsimulator.bound import Kind, UpperBound
+from xsimulator.plans import Plans
 
 FEW_DEVICES = 8  # chosen: up to as many every division into two pools is bounded by itself
 _CLOSED = 1e-9  # share by which a bound may exceed the throughput it proves, by rounding
@@ -57,7 +58,8 @@ class SearchPlanner:
         self.problem, self._timing, self._is_brief = problem, timing, is_brief
         self._asked, self._gap = asked or problem.fixed, gap
         self._watch = watch or Watch()
-        self._cells = list(cells_of(problem, timing))
+        shared = Plans(timing)
+        self._cells = list(cells_of(problem, timing, shared))
         self._most_replays, self._before = most_replays, 0
         self.search = self._anew()
         # those without room for the weights were looked at, too: they have no schedule
@@ -65,8 +67,8 @@ class SearchPlanner:
         self._upper: dict[tuple[Any, ...], float] = {}  # bounds, by size, plans, kind, limit
         self._doubts = cache(lambda part, constraint: Doubts(
             replace(part, constraint=constraint),
-            Evaluator(replace(part, constraint=constraint), timing)))
-        self._bounds = cache(lambda part: UpperBound(part, timing))
+            Evaluator(replace(part, constraint=constraint), timing, shared)))
+        self._bounds = cache(lambda part: UpperBound(part, timing, shared.of(part)))
         self._keeps = cache(lambda bound_s, has_margin: KeptBounds(
             constraint := problem.constraint.with_latency(limit_s=bound_s),
             lambda part: self._doubts(part, constraint), has_margin=has_margin))

@@ -30,7 +30,7 @@ from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
 from xsimulator.allocation import can_hold, pool_ranks
 from xsimulator.demand import Demand
-from xsimulator.plans import StagePlan, shared_plans
+from xsimulator.plans import StagePlan, StagePlans
 from xsimulator.pool_bound import PoolBound
 from xsimulator.shared_devices import SharedDevices
 from xsimulator.stage_times import HandoverCost
@@ -45,10 +45,11 @@ SPLITS = 8  # chosen: of the range of the share of the encoding that the decode 
 class UpperBound:
     """The bounds of one problem's tensor plans; keeps their tables."""
 
-    def __init__(self, problem: Problem, timing: TimingSource) -> None:
+    def __init__(self, problem: Problem, timing: TimingSource,
+                 plans: StagePlans | None = None) -> None:
         self.problem = problem
         self.demand = Demand(problem)
-        self._plans = shared_plans(problem, timing)
+        self._plans = plans or StagePlans(problem, timing)
         lines = cache(lambda layers, degree: attention_lines(layers, degree, self.demand))
         self._pool = cache(lambda plan: PoolBound(plan, problem, self.demand, lines))
 

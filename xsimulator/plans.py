@@ -85,38 +85,39 @@ class _DegreeCost(NamedTuple):
     head_s: float
 
 
-def shared_plans(problem: Problem, timing: TimingSource) -> StagePlans:
-    """The plans of the problems asked for last are kept: the policies of a search share their step
-    tables."""
-    known = next((one for one in _latest if one[0] is problem and one[1] is timing), None)
-    if known is None:
-        known = problem, timing, StagePlans(problem, timing)
-        _latest.append(known)
-        del _latest[:-_MOST_KEPT]
-    return known[2]
+class Plans:
+    """The plans of problems that one source times: parts of a cluster, which share their layers,
+    since these take as long on any number of devices."""
 
+    def __init__(self, timing: TimingSource) -> None:
+        self.timing = timing
+        self._layers: dict[Hashable, LayerTimes] = {}
+        self._of: dict[int, StagePlans] = {}
 
-def shared_layers(problem: Problem, timing: TimingSource) -> LayerTimes:
-    """Those of the sources asked for last are kept: copies on parts of a cluster of any size have
-    the same layers, and their tables ask for the same sizes."""
-    known = next((own for source, own in tuple(_layers) if source is timing), None)
-    if known is None:
-        known = {}
-        _layers[:] = [*_layers[1 - _MOST_SOURCES:], (timing, known)]
-    inputs = problem.lengths.inputs  # the layers hold them, so no others have that id
-    key = (problem.model, problem.cluster.intra_link, problem.dtype, id(inputs),
-           problem.head_rows, problem.has_head)
-    if key not in known:
-        known[key] = LayerTimes.of(problem, timing)
-    return known[key]
+    def of(self, problem: Problem) -> StagePlans:
+        """The problem's plans, made once."""
+        if id(problem) not in self._of:
+            self._of[id(problem)] = StagePlans(problem, self.timing, self)
+        return self._of[id(problem)]
+
+    def layers(self, problem: Problem, timing: TimingSource) -> LayerTimes:
+        """The problem's layers by this source, or by one made of it."""
+        inputs = problem.lengths.inputs  # the layers hold both, so no others have their ids
+        key = (id(timing), id(inputs), problem.model, problem.cluster.intra_link, problem.dtype,
+               problem.head_rows, problem.has_head)
+        if key not in self._layers:
+            self._layers[key] = LayerTimes.of(problem, timing)
+        return self._layers[key]
 
 
 class StagePlans:
     """The plans of one problem; keeps each."""
 
-    def __init__(self, problem: Problem, timing: TimingSource) -> None:
+    def __init__(self, problem: Problem, timing: TimingSource, shared: Plans | None = None) -> None:
+        """`shared`: of problems that have the same layers."""
         self.problem, self.timing = problem, timing
-        self.layers = shared_layers(problem, timing)
+        self._shared = shared or Plans(timing)
+        self.layers = self._shared.layers(problem, timing)
         fewer = 0 if problem.model.is_encoder_decoder else 1
         # every query takes at least one iteration here: a split needs some decoding to go by
         self._iterations = max(problem.lengths.outputs.mean - fewer, 1.0)
@@ -164,7 +165,7 @@ class StagePlans:
         problem, model = self.problem, self.problem.model
         own, layers = of_role(self.timing, role), self.layers
         if own is not self.timing:
-            layers = shared_layers(problem, own)
+            layers = self._shared.layers(problem, own)
         weights = memory.weight_bytes(model, stages, problem.dtype, problem.weight_dtype)
         if pool_layers(model, role)[0] == 0:  # no decoder, so no output head
             weights[-1] -= (model.head_params / stages[-1].tp_degree
@@ -246,8 +247,3 @@ class PoolPairs:
         nearest = np.abs(wanted - self.encode_devices).argmin(axis=-1)
         return np.asarray(self.encode_devices[nearest])
 
-
-_latest: list[tuple[Problem, TimingSource, StagePlans]] = []
-_MOST_KEPT = 16  # chosen: a margin's raised times are asked about copies of several sizes in turn
-_layers: list[tuple[TimingSource, dict[Hashable, LayerTimes]]] = []
-_MOST_SOURCES = 12  # chosen: the one that is planned with, and those whose times are raised

@@ -30,7 +30,7 @@ from xscheduler.replays import Replays
 from xscheduler.space import CHUNK, Cell, Point
 from xscheduler.uncertainty import Doubts
 from xsimulator.allocation import pool_layers
-from xsimulator.plans import PoolPairs, StagePlan, shared_plans
+from xsimulator.plans import PoolPairs, StagePlan, StagePlans
 from xsimulator.rough.figures import Formula, Rough, point_of
 from xsimulator.rough.forms import Formulas
 
@@ -59,7 +59,7 @@ class GivenPlans:
     """Plans of a problem whose layers lie as a schedule has them (xsimulator.plans.PlanSource)."""
 
     def __init__(self, problem: Problem, timing: TimingSource, pools: tuple[Pool, ...]) -> None:
-        self.problem, self._plans = problem, shared_plans(problem, timing)
+        self.problem, self._plans = problem, StagePlans(problem, timing)
         self._ranks = [tuple(stage.ranks for stage in pool.stages) for pool in pools]
         self._devices = pools[0].num_devices
         self._pools = {ranks: self._plans.of_stages(pool.stages, pool.role)

@@ -10,7 +10,7 @@ from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xsimulator.plans import PlanSource, shared_plans
+from xsimulator.plans import PlanSource, StagePlans
 from xsimulator.rough.figures import Formula, fixed_point
 from xsimulator.rough.workload import Workload
 
@@ -32,7 +32,7 @@ class Formulas:
                  plans: PlanSource | None = None) -> None:
         self.problem, self._timing = problem, timing
         self._workload = workload or Workload(problem)
-        self._plans = plans or shared_plans(problem, timing)
+        self._plans = plans or StagePlans(problem, timing)
         self.of = cache(self._made)
 
     def _made(self, name: str) -> Formula:
