@@ -48,6 +48,7 @@ class Pace:
         """table: of decode steps, of a token of context in them, of encode steps, of rows alone (0
         to 3), each [pools, 2, NODES]: on the slowest stage, and through all."""
         self.table, self._which = cache(table), which
+        self._lines = cache(self._line_of)
 
     @classmethod
     def of(cls, times: StageTimes, workload: Workload) -> Pace:
@@ -98,22 +99,32 @@ class Pace:
     def both(self, rows: FloatArray, tokens: FloatArray) -> Seconds:
         """Of steps that decode so many rows and encode so many tokens beside them: the weights are
         read once."""
-        apart = self.decode(rows) + self.encode(tokens) + self._at(ROWS, rows + tokens)
-        once = self._at(ROWS, rows) + self._at(ROWS, tokens)
-        return Seconds(apart.slowest - once.slowest, apart.through - once.through)
+        return self.decode(rows) + self.added(tokens) + self.widened(rows, tokens)
+
+    def added(self, tokens: FloatArray) -> Seconds:
+        """What encoding so many tokens takes, but for their products with the weights."""
+        return self.encode(tokens) + self._at(ROWS, tokens).times(-1)
+
+    def widened(self, rows: FloatArray, tokens: FloatArray) -> Seconds:
+        """What the products of a step of so many rows take longer with so many tokens beside."""
+        return self._at(ROWS, rows + tokens) + self._at(ROWS, rows).times(-1)
 
     def _at(self, table: int, sizes: FloatArray) -> Seconds:
         """Between nodes on lines; infinite where a node beside it is."""
         place = np.clip(np.searchsorted(NODES, sizes, side="right") - 1, 0, len(NODES) - 2)
-        share = (sizes - NODES[place]) / (NODES[place + 1] - NODES[place])
+        beyond = np.minimum(sizes, NODES[place + 1]) - NODES[place]
         which = self._which
         if np.ndim(which) and np.ndim(sizes) > 1:
             which = np.asarray(which)[:, None]
-        found = []
-        own = self.table(table)
-        for kind in (0, 1):
-            left, right = own[which, kind, place], own[which, kind, place + 1]
-            with np.errstate(invalid="ignore"):
-                value = left + np.minimum(share, 1.0) * (right - left)
-            found.append(np.where(np.isfinite(right), value, np.inf))
-        return Seconds(*found)
+        begin, slope = self._lines(table)
+        found = begin[which, place] + slope[which, place] * beyond[..., None]
+        return Seconds(found[..., 0], found[..., 1])
+
+    def _line_of(self, table: int) -> tuple[FloatArray, FloatArray]:
+        """Each [pools, NODES - 1, 2]: seconds at a node, and for each more up to the next one."""
+        seconds = np.moveaxis(self.table(table), 1, 2)
+        is_timed = np.isfinite(seconds[:, 1:])
+        begin = np.where(is_timed, seconds[:, :-1], np.inf)
+        with np.errstate(invalid="ignore"):
+            slope = np.diff(seconds, axis=1) / np.diff(NODES)[:, None]
+        return begin, np.where(is_timed, slope, 0.0)

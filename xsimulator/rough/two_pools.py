@@ -36,7 +36,7 @@ from xsimulator.rough.ranges import crossed, grid_of
 from xsimulator.rough.workload import Workload
 from xsimulator.stage_times import HandoverCost
 
-ROUNDS, FEW_ROUNDS = 16, 4  # chosen: of halving, to where encoding and decoding keep step
+ROUNDS, FEW_ROUNDS = 10, 4  # chosen: of halving, to where encoding and decoding keep step
 SPARE = 2.0  # chosen: chunks that lie ready beside those taken between two encode steps
 MOST_QUERIES = 1 << 20  # chosen: where the job does not say
 DEVIATIONS = 3.0  # chosen: of the number in the system, where the encode pool sets the pace
@@ -157,6 +157,8 @@ class TwoPools:
                 pool.stages for pool in one.plans)).seconds(sent[own])
         between_s = np.maximum(step.slowest, handover_s)
         planned = np.maximum(batch * work.outputs.mean, 1.0)
+        size = np.maximum(chunk, 1.0)
+        added = decoding.added(size)
 
         def cycle(rows: FloatArray, tokens: FloatArray) -> FloatArray:
             """Of `rows` in all groups, which take so many tokens of chunks in a cycle in all."""
@@ -165,10 +167,8 @@ class TwoPools:
             plain = decoding.decode(each)
             if not chunk.any():
                 return plain.cycle(busy)
-            size = np.maximum(chunk, 1.0)
-            share = np.minimum(own / size, 1.0)
-            with_chunk = decoding.both(each, size).times(share)
-            return (plain.times(1 - share) + with_chunk).cycle(busy)
+            more = (added + decoding.widened(each, size)).times(np.minimum(own / size, 1.0))
+            return (plain + more).cycle(busy)
 
         most = batch / between_s  # of the encode pool
         # by Little's law: those that decode are D times what joins them, up to what is planned
@@ -179,7 +179,7 @@ class TwoPools:
             joined = most * cycle(middle, taken) + taken / mean
             is_fewer = work.iterations * joined > middle
             low, high = np.where(is_fewer, middle, low), np.where(is_fewer, high, middle)
-        rows = np.where(high > 0.999 * planned, planned, high)
+        rows = np.where(high > 0.998 * planned, planned, high)
         is_full = rows >= planned
         for _ in range(FEW_ROUNDS):  # where it is full no more is taken than what is lacking
             lacking = np.maximum(rows / work.iterations - most * cycle(rows, taken), 0.0) * mean
