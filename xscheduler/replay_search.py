@@ -63,7 +63,13 @@ class Search(ReplayedCells):
             if not improved and again == found:
                 break
             found = again
-        return self._surely_best(found, keeps)
+        sure = self._surely_best(found, keeps)
+        if sure == found:
+            return sure
+        for one in sure:  # what came second by fewer queries was not climbed from
+            if (one.cell, one.point, keeps) not in self._climbed:
+                self._climb(one.cell, one.point, keeps, times=SURE)
+        return self._surely_best(self._look(keeps) or sure, keeps)
 
     def _surely_best(self, found: list[Found], keeps: KeptBounds) -> list[Found]:
         """A replay of more queries has the last word: of what had most by fewer, one after the
@@ -191,9 +197,9 @@ class Search(ReplayedCells):
                 and cell.copies * one.throughput_qps > own_qps]
         return Expected(*min(near)[1:], is_replayed=True) if near else Expected()
 
-    def _climb(self, cell: Cell, point: Point, keeps: KeptBounds) -> bool:
+    def _climb(self, cell: Cell, point: Point, keeps: KeptBounds, times: int = 1) -> bool:
         """Replays a point whole, its neighbours, those of the best of them, and so on until none
-        is better; whether any was."""
+        is better; whether any was. A better one has to be that by `times` as many queries."""
         def worth(at: Point, least_qps: float = 0.0) -> float:
             """Of what has more than that, whose margin is worth asking for."""
             qps = cell.replayed[at].throughput_qps
@@ -207,6 +213,8 @@ class Search(ReplayedCells):
                 if other in cell.replayed and not worth(other, own):
                     continue
                 self.replay(cell, other, times=1)
+                if times > 1 and worth(other, least_qps):
+                    self.replay(cell, other, times=times)
                 if found := worth(other, least_qps):
                     own, point, improved = found, other, True
                     break
