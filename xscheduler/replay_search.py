@@ -24,7 +24,7 @@ RACE, RUNNERS_UP = 0.06, 4  # chosen
 FINALS, CLIMBS = 3, 24  # chosen
 SURE_LOOKS = 12  # chosen
 LOOKS = 3  # chosen: replays of a policy that has nothing, or of a cell that has little
-NEARLY = 0.02  # chosen: by so much may a latency be too long beside a point that is in time
+NEARLY = 0.02  # chosen: a latency so much too long, or a throughput so much less, is near enough
 LEAST = 0.002  # chosen: what a neighbour must bring
 MOST_REPLAYS = 400  # chosen
 
@@ -63,18 +63,18 @@ class Search(ReplayedCells):
             if not improved and again == found:
                 break
             found = again
+        had_qps = _together_qps(found)
         sure = self._surely_best(found, keeps)
-        if sure == found:
+        if _together_qps(sure) > (1 - NEARLY) * had_qps:
             return sure
-        for one in sure:  # what came second by fewer queries was not climbed from
-            if (one.cell, one.point, keeps) not in self._climbed:
-                self._climb(one.cell, one.point, keeps, times=SURE)
-        return self._surely_best(self._look(keeps) or sure, keeps)
+        for one in sure:  # another one, which nothing was climbed from
+            self._climb(one.cell, one.point, keeps, times=SURE)
+        return self._surely_best(self._look(keeps) or sure, keeps, sure)
 
-    def _surely_best(self, found: list[Found], keeps: KeptBounds) -> list[Found]:
+    def _surely_best(self, found: list[Found], keeps: KeptBounds,
+                     best: Sequence[Found] = ()) -> list[Found]:
         """A replay of more queries has the last word: of what had most by fewer, one after the
-        other, until no other has noticeably more than the best by many."""
-        best: list[Found] = []
+        other, until no other has noticeably more than the best by many, or than `best`."""
         for _ in range(SURE_LOOKS):
             for one in found:
                 self.replay(one.cell, one.point, times=SURE)
@@ -85,7 +85,7 @@ class Search(ReplayedCells):
                     1 + NOTHING) * _together_qps(best)):
                 break
             found = again
-        return best or found
+        return list(best) or found
 
     def look_at_each(self, keeps: KeptBounds) -> None:
         """Of each policy of which nothing was found yet, replays what is expected to be best."""
