@@ -40,12 +40,8 @@ class KeptBounds:
 
     def is_kept(self, cell: Cell, point: Point) -> bool:
         """Whether a point that was replayed keeps every bound with its own margin."""
-        figures = cell.replayed[point].figures
-        if figures is None:
-            return False
-        if not self._divided({"latency": self.least_factor(cell.problem)}).are_kept(figures):
-            return False
-        return self._own(cell, point).are_kept(figures)
+        least = self._divided({"latency": self.least_factor(cell.problem)})
+        return cell.is_kept(point, least) and cell.is_kept(point, self._own(cell, point))
 
     def margin(self, cell: Cell, point: Point) -> MarginParts:
         """The margin on the point's latency."""

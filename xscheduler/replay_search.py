@@ -63,18 +63,17 @@ class Search(ReplayedCells):
             if not improved and again == found:
                 break
             found = again
-        had_qps = _together_qps(found)
-        sure = self._surely_best(found, keeps)
+        had_qps, sure = _together_qps(found), self._surely_best(found, keeps)
         if _together_qps(sure) > (1 - NEARLY) * had_qps:
             return sure
         for one in sure:  # another one, which nothing was climbed from
-            self._climb(one.cell, one.point, keeps, times=SURE)
-        return self._surely_best(self._look(keeps) or sure, keeps, sure)
+            self._climb(one.cell, one.point, keeps)
+        return max(sure, self._surely_best(self._look(keeps), keeps), key=_together_qps)
 
-    def _surely_best(self, found: list[Found], keeps: KeptBounds,
-                     best: Sequence[Found] = ()) -> list[Found]:
+    def _surely_best(self, found: list[Found], keeps: KeptBounds) -> list[Found]:
         """A replay of more queries has the last word: of what had most by fewer, one after the
-        other, until no other has noticeably more than the best by many, or than `best`."""
+        other, until no other has noticeably more than the best by many."""
+        best: list[Found] = []
         for _ in range(SURE_LOOKS):
             for one in found:
                 self.replay(one.cell, one.point, times=SURE)
@@ -85,7 +84,7 @@ class Search(ReplayedCells):
                     1 + NOTHING) * _together_qps(best)):
                 break
             found = again
-        return list(best) or found
+        return best or found
 
     def look_at_each(self, keeps: KeptBounds) -> None:
         """Of each policy of which nothing was found yet, replays what is expected to be best."""
@@ -197,9 +196,9 @@ class Search(ReplayedCells):
                 and cell.copies * one.throughput_qps > own_qps]
         return Expected(*min(near)[1:], is_replayed=True) if near else Expected()
 
-    def _climb(self, cell: Cell, point: Point, keeps: KeptBounds, times: int = 1) -> bool:
+    def _climb(self, cell: Cell, point: Point, keeps: KeptBounds) -> bool:
         """Replays a point whole, its neighbours, those of the best of them, and so on until none
-        is better; whether any was. A better one has to be that by `times` as many queries."""
+        is better; whether any was."""
         def worth(at: Point, least_qps: float = 0.0) -> float:
             """Of what has more than that, whose margin is worth asking for."""
             qps = cell.replayed[at].throughput_qps
@@ -213,8 +212,6 @@ class Search(ReplayedCells):
                 if other in cell.replayed and not worth(other, own):
                     continue
                 self.replay(cell, other, times=1)
-                if times > 1 and worth(other, least_qps):
-                    self.replay(cell, other, times=times)
                 if found := worth(other, least_qps):
                     own, point, improved = found, other, True
                     break

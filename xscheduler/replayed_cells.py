@@ -127,8 +127,12 @@ class ReplayedCells:
             replays, key = self._replays[cell], (cell.policy, cell.plan, point, queries)
             if key not in replays.known:
                 replays.known[key] = replays.of(estimate, queries)
+            if found is not None and times == SURE:
+                cell.longer = max(cell.longer, replays.known[key].latency_s / found.latency_s)
             found = replays.known[key]
             cell.note(point, found)
+        if times == SURE:
+            cell.sure.add(point)
         return found
 
     def quickest(self) -> list[Found]:

@@ -43,9 +43,10 @@ class Limits:
     ttft_s: float = math.inf
     tpot_s: float = math.inf
 
-    def are_kept(self, figures: SteadyFigures) -> bool:
-        """Whether a replay kept them; a length that no query had breaks none."""
-        return not (figures.latency_s > self.latency_s or figures.ttft_s > self.ttft_s
+    def are_kept(self, figures: SteadyFigures, longer: float = 1.0) -> bool:
+        """Whether a replay kept them, its latency taken so many times as long; a length that no
+        query had breaks none."""
+        return not (longer * figures.latency_s > self.latency_s or figures.ttft_s > self.ttft_s
                     or figures.tpot_s > self.tpot_s)
 
 
@@ -89,6 +90,8 @@ class Cell:
     _fine: dict[int, tuple[IntArray, Rough]] = field(default_factory=dict)  # around grid points
     num_noted: int = 0
     misses: int = 0  # replays that came out too slow where they were expected to be in time
+    sure: set[Point] = field(default_factory=set)  # replayed with most queries
+    longer: float = 1.0  # times as long the latency then was than by fewer queries, at most
 
     @property
     def policy(self) -> str:
@@ -148,7 +151,7 @@ class Cell:
         replay at the point. own: the best that was replayed."""
         most_s = limits.latency_s if self.off else limits.latency_s * (1 + LATENCY_OFF)
         # what came out too slow where it was expected to be in time, is not tried as closely again
-        most_s *= 1 - CAUTION * self.misses
+        most_s *= (1 - CAUTION * self.misses) / self.longer
         off = self._off_at(self.points, usual, weight)
         best = self._best_of(self.points, self.rough, most_s, limits, off)
         if best is None:
@@ -164,6 +167,12 @@ class Cell:
         if fine is not None:
             found = max(found, self._value(points, rough, fine, off))
         return found if found.throughput_qps > own.throughput_qps * (1 + NOTHING) else own
+
+    def is_kept(self, point: Point, limits: Limits) -> bool:
+        """Whether a point that was replayed keeps these, were it replayed with most queries."""
+        figures = self.replayed[point].figures
+        return figures is not None and limits.are_kept(
+            figures, 1.0 if point in self.sure else self.longer)
 
     def best_replayed(self, is_kept: Callable[[Point], bool]) -> Expected:
         """The best of the points that were replayed, of all copies, and keep their limits."""

@@ -7,7 +7,17 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from best_by_hand import Judged, Row, drawn_cells, drawn_points, line_of, page, row_of
+from best_by_hand import (
+    Judged,
+    Row,
+    drawn_cells,
+    drawn_points,
+    line_of,
+    page,
+    planned,
+    replayed,
+    row_of,
+)
 from hand_problems import SCENARIOS, HandScenario
 
 from xscheduler.cells import cells_of
@@ -66,6 +76,16 @@ def test_a_planner_below_the_best_drawn_is_counted() -> None:
     summary = " ".join(page(rows, 7))
     assert "7 configurations drawn of each" in summary
     assert "less than 98% of the best drawn in 2." in summary
+
+
+@pytest.mark.parametrize(("name", "bound"), [("llama-3.1-8b/1x2 A40/T", 1),
+                                             ("opt-13b/1x8 A100-80/C2", 0)])
+def test_what_is_chosen_keeps_its_bound_in_the_longest_replay(name: str, bound: int) -> None:
+    """Here what was chosen kept it by few queries, and broke it by many by up to 1 %."""
+    scenario = scenario_of(name)
+    problem, timing = scenario.problem(scenario.bounds()[bound]), scenario.timing()
+    found, _ = planned(problem, timing)
+    assert found is not None and replayed(problem, timing, found.estimate).throughput_qps > 0
 
 
 @pytest.mark.parametrize(("name", "count"), [("opt-1.3b/1x1 L4/S", 200)])
