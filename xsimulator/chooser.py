@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from xsimulator.closed_loop import Served
-from xsimulator.compared_runs import ServingPoint
+from xsimulator.measured_loops import ServingPoint
 
 LEAST = 4  # chosen
 QUANTILES = (0.2, 0.4, 0.6, 0.8, 1.0)  # chosen

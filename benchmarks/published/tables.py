@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from published.compared import Compared
 from xgpt.core import catalog
 from xgpt.core.cluster import Link
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import FP8
-from xprofiler.compared import Compared
 from xprofiler.constants import RooflineConstants
 from xprofiler.importers import aiconfigurator, kernel_tables, vidur
 from xprofiler.importers.kernel_tables import AllReduceTable, AttentionTable, GemmTable
