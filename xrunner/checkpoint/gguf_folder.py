@@ -6,7 +6,9 @@ What of the metadata is not understood is refused by its key: it may change the 
 import contextlib
 import hashlib
 import json
+import math
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from xgpt.core.errors import InputError, Mistake
+from xgpt.core.errors import InputError, MissingExtraError, Mistake, XgptError
+from xgpt.core.units import format_bytes
 from xrunner.checkpoint.gguf_file import ARCHITECTURES, FREQUENCIES, NAME, GgufFile
 from xrunner.checkpoint.tokenizer_copy import by_transformers
 
@@ -44,11 +47,37 @@ def folder_of(path: Path, cache: Path) -> Path:
             made = Path(scratch) / "model"
             made.mkdir()
             (made / NAME).symlink_to(path.resolve())
-            by_transformers(path.parent, path, gguf_file=path.name).save_pretrained(made)
-            (made / "config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
+            _describe(path, config, made)
             with contextlib.suppress(OSError):  # another process was quicker: its result serves
                 os.replace(made, target)
     return target
+
+
+def write_plain(path: Path, target: Path) -> None:
+    """The same with the weights as safetensors in float32, which other engines read, too. Raises
+    XgptError where there is no room for them."""
+    try:
+        from safetensors.numpy import save_file
+    except ImportError:
+        raise MissingExtraError("safetensors", "run", "converting a GGUF model") from None
+    file = GgufFile(path)
+    config = config_of(file)
+    del config["quantization_config"]
+    shapes = {name: file.stored(name).shape for name in file.places if name != FREQUENCIES}
+    needed = 4 * sum(map(math.prod, shapes.values()))
+    if needed > (free := shutil.disk_usage(target.parent).free):
+        raise XgptError(f"{target.parent}: {format_bytes(needed)} are needed there for the weights "
+                        f"of {path.name} as safetensors, and {format_bytes(free)} are free")
+    target.mkdir()
+    save_file({name: file.rows(name)[0] for name in shapes}, target / "model.safetensors",
+              metadata={"format": "pt"})
+    _describe(path, config, target)
+
+
+def _describe(path: Path, config: dict[str, Any], target: Path) -> None:
+    """Writes the tokenizer's files and config.json."""
+    by_transformers(path.parent, path, gguf_file=path.name).save_pretrained(target)
+    (target / "config.json").write_text(json.dumps(config, indent=1) + "\n", "utf-8")
 
 
 def config_of(file: GgufFile) -> dict[str, Any]:
@@ -63,7 +92,8 @@ def config_of(file: GgufFile) -> dict[str, Any]:
     is_biased = model_type in ("llama", "qwen3") and (
         "model.layers.0.self_attn.q_proj.bias" in file.places)  # of the others it is no question
     config = {
-        "model_type": model_type, **{ours: file.value(key) for key, ours in _SIZES.items()},
+        "model_type": model_type, "architectures": [f"{model_type.title()}ForCausalLM"],
+        **{ours: file.value(key) for key, ours in _SIZES.items()},
         "num_key_value_heads": file.value("attention.head_count_kv", heads), "head_dim": head,
         "vocab_size": file.stored("model.embed_tokens.weight").shape[0],
         "rms_norm_eps": _shortest(file.value("attention.layer_norm_rms_epsilon")),
