@@ -7,17 +7,14 @@ from xgpt.core.model import RopeValue
 from xgpt.core.model_file import ConfigValues
 
 FULL, WINDOWED = "full_attention", "sliding_attention"  # transformers' names
-# kinds of rotary positions, and the numbers that each is made of
-_NUMBERS: dict[str, tuple[str, ...]] = {
-    "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor",
-               "original_max_position_embeddings"),
-    "longrope": ()}
-_OPTIONAL = {"yarn": ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
-             "longrope": ("factor", "attention_factor")}
 _ORIGINAL = "original_max_position_embeddings"
-# what else a kind is made of, which are no numbers
-_OTHERS = {"yarn": (_ORIGINAL, "truncate"), "longrope": (_ORIGINAL, "short_factor", "long_factor")}
+# kinds of rotary positions: the numbers that each needs, those it may have, what are no numbers
+_KINDS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "default": ((), (), ()), "linear": (("factor",), (), ()), "dynamic": (("factor",), (), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL), (), ()),
+    "yarn": (("factor",), ("attention_factor", "beta_fast", "beta_slow", "mscale",
+                           "mscale_all_dim"), (_ORIGINAL, "truncate")),
+    "longrope": ((), ("factor", "attention_factor"), (_ORIGINAL, "short_factor", "long_factor"))}
 
 
 class Rope(NamedTuple):
@@ -51,21 +48,19 @@ def read_rope(config: ConfigValues, local_theta: float | None = None) -> Rope:
     if is_phi3 and kind in ("su", "yarn"):
         kind = "longrope"  # as older files of Phi-3 call it
     plain = Rope(theta, None, share, local_theta)
-    if kind not in _NUMBERS:
+    if kind not in _KINDS:
         return plain._replace(unknown=[f"rotary positions of {key} {kind!r}"])
     if kind == "dynamic":
         config.size("max_position_embeddings")
-    if (original := config.size_or_none(_ORIGINAL)) is not None and kind in ("llama3", *_OTHERS):
+    needed, possible, others = _KINDS[kind]
+    if (original := config.size_or_none(_ORIGINAL)) is not None and _ORIGINAL in needed + others:
         rope.values[_ORIGINAL] = original  # as in transformers, over that of the section
-    scaling = {k: v for k in ("rope_type", "type", *_NUMBERS[kind], *_OPTIONAL.get(kind, ()),
-                              *_OTHERS.get(kind, ())) if (v := rope.get(k)) is not None}
-    for number in _NUMBERS[kind]:
-        if number in rope.values:
-            rope.number(number, 1.0)
-        else:
+    scaling = {k: v for k in ("rope_type", "type", *needed, *possible, *others)
+               if (v := rope.get(k)) is not None}
+    for number in needed + possible:
+        if number in needed and number not in rope.values:
             rope.reject(number, f"missing: a number above 0, which {key} {kind} needs")
-    for number in _OPTIONAL.get(kind, ()):
-        if scaling.get(number) is not None:
+        elif number in needed or number in scaling:
             rope.number(number, 1.0)
     if kind in ("default", "dynamic"):  # the latter is as the former up to its positions
         return plain
