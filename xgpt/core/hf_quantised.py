@@ -181,7 +181,7 @@ def _block(section: ConfigValues, key: str) -> tuple[int, int] | None:
 
 
 def _read_gguf(section: ConfigValues) -> Quantised:
-    """A folder that xgpt made of a GGUF file (xrunner.checkpoint.gguf_folder)."""
+    """A folder that xgpt made of a GGUF file (xrunner.checkpoint.gguf_file)."""
     types = section.values.get("types")
     if not isinstance(types, list) or not types:
         section.reject("types", "GGUF's types, as xgpt writes them")

@@ -26,7 +26,7 @@ from xgpt.core.hf_config import from_hf_config
 from xgpt.core.model import ModelSpec, model_from_dict
 from xgpt.core.model_file import gguf_in, load_json
 from xgpt.core.whole_file import write_atomically
-from xrunner.checkpoint.gguf_folder import folder_of, write_plain
+from xrunner.checkpoint.gguf_file import folder_of, write_plain
 from xrunner.checkpoint.hub import why_in_vain
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]

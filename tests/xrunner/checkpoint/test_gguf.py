@@ -23,7 +23,7 @@ from xgpt.app.model_check import check_model_named
 from xgpt.core.errors import InputError, MissingExtraError, XgptError
 from xgpt.core.model_file import gguf_in
 from xrunner.checkpoint import gguf_file
-from xrunner.checkpoint.gguf_folder import write_plain
+from xrunner.checkpoint.gguf_file import write_plain
 from xrunner.checkpoint.layout import wanted_tensors
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.checkpoint.source import ModelFiles, model_at_hand, read_spec
