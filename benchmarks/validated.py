@@ -26,9 +26,8 @@ from published.tables import of_aiconfigurator, of_vidur
 from xgpt.app.accuracy import CONFIDENCE, published_errors
 from xgpt.core import catalog
 from xgpt.core.whole_file import write_atomically
-from xsimulator.chooser import Choices, choices
 from xsimulator.closed_loop import Served
-from xsimulator.measured_loops import ServingPoint, margin_of, share_kept
+from xsimulator.measured_loops import Choices, ServingPoint, choices, margin_of, share_kept
 
 ROOT = Path(__file__).resolve().parent
 PAGE = ROOT / "results" / "validate.md"

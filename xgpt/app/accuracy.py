@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
-from xsimulator.chooser import choices
 from xsimulator.measured_loops import (
     ServingPoint,
+    choices,
     errors_of,
     margin_of,
     own_points,
