@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 from xgpt.core import hf_gated
 from xgpt.core.decoder import Decoder, NormPlace
-from xgpt.core.hf_gated import Reader, gated, sizes_of
+from xgpt.core.hf_gated import FULL, WINDOWED, Reader, gated, sizes_of
 from xgpt.core.hf_quantised import read_quantised
-from xgpt.core.hf_rope import FULL, WINDOWED
 from xgpt.core.model import ModelSpec
 from xgpt.core.model_file import ConfigValues, load_json
 
