@@ -187,7 +187,7 @@ def write_plain(path: Path, target: Path) -> None:
     except ImportError:
         raise MissingExtraError("safetensors", "run", "converting a GGUF model") from None
     file = GgufFile(path)
-    config = config_of(file)
+    config = {**config_of(file), "dtype": "float32"}
     del config["quantization_config"]
     shapes = {name: file.stored(name).shape for name in file.places if name != FREQUENCIES}
     needed = 4 * sum(map(math.prod, shapes.values()))
