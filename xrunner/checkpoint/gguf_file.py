@@ -107,23 +107,21 @@ class GgufFile:
     def rows(self, name: str, rows: range | None = None, columns: range | None = None,
              ) -> tuple[npt.NDArray[np.float32], int]:
         """(the tensor, or those rows and columns of it, widened; the bytes that were read)."""
-        (tensor, heads), kind = self.places[name], self.places[name].tensor.tensor_type
-        data = tensor.data
-        if rows is not None:
-            wanted: Any = slice(rows.start, rows.stop)
-            data = data[wanted if heads is None else _of_pairs(rows, len(data) // heads)]
-        elif heads is not None:
-            data = data[_of_pairs(range(len(data)), len(data) // heads)]
-        if columns is None:
-            taken = np.ascontiguousarray(data)
-            return self._gguf.dequantize(taken, kind).astype(np.float32, copy=False), taken.nbytes
+        tensor, heads = self.places[name]
+        data, kind, first = tensor.data, tensor.tensor_type, 0
+        own = range(len(data)) if rows is None else rows
+        data = (data[own.start:own.stop] if heads is None else
+                data[_of_pairs(own, len(data) // heads)])
         elements, size = self._gguf.GGML_QUANT_SIZES[kind]
-        unit = size // data.itemsize  # of the array's last dimension, a block
-        first, last = columns.start // elements, -(-columns.stop // elements)
-        taken = np.ascontiguousarray(data[:, first * unit:last * unit])
+        if columns is not None:
+            unit = size // data.itemsize  # of the array's last dimension, a block
+            first, last = columns.start // elements, -(-columns.stop // elements)
+            data = data[:, first * unit:last * unit]
+        taken = np.ascontiguousarray(data)
         widened = self._gguf.dequantize(taken, kind).astype(np.float32, copy=False)
-        begin = columns.start - first * elements
-        return widened[:, begin:begin + len(columns)], taken.nbytes
+        if columns is not None:
+            widened = widened[:, columns.start - first * elements:columns.stop - first * elements]
+        return widened, taken.nbytes
 
     def _names(self) -> Iterator[tuple[str, str]]:
         """(the file's name, ours) of every tensor that our families have."""
