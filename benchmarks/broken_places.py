@@ -62,10 +62,10 @@ PLACES = (
           "        mistakes = []",
           f"{_BROKEN_MODELS}weights_of_fewer_bits_and_their_scales_are_refused"),
     Place("1 another model than config.json says", "keys that others read are ignored",
-          "xgpt/core/hf_keys.py", "        config.only(key, only)\n", "        pass\n",
+          "xgpt/core/hf_config.py", "        config.only(key, only)\n", "        pass\n",
           "tests/xrunner/checkpoint/test_every_key.py"),
     Place("1 another model than config.json says", "windows of a family without them are ignored",
-          "xgpt/core/hf_keys.py", "if window is not None and (most is None or window < most):",
+          "xgpt/core/hf_config.py", "if window is not None and (most is None or window < most):",
           "if False:", "tests/xrunner/checkpoint/test_every_key.py::"
           "test_windows_are_refused_by_their_key_where_the_family_has_none"),
     Place("1 another model than config.json says", "a head that is gone is the embedding",

@@ -20,22 +20,22 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from published.compared import Compared, errors_of, joined
+from published.runs import (
+    of_fastertransformer,
+    of_serving,
+    of_splitwise,
+    played,
+    serving_points,
+)
+from published.tables import Timed, all_reduces, attention, products
 from scipy.optimize import least_squares
 
 from xgpt.core import catalog
-from xprofiler.compared import Compared, errors_of, joined
-from xprofiler.compared_tables import Timed, all_reduces, attention, products
 from xprofiler.constants import GPU, RooflineConstants
 from xprofiler.engines import engine_constants
 from xprofiler.importers import kernel_tables
 from xprofiler.timing import Operator
-from xsimulator.compared_runs import (
-    of_fastertransformer,
-    of_serving,
-    of_splitwise,
-    predicted,
-    serving_points,
-)
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 MOST = 2500  # points of a table that are fitted to, drawn with a fixed seed
@@ -207,7 +207,7 @@ def fit_runs(data: Path) -> None:
     for engine, freed in SERVING.items():
         own = [p for p in points if p.row == engine]
         fit_run(engine, engine_constants(h100, engine), freed, lambda c, s=None, own=own: [
-            part for part in of_serving(own, {p: predicted(p, c, s) for p in own})
+            part for part in of_serving(own, {p: played(p, c, s) for p in own})
             if part.operator != "TTFT"])
 
 

@@ -1,80 +1,170 @@
-"""Writes the committed page of `xgpt validate`, and the means that tests compare with.
+"""Compares computed times with others' measurements; writes the page and the catalog's figures.
 
-    python benchmarks/validated.py [--data ../shared/data] [--check]
+    python benchmarks/validated.py [--data ../shared/data] [--html FILE] [--by-model] [--check]
 
 The page's words above the table are kept from the page that is there. `--check` writes nothing: it
-fails where a group's mean error is worse than the committed one by more than a tenth of it, and
-says so where there is nothing to compare with."""
+fails where a figure of the catalog is not the one computed, and says so where there is nothing to
+compare with. `--html` draws predicted against measured, `--by-model` prints each model in a row of
+its own; neither writes anything else. docs/accuracy.md says how all of it is read."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from click.testing import CliRunner, Result
+from published.compared import Compared, errors_of, joined
+from published.page import write_page
+from published.runs import of_fastertransformer, of_serving, of_splitwise, played, serving_points
+from published.table import chooser_table, validation_table
+from published.tables import of_aiconfigurator, of_vidur
 
-from xgpt.cli.main import cli
+from xgpt.app.accuracy import CONFIDENCE, published_errors
+from xgpt.core import catalog
 from xgpt.core.whole_file import write_atomically
+from xsimulator.closed_loop import Served
+from xsimulator.measured_loops import Choices, ServingPoint, choices, margin_of, share_kept
 
-RESULTS = Path(__file__).resolve().parent / "results"
-NAMED = ("source", "model", "gpu", "engine", "operator", "half")
-DATA = RESULTS.parents[2] / "shared" / "data"
-
-
-WORSE = 0.1  # of a group's error: so much more fails
-SLACK = 1e-4  # for rounding
-
-
-def means_of(found: Mapping[str, Any]) -> dict[str, float]:
-    """Mean errors by group, of `xgpt validate --json`."""
-    return {" | ".join(group[key] for key in NAMED): round(group["mean"], 5)
-            for group in found["groups"] if group["cases"]}
-
-
-def worse(means: Mapping[str, float], committed: Mapping[str, float]) -> list[str]:
-    """A sentence for each group that is predicted worse than it was, or was not there."""
-    return [f"{name}: {mean:.1%} off, {committed[name]:.1%} on the committed page"
-            if name in committed else f"{name}: not on the committed page"
-            for name, mean in means.items()
-            if mean > (1 + WORSE) * committed.get(name, -1.0) + SLACK]
+ROOT = Path(__file__).resolve().parent
+PAGE = ROOT / "results" / "validate.md"
+DATA = ROOT.parents[1] / "shared" / "data"
+FIGURES = Path(catalog.__file__).with_name("accuracy.yaml")
+KEYS = ("source", "gpu", "engine", "operator", "half")
+# what tells that a source is there, its folder, and what reads it
+TABLES = (("vidur/compute", "vidur", of_vidur),
+          ("aiconfigurator", "aiconfigurator", of_aiconfigurator),
+          ("fastertransformer/gpt_latency.csv", "fastertransformer", of_fastertransformer),
+          ("splitwise-sim/perf_model.csv", "splitwise-sim", of_splitwise))
+CONFIDENCES = (0.5, 0.6, 0.7, 0.8, CONFIDENCE, 0.95, 0.99)
+DIGITS = 5
+SAME, SLACK = 0.02, 2e-4  # chosen: a figure is the same if it differs by less, on any machine
 
 
-def check(data: Path, baseline: Path) -> int:
-    """0 where all is as good as the committed page, or there are no measurements."""
+class Chooser(NamedTuple):
+    """What one margin makes of the choices among one half of the points."""
+
+    half: str
+    margin: str
+    choices: Choices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """`kept`: (confidence promised, share of the test half's latencies that were kept)."""
+
+    compared: tuple[Compared, ...]
+    choosers: tuple[Chooser, ...] = ()
+    kept: tuple[tuple[float, float], ...] = ()
+
+    def figures(self) -> dict[str, Any]:
+        """What the catalog has: the models of a source together."""
+        groups: dict[tuple[str, ...], list[Compared]] = {}
+        for part in self.compared:
+            if len(part.measured_s):
+                groups.setdefault(tuple(getattr(part, key) for key in KEYS), []).append(part)
+        return {
+            "rows": [{**dict(zip(KEYS, key, strict=True)), **_rounded(errors_of(joined(own)))}
+                     for key, own in groups.items()],
+            "choosers": [{"half": c.half, "margin": c.margin, **_rounded(c.choices)}
+                         for c in self.choosers],
+            "kept": [[promised, round(share, DIGITS)] for promised, share in self.kept]}
+
+
+def _rounded(values: Any) -> dict[str, Any]:
+    return {name: round(value, DIGITS) for name, value in values._asdict().items()}
+
+
+def validate(folder: Path) -> Validation:
+    """All that is there."""
+    compared = [part for there, name, read in TABLES if (folder / there).exists()
+                for part in read(folder / name)]
+    path = folder / "silicon" / "serving_points.csv"
+    points = serving_points(path) if path.is_file() else []
+    if not points:
+        return Validation(compared=tuple(compared))
+    times = {point: played(point) for point in points}
+    held_out = [point for point in points if not point.is_fitted]
+    return Validation(
+        compared=(*compared, *of_serving(points, times)),
+        choosers=tuple(_choosers({"all": points, "test": held_out}, times)),
+        kept=tuple((confidence, share_kept(held_out, times, confidence))
+                   for confidence in CONFIDENCES))
+
+
+def _choosers(halves: Mapping[str, Sequence[ServingPoint]],
+              times: Mapping[ServingPoint, Served]) -> Iterator[Chooser]:
+    for half, own in halves.items():
+        yield Chooser(half, "none", choices(own, times, lambda _: 1.0))
+        yield Chooser(half, f"confidence {CONFIDENCE:g}", choices(
+            own, times, lambda point: margin_of(point, times[point], CONFIDENCE)))
+
+
+def differing(found: Mapping[str, Any], packaged: Mapping[str, Any]) -> list[str]:
+    """A sentence for each figure that the catalog has otherwise, or not."""
+    now, then = (dict(_flat(figures)) for figures in (found, packaged))
+    return [f"{name}: {then.get(name, 'nothing')} in the catalog, {now.get(name, 'nothing')} found"
+            for name in sorted(now.keys() | then.keys())
+            if not math.isclose(now.get(name, math.nan), then.get(name, math.nan),
+                                rel_tol=SAME, abs_tol=SLACK)]
+
+
+def _flat(figures: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for part in ("rows", "choosers"):
+        for row in figures[part]:
+            of = [value for value in row.values() if isinstance(value, str)]
+            yield from ((" | ".join((*of, name)), value) for name, value in row.items()
+                        if not isinstance(value, str))
+    yield from ((f"kept of {promised:g}", share) for promised, share in figures["kept"])
+
+
+def check(data: Path) -> int:
+    """0 where the catalog has what is computed, or there are no measurements."""
     if not data.is_dir():
         print(f"(NOT COMPARED: no measurements under {data})")
         return 0
-    means = means_of(json.loads(_printed(data, "--json").stdout))
-    found = worse(means, dict(json.loads(baseline.read_text(encoding="utf-8"))))
-    print("\n".join(found) or f"{len(means)} groups are predicted as well as on the committed page")
+    figures = validate(data).figures()
+    found = differing(figures, published_errors())
+    print("\n".join(found) or f"{len(figures['rows'])} groups are predicted as the catalog says")
+    if found:
+        print("where that is meant: python benchmarks/validated.py, which writes them anew")
     return int(bool(found))
 
 
-def _printed(data: Path, *flags: str) -> Result:
-    with contextlib.chdir(RESULTS.parent):
-        done = CliRunner().invoke(cli, ["validate", str(data), *flags])
-    assert done.exit_code == 0, done.output
-    return done
+def written(figures: Mapping[str, Any]) -> str:
+    """The catalog's file: a line for each row."""
+    lines = ["# Errors of computed times: of |computed / measured - 1|. Made by "
+             "benchmarks/validated.py; docs/accuracy.md explains it."]
+    for part, rows in figures.items():
+        lines += [f"{part}:", *(f"- {json.dumps(row)}" for row in rows)]
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--html", type=Path)
+    parser.add_argument("--by-model", action="store_true")
     arguments = parser.parse_args()
-    page = RESULTS / "validate.md"
     if arguments.check:
-        raise SystemExit(check(arguments.data.resolve(), page.with_suffix(".json")))
-    head = page.read_text(encoding="utf-8").split("```")[0]
-    words, values = _printed(arguments.data), _printed(arguments.data, "--json")
-    means = [json.dumps(pair) for pair in means_of(json.loads(values.stdout)).items()]
-    write_atomically(page, f"{head}```\n{words.stdout.strip()}\n```\n")
-    write_atomically(page.with_suffix(".json"), "[\n" + ",\n".join(means) + "\n]\n")
-    print(page)
+        raise SystemExit(check(arguments.data))
+    found = validate(arguments.data)
+    if arguments.html:
+        write_page(found.compared, found.choosers, found.kept, arguments.html)
+    words = validation_table(found.compared, by_model=arguments.by_model)
+    if found.choosers:
+        words += "\n\n" + chooser_table(found.choosers, found.kept)
+    if arguments.html or arguments.by_model:
+        print(words)
+        return
+    head = PAGE.read_text(encoding="utf-8").split("```")[0]
+    write_atomically(PAGE, f"{head}```\n{words}\n```\n")
+    write_atomically(FIGURES, written(found.figures()))
+    print(PAGE, FIGURES, sep="\n")
 
 
 if __name__ == "__main__":

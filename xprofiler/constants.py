@@ -55,10 +55,6 @@ class RooflineConstants:
     fp8_half_depth: float | None = None
     fp8_bytes_share: float | None = None
     fp8_overlap: float | None = None
-    # Of finding the scale of a product's operand and converting it, where a checkpoint has none.
-    fp8_scaling_launch_s: float = 0.0
-    # Of memory bandwidth, reading 16 bits and writing 8; None: not to be told from a launch.
-    fp8_scaling_bytes_share: float | None = 1.0
     elementwise_bytes_share: float  # norms, activation, residual adds, rotary embedding
     elementwise_launch_s: float
     encode_attention_flops_share: float  # fused prefill attention, long sequence

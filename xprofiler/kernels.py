@@ -62,17 +62,6 @@ class Kernels:
         memory_s = moved / (self._bandwidth * _own(c.fp8_bytes_share, c.gemm_bytes_share))
         return joined(compute_s, memory_s, _own(c.fp8_overlap, c.gemm_overlap)) + c.fp8_launch_s
 
-    def scaled_product_s(self, rows: ArrayLike, n: ArrayLike, k: ArrayLike) -> FloatArray:
-        """The same of fp8, with its operand's scale found and the operand converted beforehand, as
-        engines do where a checkpoint gives no scales."""
-        c = self.constants
-        seconds: FloatArray = self.layer_product_s(rows, n, k) + c.fp8_scaling_launch_s
-        if c.fp8_scaling_bytes_share is None:
-            return seconds
-        converted = np.asarray(rows, float) * np.asarray(k, float) * (self.item_bytes + 1)
-        seconds = seconds + converted / (self._bandwidth * c.fp8_scaling_bytes_share)
-        return seconds
-
     def streamed_s(self, num_bytes: FloatArray) -> FloatArray:
         """A large kernel's operands and result through memory."""
         return num_bytes / (self._bandwidth * self.constants.gemm_bytes_share)

@@ -9,7 +9,7 @@ size. Sizes within a factor of two miss alike, so of a query whose context doubl
 errors of n + 1 sizes average. The groups' errors are independent of each other. Of engines that
 nothing was measured of a group's median may be known to lean to one side (`lean`). Where the
 numbers come from: fit_errors.py and strange_engines.py, in benchmarks/ up to commit 3fdb9ebd; how
-well they hold: `xgpt validate`."""
+well they hold: benchmarks/validated.py."""
 
 import math
 from collections.abc import Mapping

@@ -1,22 +1,79 @@
-"""The check of committed errors: what is worse, or new, fails; without measurements it passes."""
+"""The catalog's figures of accuracy: one that is not computed so is named; without measurements the
+check passes. Points and pages of others' measurements."""
 
 from __future__ import annotations
 
+import copy
+import json
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import validated
+import yaml
+from published.compared import Compared
+from published.page import write_page
+from published.runs import serving_points
+from published.table import validation_table
+
+from xgpt.app.accuracy import published_errors
+
+needs_data = pytest.mark.skipif(not validated.DATA.is_dir(), reason="needs ../shared/data")
 
 
-def test_a_group_that_is_worse_by_more_than_a_tenth_is_named_with_both_errors() -> None:
-    committed = {"a": 0.10, "b": 0.10, "gone": 0.01}
-    assert validated.worse({"a": 0.1099, "b": 0.05}, committed) == []
-    (said,) = validated.worse({"a": 0.112, "b": 0.10}, committed)
-    assert said == "a: 11.2% off, 10.0% on the committed page"
-    assert validated.worse({"c": 0.01}, committed) == ["c: not on the committed page"]
+def test_a_figure_that_is_not_computed_so_is_named_with_both() -> None:
+    figures = published_errors()
+    assert yaml.safe_load(validated.written(figures)) == figures
+    other = copy.deepcopy(figures)
+    assert validated.differing(other, figures) == []
+    other["rows"][0]["mean"] *= 1.01
+    assert validated.differing(other, figures) == []
+    other["rows"][0]["mean"] *= 1.1
+    (said,) = validated.differing(other, figures)
+    assert said.startswith("Vidur | A100-80 | xgpt | products |  | mean: 0.09") and "found" in said
+    del other["choosers"][0]
+    assert len(validated.differing(other, figures)) == 1 + 5
 
 
 def test_where_there_are_no_measurements_it_says_so_and_passes(
         tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert validated.check(tmp_path / "none", tmp_path / "none.json") == 0
+    assert validated.check(tmp_path / "none") == 0
     assert "NOT COMPARED" in capsys.readouterr().out
+
+
+def compared(half: str) -> Compared:
+    seconds = np.geomspace(1e-3, 1.0, 6)
+    return Compared(source="own", model="a model", gpu="H100", engine="vllm", operator="TPOT",
+                    predicted_s=1.1 * seconds, measured_s=seconds, half=half, left_out=3,
+                    why="too long")
+
+
+def test_the_page_draws_every_point_beside_the_diagonal(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    write_page([compared("fit"), compared("test")], [], [(0.9, 0.89)], path)
+    text = path.read_text(encoding="utf-8")
+    found = re.search(r'<script[^>]*application/json[^>]*>(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    figures = json.loads(found.group(1))
+    dots = [trace for name, plot in figures.items() if name.startswith("compared")
+            for trace in plot["data"] if trace.get("mode") == "markers"]
+    assert sum(len(trace["x"]) for trace in dots) == 12 and "calibration" in figures
+    assert all(trace["y"] == pytest.approx([1.1 * x for x in trace["x"]]) for trace in dots)
+
+
+def test_the_table_says_what_a_row_is_of_and_what_was_left_out() -> None:
+    shown = validation_table([compared("fit"), compared("test")])
+    assert "TPOT, fit" in shown and "H100, vllm" in shown and "10.0%" in shown
+    assert "left out: 6 (too long)" in shown
+
+
+@needs_data
+def test_a_version_of_an_engine_with_a_row_of_its_own_is_compared_with_that() -> None:
+    """And stays in the half that it was in: the halves do not hang on rows."""
+    points = serving_points(validated.DATA / "silicon" / "serving_points.csv")
+    rows = {(p.engine, p.version): p.row for p in points}
+    assert rows["tensorrt-llm", "1.0.0rc3"] == "tensorrt-llm-1.0"
+    assert rows["tensorrt-llm", ""] == "tensorrt-llm" and rows["vllm", "0.12.0"] == "vllm-0.12"
+    assert rows["sglang", "0.5.6.post2"] == "sglang"
+    assert sum(p.is_fitted for p in points) == 125 and len(points) == 236

@@ -115,23 +115,6 @@ def test_products_of_int8_have_the_error_of_what_nobody_measured() -> None:
     assert narrow.groups[OperatorGroup.ALL_REDUCE] == plain.groups[OperatorGroup.ALL_REDUCE]
 
 
-def test_finding_an_operands_scale_costs_by_rows_and_depth_whatever_the_columns() -> None:
-    kernels = Roofline(MODEL, catalog.device("H200"), "bfloat16", engine="tensorrt-llm",
-                       weight_dtype=FP8).kernels
-    rows, depth = np.array([1.0, 128.0, 8192.0]), np.array([128.0, 4096.0, 8192.0])
-    more = [kernels.scaled_product_s(rows, n, depth) - kernels.layer_product_s(rows, n, depth)
-            for n in (128, 65536)]
-    np.testing.assert_allclose(more[0], more[1], rtol=1e-6)
-    assert more[0][0] > 2e-6 and (np.diff(more[0]) > 0).all()
-
-
-def test_an_operands_scale_that_cannot_be_told_from_a_launch_costs_nothing_of_its_own() -> None:
-    kernels = Roofline(MODEL, catalog.device("H200"), "bfloat16", engine="vllm",
-                       weight_dtype=FP8).kernels
-    assert kernels.scaled_product_s(128.0, 4096.0, 4096.0) == kernels.layer_product_s(
-        128.0, 4096.0, 4096.0)
-
-
 def test_fp8_products_of_vllm_have_columns_of_their_own_where_those_of_16_bits_do_not() -> None:
     def of(weight_dtype: str, columns: float) -> float:
         return float(Roofline(MODEL, catalog.device("H200"), "bfloat16", engine="vllm",

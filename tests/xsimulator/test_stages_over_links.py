@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from published.runs import Shape, static_batch_s, superpod_link
 from toy_jobs import roofline_of, toy_problem
 
 from xgpt.core import catalog
@@ -17,7 +18,6 @@ from xprofiler.links import link_kind
 from xprofiler.roofline import Roofline
 from xprofiler.timing import MessageKind
 from xscheduler.tensor_plans import tensor_plans
-from xsimulator.compared_runs import Shape, static_batch_s, superpod_link
 from xsimulator.plans import StagePlans
 
 BRIDGE, BUS = catalog.link("nvlink3-bridge"), catalog.link("pcie4-x16")

@@ -48,11 +48,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("xgpt.cli.status:status", "How far a run is, here or under Slurm."),
     "top": ("xgpt.cli.top:top", "Watch a running job live."),
     "stop": ("xgpt.cli.stop:stop", "End a run in good order, here or under Slurm."),
-    "validate": ("xgpt.cli.validate:validate",
-                 "How far predictions are from what others measured."),
     "doctor": ("xgpt.cli.doctor:doctor", "What this machine has of what xgpt can use."),
     "completion": ("xgpt.cli.completion:completion", "Complete commands and keys in your shell."),
     "models": ("xgpt.cli.models:models", "List the catalog: models, devices, clusters, tasks.")}
+GONE = {"validate": "`xgpt models --accuracy` says how far computed times are off"}
 
 
 class LazyGroup(click.Group):
@@ -65,8 +64,8 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             if ctx.resilient_parsing:  # a shell asks what could follow
                 return None
-            raise click.UsageError(f"no command {cmd_name!r}: {nearest(cmd_name, list(COMMANDS))}",
-                                   ctx)
+            known = GONE.get(cmd_name) or nearest(cmd_name, list(COMMANDS))
+            raise click.UsageError(f"no command {cmd_name!r}: {known}", ctx)
         if cmd_name in _OF_RUNS and not ctx.resilient_parsing:
             # importing a run takes half a second
             ctx.with_resource(warned_in_good_order(ends_process=True))

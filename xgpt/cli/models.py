@@ -1,23 +1,38 @@
-"""`xgpt models`: what the catalog knows; with `--check`, what xgpt can do with a model."""
+"""`xgpt models`: what the catalog knows; with `--check`, what xgpt can do with a model; with
+`--accuracy`, how far computed times are off."""
 
 import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import click
 
+from xgpt.app.accuracy import of_own_loops, published_errors
 from xgpt.app.model_check import UnsupportedModel, check_model_named
 from xgpt.cli.options import json_option, print_json
 from xgpt.cli.terminal import show
 from xgpt.core import catalog
 from xgpt.core.units import format_bytes
-from xgpt.report.table import shown_width, table
+from xgpt.report.table import paragraph, shown_width, table
 
 
 @click.command()
 @click.option("--check", "checked", metavar="DIR|ID",
               help="What xgpt can do with one model: a folder, a catalog name or a hub id.")
+@click.option("--accuracy", is_flag=True,
+              help="How far computed times are off, by GPU and engine.")
+@click.option("--measured", type=click.Path(path_type=Path, exists=True, dir_okay=False),
+              metavar="FILE.csv", help="With --accuracy: also of closed loops that you measured "
+              "(docs/accuracy.md).")
 @json_option
-def models(checked: str | None, as_json: bool) -> None:
+def models(checked: str | None, accuracy: bool, measured: Path | None, as_json: bool) -> None:
     """List the catalog: models, devices, clusters and tasks."""
+    if (checked is not None and accuracy) or (measured is not None and not accuracy):
+        raise click.UsageError("--accuracy goes without --check, and --measured with --accuracy")
+    if accuracy:
+        _accuracy(measured, as_json)
+        return
     if checked is not None:
         _check(checked, as_json)
         return
@@ -39,6 +54,40 @@ def _check(name: str, as_json: bool) -> None:
         raise UnsupportedModel(check)
     if as_json:
         print_json(check.to_dict())
+
+
+def _accuracy(measured: Path | None, as_json: bool) -> None:
+    own = None if measured is None else of_own_loops(measured)
+    found = published_errors()
+    if as_json:
+        print_json({**found, "measured": own})
+        return
+    if own is not None:
+        show(f"{measured}: computed times against yours\n{_errors(own)}\n")
+    show(f"computed times against published measurements\n{_errors(found)}\n\n" + paragraph(
+        "mean and ninth decile: of |computed / measured - 1|; bias: below 0 where computed times "
+        "are too short; TPOT, TTFT and requests: of runs that no constant was fitted to. A GPU or "
+        "engine without a row was compared with nothing, and has a wider margin "
+        "(docs/accuracy.md)."))
+
+
+def _errors(found: Mapping[str, Any]) -> str:
+    """A row for each GPU, engine and operator; then what choices and margins were worth."""
+    shown = [row for row in found["rows"] if row["half"] != "fit"]
+    lines = [table(("GPU", "engine", "of", "cases", "mean", "bias", "P90"), [
+        (row["gpu"], row["engine"], row["operator"], f"{row['cases']:,}", f"{row['mean']:.1%}",
+         f"{row['bias']:+.0%}", f"{row['p90']:.1%}")
+        for row in sorted(shown, key=lambda row: (row["gpu"], row["engine"]))], right=range(3, 7))]
+    kept = ", ".join(f"{promised:.0%}: {share:.0%}" for promised, share in found["kept"])
+    lines.append(paragraph(f"latencies within computed time and margin, promised and kept: {kept}"))
+    lines += [paragraph(_chosen(one)) for one in found["choosers"] if one["half"] != "all"]
+    return "\n".join(lines)
+
+
+def _chosen(one: Mapping[str, Any]) -> str:
+    return (f"the fastest configuration within a latency bound, chosen {one['cases']} times, "
+            f"margin {one['margin']}: none found {one['none']:.1%}, bound broken "
+            f"{one['broken']:.1%}, throughput lost {one['regret']:.1%}")
 
 
 def _tables() -> str:

@@ -5,11 +5,15 @@ becomes weights again, is in xrunner.checkpoint.quantised."""
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from xgpt.core.model_file import ConfigValues
 
 PLAIN = "take the checkpoint they were made from, in float32, float16 or bfloat16"
+_Kind = Literal["int", "float"]
+# what of a scheme of compressed-tensors decides how weights are stored
+_DECIDING = ("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure",
+             "actorder")
 _TRANSPOSED = ("gpt2",)  # families whose weights lie as [inputs, outputs], which no method here has
 
 
@@ -21,7 +25,7 @@ class Quantised:
     format: str  # a row of xrunner.checkpoint.quantised.formats
     method: str  # as users know it
     bits: int  # of a value; at most, where the file states a type of each tensor (`types`)
-    kind: Literal["int", "float"] = "int"
+    kind: _Kind = "int"
     group: int | None = None
     block: tuple[int, int] | None = None
     is_per_tensor: bool = False  # one scale for a whole weight
@@ -124,48 +128,35 @@ def _read_compressed(section: ConfigValues) -> Quantised:
     groups = section.section("config_groups")
     schemes = [groups.section(name) for name in groups.values]
     weights = [scheme.section("weights") for scheme in schemes]
-    if not weights or any(_layout(one) != _layout(weights[0]) for one in weights):
+    if not weights or any(one.values.get(key) != weights[0].values.get(key)
+                          for one in weights for key in _DECIDING):
         section.reject("config_groups", "one or several that store weights alike",
                        value=", ".join(map(str, groups.values)) or None)
         return Quantised(format="pack-quantized", method="compressed-tensors", bits=4)
     scheme, first = schemes[0], weights[0]
     holder = scheme if scheme.values.get("format") is not None else section
     form = holder.text("format", "", _COMPRESSED)
-    row = _COMPRESSED.get(form, _COMPRESSED["pack-quantized"])
-    first.text("type", row.kind, (row.kind,))
+    ours, kind, bits, strategies = _COMPRESSED.get(form, _COMPRESSED["pack-quantized"])
+    first.text("type", kind, (kind,))
     group = _group(first, "group_size")
     strategy = first.text("strategy", "group" if group else "channel" if first.values.get(
-        "group_size") == -1 else "tensor", row.strategies)
+        "group_size") == -1 else "tensor", strategies)
     if strategy == "group" and group is None:
         first.reject("group_size", "a whole number >= 1, of the strategy group")
-    ordered = first.values.get("actorder") in ("group", "dynamic")
     return Quantised(
-        format=row.format, method=f"compressed-tensors {form}", kind=row.kind,
-        bits=_bits(first, row.bits, "num_bits"), group=group if strategy == "group" else None,
+        format=ours, method=f"compressed-tensors {form}", kind=kind,
+        bits=_bits(first, bits, "num_bits"), group=group if strategy == "group" else None,
         block=_block(first, "block_structure") if strategy == "block" else None,
         is_per_tensor=strategy == "tensor", has_zeros=not first.flag("symmetric", True),
-        is_ordered=ordered, activations=scheme.values.get("input_activations") is not None)
+        is_ordered=first.values.get("actorder") in ("group", "dynamic"),
+        activations=scheme.values.get("input_activations") is not None)
 
 
-def _layout(weights: ConfigValues) -> dict[str, Any]:
-    """What of a scheme decides how weights are stored."""
-    return {key: weights.values.get(key) for key in (
-        "num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "actorder")}
-
-
-class _Row(NamedTuple):
-    """A format of compressed-tensors: ours, and what it may be with."""
-
-    format: str
-    kind: Literal["int", "float"]
-    bits: tuple[int, ...]
-    strategies: tuple[str, ...]
-
-
-_COMPRESSED = {
-    "pack-quantized": _Row("pack-quantized", "int", (4, 8), ("group", "channel", "tensor")),
-    "int-quantized": _Row("scaled", "int", (8,), ("channel", "tensor", "group")),
-    "float-quantized": _Row("scaled", "float", (8,), ("channel", "tensor", "block", "group"))}
+# formats of compressed-tensors: ours, kind, bits and strategies that each may be with
+_COMPRESSED: dict[str, tuple[str, _Kind, tuple[int, ...], tuple[str, ...]]] = {
+    "pack-quantized": ("pack-quantized", "int", (4, 8), ("group", "channel", "tensor")),
+    "int-quantized": ("scaled", "int", (8,), ("channel", "tensor", "group")),
+    "float-quantized": ("scaled", "float", (8,), ("channel", "tensor", "block", "group"))}
 
 
 def _read_fp8(section: ConfigValues) -> Quantised:
@@ -190,7 +181,7 @@ def _block(section: ConfigValues, key: str) -> tuple[int, int] | None:
 
 
 def _read_gguf(section: ConfigValues) -> Quantised:
-    """A folder that xgpt made of a GGUF file (xrunner.checkpoint.gguf_folder)."""
+    """A folder that xgpt made of a GGUF file (xrunner.checkpoint.gguf_file)."""
     types = section.values.get("types")
     if not isinstance(types, list) or not types:
         section.reject("types", "GGUF's types, as xgpt writes them")
@@ -201,4 +192,3 @@ def _read_gguf(section: ConfigValues) -> Quantised:
 _READERS: dict[str, Callable[[ConfigValues], Quantised]] = {
     "awq": _read_awq, "gptq": _read_gptq, "compressed-tensors": _read_compressed, "fp8": _read_fp8,
     "gguf": _read_gguf}
-METHODS = tuple(_READERS)

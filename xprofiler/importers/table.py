@@ -140,7 +140,8 @@ def _column(column: Column, cells: list[str], lines: Sequence[int]) -> _Read:
     texts = np.array([cell.strip() for cell in cells])
     allowed = ("True", "False") if column.kind == "flag" else column.allowed
     bad = ~np.isin(texts, allowed) if allowed else np.zeros(len(texts), bool)
-    faults = _listed(column, cells, lines, np.flatnonzero(bad), f"one of {', '.join(allowed)}")
+    known = f"one of {', '.join(filter(None, allowed))}" + " or nothing" * ("" in allowed)
+    faults = _listed(column, cells, lines, np.flatnonzero(bad), known)
     return (texts == "True" if column.kind == "flag" else texts), faults
 
 

@@ -1,7 +1,6 @@
 """The tensors of a checkpoint's files by their names, as they are stored: mapped, and read slice by
 slice."""
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,7 @@ from xgpt.core.errors import XgptError
 from xgpt.core.model_file import load_json, wrong_file
 from xrunner.checkpoint.gguf_file import GgufFile
 from xrunner.checkpoint.quantised.parts import Stored
-from xrunner.checkpoint.tensors import NO_WEIGHTS, locate, serving_file
-
-_DAMAGED = (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, OSError)
-_TYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-          torch.int64: "I64", torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8",
-          torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
+from xrunner.checkpoint.tensors import NO_WEIGHTS, locate, pickled, serving_file, stored_of
 
 
 class TensorFiles:
@@ -44,7 +38,7 @@ class TensorFiles:
             raise wrong_file(self.places[place], f"no tensor {place!r} there, but the index says "
                              "so") from None
         if isinstance(handle, dict):
-            return Stored(tuple(held.shape), _TYPES.get(held.dtype, str(held.dtype)))
+            return stored_of(held)
         return Stored(tuple(held.get_shape()), held.get_dtype())
 
     def read(self, name: str, rows: range | None = None, columns: range | None = None) -> Tensor:
@@ -106,14 +100,11 @@ def _slice(wanted: range | None) -> slice:
 def _opened(path: Path) -> Any:
     """A handle on a file's tensors: safetensors', or a mapping. Raises InputError."""
     try:
-        if path.suffix == ".safetensors":
-            return safe_open(path, framework="pt")
-        held = torch.load(path, mmap=True, weights_only=True)
-    except _DAMAGED as cause:
+        return safe_open(path, framework="pt") if path.suffix == ".safetensors" else pickled(path)
+    except (SafetensorError, OSError) as cause:
         raise wrong_file(path, f"cannot be read: {cause}") from None
-    if not isinstance(held, dict):
-        raise wrong_file(path, "holds no tensors by their names")
-    return {name: tensor for name, tensor in held.items() if isinstance(tensor, Tensor)}
+    except ValueError as cause:
+        raise wrong_file(path, str(cause)) from None
 
 
 def _index(directory: Path) -> dict[str, Path]:

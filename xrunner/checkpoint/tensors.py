@@ -1,13 +1,15 @@
 """Whether a model's files are whole and hold the tensors that it takes of them
-(xrunner.checkpoint.layout), from their headers alone. Free of torch.
+(xrunner.checkpoint.layout), from their headers alone. Free of torch, but for PyTorch's own files.
 
 A run finds out too, but on every rank, and after the model's layers have been timed."""
 
 import json
-import zipfile
+import pickle
+import re
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.hf_quantised import quantised_of
@@ -15,7 +17,6 @@ from xgpt.core.model import ModelSpec
 from xgpt.core.model_file import load_json
 from xrunner.checkpoint.gguf_file import FREQUENCIES, NAME, GgufFile
 from xrunner.checkpoint.layout import Shape, embedding_names, is_optional, wanted_tensors
-from xrunner.checkpoint.pickled import pickled_tensors
 from xrunner.checkpoint.quantised.formats import UNUSED, misfits, parts_of
 from xrunner.checkpoint.quantised.parts import PLAIN_TYPES, Stored
 
@@ -29,6 +30,10 @@ MAX_SHOWN = 6  # a wrong size in config.json concerns every layer
 _NO_PICKLES = (".safetensors", ".gguf")
 _LENGTH_BYTES, _MOST_HEADER_BYTES, _CHUNK_BYTES = 8, 100_000_000, 2**20
 _LFS = b"version https://git-lfs"
+# torch's dtypes, as safetensors calls them
+_TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
+          "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32",
+          "int16": "I16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}
 NO_WEIGHTS = "no model.safetensors, pytorch_model.bin or index of either"
 
 
@@ -96,7 +101,7 @@ def header(path: Path) -> dict[str, Stored]:
         if begin.startswith(_LFS):
             raise ValueError("a pointer of Git LFS, not the file itself: fetch it (git lfs pull)")
         if path.suffix != ".safetensors":
-            return {name: tensor.stored for name, tensor in pickled_tensors(path).items()}
+            return {name: stored_of(tensor) for name, tensor in pickled(path).items()}
         length = int.from_bytes(begin[:_LENGTH_BYTES], "little")
         if size < _LENGTH_BYTES + length and length <= _MOST_HEADER_BYTES:
             raise ValueError(f"cut off: it has {size} bytes, its header alone is longer")
@@ -115,6 +120,31 @@ def header(path: Path) -> dict[str, Stored]:
         what = "cut off" if size < expected else "longer than it should be"
         raise ValueError(f"{what}: it has {size} bytes, its header speaks of {expected}")
     return tensors
+
+
+def pickled(path: Path) -> dict[str, Any]:
+    """The tensors of a file of torch.save by name, mapped; what else it holds is left out. torch
+    reads them without running anything that the pickle names. Raises ValueError."""
+    import torch
+
+    try:
+        held = torch.load(path, mmap=True, weights_only=True)
+    except pickle.UnpicklingError as cause:
+        named = re.search(r"GLOBAL (\S+)", str(cause))  # its other words say how to run it
+        raise ValueError(f"it names {named[1]}, which is no part of a tensor" if named else
+                         "cannot be read: no file of torch.save") from None
+    except (RuntimeError, EOFError, OSError):
+        raise ValueError("cannot be read: cut off, or no file of torch.save (those of PyTorch "
+                         "before 1.6 are none any more)") from None
+    if not isinstance(held, dict):
+        raise ValueError("holds no tensors by their names")
+    return {str(name): tensor for name, tensor in held.items() if isinstance(tensor, torch.Tensor)}
+
+
+def stored_of(tensor: Any) -> Stored:
+    """What a header would say of a tensor of torch's."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Stored(tuple(tensor.shape), _TYPES.get(dtype, dtype))
 
 
 def _files(directory: Path) -> tuple[dict[Path, list[str] | None], list[Mistake]]:
@@ -196,18 +226,18 @@ def _misfits(directory: Path, spec: ModelSpec, tensors: Mapping[str, Stored],
 
 def _are_same(tensors: Mapping[str, Stored], places: Mapping[str, Path], one: str,
               other: str) -> bool:
-    begins = {pickled_tensors(places[name])[name].first if places[name].suffix == ".bin" else 0
-              for name in (one, other)}
-    return tensors[one] == tensors[other] and len(begins) == 1 and all(a == b for a, b in (
+    return tensors[one] == tensors[other] and all(a == b for a, b in (
         zip_longest(_chunks(places[one], one), _chunks(places[other], other))))
 
 
 def _chunks(path: Path, name: str) -> Iterator[bytes]:
-    """The bytes of a tensor of a safetensors or PyTorch file; of the latter, of what it lies in."""
+    """The bytes of a tensor of a safetensors or PyTorch file."""
     if path.suffix != ".safetensors":
-        with zipfile.ZipFile(path) as archive, archive.open(
-                pickled_tensors(path)[name].record) as file:
-            yield from iter(lambda: file.read(_CHUNK_BYTES), b"")
+        import torch
+
+        held = pickled(path)[name].contiguous().flatten().view(torch.uint8).numpy()
+        for first in range(0, len(held), _CHUNK_BYTES):
+            yield held[first:first + _CHUNK_BYTES].tobytes()
         return
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")

@@ -13,7 +13,7 @@ from typing import Any
 
 from xgpt.core.engines import OWN_ENGINE, VLLM
 from xgpt.core.errors import InputError, Mistake, wrong
-from xgpt.core.hf_keys import NO_INFLUENCE
+from xgpt.core.hf_config import NO_INFLUENCE
 from xgpt.core.model_file import load_json
 from xrunner.io.tokenizer import is_token
 

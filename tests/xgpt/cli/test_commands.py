@@ -218,14 +218,13 @@ def test_the_options_are_frozen() -> None:
         "run": shared | {"--schedule", "--strict", "--verify"},
         "report": shared | {"--format", "--out"},
         "status": shared, "stop": shared,
-        "models": {"--check", "--json"},
+        "models": {"--check", "--accuracy", "--measured", "--json"},
         "top": set(), "completion": set(),
         "init": {"--prompts", "--column", "--model", "--max-tokens", "--latency", "--force",
                  "--yes", "--json"},
         "doctor": {"--gpu", "--json"},
             "score": shared | {"--again", "--dry-run", "--strict", "--verify"},
         "export": shared | {"--to", "--image", "--claim", "--out"},
-        "validate": {"--source", "--measured", "--by-model", "--html", "--json"},
     }
 
 

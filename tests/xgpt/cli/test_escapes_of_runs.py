@@ -52,7 +52,7 @@ def job(tmp_path_factory: pytest.TempPathFactory, cache: dict[str, str]) -> Path
     ("status", "JOB", "--json"), ("top", "OUT"), ("report", "OUT"),
     ("report", "OUT", "OUT"), ("stop", "OUT"),
     ("models", "--check", "MODEL"), ("models", EVIL), ("profile", "JOB", "--budget", EVIL),
-    ("export", "JOB", "--to", EVIL), ("score", "JOB"), ("validate", "OUT"),
+    ("export", "JOB", "--to", EVIL), ("score", "JOB"),
     ("init", "OUT"), *(pytest.param(words, marks=pytest.mark.slow) for words in (
         ("report", "OUT", "--format", "md"), ("schedule", "JOB"), ("simulate", "JOB"),
         ("sweep", "JOB"), ("doctor",)))],

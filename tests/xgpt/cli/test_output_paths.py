@@ -22,7 +22,6 @@ COMMANDS = {
     "plots": ("profile", "show", "none.json", "--plots", "PATH"),
     "merge": ("profile", "merge", "none.json", "none.json", "--out", "PATH"),
     "profile": ("profile", "JOB", "--set", "cluster=local", "--out", "PATH"),
-    "validate": ("validate", "--html", "PATH"),
     "page": ("report", ".", "--out", "PATH"),
     "pictures": ("report", ".", "--format", "png", "--out", "PATH")}
 

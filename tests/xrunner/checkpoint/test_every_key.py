@@ -20,7 +20,8 @@ from toy_runs import run_in_process
 
 from xgpt.cli.main import cli
 from xgpt.core.errors import InputError
-from xgpt.core.hf_config import MODEL_TYPES, from_hf_config
+from xgpt.core.hf_config import MODEL_TYPES, PLANNED_TYPES, from_hf_config
+from xgpt.core.model import ModelSpec
 from xrunner.checkpoint.tensors import check_weights
 from xrunner.io.generation import given_tokens, not_taken
 
@@ -100,6 +101,32 @@ def test_every_key_of_transformers_class_is_known(kind: str) -> None:
             except InputError as error:
                 told = "" if key in str(error) else str(error)
             assert told == "", f"{key}: {told}"
+
+
+@pytest.mark.parametrize("kind", [*MODEL_TYPES, *PLANNED_TYPES])
+def test_an_absent_key_has_the_default_of_transformers_class(kind: str) -> None:
+    """Or is missed by its name. Positions beyond which a model was not trained have none here."""
+    from transformers import CONFIG_MAPPING
+
+    def read(config: dict[str, Any]) -> ModelSpec:
+        spec = from_hf_config(config, "x")
+        return dataclasses.replace(spec, num_kv_heads=spec.kv_heads, head_size=spec.head_dim,
+                                   max_positions=None)
+
+    config = {**CONFIG_MAPPING[kind]().to_dict(), "model_type": kind}
+    if kind == "qwen3_moe":
+        del config["num_local_experts"]  # another name of num_experts
+        config["num_experts"] = 128
+    if kind == "deepseek_v2":
+        config["num_experts_per_tok"] = 6  # its class names none
+    whole, required = read(config), set[str]()
+    for key in config.keys() - {"model_type"}:
+        try:
+            assert read({name: config[name] for name in config if name != key}) == whole, key
+        except InputError as error:
+            assert key in str(error)
+            required.add(key)
+    assert 1 <= len(required) <= 16  # sizes
 
 
 CASES: list[tuple[str, dict[str, Any]]] = [

@@ -3,8 +3,11 @@ its types; what is not understood is refused by its key."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
 import sys
+import types
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -17,12 +20,13 @@ from toy_runs import run_in_process
 from toys import EOS, VOCAB, generate, random_queries, stir_norms_and_biases
 
 from xgpt.app.model_check import check_model_named
-from xgpt.core.errors import InputError, MissingExtraError
+from xgpt.core.errors import InputError, MissingExtraError, XgptError
 from xgpt.core.model_file import gguf_in
 from xrunner.checkpoint import gguf_file
+from xrunner.checkpoint.gguf_file import write_plain
 from xrunner.checkpoint.layout import wanted_tensors
 from xrunner.checkpoint.reader import CheckpointReader
-from xrunner.checkpoint.source import ModelFiles, model_at_hand
+from xrunner.checkpoint.source import ModelFiles, model_at_hand, read_spec
 from xrunner.checkpoint.tensors import check_weights
 from xrunner.models.weights import TensorPart
 
@@ -214,6 +218,29 @@ def test_a_file_or_its_folder_is_a_model_made_into_a_folder_once(toy: Made) -> N
     words = " ".join(str(check_model_named(str(path))).split())
     assert "stored as GGUF (Q4_0, Q8_0, F32)" in words
     assert "not by vllm: a folder of safetensors" in words
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_a_copy_as_safetensors_holds_the_same_and_is_read_by_transformers(
+        toy: Made, architecture: str, tmp_path: Path) -> None:
+    import transformers
+
+    path, model = toy(architecture)
+    write_plain(path, tmp_path / "made")
+    spec = read_spec(tmp_path / "made", "x")
+    assert not check_weights(tmp_path / "made", spec) and not spec.stored_as
+    assert dataclasses.replace(found(path).spec, stored_as="", name="x") == spec
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "made")
+    held = theirs.state_dict()
+    assert all(torch.equal(held[name], weight) for name, weight in model.state_dict().items())
+
+
+def test_without_room_for_the_copy_what_is_needed_is_said(
+        toy: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=5))
+    with pytest.raises(XgptError, match=r"are needed there for the weights of toy\.gguf"):
+        write_plain(toy("llama")[0], tmp_path / "made")
+    assert not (tmp_path / "made").exists()
 
 
 @pytest.mark.parametrize(("metadata", "named"), [

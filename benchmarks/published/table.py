@@ -1,11 +1,11 @@
-"""The table of `xgpt validate`: how far predictions are off, source by source."""
+"""The table of benchmarks/validated.py: how far predictions are off, source by source."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from published.compared import Compared, errors_of, joined
 from xgpt.report.table import paragraph, shown_width, table
-from xprofiler.compared import Compared, errors_of, joined
 
 _HEADER = ("operator", "of", "cases", "mean", "median", "bias", "P90", "worst")
 _RIGHT = range(2, 8)

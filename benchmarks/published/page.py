@@ -1,5 +1,6 @@
-"""The page of `xgpt validate --html`: predicted against measured seconds, a plot for each source
-and operator, a colour for each GPU and engine. A point on the diagonal was predicted exactly."""
+"""The page of `benchmarks/validated.py --html`: predicted against measured seconds, a plot for
+each source and operator, a colour for each GPU and engine. A point on the diagonal was predicted
+exactly."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -8,18 +9,18 @@ from typing import Any
 
 import numpy as np
 
+from published.compared import Compared, errors_of, joined
 from xgpt.core.lengths import FloatArray
 from xgpt.report.chart import PALETTE, Axis, Chart, Series
 from xgpt.report.html_page import write_chart_page
 from xgpt.report.words import counted
-from xprofiler.compared import Compared, errors_of, joined
 
 MOST_POINTS = 400  # of a colour in one plot; of more, so many drawn with a fixed seed
 _SEED = 5
 _FACTORS = ((1.0, "predicted exactly"), (0.8, "a fifth too quick"), (1.25, "a quarter too slow"))
 
 
-def write_validation_page(compared: Sequence[Compared], choosers: Sequence[Any],
+def write_page(compared: Sequence[Compared], choosers: Sequence[Any],
                           calibration: Sequence[tuple[float, float]], path: Path) -> None:
     """Raises MissingExtraError without jinja2."""
     charts = validation_charts(compared)

@@ -1,11 +1,12 @@
 """Predicted beside measured times: what a comparison is, and how far off it is."""
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
 from xgpt.core.lengths import BoolArray, FloatArray
+from xsimulator import measured_loops
+from xsimulator.measured_loops import Errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -31,29 +32,8 @@ class Compared:
                        half=half)
 
 
-class Errors(NamedTuple):
-    """Of |predicted / measured - 1|: mean, median, ninth decile and worst; `bias`: the mean of
-    predicted / measured - 1. `coverage`: share of a source's cases that were compared."""
-
-    cases: int
-    coverage: float
-    mean: float
-    median: float
-    bias: float
-    p90: float
-    worst: float
-
-
 def errors_of(found: Compared) -> Errors:
-    """All NaN where there is no case."""
-    off = found.predicted_s / found.measured_s - 1
-    total = len(off) + found.left_out
-    if not len(off):
-        return Errors(0, 0.0, *(float("nan"),) * 5)
-    size = np.abs(off)
-    return Errors(cases=len(off), coverage=len(off) / total, mean=float(size.mean()),
-                  median=float(np.median(size)), bias=float(off.mean()),
-                  p90=float(np.quantile(size, 0.9)), worst=float(size.max()))
+    return measured_loops.errors_of(found.predicted_s, found.measured_s)
 
 
 def joined(parts: list[Compared]) -> Compared:

@@ -1,43 +1,35 @@
 """The roofline against whole runs that others published: static batches of FasterTransformer,
-prompts and tokens of Splitwise's engine, closed loops of today's serving engines; a user's own.
+prompts and tokens of Splitwise's engine, closed loops of today's serving engines.
 
     fastertransformer/gpt_latency.csv, splitwise-sim/perf_model.csv, silicon/serving_points.csv
-    measurements*.csv: model, device, engine, weight_dtype, tp_degree, concurrency, input_tokens,
-        output_tokens, ttft_ms, tpot_ms
 
 Serving points are divided into two fixed halves by a hash of what identifies them: constants may be
 fitted to one (fit) and are judged by the other (test)."""
 
 import csv
-import hashlib
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from published.compared import Compared
 from xgpt.core import catalog
 from xgpt.core.cluster import Link
-from xgpt.core.errors import InputError, Mistake
 from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec
-from xgpt.core.units import DTYPE_BYTES, FP8, WEIGHT_BYTES
-from xprofiler.compared import Compared
+from xgpt.core.units import FP8
 from xprofiler.constants import RooflineConstants
-from xprofiler.engines import engine_errors
 from xprofiler.roofline import Roofline
-from xprofiler.source_errors import sizes_of
 from xprofiler.timing import MessageKind, Operator, TimingSource
-from xsimulator.closed_loop import Loop, Served, StepSeconds, served
+from xsimulator.closed_loop import Served
 from xsimulator.layer_times import ALL_REDUCES_PER_LAYER
+from xsimulator.measured_loops import LINKS, ServingPoint, predicted
 
 GPUS = {"h100_sxm": "H100", "h200_sxm": "H200", "a100_sxm": "A100-80"}
 ENGINES = {"vllm": "vllm", "trtllm": "tensorrt-llm", "sglang": "sglang"}
-LINKS = {"H100": "nvlink4", "H200": "nvlink4", "A100-80": "nvlink3"}
 # Some of the silicon table's runs drew their lengths from 0.8 to 1 times the stated ones, and do
 # not say so. Of those told apart by `_shortest`, times to first token (half `fit`) are such.
 _DRAWN_FROM = 0.8
@@ -51,55 +43,9 @@ _QWEN3_32B = ModelSpec(
     name="qwen3-32b", family="llama", num_layers=64, hidden_size=5120, num_heads=64, num_kv_heads=8,
     head_size=128, vocab_size=151936, intermediate_size=25600, is_gated_mlp=True, has_bias=False,
     tied_embeddings=False)
-_COUNTS = ("tp_degree", "concurrency", "input_tokens", "output_tokens")
 _SPLITWISE = "vllm-0.2"  # the engine of its measurements
 _BLOOM = ModelSpec(name="bloom-176b", family="gpt2", num_layers=70, hidden_size=14336,
                    num_heads=112, vocab_size=250880, intermediate_size=57344)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServingPoint:
-    """One measured closed loop."""
-
-    source: str
-    model: str
-    device: str
-    engine: str
-    weight_dtype: str
-    tp_degree: int
-    concurrency: int
-    input_tokens: int
-    output_tokens: int
-    ttft_s: float
-    tpot_s: float
-    shortest: float = 1.0  # lengths are drawn between this share of the stated ones and them
-    cached: float = 0.0  # share of the inputs that the engine has in its cache from others
-    version: str = ""  # of the engine
-
-    @property
-    def row(self) -> str:
-        """Name of the catalog's engine: that of the version, if it has one of its own."""
-        own = f"{self.engine}-{'.'.join(self.version.split('.')[:2])}"
-        return own if own in catalog.names("engine") else self.engine
-
-    @property
-    def latency_s(self) -> float:
-        return self.ttft_s + self.tpot_s * (self.output_tokens - 1)
-
-    @property
-    def is_fitted(self) -> bool:
-        """Whether the point is of the half that constants may be fitted to: the parity of the
-        SHA-256 of what identifies it."""
-        text = "|".join(str(part) for part in (
-            self.model, self.device, self.engine, self.weight_dtype, self.tp_degree,
-            self.concurrency, self.input_tokens, self.output_tokens))
-        return hashlib.sha256(text.encode()).digest()[0] % 2 == 0
-
-    @property
-    def workload(self) -> tuple[str, ...]:
-        """What is the same for all configurations that a chooser chooses among."""
-        return (self.source, self.model, self.device, self.engine, self.weight_dtype,
-                str(self.input_tokens), str(self.output_tokens))
 
 
 class Shape(NamedTuple):
@@ -220,78 +166,11 @@ def _cached(row: Mapping[str, str]) -> float:
     return _CACHED if is_cached else 0.0
 
 
-def own_points(path: Path) -> list[ServingPoint]:
-    """Points of a user's file. Raises InputError with every mistake."""
-    mistakes: list[Mistake] = []
-    found = []
-    for line, row in enumerate(_rows(path), 2):
-        own = list(_mistakes_of(path, line, row))
-        mistakes += own
-        if own:
-            continue
-        found.append(ServingPoint(
-            source=path.stem, model=row["model"], device=row["device"], engine=row["engine"],
-            weight_dtype=row.get("weight_dtype") or "", ttft_s=float(row["ttft_ms"]) * 1e-3,
-            tpot_s=float(row["tpot_ms"]) * 1e-3, tp_degree=int(row["tp_degree"]),
-            concurrency=int(row["concurrency"]), input_tokens=int(row["input_tokens"]),
-            output_tokens=int(row["output_tokens"])))
-    if mistakes:
-        raise InputError(mistakes)
-    return found
-
-
-def _mistakes_of(path: Path, line: int, row: Mapping[str, str]) -> Iterator[Mistake]:
-    """Of one row of a user's file, column by column."""
-    names = {"model": catalog.names("model"), "device": catalog.names("device"),
-             "engine": catalog.names("engine"), "weight_dtype": ["", FP8]}
-    checks: list[tuple[str, bool, str]] = [
-        (key, (row.get(key) or "") in known, f"one of {', '.join(filter(None, known))}"
-         + (" or nothing" if "" in known else "")) for key, known in names.items()]
-    checks += [(key, _is_positive(row.get(key), int), "a whole number of 1 or more")
-               for key in _COUNTS]
-    checks += [(key, _is_positive(row.get(key), float), "milliseconds above 0")
-               for key in ("ttft_ms", "tpot_ms")]
-    for key, is_right, allowed in checks:
-        if not is_right:
-            yield Mistake(file=str(path), line=line, key=key, value=row.get(key), allowed=allowed)
-
-
-def _is_positive(text: str | None, kind: type[int] | type[float]) -> bool:
-    try:
-        return 0 < kind(text or "") < math.inf
-    except ValueError:
-        return False
-
-
-def predicted(point: ServingPoint, constants: RooflineConstants | None = None,
-              stream_s: float | None = None) -> Served:
-    """The closed loop, played. `constants`, `stream_s`: others than those of the point's engine.
-    Cache entries are of the weights' type: checkpoints in fp8 are served so."""
-    row, model = catalog.engine(point.row), shape_of(point.model)
-    device, kv_dtype = catalog.device(point.device), point.weight_dtype if row.fp8_cache else ""
-    timing = Roofline(model, device, "bfloat16", constants, engine=point.row,
-                      weight_dtype=point.weight_dtype, kv_dtype=kv_dtype)
-    link = catalog.link(LINKS.get(point.device, "pcie4-x16-p2p"))
-    held, entries = (WEIGHT_BYTES[name or "bfloat16"] for name in (point.weight_dtype, kv_dtype))
-    weights = (model.num_layers * model.decoder_layer_params * held + DTYPE_BYTES["bfloat16"] * (
-        model.embedding_params + model.head_params)) / point.tp_degree
-    room = device.memory_bytes * row.memory_share - row.reserve_gb * 1e9 - weights
-    per_token = (model.num_layers * model.kv_elements_per_token_layer * entries
-                 / point.tp_degree)
-    return served(Loop(
-        concurrency=point.concurrency, input_tokens=point.input_tokens,
-        output_tokens=point.output_tokens, step_tokens=row.step_tokens, mixes=row.mixes,
-        kv_tokens=max(room, 0.0) / per_token, shortest=point.shortest, cached=point.cached,
-        stream_s=row.stream_s if stream_s is None else stream_s),
-        StepSeconds(model, timing, link, "bfloat16", point.tp_degree))
-
-
-def margin_of(point: ServingPoint, played: Served, confidence: float) -> float:
-    """The factor on a point's predicted latency that planning for its engine takes at this
-    confidence, by the operators that the latency is made of."""
-    errors = engine_errors(catalog.device(point.device), point.row)
-    return errors.factor(played.shares, confidence,
-                         sizes_of(point.input_tokens, point.output_tokens))
+def played(point: ServingPoint, constants: RooflineConstants | None = None,
+           stream_s: float | None = None) -> Served:
+    """The prediction, also of shapes that the catalog has not."""
+    model = _QWEN3_32B if point.model == _QWEN3_32B.name else None
+    return predicted(point, constants, stream_s, model)
 
 
 def of_serving(points: Iterable[ServingPoint], times: Mapping[ServingPoint, Served]
@@ -312,11 +191,6 @@ def of_serving(points: Iterable[ServingPoint], times: Mapping[ServingPoint, Serv
             for half, rows in (("fit", is_fitted), ("test", ~is_fitted)):
                 if rows.any():
                     yield both.of(rows, half)
-
-
-def shape_of(name: str) -> ModelSpec:
-    """The catalog's, or one of those that are only planned."""
-    return _QWEN3_32B if name == _QWEN3_32B.name else catalog.model(name)
 
 
 class _StepsOf(NamedTuple):

@@ -1,0 +1,214 @@
+"""Closed loops that were measured, one's own or published, beside their prediction.
+
+A file of one's own has the columns model, device, engine, weight_dtype, tp_degree, concurrency,
+input_tokens, output_tokens, ttft_ms and tpot_ms (docs/accuracy.md).
+
+Predictions choose, too, of the configurations that somebody measured, the one that they would have
+made us take under a bound on latency. A case is a workload (model, GPU, engine, dtype, input and
+output tokens) of at least `LEAST` configurations (degree, requests at a time) and one bound. Bounds
+lie halfway (geometrically) between neighbours of the measured latencies, at each of `QUANTILES`,
+and a tenth above the longest. Chosen is what is predicted to have most throughput a GPU among those
+whose predicted latency, times the margin, is within the bound."""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from xgpt.core import catalog
+from xgpt.core.model import ModelSpec
+from xgpt.core.units import DTYPE_BYTES, FP8, WEIGHT_BYTES
+from xprofiler.constants import RooflineConstants
+from xprofiler.engines import engine_errors
+from xprofiler.importers.table import Column, Fault, fail, read_table
+from xprofiler.roofline import Roofline
+from xprofiler.source_errors import sizes_of
+from xsimulator.closed_loop import Loop, Served, StepSeconds, served
+
+LINKS = {"H100": "nvlink4", "H200": "nvlink4", "A100-80": "nvlink3"}
+_COUNTS = ("tp_degree", "concurrency", "input_tokens", "output_tokens")
+_TIMES = ("ttft_ms", "tpot_ms")
+LEAST = 4  # chosen
+QUANTILES = (0.2, 0.4, 0.6, 0.8, 1.0)  # chosen
+ABOVE = 1.1  # chosen: the last bound over the longest latency
+
+
+class Errors(NamedTuple):
+    """Of |predicted / measured - 1|: mean, median, ninth decile and worst; `bias`: the mean of
+    predicted / measured - 1."""
+
+    cases: int
+    mean: float
+    median: float
+    bias: float
+    p90: float
+    worst: float
+
+
+def errors_of(predicted_s: ArrayLike, measured_s: ArrayLike) -> Errors:
+    """All NaN where there is no case."""
+    off = np.asarray(predicted_s, float) / np.asarray(measured_s, float) - 1
+    if not len(off):
+        return Errors(0, *(float("nan"),) * 5)
+    size = np.abs(off)
+    return Errors(cases=len(off), mean=float(size.mean()), median=float(np.median(size)),
+                  bias=float(off.mean()), p90=float(np.quantile(size, 0.9)),
+                  worst=float(size.max()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServingPoint:
+    """One measured closed loop."""
+
+    source: str
+    model: str
+    device: str
+    engine: str
+    weight_dtype: str
+    tp_degree: int
+    concurrency: int
+    input_tokens: int
+    output_tokens: int
+    ttft_s: float
+    tpot_s: float
+    shortest: float = 1.0  # lengths are drawn between this share of the stated ones and them
+    cached: float = 0.0  # share of the inputs that the engine has in its cache from others
+    version: str = ""  # of the engine
+
+    @property
+    def row(self) -> str:
+        """Name of the catalog's engine: that of the version, if it has one of its own."""
+        own = f"{self.engine}-{'.'.join(self.version.split('.')[:2])}"
+        return own if own in catalog.names("engine") else self.engine
+
+    @property
+    def latency_s(self) -> float:
+        return self.ttft_s + self.tpot_s * (self.output_tokens - 1)
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether the point is of the half that constants may be fitted to: the parity of the
+        SHA-256 of what identifies it."""
+        text = "|".join(str(part) for part in (
+            self.model, self.device, self.engine, self.weight_dtype, self.tp_degree,
+            self.concurrency, self.input_tokens, self.output_tokens))
+        return hashlib.sha256(text.encode()).digest()[0] % 2 == 0
+
+    @property
+    def workload(self) -> tuple[str, ...]:
+        """What is the same for all configurations that a chooser chooses among."""
+        return (self.source, self.model, self.device, self.engine, self.weight_dtype,
+                str(self.input_tokens), str(self.output_tokens))
+
+
+def own_points(path: Path) -> list[ServingPoint]:
+    """Points of a user's file. Raises InputError with every mistake."""
+    names = {"model": catalog.names("model"), "device": catalog.names("device"),
+             "engine": catalog.names("engine")}
+    table = read_table(path, [
+        *(Column(key, "text", allowed=tuple(known)) for key, known in names.items()),
+        Column("weight_dtype", "text", allowed=("", FP8), may_lack=True, default=""),
+        *(Column(key, "count", least=1) for key in _COUNTS),
+        *(Column(key, "ms") for key in _TIMES)], unused=".*")
+    fail(path, [Fault(int(line), key, 0, "milliseconds above 0") for key in _TIMES
+                for line in table.lines[table[key] == 0]])
+    columns = [table[key].tolist() for key in (*names, "weight_dtype", *_COUNTS, *_TIMES)]
+    fields = (*names, "weight_dtype", *_COUNTS, "ttft_s", "tpot_s")
+    return [ServingPoint(source=path.stem, **dict(zip(fields, row, strict=True)))
+            for row in zip(*columns, strict=True)]
+
+
+def predicted(point: ServingPoint, constants: RooflineConstants | None = None,
+              stream_s: float | None = None, model: ModelSpec | None = None) -> Served:
+    """The closed loop, played. `constants`, `stream_s`, `model`: others than those of the point's
+    engine and of the catalog. Cache entries are of the weights' type: checkpoints in fp8 are
+    served so."""
+    row, model = catalog.engine(point.row), model or catalog.model(point.model)
+    device, kv_dtype = catalog.device(point.device), point.weight_dtype if row.fp8_cache else ""
+    timing = Roofline(model, device, "bfloat16", constants, engine=point.row,
+                      weight_dtype=point.weight_dtype, kv_dtype=kv_dtype)
+    link = catalog.link(LINKS.get(point.device, "pcie4-x16-p2p"))
+    held, entries = (WEIGHT_BYTES[name or "bfloat16"] for name in (point.weight_dtype, kv_dtype))
+    weights = (model.num_layers * model.decoder_layer_params * held + DTYPE_BYTES["bfloat16"] * (
+        model.embedding_params + model.head_params)) / point.tp_degree
+    room = device.memory_bytes * row.memory_share - row.reserve_gb * 1e9 - weights
+    per_token = (model.num_layers * model.kv_elements_per_token_layer * entries
+                 / point.tp_degree)
+    return served(Loop(
+        concurrency=point.concurrency, input_tokens=point.input_tokens,
+        output_tokens=point.output_tokens, step_tokens=row.step_tokens, mixes=row.mixes,
+        kv_tokens=max(room, 0.0) / per_token, shortest=point.shortest, cached=point.cached,
+        stream_s=row.stream_s if stream_s is None else stream_s),
+        StepSeconds(model, timing, link, "bfloat16", point.tp_degree))
+
+
+def margin_of(point: ServingPoint, played: Served, confidence: float) -> float:
+    """The factor on a point's predicted latency that planning for its engine takes at this
+    confidence, by the operators that the latency is made of."""
+    errors = engine_errors(catalog.device(point.device), point.row)
+    return errors.factor(played.shares, confidence,
+                         sizes_of(point.input_tokens, point.output_tokens))
+
+
+def share_kept(points: Sequence[ServingPoint], times: Mapping[ServingPoint, Served],
+               confidence: float) -> float:
+    """Share of the latencies that are within prediction and margin; NaN of none."""
+    kept = [point.latency_s <= times[point].latency_s * margin_of(point, times[point], confidence)
+            for point in points]
+    return float(np.mean(kept)) if kept else float("nan")
+
+
+class Choices(NamedTuple):
+    """Shares of the cases: no answer; bound broken (of the answers); the measured best. `regret`:
+    the mean share of the best throughput that answers which keep their bound miss."""
+
+    cases: int
+    none: float
+    broken: float
+    exact: float
+    regret: float
+
+
+def choices(points: Sequence[ServingPoint], times: Mapping[ServingPoint, Served],
+            margin_of: Callable[[ServingPoint], float]) -> Choices:
+    """`margin_of`: factor by which a point's predicted latency is raised."""
+    workloads: dict[tuple[str, ...], list[ServingPoint]] = defaultdict(list)
+    for point in points:
+        workloads[point.workload].append(point)
+    cases = none = broken = exact = 0
+    regrets = []
+    for own in workloads.values():
+        if len(own) < LEAST:
+            continue
+        latencies = sorted(point.latency_s for point in own)
+        latencies.append(ABOVE**2 * latencies[-1])
+        for quantile in QUANTILES:
+            at = int(np.ceil(quantile * len(own))) - 1
+            bound_s = float(np.sqrt(latencies[at] * latencies[at + 1]))
+            cases += 1
+            best = max((p for p in own if p.latency_s <= bound_s),
+                       key=lambda p: throughput(p, p.latency_s))
+            within = [p for p in own if times[p].latency_s * margin_of(p) <= bound_s]
+            if not within:
+                none += 1
+                continue
+            chosen = max(within, key=lambda p: throughput(p, times[p].latency_s))
+            exact += chosen is best
+            if chosen.latency_s > bound_s:
+                broken += 1
+            else:
+                regrets.append(1 - throughput(chosen, chosen.latency_s)
+                               / throughput(best, best.latency_s))
+    answers = max(cases - none, 1)
+    return Choices(cases, none / max(cases, 1), broken / answers, exact / max(cases, 1),
+                   float(np.mean(regrets)) if regrets else float("nan"))
+
+
+def throughput(point: ServingPoint, latency_s: float) -> float:
+    """Requests a second and GPU of a closed loop."""
+    return point.concurrency / latency_s / point.tp_degree
