@@ -160,7 +160,7 @@ class Cell:
         if not self.off and self.is_coarse:
             return found
         if best not in self._fine:
-            self._fine[best] = self.with_room(self._around(self.points[best]))
+            self._fine[best] = self.with_room(_around(self.points, self.points[best]))
         points, rough = self._fine[best]
         off = self._off_at(points, usual, weight)
         fine = self._best_of(points, rough, most_s, limits, off)
@@ -211,22 +211,6 @@ class Cell:
         known = weights @ np.array(list(self.off.values())) + weight * np.array(usual)
         return np.asarray(known / (weights.sum(axis=1) + weight)[:, None])
 
-    def _around(self, point: IntArray) -> IntArray:
-        """Points between one of the grid and its neighbours, along each variable and pairs."""
-        own: list[list[int]] = []
-        for column, value in zip(self.points.T, point.tolist(), strict=True):
-            others = np.unique(column)
-            if len(others) < 2 or value == 0:
-                own.append([value])
-                continue
-            at = int(np.searchsorted(others, value))
-            low, high = others[max(at - 1, 0)], others[min(at + 1, len(others) - 1)]
-            low = max(int(low), 1)
-            between = {round(value * (high / value) ** share) if share > 0 else
-                       round(value * (value / low) ** share) for share in FINE}
-            own.append(sorted({value, *between}))
-        return np.stack(np.meshgrid(*own, indexing="ij"), axis=-1).reshape(-1, len(own))
-
     def note(self, point: Point, found: Replayed) -> None:
         """Keeps what a replay showed, and what the formula is off by."""
         self.replayed[point], self.num_noted = found, self.num_noted + 1
@@ -237,6 +221,23 @@ class Cell:
         latency = figures.latency_s / rough.latency_s if figures.latency_s > 0 else 1.0
         self.off[point] = Off(math.log(figures.throughput_qps / rough.throughput_qps),
                               math.log(latency))
+
+
+def _around(grid: IntArray, point: IntArray) -> IntArray:
+    """Points between one of the grid and its neighbours, along each variable and pairs."""
+    own: list[list[int]] = []
+    for column, value in zip(grid.T, point.tolist(), strict=True):
+        others = np.unique(column)
+        if len(others) < 2 or value == 0:
+            own.append([value])
+            continue
+        at = int(np.searchsorted(others, value))
+        low, high = others[max(at - 1, 0)], others[min(at + 1, len(others) - 1)]
+        low = max(int(low), 1)
+        between = {round(value * (high / value) ** share) if share > 0 else
+                   round(value * (value / low) ** share) for share in FINE}
+        own.append(sorted({value, *between}))
+    return np.stack(np.meshgrid(*own, indexing="ij"), axis=-1).reshape(-1, len(own))
 
 
 def fresh(cell: Cell) -> Cell:
