@@ -165,8 +165,7 @@ class Profile:
     """Measured points by table. `refused`: tensor-parallel degrees this model cannot be split by,
     with the reason. `spent_s`: seconds of measuring that went into it. `model` and `peaks`, where
     known, let a reader say what share of the device a time reaches. `learned`: what runs on this
-    machine measured since, the latest last; `starts_s`: seconds that their ranks took besides the
-    runs, to be at work and to end (xprofiler.starts)."""
+    machine measured since, the latest last."""
 
     metadata: ProfileMetadata
     tables: Tables
@@ -175,7 +174,6 @@ class Profile:
     model: ModelSpec | None = None
     peaks: Peaks | None = None
     learned: tuple[LearnedSteps, ...] = ()
-    starts_s: tuple[float, ...] = ()
 
     @property
     def tp_degrees(self) -> tuple[int, ...]:

@@ -87,7 +87,7 @@ class ProfileTiming:
         self.profile, self._fallback, self._marks = profile, fallback, tuple(marks)
         self._borrowed: set[str] = set()  # what the fallback was asked for, in words
         # XRunner takes many rows through a CPU's decoder-only layers in pieces (StageModel.mixed)
-        in_pieces = (profile.metadata.origin.startswith(("measured", "derived"))
+        in_pieces = (profile.metadata.origin.startswith("measured")
                      and profile.metadata.device.startswith("cpu-")
                      and not any(key.name == Operator.ENCODER_REST.value for key in profile.tables))
         self._grids = {key: _grid(key, points, in_pieces and key.name in _IN_PIECES)
@@ -167,7 +167,7 @@ class ProfileTiming:
 
     @property
     def kind_of_times(self) -> str:
-        """In a word, where they are from: measured, imported, derived."""
+        """In a word, where they are from: measured, imported."""
         return self.profile.metadata.origin.partition(" ")[0]
 
     def provenance(self) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from xgpt.app.profile_identity import profile_metadata
-from xgpt.app.profile_needs import SHARE, needs_of, own_sizes, share_of, work_of
+from xgpt.app.profile_needs import needs_of, own_sizes, share_of, work_of
 from xgpt.app.profile_worth import lacks
 from xgpt.app.stop import is_asked_to_stop
 from xgpt.app.telling import Teller, tell_share
@@ -31,7 +31,7 @@ from xgpt.launch.launcher import Ahead, Launcher, RankProgram
 from xgpt.launch.leftovers import passing_folder
 from xgpt.launch.rows import launcher_of
 from xprofiler.cache import cached_profile_path
-from xprofiler.coarse import START_S, JobWork, coarse_points, coarse_words
+from xprofiler.coarse import JobWork, coarse_points, coarse_words
 from xprofiler.noise import disturbed, disturbed_words, noise_words, noisy, worth_again
 from xprofiler.points import Needs, Point, missing, quick_points
 from xprofiler.profile import TRANSFER, Profile, ProfileMetadata
@@ -42,10 +42,6 @@ from xrunner.engines.engine import Engine, engine_of, program_of
 from xrunner.io.lock import Taken, output_lock
 
 DEFAULT_BUDGET_S = 45.0
-# Measuring beyond the quick profile takes at most this share of a job's time, what went into the
-# profile before included; and is done where that is so many times as long as what did: less would
-# change little.
-_WORTH = 2.0
 QUICK_PATIENCE_S, PATIENCE_SHARE = 3.0, 0.2  # for others: of a quick profile, and of a budget
 _COARSER = 3  # a third of a quick profile's points: a third of the patience
 _LOOK_S = 0.2  # between looks whether another process has ended measuring
@@ -167,27 +163,6 @@ def _is_as_busy(missing: float) -> bool:
     return share is not None and share >= min(missing, LARGE_SHARE)
 
 
-def refined_profile(wanted: WantedProfile, tell: Teller, most_s: float) -> Profile:
-    """The cached profile with those of the skeleton's points that it lacks, as many as there is
-    time for until `most_s` of measuring went into it in all. Raises StoppedEarly as
-    `local_profile`."""
-    session = _Measurement(skeleton_s=most_s, budget_s=min(most_s, DEFAULT_BUDGET_S),
-                           why="more sizes, as the job is long enough")
-    return _profile(wanted, tell, session, lambda profile: (
-        profile.spent_s >= most_s or _is_whole(profile, wanted)))
-
-
-def refining_s(profile: Profile, wanted: WantedProfile, job_s: float, *, layouts: int = 1) -> float:
-    """Seconds of measuring, in all, that a quick profile is worth for a job that takes `job_s`
-    (infinite: one without end), where so many layouts are to have as much; 0 where it is best left
-    as it is, or has the whole skeleton."""
-    if profile.learned:
-        return 0.0  # runs have told, and the next one adds to it
-    most_s = SHARE * job_s / layouts
-    is_worth_it = most_s >= _WORTH * (START_S + profile.spent_s)
-    return most_s if is_worth_it and not _is_whole(profile, wanted) else 0.0
-
-
 def _is_whole(profile: Profile, wanted: WantedProfile) -> bool:
     """Whether it has every point of the skeleton."""
     return not any(missing(profile, degree, wanted.needs) for degree in wanted.degrees)
@@ -199,7 +174,6 @@ class _Measurement(NamedTuple):
     why: str
     is_quick: bool = False
     is_coarse: bool = False  # of a quick one, the least points and what the job is long enough for
-    skeleton_s: float = math.inf
     budget_s: float = 0.0
     again: bool = False  # anew, whatever is cached
 
@@ -349,10 +323,10 @@ def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: T
             "metadata": asdict(of), "model": asdict(wanted.model), "degrees": wanted.degrees,
             "refused": wanted.refused, "needs": asdict(wanted.needs), "own": asdict(wanted.own),
             "job": {} if wanted.job is None else asdict(wanted.job), "share": wanted.share,
-            "is_quick": session.is_quick, "skeleton_s": session.skeleton_s,
-            "budget_s": session.budget_s, "patience_s": session.patience_s,
-            "captures": wanted.captures, "near": near, "far": far, "target": str(target),
-            "progress": str(progress), "stop": str(stop), "engine": dict(wanted.engine_settings)}),
+            "is_quick": session.is_quick, "budget_s": session.budget_s,
+            "patience_s": session.patience_s, "captures": wanted.captures, "near": near,
+            "far": far, "target": str(target), "progress": str(progress),
+            "stop": str(stop), "engine": dict(wanted.engine_settings)}),
             encoding="utf-8")
 
         def watch() -> None:

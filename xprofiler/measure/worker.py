@@ -87,10 +87,7 @@ class MeasureRequest:
     needs: dict[str, Any]
     own: dict[str, Any]  # sizes of the job itself
     is_quick: bool  # the points of a quick profile, each as briefly as will do
-    # Seconds of measuring after which the skeleton's points, and then those between them, are left
-    # for another session; those of earlier sessions count.
-    skeleton_s: float
-    budget_s: float
+    budget_s: float  # of measuring, after which no more points are added between the skeleton's
     patience_s: float  # for other programs: waiting for them, measuring again what they disturbed
     near: str  # names of the links inside a node and between nodes
     far: str
@@ -215,8 +212,6 @@ class Measuring:
         for point in points:
             if self._is_stopped():
                 return False
-            if not self._ranks.agree(self._spent_s() < self.request.skeleton_s * share):
-                return True
             if point not in self._least:  # is the job so long that it is worth this one, too?
                 pace = self._worked_s / max(self._done, 1.0)  # of the points so far
                 after_s = time.monotonic() - self.begin_s + pace * self._effort(point)
@@ -324,8 +319,7 @@ class Measuring:
         done, spent_s = 1 - self._left / self._total if self._total else 1.0, self._spent_s()
         if done <= 0:  # stopped before the first: nobody knows what the others take
             return 0.0, 0.0
-        skeleton_s = min(self._worked_s * (1 / done - 1), self.request.skeleton_s - spent_s)
-        left_s = max(skeleton_s, self.request.budget_s - spent_s, 0.0)
+        left_s = max(self._worked_s * (1 / done - 1), self.request.budget_s - spent_s, 0.0)
         elapsed_s = time.monotonic() - self.begin_s
         return elapsed_s / max(elapsed_s + left_s, 1e-9), left_s
 

@@ -15,8 +15,6 @@ from xgpt.app.local_profile import (
     WantedProfile,
     local_profile,
     quick_profile,
-    refined_profile,
-    refining_s,
     wanted_profile,
 )
 from xgpt.app.opened import open_file
@@ -118,9 +116,8 @@ def test_a_job_begins_with_few_points_and_later_ones_add_to_them(
     larger = replace(wanted, own=replace(wanted.own, queries=20, tokens=600))
     quick_profile(larger, LogTeller())
     assert Point(Kind.DECODE, 33, 17) in measured and Point(Kind.REST, 700) in measured
-    assert refined_profile(wanted, LogTeller(), quick.spent_s) != quick, "the larger job added"
 
-    whole = refined_profile(wanted, LogTeller(), math.inf)
+    whole = local_profile(wanted, LogTeller())
     assert set(skeleton(TOY, wanted.needs)) <= set(measured)
     assert left_out(whole, 1) == [] and whole.peaks is not None
     assert whole.spent_s > quick.spent_s
@@ -260,7 +257,6 @@ def test_a_profile_that_runs_have_added_to_is_measured_no_further(
     larger = replace(wanted, own=replace(wanted.own, queries=17, tokens=500))
     found = quick_profile(larger, LogTeller())
     assert sum(measured.values()) == before and found.learned == (learned,)
-    assert refining_s(found, larger, math.inf) == 0.0
     timing, plain = ProfileTiming(found), ProfileTiming(replace(found, learned=()))
     ratio = timing.operator_s(Operator.LAYER_REST, 8.0) / plain.operator_s(
         Operator.LAYER_REST, 8.0)
@@ -318,23 +314,6 @@ def test_measuring_a_profile_measures_it_whole(
     whole = local_profile(wanted, LogTeller(), budget_s=0.01)
     assert set(measured) == set(skeleton(TOY, wanted.needs)), "and no more, in so short a time"
     assert left_out(whole, 1) == [] and max(measured.values()) == 1
-
-
-def test_measuring_ends_where_the_job_is_not_worth_more(
-        wanted: WantedProfile, measured: Counter[Point]) -> None:
-    quick = quick_profile(wanted, LogTeller())
-    before = set(measured)
-    refined = refined_profile(wanted, LogTeller(), quick.spent_s + 1e-3)
-    assert set(measured) == before and refined.tables.keys() == quick.tables.keys()
-
-
-@pytest.mark.parametrize(("job_s", "layouts", "expected"), [
-    (12.0, 1, 0.0), (109.0, 1, 0.0), (111.0, 1, 11.1), (111.0, 2, 0.0), (230.0, 2, 11.5),
-    (36_000.0, 1, 3600.0), (math.inf, 2, math.inf)])
-def test_a_tenth_of_the_job_is_measured_for_where_it_is_twice_what_was_with_its_start(
-        wanted: WantedProfile, job_s: float, layouts: int, expected: float) -> None:
-    profile = Profile(metadata=wanted.metadata, tables={}, model=TOY, spent_s=4.0)
-    assert refining_s(profile, wanted, job_s, layouts=layouts) == pytest.approx(expected)
 
 
 def test_the_time_left_is_true_when_points_take_as_long_as_they_should(

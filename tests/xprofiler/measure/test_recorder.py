@@ -176,7 +176,7 @@ def test_transfers_wanted_are_those_that_the_ranks_can_measure() -> None:
     def wanted(ranks: int, nodes: int) -> list[str]:
         request = MeasureRequest(
             metadata={}, model={}, refused={}, degrees=[1, 2], needs={}, own={}, is_quick=False,
-            skeleton_s=0.0, budget_s=0.0, patience_s=0.0, near="near", far="far", target="",
+            budget_s=0.0, patience_s=0.0, near="near", far="far", target="",
             progress="", stop="")
         return [f"{k.name} {k.tp_degree} {k.link}"
                 for k in messages_between(request, ranks, nodes)]
