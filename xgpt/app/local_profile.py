@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from xgpt.app.profile_identity import profile_metadata
-from xgpt.app.profile_needs import needs_of, own_sizes, share_of, work_of
-from xgpt.app.profile_worth import lacks
+from xgpt.app.profile_needs import lacks, needs_of, own_sizes
 from xgpt.app.stop import is_asked_to_stop
 from xgpt.app.telling import Teller, tell_share
 from xgpt.core.engines import OWN_ENGINE
@@ -31,7 +30,6 @@ from xgpt.launch.launcher import Ahead, Launcher, RankProgram
 from xgpt.launch.leftovers import passing_folder
 from xgpt.launch.rows import launcher_of
 from xprofiler.cache import cached_profile_path
-from xprofiler.coarse import JobWork, coarse_points, coarse_words
 from xprofiler.noise import disturbed, disturbed_words, noise_words, noisy, worth_again
 from xprofiler.points import Needs, Point, missing, quick_points
 from xprofiler.profile import TRANSFER, Profile, ProfileMetadata
@@ -42,8 +40,7 @@ from xrunner.engines.engine import Engine, engine_of, program_of
 from xrunner.io.lock import Taken, output_lock
 
 DEFAULT_BUDGET_S = 45.0
-QUICK_PATIENCE_S, PATIENCE_SHARE = 3.0, 0.2  # for others: of a quick profile, and of a budget
-_COARSER = 3  # a third of a quick profile's points: a third of the patience
+QUICK_PATIENCE_S, PATIENCE_SHARE = 2.0, 0.2  # for others: of a quick profile, and of a budget
 _LOOK_S = 0.2  # between looks whether another process has ended measuring
 _TELL_S = 60.0  # between two words of waiting for it
 
@@ -65,20 +62,16 @@ class WantedProfile:
     engine: Engine  # whose times
     program: Callable[[Path], tuple[str, ...]]  # starts its profiler on a request; (): as ours is
     engine_settings: Mapping[str, object]  # what that is told besides
-    job: JobWork | None  # None: one without end
-    share: float  # of the job's time, for measuring more than the least; infinite: all it may use
     captures: bool = True  # decode steps on GPUs, as a run of the job does
 
     def is_lacked_by(self, profile: Profile) -> bool:
         """Whether the profile has too little to plan with."""
-        return any(lacks(profile, degree, self.points, self.own,
-                         is_coarse=math.isfinite(self.share)) for degree in self.degrees)
+        return any(lacks(profile, degree, self.points, self.own) for degree in self.degrees)
 
     @property
     def points(self) -> list[Point]:
         """What is measured in any case."""
-        least = coarse_points if math.isfinite(self.share) else quick_points
-        return least(self.model, self.needs, self.own)
+        return quick_points(self.model, self.needs, self.own)
 
 
 def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = None,
@@ -107,8 +100,7 @@ def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = N
                          links=(cluster.intra_link.name, cluster.inter_link.name),
                          launcher=launcher_of(job, problem), standby=standby,
                          output=job.output, engine=engine,
-                         captures=job.run.cuda_graphs, job=work_of(problem),
-                         share=share_of(problem, engine),
+                         captures=job.run.cuda_graphs,
                          program=partial(program_of, job, engine.profiler),
                          engine_settings={
                              "model_dir": str(folder), "arguments": job.run.engine_args,
@@ -131,8 +123,7 @@ def local_profile(wanted: WantedProfile, tell: Teller, *, budget_s: float | None
 
 def quick_profile(wanted: WantedProfile, tell: Teller) -> Profile:
     """The cached profile; where it lacks sizes that this job needs, or has them with repeats that
-    disagree, or disturbed, these are measured briefly, each so often at most as `worth_again` says,
-    and as many between them as the job is long enough for.
+    disagree, or disturbed, these are measured briefly, each so often at most as `worth_again` says.
     Raises StoppedEarly as `local_profile`."""
     def is_enough(profile: Profile) -> bool:
         points = wanted.points
@@ -146,11 +137,7 @@ def quick_profile(wanted: WantedProfile, tell: Teller) -> Profile:
         return not any(noisy(profile, degree, own) for degree, own in again.items()) and (
             worst == 0.0 or _is_as_busy(worst))
 
-    is_coarse = math.isfinite(wanted.share)
-    session = _Measurement(
-        is_quick=True, is_coarse=is_coarse, why="the sizes that this job has" if not is_coarse else
-        f"a few sizes, and more of those that this job has as far as {wanted.share:.0%} of its "
-        "time goes")
+    session = _Measurement(is_quick=True, why="the sizes that this job has")
     return _profile(wanted, tell, session, is_enough)
 
 
@@ -173,7 +160,6 @@ class _Measurement(NamedTuple):
 
     why: str
     is_quick: bool = False
-    is_coarse: bool = False  # of a quick one, the least points and what the job is long enough for
     budget_s: float = 0.0
     again: bool = False  # anew, whatever is cached
 
@@ -181,7 +167,7 @@ class _Measurement(NamedTuple):
     def patience_s(self) -> float:
         """Seconds that may go on waiting for other programs, and on measuring again what they
         disturbed."""
-        return QUICK_PATIENCE_S / (_COARSER if self.is_coarse else 1) if self.is_quick else max(
+        return QUICK_PATIENCE_S if self.is_quick else max(
             QUICK_PATIENCE_S, PATIENCE_SHARE * min(self.budget_s, DEFAULT_BUDGET_S))
 
     @property
@@ -218,8 +204,8 @@ def _profile(wanted: WantedProfile, tell: Teller, session: _Measurement,
         _measure(wanted, target, session, tell, is_new=is_new)
         os.replace(target, path)  # `again`: what was there counts until its successor is whole
         profile = load_profile(path)
-    tell.say(f"profile: {format_seconds(profile.spent_s)} of measuring in all; " + "; ".join(
-        filter(None, (judge(profile).sentence, coarse_words(profile)))))
+    tell.say(f"profile: {format_seconds(profile.spent_s)} of measuring in all; "
+             f"{judge(profile).sentence}")
     for warning in _warnings(profile, wanted, contention.others_share()):
         tell.say(f"profile: {warning}")
     return profile
@@ -227,7 +213,7 @@ def _profile(wanted: WantedProfile, tell: Teller, session: _Measurement,
 
 def _warnings(profile: Profile, wanted: WantedProfile, others_share: float | None) -> list[str]:
     """What is doubtful about what was just measured, and what to do about it."""
-    points = quick_points(wanted.model, wanted.needs, wanted.own)
+    points = wanted.points
     found = noise_words([one for degree in wanted.degrees
                          for one in noisy(profile, degree, points)])
     others = in_words(others_share)
@@ -253,8 +239,7 @@ def _sufficient(path: Path, is_enough: Callable[[Profile], bool], tell: Teller, 
     judgement = judge(profile)
     anew = "; `xgpt profile JOB --again` measures it anew, best on a quiet machine" if (
         judgement.grade == "noisy") else ""
-    tell.say(f"profile: from the cache, {profile.metadata.date}; " + "; ".join(
-        filter(None, (judgement.brief + anew, coarse_words(profile)))))
+    tell.say(f"profile: from the cache, {profile.metadata.date}; {judgement.brief}{anew}")
     return profile
 
 
@@ -322,7 +307,6 @@ def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: T
         request.write_text(json.dumps({
             "metadata": asdict(of), "model": asdict(wanted.model), "degrees": wanted.degrees,
             "refused": wanted.refused, "needs": asdict(wanted.needs), "own": asdict(wanted.own),
-            "job": {} if wanted.job is None else asdict(wanted.job), "share": wanted.share,
             "is_quick": session.is_quick, "budget_s": session.budget_s,
             "patience_s": session.patience_s, "captures": wanted.captures, "near": near,
             "far": far, "target": str(target), "progress": str(progress),

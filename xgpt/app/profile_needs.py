@@ -1,37 +1,18 @@
-"""What a job needs of a profile: which sizes, and how much of its time measuring them may take."""
+"""Which sizes a job needs of a profile."""
 
 import math
+from collections.abc import Sequence
 
 from xgpt.core.problem import Problem
 from xgpt.core.units import DTYPE_BYTES
-from xprofiler.coarse import JobWork
-from xprofiler.points import Needs
-from xrunner.engines.engine import Engine
+from xprofiler.points import OWN_TABLE, Kind, Needs, Point, lacking
+from xprofiler.profile import Profile
 
-SHARE = 0.1  # of a job's time, that measuring may take
-_BOUNDED_SHARE = 0.2  # the same, where a bound makes the plan depend on how far times are off
 # no more queries than decode steps are captured for (xrunner.rules.buckets)
 _GPU_NEEDS = Needs(input_tokens=2060, context_tokens=4120, queries=500, tokens=8240)
 _KV_SHARE = 4  # a decode step is measured with caches of at most this part of a rank's memory
 _LEAST_QUERIES = 9
-
-
-def work_of(problem: Problem) -> JobWork | None:
-    """What the job has to do in all; None of one without end."""
-    count, lengths = problem.num_queries, problem.lengths
-    return None if not count else JobWork(
-        queries=count, input_tokens=math.ceil(count * lengths.inputs.mean),
-        output_tokens=math.ceil(count * lengths.outputs.mean))
-
-
-def share_of(problem: Problem, engine: Engine) -> float:
-    """Of the job's time, that measuring more than the least may take. Infinite where the job has no
-    end, and where nobody has seen how far off few points are: of GPUs and other engines."""
-    if not problem.num_queries or problem.cluster.device.kind != "cpu" or (
-            engine.identity is not None):
-        return math.inf
-    is_bounded = any(math.isfinite(bound.limit_s) for bound in problem.constraint.bounds)
-    return _BOUNDED_SHARE if is_bounded else SHARE
+REACH = 2.0  # see `lacks`
 
 
 def needs_of(problem: Problem, kv_layout: str = "auto") -> Needs:
@@ -64,3 +45,19 @@ def own_sizes(problem: Problem, usual: Needs) -> Needs:
         queries=usual.queries if count is None else min(max(count, 1), usual.queries),
         tokens=usual.tokens if count is None else max(
             min(math.ceil(count * lengths.inputs.mean), usual.tokens), inputs))
+
+
+def lacks(profile: Profile, degree: int, points: Sequence[Point], own: Needs) -> bool:
+    """Whether a job of these points has larger sizes than the profile; of one that runs have added
+    to, than REACH times its largest: it says how far its lines go on, and the next run adds what it
+    sees there. `own`: the job's own sizes, which count where points lie beyond them."""
+    reach = REACH if profile.learned else 1.0
+    most = {Kind.DECODE: (own.queries, own.context_tokens), Kind.REST: (own.tokens, 0),
+            Kind.CROSS: (own.queries, own.input_tokens), Kind.COMPACTION: (0, own.context_tokens)}
+    for point in lacking(profile, degree, points):
+        table = profile.table(OWN_TABLE[point.kind].value, degree)
+        x, y = most.get(point.kind, (own.input_tokens, point.y))
+        if not table or min(point.x, x) > reach * max(one.x for one in table) or (
+                min(point.y, y) > reach * max(max(one.y for one in table), 1)):
+            return True
+    return False

@@ -6,11 +6,11 @@ from pathlib import Path
 from xgpt.app.local_profile import quick_profile, wanted_profile
 from xgpt.app.opened import OpenedJob
 from xgpt.app.profile_identity import profile_metadata, why_no_operators
-from xgpt.app.profile_worth import quick_cost_s
 from xgpt.app.telling import told_while
 from xgpt.core.errors import InputError, Mistake, XgptError
 from xgpt.core.local import why_no_torch
 from xprofiler.cache import cached_profile_path
+from xprofiler.points import OWN_TABLE
 from xprofiler.profile import match
 from xprofiler.profile_file import load_profile
 from xprofiler.profile_timing import ProfileTiming
@@ -19,6 +19,9 @@ from xprofiler.timing import TimingSource
 from xprofiler.verdict import judge
 from xrunner.checkpoint.source import cache_dir, model_at_hand
 from xrunner.engines.engine import engine_of
+
+START_S = 1.5  # of ranks that measure, which import torch
+_TIMED = frozenset(operator.value for operator in OWN_TABLE.values())
 
 
 def timing_of(opened: OpenedJob) -> TimingSource:
@@ -59,7 +62,8 @@ def timing_cost_s(opened: OpenedJob, like: TimingSource) -> float:
         if not wanted.is_lacked_by(load_profile(
                 cached_profile_path(cache_dir() / "profiles", wanted.metadata))):
             return 0.0
-    return quick_cost_s(like.profile, wanted.degrees, wanted.points)
+    known = sum(len(points) for key, points in like.profile.tables.items() if key.name in _TIMED)
+    return START_S + like.profile.spent_s * len(wanted.points) * len(wanted.degrees) / max(known, 1)
 
 
 def _folder_of(opened: OpenedJob) -> Path | None:

@@ -83,10 +83,6 @@ class Recorder:
             self._marks[place] = day, max(known, missing)
         self._touched.clear()
 
-    def forget_runs(self) -> None:
-        """What runs took since, against times that are about to change."""
-        self._profile = replace(self._profile, learned=())
-
     def add_network(self, tables: Mapping[TableKey, tuple[Sample, ...]]) -> None:
         for key, points in tables.items():
             self._tables[key] = {(p.x, p.y): list(p.samples_s) for p in points}

@@ -10,7 +10,6 @@ if __name__ == "__main__":  # before what takes seconds to import
     begin_rank()
 
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -23,7 +22,6 @@ import torch
 from xgpt.core.errors import XgptError
 from xgpt.core.lifeline import all_imported
 from xgpt.core.model import ModelSpec, model_from_dict
-from xprofiler.coarse import by_worth, coarse_points, left_to_shape
 from xprofiler.measure.bench import (
     DRAWN,
     GREEDY,
@@ -32,13 +30,6 @@ from xprofiler.measure.bench import (
     around,
     ordinary_inputs,
     ragged,
-)
-from xprofiler.measure.budget import (
-    LEAST_LAYERS,
-    Budget,
-    effort,
-    quick_effort,
-    rows_layers,
 )
 from xprofiler.measure.captured import Capturing
 from xprofiler.measure.clock import measure_peaks
@@ -74,6 +65,8 @@ _ATTENTION_LAYERS = 2  # of a step that is taken for its attention alone
 # so much memory for a decode step's caches (to get it takes longer than the step).
 _QUICK_WEIGHT_BYTES, _QUICK_KV_BYTES = 2**26, 2**28
 _GROUP = 8  # points between two calibrations
+_LEAST_LAYERS, _MOST_LAYERS = 2, 6  # of a quick profile's steps
+_QUICK_ROWS = 4200  # rows times layers of an encode step that is taken for its rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +87,6 @@ class MeasureRequest:
     target: str
     progress: str
     stop: str
-    # What the job has to do (xprofiler.coarse.JobWork), and the share of its time that a quick
-    # profile may take where it measures more than a coarse one has; infinite: all of its points.
-    job: dict[str, int] = field(default_factory=dict)
-    share: float = math.inf
     captures: bool = True  # decode steps on GPUs, where a run captures them
     # of another engine: its folder of the model, its own arguments, on which kind of device
     engine: dict[str, Any] = field(default_factory=dict)
@@ -134,10 +123,7 @@ class Measuring:
         self._sampling = DRAWN if metadata.sampling == "drawn" else GREEDY
         self.begin_s = self._saved_s = time.monotonic()
         self._host_s: list[float] = []
-        self._effort = quick_effort if request.is_quick else effort
-        self._left = 0.0  # work of the skeleton still to do (_effort)
-        self._least: set[Point] = set()  # points that are measured whatever they take
-        self._budget = Budget(request.share, request.job, spec)  # for the others
+        self._left = 0.0  # work of the skeleton still to do
         is_cpu = self._device.type == "cpu"
         # as a run does: not where ranks share a GPU, whose memory is planned
         self._captures = request.captures and self._device.type == "cuda" and (
@@ -152,17 +138,12 @@ class Measuring:
             self._measure_peaks()
         self._host_s = self._ranks.together(head_overhead)
         self.add_network()
-        points, self._least = _points(self.request, self._spec)
-        degrees = self.request.degrees
+        points, degrees = _points(self.request, self._spec), self.request.degrees
         again = {d: worth_again(self._known, d, points) for d in degrees}
         todo = [(d, p) for d in degrees for p in points
                 if not self._recorder.has(p, d) or p in again[d]]
-        if todo and any(left_to_shape(self._known, degree) for degree in degrees):
-            # what runs took against a coarse profile says nothing of one that knows more
-            self._known = replace(self._known, learned=())
-            self._recorder.forget_runs()
-        self._total = self._left = sum(self._effort(p) for _, p in todo if p in self._least)
-        self._worked_s = self._done = 0.0  # seconds and work at points of the skeleton
+        self._total = self._left = sum(effort(p) for _, p in todo)
+        self._worked_s = 0.0  # seconds at points of the skeleton
         for index, degree in enumerate(degrees):
             bench = self.bench_of(degree)
             self._calibrate()  # with what the bench has changed: vLLM binds threads to cores
@@ -206,23 +187,13 @@ class Measuring:
     def _measure_degree(self, bench: Bench, degree: int, points: Sequence[Point],
                         share: float) -> bool:
         """False when asked to stop."""
-        def known() -> Profile:  # by then
-            return self._recorder.profile(spent_s=0.0, host_s=self._host_s)
-
         for point in points:
             if self._is_stopped():
                 return False
-            if point not in self._least:  # is the job so long that it is worth this one, too?
-                pace = self._worked_s / max(self._done, 1.0)  # of the points so far
-                after_s = time.monotonic() - self.begin_s + pace * self._effort(point)
-                if not self._ranks.agree(after_s <= share * self._budget.seconds(
-                        known, self._known.metadata.ranks, degree)):
-                    return True
             begin_s = time.monotonic()
             self._measure(bench, degree, point)
             self._worked_s += time.monotonic() - begin_s
-            self._done += self._effort(point)
-            self._left -= self._effort(point) if point in self._least else 0.0
+            self._left -= effort(point)
             self._save()
         failed: set[Point] = set()
         while self._ranks.agree(self._has_time(share)):
@@ -271,8 +242,8 @@ class Measuring:
         if not self.request.is_quick or isinstance(bench, EncoderDecoderBench):
             return None
         if point.kind is Kind.REST:
-            return rows_layers(point.x)
-        return max(_QUICK_KV_BYTES // bench.layer_kv_bytes(point.x, point.y), LEAST_LAYERS)
+            return _rows_layers(point.x)
+        return max(_QUICK_KV_BYTES // bench.layer_kv_bytes(point.x, point.y), _LEAST_LAYERS)
 
     def _measure_peaks(self) -> None:
         self._ranks.barrier()
@@ -327,14 +298,28 @@ class Measuring:
         return self._ranks.agree(Path(self.request.stop).exists())
 
 
-def _points(request: MeasureRequest, spec: ModelSpec) -> tuple[list[Point], set[Point]]:
-    """What is to be measured, the most telling first; and of it, what is whatever it takes."""
-    needs, own = Needs(**request.needs), Needs(**request.own)
-    quick, every = quick_points(spec, needs, own), skeleton(spec, needs)
-    if not request.is_quick:
-        return sorted(every, key=lambda point: point not in quick), set(every)
-    first = coarse_points(spec, needs, own) if math.isfinite(request.share) else quick
-    return [*first, *by_worth(point for point in quick if point not in first)], set(first)
+def _points(request: MeasureRequest, spec: ModelSpec) -> list[Point]:
+    """What is to be measured, the most telling first."""
+    needs = Needs(**request.needs)
+    quick = quick_points(spec, needs, Needs(**request.own))
+    return quick if request.is_quick else sorted(
+        skeleton(spec, needs), key=lambda point: point not in quick)
+
+
+def _rows_layers(rows: int) -> int:
+    """Layers of a quick profile's step that is taken for its rows."""
+    return min(max(_QUICK_ROWS // rows, _LEAST_LAYERS), _MOST_LAYERS)
+
+
+def effort(point: Point) -> float:
+    """How long a point takes against others, roughly: one that is quick counts 1."""
+    match point.kind:
+        case Kind.REST:
+            return 1 + point.x / 110
+        case Kind.ENCODE | Kind.ENCODER:
+            return 1 + point.x * point.y / 700
+        case _:
+            return 1 + point.x * (point.y + 130) / 20_000
 
 
 def messages_between(request: MeasureRequest, ranks: int, nodes: int) -> list[TableKey]:
