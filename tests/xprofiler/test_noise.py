@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from test_verdict import loud, profile, quiet, sample
 
-from xprofiler.noise import noise_words, noisy
 from xprofiler.points import Kind, Point
 from xprofiler.profile import NOISE_LIMIT, TableKey
 from xprofiler.profile_timing import MOST_NOISE, ProfileTiming
+from xprofiler.verdict import noise_words, noisy
 
 DECODE, REST = Point(Kind.DECODE, 9, 130), Point(Kind.REST, 260)
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from xgpt.app.profile_identity import profile_metadata
-from xgpt.app.profile_needs import lacks, needs_of, own_sizes
 from xgpt.app.stop import is_asked_to_stop
 from xgpt.app.telling import Teller, tell_share
 from xgpt.core.engines import OWN_ENGINE
@@ -24,17 +23,23 @@ from xgpt.core.job import Job
 from xgpt.core.layout import Layout
 from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xgpt.core.problem import Problem
-from xgpt.core.units import format_seconds
+from xgpt.core.units import DTYPE_BYTES, format_seconds
 from xgpt.launch.contention import LARGE_SHARE, Contention, in_words
 from xgpt.launch.launcher import Ahead, Launcher, RankProgram
 from xgpt.launch.leftovers import passing_folder
 from xgpt.launch.rows import launcher_of
 from xprofiler.cache import cached_profile_path
-from xprofiler.noise import disturbed, disturbed_words, noise_words, noisy, worth_again
-from xprofiler.points import Needs, Point, missing, quick_points
+from xprofiler.points import OWN_TABLE, Kind, Needs, Point, lacking, missing, quick_points
 from xprofiler.profile import TRANSFER, Profile, ProfileMetadata
 from xprofiler.profile_file import load_profile
-from xprofiler.verdict import judge
+from xprofiler.verdict import (
+    disturbed,
+    disturbed_words,
+    judge,
+    noise_words,
+    noisy,
+    worth_again,
+)
 from xrunner.checkpoint.source import cache_dir
 from xrunner.engines.engine import Engine, engine_of, program_of
 from xrunner.io.lock import Taken, output_lock
@@ -43,6 +48,11 @@ DEFAULT_BUDGET_S = 45.0
 QUICK_PATIENCE_S, PATIENCE_SHARE = 2.0, 0.2  # for others: of a quick profile, and of a budget
 _LOOK_S = 0.2  # between looks whether another process has ended measuring
 _TELL_S = 60.0  # between two words of waiting for it
+# no more queries than decode steps are captured for (xrunner.rules.buckets)
+_GPU_NEEDS = Needs(input_tokens=2060, context_tokens=4120, queries=500, tokens=8240)
+_KV_SHARE = 4  # a decode step is measured with caches of at most this part of a rank's memory
+_LEAST_QUERIES = 9
+REACH = 2.0  # see `lacks`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,3 +338,51 @@ def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: T
             tell.end_progress()
         if stop.exists():
             raise StoppedEarly("stopped; what was measured is kept, and the same command goes on")
+
+
+def needs_of(problem: Problem, kv_layout: str = "auto") -> Needs:
+    """The job's own sizes where they are larger than usual ones. `kv_layout`: the job's wish; what
+    lies in blocks, as it does on GPUs by default, is copied for nobody."""
+    usual = Needs() if problem.cluster.device.kind == "cpu" else _GPU_NEEDS
+    inputs, outputs = problem.lengths.inputs.max, problem.lengths.outputs.max
+    context = max(usual.context_tokens, inputs + max(outputs, problem.default_max_tokens))
+    per_query = (problem.model.kv_elements_per_token_layer * DTYPE_BYTES[problem.dtype]
+                 * min(context, problem.model.max_positions or context)
+                 # a step of an encoder-decoder model is measured with as long a cache for its input
+                 * (2 if problem.model.is_encoder_decoder else 1))
+    room = problem.cluster.device.memory_bytes // _KV_SHARE // per_query
+    return Needs(input_tokens=max(usual.input_tokens, inputs), context_tokens=context,
+                 queries=max(min(usual.queries, room), _LEAST_QUERIES),
+                 tokens=max(usual.tokens, inputs),
+                 moves_rows=kv_layout == "rows" or problem.model.is_encoder_decoder or (
+                     problem.cluster.device.kind == "cpu")).within(problem.model)
+
+
+def own_sizes(problem: Problem, usual: Needs) -> Needs:
+    """The sizes of the job itself; `usual` where it does not say how many queries it has."""
+    lengths, count = problem.lengths, problem.num_queries
+    if any(problem.fixed.value_of(name) for name in ("encode_batch", "max_active")):
+        count = None  # it is planned for as many as these keep present, which may be more
+    inputs = lengths.inputs.max
+    return Needs(
+        input_tokens=inputs,
+        context_tokens=inputs + max(lengths.outputs.max, problem.default_max_tokens),
+        queries=usual.queries if count is None else min(max(count, 1), usual.queries),
+        tokens=usual.tokens if count is None else max(
+            min(math.ceil(count * lengths.inputs.mean), usual.tokens), inputs))
+
+
+def lacks(profile: Profile, degree: int, points: Sequence[Point], own: Needs) -> bool:
+    """Whether a job of these points has larger sizes than the profile; of one that runs have added
+    to, than REACH times its largest: it says how far its lines go on, and the next run adds what it
+    sees there. `own`: the job's own sizes, which count where points lie beyond them."""
+    reach = REACH if profile.learned else 1.0
+    most = {Kind.DECODE: (own.queries, own.context_tokens), Kind.REST: (own.tokens, 0),
+            Kind.CROSS: (own.queries, own.input_tokens), Kind.COMPACTION: (0, own.context_tokens)}
+    for point in lacking(profile, degree, points):
+        table = profile.table(OWN_TABLE[point.kind].value, degree)
+        x, y = most.get(point.kind, (own.input_tokens, point.y))
+        if not table or min(point.x, x) > reach * max(one.x for one in table) or (
+                min(point.y, y) > reach * max(max(one.y for one in table), 1)):
+            return True
+    return False

@@ -40,7 +40,6 @@ from xprofiler.measure.network import Subject, measure_network, places
 from xprofiler.measure.ranks import Ranks, connect, own_device
 from xprofiler.measure.recorder import Recorder
 from xprofiler.measure.sums import Bench
-from xprofiler.noise import worth_again
 from xprofiler.points import Kind, Needs, Point, quick_points, refinement, skeleton
 from xprofiler.profile import (
     ALL_REDUCE,
@@ -52,6 +51,7 @@ from xprofiler.profile import (
 )
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.timing import Operator
+from xprofiler.verdict import worth_again
 from xrunner.devices import has_own_gpu_each
 from xrunner.engine.graphs import CudaCapture
 

@@ -23,12 +23,12 @@ from xgpt.core.model import ModelSpec
 from xgpt.launch.launcher import RankProgram
 from xprofiler.cache import cached_profile_path
 from xprofiler.measure import clock, ranks, worker
-from xprofiler.noise import MOST_TRIES
 from xprofiler.points import Kind, Needs, Point, left_out, quick_points, skeleton
 from xprofiler.profile import LearnedSteps, Profile, TableKey
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import Operator
+from xprofiler.verdict import MOST_TRIES
 
 TOY = ModelSpec(name="toy", family="llama", num_layers=2, hidden_size=32, num_heads=2,
                 num_kv_heads=1, vocab_size=64, intermediate_size=48, max_positions=200)
@@ -61,7 +61,7 @@ class Kept(LogTeller):
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counter[Point]:
     """How often each point was measured. None is noisy or disturbed, however busy the machine
     is."""
-    monkeypatch.setattr("xprofiler.noise.NOISE_LIMIT", math.inf)
+    monkeypatch.setattr("xprofiler.verdict.NOISE_LIMIT", math.inf)
     monkeypatch.setattr("xprofiler.measure.disturbance.missing_share", lambda *_: 0.0)
     monkeypatch.setattr("xprofiler.measure.disturbance.Calibration.slowed", lambda _: 1.0)
     counts: Counter[Point] = Counter()

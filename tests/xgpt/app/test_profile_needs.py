@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from toy_jobs import toy_problem
 
-from xgpt.app.profile_needs import own_sizes
+from xgpt.app.local_profile import own_sizes
 from xgpt.core.job import FixedSchedule
 from xprofiler.points import Needs
 
