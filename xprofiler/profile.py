@@ -91,8 +91,8 @@ class TableKey(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One measured point: raw seconds, each the mean over one repetition's layers. `date`: of the
-    day; `missing`: share of the machine that others had meanwhile, or that it was slower than at
-    its best (xprofiler.measure.disturbance); `tries`: sessions that measured it, of a point that
+    day; `missing`: share of the machine that others had meanwhile
+    (xprofiler.measure.disturbance); `tries`: sessions that measured it, of a point that
     each found disturbed or noisy, of which the best is kept."""
 
     x: float

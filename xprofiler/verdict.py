@@ -151,8 +151,8 @@ def disturbed_words(found: Sequence[NoisyPoint]) -> str | None:
     if not found:
         return None
     count = f"{len(found)} {'sizes were' if len(found) > 1 else 'size was'}"
-    return (f"{count} measured while others had more than {DISTURBED_LIMIT:.0%} of the machine, or "
-            f"it was so much slower than at its best: {_named(found)}; the next runs measure them "
+    return (f"{count} measured while others had more than {DISTURBED_LIMIT:.0%} of the "
+            f"machine: {_named(found)}; the next runs measure them "
             f"again if they find the machine quieter, each up to {MOST_TRIES} times in all, and "
             "keep the best")
 

@@ -33,7 +33,7 @@ from xprofiler.measure.bench import (
 )
 from xprofiler.measure.captured import Capturing
 from xprofiler.measure.clock import measure_peaks
-from xprofiler.measure.disturbance import Calibration, Disturbance
+from xprofiler.measure.disturbance import Disturbance
 from xprofiler.measure.encoder_decoder import EncoderDecoderBench
 from xprofiler.measure.host import head_overhead
 from xprofiler.measure.network import Subject, measure_network, places
@@ -64,7 +64,6 @@ _ATTENTION_LAYERS = 2  # of a step that is taken for its attention alone
 # Of a quick profile: the bench's weights, which are to be read from memory in every step; at most
 # so much memory for a decode step's caches (to get it takes longer than the step).
 _QUICK_WEIGHT_BYTES, _QUICK_KV_BYTES = 2**26, 2**28
-_GROUP = 8  # points between two calibrations
 _LEAST_LAYERS, _MOST_LAYERS = 2, 6  # of a quick profile's steps
 _QUICK_ROWS = 4200  # rows times layers of an encode step that is taken for its rows
 
@@ -103,10 +102,7 @@ def main(arguments: list[str]) -> int:
 
 
 class Measuring:
-    """The ranks' common course through the points. `beside`: what else is in the process and
-    changes how long a calibration takes, which is then compared with its like alone."""
-
-    beside = ""
+    """The ranks' common course through the points."""
 
     def __init__(self, request: MeasureRequest, ranks: Ranks) -> None:
         self.request, self._ranks = request, ranks
@@ -129,9 +125,6 @@ class Measuring:
         self._captures = request.captures and self._device.type == "cuda" and (
             ranks.world is None or has_own_gpu_each(ranks.world, self._device))
         self._watch = Disturbance(ranks, request.patience_s) if is_cpu else None
-        self._calibration = Calibration(
-            ranks, target.parent, _like(metadata) + self.beside) if is_cpu else None
-        self._in_group, self._slowed = 0, 1.0
 
     def run(self) -> None:
         if self._known.peaks is None and not self.request.is_quick:
@@ -146,12 +139,10 @@ class Measuring:
         self._worked_s = 0.0  # seconds at points of the skeleton
         for index, degree in enumerate(degrees):
             bench = self.bench_of(degree)
-            self._calibrate()  # with what the bench has changed: vLLM binds threads to cores
             mine = [p for d, p in todo if d == degree]
             share = (index + 1) / len(degrees)  # of the budget, when this degree is through
             if not self._measure_degree(bench, degree, mine, share):
                 break
-        self._calibrate()
         self._save(force=True)
 
     def bench_of(self, degree: int) -> Bench:
@@ -164,15 +155,6 @@ class Measuring:
                 self._recorder.has_captured(degree) is not False):
             bench.capturing = Capturing(CudaCapture(self._device))
         return bench
-
-    def _calibrate(self) -> None:
-        """The end of a group of points, and the beginning of the next: how slow the machine was
-        meanwhile, against its best."""
-        if self._calibration is None:
-            return
-        before, self._slowed = self._slowed, self._calibration.slowed()
-        self._recorder.end_group(1 - 1 / max(before, self._slowed))
-        self._in_group = 0
 
     def _bench_spec(self, degree: int) -> ModelSpec:
         """The model; of a quick profile with no more layers in a stage than it takes."""
@@ -210,9 +192,6 @@ class Measuring:
         return True
 
     def _measure(self, bench: Bench, degree: int, point: Point) -> None:
-        self._in_group += 1
-        if self._in_group > _GROUP:
-            self._calibrate()
         if point.kind is Kind.COMPACTION:
             move = bench.compaction(point.x, point.y)
             move()
@@ -353,11 +332,6 @@ def _step(bench: Bench, kind: Kind, lengths: list[int], most_layers: int | None)
                 else bench.encode(lengths))
     return (bench.decode if kind is Kind.DECODE else bench.encode)(
         lengths, most_layers=most_layers)
-
-
-def _like(metadata: ProfileMetadata) -> str:
-    """Names what must be equal for the best of a calibration to be compared with."""
-    return f"{metadata.device} {metadata.ranks}x{metadata.threads_per_rank}"
 
 
 def _lengths(point: Point, most: int | None, is_padded: bool) -> list[int]:

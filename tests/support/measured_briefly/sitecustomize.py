@@ -22,7 +22,6 @@ if sys.orig_argv[-3:-1] == ["-m", "xprofiler.measure.worker"] and "-n" not in sy
     network._ROUNDS = 11
     # tests run beside one another: whom they disturb is no matter
     disturbance.missing_share = lambda *_: 0.0
-    disturbance.Calibration.slowed = lambda _: 1.0
 
     # nor is what others disturbed measured anew by each of the next commands
     _marked = recorder.Recorder._marked

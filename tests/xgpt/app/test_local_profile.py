@@ -63,7 +63,6 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counter[Point]:
     is."""
     monkeypatch.setattr("xprofiler.verdict.NOISE_LIMIT", math.inf)
     monkeypatch.setattr("xprofiler.measure.disturbance.missing_share", lambda *_: 0.0)
-    monkeypatch.setattr("xprofiler.measure.disturbance.Calibration.slowed", lambda _: 1.0)
     counts: Counter[Point] = Counter()
     measure = worker.Measuring._measure
 

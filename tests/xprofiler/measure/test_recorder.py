@@ -233,10 +233,6 @@ def test_what_was_disturbed_makes_way_for_what_was_not_and_is_dated() -> None:
     assert (known().samples_s, known().missing) == ((1.0, 1.0, 1.0), 0.0)
     recorder.add(key, 9, 0, [1.1, 1.1, 1.1], 0.05)
     assert len(known().samples_s) == 6 and not known().is_disturbed
-    recorder.end_group(0.3)
-    assert known().missing == 0.3, "an even slowdown, told afterwards"
-    recorder.end_group(0.9)
-    assert known().missing == 0.3, "of the group that has ended"
 
 
 def test_how_often_a_bad_point_was_measured_anew_is_kept() -> None:
