@@ -47,24 +47,22 @@ def learn(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
         return ()
     found = learned_of(opened, timing.profile, schedule, opened.job.output / "steps.jsonl")
     try:
-        return found if found and add(found, path, timing.profile.metadata.origin) else ()
+        if found:
+            add(found, path)
+        return found
     except OSError as error:  # the run is done, and stays so
         opened.tell.say(f"note: this run's steps are not added to the profile: {error}")
         return ()
 
 
-def add(found: Sequence[LearnedSteps], path: Path, origin: str) -> bool:
-    """Adds what a run took to the profile at `path`, after what others add at the same time.
-    Whether it is still one of that origin."""
+def add(found: Sequence[LearnedSteps], path: Path) -> None:
+    """Adds what a run took to the profile at `path`, after what others add at the same time."""
     with changing(path.parent):
         known = load_profile(path)
-        if known.metadata.origin != origin:
-            return False
         kept = [own for kind in KINDS for own in (
             *(own for own in known.learned if own.kind == kind),
             *(own for own in found if own.kind == kind))[-LEARNED_KEPT:]]
         save_profile(replace(known, learned=tuple(kept)), path)
-    return True
 
 
 def has_learned_since(timing: TimingSource) -> bool:
