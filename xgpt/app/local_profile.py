@@ -215,7 +215,7 @@ def _profile(wanted: WantedProfile, tell: Teller, session: _Measurement,
         os.replace(target, path)  # `again`: what was there counts until its successor is whole
         profile = load_profile(path)
     tell.say(f"profile: {format_seconds(profile.spent_s)} of measuring in all; "
-             f"{judge(profile).sentence}")
+             f"{judge(profile).brief}")
     for warning in _warnings(profile, wanted, contention.others_share()):
         tell.say(f"profile: {warning}")
     return profile
