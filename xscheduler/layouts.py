@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from xgpt.core.errors import InfeasibleError, XgptError
 from xgpt.core.layout import Layout
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Rejected, Schedule
+from xgpt.core.schedule import Schedule
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import Evaluator
 from xscheduler.job_time import MOST_AGAIN, MOST_REPLAYS, is_short
 
-LAYOUT_NOTE, LAYOUT_ROW = "layout: ", "layout "
+LAYOUT_NOTE = "layout: "
 ROUGH = 0.05  # chosen: by which a rough plan may miss what a full one would find
 SEVERAL_START_S = 1.0  # chosen: that several ranks take longer to start than one
 
@@ -76,9 +76,7 @@ class Compared:
         others = [one for one in self.tried if one is not best]
         note = "; ".join([f"{LAYOUT_NOTE}{best.layout.words} {of}", *(
             f"{one.layout.words} {self._beside(one, best)}" for one in others)])
-        return best.planned.changed(
-            notes=(*best.planned.estimate.notes, note),
-            rejected=(*best.planned.rejected, *(self._row(one, best) for one in others)))
+        return best.planned.changed(notes=(*best.planned.estimate.notes, note))
 
     def _beside(self, one: LaidOut, best: LaidOut) -> str:
         rate, about = self.queries_per_s[one.layout], "about " if one.is_rough else ""
@@ -88,14 +86,6 @@ class Compared:
         ratio = self.queries_per_s[best.layout] / rate
         return (f"would take {about}{format_seconds(self.seconds(one))} (+{ratio - 1:.0%})"
                 if self.is_for_job else f"{about}{rate:.4g} queries/s (-{1 - 1 / ratio:.0%})")
-
-    def _row(self, one: LaidOut, best: LaidOut) -> Rejected:
-        figures = None if isinstance(one.planned, XgptError) else one.planned.figures
-        return Rejected(
-            label=f"{LAYOUT_ROW}{one.layout.words}",
-            reason=str(one.planned) if figures is None else self._beside(one, best),
-            throughput_qps=None if figures is None else figures.throughput_qps,
-            latency_s=None if figures is None else figures.latency_s)
 
 
 def compared(tried: Sequence[LaidOut], *, is_steady: bool) -> Compared:

@@ -75,9 +75,6 @@ def test_threads_that_divide_all_work_leave_one_rank_the_best(
     assert sorted(machine.measured) == ["1x2", "2x1"]
     (note,) = [n for n in plan.schedule.estimate.notes if n.startswith("layout: ")]
     assert "1 rank x 2 threads" in note and "2 ranks x 1 thread would take about" in note
-    (row,) = [row for row in plan.schedule.rejected if row.label.startswith("layout ")]
-    assert row.label == "layout 2 ranks x 1 thread" and "+" in row.reason
-    assert "would take about" in row.reason, "it was planned roughly"
     assert "\nlayout       1 rank x 2 threads" in str(plan)
     assert max(map(len, str(plan).splitlines())) <= 80
 
