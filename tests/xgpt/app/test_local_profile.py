@@ -9,16 +9,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from toy_jobs import toy_problem
 
 from xgpt.app import local_profile as app
 from xgpt.app.local_profile import (
     WantedProfile,
     local_profile,
+    own_sizes,
     quick_profile,
     wanted_profile,
 )
 from xgpt.app.opened import open_file
 from xgpt.app.telling import LogTeller
+from xgpt.core.job import FixedSchedule
 from xgpt.core.model import ModelSpec
 from xgpt.launch.launcher import RankProgram
 from xprofiler.cache import cached_profile_path
@@ -233,3 +236,12 @@ def test_the_time_left_is_true_when_points_take_as_long_as_they_should(
     assert len(told) > 10
     for at, left_s in told:
         assert left_s == pytest.approx(told[-1][0] - at, abs=1e-6)
+
+
+def test_a_job_of_few_queries_is_measured_at_what_its_fixed_schedule_keeps_present() -> None:
+    """Two queries by a schedule for more are planned as if batches filled: of sizes beyond what
+    was measured no schedule would be left."""
+    few, usual = replace(toy_problem(latency_s=9.0), num_queries=2), Needs()
+    assert own_sizes(few, usual).queries == 2
+    for fixed in (FixedSchedule(encode_batch=6), FixedSchedule(max_active=20)):
+        assert own_sizes(replace(few, fixed=fixed), usual).queries == usual.queries
