@@ -142,10 +142,10 @@ def quick_profile(wanted: WantedProfile, tell: Teller) -> Profile:
         if profile.learned:  # runs have told what its times are worth
             return True
         again = {degree: worth_again(profile, degree, points) for degree in wanted.degrees}
-        worst = max((own[0].apart for degree, own_points in again.items()
+        share = max((own[0].apart for degree, own_points in again.items()
                      if (own := disturbed(profile, degree, own_points))), default=0.0)
-        return not any(noisy(profile, degree, own) for degree, own in again.items()) and (
-            worst == 0.0 or _is_as_busy(worst))
+        # what is measured beside as much else is no better
+        return not any(again.values()) or (share > 0 and _is_as_busy(share))
 
     session = _Measurement(is_quick=True, why="the sizes that this job has")
     return _profile(wanted, tell, session, is_enough)
