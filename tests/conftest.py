@@ -179,8 +179,7 @@ def _new_cache(folder: Path) -> Path:
 
 
 def _profiles_in(cache: Path) -> list[Path]:
-    """Beside them lies what the machine was able to do at best."""
-    return [path for path in cache.glob("xgpt/profiles/*.json") if path.name != "calibration.json"]
+    return [*cache.glob("xgpt/profiles/*.json")]
 
 
 def _stopped_profile(job: Path, cache: Path, environment: dict[str, str],

@@ -1,12 +1,15 @@
 """Profiles measured on this machine, kept by everything that makes one differ from another."""
 
+import ast
 import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 
 from xgpt.core.model import ModelSpec
@@ -18,6 +21,8 @@ _TIMED_CODE = ("xrunner/models", "xrunner/ops", "xrunner/engine/stage.py", "xrun
                "xrunner/engine/last_stage.py", "xrunner/engine/last_tokens.py",
                "xrunner/transport", "xrunner/devices.py", "xprofiler/measure",
                "xgpt/launch/environment.py", "csrc")
+_TIMED_SUFFIXES = (".py", ".cpp", ".cu", ".h")
+_C_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
 def model_shape(spec: ModelSpec) -> str:
@@ -36,14 +41,30 @@ def model_shape(spec: ModelSpec) -> str:
     return _digest(json.dumps(shape, sort_keys=True))
 
 
-_TIMED_SUFFIXES = (".py", ".cpp", ".cu", ".h")
-
-
+@cache
 def kernels_fingerprint() -> str:
-    """Fingerprint of the code that is timed: a profile of other code is none of this one."""
+    """Fingerprint of the code that is timed, without its comments and docstrings: a profile of
+    other code is none of this one."""
     root = Path(__file__).resolve().parent.parent
-    files: Iterable[Path] = (f for name in _TIMED_CODE for f in _code_files(root / name))
-    return _digest("".join(f.read_text(encoding="utf-8") for f in files))
+    return _digest("".join(timed_text(file.read_text(encoding="utf-8"), file.suffix)
+                           for name in _TIMED_CODE for file in _code_files(root / name)))
+
+
+def timed_text(source: str, suffix: str) -> str:
+    """What of a source file changes what it takes: of Python the syntax tree, else its words."""
+    if suffix != ".py":
+        return " ".join(_C_COMMENT.sub(" ", source).split())
+    tree = ast.parse(source)
+    _strip_docstrings(tree)
+    return ast.dump(tree)
+
+
+def _strip_docstrings(scope: ast.Module | ast.ClassDef | ast.FunctionDef) -> None:
+    scope.body = [own for own in scope.body if not (
+        isinstance(own, ast.Expr) and isinstance(own.value, ast.Constant))]
+    for own in scope.body:
+        if isinstance(own, (ast.ClassDef, ast.FunctionDef)):
+            _strip_docstrings(own)
 
 
 def cached_profile_path(folder: Path, metadata: ProfileMetadata) -> Path:
@@ -79,7 +100,8 @@ def _opened(lock: Path) -> int:
 def _code_files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path] if path.is_file() else []  # an installed package may lack csrc
-    return sorted(f for f in path.rglob("*") if f.suffix in _TIMED_SUFFIXES)
+    return sorted(f for f in path.rglob("*") if f.suffix in _TIMED_SUFFIXES
+                  and "replay" not in f.stem)  # of csrc, what only plans
 
 
 def _digest(text: str) -> str:

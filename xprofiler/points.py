@@ -142,7 +142,7 @@ def sizes_in(profile: Profile, degree: int) -> Needs | None:
     rows = profile.table(Operator.LAYER_REST.value, degree)
     encode = profile.table(Operator.ENCODE_ATTENTION.value, degree)
     decode = profile.table(Operator.DECODE_ATTENTION.value, degree)
-    is_ours = profile.metadata.origin.startswith(("measured", "derived"))
+    is_ours = profile.metadata.origin.startswith("measured")
     if profile.model is None or not is_ours or not (rows and encode and decode):
         return None
     return Needs(

@@ -91,8 +91,8 @@ class TableKey(NamedTuple):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One measured point: raw seconds, each the mean over one repetition's layers. `date`: of the
-    day; `missing`: share of the machine that others had meanwhile, or that it was slower than at
-    its best (xprofiler.measure.disturbance); `tries`: sessions that measured it, of a point that
+    day; `missing`: share of the machine that others had meanwhile
+    (xprofiler.measure.disturbance); `tries`: sessions that measured it, of a point that
     each found disturbed or noisy, of which the best is kept."""
 
     x: float
@@ -165,8 +165,7 @@ class Profile:
     """Measured points by table. `refused`: tensor-parallel degrees this model cannot be split by,
     with the reason. `spent_s`: seconds of measuring that went into it. `model` and `peaks`, where
     known, let a reader say what share of the device a time reaches. `learned`: what runs on this
-    machine measured since, the latest last; `starts_s`: seconds that their ranks took besides the
-    runs, to be at work and to end (xprofiler.starts)."""
+    machine measured since, the latest last."""
 
     metadata: ProfileMetadata
     tables: Tables
@@ -175,7 +174,6 @@ class Profile:
     model: ModelSpec | None = None
     peaks: Peaks | None = None
     learned: tuple[LearnedSteps, ...] = ()
-    starts_s: tuple[float, ...] = ()
 
     @property
     def tp_degrees(self) -> tuple[int, ...]:

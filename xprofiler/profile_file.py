@@ -45,7 +45,7 @@ def save_profile(profile: Profile, path: Path) -> None:
             "refused": {str(degree): why for degree, why in profile.refused.items()},
             "model": asdict(profile.model) if profile.model else None,
             "peaks": asdict(profile.peaks) if profile.peaks else None,
-            "learned": [asdict(own) for own in profile.learned], "starts_s": [*profile.starts_s],
+            "learned": [asdict(own) for own in profile.learned],
             "units": {name: {"x": AXES[name][0], "y": AXES[name][1], "samples_s": "seconds"}
                       for name in sorted({key.name for key in profile.tables})},
             "columns": _COLUMNS}
@@ -80,13 +80,10 @@ def load_profile(path: Path) -> Profile:
     if not _is_number(spent_s, _MOST_SIZE):
         faults.append(("spent_s", spent_s, "seconds >= 0"))
     learned = _learned(raw.get("learned", []), faults)
-    starts_s = raw.get("starts_s", [])
-    if not isinstance(starts_s, list) or not all(_is_number(one, _MOST_S) for one in starts_s):
-        faults.append(("starts_s", starts_s, "a list of seconds >= 0"))
     if faults or metadata is None:
         raise _bad(path, faults)
     return Profile(metadata=metadata, tables=tables, refused=refused, model=model, peaks=peaks,
-                   spent_s=float(spent_s), learned=learned, starts_s=tuple(map(float, starts_s)))
+                   spent_s=float(spent_s), learned=learned)
 
 
 def _line(point: Sample) -> str:

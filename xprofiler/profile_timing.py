@@ -12,7 +12,6 @@ from xgpt.core.cluster import Link
 from xgpt.core.errors import XgptError
 from xgpt.core.layout import Layout
 from xgpt.core.lengths import FloatArray
-from xprofiler.coarse import left_to_shape, told_of
 from xprofiler.interpolation import Grid, Shape, interpolation_errors
 from xprofiler.points import Kind, Needs, left_out
 from xprofiler.profile import (
@@ -24,7 +23,6 @@ from xprofiler.profile import (
     TableKey,
 )
 from xprofiler.retimed import Factor, Factors
-from xprofiler.shape import SHAPED, Measured, filled, places
 from xprofiler.source_errors import IMPORTED
 from xprofiler.timing import MessageKind, Operator, Reach, TimingFacts, TimingSource
 
@@ -43,13 +41,6 @@ _LEFT_OUT_ERRORS = {
     Operator.LAYER_REST: 0.05, Operator.DECODE_REST: 0.05, Operator.ENCODER_REST: 0.05,
     Operator.DECODE_ATTENTION: 0.06, Operator.CROSS_ATTENTION: 0.06,
     Operator.ENCODE_ATTENTION: 0.1, Operator.HEAD: 0.04}
-# The same of tables that follow the roofline's shape between the few points of a coarse profile
-# (xprofiler.shape): what that missed the other points of fourteen quick and whole ones by, or a
-# little more (SmolLM2-135M on one core and both layouts of two of an EPYC, OPT-125M, T5-small).
-_COARSE_ERRORS = {
-    Operator.LAYER_REST: 0.10, Operator.DECODE_REST: 0.10, Operator.ENCODER_REST: 0.13,
-    Operator.DECODE_ATTENTION: 0.10, Operator.CROSS_ATTENTION: 0.10,
-    Operator.ENCODE_ATTENTION: 0.13, Operator.HEAD: 0.20}
 # the tables that a kind of point adds to
 _TABLES_OF = {
     Kind.DECODE: (Operator.LAYER_REST, Operator.DECODE_REST, Operator.DECODE_ATTENTION,
@@ -87,11 +78,11 @@ class ProfileTiming:
         self.profile, self._fallback, self._marks = profile, fallback, tuple(marks)
         self._borrowed: set[str] = set()  # what the fallback was asked for, in words
         # XRunner takes many rows through a CPU's decoder-only layers in pieces (StageModel.mixed)
-        in_pieces = (profile.metadata.origin.startswith(("measured", "derived"))
+        in_pieces = (profile.metadata.origin.startswith("measured")
                      and profile.metadata.device.startswith("cpu-")
                      and not any(key.name == Operator.ENCODER_REST.value for key in profile.tables))
         self._grids = {key: _grid(key, points, in_pieces and key.name in _IN_PIECES)
-                       for key, points in shaped_tables(profile).items()}
+                       for key, points in profile.tables.items()}
         self._sharing = profile.metadata.sharing
         learned = learned_factors(profile)
         self._learned = Factors(learned, leaves_unseen=True) if learned else None
@@ -153,9 +144,6 @@ class ProfileTiming:
             for kind in {point.kind for point in left_out(self.profile, degree)}:
                 least |= {TableKey(operator.value, degree): _LEFT_OUT_ERRORS[operator]
                           for operator in _TABLES_OF[kind]}
-            for kind in {point.kind for point in left_to_shape(self.profile, degree)}:
-                least |= {TableKey(operator.value, degree): _COARSE_ERRORS[operator]
-                          for operator in _TABLES_OF[kind]}
         return {key: _table_error(key, points, least.get(key))
                 for key, points in self.profile.tables.items() if points}
 
@@ -167,15 +155,13 @@ class ProfileTiming:
 
     @property
     def kind_of_times(self) -> str:
-        """In a word, where they are from: measured, imported, derived."""
+        """In a word, where they are from: measured, imported."""
         return self.profile.metadata.origin.partition(" ")[0]
 
     def provenance(self) -> str:
         m = self.profile.metadata
         text = (f"{m.origin} on {m.device}, {m.dtype}, "
                 f"{Layout(m.ranks, m.threads_per_rank).words}, {m.date}")
-        text += "; coarse" if any(left_to_shape(self.profile, degree)
-                                  for degree in self.profile.tp_degrees) else ""
         if self._learned is not None:
             text += f"; as runs here took since: {self._learned.words}"
         if self._fallback is not None and self._borrowed:
@@ -205,29 +191,6 @@ class ProfileTiming:
         links = sorted({k.link for k in self.profile.tables if k.name == name and k.link})
         raise XgptError(f"this profile has no {name} over {link.name!r} at degree {tp_degree}; "
                         f"it has: {', '.join(links) or 'none'}")
-
-
-def shaped_tables(profile: Profile) -> Mapping[TableKey, Sequence[Sample]]:
-    """The profile's tables: of a coarse one with the places between its points filled."""
-    tables: dict[TableKey, Sequence[Sample]] = dict(profile.tables)
-    for degree in profile.tp_degrees:
-        left, every = left_to_shape(profile, degree), told_of(profile, degree)
-        if profile.model is None or not left:
-            continue
-        for operator in SHAPED:
-            key = TableKey(operator.value, degree)
-            points = profile.tables.get(key, ())
-            # filled is what the points left out would have told
-            if points and places(left, operator):
-                table = Measured(*(np.array(values, float) for values in (
-                    [p.x for p in points], [p.y for p in points], [p.median_s for p in points])))
-                found = filled(profile.model, operator, degree, table,
-                               places(every, operator))
-                tables[key] = tuple(sorted(
-                    (*points, *(Sample(x=x, y=y, samples_s=(s,)) for x, y, s in zip(
-                        *(values[len(points):].tolist() for values in found), strict=True))),
-                    key=lambda p: (p.y, p.x)))
-    return tables
 
 
 def learned_factors(profile: Profile) -> dict[str, Factor]:

@@ -278,7 +278,6 @@ def profile_schema() -> Json:
         "refused": {"type": "object", "description": "tensor-parallel degree -> why it has none"},
         "model": or_none(of_fields(ModelSpec)), "peaks": or_none(of_fields(Peaks)),
         "learned": array(of_fields(LearnedSteps)),
-        "starts_s": array(number("that ranks took besides a run")),
         "units": {"type": "object"}, "columns": array(text("of a point")),
         "tables": {"type": "object", "additionalProperties": False, "patternProperties": {
             rf"^({names}) tp=[1-9]\d*( link=\S.*)?$": array(point)}}},

@@ -18,9 +18,24 @@ def test_timed_code_is_there(name: str) -> None:
     assert (Path(cache.__file__).parents[1] / name).exists()
 
 
-def test_the_fingerprint_is_short_and_always_the_same() -> None:
-    assert cache.kernels_fingerprint() == cache.kernels_fingerprint()
+def test_the_fingerprint_is_short_and_the_same_in_every_process() -> None:
+    words = "from xprofiler.cache import kernels_fingerprint; print(kernels_fingerprint())"
+    found = subprocess.run([sys.executable, "-c", words], text=True, capture_output=True,
+                           timeout=60, check=True)
+    assert found.stdout.strip() == cache.kernels_fingerprint()
     assert len(cache.kernels_fingerprint()) == 16
+
+
+@pytest.mark.parametrize(("suffix", "one", "same", "other"), [
+    (".py", 'def f(x):\n    """Adds."""\n    return x + "# 1"\n',
+     '"""Sums."""\n\n# why\ndef f(x):\n    return (x\n            + "# 1")  # more\n',
+     'def f(x):\n    return x + "# 2"\n'),
+    (".cu", "int f() { return 1; }", "/* one\n// */ int f() {\n  return 1;  // it\n}\n",
+     "int f() { return 2; }")])
+def test_comments_and_docstrings_change_no_fingerprint(suffix: str, one: str, same: str,
+                                                       other: str) -> None:
+    assert cache.timed_text(one, suffix) == cache.timed_text(same, suffix)
+    assert cache.timed_text(one, suffix) != cache.timed_text(other, suffix)
 
 
 # as another user where the tests run as root, whom no mode keeps from a file

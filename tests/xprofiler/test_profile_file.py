@@ -137,15 +137,6 @@ def test_a_file_says_its_units_verdict_and_version(path: Path) -> None:
     assert list(raw["tables"]) == [str(key) for key in profile().tables]
 
 
-def test_what_ranks_took_to_start_is_kept_and_seconds(path: Path) -> None:
-    save_profile(profile(starts_s=(0.7, 1.25)), path)
-    assert load_profile(path).starts_s == (0.7, 1.25)
-    changed_file(path, lambda raw: raw.pop("starts_s"))
-    assert load_profile(path).starts_s == (), "of a file that was written before"
-    changed_file(path, lambda raw: raw.update(starts_s=[0.7, "1"]))
-    assert faults(path) == {"starts_s": "a list of seconds >= 0"}
-
-
 def test_every_operator_has_axes() -> None:
     assert {op.value for op in Operator} <= set(AXES)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from xprofiler.profile import Profile, ProfileMetadata, Sample, TableKey
-from xprofiler.verdict import ERROR_LIMIT, SPREAD_LIMIT, judge
+from xprofiler.points import Kind, Point
+from xprofiler.profile import NOISE_LIMIT, Profile, ProfileMetadata, Sample, TableKey
+from xprofiler.profile_timing import MOST_NOISE, ProfileTiming
+from xprofiler.verdict import ERROR_LIMIT, SPREAD_LIMIT, judge, noise_words, noisy
 
 METADATA = ProfileMetadata(
     model="toy", model_shape="m", device="cpu", dtype="float32", ranks=1, threads_per_rank=1,
     kernels="k", libraries="torch 2")
+DECODE, REST = Point(Kind.DECODE, 9, 130), Point(Kind.REST, 260)
 
 
 def sample(x: float, *samples_s: float, y: float = 0.0) -> Sample:
@@ -53,10 +56,10 @@ def test_the_grade_is_the_share_of_points_whose_quartiles_lie_apart(
 
 def test_the_limit_of_the_spread_is_between_quartiles() -> None:
     half = SPREAD_LIMIT / 2
-    for share, noisy in ((0.98, 0), (1.02, 1)):
+    for share, count in ((0.98, 0), (1.02, 1)):
         width = share * half
         point = sample(1, 1 - 9 * width, 1 - width, 1.0, 1 + width, 1 + 9 * width)
-        assert judge(profile(head=[point])).noisy == noisy
+        assert judge(profile(head=[point])).noisy == count
 
 
 @pytest.mark.parametrize("name", ["embed", "kv_compaction"])
@@ -131,3 +134,42 @@ def test_a_single_sample_has_no_spread_that_is_known() -> None:
     got = judge(profile(layer_rest=one))
     assert got.grade == "usable" and "of 2 the spread is unknown" in got.sentence
     assert "0 of 2 points within" in got.sentence
+
+
+def wild(x: float, seconds: float, y: float = 0.0):
+    return sample(x, seconds, 2 * seconds, 4 * seconds, y=y)
+
+
+def test_what_disagrees_is_noisy_and_what_scatters_a_little_is_not() -> None:
+    calm = profile(layer_rest=[quiet(9, 1e-3), quiet(260, 2e-2)],
+                   decode_attention=[quiet(9, 1e-3, y=130)])
+    assert noisy(calm, 1, [DECODE, REST]) == [] and noise_words([]) is None
+    found = noisy(profile(layer_rest=[quiet(9, 1e-3), wild(260, 2e-2)],
+                          decode_attention=[wild(9, 1e-3, y=130)]), 1, [DECODE, REST])
+    assert [one.point for one in found] == [REST, DECODE], "the worst first"
+    words = noise_words(found)
+    assert words is not None and "2 sizes could not be timed well" in words
+    assert f"encoding 260 tokens in all ({found[0].apart:.0%})" in words
+    assert "decoding 9 queries of up to 130 tokens" in words
+
+
+def test_a_part_that_is_short_beside_the_rest_of_its_step_may_scatter() -> None:
+    small = profile(layer_rest=[quiet(9, 1e-2)], decode_attention=[wild(9, 1e-4, y=130)])
+    assert noisy(small, 1, [DECODE]) == []
+    alone = profile(decode_attention=[wild(9, 1e-2, y=130)])
+    assert noisy(alone, 1, [DECODE])[0].apart > NOISE_LIMIT
+    assert noisy(profile(decode_attention=[wild(9, 1e-5, y=130)]), 1, [DECODE]) == []
+
+
+@pytest.mark.parametrize(("points", "is_noisy"), [([quiet(1, 1.0), quiet(2, 2.0)], False),
+                                                  ([wild(1, 1.0), wild(2, 2.0)], True)])
+def test_no_more_than_a_tenth_of_noise_is_reckoned_with(points, is_noisy: bool) -> None:
+    timing = ProfileTiming(profile(layer_rest=points))
+    error = timing.table_errors()[TableKey("layer_rest")]
+    assert error.is_noisy == is_noisy and error.noise <= MOST_NOISE
+    assert (error.noise == MOST_NOISE) == is_noisy
+
+
+def test_a_loud_point_is_within_what_a_profile_is_left_at_or_measured_again() -> None:
+    assert loud(1, 1.0).spread > NOISE_LIMIT and loud(1, 1.0).is_noisy
+    assert not quiet(1, 1.0).is_noisy

@@ -4,16 +4,12 @@ open."""
 from dataclasses import replace
 
 from xgpt.app.opened import OpenedJob
-from xgpt.app.profile_identity import profile_metadata
 from xgpt.core.errors import wrong
 from xgpt.core.layout import Layout, laid_out, open_layouts
 from xgpt.core.local import usable_cores
 from xgpt.core.problem import Problem, resolve_cluster, resolve_weight_dtype
 from xgpt.launch.launcher import threads_per_rank
-from xprofiler.derived import Derived, derived
 from xprofiler.profile_file import load_profile
-from xprofiler.profile_timing import ProfileTiming
-from xprofiler.timing import TimingSource
 from xscheduler.sizes import sizes_of
 
 
@@ -73,14 +69,6 @@ def _on_size(opened: OpenedJob, devices: int) -> OpenedJob:
     job = replace(opened.job, run=replace(opened.job.run, ranks=devices))
     return replace(opened, job=job, problem=replace(
         opened.problem, cluster=resolve_cluster(job)))
-
-
-def derived_times(opened: OpenedJob, wide: TimingSource, narrow: TimingSource) -> Derived | None:
-    """A profile of the job's layout, from those of one rank and of a rank for each core; None where
-    these were not measured."""
-    if not (isinstance(wide, ProfileTiming) and isinstance(narrow, ProfileTiming)):
-        return None
-    return derived(narrow.profile, wide.profile, profile_metadata(opened.job, opened.problem))
 
 
 def _on(opened: OpenedJob, layout: Layout, *, is_one_of_many: bool = False) -> OpenedJob:

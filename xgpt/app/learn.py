@@ -8,7 +8,6 @@ disturbed one, or one that was slowed in its middle, says nothing of the machine
 import json
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -22,7 +21,6 @@ from xprofiler.cache import cached_profile_path, changing
 from xprofiler.profile import LearnedSteps, Profile
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import LEARNED_KEPT, ProfileTiming
-from xprofiler.starts import with_start
 from xprofiler.timing import TimingSource
 from xrunner.checkpoint.source import cache_dir
 from xrunner.io.beat import ToldStep
@@ -45,42 +43,26 @@ def learn(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     if others_share is not None and others_share >= NOTICEABLE_SHARE:
         return ()
     path = cached_profile_path(cache_dir() / "profiles", timing.profile.metadata)
-    if not path.is_file():  # derived from two others: there is none of this layout
+    if not path.is_file():
         return ()
     found = learned_of(opened, timing.profile, schedule, opened.job.output / "steps.jsonl")
     try:
-        return found if found and add(found, path, timing.profile.metadata.origin) else ()
+        if found:
+            add(found, path)
+        return found
     except OSError as error:  # the run is done, and stays so
         opened.tell.say(f"note: this run's steps are not added to the profile: {error}")
         return ()
 
 
-def learn_start(opened: OpenedJob, timing: TimingSource, start_s: float,
-                others_share: float | None) -> None:
-    """Adds what the ranks of a run took besides it to the profile of their layout, if nobody
-    disturbed them, and they were started as usual."""
-    if not (isinstance(timing, ProfileTiming) and opened.is_local and opened.job.profile is None
-            and (opened.standby is None or opened.standby.is_usual)):
-        return
-    path = cached_profile_path(cache_dir() / "profiles", timing.profile.metadata)
-    if path.is_file() and (others_share is None or others_share < NOTICEABLE_SHARE):
-        with suppress(OSError), changing(path.parent):  # what cannot be kept is not missed
-            known = load_profile(path)
-            save_profile(replace(known, starts_s=with_start(known.starts_s, start_s)), path)
-
-
-def add(found: Sequence[LearnedSteps], path: Path, origin: str) -> bool:
-    """Adds what a run took to the profile at `path`, after what others add at the same time.
-    Whether it is still one of that origin."""
+def add(found: Sequence[LearnedSteps], path: Path) -> None:
+    """Adds what a run took to the profile at `path`, after what others add at the same time."""
     with changing(path.parent):
         known = load_profile(path)
-        if known.metadata.origin != origin:
-            return False
         kept = [own for kind in KINDS for own in (
             *(own for own in known.learned if own.kind == kind),
             *(own for own in found if own.kind == kind))[-LEARNED_KEPT:]]
         save_profile(replace(known, learned=tuple(kept)), path)
-    return True
 
 
 def has_learned_since(timing: TimingSource) -> bool:

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from xgpt.app.profile_identity import profile_metadata
-from xgpt.app.profile_needs import SHARE, needs_of, own_sizes, share_of, work_of
-from xgpt.app.profile_worth import lacks
 from xgpt.app.stop import is_asked_to_stop
 from xgpt.app.telling import Teller, tell_share
 from xgpt.core.engines import OWN_ENGINE
@@ -25,31 +23,36 @@ from xgpt.core.job import Job
 from xgpt.core.layout import Layout
 from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xgpt.core.problem import Problem
-from xgpt.core.units import format_seconds
+from xgpt.core.units import DTYPE_BYTES, format_seconds
 from xgpt.launch.contention import LARGE_SHARE, Contention, in_words
 from xgpt.launch.launcher import Ahead, Launcher, RankProgram
 from xgpt.launch.leftovers import passing_folder
 from xgpt.launch.rows import launcher_of
 from xprofiler.cache import cached_profile_path
-from xprofiler.coarse import START_S, JobWork, coarse_points, coarse_words
-from xprofiler.noise import disturbed, disturbed_words, noise_words, noisy, worth_again
-from xprofiler.points import Needs, Point, missing, quick_points
+from xprofiler.points import OWN_TABLE, Kind, Needs, Point, lacking, missing, quick_points
 from xprofiler.profile import TRANSFER, Profile, ProfileMetadata
 from xprofiler.profile_file import load_profile
-from xprofiler.verdict import judge
+from xprofiler.verdict import (
+    disturbed,
+    disturbed_words,
+    judge,
+    noise_words,
+    noisy,
+    worth_again,
+)
 from xrunner.checkpoint.source import cache_dir
 from xrunner.engines.engine import Engine, engine_of, program_of
 from xrunner.io.lock import Taken, output_lock
 
 DEFAULT_BUDGET_S = 45.0
-# Measuring beyond the quick profile takes at most this share of a job's time, what went into the
-# profile before included; and is done where that is so many times as long as what did: less would
-# change little.
-_WORTH = 2.0
-QUICK_PATIENCE_S, PATIENCE_SHARE = 3.0, 0.2  # for others: of a quick profile, and of a budget
-_COARSER = 3  # a third of a quick profile's points: a third of the patience
+QUICK_PATIENCE_S, PATIENCE_SHARE = 2.0, 0.2  # for others: of a quick profile, and of a budget
 _LOOK_S = 0.2  # between looks whether another process has ended measuring
 _TELL_S = 60.0  # between two words of waiting for it
+# no more queries than decode steps are captured for (xrunner.rules.buckets)
+_GPU_NEEDS = Needs(input_tokens=2060, context_tokens=4120, queries=500, tokens=8240)
+_KV_SHARE = 4  # a decode step is measured with caches of at most this part of a rank's memory
+_LEAST_QUERIES = 9
+REACH = 2.0  # see `lacks`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,20 +72,16 @@ class WantedProfile:
     engine: Engine  # whose times
     program: Callable[[Path], tuple[str, ...]]  # starts its profiler on a request; (): as ours is
     engine_settings: Mapping[str, object]  # what that is told besides
-    job: JobWork | None  # None: one without end
-    share: float  # of the job's time, for measuring more than the least; infinite: all it may use
     captures: bool = True  # decode steps on GPUs, as a run of the job does
 
     def is_lacked_by(self, profile: Profile) -> bool:
         """Whether the profile has too little to plan with."""
-        return any(lacks(profile, degree, self.points, self.own,
-                         is_coarse=math.isfinite(self.share)) for degree in self.degrees)
+        return any(lacks(profile, degree, self.points, self.own) for degree in self.degrees)
 
     @property
     def points(self) -> list[Point]:
         """What is measured in any case."""
-        least = coarse_points if math.isfinite(self.share) else quick_points
-        return least(self.model, self.needs, self.own)
+        return quick_points(self.model, self.needs, self.own)
 
 
 def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = None,
@@ -111,8 +110,7 @@ def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = N
                          links=(cluster.intra_link.name, cluster.inter_link.name),
                          launcher=launcher_of(job, problem), standby=standby,
                          output=job.output, engine=engine,
-                         captures=job.run.cuda_graphs, job=work_of(problem),
-                         share=share_of(problem, engine),
+                         captures=job.run.cuda_graphs,
                          program=partial(program_of, job, engine.profiler),
                          engine_settings={
                              "model_dir": str(folder), "arguments": job.run.engine_args,
@@ -135,8 +133,7 @@ def local_profile(wanted: WantedProfile, tell: Teller, *, budget_s: float | None
 
 def quick_profile(wanted: WantedProfile, tell: Teller) -> Profile:
     """The cached profile; where it lacks sizes that this job needs, or has them with repeats that
-    disagree, or disturbed, these are measured briefly, each so often at most as `worth_again` says,
-    and as many between them as the job is long enough for.
+    disagree, or disturbed, these are measured briefly, each so often at most as `worth_again` says.
     Raises StoppedEarly as `local_profile`."""
     def is_enough(profile: Profile) -> bool:
         points = wanted.points
@@ -145,16 +142,12 @@ def quick_profile(wanted: WantedProfile, tell: Teller) -> Profile:
         if profile.learned:  # runs have told what its times are worth
             return True
         again = {degree: worth_again(profile, degree, points) for degree in wanted.degrees}
-        worst = max((own[0].apart for degree, own_points in again.items()
+        share = max((own[0].apart for degree, own_points in again.items()
                      if (own := disturbed(profile, degree, own_points))), default=0.0)
-        return not any(noisy(profile, degree, own) for degree, own in again.items()) and (
-            worst == 0.0 or _is_as_busy(worst))
+        # what is measured beside as much else is no better
+        return not any(again.values()) or (share > 0 and _is_as_busy(share))
 
-    is_coarse = math.isfinite(wanted.share)
-    session = _Measurement(
-        is_quick=True, is_coarse=is_coarse, why="the sizes that this job has" if not is_coarse else
-        f"a few sizes, and more of those that this job has as far as {wanted.share:.0%} of its "
-        "time goes")
+    session = _Measurement(is_quick=True, why="the sizes that this job has")
     return _profile(wanted, tell, session, is_enough)
 
 
@@ -167,27 +160,6 @@ def _is_as_busy(missing: float) -> bool:
     return share is not None and share >= min(missing, LARGE_SHARE)
 
 
-def refined_profile(wanted: WantedProfile, tell: Teller, most_s: float) -> Profile:
-    """The cached profile with those of the skeleton's points that it lacks, as many as there is
-    time for until `most_s` of measuring went into it in all. Raises StoppedEarly as
-    `local_profile`."""
-    session = _Measurement(skeleton_s=most_s, budget_s=min(most_s, DEFAULT_BUDGET_S),
-                           why="more sizes, as the job is long enough")
-    return _profile(wanted, tell, session, lambda profile: (
-        profile.spent_s >= most_s or _is_whole(profile, wanted)))
-
-
-def refining_s(profile: Profile, wanted: WantedProfile, job_s: float, *, layouts: int = 1) -> float:
-    """Seconds of measuring, in all, that a quick profile is worth for a job that takes `job_s`
-    (infinite: one without end), where so many layouts are to have as much; 0 where it is best left
-    as it is, or has the whole skeleton."""
-    if profile.learned:
-        return 0.0  # runs have told, and the next one adds to it
-    most_s = SHARE * job_s / layouts
-    is_worth_it = most_s >= _WORTH * (START_S + profile.spent_s)
-    return most_s if is_worth_it and not _is_whole(profile, wanted) else 0.0
-
-
 def _is_whole(profile: Profile, wanted: WantedProfile) -> bool:
     """Whether it has every point of the skeleton."""
     return not any(missing(profile, degree, wanted.needs) for degree in wanted.degrees)
@@ -198,8 +170,6 @@ class _Measurement(NamedTuple):
 
     why: str
     is_quick: bool = False
-    is_coarse: bool = False  # of a quick one, the least points and what the job is long enough for
-    skeleton_s: float = math.inf
     budget_s: float = 0.0
     again: bool = False  # anew, whatever is cached
 
@@ -207,7 +177,7 @@ class _Measurement(NamedTuple):
     def patience_s(self) -> float:
         """Seconds that may go on waiting for other programs, and on measuring again what they
         disturbed."""
-        return QUICK_PATIENCE_S / (_COARSER if self.is_coarse else 1) if self.is_quick else max(
+        return QUICK_PATIENCE_S if self.is_quick else max(
             QUICK_PATIENCE_S, PATIENCE_SHARE * min(self.budget_s, DEFAULT_BUDGET_S))
 
     @property
@@ -244,8 +214,8 @@ def _profile(wanted: WantedProfile, tell: Teller, session: _Measurement,
         _measure(wanted, target, session, tell, is_new=is_new)
         os.replace(target, path)  # `again`: what was there counts until its successor is whole
         profile = load_profile(path)
-    tell.say(f"profile: {format_seconds(profile.spent_s)} of measuring in all; " + "; ".join(
-        filter(None, (judge(profile).sentence, coarse_words(profile)))))
+    tell.say(f"profile: {format_seconds(profile.spent_s)} of measuring in all; "
+             f"{judge(profile).brief}")
     for warning in _warnings(profile, wanted, contention.others_share()):
         tell.say(f"profile: {warning}")
     return profile
@@ -253,7 +223,7 @@ def _profile(wanted: WantedProfile, tell: Teller, session: _Measurement,
 
 def _warnings(profile: Profile, wanted: WantedProfile, others_share: float | None) -> list[str]:
     """What is doubtful about what was just measured, and what to do about it."""
-    points = quick_points(wanted.model, wanted.needs, wanted.own)
+    points = wanted.points
     found = noise_words([one for degree in wanted.degrees
                          for one in noisy(profile, degree, points)])
     others = in_words(others_share)
@@ -279,8 +249,7 @@ def _sufficient(path: Path, is_enough: Callable[[Profile], bool], tell: Teller, 
     judgement = judge(profile)
     anew = "; `xgpt profile JOB --again` measures it anew, best on a quiet machine" if (
         judgement.grade == "noisy") else ""
-    tell.say(f"profile: from the cache, {profile.metadata.date}; " + "; ".join(
-        filter(None, (judgement.brief + anew, coarse_words(profile)))))
+    tell.say(f"profile: from the cache, {profile.metadata.date}; {judgement.brief}{anew}")
     return profile
 
 
@@ -348,11 +317,10 @@ def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: T
         request.write_text(json.dumps({
             "metadata": asdict(of), "model": asdict(wanted.model), "degrees": wanted.degrees,
             "refused": wanted.refused, "needs": asdict(wanted.needs), "own": asdict(wanted.own),
-            "job": {} if wanted.job is None else asdict(wanted.job), "share": wanted.share,
-            "is_quick": session.is_quick, "skeleton_s": session.skeleton_s,
-            "budget_s": session.budget_s, "patience_s": session.patience_s,
-            "captures": wanted.captures, "near": near, "far": far, "target": str(target),
-            "progress": str(progress), "stop": str(stop), "engine": dict(wanted.engine_settings)}),
+            "is_quick": session.is_quick, "budget_s": session.budget_s,
+            "patience_s": session.patience_s, "captures": wanted.captures, "near": near,
+            "far": far, "target": str(target), "progress": str(progress),
+            "stop": str(stop), "engine": dict(wanted.engine_settings)}),
             encoding="utf-8")
 
         def watch() -> None:
@@ -370,3 +338,51 @@ def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: T
             tell.end_progress()
         if stop.exists():
             raise StoppedEarly("stopped; what was measured is kept, and the same command goes on")
+
+
+def needs_of(problem: Problem, kv_layout: str = "auto") -> Needs:
+    """The job's own sizes where they are larger than usual ones. `kv_layout`: the job's wish; what
+    lies in blocks, as it does on GPUs by default, is copied for nobody."""
+    usual = Needs() if problem.cluster.device.kind == "cpu" else _GPU_NEEDS
+    inputs, outputs = problem.lengths.inputs.max, problem.lengths.outputs.max
+    context = max(usual.context_tokens, inputs + max(outputs, problem.default_max_tokens))
+    per_query = (problem.model.kv_elements_per_token_layer * DTYPE_BYTES[problem.dtype]
+                 * min(context, problem.model.max_positions or context)
+                 # a step of an encoder-decoder model is measured with as long a cache for its input
+                 * (2 if problem.model.is_encoder_decoder else 1))
+    room = problem.cluster.device.memory_bytes // _KV_SHARE // per_query
+    return Needs(input_tokens=max(usual.input_tokens, inputs), context_tokens=context,
+                 queries=max(min(usual.queries, room), _LEAST_QUERIES),
+                 tokens=max(usual.tokens, inputs),
+                 moves_rows=kv_layout == "rows" or problem.model.is_encoder_decoder or (
+                     problem.cluster.device.kind == "cpu")).within(problem.model)
+
+
+def own_sizes(problem: Problem, usual: Needs) -> Needs:
+    """The sizes of the job itself; `usual` where it does not say how many queries it has."""
+    lengths, count = problem.lengths, problem.num_queries
+    if any(problem.fixed.value_of(name) for name in ("encode_batch", "max_active")):
+        count = None  # it is planned for as many as these keep present, which may be more
+    inputs = lengths.inputs.max
+    return Needs(
+        input_tokens=inputs,
+        context_tokens=inputs + max(lengths.outputs.max, problem.default_max_tokens),
+        queries=usual.queries if count is None else min(max(count, 1), usual.queries),
+        tokens=usual.tokens if count is None else max(
+            min(math.ceil(count * lengths.inputs.mean), usual.tokens), inputs))
+
+
+def lacks(profile: Profile, degree: int, points: Sequence[Point], own: Needs) -> bool:
+    """Whether a job of these points has larger sizes than the profile; of one that runs have added
+    to, than REACH times its largest: it says how far its lines go on, and the next run adds what it
+    sees there. `own`: the job's own sizes, which count where points lie beyond them."""
+    reach = REACH if profile.learned else 1.0
+    most = {Kind.DECODE: (own.queries, own.context_tokens), Kind.REST: (own.tokens, 0),
+            Kind.CROSS: (own.queries, own.input_tokens), Kind.COMPACTION: (0, own.context_tokens)}
+    for point in lacking(profile, degree, points):
+        table = profile.table(OWN_TABLE[point.kind].value, degree)
+        x, y = most.get(point.kind, (own.input_tokens, point.y))
+        if not table or min(point.x, x) > reach * max(one.x for one in table) or (
+                min(point.y, y) > reach * max(max(one.y for one in table), 1)):
+            return True
+    return False

@@ -2,14 +2,14 @@
 by the one planner there is."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import gt
 
-from xgpt.app.laid_out import derived_times, is_sized, layout_of, on_open_layouts, on_ranks
+from xgpt.app.laid_out import is_sized, layout_of, on_open_layouts, on_ranks
 from xgpt.app.opened import OpenedJob
 from xgpt.app.telling import told_while
-from xgpt.app.timing import is_timed, refined_timing, timing_cost_s, timing_of
+from xgpt.app.timing import timing_cost_s, timing_of
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
 from xgpt.core.job import Job
 from xgpt.core.layout import Layout
@@ -24,12 +24,10 @@ from xgpt.report.table import (
     stage_table,
 )
 from xgpt.report.words import counted
-from xprofiler.derived import Derived
-from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
 from xscheduler.evaluator import Evaluator
-from xscheduler.layouts import LaidOut, LayoutComparison
+from xscheduler.layouts import LaidOut, compared
 from xscheduler.planner import Horizon, Planner, PlanOptions
 from xscheduler.sizes import SizeSearch, Spent, spent
 from xscheduler.watch import Watch
@@ -66,7 +64,7 @@ class Plan:
 
 class JobPlanner:
     """Plans of one job under one latency bound after the other, over the layouts of this machine's
-    cores that it leaves open."""
+    cores, or the sizes of its cluster, that it leaves open."""
 
     def __init__(self, opened: OpenedJob, options: PlanOptions | None = None,
                  timing: TimingSource | None = None) -> None:
@@ -77,35 +75,32 @@ class JobPlanner:
         self._options = options or PlanOptions(horizon=default_horizon(opened.job))
         self._watch = Watch(self._options.max_seconds or opened.job.max_search_s)
         self._jobs = {layout_of(opened): opened} if timing is not None else on_open_layouts(opened)
-        self._derived: dict[Layout, Derived] = {}
-        self._is_given = timing is not None
         if timing is None:
             _refuse_without_room(tuple(self._jobs.values()))
-        self._refined: set[Layout] = set()  # or not worth it: asked once
-        self._rough: dict[Layout, Planner] = {}  # without margins, by few replays
-        self._planners = {layout: self._planner(layout, times) for layout, times in (
-            dict.fromkeys(self._jobs, timing) if timing is not None else self._times()).items()}
+        self._planners: dict[tuple[Layout, bool], Planner] = {}  # of a layout, rough or in full
+        layouts = [*self._jobs]
+        if is_sized(opened.problem):  # parts of a cluster have its own times
+            timing = timing or timing_of(self._jobs[layouts[-1]])
+        for layout in layouts if is_sized(opened.problem) else layouts[:1]:
+            self._planner(layout, timing)
 
     def plan(self, latency_bound_s: float | None = None) -> Plan:
-        """The best of any layout under the bound (by default the job's), by times that are measured
-        for as long as the job is worth it. Raises InfeasibleError, and InputError for what no
-        layout can hold."""
+        """The best of any layout under the bound (by default the job's). Raises InfeasibleError,
+        and InputError for what no layout can hold."""
         self._watch.reset()
-        if len(self._jobs) > 1 and is_sized(next(iter(self._jobs.values())).problem):
+        wide, *others = self._jobs
+        if others and is_sized(self._jobs[wide].problem):
             return self._on_best_size(latency_bound_s)
-        tried: dict[Layout, LaidOut] = {}
-        for layout in self._jobs:  # of one that is behind, its place is enough
-            if layout not in self._planners and not self._is_worth_timing(tried):
-                break
-            tried[layout] = self._tried(layout, latency_bound_s, is_rough=any(
-                isinstance(one.planned, Schedule) for one in tried.values()))
-        compared = self._compared(tried)
-        while new := (self._measured(compared.undecided()) or self._roughly_best(compared)
-                      or self._improved(compared)):
-            for layout in new:
-                tried[layout] = self._tried(layout, latency_bound_s)
-            compared = self._compared(tried)
-        schedule, best = compared.chosen(), compared.best
+        is_steady = self._options.horizon == "steady"
+        tried = [self._tried(wide, latency_bound_s)]
+        if others and self._is_worth_timing(others[0], tried[0], is_steady=is_steady):
+            # of one that is behind, its place is enough
+            tried.append(self._tried(others[0], latency_bound_s,
+                                     is_rough=isinstance(tried[0].planned, Schedule)))
+            if tried[1].is_rough and compared(tried, is_steady=is_steady).may_be_best(tried[1]):
+                tried[1] = self._tried(others[0], latency_bound_s)
+        found = compared(tried, is_steady=is_steady)
+        schedule, best = found.chosen(), found.best
         if self._watch.has_cut:
             self._jobs[best.layout].tell.say(
                 f"note: the search was ended after {format_seconds(self._watch.seconds)}, as asked "
@@ -124,14 +119,14 @@ class JobPlanner:
             return one.planned
 
         def takes(size: int, schedule: Schedule) -> Spent:
-            planner = self._planners[layouts[size]]
+            planner = self._planner(layouts[size])
             return spent(planner.problem, schedule, Evaluator(planner.problem, planner.timing))
 
         search, sizes = SizeSearch(plan=planned, spent=takes), sorted(layouts)
         best = search.choose(self._objective, sizes)
         layout = layouts[best]
         return Plan(schedule=search.told(self._objective, best, sizes),
-                    opened=self._jobs[layout], timing=self._planners[layout].timing,
+                    opened=self._jobs[layout], timing=self._planner(layout).timing,
                     horizon=self._options.horizon)
 
     def of(self, plan: Plan | None) -> tuple[OpenedJob, Planner]:
@@ -139,113 +134,53 @@ class JobPlanner:
         it there."""
         layout = next(layout for layout, job in self._jobs.items()
                       if plan is None or job is plan.opened)
-        return self._jobs[layout], self._planners[layout]
+        return self._jobs[layout], self._planner(layout)
 
     @property
     def times(self) -> tuple[TimingSource, ...]:
         """What it plans with, on each layout, for as many plans as are asked for."""
-        self._time_others()
-        return tuple(planner.timing for planner in self._planners.values())
+        return tuple(self._planner(layout).timing for layout in self._jobs)
 
-    def _is_worth_timing(self, tried: Mapping[Layout, LaidOut]) -> bool:
-        """Whether the layouts that are not timed yet are: where they have been, where none yet has
-        a schedule, or where the job is long enough for what they may bring. Then they all are."""
-        compared, (wide, *_, narrow) = self._compared(tried), self._jobs
-        job, of = self._jobs[narrow], self._planners[wide].timing
-        if compared.has_schedule and not is_timed(job):
-            job_s, cost_s = compared.seconds(compared.best), timing_cost_s(self._jobs[wide], of)
-            if job_s * LAYOUT_GAIN * math.log2(narrow.ranks / wide.ranks) < cost_s:
-                self._jobs[wide].tell.say(
-                    f"layout: {wide.words}; no other is timed, which would take about "
-                    f"{format_seconds(cost_s)}: more than it may save a job of "
-                    f"{format_seconds(job_s)} (`--set run.ranks={narrow.ranks}` names another)")
-                return False
-        self._time_others()
-        return True
+    def _is_worth_timing(self, layout: Layout, first: LaidOut, *, is_steady: bool) -> bool:
+        """Whether to plan on this layout, too: where it has been timed, where the first has no
+        schedule, or where the job is long enough for what it may bring."""
+        cost_s = 0.0 if (layout, False) in self._planners else timing_cost_s(
+            self._jobs[layout], first.timing)
+        if not cost_s or not isinstance(first.planned, Schedule):
+            return True
+        job_s = compared([first], is_steady=is_steady).seconds(first)
+        if job_s * LAYOUT_GAIN * math.log2(layout.ranks / first.layout.ranks) >= cost_s:
+            return True
+        self._jobs[layout].tell.say(
+            f"layout: {first.layout.words}; {layout.words} is not timed, which would take about "
+            f"{format_seconds(cost_s)}: more than it may save a job of {format_seconds(job_s)} "
+            f"(`--set run.ranks={layout.ranks}` names it)")
+        return False
 
-    def _time_others(self) -> None:
-        """Of all layouts that are not timed yet."""
-        wide = self._planners[next(iter(self._jobs))].timing
-        if len(self._planners) < len(self._jobs):
-            for layout, times in self._other_times(wide).items():
-                self._planners[layout] = self._planner(layout, times)
-
-    def _measured(self, undecided: Sequence[LaidOut]) -> list[Layout]:
-        """Measures layouts whose times were derived; returns them."""
-        for one in undecided:
-            self._planners[one.layout] = self._planner(
-                one.layout, timing_of(self._jobs[one.layout]))
-            self._derived.pop(one.layout, None)
-        return [one.layout for one in undecided]
-
-    def _roughly_best(self, compared: LayoutComparison) -> list[Layout]:
-        """Layouts that may be the best, and were planned roughly."""
-        return [one.layout for one in compared.contenders() if one.is_rough] if (
-            compared.has_schedule) else []
-
-    def _improved(self, compared: LayoutComparison) -> list[Layout]:
-        """Measures more of the layouts that may be the best, where the job is long enough for it;
-        returns those that have new times."""
-        if self._is_given or not compared.has_schedule:
-            return []
-        contenders, job_s = compared.contenders(), compared.seconds(compared.best)
-        improved = []
-        for one in contenders:
-            if one.layout in self._refined:
-                continue
-            self._refined.add(one.layout)
-            times = refined_timing(self._jobs[one.layout], one.timing, job_s,
-                                   layouts=len(contenders))
-            if times is not None:
-                self._planners[one.layout] = self._planner(one.layout, times)
-                improved.append(one.layout)
-        return improved
-
-    def _compared(self, tried: Mapping[Layout, LaidOut]) -> LayoutComparison:
-        return LayoutComparison(tuple(tried.values()), is_steady=self._options.horizon == "steady")
-
-    def _planner(self, layout: Layout, timing: TimingSource) -> Planner:
-        self._rough.pop(layout, None)  # of other times
-        return planner_of(self._jobs[layout], timing, self._options, self._watch)
+    def _planner(self, layout: Layout, timing: TimingSource | None = None, *,
+                 is_rough: bool = False) -> Planner:
+        """What plans on this layout; `timing`: its times, else they are measured. `is_rough`:
+        without margins, by few replays."""
+        if (layout, is_rough) not in self._planners:
+            job, options = self._jobs[layout], self._options
+            if is_rough:
+                timing = self._planner(layout).timing
+                options = replace(options, has_margin=False, is_brief=True, is_rough=True)
+            self._planners[layout, is_rough] = planner_of(
+                job, timing or timing_of(job), options, self._watch)
+        return self._planners[layout, is_rough]
 
     def _tried(self, layout: Layout, latency_bound_s: float | None, *,
                is_rough: bool = False) -> LaidOut:
-        planner, known = self._planners[layout], self._derived.get(layout)
-        if is_rough:
-            if layout not in self._rough:
-                self._rough[layout] = planner_of(self._jobs[layout], planner.timing, replace(
-                    self._options, has_margin=False, is_brief=True, is_rough=True), self._watch)
-            planner = self._rough[layout]
+        planner = self._planner(layout, is_rough=is_rough)
         try:
             with self._watch, told_while(self._jobs[layout].tell, "finding the best schedule",
                                          lambda: self._watch.words):
                 planned: Schedule | XgptError = planner.plan(latency_bound_s)
         except (InfeasibleError, InputError) as refusal:
             planned = refusal
-        one = LaidOut(layout=layout, problem=planner.problem, timing=planner.timing,
-                      planned=planned, is_rough=is_rough)
-        return one if known is None else replace(
-            one, derived=known.profile.metadata.origin, derived_error=known.error)
-
-    def _times(self) -> dict[Layout, TimingSource]:
-        """Measured where the ranks are fewest: of other layouts where the job is worth it. Parts
-        of a cluster have its own times."""
-        wide, narrow = next(iter(self._jobs)), next(reversed(self._jobs))
-        if is_sized(self._jobs[narrow].problem):
-            return dict.fromkeys(self._jobs, timing_of(self._jobs[narrow]))
-        return {wide: timing_of(self._jobs[wide])}
-
-    def _other_times(self, wide: TimingSource) -> dict[Layout, TimingSource]:
-        """Measured where the ranks are most; of layouts between derived from that and `wide`."""
-        _, *between, narrow = self._jobs
-        times = {narrow: timing_of(self._jobs[narrow])}
-        for layout in between:
-            derived = derived_times(self._jobs[layout], wide, times[narrow])
-            if derived is None:
-                times[layout] = timing_of(self._jobs[layout])
-            else:
-                self._derived[layout], times[layout] = derived, ProfileTiming(derived.profile)
-        return times
+        return LaidOut(layout=layout, problem=planner.problem, timing=planner.timing,
+                       planned=planned, is_rough=is_rough)
 
 
 def _refuse_without_room(jobs: Sequence[OpenedJob]) -> None:

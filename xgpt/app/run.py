@@ -19,7 +19,7 @@ from xgpt.app.deaths import Leg, run_through
 from xgpt.app.finished import asked_of
 from xgpt.app.guard import Guard
 from xgpt.app.laid_out import on_ranks
-from xgpt.app.learn import learn, learn_start
+from xgpt.app.learn import learn
 from xgpt.app.messages import end_kept
 from xgpt.app.metrics import write_metrics
 from xgpt.app.no_answer import refuse_no_answer
@@ -211,7 +211,7 @@ def execute_locked(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
             rescheduler.decisions, measured["changes"]))
     result = {**metrics, **kept(opened.job)}
     if measured["state"] == "done":
-        _learn(opened, timing, schedule, start_s, others_share)
+        _learn(opened, timing, schedule, others_share)
         refuse_no_answer(output / RESULTS_FILE, result)
     if measured["state"] == "stopped":
         held = measured["queries_held"]
@@ -223,12 +223,9 @@ def execute_locked(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
     return result
 
 
-def _learn(opened: OpenedJob, timing: TimingSource, schedule: Schedule, start_s: float | None,
+def _learn(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
            others_share: float | None) -> None:
-    """Adds what a whole run took to the profile. `start_s`: besides it; None where that is not
-    known."""
-    if start_s is not None:
-        learn_start(opened, timing, start_s, others_share)
+    """Adds what a whole run took to the profile."""
     if engine_of(opened.job).tells_steps and (
             learned := learn(opened, timing, schedule, others_share)):
         opened.tell.say("profile: this run's steps are added to it, " + ", ".join(

@@ -3,19 +3,14 @@
 from contextlib import suppress
 from pathlib import Path
 
-from xgpt.app.local_profile import (
-    quick_profile,
-    refined_profile,
-    refining_s,
-    wanted_profile,
-)
+from xgpt.app.local_profile import quick_profile, wanted_profile
 from xgpt.app.opened import OpenedJob
 from xgpt.app.profile_identity import profile_metadata, why_no_operators
-from xgpt.app.profile_worth import quick_cost_s
 from xgpt.app.telling import told_while
 from xgpt.core.errors import InputError, Mistake, XgptError
 from xgpt.core.local import why_no_torch
 from xprofiler.cache import cached_profile_path
+from xprofiler.points import OWN_TABLE
 from xprofiler.profile import match
 from xprofiler.profile_file import load_profile
 from xprofiler.profile_timing import ProfileTiming
@@ -24,6 +19,9 @@ from xprofiler.timing import TimingSource
 from xprofiler.verdict import judge
 from xrunner.checkpoint.source import cache_dir, model_at_hand
 from xrunner.engines.engine import engine_of
+
+START_S = 1.5  # of ranks that measure, which import torch
+_TIMED = frozenset(operator.value for operator in OWN_TABLE.values())
 
 
 def timing_of(opened: OpenedJob) -> TimingSource:
@@ -54,38 +52,18 @@ def timing_of(opened: OpenedJob) -> TimingSource:
     return roofline
 
 
-def refined_timing(opened: OpenedJob, timing: TimingSource, job_s: float, *,
-                   layouts: int = 1) -> TimingSource | None:
-    """Better times than `timing`, which is `timing_of` this job, where so long a job is worth
-    measuring more for (`layouts`: on so many); None where it is not."""
-    if not (isinstance(timing, ProfileTiming) and opened.is_local and opened.job.profile is None):
-        return None
-    folder = _folder_of(opened)
-    wanted = wanted_profile(opened.job, opened.problem, folder=folder, standby=opened.standby)
-    most_s = refining_s(timing.profile, wanted, job_s, layouts=layouts)
-    return ProfileTiming(refined_profile(wanted, opened.tell, most_s)) if most_s else None
-
-
-def is_timed(opened: OpenedJob) -> bool:
-    """Whether `timing_of` this job measures nothing for want of points."""
-    if opened.job.profile is not None or not opened.is_local or (
-            why_no_torch(opened.problem.cluster.device.kind) is not None):
-        return True
-    wanted = wanted_profile(opened.job, opened.problem, folder=_folder_of(opened))
-    try:
-        profile = load_profile(cached_profile_path(cache_dir() / "profiles", wanted.metadata))
-    except InputError:
-        return False
-    return not wanted.is_lacked_by(profile)
-
-
-def timing_cost_s(opened: OpenedJob, timing: TimingSource) -> float:
-    """About what it takes to time this job on another layout of the cores: as long for each point
-    as `timing`, its times on one, took; 0 where they were not measured."""
-    if not isinstance(timing, ProfileTiming):
+def timing_cost_s(opened: OpenedJob, like: TimingSource) -> float:
+    """About what it takes to measure what `timing_of` this job lacks: as long for each point as
+    `like`, its times on another layout of the cores, took; 0 where it lacks nothing."""
+    if not (isinstance(like, ProfileTiming) and opened.is_local and opened.job.profile is None):
         return 0.0
     wanted = wanted_profile(opened.job, opened.problem, folder=_folder_of(opened))
-    return quick_cost_s(timing.profile, wanted.degrees, wanted.points)
+    with suppress(InputError):
+        if not wanted.is_lacked_by(load_profile(
+                cached_profile_path(cache_dir() / "profiles", wanted.metadata))):
+            return 0.0
+    known = sum(len(points) for key, points in like.profile.tables.items() if key.name in _TIMED)
+    return START_S + like.profile.spent_s * len(wanted.points) * len(wanted.degrees) / max(known, 1)
 
 
 def _folder_of(opened: OpenedJob) -> Path | None:

@@ -32,8 +32,9 @@ def layouts(cores: int) -> tuple[Layout, ...]:
 
 
 def open_layouts(job: Job) -> tuple[Layout, ...]:
-    """The layouts that a job leaves open: none where it names its ranks, is not for this machine's
-    cores alone, or is another engine's. Threads that it names leave one."""
+    """The layouts that a job leaves open: those of the fewest and of the most ranks that it allows;
+    none where it names its ranks, is not for this machine's cores alone, or is another engine's.
+    Threads that it names leave one."""
     run = job.run
     if job.cluster != LOCAL_CLUSTER or run.ranks is not None or run.hosts or (
             run.engine != OWN_ENGINE and run.engine not in ONE_PROCESS) or gpus_here():
@@ -45,7 +46,8 @@ def open_layouts(job: Job) -> tuple[Layout, ...]:
         ranks = min(max(cores // run.threads_per_rank, 1), MAX_DEFAULT_WORKERS)
         return (Layout(ranks, run.threads_per_rank),)
     least, most = job.schedule.replicas or 1, job.constraint.max_gpus or cores
-    return tuple(layout for layout in layouts(cores) if least <= layout.ranks <= most)
+    allowed = [layout for layout in layouts(cores) if least <= layout.ranks <= most]
+    return (*allowed[:1], *allowed[1:][-1:])
 
 
 def laid_out(job: Job, layout: Layout) -> Job:

@@ -1,7 +1,7 @@
 """Normal distributions: chances, quantiles of mixtures, and the parent of a truncated one.
 
-Without scipy, as far as it goes: to import what would be used of it takes a third of a second,
-which is a good part of what a short job is planned in."""
+Without scipy: to import what would be used of it takes a third of a second, which is a good part of
+what a short job is planned in."""
 
 import math
 from collections.abc import Callable
@@ -17,8 +17,8 @@ _FAR = -30.0  # below it the tail is a series; above it erfc is far from underfl
 _TERMS = 10  # of the series: the last is less than 1e-18 of the sum at _FAR
 _REACH = 9  # standard deviations: what a normal has beyond them is lost in a float's rounding
 _NEAR = 2e-12  # a quantile is found this exactly
-_MET, _EXISTS = 1e-12, 1e-6  # parts of the maximum by which a parent's moments may miss
-_WIDEST = 1 / math.sqrt(12)  # standard deviation of the uniform, in parts of the maximum
+_MET = 1e-12  # parts of the maximum by which a parent's moments may miss
+_WIDEST = 1 / math.sqrt(12) + 1e-5  # the uniform's standard deviation, in such parts, and a little
 _INVERSE = NormalDist().inv_cdf
 _STEP, _MOST_STEPS, _MOST_HALVINGS = 1e-6, 60, 20  # of differences; of Newton's method
 # of a parent: its location in parts of the maximum, and the logarithm of its scale in such parts
@@ -60,7 +60,7 @@ def truncated_parent(mean: float, std: float, maximum: int) -> tuple[float, floa
     where none has."""
     # The density of such a normal has a concave logarithm: on (0, maximum] it spreads no further
     # than the uniform does, and there is nothing to look for.
-    if std > (_WIDEST + 10 * _EXISTS) * maximum:
+    if std > _WIDEST * maximum:
         return None
 
     def missed(x: Vector) -> Vector:
@@ -70,8 +70,6 @@ def truncated_parent(mean: float, std: float, maximum: int) -> tuple[float, floa
 
     with np.errstate(all="ignore"):
         x = _by_newton(missed, np.clip([mean / maximum, np.log(std / maximum)], _LOWER, _UPPER))
-        if x is None:  # there is none, as a rule
-            x = _by_least_squares(missed, mean / maximum, std / maximum)
     return None if x is None else (float(x[0] * maximum), float(np.exp(x[1]) * maximum))
 
 
@@ -94,20 +92,6 @@ def _by_newton(missed: Callable[[Vector], Vector], x: Vector) -> Vector | None:
             break
         x, error = tried, error_there
     return x if np.abs(error).max() < _MET else None
-
-
-def _by_least_squares(missed: Callable[[Vector], Vector], mean: float, std: float) -> Vector | None:
-    """Where `missed` is next to nothing, found from several starts; None where nothing is."""
-    from scipy import optimize  # here, as the head of this file says
-
-    best = None
-    for start_scale in (1.0, 3.0, 0.5):
-        start = np.clip([mean, np.log(start_scale * std)], _LOWER, _UPPER)
-        fit = optimize.least_squares(missed, start, xtol=1e-14, ftol=1e-14, gtol=1e-14,
-                                     bounds=(_LOWER, _UPPER))
-        if np.isfinite(fit.cost) and (best is None or fit.cost < best.cost):
-            best = fit
-    return None if best is None or np.abs(best.fun).max() > _EXISTS else np.asarray(best.x)
 
 
 def _truncated_moments(location: float, scale: float, maximum: float) -> tuple[float, float]:

@@ -7,7 +7,6 @@ from typing import NamedTuple, TypeVar
 from xgpt.core.units import DTYPE_BYTES, format_bytes, format_seconds
 from xgpt.report.table import fact, paragraph, table
 from xgpt.report.words import clean, counted
-from xprofiler.coarse import coarse_words
 from xprofiler.points import left_out
 from xprofiler.profile import DISTURBED_LIMIT, STEP_OVERHEAD, Profile, Sample, TableKey
 from xprofiler.profile_file import AXES
@@ -92,12 +91,10 @@ def profile_facts(profile: Profile) -> list[tuple[str, str]]:
 
 def _extent(profile: Profile) -> str:
     """What a profile that was measured briefly leaves out; empty for a whole one."""
-    if few := coarse_words(profile):
-        return few + "; jobs that are long enough add more, or `xgpt profile JOB.yaml`"
     count = sum(len(left_out(profile, degree)) for degree in profile.tp_degrees)
     return "" if not count else (
         f"measured briefly, at the sizes that a job had: {counted(count, 'point')} between them "
-        "are left out, which jobs that are long enough add, or `xgpt profile JOB.yaml`")
+        "are left out, which `xgpt profile JOB.yaml` adds")
 
 
 def _age(profile: Profile) -> str:

@@ -19,7 +19,7 @@ from xgpt.report import words
 from xgpt.report.figures import comparisons, lost_to, lost_to_bound, percent, plain
 from xgpt.report.output import number, text_at
 from xgpt.report.policy_words import controls_line
-from xscheduler.layouts import LAYOUT_NOTE, LAYOUT_ROW
+from xscheduler.layouts import LAYOUT_NOTE
 from xscheduler.sizes import SIZE_ROW
 
 WIDTH = 80  # of what is written to a file or a pipe, and at most on a terminal
@@ -92,8 +92,7 @@ def choice_table(schedule: Schedule) -> str:
     """Why it was chosen, the best of each other policy and degree, and what the bound excluded."""
     facts = [("why" if index == 0 else "", sentence)
              for index, sentence in enumerate(schedule.explanation)]
-    facts += [(_label(row, schedule), _alternative(row, schedule)) for row in schedule.rejected
-              if not row.label.startswith(LAYOUT_ROW)]  # they stand in the first table
+    facts += [(_label(row, schedule), _alternative(row, schedule)) for row in schedule.rejected]
     return "\n".join(fact(label, text) for label, text in facts)
 
 

@@ -30,7 +30,6 @@ class Recorder:
         self._tries = {(key, p.x, p.y): p.tries for key, points in profile.tables.items()
                        for p in points}
         self._tried: set[tuple[TableKey, float, float]] = set()  # anew, in this session
-        self._touched: set[tuple[TableKey, float, float]] = set()  # of the group under way
 
     def has(self, point: Point, degree: int) -> bool:
         """Whether the point was measured, here or in the profile given."""
@@ -61,7 +60,6 @@ class Recorder:
         places, new = self._tables.setdefault(key, {}), list(samples_s)
         known, mark = places.setdefault((x, y), []), (date.today().isoformat(), missing)
         before = self._marks.get((key, x, y), ("", 0.0))
-        self._touched.add((key, x, y))
         is_either = max(missing, before[1]) > DISTURBED_LIMIT
         if known and (is_either or _sample(x, y, known).is_noisy):
             self._tried.add((key, x, y))
@@ -74,18 +72,6 @@ class Recorder:
         else:
             known.extend(new)
             self._marks[key, x, y] = (mark[0], max(missing, before[1]))
-
-    def end_group(self, missing: float) -> None:
-        """Of the points added since the last group's end so much of the machine was missing, if
-        that is more than each was known to lack."""
-        for place in self._touched:
-            day, known = self._marks.get(place, ("", 0.0))
-            self._marks[place] = day, max(known, missing)
-        self._touched.clear()
-
-    def forget_runs(self) -> None:
-        """What runs took since, against times that are about to change."""
-        self._profile = replace(self._profile, learned=())
 
     def add_network(self, tables: Mapping[TableKey, tuple[Sample, ...]]) -> None:
         for key, points in tables.items():

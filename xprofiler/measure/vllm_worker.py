@@ -29,7 +29,6 @@ _FILLED = {"kv_connector": "FilledCache", "kv_role": "kv_both",
 class _OfVllm(Measuring):
     """The points of a profile, by a vLLM engine core."""
 
-    beside = " beside vllm"  # which binds threads to cores
     _core: EngineCore | None = None
 
     def bench_of(self, degree: int) -> Any:

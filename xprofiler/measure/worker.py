@@ -10,7 +10,6 @@ if __name__ == "__main__":  # before what takes seconds to import
     begin_rank()
 
 import json
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -23,7 +22,6 @@ import torch
 from xgpt.core.errors import XgptError
 from xgpt.core.lifeline import all_imported
 from xgpt.core.model import ModelSpec, model_from_dict
-from xprofiler.coarse import by_worth, coarse_points, left_to_shape
 from xprofiler.measure.bench import (
     DRAWN,
     GREEDY,
@@ -33,23 +31,15 @@ from xprofiler.measure.bench import (
     ordinary_inputs,
     ragged,
 )
-from xprofiler.measure.budget import (
-    LEAST_LAYERS,
-    Budget,
-    effort,
-    quick_effort,
-    rows_layers,
-)
 from xprofiler.measure.captured import Capturing
 from xprofiler.measure.clock import measure_peaks
-from xprofiler.measure.disturbance import Calibration, Disturbance
+from xprofiler.measure.disturbance import Disturbance
 from xprofiler.measure.encoder_decoder import EncoderDecoderBench
 from xprofiler.measure.host import head_overhead
 from xprofiler.measure.network import Subject, measure_network, places
 from xprofiler.measure.ranks import Ranks, connect, own_device
 from xprofiler.measure.recorder import Recorder
 from xprofiler.measure.sums import Bench
-from xprofiler.noise import worth_again
 from xprofiler.points import Kind, Needs, Point, quick_points, refinement, skeleton
 from xprofiler.profile import (
     ALL_REDUCE,
@@ -61,6 +51,7 @@ from xprofiler.profile import (
 )
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.timing import Operator
+from xprofiler.verdict import worth_again
 from xrunner.devices import has_own_gpu_each
 from xrunner.engine.graphs import CudaCapture
 
@@ -73,7 +64,8 @@ _ATTENTION_LAYERS = 2  # of a step that is taken for its attention alone
 # Of a quick profile: the bench's weights, which are to be read from memory in every step; at most
 # so much memory for a decode step's caches (to get it takes longer than the step).
 _QUICK_WEIGHT_BYTES, _QUICK_KV_BYTES = 2**26, 2**28
-_GROUP = 8  # points between two calibrations
+_LEAST_LAYERS, _MOST_LAYERS = 2, 6  # of a quick profile's steps
+_QUICK_ROWS = 4200  # rows times layers of an encode step that is taken for its rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,20 +79,13 @@ class MeasureRequest:
     needs: dict[str, Any]
     own: dict[str, Any]  # sizes of the job itself
     is_quick: bool  # the points of a quick profile, each as briefly as will do
-    # Seconds of measuring after which the skeleton's points, and then those between them, are left
-    # for another session; those of earlier sessions count.
-    skeleton_s: float
-    budget_s: float
+    budget_s: float  # of measuring, after which no more points are added between the skeleton's
     patience_s: float  # for other programs: waiting for them, measuring again what they disturbed
     near: str  # names of the links inside a node and between nodes
     far: str
     target: str
     progress: str
     stop: str
-    # What the job has to do (xprofiler.coarse.JobWork), and the share of its time that a quick
-    # profile may take where it measures more than a coarse one has; infinite: all of its points.
-    job: dict[str, int] = field(default_factory=dict)
-    share: float = math.inf
     captures: bool = True  # decode steps on GPUs, where a run captures them
     # of another engine: its folder of the model, its own arguments, on which kind of device
     engine: dict[str, Any] = field(default_factory=dict)
@@ -117,10 +102,7 @@ def main(arguments: list[str]) -> int:
 
 
 class Measuring:
-    """The ranks' common course through the points. `beside`: what else is in the process and
-    changes how long a calibration takes, which is then compared with its like alone."""
-
-    beside = ""
+    """The ranks' common course through the points."""
 
     def __init__(self, request: MeasureRequest, ranks: Ranks) -> None:
         self.request, self._ranks = request, ranks
@@ -137,43 +119,30 @@ class Measuring:
         self._sampling = DRAWN if metadata.sampling == "drawn" else GREEDY
         self.begin_s = self._saved_s = time.monotonic()
         self._host_s: list[float] = []
-        self._effort = quick_effort if request.is_quick else effort
-        self._left = 0.0  # work of the skeleton still to do (_effort)
-        self._least: set[Point] = set()  # points that are measured whatever they take
-        self._budget = Budget(request.share, request.job, spec)  # for the others
+        self._left = 0.0  # work of the skeleton still to do
         is_cpu = self._device.type == "cpu"
         # as a run does: not where ranks share a GPU, whose memory is planned
         self._captures = request.captures and self._device.type == "cuda" and (
             ranks.world is None or has_own_gpu_each(ranks.world, self._device))
         self._watch = Disturbance(ranks, request.patience_s) if is_cpu else None
-        self._calibration = Calibration(
-            ranks, target.parent, _like(metadata) + self.beside) if is_cpu else None
-        self._in_group, self._slowed = 0, 1.0
 
     def run(self) -> None:
         if self._known.peaks is None and not self.request.is_quick:
             self._measure_peaks()
         self._host_s = self._ranks.together(head_overhead)
         self.add_network()
-        points, self._least = _points(self.request, self._spec)
-        degrees = self.request.degrees
+        points, degrees = _points(self.request, self._spec), self.request.degrees
         again = {d: worth_again(self._known, d, points) for d in degrees}
         todo = [(d, p) for d in degrees for p in points
                 if not self._recorder.has(p, d) or p in again[d]]
-        if todo and any(left_to_shape(self._known, degree) for degree in degrees):
-            # what runs took against a coarse profile says nothing of one that knows more
-            self._known = replace(self._known, learned=())
-            self._recorder.forget_runs()
-        self._total = self._left = sum(self._effort(p) for _, p in todo if p in self._least)
-        self._worked_s = self._done = 0.0  # seconds and work at points of the skeleton
+        self._total = self._left = sum(effort(p) for _, p in todo)
+        self._worked_s = 0.0  # seconds at points of the skeleton
         for index, degree in enumerate(degrees):
             bench = self.bench_of(degree)
-            self._calibrate()  # with what the bench has changed: vLLM binds threads to cores
             mine = [p for d, p in todo if d == degree]
             share = (index + 1) / len(degrees)  # of the budget, when this degree is through
             if not self._measure_degree(bench, degree, mine, share):
                 break
-        self._calibrate()
         self._save(force=True)
 
     def bench_of(self, degree: int) -> Bench:
@@ -186,15 +155,6 @@ class Measuring:
                 self._recorder.has_captured(degree) is not False):
             bench.capturing = Capturing(CudaCapture(self._device))
         return bench
-
-    def _calibrate(self) -> None:
-        """The end of a group of points, and the beginning of the next: how slow the machine was
-        meanwhile, against its best."""
-        if self._calibration is None:
-            return
-        before, self._slowed = self._slowed, self._calibration.slowed()
-        self._recorder.end_group(1 - 1 / max(before, self._slowed))
-        self._in_group = 0
 
     def _bench_spec(self, degree: int) -> ModelSpec:
         """The model; of a quick profile with no more layers in a stage than it takes."""
@@ -209,25 +169,13 @@ class Measuring:
     def _measure_degree(self, bench: Bench, degree: int, points: Sequence[Point],
                         share: float) -> bool:
         """False when asked to stop."""
-        def known() -> Profile:  # by then
-            return self._recorder.profile(spent_s=0.0, host_s=self._host_s)
-
         for point in points:
             if self._is_stopped():
                 return False
-            if not self._ranks.agree(self._spent_s() < self.request.skeleton_s * share):
-                return True
-            if point not in self._least:  # is the job so long that it is worth this one, too?
-                pace = self._worked_s / max(self._done, 1.0)  # of the points so far
-                after_s = time.monotonic() - self.begin_s + pace * self._effort(point)
-                if not self._ranks.agree(after_s <= share * self._budget.seconds(
-                        known, self._known.metadata.ranks, degree)):
-                    return True
             begin_s = time.monotonic()
             self._measure(bench, degree, point)
             self._worked_s += time.monotonic() - begin_s
-            self._done += self._effort(point)
-            self._left -= self._effort(point) if point in self._least else 0.0
+            self._left -= effort(point)
             self._save()
         failed: set[Point] = set()
         while self._ranks.agree(self._has_time(share)):
@@ -244,9 +192,6 @@ class Measuring:
         return True
 
     def _measure(self, bench: Bench, degree: int, point: Point) -> None:
-        self._in_group += 1
-        if self._in_group > _GROUP:
-            self._calibrate()
         if point.kind is Kind.COMPACTION:
             move = bench.compaction(point.x, point.y)
             move()
@@ -276,8 +221,8 @@ class Measuring:
         if not self.request.is_quick or isinstance(bench, EncoderDecoderBench):
             return None
         if point.kind is Kind.REST:
-            return rows_layers(point.x)
-        return max(_QUICK_KV_BYTES // bench.layer_kv_bytes(point.x, point.y), LEAST_LAYERS)
+            return _rows_layers(point.x)
+        return max(_QUICK_KV_BYTES // bench.layer_kv_bytes(point.x, point.y), _LEAST_LAYERS)
 
     def _measure_peaks(self) -> None:
         self._ranks.barrier()
@@ -324,8 +269,7 @@ class Measuring:
         done, spent_s = 1 - self._left / self._total if self._total else 1.0, self._spent_s()
         if done <= 0:  # stopped before the first: nobody knows what the others take
             return 0.0, 0.0
-        skeleton_s = min(self._worked_s * (1 / done - 1), self.request.skeleton_s - spent_s)
-        left_s = max(skeleton_s, self.request.budget_s - spent_s, 0.0)
+        left_s = max(self._worked_s * (1 / done - 1), self.request.budget_s - spent_s, 0.0)
         elapsed_s = time.monotonic() - self.begin_s
         return elapsed_s / max(elapsed_s + left_s, 1e-9), left_s
 
@@ -333,14 +277,28 @@ class Measuring:
         return self._ranks.agree(Path(self.request.stop).exists())
 
 
-def _points(request: MeasureRequest, spec: ModelSpec) -> tuple[list[Point], set[Point]]:
-    """What is to be measured, the most telling first; and of it, what is whatever it takes."""
-    needs, own = Needs(**request.needs), Needs(**request.own)
-    quick, every = quick_points(spec, needs, own), skeleton(spec, needs)
-    if not request.is_quick:
-        return sorted(every, key=lambda point: point not in quick), set(every)
-    first = coarse_points(spec, needs, own) if math.isfinite(request.share) else quick
-    return [*first, *by_worth(point for point in quick if point not in first)], set(first)
+def _points(request: MeasureRequest, spec: ModelSpec) -> list[Point]:
+    """What is to be measured, the most telling first."""
+    needs = Needs(**request.needs)
+    quick = quick_points(spec, needs, Needs(**request.own))
+    return quick if request.is_quick else sorted(
+        skeleton(spec, needs), key=lambda point: point not in quick)
+
+
+def _rows_layers(rows: int) -> int:
+    """Layers of a quick profile's step that is taken for its rows."""
+    return min(max(_QUICK_ROWS // rows, _LEAST_LAYERS), _MOST_LAYERS)
+
+
+def effort(point: Point) -> float:
+    """How long a point takes against others, roughly: one that is quick counts 1."""
+    match point.kind:
+        case Kind.REST:
+            return 1 + point.x / 110
+        case Kind.ENCODE | Kind.ENCODER:
+            return 1 + point.x * point.y / 700
+        case _:
+            return 1 + point.x * (point.y + 130) / 20_000
 
 
 def messages_between(request: MeasureRequest, ranks: int, nodes: int) -> list[TableKey]:
@@ -374,11 +332,6 @@ def _step(bench: Bench, kind: Kind, lengths: list[int], most_layers: int | None)
                 else bench.encode(lengths))
     return (bench.decode if kind is Kind.DECODE else bench.encode)(
         lengths, most_layers=most_layers)
-
-
-def _like(metadata: ProfileMetadata) -> str:
-    """Names what must be equal for the best of a calibration to be compared with."""
-    return f"{metadata.device} {metadata.ranks}x{metadata.threads_per_rank}"
 
 
 def _lengths(point: Point, most: int | None, is_padded: bool) -> list[int]:

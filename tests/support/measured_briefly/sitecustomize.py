@@ -13,7 +13,7 @@ if sys.orig_argv[-3:-1] == ["-m", "xprofiler.measure.worker"] and "-n" not in sy
     from typing import Any
 
     from xprofiler.measure import clock, disturbance, network, ranks, recorder
-    from xprofiler.noise import MOST_TRIES
+    from xprofiler.verdict import MOST_TRIES
 
     assert ranks._MAX_STEPS > 10 and ranks._ATTEMPTS > 1, "else this saves nothing"
     ranks._MAX_STEPS = int(os.environ.get("MOST_STEPS", "5"))
@@ -22,7 +22,6 @@ if sys.orig_argv[-3:-1] == ["-m", "xprofiler.measure.worker"] and "-n" not in sy
     network._ROUNDS = 11
     # tests run beside one another: whom they disturb is no matter
     disturbance.missing_share = lambda *_: 0.0
-    disturbance.Calibration.slowed = lambda _: 1.0
 
     # nor is what others disturbed measured anew by each of the next commands
     _marked = recorder.Recorder._marked

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from laid_out import amdahl, profile_of
 
-from xgpt.app.learn import LEAST_STEPS, add, learn, learn_start, learned_of
+from xgpt.app.learn import LEAST_STEPS, learn, learned_of
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.plan import executable, plan_job
 from xgpt.core.schedule import Schedule
@@ -20,7 +20,6 @@ from xprofiler.cache import cached_profile_path
 from xprofiler.profile import LearnedSteps, Profile
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import ProfileTiming
-from xprofiler.starts import ALONE_S, SEVERAL_S, STARTS_KEPT, start_s
 from xrunner.io.beat import ToldStep
 from xscheduler.live.pace import Ratios
 
@@ -151,8 +150,8 @@ learn.load_profile = slowly
 kind = sys.argv[2]
 print("ready", flush=True)
 sys.stdin.readline()
-assert learn.add([LearnedSteps(kind=kind, rows=2.0, factor=1.25, spread=0.1, steps=50,
-                               date="2026-11-26")], Path(sys.argv[1]), "measured")
+learn.add([LearnedSteps(kind=kind, rows=2.0, factor=1.25, spread=0.1, steps=50,
+                        date="2026-11-26")], Path(sys.argv[1]))
 """
 
 
@@ -160,10 +159,8 @@ def test_two_processes_that_learn_at_once_both_add(ran: Ran, tmp_path: Path) -> 
     path = tmp_path / "profiles" / "one.json"
     path.parent.mkdir()
     save_profile(ran.profile, path)
-    origin = load_profile(path).metadata.origin
-    assert not add([], path, "another"), "which it is not of"
     processes = [subprocess.Popen(
-        [sys.executable, "-c", _ADDS.replace('"measured"', repr(origin)), str(path), kind],
+        [sys.executable, "-c", _ADDS, str(path), kind],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for kind in ("decode", "encode")]
     for one in processes:
         assert one.stdout is not None and one.stdout.readline() == "ready\n"
@@ -175,39 +172,6 @@ def test_two_processes_that_learn_at_once_both_add(ran: Ran, tmp_path: Path) -> 
         one.communicate(timeout=60)
     assert [one.returncode for one in processes] == [0, 0]
     assert {own.kind for own in load_profile(path).learned} == {"decode", "encode"}
-
-
-def test_what_ranks_take_to_start_is_learned_where_they_were_started_as_usual(
-        ran: Ran, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Ranks:
-        is_usual = True
-
-    path = cached_profile_path(tmp_path / "profiles", ran.profile.metadata)
-    monkeypatch.setattr("xgpt.app.learn.cache_dir", lambda: tmp_path)
-    timing = ProfileTiming(ran.profile)
-    learn_start(ran.opened, timing, 1.0, 0.0)
-    assert not path.exists(), "of a profile that is not there"
-    path.parent.mkdir()
-    save_profile(ran.profile, path)
-    for seconds in range(STARTS_KEPT + 1):
-        learn_start(replace(ran.opened, standby=Ranks()), timing, seconds, 0.0)
-    learn_start(ran.opened, timing, 9.0, 0.5)  # others were at work
-    Ranks.is_usual = False  # they were there, or had measured before
-    learn_start(replace(ran.opened, standby=Ranks()), timing, 9.0, 0.0)
-    found = load_profile(path)
-    assert found.starts_s == tuple(range(1, STARTS_KEPT + 1)) and found.learned == ()
-    learn_start(ran.opened, timing, 30.0, None)
-    assert start_s(ProfileTiming(load_profile(path)), 1) == 4.0, "the median"
-    assert start_s(timing, 1) == ALONE_S < start_s(timing, 2) == SEVERAL_S, "none was seen"
-
-
-def test_the_first_start_of_a_layout_does_not_count_against_it(ran: Ran) -> None:
-    """It may have compiled operators, or read from a cold disk."""
-    def expected_s(*seen: float) -> float:
-        return start_s(ProfileTiming(replace(ran.profile, starts_s=seen)), 2)
-
-    assert expected_s(60.0) == SEVERAL_S and expected_s(60.0, 0.7) == 0.7
-    assert expected_s(60.0, 0.8, 0.7) == 0.8 and expected_s(60.0, 70.0) == 60.0
 
 
 def test_a_run_whose_times_cannot_be_kept_is_done_all_the_same(

@@ -9,31 +9,29 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from toy_jobs import toy_problem
 
 from xgpt.app import local_profile as app
 from xgpt.app.local_profile import (
     WantedProfile,
     local_profile,
+    own_sizes,
     quick_profile,
-    refined_profile,
-    refining_s,
     wanted_profile,
 )
 from xgpt.app.opened import open_file
-from xgpt.app.profile_needs import share_of, work_of
 from xgpt.app.telling import LogTeller
+from xgpt.core.job import FixedSchedule
 from xgpt.core.model import ModelSpec
 from xgpt.launch.launcher import RankProgram
 from xprofiler.cache import cached_profile_path
-from xprofiler.coarse import START_S, JobWork, coarse_points, coarse_words, left_to_shape
 from xprofiler.measure import clock, ranks, worker
-from xprofiler.noise import MOST_TRIES
 from xprofiler.points import Kind, Needs, Point, left_out, quick_points, skeleton
 from xprofiler.profile import LearnedSteps, Profile, TableKey
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import Operator
-from xrunner.engines.engine import engine_of
+from xprofiler.verdict import MOST_TRIES
 
 TOY = ModelSpec(name="toy", family="llama", num_layers=2, hidden_size=32, num_heads=2,
                 num_kv_heads=1, vocab_size=64, intermediate_size=48, max_positions=200)
@@ -66,9 +64,8 @@ class Kept(LogTeller):
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counter[Point]:
     """How often each point was measured. None is noisy or disturbed, however busy the machine
     is."""
-    monkeypatch.setattr("xprofiler.noise.NOISE_LIMIT", math.inf)
+    monkeypatch.setattr("xprofiler.verdict.NOISE_LIMIT", math.inf)
     monkeypatch.setattr("xprofiler.measure.disturbance.missing_share", lambda *_: 0.0)
-    monkeypatch.setattr("xprofiler.measure.disturbance.Calibration.slowed", lambda _: 1.0)
     counts: Counter[Point] = Counter()
     measure = worker.Measuring._measure
 
@@ -104,7 +101,7 @@ output: out
     return replace(  # smaller, to be measured in a moment
         found, launcher=Here(),  # type: ignore[arg-type]
         needs=Needs(input_tokens=100, context_tokens=130, queries=33, tokens=700),
-        own=Needs(input_tokens=60, context_tokens=90, queries=9, tokens=240), share=math.inf)
+        own=Needs(input_tokens=60, context_tokens=90, queries=9, tokens=240))
 
 
 def test_a_job_begins_with_few_points_and_later_ones_add_to_them(
@@ -113,125 +110,24 @@ def test_a_job_begins_with_few_points_and_later_ones_add_to_them(
     points = quick_points(TOY, wanted.needs, wanted.own)
     assert set(measured) == set(points) and len(points) < 30
     assert left_out(quick, 1) and quick.peaks is None
-    assert quick_profile(wanted, LogTeller()) == quick, "of which nothing is measured again"
+    tell = Kept()
+    assert quick_profile(wanted, tell) == quick, "of which nothing is measured again"
+    assert "from the cache" in tell.said[0]
+    smaller = replace(wanted, own=replace(wanted.own, input_tokens=15, queries=5, tokens=75))
+    assert quick_points(TOY, smaller.needs, smaller.own) != points
+    assert quick_profile(smaller, LogTeller()) == quick, "nor for sizes within"
+    assert ProfileTiming(quick).table_errors()[TableKey("layer_rest")].is_brief
 
     larger = replace(wanted, own=replace(wanted.own, queries=20, tokens=600))
     quick_profile(larger, LogTeller())
     assert Point(Kind.DECODE, 33, 17) in measured and Point(Kind.REST, 700) in measured
-    assert refined_profile(wanted, LogTeller(), quick.spent_s) != quick, "the larger job added"
 
-    whole = refined_profile(wanted, LogTeller(), math.inf)
+    whole = local_profile(wanted, LogTeller())
     assert set(skeleton(TOY, wanted.needs)) <= set(measured)
     assert left_out(whole, 1) == [] and whole.peaks is not None
     assert whole.spent_s > quick.spent_s
     assert max(measured.values()) == 1, "no point was measured twice"
     assert local_profile(wanted, LogTeller()) == whole == quick_profile(wanted, LogTeller())
-
-
-def few(wanted: WantedProfile, **changes: object) -> WantedProfile:
-    """For a job of so little work that it is worth no more than the least points."""
-    return replace(wanted, **{  # type: ignore[arg-type]
-        "share": 0.1, "own": replace(wanted.own, queries=33, tokens=600),
-        "job": JobWork(queries=33, input_tokens=660, output_tokens=300), **changes})
-
-
-def test_a_job_shorter_than_its_measuring_starts_with_the_least_points(
-        wanted: WantedProfile, measured: Counter[Point]) -> None:
-    short = few(wanted)
-    coarse, tell = quick_profile(short, Kept()), Kept()
-    least = coarse_points(TOY, short.needs, short.own)
-    assert set(measured) == set(least) and len(least) <= 10
-    assert quick_profile(short, tell) == coarse and max(measured.values()) == 1
-    assert "from the cache" in tell.said[0] and "coarse: 8 of the 13 sizes" in tell.said[0]
-    timing = ProfileTiming(coarse)
-    assert "coarse" in timing.provenance()
-    errors = timing.table_errors()
-    assert errors[TableKey("layer_rest")].is_brief
-    assert errors[TableKey("layer_rest")].interpolation >= 0.1
-
-    smaller = few(wanted, own=replace(short.own, input_tokens=15, queries=5, tokens=75))
-    assert set(coarse_points(TOY, smaller.needs, smaller.own)) - set(least), "in between"
-    assert quick_profile(smaller, Kept()) == coarse and set(measured) == set(least)
-
-    quick = quick_profile(replace(short, share=math.inf), Kept())
-    assert set(measured) == set(quick_points(TOY, short.needs, short.own))
-    assert max(measured.values()) == 1, "points are added, and none is thrown away"
-    assert not coarse_words(quick) and "coarse" not in ProfileTiming(quick).provenance()
-
-
-def test_the_longer_a_job_the_more_points_it_is_worth(
-        wanted: WantedProfile, measured: Counter[Point], monkeypatch: pytest.MonkeyPatch) -> None:
-    now, effort, begun = [100.0], worker.quick_effort, worker.Measuring._measure
-
-    def measure(session: worker.Measuring, bench: worker.Bench, degree: int, point: Point) -> None:
-        begun(session, bench, degree, point)
-        now[0] += 0.1 * effort(point)
-
-    monkeypatch.setattr(worker.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(worker.Measuring, "_measure", measure)
-    least, every = (0.1 * sum(map(effort, points(TOY, wanted.needs, few(wanted).own)))
-                    for points in (coarse_points, quick_points))
-    counts, between = [], 10 * (START_S + (least + every) / 2)  # of a job worth some of them
-    for seconds in (10.0, between, 1000.0):
-        monkeypatch.setattr("xprofiler.measure.budget.expected_s",
-                            lambda *_, s=seconds, **__: s)
-        now[0], before = 100.0, sum(measured.values())
-        cached_profile_path(app.cache_dir() / "profiles", wanted.metadata).unlink(missing_ok=True)
-        profile = quick_profile(few(wanted), Kept())
-        counts.append(sum(measured.values()) - before)
-        assert now[0] - 100.0 <= max(0.1 * seconds - START_S, least) + 1e-9
-        assert len(left_to_shape(profile, 1)) == 0 or seconds < 1000.0
-    short, longer, long = counts
-    assert short < longer < long == len(quick_points(TOY, wanted.needs, few(wanted).own))
-
-
-def test_beside_others_no_more_than_the_least_is_measured(
-        wanted: WantedProfile, measured: Counter[Point], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xprofiler.measure.budget.expected_s", lambda *_, **__: 1e6)
-    monkeypatch.setattr("xprofiler.measure.disturbance.missing_share", lambda *_: 0.5)
-    monkeypatch.setattr(app, "QUICK_PATIENCE_S", 0.0)
-    quick_profile(few(wanted), LogTeller())
-    least = set(coarse_points(TOY, wanted.needs, few(wanted).own))
-    assert set(measured) == least
-    monkeypatch.setattr("xprofiler.measure.disturbance.missing_share", lambda *_: 0.0)
-    quick_profile(few(wanted, own=replace(wanted.own, queries=33, tokens=700, input_tokens=90)),
-                  LogTeller())
-    assert len(measured) > len(least) + 2, "of a job so long"
-
-
-def test_what_runs_took_against_few_points_is_not_said_of_more(
-        wanted: WantedProfile, measured: Counter[Point]) -> None:
-    quick_profile(few(wanted), LogTeller())
-    learned = LearnedSteps(kind="decode", rows=8.0, factor=1.1, spread=0.1, steps=99,
-                           date="2026-11-23")
-    _kept(wanted, lambda profile: replace(profile, learned=(learned,)))
-    before = sum(measured.values())
-    assert quick_profile(few(wanted), LogTeller()).learned == (learned,)
-    assert sum(measured.values()) == before
-    assert local_profile(wanted, LogTeller(), budget_s=0.01).learned == ()
-
-
-@pytest.mark.parametrize(("bound", "cluster", "expected"), [
-    ("inf", "local", 0.1), ("9.0", "local", 0.2), ("9.0", "a40-4", math.inf)])
-def test_a_bound_is_worth_twice_as_much_measuring(
-        tmp_path: Path, bound: str, cluster: str, expected: float) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text(f"""
-model: smollm2-135m
-cluster: {cluster}
-workload: {{requests: {{count: 20}}, input_tokens: {{mean: 40, std: 20, max: 80}},
-           output_tokens: {{mean: 12, std: 5, max: 24}}}}
-constraint: {{latency_s: {bound}}}
-run: {{dtype: bfloat16, weights: random}}
-output: out
-""")
-    opened = open_file(path)
-    problem = opened.problem
-    assert share_of(problem, engine_of(opened.job)) == expected
-    assert math.isinf(share_of(replace(problem, num_queries=None), engine_of(opened.job)))
-    assert work_of(problem) == JobWork(
-        queries=20, input_tokens=math.ceil(20 * problem.lengths.inputs.mean),
-        output_tokens=math.ceil(20 * problem.lengths.outputs.mean))
 
 
 def _kept(wanted: WantedProfile, change: Callable[[Profile], Profile]) -> None:
@@ -246,7 +142,7 @@ def test_a_cached_profile_that_cannot_be_read_is_told_of_once(
     path.parent.mkdir(parents=True)
     path.write_text("{")
     tell = Kept()
-    quick_profile(few(wanted), tell)
+    quick_profile(wanted, tell)
     assert measured and sum("left aside" in text for text in tell.said) == 1
 
 
@@ -260,7 +156,6 @@ def test_a_profile_that_runs_have_added_to_is_measured_no_further(
     larger = replace(wanted, own=replace(wanted.own, queries=17, tokens=500))
     found = quick_profile(larger, LogTeller())
     assert sum(measured.values()) == before and found.learned == (learned,)
-    assert refining_s(found, larger, math.inf) == 0.0
     timing, plain = ProfileTiming(found), ProfileTiming(replace(found, learned=()))
     ratio = timing.operator_s(Operator.LAYER_REST, 8.0) / plain.operator_s(
         Operator.LAYER_REST, 8.0)
@@ -320,32 +215,14 @@ def test_measuring_a_profile_measures_it_whole(
     assert left_out(whole, 1) == [] and max(measured.values()) == 1
 
 
-def test_measuring_ends_where_the_job_is_not_worth_more(
-        wanted: WantedProfile, measured: Counter[Point]) -> None:
-    quick = quick_profile(wanted, LogTeller())
-    before = set(measured)
-    refined = refined_profile(wanted, LogTeller(), quick.spent_s + 1e-3)
-    assert set(measured) == before and refined.tables.keys() == quick.tables.keys()
-
-
-@pytest.mark.parametrize(("job_s", "layouts", "expected"), [
-    (12.0, 1, 0.0), (109.0, 1, 0.0), (111.0, 1, 11.1), (111.0, 2, 0.0), (230.0, 2, 11.5),
-    (36_000.0, 1, 3600.0), (math.inf, 2, math.inf)])
-def test_a_tenth_of_the_job_is_measured_for_where_it_is_twice_what_was_with_its_start(
-        wanted: WantedProfile, job_s: float, layouts: int, expected: float) -> None:
-    profile = Profile(metadata=wanted.metadata, tables={}, model=TOY, spent_s=4.0)
-    assert refining_s(profile, wanted, job_s, layouts=layouts) == pytest.approx(expected)
-
-
 def test_the_time_left_is_true_when_points_take_as_long_as_they_should(
         wanted: WantedProfile, monkeypatch: pytest.MonkeyPatch, measured: Counter[Point],
         tmp_path: Path) -> None:
     now, told = [100.0], []
-    effort = worker.quick_effort
 
     def measure(session: worker.Measuring, _bench: worker.Bench, _degree: int,
                 point: Point) -> None:
-        now[0] += 0.07 * effort(point)
+        now[0] += 0.07 * worker.effort(point)
 
     def save(session: worker.Measuring, *, force: bool = False) -> None:
         told.append((now[0], session._outlook()[1]))
@@ -359,3 +236,12 @@ def test_the_time_left_is_true_when_points_take_as_long_as_they_should(
     assert len(told) > 10
     for at, left_s in told:
         assert left_s == pytest.approx(told[-1][0] - at, abs=1e-6)
+
+
+def test_a_job_of_few_queries_is_measured_at_what_its_fixed_schedule_keeps_present() -> None:
+    """Two queries by a schedule for more are planned as if batches filled: of sizes beyond what
+    was measured no schedule would be left."""
+    few, usual = replace(toy_problem(latency_s=9.0), num_queries=2), Needs()
+    assert own_sizes(few, usual).queries == 2
+    for fixed in (FixedSchedule(encode_batch=6), FixedSchedule(max_active=20)):
+        assert own_sizes(replace(few, fixed=fixed), usual).queries == usual.queries

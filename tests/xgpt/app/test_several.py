@@ -46,7 +46,6 @@ class Machine:
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path, slow: tuple[str, ...]) -> None:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         patch.setattr("xgpt.app.plan.timing_of", self.timing_of)
-        patch.setattr("xgpt.app.plan.refined_timing", lambda *_, **__: None)  # not worth more
         patch.setattr(several, "execute", self.execute)
         self.slow, self.factors = slow, dict[str, list[float]]()
         self.path = Path()

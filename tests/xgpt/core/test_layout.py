@@ -28,7 +28,7 @@ def job_of(folder: Path, run: str, cluster: str = "local", constraint: str = "5"
 
 
 @pytest.mark.parametrize(("run", "cluster", "constraint", "expected"), [
-    ("", "local", "5", ["1x4", "2x2", "4x1"]), ("ranks: 2", "local", "5", []),
+    ("", "local", "5", ["1x4", "4x1"]), ("ranks: 2", "local", "5", []),
     ("threads_per_rank: 2", "local", "5", ["2x2"]), ("threads_per_rank: 9", "local", "5", ["1x9"]),
     ("", "a40-4", "5", []), ("hosts: [a, b]", "local", "5", []),
     ("engine: deepspeed", "local", "5", []),

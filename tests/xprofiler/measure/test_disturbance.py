@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +13,7 @@ pytest.importorskip("torch", reason="measuring needs the extra `run`")
 
 from xgpt.core.busy import children_s
 from xprofiler.measure import disturbance, ranks
-from xprofiler.measure.disturbance import Calibration, Disturbance, _Seen, missing_share
+from xprofiler.measure.disturbance import Disturbance, _Seen, missing_share
 from xprofiler.measure.probe import StepParts
 from xprofiler.profile import DISTURBED_LIMIT
 
@@ -110,28 +108,3 @@ def test_patience_is_spent_on_waiting_and_on_attempts(monkeypatch: pytest.Monkey
     assert len(slept) == 2
     assert not own.has_patience() and 0 < len(slept) - 2 <= 6, "within two seconds in all"
     assert not own.has_patience() and len(slept) <= 8
-
-
-def test_a_calibration_is_compared_with_the_best_of_the_machine(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    takes = {"s": 1.0}
-    monkeypatch.setattr(disturbance, "_seconds", lambda kernel: takes["s"])
-    own = Calibration(ranks.Ranks(None), tmp_path, "cpu 2x1")
-    assert own.slowed() == 1.0, "nothing to compare with"
-    takes["s"] = 1.5
-    assert own.slowed() == pytest.approx(1.5)
-    takes["s"] = 0.8
-    assert own.slowed() == 1.0
-    kept = json.loads((tmp_path / disturbance.CALIBRATION_FILE).read_text())
-    assert kept["cpu 2x1"]["product_s"] == 0.8 and len(kept["cpu 2x1"]["date"]) == 10
-    takes["s"] = 1.0
-    again = Calibration(ranks.Ranks(None), tmp_path, "cpu 2x1")
-    assert again.slowed() == pytest.approx(1.25), "another day's best counts"
-    assert Calibration(ranks.Ranks(None), tmp_path, "cpu 1x2").slowed() == 1.0
-    (tmp_path / disturbance.CALIBRATION_FILE).write_text("no json")
-    assert Calibration(ranks.Ranks(None), tmp_path, "cpu 2x1").slowed() == 1.0
-
-
-def test_a_real_calibration_on_one_rank(tmp_path: Path) -> None:
-    assert Calibration(ranks.Ranks(None), tmp_path, "cpu").slowed() >= 1.0
-    assert (tmp_path / disturbance.CALIBRATION_FILE).is_file()

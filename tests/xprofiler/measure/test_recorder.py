@@ -176,7 +176,7 @@ def test_transfers_wanted_are_those_that_the_ranks_can_measure() -> None:
     def wanted(ranks: int, nodes: int) -> list[str]:
         request = MeasureRequest(
             metadata={}, model={}, refused={}, degrees=[1, 2], needs={}, own={}, is_quick=False,
-            skeleton_s=0.0, budget_s=0.0, patience_s=0.0, near="near", far="far", target="",
+            budget_s=0.0, patience_s=0.0, near="near", far="far", target="",
             progress="", stop="")
         return [f"{k.name} {k.tp_degree} {k.link}"
                 for k in messages_between(request, ranks, nodes)]
@@ -233,10 +233,6 @@ def test_what_was_disturbed_makes_way_for_what_was_not_and_is_dated() -> None:
     assert (known().samples_s, known().missing) == ((1.0, 1.0, 1.0), 0.0)
     recorder.add(key, 9, 0, [1.1, 1.1, 1.1], 0.05)
     assert len(known().samples_s) == 6 and not known().is_disturbed
-    recorder.end_group(0.3)
-    assert known().missing == 0.3, "an even slowdown, told afterwards"
-    recorder.end_group(0.9)
-    assert known().missing == 0.3, "of the group that has ended"
 
 
 def test_how_often_a_bad_point_was_measured_anew_is_kept() -> None:

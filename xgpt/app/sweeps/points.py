@@ -57,7 +57,6 @@ def rows_of(unit: Unit, tell: Teller | None = None) -> Iterator[Row]:
             yield row | _refused(planner, point.job.constraint.latency_s)
             continue
         row |= _answer(point, planner, options, tell)
-        # by the times it was planned with in the end: planning may have measured more of them
         row["fingerprint"] = fingerprint_of(point.job, _digest_of(planner.times))
         yield row
 
