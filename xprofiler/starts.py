@@ -11,8 +11,8 @@ from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
 
 STARTS_KEPT = 5
-# SmolLM2-135M on two cores of an EPYC: of one rank that was started while its job was planned, and
-# of two that are its forks.
+# SmolLM2-135M on two cores of an EPYC: of one rank and of two that were started while their job
+# was planned.
 ALONE_S, SEVERAL_S = 0.4, 0.6
 
 

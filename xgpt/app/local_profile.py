@@ -27,9 +27,10 @@ from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xgpt.core.problem import Problem
 from xgpt.core.units import format_seconds
 from xgpt.launch.contention import LARGE_SHARE, Contention, in_words
-from xgpt.launch.launcher import Ahead, Launcher, RankProgram
+from xgpt.launch.launcher import Launcher, RankProgram
 from xgpt.launch.leftovers import passing_folder
 from xgpt.launch.rows import launcher_of
+from xgpt.launch.standby import Standby
 from xprofiler.cache import cached_profile_path
 from xprofiler.coarse import START_S, JobWork, coarse_points, coarse_words
 from xprofiler.noise import disturbed, disturbed_words, noise_words, noisy, worth_again
@@ -64,7 +65,7 @@ class WantedProfile:
     refused: dict[int, str]
     links: tuple[str, str]  # inside a node, between nodes
     launcher: Launcher  # of the ranks that measure
-    standby: Ahead | None  # who may be one of them
+    standby: Standby | None  # who may be one of them
     output: Path  # of the job: a run of it that is asked to stop stops measuring, too
     engine: Engine  # whose times
     program: Callable[[Path], tuple[str, ...]]  # starts its profiler on a request; (): as ours is
@@ -86,7 +87,7 @@ class WantedProfile:
 
 
 def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = None,
-                   folder: Path | None = None, standby: Ahead | None = None) -> WantedProfile:
+                   folder: Path | None = None, standby: Standby | None = None) -> WantedProfile:
     """The profile this job is planned with on this machine. `degrees`: tensor-parallel degrees,
     also more than there are devices (a shard needs but one); None: what the job can use. `folder`:
     the model's, which other engines than ours measure with. `standby`: a rank that may measure."""
