@@ -32,7 +32,7 @@ from xrunner.transport.exchange import broadcast
 from xrunner.world import World, connect
 
 _MOST_BYTES, _MOST_FILES = 2**16, 16
-_LOOK_S = 1e-3  # between two looks whether rank 0 has heard: others plan and measure meanwhile
+_LOOK_S = 5e-3  # between two looks whether rank 0 has heard: others plan and measure meanwhile
 
 
 def main(arguments: list[str]) -> int:

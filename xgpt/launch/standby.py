@@ -11,7 +11,7 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 
 from xgpt.core.engines import OWN_ENGINE
-from xgpt.core.errors import XgptError
+from xgpt.core.errors import InputError, MissingExtraError
 from xgpt.core.job import Job
 from xgpt.core.layout import open_layouts
 from xgpt.core.lifeline import READY
@@ -40,7 +40,8 @@ class Standby:
         self._count = self._num_parts = 0
         self._held: Mapping[str, str] | None = None  # by the run before
         if count:
-            with suppress(XgptError):  # which the run tells, whose ranks cannot be started either
+            # the run tells, whose ranks cannot be started either
+            with suppress(InputError, MissingExtraError, OSError):
                 self._start(count)
 
     @property
