@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from disturbed import TOGETHER_S
 from faults import alive, wait
 
 from xgpt.core.troubles import in_words
@@ -100,4 +101,4 @@ def test_the_launcher_of_ranks_ends_with_who_started_it() -> None:
         own = int(parent.stdout.readline())
         wait(lambda: Path(f"/proc/{own}/comm").read_text() == "sleep\n", "it is the command")
         parent.kill()
-        wait(lambda: not alive([own]), "it ends")
+        wait(lambda: not alive([own]), "it ends", TOGETHER_S)
