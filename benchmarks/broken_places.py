@@ -171,6 +171,10 @@ PLACES = (
     Place("deaths", "ranks do not end with their launcher", "xgpt/core/lifeline.py",
           "    end_with_launcher()\n    sys.excepthook", "    sys.excepthook",
           f"{_FAULTS}ranks_end_with_their_launcher[kill the launcher]", True),
+    Place("deaths", "mpiexec outlives its command", "xgpt/launch/isolated.py",
+          "prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)", "prctl(_PR_SET_PDEATHSIG, 0)",
+          "tests/xgpt/launch/test_process.py::"
+          "test_the_launcher_of_ranks_ends_with_who_started_it"),
     Place("deaths", "SIGUSR1 is not heard", "xgpt/launch/asked.py", "signal.SIGUSR1, ", "",
           f"{_FAULTS}ranks_end_with_their_launcher[SIGUSR1]", True),
     Place("deaths", "a signal before the ranks start just ends it", "xgpt/launch/asked.py",

@@ -8,18 +8,15 @@ import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from xgpt.core.deployment import Pool, StageAssignment
 from xgpt.core.errors import XgptError
-from xgpt.core.local import usable_cores
 from xgpt.core.model import ModelSpec
-from xgpt.core.policies import Role
 from xgpt.core.schedule import Schedule
 from xgpt.core.units import INT8
 from xrunner.checkpoint.reader import CheckpointReader, open_weights
@@ -34,10 +31,8 @@ from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.ops import cuda_modules, invariant, native
 from xrunner.ops.int8 import is_int8_served
-from xrunner.ops.linear import lays_out_for_any_threads
 from xrunner.plan import RunPlan, weights_key
 from xrunner.rank import Stopwatch
-from xrunner.read_ahead import ReadAhead, whole_model
 from xrunner.replica import Replica, replica_of
 from xrunner.threads import threads_of
 from xrunner.transport.courier import EntryReceiver, EntrySender
@@ -64,33 +59,16 @@ class Shelf:
 
     def __init__(self) -> None:
         self._content: tuple[object, Weights] | None = None
-        self._is_new = False  # was put here
-
-    @property
-    def is_empty(self) -> bool:
-        return self._content is None
 
     def holds(self, key: object) -> bool:
         return self._content is not None and self._content[0] == key
 
-    def clear(self) -> None:
-        """Lets go of what lies here."""
-        self._content, self._is_new = None, False
-
-    def put(self, key: object, weights: Weights) -> None:
-        """Weights that were read before it was known whether they are wanted."""
-        self._content, self._is_new = (key, weights), True
-
     def weights(self, key: object, load: Callable[[], Weights]) -> Weights:
-        """Those that lie here if they are of this key, and nothing was loaded then (but for those
-        that were put here); else what `load` gives, in place of those. Collective: `key` is as new
-        on every rank or on none."""
+        """Those that lie here if they are of this key, and nothing was loaded then; else what
+        `load` gives, in place of those. Collective: `key` is as new on every rank or on none."""
         if self._content is not None and self._content[0] == key:
-            if self._is_new:
-                self._is_new = False
-                return self._content[1]
             return Weights(self._content[1].model, 0.0, 0, 0, None)
-        self._content, self._is_new = None, False  # before there are others: both might not fit
+        self._content = None  # before there are others: both might not fit
         self._content = key, load()
         return self._content[1]
 
@@ -117,13 +95,9 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
                 replica=replica.number)
     beat.start()
     key = weights_key(plan, schedule)
-    shared = None if shelf.is_empty or shelf.holds(key) else _read_ahead(
-        plan, schedule, stage, shelf)
     if shelf.holds(key):
         restart_peak_memory(world.device)  # what an earlier run took is not this one's
-    weights = shelf.weights(shared or key, lambda: _read(plan, replica, pool, stage, world))
-    if shared is not None and rank:  # read once, for all
-        weights = Weights(weights.model, 0.0, 0, 0, None)
+    weights = shelf.weights(key, lambda: _read(plan, replica, pool, stage, world))
     sender, receiver = _couriers(replica, pool, weights.model.spec, world)
     # an encode pool decodes nothing
     is_captured = plan.cuda_graphs and world.device.type == "cuda" and pool.role != "encode"
@@ -137,27 +111,6 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     return Loaded(executor, routes(replica.pools)[rank], replica, pool, stage, weights)
 
 
-def _read_ahead(plan: RunPlan, schedule: Schedule, stage: StageAssignment,
-                shelf: Shelf) -> object | None:
-    """Names the whole model as a rank alone reads it ahead, where that lies here (in a fork of that
-    rank) and is what this one of several is to hold. Then none of them loads anything together with
-    others."""
-    pools = [pool for shape in schedule.estimate.shapes for pool in shape.deployment.pools]
-    spec = read_spec(plan.model_dir, plan.model_name)
-    if any(pool.role != "both" or any(each.tp_degree > 1 for each in pool.stages)
-           for pool in pools) or replace(stage, index=0, ranks=(0,)) != whole_model(spec):
-        return None
-    threads = {plan.threads_per_rank}
-    if plan.weight_dtype != INT8 and not plan.deterministic and lays_out_for_any_threads(
-            getattr(torch, plan.weight_dtype)):
-        threads.add(usable_cores())
-    keys = (ReadAhead(
-        model_dir=plan.model_dir, model_name=plan.model_name, model_files=plan.model_files,
-        dtype=plan.dtype, weight_dtype=plan.weight_dtype, threads=count,
-        is_deterministic=plan.deterministic).key(spec) for count in threads)
-    return next(filter(shelf.holds, keys), None)
-
-
 def _read(plan: RunPlan, replica: Replica, pool: Pool, stage: StageAssignment,
           world: World) -> Weights:
     rank, shard = world.comm.rank, WHOLE
@@ -169,38 +122,17 @@ def _read(plan: RunPlan, replica: Replica, pool: Pool, stage: StageAssignment,
     if plan.weight_dtype == INT8 and not is_int8_served():
         raise XgptError(f"run.weight_dtype: {INT8} was planned, and this host's processor has no "
                         "VNNI: its products of bytes would not be exact")
-    return read_stage(plan, stage, shard, world.device, pool.role, is_sampled=rank == 0)
-
-
-class OfModel(Protocol):
-    """Which model, as what."""
-
-    @property
-    def model_dir(self) -> Path: ...
-
-    @property
-    def model_name(self) -> str: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def weight_dtype(self) -> str: ...
-
-
-def read_stage(of: OfModel, stage: StageAssignment, shard: Shard, device: torch.device, role: Role,
-               *, is_sampled: bool) -> Weights:
-    """A shard of a stage's layers. `is_sampled`: it is seen what the checkpoint's disk gives."""
     start, meter = time.perf_counter(), DiskMeter()
-    spec = read_spec(of.model_dir, of.model_name)
-    reader = open_weights(of.model_dir, getattr(torch, of.dtype))
-    model = load_stage(spec, reader, stage, shard, device, getattr(torch, of.weight_dtype), role)
+    spec = read_spec(plan.model_dir, plan.model_name)
+    reader = open_weights(plan.model_dir, getattr(torch, plan.dtype))
+    model = load_stage(spec, reader, stage, shard, world.device, getattr(torch, plan.weight_dtype),
+                       pool.role)
     reader.close()
     seconds, from_disk = time.perf_counter() - start, meter.num_bytes
     # a quarter of a second, of which nothing is learned where the page cache gave the bytes
     is_of_disk = from_disk is None or from_disk >= _LEAST_FROM_DISK * reader.bytes_read
-    disk_rate = disk_bytes_per_s(of.model_dir) if (
-        is_sampled and is_of_disk and isinstance(reader, CheckpointReader)) else None
+    disk_rate = disk_bytes_per_s(plan.model_dir) if (
+        rank == 0 and is_of_disk and isinstance(reader, CheckpointReader)) else None
     return Weights(model, seconds, reader.bytes_read, from_disk, disk_rate)
 
 

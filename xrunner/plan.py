@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from xgpt.core.deployment import Pool
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.job import LEAST_TOKENS
 from xgpt.core.schedule import Schedule
@@ -102,29 +101,15 @@ class RunPlan:
 def weights_key(plan: RunPlan, schedule: Schedule) -> dict[str, str]:
     """What the ranks hold in memory before the first query, by what may differ, in words: two runs
     of which it is equal can be had from the same ranks, one after the other."""
-    return {"model": named_by(plan.model_files, plan.model_dir), "engine": plan.engine,
-            "dtype": plan.dtype, "weight_dtype": plan.weight_dtype, "device": plan.device_kind,
+    files, deployments = plan.model_files, [shape.deployment for shape in schedule.estimate.shapes]
+    return {"model": json.dumps(files, sort_keys=True) if files else str(plan.model_dir),
+            "engine": plan.engine, "dtype": plan.dtype, "weight_dtype": plan.weight_dtype,
+            "device": plan.device_kind,
             "layout of ranks and stages": json.dumps([
-                layout_key(shape.deployment.pools, shape.deployment.replicas)
-                for shape in schedule.estimate.shapes]),
-            "kind of products": products_key(plan.deterministic),
+                ([(pool.name, pool.role, [asdict(stage) for stage in pool.stages])
+                  for pool in of.pools], of.replicas) for of in deployments]),
+            "kind of products": "deterministic" if plan.deterministic else "usual",
             "number of threads": str(plan.threads_per_rank)}
-
-
-def named_by(model_files: Mapping[str, str], model_dir: Path) -> str:
-    """Names a model in memory: by its files, where they are known."""
-    return json.dumps(dict(sorted(model_files.items()))) if model_files else str(model_dir)
-
-
-def products_key(is_deterministic: bool) -> str:
-    """Names what weights are laid out for."""
-    return "deterministic" if is_deterministic else "usual"
-
-
-def layout_key(pools: Sequence[Pool], replicas: int) -> tuple[object, int]:
-    """Names where a model's layers lie in so many copies."""
-    return [(pool.name, pool.role, [asdict(stage) for stage in pool.stages])
-            for pool in pools], replicas
 
 
 def load_plan(path: Path) -> RunPlan:

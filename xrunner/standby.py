@@ -1,12 +1,11 @@
-"""Ranks started ahead, which import what `python -m xrunner.worker` does, and then wait to be told
-of their run: its run.json, and the descriptors that they are to keep open meanwhile.
+"""Ranks that wait to be told what they are: `python -m xrunner.standby N`, any rank of several or
+one.
 
-`python -m xrunner.standby` is a rank alone, for one run; word comes over the socket that is its
-standard input. It may be told before to take another program's part, "MODULE\\0ARGUMENT", after
-which a byte goes back, and to read weights ahead (xrunner.ahead), of which it says nothing.
-`... xrunner.standby N` is any rank of several or one, for run after run: word comes to rank 0 over
-the socket of descriptor N, and after each run a byte goes back. World and weights stay. They end
-when the socket is closed."""
+Word comes to rank 0 over the socket of descriptor N: a module and its argument, with descriptors
+that are to stay open meanwhile. READY goes back from each rank before it meets the others, from
+when on MPI has files that its orderly end alone removes; DONE from rank 0 after each part.
+A run (`xrunner.worker`) leaves its world and its weights to the next; of other modules `main` is
+called. The ranks end when the socket is closed."""
 
 if __name__ == "__main__":  # before what takes seconds to import
     from xgpt.core.lifeline import begin_rank
@@ -16,12 +15,14 @@ if __name__ == "__main__":  # before what takes seconds to import
 import os
 import socket
 import sys
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from xrunner import ahead, forks, worker
+from xgpt.core.lifeline import DONE, READY
+from xrunner import worker
 from xrunner.devices import release
 from xrunner.loading import Shelf
 from xrunner.plan import load_plan
@@ -31,72 +32,72 @@ from xrunner.transport.exchange import broadcast
 from xrunner.world import World, connect
 
 _MOST_BYTES, _MOST_FILES = 2**16, 16
-DONE = b"."
+_LOOK_S = 5e-3  # between two looks whether rank 0 has heard: others plan and measure meanwhile
 
 
 def main(arguments: list[str]) -> int:
-    if arguments:
-        return _run_after_run(int(arguments[0]))
-    shelf, num_threads = Shelf(), len(os.listdir("/proc/self/task"))
-    with socket.socket(fileno=os.dup(sys.stdin.fileno())) as line:
+    """The ranks' exit code: that of the first part that fails."""
+    kept = _Kept()
+    with socket.socket(fileno=int(arguments[0])) as line:
+        _tell(line, READY)
+        ranks = _ranks()
         while True:
-            word, files, *_ = socket.recv_fds(line, forks.MOST_BYTES, forks.MOST_FILES)
-            module, _, argument = word.decode().rpartition("\0")
-            if not argument:  # it is not wanted
-                return 0
+            module, argument, files = _hear(line, ranks)
             if not module:
-                return worker.main([argument], shelf)
-            if module == forks.NAME:
-                return forks.Forks(line, shelf, num_threads).serve(argument, files)
-            if module == ahead.__name__:
-                ahead.read(argument, shelf)
-                continue
-            if code := import_module(module).main([argument]):
-                return int(code)
-            sys.stdout.flush()
-            line.send(DONE)
-
-
-def _run_after_run(descriptor: int) -> int:
-    ranks, shelf, world = _ranks(), Shelf(), None
-    with socket.socket(fileno=descriptor) as line:
-        while True:
-            argument, files = _hear(line, ranks)
-            if argument is None:
-                if world is not None:
-                    world.close()
+                kept.close()
                 return 0
-            plan = load_plan(Path(argument))
-            world = world or connect(plan.device_kind)
-            code = to_the_end(plan, partial(_stay, world), partial(worker.work, shelf=shelf))
+            code = kept.run(Path(argument)) if module == worker.__name__ else int(
+                import_module(module).main([argument]))
             release()
             for file in files:  # the folder's lock, which is the next run's to take
                 os.close(file)
             sys.stdout.flush()
             if code:
                 return code
-            if world.comm.rank == 0:
-                line.send(DONE)
+            if ranks is None or ranks.Get_rank() == 0:
+                _tell(line, DONE)
 
 
-def _stay(world: World) -> World:
-    """The world of a run, whose end is not its end."""
-    return world._replace(close=lambda: None)
+class _Kept:
+    """What runs leave to the next: the world, whose end is not theirs, and the weights."""
+
+    def __init__(self) -> None:
+        self._shelf, self._world = Shelf(), list[World]()
+
+    def run(self, path: Path) -> int:
+        """The run of this run.json; its exit code."""
+        plan = load_plan(path)
+
+        def join() -> World:
+            if not self._world:
+                self._world.append(connect(plan.device_kind))
+            return self._world[0]._replace(close=lambda: None)
+
+        return to_the_end(plan, join, partial(worker.work, shelf=self._shelf))
+
+    def close(self) -> None:
+        for world in self._world:
+            world.close()
 
 
-def _hear(line: socket.socket, ranks: Any) -> tuple[str | None, list[int]]:
-    """(the next run's run.json, None where there is none; descriptors, on rank 0)"""
+def _tell(line: socket.socket, word: bytes) -> None:
+    with suppress(OSError):  # the launcher is gone, which `_hear` finds too
+        line.send(word)
+
+
+def _hear(line: socket.socket, ranks: Any) -> tuple[str, str, list[int]]:
+    """(module, or "" where there is no more to do; argument; descriptors, on rank 0)"""
     word, files = b"", list[int]()
     if ranks is None or ranks.Get_rank() == 0:
-        try:
+        with suppress(ConnectionError):  # the launcher is gone
             word, files, *_ = socket.recv_fds(line, _MOST_BYTES, _MOST_FILES)
-        except ConnectionError:  # the launcher is gone
-            word = b""
+    text = word.decode()
     if ranks is not None:
         request = ranks.Ibarrier()
-        wait_politely(lambda: bool(request.Test()))
-        return broadcast(ranks, word.decode(), str) or None, files
-    return word.decode() or None, files
+        wait_politely(lambda: bool(request.Test()), _LOOK_S)
+        text = broadcast(ranks, text, str)
+    module, _, argument = text.partition("\0")
+    return module, argument, files
 
 
 def _ranks() -> Any:

@@ -50,11 +50,9 @@ from xrunner.transport.comm import Comm
 from xrunner.world import World, connect
 
 
-def main(arguments: list[str], shelf: Shelf | None = None) -> int:
-    """`shelf`: with what was read ahead."""
+def main(arguments: list[str]) -> int:
     plan = load_plan(Path(arguments[0]))
-    return to_the_end(plan, lambda: connect(plan.device_kind), partial(
-        work, shelf=shelf or Shelf()))
+    return to_the_end(plan, lambda: connect(plan.device_kind), partial(work, shelf=Shelf()))
 
 
 def work(plan: RunPlan, world: World, shelf: Shelf) -> None:

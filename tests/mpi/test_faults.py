@@ -10,6 +10,8 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +25,7 @@ from faults import FAULTS, ToyJob, alive, below, wait  # noqa: E402
 from soak import SHAPES, one_job, undisturbed  # noqa: E402
 
 from xgpt.app.status import run_status  # noqa: E402
+from xgpt.launch.local import find_mpiexec  # noqa: E402
 
 pytestmark = pytest.mark.mpi
 
@@ -62,9 +65,7 @@ def test_a_rank_that_hangs_ends_the_run_by_its_name(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_shared_memory_of_killed_ranks_is_removed_by_the_next_start(tmp_path: Path) -> None:
     job, process, own = start(tmp_path)
-    left = {Path(line.split()[-1]) for pid in own["rank"]
-            for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
-            if "/dev/shm/mpich_shm_" in line}
+    left = _shared(own["rank"])
     if not left:
         pytest.skip("these ranks have no shared memory of MPICH's")
     for pid in (process.pid, *own["mpiexec"], *own["proxy"], *own["rank"]):
@@ -90,6 +91,29 @@ def test_a_signal_before_the_ranks_start_says_so(number: signal.Signals, tmp_pat
     facts = end(process, {})
     assert facts["code"] == facts["exit_code"] == 75 and facts["status"] == "stopped"
     assert f"{number.name} came while no ranks were at work" in facts["message"]
+
+
+@pytest.mark.parametrize("number", [
+    signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
+def test_ranks_that_wait_end_with_their_command(number: signal.Signals, tmp_path: Path) -> None:
+    job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=20).write()
+    process = job.start()
+    wait(lambda: len(below(process.pid)["rank"]) == 2, "the ranks start while the job is planned")
+    process.send_signal(signal.SIGSTOP)
+    own, shared = below(process.pid), wait(lambda: _shared(below(process.pid)["rank"]), "they met")
+    assert not (job.output / "run.json").exists(), "they have no plan yet"
+    process.send_signal(number)
+    process.send_signal(signal.SIGCONT)
+    facts = end(process, own)
+    assert facts["code"] == (75 if number == signal.SIGTERM else -9)
+    assert number == signal.SIGKILL or not any(path.exists() for path in shared)
+
+
+def _shared(pids: list[int]) -> set[Path]:
+    """The files of MPICH's through which these processes speak to each other."""
+    return {Path(line.split()[-1]) for pid in pids
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+            if "/dev/shm/mpich_shm_" in line}
 
 
 def _hears(pid: int, number: int) -> bool:
@@ -252,9 +276,7 @@ def test_a_short_soak(number: int, count: int, tmp_path: Path) -> None:
 # A rank that is gone before it has met the others, as the interpreter starts or imports.
 _GONE_AT_ITS_START = """
 import os, sys
-if "xrunner.standby" in sys.orig_argv:
-    os._exit(0)  # ranks are processes of their own then
-if "xrunner.worker" in sys.orig_argv and os.environ.get("PMI_RANK") == "1":
+if "xrunner.standby" in sys.orig_argv and os.environ.get("PMI_RANK") == "1":
     how = os.environ["HOW"]
     if how == "is killed":
         os.kill(os.getpid(), 9)
@@ -277,11 +299,32 @@ def test_a_rank_that_is_gone_before_the_others_meet_it_is_named(how: str, tmp_pa
     job = ToyJob(folder=tmp_path, schedule=RRA, ranks=2, count=20, run=", restarts: 0",
                  environ={"PYTHONPATH": path, "HOW": how}).write()
     process = job.start()
-    own = wait(lambda: process.poll() is not None or (
-        found := below(process.pid))["mpiexec"] and found, "mpiexec starts")
-    began_s = time.monotonic()
-    facts = end(process, {} if own is True else own)
+    wait((job.output / "run.json").is_file, "the job is planned")
+    own, began_s = below(process.pid), time.monotonic()
+    facts = end(process, own)
     assert time.monotonic() - began_s < 2 * TOGETHER_S, "10 s on a machine without other work"
     assert facts["code"] == 1
     assert re.search(_SAID[how].format(host=socket.gethostname()), facts["error"]), facts
     assert "BAD TERMINATION" not in facts["told"], facts
+
+
+_LEAVES = """
+import sys, time
+from contextlib import suppress
+from pathlib import Path
+from mpi4py import MPI
+from xrunner.rank import leave
+if MPI.COMM_WORLD.Get_rank() == 0:
+    leave(0)
+MPI.Finalize()
+time.sleep(1)  # of its end
+Path(sys.argv[1]).touch()
+"""
+
+
+def test_a_rank_that_leaves_ends_no_other(tmp_path: Path) -> None:
+    """MPICH's mpiexec kills all where one is gone without having taken leave of it."""
+    script, left = tmp_path / "leaves.py", tmp_path / "left"
+    script.write_text(_LEAVES)
+    subprocess.run([find_mpiexec(), "-n", "2", sys.executable, str(script), str(left)], check=True)
+    assert left.exists()

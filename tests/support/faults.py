@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -110,29 +109,19 @@ def _tree(pid: int) -> list[int]:
 
 
 def below(pid: int) -> dict[str, list[int]]:
-    """The processes that the command started: mpiexec, its proxies, ranks; and where these are
-    forks, what stands in for them and what they are forks of."""
-    found: dict[str, list[int]] = {"mpiexec": [], "proxy": [], "rank": [], "ahead": []}
-    forks = dict[int, int]()  # by rank
+    """The processes that the command started: mpiexec, its proxies, ranks."""
+    found: dict[str, list[int]] = {"mpiexec": [], "proxy": [], "rank": []}
     for one in _tree(pid)[1:]:
         try:
             words = Path(f"/proc/{one}/cmdline").read_bytes().split(b"\0")
-            name = Path(f"/proc/{one}/comm").read_text().split()
-            rank = re.search(rb"\0PMI_RANK=(\d+)", Path(f"/proc/{one}/environ").read_bytes())
         except OSError:
             continue
         if b"mpiexec" in words[0]:
             found["mpiexec"].append(one)
         elif b"hydra" in words[0]:
             found["proxy"].append(one)
-        elif name[:1] == ["for"] and rank is not None:
-            forks[int(rank[1])] = int(name[1])
-            found["ahead"].append(one)
         elif any(word in words for word in (b"xrunner.worker", b"xrunner.standby")):
             found["rank"].append(one)
-    if forks:
-        found["ahead"] += sorted({*found["rank"]} - {*forks.values()})
-        found["rank"] = [forks[rank] for rank in sorted(forks)]
     return found
 
 

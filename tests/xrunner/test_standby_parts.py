@@ -1,75 +1,23 @@
-"""A rank that was started ahead takes what it is told, another program's part before its run."""
+"""A rank that waits takes what it is told: runs, and other programs' parts."""
 
 from __future__ import annotations
 
 import socket
-import sys
 import threading
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("torch", reason="ranks need the extra `run`")
-from xgpt.launch.standby import Standby  # noqa: E402
+from xgpt.core.errors import XgptError  # noqa: E402
+from xgpt.core.lifeline import DONE, READY  # noqa: E402
 from xrunner import standby  # noqa: E402
 
-
-@pytest.mark.parametrize("is_wanted", [True, False])
-def test_another_programs_part_is_taken_before_the_run(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_wanted: bool) -> None:
-    (tmp_path / "other_part.py").write_text(
-        "from pathlib import Path\n\n\ndef main(arguments):\n"
-        "    Path(arguments[0]).write_text('taken')\n    return 0\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    ran: list[list[str]] = []
-    monkeypatch.setattr(standby.worker, "main", lambda words, shelf: ran.append(words) or 7)
-    codes = []
-    ours, its = socket.socketpair()
-    with ours, its:
-        monkeypatch.setattr(standby.sys, "stdin", SimpleNamespace(fileno=its.fileno))
-        rank = threading.Thread(target=lambda: codes.append(standby.main([])))
-        rank.start()
-        ours.sendall(f"other_part\0{tmp_path / 'said'}".encode())
-        assert ours.recv(1) == standby.DONE
-        assert (tmp_path / "said").read_text() == "taken" and not ran
-        if is_wanted:
-            ours.sendall(b"run.json")
-        else:
-            ours.shutdown(socket.SHUT_WR)
-        rank.join(20)
-    assert (codes, ran) == (([7], [["run.json"]]) if is_wanted else ([0], []))
-
-
-def test_it_ends_with_a_part_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "failing_part.py").write_text("def main(arguments):\n    return 3\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    ours, its = socket.socketpair()
-    with ours, its:
-        monkeypatch.setattr(standby.sys, "stdin", SimpleNamespace(fileno=its.fileno))
-        ours.sendall(b"failing_part\0request.json")
-        assert standby.main([]) == 3
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="words are kept apart on Linux alone")
-def test_it_reads_ahead_and_the_run_gets_the_shelf(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[object] = []
-    monkeypatch.setattr(standby.ahead, "read", lambda word, shelf: told.append((word, shelf)))
-    monkeypatch.setattr(standby.worker, "main", lambda words, shelf: told.append(
-        (*words, shelf)) or 0)
-    waiting = Standby.__new__(Standby)
-    waiting._line, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    waiting._is_free, waiting._started = True, SimpleNamespace(  # type: ignore[assignment]
-        process=SimpleNamespace(poll=lambda: None))
-    with waiting._line, its:
-        waiting.read_ahead("{}")
-        waiting.read_ahead("x" * 2**16)  # of more files than are worth a word
-        assert waiting.serve(Path("run.json"), ()) is not None, "both words before it listens"
-        monkeypatch.setattr(standby.sys, "stdin", SimpleNamespace(fileno=its.fileno))
-        assert standby.main([]) == 0
-    (word, shelf), (argument, same) = told  # type: ignore[misc]
-    assert (word, argument) == ("{}", "run.json") and shelf is same
+RUN = b"xrunner.worker\0run.json"
 
 
 class Knot:
@@ -79,27 +27,87 @@ class Knot:
         self.own = self
 
 
-def test_what_a_run_held_is_gone_when_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def waiting(codes: list[int]) -> Iterator[socket.socket]:
+    """The launcher's end of a rank that waits, whose exit code comes in the end."""
+    ours, its = socket.socketpair()
+    ours.settimeout(20)
+    with ours:
+        rank = threading.Thread(target=lambda: codes.append(standby.main([str(its.detach())])))
+        rank.start()
+        assert ours.recv(1) == READY
+        yield ours
+        ours.shutdown(socket.SHUT_WR)
+        rank.join(20)
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts other things in the places of a rank's parts."""
+    def put(**parts: object) -> None:
+        given = {"load_plan": lambda path: SimpleNamespace(device_kind="cpu", private=False),
+                 "_ranks": lambda: None, **parts}
+        for name, part in given.items():
+            monkeypatch.setattr(standby, name, part)
+
+    return put
+
+
+def test_parts_are_taken_one_after_another_until_one_fails(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: Callable[..., None]) -> None:
+    (tmp_path / "other_part.py").write_text(
+        "from pathlib import Path\n\n\ndef main(arguments):\n"
+        "    path = Path(arguments[0])\n    code = int(path.read_text())\n"
+        "    path.write_text('taken')\n    return code\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    alone()
+    codes: list[int] = []
+    with waiting(codes) as line:
+        for code in (0, 3):
+            (tmp_path / "said").write_text(str(code))
+            line.sendall(f"other_part\0{tmp_path / 'said'}".encode())
+            assert line.recv(1) == (DONE if code == 0 else b"")
+            assert (tmp_path / "said").read_text() == "taken"
+    assert codes == [3]
+
+
+def test_what_a_run_held_is_gone_when_the_next_begins_and_its_world_is_not(
+        alone: Callable[..., None]) -> None:
     held: list[weakref.ref[Knot]] = []
     left: list[int] = []
+    calls: list[str] = []
 
-    def run(*given: object) -> int:
+    class World:
+        def _replace(self, close: Callable[[], None]) -> SimpleNamespace:
+            return SimpleNamespace(close=close)
+
+        def close(self) -> None:
+            calls.append("closed")
+
+    def run(plan: object, join: Callable[[], SimpleNamespace], work: object) -> int:
+        join().close()
         left.append(sum(knot() is not None for knot in held))
         held.append(weakref.ref(Knot()))
         return 0
 
-    world = SimpleNamespace(comm=SimpleNamespace(rank=0), close=lambda: None)
-    for name, stand_in in (("load_plan", lambda path: SimpleNamespace(device_kind="cpu")),
-                           ("connect", lambda kind: world), ("_ranks", lambda: None),
-                           ("to_the_end", run)):
-        monkeypatch.setattr(standby, name, stand_in)
-    ours, its = socket.socketpair()
-    with ours:
-        rank = threading.Thread(target=lambda: standby.main([str(its.detach())]))
-        rank.start()
+    alone(connect=lambda kind: calls.append("connected") or World(), to_the_end=run)
+    codes: list[int] = []
+    with waiting(codes) as line:
         for _ in range(3):
-            ours.sendall(b"run.json")
-            assert ours.recv(1) == standby.DONE
-        ours.shutdown(socket.SHUT_WR)
-        rank.join(20)
-    assert left == [0, 0, 0]
+            line.sendall(RUN)
+            assert line.recv(1) == DONE
+        assert calls == ["connected"]
+    assert (codes, left, calls) == ([0], [0, 0, 0], ["connected", "closed"])
+
+
+def test_a_device_that_is_not_there_is_told_in_words(
+        alone: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    def connect(kind: str) -> None:
+        raise XgptError("no such device")
+
+    alone(connect=connect)
+    codes: list[int] = []
+    with waiting(codes) as line:
+        line.sendall(RUN)
+        assert line.recv(1) == b""
+    assert codes == [1] and "no such device" in capsys.readouterr().err

@@ -25,9 +25,10 @@ from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xgpt.core.problem import Problem
 from xgpt.core.units import DTYPE_BYTES, format_seconds
 from xgpt.launch.contention import LARGE_SHARE, Contention, in_words
-from xgpt.launch.launcher import Ahead, Launcher, RankProgram
+from xgpt.launch.launcher import Launcher, RankProgram
 from xgpt.launch.leftovers import passing_folder
 from xgpt.launch.rows import launcher_of
+from xgpt.launch.standby import Standby
 from xprofiler.cache import cached_profile_path
 from xprofiler.points import OWN_TABLE, Kind, Needs, Point, lacking, missing, quick_points
 from xprofiler.profile import TRANSFER, Profile, ProfileMetadata
@@ -67,7 +68,7 @@ class WantedProfile:
     refused: dict[int, str]
     links: tuple[str, str]  # inside a node, between nodes
     launcher: Launcher  # of the ranks that measure
-    standby: Ahead | None  # who may be one of them
+    standby: Standby | None  # who may be one of them
     output: Path  # of the job: a run of it that is asked to stop stops measuring, too
     engine: Engine  # whose times
     program: Callable[[Path], tuple[str, ...]]  # starts its profiler on a request; (): as ours is
@@ -85,7 +86,7 @@ class WantedProfile:
 
 
 def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = None,
-                   folder: Path | None = None, standby: Ahead | None = None) -> WantedProfile:
+                   folder: Path | None = None, standby: Standby | None = None) -> WantedProfile:
     """The profile this job is planned with on this machine. `degrees`: tensor-parallel degrees,
     also more than there are devices (a shard needs but one); None: what the job can use. `folder`:
     the model's, which other engines than ours measure with. `standby`: a rank that may measure."""

@@ -28,7 +28,7 @@ from xgpt.core.spool import SpoolWriter, saved_header
 from xgpt.core.spool_columns import ColumnsWriter
 from xgpt.core.units import format_bytes
 from xgpt.core.workload import Request, RequestError
-from xgpt.launch.launcher import Ahead
+from xgpt.launch.standby import Standby
 from xgpt.report.table import WIDTH, paragraph
 from xgpt.report.words import counted
 from xrunner.checkpoint.source import SERVED_BY, ModelFiles, find_model, model_at_hand
@@ -56,7 +56,7 @@ class OpenedJob:
     requests: Requests | None  # None where the job names only their number
     spool: SpoolWriter | None  # of a run whose requests are in a file: the requests themselves
     tell: Teller = field(default_factory=LogTeller, compare=False)
-    standby: Ahead | None = field(default=None, compare=False)  # ranks that are there already
+    standby: Standby | None = field(default=None, compare=False)  # ranks that are there already
     # of a run: the job as it was handed in, by which it is known again (xgpt.app.finished)
     asked: Mapping[str, Any] | None = field(default=None, compare=False)
 

@@ -43,16 +43,15 @@ from xgpt.app.troubles import troubles_told
 from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of
 from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError, wrong
 from xgpt.core.job import Job
-from xgpt.core.local import usable_cores
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.schedule_file import save_schedule
 from xgpt.core.spool import num_queries
-from xgpt.core.units import INT8
 from xgpt.launch.contention import Contention
-from xgpt.launch.launcher import Ahead, RankProgram, ranks_per_node
+from xgpt.launch.launcher import RankProgram, ranks_per_node
 from xgpt.launch.rows import launcher_of
 from xgpt.launch.slurm import allocation_here
+from xgpt.launch.standby import Standby
 from xgpt.report.expected import EXPECTED_FILE, write_expected
 from xgpt.report.table import paragraph
 from xgpt.report.timeline import replay_lanes
@@ -60,7 +59,6 @@ from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
-from xrunner.checkpoint.identity import model_files
 from xrunner.engines.engine import engine_of, program_of
 from xrunner.io.beat import BEATS
 from xrunner.io.intake import hand_on
@@ -69,17 +67,13 @@ from xrunner.io.lock import output_lock
 from xrunner.io.results import HELD_FILE
 from xrunner.io.stop import StopRequest
 from xrunner.plan import RunPlan, weights_key
-from xrunner.read_ahead import ReadAhead
 from xscheduler.beginning import said_of
 from xscheduler.evaluator import replays_of
 from xsimulator.allocation import pool_layers
-from xsimulator.memory import least_weight_bytes
 from xsimulator.replay.predict import JobPrediction, mean_of
 
-_MOST_AHEAD_BYTES = 2**30  # of weights that are read before it is known that they are wanted
 
-
-def open_to_run(job: Job, tell: Teller, standby: Ahead | None = None) -> OpenedJob:
+def open_to_run(job: Job, tell: Teller, standby: Standby | None = None) -> OpenedJob:
     """The job with its model's files and an output folder. `standby`: may serve as its ranks.
     Raises InputError for one that cannot be run."""
     as_asked = job  # before an allocation says where it runs
@@ -92,25 +86,8 @@ def open_to_run(job: Job, tell: Teller, standby: Ahead | None = None) -> OpenedJ
     check_model(opened)
     make_folder(job)
     digests = () if opened.requests is None else opened.requests.file_digests
-    opened = executable(as_its_weights_were_held(
+    return executable(as_its_weights_were_held(
         replace(opened, standby=standby, asked=asked_of(as_asked, digests))))
-    if standby is not None:
-        _read_ahead(opened, standby)
-    return opened
-
-
-def _read_ahead(opened: OpenedJob, standby: Ahead) -> None:
-    """A small model's weights are read while the job is planned: by one rank, as is likeliest."""
-    job, problem, files = opened.job, opened.problem, opened.files
-    assert files is not None
-    if problem.cluster.device.kind == "cpu" and job.run.weights != "random" and (
-            problem.weight_dtype != INT8 and least_weight_bytes(problem) <= _MOST_AHEAD_BYTES):
-        standby.read_ahead(ReadAhead(
-            model_dir=files.directory, model_name=job.model,
-            model_files=model_files(files.directory), dtype=problem.dtype,
-            weight_dtype=problem.weight_dtype, is_deterministic=job.run.deterministic,
-            threads=job.run.threads_per_rank or max(
-                usable_cores() // (job.run.ranks or 1), 1)).word)
 
 
 def to_run(opened: OpenedJob, schedule: Schedule, source: Path) -> Plan:

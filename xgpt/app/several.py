@@ -18,7 +18,7 @@ from xgpt.app.telling import Teller
 from xgpt.core.errors import EXIT_RESUMABLE, InputError, Mistake, StoppedEarly, XgptError
 from xgpt.core.job import Job
 from xgpt.launch.asked import warned_in_good_order
-from xgpt.launch.kept import KeptRanks
+from xgpt.launch.standby import Standby
 from xgpt.report.table import WIDTH, paragraph, schedule_table
 from xrunner.io.stop import StopRequest
 
@@ -64,7 +64,7 @@ def submit_all(jobs: Sequence[Job], tell: Teller, *, is_again: bool = False) -> 
     _refuse_common_folders(jobs)
     turns = [Turn(job=job) for job in jobs]
     with _told_at_the_end(turns, tell), warned_in_good_order():
-        ranks = KeptRanks(tell.say)
+        ranks = Standby(say=tell.say)
         try:
             for number, turn in enumerate(turns, start=1):
                 tell.say(f"\n== planning job {number} of {len(turns)}: {turn.job.name}")
@@ -84,7 +84,7 @@ def submit_all(jobs: Sequence[Job], tell: Teller, *, is_again: bool = False) -> 
     return {"jobs": [turn.to_dict() for turn in turns]}
 
 
-def _plan_or_find_done(turn: Turn, tell: Teller, ranks: KeptRanks, *, is_again: bool) -> None:
+def _plan_or_find_done(turn: Turn, tell: Teller, ranks: Standby, *, is_again: bool) -> None:
     """Finds out what is wrong with a job before those before it have taken their hours."""
     with _failing(turn, tell):
         found = done_already(turn.job, tell, is_again=is_again)
@@ -95,7 +95,7 @@ def _plan_or_find_done(turn: Turn, tell: Teller, ranks: KeptRanks, *, is_again: 
         _plan(turn, tell, ranks)
 
 
-def _plan(turn: Turn, tell: Teller, ranks: KeptRanks) -> None:
+def _plan(turn: Turn, tell: Teller, ranks: Standby) -> None:
     with _failing(turn, tell):
         with at_work(open_to_run(turn.job, tell, ranks)) as (opened, _):
             if (found := taken_over(opened)) is not None:

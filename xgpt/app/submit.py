@@ -17,7 +17,7 @@ from xgpt.app.troubles import troubles_told
 from xgpt.core.job import Job
 from xgpt.core.schedule_file import load_schedule
 from xgpt.launch.asked import warned_in_good_order
-from xgpt.launch.launcher import Ahead
+from xgpt.launch.standby import Standby
 from xgpt.report.table import paragraph, schedule_table
 from xrunner.io.lock import output_lock
 
@@ -32,7 +32,7 @@ def at_work(opened: OpenedJob) -> Iterator[tuple[OpenedJob, int]]:
         yield replace(opened, tell=KeptTeller(opened.tell, output)), lock
 
 
-def submit(job: Job, tell: Teller, standby: Ahead | None = None) -> dict[str, Any]:
+def submit(job: Job, tell: Teller, standby: Standby | None = None) -> dict[str, Any]:
     """Profiles, plans and runs the job; returns what metrics.json holds: at once, of a run
     whose command was killed with all results there. `standby`: may serve as its ranks. Raises
     StoppedEarly where it was asked to stop."""
@@ -51,7 +51,7 @@ def planned(job: Job, tell: Teller) -> Plan:
     return plan_job(open_job(job, tell, "lengths"))
 
 
-def run(job: Job, tell: Teller, standby: Ahead | None = None,
+def run(job: Job, tell: Teller, standby: Standby | None = None,
         schedule_file: Path | None = None) -> dict[str, Any]:
     """Does the same by the schedule of a file, by default the one in the job's output folder."""
     with warned_in_good_order(), at_work(open_to_run(job, tell, standby)) as (opened, lock):

@@ -147,11 +147,8 @@ def _rank_of(pid: int) -> int | None:
 
 
 def _has_met(pid: int) -> bool:
-    """Whether the process has its MPI library, and so is known to mpiexec; or whom it stands in
-    for (xgpt/core/stand_in.py)."""
+    """Whether the process has its MPI library, and so is known to mpiexec."""
     try:
-        word, _, other = Path(f"/proc/{pid}/comm").read_text(errors="replace").partition(" ")
-        maps = Path(f"/proc/{int(other) if word == 'for' else pid}/maps")
-        return _LIBRARY in maps.read_text(errors="replace")
-    except (OSError, ValueError):
+        return _LIBRARY in Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    except OSError:
         return False

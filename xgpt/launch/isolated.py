@@ -4,13 +4,15 @@ What ranks on one machine say to each other is nobody else's business, and MPI a
 that connects. So they are told to use the loopback interface, and the command runs in a network
 namespace of its own, where there is no other: what MPICH's mpiexec listens on is bound to every
 interface, whatever it is told. Where the system permits no such namespace the command runs without
-one (docs/security.md).
+one (docs/security.md). mpiexec ends with the process that started it: ranks that are about to meet
+hear of nothing else (mpi4py keeps the interpreter's lock meanwhile).
 
 Run as a file, with the standard library alone: it stands before every start of ranks."""
 
 import ctypes
 import fcntl
 import os
+import signal
 import socket
 import struct
 import sys
@@ -21,6 +23,7 @@ LOOPBACK = dict.fromkeys(("HYDRA_IFACE", *TRANSPORTS), "lo")
 _NEW_USER, _NEW_NET = 0x10000000, 0x40000000  # of sched.h
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 0x1  # SIOCGIFFLAGS, SIOCSIFFLAGS, IFF_UP
 _REQUEST = "16sh14x"  # struct ifreq
+_PR_SET_PDEATHSIG = 1  # of prctl.h
 
 
 def main(command: list[str]) -> None:
@@ -30,6 +33,7 @@ def main(command: list[str]) -> None:
         uses_loopback = all(os.environ[name] == value for name, value in LOOPBACK.items())
         if uses_loopback and _is_permitted():
             _isolate()
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # what came before resets it
     os.execvp(command[0], command)
 
 

@@ -27,30 +27,16 @@ class RankProgram:
     count: int
     per_node: int | None = None
     inherited: tuple[int, ...] = ()
-    standby: Ahead | None = None
+    standby: Waiting | None = None
     holds: Mapping[str, str] = field(default_factory=dict)
     command: tuple[str, ...] = ()
 
 
-class Ahead(Protocol):
-    """Ranks that are there before it is known what they are to run: one started ahead
-    (xgpt.launch.standby), or those of the run before (xgpt.launch.kept)."""
-
-    @property
-    def processes(self) -> tuple[int, ...]:
-        """The processes, with all that they started, whose time is ours."""
-
-    @property
-    def is_usual(self) -> bool:
-        """Whether ranks that it serves as come to work as those of any command do whose job's
-        profile is there: what they take for that is worth knowing."""
+class Waiting(Protocol):
+    """Ranks that are there already (xgpt.launch.standby)."""
 
     def serves(self, ranks: RankProgram) -> Started | None:
-        """The process at work as these ranks; None where they must be started, for whom there is
-        room then."""
-
-    def read_ahead(self, word: str) -> None:
-        """Takes word of weights that it may come to hold (xrunner.read_ahead.ReadAhead)."""
+        """The processes at work as these ranks; None where they must be started."""
 
 
 class Launcher(Protocol):

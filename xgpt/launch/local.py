@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from xgpt.core import stand_in
 from xgpt.core.errors import MissingExtraError, wrong
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.leftovers import remove_leftovers
@@ -47,23 +46,14 @@ def mpi_command(ranks: RankProgram, options: Sequence[str] = ()) -> list[str]:
             ranks.module, str(ranks.argument)]
 
 
-def local_mpi_command(ranks: RankProgram, line: int | None = None) -> list[str]:
-    """The same for ranks that nobody beyond this machine is to reach. `line`: who has the other end
-    of this socket may be asked for them (xgpt/core/stand_in.py)."""
+def local_mpi_command(ranks: RankProgram) -> list[str]:
+    """The same for ranks that nobody beyond this machine is to reach."""
     refuse_long_name()
     # whatever resource manager it finds traces of; another MPI's mpiexec has no such options
     is_hydra = Path(find_mpiexec()).resolve().with_name(_PROXY).exists()
-    command = mpi_command(ranks, _HERE if is_hydra else ())
-    if line is not None:
-        at = command.index(sys.executable)
-        command[at:at] = [*_alone(Path(stand_in.__file__)), str(line), str(ranks.count)]
-    return [*_alone(Path(__file__).with_name("isolated.py")), *command]
-
-
-def _alone(file: Path) -> list[str]:
-    """Starts a file with the standard library: neither the user's folders nor site-packages, which
-    would take longer than the command."""
-    return [sys.executable, "-I", "-S", str(file)]
+    # by the standard library alone: site-packages would take longer than the command
+    return [sys.executable, "-I", "-S", str(Path(__file__).with_name("isolated.py")),
+            *mpi_command(ranks, _HERE if is_hydra else ())]
 
 
 def refuse_long_name() -> None:

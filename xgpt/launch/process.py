@@ -18,7 +18,7 @@ from types import FrameType
 from typing import IO, NamedTuple
 
 from xgpt.core.errors import StoppedEarly, XgptError
-from xgpt.core.lifeline import Lifeline
+from xgpt.core.lifeline import DONE, Lifeline
 from xgpt.core.other_launchers import without_other_launchers
 from xgpt.core.troubles import is_of_memory
 from xgpt.launch.asked import raise_if_asked, to_be_heard
@@ -43,19 +43,19 @@ _LITTLE_BYTES = 32 * 2**20  # of room there: MPICH takes some 9 MB a rank
 
 
 class Started(NamedTuple):
-    """A command at work, and what it and its children print. `line`: over which a byte comes when
-    ranks that stay for another run are done with one. `lifeline`: closed, it ends the ranks.
-    `num_ranks`: that mpiexec starts on this machine, where that is known."""
+    """A command at work, and what it and its children print. `lifeline`: closed, it ends the ranks.
+    `line`: over which ranks that stay for another run say that they are done with one. `num_ranks`:
+    that mpiexec starts on this machine, where that is known."""
 
     process: subprocess.Popen[bytes]
     messages: IO[bytes]
+    lifeline: Lifeline
     line: socket.socket | None = None
-    lifeline: Lifeline | None = None
     num_ranks: int = 0
 
 
-def start(command: Sequence[str], *, stdin: int = subprocess.DEVNULL,
-          inherited: tuple[int, ...] = (), count: int = 0, is_managed: bool = False) -> Started:
+def start(command: Sequence[str], *, inherited: tuple[int, ...] = (), count: int = 0,
+          is_managed: bool = False) -> Started:
     """Starts the command of ranks; `is_managed`: which are to know of this process's allocation.
     Raises StoppedEarly where a signal asked for it before."""
     raise_if_asked()
@@ -67,11 +67,11 @@ def start(command: Sequence[str], *, stdin: int = subprocess.DEVNULL,
     environment = environment_of_ranks() if is_managed else without_other_launchers(
         environment_of_ranks())
     process = subprocess.Popen(command, stdout=messages, stderr=subprocess.STDOUT,
-                               stdin=stdin,
+                               stdin=subprocess.DEVNULL,
                                env={**environment, **own_modules(), **lifeline.name},
                                start_new_session=True, pass_fds=(*inherited, lifeline.end))
     lifeline.is_handed_on()
-    return Started(process, messages, lifeline=lifeline, num_ranks=count)
+    return Started(process, messages, lifeline, num_ranks=count)
 
 
 def run_watched(command: Sequence[str], *, watch: Callable[[], None],
@@ -86,29 +86,28 @@ def watch_to_end(started: Started, *, watch: Callable[[], None],
                  ask_to_stop: Callable[[], None] | None) -> None:
     """Returns when the ranks have ended, as a Launcher promises; or when those that stay for
     another run are done with this one. Raises StoppedEarly as `start`."""
-    process, messages, line, lifeline, num_ranks = started
+    process, messages, lifeline, line, num_ranks = started
     is_done, gone = False, None
     with ExitStack() as stack:
         stack.enter_context(messages)
         stopper = _Stopper(process, ask_to_stop)
-        end = stack.enter_context(closing(FirstEnd(process.pid, num_ranks)))
+        ends = stack.enter_context(closing(FirstEnd(process.pid, num_ranks)))
         try:
             raise_if_asked()
             with stopper, _ended(process, line) as wait:
                 while process.poll() is None and not is_done and gone is None:
                     watch()
                     stopper.check()
-                    gone = end.look()
+                    gone = ends.look()
                     wait(_POLL_S)
-                    is_done = line is not None and _has_word(line)
+                    is_done = line is not None and DONE in words_of(line)
             watch()
         finally:
             if not is_done:
                 stopper.kill()
-                if lifeline is not None:  # those whose own launcher was killed know of nobody's end
-                    lifeline.close()
+                lifeline.close()  # those whose own launcher was killed know of nobody's end
         if is_done:
-            end.close()
+            ends.close()
             stack.pop_all()  # the next run's messages go there too
             return
         if stopper.was_asked and ask_to_stop is None:
@@ -116,15 +115,15 @@ def watch_to_end(started: Started, *, watch: Callable[[], None],
         if (process.returncode != 0 or gone is not None) and not stopper.was_asked:
             messages.seek(0)
             text = messages.read().decode(errors="replace").strip()
-            raise RanksFailed(process.returncode, _tail(text), first=end.first, gone=gone)
+            raise RanksFailed(process.returncode, _tail(text), first=ends.first, gone=gone)
 
 
-def _has_word(line: socket.socket) -> bool:
-    """Takes a byte that has come over the line; False where none has, or none will."""
+def words_of(line: socket.socket) -> bytes:
+    """Takes the bytes that have come over the line; none where none have, or none will."""
     try:
-        return bool(line.recv(1, socket.MSG_DONTWAIT))
+        return line.recv(2**16, socket.MSG_DONTWAIT)
     except OSError:
-        return False
+        return b""
 
 
 @contextmanager
@@ -234,14 +233,20 @@ class _Stopper:
             self.kill()
 
     def kill(self) -> None:
-        if self._process.poll() is None and not self._is_killing:  # a signal comes in between
+        if not self._is_killing:  # a signal comes in between
             self._is_killing = True
-            os.killpg(self._process.pid, signal.SIGTERM)
-            try:
-                self._process.wait(timeout=_END_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.wait()
+            end(self._process)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a command that `start` started, and what is in its session, unless it has ended."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(timeout=_END_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _tail(text: str, limit: int = 3000) -> str:

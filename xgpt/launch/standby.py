@@ -1,144 +1,137 @@
-"""A rank that is started before it is known what it is to run. Importing takes it longer than it
-takes to plan for it; where several ranks are wanted they are its forks, and where it turns out not
-to be wanted, it is let go of. What a first run measures beforehand on one rank, it measures too."""
+"""Ranks on this machine that wait to be told what they are (xrunner.standby): started while it is
+not known yet what they will run, since importing takes them longer than planning, and kept from one
+run to the next as long as the runs take the same ranks holding the same (`RankProgram.holds`)."""
 
-import shutil
 import socket
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import TimeoutExpired
 
 from xgpt.core.engines import OWN_ENGINE
+from xgpt.core.errors import InputError, MissingExtraError
 from xgpt.core.job import Job
+from xgpt.core.layout import open_layouts
+from xgpt.core.lifeline import READY
+from xgpt.core.local import usable_cores
 from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.launch.launcher import RankProgram
+from xgpt.launch.leftovers import remove_leftovers
 from xgpt.launch.local import local_mpi_command
-from xgpt.launch.process import Started, start
+from xgpt.launch.process import Started, end, start, words_of
 
-SERVES = "xrunner.worker"  # whose part it takes, alone in its run
+RUNS, MEASURES = "xrunner.worker", "xprofiler.measure.worker"  # the parts that they take
 PROGRAM = "xrunner.standby"
-# whose part it may take before
-MEASURES = frozenset({"xprofiler.measure.worker", "xprofiler.measure.calibrate"})
-# word of a run may come while it reads ahead, and of several ranks at once
-_READS = _FORKS = sys.platform == "linux"
-_KEEPS_WORDS_APART = socket.SOCK_SEQPACKET if _READS else socket.SOCK_STREAM
-AHEAD, _MOST_WORD = "xrunner.ahead", 2**15
-_LEAVE_S = 10.0  # for one whose forks have ended
+_LEAVE_S = 10.0  # for ranks that are told to end
+_FEW_CORES = 4  # chosen: so many ranks, of 0.2 GB each, may be started in vain
 
 
 class Standby:
-    """A process that waits for its run. It ends by itself when this one does."""
+    """At most one set of ranks; they end by themselves when this process does."""
 
-    def __init__(self, program: str = PROGRAM) -> None:
-        self._line, other_end = socket.socketpair(socket.AF_UNIX, _KEEPS_WORDS_APART)
-        with other_end:
-            self._started = start([sys.executable, "-m", program], stdin=other_end.fileno())
-        self._is_free, self._has_forks, self._has_measured = True, False, False
+    def __init__(self, count: int = 0, say: Callable[[str], object] = lambda said: None) -> None:
+        """Starts `count` ranks, if any. `say` is told of ranks that are kept from the run before,
+        or started anew."""
+        self._say = say
+        self._line: socket.socket | None = None
+        self._started: Started | None = None
+        self._count = self._num_parts = 0
+        self._held: Mapping[str, str] | None = None  # by the run before
+        if count:
+            # the run tells, whose ranks cannot be started either
+            with suppress(InputError, MissingExtraError, OSError):
+                self._start(count)
 
     @property
     def processes(self) -> tuple[int, ...]:
-        """Those whose time is ours."""
-        return (self.process.pid,)
-
-    @property
-    def process(self) -> subprocess.Popen[bytes]:
-        return self._started.process
-
-    @property
-    def is_usual(self) -> bool:
-        """Unless it has measured, and may have threads without which it cannot be forked."""
-        return not self._has_measured
+        """The processes, with all that they started, whose time is ours."""
+        return () if self._started is None else (self._started.process.pid,)
 
     def serves(self, ranks: RankProgram) -> Started | None:
-        """The process at work as these ranks, or its forks; None where they must be started, for
-        whom it makes room, unless they measure: it waits for its run beside those."""
-        if ranks.module == SERVES:
-            if ranks.count == 1:
-                return self.serve(ranks.argument, ranks.inherited)
-            if (started := self._fork(ranks)) is not None:
-                return started
-        if ranks.module in MEASURES:
-            return self.measure(ranks.module, ranks.argument) if ranks.count == 1 else None
-        self.dismiss()
-        return None
-
-    def serve(self, argument: Path, inherited: tuple[int, ...]) -> Started | None:
-        """The process, which from now on works as `python -m xrunner.worker ARGUMENT` and keeps
-        the descriptors `inherited` open; None where it has ended, or has served before."""
-        if not self._hears(str(argument), inherited):
+        """The processes at work as these ranks; None where they must be started by another: of
+        another program, for which there is room then, or of measuring on another number of ranks
+        or after a run, beside which these wait."""
+        misfit = self._misfit(ranks)
+        if ranks.module == MEASURES:
+            if misfit is not None or self._held is not None:
+                return None
+        elif ranks.module != RUNS:
+            self.dismiss()
             return None
-        self._is_free = False
+        else:
+            if self._held is not None:
+                self._say("ranks and weights: those of the job before" if misfit is None
+                          else f"ranks: started anew, for {misfit}")
+            if misfit is not None:
+                self.dismiss()
+                self._start(ranks.count)
+            self._held = ranks.holds
+        assert self._line is not None
+        self._num_parts += 1
+        with suppress(OSError):  # they have just ended, which is seen by who watches them
+            socket.send_fds(self._line, [f"{ranks.module}\0{ranks.argument}".encode()],
+                            ranks.inherited)
         return self._started
 
-    def _fork(self, ranks: RankProgram) -> Started | None:
-        """mpiexec at work with stand-ins, which ask this process for the ranks; None where it has
-        ended, or has served before."""
-        if not (_FORKS and self._is_free) or self.process.poll() is not None:
-            return None
-        self._is_free, self._has_forks = False, True
-        line = self._line.fileno()
-        return start(local_mpi_command(ranks, line), inherited=(*ranks.inherited, line),
-                     count=ranks.count)
-
-    def read_ahead(self, word: str) -> None:
-        """The process reads weights (xrunner.read_ahead), before whatever else it is told."""
-        if _READS and len(word) < _MOST_WORD:
-            self._hears(f"{AHEAD}\0{word}", ())
-
-    def measure(self, module: str, argument: Path) -> Started | None:
-        """The process, which now works as `python -m MODULE ARGUMENT`, and then waits for its run;
-        None as of `serve`."""
-        told = self._has_measured = self._hears(f"{module}\0{argument}", ())
-        return self._started._replace(line=self._line) if told else None
-
-    def _hears(self, word: str, inherited: tuple[int, ...]) -> bool:
-        """Whether it is told so: neither has it ended, nor has it a run."""
-        if not self._is_free or self.process.poll() is not None:
-            return False
-        try:
-            socket.send_fds(self._line, [word.encode()], inherited)
-        except OSError:
-            return False
-        return True
-
     def dismiss(self) -> None:
-        """Ends the process, unless it serves."""
-        self._line.close()
-        if self._has_forks:
-            self._has_forks = False
-            self._await_end()
-        elif self._is_free:
-            self._is_free = False
-            self.process.kill()
-            self.process.wait()
-        else:
-            return  # whose messages are of the ranks
+        """Ends the ranks: in good order where they listen, so that MPI leaves nothing behind."""
+        if self._line is None or self._started is None:
+            return
+        process, listens = self._started.process, self._num_parts or READY in words_of(self._line)
+        self._line.close()  # which tells them
+        if listens:
+            with suppress(TimeoutExpired):
+                process.wait(_LEAVE_S)
+        end(process)
         self._started.messages.close()
+        self._started.lifeline.close()
+        self._line = self._started = self._held = None
 
-    def _await_end(self) -> None:
-        """It ends when its forks have, which mpiexec's end ends."""
-        try:
-            self.process.wait(_LEAVE_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+    def _misfit(self, ranks: RankProgram) -> str | None:
+        """Why the ranks that are there, if any, cannot take this part; None where they can."""
+        if self._started is None or self._started.process.poll() is not None or (
+                self._started.messages.closed):
+            return "those of the job before have ended"
+        differing = [] if self._held is None else [
+            name for name, value in ranks.holds.items() if self._held.get(name) != value]
+        if not differing and self._count != ranks.count:
+            differing = ["number of ranks"]
+        return f"the job has another {' and '.join(differing)}" if differing else None
+
+    def _start(self, count: int) -> None:
+        self._line, other_end = socket.socketpair()
+        with other_end:
+            descriptor = other_end.fileno()
+            command = [sys.executable, "-m", PROGRAM, str(descriptor)]
+            if count > 1:
+                remove_leftovers()
+                command = local_mpi_command(RankProgram(
+                    module=PROGRAM, argument=Path(str(descriptor)), count=count))
+            started = start(command, inherited=(descriptor,), count=count if count > 1 else 0)
+        self._started = started._replace(line=self._line)
+        self._count, self._num_parts = count, 0
 
 
 @contextmanager
 def standby_for(job: Job) -> Iterator[Standby | None]:
-    """A rank for the job, as long as it may be asked for; None where the ranks will be of another
-    kind, or are known to be several that it cannot fork: of GPUs."""
+    """Ranks for the job, as long as they may be asked for; None where it takes others."""
     run = job.run
     is_ours = job.cluster == LOCAL_CLUSTER and run.engine == OWN_ENGINE and job.slurm is None
-    may_serve = not run.hosts and (run.ranks in (None, 1) or (
-        _FORKS and shutil.which("nvidia-smi") is None))
-    has_torch = find_spec("torch") is not None
-    standby = Standby() if is_ours and may_serve and has_torch else None
+    may_serve = is_ours and not run.hosts and find_spec("torch") is not None
+    standby = Standby(_likely_ranks(job)) if may_serve else None
     try:
         yield standby
     finally:
         if standby is not None:
             standby.dismiss()
+
+
+def _likely_ranks(job: Job) -> int:
+    """As many as the job says, if there are cores on which they could start meanwhile; of the
+    layouts that it leaves open the most, where these are few."""
+    if (ranks := job.run.ranks) is not None:
+        return ranks if ranks <= usable_cores() else 0
+    most = max((layout.ranks for layout in open_layouts(job)), default=1)
+    return most if most <= _FEW_CORES else 1

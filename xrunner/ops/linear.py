@@ -144,12 +144,6 @@ def is_scaled_float16(weight_dtype: torch.dtype, own: torch.dtype) -> bool:
     return weight_dtype == torch.float16 != own
 
 
-def lays_out_for_any_threads(dtype: torch.dtype) -> bool:
-    """Whether weights held as `dtype` on the CPU are laid out in one way whatever the number of
-    threads: where products are our own. oneDNN and MKL may choose by it."""
-    return dtype == torch.bfloat16 and is_pairs_served()
-
-
 def is_packable(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies by packed weights of `dtype` on this processor."""
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]

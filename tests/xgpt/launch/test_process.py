@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from disturbed import TOGETHER_S
+from faults import alive, wait
 
 from xgpt.core.troubles import in_words
-from xgpt.launch import process
+from xgpt.launch import isolated, process
 from xgpt.launch.own_modules import own_modules
 from xgpt.launch.process import RanksFailed, run_watched
 
@@ -85,3 +87,18 @@ def test_sources_that_are_not_installed_are_found_by_ranks(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path[1:]])
     assert own_modules() == {"PYTHONSAFEPATH": "1"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux ends processes so")
+def test_the_launcher_of_ranks_ends_with_who_started_it() -> None:
+    """Ranks that are about to meet hear of nothing else."""
+    starts = ("import subprocess, sys; p = subprocess.Popen(sys.argv[1:]); "
+              "print(p.pid, flush=True); p.wait()")
+    command = [sys.executable, "-I", "-S", isolated.__file__, "sleep", "100"]
+    with subprocess.Popen([sys.executable, "-c", starts, *command], stdout=subprocess.PIPE,
+                          text=True) as parent:
+        assert parent.stdout is not None
+        own = int(parent.stdout.readline())
+        wait(lambda: Path(f"/proc/{own}/comm").read_text() == "sleep\n", "it is the command")
+        parent.kill()
+        wait(lambda: not alive([own]), "it ends", TOGETHER_S)

@@ -1,170 +1,201 @@
-"""A rank that is started ahead serves like one that is started when it is wanted."""
+"""Ranks that are started ahead serve like those that are started when they are wanted, take run
+after run, and are started anew where they cannot."""
+
+from __future__ import annotations
 
 import fcntl
-import subprocess
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from xgpt.core.errors import XgptError
 from xgpt.core.job_file import load_job
-from xgpt.launch import standby as ahead
+from xgpt.core.lifeline import READY
+from xgpt.launch import standby as launch
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.local import LocalLauncher
-from xgpt.launch.standby import MEASURES, SERVES, Standby, standby_for
+from xgpt.launch.standby import MEASURES, RUNS, Standby, standby_for
 
-# Waits like xrunner.standby; writes its process id where it is told to, and ends as that file says.
+# Waits like xrunner.standby; writes its process id where it is told to, and ends or stays as that
+# file says.
 PROGRAM = """
-import os, pathlib, socket, sys, time
-with socket.socket(fileno=os.dup(0)) as line:
-    argument, files, *_ = socket.recv_fds(line, 4096, 4)
-    if b"\\0" in argument:
-        module, _, path = argument.decode().partition("\\0")
-        pathlib.Path(path).write_text(f"{os.getpid()} {module}")
+import os, pathlib, socket, sys
+with socket.socket(fileno=int(sys.argv[1])) as line:
+    line.send(b"r")
+    while True:
+        word, files, *_ = socket.recv_fds(line, 4096, 4)
+        if not word:
+            sys.exit(0)
+        module, _, argument = word.decode().partition("\\0")
+        path = pathlib.Path(argument)
+        said = path.read_text()
+        path.write_text(f"{os.getpid()} {len(files)} {module}")
+        while said == "wait" and path.read_text():
+            pass
+        for file in files:
+            os.close(file)
+        if said == "fail":
+            sys.exit("it is broken")
         line.send(b".")
-        argument, files, *_ = socket.recv_fds(line, 4096, 4)
-if not argument:
-    sys.exit(0)
-path = pathlib.Path(argument.decode())
-word = path.read_text()
-path.write_text(f"{os.getpid()} {len(files)}")
-if word == "lock":
-    time.sleep(1)
-sys.exit("it is broken" if word == "fail" else 0)
 """
+
+Start = Callable[[int], Standby]
 
 
 @pytest.fixture
-def standby(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Standby:
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> Iterator[Start]:
+    """Starts ranks ahead, which are none of MPI's, however many."""
     (tmp_path / "toy_standby.py").write_text(PROGRAM)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return Standby("toy_standby")
+    monkeypatch.setattr(launch, "PROGRAM", "toy_standby")
+    monkeypatch.setattr(launch, "local_mpi_command", LocalLauncher().command)
+    found: list[Standby] = []
+
+    def started(count: int) -> Standby:
+        found.append(Standby(count, said.append))
+        return found[-1]
+
+    yield started
+    for one in found:
+        one.dismiss()
 
 
-def program(tmp_path: Path, standby: Standby, word: str = "", **other: object) -> RankProgram:
-    argument = tmp_path / "run.json"
+def program(folder: Path, standby: Standby, word: str = "", *, module: str = RUNS, count: int = 1,
+            lock: tuple[int, ...] = (), **holds: str) -> RankProgram:
+    argument = folder / "run.json"
     argument.write_text(word)
-    values = {"module": SERVES, "argument": argument, "count": 1, "standby": standby, **other}
-    return RankProgram(**values)  # type: ignore[arg-type]
+    return RankProgram(module=module, argument=argument, count=count, standby=standby,
+                       inherited=lock, holds={"model": "m", "dtype": "d", **holds})
 
 
-def test_the_process_started_ahead_takes_the_run(tmp_path: Path, standby: Standby) -> None:
-    ranks = program(tmp_path, standby)
-    LocalLauncher().run(ranks, watch=lambda: None)
-    assert ranks.argument.read_text() == f"{standby.process.pid} 0"
-    assert standby.serve(ranks.argument, ()) is None, "only once"
-    standby.dismiss()
+def run(folder: Path, standby: Standby, word: str = "", **more: str) -> str:
+    """Which process took the run, with how many descriptors, as what."""
+    with (folder / "lock").open("w") as lock:
+        ranks = program(folder, standby, word, lock=(lock.fileno(),), **more)
+        LocalLauncher().run(ranks, watch=lambda: None)
+    return ranks.argument.read_text()
 
 
-def test_it_keeps_what_it_is_handed(tmp_path: Path, standby: Standby) -> None:
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_one_process_takes_all_runs_of_the_same_weights(ahead: int, tmp_path: Path, begin: Start,
+                                                        said: list[str]) -> None:
+    standby = begin(ahead)
+    before = standby.processes
+    first = run(tmp_path, standby)
+    assert [run(tmp_path, standby) for _ in range(2)] == [first] * 2
+    assert first.endswith(f" 1 {RUNS}")
+    assert said == ["ranks and weights: those of the job before"] * 2
+    assert standby.processes == (int(first.split()[0]),) == (before or standby.processes)
+
+
+def test_it_measures_first_and_then_takes_the_run(tmp_path: Path, begin: Start) -> None:
+    standby = begin(1)
+    measured = run(tmp_path, standby, module=MEASURES)
+    assert measured.endswith(MEASURES)
+    assert run(tmp_path, standby).split()[0] == measured.split()[0]
+    after = program(tmp_path, standby, module=MEASURES)
+    assert standby.serves(after) is None and standby.processes, "what a run set up is not measured"
+
+
+def test_other_numbers_of_ranks_measure_beside_it_and_run_in_its_place(
+        tmp_path: Path, begin: Start, said: list[str]) -> None:
+    standby = begin(2)
+    before = standby.processes
+    assert standby.serves(program(tmp_path, standby, module=MEASURES)) is None
+    assert standby.processes == before
+    taken = run(tmp_path, standby)
+    assert standby.processes == (int(taken.split()[0]),) != before and not said
+
+
+def test_it_keeps_what_it_is_handed_as_long_as_the_run(tmp_path: Path, begin: Start) -> None:
     held = []
 
-    def watch() -> None:
+    def look() -> None:
         with lock.open("w") as other:
             try:
                 fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 held.append(False)
             except BlockingIOError:
                 held.append(True)
+        ranks.argument.write_text("")
 
-    lock = tmp_path / "lock"
+    standby, lock = begin(1), tmp_path / "lock"
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        ranks = program(tmp_path, standby, "lock", inherited=(file.fileno(),))
-        started = standby.serve(ranks.argument, ranks.inherited)
-    assert started is not None
-    with pytest.raises(subprocess.TimeoutExpired):
-        started.process.wait(timeout=0.5)
-    watch()
-    assert started.process.wait(timeout=20) == 0
-    watch()
-    assert held == [True, False] and ranks.argument.read_text().endswith(" 1")
-    started.messages.close()
-    standby.dismiss()
+        ranks = program(tmp_path, standby, "wait", lock=(file.fileno(),))
+        LocalLauncher().run(ranks, watch=look)
+    look()
+    assert held[0] and not held[-1]
 
 
-def test_what_it_said_is_told_when_it_fails(tmp_path: Path, standby: Standby) -> None:
+def test_other_weights_are_loaded_by_new_ranks_and_what_differs_is_said(
+        tmp_path: Path, begin: Start, said: list[str]) -> None:
+    standby = begin(1)
+    first, other = run(tmp_path, standby), run(tmp_path, standby, model="n", dtype="e")
+    assert first != other and said == [
+        "ranks: started anew, for the job has another model and dtype"]
+
+
+def test_after_a_run_that_failed_the_next_one_has_ranks_of_its_own(
+        tmp_path: Path, begin: Start, said: list[str]) -> None:
+    standby = begin(1)
+    first = run(tmp_path, standby)
     with pytest.raises(XgptError, match="it is broken"):
-        LocalLauncher().run(program(tmp_path, standby, "fail"), watch=lambda: None)
-    standby.dismiss()
+        run(tmp_path, standby, "fail")
+    assert run(tmp_path, standby) != first
+    assert said[1:] == ["ranks: started anew, for those of the job before have ended"]
 
 
-def test_it_ends_when_it_is_let_go_of_or_its_launcher_is_gone(tmp_path: Path,
-                                                              standby: Standby) -> None:
-    standby.dismiss()
-    assert standby.process.returncode is not None
-    assert standby.serve(tmp_path, ()) is None
-    orphan = Standby("toy_standby")
-    orphan._line.close()  # as the system does when the launcher dies
-    assert orphan.process.wait(timeout=20) == 0
-    orphan.dismiss()
+def test_ranks_that_died_while_they_waited_are_replaced(tmp_path: Path, begin: Start,
+                                                        said: list[str]) -> None:
+    standby = begin(1)
+    assert standby._started is not None
+    standby._started.process.kill()
+    standby._started.process.wait()
+    assert run(tmp_path, standby) and not said
 
 
-@pytest.mark.parametrize("module", sorted(MEASURES))
-def test_it_measures_first_and_then_takes_the_run(tmp_path: Path, standby: Standby,
-                                                  module: str) -> None:
-    measured, ran = tmp_path / "request.json", program(tmp_path, standby)
-    LocalLauncher().run(program(tmp_path, standby, module=module, argument=measured),
-                        watch=lambda: None)
-    assert measured.read_text() == f"{standby.process.pid} {module}"
-    LocalLauncher().run(ran, watch=lambda: None)
-    assert ran.argument.read_text() == f"{standby.process.pid} 0"
-    assert standby.measure(module, measured) is None, "it has had its run"
-    standby.dismiss()
+def test_another_program_finds_them_gone(tmp_path: Path, begin: Start) -> None:
+    standby = begin(1)
+    other = program(tmp_path, standby, module="xrunner.agreement")
+    assert standby.serves(other) is None and standby.processes == ()
 
 
-def test_it_waits_beside_several_that_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                              standby: Standby) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(LocalLauncher, "command", lambda self, ranks: ["true"])
-        LocalLauncher().run(program(tmp_path, standby, module=min(MEASURES), count=2),
-                            watch=lambda: None)
-    ranks = program(tmp_path, standby)
-    LocalLauncher().run(ranks, watch=lambda: None)
-    assert ranks.argument.read_text() == f"{standby.process.pid} 0"
-    standby.dismiss()
+@pytest.mark.parametrize("how", ["is dismissed", "its launcher is gone"])
+def test_it_ends_when_nobody_wants_it(how: str, begin: Start) -> None:
+    standby = begin(1)
+    assert standby._started is not None and standby._line is not None
+    process = standby._started.process
+    if how == "is dismissed":
+        standby.dismiss()
+    else:
+        assert standby._line.recv(1) == READY
+        standby._line.close()  # as the system does when the launcher dies
+    assert process.wait(timeout=20) in (0, -signal.SIGTERM)
 
 
-@pytest.mark.parametrize("other", [{"count": 2, "module": "xrunner.agreement"},
-                                   {"module": "xrunner.agreement"}])
-def test_another_program_does_not_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                         standby: Standby, other: dict[str, object]) -> None:
-    monkeypatch.setattr(LocalLauncher, "command", lambda self, ranks: ["true"])
-    ranks = program(tmp_path, standby, **other)
-    LocalLauncher().run(ranks, watch=lambda: None)
-    assert standby.process.returncode is not None, "it makes room"
-    assert ranks.argument.read_text() == ""
-
-
-def test_a_process_that_died_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                         standby: Standby) -> None:
-    standby.process.kill()
-    standby.process.wait()
-    ranks = program(tmp_path, standby)
-    monkeypatch.setattr(LocalLauncher, "command",
-                        lambda self, ranks: ["cp", "/dev/null", str(tmp_path / "ran")])
-    LocalLauncher().run(ranks, watch=lambda: None)
-    assert (tmp_path / "ran").is_file()
-    standby.dismiss()
-
-
-@pytest.mark.parametrize(("more", "is_wanted"), [
-    ("run: {ranks: 1}", True), ("", True), ("run: {ranks: 2}", True),
-    ("gpu: run: {ranks: 2}", False), ("gpu: run: {ranks: 1}", True),
-    ("run: {engine: deepspeed}", False), ("run: {hosts: [a, b]}", False)])
-def test_only_a_rank_that_may_serve_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                  more: str, is_wanted: bool) -> None:
-    class Started:
-        def dismiss(self) -> None:
-            dismissed.append(self)
-
-    dismissed = list[Started]()
-    monkeypatch.setattr(ahead, "Standby", Started)
-    monkeypatch.setattr(ahead, "find_spec", lambda name: name)
-    _, has_gpu, more = more.rpartition("gpu: ")
-    monkeypatch.setattr(ahead.shutil, "which", lambda name: has_gpu or None)
+@pytest.mark.parametrize(("more", "cores", "wanted"), [
+    ("run: {ranks: 1}", 2, 1), ("run: {ranks: 2}", 2, 2), ("run: {ranks: 3}", 2, 0), ("", 4, 4),
+    ("", 8, 1), ("run: {threads_per_rank: 2}", 4, 2), ("run: {engine: deepspeed}", 2, None),
+    ("run: {hosts: [a, b]}", 2, None)])
+def test_as_many_are_started_as_the_job_may_take(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: str, cores: int,
+        wanted: int | None) -> None:
+    counts: list[int] = []
+    monkeypatch.setattr(Standby, "_start", lambda self, count: counts.append(count))
+    monkeypatch.setattr(launch, "find_spec", lambda name: name)
+    for place in ("xgpt.core.layout", "xgpt.launch.standby"):
+        monkeypatch.setattr(f"{place}.usable_cores", lambda: cores)
+    monkeypatch.setattr("xgpt.core.layout.gpus_here", list)
     (tmp_path / "job.yaml").write_text(
         f"model: opt-125m\ncluster: local\nworkload: {{requests: {{count: 9}}, task: S}}\n{more}\n")
     with standby_for(load_job(tmp_path / "job.yaml", ())) as found:
-        assert (found is not None) == is_wanted
-    assert len(dismissed) == is_wanted
+        assert (found is None) == (wanted is None)
+    assert counts == ([wanted] if wanted else [])
