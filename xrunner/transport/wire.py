@@ -11,8 +11,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from xgpt.core.errors import XgptError
 
-# One of a job of millions of queries, finished at once, stays below.
-MOST_BYTES = 2**30
+# One of a job of millions of queries, finished at once, stays far below.
+MOST_BYTES = 2**28
 
 
 class ForeignMessage(XgptError):
