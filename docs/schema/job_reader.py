@@ -14,7 +14,9 @@ import yaml
 
 from xgpt.core.errors import InputError
 from xgpt.core.job_file import load_job
+from xgpt.core.run_section import RunSpec
 from xgpt.core.sections import LARGEST, LARGEST_NUMBER, Section
+from xgpt.core.typed import schema_of
 
 Json = dict[str, Any]
 _TEXT_OR_NUMBER = ["number", "string"]
@@ -40,6 +42,7 @@ SAMPLES: tuple[Json, ...] = (
         "device": "A40", "num_nodes": 1, "devices_per_node": 1, "intra_link": "nvlink4",
         "inter_link": "ib-400g"}, "workload": {"requests": {"count": 9}, "task": "S"}},
 )
+TYPED = {"run": RunSpec}
 _OR_SEVERAL = ("schedule.policy",)  # a list of what stands there for one will do as well
 Asked = dict[str, list[Json]]  # dotted key -> schemas of what it is asked for
 
@@ -54,7 +57,10 @@ def job_schema(folder: Path) -> Json:
             _mistakes(folder, sample)
     required = {".".join(path) for sample in SAMPLES for path in _paths(sample)
                 if _is_required(folder, sample, path)} - _left_out()
-    return _object("", asked, required, _words(folder, asked))
+    schema = _object("", asked, required, _words(folder, asked))
+    for name, kind in TYPED.items():
+        schema["properties"][name] = {"anyOf": [schema_of(kind), {"type": "null"}]}
+    return schema
 
 
 @contextmanager

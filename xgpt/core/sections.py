@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from xgpt.core.errors import Mistake, nearest
+from xgpt.core.typed import places_of, read
 from xgpt.core.units import parse_bytes, parse_seconds, parse_share
 from xgpt.core.yaml_tree import Field
 
@@ -35,6 +36,7 @@ class Section:
         self._field, self._mistakes, self._children = field, mistakes, field.value
         self._prefix = f"{prefix}." if prefix else ""
         self._known: list[str] = []
+        self._is_asked_for_places = places is not None
         self._places: dict[str, str] = {} if places is None else places
         self._elsewhere = elsewhere
 
@@ -87,8 +89,8 @@ class Section:
         field = self.get(key)
         if field is None or not isinstance(field.value, dict):
             return None
-        return Section(field, self._prefix + key, self._mistakes, self._places,
-                       self._elsewhere)
+        return Section(field, self._prefix + key, self._mistakes,
+                       self._places if self._is_asked_for_places else None, self._elsewhere)
 
     def read(self, key: str, default: T, value_of: Callable[[Any], V | None],
              allowed: str) -> V | T:
@@ -155,6 +157,18 @@ class Section:
             self.reject_type(key, f"{allowed}; at most {largest:g}" if any(is_too_large)
                              else allowed)
         return default if value is None else value
+
+
+def typed(top: Section, key: str, kind: Any, allowed: str = "a mapping",
+          context: Any = None) -> Any:
+    """The mapping under `key` as a dataclass of this kind; None where it is absent or wrong."""
+    if top._is_asked_for_places:
+        for name, place in places_of(kind, f"{top._prefix}{key}."):
+            top._places.setdefault(name, place)
+    section, field = top.section(key, allowed), top.get(key)
+    if section is None or field is None:
+        return None
+    return read(kind, field, f"{top._prefix}{key}.", top._mistakes, top._elsewhere, context)
 
 
 def values_of(section: Section, key: str, allowed: str) -> dict[str, Any]:

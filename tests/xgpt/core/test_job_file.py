@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.errors import EXIT_BAD_INPUT, InputError
-from xgpt.core.job import Adjustment, FixedSchedule, Job, LengthSpec, RunSpec
+from xgpt.core.job import Adjustment, FixedSchedule, Job, LengthSpec
 from xgpt.core.job_file import load_job
 from xgpt.core.policies import policy_names
+from xgpt.core.run_section import RunSpec
 from xgpt.core.slurm import SlurmSpec
 
 MINIMAL = "model: opt-13b\ncluster: a40-4\nworkload: {task: S}\n"
