@@ -12,10 +12,12 @@ from unittest.mock import patch
 
 import yaml
 
+from xgpt.core.constraint_section import ConstraintSection
 from xgpt.core.errors import InputError
 from xgpt.core.job_file import load_job
 from xgpt.core.run_section import RunSpec
 from xgpt.core.sections import LARGEST, LARGEST_NUMBER, Section
+from xgpt.core.slurm import SlurmSpec
 from xgpt.core.typed import schema_of
 
 Json = dict[str, Any]
@@ -42,7 +44,7 @@ SAMPLES: tuple[Json, ...] = (
         "device": "A40", "num_nodes": 1, "devices_per_node": 1, "intra_link": "nvlink4",
         "inter_link": "ib-400g"}, "workload": {"requests": {"count": 9}, "task": "S"}},
 )
-TYPED = {"run": RunSpec}
+TYPED = {"constraint": ConstraintSection, "run": RunSpec, "slurm": SlurmSpec}
 _OR_SEVERAL = ("schedule.policy",)  # a list of what stands there for one will do as well
 Asked = dict[str, list[Json]]  # dotted key -> schemas of what it is asked for
 

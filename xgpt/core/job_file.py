@@ -25,7 +25,7 @@ from xgpt.core.requests_section import absolute, is_file, read_requests_key, rea
 from xgpt.core.run_section import LOCAL_CLUSTER, read_run
 from xgpt.core.schedule_section import read_schedule
 from xgpt.core.sections import Section, values_of
-from xgpt.core.slurm_section import read_slurm
+from xgpt.core.slurm import read_slurm
 from xgpt.core.units import parse_seconds
 from xgpt.core.yaml_tree import Field, apply_override, read_tree
 

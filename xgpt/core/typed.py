@@ -33,15 +33,15 @@ class Of:
     words where the description says all. `schema`: the same as JSON schema."""
 
     def __init__(self, value_of: Callable[..., Any], allowed: str = "", **schema: Any) -> None:
-        self.value_of, self._schema = value_of, schema
+        self.value_of, self.schema = value_of, schema
         if allowed:
-            self._schema["description"] = allowed
+            self.schema["description"] = allowed
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
         return core_schema.no_info_plain_validator_function(self.value_of)
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Json:
-        return {key: value() if callable(value) else value for key, value in self._schema.items()}
+        return {key: value() if callable(value) else value for key, value in self.schema.items()}
 
 
 class InFolder(Of):
@@ -50,6 +50,21 @@ class InFolder(Of):
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
         return core_schema.with_info_plain_validator_function(
             lambda value, info: self.value_of(value, info.context))
+
+
+class Short:
+    """A mapping in whose place a value of its first `key` may stand alone, which `schema` is of."""
+
+    def __init__(self, key: str, allowed: str, **schema: Any) -> None:
+        self._key, self._allowed, self.schema = key, allowed, schema
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_before_validator_function(
+            lambda value: value if isinstance(value, dict) else {self._key: value},
+            handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Json:
+        return {"description": self._allowed, "anyOf": [self.schema, handler(schema)]}
 
 
 def text_of(value: Any) -> str:
@@ -141,8 +156,8 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 @cache
 def schema_of(kind: Any) -> Json:
     """The JSON schema of a dataclass, without references; a key without a value is not given."""
-    whole = _adapter(kind).json_schema()
-    inlined: Json = _inlined(whole, whole.get("$defs", {}))
+    found = _adapter(kind).json_schema()
+    inlined: Json = _inlined({**found, "description": None}, found.get("$defs", {}))
     return inlined
 
 
@@ -155,6 +170,10 @@ def _inlined(node: Any, defs: Mapping[str, Any]) -> Any:
         node = {**defs[node["$ref"].rpartition("/")[2]], "description": None, **node}
     own = {key: _inlined(value, defs) for key, value in node.items() if value is not None
            and key not in ("$ref", "$defs", "title", "default", "properties")}
+    for inner in [form for form in own.get("anyOf", ()) if "anyOf" in form]:
+        at = own["anyOf"].index(inner)
+        own["anyOf"][at:at + 1] = inner.pop("anyOf")
+        own = {**inner, **own}
     if "properties" in node:
         own["properties"] = {key: _or_null(_inlined(value, defs), key in node.get("required", ()))
                              for key, value in node["properties"].items()}
@@ -199,9 +218,9 @@ def read(kind: Any, node: Node, prefix: str, mistakes: list[Mistake],
         try:
             return _adapter(kind).validate_python(data, context=context)
         except ValidationError as cause:
-            is_whole = True
-            for error in cause.errors(include_url=False):
-                path = _path(data, error)
+            is_whole, errors = True, cause.errors(include_url=False)
+            # all of them before anything is left out
+            for path, error in [(_path(data, error), error) for error in errors]:
                 if path not in told:
                     told.add(path)
                     mistakes.append(_mistake(kind, node, prefix, path, error, elsewhere))
