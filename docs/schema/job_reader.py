@@ -16,6 +16,7 @@ from xgpt.core.constraint_section import ConstraintSection
 from xgpt.core.errors import InputError
 from xgpt.core.job_file import load_job
 from xgpt.core.run_section import RunSpec
+from xgpt.core.schedule_section import section_kind
 from xgpt.core.sections import LARGEST, LARGEST_NUMBER, Section
 from xgpt.core.slurm import SlurmSpec
 from xgpt.core.typed import schema_of
@@ -44,7 +45,8 @@ SAMPLES: tuple[Json, ...] = (
         "device": "A40", "num_nodes": 1, "devices_per_node": 1, "intra_link": "nvlink4",
         "inter_link": "ib-400g"}, "workload": {"requests": {"count": 9}, "task": "S"}},
 )
-TYPED = {"constraint": ConstraintSection, "run": RunSpec, "slurm": SlurmSpec}
+TYPED = {"constraint": ConstraintSection, "run": RunSpec, "schedule": section_kind(),
+         "slurm": SlurmSpec}
 _OR_SEVERAL = ("schedule.policy",)  # a list of what stands there for one will do as well
 Asked = dict[str, list[Json]]  # dotted key -> schemas of what it is asked for
 
@@ -61,7 +63,9 @@ def job_schema(folder: Path) -> Json:
                 if _is_required(folder, sample, path)} - _left_out()
     schema = _object("", asked, required, _words(folder, asked))
     for name, kind in TYPED.items():
-        schema["properties"][name] = {"anyOf": [schema_of(kind), {"type": "null"}]}
+        schema["properties"][name] = {"anyOf": [
+            schema_of(kind), *([{"const": "auto"}] if name == "schedule" else []),
+            {"type": "null"}]}
     return schema
 
 
