@@ -12,8 +12,10 @@ from unittest.mock import patch
 
 import yaml
 
+from xgpt.core import catalog
 from xgpt.core.constraint_section import ConstraintSection
 from xgpt.core.errors import InputError
+from xgpt.core.inline_cluster import InlineCluster
 from xgpt.core.job_file import load_job
 from xgpt.core.run_section import RunSpec
 from xgpt.core.schedule_section import section_kind
@@ -45,8 +47,8 @@ SAMPLES: tuple[Json, ...] = (
         "device": "A40", "num_nodes": 1, "devices_per_node": 1, "intra_link": "nvlink4",
         "inter_link": "ib-400g"}, "workload": {"requests": {"count": 9}, "task": "S"}},
 )
-TYPED = {"constraint": ConstraintSection, "run": RunSpec, "schedule": section_kind(),
-         "slurm": SlurmSpec}
+TYPED = {"cluster": InlineCluster, "constraint": ConstraintSection, "run": RunSpec,
+         "schedule": section_kind(), "slurm": SlurmSpec}
 _OR_SEVERAL = ("schedule.policy",)  # a list of what stands there for one will do as well
 Asked = dict[str, list[Json]]  # dotted key -> schemas of what it is asked for
 
@@ -64,8 +66,9 @@ def job_schema(folder: Path) -> Json:
     schema = _object("", asked, required, _words(folder, asked))
     for name, kind in TYPED.items():
         schema["properties"][name] = {"anyOf": [
-            schema_of(kind), *([{"const": "auto"}] if name == "schedule" else []),
-            {"type": "null"}]}
+            *([{"const": "auto"}] if name == "schedule" else []),
+            *([{"enum": catalog.names("cluster") + ["local"]}] if name == "cluster" else []),
+            schema_of(kind), *([] if name == "cluster" else [{"type": "null"}])]}
     return schema
 
 

@@ -87,9 +87,3 @@ def read_constraint(top: Section) -> Constraint:
         further=(*further, *([own.makespan_s] if own.makespan_s is not None else [])),
         confidence=own.confidence, drift=own.drift, memory_bytes=own.memory,
         max_gpus=own.max_gpus, objective=objective)
-
-
-def read_price(section: Section) -> float | None:
-    """What an hour of a device costs, in whatever money the user counts in."""
-    return section.number("price_per_hour", None, lambda x: x > 0,
-                          "what one device costs in an hour, a number > 0")

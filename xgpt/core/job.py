@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from xgpt.core.cluster import Cluster
 from xgpt.core.constraint import Constraint
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.request_files.files import RequestFiles
@@ -104,7 +105,7 @@ class Job:
 
     name: str
     model: str
-    cluster: str | dict[str, Any]
+    cluster: str | Cluster
     workload: WorkloadSpec
     constraint: Constraint
     schedule: FixedSchedule

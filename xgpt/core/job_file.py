@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from xgpt.core import catalog
-from xgpt.core.constraint_section import read_constraint, read_price
+from xgpt.core.cluster import Cluster
+from xgpt.core.constraint_section import read_constraint
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.errors import InputError, Mistake, nearest, wrong
-from xgpt.core.inline_cluster import is_of_several, read_inline_cluster
+from xgpt.core.inline_cluster import ONE_KIND, read_inline_cluster
 from xgpt.core.job import Job, LengthSpec, WorkloadSpec
 from xgpt.core.length_file import MAX_LENGTH_TOKENS
 from xgpt.core.model_file import gguf_in
@@ -104,7 +105,9 @@ def _read_job(top: Section, path: Path) -> Job:
     job = Job(
         name=top.text("name", path.stem, "a name of printable characters"),
         model=model, cluster=cluster, workload=workload, constraint=read_constraint(top),
-        price_per_hour=read_price(top), schedule=schedule, adjustment=adjustment, run=run,
+        price_per_hour=top.number("price_per_hour", None, lambda x: x > 0,
+                                  "what one device costs in an hour, a number > 0"),
+        schedule=schedule, adjustment=adjustment, run=run,
         plan_engine=_read_plan(top, run.engine),
         slurm=read_slurm(top, folder), output=output,
         results=read_results_key(top, workload.requests, output, folder),
@@ -163,14 +166,15 @@ def _read_model(top: Section, folder: Path) -> str:
     return text
 
 
-def _read_cluster(top: Section) -> str | dict[str, Any]:
+def _read_cluster(top: Section) -> str | Cluster:
     known = [*catalog.names("cluster"), LOCAL_CLUSTER]
     if not top.has("cluster"):
         top.reject("cluster", f"required: {', '.join(known)}, or a mapping")
-    if is_of_several(top, "cluster"):
+    if (field := top.get("cluster")) is not None and isinstance(field.value, list):
+        top.reject("cluster", ONE_KIND)
         return ""
-    section = top.mapping("cluster")
-    return top.choice("cluster", "", known) if section is None else read_inline_cluster(section)
+    return (top.choice("cluster", "", known) if top.mapping("cluster") is None
+            else read_inline_cluster(top))
 
 
 def _read_workload(top: Section, folder: Path) -> WorkloadSpec:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from xgpt.core.errors import Mistake, nearest
-from xgpt.core.typed import places_of, read
+from xgpt.core.typed import keys_of, read
 from xgpt.core.units import parse_bytes, parse_seconds, parse_share
 from xgpt.core.yaml_tree import Field
 
@@ -163,8 +163,8 @@ def typed(top: Section, key: str, kind: Any, allowed: str = "a mapping",
           context: Any = None) -> Any:
     """The mapping under `key` as a dataclass of this kind; None where it is absent or wrong."""
     if top._is_asked_for_places:
-        for name, place in places_of(kind, f"{top._prefix}{key}."):
-            top._places.setdefault(name, place)
+        for name in keys_of(kind):
+            top._places.setdefault(name, f"{top._prefix}{key}.{name}")
     section, field = top.section(key, allowed), top.get(key)
     if section is None or field is None:
         return None

@@ -67,6 +67,33 @@ class Short:
         return {"description": self._allowed, "anyOf": [self.schema, handler(schema)]}
 
 
+class NameOr:
+    """What `named` makes of one of the `names`, or what a mapping, as a dataclass `kind`, is
+    `built` of. `of_list`: what is said of a list."""
+
+    def __init__(self, kind: Any, names: Callable[[], Sequence[str]],
+                 named: Callable[[str], Any], of_list: str = "") -> None:
+        self._kind, self._names, self._named, self._of_list = kind, names, named, of_list
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        one = choice(self._names).value_of
+
+        def of_name(value: Any) -> Any:
+            if self._of_list and isinstance(value, list):
+                raise ValueError(self._of_list)
+            return self._named(one(value))
+
+        return core_schema.tagged_union_schema(
+            {"mapping": core_schema.no_info_after_validator_function(
+                lambda own: own.built(), handler.generate_schema(self._kind)),
+             "name": core_schema.no_info_plain_validator_function(of_name)},
+            lambda value: "mapping" if isinstance(value, dict) else "name")
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Json:
+        return {"description": f"{', '.join(self._names())}, or a mapping", "anyOf": [
+            {"enum": [*self._names()]}, handler(schema["choices"]["mapping"])]}
+
+
 def text_of(value: Any) -> str:
     """A text that can be printed, without spaces around it. Raises ValueError."""
     if isinstance(value, str) and value.strip() and value.isprintable():
@@ -196,16 +223,9 @@ def _forms(node: Json) -> Iterator[Json]:
             yield form
 
 
-def places_of(kind: Any, prefix: str) -> Iterator[tuple[str, str]]:
-    """Each key of a mapping, and of those in it: its name, and the whole of it."""
-    yield from _places(schema_of(kind), prefix)
-
-
-def _places(node: Json, prefix: str) -> Iterator[tuple[str, str]]:
-    for form in _forms(node):
-        for key, own in form.get("properties", {}).items():
-            yield key, prefix + key
-            yield from _places(own, f"{prefix}{key}.")
+def keys_of(kind: Any) -> list[str]:
+    """Of a mapping, without those of mappings in it."""
+    return [*schema_of(kind)["properties"]]
 
 
 def read(kind: Any, node: Node, prefix: str, mistakes: list[Mistake],
@@ -213,7 +233,7 @@ def read(kind: Any, node: Node, prefix: str, mistakes: list[Mistake],
     """The mapping `node` under the dotted key `prefix` as a dataclass of this kind; None where one
     of its keys is missing. `elsewhere`: the dotted keys of a whole file by their last names;
     called only where a key is unknown."""
-    data, told = plain(node), set[tuple[str, ...]]()
+    data, told = plain(node), list[tuple[str, ...]]()
     while True:
         try:
             return _adapter(kind).validate_python(data, context=context)
@@ -221,8 +241,8 @@ def read(kind: Any, node: Node, prefix: str, mistakes: list[Mistake],
             is_whole, errors = True, cause.errors(include_url=False)
             # all of them before anything is left out
             for path, error in [(_path(data, error), error) for error in errors]:
-                if path not in told:
-                    told.add(path)
+                if not any(one[:len(path)] == path for one in told):  # nor within it
+                    told.append(path)
                     mistakes.append(_mistake(kind, node, prefix, path, error, elsewhere))
                 is_whole &= _left_out(data, path, error["type"])
             if not is_whole:

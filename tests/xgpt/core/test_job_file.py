@@ -12,6 +12,8 @@ from examples import examples
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from xgpt.core import catalog
+from xgpt.core.cluster import Cluster
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.errors import EXIT_BAD_INPUT, InputError
 from xgpt.core.job import Adjustment, FixedSchedule, Job, LengthSpec
@@ -156,14 +158,15 @@ def test_what_is_no_model_is_refused(folder: Path, model: str, reason: str) -> N
 
 def test_an_inline_cluster_takes_rows_and_mappings(folder: Path) -> None:
     job = _load(folder, MINIMAL, "cluster={device: A40, devices_per_node: 4, intra_link: nvlink3}")
-    assert job.cluster == {"device": "A40", "num_nodes": 1, "devices_per_node": 4,
-                           "intra_link": "nvlink3", "inter_link": "nvlink3"}
+    assert isinstance(job.cluster, Cluster)
+    assert job.cluster.device == catalog.device("A40")
+    assert job.cluster.intra_link == job.cluster.inter_link == catalog.link("nvlink3")
     job = _load(folder, MINIMAL, "cluster={num_nodes: 2, devices_per_node: 1, intra_link: "
                 "{bandwidth_bytes_per_s: 25 GB, latency_s: 10 us}, inter_link: ib-100g, device: "
                 "{memory_bytes: 8 GiB, bandwidth_bytes_per_s: 1e11, flops_per_s: {float32: 1e13}}}")
-    assert isinstance(job.cluster, dict)
-    assert job.cluster["device"]["memory_bytes"] == 8 * 2**30
-    assert job.cluster["intra_link"]["latency_s"] == pytest.approx(1e-5)
+    assert isinstance(job.cluster, Cluster)
+    assert job.cluster.device.memory_bytes == 8 * 2**30
+    assert job.cluster.intra_link.latency_s == pytest.approx(1e-5)
 
 
 @pytest.mark.parametrize(("cluster", "keys"), [
