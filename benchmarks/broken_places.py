@@ -133,9 +133,8 @@ PLACES = (
     Place("5 ranges", "a profile may say that nothing takes no time", "xprofiler/profile_file.py",
           '"seconds above 0: nothing takes no time"))', '"seconds above 0")) if False else None',
           "tests/xprofiler/test_profile_file.py"),
-    Place("5 ranges", "whole numbers of a job have no most", "xgpt/core/sections.py",
-          "if is_one_of(value, int) and minimum <= value <= maximum else None",
-          "if is_one_of(value, int) and minimum <= value else None",
+    Place("5 ranges", "whole numbers of a job have no most", "xgpt/core/typed.py",
+          "return Field(strict=True, ge=least, le=most)", "return Field(strict=True, ge=least)",
           "tests/xgpt/core/test_ranges.py"),
     Place("5 ranges", "whole numbers of a schedule have no most", "xgpt/core/schedule_check.py",
           "MAX_COUNT = 2**53 ", "MAX_COUNT = 10**40 ", "tests/xgpt/core/test_schedule_check.py::"

@@ -4,10 +4,9 @@
 import math
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, get_args
 
 from xgpt.core.constraint import (
-    OBJECTIVES,
     Bound,
     BoundKind,
     Constraint,
@@ -15,7 +14,6 @@ from xgpt.core.constraint import (
     Objective,
     latency_constraint,
 )
-from xgpt.core.sections import Section, typed
 from xgpt.core.typed import CONFIG, Of, Short, amount, choice, number, whole
 from xgpt.core.units import parse_bytes, parse_seconds, parse_share
 
@@ -74,10 +72,7 @@ class ConstraintSection:
     max_gpus: Annotated[int, whole(1, 100_000)] | None = None
 
 
-def read_constraint(top: Section) -> Constraint:
-    objective = cast(Objective, top.choice("objective", "throughput", OBJECTIVES))
-    own: ConstraintSection = typed(top, "constraint", ConstraintSection, "a mapping, for example "
-                                   "{latency_s: 11.5}") or ConstraintSection()
+def constraint_of(own: ConstraintSection, objective: Objective) -> Constraint:
     limits: dict[Metric, _Limit | None] = {"ttft": own.ttft_s, "tpot": own.tpot_s}
     further = [Bound(metric=metric, limit_s=limit.limit_s, kind="queries",
                      quantile=limit.quantile or own.quantile)

@@ -11,8 +11,9 @@ the node numbers them, or a number of neighbours (`nvlink3-bridge: 2`), as often
 `ssd_bytes_per_s` and `host_bytes_per_s` (how quickly weights are loaded) may be given too."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, make_dataclass
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -28,11 +29,13 @@ from xgpt.core.cluster import (
     uniform_cluster,
 )
 from xgpt.core.errors import nearest
-from xgpt.core.sections import Section, typed
+from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.typed import (
     CONFIG,
     Flag,
-    NameOr,
+    Of,
+    OrMapping,
+    Reading,
     Text,
     amount,
     any_keys,
@@ -83,7 +86,24 @@ class _OwnLink:
         return Link(**vars(self), source="job file")
 
 
-_Link = Annotated[Any, NameOr(_OwnLink, lambda: catalog.names("link"), catalog.link)]
+def _row(kind: catalog.Kind, row: Callable[[str], Any]) -> Of:
+    """A catalog row by its name."""
+    one = choice(lambda: catalog.names(kind))
+
+    def value_of(value: Any) -> Any:
+        if kind == "device" and isinstance(value, list):
+            raise ValueError(ONE_KIND)
+        return row(one.value_of(value))
+
+    return Of(value_of, enum=lambda: catalog.names(kind))
+
+
+def _or_mapping(kind: catalog.Kind) -> str:
+    return f"{', '.join(catalog.names(kind))}, or a mapping"
+
+
+_ALink = Annotated[Any, OrMapping(_OwnLink, _row("link", catalog.link), partial(
+    _or_mapping, "link"))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,54 +111,66 @@ class InlineCluster:
     """The mapping's keys."""
 
     __pydantic_config__ = CONFIG
-    device: Annotated[Any, NameOr(_OwnDevice, lambda: catalog.names("device"), catalog.device,
-                                  of_list=ONE_KIND)]
+    device: Annotated[Any, OrMapping(_OwnDevice, _row("device", catalog.device), partial(
+        _or_mapping, "device"))]
     num_nodes: Annotated[int, whole(1, 100_000)] = 1
     devices_per_node: Annotated[int, whole(1, 1024)]
-    intra_link: _Link
-    inter_link: _Link = None
+    intra_link: _ALink
+    inter_link: _ALink = None
     links: Annotated[Mapping[str, Any] | None, any_keys(
         "a mapping of links to groups of devices")] = None
     ssd_bytes_per_s: _Bandwidth = SSD_BYTES_PER_S
     host_bytes_per_s: _Bandwidth = HOST_BYTES_PER_S
 
 
-def read_inline_cluster(top: Section) -> Cluster | str:
-    """The cluster that is described; "" where it is wrong."""
-    own: InlineCluster | None = typed(top, "cluster", InlineCluster)
-    section = top.mapping("cluster")
-    assert section is not None
-    if own is None:
-        return ""
-    if own.inter_link is None and own.num_nodes > 1:
-        section.reject("inter_link", f"required: {', '.join(catalog.names('link'))}, or a mapping")
-    joined = _joined(section, own)
+def _name(value: Any) -> str:
+    if isinstance(value, list):
+        raise ValueError(ONE_KIND)
+    return str(choice(cluster_names).value_of(value))
+
+
+def cluster_names() -> list[str]:
+    return [*catalog.names("cluster"), LOCAL_CLUSTER]
+
+
+AnyCluster = Annotated[Any, OrMapping(InlineCluster, Of(_name, enum=cluster_names), lambda: (
+    f"{', '.join(cluster_names())}, or a mapping"))]
+
+
+def _built(part: Any) -> Any:
+    return part.built() if isinstance(part, (_OwnDevice, _OwnLink)) else part
+
+
+def built_cluster(own: InlineCluster, reading: Reading) -> Cluster:
+    """The cluster that is described under the key `cluster`."""
+    device, intra, inter = map(_built, (own.device, own.intra_link, own.inter_link))
+    if inter is None and own.num_nodes > 1:
+        reading.reject("cluster.inter_link", f"required: {_or_mapping('link')}")
+    joined = _joined(own, intra, reading)
     return uniform_cluster(
-        name="inline", device=own.device, num_nodes=own.num_nodes,
-        devices_per_node=own.devices_per_node, intra_link=own.intra_link,
-        inter_link=own.inter_link or own.intra_link, ssd_bytes_per_s=own.ssd_bytes_per_s,
-        host_bytes_per_s=own.host_bytes_per_s,
+        name="inline", device=device, num_nodes=own.num_nodes,
+        devices_per_node=own.devices_per_node, intra_link=intra, inter_link=inter or intra,
+        ssd_bytes_per_s=own.ssd_bytes_per_s, host_bytes_per_s=own.host_bytes_per_s,
         **(places_of(own.devices_per_node, joined) if joined else {}))
 
 
-def _joined(section: Section, own: InlineCluster) -> dict[Link, list[list[int]]]:
+def _joined(own: InlineCluster, intra: Link, reading: Reading) -> dict[Link, list[list[int]]]:
     """Groups of devices by the link that joins them; {} where none is faster than the node's."""
-    inner, known = section.mapping("links"), catalog.names("link")
-    found, taken = dict[Link, list[list[int]]](), set[int]()
+    known, found, taken = catalog.names("link"), dict[Link, list[list[int]]](), set[int]()
     for name, value in (own.links or {}).items():
-        assert inner is not None
+        key = f"cluster.links.{name}"
         if name not in known:
-            inner.reject(name, f"unknown key; {nearest(name, known)}")
+            reading.reject(key, f"unknown key; {nearest(name, known)}")
         elif (groups := _groups(value, own.devices_per_node)) is None:
-            inner.reject(name, _GROUPS)
+            reading.reject(key, _GROUPS)
         else:
             devices = {device for group in groups for device in group}
             if taken & devices:
-                inner.reject(name, "each device in one group at most: "
-                             f"{min(taken & devices)} is in two")
-            if catalog.link(name).speed <= own.intra_link.speed:
-                inner.reject(name, "a link that is faster than intra_link, which joins all "
-                             "devices of a node")
+                reading.reject(key, "each device in one group at most: "
+                               f"{min(taken & devices)} is in two")
+            if catalog.link(name).speed <= intra.speed:
+                reading.reject(key, "a link that is faster than intra_link, which joins all "
+                               "devices of a node")
             taken |= devices
             found[catalog.link(name)] = groups
     return found

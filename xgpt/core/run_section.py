@@ -9,11 +9,11 @@ from pydantic import Field
 
 from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, engine_names
 from xgpt.core.request_keys import MAX_INT, MAX_STOP_CHARS, MAX_STOPS
-from xgpt.core.sections import Section, typed
 from xgpt.core.typed import (
     CONFIG,
     Flag,
     Of,
+    Reading,
     amount,
     any_keys,
     choice,
@@ -132,33 +132,25 @@ class RunSpec:
         "seconds, from 5 to 604800 (7 days): 600 or '10m'"), Field(alias="stall_timeout")] = None
 
 
-def read_run(top: Section) -> RunSpec:
-    run: RunSpec = typed(top, "run", RunSpec) or RunSpec()
-    if (section := top.mapping("run")) is not None:
-        _check_hosts(section, run, top)
-        if run.engine not in ONE_PROCESS:
-            for key in ("engine_python", "engine_args"):
-                if section.has(key):
-                    section.reject(key, f"only with run.engine: {' or '.join(ONE_PROCESS)}")
-    return run
-
-
-def _check_hosts(section: Section, run: RunSpec, top: Section) -> None:
-    """Distinct hosts that can share the ranks evenly."""
+def check_run(run: RunSpec, reading: Reading) -> None:
+    """What of the section must agree with the rest of the file."""
+    for key in ("engine_python", "engine_args"):
+        if run.engine not in ONE_PROCESS and reading.has(f"run.{key}"):
+            reading.reject(f"run.{key}", f"only with run.engine: {' or '.join(ONE_PROCESS)}")
     count = len(run.hosts)
     if count == 0:
         if run.launcher is not None:
-            section.reject("launcher", "needs run.hosts: it starts the ranks there")
+            reading.reject("run.launcher", "needs run.hosts: it starts the ranks there")
         if run.interface is not None:
-            section.reject("interface", "needs run.hosts: on one machine it is loopback alone")
+            reading.reject("run.interface", "needs run.hosts: on one machine it is loopback alone")
         return
     strange = [name for name in run.hosts if not _HOST.fullmatch(name)]
     if strange or len(set(run.hosts)) < count:
-        section.reject("hosts", "names of hosts, each once"
+        reading.reject("run.hosts", "names of hosts, each once"
                        + (f"; {strange[0]!r} is none" if strange else ""))
     if run.ranks is not None and run.ranks % count:
-        section.reject("ranks", f"a multiple of the {count} hosts: each has as many")
-    if top.has("slurm"):
-        section.reject("hosts", "not with a section slurm: Slurm says which nodes")
-    elif (cluster := top.get("cluster")) is not None and cluster.value != LOCAL_CLUSTER:
-        section.reject("hosts", f"only with `cluster: {LOCAL_CLUSTER}`")
+        reading.reject("run.ranks", f"a multiple of the {count} hosts: each has as many")
+    if reading.has("slurm"):
+        reading.reject("run.hosts", "not with a section slurm: Slurm says which nodes")
+    elif (cluster := reading.at("cluster")) is not None and cluster.value != LOCAL_CLUSTER:
+        reading.reject("run.hosts", f"only with `cluster: {LOCAL_CLUSTER}`")

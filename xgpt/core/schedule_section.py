@@ -1,5 +1,6 @@
 """The section `schedule` of a job file: control variables that the user fixed, and adjustment."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import fields, make_dataclass
 from functools import cache
 from typing import Annotated, Any, cast
@@ -16,8 +17,7 @@ from xgpt.core.policies import (
     policy_names,
     searched_policies,
 )
-from xgpt.core.sections import Section, typed
-from xgpt.core.typed import CONFIG, Flag, Of, amount, choice, is_one_of, whole
+from xgpt.core.typed import CONFIG, Flag, Of, Reading, amount, choice, is_one_of, read, whole
 from xgpt.core.units import parse_share
 
 # More no device holds; and each part of a batch is a step of its own in every estimate.
@@ -87,14 +87,13 @@ def _shuffle(value: Any) -> bool | int:
     raise ValueError
 
 
-def read_schedule(top: Section) -> tuple[FixedSchedule, Adjustment]:
-    field = top.get("schedule")
-    if field is None or field.value == AUTO:
+def schedule_of(reading: Reading, elsewhere: Callable[[], Mapping[str, str]]) -> tuple[
+        FixedSchedule, Adjustment]:
+    """What the section fixes, and how the workload is kept even."""
+    node = reading.at("schedule")
+    if node is None or not isinstance(node.value, dict):
         return FixedSchedule(), Adjustment()
-    own = typed(top, "schedule", section_kind(), "auto, or a mapping of control variables")
-    section = top.mapping("schedule")
-    if own is None or section is None:
-        return FixedSchedule(), Adjustment()
+    own = read(section_kind(), node, "schedule.", reading.mistakes, elsewhere)
     names = {field.name for field in fields(FixedSchedule)} - {"others"}
     schedule = FixedSchedule(
         **{name: getattr(own, name) for name in names},
@@ -102,19 +101,19 @@ def read_schedule(top: Section) -> tuple[FixedSchedule, Adjustment]:
                      and name not in names | _OF_ADJUSTMENT))
     degree, gpus = schedule.tp_degree, schedule.tp_gpus
     if degree is not None and gpus is not None and gpus % degree:
-        section.reject("tp_gpus", f"must be a multiple of tp_degree = {degree}")
-    rows = _check_controls(section, schedule)
+        reading.reject("schedule.tp_gpus", f"must be a multiple of tp_degree = {degree}")
+    rows = _check_controls(reading, schedule)
     for key in ("adjustment", "steer"):
-        if section.has(key) and not any(row.has_even_batches for row in rows):
+        if reading.has(f"schedule.{key}") and not any(row.has_even_batches for row in rows):
             even = [each.name for each in policies() if each.has_even_batches]
-            section.reject(key, f"of {', '.join(even)} alone")
+            reading.reject(f"schedule.{key}", f"of {', '.join(even)} alone")
     if own.steer and own.adjustment == 0:
-        section.reject("steer", "needs an adjustment above 0")
+        reading.reject("schedule.steer", "needs an adjustment above 0")
     return schedule, Adjustment(share=own.adjustment, steers=own.steer, shuffle=own.shuffle,
                                 routing=own.routing)
 
 
-def _check_controls(section: Section, schedule: FixedSchedule) -> tuple[Policy, ...]:
+def _check_controls(reading: Reading, schedule: FixedSchedule) -> tuple[Policy, ...]:
     """The policies that are left, of those that the job names or that a search looks at: the ones
     that have every variable given. Where none has, each variable that the nearest lacks is a
     mistake."""
@@ -126,10 +125,10 @@ def _check_controls(section: Section, schedule: FixedSchedule) -> tuple[Policy, 
         nearest_row = max(wanted, key=lambda row: len({*given} & {*row.variable_names}))
         for name in [name for name in given if name not in nearest_row.variable_names]:
             others = [each.name for each in policies() if name in each.variable_names]
-            section.reject(name, f"a variable of {', '.join(others)}; {nearest_row.name} has "
-                                 f"{', '.join(nearest_row.variable_names)}")
+            reading.reject(f"schedule.{name}", f"a variable of {', '.join(others)}; "
+                           f"{nearest_row.name} has {', '.join(nearest_row.variable_names)}")
     parts, groups = schedule.encode_micro_batches, schedule.decode_micro_batches
     if rows and parts and groups and parts % groups:
-        section.reject("encode_micro_batches",
+        reading.reject("schedule.encode_micro_batches",
                        f"must be a multiple of decode_micro_batches = {groups}")
     return rows or tuple(wanted)

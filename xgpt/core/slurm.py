@@ -10,12 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from xgpt.core.sections import Section, typed
 from xgpt.core.typed import (
     CONFIG,
     Flag,
     InFolder,
     Of,
+    Reading,
     Text,
     amount,
     choice,
@@ -142,28 +142,23 @@ class SlurmSpec:
         return None if self.time is None else seconds_of(self.time)
 
 
-def read_slurm(top: Section, folder: Path) -> SlurmSpec | None:
-    """The section; None where the job has none. `folder`: of the job file, where paths start."""
-    spec: SlurmSpec | None = typed(top, "slurm", SlurmSpec, "a mapping of sbatch options", folder)
-    section = top.mapping("slurm")
-    if spec is None or section is None:
-        return None
+def check_slurm(spec: SlurmSpec, reading: Reading) -> None:
+    """What of the section must agree."""
     keys = {field.name.replace("_", "-"): field.name for field in fields(SlurmSpec)}
     for option in spec.extra:
         match = _OPTION.fullmatch(option)
         name = match and (match[1] or match[3])
         if name in _OWN:
-            section.reject("extra", f"{option!r} is what the batch script says itself")
+            reading.reject("slurm.extra", f"{option!r} is what the batch script says itself")
         elif name in keys:
-            section.reject("extra", f"{option!r} has a key of its own, slurm.{keys[name]}")
+            reading.reject("slurm.extra", f"{option!r} has a key of its own, slurm.{keys[name]}")
     if spec.time_s is not None and spec.time_s <= spec.warning_s:
-        section.reject("time", f"more than slurm.warning, {spec.warning_s} s: so long before the "
-                       "limit a run is told to stop")
+        reading.reject("slurm.time", f"more than slurm.warning, {spec.warning_s} s: so long before "
+                       "the limit a run is told to stop")
     if spec.mail_user is None and set(spec.mail_type) - {"NONE"}:
-        section.reject("mail_type", "needs slurm.mail_user")
-    if section.has("mpi") and spec.launch != "srun":
-        section.reject("mpi", "only with launch: srun")
-    return spec
+        reading.reject("slurm.mail_type", "needs slurm.mail_user")
+    if reading.has("slurm.mpi") and spec.launch != "srun":
+        reading.reject("slurm.mpi", "only with launch: srun")
 
 
 def seconds_of(time: str) -> float:

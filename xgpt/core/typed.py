@@ -28,6 +28,40 @@ LARGEST: dict[Callable[[Any], float], float] = {
     parse_bytes: 1e18, parse_seconds: 1e9, parse_share: 1.0}  # 1e9 s are 32 years
 
 
+class Reading:
+    """A file's tree and what was found wrong in it, for what its keys must agree on."""
+
+    def __init__(self, tree: Node, mistakes: list[Mistake]) -> None:
+        self.tree, self.mistakes = tree, mistakes
+
+    def at(self, key: str) -> Node | None:
+        """The value of a dotted key; None where it is absent or null ("not given")."""
+        node = self._nearest(key, is_there=True)
+        return None if node is None or node.value is None else node
+
+    def has(self, key: str) -> bool:
+        return self.at(key) is not None
+
+    def reject(self, key: str, allowed: str) -> None:
+        """Records that the value of `key` (or its absence) is a mistake, where none is known of
+        it."""
+        place, node = self._nearest(key), self.at(key)
+        value = None if node is None or isinstance(node.value, (dict, list)) else node.value
+        if place is not None and not any(
+                f"{key}.".startswith(f"{one.key}.") or one.key.startswith(f"{key}.")
+                for one in self.mistakes):
+            self.mistakes.append(Mistake(file=place.file, line=place.line, key=key, value=value,
+                                         allowed=allowed))
+
+    def _nearest(self, key: str, is_there: bool = False) -> Node | None:
+        node = self.tree
+        for part in key.split("."):
+            if not isinstance(node.value, dict) or part not in node.value:
+                return None if is_there else node
+            node = node.value[part]
+        return node
+
+
 class Of:
     """What a value must be: `value_of` makes it of what a file has, or raises ValueError, without
     words where the description says all. `schema`: the same as JSON schema."""
@@ -67,31 +101,22 @@ class Short:
         return {"description": self._allowed, "anyOf": [self.schema, handler(schema)]}
 
 
-class NameOr:
-    """What `named` makes of one of the `names`, or what a mapping, as a dataclass `kind`, is
-    `built` of. `of_list`: what is said of a list."""
+class OrMapping:
+    """A mapping, as a dataclass `kind`, or a value that is `one`."""
 
-    def __init__(self, kind: Any, names: Callable[[], Sequence[str]],
-                 named: Callable[[str], Any], of_list: str = "") -> None:
-        self._kind, self._names, self._named, self._of_list = kind, names, named, of_list
+    def __init__(self, kind: Any, one: Of, allowed: str | Callable[[], str]) -> None:
+        self._kind, self._one, self._allowed = kind, one, allowed
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
-        one = choice(self._names).value_of
-
-        def of_name(value: Any) -> Any:
-            if self._of_list and isinstance(value, list):
-                raise ValueError(self._of_list)
-            return self._named(one(value))
-
         return core_schema.tagged_union_schema(
-            {"mapping": core_schema.no_info_after_validator_function(
-                lambda own: own.built(), handler.generate_schema(self._kind)),
-             "name": core_schema.no_info_plain_validator_function(of_name)},
-            lambda value: "mapping" if isinstance(value, dict) else "name")
+            {"mapping": handler.generate_schema(self._kind),
+             "one": self._one.__get_pydantic_core_schema__(source, handler)},
+            lambda value: "mapping" if isinstance(value, dict) else "one")
 
     def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Json:
-        return {"description": f"{', '.join(self._names())}, or a mapping", "anyOf": [
-            {"enum": [*self._names()]}, handler(schema["choices"]["mapping"])]}
+        return {"description": self._allowed() if callable(self._allowed) else self._allowed,
+                "anyOf": [self._one.__get_pydantic_json_schema__(schema, handler),
+                          handler(schema["choices"]["mapping"])]}
 
 
 def text_of(value: Any) -> str:
@@ -314,6 +339,8 @@ def _allowed(form: Json) -> str:
             return "true or false"
         case "object":
             return "a mapping"
+        case "string":
+            return "text"
     return str(form.get("description", "text"))
 
 
