@@ -28,7 +28,7 @@ from xgpt.core.schedule import (  # noqa: E402
     Rejected,
     Schedule,
 )
-from xgpt.core.schedule_file import SCHEDULE_VERSION, WITH_OTHERS  # noqa: E402
+from xgpt.core.schedule_file import SCHEDULE_VERSION  # noqa: E402
 from xgpt.core.sweep_axes import AXES as AXES_OF_SWEEP  # noqa: E402
 from xgpt.report.expected import VERSION as EXPECTED_VERSION  # noqa: E402
 from xgpt.report.lanes import KINDS  # noqa: E402
@@ -209,13 +209,11 @@ FAILURE = {**of_keys({"error": text("the message"), "message": text("of a run th
 def schedule_schema() -> Json:
     """A section for each part; the estimate's stand beside the others."""
     own = of_fields(Schedule)["properties"]
-    own["over_copies"]["items"]["required"].remove("devices")  # where none are unlike
-    own["proof"]["required"].remove("covers")  # where nothing was searched
     estimate = of_fields(Estimate)["properties"]
-    return of_keys({"version": {"enum": [SCHEDULE_VERSION, WITH_OTHERS]},
+    return of_keys({"version": {"const": SCHEDULE_VERSION},
                     "policy": text("its name"),
                     **estimate, **{key: own[key] for key in own if key != "estimate"}},
-                   words=" ".join((Schedule.__doc__ or "").split()), without=("others",))
+                   words=" ".join((Schedule.__doc__ or "").split()))
 
 
 def sweep_schema(job: Json) -> Json:
