@@ -13,8 +13,7 @@ from xprofiler.profile import LearnedSteps, Peaks, Profile, ProfileMetadata, Sam
 from xprofiler.timing import Operator
 from xprofiler.verdict import judge
 
-PROFILE_VERSIONS = range(2, 6)  # that are read; the last is written
-PROFILE_VERSION = PROFILE_VERSIONS[-1]
+PROFILE_VERSION = 5  # older ones are no longer read
 
 # name -> (x, y) in words; every value is in seconds
 AXES = {
@@ -65,9 +64,9 @@ def load_profile(path: Path) -> Profile:
     if not isinstance(raw, dict):
         raise _bad(path, [("", type(raw).__name__, "a profile is a JSON object")])
     version = raw.get("version")
-    if type(version) is not int or version not in PROFILE_VERSIONS:
-        known = ", ".join(str(v) for v in PROFILE_VERSIONS)
-        raise _bad(path, [("version", version, f"this xgpt reads versions {known}")])
+    if type(version) is not int or version != PROFILE_VERSION:
+        raise _bad(path, [("version", version, f"this xgpt reads version {PROFILE_VERSION}: "
+                           "measure anew, `xgpt profile JOB --out FILE`")])
     faults: Faults = []
     metadata = _metadata(raw.get("metadata"), faults)
     tables = {key: points for name, rows in _mapping(raw, "tables", faults).items()

@@ -14,7 +14,7 @@ from xgpt.core.constraint import (
     Objective,
     latency_constraint,
 )
-from xgpt.core.typed import CONFIG, Of, Short, amount, choice, number, whole
+from xgpt.core.typed import CONFIG, Of, OrMapping, amount, choice, number, whole
 from xgpt.core.units import parse_bytes, parse_seconds, parse_share
 
 _CLOCK = re.compile(r"([01]?[0-9]|2[0-3]):[0-5][0-9]")
@@ -46,9 +46,8 @@ class _Limit:
     quantile: Quantile | None = None
 
 
-Limit = Annotated[_Limit, Short(
-    "limit_s", f"{_SECONDS}, or {{limit_s: 0.5, quantile: 0.9}}",
-    type=["number", "string"], maximum=1e9)]
+Limit = Annotated[Any, OrMapping(_Limit, amount(parse_seconds, _is_limit, _SECONDS),
+                                 f"{_SECONDS}, or {{limit_s: 0.5, quantile: 0.9}}")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +72,11 @@ class ConstraintSection:
 
 
 def constraint_of(own: ConstraintSection, objective: Objective) -> Constraint:
-    limits: dict[Metric, _Limit | None] = {"ttft": own.ttft_s, "tpot": own.tpot_s}
+    given: dict[Metric, _Limit | float | None] = {"ttft": own.ttft_s, "tpot": own.tpot_s}
+    limits = {metric: limit if isinstance(limit, _Limit) else _Limit(limit_s=limit)
+              for metric, limit in given.items() if limit is not None}
     further = [Bound(metric=metric, limit_s=limit.limit_s, kind="queries",
-                     quantile=limit.quantile or own.quantile)
-               for metric, limit in limits.items() if limit is not None]
+                     quantile=limit.quantile or own.quantile) for metric, limit in limits.items()]
     return latency_constraint(
         latency_s=own.latency_s, kind=own.kind, quantile=own.quantile,
         further=(*further, *([own.makespan_s] if own.makespan_s is not None else [])),

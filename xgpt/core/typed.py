@@ -86,21 +86,6 @@ class InFolder(Of):
             lambda value, info: self.value_of(value, info.context))
 
 
-class Short:
-    """A mapping in whose place a value of its first `key` may stand alone, which `schema` is of."""
-
-    def __init__(self, key: str, allowed: str, **schema: Any) -> None:
-        self._key, self._allowed, self.schema = key, allowed, schema
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
-        return core_schema.no_info_before_validator_function(
-            lambda value: value if isinstance(value, dict) else {self._key: value},
-            handler(source))
-
-    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> Json:
-        return {"description": self._allowed, "anyOf": [self.schema, handler(schema)]}
-
-
 class OrMapping:
     """A mapping, as a dataclass `kind`, or a value that is `one`."""
 
