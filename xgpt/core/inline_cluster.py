@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from xgpt.core import catalog
+from xgpt.core import catalog, typed
 from xgpt.core.cluster import (
     HOST_BYTES_PER_S,
     SSD_BYTES_PER_S,
@@ -30,30 +30,16 @@ from xgpt.core.cluster import (
 )
 from xgpt.core.errors import nearest
 from xgpt.core.run_section import LOCAL_CLUSTER
-from xgpt.core.typed import (
-    CONFIG,
-    Flag,
-    Of,
-    OrMapping,
-    Reading,
-    Text,
-    amount,
-    any_keys,
-    choice,
-    is_one_of,
-    number,
-    whole,
-)
 from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS, parse_bytes, parse_seconds
 
 ONE_KIND = ("one kind of device: a job is not planned for several. Give each kind a job of its "
             "own, with a share of the requests (by the queries/s that `xgpt schedule` predicts)")
 _GROUPS = ("a number of neighbours (2: pairs), or groups of devices as a node numbers them, as "
            "[[0, 1], [2, 3]]: two and more in each, each device in one group at most")
-Price = Annotated[float, number("what one device costs in an hour, a number > 0", gt=0)]
-_Bandwidth = Annotated[float, amount(
+Price = Annotated[float, typed.number("what one device costs in an hour, a number > 0", gt=0)]
+_Bandwidth = Annotated[float, typed.amount(
     parse_bytes, lambda x: 1 <= x < math.inf, "bytes/s, or '25 GB'")]
-_Rate = Annotated[float, number("FLOP/s > 0", gt=0)]
+_Rate = Annotated[float, typed.number("FLOP/s > 0", gt=0)]
 _Rates = make_dataclass("_Rates", [("float32", _Rate), *(
     (name, _Rate | None, None) for name in (*DTYPE_BYTES, *EIGHT_BITS) if name != "float32")])
 
@@ -62,11 +48,11 @@ _Rates = make_dataclass("_Rates", [("float32", _Rate), *(
 class _OwnDevice:
     flops_per_s: Annotated[_Rates, Field(  # type: ignore[valid-type]
         description="{float32: ..., bfloat16: ...}, dense peak rates")]
-    memory_bytes: Annotated[int, amount(parse_bytes, lambda x: 1 <= x < math.inf,
+    memory_bytes: Annotated[int, typed.amount(parse_bytes, lambda x: 1 <= x < math.inf,
                                         "bytes, or '48 GiB'")]
     bandwidth_bytes_per_s: _Bandwidth
-    name: Text = "custom"
-    kind: Annotated[Literal["gpu", "cpu"], choice(("gpu", "cpu"))] = "gpu"
+    name: typed.Text = "custom"
+    kind: Annotated[Literal["gpu", "cpu"], typed.choice(("gpu", "cpu"))] = "gpu"
     price_per_hour: Price | None = None
 
     def built(self) -> Device:
@@ -77,32 +63,32 @@ class _OwnDevice:
 @dataclass(frozen=True, kw_only=True)
 class _OwnLink:
     bandwidth_bytes_per_s: _Bandwidth
-    latency_s: Annotated[float, amount(parse_seconds, lambda x: 0 <= x < math.inf,
+    latency_s: Annotated[float, typed.amount(parse_seconds, lambda x: 0 <= x < math.inf,
                                        "seconds >= 0, or '10 us'")]
-    name: Text = "custom"
-    has_peer_access: Flag = False
+    name: typed.Text = "custom"
+    has_peer_access: typed.Flag = False
 
     def built(self) -> Link:
         return Link(**vars(self), source="job file")
 
 
-def _row(kind: catalog.Kind, row: Callable[[str], Any]) -> Of:
+def _row(kind: catalog.Kind, row: Callable[[str], Any]) -> typed.Of:
     """A catalog row by its name."""
-    one = choice(lambda: catalog.names(kind))
+    one = typed.choice(lambda: catalog.names(kind))
 
     def value_of(value: Any) -> Any:
         if kind == "device" and isinstance(value, list):
             raise ValueError(ONE_KIND)
         return row(one.value_of(value))
 
-    return Of(value_of, enum=lambda: catalog.names(kind))
+    return typed.Of(value_of, enum=lambda: catalog.names(kind))
 
 
 def _or_mapping(kind: catalog.Kind) -> str:
     return f"{', '.join(catalog.names(kind))}, or a mapping"
 
 
-_ALink = Annotated[Any, OrMapping(_OwnLink, _row("link", catalog.link), partial(
+_ALink = Annotated[Any, typed.OrMapping(_OwnLink, _row("link", catalog.link), partial(
     _or_mapping, "link"))]
 
 
@@ -110,14 +96,14 @@ _ALink = Annotated[Any, OrMapping(_OwnLink, _row("link", catalog.link), partial(
 class InlineCluster:
     """The mapping's keys."""
 
-    __pydantic_config__ = CONFIG
-    device: Annotated[Any, OrMapping(_OwnDevice, _row("device", catalog.device), partial(
+    __pydantic_config__ = typed.CONFIG
+    device: Annotated[Any, typed.OrMapping(_OwnDevice, _row("device", catalog.device), partial(
         _or_mapping, "device"))]
-    num_nodes: Annotated[int, whole(1, 100_000)] = 1
-    devices_per_node: Annotated[int, whole(1, 1024)]
+    num_nodes: Annotated[int, typed.whole(1, 100_000)] = 1
+    devices_per_node: Annotated[int, typed.whole(1, 1024)]
     intra_link: _ALink
     inter_link: _ALink = None
-    links: Annotated[Mapping[str, Any] | None, any_keys(
+    links: Annotated[Mapping[str, Any] | None, typed.any_keys(
         "a mapping of links to groups of devices")] = None
     ssd_bytes_per_s: _Bandwidth = SSD_BYTES_PER_S
     host_bytes_per_s: _Bandwidth = HOST_BYTES_PER_S
@@ -126,22 +112,23 @@ class InlineCluster:
 def _name(value: Any) -> str:
     if isinstance(value, list):
         raise ValueError(ONE_KIND)
-    return str(choice(cluster_names).value_of(value))
+    return str(typed.choice(cluster_names).value_of(value))
 
 
 def cluster_names() -> list[str]:
     return [*catalog.names("cluster"), LOCAL_CLUSTER]
 
 
-AnyCluster = Annotated[Any, OrMapping(InlineCluster, Of(_name, enum=cluster_names), lambda: (
-    f"{', '.join(cluster_names())}, or a mapping"))]
+AnyCluster = Annotated[Any, typed.OrMapping(
+    InlineCluster, typed.Of(_name, enum=cluster_names),
+    lambda: f"{', '.join(cluster_names())}, or a mapping")]
 
 
 def _built(part: Any) -> Any:
     return part.built() if isinstance(part, (_OwnDevice, _OwnLink)) else part
 
 
-def built_cluster(own: InlineCluster, reading: Reading) -> Cluster:
+def built_cluster(own: InlineCluster, reading: typed.Reading) -> Cluster:
     """The cluster that is described under the key `cluster`."""
     device, intra, inter = map(_built, (own.device, own.intra_link, own.inter_link))
     if inter is None and own.num_nodes > 1:
@@ -154,7 +141,7 @@ def built_cluster(own: InlineCluster, reading: Reading) -> Cluster:
         **(places_of(own.devices_per_node, joined) if joined else {}))
 
 
-def _joined(own: InlineCluster, intra: Link, reading: Reading) -> dict[Link, list[list[int]]]:
+def _joined(own: InlineCluster, intra: Link, reading: typed.Reading) -> dict[Link, list[list[int]]]:
     """Groups of devices by the link that joins them; {} where none is faster than the node's."""
     known, found, taken = catalog.names("link"), dict[Link, list[list[int]]](), set[int]()
     for name, value in (own.links or {}).items():
@@ -177,14 +164,14 @@ def _joined(own: InlineCluster, intra: Link, reading: Reading) -> dict[Link, lis
 
 
 def _groups(value: Any, per_node: int) -> list[list[int]] | None:
-    if is_one_of(value, int) and 2 <= value <= per_node:
+    if typed.is_one_of(value, int) and 2 <= value <= per_node:
         return [list(range(first, first + value))
                 for first in range(0, per_node - value + 1, value)]
     if not isinstance(value, list) or not value:
         return None
     groups = [group if isinstance(group, list) else [] for group in value]
     devices = [device for group in groups for device in group]
-    is_right = (all(is_one_of(device, int) for device in devices)
+    is_right = (all(typed.is_one_of(device, int) for device in devices)
                 and len(set(devices)) == len(devices) and set(devices) <= set(range(per_node))
                 and min(map(len, groups)) > 1)
     return groups if is_right else None

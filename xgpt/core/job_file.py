@@ -15,7 +15,7 @@ from typing import Annotated, Any, cast
 
 from pydantic import Field as Described
 
-from xgpt.core import catalog
+from xgpt.core import catalog, typed
 from xgpt.core.constraint import OBJECTIVES, Objective
 from xgpt.core.constraint_section import ConstraintSection, constraint_of
 from xgpt.core.engines import OWN_ENGINE
@@ -42,23 +42,6 @@ from xgpt.core.requests_section import (
 from xgpt.core.run_section import RunSpec, check_run
 from xgpt.core.schedule_section import AUTO, schedule_of, section_kind
 from xgpt.core.slurm import SlurmSpec, check_slurm
-from xgpt.core.typed import (
-    CONFIG,
-    Flag,
-    InFolder,
-    Of,
-    OrMapping,
-    Reading,
-    amount,
-    any_keys,
-    choice,
-    number,
-    read,
-    schema_of,
-    text,
-    text_of,
-    whole,
-)
 from xgpt.core.units import parse_seconds
 from xgpt.core.yaml_tree import Field, apply_override, read_tree
 
@@ -74,7 +57,7 @@ _NO_DISTRIBUTION = LengthSpec(kind="observe")  # stands in for one that could no
 
 def _model(value: Any, folder: Path) -> str:
     """Catalog name, absolute path of a local model, or hub id."""
-    name, known = text_of(value), catalog.names("model")
+    name, known = typed.text_of(value), catalog.names("model")
     if name in known:
         return name
     local = absolute(name, folder)
@@ -89,60 +72,60 @@ def _model(value: Any, folder: Path) -> str:
     return name
 
 
-def _file(allowed: str) -> InFolder:
+def _file(allowed: str) -> typed.InFolder:
     def value_of(value: Any, folder: Path) -> Path:
-        path = absolute(text_of(value), folder)
+        path = absolute(typed.text_of(value), folder)
         if is_file(path):
             return path
         raise ValueError(f"no such file: {path}")
 
-    return InFolder(value_of, allowed, type="string", minLength=1)
+    return typed.InFolder(value_of, allowed, type="string", minLength=1)
 
 
-def _words(*words: str) -> Of:
+def _words(*words: str) -> typed.Of:
     def value_of(value: Any) -> str:
         if isinstance(value, str) and value in words:
             return value
         raise ValueError
 
-    return Of(value_of, enum=[*words])
+    return typed.Of(value_of, enum=[*words])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lengths:
     """A truncated normal distribution, or what a file holds."""
 
-    mean: Annotated[float, number("tokens >= 1", ge=1)] | None = None
-    std: Annotated[float, number("tokens >= 0", ge=0)] | None = None
-    max: Annotated[int, whole(1, MAX_LENGTH_TOKENS)] | None = None
+    mean: Annotated[float, typed.number("tokens >= 1", ge=1)] | None = None
+    std: Annotated[float, typed.number("tokens >= 0", ge=0)] | None = None
+    max: Annotated[int, typed.whole(1, MAX_LENGTH_TOKENS)] | None = None
     file: Annotated[Path | None, _file("a file of lengths")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Workload:
     requests: AnyRequests = None
-    task: Annotated[str | None, choice(lambda: catalog.names("task"))] = None
-    input_tokens: Annotated[Any, OrMapping(_Lengths, _words(
+    task: Annotated[str | None, typed.choice(lambda: catalog.names("task"))] = None
+    input_tokens: Annotated[Any, typed.OrMapping(_Lengths, _words(
         "from_requests"), f"{_LENGTHS}, or from_requests")] = None
-    output_tokens: Annotated[Any, OrMapping(_Lengths, _words(
+    output_tokens: Annotated[Any, typed.OrMapping(_Lengths, _words(
         "from_requests", "observe"), f"{_LENGTHS}, or from_requests or observe")] = None
-    max_tokens: Annotated[int, whole(1, MAX_LENGTH_TOKENS)] | None = None
-    chat: Flag | None = None
-    chat_template_kwargs: Annotated[Mapping[str, Any], any_keys(
+    max_tokens: Annotated[int, typed.whole(1, MAX_LENGTH_TOKENS)] | None = None
+    chat: typed.Flag | None = None
+    chat_template_kwargs: Annotated[Mapping[str, Any], typed.any_keys(
         "a mapping of what the model's chat template reads, such as {enable_thinking: false}")] = (
             field(default_factory=dict))
-    score: Flag = False
-    embed: Annotated[str | None, choice(POOLINGS)] = None
+    score: typed.Flag = False
+    embed: Annotated[str | None, typed.choice(POOLINGS)] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    engine: Annotated[str | None, choice(lambda: catalog.names("engine"))] = None
+    engine: Annotated[str | None, typed.choice(lambda: catalog.names("engine"))] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Search:
-    max_seconds: Annotated[float | None, amount(
+    max_seconds: Annotated[float | None, typed.amount(
         parse_seconds, lambda x: x > 0, "seconds > 0, '90 s' or '2 min'")] = None
 
 
@@ -150,18 +133,18 @@ class _Search:
 class JobFile:
     """The keys of a job file. `schedule` has a kind of its own, by the policies there are."""
 
-    __pydantic_config__ = {**CONFIG, "json_schema_extra": {
+    __pydantic_config__ = {**typed.CONFIG, "json_schema_extra": {
         "required": ["model", "cluster", "workload"]}}
-    name: Annotated[str | None, text("a name of printable characters")] = None
-    model: Annotated[str, InFolder(_model, _MODEL, type="string", minLength=1)] = ""
+    name: Annotated[str | None, typed.text("a name of printable characters")] = None
+    model: Annotated[str, typed.InFolder(_model, _MODEL, type="string", minLength=1)] = ""
     cluster: AnyCluster = ""
     workload: Annotated[_Workload, Described(
         description="a mapping with requests and lengths")] = _Workload()
-    objective: Annotated[Objective, choice(OBJECTIVES)] = "throughput"
+    objective: Annotated[Objective, typed.choice(OBJECTIVES)] = "throughput"
     constraint: Annotated[ConstraintSection, Described(
         description="a mapping, for example {latency_s: 11.5}")] = ConstraintSection()
     price_per_hour: Price | None = None
-    schedule: Annotated[Any, OrMapping(Any, _words(AUTO), "auto, or a mapping of control "
+    schedule: Annotated[Any, typed.OrMapping(Any, _words(AUTO), "auto, or a mapping of control "
                                        "variables")] = None
     run: RunSpec = field(default_factory=RunSpec)
     plan: Annotated[_Plan, Described(
@@ -169,19 +152,19 @@ class JobFile:
     slurm: Annotated[SlurmSpec, Described(description="a mapping of sbatch options")] | None = None
     search: Annotated[_Search, Described(
         description="a mapping, for example {max_seconds: 60}")] = _Search()
-    output: Annotated[Path | None, InFolder(
-        lambda value, folder: absolute(text_of(value), folder), "a folder", type="string",
+    output: Annotated[Path | None, typed.InFolder(
+        lambda value, folder: absolute(typed.text_of(value), folder), "a folder", type="string",
         minLength=1)] = None
     results: Results = None
-    quote_formulas: Flag = False
+    quote_formulas: typed.Flag = False
     profile: Annotated[Path | None, _file("a profile file, from `xgpt profile --out`")] = None
 
 
 def job_schema() -> dict[str, Any]:
     """The JSON schema of a job file."""
-    schema = schema_of(JobFile)
+    schema = typed.schema_of(JobFile)
     own = {**schema["properties"]["schedule"], "anyOf": [
-        {"enum": [AUTO]}, schema_of(section_kind()), {"type": "null"}]}
+        {"enum": [AUTO]}, typed.schema_of(section_kind()), {"type": "null"}]}
     return {**schema, "properties": {**schema["properties"], "schedule": own}}
 
 
@@ -235,8 +218,8 @@ def job_tree(path: Path, overrides: Sequence[str], mistakes: list[Mistake]) -> F
 
 def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
     """The job of a file's tree; to be discarded where `mistakes` were added."""
-    folder, reading = Path(os.path.abspath(path)).parent, Reading(tree, mistakes)
-    own: JobFile = read(JobFile, tree, "", mistakes, _places, folder)
+    folder, reading = Path(os.path.abspath(path)).parent, typed.Reading(tree, mistakes)
+    own: JobFile = typed.read(JobFile, tree, "", mistakes, _places, folder)
     schedule, adjustment = schedule_of(reading, _places)
     for key, words in (
             ("model", f"required: {_MODEL}"),
@@ -267,7 +250,7 @@ def job_of(tree: Field, path: Path, mistakes: list[Mistake]) -> Job:
     return job
 
 
-def _check(job: Job, reading: Reading) -> None:
+def _check(job: Job, reading: typed.Reading) -> None:
     """What sections must agree on."""
     check_run(job.run, reading)
     if job.slurm is not None:
@@ -288,7 +271,7 @@ def _check(job: Job, reading: Reading) -> None:
                        "answers are")
 
 
-def _workload(own: _Workload, reading: Reading) -> WorkloadSpec:
+def _workload(own: _Workload, reading: typed.Reading) -> WorkloadSpec:
     requests, count = requests_of(own.requests, reading)
     if own.score and own.embed is not None:
         reading.reject("workload.embed", "left out where continuations are scored")
@@ -321,7 +304,7 @@ def _workload(own: _Workload, reading: Reading) -> WorkloadSpec:
         chat_template_kwargs=own.chat_template_kwargs)
 
 
-def _check_encoded(job: Job, reading: Reading) -> None:
+def _check_encoded(job: Job, reading: typed.Reading) -> None:
     """What scores or embeds encodes whole inputs, and hands none on."""
     doing = "continuations are scored" if job.workload.score else "texts are embedded"
     if job.workload.requests is None:
@@ -339,7 +322,8 @@ def _check_encoded(job: Job, reading: Reading) -> None:
         reading.reject("run.stop", f"left out where {doing}")
 
 
-def _length(own: _Lengths | str | None, side: str, has_file: bool, reading: Reading) -> LengthSpec:
+def _length(own: _Lengths | str | None, side: str, has_file: bool,
+            reading: typed.Reading) -> LengthSpec:
     """One side's lengths. With a file of requests the input defaults to theirs, the output to
     `observe`."""
     key = f"workload.{side}"

@@ -10,20 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+from xgpt.core import typed
 from xgpt.core.errors import nearest
 from xgpt.core.request_files.files import COMPRESSED, STDIN, SUFFIXES, RequestFiles, format_of
-from xgpt.core.typed import (
-    Flag,
-    InFolder,
-    Of,
-    OrMapping,
-    Reading,
-    choice,
-    text,
-    text_of,
-    texts_of,
-    whole,
-)
 
 MAX_COUNT = 10**8
 RESULT_FORMATS = ("csv", "tsv", "parquet", "jsonl")
@@ -37,7 +26,7 @@ def files_of(value: Any, folder: Path) -> tuple[Path, ...]:
     """The files of a name, a pattern, or several of these in a list; or standard input alone."""
     if value == [None]:
         return (STDIN,)  # `--set workload.requests=-`: to YAML a list of nothing
-    texts = texts_of(value)
+    texts = typed.texts_of(value)
     if not texts:
         raise ValueError
     if STDIN.name in texts:
@@ -52,7 +41,7 @@ def files_of(value: Any, folder: Path) -> tuple[Path, ...]:
 
 
 def _columns(value: Any) -> tuple[str, ...]:
-    texts = texts_of(value)
+    texts = typed.texts_of(value)
     if len(set(texts)) == len(texts):
         return texts
     raise ValueError
@@ -64,31 +53,32 @@ def _delimiter(value: Any) -> str:
     raise ValueError
 
 
-_Column = Annotated[str, text("the name of a column")]
+_Column = Annotated[str, typed.text("the name of a column")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requests:
     """The keys of `workload.requests`, where it is a mapping."""
 
-    file: Annotated[tuple[Path, ...] | None, InFolder(files_of, _FILES)] = None
-    count: Annotated[int, whole(1, MAX_COUNT)] | None = None
-    format: Annotated[str | None, choice(tuple(SUFFIXES))] = None
+    file: Annotated[tuple[Path, ...] | None, typed.InFolder(files_of, _FILES)] = None
+    count: Annotated[int, typed.whole(1, MAX_COUNT)] | None = None
+    format: Annotated[str | None, typed.choice(tuple(SUFFIXES))] = None
     prompt: _Column | None = None
     messages: _Column | None = None
     id: _Column | None = None
-    delimiter: Annotated[str | None, Of(
+    delimiter: Annotated[str | None, typed.Of(
         _delimiter, "one character, for example ';' or \"\\t\"", type="string")] = None
-    options: Flag = True
-    carry: Annotated[tuple[str, ...] | None, Of(
+    options: typed.Flag = True
+    carry: Annotated[tuple[str, ...] | None, typed.Of(
         _columns, "a list of columns; [] carries none")] = None
 
 
-AnyRequests = Annotated[Any, OrMapping(Requests, InFolder(files_of), _FILES + ", or {count: N}")]
+AnyRequests = Annotated[Any, typed.OrMapping(
+    Requests, typed.InFolder(files_of), _FILES + ", or {count: N}")]
 
 
 def requests_of(own: Requests | tuple[Path, ...] | None,
-                reading: Reading) -> tuple[RequestFiles | None, int | None]:
+                reading: typed.Reading) -> tuple[RequestFiles | None, int | None]:
     """(files of requests, count of synthetic ones): at most one of the two."""
     key = "workload.requests"
     if not isinstance(own, Requests):
@@ -113,7 +103,7 @@ def requests_of(own: Requests | tuple[Path, ...] | None,
 def _results(value: Any, folder: Path) -> Path | None:
     if value is False or value == "off":  # YAML 1.1 reads `off` as false
         return None
-    path = absolute(text_of(value), folder)
+    path = absolute(typed.text_of(value), folder)
     if format_of(path) not in RESULT_FORMATS:
         raise ValueError
     if path.is_dir():
@@ -121,11 +111,11 @@ def _results(value: Any, folder: Path) -> Path | None:
     return path
 
 
-Results = Annotated[Path | None, InFolder(_results, _RESULTS, type=["string", "boolean"])]
+Results = Annotated[Path | None, typed.InFolder(_results, _RESULTS, type=["string", "boolean"])]
 
 
 def results_of(own: Path | None, files: RequestFiles | None, output: Path,
-               reading: Reading) -> Path | None:
+               reading: typed.Reading) -> Path | None:
     """The file for the results besides results.jsonl; None where none is wanted. By default that of
     a table is a table."""
     if not reading.has("results"):

@@ -7,21 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from xgpt.core import typed
 from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, engine_names
 from xgpt.core.request_keys import MAX_INT, MAX_STOP_CHARS, MAX_STOPS
-from xgpt.core.typed import (
-    CONFIG,
-    Flag,
-    Of,
-    Reading,
-    amount,
-    any_keys,
-    choice,
-    number,
-    text,
-    texts_of,
-    whole,
-)
 from xgpt.core.units import FP8, INT8, parse_seconds, parse_share
 
 LOCAL_CLUSTER = "local"
@@ -56,9 +44,9 @@ def _cuda_graphs(value: Any) -> bool:
     raise ValueError
 
 
-def _share(usual: float, of: str) -> Of:
+def _share(usual: float, of: str) -> typed.Of:
     """How far something must leave the plan; None: whatever it does."""
-    given: Callable[[Any], float | None] = amount(
+    given: Callable[[Any], float | None] = typed.amount(
         parse_share, lambda x: 0 < x <= 1, f"auto, off, or a share {of}, '15%' or 0.15").value_of
 
     def value_of(value: Any) -> float | None:
@@ -66,7 +54,7 @@ def _share(usual: float, of: str) -> Of:
             return None
         return usual if value in ("auto", "on") or value is True else given(value)
 
-    return Of(value_of, f"auto, off, or a share {of}, '15%' or 0.15",
+    return typed.Of(value_of, f"auto, off, or a share {of}, '15%' or 0.15",
               type=["number", "string", "boolean"], maximum=1.0)
 
 
@@ -74,65 +62,67 @@ def _share(usual: float, of: str) -> Of:
 class RunSpec:
     """How to execute. `ranks` None: one per device of the cluster."""
 
-    __pydantic_config__ = CONFIG
-    ranks: Annotated[int, whole(1, 100_000)] | None = None
-    dtype: Annotated[str, choice(DTYPES)] = "auto"
+    __pydantic_config__ = typed.CONFIG
+    ranks: Annotated[int, typed.whole(1, 100_000)] | None = None
+    dtype: Annotated[str, typed.choice(DTYPES)] = "auto"
     # as which weights are multiplied; int8: activations with them
-    weight_dtype: Annotated[str, choice((*DTYPES, INT8, FP8))] = "auto"
+    weight_dtype: Annotated[str, typed.choice((*DTYPES, INT8, FP8))] = "auto"
     # as which entries of the cache are held; planned for alone
-    kv_dtype: Annotated[str, choice(("auto", FP8, INT8))] = "auto"
+    kv_dtype: Annotated[str, typed.choice(("auto", FP8, INT8))] = "auto"
     # how what is reserved for a query lies
-    kv_layout: Annotated[str, choice(KV_LAYOUTS)] = "auto"
-    seed: Annotated[int, whole(0, 2**63 - 1)] = 0
-    temperature: Annotated[float, number("a number >= 0", ge=0)] = 0.0
-    top_k: Annotated[int, whole(1, MAX_INT)] | None = None
-    top_p: Annotated[float, number("above 0 and at most 1", gt=0, le=1)] = 1.0
+    kv_layout: Annotated[str, typed.choice(KV_LAYOUTS)] = "auto"
+    seed: Annotated[int, typed.whole(0, 2**63 - 1)] = 0
+    temperature: Annotated[float, typed.number("a number >= 0", ge=0)] = 0.0
+    top_k: Annotated[int, typed.whole(1, MAX_INT)] | None = None
+    top_p: Annotated[float, typed.number("above 0 and at most 1", gt=0, le=1)] = 1.0
     # strings that end the answers of requests that name none
-    stop: Annotated[tuple[str, ...], Of(_stops, f"a text, or a list of at most {MAX_STOPS}, of 1 "
-                                        f"to {MAX_STOP_CHARS} characters each")] = ()
-    threads_per_rank: Annotated[int, whole(1, 4096)] | None = None
-    ignore_eos: Flag = False
+    stop: Annotated[tuple[str, ...], typed.Of(
+        _stops, f"a text, or a list of at most {MAX_STOPS}, of 1 to {MAX_STOP_CHARS} characters "
+        "each")] = ()
+    threads_per_rank: Annotated[int, typed.whole(1, 4096)] | None = None
+    ignore_eos: typed.Flag = False
     # random: of the model's shape, for performance work
-    weights: Annotated[str, choice(WEIGHTS)] = "checkpoint"
+    weights: Annotated[str, typed.choice(WEIGHTS)] = "checkpoint"
     # over which the ranks are spread evenly; (): this machine
-    hosts: Annotated[tuple[str, ...], Of(texts_of, "a list of names")] = ()
+    hosts: Annotated[tuple[str, ...], typed.Of(typed.texts_of, "a list of names")] = ()
     # a program that is called as ssh is; None: ssh itself
-    launcher: Annotated[str | None, text("a program called as `PROGRAM HOST COMMAND...`")] = None
-    pickles: Flag = False  # weights in PyTorch's pickled files are read, too
-    verify: Flag = False  # weights are known again by every byte, not by samples
-    private: Flag = False  # what is written is the user's alone to read
-    deterministic: Flag = False  # answers that do not depend on the batch, bit for bit
+    launcher: Annotated[str | None, typed.text(
+        "a program called as `PROGRAM HOST COMMAND...`")] = None
+    pickles: typed.Flag = False  # weights in PyTorch's pickled files are read, too
+    verify: typed.Flag = False  # weights are known again by every byte, not by samples
+    private: typed.Flag = False  # what is written is the user's alone to read
+    deterministic: typed.Flag = False  # answers that do not depend on the batch, bit for bit
     # the hosts' network interface for messages; None: MPI chooses
-    interface: Annotated[str | None, Of(
+    interface: Annotated[str | None, typed.Of(
         _interface, "a network interface's name, such as eth1", type="string")] = None
     # share by which output lengths must leave the plan for it to be made anew; None: never
     reschedule: Annotated[float | None, _share(
         RESCHEDULE, "of the mean output length")] = RESCHEDULE
     # share by which steps must be slower or quicker than planned for the same; None: never
     step_times: Annotated[float | None, _share(STEP_TIMES, "of the time of a step")] = STEP_TIMES
-    engine: Annotated[str, choice(engine_names)] = OWN_ENGINE
+    engine: Annotated[str, typed.choice(engine_names)] = OWN_ENGINE
     # on GPUs: decode steps captured, where they can be
-    cuda_graphs: Annotated[bool, Of(_cuda_graphs, "auto or off", enum=["auto", "off", False])] = (
-        True)
+    cuda_graphs: Annotated[bool, typed.Of(
+        _cuda_graphs, "auto or off", enum=["auto", "off", False])] = True
     # the interpreter of another engine; None: this one
-    engine_python: Annotated[str | None, text(
+    engine_python: Annotated[str | None, typed.text(
         "the Python of an environment that has the engine, such as /opt/vllm/bin/python")] = None
     # its own arguments, by name
-    engine_args: Annotated[Mapping[str, Any], any_keys(
+    engine_args: Annotated[Mapping[str, Any], typed.any_keys(
         "a mapping of the engine's own arguments, such as {enforce_eager: false}")] = field(
             default_factory=dict)
     # what was reported done so long ago is on the disk
-    sync_s: Annotated[float, amount(parse_seconds, lambda x: 0.1 <= x <= 3600,
+    sync_s: Annotated[float, typed.amount(parse_seconds, lambda x: 0.1 <= x <= 3600,
                                     "seconds, from 0.1 to 3600: 5 or '1m'")] = 5.0
     # after a rank's death, of one command
-    restarts: Annotated[int, whole(0, 1000)] = 2
+    restarts: Annotated[int, typed.whole(0, 1000)] = 2
     # without progress, after which the run is ended; None: by the longest step known
-    stall_timeout_s: Annotated[float | None, amount(
+    stall_timeout_s: Annotated[float | None, typed.amount(
         parse_seconds, lambda x: 5 <= x <= 7 * 86400,
         "seconds, from 5 to 604800 (7 days): 600 or '10m'"), Field(alias="stall_timeout")] = None
 
 
-def check_run(run: RunSpec, reading: Reading) -> None:
+def check_run(run: RunSpec, reading: typed.Reading) -> None:
     """What of the section must agree with the rest of the file."""
     for key in ("engine_python", "engine_args"):
         if run.engine not in ONE_PROCESS and reading.has(f"run.{key}"):

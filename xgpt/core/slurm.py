@@ -10,21 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from xgpt.core.typed import (
-    CONFIG,
-    Flag,
-    InFolder,
-    Of,
-    Reading,
-    Text,
-    amount,
-    choice,
-    is_one_of,
-    text,
-    text_of,
-    texts_of,
-    whole,
-)
+from xgpt.core import typed
 from xgpt.core.units import parse_seconds
 
 LAUNCHES = ("srun", "mpiexec")
@@ -42,29 +28,29 @@ _ONE_DEPENDENCY = r"(singleton|after(any|ok|notok|corr)?(:\d+(_(\d+|\*))?(\+\d+)
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 
 
-def _matching(pattern: str, allowed: str, flags: int = 0) -> Of:
+def _matching(pattern: str, allowed: str, flags: int = 0) -> typed.Of:
     def value_of(value: Any) -> str:
-        if is_one_of(value, str, int) and str(value).isascii() and re.fullmatch(
+        if typed.is_one_of(value, str, int) and str(value).isascii() and re.fullmatch(
                 pattern, str(value), flags):
             return str(value)
         raise ValueError
 
-    return Of(value_of, allowed)
+    return typed.Of(value_of, allowed)
 
 
-def _texts(allowed: str, is_allowed: Callable[[str], object] = bool) -> Of:
+def _texts(allowed: str, is_allowed: Callable[[str], object] = bool) -> typed.Of:
     """A list of texts, or a single one."""
     def value_of(value: Any) -> tuple[str, ...]:
-        texts = texts_of(value)
+        texts = typed.texts_of(value)
         if all(map(is_allowed, texts)):
             return texts
         raise ValueError
 
-    return Of(value_of, allowed)
+    return typed.Of(value_of, allowed)
 
 
 def _mail_types(value: Any) -> tuple[str, ...]:
-    types = tuple(one.strip().upper() for each in texts_of(value) for one in each.split(","))
+    types = tuple(one.strip().upper() for each in typed.texts_of(value) for one in each.split(","))
     if set(types) <= {*MAIL_TYPES}:
         return types
     raise ValueError
@@ -72,17 +58,17 @@ def _mail_types(value: Any) -> tuple[str, ...]:
 
 def _env(value: Any) -> tuple[tuple[str, str], ...]:
     if isinstance(value, dict) and all(
-            _VARIABLE.fullmatch(name) and is_one_of(own, str, int, float)
+            _VARIABLE.fullmatch(name) and typed.is_one_of(own, str, int, float)
             and str(own).isprintable() for name, own in value.items()):
         return tuple((name, str(own)) for name, own in value.items())
     raise ValueError
 
 
 def _venv(value: Any, folder: Path) -> str:
-    return str(folder / Path(text_of(value)).expanduser())
+    return str(folder / Path(typed.text_of(value)).expanduser())
 
 
-Nodes = Annotated[int, whole(1, 100_000)]
+Nodes = Annotated[int, typed.whole(1, 100_000)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +76,12 @@ class SlurmSpec:
     """Options of sbatch under its own names (None: left to the cluster), and how the batch script
     goes about it."""
 
-    __pydantic_config__ = CONFIG
-    partition: Text | None = None
-    account: Text | None = None
-    qos: Text | None = None
-    constraint: Text | None = None
-    reservation: Text | None = None
+    __pydantic_config__ = typed.CONFIG
+    partition: typed.Text | None = None
+    account: typed.Text | None = None
+    qos: typed.Text | None = None
+    constraint: typed.Text | None = None
+    reservation: typed.Text | None = None
     dependency: Annotated[str | None, _matching(
         rf"{_ONE_DEPENDENCY}([,?]{_ONE_DEPENDENCY})*",
         "as sbatch takes it: 'afterok:123', 'afterany:1:2', 'singleton'")] = None
@@ -108,26 +94,26 @@ class SlurmSpec:
                                          re.IGNORECASE)] = None
     time: Annotated[str | None, _matching(_TIME, "minutes, 'HH:MM:SS' or 'D-HH:MM:SS'",
                                           re.IGNORECASE)] = None
-    exclusive: Flag = False
-    mail_type: Annotated[tuple[str, ...], Of(
+    exclusive: typed.Flag = False
+    mail_type: Annotated[tuple[str, ...], typed.Of(
         _mail_types, f"some of {', '.join(MAIL_TYPES)}")] = ()
-    mail_user: Text | None = None
+    mail_user: typed.Text | None = None
     at_once: Nodes | None = None  # tasks of an array that may run at a time
     extra: Annotated[tuple[str, ...], _texts(
         "a list of whole options of sbatch, such as '--comment=x'", _OPTION.fullmatch)] = ()
     modules: Annotated[tuple[str, ...], _texts("a list of names")] = ()
-    venv: Annotated[str | None, InFolder(  # absolute
+    venv: Annotated[str | None, typed.InFolder(  # absolute
         _venv, "the folder of a virtual environment on the nodes", type="string")] = None
-    env: Annotated[tuple[tuple[str, str], ...], Of(
+    env: Annotated[tuple[tuple[str, str], ...], typed.Of(
         _env, "a mapping of variables to text, {UCX_NET_DEVICES: ib0}", type="object")] = ()
     prologue: Annotated[tuple[str, ...], _texts("a list of lines of bash")] = ()
     # words before the command of every rank
     container: Annotated[tuple[str, ...], _texts(
         "a list of words: [apptainer, exec, image.sif]")] = ()
-    launch: Annotated[Literal["srun", "mpiexec"], choice(LAUNCHES)] = "srun"
-    mpi: Annotated[str, text("a word for `srun --mpi=`: pmi2, pmix, cray_shasta")] = "pmi2"
-    requeue: Annotated[int, whole(0, 1000)] = REQUEUES
-    warning_s: Annotated[int, amount(  # before the time limit
+    launch: Annotated[Literal["srun", "mpiexec"], typed.choice(LAUNCHES)] = "srun"
+    mpi: Annotated[str, typed.text("a word for `srun --mpi=`: pmi2, pmix, cray_shasta")] = "pmi2"
+    requeue: Annotated[int, typed.whole(0, 1000)] = REQUEUES
+    warning_s: Annotated[int, typed.amount(  # before the time limit
         lambda value: round(parse_seconds(value)), lambda x: 30 <= x <= 65535,
         "seconds or '2 min', at least 30 s (a run has 20 s to stop) and at most 65535 s"),
         Field(alias="warning")] = WARNING_S
@@ -142,7 +128,7 @@ class SlurmSpec:
         return None if self.time is None else seconds_of(self.time)
 
 
-def check_slurm(spec: SlurmSpec, reading: Reading) -> None:
+def check_slurm(spec: SlurmSpec, reading: typed.Reading) -> None:
     """What of the section must agree."""
     keys = {field.name.replace("_", "-"): field.name for field in fields(SlurmSpec)}
     for option in spec.extra:
