@@ -307,7 +307,9 @@ def _mistake(kind: Any, node: Node, prefix: str, path: tuple[str, ...], error: A
     else:
         own = str(error["ctx"]["error"]) if why == "value_error" else ""
         kinds: dict[type, str] = {dict: ", not a mapping", list: ", not a list"}
-        allowed = own or _allowed(form) + kinds.get(type(value), "")
+        allowed = own or _allowed(form)
+        if not own and "list" not in allowed:
+            allowed += kinds.get(type(value), "")
     return Mistake(file=place.file, line=place.line, key=dotted,
                    value=None if isinstance(value, (dict, list)) else value, allowed=allowed)
 
