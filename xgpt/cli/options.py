@@ -134,6 +134,5 @@ def check_folder(path: Path, option: str) -> None:
 
 
 def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
-    from xgpt.core.json_values import plain  # pydantic with it, which --help does without
-
+    plain = load_row("xgpt.core.json_values:plain")  # pydantic with it, which --help does without
     click.echo(json.dumps(plain(value), indent=1, allow_nan=False))
