@@ -126,18 +126,18 @@ PLACES = (
           "not (is_chat and not request.is_openai)", "not is_chat",
           "tests/xrunner/io/test_intake.py::"
           "test_a_prompt_of_openais_completions_never_gets_the_chat_template"),
-    Place("5 ranges", "values of a schedule are not checked", "xgpt/core/schedule_check.py",
-          "is not None and not _is_in_range(kind, name, value)", "is None",
+    Place("5 ranges", "values of a schedule are not checked", "xgpt/core/ranges.py",
+          "Positive = Annotated[int, Field(strict=True, ge=1, le=MAX_COUNT)]",
+          "Positive = Annotated[int, Field(le=MAX_COUNT)]",
           "tests/xgpt/core/test_schedule_check.py::"
           "test_a_value_that_cannot_be_is_named_with_what_is_allowed"),
     Place("5 ranges", "a profile may say that nothing takes no time", "xprofiler/profile_file.py",
           '"seconds above 0: nothing takes no time"))', '"seconds above 0")) if False else None',
           "tests/xprofiler/test_profile_file.py"),
-    Place("5 ranges", "whole numbers of a job have no most", "xgpt/core/sections.py",
-          "if is_one_of(value, int) and minimum <= value <= maximum else None",
-          "if is_one_of(value, int) and minimum <= value else None",
+    Place("5 ranges", "whole numbers of a job have no most", "xgpt/core/typed.py",
+          "return Field(strict=True, ge=least, le=most)", "return Field(strict=True, ge=least)",
           "tests/xgpt/core/test_ranges.py"),
-    Place("5 ranges", "whole numbers of a schedule have no most", "xgpt/core/schedule_check.py",
+    Place("5 ranges", "whole numbers of a schedule have no most", "xgpt/core/ranges.py",
           "MAX_COUNT = 2**53 ", "MAX_COUNT = 10**40 ", "tests/xgpt/core/test_schedule_check.py::"
           "test_a_value_that_cannot_be_is_named_with_what_is_allowed"),
     Place("5 ranges", "an operator may take longer than a day", "xprofiler/profile_file.py",
@@ -325,7 +325,7 @@ PLACES = (
           "tests/mpi/test_listening.py::"
           "test_without_such_a_network_ranks_listen_on_loopback_alone", True),
     Place("messages", "a message of other types is taken", "xrunner/transport/wire.py",
-          "    if type(value) is not kind:\n", "    if value is None and kind is int:\n",
+          "strict=True", "strict=False",
           "tests/xrunner/transport/test_wire.py::test_what_is_none_of_ours_is_refused"),
     Place("terminals", "control characters are printed", "xgpt/core/visible.py",
           '    return _UNPRINTABLE.sub(_escaped, text.replace("\\r\\n", "\\n"))', "    return text",

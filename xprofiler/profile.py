@@ -7,9 +7,10 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
@@ -141,9 +142,9 @@ class LearnedSteps:
     `spread` of it apart."""
 
     kind: str  # encode, decode, mixed
-    rows: float
-    factor: float
-    spread: float
+    rows: Annotated[float, Field(ge=0, le=1e18)]
+    factor: Annotated[float, Field(gt=0, le=1e3)]
+    spread: Annotated[float, Field(ge=0, le=1e3)]
     steps: int
     date: str
 
@@ -152,8 +153,8 @@ class LearnedSteps:
 class Peaks:
     """The most that one rank's device can do with all ranks at work: the roofline's two lines."""
 
-    flops_per_s: float
-    bandwidth_bytes_per_s: float
+    flops_per_s: Annotated[float, Field(gt=0)]
+    bandwidth_bytes_per_s: Annotated[float, Field(gt=0)]
     source: str  # "measured", or the data sheet
 
 

@@ -3,8 +3,11 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.model import ModelSpec, model_from_dict
@@ -13,8 +16,7 @@ from xprofiler.profile import LearnedSteps, Peaks, Profile, ProfileMetadata, Sam
 from xprofiler.timing import Operator
 from xprofiler.verdict import judge
 
-PROFILE_VERSIONS = range(2, 6)  # that are read; the last is written
-PROFILE_VERSION = PROFILE_VERSIONS[-1]
+PROFILE_VERSION = 5  # older ones are no longer read
 
 # name -> (x, y) in words; every value is in seconds
 AXES = {
@@ -31,6 +33,11 @@ Faults = list[tuple[str, object, str]]  # key, value, what is allowed
 _COLUMNS = ["x", "y", "samples_s", "date, missing and tries, where known"]
 _MOST_SIZE = 1e18  # bytes, tokens, queries
 _MOST_S = 86_400.0  # a day: no operator of one layer, no message takes as long
+# key -> its type, and what it is where a file has none (None: it has to, or may be null)
+_HEAD: Mapping[str, tuple[Any, Any]] = {
+    "metadata": (ProfileMetadata, None), "peaks": (Peaks | None, None),
+    "spent_s": (Annotated[float, Field(ge=0, le=_MOST_SIZE)], 0.0),
+    "learned": (tuple[LearnedSteps, ...], ())}
 # Imported formulas leave out embedding and head, and attention to nothing is free; the products of
 # a layer never are.
 _NEVER_ZERO = (Operator.LAYER_REST.value, Operator.DECODE_REST.value,
@@ -65,25 +72,42 @@ def load_profile(path: Path) -> Profile:
     if not isinstance(raw, dict):
         raise _bad(path, [("", type(raw).__name__, "a profile is a JSON object")])
     version = raw.get("version")
-    if type(version) is not int or version not in PROFILE_VERSIONS:
-        known = ", ".join(str(v) for v in PROFILE_VERSIONS)
-        raise _bad(path, [("version", version, f"this xgpt reads versions {known}")])
+    if type(version) is not int or version != PROFILE_VERSION:
+        raise _bad(path, [("version", version, f"this xgpt reads version {PROFILE_VERSION}: "
+                           "measure anew, `xgpt profile JOB --out FILE`")])
     faults: Faults = []
-    metadata = _metadata(raw.get("metadata"), faults)
+    head = {kind: _read(kind, raw, faults) for kind in _HEAD}
     tables = {key: points for name, rows in _mapping(raw, "tables", faults).items()
               if (key := _key(name, faults)) is not None
               and (points := _points(name, rows, faults))}
     refused = {int(k): str(v) for k, v in _mapping(raw, "refused", faults).items()
                if k.isascii() and k.isdigit()}
-    model, peaks = _model(raw.get("model"), faults), _peaks(raw.get("peaks"), faults)
-    spent_s = raw.get("spent_s", 0.0)
-    if not _is_number(spent_s, _MOST_SIZE):
-        faults.append(("spent_s", spent_s, "seconds >= 0"))
-    learned = _learned(raw.get("learned", []), faults)
-    if faults or metadata is None:
+    model = _model(raw.get("model"), faults)
+    if faults:
         raise _bad(path, faults)
-    return Profile(metadata=metadata, tables=tables, refused=refused, model=model, peaks=peaks,
-                   spent_s=float(spent_s), learned=learned)
+    return Profile(tables=tables, refused=refused, model=model, **head)
+
+
+def _read(key: str, raw: Mapping[str, Any], faults: Faults) -> Any:
+    """The value of one of the head's keys; None where it is a fault."""
+    kind, default = _HEAD[key]
+    if key not in raw and default is not None:
+        return default
+    try:
+        return _adapter(kind).validate_json(json.dumps([raw.get(key)]))[0]
+    except ValidationError as cause:
+        for one in cause.errors(include_url=False):
+            value = None if one["type"].startswith("missing") else one["input"]
+            faults.append((".".join(map(str, (key, *one["loc"][1:]))), value,
+                           one["msg"].removeprefix("Input should be ")))
+    except RecursionError:
+        faults.append((key, None, "nested too deeply"))
+    return None
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(tuple[kind], config=ConfigDict(strict=True, extra="forbid"))
 
 
 def _line(point: Sample) -> str:
@@ -95,21 +119,6 @@ def _line(point: Sample) -> str:
              **({"missing": round(point.missing, 3)} if point.missing else {}),
              **({"tries": point.tries} if point.tries > 1 else {})}
     return json.dumps([short(point.x), short(point.y), samples_s, *([marks] if marks else [])])
-
-
-def _metadata(raw: object, faults: Faults) -> ProfileMetadata | None:
-    if not isinstance(raw, dict):
-        faults.append(("metadata", raw, "an object"))
-        return None
-    known: dict[str, type] = get_type_hints(ProfileMetadata)
-    required = ("model", "model_shape", "device", "dtype", "ranks", "threads_per_rank", "kernels",
-                "libraries")
-    faults += [(f"metadata.{k}", raw[k], f"unknown; known: {', '.join(known)}")
-               for k in raw if k not in known]
-    faults += [(f"metadata.{k}", None, "missing") for k in required if k not in raw]
-    faults += [(f"metadata.{k}", value, f"a value of type {known[k].__name__}")
-               for k, value in raw.items() if k in known and type(value) is not known[k]]
-    return None if faults else ProfileMetadata(**raw)
 
 
 def _model(raw: object, faults: Faults) -> ModelSpec | None:
@@ -136,34 +145,6 @@ def _is_shallow(value: object, depth: int = 3) -> bool:
     if is_dataclass(value):
         return all(_is_shallow(getattr(value, one.name), depth - 1) for one in fields(value))
     return value is None or isinstance(value, (str, int, float))
-
-
-def _peaks(raw: object, faults: Faults) -> Peaks | None:
-    match raw:
-        case None:
-            return None
-        case {"flops_per_s": float() | int() as flops, "source": str() as source,
-              "bandwidth_bytes_per_s": float() | int() as rate} if flops > 0 and rate > 0:
-            return Peaks(flops_per_s=flops, bandwidth_bytes_per_s=rate, source=source)
-        case _:
-            faults.append(("peaks", raw, "flops_per_s, bandwidth_bytes_per_s (> 0) and source"))
-            return None
-
-
-def _learned(raw: object, faults: Faults) -> tuple[LearnedSteps, ...]:
-    """What runs measured, each as an object of its fields."""
-    found = []
-    for own in raw if isinstance(raw, list) else [raw]:
-        match own:
-            case {"kind": str() as kind, "rows": rows, "factor": factor, "spread": spread,
-                  "steps": int() as steps, "date": str() as day} if (
-                    _is_number(rows, _MOST_SIZE) and _is_number(factor, 1e3) and factor > 0
-                    and _is_number(spread, 1e3)):
-                found.append(LearnedSteps(kind=kind, rows=float(rows), factor=float(factor),
-                                          spread=float(spread), steps=steps, date=day))
-            case _:
-                faults.append(("learned", own, "kind, rows, factor (> 0), spread, steps and date"))
-    return tuple(found)
 
 
 def _mapping(raw: Mapping[str, Any], key: str, faults: Faults) -> dict[str, Any]:

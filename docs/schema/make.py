@@ -1,24 +1,24 @@
 """Writes the JSON schema of every file: `python docs/schema/make.py`.
 
-A job file's comes from the code that reads it, those of schedule, profile, steps and progress from
-their types, the others from the tables here. Tests make them anew, and hold real files to them."""
+A job file's comes from the dataclasses that it is checked by, those of schedule, profile, steps and
+progress from their types, the others from the tables here. Tests make them anew, and hold real
+files to them."""
 
 from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any, get_args
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from job_reader import job_schema  # noqa: E402
 from of_types import NUMBER, of_fields, of_keys, of_type  # noqa: E402
 
 from xgpt.app.attribution import Attribution  # noqa: E402
 from xgpt.core.constraint import BoundKind, Metric  # noqa: E402
+from xgpt.core.job_file import job_schema  # noqa: E402
 from xgpt.core.model import ModelSpec  # noqa: E402
 from xgpt.core.schedule import (  # noqa: E402
     CopiesTried,
@@ -28,7 +28,7 @@ from xgpt.core.schedule import (  # noqa: E402
     Rejected,
     Schedule,
 )
-from xgpt.core.schedule_file import SCHEDULE_VERSION, WITH_OTHERS  # noqa: E402
+from xgpt.core.schedule_file import SCHEDULE_VERSION  # noqa: E402
 from xgpt.core.sweep_axes import AXES as AXES_OF_SWEEP  # noqa: E402
 from xgpt.report.expected import VERSION as EXPECTED_VERSION  # noqa: E402
 from xgpt.report.lanes import KINDS  # noqa: E402
@@ -209,13 +209,11 @@ FAILURE = {**of_keys({"error": text("the message"), "message": text("of a run th
 def schedule_schema() -> Json:
     """A section for each part; the estimate's stand beside the others."""
     own = of_fields(Schedule)["properties"]
-    own["over_copies"]["items"]["required"].remove("devices")  # where none are unlike
-    own["proof"]["required"].remove("covers")  # where nothing was searched
     estimate = of_fields(Estimate)["properties"]
-    return of_keys({"version": {"enum": [SCHEDULE_VERSION, WITH_OTHERS]},
+    return of_keys({"version": {"const": SCHEDULE_VERSION},
                     "policy": text("its name"),
                     **estimate, **{key: own[key] for key in own if key != "estimate"}},
-                   words=" ".join((Schedule.__doc__ or "").split()), without=("others",))
+                   words=" ".join((Schedule.__doc__ or "").split()))
 
 
 def sweep_schema(job: Json) -> Json:
@@ -284,12 +282,12 @@ def profile_schema() -> Json:
         words="A profile: measured seconds of operators, a table for each.")
 
 
-def schemas(folder: Path) -> dict[str, Json]:
-    """By the file's name. `folder`: where sample files may be written."""
+def schemas() -> dict[str, Json]:
+    """By the file's name."""
     steps = of_fields(StepRecord, stage=whole("its number, over all replicas"),
                       replica=whole("of the model"), rank=whole("its first rank"),
                       pool=text("its pool"), role=ROLE)
-    job = job_schema(folder)
+    job = job_schema()
     return {"job": job, "sweep": sweep_schema(job), "sweep-line": sweep_row(),
             "schedule": schedule_schema(),
             "schedule-json": schedule_json(), "profile": profile_schema(),
@@ -306,10 +304,9 @@ def as_text(name: str, schema: Json) -> str:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        for name, schema in schemas(Path(folder)).items():
-            (HERE / f"{name}.schema.json").write_text(as_text(name, schema), encoding="utf-8")
-            print(f"docs/schema/{name}.schema.json")
+    for name, schema in schemas().items():
+        (HERE / f"{name}.schema.json").write_text(as_text(name, schema), encoding="utf-8")
+        print(f"docs/schema/{name}.schema.json")
 
 
 if __name__ == "__main__":

@@ -35,11 +35,13 @@ def check_messages(world: MPI.Comm) -> None:
     comm, tag_header, tag_tensor = MpiComm(world), 1, 2
     if rank == 1:
         comm.send(0, TokensMessage(group=3), torch.arange(6).view(2, 3))
-        for header in (pickle.dumps(TokensMessage(group=3)), b'[["TokensMessage",["3"]],null]',
-                       b'[["Other",[3]],null]', b'[["TokensMessage",[3]],[[-1],"int64"]]'):
+        for header in (pickle.dumps(TokensMessage(group=3)),
+                       b'TokensMessage [[{"group":"3"},null]]',
+                       b'Other [[{"group":3},null]]',
+                       b'TokensMessage [[{"group":3},[[-1],"int64"]]]'):
             world.Send(bytearray(header), dest=0, tag=tag_header)
         # announces a terabyte, and sends one number
-        world.Send(bytearray(b'[["TokensMessage",[3]],[[137438953472],"int64"]]'), dest=0,
+        world.Send(bytearray(b'TokensMessage [[{"group":3},[[137438953472],"int64"]]]'), dest=0,
                    tag=tag_header)
         world.Send(bytearray(8), dest=0, tag=tag_tensor)
     if rank == 0:

@@ -174,8 +174,8 @@ def test_a_file_that_is_no_profile_is_refused_by_name(path: Path, text: str) -> 
 
 
 @pytest.mark.parametrize("text", [
-    '{"version": 2, "metadata": [1], "tables": {}}',
-    '{"version": 2, "metadata": {}, "tables": [1]}'])
+    '{"version": 5, "metadata": [1], "tables": {}}',
+    '{"version": 5, "metadata": {}, "tables": [1]}'])
 def test_an_odd_file_is_refused_by_name(path: Path, text: str) -> None:
     path.write_text(text)
     assert faults(path)
@@ -190,9 +190,10 @@ def test_a_file_that_is_not_there_is_refused_by_name(path: Path) -> None:
     assert "not a readable profile" in faults(path)[""]
 
 
-def test_another_version_names_those_that_are_read(path: Path) -> None:
+def test_another_version_names_the_one_that_is_read(path: Path) -> None:
     changed_file(path, lambda raw: raw.update(version=99))
-    assert faults(path) == {"version": "this xgpt reads versions 2, 3, 4, 5"}
+    assert faults(path) == {"version": (
+        "this xgpt reads version 5: measure anew, `xgpt profile JOB --out FILE`")}
 
 
 def test_every_fault_is_named_at_once(path: Path) -> None:
@@ -206,7 +207,7 @@ def test_every_fault_is_named_at_once(path: Path) -> None:
         raw["model"]["wings"] = 2
 
     assert set(faults(changed_file(path, spoil))) == {
-        "metadata.ranks", "metadata.colour", "metadata.device", "peaks",
+        "metadata.ranks", "metadata.colour", "metadata.device", "peaks.flops_per_s",
         "tables.layer_rest tp=2", "tables.unheard tp=1", "model"}
 
 

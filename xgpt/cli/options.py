@@ -9,7 +9,6 @@ import click
 from click.shell_completion import CompletionItem
 
 from xgpt.core.errors import wrong
-from xgpt.core.json_values import plain
 from xgpt.core.plugins import load_row
 from xgpt.core.whole_file import why_no_file, why_no_folder
 
@@ -135,4 +134,5 @@ def check_folder(path: Path, option: str) -> None:
 
 
 def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
+    plain = load_row("xgpt.core.json_values:plain")  # pydantic with it, which --help does without
     click.echo(json.dumps(plain(value), indent=1, allow_nan=False))

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+from xgpt.core.ranges import Share, Unbounded
+
 BoundKind = Literal["sequence", "queries"]
 # latency: of a query, from the start of its encoding to its last token; ttft: from there to its
 # first token; tpot: the mean of each of its tokens after the first; makespan: of the whole job,
@@ -29,9 +31,9 @@ class Bound:
     was given as, "06:00"; the limit is what is left until then."""
 
     metric: Metric = "latency"
-    limit_s: float
+    limit_s: Unbounded
     kind: BoundKind = "sequence"
-    quantile: float = 0.99
+    quantile: Share = 0.99
     until: str = ""
 
 
@@ -98,9 +100,9 @@ class Prospect:
     and with the margin that the constraint's confidence asks for."""
 
     metric: Metric
-    limit_s: float
-    expected_s: float
-    with_margin_s: float
+    limit_s: Unbounded
+    expected_s: Unbounded
+    with_margin_s: Unbounded
 
     @property
     def is_kept(self) -> bool:

@@ -5,6 +5,8 @@ Each policy's row (xgpt.core.policies) names its class here, or one of a package
 from dataclasses import dataclass
 from typing import Protocol
 
+from xgpt.core.ranges import Amount, Count, Positive, Share
+
 
 class Controls(Protocol):
     """What all have in common: a frozen dataclass of plain values that names its policy."""
@@ -21,9 +23,9 @@ class EvenBatches:
     active queries (RRA: when a phase begins; WAA: in the decode pool) back to `target_active`.
     0: they do not."""
 
-    adjustment: float = 0.0
-    mean_input_tokens: float = 0.0
-    target_active: float = 0.0
+    adjustment: Share = 0.0
+    mean_input_tokens: Amount = 0.0
+    target_active: Amount = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +36,11 @@ class RraControls:
     that join it with one of them (0: twice as many as have a mean input)."""
 
     policy: str = "rra"
-    encode_batch: int
-    decode_iterations: int
-    decode_micro_batches: int
-    encode_chunk: int = 0
-    chunk_queries: int = 0
+    encode_batch: Positive
+    decode_iterations: Positive
+    decode_micro_batches: Positive
+    encode_chunk: Count = 0
+    chunk_queries: Count = 0
     even: EvenBatches = EvenBatches()
 
 
@@ -51,12 +53,12 @@ class WaaControls:
     `stock_tokens` beforehand."""
 
     policy: str
-    encode_batch: int
-    decode_micro_batches: int
-    max_in_system: int
-    encode_chunk: int = 0
-    planned_active: int = 0
-    stock_tokens: int = 0
+    encode_batch: Positive
+    decode_micro_batches: Positive
+    max_in_system: Positive
+    encode_chunk: Count = 0
+    planned_active: Count = 0
+    stock_tokens: Count = 0
     even: EvenBatches = EvenBatches()
 
 
@@ -66,9 +68,9 @@ class StaticControls:
     `decode_micro_batches` groups until its longest query is done."""
 
     policy: str
-    encode_batch: int
-    decode_micro_batches: int
-    encode_micro_batches: int
+    encode_batch: Positive
+    decode_micro_batches: Positive
+    encode_micro_batches: Positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +79,8 @@ class ContinuousControls:
     `token_budget` tokens in a step (None: no limit)."""
 
     policy: str
-    max_active: int
-    token_budget: int | None = None
+    max_active: Positive
+    token_budget: Positive | None = None
 
 
 def max_in_system(controls: Controls) -> int:

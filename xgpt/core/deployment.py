@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from xgpt.core.policies import Role
+from xgpt.core.ranges import Count, Positive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,12 +16,12 @@ class StageAssignment:
     `first_layer`/`num_layers` count decoder layers; the encoder's are counted apart and are 0
     for a decoder-only model."""
 
-    index: int
-    ranks: tuple[int, ...]
-    first_layer: int
-    num_layers: int
-    first_encoder_layer: int = 0
-    num_encoder_layers: int = 0
+    index: Count
+    ranks: tuple[Count, ...]
+    first_layer: Count
+    num_layers: Count
+    first_encoder_layer: Count = 0
+    num_encoder_layers: Count = 0
 
     @property
     def tp_degree(self) -> int:
@@ -37,9 +38,9 @@ class Pool:
     name: str
     role: Role
     stages: tuple[StageAssignment, ...]
-    num_groups: int
-    kv_tokens: int
-    device_group: int = 0
+    num_groups: Positive
+    kv_tokens: Count
+    device_group: Count = 0
 
     @property
     def group_kv_tokens(self) -> int:
@@ -59,9 +60,9 @@ class Deployment:
     being `devices_per_replica`; copy r has ranks r m to r m + m - 1."""
 
     pools: tuple[Pool, ...]
-    tp_degree: int
-    tp_gpus: int
-    replicas: int = 1
+    tp_degree: Positive
+    tp_gpus: Count
+    replicas: Positive = 1
 
     @property
     def stages(self) -> tuple[StageAssignment, ...]:

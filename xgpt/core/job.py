@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from xgpt.core.cluster import Cluster
 from xgpt.core.constraint import Constraint
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.request_files.files import RequestFiles
+from xgpt.core.run_section import RunSpec
 from xgpt.core.slurm import SlurmSpec
 
-RESCHEDULE = 0.1  # run.reschedule: auto
-STEP_TIMES = 0.15  # run.step_times: auto
 # Which copy of the model takes a query: the next in turn, or the one with the fewest tokens so far
 # (known, or expected of its output), so that all end together. Fixed: the latter, and each keeps
 # what it was dealt, however slow it is.
@@ -100,50 +100,12 @@ class Adjustment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunSpec:
-    """How to execute. `ranks` None: one per device of the cluster."""
-
-    ranks: int | None = None
-    dtype: str = "auto"
-    weight_dtype: str = "auto"  # as which weights are multiplied; int8: activations with them
-    kv_dtype: str = "auto"  # as which entries of the cache are held; planned for alone
-    kv_layout: str = "auto"  # or "rows", "blocks": how what is reserved for a query lies
-    seed: int = 0
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    stop: tuple[str, ...] = ()  # strings that end the answers of requests that name none
-    threads_per_rank: int | None = None
-    ignore_eos: bool = False
-    weights: str = "checkpoint"  # or "random": of the model's shape, for performance work
-    hosts: tuple[str, ...] = ()  # over which the ranks are spread evenly; (): this machine
-    launcher: str | None = None  # a program that is called as ssh is; None: ssh itself
-    pickles: bool = False  # weights in PyTorch's pickled files are read, too
-    verify: bool = False  # weights are known again by every byte, not by samples
-    private: bool = False  # what is written is the user's alone to read
-    deterministic: bool = False  # answers that do not depend on the batch, bit for bit
-    interface: str | None = None  # the hosts' network interface for messages; None: MPI chooses
-    # share by which output lengths must leave the plan for it to be made anew; None: never
-    reschedule: float | None = RESCHEDULE
-    # share by which steps must be slower or quicker than planned for the same; None: never
-    step_times: float | None = STEP_TIMES
-    engine: str = OWN_ENGINE  # one of xgpt.core.engines.engine_names()
-    cuda_graphs: bool = True  # on GPUs: decode steps captured, where they can be
-    engine_python: str | None = None  # the interpreter of another engine; None: this one
-    engine_args: Mapping[str, Any] = field(default_factory=dict)  # its own arguments, by name
-    sync_s: float = 5.0  # what was reported done so long ago is on the disk
-    restarts: int = 2  # after a rank's death, of one command
-    # without progress, after which the run is ended; None: by the longest step known
-    stall_timeout_s: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One job file. `source` is its path, for messages; paths inside are absolute."""
 
     name: str
     model: str
-    cluster: str | dict[str, Any]
+    cluster: str | Cluster
     workload: WorkloadSpec
     constraint: Constraint
     schedule: FixedSchedule

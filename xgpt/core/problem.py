@@ -19,7 +19,6 @@ from xgpt.core.constraint import Constraint
 from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, VLLM
 from xgpt.core.errors import wrong
 from xgpt.core.hf_config import read_shape
-from xgpt.core.inline_cluster import build_cluster
 from xgpt.core.job import Adjustment, FixedSchedule, Job
 from xgpt.core.job_lengths import default_max_tokens, resolve_lengths
 from xgpt.core.lengths import JointLengths
@@ -185,8 +184,8 @@ def resolve_cluster(job: Job) -> Cluster:
 
 
 def _resolved_cluster(job: Job) -> Cluster:
-    if isinstance(job.cluster, dict):
-        cluster = build_cluster(job.cluster)
+    if isinstance(job.cluster, Cluster):
+        cluster = job.cluster
     elif job.cluster == LOCAL_CLUSTER:
         ranks = 1 if job.run.engine in ONE_PROCESS and job.run.ranks is None else job.run.ranks
         return limited(local.detect(ranks, len(job.run.hosts) or 1), job.constraint)

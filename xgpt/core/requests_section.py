@@ -6,68 +6,127 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from xgpt.core import typed
 from xgpt.core.errors import nearest
 from xgpt.core.request_files.files import COMPRESSED, STDIN, SUFFIXES, RequestFiles, format_of
-from xgpt.core.request_keys import CONTENTS
-from xgpt.core.sections import Section, is_text
 
 MAX_COUNT = 10**8
 RESULT_FORMATS = ("csv", "tsv", "parquet", "jsonl")
 _OWN_FILES = ("results.jsonl", "held.jsonl", "errors.jsonl", "steps.jsonl")
 _FILES = "a file of requests, a list of files, a pattern (prompts/*.jsonl), or - for standard input"
 _ENDS = tuple(end + tail for ends in SUFFIXES.values() for end in ends for tail in ("", COMPRESSED))
-_KEYS = ("file", "format", "prompt", "messages", "id", "delimiter", "options", "carry")
+_RESULTS = "a file whose name ends in .csv, .tsv, .parquet or .jsonl; or off"
 
 
-def read_requests_key(section: Section, folder: Path) -> tuple[RequestFiles | None, int | None]:
+def files_of(value: Any, folder: Path) -> tuple[Path, ...]:
+    """The files of a name, a pattern, or several of these in a list; or standard input alone."""
+    if value == [None]:
+        return (STDIN,)  # `--set workload.requests=-`: to YAML a list of nothing
+    texts = typed.texts_of(value)
+    if not texts:
+        raise ValueError
+    if STDIN.name in texts:
+        if len(texts) > 1:
+            raise ValueError("- (standard input) stands alone")
+        return (STDIN,)
+    found = {name: _found(name, folder) for name in texts}
+    if missing := [name for name in texts if not found[name]]:
+        raise ValueError("; ".join(_not_found(name, folder) for name in missing))
+    # a file that two of them name is read once
+    return tuple(dict.fromkeys(path for name in texts for path in found[name]))
+
+
+def _columns(value: Any) -> tuple[str, ...]:
+    texts = typed.texts_of(value)
+    if len(set(texts)) == len(texts):
+        return texts
+    raise ValueError
+
+
+def _delimiter(value: Any) -> str:
+    if isinstance(value, str) and len(value) == 1 and value not in '"\r\n':
+        return value
+    raise ValueError
+
+
+_Column = Annotated[str, typed.text("the name of a column")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Requests:
+    """The keys of `workload.requests`, where it is a mapping."""
+
+    file: Annotated[tuple[Path, ...] | None, typed.InFolder(files_of, _FILES)] = None
+    count: Annotated[int, typed.whole(1, MAX_COUNT)] | None = None
+    format: Annotated[str | None, typed.choice(tuple(SUFFIXES))] = None
+    prompt: _Column | None = None
+    messages: _Column | None = None
+    id: _Column | None = None
+    delimiter: Annotated[str | None, typed.Of(
+        _delimiter, "one character, for example ';' or \"\\t\"", type="string")] = None
+    options: typed.Flag = True
+    carry: Annotated[tuple[str, ...] | None, typed.Of(
+        _columns, "a list of columns; [] carries none")] = None
+
+
+AnyRequests = Annotated[Any, typed.OrMapping(
+    Requests, typed.InFolder(files_of), _FILES + ", or {count: N}")]
+
+
+def requests_of(own: Requests | tuple[Path, ...] | None,
+                reading: typed.Reading) -> tuple[RequestFiles | None, int | None]:
     """(files of requests, count of synthetic ones): at most one of the two."""
-    field = section.get("requests")
-    if field is None:
-        return None, None
-    inner = section.mapping("requests")
-    if inner is None:
-        return _files(section, "requests", folder, _FILES + ", or {count: N}"), None
-    if inner.has("file"):
-        if inner.has("count"):
-            inner.reject("count", "give either file or count")
-        files = _described(inner, folder)
-        inner.finish()
-        return files, None
-    count = inner.integer("count", None, 1, MAX_COUNT)
-    if not inner.has("count"):
-        inner.reject("count", "required: a number of synthetic requests; or file: where they are")
-    inner.finish()
-    return None, count
+    key = "workload.requests"
+    if not isinstance(own, Requests):
+        return (None if own is None else RequestFiles(paths=own)), None
+    if not reading.has(f"{key}.file"):
+        if not reading.has(f"{key}.count"):
+            reading.reject(f"{key}.count", "required: a number of synthetic requests; or file: "
+                           "where they are")
+        return None, own.count
+    if own.count is not None:
+        reading.reject(f"{key}.count", "give either file or count")
+    if own.prompt is not None and own.messages is not None:
+        reading.reject(f"{key}.messages", "give either prompt or messages: a request has one of "
+                       "them")
+    if own.format in ("text", "json", "jsonl", "parquet") and own.delimiter is not None:
+        reading.reject(f"{key}.delimiter", "only with CSV and TSV")
+    return None if own.file is None else RequestFiles(
+        paths=own.file, format=own.format, prompt=own.prompt, messages=own.messages, id=own.id,
+        delimiter=own.delimiter, carry=own.carry, has_options=own.options), None
 
 
-def read_results_key(top: Section, files: RequestFiles | None, output: Path,
-                     folder: Path) -> Path | None:
+def _results(value: Any, folder: Path) -> Path | None:
+    if value is False or value == "off":  # YAML 1.1 reads `off` as false
+        return None
+    path = absolute(typed.text_of(value), folder)
+    if format_of(path) not in RESULT_FORMATS:
+        raise ValueError
+    if path.is_dir():
+        raise ValueError("a file, not a folder")
+    return path
+
+
+Results = Annotated[Path | None, typed.InFolder(_results, _RESULTS, type=["string", "boolean"])]
+
+
+def results_of(own: Path | None, files: RequestFiles | None, output: Path,
+               reading: typed.Reading) -> Path | None:
     """The file for the results besides results.jsonl; None where none is wanted. By default that of
     a table is a table."""
-    field = top.get("results")
-    if field is None:
+    if not reading.has("results"):
         table = files.table if files is not None else None
         return output / f"results.{table}" if table is not None else None
-    if field.value is False or field.value == "off":  # YAML 1.1 reads `off` as false
-        return None
-    allowed = "a file whose name ends in .csv, .tsv, .parquet or .jsonl; or off"
-    text = top.text("results", None, allowed)
-    if text is None:
-        return None
-    path = absolute(text, folder)
-    if format_of(path) not in RESULT_FORMATS:
-        top.reject("results", allowed)
-    elif path.parent == output and path.name in _OWN_FILES:
-        top.reject("results", f"{path.name} of the output folder is written in any case: give "
-                   "another name")
-    elif path.is_dir():
-        top.reject("results", "a file, not a folder")
-    elif files is not None and path in files.paths:
-        top.reject("results", "this file holds the requests: give another name")
-    return path
+    if own is not None and own.parent == output and own.name in _OWN_FILES:
+        reading.reject("results", f"{own.name} of the output folder is written in any case: give "
+                       "another name")
+    elif own is not None and files is not None and own in files.paths:
+        reading.reject("results", "this file holds the requests: give another name")
+    return own
 
 
 def absolute(text: str, folder: Path) -> Path:
@@ -82,58 +141,6 @@ def is_file(path: Path) -> bool:
         return path.is_file()
     except (OSError, ValueError):  # a name too long, or one with a null byte
         return False
-
-
-def _described(section: Section, folder: Path) -> RequestFiles | None:
-    for key in _KEYS:
-        section.get(key)  # so that an unknown key's message names them all
-    known = section.choice("format", None, tuple(SUFFIXES))
-    names = {key: section.text(key, None, "the name of a column") for key in (
-        *CONTENTS[:2], "id")}
-    if names["prompt"] is not None and names["messages"] is not None:
-        section.reject("messages", "give either prompt or messages: a request has one of them")
-    delimiter = section.read("delimiter", None, lambda value: value if (
-        isinstance(value, str) and len(value) == 1 and value not in '"\r\n') else None,
-        "one character, for example ';' or \"\\t\"")
-    has_options = section.flag("options", True)
-    carry = section.read("carry", None, _names, "a list of columns; [] carries none")
-    files = _files(section, "file", folder, _FILES)
-    if files is None:
-        return None
-    if known in ("text", "json", "jsonl", "parquet") and delimiter is not None:
-        section.reject("delimiter", "only with CSV and TSV")
-    return RequestFiles(paths=files.paths, format=known, delimiter=delimiter, **names, carry=carry,
-                        has_options=has_options)
-
-
-def _names(value: Any) -> tuple[str, ...] | None:
-    texts = [item.value for item in value] if isinstance(value, list) else [value]
-    are_names = all(is_text(text) for text in texts) and len(set(texts)) == len(texts)
-    return tuple(texts) if are_names else None
-
-
-def _files(section: Section, key: str, folder: Path, allowed: str) -> RequestFiles | None:
-    texts = section.read(key, None, _texts, allowed)
-    if texts is None:
-        return None
-    if STDIN.name in texts:
-        if len(texts) > 1:
-            section.reject(key, "- (standard input) stands alone")
-        return RequestFiles(paths=(STDIN,))
-    paths: dict[Path, None] = {}
-    for text in texts:
-        found = _found(text, folder)
-        if not found:
-            section.reject(key, _not_found(text, folder))
-        paths.update(dict.fromkeys(found))  # a file that two of them name is read once
-    return RequestFiles(paths=tuple(paths)) if paths else None
-
-
-def _texts(value: Any) -> tuple[str, ...] | None:
-    if isinstance(value, list) and [item.value for item in value] == [None]:
-        return (STDIN.name,)  # `--set workload.requests=-`: to YAML a list of nothing
-    texts = [item.value for item in value] if isinstance(value, list) else [value]
-    return tuple(text.strip() for text in texts) if texts and all(map(is_text, texts)) else None
 
 
 def _found(text: str, folder: Path) -> Sequence[Path]:

@@ -7,11 +7,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import ConfigDict, Field
 
 from xgpt.core.constraint import Bound, Prospect
 from xgpt.core.controls import Controls, max_in_system
 from xgpt.core.deployment import Deployment, Pool
+from xgpt.core.ranges import Amount, ByPolicy, Count, Flag, Gap, Positive, Unbounded
 
 _Part = TypeVar("_Part")
 NOT_SURE = "not sure enough to keep the bound"  # in the reason of a quicker alternative
@@ -45,20 +48,20 @@ class Figures:
     `decode_iterations` lie between two encodings (static batches: in the life of a batch).
     `memory_bytes` is per rank, in rank order; `fits`: whether all that is needed has room."""
 
-    throughput_qps: float
-    output_tokens_per_s: float
-    latency_s: float
-    encode_s: float
-    decode_iteration_s: float
-    period_s: float
-    encode_batch: int
-    decode_batch: float
-    decode_iterations: int
-    memory_bytes: tuple[int, ...]
-    memory_capacity_bytes: int
-    fits: bool
-    ttft_s: float | None = None
-    tpot_s: float | None = None
+    throughput_qps: Amount
+    output_tokens_per_s: Amount
+    latency_s: Unbounded
+    encode_s: Amount
+    decode_iteration_s: Amount
+    period_s: Amount
+    encode_batch: Count
+    decode_batch: Amount
+    decode_iterations: Count
+    memory_bytes: tuple[Count, ...]
+    memory_capacity_bytes: Count
+    fits: Flag
+    ttft_s: Unbounded | None = None
+    tpot_s: Unbounded | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +72,7 @@ class Estimate:
     by a schedule of their own; their throughputs are in those of `figures` as well. They have no
     others."""
 
-    controls: Controls
+    controls: Annotated[Controls, ByPolicy()]
     deployment: Deployment
     figures: Figures
     notes: tuple[str, ...] = ()
@@ -181,8 +184,8 @@ class Rejected:
     """An alternative that was considered and not chosen, and why."""
 
     label: str
-    throughput_qps: float | None
-    latency_s: float | None
+    throughput_qps: Amount | None
+    latency_s: Unbounded | None
     reason: str
 
 
@@ -193,13 +196,13 @@ class CopiesTried:
     cannot win is not searched to its own best. `devices`: of each copy, the largest first, where
     they are unlike (the bound then is of all divisions into unlike ones); else empty."""
 
-    replicas: int
-    devices_per_replica: int
-    throughput_qps: float | None
-    latency_s: float | None
-    bound_qps: float
+    replicas: Positive
+    devices_per_replica: Count
+    throughput_qps: Amount | None
+    latency_s: Unbounded | None
+    bound_qps: Unbounded
     words: str
-    devices: tuple[int, ...] = ()
+    devices: tuple[Count, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,16 +216,16 @@ class Proof:
     was seen with no margin of its own, where the schedule's costs any."""
 
     status: str
-    bound_qps: float
-    gap: float
-    nodes: int
-    seconds: float
-    unbounded_qps: float | None = None
-    pruned: tuple[tuple[str, int], ...] = ()
-    policy_bounds: tuple[tuple[str, float], ...] = ()
-    hardware_qps: float | None = None
+    bound_qps: Unbounded
+    gap: Gap
+    nodes: Count
+    seconds: Amount
+    unbounded_qps: Unbounded | None = None
+    pruned: tuple[tuple[str, Count], ...] = ()
+    policy_bounds: tuple[tuple[str, Amount], ...] = ()
+    hardware_qps: Amount | None = None
     covers: str = ""
-    bare_qps: float | None = None
+    bare_qps: Amount | None = None
 
     @property
     def bare_gap(self) -> float | None:
@@ -243,8 +246,8 @@ class Margin:
     """What is kept back for what is uncertain: the schedule is planned for the bound divided by
     `factor`; one without it has more throughput by the share `cost`."""
 
-    factor: float = 1.0
-    cost: float = 0.0
+    factor: Unbounded = 1.0
+    cost: Annotated[float, Field(strict=True, allow_inf_nan=False)] = 0.0
     note: str = ""
 
 
@@ -255,6 +258,7 @@ class Schedule:
     that was looked at, the most first; empty where there was one, of one size. `prospects`: of its
     bounds but that on latency."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
     estimate: Estimate
     bounds: tuple[Bound, ...]
     proof: Proof

@@ -1,26 +1,25 @@
-"""Schedules as readable JSON.
-
-A file of version 4 has a section for each part: controls, deployment, figures, bounds, proof,
-margin."""
+"""Schedules as readable JSON, with a section for each part: controls, deployment, figures, bounds,
+proof, margin."""
 
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, fields
+from functools import cache
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from xgpt.core.constraint import Bound
-from xgpt.core.errors import InputError, UnknownNameError, wrong
+from xgpt.core.controls import Controls, WaaControls
+from xgpt.core.deployment import Deployment
+from xgpt.core.errors import InputError, Mistake, wrong
 from xgpt.core.json_values import plain, write_json
-from xgpt.core.policies import policy
+from xgpt.core.policies import Policy, policies
 from xgpt.core.schedule import Estimate, Margin, Proof, Schedule
-from xgpt.core.schedule_check import mistakes_in
 from xgpt.core.whole_file import read_text
 
-# Version 5 has copies of another shape beside them (`others`), or a line on such in `over_copies`;
-# without those a file is of version 4. Older ones are no longer read.
-SCHEDULE_VERSION, WITH_OTHERS = 4, 5
+SCHEDULE_VERSION = 5  # older ones are no longer read
 
 
 def save_schedule(schedule: Schedule, path: Path) -> None:
@@ -28,87 +27,111 @@ def save_schedule(schedule: Schedule, path: Path) -> None:
 
 
 def load_schedule(path: Path) -> Schedule:
-    """Raises InputError for a file that is no schedule of a known version."""
+    """Raises InputError for a file that is no schedule of this version, with every mistake."""
     try:
         raw = json.loads(read_text(path))
     except (OSError, ValueError, RecursionError) as cause:
         raise wrong(path, "schedule", None, f"not a readable schedule file: {cause}") from None
     version = raw.get("version") if isinstance(raw, dict) else None
-    if type(version) is not int or version not in (SCHEDULE_VERSION, WITH_OTHERS):
-        raise wrong(path, "version", version,
-                    f"this xgpt reads versions {SCHEDULE_VERSION}, {WITH_OTHERS}")
+    if type(version) is not int or version != SCHEDULE_VERSION:
+        raise wrong(path, "version", version, f"this xgpt reads version {SCHEDULE_VERSION}: make "
+                    "the schedule anew, `xgpt schedule JOB --out FILE`")
     try:
         schedule = from_json(raw)
-    except UnknownNameError as cause:
-        raise wrong(path, "policy", cause.name, f"one of {', '.join(cause.known)}") from None
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError,
-            RecursionError) as cause:
-        raise wrong(path, "schedule", None, f"missing or wrong key: {cause}") from None
-    if mistakes := mistakes_in(schedule, path):
-        raise InputError(mistakes)
+    except ValidationError as cause:
+        raise InputError([
+            Mistake(file=str(path), line=None, key=_key(one["loc"]), value=_shown(one),
+                    allowed=one["msg"].removeprefix("Input should be "))
+            for one in cause.errors(include_url=False)]) from None
+    faults = [*_of_estimates(schedule)]
+    if raw.get("policy") != schedule.controls.policy:
+        faults.append(("policy", raw.get("policy"), f"{schedule.controls.policy}, as the controls"))
+    if faults:
+        raise InputError([Mistake(file=str(path), line=None, key=key, value=value, allowed=allowed)
+                          for key, value, allowed in faults])
     return schedule
 
 
 def to_json(schedule: Schedule) -> dict[str, Any]:
     """A section for each part. Infinity is the string "inf"."""
     parts = asdict(schedule)
-    estimate, version = parts.pop("estimate"), WITH_OTHERS
-    if not estimate["others"] and not any(row["devices"] for row in parts["over_copies"]):
-        version = SCHEDULE_VERSION
-        del estimate["others"]
-        for row in parts["over_copies"]:
-            del row["devices"]
-    for other in estimate.get("others", ()):
-        del other["others"]
-    if not parts["proof"]["covers"]:
-        del parts["proof"]["covers"]
     sections: dict[str, Any] = plain({
-        "version": version, "policy": schedule.controls.policy, **estimate, **parts})
+        "version": SCHEDULE_VERSION, "policy": schedule.controls.policy, **parts.pop("estimate"),
+        **parts})
     return sections
 
 
 def from_json(raw: Mapping[str, Any]) -> Schedule:
-    """Inverse of `to_json`. Raises KeyError, TypeError or ValueError on missing, foreign or wrong
-    keys."""
-    data = {key: _text_to_infinities(value) for key, value in raw.items() if key != "version"}
-    name = data.pop("policy")
-    estimate = {key: data.pop(key) for key in _names(Estimate) - {"others"}}
-    if raw.get("version") == WITH_OTHERS:
-        estimate["others"] = tuple(Estimate(**_parts(Estimate, _with_controls(other)))
-                                   for other in data.pop("others"))
-    if (other := estimate["controls"]["policy"]) != name:
-        raise ValueError(f"policy is {name}, but the controls are {other}'s")
-    estimate = _with_controls(estimate)
-    own = {key: data.pop(key) for key in _names(Schedule) & data.keys()}
-    return Schedule(**_parts(Schedule, {**own, "estimate": estimate}), **data)
+    """Inverse of `to_json`. Raises pydantic's ValidationError on missing, foreign or wrong keys."""
+    data = {key: value for key, value in raw.items() if key not in ("version", "policy")}
+    estimate = {key: data.pop(key) for key in [*data] if key in _names(Estimate)}
+    schedule: Schedule = _adapter(policies()).validate_python({**data, "estimate": estimate})
+    return schedule
 
 
-def _with_controls(estimate: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of an estimate, with the controls of its policy."""
-    kind = policy(estimate["controls"]["policy"]).load("controls")
-    return {**estimate, "controls": _built(kind, estimate["controls"])}
+@cache
+def _adapter(rows: tuple[Policy, ...]) -> TypeAdapter[Schedule]:
+    """`rows`: whose controls there are."""
+    return TypeAdapter(Schedule)
 
 
 def _names(part: Any) -> set[str]:
     return {field.name for field in fields(part)}
 
 
-def _parts(kind: Any, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What a dataclass of this kind is made of. Keys that it does not have stay as they are."""
-    kinds = get_type_hints(kind)
-    return {key: _built(kinds.get(key), value) for key, value in raw.items()}
+def _key(loc: tuple[int | str, ...]) -> str:
+    """A part's place as it is in the file; the name of its policy's class is none."""
+    own = [part for at, part in enumerate(loc) if at == 0 or loc[at - 1] != "controls" or (
+        at + 1 == len(loc))]
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in own
+                   ).removeprefix(".estimate").removeprefix(".")
 
 
-def _built(kind: Any, value: Any) -> Any:
-    """The value of that kind (a type) that JSON holds as `value`: mappings of dataclasses, lists
-    of tuples."""
-    if isinstance(kind, type) and is_dataclass(kind) and not isinstance(value, kind):
-        return kind(**_parts(kind, value))
-    if get_origin(kind) is tuple:
-        first, *others = get_args(kind)
-        kinds = [first] * len(value) if others == [...] else (first, *others)
-        return tuple(_built(each, one) for each, one in zip(kinds, value, strict=True))
-    return value
+def _shown(error: Any) -> object:
+    value = error["input"]
+    return None if isinstance(value, (dict, list)) or error["type"] == "missing" else value
+
+
+def _of_estimates(schedule: Schedule) -> Iterator[tuple[str, object, str]]:
+    """What must agree: (key, value, what is allowed)."""
+    for place, shape in enumerate((schedule.estimate, *schedule.estimate.others), start=-1):
+        of = "" if place < 0 else f"others[{place}]."
+        for key, value, allowed in (*_of_deployment(shape.deployment), *_of_chunks(shape.controls)):
+            yield f"{of}{key}", value, allowed
+        if shape.others and place >= 0:
+            yield f"{of}others", len(shape.others), "none: others stand beside the first copies"
+    if not any(bound.metric == "latency" for bound in schedule.bounds):
+        yield "bounds", None, "one of them on the latency"
+
+
+def _of_chunks(controls: Controls) -> Iterator[tuple[str, object, str]]:
+    """A decode pool that is to encode inputs, and is never left any."""
+    if isinstance(controls, WaaControls) and controls.encode_chunk:
+        for name in ("planned_active", "stock_tokens"):
+            if not getattr(controls, name):
+                yield f"controls.{name}", 0, "at least 1 where encode_chunk is not 0"
+
+
+def _of_deployment(deployment: Deployment) -> Iterator[tuple[str, object, str]]:
+    """Ranks that are named twice, phases that no pool or two of them work, and layers that are left
+    out or held twice in a pool."""
+    roles = sorted(pool.role for pool in deployment.pools)
+    if roles not in (["both"], ["decode", "encode"]):
+        yield ("deployment.pools", roles,
+               "one pool of the role both, or one that encodes and one that decodes")
+    ranks = [rank for pool in deployment.pools for stage in pool.stages for rank in stage.ranks]
+    if sorted(ranks) != list(range(len(ranks))):
+        yield "deployment.pools", ranks, "each rank from 0 on in one stage"
+    for number, pool in enumerate(deployment.pools):
+        for first, count in (("first_layer", "num_layers"),
+                             ("first_encoder_layer", "num_encoder_layers")):
+            expected = 0
+            for index, stage in enumerate(pool.stages):
+                if getattr(stage, count) and getattr(stage, first) != expected:
+                    yield (f"deployment.pools[{number}].stages[{index}].{first}",
+                           getattr(stage, first),
+                           f"{expected}: a stage begins where the one before it ends")
+                expected += getattr(stage, count)
 
 
 def schedule_from_flat(*, estimate: Estimate, **values: Any) -> Schedule:
@@ -120,11 +143,3 @@ def schedule_from_flat(*, estimate: Estimate, **values: Any) -> Schedule:
                     note=data.pop("margin_note", ""))
     proof = {key: data.pop(key) for key in _names(Proof) & data.keys()}
     return Schedule(estimate=estimate, bounds=(bound,), margin=margin, proof=Proof(**proof), **data)
-
-
-def _text_to_infinities(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _text_to_infinities(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [_text_to_infinities(v) for v in value]
-    return math.inf if value == "inf" else value

@@ -8,12 +8,11 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Annotated, Any, Literal, cast, get_args
 
 from xgpt.core.errors import InputError, Mistake, wrong
 from xgpt.core.job import Job
 from xgpt.core.job_file import SWEEP_KEYS, job_of, job_tree
-from xgpt.core.sections import Section
 from xgpt.core.sweep_axes import (
     BOUND,
     POLICY,
@@ -24,12 +23,19 @@ from xgpt.core.sweep_axes import (
     read_setting,
     setting_of_flags,
 )
+from xgpt.core.typed import CONFIG, Flag, Of, Reading, Text, any_keys, choice, read, text
 from xgpt.core.yaml_tree import Field, apply_override, read_tree, with_value
 
 MAX_POINTS = 100_000
 SWEEP_FOLDER = "sweep"  # of a job, in its own
 DEFAULT_BOUNDS = "10%,20%,30%,50%,70%,100%,inf"
 Horizon = Literal["steady", "job"]
+
+
+def _cases_of(value: Any) -> list[Any]:
+    if isinstance(value, list) and value:
+        return value
+    raise ValueError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,54 +123,63 @@ def _of_job(path: Path, flags: SweepFlags, mistakes: list[Mistake]) -> _Asked:
                   settings=(setting,))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepFile:
+    """The keys of a sweep file."""
+
+    __pydantic_config__ = CONFIG
+    name: Annotated[str | None, text("a name of printable characters")] = None
+    base: Any = None
+    grid: Annotated[Any, any_keys("a mapping of axes to lists")] = None
+    cases: Annotated[Any, Of(_cases_of, "a list of mappings, for example [{model: opt-13b, "
+                             "cluster: a40-4}]")] = None
+    horizon: Annotated[Horizon, choice(get_args(Horizon))] = "steady"
+    output: Text | None = None
+    margin: Flag = True
+
+
 def _asked(tree: Field, path: Path, flags: SweepFlags, mistakes: list[Mistake]) -> _Asked:
-    top, folder = Section(tree, "", mistakes), Path(os.path.abspath(path)).parent
-    name = top.text("name", path.stem, "a name of printable characters")
-    base, base_path = _base(top, path, folder, flags.overrides, mistakes)
-    grid_field, grid = top.get("grid"), Setting()
-    if grid_field is not None and top.section("grid", "a mapping of axes to lists") is not None:
-        grid = read_setting(grid_field, "grid.", mistakes)
-    cases, given = _cases(top, mistakes), setting_of_flags(flags.over, flags.bounds, mistakes)
+    folder, reading = Path(os.path.abspath(path)).parent, Reading(tree, mistakes)
+    own: SweepFile = read(SweepFile, tree, "", mistakes)
+    name = own.name or path.stem
+    base, base_path = _base(reading, path, folder, flags.overrides)
+    grid_field = reading.at("grid")
+    grid = Setting() if own.grid is None or grid_field is None else read_setting(
+        grid_field, "grid.", mistakes)
+    cases = [(Setting(), tree)] if own.cases is None else _cases(reading.at("cases"), mistakes)
+    given = setting_of_flags(flags.over, flags.bounds, mistakes)
     for case, place in cases:
         for axis in case.keys() & grid.keys():
             mistakes.append(Mistake(file=place.file, line=place.line, key=f"cases: {axis.name}",
                                     value=None, allowed="also an axis of the grid: give it once"))
-    horizon = top.choice("horizon", "steady", ("steady", "job"))
-    asked = _Asked(
+    return _Asked(
         name=name, base=base, base_path=base_path,
-        output=Path(os.path.abspath(folder / top.text("output", f"out/{name}", "a folder"))),
-        horizon=_horizon(flags.horizon, horizon, mistakes), has_margin=top.flag("margin", True),
+        output=Path(os.path.abspath(folder / (own.output or f"out/{name}"))),
+        horizon=_horizon(flags.horizon, own.horizon, mistakes), has_margin=own.margin,
         settings=tuple(_merged(case, grid, given) for case, _ in cases))
-    top.finish()
-    return asked
 
 
-def _base(top: Section, path: Path, folder: Path, overrides: Sequence[str],
-          mistakes: list[Mistake]) -> tuple[Field, Path]:
+def _base(reading: Reading, path: Path, folder: Path,
+          overrides: Sequence[str]) -> tuple[Field, Path]:
     """The base job's tree, and the file that its paths start from."""
-    field = top.get("base")
+    field, mistakes = reading.at("base"), reading.mistakes
     if field is not None and isinstance(field.value, str):
         other = folder / field.value
-        if not other.is_file():
-            top.reject("base", f"no such file: {other}")
-            raise InputError(mistakes)
-        return job_tree(other, overrides, mistakes), other
-    if field is None or not isinstance(field.value, dict):
-        top.reject("base", "required: a job file's path, or the keys of a job")
-        raise InputError(mistakes)
-    for text in overrides:
-        field = apply_override(field, text, mistakes)
-    return field, path
+        if other.is_file():
+            return job_tree(other, overrides, mistakes), other
+        reading.reject("base", f"no such file: {other}")
+    elif field is not None and isinstance(field.value, dict):
+        for override in overrides:
+            field = apply_override(field, override, mistakes)
+        return field, path
+    else:
+        reading.reject("base", "required: a job file's path, or the keys of a job")
+    raise InputError(mistakes)
 
 
-def _cases(top: Section, mistakes: list[Mistake]) -> list[tuple[Setting, Field]]:
-    """Each case, and where it stands; one without values where the file has none."""
-    field = top.get("cases")
-    if field is None:
-        return [(Setting(), Field(value=None, file="", line=None))]
-    if not isinstance(field.value, list) or not field.value:
-        top.reject("cases", "a list of mappings, for example [{model: opt-13b, cluster: a40-4}]")
-        return []
+def _cases(field: Field | None, mistakes: list[Mistake]) -> list[tuple[Setting, Field]]:
+    """Each case, and where it stands."""
+    assert field is not None and isinstance(field.value, list), f"{field = }"
     cases = []
     for number, one in enumerate(field.value):
         if isinstance(one.value, dict):
@@ -224,7 +239,9 @@ def _point(asked: _Asked, chosen: Mapping[SweepAxis, AxisValue],
                 tree = with_value(tree, keys, Field(value=None, file="", line=None))
     for axis, value in chosen.items():
         tree = with_value(tree, axis.key.split("."), value.field)
-    bound, job = chosen.get(BOUND), job_of(tree, asked.base_path, mistakes)
+    own = list[Mistake]()  # what is wrong of one point hides nothing of another
+    bound, job = chosen.get(BOUND), job_of(tree, asked.base_path, own)
+    mistakes += own
     if job.workload.requests is not None and job.workload.requests.is_stdin:
         mistakes.append(Mistake(
             file=str(asked.base_path), line=None, key="workload.requests", value="-",

@@ -8,9 +8,9 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8,
     torch.uint8, torch.bool)}
 _Shape = tuple[tuple[int, ...], str]  # of a tensor, and its dtype
-_HEADER = tuple[Message, _Shape | None]
+_HEADERS: Mapping[bytes, Any] = {
+    kind.__name__.encode(): tuple[kind, _Shape | None]  # type: ignore[valid-type]
+    for kind in get_args(Message)}
 _SPIN_S = 50e-6  # a partner that answers at once costs no sleep
 _SLEEP_S = 50e-6
 
@@ -80,9 +82,8 @@ class MpiComm:
 
     def send(self, target: int, message: Message, tensor: Tensor | None = None) -> None:
         self._reap()
-        shape = None if tensor is None else (
-            tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        header = to_bytes((message, shape), _HEADER)
+        header = header_of(message, None if tensor is None else (
+            tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")))
         self._keep(self._comm.Isend(header, dest=target, tag=_TAG_HEADER), header)
         if tensor is not None:
             data = as_bytes(to_host(tensor).contiguous())
@@ -103,7 +104,7 @@ class MpiComm:
             raise ForeignMessage(f"it has {size} bytes, of at most {MOST_BYTES}")
         header = bytearray(size)
         self._comm.Recv(header, source=source, tag=_TAG_HEADER)
-        message, shape = from_bytes(header, _HEADER)
+        message, shape = read_header(header)
         self._reap()
         if shape is None:
             return message, None
@@ -201,6 +202,21 @@ def local_comms(size: int) -> list[LocalComm]:
     """One connected LocalComm a rank."""
     inboxes = [_Inbox() for _ in range(size)]
     return [LocalComm(rank, inboxes) for rank in range(size)]
+
+
+def header_of(message: Message, shape: _Shape | None) -> bytes:
+    """The name of the message's kind, a space, and both as JSON."""
+    name = type(message).__name__.encode()
+    return name + b" " + to_bytes((message, shape), _HEADERS[name])
+
+
+def read_header(header: bytes | bytearray) -> tuple[Message, _Shape | None]:
+    """What `header_of` wrote. Raises ForeignMessage."""
+    name, _, data = bytes(header).partition(b" ")
+    if name not in _HEADERS:
+        raise ForeignMessage(f"{name[:40]!r} is no kind of message")
+    message, shape = from_bytes(data, _HEADERS[name])
+    return message, shape
 
 
 def as_bytes(tensor: Tensor) -> Any:

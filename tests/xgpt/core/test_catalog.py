@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 import string
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from xgpt.core import catalog
-from xgpt.core.cluster import HOST_BYTES_PER_S, SSD_BYTES_PER_S
-from xgpt.core.errors import EXIT_BAD_INPUT, Mistake, UnknownNameError
-from xgpt.core.inline_cluster import build_cluster, read_inline_cluster
+from xgpt.core.cluster import HOST_BYTES_PER_S, SSD_BYTES_PER_S, Cluster
+from xgpt.core.errors import EXIT_BAD_INPUT, UnknownNameError
+from xgpt.core.job_file import load_job
 from xgpt.core.model import Family
-from xgpt.core.sections import Section
 from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS, FP8, INT8
-from xgpt.core.yaml_tree import Field
 
 MODELS = catalog.names("model")
 # Parameters by the shape, in billions. The papers round: GPT-3 "175B" has 174.6, "OPT-13B" 12.85.
@@ -139,13 +139,13 @@ def test_clusters_say_how_quickly_weights_are_loaded_or_leave_it_to_the_defaults
 @pytest.mark.parametrize("rates", [{}, {"ssd_bytes_per_s": "3 GB"},
                                    {"ssd_bytes_per_s": "3 GB", "host_bytes_per_s": 2e9}])
 def test_a_cluster_of_the_job_file_may_say_how_quickly_weights_are_loaded(
-        rates: dict[str, object]) -> None:
-    mistakes: list[Mistake] = []
-    tree = {"device": "A40", "devices_per_node": 4, "intra_link": "pcie4-x16", **rates}
-    children = {key: Field(value=value, file="job", line=1) for key, value in tree.items()}
-    found = build_cluster(read_inline_cluster(
-        Section(Field(value=children, file="job", line=1), "cluster", mistakes)))
-    assert not mistakes
+        tmp_path: Path, rates: dict[str, object]) -> None:
+    tree = {"model": "opt-13b", "workload": {"task": "S"}, "cluster": {
+        "device": "A40", "devices_per_node": 4, "intra_link": "pcie4-x16", **rates}}
+    path = tmp_path / "job.yaml"
+    path.write_text(json.dumps(tree))
+    found = load_job(path).cluster
+    assert isinstance(found, Cluster)
     assert found.only.ssd_bytes_per_s == (3e9 if "ssd_bytes_per_s" in rates else SSD_BYTES_PER_S)
     assert found.only.host_bytes_per_s == (2e9 if "host_bytes_per_s" in rates else HOST_BYTES_PER_S)
 

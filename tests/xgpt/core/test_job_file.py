@@ -12,11 +12,14 @@ from examples import examples
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from xgpt.core import catalog
+from xgpt.core.cluster import Cluster
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.errors import EXIT_BAD_INPUT, InputError
-from xgpt.core.job import Adjustment, FixedSchedule, Job, LengthSpec, RunSpec
+from xgpt.core.job import Adjustment, FixedSchedule, Job, LengthSpec
 from xgpt.core.job_file import load_job
 from xgpt.core.policies import policy_names
+from xgpt.core.run_section import RunSpec
 from xgpt.core.slurm import SlurmSpec
 
 MINIMAL = "model: opt-13b\ncluster: a40-4\nworkload: {task: S}\n"
@@ -155,14 +158,14 @@ def test_what_is_no_model_is_refused(folder: Path, model: str, reason: str) -> N
 
 def test_an_inline_cluster_takes_rows_and_mappings(folder: Path) -> None:
     job = _load(folder, MINIMAL, "cluster={device: A40, devices_per_node: 4, intra_link: nvlink3}")
-    assert job.cluster == {"device": "A40", "num_nodes": 1, "devices_per_node": 4,
-                           "intra_link": "nvlink3", "inter_link": "nvlink3"}
-    job = _load(folder, MINIMAL, "cluster={num_nodes: 2, devices_per_node: 1, intra_link: "
+    assert isinstance(job.cluster, Cluster) and job.cluster.device == catalog.device("A40")
+    assert job.cluster.intra_link == job.cluster.inter_link == catalog.link("nvlink3")
+    own = _load(folder, MINIMAL, "cluster={num_nodes: 2, devices_per_node: 1, intra_link: "
                 "{bandwidth_bytes_per_s: 25 GB, latency_s: 10 us}, inter_link: ib-100g, device: "
-                "{memory_bytes: 8 GiB, bandwidth_bytes_per_s: 1e11, flops_per_s: {float32: 1e13}}}")
-    assert isinstance(job.cluster, dict)
-    assert job.cluster["device"]["memory_bytes"] == 8 * 2**30
-    assert job.cluster["intra_link"]["latency_s"] == pytest.approx(1e-5)
+                "{memory_bytes: 8 GiB, bandwidth_bytes_per_s: 1e11, flops_per_s: {float32: 1e13}}}"
+                ).cluster
+    assert isinstance(own, Cluster) and own.device.memory_bytes == 8 * 2**30
+    assert own.intra_link.latency_s == pytest.approx(1e-5)
 
 
 @pytest.mark.parametrize(("cluster", "keys"), [
@@ -237,9 +240,7 @@ def test_one_wrong_value_is_one_mistake(folder: Path, override: str, key: str) -
 
 @pytest.mark.parametrize("policy", policy_names())
 def test_every_policy_is_known_by_name(folder: Path, policy: str) -> None:
-    path = folder / "job.yaml"
-    path.write_text(MINIMAL)
-    assert load_job(path, [f"schedule.policy={policy}"]).schedule.policy == policy
+    assert _load(folder, MINIMAL, f"schedule.policy={policy}").schedule.policy == policy
 
 
 @pytest.mark.parametrize(("schedule", "key", "words"), [

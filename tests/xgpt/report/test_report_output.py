@@ -77,7 +77,7 @@ def test_a_schedule_of_another_version_is_said(run_dir: Path) -> None:
     output = read_output(run_dir)
     assert output.schedule is None
     assert len(output.remarks) == 1
-    assert f"this xgpt reads versions {SCHEDULE_VERSION}" in output.remarks[0]
+    assert f"this xgpt reads version {SCHEDULE_VERSION}" in output.remarks[0]
 
 
 def test_answers_are_kept_for_the_first_queries_only(run_dir: Path) -> None:

@@ -11,10 +11,13 @@ from typing import get_args
 import numpy as np
 import pytest
 
+from xrunner.engine.pipeline import RankReport
 from xrunner.query import FinishedQuery, PreparedQuery, Sampling
 from xrunner.rules.rra import PhaseControls
 from xrunner.rules.slots import Span
 from xrunner.rules.steps import StepKind
+from xrunner.step_record import StepRecord
+from xrunner.transport.comm import header_of, read_header
 from xrunner.transport.messages import (
     ArrivedMessage,
     BlockMessage,
@@ -36,11 +39,14 @@ from xrunner.transport.messages import (
 from xrunner.transport.wire import ForeignMessage, from_bytes, to_bytes
 
 ROOT = Path(__file__).resolve().parents[3]
-QUERY = PreparedQuery(index=3, id="é\ud800\"", input_ids=(1, 2), max_new_tokens=9,
+QUERY = PreparedQuery(index=3, id="é\"", input_ids=[1, 2], max_new_tokens=9,
                       sampling=Sampling(temperature=0.1, top_k=5, seed=2**62), stop=("a", "b"))
 RESULT = FinishedQuery(query=QUERY, output_ids=(7, 8), finish_reason="stop", text="\x1b[31m",
                        encode_start_s=0.1 + 0.2, first_token_s=math.inf, last_token_s=1e-300,
                        error=None, replica=1)
+REPORT = RankReport(rank=0, stage=1, log=(StepRecord("decode", 0, 1, 2, 3, 4, 0.5, 0.75, 1),),
+                    busy_s=0.1 + 0.2, load_s=0.0, bytes_read=2**40, rows_compacted=0,
+                    peak_memory_bytes=1, operators=None)
 MESSAGES: list[Message] = [
     StepMessage(kind=StepKind.MIXED, group=0, phase=1, iteration=2, removed=(1, 5), ended=(4,),
                 joined=(Joined(query=1, input_tokens=4, sampling=QUERY.sampling, goes_on=True),),
@@ -60,8 +66,8 @@ MESSAGES: list[Message] = [
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_a_message_comes_back_as_it_was(message: Message) -> None:
-    again = from_bytes(to_bytes(message, Message), Message)
-    assert again == message and type(again) is type(message)
+    again, shape = read_header(header_of(message, ((2, 3), "bool")))
+    assert again == message and type(again) is type(message) and shape == ((2, 3), "bool")
 
 
 def test_every_kind_of_message_is_tried() -> None:
@@ -69,20 +75,34 @@ def test_every_kind_of_message_is_tried() -> None:
 
 
 def test_whole_numbers_of_numpy_arrive_as_plain_ones() -> None:
-    again = from_bytes(to_bytes(TokensMessage(group=np.int64(3)), Message), Message)  # type: ignore[arg-type]
-    assert type(again.group) is int
+    again, _ = read_header(header_of(TokensMessage(group=np.int64(3)), None))  # type: ignore[arg-type]
+    assert again == TokensMessage(group=3) and type(again.group) is int  # type: ignore[union-attr]
+
+
+STEP = b'StepMessage [[{"kind":"%s","group":0,"phase":1,"iteration":2},null]]'
 
 
 @pytest.mark.parametrize("data", [
-    b"", b"\x80\x04K\x01.", b"3", b"{}", b"[]", b'["TokensMessage"]', b'["TokensMessage",[]]',
-    b'["TokensMessage",[1,2]]', b'["TokensMessage",["1"]]', b'["TokensMessage",[true]]',
-    b'["TokensMessage",[1.0]]', b'["TokensMessage",[null]]', b'["os.system",["true"]]',
-    b'[["TokensMessage"],[1]]', b'["BlockMessage",[1,[1,"2"],[3]]]',
-    b'["BlockMessage",[1,[1,[2]],[3]]]', b'["StepMessage",["eat",0,1,2,[],[],[],[],[],[]]]',
-    b'["StepMessage",[{},0,1,2,[],[],[],[],[],[]]]', b"[" * 100_000])
+    b"", b"\x80\x04K\x01.", b"3", b"{}", b"[]", b"TokensMessage", b"TokensMessage []",
+    b"TokensMessage [[{}]]", b"TokensMessage [[{},null]]", b'TokensMessage [[{"group":1}]]',
+    b'TokensMessage [[{"group":"1"},null]]', b'TokensMessage [[{"group":true},null]]',
+    b'TokensMessage [[{"group":1.0},null]]', b'TokensMessage [[{"group":null},null]]',
+    b'TokensMessage [[{"group":1,"groups":1},null]]', b'os.system [["true"]]',
+    b'TokensMessage [[{"group":1},[[1.5],"int64"]]]', STEP % b"eat",
+    b'BlockMessage [[{"batch":1,"queries":[1,"2"],"lengths":[3]},null]]',
+    b'BlockMessage [[{"batch":1,"queries":[1,[2]],"lengths":[3]},null]]',
+    b"TokensMessage " + b"[" * 100_000])
 def test_what_is_none_of_ours_is_refused(data: bytes) -> None:
+    assert read_header(STEP % b"mixed")
     with pytest.raises(ForeignMessage, match="same version"):
-        from_bytes(data, Message)
+        read_header(data)
+
+
+@pytest.mark.parametrize("value, kind", [
+    (float("inf"), float), ([0.1 + 0.2, -math.inf], list[float]), ((1, "é"), tuple[int, str]),
+    (None, int | None), (REPORT, RankReport)])
+def test_what_all_ranks_exchange_comes_back_as_it_was(value: object, kind: object) -> None:
+    assert from_bytes(to_bytes(value, kind), kind) == value
 
 
 # mpi4py's methods for any object, which pickle it; those for memory are capitalised

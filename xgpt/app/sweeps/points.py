@@ -123,7 +123,7 @@ def _digest_of(times: tuple[TimingSource, ...]) -> str:
 def _asked(point: SweepPoint, key: str) -> Row:
     job, shown = point.job, dict(point.values)
     bound_s = job.constraint.latency_s
-    cluster = job.cluster if isinstance(job.cluster, str) else str(job.cluster.get("name", "own"))
+    cluster = job.cluster if isinstance(job.cluster, str) else "own"
     row: Row = {
         "key": key, "scenario": scenario_of(point, job), "fingerprint": fingerprint_of(job),
         "model": Path(job.model).name if Path(job.model).is_absolute() else job.model,
