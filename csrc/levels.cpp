@@ -70,15 +70,6 @@ int xgpt_has_pairs(void) {
 #endif
 }
 
-int xgpt_has_float16(void) {
-#ifdef XGPT_HAS_FLOAT16
-    __builtin_cpu_init();
-    return xgpt_best_level() >= XGPT_AVX512 && __builtin_cpu_supports("avx512fp16") ? 1 : 0;
-#else
-    return 0;
-#endif
-}
-
 const char *xgpt_words(int code) {
     switch (code) {
         case XGPT_OK: return "served";

@@ -15,12 +15,9 @@
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define XGPT_HAS_X86_LEVELS 1
-/* Products of our own, each for its processors; a library of one that is none of them has none. */
+/* Products of our own; a library for a processor that they do not serve has none. */
 #ifndef XGPT_NO_PAIRS
 #define XGPT_HAS_PAIRS 1
-#endif
-#if __GNUC__ >= 12 && !defined(XGPT_NO_FLOAT16)
-#define XGPT_HAS_FLOAT16 1
 #endif
 #define XGPT_DISPATCH(call)                                \
     switch (xgpt_level()) {                                \

@@ -119,18 +119,6 @@ int xgpt_quantise_rows(int dtype, uint8_t *codes, float *scales, const void *row
 int xgpt_rescale_rows(float *sums, const float *scales, const float *bias, int64_t tokens,
                       int64_t size, int threads);
 
-/* Whether xgpt_float16_product is served: 1 by a processor with AVX512-FP16, else 0. */
-int xgpt_has_float16(void);
-
-/* out [T, N] float32 = x [T, K] float32 times the weight's transpose + bias [N] (null: none). The
- * weight lies as float16 [N / 64, K, 64], N rounded up to whole panels of 64, and output n's row of
- * it was divided by weight_scales[n]: its elements are below 4. x is narrowed to float16 likewise,
- * token by token; 32 products at a time are summed in float16, those sums in float32. A token with
- * an infinity or a NaN has all outputs NaN. XGPT_WRONG_LEVEL where it is not served. */
-int xgpt_float16_product(float *out, const uint16_t *weight, const float *weight_scales,
-                         const float *x, const float *bias, int64_t tokens, int64_t inputs,
-                         int64_t outputs, int threads);
-
 /* Whether xgpt_pairs_product is quicker here than a library's: 1 by processors other than Intel's
  * with dot products of bfloat16 pairs; else 0. */
 int xgpt_has_pairs(void);

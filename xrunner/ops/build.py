@@ -158,8 +158,7 @@ def own_levels(folder: Path, compiler: Compiler) -> tuple[str, ...]:
             return ()
         best = int(told.xgpt_best_level())
         return (f"-DXGPT_LEAST_LEVEL={min(best, _WIDE)}", f"-DXGPT_MOST_LEVEL={best}",
-                *["-DXGPT_NO_PAIRS"] * (not told.xgpt_has_pairs()),
-                *["-DXGPT_NO_FLOAT16"] * (not told.xgpt_has_float16()))
+                *["-DXGPT_NO_PAIRS"] * (not told.xgpt_has_pairs()))
 
 
 def _levels_wish() -> str:

@@ -51,8 +51,6 @@ OPERATORS = {
     "xgpt_keep_best": "i ipppllli",
     "xgpt_quantise_rows": "i ippplli",
     "xgpt_rescale_rows": "i ppplli",
-    "xgpt_has_float16": "i",
-    "xgpt_float16_product": "i pppppllli",
     "xgpt_has_pairs": "i",
     "xgpt_pairs_product": "i ppppillli",
     "xgpt_pairs_gated": "i pppllli",
@@ -88,8 +86,7 @@ def describe() -> str:
     native = _native or _load_once()
     if native.library is None:
         return f"native operators: none, torch's serve: {native.reason}"
-    products = ("", ", products in bfloat16")[native.library.xgpt_has_pairs()] + (
-        "", ", products in float16")[native.library.xgpt_has_float16()]
+    products = ", products in bfloat16" if native.library.xgpt_has_pairs() else ""
     return (f"native operators: {LEVELS[native.library.xgpt_level()]}{products}, {native.origin}")
 
 

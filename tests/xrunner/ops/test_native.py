@@ -129,11 +129,11 @@ def test_ranks_wait_for_no_source_of_replays(cache: Path, sources: Path) -> None
 
 
 @needs_compiler
-@pytest.mark.parametrize(("best", "least", "pairs", "float16"), [
-    (0, 0, 0, 0), (1, 1, 0, 0), (2, 2, 0, 1), (3, 2, 1, 0), (3, 2, 0, 1)])
+@pytest.mark.parametrize(("best", "least", "pairs"), [
+    (0, 0, 0), (1, 1, 0), (2, 2, 0), (3, 2, 1), (3, 2, 0)])
 def test_what_is_kept_here_has_the_sets_and_products_that_serve_here(
         cache: Path, sources: Path, monkeypatch: pytest.MonkeyPatch, best: int, least: int,
-        pairs: int, float16: int) -> None:
+        pairs: int) -> None:
     monkeypatch.delenv("XGPT_NATIVE_LEVELS", raising=False)
     (sources / "one.cpp").write_text("""
 #ifdef XGPT_NO_PAIRS
@@ -141,20 +141,15 @@ def test_what_is_kept_here_has_the_sets_and_products_that_serve_here(
 #else
 #define PAIRS 1
 #endif
-#ifdef XGPT_NO_FLOAT16
-#define FLOAT16 0
-#else
-#define FLOAT16 1
-#endif
 extern "C" int one(void) { return 10 * XGPT_LEAST_LEVEL + XGPT_MOST_LEVEL; }
-extern "C" int two(void) { return 10 * PAIRS + FLOAT16; }
+extern "C" int two(void) { return PAIRS; }
 """)
     (sources / "levels.cpp").write_text("".join(
         f'extern "C" int xgpt_{name}(void) {{ return {value}; }}\n' for name, value in (
-            ("best_level", best), ("has_pairs", pairs), ("has_float16", float16))))
+            ("best_level", best), ("has_pairs", pairs))))
     own = build.cached_library(cache)
     assert ctypes.CDLL(str(own)).one() == 10 * least + best
-    assert ctypes.CDLL(str(own)).two() == 10 * pairs + float16
+    assert ctypes.CDLL(str(own)).two() == pairs
     monkeypatch.setenv("XGPT_NATIVE_LEVELS", "all")
     (sources / "one.cpp").write_text('#ifdef XGPT_LEAST_LEVEL\n#error\n#endif\n')
     assert build.cached_library(cache) != own
