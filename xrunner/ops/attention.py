@@ -64,7 +64,7 @@ def decode_attention(query: Tensor, cache: Cache, step: DecodeContext,
         bias = _window_bias(heads, scoring.window, step.longest, query.device)
     if scoring.cap is not None:
         return _by_rows(query, cache, step, scoring._replace(scale=scale), bias)
-    if (gpu := _cuda("decode_attention", query, keys)) is not None:
+    if (gpu := _cuda(query, keys)) is not None:
         return gpu.decode_attention(
             query, cache, step.blocks, step.lengths, scale,
             None if bias is None else DistanceBias(*bias)).flatten(1)
@@ -167,7 +167,7 @@ def encode_attention(query: Tensor, cache: Cache, step: EncodeContext,
     if scoring.cap is not None or (scoring.window is not None
                                    and scoring.window < step.longest):
         return _encode_by_span(query, cache, step, scoring._replace(scale=scale))
-    if (gpu := _cuda("encode_attention", query, keys)) is not None:
+    if (gpu := _cuda(query, keys)) is not None:
         if _suits_flash(query, step):
             return _encode_by_span(query, cache, step, Scoring(scale))
         return gpu.encode_attention(query, cache, step, scale).flatten(1)
@@ -293,9 +293,9 @@ def _is_native(query: Tensor, keys: Tensor) -> bool:
     return serves(query) and serves(keys) and _are_plain(query, keys)
 
 
-def _cuda(operator: str, query: Tensor, keys: Tensor) -> CudaOps | None:
-    """The CUDA operators, where this one serves such tensors."""
-    gpu = cuda_modules.ops_for(operator, query)
+def _cuda(query: Tensor, keys: Tensor) -> CudaOps | None:
+    """The CUDA operators, where they serve such tensors."""
+    gpu = cuda_modules.ops_for(query)
     if gpu is None or query.shape[2] > MAX_DIM or keys.dtype != query.dtype:
         return None
     return gpu if _are_plain(query, keys) else None

@@ -1,5 +1,5 @@
-"""The .cu sources, executed on the CPU (csrc/cpu_cuda.h) through the launches that a GPU would get:
-they compute what torch does, whatever the order of a block's threads."""
+"""The .cu sources, executed on the CPU (tests/support/cpu_cuda.h) through the launches that a GPU
+would get: they compute what torch does, whatever the order of a block's threads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import cpu_cuda
+import cuda_check
+import cuda_reference as reference
 import pytest
 import torch
 from examples import examples
@@ -16,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xrunner.ops import cuda, cuda_check, cuda_kv, launch, reference
+from xrunner.ops import cuda, cuda_kv, launch
 from xrunner.ops.build import source_folder
 from xrunner.ops.contexts import BlockTable, encode_context
 from xrunner.ops.cuda import CudaOps, DistanceBias
