@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from xrunner.ops import cuda_modules
-from xrunner.ops.build import BuildError, find_compiler, source_folder
+from xrunner.ops.build import BuildError, find_compiler
 from xrunner.ops.cuda import CudaOps
+from xrunner.ops.cuda_modules import kernels_folder
 from xrunner.ops.launch import Launch
 
 _HERE = Path(__file__).resolve().parent
@@ -48,9 +49,9 @@ def build(folder: Path, extra: Sequence[str] = (), sources: Path | None = None,
     started = []
     for name in names:
         target = folder / f"{name}.so"
-        source = (sources or source_folder()) / f"{name}.cu"
+        source = (sources or kernels_folder()) / f"{name}.cu"
         started.append((target, subprocess.Popen(
-            [*compiler.command, *FLAGS, *extra, "-I", str(source_folder()), "-I", str(_HERE),
+            [*compiler.command, *FLAGS, *extra, "-I", str(kernels_folder()), "-I", str(_HERE),
              "-o", str(target), str(source)], stderr=subprocess.PIPE, text=True)))
     for target, process in started:
         _, said = process.communicate(timeout=200)
@@ -63,7 +64,7 @@ def built(extra: Sequence[str] = ()) -> dict[str, Path]:
     """The libraries of the sources as they are now, compiled once with these options, too, and kept
     in pytest's cache."""
     digest = hashlib.sha256("\0".join([*FLAGS, *extra]).encode())
-    for path in sorted([*source_folder().glob("*.cu"), *source_folder().glob("c*.h"),
+    for path in sorted([*kernels_folder().glob("*.cu"), *kernels_folder().glob("c*.h"),
                         *_HERE.glob("c*.h")]):
         digest.update(path.read_bytes())
     folder = _ROOT / ".pytest_cache" / "cpu_cuda" / digest.hexdigest()[:16]

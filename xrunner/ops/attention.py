@@ -4,8 +4,8 @@ Shapes: T tokens of an encode batch, n active queries, h heads, k KV heads, d he
 cache is keys and values, each [blocks, k, size, d] (xrunner.ops.contexts); what a step adds is
 there before attention reads it (`xrunner.ops.rows.place`). A query may be of another type than the
 cache (float32 beside bfloat16); what comes out is of the query's. The native operators
-(csrc/decode_attention.cpp, encode_attention.cpp) serve where they can, each query read as far as it
-is long; else torch, which pads and masks.
+(csrc/ops/cpu/decode_attention.cpp, encode_attention.cpp) serve where they can, each query read as
+far as it is long; else torch, which pads and masks.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import os
 import re
 import threading
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -97,9 +98,14 @@ def _load(device: torch.device, wish: str) -> Gpu:
     return Gpu(None, None, reason=why)
 
 
+def kernels_folder() -> Path:
+    """Where the kernels' sources lie."""
+    return source_folder() / "ops" / "cuda"
+
+
 def source_of(name: str) -> str:
     """A source with its headers in it: cupy keys what it compiled by the text that it is given."""
-    folder, seen = source_folder(), set[str]()
+    folder, seen = kernels_folder(), set[str]()
 
     def inlined(file: str) -> str:
         def once(found: re.Match[str]) -> str:

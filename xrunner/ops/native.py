@@ -29,10 +29,10 @@ from xrunner.ops.build import (
 )
 
 WISHES = ("auto", "off", "require")
-# In the order of csrc/native.h.
+# In the order of csrc/ops/cpu/native.h.
 LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")
 
-# Of csrc/native.h, where the arguments have names: the result, then the arguments.
+# Of csrc/ops/cpu/native.h, where the arguments have names: the result, then the arguments.
 # p: an address; i: int; l: int64_t; f: float; s: a text; v: nothing.
 OPERATORS = {
     "xgpt_words": "s i",

@@ -1,6 +1,6 @@
 """What a layer does to each token's row between its products; one pass over the row each.
 
-The native operators (csrc/rows.cpp) serve where they can, else torch.
+The native operators (csrc/ops/cpu/rows.cpp) serve where they can, else torch.
 """
 
 from typing import NamedTuple

@@ -18,7 +18,6 @@ import torch
 from xgpt.core.errors import XgptError
 from xrunner.engine.graphs import Captured
 from xrunner.ops import build, cuda_modules
-from xrunner.ops.build import source_folder
 from xrunner.ops.cuda import CudaOps
 from xrunner.ops.launch import Launch
 
@@ -147,8 +146,8 @@ def test_a_source_for_cupy_stands_alone(name: str) -> None:
 
 
 def test_every_source_is_among_those_that_are_loaded() -> None:
-    assert {path.stem for path in source_folder().glob("*.cu")} == set(cuda_modules.SOURCES) == set(
-        cpu_cuda.SOURCES)
+    there = {path.stem for path in cuda_modules.kernels_folder().glob("*.cu")}
+    assert there == set(cuda_modules.SOURCES) == set(cpu_cuda.SOURCES)
 
 
 SCRIPT = """

@@ -13,7 +13,7 @@ import torch
 from xrunner.ops import native
 from xrunner.ops.pairs import is_pairs_served
 
-HEADER = (Path(__file__).resolve().parents[3] / "csrc" / "native.h").read_text("utf-8")
+HEADER = (Path(__file__).resolve().parents[3] / "csrc/ops/cpu/native.h").read_text("utf-8")
 PLAIN = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.S)
 CODES = {name: int(number) for name, number in re.findall(r"(XGPT_WRONG_\w+) = (\d+)", HEADER)}
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.describe())
