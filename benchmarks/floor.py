@@ -8,9 +8,8 @@ layers for its rows (where it encodes, those of the last layer that come after i
 queries alone) and of the head for its queries; every decode step the keys and values of its
 queries, read once. A product's time is the best of several ways (WAYS), the layers' weights taken
 in turn as in a step, a head's whole or in the runner's pieces; of a run with weights of int8 the
-products of 8-bit codes are one more way, with weights of float16 those of our own operator. Left
-out: the scores of encoding (a few per cent), norms, activations, making codes and scaling their
-sums back, and all else that a fused kernel could hide.
+products of 8-bit codes are one more way. Left out: the scores of encoding (a few per cent), norms,
+activations, making codes and scaling their sums back, and all else that a fused kernel could hide.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from torch.nn import functional as F
 from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec
 from xrunner.checkpoint.source import read_spec
-from xrunner.ops.float16 import Float16Weight, is_float16_served
 from xrunner.ops.head import PIECE_TOKENS
 from xrunner.ops.int8 import Int8Weight, quantise
 from xrunner.ops.mkl import MklWeight, is_mkl_served
@@ -45,8 +43,8 @@ ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256
 # float32 (where MKL does not serve, oneDNN's again); our own dot products of bfloat16 pairs (where
 # these do not serve, oneDNN's packed again)
 WAYS = ("plain", "packed", "packed as float32", "packed as float32 for MKL", "pairs of our own")
-# of a run whose weights are held as that: codes by codes to sums, or our own products
-NARROW_WAYS = {"int8": "packed as int8", "float16": "as float16 with scales"}
+# of a run whose weights are held as that: codes by codes to sums
+NARROW_WAYS = {"int8": "packed as int8"}
 _LEAST_ROUNDS, _MOST_ROUNDS, _ENOUGH_S = 2, 6, 0.4  # of which the best counts
 _FEW_LAYERS, _MANY_ROWS = 6, 128  # from so many rows on, so many layers stand for all
 _READ_BYTES = 2**30  # past every cache
@@ -112,8 +110,7 @@ def model_of(folder: Path) -> tuple[ModelSpec, Numbers]:
     """The model that the run in `folder` was of, and what it reckoned in."""
     run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     held = run.get("weight_dtype", "")
-    is_narrow = held in NARROW_WAYS and held != run["dtype"] and (
-        held != "float16" or is_float16_served())
+    is_narrow = held in NARROW_WAYS and held != run["dtype"]
     return read_spec(Path(run["model_dir"]), run["model_name"]), Numbers(
         getattr(torch, run["dtype"]), held if is_narrow else "")
 
@@ -295,12 +292,7 @@ def _int8_s(weights: Sequence[Tensor], inputs: dict[int, Tensor]) -> float:
         for x, packed, scales, zeros in held])
 
 
-def _float16_s(weights: Sequence[Tensor], inputs: dict[int, Tensor]) -> float:
-    held = [(inputs[w.shape[1]], Float16Weight(w)) for w in weights]
-    return best_s(lambda: [weight(x) for x, weight in held])
-
-
-_NARROW = {"int8": _int8_s, "float16": _float16_s}
+_NARROW = {"int8": _int8_s}
 
 
 def read_bytes_per_s() -> float:

@@ -1,4 +1,4 @@
-"""The native replays (csrc/replay.cpp, xsimulator.replay.native_replay): out of an installed
+"""The native replays (csrc/replay/replay.cpp, xsimulator.replay.native_replay): out of an installed
 wheel's library, or compiled for themselves, which takes a second or two once. Where neither can be
 had, or `XGPT_NATIVE` is `off`, Python replays, and finds the same."""
 
@@ -25,7 +25,7 @@ from xrunner.ops.build import (
 )
 from xsimulator.addresses import address_of
 
-# as in csrc/step_times.h and csrc/replay.cpp
+# as in csrc/replay/step_times.h and csrc/replay/replay.cpp
 FETCH = ctypes.CFUNCTYPE(ctypes.c_void_p, *[ctypes.c_int64] * 2)
 TELL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 
@@ -37,8 +37,8 @@ class Native:
         """Raises AttributeError where it has none."""
         address, number = ctypes.c_void_p, ctypes.c_int64
         self.library = library
-        # by addresses, as in csrc/replay.cpp; one replay at a time, since each may find further
-        # blocks of a clock that others use, too
+        # by addresses, as in csrc/replay/replay.cpp; one replay at a time, since each may find
+        # further blocks of a clock that others use, too
         self.replaying = Lock()
         self.clock, self.replayed, self.busy, self.tell, self.forget, self.forget_clock = (
             library.xgpt_clock, library.xgpt_replayed, library.xgpt_busy, library.xgpt_tell,
@@ -105,7 +105,7 @@ class Fetched:
 
 
 class NativeClock:
-    """A clock as csrc/step_times.h has it, at `address` for as long as this object lives."""
+    """A clock as csrc/replay/step_times.h has it, at `address` for as long as this object lives."""
 
     def __init__(self, tables: Sequence[Blocks], numbers: IntArray, figures: FloatArray) -> None:
         library = native()

@@ -21,6 +21,8 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch", reason="ranks need the extra `run`")
+import cuda_check  # noqa: E402
+import graph_trial  # noqa: E402
 import job_folder  # noqa: E402
 import toy_runs  # noqa: E402
 import toys  # noqa: E402
@@ -98,9 +100,18 @@ def test_captured_decode_steps_answer_as_generate_does(
         pytest.skip(f"our kernels do not serve: {cuda_modules.describe(device)}")
     assert answers(sink) == {q.index: toys.generate(model, q) for q in queries}
     for executor, capture in zip(executors, captures, strict=True):
-        assert "queries in CUDA graphs, each compared" in executor.graphs_said
+        assert "queries in CUDA graphs" in executor.graphs_said
         assert all(group.graphs.steps for group in executor.groups)
         assert 0 <= capture.taken_bytes < capture.limit_bytes
+
+
+@pytest.mark.parametrize("dtype", cuda_check.DTYPES)
+def test_a_captured_step_gives_what_it_gives_kernel_by_kernel(device: torch.device,
+                                                              dtype: torch.dtype) -> None:
+    graphs = graph_trial.toy_graphs(dtype, device, CudaCapture(device))
+    for size in (1, 4, 32):
+        _, off = graph_trial.tried(graphs, size)
+        assert off <= graph_trial.STEPS_OFF * cuda_check.tolerance(dtype), f"{size = }"
 
 
 def test_a_capture_that_fails_leaves_the_gpu_at_work(device: torch.device) -> None:

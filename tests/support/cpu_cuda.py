@@ -1,4 +1,4 @@
-"""The .cu sources of csrc/ compiled by a C++ compiler and executed on the CPU (csrc/cpu_cuda.h)."""
+"""The .cu sources of csrc/ compiled by a C++ compiler and executed on the CPU (cpu_cuda.h)."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ import pytest
 import torch
 
 from xrunner.ops import cuda_modules
-from xrunner.ops.build import BuildError, find_compiler, source_folder
+from xrunner.ops.build import BuildError, find_compiler
 from xrunner.ops.cuda import CudaOps
+from xrunner.ops.cuda_modules import kernels_folder
 from xrunner.ops.launch import Launch
 
-_ROOT = Path(__file__).resolve().parents[2]
+_HERE = Path(__file__).resolve().parent
+_ROOT = _HERE.parents[1]
 SOURCES = ("decode_attention", "decode_tiles", "encode_attention", "encode_tiles", "rows", "kv")
 # Hidden: what executes a library's kernels is that library's own, however others were compiled.
 FLAGS = ("-x", "c++", "-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-fno-strict-aliasing",
          "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas")
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-# Of a block's threads (csrc/cpu_cuda.h): all in turn, or a warp as far as it gets.
+# Of a block's threads (cpu_cuda.h): all in turn, or a warp as far as it gets.
 ORDERS = {"rising": 0, "falling": 1, "by warp": 2, "by warp, falling": 3}
 WORDS = {1: "sizes of the launch that no GPU takes", 2: "not all threads come to a barrier"}
 
 
 class _Launch(ctypes.Structure):
-    """Launch of csrc/cpu_cuda.h."""
+    """Launch of cpu_cuda.h."""
 
     _fields_ = [(name, ctypes.c_int64) for name in (
         "grid_x", "grid_y", "grid_z", "threads", "shared_bytes", "order")]
@@ -47,10 +49,10 @@ def build(folder: Path, extra: Sequence[str] = (), sources: Path | None = None,
     started = []
     for name in names:
         target = folder / f"{name}.so"
-        source = (sources or source_folder()) / f"{name}.cu"
+        source = (sources or kernels_folder()) / f"{name}.cu"
         started.append((target, subprocess.Popen(
-            [*compiler.command, *FLAGS, *extra, "-I", str(source_folder()), "-o", str(target),
-             str(source)], stderr=subprocess.PIPE, text=True)))
+            [*compiler.command, *FLAGS, *extra, "-I", str(kernels_folder()), "-I", str(_HERE),
+             "-o", str(target), str(source)], stderr=subprocess.PIPE, text=True)))
     for target, process in started:
         _, said = process.communicate(timeout=200)
         assert process.returncode == 0, f"{target.name}: {said}"
@@ -62,7 +64,8 @@ def built(extra: Sequence[str] = ()) -> dict[str, Path]:
     """The libraries of the sources as they are now, compiled once with these options, too, and kept
     in pytest's cache."""
     digest = hashlib.sha256("\0".join([*FLAGS, *extra]).encode())
-    for path in sorted([*source_folder().glob("*.cu"), *source_folder().glob("c*.h")]):
+    for path in sorted([*kernels_folder().glob("*.cu"), *kernels_folder().glob("c*.h"),
+                        *_HERE.glob("c*.h")]):
         digest.update(path.read_bytes())
     folder = _ROOT / ".pytest_cache" / "cpu_cuda" / digest.hexdigest()[:16]
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-/* Kernels with faults, which csrc/cpu_cuda.h must show. */
+/* Kernels with faults, which cpu_cuda.h must show. */
 #include "cuda_elements.h"
 
 namespace faulty {

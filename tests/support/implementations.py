@@ -1,7 +1,6 @@
 """Every implementation of the operators that this machine has: torch's, native on each instruction
 set, the CUDA sources executed on the CPU, and on a GPU where there is one. A test of an operator
-calls its public function within `using()`, on tensors of `device`. (Tiles, where they are emulated:
-test_tiles_ops.py.)"""
+calls its public function within `using()`, on tensors of `device`."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ _LIMIT_S = 600.0  # the native operators may have to be compiled
 _INSTRUCTION_SETS = (("avx2", "AVX2"), ("avx512f", "AVX-512"), ("avx512_bf16", "AVX-512 bf16"),
                      ("avx512_vnni", "VNNI"), ("amx_bf16", "AMX bf16"), ("asimd", "NEON"),
                      ("sve", "SVE"))
+_CHECKS = Path(__file__).resolve().parents[2] / "tests" / "support"  # of a source tree
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -55,8 +56,9 @@ class DifferingKernels(XgptError):
     def __init__(self, verdict: GpuVerdict) -> None:
         self.details = {"verdict": asdict(verdict)}
         super().__init__(
-            f"{', '.join(verdict.differing)}: not what torch computes on this card; runs use torch "
-            f"for them. Please send {verdict.file.name} to the project")
+            f"{', '.join(verdict.differing)}: not what torch computes on this card; "
+            f"XGPT_NATIVE=off leaves our kernels out. Please send "
+            f"{verdict.file.name} to the project")
 
 
 def examine() -> dict[str, str]:
@@ -73,13 +75,17 @@ def examine() -> dict[str, str]:
                         "none on the PATH (only tests of the report use one)")}
 
 
-def compare_on_gpu(tell: Teller, folder: Path) -> GpuVerdict:
+def compare_on_gpu(tell: Teller, folder: Path, checks: Path = _CHECKS) -> GpuVerdict:
     """Compares every kernel with torch on this machine's GPU and writes `xgpt-doctor-<card>.json`
-    to `folder`. Raises XgptError where there is no GPU, or no cupy."""
+    to `folder`. Raises XgptError where there is no GPU, no cupy, or no source tree, whose tests
+    hold the `checks`."""
     if not gpus_here():
         raise XgptError("there is no GPU here (nvidia-smi shows none), so no kernel can be "
                         "compared on one; `xgpt doctor` says what this machine has")
-    lines = _lines_of("xrunner.ops.gpu_report")
+    if not (checks / "gpu_report.py").is_file():
+        raise XgptError("`xgpt doctor --gpu` needs xgpt's source tree (`pip install -e .` there): "
+                        "what compares the kernels is among its tests")
+    lines = _lines_of(checks / "gpu_report.py")
     card = next(lines)
     cases = []
     for case in lines:
@@ -112,17 +118,19 @@ def verdict_of(file: Path, card: Mapping[str, Any], cases: list[dict[str, Any]])
                       shares=shares)
 
 
-def _lines_of(module: str) -> Iterator[dict[str, Any]]:
-    """The objects that a module prints as it goes. Raises XgptError with its last words."""
-    with subprocess.Popen([sys.executable, "-m", module], stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE, text=True,
-                          env={**without_other_launchers(os.environ), **own_modules()}) as process:
+def _lines_of(script: Path) -> Iterator[dict[str, Any]]:
+    """The objects that a script prints as it goes. Raises XgptError with its last words."""
+    environment = {**without_other_launchers(os.environ), **own_modules()}
+    found = [str(script.parent), *filter(None, [environment.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(found)
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None and process.stderr is not None
         for line in process.stdout:
             yield json.loads(line)
         said = process.stderr.read().strip().splitlines()
     if process.returncode:
-        raise XgptError(said[-1] if said else f"{module} ended with {process.returncode}")
+        raise XgptError(said[-1] if said else f"{script.name} ended with {process.returncode}")
 
 
 def _asked(part: str) -> str:

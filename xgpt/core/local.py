@@ -32,7 +32,6 @@ _BFLOAT16_FLOPS = (("amx_bf16", 1.1e12), ("avx512_bf16", 300e9))
 # Intel's own dot products of bfloat16 without AMX: half as quick as its float32 (measured).
 _INTEL_AVX512_BFLOAT16_FLOPS = 85e9
 _OTHER_FLOPS = 20e9
-_FLOAT16_SPEED = 2  # of float32, with AVX512-FP16 (measured: 1.3 to 2.1)
 _INT8_SPEED = 4  # of float32, with VNNI (measured: 3.5 to 4)
 _BANDWIDTH_PER_CORE = 13e9
 _SHARED_MEMORY = Link(name="shared-memory", bandwidth_bytes_per_s=6.5e9, latency_s=10e-6,
@@ -222,8 +221,6 @@ def _cpu_device(cores: int, workers: int, memory_bytes: int, cpuinfo: str) -> De
     rates += [("bfloat16", rate) for flag, rate in _BFLOAT16_FLOPS if flag in flags][:1]
     if "GenuineIntel" in cpuinfo and "avx512_bf16" in flags and "amx_bf16" not in flags:
         rates[1:] = [("bfloat16", _INTEL_AVX512_BFLOAT16_FLOPS)]
-    if "avx512_fp16" in flags:
-        rates.append(("float16", _FLOAT16_SPEED * rates[0][1]))
     if flags & {"avx512_vnni", "avx_vnni"}:
         rates.append((INT8, _INT8_SPEED * rates[0][1]))
     memory = memory_bytes // workers

@@ -222,30 +222,26 @@ def resolve_dtype(dtype: str, device: Device) -> str:
 
 
 def resolve_weight_dtype(job: Job, dtype: str, model: ModelSpec, cluster: Cluster) -> str:
-    """`auto`: `dtype`, but for bfloat16 on a CPU the one of float16 and float32 that it multiplies
-    quickest, where that is quicker and no more than half of its memory would hold float32 (which
-    serves where the native operators are not there). Raises InputError for what cannot be
-    executed."""
+    """`auto`: `dtype`, but for bfloat16 on a CPU float32, where it multiplies that quicker and no
+    more than half of its memory would hold it. Raises InputError for what cannot be executed."""
     wish, device, engine = job.run.weight_dtype, cluster.device, job.run.engine
     allowed = _weight_dtypes(dtype, model, device, engine)
     allowed += [narrow for narrow in _planned_for(job, device, "weight_dtype")
                 if narrow not in allowed]
     if wish != "auto" and wish not in allowed:
         raise wrong(job.source, "run.weight_dtype", wish, f"auto or {' or '.join(allowed)} here; "
-                    f"float32 or float16 (AVX512-FP16) for bfloat16, and {INT8} (decoder-only "
-                    f"models, VNNI), on CPUs by run.engine: {OWN_ENGINE}; "
+                    f"float32 for bfloat16, and {INT8} (decoder-only models, VNNI), on CPUs by "
+                    f"run.engine: {OWN_ENGINE}; "
                     f"{_planned_words('weight_dtype')}")
     if wish != "auto":
         return wish
     if dtype != "bfloat16" or "float32" not in allowed:
         return dtype
     rates = dict(device.flops_per_s)
-    quickest = max((other for other in ("float16", "float32") if other in allowed),
-                   key=lambda other: rates[other])
     widened = model.num_params * DTYPE_BYTES["float32"]
-    is_quicker = rates[quickest] > rates.get("bfloat16", np.inf)
+    is_quicker = rates["float32"] > rates.get("bfloat16", np.inf)
     has_room = widened <= cluster.num_devices * device.memory_bytes / 2
-    return quickest if is_quicker and has_room else dtype
+    return "float32" if is_quicker and has_room else dtype
 
 
 def _resolve_kv_dtype(job: Job, dtype: str, cluster: Cluster) -> str:
@@ -296,8 +292,6 @@ def _weight_dtypes(dtype: str, model: ModelSpec, device: Device, engine: str) ->
     if engine == OWN_ENGINE and device.kind == "cpu":
         if dtype == "bfloat16":
             allowed.append("float32")
-            if "float16" in dict(device.flops_per_s):
-                allowed.append("float16")
         if INT8 in dict(device.flops_per_s) and not model.is_encoder_decoder:
             allowed.append(INT8)
     return allowed

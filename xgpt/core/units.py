@@ -18,10 +18,9 @@ WEIGHT_BYTES = {**DTYPE_BYTES, INT8: 1, FP8: 1}  # of an element; scales apart
 
 def activation_item_bytes(weight_dtype: str, dtype: str, *, is_cpu: bool) -> int:
     """Of an activation, where weights of a run of `dtype` are held as `weight_dtype`: our own
-    runner on a CPU multiplies those that have scales by float32; on GPUs 8 bits are made of them
+    runner on a CPU multiplies those of int8 by float32; on GPUs 8 bits are made of them
     for a product, and they themselves are of `dtype`."""
-    is_scaled = weight_dtype == INT8 or weight_dtype == "float16" != dtype
-    if is_cpu and is_scaled:
+    if is_cpu and weight_dtype == INT8:
         return DTYPE_BYTES["float32"]
     return DTYPE_BYTES.get(weight_dtype, DTYPE_BYTES[dtype])
 

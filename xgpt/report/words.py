@@ -278,8 +278,7 @@ def operators_words(metrics: Mapping[str, Any]) -> str | None:
     """That torch's operators served, or that no decode steps were captured on a GPU, and why; None
     where ours did, and they were."""
     said = text_at(metrics, "operators")
-    is_less = said is not None and ("torch's serve" in said or "torch's for" in said
-                                    or "no CUDA graphs" in said or "left aside" in said)
+    is_less = said is not None and ("torch's serve" in said or "no CUDA graphs" in said)
     return said if is_less else None
 
 

@@ -52,7 +52,7 @@ class EncoderDecoderBench:
         classes = ENCODER_DECODER_CLASSES[spec.family]
         self._scoring = classes.scoring
         as_type = weight_dtype or dtype
-        self._work_dtype = activations_of(as_type, dtype)
+        self._work_dtype = activations_of(as_type)
         weights = WideVectors(OnDevice(RandomWeights(dtype), self.device), self._work_dtype)
         self._encoder: list[Any] = [packed(classes.encoder_layer(spec, weights, i, shard), as_type)
                                     for i in range(self.num_encoder_layers)]

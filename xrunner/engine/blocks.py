@@ -23,8 +23,9 @@ from xrunner.ops.contexts import BlockTable, layers_of
 from xrunner.rules.slots import apply_moves, compaction_moves
 
 # Tokens of a block. On a GPU what vLLM takes; on a CPU the keys whose scores attention holds at a
-# time (csrc/decode_isa.h): in blocks of 128 it was as quick as in rows, of 64 a twentieth slower,
-# of 16 it took 1.7 times as long (one core with AVX-512, 32 queries of 200 tokens, bfloat16).
+# time (csrc/ops/cpu/decode_isa.h): in blocks of 128 it was as quick as in rows, of 64 a twentieth
+# slower, of 16 it took 1.7 times as long (one core with AVX-512, 32 queries of 200 tokens,
+# bfloat16).
 BLOCK_TOKENS = {"cuda": 16, "cpu": 128}
 
 

@@ -7,12 +7,14 @@ there first, and rows that hold no query are in no slot and have no entries: the
 write nothing for them and give them zeros. Only those kernels read no more than these numbers say
 and take no size from the host: where torch's attention serves, nothing is captured.
 
-What is captured, and that it is compared before it serves: xrunner.engine.graph_trial."""
+All are captured before a run begins, from the smallest, which gain most, to the largest, until they
+have taken what they may of the device's memory. That they give what the same steps give kernel by
+kernel is tested on a card by `xgpt doctor --gpu` and tests/gpu."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -20,19 +22,21 @@ import torch
 from torch import Tensor
 
 from xgpt.core.errors import XgptError
+from xgpt.core.units import format_bytes
+from xrunner.engine.blocks import BlockCache
+from xrunner.engine.kv import KvCache
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.stage_model import StageModel
 from xrunner.ops import cuda_modules
 from xrunner.ops.contexts import Cache, DecodeContext, Places
 from xrunner.ops.cuda import MAX_DIM
 from xrunner.ops.launch import DTYPES
-from xrunner.rules.buckets import bucket_of
+from xrunner.rules.buckets import MOST_CAPTURED, bucket_of
 
 NO_SLOT = -1
 # Of a GPU's memory, for what captured steps keep: half of what plans leave free
 # (xsimulator.memory.USABLE_SHARE), which is there for the runtime.
 MEMORY_SHARE = 0.05
-_OPERATORS = {"decode_attention", "place"}  # of which torch's would take sizes from the host
 
 
 class Captured(NamedTuple):
@@ -125,9 +129,58 @@ def why_not(model: StageModel | EncoderDecoderStage) -> str | None:
     gpu = cuda_modules.gpu_of(model.device)
     if gpu.ops is None:
         return f"torch's operators serve, which take sizes from the host ({gpu.reason})"
-    if differing := gpu.differing & _OPERATORS:
-        return f"torch's {', '.join(sorted(differing))} serve, which take sizes from the host"
     return None
+
+
+@torch.inference_mode()
+def capture_steps(model: StageModel | EncoderDecoderStage, caches: Sequence[KvCache | BlockCache],
+                  slots: int, capture: Capture) -> tuple[list[DecodeGraphs | None], str]:
+    """The captured steps of up to `slots` queries on each of these caches, those of groups, some of
+    which may share their memory (None where nothing is captured); and what is captured, or why
+    nothing is, in a line."""
+    if (why := why_not(model)) is not None:
+        return [None] * len(caches), f"no CUDA graphs: {why}"
+    assert isinstance(model, StageModel), f"{model.spec.family = }"
+    by_store: dict[int, DecodeGraphs] = {}
+    for cache in caches:
+        if cache.store.data_ptr() not in by_store:
+            table = cache.room_for([])
+            by_store[cache.store.data_ptr()] = DecodeGraphs(
+                model, cache.layers, capture, in_blocks=table is not None,
+                width=1 if table is None else table.blocks.shape[1])
+    try:
+        said = _capture_all(list(by_store.values()), slots, capture)
+    except CaptureError as error:
+        return [None] * len(caches), f"no CUDA graphs: {error}"
+    return [by_store[cache.store.data_ptr()] for cache in caches], said
+
+
+def _capture_all(graphs: Sequence[DecodeGraphs], slots: int, capture: Capture) -> str:
+    """What is captured, in a line. Raises CaptureError where nothing is."""
+    # more queries than there are entries are never there
+    sizes = sizes_up_to(min(slots, *(own.num_entries for own in graphs)))
+    if not sizes:
+        raise CaptureError("the caches have no room for a query")
+    done = 0
+    for size in sizes:
+        if capture.taken_bytes >= capture.limit_bytes:
+            break
+        for own in graphs:
+            empty = CapturedStep(size, own)
+            own.work(empty.inputs, empty.context)  # loads kernels, which a capture cannot
+            own.steps[size] = own.capture(size)
+        done = size
+    may_take = format_bytes(capture.limit_bytes)
+    if not done:
+        raise CaptureError(f"they may take {may_take} of memory")
+    more = "" if done == sizes[-1] else f" (more would take over {may_take} of memory)"
+    return f"decode steps of up to {done} queries in CUDA graphs{more}"
+
+
+def sizes_up_to(slots: int) -> list[int]:
+    """Batch sizes that are captured for groups of up to so many queries, rising."""
+    return sorted({size for count in range(1, min(slots, MOST_CAPTURED) + 1)
+                   if (size := bucket_of(count)) is not None})
 
 
 class DecodeGraphs:

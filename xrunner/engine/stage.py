@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from xrunner.devices import Arriving, on_device, settle, to_host
-from xrunner.engine.graph_trial import capture_steps
-from xrunner.engine.graphs import Capture
+from xrunner.engine.graphs import Capture, capture_steps
 from xrunner.engine.group import Model, Pending, StageGroup, make_groups
 from xrunner.engine.last_stage import embeddings, scored_tokens, tokens_of_slots
 from xrunner.engine.last_tokens import LastTokens
@@ -48,7 +47,10 @@ class StageExecutor:
         """Sets up the groups' caches; before the first step."""
         self.groups = make_groups(self.model, message)
         if self._capture is not None:
-            self.graphs_said = capture_steps(self.model, self.groups, message.slots, self._capture)
+            graphs, self.graphs_said = capture_steps(
+                self.model, [group.cache for group in self.groups], message.slots, self._capture)
+            for group, own in zip(self.groups, graphs, strict=True):
+                group.graphs = own
         if self.keeps_tokens:
             for group in self.groups:
                 group.last_tokens = LastTokens(self.model.device)

@@ -57,7 +57,7 @@ class EncoderDecoderStage:
             stage.first_encoder_layer + stage.num_encoder_layers == spec.num_encoder_layers)
         placed = weights if self.device.type == "cpu" else OnDevice(weights, self.device)
         as_type = weight_dtype or self.dtype
-        self.work_dtype = activations_of(as_type, self.dtype)
+        self.work_dtype = activations_of(as_type)
         placed, shard = WideVectors(placed, self.work_dtype), shard.rounding(self.dtype)
         self.encoder_layers: list[Any] = [
             packed(classes.encoder_layer(spec, placed, stage.first_encoder_layer + i, shard),

@@ -88,9 +88,9 @@ class StageModel:
                  device: torch.device | str = "cpu",
                  weight_dtype: torch.dtype | None = None) -> None:
         """`shard`: this rank's part of every layer and of the head; weights go to `device`, and
-        are multiplied as `weight_dtype` (None: `dtype`). Activations are of that type, too (int8,
-        and float16 of another type: float32, narrowed within a product); the cache, and what goes
-        to other ranks, of `dtype`."""
+        are multiplied as `weight_dtype` (None: `dtype`). Activations are of that type, too (int8:
+        float32, narrowed within a product); the cache, and what goes to other ranks, of
+        `dtype`."""
         assert spec.family in FAMILIES, f"{spec.family = } is not decoder-only"
         if (reason := refuse_tp_degree(spec, shard.degree)) is not None:
             raise XgptError(f"model {spec.name!r}: {reason}")
@@ -100,7 +100,7 @@ class StageModel:
         self.is_last = stage.first_layer + stage.num_layers == spec.num_layers
         placed = weights if self.device.type == "cpu" else OnDevice(weights, self.device)
         as_type = weight_dtype or dtype
-        self.work_dtype = activations_of(as_type, dtype)
+        self.work_dtype = activations_of(as_type)
         placed, shard = WideVectors(placed, self.work_dtype), shard.rounding(dtype)
         self.layers: list[DecoderLayer] = [
             packed(family.layer(spec, placed, stage.first_layer + i, shard), as_type)

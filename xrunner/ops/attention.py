@@ -4,8 +4,8 @@ Shapes: T tokens of an encode batch, n active queries, h heads, k KV heads, d he
 cache is keys and values, each [blocks, k, size, d] (xrunner.ops.contexts); what a step adds is
 there before attention reads it (`xrunner.ops.rows.place`). A query may be of another type than the
 cache (float32 beside bfloat16); what comes out is of the query's. The native operators
-(csrc/decode_attention.cpp, encode_attention.cpp) serve where they can, each query read as far as it
-is long; else torch, which pads and masks.
+(csrc/ops/cpu/decode_attention.cpp, encode_attention.cpp) serve where they can, each query read as
+far as it is long; else torch, which pads and masks.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def decode_attention(query: Tensor, cache: Cache, step: DecodeContext,
         bias = _window_bias(heads, scoring.window, step.longest, query.device)
     if scoring.cap is not None:
         return _by_rows(query, cache, step, scoring._replace(scale=scale), bias)
-    if (gpu := _cuda("decode_attention", query, keys)) is not None:
+    if (gpu := _cuda(query, keys)) is not None:
         return gpu.decode_attention(
             query, cache, step.blocks, step.lengths, scale,
             None if bias is None else DistanceBias(*bias)).flatten(1)
@@ -167,7 +167,7 @@ def encode_attention(query: Tensor, cache: Cache, step: EncodeContext,
     if scoring.cap is not None or (scoring.window is not None
                                    and scoring.window < step.longest):
         return _encode_by_span(query, cache, step, scoring._replace(scale=scale))
-    if (gpu := _cuda("encode_attention", query, keys)) is not None:
+    if (gpu := _cuda(query, keys)) is not None:
         if _suits_flash(query, step):
             return _encode_by_span(query, cache, step, Scoring(scale))
         return gpu.encode_attention(query, cache, step, scale).flatten(1)
@@ -293,9 +293,9 @@ def _is_native(query: Tensor, keys: Tensor) -> bool:
     return serves(query) and serves(keys) and _are_plain(query, keys)
 
 
-def _cuda(operator: str, query: Tensor, keys: Tensor) -> CudaOps | None:
-    """The CUDA operators, where this one serves such tensors."""
-    gpu = cuda_modules.ops_for(operator, query)
+def _cuda(query: Tensor, keys: Tensor) -> CudaOps | None:
+    """The CUDA operators, where they serve such tensors."""
+    gpu = cuda_modules.ops_for(query)
     if gpu is None or query.shape[2] > MAX_DIM or keys.dtype != query.dtype:
         return None
     return gpu if _are_plain(query, keys) else None

@@ -26,16 +26,17 @@ from pathlib import Path
 from typing import NamedTuple
 
 LIBRARY = "libxgpt_native.so"
-REPLAYS = "replay*.cpp"  # what planning alone needs, and compiles for itself
-EVERYTHING, OPERATORS = "*.cpp", f"!{REPLAYS}"  # a wheel's; what ranks need, and is kept apart
+REPLAYS = "replay/*.cpp"  # what planning alone needs, and compiles for itself
+EVERYTHING, OPERATORS = "**/*.cpp", "ops/cpu/*.cpp"  # a wheel's; what ranks need, and is kept apart
 VARIABLE = "XGPT_NATIVE"  # auto, off or require
 # Which instruction sets are compiled into a library that is kept on this machine: `own` (those that
 # serve on its processor, which takes a third of the time), or `all`, as in a wheel.
 LEVELS_VARIABLE = "XGPT_NATIVE_LEVELS"
-# Portable: what instruction set serves is chosen when it runs (csrc/levels.h), so that one library
-# is right on every CPU of a family. No OpenMP: it is handed torch's (csrc/threads.h).
+# Portable: what instruction set serves is chosen when it runs (csrc/ops/cpu/levels.h), so that one
+# library is right on every CPU of a family. No OpenMP: it is handed torch's (threads.h there).
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread")
-_PROBE, _WIDE = "levels.cpp", 2  # tells the processor's best set; the one that those above build on
+_PROBE = "ops/cpu/levels.cpp"  # tells the processor's best set
+_WIDE = 2  # the set that those above build on
 _COMPILERS = ("g++", "c++", "clang++")
 _LIMIT_S = 600.0
 _CPU_KEYS = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "Features")
@@ -85,18 +86,13 @@ def extra_flags() -> tuple[str, ...]:
     return tuple(shlex.split(os.environ.get("XGPT_NATIVE_FLAGS", "")))
 
 
-def _sources(folder: Path, names: str) -> list[Path]:
-    """Those of such names; after a "!", all others."""
-    if names.startswith("!"):
-        return sorted({*folder.glob(EVERYTHING)} - {*folder.glob(names[1:])})
-    return sorted(folder.glob(names))
-
-
 def library_key(folder: Path, compiler: Compiler, flags: Sequence[str] = (),
                 names: str = EVERYTHING) -> str:
     """Fingerprint of the sources, the compiler, its options and the CPU."""
     digest = hashlib.sha256()
-    for path in sorted([*_sources(folder, names), *folder.glob("*.h")]):
+    sources = list(folder.glob(names))
+    headers = [path for beside in {s.parent for s in sources} for path in beside.glob("*.h")]
+    for path in sorted([*sources, *headers]):
         digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
         digest.update(path.read_bytes())
     digest.update("\0".join([*compiler.command, compiler.version, *_FLAGS, *flags,
@@ -106,10 +102,10 @@ def library_key(folder: Path, compiler: Compiler, flags: Sequence[str] = (),
 
 def compile_library(folder: Path, target: Path, compiler: Compiler,
                     flags: Sequence[str] = (), names: str = EVERYTHING) -> None:
-    """All of `folder`'s C++, or those of such names (a pattern; after a "!", all others), as
-    `target`, which is there whole or not at all: as many sources at once as there are cores, the
-    largest first. Raises BuildError."""
-    sources = sorted(_sources(folder, names), key=_work, reverse=True)
+    """All of `folder`'s C++, or those of such names (a pattern), as `target`, which is there whole
+    or not at all: as many sources at once as there are cores, the largest first. Raises
+    BuildError."""
+    sources = sorted(folder.glob(names), key=_work, reverse=True)
     if not sources:
         raise BuildError(f"no sources in {folder}")
     # of this process on this machine: others may share the folder, where nothing can be locked
@@ -158,8 +154,7 @@ def own_levels(folder: Path, compiler: Compiler) -> tuple[str, ...]:
             return ()
         best = int(told.xgpt_best_level())
         return (f"-DXGPT_LEAST_LEVEL={min(best, _WIDE)}", f"-DXGPT_MOST_LEVEL={best}",
-                *["-DXGPT_NO_PAIRS"] * (not told.xgpt_has_pairs()),
-                *["-DXGPT_NO_FLOAT16"] * (not told.xgpt_has_float16()))
+                *["-DXGPT_NO_PAIRS"] * (not told.xgpt_has_pairs()))
 
 
 def _levels_wish() -> str:

@@ -1,10 +1,11 @@
 """The CUDA operators: arguments checked, and the kernels of csrc/ launched on torch's stream.
 
-Shapes and letters as in csrc/native.h: T tokens, n queries that decode, h heads, k KV heads, d head
-size, H hidden size; a layer's cache is two arrays [blocks, k, size, d], and a query's entries lie
-in blocks (xrunner.ops.contexts). float32, bfloat16 and float16; sums are float32. Wrong shapes and
-types raise ValueError before anything is launched. Blocks, lengths and positions lie on the GPU, so
-their values are not looked at here; a kernel leaves out a query whose first block is no block.
+Shapes and letters as in csrc/ops/cpu/native.h: T tokens, n queries that decode, h heads, k KV
+heads, d head size, H hidden size; a layer's cache is two arrays [blocks, k, size, d], and a query's
+entries lie in blocks (xrunner.ops.contexts). float32, bfloat16 and float16; sums are float32. Wrong
+shapes and types raise ValueError before anything is launched. Blocks, lengths and positions lie on
+the GPU, so their values are not looked at here; a kernel leaves out a query whose first block is no
+block.
 """
 
 from typing import NamedTuple
@@ -238,7 +239,7 @@ class CudaOps:
 
 
 def _may_tile(query: Tensor, sizes: dict[str, int]) -> bool:
-    """Whether attention over rows of whole 16 bytes may go by tensor cores (csrc/cuda_tiles.h):
+    """Whether attention over rows of whole 16 bytes may go by tensor cores (cuda_tiles.h):
     half precision, and 16 entries that begin at a multiple of 16 always in one block."""
     return query.dtype != torch.float32 and sizes["block_bits"] >= _TILE_BITS
 
@@ -250,8 +251,8 @@ def _tile_width(dim: int) -> int:
 
 def _check_cache(query: Tensor, cache: tuple[Tensor, Tensor],
                  blocks: Tensor) -> tuple[int, dict[str, int]]:
-    """KV heads of a cache that such queries can read, and how entries lie in blocks (csrc/native.h,
-    Entries of csrc/cuda_elements.h)."""
+    """KV heads of a cache that such queries can read, and how entries lie in blocks (native.h,
+    Entries of cuda_elements.h)."""
     check_alike(query, *cache)
     keys, values = cache
     n, heads, dim = query.shape

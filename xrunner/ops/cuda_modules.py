@@ -1,18 +1,18 @@
-"""The CUDA kernels of csrc/ on a GPU: compiled by cupy (NVRTC, which needs no nvcc), compared with
-torch on that very card, and launched on torch's current stream.
+"""The CUDA kernels of csrc/ on a GPU: compiled by cupy (NVRTC, which needs no nvcc), and launched
+on torch's current stream.
 
-`ops_for` is what an operator's public function asks. Where cupy is missing, or a kernel gives
-something else than torch does, torch serves, and `describe` says so in one line. `XGPT_NATIVE` (see
-xrunner.ops.native) may ask for none, or for all.
+`ops_for` is what an operator's public function asks. Where cupy is missing, or the card refuses
+the kernels, torch serves, and `describe` says so in one line. `XGPT_NATIVE` (see
+xrunner.ops.native) may ask for none, or for all. `xgpt doctor --gpu` compares every kernel with
+torch on a card.
 """
 
 import ctypes
-import hashlib
 import os
 import re
 import threading
-from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,6 @@ from torch import Tensor
 from xgpt.core.errors import XgptError
 from xrunner.ops.build import VARIABLE, source_folder, why_no_cupy
 from xrunner.ops.cuda import CudaOps
-from xrunner.ops.cuda_check import Case, cases, distance, tolerance
 from xrunner.ops.launch import DTYPES, Launch, Launcher
 
 SOURCES = ("decode_attention", "decode_tiles", "encode_attention", "encode_tiles", "rows", "kv")
@@ -30,12 +29,10 @@ _USUAL_SHARED_BYTES = 48 << 10  # more than that a kernel must ask for
 
 
 class Gpu(NamedTuple):
-    """What the kernels came to on one GPU. `differing`: operators that disagree with torch there;
-    `reason`: why there are none."""
+    """What the kernels came to on one GPU. `reason`: why there are none."""
 
     ops: CudaOps | None
     launch: Launcher | None
-    differing: frozenset[str] = frozenset()
     reason: str = ""
 
 
@@ -43,27 +40,23 @@ _gpus: dict[torch.device, Gpu] = {}
 _lock = threading.Lock()
 
 
-def ops_for(operator: str, tensor: Tensor) -> CudaOps | None:
-    """The operators, where `operator` can work on this tensor; None where torch has to."""
+def ops_for(tensor: Tensor) -> CudaOps | None:
+    """The operators, where they can work on this tensor; None where torch has to."""
     if tensor.is_cpu and not _gpus:  # the usual case on a CPU, at the price of a look
         return None
-    gpu = gpu_of(tensor.device)
-    if operator in gpu.differing or tensor.dtype not in DTYPES:
-        return None
-    return gpu.ops
+    return gpu_of(tensor.device).ops if tensor.dtype in DTYPES else None
 
 
-def launch_for(operator: str, tensor: Tensor) -> Launcher | None:
+def launch_for(tensor: Tensor) -> Launcher | None:
     """What carries out the launches of xrunner.ops.cuda_kv, for any type of elements; None where
     torch has to copy."""
     if tensor.is_cpu and not _gpus:
         return None
-    gpu = gpu_of(tensor.device)
-    return None if operator in gpu.differing or tensor.element_size() % 2 else gpu.launch
+    return None if tensor.element_size() % 2 else gpu_of(tensor.device).launch
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """The kernels on a device, loaded and compared when it is first asked for. Raises XgptError
+    """The kernels on a device, compiled when it is first asked for. Raises XgptError
     where `XGPT_NATIVE` requires them and they cannot be had."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -79,14 +72,11 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 def describe(device: torch.device) -> str:
-    """One line: whether our kernels serve on that GPU, or which do not and why."""
+    """One line: whether our kernels serve on that GPU, or why not."""
     gpu = gpu_of(device)
     if gpu.ops is None:
         return f"CUDA operators: none, torch's serve: {gpu.reason}"
-    if gpu.differing:
-        return (f"CUDA operators: ours, but torch's for {', '.join(sorted(gpu.differing))}, where "
-                "ours differ from them on this card: `xgpt doctor --gpu` says by how much")
-    return "CUDA operators: ours, each compared with torch's on this card"
+    return "CUDA operators: ours"
 
 
 def _load(device: torch.device, wish: str) -> Gpu:
@@ -96,51 +86,26 @@ def _load(device: torch.device, wish: str) -> Gpu:
     if why is None:
         try:
             launch = CupyLauncher(device)
-            processors = torch.cuda.get_device_properties(device).multi_processor_count
-            gpu = compared(CudaOps(launch, processors), launch, device)
+            launch.compile_all()
         except XgptError as error:
             why = str(error)
-    if why is None and not (wish == "require" and gpu.differing):
-        import_module("torch.nn.attention.bias")  # for chunks (xrunner.ops.attention): a second
-        return gpu
+        else:
+            import_module("torch.nn.attention.bias")  # for chunks (xrunner.ops.attention): a second
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+            return Gpu(CudaOps(launch, processors), launch)
     if wish == "require":
-        raise XgptError(f"{VARIABLE} is require, and the CUDA kernels cannot serve: "
-                        f"{why or 'they differ from torch in ' + ', '.join(sorted(gpu.differing))}")
-    return Gpu(None, None, reason=why or "")
+        raise XgptError(f"{VARIABLE} is require, and the CUDA kernels cannot serve: {why}")
+    return Gpu(None, None, reason=why)
 
 
-def compared(ops: CudaOps, launch: Launcher, device: torch.device) -> Gpu:
-    """Every operator on small arguments of every type, against torch."""
-    differing = {case.operator for case in _before_a_run(cases(ops, launch, device, size=1))
-                 if off_by(case) > tolerance(case.dtype)}
-    names = {name for both in differing for name in both.split(", ")}
-    return Gpu(ops, launch, frozenset(names))
-
-
-def off_by(case: Case) -> float:
-    """How far a kernel is from torch; infinite where it refuses."""
-    try:
-        found = case.found()
-    except XgptError:
-        return float("inf")
-    return distance(case.expected(), found)
-
-
-def _before_a_run(all_cases: Iterator[Case]) -> Iterator[Case]:
-    """All of an operator that has several kernels for one type, by heads, parts and blocks. Of
-    attention of inputs, which takes longest, the first of each type and kernel."""
-    seen = set()
-    for case in all_cases:
-        kind = case.dtype, case.is_wide
-        if case.operator != "encode_attention" or kind not in seen:
-            yield case
-        if case.operator == "encode_attention":
-            seen.add(kind)
+def kernels_folder() -> Path:
+    """Where the kernels' sources lie."""
+    return source_folder() / "ops" / "cuda"
 
 
 def source_of(name: str) -> str:
     """A source with its headers in it: cupy keys what it compiled by the text that it is given."""
-    folder, seen = source_folder(), set[str]()
+    folder, seen = kernels_folder(), set[str]()
 
     def inlined(file: str) -> str:
         def once(found: re.Match[str]) -> str:
@@ -155,17 +120,9 @@ def source_of(name: str) -> str:
     return inlined(f"{name}.cu")
 
 
-def source_digest() -> str:
-    """A fingerprint of the kernels' sources."""
-    digest = hashlib.sha256()
-    for name in SOURCES:
-        digest.update(source_of(name).encode())
-    return digest.hexdigest()[:16]
-
-
 class CupyLauncher:
-    """Compiles each source when a kernel of it is first launched. Raises XgptError where cupy, the
-    compiler or the driver refuse."""
+    """Compiles each source when a kernel of it is first launched, or all at once. Raises XgptError
+    where cupy, the compiler or the driver refuse."""
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -187,14 +144,21 @@ class CupyLauncher:
         """The CUDA version that the driver is of, 13000 for 13.0."""
         return int(self._cupy.cuda.runtime.driverGetVersion())
 
+    def compile_all(self) -> None:
+        """Every source now: what cannot be compiled is known before a run begins."""
+        for source in SOURCES:
+            try:
+                with self._cupy.cuda.Device(self._index):
+                    self._module(source).compile()
+            except self._refusals as error:
+                raise _refused(f"{source}.cu cannot be compiled", error) from error
+
     def __call__(self, launch: Launch) -> None:
         try:
             with torch.cuda.device(self._index):
                 self._run(launch)
         except self._refusals as error:
-            words = str(error).strip().splitlines() or [type(error).__name__]
-            raise XgptError(
-                f"the kernel {launch.kernel} cannot be launched: {words[0]}") from error
+            raise _refused(f"the kernel {launch.kernel} cannot be launched", error) from error
 
     def _run(self, launch: Launch) -> None:
         kernel = self._kernels.get(launch.kernel) or self._loaded(launch.source, launch.kernel)
@@ -209,11 +173,19 @@ class CupyLauncher:
 
     def _loaded(self, source: str, kernel: str) -> Any:
         with self._cupy.cuda.Device(self._index):
-            if source not in self._modules:
-                self._modules[source] = self._cupy.RawModule(
-                    code=source_of(source), options=("--std=c++17",), backend="nvrtc")
-            self._kernels[kernel] = self._modules[source].get_function(kernel)
+            self._kernels[kernel] = self._module(source).get_function(kernel)
         return self._kernels[kernel]
+
+    def _module(self, source: str) -> Any:
+        if source not in self._modules:
+            self._modules[source] = self._cupy.RawModule(
+                code=source_of(source), options=("--std=c++17",), backend="nvrtc")
+        return self._modules[source]
+
+
+def _refused(what: str, error: Exception) -> XgptError:
+    words = str(error).strip().splitlines() or [type(error).__name__]
+    return XgptError(f"{what}: {words[0]}")
 
 
 def _import_cupy() -> Any:

@@ -26,7 +26,7 @@ def compact(store: Tensor, moves: Sequence[Move], lengths: Sequence[int]) -> Non
     sources, targets = [move.source for move in moves], [move.target for move in moves]
     _check(store, sources, lengths)
     _check(store, targets, lengths)
-    if (launch := cuda_modules.launch_for("kv_compact", store)) is not None:
+    if (launch := cuda_modules.launch_for(store)) is not None:
         cuda_kv.compact(launch, store, moves, lengths)
         return
     form, lib = _form_of(store), native.library()
@@ -46,7 +46,7 @@ def compact_torch(store: Tensor, moves: Sequence[Move], lengths: Sequence[int]) 
 def gather(store: Tensor, slots: Sequence[int], lengths: Sequence[int]) -> Tensor:
     """The first `lengths[i]` entries of each of the `slots`, as a block."""
     _check(store, slots, lengths)
-    if (launch := cuda_modules.launch_for("kv_gather", store)) is not None:
+    if (launch := cuda_modules.launch_for(store)) is not None:
         return cuda_kv.gather(launch, store, slots, lengths)
     form, lib = _form_of(store), native.library()
     if form is None or lib is None:
@@ -72,7 +72,7 @@ def scatter(store: Tensor, slots: Sequence[int], lengths: Sequence[int], block: 
         raise ValueError(f"a block {list(block.shape)} for tokens {list(lengths)} in the slots "
                          f"{list(slots)} of a store {list(store.shape)}")
     block = on_device(block, store.device)  # from another pool it comes by the host's memory
-    launch = cuda_modules.launch_for("kv_scatter", store)
+    launch = cuda_modules.launch_for(store)
     if launch is not None and block.dtype == store.dtype:
         cuda_kv.scatter(launch, store, slots, lengths, block.contiguous())
         return

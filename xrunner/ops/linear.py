@@ -4,9 +4,8 @@ processor.
 A weight is a view of the checkpoint until `pack` copies it into a library's own blocked layout,
 which spares that from doing it at every call (benchmarks/floor.py measures all; oneDNN's bfloat16
 on an Intel Xeon without AMX: 1.05 to 2.4 times as quick at 1 to 128 rows).
-A bfloat16 weight may be kept as float32, or as float16 with a scale for each output: some
-processors multiply these two to four times as fast. Activations are float32 then, so that nothing
-is widened before a product or rounded after it.
+A bfloat16 weight may be kept as float32, which some processors multiply twice as fast. Activations
+are float32 then, so that nothing is widened before a product or rounded after it.
 """
 
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xrunner.ops import invariant
-from xrunner.ops.float16 import Float16Weight, is_float16_served
 from xrunner.ops.int8 import Int8Weight
 from xrunner.ops.mkl import MklWeight, is_mkl_served
 from xrunner.ops.pairs import PairsWeight, is_pairs_served
@@ -46,7 +44,7 @@ class Product:
         self.shape = tuple(weight.shape)
         self._packed: Tensor | None = None
         self._tile: int | None = None  # rows of a product, where batches must not matter
-        self._other: Float16Weight | Int8Weight | MklWeight | PairsWeight | None = None
+        self._other: Int8Weight | MklWeight | PairsWeight | None = None
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -62,8 +60,7 @@ class Product:
             return
         self._lay_out(weight, dtype)
         if invariant.is_asked() and 0 not in weight.shape and not self._is_row_by_row:
-            work = activations_of(dtype, weight.dtype)
-            self._tile = invariant.tile_of(self._product, self.shape[1], work)
+            self._tile = invariant.tile_of(self._product, self.shape[1], activations_of(dtype))
 
     @property
     def _is_gated(self) -> bool:
@@ -74,14 +71,12 @@ class Product:
     def _is_row_by_row(self) -> bool:
         """Whether the sums of a row are those of our own products, in one order whatever is
         computed beside it (tested), and what follows them is exact."""
-        return isinstance(self._other, (Float16Weight, PairsWeight)) and (
-            self._activation in _EXACT)
+        return isinstance(self._other, PairsWeight) and self._activation in _EXACT
 
     def _lay_out(self, weight: Tensor, dtype: torch.dtype) -> None:
-        narrow = self._narrow(dtype, weight.dtype)
-        dtype = activations_of(dtype, weight.dtype)
-        if narrow is not None and 0 not in weight.shape:
-            self._other, self.weight = narrow(weight), None
+        is_int8, dtype = dtype == torch.int8, activations_of(dtype)
+        if is_int8 and 0 not in weight.shape:
+            self._other, self.weight = Int8Weight(weight), None
             self.bias = None if self.bias is None else self.bias.to(dtype)
             return
         self.weight = weight.to(dtype)
@@ -101,19 +96,9 @@ class Product:
             self._packed = _PACKED._reorder_linear_weight(self.weight.contiguous(), None)
         self.weight = None
 
-    @staticmethod
-    def _narrow(dtype: torch.dtype, own: torch.dtype) -> (
-            type[Int8Weight] | type[Float16Weight] | None):
-        """What holds a weight of `own` type as `dtype` with scales; None where it has none, or is
-        float32 as well: where no product in float16 is served."""
-        if dtype == torch.int8:
-            return Int8Weight
-        is_scaled = is_scaled_float16(dtype, own) and is_float16_served()
-        return Float16Weight if is_scaled else None
-
     def __call__(self, x: Tensor) -> Tensor:
         """x [T, in] -> [T, out], or what the activation makes of it, of the dtype that
-        `activations_of` gives the weight's."""
+        `activations_of` gives the held weight's."""
         return self._product(x) if self._tile is None else invariant.in_tiles(
             self._product, x, self._tile)
 
@@ -132,16 +117,9 @@ class Product:
         return result if self._activation in _ONEDNN else ACTIVATIONS[self._activation](result)
 
 
-def activations_of(weight_dtype: torch.dtype, own: torch.dtype) -> torch.dtype:
-    """The type of what a product takes and gives where weights of `own` type are held as
-    `weight_dtype`."""
-    is_scaled = weight_dtype == torch.int8 or is_scaled_float16(weight_dtype, own)
-    return torch.float32 if is_scaled else weight_dtype
-
-
-def is_scaled_float16(weight_dtype: torch.dtype, own: torch.dtype) -> bool:
-    """Whether weights held as `weight_dtype` have scales beside float16: those of another type."""
-    return weight_dtype == torch.float16 != own
+def activations_of(weight_dtype: torch.dtype) -> torch.dtype:
+    """The type of what a product takes and gives where weights are held as `weight_dtype`."""
+    return torch.float32 if weight_dtype == torch.int8 else weight_dtype
 
 
 def is_packable(dtype: torch.dtype) -> bool:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from xgpt.core.errors import XgptError
 from xrunner.checkpoint.source import cache_dir
-from xrunner.ops import tiles
 from xrunner.ops.build import (
     LIBRARY,
     VARIABLE,
@@ -30,10 +29,10 @@ from xrunner.ops.build import (
 )
 
 WISHES = ("auto", "off", "require")
-# In the order of csrc/native.h.
-LEVELS = ("portable", "avx2", "avx512", "avx512_bf16", "avx512_amx")
+# In the order of csrc/ops/cpu/native.h.
+LEVELS = ("portable", "avx2", "avx512", "avx512_bf16")
 
-# Of csrc/native.h, where the arguments have names: the result, then the arguments.
+# Of csrc/ops/cpu/native.h, where the arguments have names: the result, then the arguments.
 # p: an address; i: int; l: int64_t; f: float; s: a text; v: nothing.
 OPERATORS = {
     "xgpt_words": "s i",
@@ -41,7 +40,6 @@ OPERATORS = {
     "xgpt_least_level": "i",
     "xgpt_level": "i",
     "xgpt_use_level": "i i",
-    "xgpt_assume_best_level": "v i",
     "xgpt_use_openmp": "v p",
     "xgpt_decode_attention": "i iipplppplpllllllfplli",
     "xgpt_encode_attention": "i iipplppplppllllllfi",
@@ -53,8 +51,6 @@ OPERATORS = {
     "xgpt_keep_best": "i ipppllli",
     "xgpt_quantise_rows": "i ippplli",
     "xgpt_rescale_rows": "i ppplli",
-    "xgpt_has_float16": "i",
-    "xgpt_float16_product": "i pppppllli",
     "xgpt_has_pairs": "i",
     "xgpt_pairs_product": "i ppppillli",
     "xgpt_pairs_gated": "i pppllli",
@@ -68,13 +64,11 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class Native(NamedTuple):
-    """What loading came to. `origin`: where the library is from; `reason`: why there is none;
-    `left`: what of it is left aside."""
+    """What loading came to. `origin`: where the library is from; `reason`: why there is none."""
 
     library: ctypes.CDLL | None
     origin: str = ""
     reason: str = ""
-    left: str = ""
 
 
 _native: Native | None = None
@@ -92,10 +86,8 @@ def describe() -> str:
     native = _native or _load_once()
     if native.library is None:
         return f"native operators: none, torch's serve: {native.reason}"
-    products = ("", ", products in bfloat16")[native.library.xgpt_has_pairs()] + (
-        "", ", products in float16")[native.library.xgpt_has_float16()]
-    return (f"native operators: {LEVELS[native.library.xgpt_level()]}{products}, {native.origin}"
-            f"{native.left}")
+    products = ", products in bfloat16" if native.library.xgpt_has_pairs() else ""
+    return (f"native operators: {LEVELS[native.library.xgpt_level()]}{products}, {native.origin}")
 
 
 def check(code: int) -> None:
@@ -151,25 +143,11 @@ def open_native(wish: str) -> Native:
         raise XgptError(f"{VARIABLE} is {wish!r}; it may be {', '.join(WISHES)}")
     if wish == "off":
         return Native(None, reason=f"{VARIABLE} is off")
-    native = without_wrong_tiles(_open())
+    native = _open()
     if native.library is None and wish == "require":
         raise XgptError(f"{VARIABLE} is require, and there are no native operators: "
                         f"{native.reason}")
     return native
-
-
-def without_wrong_tiles(native: Native) -> Native:
-    """The library with attention by tiles left aside, where its level has that and it gives
-    something else than AVX-512 does on this processor."""
-    lib = native.library
-    if lib is None or LEVELS[lib.xgpt_level()] != tiles.TILES:
-        return native
-    off = tiles.differ_by(lib, LEVELS)
-    if off <= tiles.TOLERANCE:
-        return native
-    check(lib.xgpt_use_level(LEVELS.index(tiles.BELOW)))
-    return native._replace(left=f"; attention by AMX's tiles is left aside: it differs by {off:.1%}"
-                                " from AVX-512's on this processor")
 
 
 def _load_once() -> Native:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from xrunner.ops.native import check, library, threads
 
-PANEL = 48  # of csrc/pairs.cpp
+PANEL = 48  # of csrc/ops/cpu/pairs.cpp
 _AT_ONCE = 16  # panels: what of a weight lies there a third time while it is laid out
 
 

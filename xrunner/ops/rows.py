@@ -1,6 +1,6 @@
 """What a layer does to each token's row between its products; one pass over the row each.
 
-The native operators (csrc/rows.cpp) serve where they can, else torch.
+The native operators (csrc/ops/cpu/rows.cpp) serve where they can, else torch.
 """
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float, added: Tensor | None = 
     """hidden [T, H] += added [T, H], if any, in place; then, with weight [H],
     hidden / sqrt(mean(hidden^2) + eps) * weight."""
     assert added is None or _are_alike(added, hidden), f"{added.shape = } {hidden.shape = }"
-    gpu = cuda_modules.ops_for("add_rms_norm", hidden)
+    gpu = cuda_modules.ops_for(hidden)
     if gpu is not None and hidden.is_contiguous():
         return gpu.add_rms_norm(hidden, added, weight, eps)
     if not _is_native(hidden):
@@ -45,7 +45,7 @@ def layer_norm(hidden: Tensor, weight: Tensor, bias: Tensor, eps: float,
     """hidden [T, H] += added [T, H], if any, in place; then the normalised rows, scaled by weight
     [H] and shifted by bias [H]."""
     assert added is None or _are_alike(added, hidden), f"{added.shape = } {hidden.shape = }"
-    gpu = cuda_modules.ops_for("add_layer_norm", hidden)
+    gpu = cuda_modules.ops_for(hidden)
     if gpu is not None and hidden.is_contiguous():
         return gpu.add_layer_norm(hidden, added, (weight, bias), eps)
     if not _is_native(hidden):
@@ -63,7 +63,7 @@ def layer_norm(hidden: Tensor, weight: Tensor, bias: Tensor, eps: float,
 def silu_mul(joint: Tensor) -> Tensor:
     """joint [T, 2 I], gate then up of each token -> silu(gate) * up [T, I]."""
     tokens, inner = len(joint), joint.shape[1] // 2
-    gpu = cuda_modules.ops_for("silu_mul", joint)
+    gpu = cuda_modules.ops_for(joint)
     if gpu is not None and joint.is_contiguous():
         return gpu.silu_mul(joint)
     if not _is_native(joint):
@@ -86,7 +86,7 @@ def place(joint: Tensor, heads: int, cache: tuple[Tensor, Tensor], places: Place
     keys, values = cache
     num_slots, kv_heads, capacity, dim = keys.shape
     split = joint.view(len(joint), heads + 2 * kv_heads, dim)
-    gpu = cuda_modules.ops_for("place", joint)
+    gpu = cuda_modules.ops_for(joint)
     if (gpu is not None and joint.is_contiguous() and keys.dtype == joint.dtype
             and keys.is_contiguous()):
         gpu.place(joint, rotation, cache, *places)

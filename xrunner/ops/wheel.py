@@ -17,7 +17,7 @@ from setuptools.command.bdist_wheel import bdist_wheel  # type: ignore[import-un
 from setuptools.command.build_py import build_py  # type: ignore[import-untyped]
 
 _ROOT = Path(__file__).resolve().parents[2]
-_SOURCES = ("*.cpp", "*.h", "*.cu", "*.cuh")
+_SOURCES = ("*.cpp", "*.h", "*.cu")
 
 
 def _build() -> ModuleType:
@@ -31,7 +31,7 @@ def _build() -> ModuleType:
 
 
 def _sources() -> list[Path]:
-    return sorted(path for pattern in _SOURCES for path in (_ROOT / "csrc").glob(pattern))
+    return sorted(path for pattern in _SOURCES for path in (_ROOT / "csrc").rglob(pattern))
 
 
 class BuildPy(build_py):  # type: ignore[misc]  # setuptools is untyped
@@ -57,13 +57,14 @@ class BuildPy(build_py):  # type: ignore[misc]  # setuptools is untyped
         return Path(self.build_lib) / "xrunner" / "csrc"
 
     def _native_files(self) -> list[Path]:
-        return sorted(self._folder().glob("*"))
+        return sorted(path for path in self._folder().rglob("*") if path.is_file())
 
     def _copy_sources(self) -> None:
         shutil.rmtree(self._folder(), ignore_errors=True)  # of an earlier build in this tree
-        self._folder().mkdir(parents=True)
         for source in _sources():
-            shutil.copy2(source, self._folder())
+            target = self._folder() / source.relative_to(_ROOT / "csrc")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target)
 
     def _keep(self) -> None:
         build = _build()

@@ -160,7 +160,7 @@ class StaticRule:
 
 
 def batch_facts(rule: StaticRule) -> list[int] | None:
-    """All that decides what the rule will do, as csrc/replay.cpp has it from the number
+    """All that decides what the rule will do, as csrc/replay/replay.cpp has it from the number
     of groups on; None of one that has begun."""
     if rule._phase >= 0 or rule._waiting:
         return None

@@ -298,7 +298,7 @@ def waa_rules(estimate: Estimate) -> tuple[WaaEncodeRule, WaaDecodeRule]:
 
 def pair_facts(encoding: WaaEncodeRule,
                decoding: WaaDecodeRule) -> tuple[list[int], list[float]] | None:
-    """All that decides what the two will do, as csrc/replay.cpp has it from the pools'
+    """All that decides what the two will do, as csrc/replay/replay.cpp has it from the pools'
     groups on; None of rules that have done anything yet, or do not belong together."""
     aim, chunks = encoding._aim, decoding._inputs
     has_begun = encoding._waiting or encoding._steps or encoding._in_system or decoding._turn

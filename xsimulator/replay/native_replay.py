@@ -1,4 +1,4 @@
-"""Replays by csrc/replay.cpp: of a pool that is alone, and of the two of WAA. They decide
+"""Replays by csrc/replay/replay.cpp: of a pool that is alone, and of the two of WAA. They decide
 what the rules (xrunner.rules) decide and come to what the event kernel comes to, to the bit; steps
 are made only where somebody looks at them."""
 
@@ -37,7 +37,7 @@ from xsimulator.replay.step_clock import (
     handover_table,
 )
 
-_PAGED, _RESERVED, _STATIC, _HANDED = range(4)  # kinds, as in csrc/replay.cpp
+_PAGED, _RESERVED, _STATIC, _HANDED = range(4)  # kinds, as in csrc/replay/replay.cpp
 _KINDS = (StepKind.ENCODE, StepKind.DECODE, StepKind.MIXED)
 _POOL = [np.int64] * 5 + [np.float64] * 4  # what is told of one
 
@@ -199,7 +199,7 @@ def _records(plan: PoolPlan, *told: NDArray[Any]) -> PoolRecords:
 
 
 class _ToldSteps(Sequence[Step]):
-    """Steps of a pool of this rule, as csrc/pool_replay.h tells of them."""
+    """Steps of a pool of this rule, as csrc/replay/pool_replay.h tells of them."""
 
     def __init__(self, labels: IntArray, chunks: IntArray, ended: IntArray, moved: IntArray,
                  rule: BatchingRule) -> None:

@@ -3,8 +3,8 @@
 A replay asks for one step at a time, and StageTimes is made for arrays. What depends on a number of
 rows is tabulated at every whole number up to DENSE_ROWS and 1 % apart beyond; attention over
 contexts 2 % apart; between them lines. (A profile is made of lines; of the roofline's curves they
-miss less than a thousandth.) Tables grow in blocks as sizes come up. csrc/step_times.h makes the
-same sums out of them."""
+miss less than a thousandth.) Tables grow in blocks as sizes come up. csrc/replay/step_times.h
+makes the same sums out of them."""
 
 import math
 from bisect import bisect_right
@@ -81,7 +81,7 @@ class StepClock:
             [(int(count), place[stage.tp_degree])
              for count, stage in zip(layers, times.stages, strict=True)]
             for layers in (times.decoder_layers, times.encode_layers))
-        # as csrc/step_times.h numbers them
+        # as csrc/replay/step_times.h numbers them
         self._tables: list[Blocks] = [
             self._decode_rows, self._encode_rows, self._cross or self._decode_rows,
             self._first_tokens, self._ends, self._inputs, *self._attention, *self._compaction]

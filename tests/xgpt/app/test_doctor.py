@@ -104,6 +104,13 @@ def test_a_kernel_that_differs_is_a_failure_that_names_it(
     assert (tmp_path / "xgpt-doctor-nvidia-toy-40.json").is_file()
 
 
+def test_without_a_source_tree_it_says_that_it_needs_one(tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    saying(monkeypatch, CARD, CASE)
+    with pytest.raises(XgptError, match="needs xgpt's source tree"):
+        doctor.compare_on_gpu(LogTeller(), tmp_path, tmp_path / "support")
+
+
 @pytest.mark.parametrize("lines", [[], [CARD, CASE]])
 def test_a_process_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                         lines: list[dict[str, object]]) -> None:

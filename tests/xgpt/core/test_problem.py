@@ -177,17 +177,6 @@ def test_weights_are_widened_where_that_is_quicker_and_has_room(
     assert forced.weight_dtype == "bfloat16"
 
 
-@pytest.mark.parametrize(("half", "held"), [("320e9", "float16"), ("100e9", "float32")])
-def test_weights_are_held_as_what_is_multiplied_quickest(
-        folder: Path, half: str, held: str) -> None:
-    cpu = _CPU.format(brain=f"85e9, float16: {half}", memory="128 GiB")
-    assert _resolve(folder, cpu).weight_dtype == held
-    for wish in ("float16", "float32", "bfloat16"):
-        assert _resolve(folder, cpu, f"run.weight_dtype={wish}").weight_dtype == wish
-    small = _CPU.format(brain=f"85e9, float16: {half}", memory="64 GiB")
-    assert _resolve(folder, small).weight_dtype == "bfloat16"  # float32 may have to serve
-
-
 @pytest.mark.parametrize(("dtype", "wish"), [
     ("float32", "bfloat16"), ("bfloat16", "float16"), ("float16", "float32")])
 def test_weights_narrower_or_of_another_kind_are_refused(

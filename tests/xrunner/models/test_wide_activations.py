@@ -1,6 +1,5 @@
-"""Weights of a bfloat16 model held as float32, or as float16 with scales: activations are float32,
-what is kept and what goes to other ranks stays bfloat16, and the logits come nearer to those of
-float32."""
+"""Weights of a bfloat16 model held as float32: activations are float32, what is kept and what goes
+to other ranks stays bfloat16, and the logits come nearer to those of float32."""
 
 from dataclasses import replace
 
@@ -58,12 +57,11 @@ def logits(spec: ModelSpec, weight_dtype: torch.dtype, stages: int, *, is_exact:
 
 @pytest.mark.parametrize("family", SPECS)
 @pytest.mark.parametrize("stages", [1, 3])
-@pytest.mark.parametrize("held", [F32, torch.float16])
 def test_logits_are_nearer_to_float32_than_those_of_bfloat16(
-        family: str, stages: int, held: torch.dtype) -> None:
+        family: str, stages: int) -> None:
     spec, passed = SPECS[family], list[torch.dtype]()
     exact = logits(spec, F32, 1, is_exact=True)
-    narrow, wide = logits(spec, BF16, stages), logits(spec, held, stages, passed=passed)
+    narrow, wide = logits(spec, BF16, stages), logits(spec, F32, stages, passed=passed)
     assert wide.dtype == F32 and passed == [BF16] * (stages - 1)
     assert 0 < (wide - exact).norm() < 0.8 * (narrow.float() - exact).norm()
 
@@ -83,7 +81,7 @@ def test_sums_over_a_group_go_as_the_models_type() -> None:
 def test_a_stage_leaves_what_it_is_given_as_it_is() -> None:
     """A message within one process is the sender's own tensor."""
     stage = split_stages(SHAPE.num_layers, 2)[1]
-    for dtype, held in ((F32, F32), (BF16, BF16), (BF16, F32), (BF16, torch.float16)):
+    for dtype, held in ((F32, F32), (BF16, BF16), (BF16, F32)):
         model = StageModel(SHAPE, RandomWeights(dtype, scale=0.3), stage, dtype, weight_dtype=held)
         cache = torch.zeros(2, 2, 1, 3, CAPACITY, 8, dtype=dtype)
         given = torch.randn(5, 48).to(dtype)

@@ -10,12 +10,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import cpu_cuda
+import cuda_check
+import gpu_report
 import pytest
 import torch
 
 from xgpt.core.errors import XgptError
-from xrunner.ops import build, cuda_check, cuda_modules, gpu_report
-from xrunner.ops.build import source_folder
+from xrunner.engine.graphs import Captured
+from xrunner.ops import build, cuda_modules
 from xrunner.ops.cuda import CudaOps
 from xrunner.ops.launch import Launch
 
@@ -65,51 +67,17 @@ class Refusing(cpu_cuda.CpuLauncher):
 def test_a_public_function_would_take_them_while_a_test_wants_it(
         launcher: cpu_cuda.CpuLauncher) -> None:
     with cpu_cuda.using(launcher):
-        assert cuda_modules.ops_for("place", torch.zeros(1)) is not None
-    assert cuda_modules.ops_for("place", torch.zeros(1)) is None
-
-
-def load(launch: cpu_cuda.CpuLauncher) -> None:
-    cuda_modules._gpus[CPU] = cuda_modules.compared(CudaOps(launch, 100), launch, CPU)
+        assert cuda_modules.ops_for(torch.zeros(1)) is not None
+        assert cuda_modules.ops_for(torch.zeros(1, dtype=torch.int64)) is None
+        assert cuda_modules.launch_for(torch.zeros(1, dtype=torch.int64)) is launcher
+        assert cuda_modules.launch_for(torch.zeros(1, dtype=torch.uint8)) is None
+        assert cuda_modules.describe(CPU) == "CUDA operators: ours"
+    assert cuda_modules.ops_for(torch.zeros(1)) is None
 
 
 def test_a_tensor_on_the_cpu_is_not_looked_at_twice() -> None:
-    assert cuda_modules.ops_for("silu_mul", torch.zeros(1)) is None
-    assert cuda_modules.launch_for("kv_compact", torch.zeros(1)) is None
-
-
-def test_kernels_that_agree_serve(launcher: cpu_cuda.CpuLauncher) -> None:
-    load(launcher)
-    assert cuda_modules._gpus[CPU].differing == frozenset()
-    assert cuda_modules.ops_for("decode_attention", torch.zeros(1)) is not None
-    assert cuda_modules.ops_for("decode_attention", torch.zeros(1, dtype=torch.int64)) is None
-    assert cuda_modules.launch_for("kv_compact", torch.zeros(1, dtype=torch.int64)) is launcher
-    assert cuda_modules.launch_for("kv_compact", torch.zeros(1, dtype=torch.uint8)) is None
-    assert cuda_modules.describe(CPU).endswith("each compared with torch's on this card")
-
-
-@pytest.mark.usefixtures("nothing_stays")
-@pytest.mark.parametrize(("kernel", "operators"), [
-    ("silu_mul_float16", {"silu_mul"}), ("decode_attention_1_float32", {"decode_attention"}),
-    ("decode_attention_4_bfloat16", {"decode_attention"}), ("combine_parts", {"decode_attention"}),
-    ("decode_tiles_128_float16", {"decode_attention"}),
-    ("encode_attention_float16", {"encode_attention"}),
-    ("encode_tiles_64_bfloat16", {"encode_attention"}),
-    ("kv_scatter", {"kv_gather", "kv_scatter"}), ("kv_compact", {"kv_compact"})])
-def test_torch_serves_where_a_kernel_differs_and_one_line_says_so(
-        launcher: cpu_cuda.CpuLauncher, kernel: str, operators: set[str]) -> None:
-    load(Wrong(launcher, kernel))
-    assert cuda_modules._gpus[CPU].differing == operators
-    for operator in operators:
-        assert cuda_modules.ops_for(operator, torch.zeros(1)) is None
-        assert cuda_modules.launch_for(operator, torch.zeros(1)) is None
-        assert operator in cuda_modules.describe(CPU)
-    assert cuda_modules.ops_for("add_rms_norm", torch.zeros(1)) is not None
-
-
-def test_a_card_that_refuses_every_launch_is_left_to_torch() -> None:
-    load(Refusing())
-    assert len(cuda_modules._gpus[CPU].differing) == 9
+    assert cuda_modules.ops_for(torch.zeros(1)) is None
+    assert cuda_modules.launch_for(torch.zeros(1)) is None
 
 
 @pytest.mark.parametrize(("wish", "words"), [("off", "XGPT_NATIVE is off"),
@@ -132,17 +100,41 @@ def host_clock(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+@pytest.mark.usefixtures("nothing_stays")
+@pytest.mark.parametrize(("kernel", "operator"), [
+    ("place_bfloat16", "place"), ("silu_mul_bfloat16", "silu_mul"),
+    ("decode_tiles_128_bfloat16", "decode_attention"),
+    ("encode_tiles_64_bfloat16", "encode_attention")])
 def test_a_report_has_every_case_and_what_is_wrong_with_it(
-        launcher: cpu_cuda.CpuLauncher) -> None:
-    wrong = Wrong(launcher, "place_bfloat16")
-    found = list(gpu_report.records(CudaOps(wrong, 1), wrong, CPU, host_clock, (1,)))
+        launcher: cpu_cuda.CpuLauncher, kernel: str, operator: str) -> None:
+    wrong = Wrong(launcher, kernel)
+    found = list(gpu_report.records(CudaOps(wrong, 100), wrong, CPU, host_clock, (1,)))
     differing = [record for record in found if not record["agrees"]]
-    assert {(r["operator"], r["dtype"]) for r in differing} == {("place", "bfloat16")}
+    assert {(r["operator"], r["dtype"]) for r in differing} == {(operator, "bfloat16")}
     assert all(r["bytes_per_s"] > 0 and r["off_by"] <= r["tolerance"] for r in found
                if r["agrees"])
     refused = next(gpu_report.records(CudaOps(Refusing(), 1), Refusing(), CPU,
                                       host_clock, (1,)))
     assert refused["agrees"] is False and "kernel_s" not in refused
+
+
+class Again:
+    """Stands for a capture: the same work once more, into the same place."""
+
+    limit_bytes, taken_bytes = 1 << 40, 0
+
+    def __call__(self, work: Callable[[], torch.Tensor]) -> Captured:
+        out = work().clone()
+        return Captured(lambda: out.copy_(work()), out)
+
+
+def test_a_report_has_steps_in_graphs_too(launcher: cpu_cuda.CpuLauncher,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_report, "CAPTURED", (1, 3))
+    with cpu_cuda.using(launcher):
+        found = list(gpu_report.graph_records(CPU, Again(), host_clock))
+    assert len(found) == 2 * len(cuda_check.DTYPES)
+    assert all(record["agrees"] and record["bytes_per_s"] > 0 for record in found)
 
 
 @pytest.mark.parametrize("name", cuda_modules.SOURCES)
@@ -154,15 +146,15 @@ def test_a_source_for_cupy_stands_alone(name: str) -> None:
 
 
 def test_every_source_is_among_those_that_are_loaded() -> None:
-    assert {path.stem for path in source_folder().glob("*.cu")} == set(cuda_modules.SOURCES) == set(
-        cpu_cuda.SOURCES)
+    there = {path.stem for path in cuda_modules.kernels_folder().glob("*.cu")}
+    assert there == set(cuda_modules.SOURCES) == set(cpu_cuda.SOURCES)
 
 
 SCRIPT = """
 import torch
 from pathlib import Path
+import cuda_check
 from cpu_cuda import CpuLauncher
-from xrunner.ops import cuda_check
 from xrunner.ops.cuda import CudaOps
 torch.set_num_threads(1)
 launch = CpuLauncher({name: Path(r"FOLDER") / f"{name}.so" for name in NAMES})

@@ -1,5 +1,5 @@
-"""The .cu sources, executed on the CPU (csrc/cpu_cuda.h) through the launches that a GPU would get:
-they compute what torch does, whatever the order of a block's threads."""
+"""The .cu sources, executed on the CPU (tests/support/cpu_cuda.h) through the launches that a GPU
+would get: they compute what torch does, whatever the order of a block's threads."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import cpu_cuda
+import cuda_check
+import cuda_reference as reference
 import pytest
 import torch
 from examples import examples
@@ -16,10 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xrunner.ops import cuda, cuda_check, cuda_kv, launch, reference
-from xrunner.ops.build import source_folder
+from xrunner.ops import cuda, cuda_kv, launch
 from xrunner.ops.contexts import BlockTable, encode_context
 from xrunner.ops.cuda import CudaOps, DistanceBias
+from xrunner.ops.cuda_modules import kernels_folder
 from xrunner.rules.slots import Move, Span
 
 CPU = torch.device("cpu")
@@ -286,7 +288,7 @@ def test_arguments_have_the_members_of_the_kernels_structs() -> None:
     kinds = {launch.ADD_NORM, launch.PLACE, launch.SILU_MUL, launch.DECODE, launch.ENCODE,
              launch.KV_COMPACT, launch.KV_PACK}
     text = "".join(path.read_text("utf-8") for pattern in ("*.cu", "cuda_*.h")
-                   for path in source_folder().glob(pattern))
+                   for path in kernels_folder().glob(pattern))
     text = re.sub(r"//.*|/\*.*?\*/", "", text, flags=re.M)
     found = {}
     for name, body in re.findall(r"^struct (\w+) \{(.*?)^\};", text, re.M | re.S):

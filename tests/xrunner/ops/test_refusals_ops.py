@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from xrunner.ops import native
-from xrunner.ops.float16 import is_float16_served
 from xrunner.ops.pairs import is_pairs_served
 
-HEADER = (Path(__file__).resolve().parents[3] / "csrc" / "native.h").read_text("utf-8")
+HEADER = (Path(__file__).resolve().parents[3] / "csrc/ops/cpu/native.h").read_text("utf-8")
 PLAIN = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.S)
 CODES = {name: int(number) for name, number in re.findall(r"(XGPT_WRONG_\w+) = (\d+)", HEADER)}
 pytestmark = pytest.mark.skipif(native.library() is None, reason=native.describe())
@@ -34,7 +33,7 @@ SERVED: dict[str, Any] = {
 # A count of tokens, where the name is elsewhere a list.
 OVER = {name: {"tokens": 2} for name in (
     "xgpt_add_rms_norm", "xgpt_add_layer_norm", "xgpt_place", "xgpt_silu_mul", "xgpt_quantise_rows",
-    "xgpt_rescale_rows", "xgpt_float16_product", "xgpt_pairs_product",
+    "xgpt_rescale_rows", "xgpt_pairs_product",
     "xgpt_pairs_gated")}
 WRONG = {
     "XGPT_WRONG_DTYPE": [{"dtype": 2}, {"dtype": -1}, {"kv_dtype": 2}],
@@ -71,8 +70,7 @@ def is_array(declared: str) -> bool:
 
 
 # Products whose units not every processor has.
-UNSERVED = {*(() if is_float16_served() else ("xgpt_float16_product",)),
-            *(() if is_pairs_served() else ("xgpt_pairs_product", "xgpt_pairs_gated"))}
+UNSERVED = () if is_pairs_served() else ("xgpt_pairs_product", "xgpt_pairs_gated")
 OPERATORS = [name for name, signature in native.OPERATORS.items()
              if len(signature) > 4 and name not in UNSERVED]
 

@@ -72,8 +72,10 @@ def test_a_wheel_s_library_serves_without_a_compiler(tree: Path, tmp_path: Path)
     words, folder = said_by(target, tmp_path)
     assert words == f"{native.describe().rpartition(', ')[0]}, as installed"
     assert folder == str(target / "xrunner" / "csrc")
-    sources = {p.name for pattern in ("*.cpp", "*.h", "*.cu") for p in ROOT.glob(f"csrc/{pattern}")}
-    assert {p.name for p in Path(folder).iterdir()} == {*sources, LIBRARY}
+    sources = {p.relative_to(ROOT / "csrc") for pattern in ("*.cpp", "*.h", "*.cu")
+               for p in ROOT.glob(f"csrc/**/{pattern}")}
+    found = {p.relative_to(folder) for p in Path(folder).rglob("*") if p.is_file()}
+    assert found == {*sources, Path(LIBRARY)}
     plans_in_a_folder_of_its_own(target, tmp_path / "else where")
 
 
@@ -83,7 +85,8 @@ def test_a_wheel_is_built_and_used_without_a_compiler(tree: Path, tmp_path: Path
     assert wheel.name.endswith("-py3-none-any.whl")
     words, folder = said_by(installed(wheel, tmp_path / "target"), tmp_path)
     assert words.startswith("native operators: none, torch's serve: $CXX is /nowhere/c++")
-    assert (Path(folder) / "native.h").is_file() and not (Path(folder) / LIBRARY).exists()
+    assert (Path(folder) / "ops/cpu/native.h").is_file()
+    assert not (Path(folder) / LIBRARY).exists()
 
 
 def plans_in_a_folder_of_its_own(target: Path, folder: Path) -> None:
@@ -101,10 +104,11 @@ def plans_in_a_folder_of_its_own(target: Path, folder: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_an_installed_checkout_is_compiled_for_its_first_run(tree: Path, tmp_path: Path) -> None:
-    for source in (tree / "csrc").iterdir():
-        source.unlink()
-    for name in ("replay.cpp", "other.cpp"):
-        (tree / "csrc" / name).write_text(f'extern "C" int {name[:-4]}(void) {{ return 1; }}\n')
+    shutil.rmtree(tree / "csrc")
+    for name in ("replay/replay.cpp", "ops/cpu/other.cpp"):
+        source = tree / "csrc" / name
+        source.parent.mkdir(parents=True)
+        source.write_text(f'extern "C" int {source.stem}(void) {{ return 1; }}\n')
     program = "from setuptools.build_meta import build_editable; build_editable('.')"
     said = {}
     for compiler in ("/nowhere/c++", "g++"):
@@ -139,7 +143,7 @@ def test_a_source_distribution_holds_csrc(tree: Path) -> None:
         told = packed.extractfile(f"xgpt-{xgpt.__version__}/PKG-INFO")
         assert told is not None
         metadata = told.read().decode()
-    assert {str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/*.[ch]*")} <= places
+    assert {str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/**/*.[ch]*")} <= places
     assert {f"{package}/py.typed" for package in PARTS[5:]} <= places, "their types are told"
     for pattern in ("xgpt/core/catalog/*.yaml", "xgpt/report/*.j2"):
         assert {str(path.relative_to(ROOT)) for path in ROOT.glob(pattern)} <= places

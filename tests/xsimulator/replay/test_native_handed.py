@@ -1,4 +1,4 @@
-"""Replays of WAA's two pools by csrc/replay.cpp are those of the event kernel and the
+"""Replays of WAA's two pools by csrc/replay/replay.cpp are those of the event kernel and the
 rules themselves, to the bit."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replays of paged KV by csrc/replay.cpp are those of the rules themselves, to the bit,
+"""Replays of paged KV by csrc/replay/replay.cpp are those of the rules themselves, to the bit,
 evictions included."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replays of rules that reserve a query's tokens when they admit it, by csrc/replay.cpp,
+"""Replays of rules that reserve a query's tokens when they admit it, by csrc/replay/replay.cpp,
 are those of the rules themselves, to the bit."""
 
 from __future__ import annotations

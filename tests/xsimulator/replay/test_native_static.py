@@ -1,4 +1,4 @@
-"""Replays of static batches by csrc/replay.cpp are those of the rule itself, to the
+"""Replays of static batches by csrc/replay/replay.cpp are those of the rule itself, to the
 bit."""
 
 from __future__ import annotations

@@ -41,14 +41,11 @@ const char *xgpt_words(int code);
 /* Instruction sets, each a superset of those before it. The quickest of those that this processor has
  * is used until `xgpt_use_level` asks for another (as the tests do); the last is the best it has. */
 enum { XGPT_PORTABLE = 0, XGPT_AVX2 = 1, XGPT_AVX512 = 2, XGPT_AVX512_BF16 = 3,
-       XGPT_AVX512_AMX = 4, XGPT_NUM_LEVELS = 5 };
+       XGPT_NUM_LEVELS = 4 };
 int xgpt_best_level(void);
 int xgpt_least_level(void);  /* of this build: all sets, or those of one kind of processor */
 int xgpt_level(void);
 int xgpt_use_level(int level);
-/* For tests, which carry out themselves what the processor lacks: it is taken to have this level and
- * all below; -1: what it has. */
-void xgpt_assume_best_level(int level);
 
 /* OpenMP's entry `GOMP_parallel` of a library the process already holds (torch's), so that one pool
  * of threads serves both; null: threads of our own, started for each call. */
@@ -122,20 +119,8 @@ int xgpt_quantise_rows(int dtype, uint8_t *codes, float *scales, const void *row
 int xgpt_rescale_rows(float *sums, const float *scales, const float *bias, int64_t tokens,
                       int64_t size, int threads);
 
-/* Whether xgpt_float16_product is served: 1 by a processor with AVX512-FP16, else 0. */
-int xgpt_has_float16(void);
-
-/* out [T, N] float32 = x [T, K] float32 times the weight's transpose + bias [N] (null: none). The
- * weight lies as float16 [N / 64, K, 64], N rounded up to whole panels of 64, and output n's row of
- * it was divided by weight_scales[n]: its elements are below 4. x is narrowed to float16 likewise,
- * token by token; 32 products at a time are summed in float16, those sums in float32. A token with
- * an infinity or a NaN has all outputs NaN. XGPT_WRONG_LEVEL where it is not served. */
-int xgpt_float16_product(float *out, const uint16_t *weight, const float *weight_scales,
-                         const float *x, const float *bias, int64_t tokens, int64_t inputs,
-                         int64_t outputs, int threads);
-
 /* Whether xgpt_pairs_product is quicker here than a library's: 1 by processors other than Intel's
- * with dot products of bfloat16 pairs and without tiles (AMX), which oneDNN uses; else 0. */
+ * with dot products of bfloat16 pairs; else 0. */
 int xgpt_has_pairs(void);
 
 /* out [T, N] bfloat16 = x [T, K] bfloat16 times the weight's transpose + bias [N] bfloat16 (null:

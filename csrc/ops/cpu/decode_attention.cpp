@@ -29,10 +29,6 @@ struct Decode {
 namespace {
 
 int run(const xgpt::Decode &arguments) {
-#ifdef XGPT_HAS_TILES
-    if (xgpt_level() == XGPT_AVX512_AMX && xgpt::avx512_bf16::suits_tiles(arguments))
-        return xgpt::avx512_bf16::decode_by_tiles(arguments);
-#endif
     XGPT_DISPATCH(decode_any(arguments));
 }
 

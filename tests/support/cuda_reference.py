@@ -1,5 +1,6 @@
 """What each operator of csrc/ computes, in the shortest torch that says it: the references that the
-CUDA kernels are compared with. Shapes as in csrc/native.h; sums are float32; no argument changes.
+CUDA kernels are compared with. Shapes as in csrc/ops/cpu/native.h; sums are float32; no argument
+changes.
 """
 
 from collections.abc import Sequence

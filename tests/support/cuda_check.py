@@ -7,14 +7,16 @@ of its type, for values of about one.
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import cuda_reference as reference
 import torch
+from cuda_reference import Cache
 from torch import Tensor
 
-from xrunner.ops import cuda_kv, reference
+from xgpt.core.errors import XgptError
+from xrunner.ops import cuda_kv
 from xrunner.ops.contexts import BlockTable, encode_context
 from xrunner.ops.cuda import CudaOps, DistanceBias
 from xrunner.ops.launch import Launcher
-from xrunner.ops.reference import Cache
 from xrunner.rules.slots import Move, Span
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,6 +54,15 @@ def distance(expected: list[Tensor], found: list[Tensor]) -> float:
     return worst
 
 
+def off_by(case: Case) -> float:
+    """How far a kernel is from torch; infinite where it refuses."""
+    try:
+        found = case.found()
+    except XgptError:
+        return float("inf")
+    return distance(case.expected(), found)
+
+
 class _Drawn:
     """Random arguments on a device, the same at every call of the program."""
 
@@ -68,8 +79,8 @@ class _Drawn:
 
 
 def cases(ops: CudaOps, launch: Launcher, device: torch.device, *, size: int) -> Iterator[Case]:
-    """Random arguments of every operator and type. `size` 1: small ones, as a check when a run
-    starts; larger: queries, tokens and contexts so many times more."""
+    """Random arguments of every operator and type. `size` 1: small ones;
+    larger: queries, tokens and contexts so many times more."""
     drawn = _Drawn(device)
     for dtype in DTYPES:
         for heads, kv_heads, dim in _HEADS:

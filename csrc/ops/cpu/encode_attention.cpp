@@ -55,11 +55,6 @@ struct Encode {
 namespace {
 
 int run(const xgpt::Encode &arguments) {
-#ifdef XGPT_HAS_TILES
-    const bool is_narrow = arguments.dtype == XGPT_BFLOAT16 && arguments.kv_dtype == XGPT_BFLOAT16;
-    if (is_narrow && xgpt_level() == XGPT_AVX512_AMX)
-        return xgpt::avx512_bf16::encode_by_tiles(arguments);
-#endif
     XGPT_DISPATCH(encode_any(arguments));
 }
 

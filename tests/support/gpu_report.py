@@ -1,25 +1,31 @@
-"""Every CUDA kernel compared with torch on this machine's GPU, and timed: `python -m
-xrunner.ops.gpu_report` prints a JSON object a line, first the card, then each case.
+"""Every CUDA kernel compared with torch on this machine's GPU, and timed, and decode steps in CUDA
+graphs with the same launched kernel by kernel: what `xgpt doctor --gpu` runs. Prints a JSON object
+a line, first the card, then each case.
 
 A kernel's time includes the copies of what it works on in place. Its reference is the shortest
 torch that says the same, not the quickest: what a time is to be held against is the card's own
 copy rate, which the first line has.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
+import graph_trial
 import torch
+from cuda_check import DTYPES, Case, cases, off_by, tolerance
 
 from xgpt.core.errors import XgptError
+from xrunner.engine.graphs import Capture, CaptureError, CudaCapture
 from xrunner.ops.build import why_no_cupy
 from xrunner.ops.cuda import CudaOps
-from xrunner.ops.cuda_check import Case, cases, tolerance
-from xrunner.ops.cuda_modules import CupyLauncher, off_by, source_digest
+from xrunner.ops.cuda_modules import SOURCES, CupyLauncher, source_of
 from xrunner.ops.launch import Launcher
 
-SIZES = (1, 8)  # of cuda_check.cases: as at the start of a run, and as in one
+SIZES = (1, 8)  # of cuda_check.cases: small ones, and as in a run
+CAPTURED = (1, 4, 32)  # queries of a step in a graph
 _TIMED_S = 0.02
 _COPIED_BYTES = 256 << 20
 
@@ -68,6 +74,33 @@ def record_of(case: Case, clock: Clock) -> dict[str, Any]:
     return record
 
 
+def graph_records(device: torch.device, capture: Capture, clock: Clock) -> Iterator[dict[str, Any]]:
+    """A record for each captured decode step of a toy in each type."""
+    for dtype in DTYPES:
+        graphs = graph_trial.toy_graphs(dtype, device, capture)
+        num_bytes = sum(weight.nbytes for layer in graphs.model.layers
+                        for product in layer.products for weight in product.tensors)
+        for size in CAPTURED:
+            allowed = graph_trial.STEPS_OFF * tolerance(dtype)
+            record = {"operator": "decode step in a graph", "shape": f"{size} queries of a toy",
+                      "dtype": str(dtype).removeprefix("torch."), "tolerance": allowed,
+                      "num_bytes": num_bytes}
+            try:
+                step, off = graph_trial.tried(graphs, size)
+                with torch.inference_mode():
+                    seconds = clock(step.replayed)
+                record |= {"off_by": off if off != float("inf") else None, "agrees": off <= allowed,
+                           "kernel_s": seconds, "bytes_per_s": num_bytes / seconds}
+            except (CaptureError, RuntimeError, XgptError) as error:
+                record |= {"agrees": False, "error": str(error).splitlines()[0]}
+            yield record
+
+
+def source_digest() -> str:
+    """A fingerprint of the kernels' sources."""
+    return hashlib.sha256("".join(map(source_of, SOURCES)).encode()).hexdigest()[:16]
+
+
 def card_of(device: torch.device, launch: CupyLauncher) -> dict[str, Any]:
     """What the results are of: the card, the software, the sources, the card's copy rate."""
     card = torch.cuda.get_device_properties(device)
@@ -92,7 +125,8 @@ def main() -> None:
     launch = CupyLauncher(device)
     ops = CudaOps(launch, torch.cuda.get_device_properties(device).multi_processor_count)
     print(json.dumps(card_of(device, launch)), flush=True)
-    for record in records(ops, launch, device, gpu_clock):
+    for record in chain(records(ops, launch, device, gpu_clock),
+                        graph_records(device, CudaCapture(device), gpu_clock)):
         print(json.dumps(record), flush=True)
 
 

@@ -3,33 +3,7 @@
 #include <algorithm>
 #include <atomic>
 
-#ifdef XGPT_HAS_TILES
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
 namespace {
-
-/* Whether this processor has tiles of bfloat16, its system keeps them for a process, and this
- * process may use them: Linux wants to be asked, since they make the state of a thread larger by
- * 8 KiB. The answer is for all threads, and for what is forked. */
-bool has_tiles() {
-#ifdef XGPT_HAS_TILES
-    constexpr unsigned OSXSAVE = 1u << 27, AMX_BF16 = 1u << 22, AMX_TILE = 1u << 24;
-    constexpr unsigned TILE_STATES = 3u << 17;  // of XCR0: configuration and data
-    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM
-    unsigned a, b, c, d, low, high;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & OSXSAVE)) return false;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-    if (!(d & AMX_BF16) || !(d & AMX_TILE)) return false;
-    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-    if ((low & TILE_STATES) != TILE_STATES) return false;
-    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-#else
-    return false;
-#endif
-}
 
 int processors_best() {
 #ifdef XGPT_HAS_X86_LEVELS
@@ -38,8 +12,7 @@ int processors_best() {
     const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (!wide) return XGPT_AVX2;
-    if (!__builtin_cpu_supports("avx512bf16")) return XGPT_AVX512;
-    return has_tiles() ? XGPT_AVX512_AMX : XGPT_AVX512_BF16;
+    return __builtin_cpu_supports("avx512bf16") ? XGPT_AVX512_BF16 : XGPT_AVX512;
 #else
     return XGPT_PORTABLE;
 #endif
@@ -57,7 +30,7 @@ int quickest_level() {
     return best;
 }
 
-std::atomic<int> level_in_use{-1}, assumed_best{-1};
+std::atomic<int> level_in_use{-1};
 
 }  // namespace
 
@@ -65,8 +38,7 @@ extern "C" {
 
 int xgpt_best_level(void) {
     static const int best = best_level();
-    const int assumed = assumed_best.load(std::memory_order_relaxed);
-    return assumed < 0 ? best : assumed;
+    return best;
 }
 
 int xgpt_level(void) {
@@ -74,8 +46,6 @@ int xgpt_level(void) {
     static const int quickest = quickest_level();
     return level < 0 ? quickest : level;
 }
-
-void xgpt_assume_best_level(int level) { assumed_best.store(level); }
 
 int xgpt_least_level(void) {
 #ifdef XGPT_HAS_X86_LEVELS
@@ -95,15 +65,6 @@ int xgpt_has_pairs(void) {
 #ifdef XGPT_HAS_PAIRS
     static const bool is_intel = __builtin_cpu_is("intel");  // whose units do half of that
     return xgpt_best_level() == XGPT_AVX512_BF16 && !is_intel ? 1 : 0;
-#else
-    return 0;
-#endif
-}
-
-int xgpt_has_float16(void) {
-#ifdef XGPT_HAS_FLOAT16
-    __builtin_cpu_init();
-    return xgpt_best_level() >= XGPT_AVX512 && __builtin_cpu_supports("avx512fp16") ? 1 : 0;
 #else
     return 0;
 #endif

@@ -54,21 +54,19 @@ static inline void tile_values(float *sums, int64_t width, const P *weights, int
         for (int i = 0; i < N; ++i) store(sums + r * width + x + i * W, kept[r][i]);
 }
 
-/* A tile of SIZE rows: rows [row, row + here) of the task, row r being head r % group of its token
- * r / group. Element: of queries and weights, which are multiplied as P. */
-template <typename P, int SIZE = ROWS>
+/* A tile: rows [row, row + ROWS) of the task, as many as there are, row r being head r % group of its
+ * token r / group. Element: of queries and weights, which are multiplied as P. */
+template <typename P>
 struct Tile {
     using Element = std::conditional_t<std::is_same_v<P, float>, float, bfloat16>;
-    static constexpr int64_t rows = SIZE;
-    Lined<float> sums;            // [rows, width]
-    Lined<Element> query;         // [rows, width]
-    alignas(64) float scores[SIZE * CHUNK];
-    alignas(64) Element weights[SIZE * CHUNK];
-    float most[SIZE], total[SIZE];
-    int64_t limit[SIZE];          // keys that each row sees
-    int64_t here;
+    Lined<float> sums;            // [ROWS, width]
+    Lined<Element> query;         // [ROWS, width]
+    alignas(64) float scores[ROWS * CHUNK];
+    alignas(64) Element weights[ROWS * CHUNK];
+    float most[ROWS], total[ROWS];
+    int64_t limit[ROWS];          // keys that each row sees
 
-    explicit Tile(int64_t width) : sums(SIZE * width), query(SIZE * width) {}
+    explicit Tile(int64_t width) : sums(ROWS * width), query(ROWS * width) {}
 };
 
 template <typename P, typename Element>
@@ -106,11 +104,11 @@ static void add_weighed(Tile<P> &tile, const Turned<P> &turned, int64_t j, int64
 }
 
 /* The rows of a tile with keys j .. j + count. */
-template <typename Rows, typename P, typename Bias>
-static void attend_chunk(Rows &tile, const Turned<P> &turned, int64_t j, int64_t count,
+template <typename P, typename Bias>
+static void attend_chunk(Tile<P> &tile, const Turned<P> &turned, int64_t j, int64_t count,
                          int64_t dim, int64_t width, float scale, Bias &&add_bias) {
     score_keys(tile, turned, j, count, dim, width, scale);
-    for (int64_t r = 0; r < Rows::rows; ++r) {
+    for (int64_t r = 0; r < ROWS; ++r) {
         const int64_t seen = std::clamp<int64_t>(tile.limit[r] - j, 0, count);
         float *scores = tile.scores + r * CHUNK;
         auto *weight = tile.weights + r * CHUNK;
@@ -144,18 +142,17 @@ static void turn_context(const Encode &a, const Task &task, Turned<P> &turned) {
 }
 
 /* The tokens of a task. */
-template <typename E, typename P, typename Rows>
-static void attend_rows(const Encode &a, const Task &task, Turned<P> &turned, Rows &tile) {
+template <typename E, typename P>
+static void attend_rows(const Encode &a, const Task &task, Turned<P> &turned, Tile<P> &tile) {
     const int64_t group = a.heads / a.kv_heads, dim = a.dim, width = rounded(dim, 2 * W);
     turn_context<E>(a, task, turned);
     const int64_t rows = task.tokens * group;
-    for (int64_t row = 0; row < rows; row += Rows::rows) {
-        const int64_t here = std::min(Rows::rows, rows - row);
+    for (int64_t row = 0; row < rows; row += ROWS) {
+        const int64_t here = std::min<int64_t>(ROWS, rows - row);
         auto token_of = [&](int64_t r) { return task.from + (row + r) / group; };
         auto head_of = [&](int64_t r) { return task.head * group + (row + r) % group; };
         std::fill(tile.sums.begin(), tile.sums.end(), 0.0f);
-        tile.here = here;
-        for (int64_t r = 0; r < Rows::rows; ++r) {
+        for (int64_t r = 0; r < ROWS; ++r) {
             if (r < here)
                 read_head<float>(a.dtype, a.query,
                                  (task.packed + token_of(r)) * a.query_stride + head_of(r) * dim,
@@ -180,11 +177,11 @@ static void attend_rows(const Encode &a, const Task &task, Turned<P> &turned, Ro
     }
 }
 
-template <typename E, typename P, typename Rows = Tile<P>>
+template <typename E, typename P>
 static int encode(const Encode &a) {
     share(std::min<int>(a.threads, static_cast<int>(a.tasks.size())), [&](int) {
         Turned<P> turned;
-        Rows tile(rounded(a.dim, 2 * W));
+        Tile<P> tile(rounded(a.dim, 2 * W));
         for (size_t i; (i = a.next.fetch_add(1)) < a.tasks.size();)
             attend_rows<E>(a, a.tasks[i], turned, tile);
     });
@@ -202,7 +199,3 @@ static int encode_any(const Encode &a) {
 
 }  // namespace XGPT_ISA
 }  // namespace xgpt
-
-#if defined(XGPT_HAS_DOTS) && defined(XGPT_HAS_TILES)
-#include "tiles_isa.h"
-#endif

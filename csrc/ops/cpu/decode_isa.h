@@ -152,12 +152,10 @@ static void attend_heads(const float *query, int64_t width, const E *keys, const
     }
 }
 
-/* The heads of one query that share a KV head, as attend_heads takes them. `Order`: their sums are
- * in its order (vec_isa.h); `together`: they have room for a multiple of so many. */
+/* The heads of one query that share a KV head, as attend_heads takes them. Their sums are
+ * in E's order (vec_isa.h). */
 template <typename E>
 struct HeadsOf {
-    using Order = E;
-    static constexpr int64_t together = 1;
     const Decode &a;
     int64_t width;
     Lined<float> query;  // [group, width]
@@ -193,7 +191,7 @@ struct Part {
     const float *most, *total, *sums;  // [group], [group], [group, width]
 };
 
-template <typename E, typename Heads = HeadsOf<E>>
+template <typename E>
 static int decode(const Decode &a) {
     const int64_t group = a.heads / a.kv_heads, width = rounded(a.dim, 2 * W);
     const int64_t pairs = a.n * a.kv_heads;
@@ -202,8 +200,7 @@ static int decode(const Decode &a) {
         start[pair + 1] = start[pair] + a.lengths[pair / a.kv_heads];
     const int64_t all_keys = start[pairs];
     const int threads = static_cast<int>(std::min<int64_t>(a.threads, all_keys / 256 + 1));
-    const int64_t padded = rounded(group, Heads::together);
-    const int64_t kept = rounded(padded * (width + 2), 16), room = 2 * kept;
+    const int64_t kept = rounded(group * (width + 2), 16), room = 2 * kept;
     Lined<float> scratch(threads * room);
     std::vector<Part> parts(threads * 2, Part{-1, nullptr, nullptr, nullptr});
 
@@ -211,7 +208,7 @@ static int decode(const Decode &a) {
         const int64_t first = begin(all_keys, threads, thread);
         const int64_t last = begin(all_keys, threads, thread + 1);
         float *sums = scratch.data() + thread * room;
-        Heads heads(a, padded, width);
+        HeadsOf<E> heads(a, group, width);
         int cut = 0;
         int64_t pair = std::upper_bound(start.begin(), start.end(), first) - start.begin() - 1;
         for (; pair < pairs && start[pair] < last; ++pair) {
@@ -219,10 +216,10 @@ static int decode(const Decode &a) {
             const int64_t from = std::max(first, start[pair]) - start[pair];
             const int64_t to = std::min(last, start[pair + 1]) - start[pair];
             heads.read(i * a.query_stride + head * group * a.dim, group);
-            float *most = sums + padded * width, *total = most + padded;
+            float *most = sums + group * width, *total = most + group;
             std::fill(sums, most, 0.0f);
             std::fill(most, total, NOTHING);
-            std::fill(total, total + padded, 0.0f);
+            std::fill(total, total + group, 0.0f);
             const int64_t then = std::min(pair + 1, pairs - 1);  // the pair whose keys come next
             // elements before the entries of a head in a block
             auto start_of = [&](int64_t block, int64_t of_head) {
@@ -245,7 +242,7 @@ static int decode(const Decode &a) {
                              most, total, sums, after);
             });
             if (to - from == a.lengths[i]) {
-                write_out<typename Heads::Order>(a.dtype, a.out, (i * a.heads + head * group) * a.dim, sums, total,
+                write_out<E>(a.dtype, a.out, (i * a.heads + head * group) * a.dim, sums, total,
                              group, width, a.dim);
             } else {  // kept until all parts are there; a thread has two of them at most
                 parts[thread * 2 + cut++] = Part{pair, most, total, sums};
@@ -261,7 +258,7 @@ static int decode(const Decode &a) {
             ++at;
             continue;
         }
-        float *sums = whole.data(), *most = sums + padded * width, *total = most + padded;
+        float *sums = whole.data(), *most = sums + group * width, *total = most + group;
         std::fill(sums, most, 0.0f);
         std::fill(most, total, NOTHING);
         std::fill(total, total + group, 0.0f);
@@ -278,8 +275,8 @@ static int decode(const Decode &a) {
             }
         }
         const int64_t i = pair / a.kv_heads, head = pair % a.kv_heads;
-        write_out<typename Heads::Order>(a.dtype, a.out, (i * a.heads + head * group) * a.dim, sums,
-                                         total, group, width, a.dim);
+        write_out<E>(a.dtype, a.out, (i * a.heads + head * group) * a.dim, sums, total, group, width,
+                     a.dim);
     }
     return XGPT_OK;
 }
@@ -294,7 +291,3 @@ static int decode_any(const Decode &a) {
 
 }  // namespace XGPT_ISA
 }  // namespace xgpt
-
-#if defined(XGPT_HAS_DOTS) && defined(XGPT_HAS_TILES)
-#include "decode_tiles_isa.h"
-#endif

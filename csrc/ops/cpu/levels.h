@@ -1,5 +1,4 @@
-/* Which instruction set serves a call: the best of this processor, or a lesser one asked for. What
- * has no loop by tiles (AMX) has that of AVX-512 beside those that have one. */
+/* Which instruction set serves a call: the best of this processor, or a lesser one asked for. */
 #ifndef XGPT_LEVELS_H
 #define XGPT_LEVELS_H
 
@@ -11,20 +10,14 @@
 #define XGPT_LEAST_LEVEL 0
 #endif
 #ifndef XGPT_MOST_LEVEL
-#define XGPT_MOST_LEVEL 4
+#define XGPT_MOST_LEVEL 3
 #endif
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define XGPT_HAS_X86_LEVELS 1
-#if __GNUC__ >= 11 && defined(__linux__) && XGPT_MOST_LEVEL >= 4  // whose assembler knows tiles; whose kernel is asked
-#define XGPT_HAS_TILES 1
-#endif
-/* Products of our own, each for its processors; a library of one that is none of them has none. */
+/* Products of our own; a library for a processor that they do not serve has none. */
 #ifndef XGPT_NO_PAIRS
 #define XGPT_HAS_PAIRS 1
-#endif
-#if __GNUC__ >= 12 && !defined(XGPT_NO_FLOAT16)
-#define XGPT_HAS_FLOAT16 1
 #endif
 #define XGPT_DISPATCH(call)                                \
     switch (xgpt_level()) {                                \
@@ -50,7 +43,7 @@
 #define XGPT_AVX2_CASE(call)
 #endif
 #if XGPT_LEAST_LEVEL < 2 && XGPT_MOST_LEVEL >= 2
-#define XGPT_AVX512_CASE(call) case XGPT_AVX512_AMX: case XGPT_AVX512: return xgpt::avx512::call;
+#define XGPT_AVX512_CASE(call) case XGPT_AVX512: return xgpt::avx512::call;
 #else
 #define XGPT_AVX512_CASE(call)
 #endif

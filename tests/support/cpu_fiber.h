@@ -1,4 +1,4 @@
-/* Fibers: stacks that take turns on one OS thread, for csrc/cpu_cuda.h. On x86-64 a change of stack
+/* Fibers: stacks that take turns on one OS thread, for cpu_cuda.h. On x86-64 a change of stack
  * is a dozen instructions; elsewhere (or with XGPT_UCONTEXT) it is the C library's, which asks the
  * system at every change. AddressSanitizer is told of every change. */
 #ifndef XGPT_CPU_FIBER_H
