@@ -3,15 +3,15 @@
 from problems_suite import roofline_of, toy_problem
 
 from xscheduler.copies import problems_of_copies
-from xsimulator.plans import StagePlans
+from xsimulator.plans import Plans, StagePlans
 
 
 def test_copies_on_parts_of_any_size_share_what_is_asked_of_a_layer():
     problem = toy_problem(devices=4)
-    timing, kept = roofline_of(problem), []
+    plans, kept = Plans(roofline_of(problem)), []
     for parts in problems_of_copies(problem):
         for one in parts:
-            layers = StagePlans(one, timing).layers
+            layers = plans.of(one).layers
             kept.append(layers)
             assert layers is kept[0]
     assert len(kept) > 2

@@ -185,7 +185,8 @@ class TwoPools:
             lacking = np.maximum(rows / work.iterations - most * cycle(rows, taken), 0.0) * mean
             taken = np.where(is_full, np.minimum(lacking, chunk * groups), taken)
         cycle_s = cycle(rows, taken)
-        qps = rows / (work.iterations * cycle_s)
+        # no more are done than are encoded, of whatever takes next to no iterations
+        qps = np.minimum(rows / (work.iterations * cycle_s), most + taken / (mean * cycle_s))
         has = taken > 0
         share = np.where(has, taken / (mean * cycle_s * np.maximum(qps, 1e-300)), 0.0)
         handed_s = longest.through + handover_s
