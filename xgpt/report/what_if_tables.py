@@ -1,16 +1,13 @@
 """What `xgpt schedule` shows when asked for more than the schedule: what more of each limit would
-bring, ways to go on from a deployed schedule, and drifting lengths; and other bounds, for
-`xgpt sweep`."""
+bring, ways to go on from a deployed schedule, and drifting lengths."""
 
 import math
 import textwrap
 from collections.abc import Callable, Sequence
 
 from xgpt.core.constraint import Constraint
-from xgpt.core.schedule import Schedule
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report.figures import plain
-from xgpt.report.policy_words import value_of
 from xgpt.report.table import fact, paragraph, shown_width, table
 from xscheduler.drift import DriftRow
 from xscheduler.live.given_stages import Way
@@ -52,38 +49,6 @@ def _cost(ways: Reschedule) -> str:
             f"made up for after {math.ceil(queries):,} queries")
     return (f"; loads {format_bytes(loading.total_bytes)}, {format_seconds(loading.from_dram_s)} "
             f"from DRAM or {format_seconds(loading.from_ssd_s)} from SSD: {pays}")
-
-
-def sweep_table(rows: Sequence[tuple[float, Schedule | str]]) -> str:
-    """A line a bound (in seconds): its schedule, or why there is none."""
-    has_margin = any(isinstance(answer, Schedule) and answer.margin.factor > 1
-                     for _, answer in rows)
-    header = ("bound", "policy", "queries/s", "latency", "encode", "iterations", "groups", "TP",
-              "margin")
-    body = [_row(bound_s, answer) for bound_s, answer in rows]
-    columns = len(header) if has_margin else len(header) - 1
-    lines = [table(header[:columns], [row[:columns] for row in body], right=(2, 4, 5, 6, 8))]
-    refused = [why for _, why in rows if isinstance(why, str)]
-    return "\n".join([*lines, fact("infeasible", refused[-1])] if refused else lines)
-
-
-def _row(bound_s: float, answer: Schedule | str) -> tuple[str, ...]:
-    if isinstance(answer, str):
-        return (format_seconds(bound_s), "infeasible", *("-",) * 7)
-    figures, deployment = answer.figures, answer.deployment
-    iterations = value_of(answer.estimate, "decode_iterations")
-    return (format_seconds(bound_s), answer.estimate.policy, f"{figures.throughput_qps:.4g}",
-            format_seconds(figures.latency_s), str(figures.encode_batch),
-            "-" if iterations is None else str(iterations), str(deployment.num_groups),
-            _parallel(answer), f"{answer.margin.factor - 1:.1%}")
-
-
-def _parallel(answer: Schedule) -> str:
-    """Copies and the tensor plan, in a cell."""
-    deployment = answer.deployment
-    copies = [f"{deployment.replicas} copies"] if deployment.replicas > 1 else []
-    plan = [f"{deployment.tp_degree} x {deployment.tp_gpus}"] if deployment.tp_degree > 1 else []
-    return ", ".join(copies + plan) or "-"
 
 
 def drift_table(rows: Sequence[DriftRow], constraint: Constraint) -> str:
