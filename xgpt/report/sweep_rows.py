@@ -29,76 +29,70 @@ class SweepColumn:
     unit: str = ""
 
 
-def _columns(group: str, *rows: tuple[str, Kind, str, str]) -> tuple[SweepColumn, ...]:
-    return tuple(SweepColumn(name=name, group=group, kind=kind, title=title, unit=unit)
-                 for name, kind, title, unit in rows)
+# by the end of a column's name; of `gap` and `margin_cost` it is the whole
+_UNITS = {"tokens_per_s": "tokens/s", "_qps": "queries/s", "_bytes": "bytes", "_s": "s",
+          "_s_per_query": "s", "gap": "share", "margin_cost": "share"}
+
+
+def _columns(group: str, kind: Kind, **titles: str) -> tuple[SweepColumn, ...]:
+    return tuple(SweepColumn(
+        name=name, group=group, kind=kind, title=title,
+        unit=next((unit for end, unit in _UNITS.items() if name.endswith(end)), ""))
+        for name, title in titles.items())
 
 
 COLUMNS = (
-    *_columns("point", ("key", "text", "key", ""), ("scenario", "text", "scenario", ""),
-              ("fingerprint", "text", "fingerprint", "")),
-    *_columns("axis", ("model", "text", "model", ""), ("cluster", "text", "cluster", ""),
-              ("gpus", "whole", "GPUs (or ranks)", ""), ("task", "text", "task", ""),
-              ("engine", "text", "engine", ""), ("copies", "text", "copies asked for", ""),
-              ("policy", "text", "policy", ""),
-              ("bound", "text", "latency bound", "")),
-    *_columns("answer", ("bound_s", "number", "latency bound", "s"),
-              ("status", "text", "status", ""),
-              ("reason", "text", "why there is no schedule", ""),
-              ("chosen", "text", "policy chosen", "")),
-    *_columns("figure", ("throughput_qps", "number", "throughput", "queries/s"),
-              ("output_tokens_per_s", "number", "output tokens", "tokens/s"),
-              ("latency_s", "number", "latency", "s"),
-              ("encode_s", "number", "time of an encode step", "s"),
-              ("decode_iteration_s", "number", "time of a decode iteration", "s"),
-              ("period_s", "number", "period", "s"),
-              ("decode_batch", "number", "queries decoding at once", ""),
-              ("memory_bytes", "whole", "memory of the fullest rank", "bytes"),
-              ("memory_capacity_bytes", "whole", "memory of a rank", "bytes"),
-              ("gpu_s_per_query", "number", "device time a query", "s"),
-              ("makespan_s", "number", "time of the job", "s"),
-              ("job_throughput_qps", "number", "throughput of the job", "queries/s"),
-              ("latency_p50_s", "number", "latency P50", "s"),
-              ("latency_p99_s", "number", "latency P99", "s"),
-              ("ttft_p50_s", "number", "first token P50", "s"),
-              ("ttft_p99_s", "number", "first token P99", "s"),
-              ("tpot_p50_s", "number", "time per token P50", "s"),
-              ("tpot_p99_s", "number", "time per token P99", "s")),
-    *_columns("control", ("encode_batch", "whole", "queries encoded together", ""),
-              ("decode_iterations", "whole", "decode iterations between two encodings", ""),
-              ("encode_chunk", "whole", "tokens encoded beside decoding", ""),
-              ("decode_micro_batches", "whole", "groups of the decode batch", ""),
-              ("encode_micro_batches", "whole", "steps in which a batch is encoded", ""),
-              ("max_active", "whole", "queries at a time", ""),
-              ("token_budget", "whole", "tokens of a step", ""),
-              ("max_in_system", "whole", "queries in the system", ""),
-              ("tp_degree", "whole", "tensor-parallel degree", ""),
-              ("tp_gpus", "whole", "devices in tensor-parallel groups", ""),
-              ("replicas", "whole", "copies of the model", ""),
-              ("stages", "whole", "stages of a copy", ""),
-              ("encode_stages", "whole", "stages that encode alone", ""),
-              ("controls", "text", "control variables", "")),
-    *_columns("proof", ("proof", "text", "how the search ended", ""),
-              ("bound_qps", "number", "upper bound on the throughput", "queries/s"),
-              ("gap", "number", "gap", "share"), ("nodes", "whole", "configurations evaluated", ""),
-              ("search_s", "number", "time of the search", "s"),
-              ("margin", "number", "margin", ""), ("margin_cost", "number", "cost of the margin",
-                                                   "share"),
-              ("unbounded_qps", "number", "throughput without a bound", "queries/s"),
-              ("times", "text", "where step times come from", "")),
-    *_columns("measured", ("measured_status", "text", "the run", ""),
-              ("measured_reason", "text", "why it failed", ""),
-              ("measured_qps", "number", "throughput measured", "queries/s"),
-              ("measured_tokens_per_s", "number", "output tokens measured", "tokens/s"),
-              ("measured_latency_p50_s", "number", "latency P50 measured", "s"),
-              ("measured_latency_p99_s", "number", "latency P99 measured", "s"),
-              ("measured_ttft_p50_s", "number", "first token P50 measured", "s"),
-              ("measured_ttft_p99_s", "number", "first token P99 measured", "s"),
-              ("measured_tpot_p50_s", "number", "time per token P50 measured", "s"),
-              ("measured_tpot_p99_s", "number", "time per token P99 measured", "s"),
-              ("measured_wall_s", "number", "time of the run measured", "s"),
-              ("folder", "text", "folder of the run", "")),
-)
+    *_columns("point", "text", key="key", scenario="scenario", fingerprint="fingerprint"),
+    *_columns("axis", "text", model="model", cluster="cluster"),
+    *_columns("axis", "whole", gpus="GPUs (or ranks)"),
+    *_columns("axis", "text", task="task", engine="engine", copies="copies asked for",
+              policy="policy", bound="latency bound"),
+    *_columns("answer", "number", bound_s="latency bound"),
+    *_columns("answer", "text", status="status", reason="why there is no schedule",
+              chosen="policy chosen"),
+    *_columns("figure", "number", throughput_qps="throughput", output_tokens_per_s="output tokens",
+              latency_s="latency", encode_s="time of an encode step",
+              decode_iteration_s="time of a decode iteration", period_s="period",
+              decode_batch="queries decoding at once"),
+    *_columns("figure", "whole", memory_bytes="memory of the fullest rank",
+              memory_capacity_bytes="memory of a rank"),
+    *_columns("figure", "number", gpu_s_per_query="device time a query",
+              makespan_s="time of the job", job_throughput_qps="throughput of the job",
+              latency_p50_s="latency P50", latency_p99_s="latency P99",
+              ttft_p50_s="first token P50", ttft_p99_s="first token P99",
+              tpot_p50_s="time per token P50", tpot_p99_s="time per token P99"),
+    *_columns("control", "whole", encode_batch="queries encoded together",
+              decode_iterations="decode iterations between two encodings",
+              encode_chunk="tokens encoded beside decoding",
+              decode_micro_batches="groups of the decode batch",
+              encode_micro_batches="steps in which a batch is encoded",
+              max_active="queries at a time", token_budget="tokens of a step",
+              max_in_system="queries in the system", tp_degree="tensor-parallel degree",
+              tp_gpus="devices in tensor-parallel groups", replicas="copies of the model",
+              stages="stages of a copy", encode_stages="stages that encode alone"),
+    *_columns("control", "text", controls="control variables"),
+    *_columns("proof", "text", proof="how the search ended"),
+    *_columns("proof", "number", bound_qps="upper bound on the throughput", gap="gap"),
+    *_columns("proof", "whole", nodes="configurations evaluated"),
+    *_columns("proof", "number", search_s="time of the search", margin="margin",
+              margin_cost="cost of the margin", unbounded_qps="throughput without a bound"),
+    *_columns("proof", "text", times="where step times come from"),
+    *_columns("measured", "text", measured_status="the run", measured_reason="why it failed"),
+    *_columns("measured", "number", measured_qps="throughput measured",
+              measured_tokens_per_s="output tokens measured",
+              measured_latency_p50_s="latency P50 measured",
+              measured_latency_p99_s="latency P99 measured",
+              measured_ttft_p50_s="first token P50 measured",
+              measured_ttft_p99_s="first token P99 measured",
+              measured_tpot_p50_s="time per token P50 measured",
+              measured_tpot_p99_s="time per token P99 measured",
+              measured_wall_s="time of the run measured"),
+    *_columns("measured", "text", folder="folder of the run"))
+# column of what a run measured -> key of its metrics.json
+MEASURED = {column.name: {"measured_qps": "throughput_qps",
+                          "measured_tokens_per_s": "output_tokens_per_s"}.get(
+    column.name, column.name.removeprefix("measured_"))
+    for column in COLUMNS if column.group == "measured" and column.kind == "number"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
