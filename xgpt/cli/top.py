@@ -5,8 +5,7 @@ from pathlib import Path
 
 import click
 
-from xgpt.app.live import NowAndThen, glance
-from xgpt.app.live_screen import follow
+from xgpt.app.live import NowAndThen, follow, glance
 from xgpt.app.place import place_of
 from xgpt.cli.options import JobFile
 from xgpt.cli.terminal import show
