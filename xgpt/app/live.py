@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xgpt.app.joined_status import JobStatus, job_status
 from xgpt.app.messages import doing, last_messages
 from xgpt.app.place import Place
 from xgpt.app.slurm_record import SlurmRecord
 from xgpt.app.stall import are_silent, signs_of_life
-from xgpt.app.status import how_to_go_on
-from xgpt.app.time_left import time_left_s
+from xgpt.app.status import JobStatus, how_to_go_on, job_status
+from xgpt.app.telling import time_left_s
 from xgpt.core.errors import MissingExtraError, XgptError
 from xgpt.core.units import format_seconds
 from xgpt.core.visible import visible

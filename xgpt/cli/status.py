@@ -7,13 +7,11 @@ from pathlib import Path
 
 import click
 
-from xgpt.app.joined_status import job_status
 from xgpt.app.messages import doing
 from xgpt.app.place import place_of
 from xgpt.app.stall import age_s, are_silent, signs_of_life
-from xgpt.app.status import how_to_go_on
-from xgpt.app.telling import progress_line
-from xgpt.app.time_left import time_left_s
+from xgpt.app.status import how_to_go_on, job_status
+from xgpt.app.telling import progress_line, time_left_s
 from xgpt.cli.options import print_json, run_arguments
 from xgpt.cli.terminal import show
 from xgpt.core.errors import XgptError
