@@ -121,10 +121,8 @@ def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart],
 def _tiles(metrics: Mapping[str, Any], check: BoundCheck) -> list[dict[str, str]]:
     """The four figures people look for first, each with its prediction."""
     tiles = []
-    for key, label, unit in (("throughput_qps", "Throughput", "queries/s"),
-                             ("output_tokens_per_s", "Output", "tokens/s"),
-                             ("latency_p50_s", "Latency P50", "s"),
-                             ("latency_p99_s", "Latency P99", "s")):
+    for key in ("throughput_qps", "output_tokens_per_s", "latency_p50_s", "latency_p99_s"):
+        label, unit = figures.MEASURES[key]
         measured, predicted = number(metrics, key, "measured"), number(metrics, key, "predicted")
         value, _, shown_unit = quantity(measured, unit).partition(" ")
         note = "" if predicted is None else f"predicted {quantity(predicted, unit)}"

@@ -2,6 +2,7 @@
 to 8 (cost, time and memory can be put on the axes instead), the gain over the baselines, where the
 best policy changes and why, and the points that have no schedule."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,16 @@ from xgpt.core.whole_file import write_atomically
 from xgpt.report.chart import PALETTE, Axis, Chart, Mark, Series
 from xgpt.report.figures import percent, plain
 from xgpt.report.html_page import render_page
-from xgpt.report.sweep_rows import INFEASIBLE, OK, REFUSED, Row, SweepRows, number_of, read_sweep
+from xgpt.report.sweep_rows import (
+    INFEASIBLE,
+    OK,
+    REFUSED,
+    Row,
+    SweepRows,
+    grouped,
+    number_of,
+    read_sweep,
+)
 from xgpt.report.words import counted
 
 REPORT_NAME = "report.html"
@@ -106,54 +116,43 @@ def _within(winner: Winner) -> str:
 def winners(scenario: str, rows: Sequence[Row]) -> list[Winner]:
     """The best policy at each bound, from the tightest on."""
     found: list[Winner] = []
-    good = [row for row in rows if row.get("status") == OK and number_of(row, "throughput_qps")]
+    good = sorted((row for row in rows if row.get("status") == OK and _rate(row)),
+                  key=lambda row: (bound_of(row), -_rate(row)))
     before: dict[str, float] = {}
-    best_before = None
-    for bound_s in sorted({bound_of(row) for row in good}):
-        rates: dict[str, float] = {}
-        by_policy: dict[str, Row] = {}
-        for row in good:
-            if bound_of(row) == bound_s:
-                name = str(row.get("chosen") or row.get("policy"))
-                rate = number_of(row, "throughput_qps") or 0.0
-                if rate > rates.get(name, 0.0):
-                    rates[name], by_policy[name] = rate, row
-        first, *others = sorted(rates, key=lambda name: -rates[name])
-        controls = str(by_policy[first].get("controls") or "").partition(": ")[2]
+    for bound_s, own in itertools.groupby(good, bound_of):
+        best: dict[str, Row] = {}  # of each policy, the best policy first
+        for row in own:
+            best.setdefault(str(row.get("chosen") or row.get("policy")), row)
+        now = {name: _rate(row) for name, row in best.items()}
+        first, *others = now
         found.append(Winner(
-            scenario=scenario, controls=controls, policy=title_of(first),
-            throughput=plain(rates[first]),
+            scenario=scenario, policy=title_of(first), throughput=plain(now[first]),
+            controls=str(best[first].get("controls") or "").partition(": ")[2],
             bound="none" if math.isinf(bound_s) else format_seconds(bound_s),
-            ahead=f"{percent(rates[first] / rates[others[0]] - 1, 1)} ({title_of(others[0])})"
-            if others else "", why=_why(first, best_before, before, rates)))
-        before, best_before = rates, first
+            ahead=f"{percent(now[first] / now[others[0]] - 1, 1)} ({title_of(others[0])})"
+            if others else "", why=_why(first, before, now)))
+        before = now
     return found
 
 
-def _why(first: str, best_before: str | None, before: dict[str, float],
-         rates: dict[str, float]) -> str:
-    """Why `first` is best now and was not under the tighter bound."""
-    if best_before is None or first == best_before:
+def _why(first: str, before: dict[str, float], now: dict[str, float]) -> str:
+    """Why `first` is best now and was not under the tighter bound; both with the best first."""
+    if not before or first == (last := next(iter(before))):
         return ""
-    new = (f"{title_of(first)} rises from {plain(before[first])} to {plain(rates[first])} queries/s"
+    new = (f"{title_of(first)} rises from {plain(before[first])} to {plain(now[first])} queries/s"
            if first in before else f"{title_of(first)} keeps no tighter bound")
-    old = (f"{title_of(best_before)} from {plain(before[best_before])} to "
-           f"{plain(rates[best_before])}" if best_before in rates else
-           f"{title_of(best_before)} has no schedule here")
+    old = (f"{title_of(last)} from {plain(before[last])} to {plain(now[last])}" if last in now else
+           f"{title_of(last)} has no schedule here")
     return f"{new}; {old}"
 
 
 def lacking(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:
     """(scenarios, policies, bounds, why) of points that have no schedule, those of one reason
     together."""
-    by_reason: dict[str, list[Row]] = {}
-    for row in rows:
-        if row.get("status") != OK:
-            reason = str(row.get("reason") or row.get("status"))
-            by_reason.setdefault(reason, []).append(row)
+    without = grouped((row for row in rows if row.get("status") != OK), "reason")
     return [(_some(own, "scenario"), _some(own, "policy"), _some(own, "bound"),
              reason if len(reason) <= _MOST_REASON else f"{reason[:_MOST_REASON]} ...")
-            for reason, own in by_reason.items()]
+            for (reason,), own in without.items()]
 
 
 def _some(rows: Sequence[Row], key: str) -> str:
@@ -170,10 +169,7 @@ class Quantity(NamedTuple):
 
 def by_scenario(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Points that differ in copies, policy and bound alone."""
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(str(row.get("scenario")), []).append(row)
-    return found
+    return {scenario: own for (scenario,), own in grouped(rows, "scenario").items()}
 
 
 def sweep_charts(rows: Sequence[Row]) -> list[Chart]:
@@ -197,6 +193,11 @@ def bound_of(row: Row) -> float:
     return math.inf if bound_s is None else bound_s
 
 
+def _rate(row: Row) -> float:
+    """Queries/s; 0 where it has none."""
+    return number_of(row, "throughput_qps") or 0.0
+
+
 def title_of(name: str) -> str:
     """A policy's name as it is shown: `auto` is whichever is best."""
     return "best of all" if name == "auto" else (
@@ -217,7 +218,7 @@ def gains(rows: Sequence[Row], over: str = "") -> dict[float, float]:
     found = {}
     for bound_s in sorted({bound_of(row) for row in rows}):
         here = [row for row in rows if bound_of(row) == bound_s]
-        best, base = (max((number_of(row, "throughput_qps") or 0.0 for row in here
+        best, base = (max((_rate(row) for row in here
                            if (row.get("policy") in baselines()) == is_base
                            and (not is_base or row["policy"] == over or not over)), default=0.0)
                       for is_base in (False, True))

@@ -5,7 +5,7 @@ import json
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from xgpt.report.words import counted
 
 SWEEP_FILE, ROWS_FILE, EARLIER_FILE = "sweep.json", "sweep.jsonl", "earlier.jsonl"
 VERSION = 1
+MANY_POINTS, MANY_POLICIES = 40, 3  # from which on only the best policy gets a line
 OK, INFEASIBLE, REFUSED = "ok", "infeasible", "refused"  # what `status` may be
 
 Row = dict[str, Any]
@@ -157,22 +158,24 @@ def number_of(row: Row, name: str) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-MANY_POINTS, MANY_POLICIES = 40, 3  # from which on only the best policy gets a line
+def grouped(rows: Iterable[Row], *names: str) -> dict[tuple[str, ...], list[Row]]:
+    """The rows by what they have in these columns, in the order in which that is met."""
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(str(row.get(name)) for name in names), []).append(row)
+    return found
 
 
 def sweep_text(rows: Sequence[Row]) -> str:
     """The table of all scenarios, and how many points have a schedule."""
-    by_scenario: dict[str, list[Row]] = {}
-    for row in rows:
-        by_scenario.setdefault(row["scenario"], []).append(row)
-    policies = {row["policy"] for row in rows}
-    is_brief = len(rows) >= MANY_POINTS and len(policies) >= MANY_POLICIES
+    scenarios = grouped(rows, "scenario")
+    is_brief = len(rows) >= MANY_POINTS and len(grouped(rows, "policy")) >= MANY_POLICIES
     parts = []
-    for scenario, own in by_scenario.items():
+    for (scenario,), own in scenarios.items():
         text = _best_table(own) if is_brief else _full_table(own)
         text += _reasons([row for row in own if not is_brief or row["status"] == REFUSED])
-        parts.append(f"{scenario}\n{text}" if len(by_scenario) > 1 else text)
-    if len(by_scenario) > 1:
+        parts.append(f"{scenario}\n{text}" if len(scenarios) > 1 else text)
+    if len(scenarios) > 1:
         parts.append(_summary(rows, is_brief))
     return "\n\n".join(parts)
 
@@ -201,11 +204,8 @@ def _full_table(rows: Sequence[Row]) -> str:
 
 def _best_table(rows: Sequence[Row]) -> str:
     """A line a bound: the best policy, and what the others reach."""
-    by_bound: dict[str, list[Row]] = {}
-    for row in rows:
-        by_bound.setdefault(row["bound"], []).append(row)
     body = []
-    for own in by_bound.values():
+    for own in grouped(rows, "bound").values():
         ranked = sorted((row for row in own if row["status"] == OK),
                         key=lambda row: -row["throughput_qps"])
         without = [row["policy"] for row in own if row["status"] != OK]
@@ -254,12 +254,8 @@ def _summary(rows: Sequence[Row], is_brief: bool) -> str:
     solved = [row for row in rows if row["status"] == OK]
     text = f"{counted(len(rows), 'point')}, {len(solved)} with a schedule"
     if is_brief:
-        best: dict[tuple[str, str], Row] = {}
-        for row in solved:
-            place = row["scenario"], row["bound"]
-            if place not in best or row["throughput_qps"] > best[place]["throughput_qps"]:
-                best[place] = row
-        wins = Counter(row["policy"] for row in best.values())
+        wins = Counter(max(own, key=lambda row: row["throughput_qps"])["policy"]
+                       for own in grouped(solved, "scenario", "bound").values())
         text += "; the best is " + ", ".join(
             f"{policy} {counted(count, 'time')}" for policy, count in wins.most_common())
         if len(solved) < len(rows):
