@@ -20,9 +20,8 @@ from xgpt.core.schedule import Schedule
 from xgpt.launch.contention import in_words
 from xgpt.launch.launcher import threads_per_rank
 from xgpt.report.bounds import check_bounds, kept_facts
-from xgpt.report.output import Output, read_output
+from xgpt.report.output import Output, columns_of, read_output
 from xgpt.report.page import MAX_ANSWERS, write_page
-from xgpt.report.queries import columns_of
 from xgpt.report.results_file import write_results
 from xgpt.report.table import paragraph, summary_table
 from xgpt.report.words import clean, counted

@@ -13,7 +13,7 @@ from xgpt.core.sweep_file import SWEEP_FOLDER
 from xgpt.core.whole_file import write_atomically
 from xgpt.report import figures
 from xgpt.report.bounds import check_bound
-from xgpt.report.chart import Chart
+from xgpt.report.chart import Chart, can_draw, write_image
 from xgpt.report.comparison import (
     Run,
     comparison_charts,
@@ -23,7 +23,6 @@ from xgpt.report.comparison import (
     write_comparison,
 )
 from xgpt.report.comparison import headline as comparison_headline
-from xgpt.report.image import can_draw, write_image
 from xgpt.report.next_steps import next_steps
 from xgpt.report.output import Output, read_output, text_at
 from xgpt.report.page import run_charts, write_report

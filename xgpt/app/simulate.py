@@ -21,10 +21,9 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xgpt.core.units import format_seconds
 from xgpt.report import timeline
-from xgpt.report.chart import Chart
+from xgpt.report.chart import SUFFIXES, Chart, write_image
 from xgpt.report.figures import percent, plain
 from xgpt.report.html_page import write_chart_page
-from xgpt.report.image import SUFFIXES, write_image
 from xgpt.report.policy_words import controls_cell, row_of
 from xgpt.report.table import estimate_table, fact, table
 from xprofiler.interpolation import REFUSED_BEYOND

@@ -14,9 +14,8 @@ from xgpt.report.bounds import check_bound
 from xgpt.report.chart import PALETTE, Axis, Chart, Series
 from xgpt.report.figures import percent, quantity
 from xgpt.report.html_page import render_page
-from xgpt.report.output import Output, number, read_output, text_at
+from xgpt.report.output import Output, columns_of, ends_since_first, number, read_output, text_at
 from xgpt.report.policy_words import controls_cell, row_of
-from xgpt.report.queries import columns_of, ends_since_first
 
 _FIGURES = [(key, *figures.MEASURES[key]) for key in (
     "throughput_qps", "output_tokens_per_s", "latency_p50_s", "latency_p99_s", "ttft_p99_s",

@@ -9,8 +9,16 @@ import numpy as np
 
 from xgpt.core.schedule import Rejected, Schedule, Status
 from xgpt.core.units import format_seconds
-from xgpt.report.output import LoggedStep, Output, number, text_at
-from xgpt.report.queries import QueryFigures, columns_of, ends_since_first, told
+from xgpt.report.output import (
+    LoggedStep,
+    Output,
+    QueryFigures,
+    columns_of,
+    ends_since_first,
+    number,
+    text_at,
+    told,
+)
 
 # A prediction within 15 % is what the project promises of itself.
 GOOD_WITHIN, FAIR_WITHIN = 0.15, 0.30

@@ -21,9 +21,8 @@ from xgpt.report.chart import Chart
 from xgpt.report.figures import percent, plain, quantity
 from xgpt.report.html_page import render_page
 from xgpt.report.next_steps import next_steps
-from xgpt.report.output import Output, number, read_output, text_at
+from xgpt.report.output import Output, columns_of, number, read_output, text_at, told
 from xgpt.report.policy_words import row_of, schedule_sentences
-from xgpt.report.queries import columns_of, told
 
 REPORT_NAME = "report.html"
 MAX_ANSWERS = 100

@@ -13,9 +13,8 @@ from xgpt.core.units import GIB, format_bytes, format_seconds
 from xgpt.report.chart import PALETTE, Axis, Chart, Mark, Series
 from xgpt.report.figures import busy_shares, middle_window, percent, plain
 from xgpt.report.lanes import KINDS, Lane, lanes_chart, stage_label, thinned
-from xgpt.report.output import LoggedStep, Output, number
+from xgpt.report.output import LoggedStep, Output, QueryColumns, ends_since_first, number
 from xgpt.report.policy_words import controls_cell
-from xgpt.report.queries import QueryColumns, ends_since_first
 
 _CURVE, _BINS = 200, 60  # points of a curve; spans of time that a stage's work is counted in
 # what xrunner.devices.peak_memory_bytes counts: no measurement of what was predicted

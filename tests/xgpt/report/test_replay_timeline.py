@@ -9,9 +9,9 @@ import pytest
 
 from xgpt.core.deployment import Pool, StageAssignment
 from xgpt.core.queries import QueryTimes
+from xgpt.report.chart import can_draw, write_image
 from xgpt.report.expected import read_expected, write_expected
 from xgpt.report.html_page import figure, write_chart_page
-from xgpt.report.image import can_draw, write_image
 from xgpt.report.lanes import thinned
 from xgpt.report.output import LoggedStep
 from xgpt.report.run_charts import step_lanes, utilisation
