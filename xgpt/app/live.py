@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.app.messages import doing, last_messages
-from xgpt.app.place import Place
-from xgpt.app.slurm_record import SlurmRecord
+from xgpt.app.place import Place, SlurmRecord
 from xgpt.app.stall import are_silent, signs_of_life
 from xgpt.app.status import JobStatus, how_to_go_on, job_status
 from xgpt.app.telling import time_left_s

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.app.messages import failure
+from xgpt.app.place import SlurmRecord, load_record
 from xgpt.app.run_files import RESULTS_FILE
-from xgpt.app.slurm_record import SlurmRecord, load_record
 from xgpt.app.stall import oldest_s
 from xgpt.core.errors import XgptError
 from xgpt.core.spool import num_queries
