@@ -23,6 +23,7 @@ from xgpt.report.sweep_rows import (
     REFUSED,
     Row,
     SweepRows,
+    bound_words,
     grouped,
     number_of,
     read_sweep,
@@ -128,7 +129,7 @@ def winners(scenario: str, rows: Sequence[Row]) -> list[Winner]:
         found.append(Winner(
             scenario=scenario, policy=title_of(first), throughput=plain(now[first]),
             controls=str(best[first].get("controls") or "").partition(": ")[2],
-            bound="none" if math.isinf(bound_s) else format_seconds(bound_s),
+            bound=bound_words(bound_s),
             ahead=f"{percent(now[first] / now[others[0]] - 1, 1)} ({title_of(others[0])})"
             if others else "", why=_why(first, before, now)))
         before = now
@@ -320,7 +321,7 @@ def _gains(scenarios: dict[str, list[Row]]) -> Chart | None:
     if not points:
         return None
     is_few = len({name for name, *_ in points}) <= _FEW
-    bounds = [_bound_words(b) for b in sorted({bound_s for _, _, bound_s, *_ in points})]
+    bounds = [bound_words(b) for b in sorted({bound_s for _, _, bound_s, *_ in points})]
     x = Axis(label="latency bound", names=bounds) if is_few else Axis(
         label="", names=list(scenarios))
     by_label: dict[str, list[tuple[str, int, float, float, list[Row]]]] = {}
@@ -335,9 +336,9 @@ def _gains(scenarios: dict[str, list[Row]]) -> Chart | None:
     across = x.label or "scenario"
     series = [Series(
         label=label, kind="line+dots" if is_few else "dots", colour=PALETTE[place % len(PALETTE)],
-        x=(names := [_bound_words(b) if is_few else name for name, _, b, *_ in own]),
+        x=(names := [bound_words(b) if is_few else name for name, _, b, *_ in own]),
         y=[gain for *_, gain, _ in own],
-        notes=[name if is_few else f"bound: {_bound_words(b)}" for name, _, b, *_ in own],
+        notes=[name if is_few else f"bound: {bound_words(b)}" for name, _, b, *_ in own],
         columns={across: names, up: [gain for *_, gain, _ in own],
                  **{words: [values[name].get(b) for name, _, b, *_ in own]
                     for words, values in others.items()}})
@@ -370,7 +371,3 @@ def _measured(rows: Sequence[Row]) -> Chart | None:
                    notes=[f"{_note(row, False)}; {plain(m / p)} times" for row, p, m in both]),
             Series(label="as predicted", x=[0.0, most], y=[0.0, most], colour="muted",
                    is_dashed=True)])
-
-
-def _bound_words(bound_s: float) -> str:
-    return "none" if math.isinf(bound_s) else format_seconds(bound_s)

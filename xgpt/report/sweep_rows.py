@@ -246,8 +246,13 @@ def bound_text(row: Row) -> str:
     bound_s = number_of(row, "bound_s")
     if bound_s is None:
         return str(row["bound"])
-    text = "none" if math.isinf(bound_s) else format_seconds(bound_s)
+    text = bound_words(bound_s)
     return f"{text} ({row['bound']})" if str(row["bound"]).endswith("%") else text
+
+
+def bound_words(bound_s: float) -> str:
+    """The bound in seconds, or `none`."""
+    return "none" if math.isinf(bound_s) else format_seconds(bound_s)
 
 
 def _summary(rows: Sequence[Row], is_brief: bool) -> str:

@@ -70,11 +70,11 @@ def sweep_points(spec: SweepSpec, tell: Teller, *, cores: int | None = None,
     folder = SweepFolder(spec, is_run=runs)
     with output_lock(folder.path), warned_in_good_order():
         once, points = _Once(tell), {key_of(point, spec): point for point in spec.points}
-        units = _units(points)
-        known, outdated = folder.take_up({
-            key: fingerprint for unit in units
-            for fingerprint in [fingerprint_here(next(iter(unit.values())).job, once)]
-            for key in unit})
+        fingerprints: dict[str, str] = {}
+        for unit in _units(points):
+            first = next(iter(unit.values()))
+            fingerprints |= dict.fromkeys(unit, fingerprint_here(first.job, once))
+        known, outdated = folder.take_up(fingerprints)
         if known:
             tell.say(f"going on: {len(known)} of {len(points)} points are there")
         if outdated:
