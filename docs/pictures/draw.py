@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import html
 import io
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,10 @@ def replay(policy: str) -> ReplayResult:
 
 def trade_off(policy: str, bounds_s: tuple[float, ...] = TRADE_OFF_BOUNDS_S) -> list[float | None]:
     """Queries/s of a policy's best schedule under each bound; None where none keeps it."""
-    job = xgpt.load(TRADE_OFF_JOB, {"schedule.policy": policy})
-    return [None if isinstance(answer, str) else round(answer.figures.throughput_qps, 2)
-            for _, answer in xgpt.sweep(job, bounds_s).rows]
+    with tempfile.TemporaryDirectory() as folder:
+        swept = xgpt.sweep(TRADE_OFF_JOB, bounds_s, over={"policy": [policy]}, out=folder)
+    return [None if row["throughput_qps"] is None else round(row["throughput_qps"], 2)
+            for row in swept.rows]
 
 
 def digest(shape: object = "") -> str:

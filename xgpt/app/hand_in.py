@@ -14,8 +14,8 @@ from xgpt.app.allocation import NodeLayout, layout_of
 from xgpt.app.checks import check_model, make_folder, refuse_what_no_machine_runs
 from xgpt.app.finished import done_already
 from xgpt.app.opened import open_job
+from xgpt.app.place import SlurmRecord, load_record
 from xgpt.app.plan import Plan, executable, plan_job
-from xgpt.app.slurm_record import SlurmRecord, load_record
 from xgpt.app.standard_input import standard_input
 from xgpt.app.telling import Teller
 from xgpt.core.errors import InputError, XgptError

@@ -4,13 +4,12 @@ import json
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.plan import Plan, default_horizon, plan_job, settled
 from xgpt.app.run import execute, open_to_run, to_run
 from xgpt.app.simulate import Simulation, simulate_job
-from xgpt.app.sweep import Sweep, sweep_job
 from xgpt.app.sweeps.sweep import Swept, sweep_points
 from xgpt.app.telling import LogTeller, Teller
 from xgpt.core.errors import XgptError
@@ -52,36 +51,22 @@ def simulate(job: OpenedJob, plan: Plan | None = None, *,
                         with_others=with_baselines)
 
 
-@overload
-def sweep(job: OpenedJob, bounds_s: Sequence[float] | None = None) -> Sweep: ...
-
-
-@overload
-def sweep(job: str | PathLike[str], bounds_s: Sequence[float] | None = None, *,
+def sweep(path: str | PathLike[str], bounds_s: Sequence[float] | None = None, *,
           over: Mapping[str, Sequence[object]] | None = None,
           out: str | PathLike[str] | None = None, formats: Sequence[str] = (), cores: int = 1,
-          tell: Teller | None = None) -> Swept: ...
-
-
-def sweep(job: OpenedJob | str | PathLike[str], bounds_s: Sequence[float] | None = None, *,
-          over: Mapping[str, Sequence[object]] | None = None,
-          out: str | PathLike[str] | None = None, formats: Sequence[str] = (), cores: int = 1,
-          tell: Teller | None = None) -> Sweep | Swept:
-    """Plans a job under each latency bound; by default under shares of the latency at the highest
-    throughput. Of the path of a job file or a sweep file it plans the whole grid, as `xgpt sweep`
-    does (docs/sweep.md): `over` has values by the name of an axis or a key of the job file, and
-    points that the folder `out` has are not planned again. `cores`: processes that plan side by
+          tell: Teller | None = None) -> Swept:
+    """Plans every point of a job file or a sweep file, as `xgpt sweep` does (docs/sweep.md): under
+    each latency bound, by default of a job file under shares of the latency at the highest
+    throughput. `over`: values, or a single one, by the name of an axis or a key of the job file.
+    Points that the folder `out` has are not planned again. `cores`: processes that plan side by
     side; more than one needs a script whose start is guarded by `if __name__ == "__main__"`.
-    Raises InputError, and StoppedEarly where a grid was interrupted: the same call goes on."""
-    if isinstance(job, OpenedJob):
-        assert not (over or out or formats), "a grid is of a file: give its path"
-        return sweep_job(job, bounds_s)
+    Raises InputError, and StoppedEarly where it was interrupted: the same call goes on."""
     flags = SweepFlags(
         over=tuple(f"{axis}={','.join(map(_as_yaml, values))}"
                    for axis, values in (over or {}).items()),
         bounds=None if bounds_s is None else ",".join(map(_as_yaml, bounds_s)),
         out=None if out is None else Path(out))
-    return sweep_points(load_sweep(Path(job), flags), tell or LogTeller(), cores=cores,
+    return sweep_points(load_sweep(Path(path), flags), tell or LogTeller(), cores=cores,
                         formats=formats)
 
 

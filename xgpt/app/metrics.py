@@ -1,30 +1,36 @@
-"""metrics.json: what a run measured, beside what was predicted."""
+"""metrics.json: what a run measured, beside what was predicted, and what makes the difference."""
 
 import platform
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from xgpt.app.attribution import attribute
 from xgpt.app.opened import OpenedJob
 from xgpt.app.run_files import METRICS_FILE
+from xgpt.core.errors import XgptError
 from xgpt.core.json_values import plain, write_json
+from xgpt.core.lengths import IntArray
 from xgpt.core.problem import Problem
+from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Schedule
 from xgpt.launch.contention import in_words
 from xgpt.launch.launcher import threads_per_rank
 from xgpt.report.bounds import check_bounds, kept_facts
-from xgpt.report.output import Output, read_output
+from xgpt.report.output import Output, columns_of, read_output
 from xgpt.report.page import MAX_ANSWERS, write_page
-from xgpt.report.queries import columns_of
 from xgpt.report.results_file import write_results
 from xgpt.report.table import paragraph, summary_table
 from xgpt.report.words import clean, counted
 from xprofiler.timing import TimingSource
+from xscheduler.evaluator import in_run_order, job_lengths
 from xsimulator.memory import kv_bytes
+from xsimulator.replay.job import Replayer
+from xsimulator.replay.predict import MOST_PREDICTED
+from xsimulator.replay.recorded import Recording, load_recordings
 
 CHANGED = ("the schedule was changed while the queries ran; what was predicted is of the one that "
            "the run began with")
@@ -132,3 +138,84 @@ def _kv_bytes(problem: Problem, schedule: Schedule) -> list[int]:
     replicas."""
     return [int(held) for pool in schedule.estimate.all_pools
             for held in kv_bytes(problem, pool.stages, pool.kv_tokens)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attribution:
+    """Seconds of the whole job, as predicted, with the run's lengths, with its step times too, and
+    as measured (the rest: the head, messages, and ranks that wait for one another);
+    `same_steps`: share of the replay's steps that were of the recorded size."""
+
+    predicted_s: float
+    with_lengths_s: float
+    with_times_s: float
+    measured_s: float
+    same_steps: float
+
+    @property
+    def sentence(self) -> str:
+        def change(to_s: float, from_s: float) -> str:
+            return f"{100 * (to_s / from_s - 1):+.0f} %"
+
+        total = change(self.measured_s, self.predicted_s)
+        return (f"time of the run against its prediction {total}: output lengths "
+                f"{change(self.with_lengths_s, self.predicted_s)}, step times "
+                f"{change(self.with_times_s, self.with_lengths_s)}, the rest "
+                f"{change(self.measured_s, self.with_times_s)}")
+
+
+def attribute(problem: Problem, timing: TimingSource, schedule: Schedule, output: Path,
+              predicted_s: float) -> Attribution | None:
+    """Attributes the time of the whole run in `output`; None where its record does not tell: it was
+    stopped or resumed, is longer than the log, of more queries than a prediction replays, or by
+    copies of several shapes. Of several copies of the model the last to be done decides, each with
+    the queries that it took."""
+    estimate = schedule.estimate
+    if (problem.num_queries or 0) > MOST_PREDICTED or estimate.others:
+        return None
+    try:
+        recordings = load_recordings(output, estimate.deployment)
+        count = sum(len(recording.queries) for recording in recordings)
+        order = in_run_order(problem, estimate, count)
+        most = np.empty(count, np.int64)  # by place in the job
+        most[order] = _most_outputs(problem, schedule, count)
+        replayer = Replayer(problem, timing, estimate.one_copy)
+        parts = [_part(replayer, recording, order if len(recordings) == 1 else None, most)
+                 for recording in recordings if len(recording.queries)]
+    except (XgptError, OSError, ValueError, LookupError, TypeError, AttributeError,
+            AssertionError):  # an explanation ends no run, whatever its record is like
+        return None
+    return Attribution(
+        predicted_s=predicted_s, with_lengths_s=max(part.own_s for part in parts),
+        with_times_s=max(part.timed_s for part in parts), measured_s=recordings[0].wall_s,
+        same_steps=sum(part.matched for part in parts) / max(sum(part.steps for part in parts), 1))
+
+
+class _Part(NamedTuple):
+    """Seconds of what a copy of the model took, and the replay's steps."""
+
+    own_s: float
+    timed_s: float
+    matched: int
+    steps: int
+
+
+def _part(replayer: Replayer, recording: Recording, order: Sequence[int] | None,
+          most: IntArray) -> _Part:
+    """`order`: of the recording's queries, where they are not in that in which they were taken up;
+    `most`: output tokens that each of the job's queries reserved."""
+    rows = np.arange(len(recording.queries)) if order is None else np.array(order)
+    queries = QueryLengths(inputs=recording.inputs[rows], outputs=recording.outputs[rows],
+                           most_outputs=most[recording.queries[rows]])
+    own, clocks = replayer.run(queries), recording.clocks()
+    timed = replayer.run(queries, clocks=clocks)
+    return _Part(own.makespan_s, timed.makespan_s, sum(clock.num_matched for clock in clocks),
+                 sum(clock.num_steps for clock in clocks))
+
+
+def _most_outputs(problem: Problem, schedule: Schedule, num_queries: int) -> IntArray:
+    """[queries] tokens that each query reserved for its output: decides when it was admitted."""
+    known = job_lengths(problem, schedule.estimate)
+    if known is None or len(known.inputs) != num_queries:
+        raise XgptError(f"the run answered {num_queries} requests, others can run")
+    return known.most_outputs

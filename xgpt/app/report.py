@@ -1,28 +1,49 @@
 """Reports of what folders hold, a run, a sweep, or several runs beside one another: as a page, as
 Markdown, or as pictures."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
+from urllib.parse import quote
 
 from xgpt.app.place import Place
 from xgpt.core.errors import XgptError, wrong
 from xgpt.core.spool import num_queries
 from xgpt.core.sweep_file import SWEEP_FOLDER
 from xgpt.core.whole_file import write_atomically
-from xgpt.report import figures, markdown
-from xgpt.report.chart import Chart
-from xgpt.report.comparison import comparison_charts, read_runs, write_comparison
-from xgpt.report.image import can_draw, write_image
-from xgpt.report.output import read_output
+from xgpt.report import figures
+from xgpt.report.bounds import check_bound
+from xgpt.report.chart import Chart, can_draw, write_image
+from xgpt.report.comparison import (
+    Run,
+    comparison_charts,
+    differences,
+    figure_rows,
+    read_runs,
+    write_comparison,
+)
+from xgpt.report.comparison import headline as comparison_headline
+from xgpt.report.next_steps import next_steps
+from xgpt.report.output import Output, read_output, text_at
 from xgpt.report.page import run_charts, write_report
+from xgpt.report.policy_words import schedule_sentences
 from xgpt.report.results_file import write_results
-from xgpt.report.sweep_charts import sweep_charts
-from xgpt.report.sweep_page import write_sweep_page
-from xgpt.report.sweep_rows import SWEEP_FILE, read_sweep
+from xgpt.report.sweep_page import (
+    by_scenario,
+    lacking,
+    sweep_charts,
+    title_of,
+    winners,
+    write_sweep_page,
+)
+from xgpt.report.sweep_page import headline as sweep_headline
+from xgpt.report.sweep_rows import OK, SWEEP_FILE, SweepRows, bound_text, number_of, read_sweep
+from xgpt.report.words import banner, clean, headline
 
 Form = Literal["html", "md", "png"]
 COMPARISON, REPORT, PICTURES = "compare", "report", "report-pictures"
+_MOST_POINTS = 300  # of a sweep
+_SPECIAL = str.maketrans({mark: f"\\{mark}" for mark in "\\`*_[]<>|#~"})
 
 
 def write_reports(folders: Sequence[Path], form: Form = "html", out: Path | None = None,
@@ -103,10 +124,101 @@ def _markdown(folders: Sequence[Path], path: Path) -> list[Path]:
     shown = [(chart, place.relative_to(path.parent))
              for chart, place in zip(charts, drawn, strict=True)]
     if len(folders) > 1:
-        text = markdown.comparison_markdown(read_runs(folders), shown)
+        text = _comparison_markdown(read_runs(folders), shown)
     elif _is_sweep(folders[0]):
-        text = markdown.sweep_markdown(read_sweep(folders[0]), shown)
+        text = _sweep_markdown(read_sweep(folders[0]), shown)
     else:
-        text = markdown.run_markdown(read_output(folders[0], 0), shown)
+        text = run_markdown(read_output(folders[0], 0), shown)
     write_atomically(path, text)
     return [path, *drawn]
+
+
+def run_markdown(output: Output, pictures: Sequence[tuple[Chart, Path]]) -> str:
+    """The report of one run."""
+    metrics = figures.metrics_of(output)
+    check = check_bound(output)
+    parts = [f"# {_text(headline(output, metrics))}", _text(f"{check.sentence}.")]
+    if (note := banner(output)) is not None:
+        parts.append(_text(note))
+    rows = figures.comparisons(metrics)
+    if (unpredicted := figures.why_not_predicted(metrics)) is not None:
+        parts += ["## Measured", _table(
+            ("quantity", "measured"), [(row.label, row.measured) for row in rows]),
+            _text(unpredicted)]
+    else:
+        parts += ["## Predicted against measured", _table(
+            ("quantity", "predicted", "measured", "ratio", ""), [
+                (row.label, row.predicted, row.measured, row.ratio_text, row.verdict_text)
+                for row in rows])]
+    if (why := text_at(metrics, "attribution", "sentence")) is not None:
+        parts.append(_text(f"Why: {why}."))
+    if (schedule := output.schedule) is not None:
+        parts += ["## The schedule", *map(_text, (
+            *schedule_sentences(schedule.estimate), *schedule.explanation))]
+        parts += ["## Considered and not chosen", _table(
+            ("alternative", "queries/s", "why not"), [
+                (row.label, "-" if row.throughput_qps is None else figures.plain(
+                    row.throughput_qps), row.reason) for row in schedule.rejected])]
+    steps = next_steps(output, metrics, check)
+    parts += ["## What to try next", "\n".join(
+        f"- {_text(step.why)}\n\n      xgpt {_line(step.command)}\n" for step in steps)
+    ] if steps else []
+    return _joined([*parts, *_shown(pictures)])
+
+
+def _comparison_markdown(runs: Sequence[Run], pictures: Sequence[tuple[Chart, Path]]) -> str:
+    """Several runs beside one another."""
+    header = ("", *(run.name for run in runs))
+    return _joined([
+        f"# {_text(comparison_headline(runs))}",
+        _table(header, [(name, *cells) for name, cells in figure_rows(runs)]),
+        "## What the jobs differ in",
+        _table(header, [(key, *cells) for key, cells in differences(runs)]),
+        *_shown(pictures)])
+
+
+def _sweep_markdown(sweep: SweepRows, pictures: Sequence[tuple[Chart, Path]]) -> str:
+    """A sweep: the best policy of each scenario and bound, and what has no schedule."""
+    solved = [row for row in sweep.rows if row.get("status") == OK]
+    best = [winner for name, rows in by_scenario(sweep.rows).items()
+            for winner in winners(name, rows)]
+    return _joined([
+        f"# {_text(str(sweep.meta.get('name')))}", _text(f"{sweep_headline(sweep.rows)}."),
+        "## The best policy, and where it changes",
+        _table(("scenario", "bound", "best", "queries/s", "ahead of the next", "control variables",
+                "why another than under the tighter bound"), best),
+        "## All points", _table(
+            ("scenario", "bound", "policy", "queries/s", "latency", "schedule"), [
+                (str(row.get("scenario")), bound_text(row), title_of(str(row.get("policy"))),
+                 figures.quantity(number_of(row, "throughput_qps"), "").rstrip(),
+                 figures.quantity(number_of(row, "latency_s"), "s"),
+                 str(row.get("controls") or "-")) for row in solved[:_MOST_POINTS]]),
+        *([f"and {len(solved) - _MOST_POINTS} more, in sweep.jsonl"]
+          if len(solved) > _MOST_POINTS else []),
+        "## Without a schedule", _table(("scenario", "policy", "bound", "why"),
+                                        lacking(sweep.rows)), *_shown(pictures)])
+
+
+def _shown(pictures: Sequence[tuple[Chart, Path]]) -> list[str]:
+    return [f"![{_text(chart.title)}]({quote(path.as_posix())})"
+            + (f"\n\n{_text(chart.caption)}" if chart.caption else "") for chart, path in pictures]
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(_text(cell) for cell in row) + " |" for row in (header, *rows)]
+    lines.insert(1, "|" + "---|" * len(header))
+    return "\n".join(lines) if len(lines) > 2 else "None."
+
+
+def _text(text: str) -> str:
+    """As words that Markdown takes for nothing else, in one line."""
+    return " ".join(clean(text).split()).translate(_SPECIAL)
+
+
+def _line(command: str) -> str:
+    """A command to copy, in one line; what its paths would do to a terminal is an escape."""
+    return clean(command).replace("\n", "\\n")
+
+
+def _joined(parts: Sequence[str]) -> str:
+    return "\n\n".join(parts) + "\n"

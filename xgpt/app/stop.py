@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from xgpt.app.joined_status import job_status
+from xgpt.app.status import job_status
 from xgpt.core.errors import XgptError
 from xgpt.launch.slurm_queue import take_back
 from xrunner.io.lock import is_locked

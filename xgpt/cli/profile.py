@@ -25,8 +25,7 @@ from xgpt.core import catalog
 from xgpt.core.errors import InputError, XgptError, wrong
 from xgpt.core.run_section import DTYPES
 from xgpt.core.units import parse_seconds
-from xgpt.report.profile_charts import write_profile_plots
-from xgpt.report.profile_table import profile_tables
+from xgpt.report.profile_table import profile_tables, write_profile_plots
 from xprofiler.importers import IMPORTERS, import_folder
 from xprofiler.profile import Profile, merge
 from xprofiler.profile_file import load_profile, save_profile

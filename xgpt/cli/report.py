@@ -10,7 +10,7 @@ from xgpt.app.report import Form, write_reports, write_tables
 from xgpt.cli.options import check_folder, check_writable, job_options, print_json
 from xgpt.cli.terminal import say, show
 from xgpt.core.errors import wrong
-from xgpt.report.image import can_draw
+from xgpt.report.chart import can_draw
 
 
 @click.command()

@@ -17,7 +17,7 @@ from xgpt.cli.options import (
 from xgpt.cli.terminal import Terminal, say, show
 from xgpt.core.errors import MissingExtraError
 from xgpt.core.schedule_file import load_schedule
-from xgpt.report.image import SUFFIXES, can_draw
+from xgpt.report.chart import SUFFIXES, can_draw
 
 
 @click.command()

@@ -1,20 +1,21 @@
-"""`xgpt status`: how far a run is, from the files it writes, and whether it is alive; with what
-Slurm says of a job that was handed in."""
+"""What one asks of a run that is going on: `xgpt status`, how far it is, from the files it writes,
+whether it is alive, and what Slurm says of it; `xgpt top`, the same live; `xgpt stop`, its end."""
 
+import sys
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
-from xgpt.app.joined_status import job_status
+from xgpt.app.live import NowAndThen, follow, glance
 from xgpt.app.messages import doing
 from xgpt.app.place import place_of
 from xgpt.app.stall import age_s, are_silent, signs_of_life
-from xgpt.app.status import how_to_go_on
-from xgpt.app.telling import progress_line
-from xgpt.app.time_left import time_left_s
-from xgpt.cli.options import print_json, run_arguments
+from xgpt.app.status import how_to_go_on, job_status
+from xgpt.app.stop import stop_job
+from xgpt.app.telling import progress_line, time_left_s
+from xgpt.cli.options import JobFile, print_json, run_arguments
 from xgpt.cli.terminal import show
 from xgpt.core.errors import XgptError
 from xgpt.report.table import paragraph
@@ -55,3 +56,33 @@ def status(where: Path, overrides: tuple[str, ...], as_json: bool) -> None:
         show(paragraph(sentence))
     if (cause := status.cause) is not None:
         show(textwrap.indent(cause, "  "))
+
+
+@click.command()
+@run_arguments
+def stop(where: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+    """End the run of an output folder, or of a job file, in good order.
+
+    A job that waits in Slurm's queue is taken out of it. A run stops after the steps under way; the
+    same command goes on from there.
+    """
+    output = place_of(where, overrides).output
+    said = stop_job(output)
+    if as_json:
+        print_json({"output": output, "message": said})
+    else:
+        show(said)
+
+
+@click.command()
+@click.argument("where", type=JobFile(), metavar="DIR|JOB.yaml")
+def top(where: Path) -> None:
+    """A live view of a running job, here or under Slurm; q or Ctrl-C leaves it, and the job goes
+    on. Where the output is no terminal it prints one state and ends."""
+    place = place_of(where)
+    is_live = sys.stdout.isatty() and sys.stdin.isatty()
+    ask = NowAndThen()
+    last = follow(lambda before: glance(place, before, ask)) if is_live else glance(place)
+    if last is None:
+        raise XgptError(f"{place.output}: no run has started there")
+    show(str(last))

@@ -9,8 +9,7 @@ import numpy as np
 from xgpt.core.constraint import METRIC_WORDS, Bound, BoundKind, Metric
 from xgpt.core.lengths import FloatArray
 from xgpt.core.units import format_seconds
-from xgpt.report.output import Output, number
-from xgpt.report.queries import QueryColumns, QueryFigures, columns_of, told
+from xgpt.report.output import Output, QueryColumns, QueryFigures, columns_of, number, told
 
 
 class BoundCheck(NamedTuple):

@@ -1,16 +1,51 @@
 """A plot as data: what is drawn, in which unit, with what to say of each point.
 
-One description serves all: `plotly_page` makes it interactive in a page, `image` draws it with
-matplotlib, `rows` is its table. Colours are names of the page's variables (style.html.j2)."""
+One description serves all: html_page makes it interactive, `write_image` draws it with matplotlib,
+which is imported only here and only when one is drawn, and `rows` is its table. Colours are names
+of the page's variables (style.html.j2)."""
 
+from __future__ import annotations
+
+import io
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from xgpt.core.errors import MissingExtraError
 
 Kind = Literal["line", "steps", "dots", "line+dots", "bars", "boxes"]
 Value = float | str | None  # None breaks a line
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 PALETTE = ("decode", "encode", "good", "bad", "violet", "teal", "muted", "fair", "ink")
 KIND_COLOURS = {"encode": "encode", "decode": "decode", "mixed": "violet"}  # of a step
+SUFFIXES = (".svg", ".png", ".pdf")
+_MARKERS = ("o", "s", "D", "^", "P", "X", "*")
+_PIXELS = 100  # an inch
+_NARROW, _WIDE = 620, 1060  # pixels
+_FEW = 8  # boxes have their texts beside them where they are too narrow
+# the page's light mode (style.html.j2)
+COLOURS = {"ink": "#1d2126", "muted": "#626a74", "line": "#e2e4e6", "surface": "#ffffff",
+           "encode": "#d9822b", "decode": "#3b6fb6", "good": "#1d7d53", "bad": "#b83227",
+           "violet": "#7a4fa3", "teal": "#1f8a8c", "fair": "#94660a"}
+# Any: matplotlib types its keys as a Literal of all names, which differs between releases.
+_STYLE: Any = {
+    "svg.hashsalt": "xgpt",  # equal figures give equal bytes
+    "svg.fonttype": "none", "font.size": 9.5, "font.family": "sans-serif",
+    "text.color": COLOURS["ink"], "axes.labelcolor": COLOURS["muted"],
+    "axes.edgecolor": COLOURS["line"], "xtick.color": COLOURS["line"],
+    "ytick.color": COLOURS["line"], "xtick.labelcolor": COLOURS["muted"],
+    "ytick.labelcolor": COLOURS["muted"], "grid.color": COLOURS["line"],
+    "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
+    "axes.grid": True, "axes.axisbelow": True, "legend.frameon": False,
+    "axes.titlesize": 10.5, "axes.titlelocation": "left", "axes.titleweight": "bold"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,3 +138,162 @@ def _cell(value: Value) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else f"{value:.6g}"
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed (it is not imported for the answer)."""
+    return find_spec("matplotlib") is not None
+
+
+def write_image(charts: Sequence[Chart], path: Path, columns: int = 1) -> None:
+    """Draws the charts into one picture of the kind that `path`'s suffix names. Raises
+    MissingExtraError without matplotlib."""
+    path.write_bytes(image(charts, path.suffix.removeprefix("."), columns))
+
+
+def image(charts: Sequence[Chart], kind: str, columns: int = 1) -> bytes:
+    """The charts as a picture: "svg", "png" or "pdf"."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingExtraError("matplotlib", "report", f"drawing a .{kind}") from None
+    rows = math.ceil(len(charts) / columns)
+    width = _WIDE if columns == 1 and any(chart.is_wide for chart in charts) else _NARROW * columns
+    heights = [max(chart.height for chart in charts[row * columns:(row + 1) * columns])
+               for row in range(rows)]
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(width / _PIXELS, sum(heights) / _PIXELS), layout="constrained")
+        axes = figure.subplots(rows, columns, squeeze=False, height_ratios=heights).flatten()
+        for chart, on in zip(charts, axes, strict=False):
+            _draw(chart, on)
+        for empty in axes[len(charts):]:
+            empty.remove()
+        return _bytes(figure, kind)
+
+
+def _bytes(figure: Figure, kind: str) -> bytes:
+    buffer = io.BytesIO()
+    dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
+    figure.savefig(buffer, format=kind, dpi=150, metadata=dates.get(kind))
+    return buffer.getvalue()
+
+
+def _draw(chart: Chart, axes: Axes) -> None:
+    has_boxes = any(series.kind == "boxes" for series in chart.series)
+    axes.set_title(chart.title, pad=24 if has_boxes else 6)
+    stacked: dict[Any, float] = {}
+    bars = [series for series in chart.series if series.kind == "bars"]
+    for place, series in enumerate(chart.series):
+        if series.kind == "boxes":
+            _boxes(axes, chart, series)
+        elif series.kind == "bars":
+            _bars(axes, chart, series, bars.index(series), len(bars), stacked)
+        else:
+            _line(axes, chart, series, place)
+    for letter, axis in (("x", chart.x), ("y", chart.y)):
+        _scale(axes, letter, axis)
+    if has_boxes:
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+    for mark in chart.marks:
+        _mark(axes, mark)
+    if chart.x.from_zero and not chart.x.is_log:
+        axes.set_xlim(left=0)
+    if chart.y.from_zero and not chart.y.is_log:
+        axes.set_ylim(bottom=0)
+    if chart.view is not None:
+        axes.set_xlim(*chart.view)
+    if len(chart.series) > 1 and has_boxes:  # above the boxes, where none can be
+        axes.legend(fontsize=8.5, loc="lower left", bbox_to_anchor=(0, 1), ncols=4,
+                    borderaxespad=0.2)
+    elif len(chart.series) > 1:
+        axes.legend(fontsize=8.5)
+
+
+def _line(axes: Axes, chart: Chart, series: Series, place: int) -> None:
+    x, y = _placed(chart.x, series.x), _placed(chart.y, series.y)
+    has_markers = "dots" in series.kind
+    axes.plot(x, y, color=COLOURS[series.colour], label=series.label,
+              linestyle="none" if series.kind == "dots" else "--" if series.is_dashed else "-",
+              drawstyle="steps-post" if series.kind == "steps" else "default", linewidth=1.6,
+              marker=_MARKERS[place % len(_MARKERS)] if has_markers else "none", markersize=5)
+    for at, value, text in zip(x, y, series.inside, strict=False):
+        axes.annotate(text, (at, value), textcoords="offset points", xytext=(0, 5), ha="center",
+                      fontsize=8, color=COLOURS["muted"])
+
+
+def _bars(axes: Axes, chart: Chart, series: Series, place: int, of: int,
+          stacked: dict[Any, float]) -> None:
+    x, y = _placed(chart.x, series.x), [float(v or 0) for v in series.y]
+    step = float(np.diff(x).min()) if len(x) > 1 else 1.0
+    colour = COLOURS[series.colour]
+    if chart.are_stacked:
+        axes.bar(x, y, 0.8 * step, bottom=[stacked.get(at, 0.0) for at in x], color=colour,
+                 label=series.label)
+        stacked.update({at: stacked.get(at, 0.0) + v for at, v in zip(x, y, strict=True)})
+        return
+    width = 0.84 * step / of
+    axes.bar([at + (place - (of - 1) / 2) * width for at in x], y, width, color=colour,
+             label=series.label)
+
+
+def _boxes(axes: Axes, chart: Chart, series: Series) -> None:
+    """Boxes side by side on their lanes; what is written in them where it has room."""
+    lanes: dict[Any, list[tuple[float, float]]] = {}
+    for lane, start, length in zip(series.y, series.base, series.x, strict=True):
+        assert isinstance(length, (int, float)), f"{length = }"
+        lanes.setdefault(lane, []).append((start, length))
+    names, is_first = list(chart.y.names), True
+    for lane, boxes in lanes.items():
+        axes.broken_barh(boxes, (names.index(str(lane)) - 0.4, 0.8), color=COLOURS[series.colour],
+                         edgecolor=COLOURS["surface"], linewidth=0.4,
+                         label=series.label if is_first else None)
+        is_first = False
+    if not series.inside:
+        return
+    rows = [(names.index(str(lane)), start, float(length or 0), text) for lane, start, length, text
+            in zip(series.y, series.base, series.x, series.inside, strict=True)]
+    ends = [(start, start + float(length or 0)) for other in chart.series
+            for start, length in zip(other.base, other.x, strict=False)]
+    low, high = chart.view or (min(a for a, _ in ends), max(b for _, b in ends))
+    digit = 7.5 / (_WIDE if chart.is_wide else _NARROW) * (high - low)
+    for lane_at, start, length_s, text in rows:
+        if length_s > digit * (len(text) + 0.6):
+            axes.text(start + length_s / 2, lane_at, text, ha="center", va="center", fontsize=7.5,
+                      color=COLOURS["surface"], clip_on=True)
+        elif len(rows) <= _FEW:
+            axes.text(start, lane_at, f"{text} ", ha="right", va="center", fontsize=7.5)
+
+
+def _mark(axes: Axes, mark: Mark) -> None:
+    draw = axes.axvline if mark.axis == "x" else axes.axhline
+    draw(mark.at, color=COLOURS[mark.colour], linewidth=1.3,
+         linestyle="--" if mark.is_dashed else "-")
+    where = ((mark.at, 0.99), axes.get_xaxis_transform()) if mark.axis == "x" else (
+        (0.99, mark.at), axes.get_yaxis_transform())
+    axes.text(*where[0], f" {mark.label}", transform=where[1], fontsize=8, va="top" if
+              mark.axis == "x" else "bottom", ha="left" if mark.axis == "x" else "right",
+              rotation=90 if mark.axis == "x" else 0, color=COLOURS[mark.colour], clip_on=True)
+
+
+def _scale(axes: Axes, letter: str, axis: Axis) -> None:
+    own: Any = axes.xaxis if letter == "x" else axes.yaxis
+    setter = axes.set_xscale if letter == "x" else axes.set_yscale
+    (axes.set_xlabel if letter == "x" else axes.set_ylabel)(axis.label)
+    if axis.names:
+        own.set_ticks(range(len(axis.names)), labels=list(axis.names))
+        return
+    if axis.is_log:
+        setter("log")
+    if axis.ticks:
+        own.set_ticks(list(axis.ticks), labels=[f"{value:g}" for value in axis.ticks])
+    if axis.as_percent:
+        own.set_major_formatter(lambda value, _: f"{100 * value:g} %")
+
+
+def _placed(axis: Axis, values: Sequence[Any]) -> list[float]:
+    """Names as their places on the axis, nothing as nan."""
+    places = {name: i for i, name in enumerate(axis.names)}
+    return [float(places[value]) if isinstance(value, str) else
+            math.nan if value is None else float(value) for value in values]

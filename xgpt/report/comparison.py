@@ -14,15 +14,12 @@ from xgpt.report.bounds import check_bound
 from xgpt.report.chart import PALETTE, Axis, Chart, Series
 from xgpt.report.figures import percent, quantity
 from xgpt.report.html_page import render_page
-from xgpt.report.output import Output, number, read_output, text_at
+from xgpt.report.output import Output, columns_of, ends_since_first, number, read_output, text_at
 from xgpt.report.policy_words import controls_cell, row_of
-from xgpt.report.queries import columns_of, ends_since_first
 
-_FIGURES = (("throughput_qps", "Throughput", "queries/s"),
-            ("output_tokens_per_s", "Output tokens", "tokens/s"),
-            ("latency_p50_s", "Latency P50", "s"), ("latency_p99_s", "Latency P99", "s"),
-            ("ttft_p99_s", "First token P99", "s"), ("tpot_p99_s", "Time per token P99", "s"),
-            ("wall_s", "Time of the run", "s"))
+_FIGURES = [(key, *figures.MEASURES[key]) for key in (
+    "throughput_qps", "output_tokens_per_s", "latency_p50_s", "latency_p99_s", "ttft_p99_s",
+    "tpot_p99_s", "wall_s")]
 _CURVE = 200
 _AS_FAST = 0.03  # runs of one schedule differ by as much
 # keys of job.json that say where it lies, or the same once more

@@ -9,11 +9,27 @@ import numpy as np
 
 from xgpt.core.schedule import Rejected, Schedule, Status
 from xgpt.core.units import format_seconds
-from xgpt.report.output import LoggedStep, Output, number, text_at
-from xgpt.report.queries import QueryFigures, columns_of, ends_since_first, told
+from xgpt.report.output import (
+    LoggedStep,
+    Output,
+    QueryFigures,
+    columns_of,
+    ends_since_first,
+    number,
+    text_at,
+    told,
+)
 
 # A prediction within 15 % is what the project promises of itself.
 GOOD_WITHIN, FAIR_WITHIN = 0.15, 0.30
+MEASURES = {  # key of metrics.json -> (label, unit)
+    "throughput_qps": ("Throughput", "queries/s"),
+    "output_tokens_per_s": ("Output tokens", "tokens/s"),
+    "latency_p50_s": ("Latency P50", "s"), "latency_p99_s": ("Latency P99", "s"),
+    "ttft_p50_s": ("First token P50", "s"), "ttft_p99_s": ("First token P99", "s"),
+    "tpot_p50_s": ("Time per token P50", "s"), "tpot_p99_s": ("Time per token P99", "s"),
+    "wall_s": ("Time of the run", "s"), "load_s": ("Time to load", "s"),
+    "overhead_share": ("Overhead", "%")}
 TIMES = 2.0  # ratio from which on it is told as so many times
 
 
@@ -55,14 +71,7 @@ class Comparison:
 def comparisons(metrics: Mapping[str, Any]) -> tuple[Comparison, ...]:
     """The rows of 'predicted beside measured'; quantities that metrics lack have no row."""
     rows = []
-    for key, label, unit in (
-            ("throughput_qps", "Throughput", "queries/s"),
-            ("output_tokens_per_s", "Output tokens", "tokens/s"),
-            ("latency_p50_s", "Latency P50", "s"), ("latency_p99_s", "Latency P99", "s"),
-            ("ttft_p50_s", "First token P50", "s"), ("ttft_p99_s", "First token P99", "s"),
-            ("tpot_p50_s", "Time per token P50", "s"), ("tpot_p99_s", "Time per token P99", "s"),
-            ("wall_s", "Time of the run", "s"), ("load_s", "Time to load", "s"),
-            ("overhead_share", "Overhead", "%")):
+    for key, (label, unit) in MEASURES.items():
         measured, predicted = number(metrics, key, "measured"), number(metrics, key, "predicted")
         if measured is None and predicted is None:
             continue

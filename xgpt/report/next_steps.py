@@ -10,8 +10,7 @@ import numpy as np
 from xgpt.core.schedule import Schedule
 from xgpt.report.bounds import BoundCheck
 from xgpt.report.figures import lost_to_bound, percent, plain
-from xgpt.report.output import Output, number, text_at
-from xgpt.report.queries import columns_of
+from xgpt.report.output import Output, columns_of, number, text_at
 from xgpt.report.words import counted
 
 _MATTERS = 0.05  # share of the time or throughput that is worth a change

@@ -21,9 +21,8 @@ from xgpt.report.chart import Chart
 from xgpt.report.figures import percent, plain, quantity
 from xgpt.report.html_page import render_page
 from xgpt.report.next_steps import next_steps
-from xgpt.report.output import Output, number, read_output, text_at
+from xgpt.report.output import Output, columns_of, number, read_output, text_at, told
 from xgpt.report.policy_words import row_of, schedule_sentences
-from xgpt.report.queries import columns_of, told
 
 REPORT_NAME = "report.html"
 MAX_ANSWERS = 100
@@ -121,10 +120,8 @@ def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart],
 def _tiles(metrics: Mapping[str, Any], check: BoundCheck) -> list[dict[str, str]]:
     """The four figures people look for first, each with its prediction."""
     tiles = []
-    for key, label, unit in (("throughput_qps", "Throughput", "queries/s"),
-                             ("output_tokens_per_s", "Output", "tokens/s"),
-                             ("latency_p50_s", "Latency P50", "s"),
-                             ("latency_p99_s", "Latency P99", "s")):
+    for key in ("throughput_qps", "output_tokens_per_s", "latency_p50_s", "latency_p99_s"):
+        label, unit = figures.MEASURES[key]
         measured, predicted = number(metrics, key, "measured"), number(metrics, key, "predicted")
         value, _, shown_unit = quantity(measured, unit).partition(" ")
         note = "" if predicted is None else f"predicted {quantity(predicted, unit)}"

@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -13,9 +15,8 @@ from xgpt.core.units import GIB, format_bytes, format_seconds
 from xgpt.report.chart import PALETTE, Axis, Chart, Mark, Series
 from xgpt.report.figures import busy_shares, middle_window, percent, plain
 from xgpt.report.lanes import KINDS, Lane, lanes_chart, stage_label, thinned
-from xgpt.report.output import LoggedStep, Output, number
+from xgpt.report.output import LoggedStep, Output, QueryColumns, ends_since_first, number
 from xgpt.report.policy_words import controls_cell
-from xgpt.report.queries import QueryColumns, ends_since_first
 
 _CURVE, _BINS = 200, 60  # points of a curve; spans of time that a stage's work is counted in
 # what xrunner.devices.peak_memory_bytes counts: no measurement of what was predicted
@@ -272,20 +273,10 @@ def timeline(output: Output, lanes: Sequence[Lane], expected: Sequence[Lane]) ->
         words = f"At first {format_seconds(view[1] - view[0])} from the middle show: {works}. "
     else:
         view, words = None, ""
-    both = [_named(lane, kind) for pair in _pairs(lanes, expected) for lane, kind in pair]
+    both = [replace(lane, label=f"{lane.label} {kind}")  # the expected lane under the measured one
+            for pair in zip_longest(lanes, expected)
+            for lane, kind in zip(pair, ("measured", "expected"), strict=True) if lane is not None]
     return lanes_chart(
         thinned(both, exact=view), name="timeline", title="What the stages did", view=view,
         since="the first step", caption=f"{words}Gaps are waiting. Drag to zoom, double-click for "
         "the whole run.")
-
-
-def _pairs(lanes: Sequence[Lane], expected: Sequence[Lane]) -> list[list[tuple[Lane, str]]]:
-    """Each stage's measured lane, and the expected one under it."""
-    count = max(len(lanes), len(expected))
-    return [[*([(lanes[i], "measured")] if i < len(lanes) else []),
-             *([(expected[i], "expected")] if i < len(expected) else [])] for i in range(count)]
-
-
-def _named(lane: Lane, kind: str) -> Lane:
-    return Lane(label=f"{lane.label} {kind}", pool=lane.pool, kinds=lane.kinds,
-                start_s=lane.start_s, end_s=lane.end_s, groups=lane.groups)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xgpt.app.attribution import Attribution
+from xgpt.app.metrics import Attribution
 
 
 def test_each_cause_is_told_by_itself() -> None:

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from xgpt.app.opened import open_file
 from xgpt.app.submit import at_work
-from xgpt.app.time_left import time_left_s
+from xgpt.app.telling import time_left_s
 from xgpt.cli.main import cli
 from xgpt.core.errors import StoppedEarly, XgptError
 from xrunner.io.lock import output_lock

@@ -11,7 +11,7 @@ import fake_slurm
 import pytest
 from click.testing import CliRunner, Result
 
-from xgpt.app.slurm_record import load_record
+from xgpt.app.place import load_record
 from xgpt.app.standard_input import KEPT_FILE
 from xgpt.cli.main import cli
 from xgpt.core.errors import InfeasibleError, InputError, XgptError

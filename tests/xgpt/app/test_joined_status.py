@@ -12,7 +12,7 @@ import fake_slurm
 import pytest
 from click.testing import CliRunner
 
-from xgpt.app.slurm_record import SlurmRecord
+from xgpt.app.place import SlurmRecord
 from xgpt.cli.main import cli
 from xgpt.core.errors import XgptError
 from xrunner.io.lock import output_lock

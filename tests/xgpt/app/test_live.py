@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from xgpt.app import live_screen
+from xgpt.app import live
 from xgpt.app.live import Glance, NowAndThen, glance
 from xgpt.app.messages import KeptTeller
 from xgpt.app.place import Place, place_of
@@ -144,7 +144,7 @@ def test_the_screen_fits(place: Place, width: int) -> None:
         now = looked(place)
     file = StringIO()
     console(file=file, width=width, force_terminal=True).print(
-        live_screen.screen(now, [10.0, 80.0, 40.0]))
+        live.screen(now, [10.0, 80.0, 40.0]))
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())
     lines = text.splitlines()
     assert max(map(len, lines)) <= width
@@ -154,9 +154,9 @@ def test_the_screen_fits(place: Place, width: int) -> None:
 
 def test_without_rich_it_names_the_command_that_brings_it(
         place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_screen.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(live.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"\[top\]"):
-        live_screen.follow(lambda before: glance(place, before))
+        live.follow(lambda before: glance(place, before))
 
 
 @pytest.mark.parametrize("key", ["q", "Ctrl-C"])

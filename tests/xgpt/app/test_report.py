@@ -12,8 +12,8 @@ from fake_sweep import HOSTILE, write_fake_sweep
 from xgpt.app import report
 from xgpt.app.report import write_reports
 from xgpt.core.errors import InputError, XgptError
+from xgpt.report.chart import can_draw
 from xgpt.report.comparison import differences, figure_rows, headline, read_runs
-from xgpt.report.image import can_draw
 from xgpt.report.words import tight
 
 pytest.importorskip("jinja2", reason="a page needs jinja2 (extra: run)")

@@ -14,8 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from xgpt.app.status import run_status
-from xgpt.app.telling import progress_line
-from xgpt.app.time_left import time_left_s
+from xgpt.app.telling import progress_line, time_left_s
 from xgpt.cli.main import cli
 from xrunner.io.lock import is_locked, output_lock
 from xrunner.io.results import Answered

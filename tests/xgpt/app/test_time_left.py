@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from xgpt.app.time_left import time_left_s
+from xgpt.app.telling import time_left_s
 from xgpt.core.json_values import write_json
 from xgpt.report.expected import EXPECTED_FILE, VERSION
 from xrunner.io.sink import Progress

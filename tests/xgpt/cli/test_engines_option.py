@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from xgpt.app import engine_choice
+from xgpt.app import what_if
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.cli import schedule as command
 from xgpt.core.engines import engine_names
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.job import Job
-from xgpt.report.engine_table import EngineRow, engine_table
+from xgpt.report.what_if_tables import EngineRow, engine_table
 from xrunner.engines.engine import Engine
 from xrunner.engines.vllm.row import ENGINE as vllm_row
 from xscheduler.planner import PlanOptions
@@ -78,9 +78,9 @@ def test_a_bound_that_no_engine_keeps_is_told_of_each(job: Path) -> None:
 
 def test_what_is_not_installed_is_planned_by_its_constants_and_says_so(
         job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_choice, "_missing", lambda engine, opened: "there is none here")
+    monkeypatch.setattr(what_if, "_missing", lambda engine, opened: "there is none here")
     opened = open_file(job, ["cluster=local", "run.ranks=1", "constraint.latency_s=inf"])
-    row = engine_choice._row(opened, "vllm", PlanOptions(horizon="steady"))
+    row = what_if._row(opened, "vllm", PlanOptions(horizon="steady"))
     assert row.schedule is not None and row.times_of == "roofline of vllm"
     assert row.missing == "there is none here" and not row.note
     assert row.is_kept is None, "there is no bound"
@@ -92,22 +92,22 @@ def test_what_is_not_installed_is_planned_by_its_constants_and_says_so(
 
 def test_another_engine_is_found_by_its_python_and_has_the_cores_of_all_ranks(
         job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_choice, "usable_cores", lambda: 6)
+    monkeypatch.setattr(what_if, "usable_cores", lambda: 6)
     seen: list[Job] = []
 
     def missing(engine: Engine, opened: OpenedJob) -> str:
         seen.append(opened.job)
         return "as it is"
 
-    monkeypatch.setattr(engine_choice, "_missing", missing)
+    monkeypatch.setattr(what_if, "_missing", missing)
     opened = open_file(job, ["cluster=local", "run.ranks=2", "run.threads_per_rank=2",
                              "constraint.latency_s=inf"])
     options = PlanOptions(horizon="steady")
-    row = engine_choice._row(opened, "vllm", options, "/opt/vllm/bin/python")
+    row = what_if._row(opened, "vllm", options, "/opt/vllm/bin/python")
     assert row.schedule is not None and not row.refused
     assert (seen[0].run.engine_python, seen[0].run.ranks, seen[0].run.threads_per_rank) == (
         "/opt/vllm/bin/python", None, 4)
-    other = engine_choice._as_executed_by("deepspeed", opened, "/opt/vllm/bin/python").run
+    other = what_if._as_executed_by("deepspeed", opened, "/opt/vllm/bin/python").run
     assert (other.engine_python, other.ranks, other.threads_per_rank) == (None, 2, 2)
     done = CliRunner().invoke(command.schedule, [str(job), "--engine-python", "/opt/python"])
     assert done.exit_code == 2 and "for --engines" in done.stderr
@@ -118,7 +118,7 @@ def test_another_engine_is_found_by_its_python_and_has_the_cores_of_all_ranks(
 
 def test_what_is_missing_names_the_option(job: Path) -> None:
     opened = open_file(job, ["cluster=local", "run.ranks=1"])
-    missing = engine_choice._missing(vllm_row, replace(opened, job=replace(
+    missing = what_if._missing(vllm_row, replace(opened, job=replace(
         opened.job, run=replace(opened.job.run, engine_python="/no/python"))))
     assert "/no/python" in missing and "--engine-python" in missing
     assert "run.engine_python" not in missing
@@ -137,4 +137,4 @@ def test_few_devices_are_asked_of_our_own_engine_alone(job: Path) -> None:
 def test_of_gpus_here_vllm_has_all(job: Path) -> None:
     opened = open_file(job, ["cluster.devices_per_node=2"])
     gpus = replace(opened, job=replace(opened.job, cluster="local"))
-    assert engine_choice._as_executed_by("vllm", gpus, None).run.ranks == 2
+    assert what_if._as_executed_by("vllm", gpus, None).run.ranks == 2

@@ -13,7 +13,7 @@ import toys  # noqa: E402
 from in_process import xgpt  # noqa: E402
 from test_escapes import EVIL, FORBIDDEN  # noqa: E402
 
-from xgpt.report.markdown import run_markdown  # noqa: E402
+from xgpt.app.report import run_markdown  # noqa: E402
 from xgpt.report.output import read_output  # noqa: E402
 
 NAME = EVIL.replace("/", "")  # of a file

@@ -6,7 +6,7 @@ from fake_run import fake_schedule
 
 from xgpt.core.schedule import CopiesTried
 from xgpt.report.run_charts import choice
-from xgpt.report.sweep_charts import line_of, sweep_charts
+from xgpt.report.sweep_page import line_of, sweep_charts
 
 
 def tried(count: int, devices: int, qps: float | None, words: str = "rra") -> CopiesTried:

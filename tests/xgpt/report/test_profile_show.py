@@ -15,11 +15,10 @@ from fake_run import write_fake_run
 
 from xgpt.core import catalog
 from xgpt.core.errors import MissingExtraError
-from xgpt.report import profile_charts
-from xgpt.report.image import can_draw
+from xgpt.report import profile_table
+from xgpt.report.chart import can_draw
 from xgpt.report.page import write_report
-from xgpt.report.profile_charts import write_profile_plots
-from xgpt.report.profile_table import points_of, profile_tables
+from xgpt.report.profile_table import points_of, profile_tables, write_profile_plots
 from xgpt.report.table import WIDTH
 from xprofiler.profile import Peaks, Profile, ProfileMetadata, Sample, TableKey
 from xprofiler.profile_file import load_profile, save_profile
@@ -224,7 +223,7 @@ def test_without_peaks_there_is_one_panel(tmp_path: Path) -> None:
 
 def test_without_matplotlib_the_extra_is_named(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile_charts, "can_draw", lambda: False)
+    monkeypatch.setattr(profile_table, "can_draw", lambda: False)
     with pytest.raises(MissingExtraError, match=r"matplotlib.*\[report\]"):
         write_profile_plots(PROFILE, tmp_path / "never")
     assert not (tmp_path / "never").exists()

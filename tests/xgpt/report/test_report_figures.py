@@ -19,8 +19,7 @@ from xgpt.report.figures import (
     middle_window,
     plain,
 )
-from xgpt.report.output import LoggedStep, Output
-from xgpt.report.queries import QueryColumns, QueryFigures, told
+from xgpt.report.output import LoggedStep, Output, QueryColumns, QueryFigures, told
 from xgpt.report.words import bound_cost
 
 

@@ -23,8 +23,7 @@ from xgpt.core.request_files.files import RequestFiles, format_of
 from xgpt.core.spool import SpoolWriter
 from xgpt.core.spool_columns import ColumnsWriter
 from xgpt.core.workload import Request
-from xgpt.report.results_file import write_results
-from xgpt.report.results_rows import ANSWER, names_in_results
+from xgpt.report.results_file import ANSWER, names_in_results, write_results
 from xrunner.io.intake import take_in
 from xrunner.io.results import write_errors
 

@@ -10,8 +10,15 @@ from fake_sweep import HOSTILE, write_fake_sweep
 
 from xgpt.core.errors import InputError
 from xgpt.report.chart import Chart
-from xgpt.report.sweep_charts import NO_BOUND_AT, gains, sweep_charts
-from xgpt.report.sweep_page import headline, lacking, winners, write_sweep_page
+from xgpt.report.sweep_page import (
+    NO_BOUND_AT,
+    gains,
+    headline,
+    lacking,
+    sweep_charts,
+    winners,
+    write_sweep_page,
+)
 from xgpt.report.sweep_rows import read_sweep
 
 pytest.importorskip("jinja2", reason="a page needs jinja2 (extra: run)")

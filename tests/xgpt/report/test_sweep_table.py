@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from xgpt.core.errors import InputError
-from xgpt.report.sweep_rows import COLUMNS, read_sweep
-from xgpt.report.sweep_table import sweep_text
+from xgpt.report.sweep_rows import COLUMNS, read_sweep, sweep_text
 
 REASON = ("no schedule satisfies the bound of 10 ms for a query of 63 output tokens (quantile "
           "0.99); latency binds. The tightest that can be met is 1.226 s, by policy rra")

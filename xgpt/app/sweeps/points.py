@@ -1,14 +1,17 @@
-"""Points of a sweep planned: one planner for those that differ in their latency bound alone."""
+"""A sweep's points: what makes one the same as before, and its row, as it is planned. Points that
+differ in their latency bound alone have one planner."""
 
+import hashlib
+import json
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from xgpt.app.opened import OpenedJob, open_job
+from xgpt.app.opened import open_job
 from xgpt.app.plan import JobPlanner, Plan
-from xgpt.app.sweeps.identity import common_key, digest_of, fingerprint_of
 from xgpt.app.telling import LogTeller, Teller
 from xgpt.app.timing import timing_of
 from xgpt.core.errors import InfeasibleError, InputError, StoppedEarly, XgptError
@@ -16,7 +19,7 @@ from xgpt.core.job import Job
 from xgpt.core.json_values import plain
 from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.sweep_axes import AUTO, BOUND, COPIES, POLICY
-from xgpt.core.sweep_file import Horizon, SweepPoint
+from xgpt.core.sweep_file import SweepPoint, SweepSpec
 from xgpt.report.policy_words import controls_line, value_of
 from xgpt.report.sweep_rows import COLUMNS, INFEASIBLE, OK, REFUSED, Row
 from xprofiler.profile_timing import ProfileTiming
@@ -24,192 +27,176 @@ from xprofiler.timing import TimingSource
 from xscheduler.evaluator import predict
 from xscheduler.planner import PlanOptions
 
+Unit = Mapping[str, SweepPoint]  # points by key that differ in their bound alone
+
 _TELLING = ("model", "cluster", "task", "engine")  # axes whose values need no name beside them
 _CONTROLS = ("encode_batch", "decode_iterations", "encode_micro_batches", "max_active",
              "token_budget", "encode_chunk")
+_PREDICTED = ("latency_p50_s", "latency_p99_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s",
+              "tpot_p99_s")
+_FIGURES = [column.name for column in COLUMNS if column.group == "figure"]
+_ROOT = Path(__file__).resolve().parents[3]
+# whose code, tables and rows decide what is planned
+_PLANNING = ("xgpt/core", "xprofiler", "xsimulator", "xscheduler", "xrunner/rules")
+_SUFFIXES = (".py", ".yaml")
+# Of a process that plans many points: one timing source for all of a model on a cluster, since it
+# keeps what it was asked, and the latency without a bound that shares are taken of.
+_TIMES: dict[str, TimingSource] = {}
+_FREE_S: dict[tuple[str, PlanOptions], float] = {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """Points that differ in their bound alone, planned one after the other by one process. `keys`:
-    of each point."""
-
-    points: tuple[SweepPoint, ...]
-    keys: tuple[str, ...]
-    horizon: Horizon
-    has_margin: bool
+def key_of(point: SweepPoint, spec: SweepSpec) -> str:
+    """16 hex digits of all that a point asks. What the point is called, where its file lies and
+    where its results go is not part of it."""
+    return _digest([_asked(point.job), point.share, spec.horizon, spec.has_margin])
 
 
-def rows_of(unit: Unit, tell: Teller | None = None) -> Iterator[Row]:
+def common_key(job: Job) -> str:
+    """The same of a job without its bound: points that have it in common share a planner."""
+    return _digest(_asked(replace(job, constraint=job.constraint.with_latency(limit_s=math.inf))))
+
+
+def fingerprint_here(job: Job, tell: Teller, times: tuple[TimingSource, ...] | None = None) -> str:
+    """16 hex digits of what a point is planned by: the code, the files of its job, and measured
+    `times`, by default those of a job that is planned now: what is not known of this machine is
+    measured."""
+    if times is None:
+        times = _times_of(job, tell)
+    measured = [repr(time.profile) for time in times if isinstance(time, ProfileTiming)]
+    requests = () if job.workload.requests is None else job.workload.requests.paths
+    files = (job.profile, *requests, job.workload.input_tokens.path,
+             job.workload.output_tokens.path, Path(job.model) / "config.json")
+    return _digest([_code(), measured, *(
+        hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        for path in files if path is not None)])
+
+
+def rows_of(unit: Unit, options: PlanOptions, tell: Teller | None = None) -> Iterator[Row]:
     """A row for each point, as it is planned."""
-    first, tell = unit.points[0], tell or LogTeller()
-    options = PlanOptions(horizon=unit.horizon, has_margin=unit.has_margin, is_brief=True)
+    planner, tell = None, tell or LogTeller()
+    for key, point in unit.items():
+        row: Row = {column.name: None for column in COLUMNS} | _axes(point) | {"key": key}
+        bound_s: float | None = None if point.share else point.job.constraint.latency_s
+        try:
+            planner = planner or _planner(point.job, options, tell)
+            if point.share is not None:
+                bound_s = float(f"{point.share * _free_latency_s(point, options):.3g}")
+            row |= _planned(planner.plan(bound_s))
+        except StoppedEarly:
+            raise
+        except XgptError as refusal:
+            row |= _refused(refusal)
+        times = None if planner is None else planner.times
+        yield plain(row | {"bound_s": bound_s,
+                           "fingerprint": fingerprint_here(point.job, tell, times)})
+
+
+def _digest(value: Any) -> str:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _asked(job: Job) -> dict[str, Any]:
+    return {name: value for name, value in plain(job).items()
+            if name not in ("name", "source", "output", "slurm")}
+
+
+@cache
+def _code() -> str:
+    digest = hashlib.sha256()
+    for folder in _PLANNING:
+        for path in sorted((_ROOT / folder).rglob("*")):
+            if path.suffix in _SUFFIXES and "measure" not in path.parts:
+                digest.update(path.relative_to(_ROOT).as_posix().encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _times_of(job: Job, tell: Teller) -> tuple[TimingSource, ...]:
+    if job.cluster != LOCAL_CLUSTER and job.profile is None:
+        return ()  # computed ones, which are part of the code
     try:
-        planner: JobPlanner | XgptError = _planner(first.job, options, tell)
+        return _planner(job, PlanOptions(horizon="steady"), tell).times
     except StoppedEarly:
         raise
-    except XgptError as refusal:
-        planner = refusal
-    for point, key in zip(unit.points, unit.keys, strict=True):
-        row: Row = {column.name: None for column in COLUMNS} | _asked(point, key)
-        if isinstance(planner, XgptError):
-            row["fingerprint"] = fingerprint_here(point, tell)
-            yield row | _refused(planner, point.job.constraint.latency_s)
-            continue
-        row |= _answer(point, planner, options, tell)
-        row["fingerprint"] = fingerprint_of(point.job, _digest_of(planner.times))
-        yield row
-
-
-def fingerprint_here(point: SweepPoint, tell: Teller) -> str:
-    """The fingerprint that a row of the point has if it is planned now; measures what is not known
-    of this machine."""
-    if point.job.cluster != LOCAL_CLUSTER:
-        return fingerprint_of(point.job, _digest_of(()) if point.job.profile is None
-                              else _profile_digest(point.job, tell))
-    try:
-        planner = _planner(point.job, PlanOptions(horizon="steady"), tell)
     except XgptError:
-        return fingerprint_of(point.job)
-    return fingerprint_of(point.job, _digest_of(planner.times))
-
-
-def scenario_of(point: SweepPoint, job: Job) -> str:
-    """What a point is called but for its copies, its policy and its bound."""
-    own = [str(value) if name in _TELLING else f"{name} {value}"
-           for name, value in point.values
-           if name not in (COPIES.name, POLICY.name, BOUND.name)]
-    return ", ".join(own) or job.name
+        return ()
 
 
 def _planner(job: Job, options: PlanOptions, tell: Teller) -> JobPlanner:
-    opened = _opened(job, tell, options.horizon)
-    timing = _timing(opened) if job.cluster != LOCAL_CLUSTER else None
-    return JobPlanner(opened, options, timing)
+    opened = open_job(job, tell, "lengths" if options.horizon == "job" else "shape")
+    if job.cluster == LOCAL_CLUSTER:
+        return JobPlanner(opened, options)
+    problem = opened.problem
+    key = repr((job.model, job.cluster, problem.cluster.num_devices, problem.dtype,
+                problem.weight_dtype, problem.kv_dtype, job.profile, job.run.engine,
+                job.plan_engine))
+    if key not in _TIMES:
+        _TIMES.clear()  # points come in the order of the grid: a model and a cluster at a time
+        _TIMES[key] = timing_of(opened)
+    return JobPlanner(opened, options, _TIMES[key])
 
 
-def _opened(job: Job, tell: Teller, horizon: Horizon) -> OpenedJob:
-    return open_job(job, tell, "lengths" if horizon == "job" else "shape")
-
-
-def _timing(opened: OpenedJob) -> TimingSource:
-    """One timing source in a process for all points of a model on a cluster: it keeps what it was
-    asked."""
-    job, problem = opened.job, opened.problem
-    key = (job.model, repr(job.cluster), problem.cluster.num_devices, problem.dtype,
-           problem.weight_dtype, problem.kv_dtype, job.profile, job.run.engine, job.plan_engine)
-    if key not in _KEPT:
-        _KEPT.clear()  # points come in the order of the grid: a model and a cluster at a time
-        _KEPT[key] = timing_of(opened)
-    return _KEPT[key]
-
-
-_KEPT: dict[Any, TimingSource] = {}
-
-
-def _profile_digest(job: Job, tell: Teller) -> str:
-    try:
-        return _digest_of((_timing(_opened(job, tell, "steady")),))
-    except XgptError:
-        return ""
-
-
-def _digest_of(times: tuple[TimingSource, ...]) -> str:
-    """Of measured times; "" of computed ones, which are part of the code."""
-    profiles = [repr(time.profile) for time in times if isinstance(time, ProfileTiming)]
-    return digest_of("\n".join(profiles)) if profiles else ""
-
-
-def _asked(point: SweepPoint, key: str) -> Row:
-    job, shown = point.job, dict(point.values)
-    bound_s = job.constraint.latency_s
-    cluster = job.cluster if isinstance(job.cluster, str) else "own"
-    row: Row = {
-        "key": key, "scenario": scenario_of(point, job), "fingerprint": fingerprint_of(job),
-        "model": Path(job.model).name if Path(job.model).is_absolute() else job.model,
-        "cluster": cluster, "gpus": job.run.ranks, "task": job.workload.output_tokens.task,
-        "engine": job.run.engine, "policy": "+".join(job.schedule.policies) or AUTO,
-        "bound": "inf" if math.isinf(bound_s) else f"{bound_s:g} s",
-        "bound_s": None if point.share is not None else bound_s}
-    return plain(row | shown)  # type: ignore[no-any-return]
-
-
-def _answer(point: SweepPoint, planner: JobPlanner, options: PlanOptions, tell: Teller) -> Row:
-    bound_s = point.job.constraint.latency_s
-    try:
-        if point.share is not None:
-            bound_s = float(f"{point.share * _free_latency_s(_free_job(point), options):.3g}")
-        plan = planner.plan(bound_s)
-        return plain({"bound_s": bound_s, "gpus": plan.opened.problem.cluster.num_devices,  # type: ignore[no-any-return]
-                      **_planned(plan), **_predicted(plan)})
-    except StoppedEarly:
-        raise
-    except XgptError as refusal:
-        return _refused(refusal, bound_s if point.share is None or not math.isinf(bound_s)
-                        else None)
-
-
-def _free_job(point: SweepPoint) -> Job:
-    """The job whose latency without a bound a share is taken of: of the policy that is best, where
-    the sweep compares policies."""
+def _free_latency_s(point: SweepPoint, options: PlanOptions) -> float:
+    """The latency at the highest throughput: of the policy that is best without a bound, where the
+    sweep compares policies. Raises InfeasibleError."""
     job = point.job
     if point.shown(POLICY.name) is not None:
         job = replace(job, schedule=replace(job.schedule, policies=()))
-    return job
-
-
-def _free_latency_s(job: Job, options: PlanOptions) -> float:
-    """The latency at the highest throughput. Raises InfeasibleError."""
-    key = common_key(SweepPoint(job=job, values=(), share=None)), options
+    key = common_key(job), options
     if key not in _FREE_S:
         plan = _planner(job, options, LogTeller()).plan(math.inf)
         _FREE_S[key] = plan.schedule.figures.latency_s
     return _FREE_S[key]
 
 
-_FREE_S: dict[tuple[str, PlanOptions], float] = {}
+def _axes(point: SweepPoint) -> Row:
+    """What was asked. A scenario is what a point is called but for its copies, policy and bound."""
+    job, bound_s = point.job, point.job.constraint.latency_s
+    scenario = [str(value) if name in _TELLING else f"{name} {value}" for name, value in
+                point.values if name not in (COPIES.name, POLICY.name, BOUND.name)]
+    return {
+        "scenario": ", ".join(scenario) or job.name,
+        "model": Path(job.model).name if Path(job.model).is_absolute() else job.model,
+        "cluster": job.cluster if isinstance(job.cluster, str) else "own",
+        "gpus": job.run.ranks, "task": job.workload.output_tokens.task,
+        "engine": job.run.engine, "policy": "+".join(job.schedule.policies) or AUTO,
+        "bound": "inf" if math.isinf(bound_s) else f"{bound_s:g} s", **dict(point.values)}
 
 
-def _refused(refusal: XgptError, bound_s: float | None) -> Row:
-    status = INFEASIBLE if isinstance(refusal, InfeasibleError) else REFUSED
+def _refused(refusal: XgptError) -> Row:
     reason = str(refusal)
     if isinstance(refusal, InputError):  # in which file it stands is known of a sweep
         reason = "; ".join(str(replace(mistake, file=mistake.key, key="", value=None, line=None))
                            for mistake in refusal.mistakes)
-    return plain({"status": status, "reason": reason, "bound_s": bound_s})  # type: ignore[no-any-return]
+    return {"status": INFEASIBLE if isinstance(refusal, InfeasibleError) else REFUSED,
+            "reason": reason}
 
 
 def _planned(plan: Plan) -> Row:
-    schedule, problem = plan.schedule, plan.opened.problem
+    schedule, num_devices = plan.schedule, plan.opened.problem.cluster.num_devices
     estimate, figures, proof = schedule.estimate, schedule.figures, schedule.proof
-    deployment, row = schedule.deployment, asdict(schedule.figures)
-    named = {column.name for column in COLUMNS if column.group == "figure"}
-    is_split = deployment.encoding is not deployment.decoding
-    return {
-        "status": OK, "chosen": estimate.policy,
-        **{name: value for name, value in row.items() if name in named},
-        "memory_bytes": max(figures.memory_bytes),
-        "gpu_s_per_query": problem.cluster.num_devices / figures.throughput_qps,
+    deployment, encoding = schedule.deployment, schedule.deployment.encoding
+    row = {
+        **{name: value for name, value in asdict(figures).items() if name in _FIGURES},
         **{name: value_of(estimate, name) for name in _CONTROLS},
+        "status": OK, "chosen": estimate.policy, "gpus": num_devices,
+        "memory_bytes": max(figures.memory_bytes),
+        "gpu_s_per_query": num_devices / figures.throughput_qps,
         "decode_micro_batches": deployment.num_groups,
         "max_in_system": getattr(schedule.controls, "max_in_system", None),
         "tp_degree": deployment.tp_degree, "tp_gpus": deployment.tp_gpus,
         "replicas": deployment.replicas, "stages": len(deployment.stages),
-        "encode_stages": len(deployment.encoding.stages) if is_split else None,
+        "encode_stages": None if encoding is deployment.decoding else len(encoding.stages),
         "controls": controls_line(estimate),
         "proof": str(proof.status), "bound_qps": proof.bound_qps, "gap": proof.gap,
         "nodes": proof.nodes, "search_s": proof.seconds, "margin": schedule.margin.factor,
         "margin_cost": schedule.margin.cost, "unbounded_qps": proof.unbounded_qps,
         "times": plan.timing.provenance()}
-
-
-def _predicted(plan: Plan) -> Row:
-    """What the job's own queries are expected to take, where it is planned for these."""
-    prediction = predict(plan.opened.problem, plan.timing, plan.schedule.estimate) if (
+    # what the job's own queries are expected to take, where it is planned for these
+    expected = predict(plan.opened.problem, plan.timing, estimate) if (
         plan.horizon == "job") else None
-    if prediction is None:
-        return {}
-    return {"makespan_s": prediction.wall_s, "job_throughput_qps": prediction.throughput_qps,
-            **{name: getattr(prediction, name) for name in (
-                "latency_p50_s", "latency_p99_s", "ttft_p50_s", "ttft_p99_s", "tpot_p50_s",
-                "tpot_p99_s")}}
+    if expected is not None:
+        row |= {"makespan_s": expected.wall_s, "job_throughput_qps": expected.throughput_qps,
+                **{name: getattr(expected, name) for name in _PREDICTED}}
+    return row

@@ -1,29 +1,48 @@
-"""A sweep: every point of a grid planned, by several processes, and gone on with where it was
-stopped."""
+"""A sweep: every point of a grid planned, by several processes, run where that is asked, and gone
+on with where it was stopped."""
 
+import json
+import math
+import multiprocessing
+import os
+import signal
+import threading
 import time
-from collections.abc import Generator, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 
-from xgpt.app.sweeps.folder import SweepFolder
-from xgpt.app.sweeps.formats import check_formats, write_formats
-from xgpt.app.sweeps.identity import common_key, key_of
-from xgpt.app.sweeps.points import Unit, fingerprint_here, rows_of
-from xgpt.app.sweeps.runs import check_runs, run_points
-from xgpt.app.sweeps.workers import planned_by_processes
+from xgpt.app.checks import refuse_what_cannot_run
+from xgpt.app.submit import submit
+from xgpt.app.sweeps.folder import SweepFolder, check_formats
+from xgpt.app.sweeps.points import Unit, common_key, fingerprint_here, key_of, rows_of
 from xgpt.app.telling import Teller, bar
-from xgpt.core.errors import InfeasibleError, MissingExtraError, StoppedEarly
+from xgpt.core.errors import (
+    InfeasibleError,
+    InputError,
+    MissingExtraError,
+    Mistake,
+    StoppedEarly,
+    XgptError,
+)
+from xgpt.core.job import Job
 from xgpt.core.local import usable_cores
 from xgpt.core.run_section import LOCAL_CLUSTER
-from xgpt.core.sweep_file import SweepSpec
+from xgpt.core.sweep_file import SweepPoint, SweepSpec
 from xgpt.core.units import format_seconds
 from xgpt.launch.asked import warned_in_good_order
 from xgpt.report.sweep_page import write_sweep_page
-from xgpt.report.sweep_rows import OK, ROWS_FILE, Row
-from xgpt.report.sweep_table import sweep_text
+from xgpt.report.sweep_rows import MEASURED, OK, ROWS_FILE, Row, number_of, sweep_text
 from xrunner.io.lock import output_lock
+from xscheduler.planner import PlanOptions
+
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_LOOK_S = 0.1  # chosen: between looks for new rows, which take seconds each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,36 +66,37 @@ def sweep_points(spec: SweepSpec, tell: Teller, *, cores: int | None = None,
     same call goes on."""
     check_formats(formats)
     if runs:
-        check_runs(spec, tell)
-    folder = SweepFolder(spec)
+        _check_runs(spec, tell)
+    folder = SweepFolder(spec, is_run=runs)
     with output_lock(folder.path), warned_in_good_order():
-        progress, once = _SweepProgress(spec, tell), _Once(tell)
-        keys = [key_of(point, spec) for point in spec.points]
-        fingerprints = _fingerprints(spec, keys, once)
+        once, points = _Once(tell), {key_of(point, spec): point for point in spec.points}
+        fingerprints: dict[str, str] = {}
+        for unit in _units(points):
+            first = next(iter(unit.values()))
+            fingerprints |= dict.fromkeys(unit, fingerprint_here(first.job, once))
         known, outdated = folder.take_up(fingerprints)
-        began = time.monotonic() - (folder.spent_s() if known else 0.0)
-        progress.begin(known, outdated)
-        folder.describe("running", list(known.values()), time.monotonic() - began, is_run=runs)
+        if known:
+            tell.say(f"going on: {len(known)} of {len(points)} points are there")
+        if outdated:
+            tell.say(f"note: {outdated} points were planned by another xgpt or with other times: "
+                     "they are planned again, and kept in earlier.jsonl")
+        folder.describe(list(known.values()), "running")
+        left = _units({key: point for key, point in points.items() if key not in known})
+        state = "stopped"
         try:
-            with closing(_planned(spec, keys, known, cores, once)) as planned:
-                for row in planned:
-                    folder.append(row)
-                    known[row["key"]] = row
-                    progress.tell(row)
+            with closing(_planned(left, spec, cores, once)) as planned:
+                _keep(planned, known, len(points), folder, tell)
             if runs:
-                run_points(spec, keys, known, folder, tell)
+                _run_points(points, known, folder, tell)
+            state = "done"
         except (KeyboardInterrupt, StoppedEarly):
+            raise StoppedEarly(f"stopped after {len(known)} of {len(points)} points; the same "
+                               "command goes on from there") from None
+        finally:
             tell.end_progress()
-            rows = folder.put_in_order(keys)
-            folder.describe("stopped", rows, time.monotonic() - began, is_run=runs)
-            raise StoppedEarly(
-                f"stopped after {len(rows)} of {len(fingerprints)} points; the same command goes "
-                "on from there") from None
-        tell.end_progress()
-        rows = folder.put_in_order(keys)
-        folder.describe("done", rows, time.monotonic() - began, is_run=runs)
-        axes = [{"name": axis.name, "title": axis.title} for axis, _ in spec.axes]
-        files = write_formats(folder.path, axes, rows, formats)
+            rows = [known[key] for key in points if key in known]
+            folder.put_in_order(rows, state)
+        files = folder.write_tables(rows, formats)
         try:
             files.append(write_sweep_page(folder.path))
         except MissingExtraError as why:
@@ -93,87 +113,147 @@ def refusal_of(swept: Swept) -> InfeasibleError | None:
                            f"in {swept.folder / ROWS_FILE}")
 
 
-def _fingerprints(spec: SweepSpec, keys: Sequence[str], tell: Teller) -> dict[str, str]:
-    """Of each point, in the order of the grid; one for those that share a planner."""
-    shared: dict[str, str] = {}
-    own = {}
-    for key, point in zip(keys, spec.points, strict=True):
-        common = common_key(point)
-        if common not in shared:
-            shared[common] = fingerprint_here(point, tell)
-        own[key] = shared[common]
-    return own
-
-
-def _planned(spec: SweepSpec, keys: Sequence[str], known: dict[str, Row], cores: int | None,
-             tell: Teller) -> Generator[Row]:
-    units = _units(spec, keys, known)
-    count = min(cores or usable_cores(), len(units))
-    # what has to be measured on this machine is measured by one process, and by nothing beside it
-    if count < 2 or any(point.job.cluster == LOCAL_CLUSTER for point in spec.points):
-        for unit in units:
-            yield from rows_of(unit, tell)
-    else:
-        yield from planned_by_processes(units, count)
-
-
-def _units(spec: SweepSpec, keys: Sequence[str], known: dict[str, Row]) -> list[Unit]:
-    """Points that are still to be planned, together where they differ in their bound alone."""
-    units: dict[str, Unit] = {}
-    taken = set(known)
-    for key, point in zip(keys, spec.points, strict=True):
-        if key in taken:
-            continue
-        taken.add(key)
-        unit = units.get(common := common_key(point))
-        units[common] = Unit(points=(point,), keys=(key,), horizon=spec.horizon,
-                             has_margin=spec.has_margin) if unit is None else replace(
-            unit, points=(*unit.points, point), keys=(*unit.keys, key))
-    return list(units.values())
-
-
 class _Once:
     """Says nothing twice: every point that is planned tells of the same profile."""
 
     def __init__(self, tell: Teller) -> None:
-        self._tell, self._said = tell, set[str]()
-
-    def say(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
-            self._tell.say(message)
-
-    def progress(self, line: str, *, is_last: bool = False) -> None:
-        self._tell.progress(line, is_last=is_last)
-
-    def end_progress(self) -> None:
-        self._tell.end_progress()
+        self.say, self.progress, self.end_progress = cache(
+            tell.say), tell.progress, tell.end_progress
 
 
-class _SweepProgress:
-    """How far the sweep is, in one line."""
+def _units(points: Mapping[str, SweepPoint]) -> list[Unit]:
+    units: dict[str, dict[str, SweepPoint]] = {}
+    for key, point in points.items():
+        units.setdefault(common_key(point.job), {})[key] = point
+    return list(units.values())
 
-    def __init__(self, spec: SweepSpec, tell: Teller) -> None:
-        self._tell, self._total = tell, len({key_of(point, spec) for point in spec.points})
-        self._before = self._done = 0
-        self._began = time.monotonic()
 
-    def begin(self, known: dict[str, Row], outdated: int) -> None:
-        """Tells what is there already."""
-        self._before = self._done = len(known)
-        self._began = time.monotonic()
-        if known:
-            self._tell.say(f"going on: {len(known)} of {self._total} points are there")
-        if outdated:
-            self._tell.say(f"note: {outdated} points were planned by another xgpt or with other "
-                           "times: they are planned again, and kept in earlier.jsonl")
-
-    def tell(self, row: Row) -> None:
-        """One more point is done."""
-        self._done += 1
-        spent = time.monotonic() - self._began
-        left_s = spent / (self._done - self._before) * (self._total - self._done)
+def _keep(planned: Iterator[Row], known: dict[str, Row], total: int, folder: SweepFolder,
+          tell: Teller) -> None:
+    """Keeps rows as they are planned, and tells how far the sweep is, in one line."""
+    before, began = len(known), time.monotonic()
+    for row in planned:
+        folder.append(row)
+        known[row["key"]] = row
+        each_s = (time.monotonic() - began) / (len(known) - before)
+        left_s = each_s * (total - len(known))
         left = f", {format_seconds(left_s)} left" if left_s > 0 else ""
-        self._tell.progress(
-            f"{bar(self._done, self._total)} {self._done}/{self._total} points{left}: "
-            f"{row['scenario']}, {row['policy']}", is_last=self._done == self._total)
+        tell.progress(f"{bar(len(known), total)} {len(known)}/{total} points{left}: "
+                      f"{row['scenario']}, {row['policy']}", is_last=len(known) == total)
+
+
+def _planned(units: Sequence[Unit], spec: SweepSpec, cores: int | None,
+             tell: Teller) -> Generator[Row]:
+    options = PlanOptions(horizon=spec.horizon, has_margin=spec.has_margin, is_brief=True)
+    count = min(cores or usable_cores(), len(units))
+    # what has to be measured on this machine is measured by one process, and by nothing beside it
+    if count < 2 or any(point.job.cluster == LOCAL_CLUSTER for point in spec.points):
+        for unit in units:
+            yield from rows_of(unit, options, tell)
+    else:
+        yield from _by_processes(units, options, count)
+
+
+def _by_processes(units: Sequence[Unit], options: PlanOptions, count: int) -> Generator[Row]:
+    """Rows of all units as they are planned, by so many processes of one thread each. Raises
+    XgptError where one of them died."""
+    context = multiprocessing.get_context("spawn")
+    rows: SimpleQueue[Row] = context.SimpleQueue()
+    others = {*multiprocessing.active_children()}
+    with (_one_thread_each(),
+          ProcessPoolExecutor(count, context, initializer=_begin, initargs=(rows,)) as pool):
+        try:
+            left = {pool.submit(_plan, unit, options) for unit in units}
+            while left:
+                done, left = wait(left, timeout=_LOOK_S)
+                while not rows.empty():
+                    yield rows.get()
+                for future in done:
+                    future.result()
+        except BrokenProcessPool:
+            raise XgptError("a process that planned points died; what was planned is kept, and "
+                            "the same command goes on from there") from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in {*multiprocessing.active_children()} - others:
+                process.terminate()
+
+
+_ROWS: "list[SimpleQueue[Row]]" = []  # in such a process: where its rows go
+
+
+def _begin(rows: "SimpleQueue[Row]") -> None:
+    """The process ends with the sweep, however that ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the sweep is asked to stop, and stops this
+    threading.Thread(target=_end_with_sweep, daemon=True).start()
+    _ROWS.append(rows)
+
+
+def _end_with_sweep() -> None:
+    sweep = multiprocessing.parent_process()
+    assert sweep is not None, "begun by a sweep"
+    sweep.join()
+    os._exit(1)
+
+
+def _plan(unit: Unit, options: PlanOptions) -> None:
+    for row in rows_of(unit, options):
+        _ROWS[0].put(row)
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Processes started within have one thread for arithmetic."""
+    before = {name: os.environ[name] for name in _THREADS if name in os.environ}
+    os.environ.update(dict.fromkeys(_THREADS, "1"))
+    try:
+        yield
+    finally:
+        for name in _THREADS:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
+def _check_runs(spec: SweepSpec, tell: Teller) -> None:
+    """Raises InputError, with every mistake, where a point cannot be run on this machine."""
+    mistakes: dict[Mistake, None] = {}
+    for point in spec.points:
+        try:
+            refuse_what_cannot_run(point.job, tell)
+        except InputError as refusal:
+            mistakes.update(dict.fromkeys(refusal.mistakes))
+    if mistakes:
+        raise InputError(list(mistakes))
+
+
+def _run_points(points: Mapping[str, SweepPoint], rows: dict[str, Row], folder: SweepFolder,
+                tell: Teller) -> None:
+    """Runs every point that has a schedule and has not been run, each in a folder of its own;
+    measured figures join its row. Raises StoppedEarly where it was asked to stop."""
+    todo = [key for key in points
+            if rows[key]["status"] == OK and rows[key]["measured_status"] != "done"]
+    for number, key in enumerate(todo, 1):
+        row, bound_s = rows[key], number_of(rows[key], "bound_s")
+        what = f"{row['scenario']}, {row['policy']}"
+        tell.end_progress()
+        tell.say(f"run {number} of {len(todo)}: {what}, bound {row['bound']}")
+        job = points[key].job
+        constraint = job.constraint.with_latency(limit_s=math.inf if bound_s is None else bound_s)
+        rows[key] = row | {"folder": f"points/{key}"} | _measured(replace(
+            job, output=folder.path / "points" / key, constraint=constraint,
+            name=f"{what}, {row['bound']}"), tell)
+        folder.append(rows[key])
+
+
+def _measured(job: Job, tell: Teller) -> Row:
+    """Of a run that failed only why: the sweep goes on with the next."""
+    try:
+        submit(job, tell)
+    except StoppedEarly:
+        raise
+    except XgptError as failure:
+        tell.say(f"this point failed: {failure}")
+        return {"measured_status": "failed", "measured_reason": str(failure)}
+    metrics = json.loads((job.output / "metrics.json").read_text(encoding="utf-8"))
+    return {"measured_status": "done", "measured_reason": None,
+            **{column: metrics[key]["measured"] for column, key in MEASURED.items()}}

@@ -17,12 +17,12 @@ import pytest
 
 from xgpt.app.opened import open_file
 from xgpt.app.plan import plan_job
-from xgpt.app.sweeps import identity, runs, sweep
+from xgpt.app.sweeps import sweep
 from xgpt.app.sweeps.sweep import Swept, sweep_points
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import InputError, StoppedEarly, XgptError
 from xgpt.core.sweep_file import SweepFlags, load_sweep
-from xgpt.report.sweep_rows import COLUMNS, read_sweep
+from xgpt.report.sweep_rows import COLUMNS, MEASURED, read_sweep
 from xscheduler.planner import PlanOptions
 
 JOB = ("{model: opt-13b, cluster: a40-4, workload: {requests: {count: 60}, task: S}, "
@@ -39,32 +39,27 @@ def job(tmp_path: Path) -> Path:
 
 
 class Told(LogTeller):
-    """Keeps what a sweep says."""
+    """Keeps what a sweep says, and counts the points that it plans; `after` so many it is asked to
+    stop."""
 
-    def __init__(self) -> None:
+    def __init__(self, after: int | None = None) -> None:
         self.lines: list[str] = []
+        self.planned, self._after = 0, after
 
     def say(self, message: str) -> None:
         self.lines.append(message)
+
+    def progress(self, line: str, *, is_last: bool = False) -> None:
+        self.planned += " points" in line
+        if self.planned == self._after:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
 
 
 def swept(path: Path, *over: str, bounds: str = "5,inf", tell: Told | None = None,
           **more: Any) -> Swept:
     spec = load_sweep(path, SweepFlags(over=over, bounds=bounds))
     return sweep_points(spec, tell or Told(), cores=1, **more)
-
-
-def planned_again(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Keys of the points that are planned from now on."""
-    keys: list[str] = []
-    plan = sweep.rows_of
-
-    def rows_of(unit: Any, tell: Any) -> Any:
-        keys.extend(unit.keys)
-        return plan(unit, tell)
-
-    monkeypatch.setattr(sweep, "rows_of", rows_of)
-    return keys
 
 
 def without_effort(rows: Any) -> list[dict[str, Any]]:
@@ -117,54 +112,51 @@ def test_the_job_s_horizon_says_how_long_the_job_takes(job: Path) -> None:
     assert row["job_throughput_qps"] == pytest.approx(60 / row["makespan_s"], rel=0.01)
 
 
-def test_a_changed_grid_keeps_what_is_still_in_it(job: Path,
-                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    first = swept(job, "policy=ft,waa-c").rows
-    keys = planned_again(monkeypatch)
-    assert swept(job, "policy=ft,waa-c").rows == first and not keys
-    second = swept(job, "policy=waa-c,waa-m").rows
-    assert len(keys) == 2 and second[:2] == first[2:]
-    third = swept(job, "policy=ft,waa-c", bounds="inf,5")  # back from where it was kept
-    assert len(keys) == 2 and without_effort(third.rows) == without_effort(
+def test_a_changed_grid_keeps_what_is_still_in_it(job: Path) -> None:
+    first, told = swept(job, "policy=ft,waa-c").rows, Told()
+    assert swept(job, "policy=ft,waa-c", tell=told).rows == first and not told.planned
+    second = swept(job, "policy=waa-c,waa-m", tell=told).rows
+    assert told.planned == 2 and second[:2] == first[2:]
+    third = swept(job, "policy=ft,waa-c", bounds="inf,5", tell=told)  # back from where it was kept
+    assert told.planned == 2 and without_effort(third.rows) == without_effort(
         [first[1], first[0], first[3], first[2]])
 
 
-def test_another_planner_s_points_are_planned_anew_and_kept(
-        job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_planner_s_points_are_planned_anew_and_kept(job: Path) -> None:
     first, told = swept(job, "policy=ft"), Told()
-    monkeypatch.setattr(identity, "_code", lambda: "another")
-    keys = planned_again(monkeypatch)
+    rows = first.folder / "sweep.jsonl"
+    rows.write_text(rows.read_text().replace(first.rows[0]["fingerprint"], "of another"))
     second = swept(job, "policy=ft", tell=told)
-    assert len(keys) == 2 and "2 points were planned by another xgpt" in told.lines[0]
-    assert [row["fingerprint"] for row in second.rows] != [
-        row["fingerprint"] for row in first.rows]
+    assert told.planned == 2 and "2 points were planned by another xgpt" in told.lines[0]
+    assert without_effort(second.rows) == without_effort(first.rows)
     earlier = (first.folder / "earlier.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in earlier] == list(first.rows)
+    assert [json.loads(line) for line in earlier] == [
+        row | {"fingerprint": "of another"} for row in first.rows]
 
 
-def test_half_a_line_counts_for_nothing(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = swept(job, "policy=ft")
+def test_a_changed_file_of_lengths_is_another_point_s(job: Path) -> None:
+    lengths = job.parent / "lengths.csv"
+    lengths.write_text("input,output\n8,8\n16,16\n")
+    job.write_text("base: {model: opt-13b, cluster: a40-4, workload: {input_tokens: {file: "
+                   "lengths.csv}, output_tokens: {file: lengths.csv}}}\nmargin: false\n")
+    first = swept(job, "policy=ft", bounds="inf").rows[0]
+    lengths.write_text("input,output\n80,80\n160,160\n")
+    again = swept(job, "policy=ft", bounds="inf", tell=(told := Told())).rows[0]
+    assert told.planned == 1 and again["throughput_qps"] < first["throughput_qps"]
+
+
+def test_half_a_line_counts_for_nothing(job: Path) -> None:
+    whole, told = swept(job, "policy=ft"), Told()
     lines = (whole.folder / "sweep.jsonl").read_text()
     (whole.folder / "sweep.jsonl").write_text(lines[:-40])
     assert len(read_sweep(whole.folder).rows) == 1
-    keys = planned_again(monkeypatch)
-    again = swept(job, "policy=ft")
-    assert keys == [whole.rows[1]["key"]]
-    assert without_effort(again.rows) == without_effort(whole.rows)
+    again = swept(job, "policy=ft", tell=told)
+    assert told.planned == 1 and without_effort(again.rows) == without_effort(whole.rows)
 
 
-def test_a_stopped_sweep_says_so_and_keeps_its_rows(job: Path,
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = sweep.rows_of
-
-    def interrupted(unit: Any, tell: Any) -> Any:
-        yield next(plan(unit, tell))
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(5)
-
-    monkeypatch.setattr(sweep, "rows_of", interrupted)
+def test_a_stopped_sweep_says_so_and_keeps_its_rows(job: Path) -> None:
     with pytest.raises(StoppedEarly, match="stopped after 1 of 2 points"):
-        swept(job, "policy=ft")
+        swept(job, "policy=ft", tell=Told(after=1))
     kept = read_sweep(job.parent / "out" / "sweep")
     assert kept.meta["state"] == "stopped" and kept.meta["done"] == len(kept.rows) == 1
 
@@ -246,10 +238,10 @@ def test_points_are_run_once_each_and_measured_beside_predicted(
             raise XgptError("no memory")
         own.output.mkdir(parents=True)
         (own.output / "metrics.json").write_text(json.dumps({
-            key: {"measured": 2.5, "predicted": 2.0} for key in runs._MEASURED.values()}))
+            key: {"measured": 2.5, "predicted": 2.0} for key in MEASURED.values()}))
 
-    monkeypatch.setattr(runs, "submit", submit)
-    monkeypatch.setattr(runs, "refuse_what_cannot_run", lambda own, tell: None)
+    monkeypatch.setattr(sweep, "submit", submit)
+    monkeypatch.setattr(sweep, "refuse_what_cannot_run", lambda own, tell: None)
     rows = swept(job, "policy=ft,waa-c", bounds="0.01,20", runs=True).rows
     assert ran == [("ft", 20.0), ("waa-c", 20.0)]  # none without a schedule
     assert rows[1]["measured_status"] == "failed" and rows[1]["measured_reason"] == "no memory"
