@@ -13,7 +13,7 @@ from xgpt.core.problem import Problem
 from xscheduler.kept_bounds import KeptBounds
 from xscheduler.partition import division_of
 from xscheduler.replays import Replayed, Replays
-from xscheduler.space import Alike, Cell, Expected, Off, Point
+from xscheduler.space import ROUNDING, Alike, Cell, Expected, Off, Point
 from xsimulator.replay.predict import checked_queries
 
 LEAST_LOOK, LOOK_ROUNDS = 800, 6  # chosen: queries of a first replay, at least and by those present
@@ -86,7 +86,7 @@ class ReplayedCells:
         most = 0.0
         for cell in cells:
             found = cell.best_replayed(partial(keeps.is_kept, cell))
-            if found.point is not None and found.throughput_qps > most:
+            if found.point is not None and found.throughput_qps > (1 + ROUNDING) * most:
                 best, most = Found(cell, found.point, cell.copies), found.throughput_qps
         return best
 

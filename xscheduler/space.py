@@ -32,6 +32,7 @@ LATENCY_OFF = 0.2  # chosen: by so much shorter may a latency be
 PACE_OFF = 0.5  # chosen: by so much shorter may the time a token be
 NOTHING = 0.003  # chosen: what is expected to bring no more is not replayed
 CAUTION = 0.002  # chosen: of the latency bound, for each replay that broke it
+ROUNDING = 1e-9  # chosen: what the last digits of times change is no difference
 FINE = (-0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75)  # chosen: of a step of the grid, around a point
 
 
@@ -179,7 +180,7 @@ class Cell:
         best = Expected(0.0, None, True)
         for point, one in self.replayed.items():
             qps = self.copies * one.throughput_qps
-            if qps > best.throughput_qps and is_kept(point):
+            if qps > (1 + ROUNDING) * best.throughput_qps and is_kept(point):
                 best = Expected(qps, point, True)
         return best
 
@@ -198,7 +199,7 @@ class Cell:
         for point in self.replayed:
             is_slow |= (points == point).all(axis=1)
         qps = np.where(is_slow, 0.0, rough.throughput_qps * off[:, 0])
-        best = int(np.argmax(qps))
+        best = int(np.argmax(qps >= (1 - ROUNDING) * qps.max()))  # of equals the first
         return best if qps[best] > 0 else None
 
     def _off_at(self, points: IntArray, usual: Off, weight: float) -> FloatArray:

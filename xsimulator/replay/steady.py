@@ -12,6 +12,7 @@ from xgpt.core.queries import QueryTimes
 from xgpt.core.schedule import Estimate
 from xsimulator.replay.records import PoolRecords, ReplayResult
 
+ROUNDING = 1e-9  # chosen: of the last moment, by which moments may differ, and count as one
 LEAST_COUNTED = 0.5  # of the queries that begin before the last encoding: those that end before it
 LEAST_NEAR = 30  # chosen: queries of about the bound's output length that a mean is taken of
 NEAR = 0.03  # chosen: outputs within this share of the length (or 2 tokens) are that at most
@@ -63,18 +64,20 @@ def steady_of(times: QueryTimes, output_tokens: IntArray,
     if len(done_s) < 4:
         return None
     slow_s = quantile(query_latency_s, 0.99)
-    begin = np.searchsorted(done_s, max(done_s[0] + slow_s, done_s[len(done_s) // 10]))
-    end = np.searchsorted(done_s, start_s.max(), side="right") - 1
+    # steps end and begin at the same time, but for the last digits
+    near_s = ROUNDING * done_s[-1]
+    begin = np.searchsorted(done_s, max(done_s[0] + slow_s, done_s[len(done_s) // 10]) - near_s)
+    end = np.searchsorted(done_s, start_s.max() + near_s, side="right") - 1
     if begin >= len(done_s) or end <= begin or done_s[end] <= done_s[begin]:
         return None
     begin_s, end_s = float(done_s[begin]), float(done_s[end])
-    counted = int(np.searchsorted(done_s, end_s, side="right")
-                  - np.searchsorted(done_s, begin_s, side="right"))
+    counted = int(np.searchsorted(done_s, end_s + near_s, side="right")
+                  - np.searchsorted(done_s, begin_s + near_s, side="right"))
     present = np.clip(np.minimum(own_end_s, end_s) - np.maximum(start_s, begin_s), 0.0, None)
-    within = (own_end_s > begin_s) & (own_end_s <= end_s)
-    counts = (start_s >= begin_s - slow_s) & (start_s <= end_s)
+    within = (own_end_s > begin_s + near_s) & (own_end_s <= end_s + near_s)
+    counts = (start_s >= begin_s - slow_s - near_s) & (start_s <= end_s + near_s)
     # who begins later sees the drain: steps without the inputs of others beside its own tokens
-    undrained = counts & (start_s <= end_s - slow_s)
+    undrained = counts & (start_s <= end_s - slow_s + near_s)
     if undrained.sum() >= LEAST_COUNTED * counts.sum():
         counts = undrained
     if not counts.any() or not within.any():
