@@ -97,7 +97,8 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     key = weights_key(plan, schedule)
     if shelf.holds(key):
         restart_peak_memory(world.device)  # what an earlier run took is not this one's
-    weights = shelf.weights(key, lambda: _read(plan, replica, pool, stage, world))
+    weights = shelf.weights(key, lambda: _read(
+        plan, schedule, replica, pool, stage, world))
     sender, receiver = _couriers(replica, pool, weights.model.spec, world)
     # an encode pool decodes nothing
     is_captured = plan.cuda_graphs and world.device.type == "cuda" and pool.role != "encode"
@@ -111,10 +112,12 @@ def load(plan: RunPlan, schedule: Schedule, world: World, clock: Stopwatch,
     return Loaded(executor, routes(replica.pools)[rank], replica, pool, stage, weights)
 
 
-def _read(plan: RunPlan, replica: Replica, pool: Pool, stage: StageAssignment,
+def _read(plan: RunPlan, schedule: Schedule, replica: Replica, pool: Pool, stage: StageAssignment,
           world: World) -> Weights:
     rank, shard = world.comm.rank, WHOLE
-    if any(other.tp_degree > 1 for own in replica.pools for other in own.stages):
+    # all ranks split together, those of copies that have no such group too
+    if any(other.tp_degree > 1 for shape in schedule.estimate.shapes
+           for own in shape.deployment.pools for other in own.stages):
         index = stage.ranks.index(rank)
         group = world.split(replica.world_stage(stage.index), index)
         if stage.tp_degree > 1:
