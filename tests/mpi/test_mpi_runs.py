@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("torch", reason="runs need the extra `run`")
 import job_folder  # noqa: E402
 import toys  # noqa: E402
+from faults import alive, below  # noqa: E402
 from given_runs import given, toy_plan  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
@@ -90,7 +91,8 @@ def test_tensor_parallel_stages_run_where_the_job_or_the_schedule_asks_for_them(
     directory, out = tmp_path / "model", tmp_path / "out"
     reference = toys.make_model("llama", directory)
     queries = toys.random_queries(20, seed=2)
-    job = write_job(tmp_path, directory, as_requests(queries), ranks=2, more="tp_degree: 2,")
+    job = write_job(tmp_path, directory, as_requests(queries), ranks=2,
+                    more="tp_degree: 2, encode_chunk: 0,")
     cache = profiled("llama")
 
     def run(*command: str) -> None:
@@ -181,22 +183,6 @@ def start_long_run(folder: Path, directory: Path, cache: dict[str, str],
     return process
 
 
-def rank_pids(folder: Path) -> list[int]:
-    """Processes that run the worker on this folder's run.json."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                command = (entry / "cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            is_rank = b"mpiexec" not in command[0] and b"hydra" not in command[0]
-            plan = str(folder / "out/run.json").encode()
-            if is_rank and b"xrunner.worker" in command and plan in command:
-                found.append(int(entry.name))
-    return found
-
-
 @pytest.mark.slow  # test_faults.py has ranks that die, and are started again by the same command
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds ranks in /proc")
 def test_a_killed_rank_ends_the_run_with_a_valid_prefix_and_the_rest_can_follow(
@@ -205,12 +191,12 @@ def test_a_killed_rank_ends_the_run_with_a_valid_prefix_and_the_rest_can_follow(
     reference = toys.make_model("llama", directory)
     # in random order within windows: results are a prefix of the input all the same
     process = start_long_run(tmp_path, directory, cache, more="shuffle: 20,")
-    pids = rank_pids(tmp_path)
+    pids = below(process.pid)["rank"]
     assert len(pids) == 2
     os.kill(pids[-1], signal.SIGKILL)
     printed, messages = process.communicate(timeout=60)
     assert process.returncode == 1 and "Traceback" not in messages, messages
-    assert not rank_pids(tmp_path), "ranks die together"
+    assert not alive(pids), "ranks die together"
     text = (tmp_path / "out" / "results.jsonl").read_bytes()
     whole = text[:text.rfind(b"\n") + 1].splitlines()
     assert 12 <= len(whole) < 400

@@ -220,7 +220,7 @@ class Pulses:
         results = self._out / "results.jsonl"
         if not (results.is_file() and results.stat().st_size):
             return
-        self._pid = self._pid or rank_of(self._out / "ranks", self._rank)
+        self._pid = self._pid or rank_of(os.getpid(), self._rank)
         if time.monotonic() > self._turn_s:
             self._signal(signal.SIGCONT if self._is_stopped else signal.SIGSTOP)
             self._turn_s = time.monotonic() + (0.25 if self._is_stopped else 0.02)

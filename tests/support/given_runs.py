@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import toys
+from faults import below
 
 from xgpt.core.job import FIXED
 from xgpt.core.problem import Problem
@@ -41,19 +42,10 @@ def await_results(process: subprocess.Popen[str], results: Path, count: int) -> 
         time.sleep(0.05)
 
 
-def rank_of(beats: Path, rank: int) -> int:
-    """The process of a rank, one of those that run the worker beside these beats."""
-    plan, found = str(beats.parent / "run.json").encode(), []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                command = (entry / "cmdline").read_bytes().split(b"\0")
-                environment = (entry / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if b"xrunner.worker" in command and plan in command and (
-                    f"PMI_RANK={rank}".encode() in environment):
-                found.append(int(entry.name))
+def rank_of(command: int, rank: int) -> int:
+    """The process of a rank, one of those that a command's process started."""
+    found = [pid for pid in below(command)["rank"] if f"PMI_RANK={rank}".encode() in Path(
+        f"/proc/{pid}/environ").read_bytes().split(b"\0")]
     assert len(found) == 1, f"{found = }"
     return found[0]
 
@@ -76,7 +68,7 @@ def killed_and_gone_on(command: list[str], out: Path, environ: dict[str, str],
     begun = subprocess.Popen([*command, "--set", "run.restarts=0"], stdout=subprocess.DEVNULL,
                              stderr=subprocess.PIPE, text=True, env=environ)
     await_results(begun, out / "results.jsonl", 12)
-    os.kill(rank_of(out / "ranks", 1), signal.SIGKILL)
+    os.kill(rank_of(begun.pid, 1), signal.SIGKILL)
     _, messages = begun.communicate(timeout=60)
     assert begun.returncode == 1 and "Traceback" not in messages, messages
     before = (out / "results.jsonl").read_text().splitlines()

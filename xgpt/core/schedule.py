@@ -51,9 +51,9 @@ class Figures:
     throughput_qps: Amount
     output_tokens_per_s: Amount
     latency_s: Unbounded
-    encode_s: Amount
-    decode_iteration_s: Amount
-    period_s: Amount
+    encode_s: Unbounded
+    decode_iteration_s: Unbounded
+    period_s: Unbounded
     encode_batch: Count
     decode_batch: Amount
     decode_iterations: Count
