@@ -206,7 +206,8 @@ class Rra(OnePool):
     def _chunked(self, pool: LaidOut, points: FloatArray) -> Rough:
         work, batch, iterations, groups = self._workload, *self._columns(pool, points)
         rate = batch / iterations  # queries that begin in a cycle
-        if self.problem.fixed.value_of("encode_chunk") is not None:  # no more than its chunks hold
+        # no more than its chunks hold; where the search chooses them, a smaller batch says the same
+        if self.problem.fixed.value_of("encode_chunk") is not None:
             rate = np.minimum(rate, points[:, 3] * groups / work.inputs.mean)
         rows, tokens = rate * work.iterations / groups, rate * work.inputs.mean / groups
         # a phase's tokens come in even chunks, in as few of its cycles as the limit allows

@@ -179,7 +179,8 @@ class TwoPools:
             joined = most * cycle(middle, taken) + taken / mean
             is_fewer = work.iterations * joined > middle
             low, high = np.where(is_fewer, middle, low), np.where(is_fewer, high, middle)
-        rows = np.where(high > 0.998 * planned, planned, high)
+        # as near as halving comes
+        rows = np.where(high > (1 - 2.5 * 0.5**ROUNDS) * planned, planned, high)
         is_full = rows >= planned
         for _ in range(FEW_ROUNDS):  # where it is full no more is taken than what is lacking
             lacking = np.maximum(rows / work.iterations - most * cycle(rows, taken), 0.0) * mean
