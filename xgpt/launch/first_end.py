@@ -8,15 +8,15 @@ from __future__ import annotations
 import os
 import select
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 _LOOKS_TO_FIND = 10  # after the first ranks are there, where their number is not known
-_LOOKS_TO_MEET = 5  # between two questions whether a rank meets the others
-_LOOKS_GONE = 50  # a tenth of a second each: who was killed and the launcher's end take less
-_LOOKS_NONE = 300  # where there are no ranks: a launcher takes its time on a machine with much work
+_GONE_S = 5.0  # chosen: from a rank's end to its launcher's takes less
+_NONE_S = 30.0  # chosen: until there are ranks, a launcher takes its time on a busy machine
 # how mpiexec tells a process which rank it is: MPICH and Intel MPI, Open MPI
 _NAMES = (b"PMI_RANK=", b"OMPI_COMM_WORLD_RANK=")
 _PROXY, _LAUNCHERS = "hydra_pmi_proxy", ("hydra", "mpiexec", "mpirun")
@@ -36,13 +36,15 @@ class FirstEnd:
     none, and says nothing. `count`: of ranks that there should be, 0 where that is not known;
     `first`: who ended first, in words."""
 
-    def __init__(self, pid: int, count: int = 0) -> None:
+    def __init__(self, pid: int, count: int = 0,
+                 now: Callable[[], float] = time.monotonic) -> None:
         self._pid, self._count, self._looks = pid, count, 0
         self._found: dict[int, _Rank] = {}  # by the descriptors that tell of their end
         self._ended: list[_Rank] = []
         self._unmet = set[_Rank]()
         self._looks_found: int | None = None
-        self._looks_gone = 0
+        self._now = now
+        self._gone_since: float | None = None
         # NOTE: its events come in the order in which they happened; those of poll and select do not
         self._ends = select.epoll() if hasattr(select, "epoll") else None
 
@@ -67,13 +69,17 @@ class FirstEnd:
         if (self._looks_found is None or self._looks < self._looks_found + _LOOKS_TO_FIND
                 or len(self._found) < self._count):
             self._find()
-        if self._unmet and self._looks % _LOOKS_TO_MEET == 0:
-            self._unmet -= {rank for rank in self._unmet if _has_met(rank.pid)}
+        self._unmet -= {rank for rank in self._unmet if _has_met(rank.pid)}
         self._hear()
         gone = self._gone()
-        self._looks_gone = self._looks_gone + 1 if gone and self._is_waited_for() else 0
-        most = _LOOKS_GONE if self._found else _LOOKS_NONE
-        return gone[0] if self._looks_gone > most else None
+        if not gone or not self._is_waited_for():
+            self._gone_since = None
+            return None
+        now = self._now()
+        if self._gone_since is None:
+            self._gone_since = now
+        most_s = _GONE_S if self._found else _NONE_S
+        return gone[0] if now - self._gone_since > most_s else None
 
     def _is_waited_for(self) -> bool:
         """Whether others wait for those that are gone; where all are on this machine, the launcher

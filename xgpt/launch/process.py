@@ -118,10 +118,10 @@ def watch_to_end(started: Started, *, watch: Callable[[], None],
             raise RanksFailed(process.returncode, _tail(text), first=ends.first, gone=gone)
 
 
-def words_of(line: socket.socket) -> bytes:
+def words_of(line: socket.socket, flags: int = 0) -> bytes:
     """Takes the bytes that have come over the line; none where none have, or none will."""
     try:
-        return line.recv(2**16, socket.MSG_DONTWAIT)
+        return line.recv(2**16, socket.MSG_DONTWAIT | flags)
     except OSError:
         return b""
 
@@ -137,8 +137,14 @@ def _ended(process: subprocess.Popen[bytes],
         yield time.sleep
         return
     try:
-        files = [file] if line is None else [file, line.fileno()]
-        yield lambda seconds: select.select(files, [], [], seconds)
+        files: list[int | socket.socket] = [file] if line is None else [file, line]
+
+        def wait(seconds: float) -> None:
+            heard, _, _ = select.select(files, [], [], seconds)
+            if line is not None and line in heard and not words_of(line, flags=socket.MSG_PEEK):
+                files.remove(line)  # its other end is closed: nothing will come
+
+        yield wait
     finally:
         os.close(file)
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,11 @@ def launcher(script: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+def first_end(process: subprocess.Popen[str]) -> FirstEnd:
+    """Of two ranks; a look takes a tenth of a second of its clock."""
+    return FirstEnd(process.pid, 2, now=count(step=0.1).__next__)
+
+
 def looked(end: FirstEnd, until: int = LOOKS) -> str | None:
     """What so many looks find, which are otherwise a tenth of a second apart."""
     for _ in range(until):
@@ -48,20 +54,20 @@ def children_of(process: subprocess.Popen[str]) -> list[str]:
     return Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
 
 
-def children(process: subprocess.Popen[str], count: int) -> None:
+def children(process: subprocess.Popen[str], number: int) -> None:
     """Once there are so many, each what the shell starts, and no longer a shell."""
     def are_there() -> bool:
         with suppress(OSError):
             programs = [os.readlink(f"/proc/{child}/exe") for child in children_of(process)]
-            return len(programs) == count and SHELL not in programs
+            return len(programs) == number and SHELL not in programs
         return False
 
-    wait(are_there, f"{count} children")
+    wait(are_there, f"{number} children")
 
 
 def test_a_launcher_that_waits_for_ranks_it_could_not_start_is_not_waited_for() -> None:
     with launcher("PMI_RANK=0 sleep 100 & kid=$!; read go; kill $kid; wait $kid") as process, (
-            closing(FirstEnd(process.pid, 2))) as end:
+            closing(first_end(process))) as end:
         children(process, 1)
         assert end.look() is None and len(end._found) == 1
         assert process.stdin is not None
@@ -79,7 +85,7 @@ def test_a_launcher_that_could_start_none_is_not_waited_for(name: str, is_known:
     for own in ("hydra_pmi_proxy", name):
         shutil.copy(shutil.which("sleep") or "", tmp_path / own)
     with launcher(f"{tmp_path / name} 100 &") as process, (
-            closing(FirstEnd(process.pid, 2))) as end:
+            closing(first_end(process))) as end:
         children(process, 1)
         assert looked(end, 250) is None
         assert looked(end) == (f"rank 0 on {HOST}" if is_known else None)
@@ -87,7 +93,7 @@ def test_a_launcher_that_could_start_none_is_not_waited_for(name: str, is_known:
 
 def test_a_rank_that_is_started_late_is_found() -> None:
     with launcher("PMI_RANK=0 sleep 100 & read go; PMI_RANK=1 sleep 100 &") as process, (
-            closing(FirstEnd(process.pid, 2))) as end:
+            closing(first_end(process))) as end:
         children(process, 1)
         assert looked(end, 20) is None and len(end._found) == 1
         assert process.stdin is not None
