@@ -42,9 +42,9 @@ from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.timing import TimingSource
 from xscheduler.cells import Replays, cells_of
 from xscheduler.copies import problem_on
+from xscheduler.labels import configuration
 from xscheduler.planner import PlanOptions, plan
-from xscheduler.replayed_cells import SURE
-from xscheduler.shown import configuration
+from xscheduler.search import SURE
 from xscheduler.space import Cell, Limits
 from xsimulator.replay.predict import checked_queries
 

@@ -31,8 +31,8 @@ from xgpt.core.job_file import load_job
 from xgpt.core.problem import Problem, resolve
 from xgpt.core.schedule import Schedule
 from xprofiler.roofline import Roofline
+from xscheduler.labels import configuration
 from xscheduler.planner import PlanOptions, plan
-from xscheduler.shown import configuration
 
 JOBS = Path(__file__).resolve().parents[1] / "jobs"
 SWEEP = "paper-scenarios"  # 640 points, not one job

@@ -30,7 +30,7 @@ from xgpt.core.errors import InfeasibleError
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xscheduler.found_schedule import SearchPlanner
+from xscheduler.search_planner import SearchPlanner
 from xsimulator.rough.forms import Formulas
 
 POLICIES = ("rra", "waa-c", "waa-m")

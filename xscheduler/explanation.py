@@ -11,7 +11,7 @@ from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import NOT_SURE, Estimate, Rejected, Schedule
 from xgpt.core.units import format_seconds
-from xscheduler.shown import (
+from xscheduler.labels import (
     DEGREE_ROW,
     FREE_ROW,
     LEFT_OUT,

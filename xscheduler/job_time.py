@@ -20,10 +20,10 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Rejected, Schedule, Status
 from xgpt.core.units import format_seconds
 from xscheduler.evaluator import Evaluator, job_lengths
+from xscheduler.margin import MarginParts, Margins
 from xscheduler.prospects import keeps_pace
 from xscheduler.room import with_room
 from xscheduler.space import Cell, Limits, Point
-from xscheduler.uncertainty import Doubts, MarginParts
 
 SHORT = 10  # chosen: times what is in the system: of a longer job less is ramp and drain
 WORTH = 0.02  # chosen: of the job's time: what another schedule must save to be taken
@@ -53,7 +53,7 @@ def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
     if not count or not is_short(problem, schedule):
         return schedule
     clock = _JobTime(problem, evaluator, schedule)
-    doubts = Doubts(problem, evaluator) if has_margin else None
+    doubts = Margins(problem, evaluator) if has_margin else None
     limit_s = schedule.bound.limit_s
     constraint = problem.constraint
     entries = _entries(cells, Limits(
@@ -77,7 +77,7 @@ def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
     return schedule
 
 
-def _least_margin(doubts: Doubts, own: Estimate) -> float:
+def _least_margin(doubts: Margins, own: Estimate) -> float:
     """A factor that hardly any margin is below: most of the steady state's own. (Margins differ
     from one schedule to the next by what lengths do to each.)"""
     factor = doubts.margin(own).factor

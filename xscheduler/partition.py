@@ -1,10 +1,10 @@
-"""Devices divided into parts of several sizes, each worth something: the best division.
+"""The division of a cluster into copies of several sizes that has the most queries/s.
 
-    worth   {size: what one part of that size brings}
-    best    max of the sum over all multisets of sizes that fit the devices
+    qps_of  {number of devices: queries/s of one copy on as many}
+    best    largest sum over all multisets of sizes that fit the cluster
 
-Sums are built up device by device (dynamic programming), so that every division counts though few
-are looked at: of n devices and m sizes n m, or n m k for exactly k parts."""
+The best division of d devices follows from the best ones of fewer (dynamic programming), so that
+every division counts: n devices and m sizes take n m steps, or n m k for exactly k parts."""
 
 from __future__ import annotations
 
@@ -15,54 +15,54 @@ from xgpt.core.problem import Problem
 
 
 class Division(NamedTuple):
-    """Sizes of the parts, the largest first, and what they bring together."""
+    """Devices of each copy, the largest first, and the queries/s of all copies together."""
 
-    worth: float
+    throughput_qps: float
     sizes: tuple[int, ...]
 
 
 NOTHING = Division(0.0, ())
 
 
-def best_division(worth: Mapping[int, float], devices: int,
+def best_division(qps_of: Mapping[int, float], devices: int,
                   parts: int | None = None) -> Division | None:
-    """The best division of at most so many devices into `parts` (None: any number) of sizes that
-    bring something; None where there is none into so many. Of equals the one of fewest parts."""
-    return _of_rooms(worth, devices, parts)[devices]
+    """The best division of at most `devices` into `parts` copies (None: any number), of equals the
+    one of fewest copies; None if no sizes add up to `parts`. A size without queries/s is unused."""
+    return _of_rooms(qps_of, devices, parts)[devices]
 
 
-def division_of(problem: Problem, worth: Mapping[int, float]) -> Division | None:
-    """The best division of a cluster into copies, alike or not, each on some devices of a node or
-    on whole nodes; None where there is none. worth: of a copy on so many devices."""
+def division_of(problem: Problem, qps_of: Mapping[int, float]) -> Division | None:
+    """The best division of the problem's cluster into copies, equal or not, each on some devices of
+    one node or on whole nodes; None if there is none. qps_of: queries/s of a copy by its devices."""
     cluster, copies = problem.cluster, problem.fixed.replicas
     each, nodes = cluster.devices_per_node, cluster.num_nodes
     if copies is not None:
-        return _of_nodes(worth, each, nodes, copies)
-    within = {size: own for size, own in worth.items() if size <= each}
+        return _of_nodes(qps_of, each, nodes, copies)
+    within = {size: own for size, own in qps_of.items() if size <= each}
     if nodes == 1:
         return best_division(within, each)
     node = best_division(within, each)
-    over = {size // each: own for size, own in worth.items() if size > each}
-    whole = best_division({**over, 1: node.worth if node is not None else 0.0}, nodes)
+    over = {size // each: own for size, own in qps_of.items() if size > each}
+    whole = best_division({**over, 1: node.throughput_qps if node is not None else 0.0}, nodes)
     if whole is None:
         return None
     inside = node.sizes if node is not None else ()
-    return Division(whole.worth, tuple(size for count in whole.sizes for size in (
+    return Division(whole.throughput_qps, tuple(size for count in whole.sizes for size in (
         inside if count == 1 else (count * each,))))
 
 
-def _of_nodes(worth: Mapping[int, float], each: int, nodes: int, parts: int) -> Division | None:
-    """The best division of nodes of `each` devices into exactly so many parts."""
-    within = {size: own for size, own in worth.items() if size <= each}
+def _of_nodes(qps_of: Mapping[int, float], each: int, nodes: int, parts: int) -> Division | None:
+    """The best division of `nodes` nodes of `each` devices into exactly `parts` copies."""
+    within = {size: own for size, own in qps_of.items() if size <= each}
     inside = [best_division(within, each, count) for count in range(min(parts, each) + 1)]
-    whole = [size for size in _able(worth) if size > each]
+    whole = [size for size in _able(qps_of) if size > each]
     rooms: list[list[Division | None]] = [[NOTHING, *[None] * parts]]
     for room in range(1, nodes + 1):
         row = []
         for count in range(parts + 1):
             of_node = [_joined(rooms[-1][count - own], one) for own, one in enumerate(inside)
                        if own <= count]
-            over = [_joined(rooms[room - size // each][count - 1], Division(worth[size], (size,)))
+            over = [_joined(rooms[room - size // each][count - 1], Division(qps_of[size], (size,)))
                     for size in whole if count and size // each <= room]
             row.append(_better([*of_node, *over]))
         rooms.append(row)
@@ -73,35 +73,35 @@ def _of_nodes(worth: Mapping[int, float], each: int, nodes: int, parts: int) -> 
 def _joined(one: Division | None, other: Division | None) -> Division | None:
     if one is None or other is None:
         return None
-    return Division(one.worth + other.worth, one.sizes + other.sizes)
+    return Division(one.throughput_qps + other.throughput_qps, one.sizes + other.sizes)
 
 
-def _of_rooms(worth: Mapping[int, float], devices: int,
+def _of_rooms(qps_of: Mapping[int, float], devices: int,
               parts: int | None) -> list[Division | None]:
-    """The best division of 0, 1, ... devices."""
-    able = _able(worth)
+    """The best divisions of 0, 1, ... `devices` devices."""
+    able = _able(qps_of)
     if parts is None:
         best: list[Division | None] = [NOTHING]
         for room in range(1, devices + 1):
-            best.append(_better([best[-1], *(_with(rest, size, worth) for size in able
+            best.append(_better([best[-1], *(_with(rest, size, qps_of) for size in able
                                              if size <= room and (rest := best[room - size]))]))
         return best
     best = [NOTHING] * (devices + 1)
     for _ in range(parts):
-        best = [_better([_with(rest, size, worth) for size in able
+        best = [_better([_with(rest, size, qps_of) for size in able
                          if size <= room and (rest := best[room - size]) is not None])
                 for room in range(devices + 1)]
     return best
 
 
-def _able(worth: Mapping[int, float]) -> list[int]:
-    return sorted((size for size, own in worth.items() if own > 0), reverse=True)
+def _able(qps_of: Mapping[int, float]) -> list[int]:
+    return sorted((size for size, own in qps_of.items() if own > 0), reverse=True)
 
 
-def _with(rest: Division, size: int, worth: Mapping[int, float]) -> Division:
-    return Division(rest.worth + worth[size], tuple(sorted((*rest.sizes, size), reverse=True)))
+def _with(rest: Division, size: int, qps_of: Mapping[int, float]) -> Division:
+    return Division(rest.throughput_qps + qps_of[size], tuple(sorted((*rest.sizes, size), reverse=True)))
 
 
 def _better(divisions: Sequence[Division | None]) -> Division | None:
     able = [one for one in divisions if one is not None]
-    return max(able, key=lambda one: (one.worth, -len(one.sizes)), default=None)
+    return max(able, key=lambda one: (one.throughput_qps, -len(one.sizes)), default=None)

@@ -21,16 +21,16 @@ from xgpt.core.policies import changeable_policy, policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xprofiler.timing import TimingSource
-from xscheduler.beginning import begin
 from xscheduler.copies import idle_note
 from xscheduler.evaluator import Evaluator
-from xscheduler.found_schedule import SearchPlanner
+from xscheduler.fallback import begin
 from xscheduler.job_time import for_the_job
+from xscheduler.margin import Margins
+from xscheduler.progress import Watch
 from xscheduler.prospects import judged
 from xscheduler.room import with_room
-from xscheduler.uncertainty import Doubts
-from xscheduler.untimed import plan_untimed
-from xscheduler.watch import Watch
+from xscheduler.search_planner import SearchPlanner
+from xscheduler.unmeasured_engine import plan_untimed
 from xsimulator.hardware import most_queries_per_s
 
 Horizon = Literal["job", "steady"]
@@ -108,7 +108,7 @@ class Planner:
             schedule = with_room(plan_with_enough(
                 problem, lambda enough: self._like(enough)._for_its_horizon(enough), self._tell),
                 problem)
-            schedule = judged(schedule, Doubts(problem, self._evaluator), self._tell,
+            schedule = judged(schedule, Margins(problem, self._evaluator), self._tell,
                               is_job=self.options.horizon == "job",
                               has_margin=self.options.has_margin and not self.options.untimed)
         return _noted(problem, schedule.changed(hardware_qps=most_queries_per_s(problem)))

@@ -8,13 +8,13 @@ from xgpt.core.errors import InfeasibleError
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import format_seconds, seconds_up
-from xscheduler.uncertainty import Doubts
+from xscheduler.margin import Margins
 
 PACE: tuple[Metric, ...] = ("ttft", "tpot")
 REPLAYS = 3  # chosen: of a job whose lengths are not all known, for its makespan
 
 
-def pace_of(doubts: Doubts, estimate: Estimate) -> list[Prospect]:
+def pace_of(doubts: Margins, estimate: Estimate) -> list[Prospect]:
     """The prospects of the bounds on the tokens' pace."""
     constraint, found = doubts.problem.constraint, []
     for metric in PACE:
@@ -27,11 +27,11 @@ def pace_of(doubts: Doubts, estimate: Estimate) -> list[Prospect]:
     return found
 
 
-def keeps_pace(doubts: Doubts, estimate: Estimate) -> bool:
+def keeps_pace(doubts: Margins, estimate: Estimate) -> bool:
     return all(one.is_kept for one in pace_of(doubts, estimate))
 
 
-def judged(schedule: Schedule, doubts: Doubts, tell: Callable[[str], None], *, is_job: bool,
+def judged(schedule: Schedule, doubts: Margins, tell: Callable[[str], None], *, is_job: bool,
            has_margin: bool) -> Schedule:
     """The schedule with all bounds of its problem, and what is expected of those that are not on
     latency; `is_job`: of the makespan, too. Raises InfeasibleError where that is too long."""
@@ -51,7 +51,7 @@ def judged(schedule: Schedule, doubts: Doubts, tell: Callable[[str], None], *, i
     return schedule.changed(prospects=(*prospects, makespan))
 
 
-def _makespan_of(doubts: Doubts, estimate: Estimate, has_margin: bool) -> Prospect | None:
+def _makespan_of(doubts: Margins, estimate: Estimate, has_margin: bool) -> Prospect | None:
     """What the problem's own queries take, by replay; None where there is no bound on that, or it
     cannot be said."""
     bound = doubts.problem.constraint.bound_on("makespan")

@@ -14,10 +14,9 @@ from xgpt.core.problem import Problem
 from xgpt.core.units import format_bytes, format_seconds, seconds_up
 from xprofiler.timing import TimingSource
 from xscheduler.cells import names_of, parts_of
-from xscheduler.kept_bounds import KeptBounds
-from xscheduler.replay_search import Search
-from xscheduler.replayed_cells import Found
-from xscheduler.shown import point_words
+from xscheduler.feasibility import Feasibility
+from xscheduler.labels import point_words
+from xscheduler.search import Found, Search
 from xscheduler.space import Cell, Point
 from xscheduler.tensor_plans import tensor_plans
 from xsimulator.memory import capacity_bytes
@@ -65,7 +64,7 @@ def check(problem: Problem, timing: TimingSource) -> None:
                     "some devices encode and the others decode, and there is only 1 device")
 
 
-def refusal_of(problem: Problem, timing: TimingSource, search: Search, keeps: KeptBounds,
+def refusal_of(problem: Problem, timing: TimingSource, search: Search, keeps: Feasibility,
                bound_s: float) -> InfeasibleError:
     """The error to raise where nothing keeps the bounds: the tightest latency that was seen, or
     what forbids every configuration."""

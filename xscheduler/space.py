@@ -27,7 +27,7 @@ CHUNK = "encode_chunk"
 NEAR = 0.2  # chosen: of a logarithm, how far a replay tells what the formula is off by
 PRIOR = 1e-3  # chosen: weight of what it is off by elsewhere, beside 1 of a replay at the point
 TRUST = 0.05  # chosen: the same where a formula is taken to be right but beside its replays
-HOPE = 0.08  # chosen: by so much may a cell be better than is expected of it before a replay
+OPTIMISM = 0.08  # chosen: by so much may a cell be better than is expected of it before a replay
 LATENCY_OFF = 0.2  # chosen: by so much shorter may a latency be
 PACE_OFF = 0.5  # chosen: by so much shorter may the time a token be
 NOTHING = 0.003  # chosen: what is expected to bring no more is not replayed
@@ -185,7 +185,7 @@ class Cell:
         return best
 
     def _value(self, points: IntArray, rough: Rough, row: int, off: FloatArray) -> Expected:
-        qps = float(rough.throughput_qps[row] * np.exp(off[row, 0])) * (1 if self.off else 1 + HOPE)
+        qps = float(rough.throughput_qps[row] * np.exp(off[row, 0])) * (1 if self.off else 1 + OPTIMISM)
         point: Point = tuple(points[row].tolist())
         return Expected() if point in self.replayed else Expected(self.copies * qps, point)
 

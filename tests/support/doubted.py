@@ -11,7 +11,7 @@ from xgpt.core.lengths import empirical
 from xgpt.core.problem import Problem
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import Evaluator
-from xscheduler.uncertainty import Doubts
+from xscheduler.margin import Margins
 
 CONFIG = {"encode_batch": 12, "decode_iterations": 6}
 
@@ -22,6 +22,6 @@ def observed(problem: Problem, count: int, seed: int = 0) -> Problem:
     return replace(problem, lengths=replace(problem.lengths, outputs=outputs))
 
 
-def doubts_of(problem: Problem, timing: TimingSource | None = None) -> Doubts:
-    return Doubts(problem, Evaluator(problem, timing or roofline_of(problem)))
+def doubts_of(problem: Problem, timing: TimingSource | None = None) -> Margins:
+    return Margins(problem, Evaluator(problem, timing or roofline_of(problem)))
 

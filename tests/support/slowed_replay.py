@@ -26,9 +26,9 @@ from xrunner.io.beat import MOST_STEPS, ToldStep
 from xrunner.rules.changes import Changeable, changes_of
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import EncodingRule, Step, rules_for
-from xscheduler.live.decisions import AnyLook, Decider, Decision, Followed
+from xscheduler.live.decisions import Decider, Decision, Evidence, Followed
+from xscheduler.live.evidence import StepTimeEvidence
 from xscheduler.live.pace import PaceDrift
-from xscheduler.live.slowed import StepLook
 from xscheduler.room import HEADROOM, slots_for
 from xsimulator.replay.flow import Arrivals, Handover
 from xsimulator.replay.job import planned_queries
@@ -156,7 +156,7 @@ class _Launcher:
         drift = PaceDrift(before=dict.fromkeys(factors, 1.0), now=factors, planned=factors,
                           stages=dict.fromkeys(factors, 0), steps=0)
         done = self._queries.num_done
-        look = StepLook(drift=drift, done=done, left=len(self._queries.inputs) - done)
+        look = StepTimeEvidence(drift=drift, done=done, left=len(self._queries.inputs) - done)
         self._take(look, self._decider.decide(look), now)
 
     def look(self, now: float) -> None:
@@ -178,19 +178,19 @@ class _Launcher:
             self._decide(look, now)
         self._kernel.at(now + LOOK_S, ARRIVAL, self.look)
 
-    def _decide(self, look: AnyLook, now: float) -> None:
+    def _decide(self, look: Evidence, now: float) -> None:
         self._is_planning = True
         at_once = self._decider.decide_at_once(look)
         decision = at_once or self._decider.decide(look)
         takes_s = self._plan_s if at_once is None else AT_ONCE_S
         self._kernel.at(now + takes_s, ARRIVAL, lambda at: self._take(look, decision, at))
 
-    def _take(self, look: AnyLook, decision: Decision, now: float) -> None:
+    def _take(self, look: Evidence, decision: Decision, now: float) -> None:
         self._is_planning = False
         self._decider.take(look, decision)
         self._found.decisions.append((now, decision))
         if decision.schedule is not None:
-            is_told = isinstance(look, StepLook) and look.drift.steps == 0
+            is_told = isinstance(look, StepTimeEvidence) and look.drift.steps == 0
             taken_s = now if is_told else now + TAKES_S / 2
             self._kernel.at(taken_s, ARRIVAL, lambda at: self._change(decision, at))
         if decision.follow_up is not None:

@@ -16,8 +16,8 @@ from xgpt.core.lengths import truncated_normal
 from xgpt.core.problem import Problem
 from xgpt.core.queries import QueryLengths
 from xscheduler.job_sample import levels_of
+from xscheduler.margin import Margins
 from xscheduler.planner import plan
-from xscheduler.uncertainty import Doubts
 from xsimulator.replay.job import planned_queries, replay_job
 
 BOUND_S = 0.16
@@ -86,6 +86,6 @@ def test_what_is_left_of_a_job_is_no_sample_of_its_own() -> None:
     problem = job_of(32)
     estimate = estimate_of(problem, **CONFIG)
     whole = doubts_of(problem)
-    left = Doubts(problem, whole.evaluator, is_of_job=False)
+    left = Margins(problem, whole.evaluator, is_of_job=False)
     assert left.margin(estimate).factor == 1 < whole.margin(estimate).factor
     assert "sample" in whole.margin(estimate).sentence

@@ -15,10 +15,10 @@ from xgpt.core.schedule import Schedule, Status
 from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.report.table import schedule_table
 from xscheduler.evaluator import Evaluator, predict
-from xscheduler.found_schedule import SearchPlanner
 from xscheduler.job_time import SHORT, WORTH, _taken, for_the_job
+from xscheduler.margin import MarginParts, Margins
 from xscheduler.planner import Planner, PlanOptions
-from xscheduler.uncertainty import Doubts, MarginParts
+from xscheduler.search_planner import SearchPlanner
 
 pytestmark = pytest.mark.usefixtures("short_replays")
 
@@ -51,7 +51,7 @@ def test_a_short_job_is_done_sooner_within_the_same_bound(tmp_path: Path, bound:
     timing = timing_of(session)
     steady, found = steady_of(session), plan_job(session, timing).schedule
     assert wall_s(session, found) <= wall_s(session, steady)
-    own = Doubts(session.problem, Evaluator(session.problem, timing)).margin(found.estimate)
+    own = Margins(session.problem, Evaluator(session.problem, timing)).margin(found.estimate)
     assert found.figures.fits and found.figures.latency_s * own.factor <= found.bound.limit_s
     assert found.bound.limit_s == steady.bound.limit_s
     if found.estimate != steady.estimate:
@@ -106,7 +106,7 @@ def test_lengths_to_be_observed_tell_nothing_of_the_jobs_time(tmp_path: Path) ->
 def test_quicker_ones_that_break_the_bound_take_no_place(tmp_path: Path) -> None:
     session = session_of(tmp_path, 60, "5, drift: 20%", "policy: rra")
     found = plan_job(session, timing_of(session)).schedule
-    own = Doubts(session.problem, Evaluator(session.problem, timing_of(session)))
+    own = Margins(session.problem, Evaluator(session.problem, timing_of(session)))
     assert found.figures.latency_s * own.margin(found.estimate).factor <= 5
 
 

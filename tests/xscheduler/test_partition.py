@@ -34,8 +34,8 @@ def test_no_division_is_better_than_the_best(parts: int | None) -> None:
             assert found is None
             continue
         assert found is not None and found.sizes in every
-        assert found.worth == pytest.approx(sum(worth[one] for one in found.sizes))
-        assert found.worth == pytest.approx(max(
+        assert found.throughput_qps == pytest.approx(sum(worth[one] for one in found.sizes))
+        assert found.throughput_qps == pytest.approx(max(
             sum(worth[one] for one in sizes) for sizes in every))
 
 
@@ -73,6 +73,6 @@ def test_nodes_are_divided_into_as_many_copies_as_the_job_fixes(copies: int | No
             assert found is None
             continue
         assert found is not None and copies in (None, len(found.sizes))
-        assert found.worth == pytest.approx(sum(worth[one] for one in found.sizes))
-        assert found.worth == pytest.approx(max(
+        assert found.throughput_qps == pytest.approx(sum(worth[one] for one in found.sizes))
+        assert found.throughput_qps == pytest.approx(max(
             sum(worth[one] for one in sizes) for sizes in able))

@@ -15,8 +15,8 @@ from toy_jobs import toy_problem
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.job import FixedSchedule
 from xprofiler.roofline import Roofline
-from xscheduler.found_schedule import SearchPlanner
 from xscheduler.planner import PlanOptions, plan
+from xscheduler.search_planner import SearchPlanner
 
 STEADY = PlanOptions(horizon="steady", is_brief=True)
 

@@ -13,8 +13,8 @@ from xgpt.core import catalog
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
 from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
+from xscheduler.cluster_sizes import Spent, sizes_of, spent
 from xscheduler.evaluator import Evaluator
-from xscheduler.sizes import Spent, sizes_of, spent
 
 pytestmark = pytest.mark.usefixtures("short_replays")
 

@@ -19,7 +19,7 @@ from xprofiler.profile_timing import ProfileTiming, TableError
 from xprofiler.roofline import Roofline
 from xprofiler.source_errors import student_quantile
 from xscheduler.evaluator import Evaluator
-from xscheduler.uncertainty import upper_limit
+from xscheduler.margin import upper_limit
 from xsimulator.rough.forms import fixed_estimate
 
 SIZES = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0)

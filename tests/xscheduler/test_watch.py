@@ -9,7 +9,7 @@ from problems_suite import roofline_of, toy_problem
 
 from xgpt.core.schedule import Status
 from xscheduler.planner import PlanOptions, plan
-from xscheduler.watch import Watch
+from xscheduler.progress import Watch
 
 NO_TIME_S = 1e-9
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from problems_suite import TOYS, roofline_of, toy_problem
 
-from xscheduler.found_schedule import SearchPlanner
+from xscheduler.search_planner import SearchPlanner
 from xsimulator.hardware import most_queries_per_s, work_of_a_query
 
 

@@ -26,7 +26,7 @@ from xprofiler.profile import (
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import MessageKind, Operator
-from xscheduler.found_schedule import SearchPlanner
+from xscheduler.search_planner import SearchPlanner
 from xsimulator.plans import StagePlans
 from xsimulator.rough.forms import fixed_estimate
 

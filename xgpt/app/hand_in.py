@@ -29,8 +29,8 @@ from xgpt.launch.batch_script import BatchJob, Task, check_paths, quoted, render
 from xgpt.launch.slurm_queue import hand_in
 from xprofiler.roofline import Roofline
 from xrunner.engines.engine import mistake
-from xscheduler.beginning import said_of
 from xscheduler.evaluator import predict
+from xscheduler.fallback import said_of
 
 SCRIPT = "slurm.sh"
 # Of a time limit beyond the prediction: for measured times, and for computed ones, which are off

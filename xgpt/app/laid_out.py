@@ -10,7 +10,7 @@ from xgpt.core.local import usable_cores
 from xgpt.core.problem import Problem, resolve_cluster, resolve_weight_dtype
 from xgpt.launch.launcher import threads_per_rank
 from xprofiler.profile_file import load_profile
-from xscheduler.sizes import sizes_of
+from xscheduler.cluster_sizes import sizes_of
 
 
 def layout_of(opened: OpenedJob) -> Layout:

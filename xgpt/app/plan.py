@@ -26,11 +26,11 @@ from xgpt.report.table import (
 from xgpt.report.words import counted
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
+from xscheduler.cluster_sizes import SizeSearch, Spent, spent
 from xscheduler.evaluator import Evaluator
 from xscheduler.layouts import LaidOut, compared
 from xscheduler.planner import Horizon, Planner, PlanOptions
-from xscheduler.sizes import SizeSearch, Spent, spent
-from xscheduler.watch import Watch
+from xscheduler.progress import Watch
 from xsimulator.memory import capacity_bytes, least_weight_bytes
 
 # What another layout of the cores may save of a job's time for each doubling of its ranks: 7 % were

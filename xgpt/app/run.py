@@ -67,8 +67,8 @@ from xrunner.io.lock import output_lock
 from xrunner.io.results import HELD_FILE
 from xrunner.io.stop import StopRequest
 from xrunner.plan import RunPlan, weights_key
-from xscheduler.beginning import said_of
 from xscheduler.evaluator import replays_of
+from xscheduler.fallback import said_of
 from xsimulator.allocation import pool_layers
 from xsimulator.replay.predict import JobPrediction, mean_of
 

@@ -31,11 +31,11 @@ from xprofiler.timing import TimingSource
 from xrunner.engines.engine import mistake
 from xscheduler.copies import problem_for, problems_of_copies
 from xscheduler.evaluator import job_lengths
-from xscheduler.found_schedule import SearchPlanner
 from xscheduler.planner import PlanOptions
-from xscheduler.replayed_cells import SURE
+from xscheduler.progress import Watch
 from xscheduler.replays import Replays
-from xscheduler.watch import Watch
+from xscheduler.search import SURE
+from xscheduler.search_planner import SearchPlanner
 from xsimulator.replay.copies import replay_steady, replayer_of
 from xsimulator.replay.job import planned_queries
 from xsimulator.replay.perfetto import write_trace

@@ -22,9 +22,9 @@ from xrunner.engines.engine import engine_of
 from xrunner.io.beat import read_beats
 from xrunner.io.launcher_link import ChangeOrder, read_observed
 from xrunner.rules.changes import Changes, OfShapes, changes_of
-from xscheduler.beginning import can_settle
-from xscheduler.live.at_once import is_pressing
-from xscheduler.live.decisions import LEAST_QUERIES, AnyLook, Decider, Decision, Followed
+from xscheduler.fallback import can_settle
+from xscheduler.live.decisions import LEAST_QUERIES, Decider, Decision, Evidence, Followed
+from xscheduler.live.quick_change import is_pressing
 from xscheduler.live.shapes import Room, differ
 from xscheduler.room import HEADROOM, headroom, kv_tokens_for, slots_for
 
@@ -49,8 +49,8 @@ class Rescheduler:
         self.decider, self._output, self._waits = Decider(followed, timing), output, waits
         self._looked_s = -math.inf
         self._thread: threading.Thread | None = None
-        self._look: AnyLook | None = None  # of the thread
-        self._follow_up: AnyLook | None = None  # what is decided on next, whatever else is seen
+        self._look: Evidence | None = None  # of the thread
+        self._follow_up: Evidence | None = None  # what is decided on next, whatever else is seen
         self._decision: Decision | None = None
         self._is_over = False
         self._deaf_until_s = -math.inf
@@ -81,7 +81,7 @@ class Rescheduler:
             self._thread.join()
         return self._thread is not None and not self._thread.is_alive() and self._take_up()
 
-    def _next_look(self) -> AnyLook | None:
+    def _next_look(self) -> Evidence | None:
         """What there is to decide on, looked for now and then."""
         now = time.monotonic()
         if now - self._looked_s < LOOK_S and not self._waits:
@@ -94,7 +94,7 @@ class Rescheduler:
         at_bound = self.decider.look_at_bound(written)
         return self.decider.look(written) or self.decider.look_at_steps(written) or at_bound
 
-    def _begin(self, look: AnyLook) -> None:
+    def _begin(self, look: Evidence) -> None:
         self._look, self._follow_up = look, None
         self._thread = threading.Thread(target=self._decide, args=(look,), daemon=True)
         self._thread.start()
@@ -106,7 +106,7 @@ class Rescheduler:
         for rank in read_beats(self._output):
             self.decider.pace.hear(rank.rank, rank.stage, rank.elapsed_s, rank.steps)
 
-    def _decide(self, look: AnyLook) -> None:
+    def _decide(self, look: Evidence) -> None:
         if sys.platform == "linux" and not self._waits:  # there a thread has its own priority
             thread = threading.get_native_id()  # of a command under `nice` it has that already
             os.setpriority(os.PRIO_PROCESS, thread, max(

@@ -27,8 +27,8 @@ from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import Engine, engine_of, mistake
-from xscheduler.beginning import hint
 from xscheduler.drift import DriftRow, drift_rows
+from xscheduler.fallback import hint
 from xscheduler.live.reschedule import Reschedule, reschedule
 from xscheduler.planner import Horizon, Planner, PlanOptions
 from xscheduler.price import AS_IT_IS, Offer, price

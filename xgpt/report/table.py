@@ -19,8 +19,8 @@ from xgpt.report import words
 from xgpt.report.figures import comparisons, lost_to, lost_to_bound, percent, plain
 from xgpt.report.output import number, text_at
 from xgpt.report.policy_words import controls_line
+from xscheduler.cluster_sizes import SIZE_ROW
 from xscheduler.layouts import LAYOUT_NOTE
-from xscheduler.sizes import SIZE_ROW
 
 WIDTH = 80  # of what is written to a file or a pipe, and at most on a terminal
 _LEAST_WIDTH = 40

@@ -57,7 +57,7 @@ class Allowance:
         return min(max((self._own * total - kept.over) / max(left, 1), LEAST * self._own),
                    self._own)
 
-    def look(self, kept: Kept | None) -> KeptLook | None:
+    def look(self, kept: Kept | None) -> AllowanceEvidence | None:
         """What there is to decide on; None while about as much is left as is planned for."""
         share = self.share(kept)
         if share is None or kept is None or self._planned is None or kept.done < self._next:
@@ -68,7 +68,7 @@ class Allowance:
                 share < self._planned and self._may_come_back(kept, left))) and not (
                 is_lost and not self._was_lost):  # which is said once
             return None
-        return KeptLook(kept=kept, left=left, share=share, planned=self._planned, is_lost=is_lost)
+        return AllowanceEvidence(kept=kept, left=left, share=share, planned=self._planned, is_lost=is_lost)
 
     def take(self, kept: Kept | None) -> None:
         """The rest is planned for what these have left of it, from now on."""
@@ -102,7 +102,7 @@ class Allowance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptLook:
+class AllowanceEvidence:
     """More queries than planned are over the bound, or again fewer: `share` is what may be over it
     of those left, `planned` what was planned with. is_lost: more are over it than may be of the
     whole job."""

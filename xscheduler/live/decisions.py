@@ -20,11 +20,11 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.retimed import Retimed
 from xprofiler.timing import TimingSource
-from xscheduler.beginning import FIRST_QUERIES
-from xscheduler.live.allowance import Allowance, Kept, KeptLook
-from xscheduler.live.at_once import WholeLook, is_pressing, revise_at_once
-from xscheduler.live.drifted import Look
-from xscheduler.live.observed import Observation, drift_of, joint_of, observed_lengths
+from xscheduler.fallback import FIRST_QUERIES
+from xscheduler.live.allowance import Allowance, AllowanceEvidence, Kept
+from xscheduler.live.evidence import LengthEvidence, StepTimeEvidence
+from xscheduler.live.observations import Observation, drift_of, joint_of, observed_lengths
+from xscheduler.live.quick_change import FollowUpEvidence, is_pressing, revise_at_once
 from xscheduler.live.reschedule import WORTH_CHANGING, Reschedule, Revised, reschedule, revise
 from xscheduler.live.shapes import (
     Room,
@@ -36,7 +36,6 @@ from xscheduler.live.shapes import (
     roomy,
     variables_of,
 )
-from xscheduler.live.slowed import StepLook
 
 LEAST_QUERIES, MOST_QUERIES, SHARE = 50, 200, 0.1  # done before lengths count: a share of the job
 # Of fewer queries the long ones are seldom seen: what they lead to is planned for this share of the
@@ -109,10 +108,10 @@ class Decision:
     record: dict[str, Any]  # of metrics.json
     schedule: Schedule | None = None  # what runs from now on; None: what ran before
     is_kept: bool = True  # the bound, by what runs from now on
-    follow_up: WholeLook | None = None  # of a change at once: what is to be decided on next
+    follow_up: FollowUpEvidence | None = None  # of a change at once: what is to be decided on next
 
 
-AnyLook = Look | StepLook | KeptLook | WholeLook
+Evidence = LengthEvidence | StepTimeEvidence | AllowanceEvidence | FollowUpEvidence
 
 
 class Decider:
@@ -136,7 +135,7 @@ class Decider:
         self._planned = followed.problem.lengths.outputs
         self._since = 0  # first query that has not led to a decision yet
 
-    def look(self, written: Written) -> Look | None:
+    def look(self, written: Written) -> LengthEvidence | None:
         """What there is to decide on by what the run has written; None where nothing is, yet."""
         problem, since = self.followed.problem, max(self._since, written.first)
         if self.followed.threshold is None:
@@ -159,10 +158,10 @@ class Decider:
         if not drift and not self.is_observing:
             return None
         done = admitted - len(written.active)
-        return Look(seen=seen, observed=observed, drift=drift, is_observing=self.is_observing,
+        return LengthEvidence(seen=seen, observed=observed, drift=drift, is_observing=self.is_observing,
                     left=self.followed.num_queries - done, done=done, admitted=admitted)
 
-    def look_at_steps(self, written: Written) -> StepLook | None:
+    def look_at_steps(self, written: Written) -> StepTimeEvidence | None:
         """What there is to decide on by the steps that `pace` has heard of; None where they are as
         planned, or nobody waits any more whom a change would concern."""
         drift = None if self.pace is None else self.pace.drift()
@@ -170,9 +169,9 @@ class Decider:
         if drift is None or admitted >= self.followed.num_queries:
             return None
         done = admitted - len(written.active)
-        return StepLook(drift=drift, left=self.followed.num_queries - done, done=done)
+        return StepTimeEvidence(drift=drift, left=self.followed.num_queries - done, done=done)
 
-    def look_at_bound(self, written: Written) -> KeptLook | None:
+    def look_at_bound(self, written: Written) -> AllowanceEvidence | None:
         """What there is to decide on by how many queries are over the bound; None where about as
         many are as is planned for, or what is left is the job's drain."""
         self._kept = None if written.kept is None else Kept(*written.kept)
@@ -183,11 +182,11 @@ class Decider:
             return None
         return self.allowance.look(self._kept)
 
-    def decide(self, look: AnyLook) -> Decision:
+    def decide(self, look: Evidence) -> Decision:
         """Plans for the lengths, or the step times, that were seen and the queries that are
         left."""
         began_s = time.monotonic()
-        if not isinstance(look, Look):
+        if not isinstance(look, LengthEvidence):
             decision = self._change(replace(self._known, num_queries=look.left), look)
         else:
             problem = _observed(self.followed.problem, look)
@@ -196,10 +195,10 @@ class Decider:
         decision.record["search_s"] = time.monotonic() - began_s
         return decision
 
-    def decide_at_once(self, look: AnyLook) -> Decision | None:
+    def decide_at_once(self, look: Evidence) -> Decision | None:
         """A change that takes no time to find, where queries that are begun will be late; None
         where there is none. What is to be decided on after it comes with it."""
-        if not (isinstance(look, (StepLook, KeptLook)) and is_pressing(look)):
+        if not (isinstance(look, (StepTimeEvidence, AllowanceEvidence)) and is_pressing(look)):
             return None
         began_s = time.monotonic()
         problem = replace(self._known, num_queries=look.left, constraint=(
@@ -211,38 +210,38 @@ class Decider:
         decision = self._revised(look, problem, revised)
         decision.record["search_s"] = time.monotonic() - began_s
         return None if decision.schedule is None else replace(
-            decision, follow_up=WholeLook(look=look))
+            decision, follow_up=FollowUpEvidence(look=look))
 
-    def _timing_by(self, look: AnyLook, shape: int) -> TimingSource:
+    def _timing_by(self, look: Evidence, shape: int) -> TimingSource:
         """What a shape is planned with, after this look: the source's times, as steps of its copies
         were seen to take them."""
         factors = {} if self.pace is None else self.pace.factors_of(shape)
-        if isinstance(look, StepLook) and look.drift.shape == shape:
+        if isinstance(look, StepTimeEvidence) and look.drift.shape == shape:
             factors = {**factors, **look.drift.planned}
         return Retimed(self._timing, factors) if factors else self._timing
 
-    def _of_shapes(self, look: AnyLook, problem: Problem,
+    def _of_shapes(self, look: Evidence, problem: Problem,
                    revise: Callable[..., Revised | None]) -> Revised | None:
         """What of the copies that the look is about is to change (xscheduler.live.shapes)."""
         shapes = self.running.estimate.shapes
-        seen = look.look if isinstance(look, WholeLook) else look
-        own = [seen.drift.shape] if isinstance(seen, StepLook) else [
-            shape for shape, estimate in enumerate(shapes) if not isinstance(seen, Look)
+        seen = look.look if isinstance(look, FollowUpEvidence) else look
+        own = [seen.drift.shape] if isinstance(seen, StepTimeEvidence) else [
+            shape for shape, estimate in enumerate(shapes) if not isinstance(seen, LengthEvidence)
             or policy(estimate.policy).is_changeable]
         return revise_shapes(self.running, own, problem, self.followed.schedule.estimate,
                        self.followed.rooms, revise)
 
-    def take(self, look: AnyLook, decision: Decision) -> bool:
+    def take(self, look: Evidence, decision: Decision) -> bool:
         """Goes on with what was decided; whether there is anything to tell."""
         if _can_change(self.followed, look):
             self.allowance.take(self._kept)
-        if isinstance(look, WholeLook):
+        if isinstance(look, FollowUpEvidence):
             self._run_on(decision)
             return True
-        if isinstance(look, KeptLook):
+        if isinstance(look, AllowanceEvidence):
             self._run_on(decision)
             return decision.schedule is not None or not decision.is_kept or look.is_lost
-        if isinstance(look, StepLook):
+        if isinstance(look, StepTimeEvidence):
             assert self.pace is not None, "who saw them"
             self.pace.take(look.drift)
             self._run_on(decision)
@@ -260,7 +259,7 @@ class Decider:
             self.running = decision.schedule
             self.revision += 1
 
-    def _learn(self, look: Look, decision: Decision) -> bool:
+    def _learn(self, look: LengthEvidence, decision: Decision) -> bool:
         """What the next look is about; whether lengths count as known from now on. A job that
         observes looks again at more and more queries until enough are done and the bound is kept:
         what is left to chance by then is what the confidence allows."""
@@ -276,19 +275,19 @@ class Decider:
         self._planned, self.needed = look.observed.outputs, enough
         return True
 
-    def _change(self, problem: Problem, look: AnyLook) -> Decision:
+    def _change(self, problem: Problem, look: Evidence) -> Decision:
         """Batch sizes change on the stages there are, if that is worth it."""
         problem = replace(problem, constraint=self.allowance.constrained(
             problem.constraint, self._kept))
-        is_early = isinstance(look, Look) and look.is_observing and (
+        is_early = isinstance(look, LengthEvidence) and look.is_observing and (
             look.seen.num_finished < LEAST_QUERIES)
         found = self._of_shapes(look, problem, lambda shape, own, part, **held: revise(
             own, part, self._timing_by(look, shape), caution=CAUTION if is_early else 1.0,
-            worth=WORTH_CHANGING if isinstance(look, Look) else STEPS_WORTH, **held))
+            worth=WORTH_CHANGING if isinstance(look, LengthEvidence) else STEPS_WORTH, **held))
         assert found is not None, "there is something to say of each"
         return self._revised(look, problem, found)
 
-    def _revised(self, look: AnyLook, problem: Problem, revised: Revised) -> Decision:
+    def _revised(self, look: Evidence, problem: Problem, revised: Revised) -> Decision:
         """The decision that it comes to."""
         now, record = self.running.estimate, look.record()
         record |= {"choice": "keep", "reason": revised.reason, "from": variables_of(now),
@@ -306,7 +305,7 @@ class Decider:
         return Decision(schedule=changed, record=record, is_kept=revised.is_kept, sentence=(
             f"{look.sentence}; {_changed(now, changed.estimate)} ({revised.reason})"))
 
-    def _unchanged(self, look: AnyLook, record: dict[str, Any],
+    def _unchanged(self, look: Evidence, record: dict[str, Any],
                    revised: Revised) -> Decision:
         """The schedule stays; but of a job that observes, one that few queries led to and that
         does not keep the bound makes way for the one it began with."""
@@ -318,7 +317,7 @@ class Decider:
         return Decision(schedule=self.followed.schedule, record=record, is_kept=False, sentence=(
             f"{look.sentence}; back to the beginning, {_changed(now, first)}: {revised.reason}"))
 
-    def _ask(self, problem: Problem, look: Look) -> Decision:
+    def _ask(self, problem: Problem, look: LengthEvidence) -> Decision:
         """A run that cannot change is only told what a re-deployment would bring."""
         if self.running.estimate.others:
             record = look.record() | {"choice": "keep", "reason": NOT_RRA,
@@ -338,12 +337,12 @@ class Decider:
         return Decision(sentence=f"{look.sentence}. {_advice(ways)}", record=record)
 
 
-def _can_change(followed: Followed, look: AnyLook) -> bool:
+def _can_change(followed: Followed, look: Evidence) -> bool:
     """Whether what is decided changes the schedule, or is only told."""
-    return not isinstance(look, Look) or can_change_lengths(followed.schedule.estimate)
+    return not isinstance(look, LengthEvidence) or can_change_lengths(followed.schedule.estimate)
 
 
-def _observed(planned: Problem, look: Look) -> Problem:
+def _observed(planned: Problem, look: LengthEvidence) -> Problem:
     """The problem of the queries that are left, by the lengths that were seen."""
     return replace(
         planned, num_queries=look.left, lengths=joint_of(look.seen, look.observed, planned.lengths),

@@ -1,6 +1,6 @@
 """The best control variables for stages that are given: what is reached without moving a layer.
 
-The planner's own search (xscheduler.replay_search) over one cell, whose layers lie where a schedule
+The planner's own search (xscheduler.search) over one cell, whose layers lie where a schedule
 has them, and whose points its caches have room for."""
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.copies import most_copies, problem_for
 from xscheduler.evaluator import Evaluator
-from xscheduler.kept_bounds import KeptBounds
-from xscheduler.replay_search import Search
-from xscheduler.replayed_cells import SURE
+from xscheduler.feasibility import Feasibility
+from xscheduler.margin import Margins
 from xscheduler.replays import Replays
+from xscheduler.search import SURE, Search
 from xscheduler.space import CHUNK, Cell, Point
-from xscheduler.uncertainty import Doubts
 from xsimulator.allocation import pool_layers
 from xsimulator.plans import PoolPairs, StagePlan, StagePlans
 from xsimulator.rough.figures import Formula, Rough, point_of
@@ -195,13 +194,13 @@ class GivenStages:
         self._evaluator = Evaluator(self.problem, timing)
         self._doubts_of = cache(self._made_doubts)
 
-    def keeps(self, constraint: Constraint, *, has_margin: bool) -> KeptBounds:
+    def keeps(self, constraint: Constraint, *, has_margin: bool) -> Feasibility:
         """Whether a configuration keeps the constraint's bounds."""
-        return KeptBounds(constraint, lambda part: self._doubts_of(constraint),
+        return Feasibility(constraint, lambda part: self._doubts_of(constraint),
                           has_margin=has_margin)
 
-    def _made_doubts(self, constraint: Constraint) -> Doubts:
-        return Doubts(replace(self.problem, constraint=constraint), self._evaluator,
+    def _made_doubts(self, constraint: Constraint) -> Margins:
+        return Margins(replace(self.problem, constraint=constraint), self._evaluator,
                       is_of_job=False)
 
     def as_it_is(self, constraint: Constraint, *, has_margin: bool) -> Way:

@@ -19,7 +19,7 @@ counted, nor is what a running pool takes to swing into new batch sizes.
 An RRA schedule that is running is revised (`revise`): layers, tensor-parallel plan and
 micro-batches stay, and with them the ranks' weights and caches; encode_batch and decode_iterations
 are searched on the stages there are (`given_stages.py`), within the bound and its confidence
-(xscheduler.uncertainty), as the schedule itself was."""
+(xscheduler.margin), as the schedule itself was."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import format_bytes, format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.copies import problem_for
-from xscheduler.found_schedule import SearchPlanner
 from xscheduler.live.deployment import Loading, redeployment
 from xscheduler.live.given_stages import GivenStages, Way, fits_the_job, variables_words
+from xscheduler.search_planner import SearchPlanner
 
 WORTH = 0.005  # share of throughput below which two schedules count as equal: the search's gap
 Choice = Literal["keep", "adjust", "redeploy"]

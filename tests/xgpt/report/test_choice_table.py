@@ -10,7 +10,7 @@ from fake_run import fake_schedule
 from xgpt.core.schedule import Margin, Rejected, Status
 from xgpt.report.table import WIDTH, choice_table, schedule_table
 from xgpt.report.words import margin_words, proof, pruned_words
-from xscheduler.shown import why_not
+from xscheduler.labels import why_not
 
 
 def joined(text: str) -> str:

@@ -15,11 +15,11 @@ from xgpt.core.controls import max_in_system
 from xgpt.core.schedule import Schedule
 from xprofiler.retimed import Factor, Retimed
 from xscheduler.evaluator import Evaluator
-from xscheduler.live.allowance import Kept, KeptLook
-from xscheduler.live.at_once import WholeLook
+from xscheduler.live.allowance import AllowanceEvidence, Kept
 from xscheduler.live.decisions import Decider, Followed
+from xscheduler.live.evidence import StepTimeEvidence
 from xscheduler.live.pace import PaceDrift
-from xscheduler.live.slowed import StepLook
+from xscheduler.live.quick_change import FollowUpEvidence
 
 
 class Planned(NamedTuple):
@@ -52,9 +52,9 @@ def _factors(factor: float) -> dict[str, Factor]:
     return {"encode": Factor(500.0, factor), "decode": Factor(10.0, factor)}
 
 
-def _slower(factor: float, before: float = 1.0) -> StepLook:
+def _slower(factor: float, before: float = 1.0) -> StepTimeEvidence:
     factors = _factors(factor)
-    return StepLook(done=500, left=2500, drift=PaceDrift(
+    return StepTimeEvidence(done=500, left=2500, drift=PaceDrift(
         before=dict.fromkeys(factors, before), now=factors, planned=factors,
         stages=dict.fromkeys(factors, 0), steps=16))
 
@@ -77,7 +77,7 @@ def test_smaller_batches_keep_the_bound(planned: Planned) -> None:
     assert "at once, of a few schedules that were simulated" in decision.sentence
     assert decider.take(look, decision) and decider.running is decision.schedule
     follow_up = decision.follow_up
-    assert isinstance(follow_up, WholeLook) and decider.decide_at_once(follow_up) is None
+    assert isinstance(follow_up, FollowUpEvidence) and decider.decide_at_once(follow_up) is None
     whole = decider.decide(follow_up)
     assert whole.record["follows"] == "a change at once" and whole.follow_up is None
     assert whole.record["cause"] == "step times"
@@ -97,5 +97,5 @@ def test_what_is_over_the_bound_leads_to_one_too(planned: Planned) -> None:
     decider, look = planned.decider(), _slower(1.4)
     decision = decider.decide_at_once(look)
     assert decision is not None and decider.take(look, decision)
-    lost = KeptLook(kept=Kept(0, 600, 5), left=2400, share=0.01, planned=0.01, is_lost=True)
+    lost = AllowanceEvidence(kept=Kept(0, 600, 5), left=2400, share=0.01, planned=0.01, is_lost=True)
     assert decider.decide_at_once(lost) is None, "no less may be over it than was planned for"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from xgpt.core.lengths import JointLengths, empirical, truncated_normal
-from xscheduler.live.observed import Observation, drift_of, joint_of, observed_lengths
+from xscheduler.live.observations import Observation, drift_of, joint_of, observed_lengths
 
 PLANNED = truncated_normal(50, 25, 120)
 

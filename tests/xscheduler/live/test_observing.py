@@ -27,7 +27,7 @@ from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.report.table import schedule_table
 from xrunner.io.launcher_link import OBSERVED_FILE, load_change_order
 from xrunner.rules.rra import most_active, phase_controls, rra_rule
-from xscheduler.beginning import FIRST_QUERIES, NEAR, beginning, hint, said_of
+from xscheduler.fallback import FIRST_QUERIES, NEAR, beginning, hint, said_of
 from xscheduler.live.decisions import CAUTION
 from xscheduler.live.given_stages import GivenStages
 from xscheduler.live.reschedule import Revised, revise

@@ -9,7 +9,7 @@ from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
 
 from xgpt.core.controls import max_in_system
 from xgpt.core.schedule import Estimate
-from xscheduler.live.at_once import revise_at_once
+from xscheduler.live.quick_change import revise_at_once
 from xscheduler.live.reschedule import revise
 
 SHORTER = (5, 2, 12)

@@ -20,7 +20,7 @@ from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.schedule_file import from_json, schedule_from_flat, to_json
 from xprofiler.roofline import Roofline
-from xscheduler.replay_search import Replays
+from xscheduler.search import Replays
 from xscheduler.tensor_plans import tensor_plans
 from xsimulator import memory
 from xsimulator.replay.predict import checked_queries

@@ -24,7 +24,7 @@ from xgpt.core.schedule import Schedule, Status
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
 from xscheduler.copies import problems_of_copies
-from xscheduler.found_schedule import SearchPlanner
+from xscheduler.search_planner import SearchPlanner
 
 NEAR = 0.1  # chosen: share of the least latency that a larger batch may cost
 FIRST_QUERIES = 20  # chosen: done before lengths are looked at for the first time

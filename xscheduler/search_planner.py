@@ -1,5 +1,6 @@
-"""The schedule that a search by replays found, with what stands beside it: what was proved, the
-best of every other policy and degree, and what the bound and the margin cost."""
+"""The best schedule of a problem with everything that is said about it: the upper bound and the
+gap, the best of every other policy and tensor-parallel degree, the cost of the limit and of the
+safety margin."""
 
 from __future__ import annotations
 
@@ -19,12 +20,8 @@ from xprofiler.timing import TimingSource
 from xscheduler.cells import cells_of, parts_of
 from xscheduler.evaluator import Evaluator
 from xscheduler.explanation import explain_choice
-from xscheduler.kept_bounds import KeptBounds
-from xscheduler.partition import division_of
-from xscheduler.refusals import check, refusal_of
-from xscheduler.replay_search import Search
-from xscheduler.replayed_cells import Found
-from xscheduler.shown import (
+from xscheduler.feasibility import Feasibility
+from xscheduler.labels import (
     BARE_ROW,
     DEGREE_ROW,
     FREE_ROW,
@@ -35,26 +32,29 @@ from xscheduler.shown import (
     point_words,
     why_not,
 )
+from xscheduler.margin import Margins
+from xscheduler.partition import division_of
+from xscheduler.progress import Watch
+from xscheduler.refusals import check, refusal_of
+from xscheduler.search import Found, Search
 from xscheduler.space import Cell, fresh
-from xscheduler.uncertainty import Doubts
-from xscheduler.watch import Watch
 from xsimulator.bound import Kind, UpperBound
 from xsimulator.plans import Plans
 
-FEW_DEVICES = 8  # chosen: up to as many every division into two pools is bounded by itself
-_CLOSED = 1e-9  # share by which a bound may exceed the throughput it proves, by rounding
+FEW_DEVICES = 8  # chosen: up to as many devices, each division into two pools has its own bound
+_CLOSED = 1e-9  # a gap below it is rounding
 
 
 class SearchPlanner:
-    """Schedules of one problem under one latency bound after the other: what was replayed for one
-    serves the next."""
+    """Schedules of one problem under one latency limit after the other. Replays made for one limit
+    are reused for the next."""
 
     def __init__(self, problem: Problem, timing: TimingSource, *, watch: Watch | None = None,
                  is_brief: bool = False, asked: FixedSchedule | None = None,
                  gap: float | None = None, most_replays: int | None = None) -> None:
-        """gap: wide enough, as a share; None: it is made as small as it gets. is_brief: not
-        explained, and not compared with what there would be without a bound.
-        asked: what the job fixes, where the problem fixes more."""
+        """gap: optimality gap (a share) at which the search may stop; None: it goes on to its end.
+        is_brief: no explanation and no comparison with other policies and without the limit.
+        asked: what the job itself fixes, if `problem` fixes more."""
         self.problem, self._timing, self._is_brief = problem, timing, is_brief
         self._asked, self._gap = asked or problem.fixed, gap
         self._watch = watch or Watch()
@@ -62,34 +62,35 @@ class SearchPlanner:
         self._cells = list(cells_of(problem, timing, shared))
         self._most_replays, self._before = most_replays, 0
         self.search = self._anew()
-        # those without room for the weights were looked at, too: they have no schedule
+        # also numbers of devices too few for the weights: they have no schedule, which is a proof
         self._sizes = {part.cluster.num_devices for part in parts_of(problem, is_any=True)}
         self._upper: dict[tuple[Any, ...], float] = {}  # bounds, by size, plans, kind, limit
-        self._doubts = cache(lambda part, constraint: Doubts(
+        self._doubts = cache(lambda part, constraint: Margins(
             replace(part, constraint=constraint),
             Evaluator(replace(part, constraint=constraint), timing, shared)))
         self._bounds = cache(lambda part: UpperBound(part, timing, shared.of(part)))
-        self._keeps = cache(lambda bound_s, has_margin: KeptBounds(
+        self._keeps = cache(lambda bound_s, has_margin: Feasibility(
             constraint := problem.constraint.with_latency(limit_s=bound_s),
             lambda part: self._doubts(part, constraint), has_margin=has_margin))
 
     @property
     def nodes(self) -> int:
-        """Configurations that were looked at so far."""
+        """Number of configurations evaluated so far."""
         return self._before + self.search.num_points
 
     def _anew(self) -> Search:
-        """A search that knows of no other bound, so that none decides what is found under this."""
+        """A fresh search, so that the result does not depend on limits that were asked before."""
         return Search(self.problem, [(fresh(cell), replays) for cell, replays in self._cells],
                       cuts=self._watch.cuts, most_replays=self._most_replays)
 
     def best(self, latency_bound_s: float, *, has_margin: bool) -> Schedule:
-        """The best within the bound; `has_margin`: with the constraint's confidence. Raises
-        InfeasibleError, and InputError for fixed values that no copy can hold."""
+        """The schedule with the highest throughput within the latency limit (seconds). has_margin:
+        the limit holds with the constraint's confidence. Raises InfeasibleError, and InputError
+        for fixed values that no copy can have."""
         self._before = self.nodes
         self.search = self._anew()
         began, before = time.monotonic(), self._before
-        keeps: KeptBounds = self._keeps(latency_bound_s, has_margin)
+        keeps: Feasibility = self._keeps(latency_bound_s, has_margin)
         enough_qps = math.inf
         if self._gap is not None:
             enough_qps = self._upper_bound(latency_bound_s, keeps, 0.0)[0] / (1 + self._gap)
@@ -142,37 +143,38 @@ class SearchPlanner:
                 latency_limit_s=latency_bound_s / margin.factor))
         return replace(schedule, over_copies=self._over_copies(found, keeps))
 
-    def _margin(self, keeps: KeptBounds, found: Sequence[Found]) -> Margin:
-        """That of the copies whose latency comes nearest to the bound with it."""
+    def _margin(self, keeps: Feasibility, found: Sequence[Found]) -> Margin:
+        """The safety margin of the copies whose latency with margin is longest."""
         parts = [(one.replayed.latency_s * keeps.margin(one.cell, one.point).factor,
                   keeps.margin(one.cell, one.point)) for one in found]
         return max(parts, key=lambda pair: pair[0])[1].kept()
 
-    def _upper_bound(self, latency_bound_s: float, keeps: KeptBounds,
+    def _upper_bound(self, latency_bound_s: float, keeps: Feasibility,
                      qps: float) -> tuple[float, tuple[tuple[str, float], ...]]:
-        """(what no division of the devices exceeds, what none by one policy alone does, the highest
-        first), of schedules with the margin that all have."""
+        """(upper bound on the throughput of any division of the devices, (policy, upper bound on
+        its throughput) with the highest first), queries/s. Every schedule has at least the least
+        margin."""
         kinds: dict[Kind, dict[int, float]] = {"one pool": {}, "two pools": {}}
         for size, cells in self.search.cells.items():
             part = cells[0].problem
             limit_s = latency_bound_s / keeps.least_factor(part)
-            for kind, worth in kinds.items():
+            for kind, bounds in kinds.items():
                 plans = dict.fromkeys(cell.plan for cell in cells if _kind_of(cell.policy) == kind)
-                worth[size] = self._bound_of(part, tuple(plans), kind, limit_s)
+                bounds[size] = self._bound_of(part, tuple(plans), kind, limit_s)
         both = {size: max(own.get(size, 0.0) for own in kinds.values())
                 for size in self.search.cells}
         whole = division_of(self.problem, both)
         alone: dict[str, float] = {}
         for name in dict.fromkeys(cell.policy for cell in self.search.all_cells):
             best = division_of(self.problem, kinds[_kind_of(name)])
-            alone[name] = 0.0 if best is None else best.worth
-        upper = max(0.0 if whole is None else whole.worth, qps)
+            alone[name] = 0.0 if best is None else best.throughput_qps
+        upper = max(0.0 if whole is None else whole.throughput_qps, qps)
         return upper, tuple(sorted(((name, own) for name, own in alone.items() if own > 0),
                                    key=lambda pair: -pair[1]))
 
     def _bound_of(self, part: Problem, plans: Sequence[tuple[int, int]], kind: Kind,
                   limit_s: float) -> float:
-        """What no copy on this part exceeds by any of the plans."""
+        """Upper bound, queries/s, on one copy on this part of the cluster under any of the plans."""
         key = part.cluster.num_devices, plans, kind, limit_s
         if key not in self._upper:
             bound: UpperBound = self._bounds(part)
@@ -185,9 +187,10 @@ class SearchPlanner:
             self._upper[key] = most_qps
         return self._upper[key]
 
-    def _beside(self, found: Sequence[Found], qps: float, keeps: KeptBounds,
+    def _beside(self, found: Sequence[Found], qps: float, keeps: Feasibility,
                 bounds: Sequence[tuple[str, float]]) -> list[Rejected]:
-        """The best of each other policy, of the paper's own together, and of other degrees."""
+        """Rows for the best of each other policy, of ExeGPT's policies together, and of other
+        tensor-parallel degrees."""
         self.search.look_at_each(keeps)
         own, most = found[0].cell, dict(bounds)
         names = {cell.policy for cell in self.search.all_cells}
@@ -210,7 +213,7 @@ class SearchPlanner:
         return rows + self._left_out(names)
 
     def _left_out(self, looked: set[str]) -> list[Rejected]:
-        """Policies that are not among those compared, and why."""
+        """Rows for the policies that were not searched, with the reason."""
         fixed, is_both = self.problem.fixed, self.problem.model.is_encoder_decoder
         able = {row.name for row in able_policies(fixed)}
         reasons: dict[str, list[str]] = {}
@@ -226,7 +229,7 @@ class SearchPlanner:
                 for why, names in reasons.items()]
 
     def _covers(self) -> str:
-        """Of which copies the bound is, in words, where there may be several sizes."""
+        """Numbers of devices of a copy that the upper bound covers, in words; "" on two or fewer."""
         cluster = self.problem.cluster
         if cluster.num_devices < 3:
             return ""
@@ -237,8 +240,8 @@ class SearchPlanner:
         return "copies on any number of devices" + (
             f", but for {', '.join(map(str, unseen))}" if unseen else "")
 
-    def _over_copies(self, found: Sequence[Found], keeps: KeptBounds) -> tuple[CopiesTried, ...]:
-        """Every size of a copy that was looked at, and the division where copies are unlike."""
+    def _over_copies(self, found: Sequence[Found], keeps: Feasibility) -> tuple[CopiesTried, ...]:
+        """A row for every number of devices of a copy, and one for copies of unequal sizes."""
         rows, qps = [], sum(one.copies * one.replayed.throughput_qps for one in found)
         for size in sorted(self.search.cells):
             part = self.search.cells[size][0].problem

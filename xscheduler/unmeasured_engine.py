@@ -12,7 +12,7 @@ from xgpt.core.schedule import Estimate, Schedule, Status
 from xgpt.core.schedule_file import schedule_from_flat
 from xgpt.core.units import format_seconds
 from xprofiler.timing import TimingSource
-from xscheduler.found_schedule import SearchPlanner
+from xscheduler.search_planner import SearchPlanner
 from xsimulator.rough.forms import fixed_estimate
 
 

@@ -101,7 +101,7 @@ class MarginParts:
         return Margin(factor=self.factor, cost=cost, note=self.sentence)
 
 
-class Doubts:
+class Margins:
     """Margins of one problem's estimates; keeps the resampled distributions between them."""
 
     def __init__(self, problem: Problem, evaluator: Evaluator, *,

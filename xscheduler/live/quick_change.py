@@ -16,10 +16,10 @@ from xgpt.core.controls import ContinuousControls
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.timing import TimingSource
-from xscheduler.live.allowance import KeptLook
+from xscheduler.live.allowance import AllowanceEvidence
+from xscheduler.live.evidence import StepTimeEvidence
 from xscheduler.live.given_stages import GivenStages
 from xscheduler.live.reschedule import WORTH_CHANGING, Revised, held_problem
-from xscheduler.live.slowed import StepLook
 
 CAUTIOUS = 0.85  # chosen: share of what the margin leaves that is planned for
 REPLAYS = 12  # chosen
@@ -27,9 +27,9 @@ REPLAYS = 12  # chosen
 
 def is_pressing(look: object) -> bool:
     """Whether what was seen is about queries that are late: there is no time for a whole plan."""
-    if isinstance(look, StepLook):
+    if isinstance(look, StepTimeEvidence):
         return look.drift.slowed > 1
-    return isinstance(look, KeptLook) and look.share < look.planned
+    return isinstance(look, AllowanceEvidence) and look.share < look.planned
 
 
 def revise_at_once(running: Schedule, problem: Problem, timing: TimingSource, *,
@@ -61,10 +61,10 @@ def revise_at_once(running: Schedule, problem: Problem, timing: TimingSource, *,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeLook:
+class FollowUpEvidence:
     """What led to a change at once, which is now planned for as a whole."""
 
-    look: StepLook | KeptLook
+    look: StepTimeEvidence | AllowanceEvidence
 
     is_observing = False  # lengths are not what this is about
 

@@ -9,16 +9,16 @@ from collections.abc import Callable
 
 from xgpt.core.constraint import Constraint, Metric
 from xgpt.core.problem import Problem
+from xscheduler.margin import MarginParts, Margins
 from xscheduler.space import Cell, Limits, Point
-from xscheduler.uncertainty import Doubts, MarginParts
 
 _PACE: tuple[Metric, ...] = ("ttft", "tpot")
 
 
-class KeptBounds:
+class Feasibility:
     """One constraint's bounds, with margins (`has_margin`) or without."""
 
-    def __init__(self, constraint: Constraint, doubts_of: Callable[[Problem], Doubts], *,
+    def __init__(self, constraint: Constraint, doubts_of: Callable[[Problem], Margins], *,
                  has_margin: bool) -> None:
         self._constraint, self._doubts_of, self._has_margin = constraint, doubts_of, has_margin
         self._parts: dict[tuple[Cell, Point], MarginParts] = {}
