@@ -1,5 +1,5 @@
-"""The cells of a problem: every policy by every tensor plan, on every number of devices that a copy
-of the model may have."""
+"""The cells of a problem: every policy under every tensor plan, on every number of devices that a
+copy of the model may have."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from xsimulator.plans import Plans
 from xsimulator.rough.forms import Formulas
 from xsimulator.rough.workload import Workload
 
-FEW_NODES = 4  # chosen: of which every number is looked at
+FEW_NODES = 4  # chosen: up to as many nodes, copies on any number of them are searched
 
 
 def cells_of(problem: Problem, timing: TimingSource,
              shared: Plans | None = None) -> Iterator[tuple[Cell, Replays]]:
-    """Every policy by every tensor plan, on every number of devices that a copy may have."""
+    """Yields (cell, replays of its part of the cluster). shared: stage plans by the same times."""
     shared = shared or Plans(timing)
     workload = Workload(problem)
     names = names_of(problem)
@@ -43,21 +43,22 @@ def cells_of(problem: Problem, timing: TimingSource,
 
 
 def _kinds(name: str, problem: Problem) -> tuple[bool | None, ...]:
-    """Whether a policy's points are looked at apart, with chunks or without."""
+    """Values of `Cell.is_chunked`: a policy has one cell, or one with chunks and one without."""
     is_one = chunk_column(name) is None or problem.model.is_encoder_decoder or (
         problem.fixed.value_of(CHUNK) is not None)
     return (None,) if is_one else (False, True)
 
 
 def names_of(problem: Problem) -> list[str]:
-    """The policies that are searched."""
+    """Names of the policies that are searched."""
     return [row.name for row in able_policies(problem.fixed) if not (
         problem.model.is_encoder_decoder and row.is_decoder_only)]
 
 
 def parts_of(problem: Problem, *, is_any: bool = False) -> list[Problem]:
-    """The problem of one copy, on every number of devices of a node, and of whole nodes: of many
-    nodes on the most that so many copies may have. is_any: those that hold no weights, too."""
+    """The problem of one copy, for every number of devices that it may have: part of a node, or
+    whole nodes. Of more than FEW_NODES nodes, each number of copies takes as many nodes as it can.
+    is_any: also numbers of devices that are too few for the weights."""
     cluster, wanted = problem.cluster, problem.fixed.replicas
     each, nodes = cluster.devices_per_node, cluster.num_nodes
     whole = range(1, nodes + 1) if nodes <= FEW_NODES else sorted(

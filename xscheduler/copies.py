@@ -1,8 +1,8 @@
-"""Copies of the model on equal parts of a cluster, each with a share of the queries.
+"""Equal copies (replicas) of the model on parts of a cluster, each with a share of the queries.
 
-A part is some devices of one node, or whole nodes: a copy never lies on parts of several nodes. Of
-the parts that a cluster has equally often the largest is meant, so a cluster of two nodes of eight
-devices has copies on 16, 8, 4, 2 and 1 of them. Devices that are left over idle."""
+A part is some devices of one node, or whole nodes. Each number of copies takes the largest parts
+that the cluster has so many of: two nodes of eight devices have copies on 16, 8, 4, 2 or 1 devices.
+Left-over devices idle."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,16 +15,15 @@ from xsimulator.memory import capacity_bytes, least_weight_bytes
 
 
 class Slicing(NamedTuple):
-    """So many copies, each on a part of the cluster as large as `part`."""
+    """A number of copies, and the part of the cluster that each has."""
 
     copies: int
     part: Cluster
 
 
 def slicings(cluster: Cluster, copies: int | None = None) -> list[list[Slicing]]:
-    """Every number of copies that the cluster has room for (or the one given), the most first; of
-    each the parts that it may have, the largest first: a smaller one only serves where the model
-    cannot be laid out on the larger."""
+    """For every number of copies (or the one given), the most first: the parts that each copy may
+    have, the largest first. A smaller part serves if the model cannot be divided over a larger."""
     of_count: dict[int, list[Slicing]] = {}
     for most, part in _parts(cluster):
         count = most if copies is None else min(most, copies)
@@ -34,7 +33,7 @@ def slicings(cluster: Cluster, copies: int | None = None) -> list[list[Slicing]]
 
 
 def _parts(cluster: Cluster) -> Iterator[tuple[int, Cluster]]:
-    """(how often the cluster has it, part) of every size, the largest first."""
+    """Yields (how many the cluster has, part) for every size, the largest first."""
     for nodes in range(cluster.num_nodes, 0, -1):
         yield cluster.num_nodes // nodes, cluster.with_nodes(num_nodes=nodes)
     for devices in range(cluster.devices_per_node - 1, 0, -1):
@@ -43,7 +42,7 @@ def _parts(cluster: Cluster) -> Iterator[tuple[int, Cluster]]:
 
 
 def most_copies(cluster: Cluster, devices: int) -> int:
-    """Copies on so many devices each that the cluster has room for."""
+    """Number of copies on `devices` devices each that the cluster has room for."""
     if devices <= cluster.devices_per_node:
         return cluster.num_nodes * (cluster.devices_per_node // devices)
     nodes, rest = divmod(devices, cluster.devices_per_node)
@@ -51,8 +50,8 @@ def most_copies(cluster: Cluster, devices: int) -> int:
 
 
 def problems_of_copies(problem: Problem) -> list[list[Problem]]:
-    """The problem of one copy, for every number of copies that the job allows, the most first; of
-    each on every part that it may have, the largest first. No more copies than queries."""
+    """The problem of one copy for every number of copies that the job allows, the most first; a
+    list of the parts that a copy may have, as `slicings`. There are no more copies than queries."""
     wanted = problem.fixed.replicas
     most = problem.cluster.num_devices if problem.num_queries is None or wanted else (
         problem.num_queries)
@@ -61,7 +60,7 @@ def problems_of_copies(problem: Problem) -> list[list[Problem]]:
 
 
 def problem_of_copy(problem: Problem, slicing: Slicing) -> Problem:
-    """What one of the copies is to do: its share of the queries (rounded up) on its part."""
+    """The problem of one copy: its part of the cluster and its share of the queries, rounded up."""
     copies, part = slicing
     if copies == 1 and part == problem.cluster:
         return problem
@@ -70,7 +69,7 @@ def problem_of_copy(problem: Problem, slicing: Slicing) -> Problem:
 
 
 def problem_on(problem: Problem, devices: int) -> Problem:
-    """That of copies on so many devices of one node, or on whole nodes: as many as there are."""
+    """The problem of one of the most copies that have `devices` devices each."""
     return problem_of_copy(problem, Slicing(
         most_copies(problem.cluster, devices), _part_of(problem.cluster, devices)))
 
@@ -82,8 +81,7 @@ def _part_of(cluster: Cluster, devices: int) -> Cluster:
 
 
 def problem_for(problem: Problem, estimate: Estimate) -> Problem:
-    """The problem of one of the copies that an estimate of the problem has; the same where it is
-    of a copy already."""
+    """The problem of one of the estimate's copies; `problem` itself if it is that of a copy."""
     deployment = estimate.deployment
     copies, devices = deployment.replicas, deployment.devices_per_replica
     if (problem.copies, problem.cluster.num_devices) == (copies, devices):
@@ -92,13 +90,13 @@ def problem_for(problem: Problem, estimate: Estimate) -> Problem:
 
 
 def has_room(problem: Problem) -> bool:
-    """Whether the devices of a copy together hold the weights; what else it takes is not asked."""
+    """Whether the devices of a copy together hold the weights; other memory is not counted."""
     room = problem.cluster.num_devices * capacity_bytes(problem.cluster.device)
     return least_weight_bytes(problem) <= room
 
 
 def idle_note(cluster: Cluster, estimate: Estimate) -> str:
-    """What is said of devices that no copy has; "" where there are none."""
+    """A note on devices that no copy has; "" if there are none."""
     idle = cluster.num_devices - estimate.num_devices
     if idle <= 0:
         return ""

@@ -1,7 +1,8 @@
-"""Which bounds a configuration keeps: by what a replay showed, times the margin that it has.
+"""Which limits a configuration keeps: by its replay, times its safety margin.
 
-A margin belongs to a configuration; it is asked for where a replay keeps the bound with the least
-margin that any has. What is not replayed yet is taken to have that of its cell's latest."""
+Each configuration has its own margin. Margins take time, so one is computed only if the replay
+keeps the limit with the least margin that any configuration has. Points without a replay are
+judged by the latest margin of their cell."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _PACE: tuple[Metric, ...] = ("ttft", "tpot")
 
 
 class Feasibility:
-    """One constraint's bounds, with margins (`has_margin`) or without."""
+    """Checks replayed points against one constraint, with safety margins or without."""
 
     def __init__(self, constraint: Constraint, doubts_of: Callable[[Problem], Margins], *,
                  has_margin: bool) -> None:
@@ -26,25 +27,26 @@ class Feasibility:
         self._of_policy: dict[str, Limits] = {}
 
     def limits(self, cell: Cell) -> Limits:
-        """Of the cell's points, for all that is known of its margins."""
+        """Limits for the cell's points, divided by the latest margin known of the cell, else of its
+        policy, else by the least one."""
         known = self._latest.get(cell) or self._of_policy.get(cell.policy)
         return known or self._divided({"latency": self.least_factor(cell.problem)})
 
     def least_factor(self, part: Problem) -> float:
-        """No schedule of copies on this part of the cluster has a smaller margin on its latency."""
+        """Lower bound on the latency margin of all schedules on this part of the cluster."""
         return self._doubts_of(part).least_factor if self._has_margin else 1.0
 
     def factor(self, cell: Cell, point: Point) -> float:
-        """That of a point's margin on its latency."""
+        """Factor of the point's margin on its latency, at least 1."""
         return self.margin(cell, point).factor if self._has_margin else 1.0
 
     def is_kept(self, cell: Cell, point: Point) -> bool:
-        """Whether a point that was replayed keeps every bound with its own margin."""
+        """Whether a replayed point keeps every limit with its own margin."""
         least = self._divided({"latency": self.least_factor(cell.problem)})
         return cell.is_kept(point, least) and cell.is_kept(point, self._own(cell, point))
 
     def margin(self, cell: Cell, point: Point) -> MarginParts:
-        """The margin on the point's latency."""
+        """The margin on a replayed point's latency."""
         key = cell, point
         if key not in self._parts:
             self._parts[key] = self._doubts_of(cell.problem).margin(

@@ -1,4 +1,4 @@
-"""Configurations in words."""
+"""Labels of the rows of alternatives, and configurations in words."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ from xgpt.core.policies import policy
 from xgpt.core.schedule import NOT_SURE, Estimate
 from xscheduler.space import Cell, Point
 
-# how the rows of alternatives are labelled
 POLICY_ROW, DEGREE_ROW = "policy ", "tp_degree "
-NOT_LOOKED_INTO = "not looked into"  # how the reason of a policy begins that is known to lose
-LEFT_OUT = "left out"  # and of one that is not among those compared
+NOT_LOOKED_INTO = "not looked into"  # begins the reason of a policy that was pruned
+LEFT_OUT = "left out"  # begins the reason of a policy that was not searched
 FREE_ROW, BARE_ROW = "without a latency bound", "without a margin"
-PAPERS_ROW = "RRA and WAA alone"  # where another policy is better
+PAPERS_ROW = "RRA and WAA alone"  # the best of ExeGPT's policies, if another policy is better
 
 
 def point_words(cell: Cell, point: Point) -> str:
-    """Copies, control variables and tensor plan; what is 0 is left out."""
+    """Copies, control variables and tensor plan of a point; zeros are left out."""
     values = zip(policy(cell.policy).variable_names, point, strict=True)
     copies = [] if cell.copies == 1 else [f"{cell.copies} copies"]
     degree, gpus = cell.plan
@@ -24,15 +23,15 @@ def point_words(cell: Cell, point: Point) -> str:
 
 
 def configuration(estimate: Estimate) -> str:
-    """Policy, the control variables that tell most, and the tensor plan; what is 0 is left out."""
+    """Policy, main control variables and tensor plan of an estimate; zeros are left out."""
     names = (*policy(estimate.policy).variable_names[:2], "encode_chunk", "tp_degree", "tp_gpus")
     values = [f"{name} {value}" for name in names if (value := estimate.variables.get(name))]
     return ", ".join([estimate.policy, *values])
 
 
 def why_not(qps: float, chosen_qps: float, most_qps: float | None = None) -> str:
-    """What speaks against an alternative, of which nothing exceeds `most_qps`. One that is quicker
-    than what was chosen has a margin of its own that is too large."""
+    """Why an alternative with `qps` was not chosen. most_qps: upper bound on its kind. An
+    alternative with more throughput than the chosen one misses the limit with its own margin."""
     lost = 1 - qps / chosen_qps
     if lost > 0:
         return f"lower throughput by {lost:.1%}" + (

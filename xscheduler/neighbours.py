@@ -1,4 +1,4 @@
-"""Points beside a point of a cell."""
+"""Neighbours of a point, for the local search."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import numpy as np
 
 from xscheduler.space import Cell, Point
 
-LIKELY = 0.01  # chosen: by so much less by the formula is a neighbour looked at
-STEPS = (1.3, 1.1, 1.03)  # chosen: to neighbours
+LIKELY = 0.01  # chosen: loss of throughput by the formula up to which a neighbour is tried
+STEPS = (1.3, 1.1, 1.03)  # chosen: ratios of a variable's values
 
 
 def neighbours(cell: Cell, point: Point, likely: float = LIKELY) -> list[Point]:
-    """Points beside one, along each variable that the cell has several values of, which the
-    formula says have room and no more than a little less throughput (a share `likely`)."""
+    """Points that differ from `point` in one variable or two by one of STEPS, or by one step of the
+    grid. Only variables with several values change. Left out are points that do not fit, and those
+    that lose more than a share `likely` of the throughput by the formula."""
     values = [np.unique(column) for column in cell.points.T]
     places = [place for place, own in enumerate(values) if len(own) > 1]
     ways = [(one, 0) for one in places] + [(one, other) for one in places for other in places
                                            if one < other]
     found: list[Point] = []
-    for one in places:  # the next ones of the grid: edges of phases, and chunks where none are
+    for one in places:  # grid steps: to the ends of phases, and from chunks to none
         at = int(np.searchsorted(values[one], point[one]))
         for value in values[one][max(at - 1, 0):at + 2].tolist():
             found.append((*point[:one], value, *point[one + 1:]))
@@ -42,6 +43,6 @@ def neighbours(cell: Cell, point: Point, likely: float = LIKELY) -> list[Point]:
 
 
 def _moved(value: int, step: float, sign: int) -> int:
-    """A value larger (sign 1) or smaller (-1) by about this factor, by one at least."""
+    """`value` times (sign 1) or divided by (-1) `step`, changed by at least one, at least 1."""
     return max(value + 1, round(value * step)) if sign > 0 else max(
         min(value - 1, round(value / step)), 1)

@@ -32,8 +32,8 @@ def best_division(qps_of: Mapping[int, float], devices: int,
 
 
 def division_of(problem: Problem, qps_of: Mapping[int, float]) -> Division | None:
-    """The best division of the problem's cluster into copies, equal or not, each on some devices of
-    one node or on whole nodes; None if there is none. qps_of: queries/s of a copy by its devices."""
+    """The best division of the problem's cluster into copies, equal or not, each on devices of one
+    node or on whole nodes; None if there is none. qps_of: queries/s of a copy by its devices."""
     cluster, copies = problem.cluster, problem.fixed.replicas
     each, nodes = cluster.devices_per_node, cluster.num_nodes
     if copies is not None:
@@ -99,7 +99,8 @@ def _able(qps_of: Mapping[int, float]) -> list[int]:
 
 
 def _with(rest: Division, size: int, qps_of: Mapping[int, float]) -> Division:
-    return Division(rest.throughput_qps + qps_of[size], tuple(sorted((*rest.sizes, size), reverse=True)))
+    return Division(rest.throughput_qps + qps_of[size],
+                    tuple(sorted((*rest.sizes, size), reverse=True)))
 
 
 def _better(divisions: Sequence[Division | None]) -> Division | None:

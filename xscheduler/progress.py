@@ -1,4 +1,4 @@
-"""What a search is watched by: how long it may take, and how far it is."""
+"""Progress of a search, and its time limit."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from xgpt.core.units import format_seconds
 
 
 class Watch:
-    """Counts the seconds between `with watch:` and its end, all of them together until `reset`. A
-    search tells it how far it is, and ends once it `is_over`: what it has proved until then still
-    holds. Without a limit it never is, and the search is the same whatever the clock says."""
+    """Adds up the seconds spent inside `with watch:` since `reset`. A search asks `cuts` and ends
+    once the limit is over; what it has proved until then holds. Without a limit the clock has no
+    influence on the search."""
 
     def __init__(self, max_seconds: float | None = None) -> None:
-        """max_seconds: that a search may take; None: as many as it does."""
+        """max_seconds: time limit of a search; None: none."""
         self._most_s = math.inf if max_seconds is None else max_seconds
         self._depth, self._before_s, self._begin_s = 0, 0.0, 0.0
-        self._best, self._upper, self._nodes = 0.0, math.inf, 0
-        self.has_cut = False  # a search was ended that had not proved what it was to
+        self._points = self._replays = 0
+        self.has_cut = False  # a search was ended by the limit
 
     def __enter__(self) -> Watch:
         if self._depth == 0:
@@ -32,9 +32,9 @@ class Watch:
             self._before_s += time.monotonic() - self._begin_s
 
     def reset(self) -> None:
-        """Begins anew, for another schedule."""
+        """Starts again from zero, for another schedule."""
         self._before_s, self._begin_s, self.has_cut = 0.0, time.monotonic(), False
-        self._best, self._upper, self._nodes = 0.0, math.inf, 0
+        self._points = self._replays = 0
 
     @property
     def seconds(self) -> float:
@@ -45,23 +45,18 @@ class Watch:
         return self.seconds >= self._most_s
 
     def cuts(self) -> bool:
-        """Whether what is under way must end here, unfinished."""
+        """Whether the search must end now, unfinished."""
         self.has_cut = self.has_cut or self.is_over
         return self.is_over
 
-    def ends(self, nodes: int, best: float, upper: float) -> bool:
-        """Takes note of a search under way: the boxes it has looked at, the best objective it has
-        found (-inf: none), and what none exceeds. True once it must end."""
-        self._nodes, self._best, self._upper = nodes, best, upper
-        return self.cuts()
+    def note(self, points: int, replays: int) -> None:
+        """Records how many configurations were evaluated, and how many of them by a replay."""
+        self._points, self._replays = points, replays
 
     @property
     def words(self) -> str:
-        """How far the present search is; "" before it has told."""
-        if not self._nodes:
+        """Progress of the present search in words; "" before its first report."""
+        if not self._points:
             return ""
-        found = ("none found yet" if self._best <= 0 else
-                 f"best {self._best:.4g} queries/s, at most {self._upper:.4g} possible")
         limit = "" if math.isinf(self._most_s) else f", ends after {format_seconds(self._most_s)}"
-        groups = "1 group" if self._nodes == 1 else f"{self._nodes:,} groups"
-        return f"{groups} of configurations, {found}{limit}"
+        return f"{self._points:,} configurations, {self._replays:,} of them simulated{limit}"

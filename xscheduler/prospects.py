@@ -1,4 +1,4 @@
-"""What is expected of each bound but that on latency, with the margin of each."""
+"""Expected figures for the limits other than that on latency, each with its safety margin."""
 
 import math
 from collections.abc import Callable
@@ -11,11 +11,11 @@ from xgpt.core.units import format_seconds, seconds_up
 from xscheduler.margin import Margins
 
 PACE: tuple[Metric, ...] = ("ttft", "tpot")
-REPLAYS = 3  # chosen: of a job whose lengths are not all known, for its makespan
+REPLAYS = 3  # chosen: replays for the makespan of a job whose lengths are not all known
 
 
 def pace_of(doubts: Margins, estimate: Estimate) -> list[Prospect]:
-    """The prospects of the bounds on the tokens' pace."""
+    """Expected TTFT and TPOT, for those that have a limit."""
     constraint, found = doubts.problem.constraint, []
     for metric in PACE:
         bound = constraint.bound_on(metric)
@@ -33,8 +33,8 @@ def keeps_pace(doubts: Margins, estimate: Estimate) -> bool:
 
 def judged(schedule: Schedule, doubts: Margins, tell: Callable[[str], None], *, is_job: bool,
            has_margin: bool) -> Schedule:
-    """The schedule with all bounds of its problem, and what is expected of those that are not on
-    latency; `is_job`: of the makespan, too. Raises InfeasibleError where that is too long."""
+    """The schedule with all limits of its problem and the expected figures for those not on
+    latency. is_job: also for the makespan. Raises InfeasibleError if the makespan is too long."""
     problem = doubts.problem
     further = [bound for bound in problem.constraint.bounds if bound.metric != "latency"]
     if not further:
@@ -52,8 +52,8 @@ def judged(schedule: Schedule, doubts: Margins, tell: Callable[[str], None], *, 
 
 
 def _makespan_of(doubts: Margins, estimate: Estimate, has_margin: bool) -> Prospect | None:
-    """What the problem's own queries take, by replay; None where there is no bound on that, or it
-    cannot be said."""
+    """Makespan of the problem's own queries by replay; None without a limit on it, or if some step
+    has no known time."""
     bound = doubts.problem.constraint.bound_on("makespan")
     if bound is None or math.isinf(bound.limit_s):
         return None
@@ -66,7 +66,7 @@ def _makespan_of(doubts: Margins, estimate: Estimate, has_margin: bool) -> Prosp
 
 
 def _too_long(prospect: Prospect, num_queries: int, estimate: Estimate) -> InfeasibleError:
-    """Why the job is not done in time, and the shortest time that can be had."""
+    """The error for a makespan beyond its limit, with the shortest one found."""
     margin = "" if prospect.with_margin_s <= 1.001 * prospect.expected_s else (
         f" ({format_seconds(prospect.expected_s)} without a margin)")
     controls = ", ".join(f"{name} {value}" for name in policy(estimate.policy).variable_names

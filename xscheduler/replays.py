@@ -1,4 +1,4 @@
-"""Replays of configurations on one part of the cluster, and what they say of an Estimate."""
+"""Replays of configurations on one part of the cluster, all of the same random queries."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from xsimulator.replay.steady import SteadyFigures
 from xsimulator.replay.step_clock import StepClocks
 
 SEED = 20240427
-DRAWN = 4096  # chosen: queries that are drawn at once
+DRAWN = 4096  # chosen: queries drawn at a time
 _SHOWN = ("throughput_qps", "latency_s", "ttft_s", "tpot_s")
 
 
 class Replayed(NamedTuple):
-    """What a replay of a configuration showed (None: no steady state, or sizes that nobody
-    timed)."""
+    """The steady state of a replay of so many queries; figures None: there was none, or steps had
+    sizes without known times."""
 
     estimate: Estimate
     figures: SteadyFigures | None
@@ -34,17 +34,16 @@ class Replayed(NamedTuple):
 
     @property
     def throughput_qps(self) -> float:
-        """Of one copy."""
+        """Queries/s of one copy."""
         return 0.0 if self.figures is None else self.figures.throughput_qps
 
     @property
     def latency_s(self) -> float:
-        """Infinite where it has none."""
+        """Latency at the constraint's quantile, s; infinite without a steady state."""
         return math.inf if self.figures is None else self.figures.latency_s
 
     def shown(self, problem: Problem) -> Estimate:
-        """The estimate with the figures of its steady state; those that no query had are as they
-        were."""
+        """The estimate with the replay's figures; those that no query had stay the formula's."""
         if self.figures is None:
             return self.estimate
         seen = {name: value for name in _SHOWN
@@ -54,7 +53,7 @@ class Replayed(NamedTuple):
 
 
 class Replays:
-    """Replays of configurations of one part of the cluster, all with the same queries."""
+    """Replays configurations of one problem with common random numbers."""
 
     def __init__(self, problem: Problem, timing: TimingSource) -> None:
         self.problem, self.timing = problem, timing
@@ -66,7 +65,7 @@ class Replays:
     def of(self, estimate: Estimate, queries: int) -> Replayed:
         """The steady state in a replay of so many queries."""
         problem = self.problem
-        while len(self._drawn[0]) < queries:  # the first are the same, however many are wanted
+        while len(self._drawn[0]) < queries:  # a longer replay begins with the same queries
             more = problem.lengths.sample(DRAWN, self._rng)
             self._drawn = (np.concatenate([self._drawn[0], more[0]]),
                            np.concatenate([self._drawn[1], more[1]]))

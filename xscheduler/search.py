@@ -178,7 +178,7 @@ RACE, RUNNERS_UP = 0.06, 4
 FINALS, CLIMBS = 3, 24  # chosen: rounds of local search, and steps of each
 SURE_LOOKS = 12  # chosen: rounds of longest replays
 LOOKS = 3  # chosen: replays of a policy without a feasible point, or of a cell with few replays
-NEARLY = 0.02  # chosen: a latency this much too long, or a throughput this much less, counts as near
+NEARLY = 0.02  # chosen: latencies this much too long, or throughputs this much less, are near
 LEAST = 0.002  # chosen: gain in throughput for which the local search moves
 MOST_REPLAYS = 400  # chosen: of one pass over all cells
 

@@ -81,7 +81,11 @@ class SearchPlanner:
     def _anew(self) -> Search:
         """A fresh search, so that the result does not depend on limits that were asked before."""
         return Search(self.problem, [(fresh(cell), replays) for cell, replays in self._cells],
-                      cuts=self._watch.cuts, most_replays=self._most_replays)
+                      cuts=self._cuts, most_replays=self._most_replays)
+
+    def _cuts(self) -> bool:
+        self._watch.note(self.nodes, self.search.num_replays)
+        return self._watch.cuts()
 
     def best(self, latency_bound_s: float, *, has_margin: bool) -> Schedule:
         """The schedule with the highest throughput within the latency limit (seconds). has_margin:
@@ -174,7 +178,7 @@ class SearchPlanner:
 
     def _bound_of(self, part: Problem, plans: Sequence[tuple[int, int]], kind: Kind,
                   limit_s: float) -> float:
-        """Upper bound, queries/s, on one copy on this part of the cluster under any of the plans."""
+        """Upper bound, queries/s, on one copy on this part of the cluster by any of the plans."""
         key = part.cluster.num_devices, plans, kind, limit_s
         if key not in self._upper:
             bound: UpperBound = self._bounds(part)
@@ -229,7 +233,7 @@ class SearchPlanner:
                 for why, names in reasons.items()]
 
     def _covers(self) -> str:
-        """Numbers of devices of a copy that the upper bound covers, in words; "" on two or fewer."""
+        """Numbers of devices of a copy that the upper bound covers; "" on fewer than three."""
         cluster = self.problem.cluster
         if cluster.num_devices < 3:
             return ""

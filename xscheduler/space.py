@@ -1,8 +1,9 @@
-"""What is searched: cells, each a number of copies of the model on so many devices, a policy and a
-tensor plan; and the points of a cell, with what a rough formula says of them.
+"""The search space: cells and their points.
 
-A replay of a point tells by which factor the formula is off there; at others it is taken to be off
-by as much as at the points nearest to them that were replayed, or as the policy was elsewhere."""
+A cell is a number of devices of a copy, a policy and a tensor plan. A point of it is a value of
+each control variable. A rough formula says what a point does. A replay of a point shows by which
+factor the formula is wrong there. Elsewhere the formula is corrected by the factors of the nearest
+replayed points, or by the mean factor of similar cells."""
 
 from __future__ import annotations
 
@@ -24,42 +25,42 @@ from xsimulator.rough.figures import Formula, Rough
 
 Point = tuple[int, ...]
 CHUNK = "encode_chunk"
-NEAR = 0.2  # chosen: of a logarithm, how far a replay tells what the formula is off by
-PRIOR = 1e-3  # chosen: weight of what it is off by elsewhere, beside 1 of a replay at the point
-TRUST = 0.05  # chosen: the same where a formula is taken to be right but beside its replays
-OPTIMISM = 0.08  # chosen: by so much may a cell be better than is expected of it before a replay
-LATENCY_OFF = 0.2  # chosen: by so much shorter may a latency be
-PACE_OFF = 0.5  # chosen: by so much shorter may the time a token be
-NOTHING = 0.003  # chosen: what is expected to bring no more is not replayed
-CAUTION = 0.002  # chosen: of the latency bound, for each replay that broke it
-ROUNDING = 1e-9  # chosen: what the last digits of times change is no difference
-FINE = (-0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75)  # chosen: of a step of the grid, around a point
+NEAR = 0.2  # chosen: distance in log(value) over which a replay's correction fades
+PRIOR = 1e-3  # chosen: weight of similar cells' correction; a replay at the point has weight 1
+TRUST = 0.05  # chosen: the same weight for no correction at all
+OPTIMISM = 0.08  # chosen: how much better than expected a cell without a replay may be
+LATENCY_OFF = 0.2  # chosen: how much shorter than the formula a latency may be
+PACE_OFF = 0.5  # chosen: how much shorter than the formula a time per token may be
+NOTHING = 0.003  # chosen: a gain in throughput too small to be worth a replay
+CAUTION = 0.002  # chosen: by how much each replay that missed the limit lowers the limit
+ROUNDING = 1e-9  # chosen: figures that differ by less are equal
+FINE = (-0.75, -0.5, -0.25, 0.0, 0.25, 0.5, 0.75)  # chosen: fractions of a grid step around a point
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a configuration has to keep, in seconds, each divided by its margin already."""
+    """Limits in seconds, each already divided by its safety margin."""
 
     latency_s: float = math.inf
     ttft_s: float = math.inf
     tpot_s: float = math.inf
 
     def are_kept(self, figures: SteadyFigures, longer: float = 1.0) -> bool:
-        """Whether a replay kept them, its latency taken so many times as long; a length that no
-        query had breaks none."""
+        """Whether a replay's figures, its latency times `longer`, are within the limits. A figure
+        that no query had (nan) is."""
         return not (longer * figures.latency_s > self.latency_s or figures.ttft_s > self.ttft_s
                     or figures.tpot_s > self.tpot_s)
 
 
 class Off(NamedTuple):
-    """Natural logarithms of what a replay showed over what the formula said."""
+    """Natural logarithms of replay / formula."""
 
     throughput: float = 0.0
     latency: float = 0.0
 
 
 class Alike(NamedTuple):
-    """Cells of one policy and one number of stages, with chunks or without."""
+    """Key of similar cells: policy, with or without chunks, number of pipeline stages."""
 
     policy: str
     is_chunked: bool | None
@@ -67,7 +68,8 @@ class Alike(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """Queries/s of all copies at a point (None: there is none), and whether a replay says so."""
+    """The best point of a cell (None: it has none), its queries/s over all copies, and whether a
+    replay shows them."""
 
     throughput_qps: float = 0.0
     point: Point | None = None
@@ -76,9 +78,8 @@ class Expected(NamedTuple):
 
 @dataclass(eq=False)
 class Cell:
-    """The points of one policy by one tensor plan. `problem`: that of one of its copies.
-    `is_chunked`: those alone that encode inputs in chunks beside decoding, or that do not; None:
-    all."""
+    """The points of one policy under one tensor plan. problem: of one copy. is_chunked: only the
+    points that encode in chunks beside decoding (True), only the others (False), or all (None)."""
 
     problem: Problem
     formula: Formula
@@ -86,13 +87,13 @@ class Cell:
     is_chunked: bool | None = None
     replayed: dict[Point, Replayed] = field(default_factory=dict)
     off: dict[Point, Off] = field(default_factory=dict)
-    is_coarse: bool = True  # the points between those of the grid were not looked at
-    num_points: int = 0  # that the formula was asked for
+    is_coarse: bool = True  # only points of the grid were evaluated so far
+    num_points: int = 0  # evaluated by the formula
     _fine: dict[int, tuple[IntArray, Rough]] = field(default_factory=dict)  # around grid points
     num_noted: int = 0
-    misses: int = 0  # replays that came out too slow where they were expected to be in time
-    sure: set[Point] = field(default_factory=set)  # replayed with most queries
-    longer: float = 1.0  # times as long the latency then was than by fewer queries, at most
+    misses: int = 0  # replays that missed a limit which they were expected to keep
+    sure: set[Point] = field(default_factory=set)  # points with a longest replay
+    longer: float = 1.0  # largest latency of a longest replay / that of the shorter one before
 
     @property
     def policy(self) -> str:
@@ -102,28 +103,28 @@ class Cell:
     def copies(self) -> int:
         return self.problem.copies
 
-    @property
+    @cached_property
     def alike(self) -> Alike:
-        """Of which a formula is off by about as much: the longer a pipeline, the more it leaves
-        out."""
+        """Key of the cells for which the formula is wrong by about the same factor: the longer a
+        pipeline, the more the formula leaves out."""
         degree, gpus = self.plan
         stages = self.problem.cluster.num_devices - gpus + gpus // degree
         return Alike(self.policy, self.is_chunked, stages)
 
     @cached_property
     def _after(self) -> float:
-        """Tokens after the first of the latency bound's query, times what their time is off by."""
+        """Tokens after the first of the query that the latency limit is of, times 1 + PACE_OFF."""
         outputs = self.problem.lengths.outputs.quantile(self.problem.constraint.quantile)
         return (1 + PACE_OFF) * max(outputs - 1, 1)
 
     @cached_property
     def points(self) -> IntArray:
-        """[points, variables] all over the cell, those that have room."""
+        """[points, variables] a grid over the cell, without points that need more memory."""
         return self._grid[0]
 
     @cached_property
     def rough(self) -> Rough:
-        """The formula's figures of `points`."""
+        """The rough figures of `points`."""
         return self._grid[1]
 
     @cached_property
@@ -134,7 +135,7 @@ class Cell:
         return self.with_room(points)
 
     def with_room(self, points: IntArray) -> tuple[IntArray, Rough]:
-        """Those of some points that have room, and are timed, with their rough figures."""
+        """The points that fit into memory and have known times, with their rough figures."""
         self.num_points += len(points)
         if not len(points):
             return points, Rough(**dict.fromkeys(Rough.__slots__, np.empty(0)))
@@ -147,11 +148,10 @@ class Cell:
 
     def expected(self, limits: Limits, usual: Off, own: Expected,
                  weight: float = PRIOR) -> Expected:
-        """The best that keeps the limits, for all that is known, of all copies. usual: what the
-        formula is off by where nothing of this cell was replayed, and its weight beside 1 of a
-        replay at the point. own: the best that was replayed."""
+        """The best point within the limits by the corrected formula. usual: correction by similar
+        cells, of this weight. own: the best replayed point, returned if nothing beats it."""
         most_s = limits.latency_s if self.off else limits.latency_s * (1 + LATENCY_OFF)
-        # what came out too slow where it was expected to be in time, is not tried as closely again
+        # replays that missed the limit lower it, so that their neighbours are not all tried
         most_s *= (1 - CAUTION * self.misses) / self.longer
         off = self._off_at(self.points, usual, weight)
         best = self._best_of(self.points, self.rough, most_s, limits, off)
@@ -170,13 +170,13 @@ class Cell:
         return found if found.throughput_qps > own.throughput_qps * (1 + NOTHING) else own
 
     def is_kept(self, point: Point, limits: Limits) -> bool:
-        """Whether a point that was replayed keeps these, were it replayed with most queries."""
+        """Whether a replayed point keeps the limits, also by a longest replay."""
         figures = self.replayed[point].figures
         return figures is not None and limits.are_kept(
             figures, 1.0 if point in self.sure else self.longer)
 
     def best_replayed(self, is_kept: Callable[[Point], bool]) -> Expected:
-        """The best of the points that were replayed, of all copies, and keep their limits."""
+        """The feasible replayed point with the highest throughput."""
         best = Expected(0.0, None, True)
         for point, one in self.replayed.items():
             qps = self.copies * one.throughput_qps
@@ -185,7 +185,8 @@ class Cell:
         return best
 
     def _value(self, points: IntArray, rough: Rough, row: int, off: FloatArray) -> Expected:
-        qps = float(rough.throughput_qps[row] * np.exp(off[row, 0])) * (1 if self.off else 1 + OPTIMISM)
+        qps = float(rough.throughput_qps[row] * np.exp(off[row, 0]))
+        qps *= 1 if self.off else 1 + OPTIMISM
         point: Point = tuple(points[row].tolist())
         return Expected() if point in self.replayed else Expected(self.copies * qps, point)
 
@@ -213,7 +214,7 @@ class Cell:
         return np.asarray(known / (weights.sum(axis=1) + weight)[:, None])
 
     def note(self, point: Point, found: Replayed) -> None:
-        """Keeps what a replay showed, and what the formula is off by."""
+        """Records a replay of a point, and what the formula is wrong by there."""
         self.replayed[point], self.num_noted = found, self.num_noted + 1
         rough, figures = found.estimate.figures, found.figures
         if figures is None or figures.throughput_qps <= 0:
@@ -225,7 +226,7 @@ class Cell:
 
 
 def _around(grid: IntArray, point: IntArray) -> IntArray:
-    """Points between one of the grid and its neighbours, along each variable and pairs."""
+    """[points, variables] between a point of the grid and its neighbours."""
     own: list[list[int]] = []
     for column, value in zip(grid.T, point.tolist(), strict=True):
         others = np.unique(column)
@@ -242,7 +243,7 @@ def _around(grid: IntArray, point: IntArray) -> IntArray:
 
 
 def fresh(cell: Cell) -> Cell:
-    """The same cell, nothing replayed, with what its formula said."""
+    """A copy of the cell without its replays; the formula's figures are shared."""
     own = Cell(cell.problem, cell.formula, cell.plan, cell.is_chunked, _fine=cell._fine)
     if "_grid" in cell.__dict__:
         own.__dict__["_grid"] = cell._grid
@@ -250,7 +251,7 @@ def fresh(cell: Cell) -> Cell:
 
 
 def usual_off(cells: list[Cell]) -> Mapping[Alike, Off]:
-    """What the formulas of cells alike were off by in the mean."""
+    """Mean correction of each group of similar cells."""
     found: dict[Alike, list[Off]] = {}
     for cell in cells:
         if seen := [one for one in cell.off.values() if one.throughput > -1]:
@@ -259,6 +260,6 @@ def usual_off(cells: list[Cell]) -> Mapping[Alike, Off]:
 
 
 def chunk_column(name: str) -> int | None:
-    """Which of a policy's variables is the size of chunks; None where it has none."""
+    """Index of the variable `encode_chunk` among the policy's; None if it has none."""
     names = policy(name).variable_names
     return names.index(CHUNK) if CHUNK in names else None

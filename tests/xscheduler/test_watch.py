@@ -8,7 +8,7 @@ import math
 from problems_suite import roofline_of, toy_problem
 
 from xgpt.core.schedule import Status
-from xscheduler.planner import PlanOptions, plan
+from xscheduler.planner import Planner, PlanOptions, plan
 from xscheduler.progress import Watch
 
 NO_TIME_S = 1e-9
@@ -31,6 +31,12 @@ def test_with_time_enough_the_schedule_is_the_one_without_a_limit() -> None:
     assert limited.estimate == plan(problem, timing, PlanOptions(horizon="steady")).estimate
 
 
+def test_a_search_says_how_far_it_is() -> None:
+    problem, watch = toy_problem(), Watch()
+    Planner(problem, roofline_of(problem), PlanOptions(horizon="steady"), watch=watch).plan()
+    assert "of them simulated" in watch.words
+
+
 def test_a_plan_without_time_keeps_its_bound_with_its_margin() -> None:
     problem = toy_problem(latency_s=1.0)
     timing = roofline_of(problem)
@@ -47,6 +53,7 @@ def test_only_what_is_watched_counts_and_a_new_schedule_begins_anew() -> None:
         pass
     spent = watch.seconds
     assert spent > 0 and watch.seconds == spent
-    assert not watch.ends(64, 2.0, 3.0) and "best 2 queries/s, at most 3 possible" in watch.words
+    watch.note(6400, 64)
+    assert watch.words == "6,400 configurations, 64 of them simulated"
     watch.reset()
     assert watch.seconds == 0 and watch.words == ""

@@ -68,7 +68,8 @@ class Allowance:
                 share < self._planned and self._may_come_back(kept, left))) and not (
                 is_lost and not self._was_lost):  # which is said once
             return None
-        return AllowanceEvidence(kept=kept, left=left, share=share, planned=self._planned, is_lost=is_lost)
+        return AllowanceEvidence(kept=kept, left=left, share=share, planned=self._planned,
+                                 is_lost=is_lost)
 
     def take(self, kept: Kept | None) -> None:
         """The rest is planned for what these have left of it, from now on."""

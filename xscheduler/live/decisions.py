@@ -158,8 +158,9 @@ class Decider:
         if not drift and not self.is_observing:
             return None
         done = admitted - len(written.active)
-        return LengthEvidence(seen=seen, observed=observed, drift=drift, is_observing=self.is_observing,
-                    left=self.followed.num_queries - done, done=done, admitted=admitted)
+        return LengthEvidence(
+            seen=seen, observed=observed, drift=drift, is_observing=self.is_observing,
+            left=self.followed.num_queries - done, done=done, admitted=admitted)
 
     def look_at_steps(self, written: Written) -> StepTimeEvidence | None:
         """What there is to decide on by the steps that `pace` has heard of; None where they are as

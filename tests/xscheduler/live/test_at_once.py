@@ -97,5 +97,6 @@ def test_what_is_over_the_bound_leads_to_one_too(planned: Planned) -> None:
     decider, look = planned.decider(), _slower(1.4)
     decision = decider.decide_at_once(look)
     assert decision is not None and decider.take(look, decision)
-    lost = AllowanceEvidence(kept=Kept(0, 600, 5), left=2400, share=0.01, planned=0.01, is_lost=True)
+    lost = AllowanceEvidence(kept=Kept(0, 600, 5), left=2400, share=0.01, planned=0.01,
+                             is_lost=True)
     assert decider.decide_at_once(lost) is None, "no less may be over it than was planned for"
