@@ -1,11 +1,10 @@
-"""What becomes of a schedule when output lengths are not those it was planned for (paper section
-7.6, Figure 11): mean, standard deviation or skewness change, the other two stay.
+"""Sensitivity of a schedule to output lengths other than planned (paper section 7.6, Figure 11):
+mean, standard deviation or skewness change while the other two stay.
 
-The schedule is replayed as it is, layers and control variables, on queries of the changed
-distribution, and so is the best schedule for that distribution. Two promises are looked at, as in
-the paper: (a) `queries_s`, the constraint's quantile of all latencies, and (b) `sequence_s`, the
-mean latency of a query of a fixed length, the planned distribution's at that quantile. All replays
-draw from the same random numbers."""
+The unchanged schedule is replayed on queries of the changed distribution, and so is the best
+schedule for that distribution. As in the paper two latencies are compared with the limit: (a)
+`queries_s`, the constraint's quantile over all queries, and (b) `sequence_s`, the mean latency of
+a query of the length that was planned at that quantile. All replays use the same random numbers."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -31,12 +30,12 @@ LEAST_QUERIES = 6000  # chosen
 ROUNDS = 16  # chosen: queries replayed over queries in the system
 MOST_QUERIES = 60_000  # chosen
 SEED = 0
-TOLERANCE = 0.02  # of the bound: a replay's figure scatters about the planned one by as much
+TOLERANCE = 0.02  # of the limit: the scatter of a replay's figures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftFigures:
-    """One schedule in the steady state of a replay; nan for a length that hardly occurs."""
+    """Steady-state figures of one schedule in a replay; nan for a length that hardly occurs."""
 
     throughput_qps: float
     queries_s: float
@@ -45,8 +44,8 @@ class DriftFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriftRow:
-    """One changed distribution. `change`: factor of mean or std, or what is added to the skewness.
-    `best` None: no schedule keeps the bound."""
+    """One changed distribution. change: factor on mean or std, or amount added to the skewness.
+    best None: no schedule keeps the limit."""
 
     statistic: Statistic
     change: float
@@ -61,15 +60,14 @@ class DriftRow:
 def drift_rows(problem: Problem, timing: TimingSource, estimate: Estimate, *,
                search: Callable[[Problem], Estimate],
                least_queries: int = LEAST_QUERIES) -> tuple[DriftRow, ...]:
-    """Rows for FACTORS of mean and std and SKEWNESS_CHANGES, in this order.
+    """Rows for the FACTORS of mean and of std and the SKEWNESS_CHANGES, in this order.
 
-    search: the best estimate for a problem with other lengths; raises InfeasibleError. Of a
-    length that the changed distribution has, the bound's quantile is its own to the search, not
-    the planned one."""
+    search: the best estimate for a problem with other lengths; raises InfeasibleError. It takes
+    the limit's query length from the changed distribution."""
 
     @cache
     def figures(lengths: JointLengths, estimate: Estimate) -> DriftFigures | None:
-        """The schedule's on these lengths; None where the replay has no steady state."""
+        """Figures of the schedule on these lengths; None if the replay has no steady state."""
         changed, constraint = replace(problem, lengths=lengths), problem.constraint
         count = enough_queries(estimate, least=least_queries, rounds=ROUNDS, most=MOST_QUERIES)
         results, _ = replay_steady(changed, timing, estimate, planned_queries(
@@ -79,7 +77,7 @@ def drift_rows(problem: Problem, timing: TimingSource, estimate: Estimate, *,
             for result in results]) for kind in ("queries", "sequence"))
         if of_all is None or of_one is None:
             return None
-        # of like ones one was replayed
+        # of equal copies only one was replayed
         copies = 1 if estimate.others else estimate.deployment.replicas
         return DriftFigures(throughput_qps=copies * of_all.throughput_qps,
                             queries_s=of_all.latency_s, sequence_s=of_one.latency_s)
@@ -100,7 +98,7 @@ def drift_rows(problem: Problem, timing: TimingSource, estimate: Estimate, *,
 
 
 def changed_lengths(lengths: JointLengths) -> list[tuple[Statistic, float, JointLengths]]:
-    """(statistic, change, distribution); the unchanged one is the same object in each."""
+    """(statistic, change, distribution) of every row; without change it is `lengths` itself."""
     ways: tuple[tuple[Statistic, Sequence[float], float, Callable[[float], JointLengths]], ...] = (
         ("mean", FACTORS, 1.0, lambda by: with_output_moments(lengths, mean_factor=by)),
         ("std", FACTORS, 1.0, lambda by: with_output_moments(lengths, std_factor=by)),

@@ -1,12 +1,12 @@
-"""`workload.output_tokens: observe` under a latency bound.
+"""The schedule that a job starts with if `workload.output_tokens: observe` has no feasible one.
 
-A job is planned as if every query ran to its cap. Where no schedule keeps the bound that way it
-begins all the same, with the quickest there is, and settles once lengths have been seen
-(xscheduler.live). Each batch is decoded to its end before the next is encoded: nothing is
-quicker than a query that no encoding interrupts, and what a phase takes ends with the outputs that
-there really are. So of such schedules the largest batch within NEAR of the least latency is taken:
-a query that does run to its cap is late in any case, the others are far from it. A bound that not
-even an answer of one token keeps is refused: no lengths that could be observed would mend that."""
+Such a job is planned as if every query ran to its cap. If no schedule keeps the latency limit that
+way, the job starts with the quickest schedule and is planned again once output lengths have been
+observed (xscheduler.live). Each batch is decoded to its end before the next is encoded: no query
+is quicker than one that no encoding interrupts, and a phase ends with its actual outputs. The
+largest batch within NEAR of the least latency is taken: queries that run to their cap are late
+anyway, the others are far from the limit. A limit that not even an answer of one token keeps is
+refused, since no observed lengths could help."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from xscheduler.copies import problems_of_copies
 from xscheduler.search_planner import SearchPlanner
 
 NEAR = 0.1  # chosen: share of the least latency that a larger batch may cost
-FIRST_QUERIES = 20  # chosen: done before lengths are looked at for the first time
+FIRST_QUERIES = 20  # chosen: queries done before the lengths are first estimated
 
 
 def hint(problem: Problem, timing: TimingSource) -> str:
-    """What is to be added to the word that there is no schedule; "" where a run would say no
-    more."""
+    """A hint for the message that there is no schedule: that a run would start all the same; "" if
+    it would not."""
     if not can_settle(problem) or beginning(problem, timing) is None:
         return ""
     return (". With `output_tokens: observe`, `xgpt submit` would begin with the quickest schedule "
@@ -40,7 +40,7 @@ def hint(problem: Problem, timing: TimingSource) -> str:
 
 
 def can_settle(problem: Problem) -> bool:
-    """Whether a run of the job can change its schedule once it has seen lengths."""
+    """Whether a run of the job can change its schedule after it has observed lengths."""
     fixed = problem.fixed
     is_fixed = fixed.encode_batch is not None and fixed.decode_iterations is not None
     may_change = changeable_policy(fixed) is not None
@@ -49,8 +49,8 @@ def can_settle(problem: Problem) -> bool:
 
 
 def beginning(problem: Problem, timing: TimingSource) -> Schedule | None:
-    """The schedule to begin with, of the policy that can be changed; None where something else
-    than the lengths of outputs is in the way."""
+    """The schedule to start with, of a policy that can be changed while it runs; None if something
+    else than the output lengths is in the way."""
     constraint = problem.constraint
     if math.isinf(constraint.latency_s) or not (able := _able(problem, timing)):
         return None
@@ -67,9 +67,9 @@ def beginning(problem: Problem, timing: TimingSource) -> Schedule | None:
 
 
 def begin(problem: Problem, timing: TimingSource, refused: InfeasibleError) -> Schedule:
-    """What a job that no schedule serves at its caps begins with.
+    """The schedule to start with for a job that was refused at its caps.
 
-    Raises: `refused`, where nothing could settle or the bound is out of reach of any lengths."""
+    Raises `refused` if the job cannot change while it runs, or if no lengths could help."""
     if not can_settle(problem):
         raise refused
     if (begun := beginning(problem, timing)) is not None:
@@ -83,14 +83,14 @@ def begin(problem: Problem, timing: TimingSource, refused: InfeasibleError) -> S
 
 
 def one_token_s(problem: Problem, timing: TimingSource) -> float:
-    """The least latency there is of answers of one token each; infinite where there is none."""
+    """The least latency of answers of one token each, in seconds; infinite if there is none."""
     lengths = replace(problem.lengths, outputs=empirical([1]), pairs=None)
     return min((one.least_s for one in _able(replace(problem, lengths=lengths), timing)),
                default=math.inf)
 
 
 def _able(problem: Problem, timing: TimingSource) -> list[_Quickest]:
-    """Of every number of copies that has room, what decodes each batch to its end."""
+    """For every number of copies that fits, the policy that decodes each batch to its end."""
     if (name := changeable_policy(problem.fixed)) is None:
         return []
     return [one for parts in problems_of_copies(problem)
@@ -98,15 +98,15 @@ def _able(problem: Problem, timing: TimingSource) -> list[_Quickest]:
 
 
 class _Quickest(NamedTuple):
-    """What some copies, each decoding a batch to its end, can do: the least latency of a query at
-    its cap."""
+    """A planner of copies that decode each batch to its end, and the least latency, in seconds, of
+    a query at its cap."""
 
     planner: SearchPlanner
     least_s: float
 
 
 def _quickest(name: str, problem: Problem, timing: TimingSource) -> _Quickest | None:
-    """Of one of the copies, by that policy; None where it cannot be laid out, or has no room."""
+    """For one of the copies, by the policy `name`; None if it cannot be divided or does not fit."""
     fixed = replace(problem.fixed, policies=(name,), replicas=problem.copies)
     if fixed.decode_iterations is None:
         most = problem.lengths.outputs.max - (not problem.model.is_encoder_decoder)
@@ -119,7 +119,7 @@ def _quickest(name: str, problem: Problem, timing: TimingSource) -> _Quickest | 
 
 
 def said_of(schedule: Schedule) -> str | None:
-    """The sentence on a schedule that a job begins with; None for any other."""
+    """The explanation of a schedule that a job only starts with; None for any other schedule."""
     if schedule.proof.status != Status.BEGINNING or not schedule.explanation:
         return None
     return schedule.explanation[0].removesuffix(".")

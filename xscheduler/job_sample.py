@@ -1,8 +1,9 @@
-"""A job's own queries are a sample of the lengths that it is planned for, and a bound on a share of
-them is one on that sample. Of N queries, independent, a share q of which is to keep a bound, the
-k = ceil(q N) quickest have to: the k-th of N values lies at the level U ~ Beta(k, N + 1 - k) of
-their distribution (order statistics of a uniform one), not at q. Of 32 queries, 99 % of which are
-to keep it, that is the slowest: with 95 % confidence the level is 0.998."""
+"""Sampling error of a latency limit on a share of the job's queries.
+
+The job's N queries are a sample of the planned length distribution. If a share q of them must keep
+the limit, the k = ceil(q N) quickest must. The k-th of N independent values lies at the quantile
+U ~ Beta(k, N + 1 - k) of their distribution (order statistics), not at q. Example: with 32 queries
+and q = 0.99 it is the slowest, and with 95 % confidence its quantile is below 0.998."""
 
 import math
 from collections.abc import Callable
@@ -14,15 +15,15 @@ from xgpt.core.lengths import FloatArray, IntArray, Lengths
 from xgpt.core.problem import Problem
 from xgpt.core.workload import synthetic_lengths
 
-LEVELS = 40  # chosen: equally likely ones
+LEVELS = 40  # chosen: equally likely quantiles
 _MOST = 1 - 1e-9
-_ASKED = (0, 13, 26, 36, 39)  # chosen: of the levels: at which a latency is asked for
+_ASKED = (0, 13, 26, 36, 39)  # chosen: the levels at which a latency is computed
 
 
 def levels_of(problem: Problem) -> FloatArray:
-    """[levels] rising, equally likely: at which quantile of the lengths planned for the one of the
-    problem's own queries may lie that its bound on latency is of. One, where their outputs are
-    known; none where the bound is of one length, or the job has no end."""
+    """[levels] rising, equally likely quantiles of the planned lengths at which the deciding query
+    of the job may lie. One level if the job's outputs are known; none if the limit is on a query
+    of one length, or the job has no end."""
     constraint, count = problem.constraint, problem.num_queries
     if constraint.kind != "queries" or math.isinf(constraint.latency_s) or not count:
         return np.empty(0)
@@ -34,14 +35,13 @@ def levels_of(problem: Problem) -> FloatArray:
 
 def logarithms_at(levels: FloatArray, quantile: float,
                   seconds: Callable[[float], float]) -> FloatArray:
-    """[levels] logarithm of what a latency is at each, divided by that at `quantile`. `seconds`: it
-    at a level."""
+    """[levels] log(latency at the level / latency at `quantile`). seconds(level): that latency."""
     if not len(levels):
         return np.zeros(1)
     asked = np.unique(levels[[place for place in _ASKED if place < len(levels)]])
     expected_s = seconds(quantile)
     logarithms = [math.log(seconds(float(level)) / expected_s) for level in asked]
-    # a tail's lengths rise with the logarithm of what is beyond them
+    # the lengths of a tail grow with -log(1 - quantile)
     return np.asarray(np.interp(-np.log1p(-levels), -np.log1p(-asked), logarithms))
 
 
@@ -55,12 +55,12 @@ def _beta_levels(quantile: float, count: int) -> FloatArray:
 
 
 def _kept(quantile: float, count: int) -> int:
-    """So many of them have to keep the bound."""
+    """Number of queries, of `count`, that must keep the limit."""
     return max(math.ceil(quantile * count - 1e-9), 1)
 
 
 def _known_outputs(problem: Problem) -> IntArray | None:
-    """Of the problem's own queries, those of the other copies among them."""
+    """Output lengths of the job's own queries, those of all copies; None if they are unknown."""
     count = problem.num_queries
     if problem.is_synthetic and count is not None:
         return synthetic_lengths(problem.lengths, count * problem.copies, problem.seed)[1]
@@ -71,8 +71,8 @@ def _known_outputs(problem: Problem) -> IntArray | None:
 
 
 def _own_level(planned: Lengths, outputs: IntArray, quantile: float) -> float:
-    """Where the longest of those that have to keep the bound lies in the planned distribution;
-    among as many of the same length, as far as it is among them."""
+    """Quantile, in the planned distribution, of the longest output that must keep the limit. Among
+    outputs of equal length its rank decides."""
     count = len(outputs)
     kept = _kept(quantile, count)
     own = int(np.partition(outputs, kept - 1)[kept - 1])

@@ -1,6 +1,5 @@
-"""Room in the caches, which are sized once: for the longest of a job's requests, as far as the
-memory goes, since one request longer than the planned lengths should be answered, not refused; and
-for the queries that a running job may come to hold once it changes."""
+"""Sizes of the KV caches, which are allocated once. They hold the job's longest request, if memory
+allows, and the queries that a running job may hold after its schedule has changed."""
 
 import math
 from dataclasses import replace
@@ -14,22 +13,22 @@ from xrunner.rules.rra import most_active
 from xscheduler.copies import problem_for
 from xscheduler.live.given_stages import GivenStages
 
-# Times the queries that a group is planned to hold: should outputs turn out shorter than planned,
-# and at least where lengths are yet to be observed.
-HEADROOM, LEAST_OBSERVING = 2.0, 8.0  # chosen
-SHORT = 16  # chosen: lengths yet to be observed may be the caps' SHORTth part
+# chosen: queries a group has room for over those planned: if outputs are shorter than planned, and
+# at least while lengths are still observed
+HEADROOM, LEAST_OBSERVING = 2.0, 8.0
+SHORT = 16  # chosen: outputs still to be observed may be this many times shorter than their caps
 
 
 def with_room(schedule: Schedule, problem: Problem) -> Schedule:
-    """`schedule` with room for the longest request of the problem, as far as lengths are known."""
+    """`schedule` with room for the problem's longest known request, if it fits."""
     if problem.queries is None:
         return schedule
     return with_room_for(schedule, problem, int(problem.queries.reserves.max()))
 
 
 def with_room_for(schedule: Schedule, problem: Problem, query_tokens: int) -> Schedule:
-    """`schedule` with KV tokens for a query of `query_tokens` in every group, if they fit; else
-    unchanged."""
+    """`schedule` with KV tokens for a query of `query_tokens` in every group; unchanged if they do
+    not fit."""
     deployment, figures = schedule.deployment, schedule.figures
     if getattr(schedule.controls, "token_budget", None):  # its memory is paged
         query_tokens = -(-query_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
@@ -44,8 +43,8 @@ def with_room_for(schedule: Schedule, problem: Problem, query_tokens: int) -> Sc
 
 
 def headroom(estimate: Estimate, problem: Problem, timing: TimingSource) -> float:
-    """Queries that a group may come to hold once lengths have been seen, over those that it is
-    planned to hold; infinite where not even short outputs tell."""
+    """Ratio of the queries that a group may hold once output lengths have been observed to those
+    planned; infinite if short outputs have no schedule."""
     problem, estimate = problem_for(problem, estimate), estimate.one_copy
     outputs = empirical([max(round(problem.lengths.outputs.mean / SHORT), 1)])
     deployment = estimate.deployment
@@ -61,9 +60,9 @@ def headroom(estimate: Estimate, problem: Problem, timing: TimingSource) -> floa
 
 def slots_for(estimate: Estimate, problem: Problem, longest: int, times: float, *,
               in_blocks: bool = False) -> int:
-    """Queries that a group's cache has room for: `times` those planned, as far as the memory of
-    every rank (of rows for the longest query, unless entries lie `in_blocks`) and the number of
-    queries go; never fewer than planned."""
+    """Number of queries that a group's cache has room for: `times` those planned, at most what the
+    memory of every rank holds (rows of `longest` tokens, unless `in_blocks`) and what the job has;
+    at least those planned."""
     planned, groups = most_active(estimate), estimate.deployment.num_groups
     wanted = math.ceil(min(times * planned, (problem.num_queries or 0) / groups))
     if not in_blocks:
@@ -72,14 +71,14 @@ def slots_for(estimate: Estimate, problem: Problem, longest: int, times: float, 
 
 
 def kv_tokens_for(estimate: Estimate, problem: Problem, most: int) -> int:
-    """Tokens that a group in blocks has room for: as many as the memory of every rank holds, `most`
-    at most; never fewer than planned."""
+    """Number of tokens that a group's paged cache has room for: what the memory of every rank
+    holds, at most `most`, at least those planned."""
     return max(estimate.deployment.group_kv_tokens,
                min(int(_most_tokens(estimate, problem)), most))
 
 
 def _most_tokens(estimate: Estimate, problem: Problem) -> float:
-    """Tokens of a group whose KV entries every rank has memory for."""
+    """Number of tokens of a group whose KV entries fit on every rank."""
     deployment, figures = estimate.deployment, estimate.figures
     fits = []
     for stage in deployment.stages:
@@ -92,8 +91,7 @@ def _most_tokens(estimate: Estimate, problem: Problem) -> float:
 
 
 def mean_present(slots: int) -> int:
-    """Queries of a group in the mean that, with three deviations above them (see most_active),
-    have so many slots."""
+    """Mean number of queries of a group whose three-sigma maximum is `slots` (see most_active)."""
     return max(math.floor(((math.sqrt(9 + 4 * slots) - 3) / 2) ** 2), 1)
 
 

@@ -1,5 +1,5 @@
-"""Static batches for an engine whose steps take other times than those that there are: chosen by
-these, without the margin that other times would make meaningless; nothing is claimed of them."""
+"""Static batches for an engine whose step times were not measured. The batch is chosen by the times
+of xgpt's own kernels. No margin and no proof is given, since the engine's times differ."""
 
 import math
 import time
@@ -17,8 +17,8 @@ from xsimulator.rough.forms import fixed_estimate
 
 
 def plan_untimed(problem: Problem, timing: TimingSource, note: str) -> Schedule:
-    """The batches that the problem fixes, even beyond its bound, else those of highest throughput
-    within it. `note` is left with the estimate. Raises InfeasibleError."""
+    """The schedule of the batch that the job fixes, even if it misses the limit, else of the batch
+    with the highest throughput within it. note: added to the estimate. Raises InfeasibleError."""
     began, fixed, constraint = time.monotonic(), problem.fixed, problem.constraint
     if fixed.encode_batch is not None:
         estimate, nodes, status = _of_batch(problem, timing, fixed), 1, Status.GIVEN
@@ -35,7 +35,7 @@ def plan_untimed(problem: Problem, timing: TimingSource, note: str) -> Schedule:
 
 
 def _of_batch(problem: Problem, timing: TimingSource, fixed: FixedSchedule) -> Estimate:
-    """Of the batch that is fixed, by the rough formula."""
+    """The estimate of the fixed batch by the rough formula."""
     return fixed_estimate(str(fixed.policy), problem, timing, replace(
         fixed, decode_micro_batches=fixed.decode_micro_batches or 1))
 
