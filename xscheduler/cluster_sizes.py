@@ -1,10 +1,8 @@
-"""How many devices a job is to have, where it asks for the fewest that keep every bound, or for
-those of the least price.
+"""The number of devices for a job that asks for the fewest devices or the least cost.
 
-A size is a part of the cluster: some devices of one node, or whole nodes. Each is planned by the
-planner of all sizes. One that does not even keep the bounds without a margin is given up for that,
-and the others are planned in full: for `devices` the smallest first, for `cost` by what they would
-cost without a margin, until what is left cannot be cheaper."""
+A size is some devices of one node, or whole nodes. A size that misses a limit even without a safety
+margin is dropped. The others are planned in full: for `devices` the smallest first, for `cost` in
+the order of their cost without a margin, until no size left can be cheaper."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,15 +16,14 @@ from xgpt.core.units import format_seconds
 from xscheduler.evaluator import Evaluator
 from xscheduler.job_time import is_short
 
-SIZE_ROW = "devices "  # how the rows of other sizes are labelled
-MILLION = 1_000_000  # queries, of which the price is told where a job has no number of them
-SLACK = 0.02  # chosen: of a price: a plan without a margin may miss the best by as much
+MILLION = 1_000_000  # queries that a cost is given for if the job has no number of them
+SLACK = 0.02  # chosen: by this share the cost without a margin may be above the least one
 REPLAYS = 3  # chosen
 Refusal = InfeasibleError | InputError
 
 
 def sizes_of(cluster: Cluster) -> list[int]:
-    """The numbers of devices that may be had of it, rising."""
+    """The numbers of devices that a job may take of the cluster, rising."""
     per_node = cluster.devices_per_node
     return [*range(1, per_node + 1),
             *(nodes * per_node for nodes in range(2, cluster.num_nodes + 1))]
@@ -34,15 +31,15 @@ def sizes_of(cluster: Cluster) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """What a schedule takes of so many devices: seconds for the job's own queries, or for a million
-    of them, and its price, 0 where no price is known."""
+    """Device time and price of a schedule: seconds for the job's own queries (is_job) or for a
+    million, and the price in the tariff's currency, 0 if no price is known."""
 
     devices: int
     seconds: float
     queries: int
     price: float
     is_job: bool
-    tariff: str = ""  # what an hour of a device costs, and by whom
+    tariff: str = ""  # price of a device-hour and its source, in words
 
     @property
     def words(self) -> str:
@@ -53,8 +50,7 @@ class Spent:
 
 
 def spent(problem: Problem, schedule: Schedule, evaluator: Evaluator) -> Spent:
-    """What a schedule of the problem takes: of its own queries (short jobs by replay), or of a
-    million in steady state."""
+    """Device time and price of a schedule: for a short job by replay, else by its throughput."""
     count, is_job = problem.num_queries or MILLION, problem.num_queries is not None
     seconds = count / schedule.figures.throughput_qps
     if is_short(problem, schedule):
@@ -71,8 +67,8 @@ def spent(problem: Problem, schedule: Schedule, evaluator: Evaluator) -> Spent:
 
 @dataclass(slots=True, kw_only=True)
 class SizeSearch:
-    """plan: the schedule of a size, with a margin or without; raises what it is refused for.
-    spent: what a size's schedule takes."""
+    """Search over sizes. plan(size, has_margin): the schedule, raises the refusal. spent(size,
+    schedule): its device time and price."""
 
     plan: Callable[[int, bool], Schedule]
     spent: Callable[[int, Schedule], Spent]
@@ -81,7 +77,7 @@ class SizeSearch:
     _rough: dict[int, Spent] = field(default_factory=dict)
 
     def choose(self, objective: Objective, sizes: Sequence[int]) -> int:
-        """The size to take. Raises the refusal of the largest where none has a schedule."""
+        """The size to take. Raises the refusal of the largest if no size has a schedule."""
         assert objective != "throughput", f"{objective = }"
         if objective == "devices":
             best = next((size for size in sizes if self._try(size)), None)
@@ -105,7 +101,7 @@ class SizeSearch:
         return best
 
     def _try(self, size: int) -> bool:
-        """Whether it has a schedule with its margin."""
+        """Whether the size has a schedule with its margin."""
         if size not in self._rough and self._asked(size, has_margin=False) is None:
             return False
         schedule = self._asked(size, has_margin=True)
@@ -122,15 +118,15 @@ class SizeSearch:
             return None
 
     def cost(self, size: int) -> float:
-        """Device-seconds of a size that was planned: in the order of prices."""
+        """Device-seconds of a planned size; sizes have the order of their prices."""
         return self._cost(self.spent(size, self.planned[size]))
 
     @staticmethod
     def _cost(spent: Spent) -> float:
         return spent.devices * spent.seconds
 
-    def told(self, objective: Objective, best: int, sizes: Sequence[int]) -> Schedule:
-        """The schedule of the best size, which says what the others come to."""
+    def schedule_of(self, objective: Objective, best: int, sizes: Sequence[int]) -> Schedule:
+        """The schedule of the best size with rows for the other sizes."""
         schedule, own = self.planned[best], self.spent(best, self.planned[best])
         smaller = max((size for size in self.refused if size < best), default=None)
         note = f"{own.words}{f' ({own.tariff})' if own.tariff else ''}: " + (
@@ -138,16 +134,15 @@ class SizeSearch:
             else f"the least cost of any size up to {sizes[-1]} devices")
         if smaller is not None:
             note += f". With {smaller}: {self.refused[smaller]}"
-        rows = [Rejected(label=f"{SIZE_ROW}{size}", throughput_qps=None, latency_s=None,
-                         reason=str(self.refused[size]))
+        rows = [Rejected(kind="devices", subject=str(size), reason=str(self.refused[size]))
                 for size in sizes if size in self.refused and size != best]
-        seen = {size: self.spent(size, one) for size, one in self.planned.items()}
-        for size, other in sorted({**self._rough, **seen}.items()):
+        full = {size: self.spent(size, one) for size, one in self.planned.items()}
+        for size, other in sorted({**self._rough, **full}.items()):
             if size != best and size not in self.refused:
                 rows.append(Rejected(
-                    label=f"{SIZE_ROW}{size}", latency_s=None,
+                    kind="devices", subject=str(size),
                     throughput_qps=other.queries / other.seconds,
-                    reason=other.words + ("" if size in seen else ", without a margin")))
+                    reason=other.words + ("" if size in full else ", without a margin")))
         return schedule.changed(explanation=(*schedule.explanation,
                                              f"{note[:1].upper()}{note[1:]}."),
                                 rejected=(*schedule.rejected, *rows))

@@ -1,5 +1,5 @@
-"""Figures of a schedule, by its rough formula or by replay, on the stages that it has; and what a
-problem's finite job is expected to measure, its lengths as far as they are known."""
+"""Figures of a schedule on its own stages, by the rough formula or by replay, and the prediction
+for a finite job."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from xsimulator.rough.forms import Formulas
 
 
 class _Part(NamedTuple):
-    """One copy of an estimate's: its problem, and who says what it does."""
+    """One copy of an estimate: its problem, rough formulas and replays."""
 
     problem: Problem
     formulas: Formulas
@@ -45,10 +45,10 @@ class _Part(NamedTuple):
 
 
 class Evaluator:
-    """Evaluates schedules of one problem under any latency bound, and keeps what it was asked."""
+    """Evaluates schedules of one problem under any latency limit; results are kept."""
 
     def __init__(self, problem: Problem, timing: TimingSource, plans: Plans | None = None) -> None:
-        """`plans`: by the same times, of other problems too."""
+        """plans: stage plans by the same times, shared with other problems."""
         self.problem, self.timing, self._plans = problem, timing, plans or Plans(timing)
         self._parts: dict[tuple[int, int], _Part] = {}  # by copies, and devices of each
         self._rough: dict[Estimate, dict[str, float]] = {}
@@ -57,12 +57,12 @@ class Evaluator:
 
     @cached_property
     def clocks(self) -> StepClocks:
-        """The tables of step times that all its replays share."""
+        """Tables of step times, shared by all replays."""
         return StepClocks(self.problem, self.timing)
 
     def seconds(self, estimate: Estimate, metric: Metric) -> float:
-        """What a bound on the metric is of, by the rough formula (its ratios under other times and
-        lengths are what a margin is made of); of a job's makespan, what one query more adds."""
+        """The metric in seconds by the rough formula; for the makespan, what one more query adds.
+        Margins are ratios of these under other times and lengths."""
         if estimate not in self._rough:
             self._rough[estimate] = self._part(estimate).formulas.of(
                 estimate.policy).of_estimate(estimate.one_copy)
@@ -75,7 +75,7 @@ class Evaluator:
         return found[f"{metric}_s"]
 
     def shown(self, estimate: Estimate) -> Estimate:
-        """The estimate with the figures of its replay's steady state, where that has one."""
+        """The estimate with the figures of a replay, if that has a steady state."""
         if estimate not in self._shown:
             part, alone = self._part(estimate), estimate.one_copy
             found = part.replays.of(alone, checked_queries(part.problem, alone))
@@ -94,14 +94,14 @@ class Evaluator:
         return self._parts[key]
 
     def replay(self, estimate: Estimate, num_queries: int, seed: int) -> ReplayResult:
-        """A replay of so many queries by one copy, drawn from the problem's lengths."""
+        """A replay on one copy of so many queries, drawn from the problem's lengths."""
         queries = planned_queries(self.problem, *self.problem.lengths.sample(
             num_queries, np.random.default_rng(seed)))
         return replay_job(self.problem, self.timing, estimate, queries, clocks=self.clocks)
 
     def job(self, estimate: Estimate, replays: int) -> JobPrediction | None:
-        """What the problem's own queries take, the mean of so many replays; None where it cannot
-        be said, or run."""
+        """Prediction for the problem's own queries, the mean of so many replays; None without known
+        times or queries that can run."""
         key = estimate, replays
         if key not in self._jobs:
             try:
@@ -114,7 +114,7 @@ class Evaluator:
 
 def predict(problem: Problem, timing: TimingSource, estimate: Estimate, *, replays: int = 5,
             clocks: StepClocks | None = None) -> JobPrediction | None:
-    """What the job measures with fill and drain, the mean of so many replays where lengths are not
+    """Prediction for the job with ramp-up and drain, the mean of so many replays if lengths are not
     all known; None without queries."""
     replayed = replays_of(problem, timing, estimate, replays=replays, clocks=clocks,
                           has_steps=False)
@@ -122,8 +122,7 @@ def predict(problem: Problem, timing: TimingSource, estimate: Estimate, *, repla
 
 
 class JobReplays(NamedTuple):
-    """What `predict` takes the mean of, of a job of `num_queries`; `is_whole`: each replays them
-    all."""
+    """Replays of a job of `num_queries`; is_whole: each replays all of them."""
 
     results: Iterator[ReplayResult]
     num_queries: int
@@ -132,8 +131,8 @@ class JobReplays(NamedTuple):
 
 def replays_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, replays: int = 5,
                clocks: StepClocks | None = None, has_steps: bool = True) -> JobReplays | None:
-    """The replays of the problem's own queries, of many of some; None without queries. has_steps:
-    see xsimulator.replay.job.Replayer."""
+    """Replays of the problem's own queries, at most MOST_PREDICTED of them; None without queries.
+    has_steps: see xsimulator.replay.job.Replayer."""
     if problem.num_queries is None:
         return None
     found = _runnable(problem, estimate)
@@ -154,17 +153,16 @@ def replays_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, re
 
 
 def job_lengths(problem: Problem, estimate: Estimate) -> QueryLengths | None:
-    """Lengths of the queries that the schedule can run (the others become error records, and take
-    no time), in the order in which it takes them up; None where a model's tokenizer would have to
-    say how long they are."""
+    """Lengths of the queries that the schedule can run, in the order of the run; the others become
+    error records. None if the lengths are unknown before tokenising."""
     found = _runnable(problem, estimate)
     return None if found is None else found[0].take(
         found[1][in_run_order(problem, estimate, len(found[1]))])
 
 
 def _runnable(problem: Problem, estimate: Estimate) -> tuple[QueryLengths, IntArray] | None:
-    """(lengths of the problem's queries, which of them the schedule can run); None where nobody
-    knows their lengths."""
+    """(lengths of the problem's queries, indices of those that the schedule can run); None if the
+    lengths are unknown."""
     known = problem.queries
     if problem.is_synthetic and problem.num_queries is not None:
         inputs, outputs = synthetic_lengths(problem.lengths, problem.num_queries, problem.seed)
@@ -178,6 +176,6 @@ def _runnable(problem: Problem, estimate: Estimate) -> tuple[QueryLengths, IntAr
 
 
 def in_run_order(problem: Problem, estimate: Estimate, count: int) -> list[int]:
-    """Places of `count` queries in the order in which a run takes them up."""
+    """Indices of `count` queries in the order of a run."""
     window = window_of(problem.adjustment.shuffle, estimate.figures.encode_batch)
     return run_order(count, window, problem.seed)

@@ -1,5 +1,5 @@
-"""Why this schedule, in three sentences, as the case study of the paper's Table 6 does: the policy,
-the control variables, and what binds and what the bound costs. Facts of the figures alone."""
+"""Why this schedule, in three sentences like the case study of the paper's Table 6: the policy, the
+control variables, the binding limits and what the latency limit costs."""
 
 import math
 from collections.abc import Sequence
@@ -11,25 +11,16 @@ from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import NOT_SURE, Estimate, Rejected, Schedule
 from xgpt.core.units import format_seconds
-from xscheduler.labels import (
-    DEGREE_ROW,
-    FREE_ROW,
-    LEFT_OUT,
-    NOT_LOOKED_INTO,
-    POLICY_ROW,
-)
 from xsimulator import memory
 
 LATENCY = "the latency bound"
-FULL = 0.01  # chosen: share of a limit left below which it counts as reached
+FULL = 0.01  # chosen: a limit with a smaller share left counts as reached
 
 
 def explain_choice(schedule: Schedule, problem: Problem, *,
                    latency_limit_s: float | None = None) -> tuple[str, str, str]:
-    """(why this policy, why these control variables, what binds and what the bound costs).
-
-    What binds is told by what is left of each limit. latency_limit_s: what the latency is held to,
-    where a margin makes that less than the bound."""
+    """(why this policy, why these control variables, which limits bind and what the latency limit
+    costs). latency_limit_s: the latency limit divided by the margin; None: the limit itself."""
     limit_s = schedule.bound.limit_s if latency_limit_s is None else latency_limit_s
     return (_why_policy(schedule, problem), _why_variables(schedule) + _numbering(problem.cluster),
             f"{_what_binds(schedule, problem, limit_s)}{_cost_of_bound(schedule)}.")
@@ -38,30 +29,23 @@ def explain_choice(schedule: Schedule, problem: Problem, *,
 def _why_policy(schedule: Schedule, problem: Problem) -> str:
     own_qps = schedule.figures.throughput_qps
     start = f"{policy(schedule.estimate.policy).title} ({_how(schedule)})"
-    rows = [row for row in schedule.rejected
-            if row.label.startswith(POLICY_ROW) and not row.reason.startswith(LEFT_OUT)]
+    rows = [row for row in schedule.rejected if row.kind == "policy"]
     if not rows:
         return (f"{start}: the job fixes the policy." if problem.fixed.policy is not None else
                 f"{start}: no other policy was compared.")
     others = sorted(rows, key=lambda row: -(row.throughput_qps or 0.0))
     slower = [_compared(schedule, row) for row in others if row.throughput_qps]
-    unseen = [row for row in others if row.reason.startswith(NOT_LOOKED_INTO)]
-    absent = [_policy_of(row) for row in others if not row.throughput_qps and row not in unseen]
-    rest = [f"{_policy_of(row)} was {row.reason}" for row in unseen]
-    if absent:
-        have = "have" if absent[1:] else "has"
-        rest.append(f"{_and(absent)} {have} no schedule within the limits")
-    none = "; ".join(rest)
-    if not slower and not unseen:
+    absent = [policy(row.subject).title for row in others if not row.throughput_qps]
+    none = "" if not absent else (
+        f"{_and(absent)} {'have' if absent[1:] else 'has'} no schedule within the limits")
+    if not slower:
         return f"{start} is the only policy that can be used: {none}."
     answers = f"{start} answers {own_qps:.4g} queries/s"
-    if not slower:
-        return f"{answers}; {none}."
     return f"{answers}, {_and(slower)}; {none}." if none else f"{answers}, {_and(slower)}."
 
 
 def _how(schedule: Schedule) -> str:
-    """What the policy makes the devices do, in its figures."""
+    """What the devices do under the policy."""
     deployment, figures = schedule.deployment, schedule.figures
     if isinstance(schedule.controls, ContinuousControls):
         return policy(schedule.controls.policy).words.rpartition(": ")[2]
@@ -83,22 +67,16 @@ def _how(schedule: Schedule) -> str:
 
 def _compared(schedule: Schedule, row: Rejected) -> str:
     assert row.throughput_qps
-    name, _, point = row.label.removeprefix(POLICY_ROW).partition(":")
-    more, point = schedule.figures.throughput_qps / row.throughput_qps - 1, point.strip()
-    most = schedule.proof.left_open(name, row.throughput_qps)
+    more, point = schedule.figures.throughput_qps / row.throughput_qps - 1, row.words
+    most = schedule.proof.left_open(row.subject, row.throughput_qps)
     best = "best" if most is None else "best seen"
     if most is not None:
         point = f"{point}; no more than {most:.4g} queries/s" if point else (
             f"no more than {most:.4g} queries/s")
     than = "as many as" if abs(more) < 5e-4 else f"{more:.1%} more than" if more > 0 else (
         f"{-more:.1%} less than")
-    point += f"{'; ' if point else ''}{NOT_SURE}" * (NOT_SURE in row.reason)
-    return f"{than} the {best} of {_policy_of(row)}{f' ({point})' if point else ''}"
-
-
-def _policy_of(row: Rejected) -> str:
-    names = row.label.removeprefix(POLICY_ROW).partition(":")[0].split(",")
-    return ", ".join(policy(name.strip()).title for name in names)
+    point += f"{'; ' if point else ''}{NOT_SURE}" * row.is_unsure
+    return f"{than} the {best} of {policy(row.subject).title}{f' ({point})' if point else ''}"
 
 
 def _why_variables(schedule: Schedule) -> str:
@@ -131,7 +109,7 @@ def _why_variables(schedule: Schedule) -> str:
 
 
 def _numbering(cluster: Cluster) -> str:
-    """Which devices the ranks are on, where links make that matter."""
+    """Which devices the ranks are on; "" if all are linked alike."""
     if not cluster.islands:
         return ""
     joined = _and(list(dict.fromkeys(island.link.name for island in cluster.islands)))
@@ -161,13 +139,12 @@ def _tensor_plan(schedule: Schedule) -> str:
     layers = f"{min(held)}" if min(held) == max(held) else f"{min(held)} to {max(held)}"
     plan = f"{plan}, {layers} layers each"
     qps, best = max(((row.throughput_qps, row) for row in schedule.rejected
-                     if row.label.startswith(DEGREE_ROW) and row.throughput_qps),
+                     if row.kind == "tp_degree" and row.throughput_qps),
                     key=lambda pair: pair[0], default=(0.0, None))
     if best is None:
         return plan
-    degree = best.label.removeprefix(DEGREE_ROW).partition(":")[0]
     lost = 1 - qps / figures.throughput_qps
-    return f"{plan} (degree {degree}, the next best, would lose {lost:.1%})"
+    return f"{plan} (degree {best.subject}, the next best, would lose {lost:.1%})"
 
 
 def _counted(count: int, noun: str) -> str:
@@ -193,14 +170,14 @@ def _what_binds(schedule: Schedule, problem: Problem, limit_s: float) -> str:
 
 
 def _costs_nothing(schedule: Schedule) -> bool:
-    """Whether no schedule without the bound is faster by more than the search's gap."""
+    """Whether a schedule without the limit is at most FULL / 2 faster."""
     free = schedule.proof.unbounded_qps
     return free is not None and 1 - schedule.figures.throughput_qps / free < FULL / 2
 
 
 def binding_limits(schedule: Schedule, problem: Problem, limit_s: float) -> list[str]:
-    """Limits that are reached, by what is left of each: less than FULL, or (memory, number of
-    queries) less than another query of the encode batch takes in the mean."""
+    """The limits that are reached: less than FULL is left, or (memory, number of queries) less than
+    one more query of the encode batch would take."""
     figures = schedule.figures
     present = max(figures.decode_batch, float(max_in_system(schedule.controls)))
     is_reached = {
@@ -213,7 +190,7 @@ def binding_limits(schedule: Schedule, problem: Problem, limit_s: float) -> list
 
 
 def _next_memory(estimate: Estimate, problem: Problem) -> float:
-    """Bytes on the fullest rank if what is not weights grew by one query's part of the batch."""
+    """Bytes on the fullest rank with one more query in the encode batch."""
     fullest = max(estimate.figures.memory_bytes)
     rank = estimate.figures.memory_bytes.index(fullest)
     weights = sum(
@@ -241,7 +218,7 @@ def _cost_of_bound(schedule: Schedule) -> str:
         return ""
     if _costs_nothing(schedule):
         return f"; without a latency bound it would be no more than {free:.4g} queries/s"
-    row = next((row for row in schedule.rejected if row.label.startswith(FREE_ROW)), None)
+    row = next((row for row in schedule.rejected if row.kind == "without a latency bound"), None)
     at = "" if row is None or row.latency_s is None else f" at {format_seconds(row.latency_s)}"
     lost = 1 - schedule.figures.throughput_qps / free
     return (f"; the bound costs {lost:.0%} of the {free:.4g} queries/s that there would be without "

@@ -19,9 +19,9 @@ _PACE: tuple[Metric, ...] = ("ttft", "tpot")
 class Feasibility:
     """Checks replayed points against one constraint, with safety margins or without."""
 
-    def __init__(self, constraint: Constraint, doubts_of: Callable[[Problem], Margins], *,
+    def __init__(self, constraint: Constraint, margins_of: Callable[[Problem], Margins], *,
                  has_margin: bool) -> None:
-        self._constraint, self._doubts_of, self._has_margin = constraint, doubts_of, has_margin
+        self._constraint, self._margins_of, self._has_margin = constraint, margins_of, has_margin
         self._parts: dict[tuple[Cell, Point], MarginParts] = {}
         self._latest: dict[Cell, Limits] = {}
         self._of_policy: dict[str, Limits] = {}
@@ -34,7 +34,7 @@ class Feasibility:
 
     def least_factor(self, part: Problem) -> float:
         """Lower bound on the latency margin of all schedules on this part of the cluster."""
-        return self._doubts_of(part).least_factor if self._has_margin else 1.0
+        return self._margins_of(part).least_factor if self._has_margin else 1.0
 
     def factor(self, cell: Cell, point: Point) -> float:
         """Factor of the point's margin on its latency, at least 1."""
@@ -49,7 +49,7 @@ class Feasibility:
         """The margin on a replayed point's latency."""
         key = cell, point
         if key not in self._parts:
-            self._parts[key] = self._doubts_of(cell.problem).margin(
+            self._parts[key] = self._margins_of(cell.problem).margin(
                 cell.replayed[point].estimate)
         return self._parts[key]
 
@@ -59,7 +59,7 @@ class Feasibility:
         factors: dict[Metric, float] = {"latency": self.margin(cell, point).factor}
         for metric in _PACE:
             if self._constraint.bound_on(metric) is not None:
-                factors[metric] = self._doubts_of(cell.problem).margin(
+                factors[metric] = self._margins_of(cell.problem).margin(
                     cell.replayed[point].estimate, metric).factor
         own = self._divided(factors)
         self._latest[cell] = self._of_policy[cell.policy] = own

@@ -1,11 +1,10 @@
-"""The schedule that answers a job of few queries soonest.
+"""The schedule with the shortest makespan, for a job of few queries.
 
-The search maximises the steady state, that of a job without end. A job that is not many times
-what is in the system at once is ramp and drain for a good part, and another schedule may be done
-earlier: fewer, even batches, or one. So configurations over the whole space that keep the bound
-are replayed (xsimulator.replay) with the job's queries, the same for each; the quickest that keeps
-its bound with its own margin is taken. No bound is proved for that; what is proved of the steady
-state stays."""
+The search maximises throughput in steady state. A short job (less than SHORT times the queries in
+the system) spends much of its time in ramp-up and drain, so another schedule may finish earlier:
+fewer, even batches, or a single one. Promising configurations that keep the limit are therefore
+replayed with the job's own queries, and the quickest that keeps it with its own margin is chosen.
+Nothing is proved about makespans; the upper bound on steady-state throughput stays."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -25,13 +24,13 @@ from xscheduler.prospects import keeps_pace
 from xscheduler.room import with_room
 from xscheduler.space import Cell, Limits, Point
 
-SHORT = 10  # chosen: times what is in the system: of a longer job less is ramp and drain
-WORTH = 0.02  # chosen: of the job's time: what another schedule must save to be taken
-NEARLY = 0.9  # chosen: of what its steady state would take: no more is hoped for from a replay
-MOST_CONFIGS, MOST_REPLAYED = 100, 15_000  # of the first round, and queries over its replays
-FINALISTS, MOST_REPLAYS, MOST_AGAIN = 5, 5, 1500  # of the second; so often, or so many queries
-MOST_OF_MARGIN = 0.75  # chosen: of its logarithm: of what needs more, no replay is made
-ROUGHLY = 3  # chosen: one in so many configurations is replayed for a comparison
+SHORT = 10  # chosen: a job with more queries, as a multiple of those in the system, is not short
+LEAST_SAVED = 0.02  # chosen: share of the job's time that another schedule must save
+NEARLY = 0.9  # chosen: a replay is at most this much shorter than queries / throughput
+MOST_CONFIGS, MOST_REPLAYED = 100, 15_000  # chosen: configurations and queries of the first round
+FINALISTS, MOST_REPLAYS, MOST_AGAIN = 5, 5, 1500  # chosen: second round: replays of each, queries
+MOST_OF_MARGIN = 0.75  # chosen: exponent of the chosen schedule's margin as a least margin
+ROUGHLY = 3  # chosen: for a rough comparison one configuration in so many is replayed
 _NO_MARGIN = MarginParts(factor=1.0, sentence="planned without a margin")
 
 
@@ -45,60 +44,60 @@ def for_the_job(problem: Problem, evaluator: Evaluator, schedule: Schedule,
                 cells: Sequence[Cell], *,
                 has_margin: bool = True, is_rough: bool = False,
                 cuts: Callable[[], bool] = lambda: False) -> Schedule:
-    """`schedule`, or the one that answers the problem's own queries sooner. evaluator: of the
-    problem, under this bound or another. cells: whose points are looked at.
-    has_margin: it keeps the bound with the constraint's confidence. is_rough: as few replays as
-    tell how it compares with a schedule elsewhere. cuts: whether no more is to be replayed."""
+    """`schedule`, or one that finishes the problem's own queries at least LEAST_SAVED sooner.
+
+    cells: the configurations to choose from. has_margin: the limit holds with the constraint's
+    confidence. is_rough: fewer replays, for a comparison. cuts: true once replays must end."""
     own, count = schedule.estimate, problem.num_queries
     if not count or not is_short(problem, schedule):
         return schedule
     clock = _JobTime(problem, evaluator, schedule)
-    doubts = Margins(problem, evaluator) if has_margin else None
+    margins = Margins(problem, evaluator) if has_margin else None
     limit_s = schedule.bound.limit_s
     constraint = problem.constraint
     entries = _entries(cells, Limits(
-        latency_s=limit_s / (1.0 if doubts is None else _least_margin(doubts, own)),
+        latency_s=limit_s / (1.0 if margins is None else _least_margin(margins, own)),
         ttft_s=constraint.limit_s("ttft"), tpot_s=constraint.limit_s("tpot")))
     entries = entries[:min(max(MOST_REPLAYED // count, FINALISTS), MOST_CONFIGS)]
     first = _first_round(entries[::ROUGHLY if is_rough else 1], clock, count, clock(own, 1), cuts)
     replays = 1 if is_rough or cuts() else min(max(MOST_AGAIN // count, 1), MOST_REPLAYS)
     steady_s = clock(own, replays)
-    # those alone that keep the bound with their own margins
+    # only those that keep the limit with their own margins
     safe = (one for one in map(evaluator.shown, first) if one.figures.latency_s * (
-        1.0 if doubts is None else doubts.margin(one).factor) <= limit_s)
+        1.0 if margins is None else margins.margin(one).factor) <= limit_s)
     final = sorted(((clock(estimate, replays), estimate) for estimate in islice(safe, FINALISTS)),
-                   key=lambda pair: told(pair[0]))
+                   key=lambda pair: rounded(pair[0]))
     for wall_s, estimate in final:
-        if wall_s > (1 - WORTH) * steady_s:
+        if wall_s > (1 - LEAST_SAVED) * steady_s:
             break
-        margin = _NO_MARGIN if doubts is None else doubts.margin(estimate)
-        if doubts is None or keeps_pace(doubts, estimate):
+        margin = _NO_MARGIN if margins is None else margins.margin(estimate)
+        if margins is None or keeps_pace(margins, estimate):
             return _taken(schedule, estimate, margin, count, wall_s, steady_s, len(clock.asked))
     return schedule
 
 
-def _least_margin(doubts: Margins, own: Estimate) -> float:
-    """A factor that hardly any margin is below: most of the steady state's own. (Margins differ
-    from one schedule to the next by what lengths do to each.)"""
-    factor = doubts.margin(own).factor
-    return 1.0 if math.isinf(factor) else max(factor**MOST_OF_MARGIN, doubts.least_factor)
+def _least_margin(margins: Margins, own: Estimate) -> float:
+    """A factor that few margins are below. Margins differ between schedules, since output lengths
+    affect each differently."""
+    factor = margins.margin(own).factor
+    return 1.0 if math.isinf(factor) else max(factor**MOST_OF_MARGIN, margins.least_factor)
 
 
 def is_short(problem: Problem, schedule: Schedule) -> bool:
-    """Whether the problem's own queries are mostly ramp and drain. What every query at its cap
-    would take says nothing."""
+    """Whether ramp-up and drain take a good part of the job. False while lengths are observed: the
+    makespan at the caps says nothing."""
     count, estimate = problem.num_queries, schedule.estimate
     return bool(count) and not problem.observes and (
         count or 0) < SHORT * estimate.deployment.replicas * estimate.most_in_system
 
 
-def told(figure: float) -> float:
-    """A figure to its tenth digit (chosen): in those beyond, equals differ by rounding."""
+def rounded(figure: float) -> float:
+    """`figure` to ten digits (chosen), so that equal figures compare as equal."""
     return float(f"{figure:.10g}")
 
 
 class _JobTime:
-    """What the job takes by an estimate; keeps the estimates `asked` about."""
+    """Makespan of the job under an estimate; `asked` holds the estimates asked about."""
 
     def __init__(self, problem: Problem, evaluator: Evaluator, schedule: Schedule) -> None:
         self._problem, self._evaluator, self._schedule = problem, evaluator, schedule
@@ -106,8 +105,8 @@ class _JobTime:
         self._most = self._num_runnable(self._roomy(schedule.estimate))
 
     def __call__(self, estimate: Estimate, replays: int) -> float:
-        """Seconds, the mean of so many replays; infinite where it cannot run all the queries that
-        `schedule` can."""
+        """Makespan in seconds, the mean of so many replays; infinite if the estimate cannot run all
+        queries that `schedule` can."""
         self.asked.add(estimate)
         estimate = self._roomy(estimate)
         if self._num_runnable(estimate) < self._most:
@@ -119,13 +118,13 @@ class _JobTime:
         return with_room(replace(self._schedule, estimate=estimate), self._problem).estimate
 
     def _num_runnable(self, estimate: Estimate) -> int:
-        """Requests that it has room for; 0 where their lengths are not known."""
+        """Number of requests that fit into its caches; 0 if their lengths are unknown."""
         known = job_lengths(self._problem, estimate)
         return 0 if known is None else len(known.inputs)
 
 
 def _entries(cells: Sequence[Cell], limits: Limits) -> list[_Entry]:
-    """Points that keep the limits in their steady state by the rough formula, quickest first."""
+    """Points within the limits by the rough formula, those of highest throughput first."""
     entries = []
     for cell in cells:
         rough, outputs = cell.rough, cell.problem.lengths.outputs
@@ -135,12 +134,12 @@ def _entries(cells: Sequence[Cell], limits: Limits) -> list[_Entry]:
         entries += [_Entry(cell.copies * float(rough.throughput_qps[row]), cell,
                            tuple(cell.points[row].tolist()))
                     for row in np.flatnonzero(is_kept).tolist()]
-    return sorted(entries, key=lambda entry: -told(entry.throughput_qps))
+    return sorted(entries, key=lambda entry: -rounded(entry.throughput_qps))
 
 
 def _first_round(entries: Sequence[_Entry], clock: _JobTime, count: int,
                  steady_s: float, cuts: Callable[[], bool]) -> list[Estimate]:
-    """By one replay each, of all that may be quicker than what was seen, the quickest first."""
+    """One replay of each entry that may still beat the shortest makespan, the shortest first."""
     timed: list[tuple[float, Estimate]] = []
     least_s = steady_s
     for entry in entries:
@@ -150,32 +149,32 @@ def _first_round(entries: Sequence[_Entry], clock: _JobTime, count: int,
         estimate = cell.formula.estimate(cell.plan, entry.point).in_copies(cell.copies)
         timed.append((clock(estimate, 1), estimate))
         least_s = min(least_s, timed[-1][0])
-    timed.sort(key=lambda pair: told(pair[0]))
+    timed.sort(key=lambda pair: rounded(pair[0]))
     return [estimate for _, estimate in timed]
 
 
 def _taken(schedule: Schedule, estimate: Estimate, margin: MarginParts, count: int, wall_s: float,
            steady_s: float, replayed: int) -> Schedule:
     before, words = schedule.figures, words_of(schedule.estimate)
-    # infinite where its replay meets sizes that lie too far beyond those measured
-    is_told = math.isfinite(steady_s)
-    of_it = (f"would take {format_seconds(steady_s)} for them" if is_told else
+    # infinite if its replay meets sizes too far beyond those measured
+    is_known = math.isfinite(steady_s)
+    of_it = (f"would take {format_seconds(steady_s)} for them" if is_known else
              "comes, with them, to sizes that the times say nothing of")
     note = (f"Chosen for this job's {count} queries: they should take {format_seconds(wall_s)} "
             f"from the first to the last, the least of {replayed} schedules that were simulated. "
             f"What is fastest in a job without end ({before.throughput_qps:.4g} queries/s by "
             f"{words}) {of_it}.")
-    row = Rejected(label=f"highest in steady state: {words}", latency_s=before.latency_s,
+    row = Rejected(kind="highest in steady state", words=words, latency_s=before.latency_s,
                    throughput_qps=before.throughput_qps,
                    reason=f"takes {steady_s / wall_s - 1:.0%} longer for {count} queries"
-                   if is_told else of_it.replace("them", f"{count} queries"))
+                   if is_known else of_it.replace("them", f"{count} queries"))
     gap = schedule.proof.bound_qps / estimate.figures.throughput_qps - 1
     return schedule.changed(estimate=estimate, gap=gap, status=Status.JOB, explanation=(note,),
                             rejected=(row, *schedule.rejected), margin=margin.kept())
 
 
 def words_of(estimate: Estimate) -> str:
-    """Copies, policy and the first two of its control variables, which tell most."""
+    """Copies, policy and its two main control variables."""
     names = policy(estimate.policy).variable_names[:2]
     values = [f"{name} {value}" for name in names if (value := estimate.variables.get(name))]
     copies = estimate.deployment.replicas

@@ -1,16 +1,10 @@
-"""Labels of the rows of alternatives, and configurations in words."""
+"""Configurations in words."""
 
 from __future__ import annotations
 
 from xgpt.core.policies import policy
 from xgpt.core.schedule import NOT_SURE, Estimate
 from xscheduler.space import Cell, Point
-
-POLICY_ROW, DEGREE_ROW = "policy ", "tp_degree "
-NOT_LOOKED_INTO = "not looked into"  # begins the reason of a policy that was pruned
-LEFT_OUT = "left out"  # begins the reason of a policy that was not searched
-FREE_ROW, BARE_ROW = "without a latency bound", "without a margin"
-PAPERS_ROW = "RRA and WAA alone"  # the best of ExeGPT's policies, if another policy is better
 
 
 def point_words(cell: Cell, point: Point) -> str:

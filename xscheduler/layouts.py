@@ -1,8 +1,7 @@
-"""Which layout of this machine's cores (so many ranks of so many threads) a job is best run on.
+"""The layout of this machine's cores, ranks x threads of each, that suits a job best.
 
-Each layout has times of its own and is planned like a cluster of its own. The schedules are
-compared by the seconds that the job's own queries take where it is short on either, with those that
-several ranks need to start; else by the throughput of the steady state."""
+Each layout has its own step times and is planned like a cluster of its own. Short jobs are compared
+by makespan, including the start of several ranks, others by throughput in steady state."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,14 +17,14 @@ from xscheduler.evaluator import Evaluator
 from xscheduler.job_time import MOST_AGAIN, MOST_REPLAYS, is_short
 
 LAYOUT_NOTE = "layout: "
-ROUGH = 0.05  # chosen: by which a rough plan may miss what a full one would find
-SEVERAL_START_S = 1.0  # chosen: that several ranks take longer to start than one
+ROUGH = 0.05  # chosen: how much throughput a rough plan may miss
+SEVERAL_START_S = 1.0  # chosen: extra seconds to start several ranks rather than one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaidOut:
-    """A job on one layout: the times it was planned with, and the schedule or why there is none.
-    `is_rough`: planned without a margin and by few replays, in a fourth of the time."""
+    """A job planned on one layout: its step times, and its schedule or the error. is_rough: planned
+    without a margin and with few replays, in a quarter of the time."""
 
     layout: Layout
     problem: Problem
@@ -36,8 +35,8 @@ class LaidOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Layouts beside each other, by queries/s: 0 of one without a schedule. `is_for_job`: of the
-    job's own queries."""
+    """Layouts compared by queries/s, 0 for one without a schedule. is_for_job: over the whole job,
+    with ramp-up and drain."""
 
     tried: Sequence[LaidOut]
     queries_per_s: Mapping[Layout, float]
@@ -45,7 +44,7 @@ class Compared:
 
     @property
     def best(self) -> LaidOut:
-        """Of equals the first. Raises the refusal where no layout has a schedule."""
+        """The best layout, of equals the first. Raises the error if no layout has a schedule."""
         refusals = [one for one in self.tried if isinstance(one.planned, XgptError)]
         if len(refusals) < len(self.tried):
             return max(self.tried, key=lambda one: self.queries_per_s[one.layout])
@@ -55,17 +54,17 @@ class Compared:
         raise InfeasibleError("; ".join(f"{one.layout.words}: {one.planned}" for one in infeasible))
 
     def may_be_best(self, rough: LaidOut) -> bool:
-        """Whether one that was planned roughly may be the best when it is planned in full."""
+        """Whether a roughly planned layout may turn out best when it is planned in full."""
         return (1 + ROUGH) * self.queries_per_s[rough.layout] > max(
             self.queries_per_s[one.layout] for one in self.tried if one is not rough)
 
     def seconds(self, one: LaidOut) -> float:
-        """That its job is expected to take; infinite for one without end, or a schedule."""
+        """Expected seconds of the job; infinite without a schedule or a number of queries."""
         rate = self.queries_per_s[one.layout]
         return one.problem.num_queries / rate if one.problem.num_queries and rate else math.inf
 
     def chosen(self) -> Schedule:
-        """The best one's schedule, which says what it was compared with. Raises as `best`."""
+        """The best layout's schedule with a note on the others. Raises as `best`."""
         best = self.best
         assert isinstance(best.planned, Schedule) and not best.is_rough, f"{best.layout = }"
         if len(self.tried) == 1:
@@ -89,7 +88,7 @@ class Compared:
 
 
 def compared(tried: Sequence[LaidOut], *, is_steady: bool) -> Compared:
-    """`is_steady`: by the steady state, however few queries the job has."""
+    """The layouts compared; is_steady: by steady state even for a short job."""
     is_for_job = not is_steady and any(is_short(one.problem, one.planned) for one in tried
                                        if isinstance(one.planned, Schedule))
     return Compared(tried=tried, is_for_job=is_for_job, queries_per_s={

@@ -1,31 +1,31 @@
-"""How sure the latency of a schedule is.
+"""Safety margins.
 
-A schedule is planned for bound / factor, with the factor such that P(latency <= bound) is at least
-the constraint's `confidence`, as far as the causes below are known:
+A schedule is planned for limit / factor, so that P(latency <= limit) is at least the constraint's
+`confidence`. The factor covers these causes:
 
-- *times*: each table of a measured profile is off by one relative error, common to all steps that
-  use it and independent of other tables' (xprofiler.profile_timing.TableError), and all of them
-  together, where they are others', by one more. Their effects on the latency, each
-  found by asking again with that table's times raised, add as squares; the sum is taken as
-  log-normal. Of a profile that was measured briefly a least error is taken. How single steps
-  scatter is no matter: a query is hundreds of them. A computed source (the roofline) is off by
-  groups of operators, as it was from measurements that others published (xprofiler.source_errors):
-  what is common to all steps, each group's own by its share of the latency, and what sizes differ
-  in. The law has longer tails, since it was read off engines' requests.
-- *lengths*: the observed lengths are a sample. REPLICATES resampled distributions (smoothed
-  bootstrap, fixed seed) are put in its place. Given distributions are taken as true.
-- *sample*: a bound on a share of all queries is one on the job's own, which are a sample of their
-  distribution (xscheduler.job_sample); of few the slowest may be longer than its quantile.
-- *inputs*: where they were estimated from characters, all of them may be longer or shorter by
-  one factor, log-normal (xrunner.io.estimated); its effect adds to that of the times.
-- *drift*: the mean output length may differ by up to the constraint's `drift`, the std kept: the
-  worst of both directions, a factor of its own. The bound's output length drifts along, for it
-  is defined by a quantile.
+- *times*, measured: each table of a profile has one relative error, common to all steps that use
+  it and independent of the other tables' (xprofiler.profile_timing.TableError). An imported
+  profile has one more error common to all tables. The effect of each error on the latency is found
+  with that table's times raised. Effects add as squares, and their sum is taken as log-normal. A
+  briefly measured profile has a least error. The scatter of single steps does not matter, since a
+  query takes hundreds of them.
+- *times*, computed (roofline): errors as xprofiler.source_errors found them in published
+  measurements: one common to all steps, one of each group of operators by its share of the latency,
+  one by size. Their distribution has longer tails.
+- *lengths*: observed lengths are a sample. REPLICATES resampled distributions (smoothed bootstrap,
+  fixed seed) take its place. Given distributions are taken as true.
+- *sample*: a limit on a share of all queries is one on the job's own, which are a sample of the
+  distribution (xscheduler.job_sample).
+- *inputs*: if input lengths were estimated from characters, all of them are longer or shorter by
+  one log-normal factor (xrunner.io.estimated). Its effect adds to that of the times.
+- *drift*: the mean output length may differ by the constraint's `drift` in either direction, with
+  the same standard deviation. The worse direction is a factor of its own. The length that the limit
+  is for drifts along, since it is a quantile.
 
-Each cause's effect is a ratio of two figures of the rough formula (xsimulator.rough), with the
-layers and control variables that the schedule has; the latency itself is a replay's. The formula
-lets a WAA schedule's decode batch grow with longer outputs, which in a run its `max_in_system`
-prevents: the margin is too large rather than too small there."""
+An effect is the ratio of two figures of the rough formula (xsimulator.rough) for the schedule's own
+layers and control variables; the latency itself comes from a replay. Known error: the formula lets
+WAA's decode batch grow with longer outputs, which `max_in_system` prevents in a run. The margin is
+then too large."""
 
 import math
 from collections.abc import Callable, Hashable, Mapping
@@ -58,14 +58,14 @@ from xscheduler.job_sample import levels_of, logarithms_at
 from xsimulator.replay.predict import JobPrediction
 
 REPLICATES = 40  # chosen
-MOST_DRAWN = 2000  # chosen: of a larger sample's lengths; its replicates then scatter as much less
-LEAST_STEP = 0.01  # chosen: by which a table's times are raised, where its error is smaller
+MOST_DRAWN = 2000  # chosen: lengths drawn of a larger sample, whose scatter is scaled accordingly
+LEAST_STEP = 0.01  # chosen: share by which a table's times are raised if its error is smaller
 _SEED = 20240427
 
 
 @runtime_checkable
 class Measured(Protocol):
-    """A timing source that knows how far off it may be: each table, and all of them together."""
+    """A timing source with known errors: one of each table, and one common to all."""
 
     def table_errors(self) -> Mapping[TableKey, TableError]: ...
 
@@ -78,14 +78,14 @@ class Measured(Protocol):
 
 @runtime_checkable
 class Computed(Protocol):
-    """A timing source that measured nothing, and knows how far off such times were elsewhere."""
+    """A computed timing source, with the errors that such times had elsewhere."""
 
     def errors(self) -> SourceErrors: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarginParts:
-    """`factor`: plan for bound / factor. The parts are what it would be for one cause alone."""
+    """factor: plan for limit / factor. The other factors are those of one cause alone."""
 
     factor: float
     sentence: str
@@ -94,27 +94,27 @@ class MarginParts:
     sample: float = 1.0
     inputs: float = 1.0
     drift: float = 1.0
-    remedy: str = ""  # what makes most of it smaller, where a bound is refused for it
+    remedy: str = ""  # how to make the margin smaller, for a refusal
 
     def kept(self, cost: float = 0.0) -> Margin:
-        """The margin as a schedule says it, which has less throughput for it by a share `cost`."""
+        """The margin as part of a schedule; cost: share of throughput that it costs."""
         return Margin(factor=self.factor, cost=cost, note=self.sentence)
 
 
 class Margins:
-    """Margins of one problem's estimates; keeps the resampled distributions between them."""
+    """Safety margins of one problem's estimates. Resampled distributions are kept between them."""
 
     def __init__(self, problem: Problem, evaluator: Evaluator, *,
                  is_of_job: bool = True) -> None:
-        """evaluator: of the problem, under this latency bound or another. is_of_job: the problem's
-        queries are all that the bound is of, not what is left of them."""
+        """evaluator: of the problem, under any limit. is_of_job: the problem's queries are the
+        whole job that the limit is for, not the rest of it."""
         self.problem, self.evaluator = problem, evaluator
         timing = evaluator.timing
-        self._timing = remembering(timing)  # raised times of all causes ask for the same sizes
+        self._timing = remembering(timing)  # all causes ask for times of the same sizes
         self._kind_of_times = timing.kind_of_times if isinstance(timing, Measured) else ""
         self._errors = timing.table_errors() if isinstance(timing, Measured) else {}
         self._common = timing.common_error if isinstance(timing, Measured) else 0.0
-        # as likely as not is what computed times are by themselves
+        # computed times are medians: they need no margin for a confidence of 0.5
         self._computed = timing.errors() if (
             isinstance(timing, Computed) and problem.constraint.confidence > 0.5) else None
         self._variants: dict[Hashable, Evaluator] = {}  # with other times or lengths
@@ -122,20 +122,20 @@ class Margins:
         self._counts = [part.num_samples for part in (lengths.inputs, lengths.outputs)
                         if part.num_samples is not None]  # queries by which lengths are known
         self._levels = levels_of(problem) if is_of_job else np.empty(0)
-        # No schedule has a smaller margin on its latency.
+        # lower bound on the latency margin of every schedule
         self.least_factor = 1.0 if not self._computed or self.is_certain("latency") else (
             self._computed.least_factor(problem.constraint.confidence))
 
     def is_certain(self, metric: Metric) -> bool:
-        """Nothing is known to be uncertain, or there is no bound to break."""
+        """Whether there is no known uncertainty, or no limit."""
         constraint = self.problem.constraint
         return math.isinf(constraint.limit_s(metric)) or not (
             self._errors or constraint.drift or self._counts or self.problem.input_error
             or self._computed or (metric == "latency" and len(self._levels)))
 
     def margin(self, estimate: Estimate, metric: Metric = "latency") -> MarginParts:
-        """The margin of what a bound on the metric is of; its sentence is of a latency. A job's
-        makespan is replayed itself, and grows as the time that one query more takes."""
+        """The safety margin on a metric. The sentence is for latency only. The makespan's margin is
+        that of the time which one more query adds."""
         confidence = self.problem.constraint.confidence
         if self.is_certain(metric):
             return self._worded(MarginParts(factor=1.0, sentence=""), 0.0, _ComputedMargin())
@@ -170,15 +170,13 @@ class Margins:
             unmeasured, computed)
 
     def job(self, estimate: Estimate, replays: int) -> JobPrediction | None:
-        """What the problem's own queries take (Evaluator.job)."""
+        """Prediction for the problem's own queries (Evaluator.job)."""
         return self.evaluator.job(estimate, replays)
 
-    def timing_spread(self, estimate: Estimate) -> float:
-        """Standard deviation of the latency's logarithm, for what the times may be off."""
-        return self._timing_spread(estimate, "latency")[0]
 
     def _timing_spread(self, estimate: Estimate, metric: Metric) -> tuple[float, float]:
-        """(standard deviation of the metric's logarithm, share of it that no table explains)."""
+        """(standard deviation of log(metric) due to the times, share of the metric that no table
+        explains)."""
         expected_s = self.evaluator.seconds(estimate, metric)
         degrees = {stage.tp_degree for stage in estimate.deployment.stages}
         square, explained = self._common**2, 0.0
@@ -193,7 +191,7 @@ class Margins:
         return math.sqrt(square), max(1 - explained, 0.0)
 
     def _input_spread(self, estimate: Estimate, metric: Metric) -> float:
-        """Standard deviation of the metric's logarithm, for what the inputs may be off."""
+        """Standard deviation of log(metric) due to estimated input lengths."""
         if not (error := self.problem.input_error):
             return 0.0
         longer = self._variant("inputs", with_longer_inputs(self.problem.lengths, math.exp(error)))
@@ -211,7 +209,7 @@ class Margins:
 
     @cached_property
     def _drifted(self) -> dict[float, JointLengths]:
-        """Lengths by drift, the unchanged among them: the worst is never better than that."""
+        """{change of the mean: lengths}, including no change: the worst is never better than it."""
         lengths, drift = self.problem.lengths, self.problem.constraint.drift
         changes = (-drift, -drift / 2, 0.0, drift / 2, drift) if drift else ()
         return {change: with_output_moments(lengths, mean_factor=1 + change, moves=True)
@@ -220,8 +218,7 @@ class Margins:
     def _variant(self, name: Hashable, lengths: JointLengths | None = None,
                  timing: TimingSource | None = None,
                  constraint: Constraint | None = None) -> Evaluator:
-        """The evaluator of that name, which is the problem's with other lengths, times or
-        bounds."""
+        """An evaluator of the problem with other lengths, times or limits, kept by its name."""
         if name not in self._variants:
             problem = self.evaluator.problem
             self._variants[name] = Evaluator(
@@ -232,7 +229,7 @@ class Margins:
 
     def _worded(self, parts: MarginParts, unmeasured: float,
                 computed: "_ComputedMargin") -> MarginParts:
-        """The same parts with their sentence."""
+        """`parts` with the sentence that names the causes."""
         constraint = self.problem.constraint
         if math.isinf(constraint.latency_s):
             return replace(parts, sentence="there is no bound, so none can be broken")
@@ -278,8 +275,7 @@ class Margins:
 
 
 class _ComputedMargin(NamedTuple):
-    """`weakest`: the group of operators that contributes most. `at_lower`: the factor at some
-    confidences below the one asked for."""
+    """weakest: group of operators that contributes most. at_lower: {lower confidence: factor}."""
 
     factor: float = 1.0
     weakest: OperatorGroup | None = None
@@ -287,14 +283,14 @@ class _ComputedMargin(NamedTuple):
 
 
 def _has_none_of(estimate: Estimate, group: OperatorGroup) -> bool:
-    """Whether no step of the schedule has any of these operators."""
+    """Whether the schedule's steps have no operator of the group."""
     stages = estimate.deployment.stages
     return (group is OperatorGroup.ALL_REDUCE and all(one.tp_degree == 1 for one in stages)
             or group is OperatorGroup.HANDOVER and len(stages) == 1)
 
 
 def _remedy(errors: SourceErrors, computed: _ComputedMargin, confidence: float) -> str:
-    """What takes a smaller margin than this one of computed times."""
+    """Ways to a smaller margin than that of computed times, in words."""
     lower = [f"{factor - 1:.0%} at {own:g}" for own, factor in computed.at_lower.items()]
     engines = "" if errors.kind != "uncalibrated" else (
         ", the times of an engine that was compared with measurements on such GPUs (plan.engine: "
@@ -307,8 +303,8 @@ def _remedy(errors: SourceErrors, computed: _ComputedMargin, confidence: float) 
 def _computed_margin(errors: SourceErrors | None, problem: Problem, metric: Metric,
                      expected_s: float, raised_s: Callable[[OperatorGroup], float]
                      ) -> _ComputedMargin:
-    """For what computed times may be off, by the groups' shares of the metric. `raised_s`: what it
-    is with a group's times a LEAST_STEP longer."""
+    """The margin for computed times, by the groups' shares of the metric. raised_s(group): the
+    metric with that group's times longer by LEAST_STEP."""
     if errors is None:
         return _ComputedMargin()
     shares = {group: math.log(raised_s(group) / expected_s) / math.log1p(LEAST_STEP)
@@ -321,14 +317,14 @@ def _computed_margin(errors: SourceErrors | None, problem: Problem, metric: Metr
 
 
 def _factor(logarithms: FloatArray, spread: float, confidence: float) -> float:
-    """The same as a factor, at least 1."""
+    """exp(upper_limit(...)), at least 1."""
     return max(math.exp(upper_limit(logarithms, spread, confidence)), 1.0)
 
 
 def upper_limit(logarithms: FloatArray, spread: float, confidence: float) -> float:
-    """Logarithm of the factor that a latency stays below with this confidence, if its own is one of
-    these plus a normal error of standard deviation `spread`. Infinite where too many of them are:
-    sizes that the profile refuses."""
+    """Upper confidence limit of a log factor that is one of `logarithms`, equally likely, plus a
+    normal error of standard deviation `spread`. Infinite if too many are (the profile has no times
+    for such sizes)."""
     count = len(logarithms)
     finite = logarithms[np.isfinite(logarithms)]
     if len(finite) < count and (confidence >= len(finite) / count
@@ -340,7 +336,7 @@ def upper_limit(logarithms: FloatArray, spread: float, confidence: float) -> flo
     else:
         limit = mixture_quantile(logarithms, spread, confidence)
     if confidence > count / (count + 1) and count > 1:
-        # more than so many replicates can tell: a normal of their mean and deviation goes on
+        # beyond the largest replicate: a normal with their mean and deviation
         total = math.hypot(float(logarithms.std(ddof=1)), spread)
         limit = max(limit, float(logarithms.mean() + ndtri(confidence) * total))
     return limit

@@ -1,11 +1,11 @@
-"""The price of the bound: what a little more of each limit would bring, each found by a search.
+"""What relaxing each limit a little would bring. Each answer comes from a search of its own.
 
-    latency   the bound 10 % later (not offered where there is none)
-    devices   one GPU more in a cluster of one node, else one node more: GPUs come in nodes
+    latency   a 10 % longer limit (only if there is one)
+    devices   one more GPU in a cluster of one node, else one more node
     memory    10 % more on every device
 
-An offer that brings nothing says why. Where the problem itself has no schedule, the offers say
-which of them would give it one."""
+An offer without a gain says why. If the problem has no schedule, the offers say what would give it
+one."""
 
 import math
 from collections.abc import Callable
@@ -19,12 +19,12 @@ from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import format_bytes, format_seconds
 from xsimulator.memory import capacity_bytes
 
-STEP = 0.1  # chosen: by which a limit is relaxed
-NOTHING = 0.005  # chosen: share of throughput that counts as nothing: the search's gap
+STEP = 0.1  # chosen: share by which a limit is relaxed
+NOTHING = 0.005  # chosen: a smaller gain counts as none
 VARIABLES = ("replicas", "policy", "encode_batch", "decode_iterations", "decode_micro_batches",
              "tp_degree", "tp_gpus")
 Find = Callable[[Problem], Schedule]
-AS_IT_IS = "as it is"  # of the offer that says why there is no schedule now
+AS_IT_IS = "as it is"  # the offer that says why there is no schedule now
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +41,8 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What one relaxed limit brings. `throughput_qps` None: the changed problem has no schedule, or
-    was not searched; `gain` None: there is nothing to compare with, or nothing found. `reason`: why
-    it brings nothing, or no more than the search's gap; None where it does bring something."""
+    """What one relaxed limit brings. throughput_qps None: no schedule, or not searched. gain None:
+    nothing to compare with. reason: why there is no gain; None if there is one."""
 
     what: str
     throughput_qps: float | None = None
@@ -64,8 +63,8 @@ class Offer:
 
 
 def price(problem: Problem, find: Find) -> tuple[Offer, ...]:
-    """Offers in the order latency, devices, memory. find: the steady state's schedule of a problem
-    like this one; raises InfeasibleError (a planner's `of`)."""
+    """Offers in the order latency, devices, memory. find: the steady-state schedule of a problem
+    like this one (a planner's `of`); raises InfeasibleError."""
     base, offers = None, []
     try:
         base = find(problem)
@@ -77,7 +76,7 @@ def price(problem: Problem, find: Find) -> tuple[Offer, ...]:
 
 
 def _relaxed(problem: Problem) -> list[tuple[str, Problem | str]]:
-    """Each (words, problem with one limit relaxed, or why it is not offered)."""
+    """(words, problem with one limit relaxed or the reason why it is not offered) of each limit."""
     constraint, cluster = problem.constraint, problem.cluster
     relaxed: list[tuple[str, Problem | str]] = []
     if not math.isinf(constraint.latency_s):
@@ -119,7 +118,7 @@ def _offer(what: str, problem: Problem, changed: Problem, find: Find,
 
 
 def changes(old: Estimate, new: Estimate) -> tuple[Change, ...]:
-    """The control variables in which two schedules differ."""
+    """The control variables in which two estimates differ."""
     before, after = estimate_keys(old), estimate_keys(new)
     pairs = ((name, before[name], after[name]) for name in VARIABLES)
     if old.others or new.others:

@@ -14,34 +14,34 @@ PACE: tuple[Metric, ...] = ("ttft", "tpot")
 REPLAYS = 3  # chosen: replays for the makespan of a job whose lengths are not all known
 
 
-def pace_of(doubts: Margins, estimate: Estimate) -> list[Prospect]:
+def pace_of(margins: Margins, estimate: Estimate) -> list[Prospect]:
     """Expected TTFT and TPOT, for those that have a limit."""
-    constraint, found = doubts.problem.constraint, []
+    constraint, found = margins.problem.constraint, []
     for metric in PACE:
         bound = constraint.bound_on(metric)
         if bound is None or math.isinf(bound.limit_s):
             continue
         expected_s = getattr(estimate.figures, f"{metric}_s") or 0.0
         found.append(Prospect(metric=metric, limit_s=bound.limit_s, expected_s=expected_s,
-                              with_margin_s=expected_s * doubts.margin(estimate, metric).factor))
+                              with_margin_s=expected_s * margins.margin(estimate, metric).factor))
     return found
 
 
-def keeps_pace(doubts: Margins, estimate: Estimate) -> bool:
-    return all(one.is_kept for one in pace_of(doubts, estimate))
+def keeps_pace(margins: Margins, estimate: Estimate) -> bool:
+    return all(one.is_kept for one in pace_of(margins, estimate))
 
 
-def judged(schedule: Schedule, doubts: Margins, tell: Callable[[str], None], *, is_job: bool,
+def judged(schedule: Schedule, margins: Margins, tell: Callable[[str], None], *, is_job: bool,
            has_margin: bool) -> Schedule:
     """The schedule with all limits of its problem and the expected figures for those not on
     latency. is_job: also for the makespan. Raises InfeasibleError if the makespan is too long."""
-    problem = doubts.problem
+    problem = margins.problem
     further = [bound for bound in problem.constraint.bounds if bound.metric != "latency"]
     if not further:
         return schedule
     schedule = schedule.changed(bounds=(schedule.bound, *further))
-    prospects = pace_of(doubts, schedule.estimate) if has_margin else []
-    makespan = _makespan_of(doubts, schedule.estimate, has_margin) if is_job else None
+    prospects = pace_of(margins, schedule.estimate) if has_margin else []
+    makespan = _makespan_of(margins, schedule.estimate, has_margin) if is_job else None
     if makespan is None:
         return schedule.changed(prospects=tuple(prospects))
     if problem.observes:
@@ -51,16 +51,16 @@ def judged(schedule: Schedule, doubts: Margins, tell: Callable[[str], None], *, 
     return schedule.changed(prospects=(*prospects, makespan))
 
 
-def _makespan_of(doubts: Margins, estimate: Estimate, has_margin: bool) -> Prospect | None:
+def _makespan_of(margins: Margins, estimate: Estimate, has_margin: bool) -> Prospect | None:
     """Makespan of the problem's own queries by replay; None without a limit on it, or if some step
     has no known time."""
-    bound = doubts.problem.constraint.bound_on("makespan")
+    bound = margins.problem.constraint.bound_on("makespan")
     if bound is None or math.isinf(bound.limit_s):
         return None
-    job = doubts.job(estimate, REPLAYS)
+    job = margins.job(estimate, REPLAYS)
     if job is None:
         return None
-    factor = doubts.margin(estimate, "makespan").factor if has_margin else 1.0
+    factor = margins.margin(estimate, "makespan").factor if has_margin else 1.0
     return Prospect(metric="makespan", limit_s=bound.limit_s, expected_s=job.wall_s,
                     with_margin_s=job.wall_s * factor)
 

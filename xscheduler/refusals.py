@@ -1,4 +1,4 @@
-"""Why there is no schedule: what is in the way, and what can be had."""
+"""Error messages for problems without a schedule: the cause, and what is possible instead."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from xsimulator.memory import capacity_bytes
 from xsimulator.rough.forms import Formulas
 from xsimulator.rough.workload import Workload
 
-MOSTLY = 0.5  # chosen: of the latency: a part of it that is named as the cause
+MOSTLY = 0.5  # chosen: share of the latency from which on a part of it is named as the cause
 # control variables of which larger values take more memory
 _TAKE_MEMORY = ("encode_batch", "max_active", "token_budget")
 _PACE: tuple[Metric, ...] = ("ttft", "tpot")
 
 
 class Smallest(NamedTuple):
-    """Bytes on the fullest device and queries present at the smallest point of a cell; whether
-    any size is timed."""
+    """The point that needs least memory: bytes on its fullest device, queries present. is_timed:
+    step times are known for some size."""
 
     memory_bytes: float = math.inf
     present: float = math.inf
@@ -46,7 +46,7 @@ class Smallest(NamedTuple):
 
 
 def check(problem: Problem, timing: TimingSource) -> None:
-    """Raises InputError where no number of devices can be divided as the job fixes it."""
+    """Raises InputError if no number of devices can be divided as the job fixes it."""
     mistake: InputError | None = None
     for part in parts_of(problem, is_any=True):
         try:
@@ -66,8 +66,8 @@ def check(problem: Problem, timing: TimingSource) -> None:
 
 def refusal_of(problem: Problem, timing: TimingSource, search: Search, keeps: Feasibility,
                bound_s: float) -> InfeasibleError:
-    """The error to raise where nothing keeps the bounds: the tightest latency that was seen, or
-    what forbids every configuration."""
+    """The error for a problem without a feasible schedule: the tightest latency limit that can be
+    met, or what rules out every configuration."""
     quickest = search.quickest()
     if not quickest:
         return InfeasibleError(_without_room(problem, timing))
@@ -101,7 +101,7 @@ def refusal_of(problem: Problem, timing: TimingSource, search: Search, keeps: Fe
 
 
 def _binding(one: Found) -> str:
-    """What most of a latency goes into."""
+    """The part of the latency that takes most of it, in words."""
     estimate = one.replayed.estimate
     figures, depth = estimate.figures, len(estimate.deployment.decoding.stages)
     if (share := figures.encode_s / figures.latency_s) > MOSTLY:
@@ -133,7 +133,7 @@ def _without_room(problem: Problem, timing: TimingSource) -> str:
 
 
 def _least_room(problem: Problem, timing: TimingSource) -> Smallest:
-    """Of the points of every cell that take least memory, whether they have room or not."""
+    """The point that needs least memory, whether it fits or not."""
     least = Smallest()
     for part in parts_of(problem, is_any=True):
         try:

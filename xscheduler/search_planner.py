@@ -14,7 +14,15 @@ from typing import Any
 from xgpt.core.job import FixedSchedule
 from xgpt.core.policies import able_policies, policy, policy_names
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import CopiesTried, Estimate, Margin, Rejected, Schedule, Status
+from xgpt.core.schedule import (
+    AlternativeKind,
+    CopiesTried,
+    Estimate,
+    Margin,
+    Rejected,
+    Schedule,
+    Status,
+)
 from xgpt.core.schedule_file import schedule_from_flat
 from xprofiler.timing import TimingSource
 from xscheduler.cells import cells_of, parts_of
@@ -22,12 +30,6 @@ from xscheduler.evaluator import Evaluator
 from xscheduler.explanation import explain_choice
 from xscheduler.feasibility import Feasibility
 from xscheduler.labels import (
-    BARE_ROW,
-    DEGREE_ROW,
-    FREE_ROW,
-    LEFT_OUT,
-    PAPERS_ROW,
-    POLICY_ROW,
     configuration,
     point_words,
     why_not,
@@ -115,7 +117,7 @@ class SearchPlanner:
                 free_qps = max(free.figures.throughput_qps, qps)
                 if free.figures.throughput_qps > qps:
                     rows.append(Rejected(
-                        label=f"{FREE_ROW}: {configuration(free)}",
+                        kind="without a latency bound", words=configuration(free),
                         throughput_qps=free.figures.throughput_qps,
                         latency_s=free.figures.latency_s,
                         reason=f"latency above {latency_bound_s:g} s"))
@@ -126,7 +128,7 @@ class SearchPlanner:
             margin = replace(margin, cost=max(1 - qps / bare_qps, 0.0))
             if not self._is_brief:
                 rows.append(Rejected(
-                    label=f"{BARE_ROW}: {bare.policy}", latency_s=bare.figures.latency_s,
+                    kind="without a margin", words=bare.policy, latency_s=bare.figures.latency_s,
                     throughput_qps=bare_qps, reason="keeps the bound only if all is as expected"))
         gap = max(upper_qps / qps - 1, 0.0)
         status = Status.LIMIT if self._watch.has_cut else (
@@ -200,19 +202,18 @@ class SearchPlanner:
         names = {cell.policy for cell in self.search.all_cells}
         best = {name: self.search.best_of(keeps, partial(_is_by, name), qps)
                 for name in sorted(names, key=policy_names().index)}
-        rows = [_row(f"{POLICY_ROW}{name}", one, qps, most.get(name))
+        rows = [_row("policy", name, one, qps, most.get(name))
                 for name, one in best.items() if name != own.policy]
         papers = [one for name, one in best.items() if one and policy(name).is_papers]
         if papers and not policy(own.policy).is_papers:
             top = max(papers, key=_qps_of)
-            row = _row(PAPERS_ROW, top, qps, max(most.get(name, 0.0) for name in best
+            row = _row("RRA and WAA alone", "", top, qps, max(most.get(name, 0.0) for name in best
                                                  if policy(name).is_papers))
-            rows.append(replace(row, label=f"{PAPERS_ROW}: {top.cell.policy}, "
-                                           f"{point_words(top.cell, top.point)}"))
+            rows.append(replace(row, words=f"{top.cell.policy}, {row.words}"))
         size = own.problem.cluster.num_devices
         degrees = {cell.plan[0] for cell in self.search.cells[size] if cell.policy == own.policy}
         for degree in sorted(degrees - {own.plan[0]}):
-            rows.append(_row(f"{DEGREE_ROW}{degree}", self.search.best_of(
+            rows.append(_row("tp_degree", str(degree), self.search.best_of(
                 keeps, partial(_is_by, own.policy, degree=degree), qps), qps, None))
         return rows + self._left_out(names)
 
@@ -228,8 +229,7 @@ class SearchPlanner:
                    "for decoder-only models" if is_both and policy(name).is_decoder_only else
                    "the devices cannot be divided so for this model, or it does not fit")
             reasons.setdefault(why, []).append(name)
-        return [Rejected(label=f"{POLICY_ROW}{', '.join(names)}", throughput_qps=None,
-                         latency_s=None, reason=f"{LEFT_OUT}: {why}")
+        return [Rejected(kind="unsearched", subject=", ".join(names), reason=f"left out: {why}")
                 for why, names in reasons.items()]
 
     def _covers(self) -> str:
@@ -301,11 +301,13 @@ def _qps_of(one: Found) -> float:
     return one.cell.copies * one.replayed.throughput_qps
 
 
-def _row(label: str, one: Found | None, qps: float, bound_qps: float | None) -> Rejected:
+def _row(kind: AlternativeKind, subject: str, one: Found | None, qps: float,
+         bound_qps: float | None) -> Rejected:
     if one is None:
         most = "" if bound_qps is None else f"; no more than {bound_qps:.4g} queries/s"
-        return Rejected(label=label, throughput_qps=None, latency_s=None,
+        return Rejected(kind=kind, subject=subject,
                         reason=f"none was found within the limits{most}")
     own = _qps_of(one)
-    return Rejected(label=f"{label}: {point_words(one.cell, one.point)}", throughput_qps=own,
-                    latency_s=one.replayed.latency_s, reason=why_not(own, qps, bound_qps))
+    return Rejected(kind=kind, subject=subject, words=point_words(one.cell, one.point),
+                    throughput_qps=own, is_unsure=own > qps, latency_s=one.replayed.latency_s,
+                    reason=why_not(own, qps, bound_qps))

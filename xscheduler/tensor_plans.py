@@ -1,17 +1,17 @@
 """The tensor plans that are searched (paper sections 4.2, 5).
 
-A group lies within a node. One over several whole nodes is looked at where the job asks for it
-(`schedule.tp_degree`), and where the weights have no room otherwise: its sums go over the network.
-Every (tp_degree, tp_gpus) is a root of its own: neither memory nor, over fast links, throughput is
-monotone in tp_gpus, and there are few values: on MANY_NODES nodes and more those of whole nodes are
-looked at, which leave pipelines of many lengths; on MOST_NODES those of one node and of quarters
-of all."""
+A tensor-parallel group lies within a node. Groups over several whole nodes are searched only if the
+job asks for them (`schedule.tp_degree`) or the weights do not fit otherwise, since their sums cross
+the network. All values of tp_gpus are searched, because neither memory nor throughput is monotone
+in it, except on clusters of many nodes:
 
-import math
+    nodes                    tp_gpus searched
+    below MANY_NODES         all multiples of tp_degree
+    below MOST_NODES         whole nodes
+    MOST_NODES and more      none, one node, or 1/4, 1/2, 3/4 or all of the nodes"""
+
 from collections.abc import Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 from xgpt.core.cluster import Cluster
 from xgpt.core.errors import wrong
@@ -22,21 +22,20 @@ from xprofiler.timing import TimingSource
 from xsimulator.allocation import refuse_plan
 from xsimulator.memory import capacity_bytes
 
-MANY_NODES = 4  # from which on tp_gpus that are no whole nodes are not looked at, unless asked for
-MOST_NODES = 8  # chosen: from which on those of one node and of quarters of them all are
+MANY_NODES, MOST_NODES = 4, 8  # chosen
 _DEGREES = (1, 2, 4, 8, 16)
 
 
 class TensorPlan(NamedTuple):
-    """Partial tensor parallelism: the first `tp_gpus` GPUs in groups of `tp_degree`."""
+    """Partial tensor parallelism: the first `tp_gpus` devices form groups of `tp_degree`."""
 
     tp_degree: int
     tp_gpus: int
 
 
 def tensor_plans(problem: Problem, timing: TimingSource) -> list[TensorPlan]:
-    """Every plan that the model and the cluster can hold, the job has not excluded and `timing`
-    answers for, by degree, then GPUs. Raises InputError if none is left, with the reason."""
+    """The plans to search, by degree, then tp_gpus: those that model and cluster allow, the job
+    does not exclude and `timing` has times for. Raises InputError with the reason if none is."""
     cluster, fixed = problem.cluster, problem.fixed
     plans, reasons = _allocatable(problem, fixed)
     if not plans:
@@ -51,7 +50,7 @@ def tensor_plans(problem: Problem, timing: TimingSource) -> list[TensorPlan]:
 
 
 def _likely(plans: Sequence[TensorPlan], cluster: Cluster) -> Sequence[TensorPlan]:
-    """Those that are looked at; all where none is of whole nodes."""
+    """The plans that are searched on so many nodes; all if none covers whole nodes."""
     each, nodes = cluster.devices_per_node, cluster.num_nodes
     whole = [plan for plan in plans if plan.tp_gpus % each == 0]
     if nodes >= MOST_NODES:
@@ -60,30 +59,15 @@ def _likely(plans: Sequence[TensorPlan], cluster: Cluster) -> Sequence[TensorPla
     return whole if whole and nodes >= MANY_NODES else plans
 
 
-def left_out(problem: Problem) -> str:
-    """Of copies of a problem on how many nodes which tensor plans are not looked at, in words; ""
-    where all that can be are."""
-    plans, nodes = _allocatable(problem, problem.fixed)[0], problem.cluster.num_nodes
-    if problem.fixed.tp_gpus is not None or len(_likely(plans, problem.cluster)) == len(plans):
-        return ""
-    which = "one node or quarters of all" if nodes >= MOST_NODES else "whole nodes"
-    return f"of copies on {nodes} nodes only with tensor-parallel groups on {which}"
-
-
-def all_tensor_plans(problem: Problem, timing: TimingSource) -> list[TensorPlan]:
-    """All of them, whatever the job fixes; [] where there is none."""
-    return _timed(_allocatable(problem, FixedSchedule())[0], problem.cluster, timing)
-
-
 def _allocatable(problem: Problem, fixed: FixedSchedule) -> tuple[list[TensorPlan], list[str]]:
-    """(plans, why others are none)"""
+    """(plans that model and cluster allow, the reasons against the others)."""
     model, cluster = problem.model, problem.cluster
     degrees = _degrees(problem) if fixed.tp_degree is None else (fixed.tp_degree,)
     plans, reasons = [], []
     for degree in degrees:
         counts = [0] if degree == 1 else list(range(degree, cluster.num_devices + 1, degree))
         if fixed.tp_gpus is not None:
-            # degree 1 has no groups: every count of GPUs comes to the same
+            # degree 1 has no groups: all values of tp_gpus mean the same
             counts = [0] if degree == 1 else [fixed.tp_gpus]
         for gpus in counts:
             reason = refuse_plan(model, cluster, degree, gpus)
@@ -97,7 +81,7 @@ def _allocatable(problem: Problem, fixed: FixedSchedule) -> tuple[list[TensorPla
 
 
 def _degrees(problem: Problem) -> tuple[int, ...]:
-    """Those within a node; all where no such group, nor a single device, can hold its layers."""
+    """Degrees within a node; also larger ones if no group within a node can hold its layers."""
     model, cluster = problem.model, problem.cluster
     near = tuple(degree for degree in _DEGREES if degree <= cluster.devices_per_node)
     layer_bytes = model.decoder_layer_params * WEIGHT_BYTES[problem.weight_dtype]
@@ -110,16 +94,7 @@ def _degrees(problem: Problem) -> tuple[int, ...]:
 
 
 def _timed(plans: Sequence[TensorPlan], cluster: Cluster, timing: TimingSource) -> list[TensorPlan]:
-    """Those of `plans` whose every degree `timing` answers for: the groups', and 1 where devices
-    are left single."""
+    """The plans for whose degrees `timing` has times: the groups', and 1 for single devices."""
     can_time = timing.facts.can_time
     return [plan for plan in plans if (not plan.tp_gpus or can_time(plan.tp_degree))
             and (plan.tp_gpus >= cluster.num_devices or can_time(1))]
-
-
-def between(first: int, last: int, count: int) -> list[int]:
-    """So many whole numbers from one to the other, in even ratios; of equal ones one. They are
-    np.geomspace's, which takes five times as long for so few."""
-    logarithms = np.arange(count) * ((math.log10(last) - math.log10(first)) / (count - 1))
-    middle = np.rint(np.power(10.0, logarithms + math.log10(first)))[1:-1].tolist()
-    return sorted({first, last, *map(int, middle)})

@@ -51,18 +51,23 @@ def fake_schedule(**changes: Any) -> Schedule:
         "explanation": ("RRA (every device encodes and decodes in turn) is the <best>.",
                         "16 queries are encoded together.", "The latency bound binds."),
         "rejected": (
-            Rejected(label="policy waa-c: encode_batch 2, decode_micro_batches 3, tp_degree 1, "
-                           "tp_gpus 0", throughput_qps=2.04, latency_s=25.3,
+            Rejected(kind="policy", subject="waa-c", words="encode_batch 2, "
+                     "decode_micro_batches 3, tp_degree 1, tp_gpus 0", throughput_qps=2.04,
+                     latency_s=25.3,
                      reason="lower throughput by 11.7%: no more than 2.05 queries/s"),
-            Rejected(label="policy waa-m", throughput_qps=None, latency_s=None,
+            Rejected(kind="policy", subject="waa-m",
                      reason="no admissible schedule"),
-            Rejected(label="encode 16, 4 iterations", throughput_qps=2.52, latency_s=35.1,
+            Rejected(kind="highest in steady state", words="encode 16, 4 iterations",
+                     throughput_qps=2.52, latency_s=35.1,
                      reason="latency 35.1 s is over the bound of 30 s"),
-            Rejected(label="encode 24, 12 iterations", throughput_qps=2.66, latency_s=39.7,
+            Rejected(kind="highest in steady state", words="encode 24, 12 iterations",
+                     throughput_qps=2.66, latency_s=39.7,
                      reason="latency 39.7 s is over the bound of 30 s"),
-            Rejected(label="encode 8, 12 iterations", throughput_qps=1.71, latency_s=19.4,
+            Rejected(kind="highest in steady state", words="encode 8, 12 iterations",
+                     throughput_qps=1.71, latency_s=19.4,
                      reason="lower throughput"),
-            Rejected(label="encode 64, 1 iteration", throughput_qps=None, latency_s=None,
+            Rejected(kind="highest in steady state", words="encode 64, 1 iteration",
+                     throughput_qps=None, latency_s=None,
                      reason="does not fit: rank 0 would hold 13.1 GiB of 11.2 GiB"))}
     return schedule_from_flat(**{**own, **changes})
 

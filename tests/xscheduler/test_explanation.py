@@ -14,12 +14,15 @@ from xscheduler.labels import why_not
 from xsimulator import memory
 
 ROWS = (
-    Rejected(label="policy waa-c: encode_batch 3, decode_micro_batches 2", throughput_qps=80.0,
+    Rejected(kind="policy", subject="waa-c", words="encode_batch 3, decode_micro_batches 2",
+             throughput_qps=80.0,
              latency_s=1.0, reason="lower throughput"),
-    Rejected(label="policy waa-m", throughput_qps=None, latency_s=None, reason="memory"),
-    Rejected(label="tp_degree 2: encode_batch 4", throughput_qps=90.0, latency_s=1.0, reason="x"),
-    Rejected(label="tp_degree 4", throughput_qps=None, latency_s=None, reason="x"),
-    Rejected(label="without a latency bound: encode_batch 9", throughput_qps=200.0, latency_s=7.0,
+    Rejected(kind="policy", subject="waa-m", throughput_qps=None, latency_s=None, reason="memory"),
+    Rejected(kind="tp_degree", subject="2", words="encode_batch 4", throughput_qps=90.0,
+             latency_s=1.0, reason="x"),
+    Rejected(kind="tp_degree", subject="4", throughput_qps=None, latency_s=None, reason="x"),
+    Rejected(kind="without a latency bound", words="encode_batch 9", throughput_qps=200.0,
+             latency_s=7.0,
              reason="latency above 1 s"),
 )
 
@@ -42,13 +45,14 @@ def test_the_policy_is_compared_with_each_other_one():
 @pytest.mark.parametrize(("qps", "words"), [(125.0, "20.0% less than the best of WAA-C"),
                                             (100.0, "as many as the best of WAA-C")])
 def test_a_policy_is_never_said_to_be_better_than_it_is(qps, words):
-    row = Rejected(label="policy waa-c", throughput_qps=qps, latency_s=1.0, reason="x")
+    row = Rejected(kind="policy", subject="waa-c", throughput_qps=qps, latency_s=1.0, reason="x")
     assert words in sentences(rejected=(row,))[0]
 
 
 def test_a_quicker_policy_is_said_not_to_be_sure_enough():
-    row = Rejected(label="policy waa-c: encode_batch 3", throughput_qps=125.0, latency_s=1.0,
-                   reason=why_not(125.0, 100.0))
+    row = Rejected(kind="policy", subject="waa-c", words="encode_batch 3", throughput_qps=125.0,
+                   latency_s=1.0,
+                   reason=why_not(125.0, 100.0), is_unsure=True)
     assert ("less than the best of WAA-C (encode_batch 3; not sure enough to keep the bound)"
             in sentences(rejected=(row,))[0])
 
@@ -68,15 +72,6 @@ def test_without_rows_of_other_policies_none_is_compared():
     fixed = toy_problem(latency_s=2.0, fixed=FixedSchedule(policies=("rra",)))
     assert "the job fixes the policy" in sentences(fixed, rejected=())[0]
     assert "only policy that can be used" in sentences(rejected=ROWS[1:2])[0]
-
-
-def test_a_policy_that_was_not_looked_into_is_not_said_to_have_no_schedule():
-    row = Rejected(label="policy waa-m", throughput_qps=None, latency_s=None,
-                   reason="not looked into: no more than 90 queries/s")
-    for rejected in ((ROWS[0], row), (row,)):
-        words = sentences(rejected=rejected)[0]
-        assert words.endswith("WAA-M was not looked into: no more than 90 queries/s.")
-        assert "no schedule" not in words and "only policy" not in words
 
 
 def test_the_share_of_encoding_is_that_of_the_period():

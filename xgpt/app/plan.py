@@ -125,7 +125,7 @@ class JobPlanner:
         search, sizes = SizeSearch(plan=planned, spent=takes), sorted(layouts)
         best = search.choose(self._objective, sizes)
         layout = layouts[best]
-        return Plan(schedule=search.told(self._objective, best, sizes),
+        return Plan(schedule=search.schedule_of(self._objective, best, sizes),
                     opened=self._jobs[layout], timing=self._planner(layout).timing,
                     horizon=self._options.horizon)
 

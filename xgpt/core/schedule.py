@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field
 
@@ -179,14 +179,32 @@ class Estimate:
                        deployment=replace(deployment, pools=pools))
 
 
+# what an alternative is the best of; "unsearched": policies that were not compared
+AlternativeKind = Literal["policy", "unsearched", "RRA and WAA alone", "tp_degree", "devices",
+                          "without a latency bound", "without a margin",
+                          "highest in steady state"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rejected:
-    """An alternative that was considered and not chosen, and why."""
+    """An alternative that was not chosen. subject: the policy, the policies ("unsearched"), the
+    tp_degree or the number of devices that it is the best of, else "". words: its configuration, ""
+    if there is none. is_unsure: it is faster, but misses the limit with its own margin."""
 
-    label: str
-    throughput_qps: Amount | None
-    latency_s: Unbounded | None
+    kind: AlternativeKind
+    subject: str = ""
+    words: str = ""
+    throughput_qps: Amount | None = None  # of all copies; None: no schedule
+    latency_s: Unbounded | None = None
     reason: str
+    is_unsure: bool = False
+
+    @property
+    def label(self) -> str:
+        """The alternative in words."""
+        kind = "policy" if self.kind == "unsearched" else self.kind
+        subject = f"{kind} {self.subject}".strip()
+        return f"{subject}: {self.words}" if self.words else subject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,8 +78,8 @@ def _of_the_choice(schedule: Schedule) -> Iterator[Hint]:
                    "bound missed now and then is no harm, plan with less:",
                    "schedule JOB.yaml --set constraint.confidence=0.8")
     for row in schedule.rejected:
-        name = row.label.partition(":")[0].removeprefix("policy ")
-        if row.label.startswith("policy ") and row.throughput_qps is not None and (
+        name = row.subject
+        if row.kind == "policy" and row.throughput_qps is not None and (
                 row.throughput_qps >= (1 - _NEAR) * schedule.figures.throughput_qps):
             yield Hint(f"{name} is expected to be as good within {percent(_NEAR)}. Measure it:",
                        f"submit JOB.yaml --set schedule.policy={name} --set output=out/{name}")

@@ -19,7 +19,6 @@ from xgpt.report import words
 from xgpt.report.figures import comparisons, lost_to, lost_to_bound, percent, plain
 from xgpt.report.output import number, text_at
 from xgpt.report.policy_words import controls_line
-from xscheduler.cluster_sizes import SIZE_ROW
 from xscheduler.layouts import LAYOUT_NOTE
 
 WIDTH = 80  # of what is written to a file or a pipe, and at most on a terminal
@@ -27,9 +26,6 @@ _LEAST_WIDTH = 40
 _GAP = "  "
 _LEAST_WRAPPED, _LEAST_CELL = 20, 8  # columns of a last one of words, of any other
 _LEFT_OF_FACTS = 13  # columns of the labels of `schedule_table`
-# how the label of a rejected alternative begins
-_POLICY, _DEGREE, _FREE, _BARE, _PAPERS = (
-    "policy ", "tp_degree ", "without a latency bound", "without a margin", "RRA and WAA alone")
 _NO_PLAN = ", tp_degree 1, tp_gpus 0"
 
 
@@ -113,24 +109,20 @@ def copies_table(schedule: Schedule) -> str:
 
 
 def _label(row: Rejected, schedule: Schedule) -> str:
-    what = row.label.partition(":")[0]
-    if what.startswith(SIZE_ROW):
-        return words.counted(float(what.removeprefix(SIZE_ROW)), "device")
-    if what.startswith(_POLICY):
-        name = what.removeprefix(_POLICY)
-        is_seen = schedule.proof.left_open(name, row.throughput_qps or math.inf) is not None
-        return f"seen {name}" if is_seen else f"best {name}"
-    if what.startswith(_DEGREE):
-        return f"tp degree {what.removeprefix(_DEGREE)}"
-    return {_FREE: "no bound", _BARE: "no margin", _PAPERS: "RRA, WAA"}.get(what, "instead")
+    if row.kind == "devices":
+        return words.counted(float(row.subject), "device")
+    if row.kind in ("policy", "unsearched"):
+        is_open = schedule.proof.left_open(row.subject, row.throughput_qps or math.inf) is not None
+        return f"{'seen' if is_open else 'best'} {row.subject}"
+    return {"tp_degree": f"tp degree {row.subject}", "without a latency bound": "no bound",
+            "without a margin": "no margin", "RRA and WAA alone": "RRA, WAA"
+            }.get(row.kind, "instead")
 
 
 def _alternative(row: Rejected, schedule: Schedule) -> str:
-    if row.label.startswith(SIZE_ROW):
+    if row.kind == "devices":
         return row.reason
-    what, _, point = row.label.partition(": ")
-    is_known = what.startswith((_POLICY, _DEGREE, _FREE, _BARE, _PAPERS))
-    point = (point if is_known else row.label).removesuffix(_NO_PLAN)
+    point = row.words.removesuffix(_NO_PLAN)
     if row.throughput_qps is None:
         return f"{row.reason} ({point})" if point else row.reason
     share = lost_to(row, schedule)
@@ -140,10 +132,10 @@ def _alternative(row: Rejected, schedule: Schedule) -> str:
              f"{percent(more, 1)} more" if more > 5e-4 else "as many"]
     if row.latency_s is not None:
         parts.append(f"latency {format_seconds(row.latency_s)}")
-    if NOT_SURE in row.reason:
+    if row.is_unsure:
         parts.append(f"but {NOT_SURE}")
-    most = schedule.proof.left_open(what.removeprefix(_POLICY), row.throughput_qps)
-    if what.startswith(_POLICY) and most is not None:  # not searched to its own best
+    most = schedule.proof.left_open(row.subject, row.throughput_qps)
+    if row.kind == "policy" and most is not None:  # not searched to its own best
         parts.append(f"and no more than {plain(most)}")
     return f"{', '.join(parts)}: {point}" if point else ", ".join(parts)
 

@@ -1,14 +1,12 @@
-"""What the queries that are done have left of a bound.
+"""The share of the remaining queries that may still miss the latency limit.
 
-A bound on a share of all queries (95 % within ten seconds) allows the others to be over it: so
-many of the whole job. What has gone wrong so far has used some of that up: queries that were at
-work when steps became slower, times that were off. The rest of the job is planned for the share
-that is left, so that the job as a whole keeps what was promised, and not its rest alone. Where
-more are over it than may be of the whole job the bound is lost, and the rest is planned for its own
-share: more would cost throughput, and save nothing.
+A limit on a share of all queries (95 % within ten seconds) allows a number of queries of the whole
+job to miss it. Queries that were late so far have used up some of them. The rest of the job is
+planned for the share that is left, so that the whole job keeps its limit. If more queries were late
+than the whole job may have, the limit is lost; the rest is then planned for the original share,
+since more would cost throughput and save nothing.
 
-A bound on the query of a certain length ("sequence") allows for none, and a run without a bound has
-nothing to keep: there is no allowance."""
+A limit on a query of one length ("sequence") and a run without a limit have no allowance."""
 
 from __future__ import annotations
 
@@ -18,15 +16,14 @@ from typing import Any, NamedTuple
 
 from xgpt.core.constraint import Constraint
 
-ENOUGH = 50  # chosen: queries done between two looks: few tell little of a share
-OFF = 0.8  # chosen: of the share that is planned for: where less is left, the rest is planned anew
-BACK = 1.5  # chosen: and where so many times as much is left again, too
-LEAST = 0.2  # chosen: of the bound's own share: what is planned for at least, of 5 % one
+ENOUGH = 50  # chosen: queries done between two checks
+OFF, BACK = 0.8, 1.5  # chosen: the rest is re-planned if share left / share planned is outside
+LEAST = 0.2  # chosen: least share planned for, as a share of the limit's own (1 % of 5 %)
 
 
 class Kept(NamedTuple):
-    """Of the queries from `first` on: how many are done with an answer, how many of these took
-    longer than the bound, and how many failed (xrunner.io.launcher_link)."""
+    """Counts of the queries from `first` on: done with an answer, of these over the limit, and
+    failed (xrunner.io.launcher_link)."""
 
     first: int
     done: int
@@ -35,20 +32,20 @@ class Kept(NamedTuple):
 
 
 class Allowance:
-    """Follows how many queries of one run are over its bound on latency."""
+    """Follows how many queries of one run miss its latency limit."""
 
     def __init__(self, constraint: Constraint, num_queries: int) -> None:
-        """`num_queries`: of the whole job, of which a run that goes on does the rest."""
+        """num_queries: of the whole job, also if this run only resumes it."""
         bound = constraint.latency
         self._own = 1 - bound.quantile if (
             bound.kind == "queries" and math.isfinite(bound.limit_s)) else None
         self._num_queries, self._planned = num_queries, self._own
-        self._next = ENOUGH  # queries done, for the next look
+        self._next = ENOUGH  # queries done at the next check
         self._was_lost = False
 
     def share(self, kept: Kept | None) -> float | None:
-        """The share of the queries left that may be over the bound: no more than the bound's own;
-        None where there is no allowance."""
+        """The share of the remaining queries that may miss the limit, at most the limit's own; None
+        without an allowance."""
         if self._own is None or kept is None:
             return self._own
         if self._is_lost(kept):
@@ -58,7 +55,7 @@ class Allowance:
                    self._own)
 
     def look(self, kept: Kept | None) -> AllowanceEvidence | None:
-        """What there is to decide on; None while about as much is left as is planned for."""
+        """The evidence for re-planning; None while about the planned share is left."""
         share = self.share(kept)
         if share is None or kept is None or self._planned is None or kept.done < self._next:
             return None
@@ -66,47 +63,46 @@ class Allowance:
         is_lost = self._is_lost(kept)
         if (OFF * self._planned <= share <= BACK * self._planned or (
                 share < self._planned and self._may_come_back(kept, left))) and not (
-                is_lost and not self._was_lost):  # which is said once
+                is_lost and not self._was_lost):  # reported once
             return None
         return AllowanceEvidence(kept=kept, left=left, share=share, planned=self._planned,
                                  is_lost=is_lost)
 
     def take(self, kept: Kept | None) -> None:
-        """The rest is planned for what these have left of it, from now on."""
+        """Records that the rest is now planned for the share that `kept` leaves."""
         self._planned = self.share(kept)
         if kept is not None:
             self._next = kept.done + ENOUGH
             self._was_lost = self._own is not None and self._is_lost(kept)
 
     def constrained(self, constraint: Constraint, kept: Kept | None) -> Constraint:
-        """The constraint of the queries left."""
+        """The constraint for the remaining queries."""
         share = self.share(kept)
         return constraint if share is None or share == self._own else (
             constraint.with_latency(quantile=1 - share))
 
     def _is_lost(self, kept: Kept) -> bool:
-        """Whether more are over the bound than may be of the whole job."""
+        """Whether more queries missed the limit than the whole job may have."""
         assert self._own is not None, "who looks"
         total, _ = self._counts(kept)
         return kept.over > self._own * total + 1e-6
 
     def _counts(self, kept: Kept) -> tuple[int, int]:
-        """Queries of the run that have or will have an answer, and those of them that are left."""
+        """(queries of the run with an answer now or later, those of them that are left)."""
         total = self._num_queries - kept.first - kept.failed
         return total, total - kept.done
 
     def _may_come_back(self, kept: Kept, left: int) -> bool:
-        """Whether what is over the bound so far is no more above its share than as many of those
-        left may, by chance, stay below theirs."""
+        """Whether the excess of late queries so far may be made up for by chance: it is at most one
+        standard deviation of the late queries among those left."""
         assert self._own is not None, "who looks"
         return kept.over - self._own * kept.done <= math.sqrt(self._own * left)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllowanceEvidence:
-    """More queries than planned are over the bound, or again fewer: `share` is what may be over it
-    of those left, `planned` what was planned with. is_lost: more are over it than may be of the
-    whole job."""
+    """The share of the remaining queries that may miss the limit differs from the planned share.
+    is_lost: more queries missed it than the whole job may have."""
 
     kept: Kept
     left: int
@@ -114,7 +110,7 @@ class AllowanceEvidence:
     planned: float
     is_lost: bool = False
 
-    is_observing = False  # lengths are not what this is about
+    is_observing = False  # not about lengths
 
     @property
     def done(self) -> int:

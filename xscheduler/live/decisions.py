@@ -1,11 +1,10 @@
-"""What is decided while a job runs, by the output lengths that it has shown (paper sections 7.6 and
-7.7), and by how long its steps take.
+"""Decisions while a job runs, by its output lengths (paper sections 7.6 and 7.7), its step times
+and its late queries.
 
-To other lengths RRA changes its batch sizes in place. WAA's would need other buffers and, mostly,
-other layers; the continuous policies' take up queries as others end, whatever their lengths, and
-have caches of one size: for them what is decided is what a re-deployment would bring, and the job
-goes on. To other step times all of them change, WAA and the continuous policies within the caches
-that they have."""
+RRA adjusts its batch sizes to new lengths in place. WAA would need other buffers and mostly other
+layers; continuous policies take queries of any length as others end. For these two a change of
+lengths only leads to a message about what a redeployment would bring. To new step times all
+policies adjust, WAA and the continuous ones within their caches."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +24,7 @@ from xscheduler.live.allowance import Allowance, AllowanceEvidence, Kept
 from xscheduler.live.evidence import LengthEvidence, StepTimeEvidence
 from xscheduler.live.observations import Observation, drift_of, joint_of, observed_lengths
 from xscheduler.live.quick_change import FollowUpEvidence, is_pressing, revise_at_once
-from xscheduler.live.reschedule import WORTH_CHANGING, Reschedule, Revised, reschedule, revise
+from xscheduler.live.reschedule import LEAST_GAIN, Reschedule, Revised, reschedule, revise
 from xscheduler.live.shapes import (
     Room,
     can_change_lengths,
@@ -37,23 +36,19 @@ from xscheduler.live.shapes import (
     variables_of,
 )
 
-LEAST_QUERIES, MOST_QUERIES, SHARE = 50, 200, 0.1  # done before lengths count: a share of the job
-# Of fewer queries the long ones are seldom seen: what they lead to is planned for this share of the
-# bound.
-CAUTION = 0.5  # chosen
-# Share of throughput that a change must bring where steps take other times and the bound is kept as
-# it is: steps scatter, and a change costs a few phases.
-STEPS_WORTH = 0.05  # chosen
-# What is said of other lengths where copies are of several shapes, and none of them executes RRA.
+# chosen: queries done before lengths count: a share of the job, between these numbers
+LEAST_QUERIES, MOST_QUERIES, SHARE = 50, 200, 0.1
+CAUTION = 0.5  # chosen: share of the limit planned for after fewer queries: few are long ones
+LEAST_STEPS_GAIN = 0.05  # chosen: least gain for a change because of step times, which scatter
+# the reason for no change of lengths if copies are unequal and none executes RRA
 NOT_RRA = ("no copy executes RRA, whose batches alone follow lengths, and for copies of several "
            "shapes it is not looked for what a re-deployment would bring")
-MOST_UNKNOWN = 0.02  # chosen: of the outputs longer than any query was watched for
+MOST_UNKNOWN = 0.02  # chosen: probability of outputs longer than any query was watched for
 
 
 class Written(Protocol):
-    """What a run has shown: (input, output) tokens by the place of each query in the job, of those
-    that are done and of those at work. Queries before `first` are forgotten. `kept`: see
-    xscheduler.live.allowance."""
+    """Progress of a run: {index of the query: (input, output) tokens} of finished and active ones.
+    Queries before `first` are left out. kept: counts as xscheduler.live.allowance.Kept."""
 
     @property
     def first(self) -> int: ...
@@ -67,13 +62,12 @@ class Written(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Followed:
-    """A run that is followed, of a job by a schedule.
+    """A run that is followed.
 
-    threshold: share of the mean output length that counts as drift; None: lengths are known, or
-    not looked at. is_observing: the plan is no expectation, but every query's cap. longest: KV
-    tokens that a query may need. slots, kv_tokens: see Room; other_rooms: of the other shapes that
-    its copies have. step_threshold: share by which steps must take longer, or less long, than
-    planned; None: they are not looked at."""
+    threshold: relative change of the mean output length that counts; None: lengths are not
+    followed. is_observing: the planned lengths are the caps. longest: most KV tokens of a query.
+    slots, kv_tokens: see Room. other_rooms: rooms of the other shapes of copies. step_threshold:
+    relative change of step times that counts; None: step times are not followed."""
 
     problem: Problem
     schedule: Schedule
@@ -87,7 +81,7 @@ class Followed:
 
     @property
     def rooms(self) -> tuple[Room, ...]:
-        """Of every shape that its copies have."""
+        """Room of every shape of copies."""
         return (Room(slots=self.slots, kv_tokens=self.kv_tokens), *self.other_rooms)
 
     @property
@@ -96,27 +90,27 @@ class Followed:
 
     @property
     def enough(self) -> int:
-        """Queries done before lengths count."""
+        """Number of finished queries before lengths count."""
         return max(LEAST_QUERIES, min(MOST_QUERIES, int(self.num_queries * SHARE)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One look at the lengths that led to something, in words and figures."""
+    """What to do, in words and figures."""
 
     sentence: str
     record: dict[str, Any]  # of metrics.json
-    schedule: Schedule | None = None  # what runs from now on; None: what ran before
-    is_kept: bool = True  # the bound, by what runs from now on
-    follow_up: FollowUpEvidence | None = None  # of a change at once: what is to be decided on next
+    schedule: Schedule | None = None  # to run from now on; None: no change
+    is_kept: bool = True  # whether what runs from now on keeps the limit
+    follow_up: FollowUpEvidence | None = None  # after a quick change: decide on this next
 
 
 Evidence = LengthEvidence | StepTimeEvidence | AllowanceEvidence | FollowUpEvidence
 
 
 class Decider:
-    """Decides on one run: `look` at what it has written, `decide`, which takes a while and may be
-    done beside the run, then `take` the decision."""
+    """Decisions on one run: `look` for evidence, `decide` (takes seconds, beside the ranks), then
+    `take` the decision."""
 
     def __init__(self, followed: Followed, timing: TimingSource) -> None:
         self.followed, self._timing = followed, timing
@@ -125,18 +119,18 @@ class Decider:
             followed.problem, timing, followed.schedule.estimate, longest=followed.longest,
             threshold=followed.step_threshold)
         self.allowance = Allowance(followed.problem.constraint, followed.num_queries)
-        self._kept: Kept | None = None  # as it was looked at last
-        self._known = followed.problem  # with the lengths that were seen last
+        self._kept: Kept | None = None  # latest counts
+        self._known = followed.problem  # with the latest lengths
         self.is_observing = followed.is_observing
-        self.needed = followed.enough  # queries done, for the next look
+        self.needed = followed.enough  # finished queries for the next look
         if self.is_observing and can_change_lengths(self.running.estimate):
             self.needed = FIRST_QUERIES
-        self.revision = 0  # of the schedule that is running
+        self.revision = 0  # of the running schedule
         self._planned = followed.problem.lengths.outputs
-        self._since = 0  # first query that has not led to a decision yet
+        self._since = 0  # first query that no decision has used yet
 
     def look(self, written: Written) -> LengthEvidence | None:
-        """What there is to decide on by what the run has written; None where nothing is, yet."""
+        """Evidence about output lengths; None if they are as planned or too few are known."""
         problem, since = self.followed.problem, max(self._since, written.first)
         if self.followed.threshold is None:
             return None
@@ -149,7 +143,7 @@ class Decider:
         seen = Observation(finished=finished, active=active)
         observed = observed_lengths(seen, self._planned, problem.default_max_tokens)
         quantile = problem.constraint.quantile
-        # those that nobody was watched for are planned at their caps: they must not be the bound's
+        # longer outputs than observed are planned at the caps: they must not decide the limit
         most = min(MOST_UNKNOWN, 1 - quantile) if self.is_observing else MOST_UNKNOWN
         if observed.unknown > most:
             return None
@@ -163,8 +157,7 @@ class Decider:
             left=self.followed.num_queries - done, done=done, admitted=admitted)
 
     def look_at_steps(self, written: Written) -> StepTimeEvidence | None:
-        """What there is to decide on by the steps that `pace` has heard of; None where they are as
-        planned, or nobody waits any more whom a change would concern."""
+        """Evidence about step times; None if they are as planned or no query waits any more."""
         drift = None if self.pace is None else self.pace.drift()
         admitted = max((*written.finished, *written.active), default=-1) + 1
         if drift is None or admitted >= self.followed.num_queries:
@@ -173,8 +166,8 @@ class Decider:
         return StepTimeEvidence(drift=drift, left=self.followed.num_queries - done, done=done)
 
     def look_at_bound(self, written: Written) -> AllowanceEvidence | None:
-        """What there is to decide on by how many queries are over the bound; None where about as
-        many are as is planned for, or what is left is the job's drain."""
+        """Evidence about late queries; None if about as many are late as planned, or the job only
+        drains."""
         self._kept = None if written.kept is None else Kept(*written.kept)
         if self.followed.step_threshold is None or self.is_observing:
             return None
@@ -184,8 +177,7 @@ class Decider:
         return self.allowance.look(self._kept)
 
     def decide(self, look: Evidence) -> Decision:
-        """Plans for the lengths, or the step times, that were seen and the queries that are
-        left."""
+        """A plan for the evidence and the remaining queries."""
         began_s = time.monotonic()
         if not isinstance(look, LengthEvidence):
             decision = self._change(replace(self._known, num_queries=look.left), look)
@@ -197,8 +189,8 @@ class Decider:
         return decision
 
     def decide_at_once(self, look: Evidence) -> Decision | None:
-        """A change that takes no time to find, where queries that are begun will be late; None
-        where there is none. What is to be decided on after it comes with it."""
+        """A quick change if queries are late; None if there is none. Its `follow_up` is the
+        evidence for the full plan that follows."""
         if not (isinstance(look, (StepTimeEvidence, AllowanceEvidence)) and is_pressing(look)):
             return None
         began_s = time.monotonic()
@@ -214,8 +206,7 @@ class Decider:
             decision, follow_up=FollowUpEvidence(look=look))
 
     def _timing_by(self, look: Evidence, shape: int) -> TimingSource:
-        """What a shape is planned with, after this look: the source's times, as steps of its copies
-        were seen to take them."""
+        """The times to plan a shape with: the source's, corrected by its observed steps."""
         factors = {} if self.pace is None else self.pace.factors_of(shape)
         if isinstance(look, StepTimeEvidence) and look.drift.shape == shape:
             factors = {**factors, **look.drift.planned}
@@ -223,7 +214,7 @@ class Decider:
 
     def _of_shapes(self, look: Evidence, problem: Problem,
                    revise: Callable[..., Revised | None]) -> Revised | None:
-        """What of the copies that the look is about is to change (xscheduler.live.shapes)."""
+        """The change for the copies that the evidence is about (xscheduler.live.shapes)."""
         shapes = self.running.estimate.shapes
         seen = look.look if isinstance(look, FollowUpEvidence) else look
         own = [seen.drift.shape] if isinstance(seen, StepTimeEvidence) else [
@@ -233,7 +224,7 @@ class Decider:
                        self.followed.rooms, revise)
 
     def take(self, look: Evidence, decision: Decision) -> bool:
-        """Goes on with what was decided; whether there is anything to tell."""
+        """Carries out a decision; returns whether it is worth a message."""
         if _can_change(self.followed, look):
             self.allowance.take(self._kept)
         if isinstance(look, FollowUpEvidence):
@@ -248,7 +239,7 @@ class Decider:
             self._run_on(decision)
             return True
         enough = self.followed.enough
-        # an early look that changes nothing has nothing to tell, nor has the same once more
+        # no message for an early look without a change, nor for the same decision again
         is_awaited = self.needed <= enough <= look.seen.num_finished
         is_settled = self._learn(look, decision)
         self._run_on(decision)
@@ -261,9 +252,9 @@ class Decider:
             self.revision += 1
 
     def _learn(self, look: LengthEvidence, decision: Decision) -> bool:
-        """What the next look is about; whether lengths count as known from now on. A job that
-        observes looks again at more and more queries until enough are done and the bound is kept:
-        what is left to chance by then is what the confidence allows."""
+        """Sets when to look next; returns whether lengths count as known from now on. A job that
+        observes looks again after more and more queries, until enough are done and the limit is
+        kept with its confidence."""
         seen, enough = look.seen.num_finished, self.followed.enough
         if look.is_observing and (seen < enough or not decision.is_kept):
             if decision.schedule is not None:
@@ -277,19 +268,20 @@ class Decider:
         return True
 
     def _change(self, problem: Problem, look: Evidence) -> Decision:
-        """Batch sizes change on the stages there are, if that is worth it."""
+        """A change of batch sizes on the given stages, if it gains enough."""
         problem = replace(problem, constraint=self.allowance.constrained(
             problem.constraint, self._kept))
         is_early = isinstance(look, LengthEvidence) and look.is_observing and (
             look.seen.num_finished < LEAST_QUERIES)
         found = self._of_shapes(look, problem, lambda shape, own, part, **held: revise(
             own, part, self._timing_by(look, shape), caution=CAUTION if is_early else 1.0,
-            worth=WORTH_CHANGING if isinstance(look, LengthEvidence) else STEPS_WORTH, **held))
+            least_gain=LEAST_GAIN if isinstance(look, LengthEvidence) else LEAST_STEPS_GAIN,
+            **held))
         assert found is not None, "there is something to say of each"
         return self._revised(look, problem, found)
 
     def _revised(self, look: Evidence, problem: Problem, revised: Revised) -> Decision:
-        """The decision that it comes to."""
+        """The decision for a revision that was found."""
         now, record = self.running.estimate, look.record()
         record |= {"choice": "keep", "reason": revised.reason, "from": variables_of(now),
                    "throughput_qps": {"before": revised.keep.qps or None}}
@@ -308,8 +300,8 @@ class Decider:
 
     def _unchanged(self, look: Evidence, record: dict[str, Any],
                    revised: Revised) -> Decision:
-        """The schedule stays; but of a job that observes, one that few queries led to and that
-        does not keep the bound makes way for the one it began with."""
+        """No change; but a job that still observes goes back to its first schedule if the present
+        one, planned after few queries, misses the limit."""
         now, first = self.running.estimate, self.followed.schedule.estimate
         if not look.is_observing or revised.is_kept or variables_of(now) == variables_of(first):
             return Decision(sentence=f"{look.sentence}; the schedule stays: {revised.reason}",
@@ -319,7 +311,7 @@ class Decider:
             f"{look.sentence}; back to the beginning, {_changed(now, first)}: {revised.reason}"))
 
     def _ask(self, problem: Problem, look: LengthEvidence) -> Decision:
-        """A run that cannot change is only told what a re-deployment would bring."""
+        """A message about what a redeployment would bring, for a run that cannot change."""
         if self.running.estimate.others:
             record = look.record() | {"choice": "keep", "reason": NOT_RRA,
                                       "from": variables_of(self.running.estimate)}
@@ -339,12 +331,12 @@ class Decider:
 
 
 def _can_change(followed: Followed, look: Evidence) -> bool:
-    """Whether what is decided changes the schedule, or is only told."""
+    """Whether the decision can change the running schedule."""
     return not isinstance(look, LengthEvidence) or can_change_lengths(followed.schedule.estimate)
 
 
 def _observed(planned: Problem, look: LengthEvidence) -> Problem:
-    """The problem of the queries that are left, by the lengths that were seen."""
+    """The problem of the remaining queries with the observed lengths."""
     return replace(
         planned, num_queries=look.left, lengths=joint_of(look.seen, look.observed, planned.lengths),
         default_max_tokens=max(planned.default_max_tokens, look.observed.outputs.max))

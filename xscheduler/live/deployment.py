@@ -1,16 +1,15 @@
-"""What a schedule costs to deploy: bytes each rank loads, and seconds from SSD and from DRAM (paper
-section 7.7 and its Table 4).
+"""Cost of deploying a schedule: bytes that each rank loads, seconds from SSD and from DRAM (paper
+section 7.7 and Table 4).
 
-A rank's weights are pieces: the embedding, the output head, and layers, each whole or one shard of
-a tensor-parallel group. A piece that a rank holds already, the same shard of the same degree, need
-not be loaded again; every other one is, even where another rank of the node holds it.
+A rank's weights are pieces: embedding, output head, and layers, each whole or a shard of a
+tensor-parallel group. A rank loads every piece that it does not hold already as the same shard of
+the same degree.
 
-    from DRAM  the fullest rank's bytes over a device's share of the host's copies, all at once
-    from SSD   a node's distinct pieces over its drive, and no less than from DRAM: what is read is
-               copied on as it comes; a piece that several ranks of a node load is read once
+    from DRAM  bytes of the fullest rank / host-to-device bandwidth of one device
+    from SSD   distinct bytes of a node / bandwidth of its drive, at least the time from DRAM
 
-Every node has the model on a drive of its own (or in its DRAM). Only bytes are counted: not the
-start of processes, the parsing of checkpoints, or the first compilation of kernels."""
+Every node has the model on its own drive or in its DRAM. Process start, parsing of checkpoints and
+compilation of kernels are not counted."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +49,7 @@ class Loading:
 
 
 def holdings(pools: Sequence[Pool], model: ModelSpec, dtype: str) -> Holdings:
-    """What every rank holds. A rank that serves two pools (none does today) holds both."""
+    """{rank: {piece: bytes}} of the pools' ranks; a rank of two pools holds both."""
     held: dict[int, dict[Piece, int]] = {}
     for stage, pieces in _stage_pieces(pools, model):
         degree = stage.tp_degree
@@ -66,8 +65,7 @@ def holdings(pools: Sequence[Pool], model: ModelSpec, dtype: str) -> Holdings:
 
 def redeployment(old: Sequence[Pool], new: Sequence[Pool], model: ModelSpec, dtype: str,
                  cluster: Cluster) -> Loading:
-    """Loading what each rank of the new pools does not hold from the old ones, all of it where
-    there are none."""
+    """The loading of what the new pools' ranks do not hold from the old ones."""
     held = holdings(old, model, dtype)
     return _loading({
         rank: {piece: size for piece, size in pieces.items() if piece not in held.get(rank, {})}

@@ -1,4 +1,4 @@
-"""What leads to a decision where outputs have other lengths than planned."""
+"""Evidence for re-planning: output lengths, or step times, that differ from the plan."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from xscheduler.live.pace import KINDS, PaceDrift
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeEvidence:
-    """Step times that have left what was planned with, after `done` queries, with `left` more to
-    do."""
+    """Step times that differ from the plan, after `done` queries with `left` more to do."""
 
     drift: PaceDrift
     left: int
     done: int
 
-    is_observing = False  # lengths are not what this is about
+    is_observing = False  # not about lengths
 
     def record(self) -> dict[str, Any]:
         drift = self.drift
@@ -40,7 +39,7 @@ class StepTimeEvidence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthEvidence:
-    """What leads to a decision: lengths seen of queries, `admitted` so far."""
+    """Observed output lengths that differ from the plan; `admitted`: queries admitted so far."""
 
     seen: Observation
     observed: ObservedLengths

@@ -1,7 +1,7 @@
-"""The best control variables for stages that are given: what is reached without moving a layer.
+"""The best control variables on given stages, without moving a layer.
 
-The planner's own search (xscheduler.search) over one cell, whose layers lie where a schedule
-has them, and whose points its caches have room for."""
+The planner's search (xscheduler.search) runs over one cell: the stages are those of a schedule, and
+the points are those that its caches hold."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from xsimulator.rough.figures import Formula, Rough, point_of
 from xsimulator.rough.forms import Formulas
 
 MAX_BATCH = 1 << 16  # chosen
-LIKELIEST = 12  # chosen: points that are replayed first, since there is but one cell
+LIKELIEST = 12  # chosen: points replayed before the search
 LEAST_BUDGET = 16  # chosen: tokens of a step
 _PACED: tuple[Metric, ...] = ("latency", "ttft", "tpot")
-_LIMITED = ("max_active", "token_budget")  # what may only become smaller within caches of a size
+_LIMITED = ("max_active", "token_budget")  # may only shrink within given caches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """One way to go on. `reason` says why it is not admissible; None if it is. `estimate` is what
-    it would do all the same, where that can be said."""
+    """One way to go on. reason: why it is not admissible; None if it is. estimate: its figures, if
+    they are known."""
 
     estimate: Estimate | None
     reason: str | None
@@ -55,7 +55,7 @@ class Way:
 
 
 class GivenPlans:
-    """Plans of a problem whose layers lie as a schedule has them (xsimulator.plans.PlanSource)."""
+    """Stage plans with the layers where a schedule has them (xsimulator.plans.PlanSource)."""
 
     def __init__(self, problem: Problem, timing: TimingSource, pools: tuple[Pool, ...]) -> None:
         self.problem, self._plans = problem, StagePlans(problem, timing)
@@ -65,7 +65,7 @@ class GivenPlans:
                        for ranks, pool in zip(self._ranks, pools, strict=True)}
 
     def both(self, tp_degree: int, tp_gpus: int) -> StagePlan:
-        """The one pool that does both phases."""
+        """The pool that encodes and decodes."""
         (plan,) = self._pools.values()
         return plan
 
@@ -79,23 +79,22 @@ class GivenPlans:
         return self._plans.of_stages(stages, role)
 
     def pairs(self, tp_degree: int, tp_gpus: int) -> PoolPairs:
-        """The division that there is."""
+        """The given division into two pools."""
         encode, *rest = self._ranks
         return PoolPairs(self, (tp_degree, tp_gpus),
                          {self._devices: (encode, rest[0])} if rest else {})
 
 
 class WithinCaches:
-    """A policy's rough formula (see Formula) at the points that a run can go over to.
+    """A policy's rough formula (see Formula) at the points that a run can change to.
 
-    RRA's caches are sized anew within what they have room for; what the others have stays, and what
-    they take at a time may only become less. From a batch that is encoded alone to chunks there is
-    no way, nor back: they use their slots otherwise."""
+    RRA's batches may grow within the memory of their caches. Other policies' sizes may only shrink.
+    A run cannot change between chunks and whole batches, which use their slots differently."""
 
     def __init__(self, own: Formula, now: Estimate, began: Estimate | None,
                  most: Mapping[str, int]) -> None:
-        """now: what runs. began: whose caches are there; None: RRA's, or what nobody runs yet.
-        most: of control variables."""
+        """now: the running schedule. began: the schedule that the caches were made for; None for
+        RRA, or if nothing runs yet. most: upper limits of control variables."""
         self.policy, self.problem = own.policy, own.problem
         self._own, self._now, self._began = own, now, began
         self.as_it_is = point_of(now)
@@ -135,7 +134,7 @@ class WithinCaches:
         return free
 
     def rough(self, plan: tuple[int, int], points: IntArray) -> Rough:
-        """See Formula. What a run cannot go over to has no room."""
+        """See Formula. Points that the run cannot change to need infinite memory."""
         if not len(points):
             return Rough(**{name: np.empty(0) for name in Rough.__slots__})
         found = self._own.rough(plan, points)
@@ -165,7 +164,7 @@ class WithinCaches:
 
 
 class GivenStages:
-    """Searches one problem on the stages of `now`; of copies one, for all alike."""
+    """Searches one problem on the stages of `now`, for one of its equal copies."""
 
     def __init__(self, now: Estimate, problem: Problem, timing: TimingSource, *,
                  began: Estimate | None = None, most: Mapping[str, int] | None = None) -> None:
@@ -192,19 +191,19 @@ class GivenStages:
         self._cell = Cell(self.problem, self._formula, plan)
         self._replays = Replays(self.problem, timing)
         self._evaluator = Evaluator(self.problem, timing)
-        self._doubts_of = cache(self._made_doubts)
+        self._margins_of = cache(self._made_margins)
 
     def keeps(self, constraint: Constraint, *, has_margin: bool) -> Feasibility:
-        """Whether a configuration keeps the constraint's bounds."""
-        return Feasibility(constraint, lambda part: self._doubts_of(constraint),
+        """The check of points against a constraint."""
+        return Feasibility(constraint, lambda part: self._margins_of(constraint),
                           has_margin=has_margin)
 
-    def _made_doubts(self, constraint: Constraint) -> Margins:
+    def _made_margins(self, constraint: Constraint) -> Margins:
         return Margins(replace(self.problem, constraint=constraint), self._evaluator,
                       is_of_job=False)
 
     def as_it_is(self, constraint: Constraint, *, has_margin: bool) -> Way:
-        """The control variables as they are."""
+        """Going on with the present control variables."""
         if (reason := self._excluded()) is not None:
             return Way(estimate=None, reason=reason)
         search, keeps = self._search(), self.keeps(constraint, has_margin=has_margin)
@@ -222,8 +221,8 @@ class GivenStages:
 
     def best(self, constraint: Constraint, *, has_margin: bool,
              most_replays: int | None = None) -> Way:
-        """The admissible configuration of highest throughput; else how close one can get.
-        most_replays: where something has to be found at once."""
+        """The admissible point with the highest throughput; else the quickest one, with the reason.
+        most_replays: for a quick answer."""
         if (reason := self._excluded()) is not None:
             return Way(estimate=None, reason=reason)
         search = self._search(most_replays)
@@ -241,7 +240,7 @@ class GivenStages:
         return self._way(best.point, self._out_of_reach(best.point, constraint))
 
     def _out_of_reach(self, point: Point, constraint: Constraint) -> str:
-        """Why nothing keeps the constraint: what the point of the least latency has."""
+        """Why no point keeps the constraint, by the point with the least latency."""
         replayed = self._cell.replayed[point]
         if (broken := self._broken(constraint, point)) is None:
             broken = (f"with the confidence asked for the limit of {constraint.latency_s:.4g} s is "
@@ -252,7 +251,7 @@ class GivenStages:
                 f"{variables_words(replayed.estimate)}; {broken}")
 
     def _replay_likeliest(self, search: Search, limit_s: float) -> None:
-        """Replays the points of highest throughput by the formula."""
+        """Replays the LIKELIEST points of highest throughput by the formula."""
         rough = self._cell.rough
         qps = np.where(rough.latency_s <= limit_s, rough.throughput_qps, 0.0)
         for row in np.argsort(-qps)[:LIKELIEST]:
@@ -267,7 +266,7 @@ class GivenStages:
         return Way(estimate=estimate.in_copies(self._now.deployment.replicas), reason=reason)
 
     def _excluded(self) -> str | None:
-        """Why the job does not allow the policy and plan that are deployed."""
+        """Why the job rules out the deployed policy or tensor plan; None if it does not."""
         fixed, now = self.problem.fixed, self._now.variables
         for key in ("policy", "tp_degree", "tp_gpus"):
             wanted = getattr(fixed, key)
@@ -276,7 +275,7 @@ class GivenStages:
         return None
 
     def _broken(self, constraint: Constraint, point: Point) -> str | None:
-        """What a replay broke, in words; None where it broke nothing without a margin."""
+        """The limit that a replay misses without a margin, in words; None if it misses none."""
         figures = self._cell.replayed[point].figures
         for metric in _PACED:
             limit_s, seen_s = constraint.limit_s(metric), getattr(figures, f"{metric}_s")
@@ -287,7 +286,7 @@ class GivenStages:
 
 
 def fits_the_job(deployed: Estimate, problem: Problem) -> None:
-    """Raises InputError where the schedule cannot be what is deployed for this problem."""
+    """Raises InputError if the schedule cannot be deployed for this problem."""
     mistakes = []
 
     def refuse(key: str, value: object, allowed: str) -> None:
@@ -319,7 +318,7 @@ def fits_the_job(deployed: Estimate, problem: Problem) -> None:
 
 
 def variables_words(estimate: Estimate) -> str:
-    """The control variables, in words; not every policy has iterations."""
+    """The control variables in words."""
     figures, controls = estimate.figures, estimate.controls
     if isinstance(controls, ContinuousControls):
         budget = f", token_budget {controls.token_budget}" if controls.token_budget else ""

@@ -1,11 +1,10 @@
-"""Output lengths as a running job shows them, and whether they have left those planned for.
+"""Estimate of the output lengths from a running job, and its difference from the plan.
 
-Who finishes first has a short output: the mean of the finished queries is too low until the longest
-of their time are done. A query that is still at work says something too: its output is longer than
-what it has written. Queries are admitted in the order of
-the file, so how long one has been at work says nothing about its own length, and the product-limit
-estimate (Kaplan and Meier, 1958) of both kinds is unbiased wherever queries have been watched that
-long. Beyond it, lengths are taken to go on as planned.
+Queries that finish first have short outputs, so the mean of the finished ones is too low. A query
+still at work has an output longer than what it has written. Queries are admitted in the order of
+the file, independent of their lengths, so the product-limit estimate (Kaplan and Meier, 1958) of
+both is unbiased up to the longest time that queries were watched. Beyond it, the planned
+distribution is used.
 
 Symbols: d(k) queries ended with token k of n(k) that were seen to write it; S(k) = P(length > k) =
 product of 1 - d(j) / n(j) over j <= k. The variance of the mean, the sum of S, is Greenwood's."""
@@ -17,15 +16,15 @@ import numpy as np
 
 from xgpt.core.lengths import FloatArray, IntArray, JointLengths, Lengths, joint_empirical
 
-BEYOND_CHANCE = 3.0  # chosen: standard errors by which a figure must be off to count
-CORRELATED = 0.3  # chosen: correlation of input and output from which on pairs are kept
-PAIRS = 4000  # chosen: that a weighted sample of pairs is written as
+BEYOND_CHANCE = 3.0  # chosen: standard errors by which a figure must differ
+CORRELATED = 0.3  # chosen: least correlation of input and output for which pairs are kept
+PAIRS = 4000  # chosen: pairs that stand for the weighted sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Observation:
-    """Queries admitted one after the other: [n, 2] (input, output) tokens of those that are done
-    and of those at work, with what they have written so far."""
+    """Queries of a run: [n, 2] (input, output) tokens of the finished ones, and of the active ones
+    with the output so far."""
 
     finished: IntArray
     active: IntArray
@@ -37,8 +36,8 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ObservedLengths:
-    """What an observation says of the outputs. `unknown`: share of them that is longer than any
-    query was watched for, and taken from the plan. `mean_error`: standard error of the mean."""
+    """Estimated output lengths. unknown: probability of outputs longer than any query was watched
+    for, whose lengths are the plan's. mean_error: standard error of the mean."""
 
     outputs: Lengths
     unknown: float
@@ -47,7 +46,7 @@ class ObservedLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """How outputs have left the plan. `reach`: length that the bound's quantile keeps."""
+    """Difference of the outputs from the plan. reach: output length at the limit's quantile."""
 
     planned_mean: float
     observed_mean: float
@@ -63,7 +62,7 @@ class Drift:
 
 
 def observed_lengths(seen: Observation, planned: Lengths, longest: int) -> ObservedLengths:
-    """The product-limit estimate. `longest`: most tokens that a query may write."""
+    """The product-limit estimate of the output lengths. longest: most tokens of an output."""
     ends, watched = seen.finished[:, 1], seen.active[:, 1]
     top = int(max(ends.max(initial=1), watched.max(initial=1)))
     done = np.bincount(ends, minlength=top + 1)[1:top + 1]
@@ -85,8 +84,8 @@ def observed_lengths(seen: Observation, planned: Lengths, longest: int) -> Obser
 
 def drift_of(planned: Lengths, observed: ObservedLengths, *, threshold: float, quantile: float,
              ) -> Drift:
-    """Whether the mean, or the length at the quantile, is off by more than a share `threshold` of
-    the plan's, and by more than chance."""
+    """The difference from the plan: true if the mean, or the length at the quantile, is off by more
+    than a share `threshold` and by more than BEYOND_CHANCE standard errors."""
     own = observed.outputs
     count = own.num_samples or 1
     error = observed.mean_error
@@ -104,8 +103,8 @@ def drift_of(planned: Lengths, observed: ObservedLengths, *, threshold: float, q
 
 
 def joint_of(seen: Observation, observed: ObservedLengths, planned: JointLengths) -> JointLengths:
-    """The observed outputs with their inputs: in pairs where the two are correlated, else beside
-    the inputs that were planned with, which are known better than a sample tells."""
+    """The observed outputs together with inputs: as pairs if the two are correlated, else with the
+    planned inputs, which are known better."""
     pairs = _weighted_pairs(seen, observed)
     inputs, outputs = pairs[:, 0], pairs[:, 1]
     if len(seen.finished) >= 30 and inputs.std() > 0 and outputs.std() > 0 and (
@@ -118,14 +117,14 @@ def joint_of(seen: Observation, observed: ObservedLengths, planned: JointLengths
 
 
 def _at_least(values: IntArray, top: int) -> IntArray:
-    """[top] how many of `values` are k or more, k = 1..top."""
+    """[top] number of `values` that are at least k, for k = 1..top."""
     counts = np.bincount(values, minlength=top + 1)[:top + 1]
     at_least: IntArray = counts[::-1].cumsum()[::-1][1:]
     return at_least
 
 
 def _tail(planned: Lengths, top: int, longest: int) -> FloatArray:
-    """Planned probabilities given a length beyond `top`; the longest where none is planned."""
+    """Planned probabilities of the lengths beyond `top`; of `longest` alone if none is planned."""
     size = max(planned.max, longest, top + 1)
     tail = np.zeros(size)
     tail[:planned.max] = planned.pmf
@@ -137,7 +136,7 @@ def _tail(planned: Lengths, top: int, longest: int) -> FloatArray:
 
 
 def _greenwood(hazard: FloatArray, at_risk: IntArray, survival: FloatArray) -> float:
-    """Standard error of the mean up to the longest time watched."""
+    """Standard error of the mean (Greenwood's formula), up to the longest time watched."""
     after = survival[::-1].cumsum()[::-1]  # sum of S(j), j >= k
     open_ = (hazard > 0) & (hazard < 1)
     terms = after[open_] ** 2 * hazard[open_] / ((1 - hazard[open_]) * at_risk[open_])
@@ -149,8 +148,8 @@ def _exceed(lengths: Lengths, length: int) -> float:
 
 
 def _weighted_pairs(seen: Observation, observed: ObservedLengths) -> IntArray:
-    """[PAIRS, 2] pairs as often as the estimate weighs them: the finished by the probability of
-    their length, the longest at work by what is beyond."""
+    """[PAIRS, 2] (input, output) pairs, each as often as its weight: of finished queries the
+    probability of their length, of the longest active ones a share of that of longer outputs."""
     pmf, ends = observed.outputs.pmf, seen.finished[:, 1]
     same = np.bincount(ends, minlength=len(pmf) + 1)
     pairs, weights = seen.finished, pmf[ends - 1] / same[ends]

@@ -1,31 +1,24 @@
-"""How long a run's steps take against what they were planned to take.
+"""Step times of a run compared with the plan.
 
-Each rank tells of its latest steps once a second, in what it tells of itself anyway
-(xrunner.io.beat). A step's seconds are divided by what the timing source says of a step of its kind
-and size on its stage. Steps have left the plan where these ratios have in the older and in the
-newer half of a window of the latest steps of a kind on a stage, by more than the threshold, by more
-than chance, and by more than a step's overhead, of which a source knows little: a burst of fewer
-steps of another program's does not, and what has passed does not either.
+Each rank reports its latest steps once a second (xrunner.io.beat). The ratio of a step is its
+seconds over those that the timing source gives for its kind and size on its stage. Steps differ
+from the plan if both halves of a window of the latest ratios do: by more than the threshold, by
+more than BEYOND_CHANCE standard errors and by more than the overhead of a step. So neither a short
+burst of another program counts, nor one that has passed.
 
-In the shorter windows median and mean must have left: they tell soon what slows each step alike. In
-the long one the mean alone: what is slowed in pulses (a container's quota stops its processes for a
-part of each tenth of a second) has most of its steps as they were, and takes longer all the same. A
-single ratio counts no more than MOST_OFF times the median.
+- Short windows: mean and median must differ. They react quickly to what slows every step.
+- The long window: the mean alone. A container's quota slows steps in pulses, so most steps are as
+  before. A single ratio counts at most MOST_OFF times the median.
+- Slower steps count at once, and the plan takes their mean plus a standard error: planning with too
+  little misses the limit, with too much it costs some throughput.
+- Quicker steps count after LASTING_S seconds, doubled each time they turn out to have been a lull.
+  Every part of that time must be quicker, and the plan takes its slowest part. It goes half of the
+  way while more than the threshold is left, since larger batches load the machine more.
+- After a change the long window uses FOLLOWED as its threshold, so that slow growth is not missed.
 
-What is planned with from then on is the mean of the window's end, and where steps are slower a
-standard error more: to reckon with too little breaks the bound, with too much it costs a few
-queries a second. For the same reason slower steps count at once, quicker ones once they have lasted
-LASTING_S; and each time that they turn out to have been a lull, twice as long. All parts of that
-time must be quicker, and the slowest of them is planned with. That is half of the way, while more
-than the threshold is left of it: how much of a core another program takes depends on how busy the
-run is, and smaller batches than before are less busy, which says nothing of the larger ones that
-they would bring back. Steps that have left the plan before are followed more closely: in the long
-window FOLLOWED counts, for up to the threshold of further slowness would otherwise stay out of
-every plan.
-
-A step goes through all stages of its pool. With as many groups as stages the slowest of these sets
-the pace, a single group takes the sum of all; the ratio of a kind is that of the pool's pace, and
-of several copies the slowest tells."""
+A step passes all stages of its pool. With as many groups as stages the slowest stage sets the pace;
+a single group takes the sum of all. The ratio of a kind is that of the pool's pace, and of several
+copies the slowest counts."""
 
 from __future__ import annotations
 
@@ -46,35 +39,34 @@ from xprofiler.timing import TimingSource
 from xscheduler.copies import problem_for
 from xsimulator.replay.step_clock import StepClock, StepClocks, StepSizes
 
-LEAST_STEPS = 12  # chosen: without which a kind is not said to take other times
-TELLING_S = 1.0  # of work, by the plan, that tell what a kind takes where another has left the plan
-ENOUGH_STEPS = 16  # chosen: that a factor is the mean of, where there are as many
-LASTING_S, LASTING_PARTS = 16.0, 4  # chosen: for which steps must be quicker, each part of it
-MOST_PATIENCE = 8  # chosen: times as long where that was a lull before
-FOLLOWED = 0.05  # chosen: share by which steps must be slower still, once they have left the plan
-BEYOND_CHANCE = 3.0  # chosen: standard errors of a mean by which it must be off
+LEAST_STEPS = 12  # chosen: least number of steps of a kind
+ENOUGH_S = 1.0  # chosen: planned seconds of steps that count if another kind has changed
+ENOUGH_STEPS = 16  # chosen: least number of steps that a factor is the mean of
+LASTING_S, LASTING_PARTS = 16.0, 4  # chosen: how long steps must be quicker, in so many parts
+MOST_PATIENCE = 8  # chosen: largest multiple of LASTING_S after lulls
+FOLLOWED = 0.05  # chosen: threshold of the long window after a change
+BEYOND_CHANCE = 3.0  # chosen: standard errors by which a mean must differ
 MOST_OFF = 8.0  # chosen
-MOST_KEPT = 4096  # chosen: steps of a kind on a stage; ranks tell of 24 a second at most
+MOST_KEPT = 4096  # chosen: steps of a kind on a stage; ranks report at most 24 a second
 KINDS = ("encode", "decode", "mixed")
 
 
 class Window(NamedTuple):
-    """Steps of a kind on a stage: so many at most, and so many without which it does not tell;
-    whether their mean alone counts, without the median; and how often they must have been told
-    of: all that are told at once may be one burst."""
+    """A window of steps: at most `length`, at least `least`; is_mean: the mean counts without the
+    median; from at least so many reports, since one report may be one burst."""
 
     length: int
     least: int
     is_mean: bool = False
-    times_told: int = 1
+    num_reports: int = 1
 
 
-SWIFT, SHORT = Window(16, 16, times_told=2), Window(32, 12, times_told=2)
+SWIFT, SHORT = Window(16, 16, num_reports=2), Window(32, 12, num_reports=2)
 LONG = Window(96, 64, is_mean=True)
 
 
 class Step(Protocol):
-    """A step as a rank tells of it: see xrunner.io.beat.ToldStep."""
+    """A step as a rank reports it: see xrunner.io.beat.ToldStep."""
 
     @property
     def kind(self) -> str: ...
@@ -95,7 +87,7 @@ class Step(Protocol):
 
 
 class Ratio(NamedTuple):
-    """A step's seconds over those it was expected to take; when it was told of."""
+    """A step: log(seconds / expected seconds), rows, expected seconds, time of the report."""
 
     log: float
     rows: int
@@ -105,10 +97,9 @@ class Ratio(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PaceDrift:
-    """Where steps have left the plan: by kind, the factor on the timing source's own times that was
-    planned with (`before`), that is seen (`now`), and that is planned with from now on (`planned`),
-    of every kind that steps were seen of; `stage` is the slowest of a kind. Of copies of several
-    shapes it is of those of one `shape`, which `where` names."""
+    """A difference from the plan. By kind: the factor on the timing source's times planned with so
+    far (`before`), observed (`now`), and to plan with from now on (`planned`); the slowest stage.
+    shape: index of the shape of copies; where: that shape in words."""
 
     before: Mapping[str, float]
     now: Mapping[str, Factor]
@@ -120,7 +111,7 @@ class PaceDrift:
 
     @property
     def slowed(self) -> float:
-        """The factor by which the kind that is now off by most has changed."""
+        """Ratio of now to before, of the kind that changed most."""
         return max((self.now[kind].factor / self.before[kind] for kind in self.now),
                    key=lambda factor: abs(math.log(factor)))
 
@@ -131,14 +122,14 @@ class PaceDrift:
 
 
 class Place(NamedTuple):
-    """Where ratios lie: the logarithm, and its standard error."""
+    """Location of some ratios: its logarithm and the standard error of that."""
 
     log: float
     error: float
 
 
 class Seen(NamedTuple):
-    """The latest steps of a kind on a pool of so many groups: by stage, as many of each."""
+    """The latest steps of a kind on a pool of so many groups, equally many of each stage."""
 
     groups: int
     stages: Mapping[int, Sequence[Ratio]]
@@ -148,7 +139,7 @@ class Seen(NamedTuple):
         return len(next(iter(self.stages.values())))
 
     @property
-    def times_told(self) -> int:
+    def num_reports(self) -> int:
         return min(len({one.told_s for one in own}) for own in self.stages.values())
 
     def part(self, steps: slice) -> Seen:
@@ -156,22 +147,22 @@ class Seen(NamedTuple):
 
     @property
     def spans_s(self) -> float:
-        """Between when the first and the last of them were told of."""
+        """Seconds between the first and the last report."""
         return min(own[-1].told_s - own[0].told_s for own in self.stages.values())
 
     def parts(self, count: int) -> list[Seen]:
-        """As many steps in each, the oldest first."""
+        """`count` parts of equally many steps, the oldest first."""
         edges = [self.num_steps * place // count for place in range(count + 1)]
         return [self.part(slice(*pair)) for pair in itertools.pairwise(edges)]
 
     @property
     def slowest(self) -> int:
-        """The stage whose steps take longest against the plan."""
+        """The stage with the largest ratio."""
         return max(self.stages, key=lambda stage: _mean(self.stages[stage]).log)
 
     @property
     def expected_s(self) -> float:
-        """Of a step on the stage where it takes longest, by the plan."""
+        """Expected seconds of a step on the stage where it takes longest."""
         return max(_expected_s(own) for own in self.stages.values())
 
     @property
@@ -183,8 +174,8 @@ class Seen(NamedTuple):
         return self._pace(_median)
 
     def _pace(self, place_of: Callable[[Sequence[Ratio]], Place]) -> Place:
-        """What the pool's pace is against the plan: of what its stages take, each by itself. (Of
-        single steps' ratios the largest would lie above what any stage takes.)"""
+        """Ratio of the pool's pace to the plan, from the location of each stage. (The largest of
+        single steps' ratios would lie above every stage.)"""
         own = [(_expected_s(steps), place_of(steps)) for steps in self.stages.values()]
         before_s = [expected for expected, _ in own]
         now_s = [expected * math.exp(place.log) for expected, place in own]
@@ -198,7 +189,7 @@ class Seen(NamedTuple):
 
 
 class Ratios:
-    """What steps of a run of `estimate` take against `timing`."""
+    """Ratios of the steps of a run of `estimate` to the times of `timing`."""
 
     def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate, *,
                  longest: int) -> None:
@@ -208,7 +199,7 @@ class Ratios:
         self.num_stages = len(estimate.deployment.stages)
 
     def of(self, stage: int, step: Step) -> Ratio | None:
-        """A step on a stage, counted over all replicas; None where the source says nothing."""
+        """The ratio of a step on a stage, counted over all replicas; None without a known time."""
         stage %= self.num_stages
         pool = next(pool for pool in self.pools
                     if stage in [own.index for own in pool.stages])
@@ -220,32 +211,31 @@ class Ratios:
 
 
 class Pace:
-    """Follows the steps of one run of `estimate`, timed by `timing`."""
+    """Observes the steps of one run of `estimate`, planned with `timing`."""
 
     def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate, *,
                  threshold: float, longest: int) -> None:
-        """threshold: share by which a kind's steps must be slower or quicker to count. longest:
-        tokens that a query ever has at most."""
+        """threshold: least relative change that counts. longest: most tokens of a query."""
         self._ratios = Ratios(problem, timing, estimate, longest=longest)
         self._threshold, self._overhead_s = threshold, timing.facts.step_overhead_s
         self._windows: dict[tuple[int, str], deque[Ratio]] = {}
-        self._told: dict[int, float] = {}  # rank -> of its state that was taken up last
-        self.factors: dict[str, Factor] = {}  # that are planned with
+        self._reported: dict[int, float] = {}  # rank -> time of its last report
+        self.factors: dict[str, Factor] = {}  # planned with
         self._patience, self._was_quicker = 1, False
 
     def hear(self, rank: int, stage: int, told_s: float, steps: Iterable[Step]) -> None:
-        """Takes up what a rank of the run's `stage`, counted over all replicas, told at `told_s`;
-        nothing where that has been heard already."""
-        if told_s <= self._told.get(rank, -math.inf):
+        """Takes a rank's report of time `told_s` on its `stage`, counted over all replicas. A
+        report that was taken before is ignored."""
+        if told_s <= self._reported.get(rank, -math.inf):
             return
-        self._told[rank] = told_s
+        self._reported[rank] = told_s
         for step in steps:
             if step.kind in KINDS and (ratio := self._ratios.of(stage, step)) is not None:
                 self._windows.setdefault((stage, step.kind), deque(
                     maxlen=MOST_KEPT)).append(ratio._replace(told_s=told_s))
 
     def drift(self) -> PaceDrift | None:
-        """How steps have left what is planned with; None while they have not."""
+        """The difference from the plan; None if there is none."""
         for window in (SWIFT, SHORT, LONG):
             if slower := self._slower(window):
                 return self._drift_of(slower | self._meanwhile(slower), is_slower=True)
@@ -254,7 +244,7 @@ class Pace:
         return None
 
     def take(self, drift: PaceDrift) -> None:
-        """These factors are planned with from now on; what was seen so far has been said."""
+        """Plans with the drift's factors from now on, and forgets the steps so far."""
         self.factors |= drift.planned
         self._windows.clear()
         if drift.slowed > 1 and self._was_quicker:  # that was a lull
@@ -262,7 +252,7 @@ class Pace:
         self._was_quicker = drift.slowed < 1
 
     def factors_of(self, shape: int) -> dict[str, Factor]:
-        """Those that copies of the only shape are planned with."""
+        """The factors planned with, for the only shape."""
         assert shape == 0, f"{shape = }"
         return self.factors
 
@@ -275,7 +265,7 @@ class Pace:
             place = latest.mean if is_slower or own.num_steps < LONG.least else max(
                 part.mean for part in own.parts(LASTING_PARTS))
             factor = math.exp(place.log)
-            if is_slower:  # what is quicker meanwhile must last
+            if is_slower:  # a kind that is quicker meanwhile does not count yet
                 factor = max(factor, before)
             now[kind] = planned[kind] = Factor(rows=rows, factor=factor)
             if factor > before:
@@ -287,29 +277,29 @@ class Pace:
                          steps=sum(own.num_steps for own in seen.values()))
 
     def _slower(self, window: Window) -> dict[str, Seen]:
-        """Kinds whose steps have become slower than planned with."""
+        """The kinds whose steps are slower than planned."""
         return {kind: own for kind, own in self._seen(window.length).items()
-                if own.num_steps >= window.least and own.times_told >= window.times_told
+                if own.num_steps >= window.least and own.num_reports >= window.num_reports
                 and self._is_off(kind, own.parts(2), 1, is_mean=window.is_mean)}
 
     def _quicker(self) -> dict[str, Seen]:
-        """Kinds whose steps have been quicker than planned with for as long as that must last."""
-        least_s, latest_s = self._patience * LASTING_S, max(self._told.values(), default=0.0)
+        """The kinds whose steps have been quicker than planned for long enough."""
+        least_s, latest_s = self._patience * LASTING_S, max(self._reported.values(), default=0.0)
         return {kind: own for kind, own in self._seen(
-                    MOST_KEPT, since_s=latest_s - least_s - 2 * TELLING_S).items()
+                    MOST_KEPT, since_s=latest_s - least_s - 2 * ENOUGH_S).items()
                 if own.num_steps >= LONG.least and own.spans_s >= least_s
                 and self._is_off(kind, own.parts(LASTING_PARTS), -1, is_mean=True)}
 
     def _meanwhile(self, off: Mapping[str, Seen]) -> dict[str, Seen]:
-        """What steps of the other kinds took since those of `off`: fewer of them tell, if they took
-        a while. Older ones would tell of what the machine was like before."""
+        """Steps of the other kinds since those of `off` began; older ones precede the change. Fewer
+        steps are enough if they took ENOUGH_S."""
         since_s = min(step.told_s for own in off.values() for steps in own.stages.values()
                       for step in steps)
         return {kind: own for kind, own in self._seen(LONG.length, since_s=since_s).items()
                 if kind not in off}
 
     def _seen(self, length: int, *, since_s: float | None = None) -> dict[str, Seen]:
-        """By kind, what of the latest steps there is to see on the copy that is slowest."""
+        """{kind: latest steps on the slowest copy}."""
         copies = 1 + max((stage for stage, _ in self._windows), default=0) // (
             self._ratios.num_stages)
         found = {}
@@ -327,7 +317,7 @@ class Pace:
             place = copy * self._ratios.num_stages + stage.index
             steps = [step for step in self._windows.get((place, kind), ())
                      if since_s is None or step.told_s >= since_s]
-            is_long = since_s is not None and sum(one.expected_s for one in steps) >= TELLING_S
+            is_long = since_s is not None and sum(one.expected_s for one in steps) >= ENOUGH_S
             if len(steps) >= LEAST_STEPS or is_long:
                 own[place] = steps
         if not own:
@@ -336,8 +326,8 @@ class Pace:
         return Seen(pool.num_groups, {place: steps[-count:] for place, steps in own.items()})
 
     def _is_off(self, kind: str, parts: Sequence[Seen], side: int, *, is_mean: bool) -> bool:
-        """Whether steps of a kind have become slower (1) or quicker (-1) than planned with in each
-        part: in its mean, and unless `is_mean` in its median."""
+        """Whether steps are slower (side 1) or quicker (-1) than planned in every part, by the mean
+        and, unless `is_mean`, by the median."""
         planned = math.log(self._planned(kind))
         for part in parts:
             expected_s = part.expected_s
@@ -352,8 +342,7 @@ class Pace:
         return True
 
     def _planned(self, kind: str) -> float:
-        """The factor that is planned with: of a kind that was not seen, as the others (see
-        xprofiler.retimed)."""
+        """The factor planned with; of a kind without steps, by the others' (xprofiler.retimed)."""
         if kind in self.factors or not self.factors:
             return self.factors[kind].factor if kind in self.factors else 1.0
         others = Factors(self.factors)
@@ -362,7 +351,7 @@ class Pace:
 
 
 def expected_s(clock: StepClock, step: Step) -> list[float]:
-    """[stages] seconds of a step of these sizes, its inputs taken to be equally long."""
+    """[stages] expected seconds of a step; its inputs are taken as equally long."""
     tokens = max(step.tokens - step.decoded, 0)
     spans = []
     if tokens and step.input_tokens > 0:
@@ -380,7 +369,7 @@ def _expected_s(steps: Sequence[Ratio]) -> float:
 
 
 def _median(window: Sequence[Ratio]) -> Place:
-    """Its error: 1.25 / sqrt(n) deviations of a normal with this interquartile range."""
+    """The median; its error is that of a normal with the same interquartile range."""
     low, middle, high = np.quantile([ratio.log for ratio in window], (0.25, 0.5, 0.75))
     return Place(float(middle), 1.25 * float(high - low) / 1.35 / math.sqrt(len(window)))
 

@@ -1,11 +1,10 @@
-"""A change that is found at once: what runs, made smaller.
+"""A quick change to smaller batches, found by a few replays.
 
-Where steps have become slower, every second until a change is a second in which queries are begun
-that will be late; and a plan with its margins takes seconds of a core that the ranks and another
-program share. So where what runs misses the bound itself, the best that a few replays find is taken
-up, of no larger batch (RRA), or of smaller limits (the others). It is planned for what the margin
-of the schedule that the run began with leaves of the bound, and CAUTIOUS of that: the margin of
-smaller batches at other times is not known yet. Then all is planned as ever, beside the ranks."""
+If steps have become slower, every query that starts before a change may be late, and a full plan
+takes seconds of a core that the ranks share with another program. So if the running schedule misses
+the limit itself, the best of REPLAYS configurations with no larger batch (RRA) or smaller limits
+(other policies) is taken at once. It is planned for CAUTIOUS of limit / margin, since the margin at
+the new times is not known yet. A full plan follows beside the run."""
 
 from __future__ import annotations
 
@@ -19,14 +18,14 @@ from xprofiler.timing import TimingSource
 from xscheduler.live.allowance import AllowanceEvidence
 from xscheduler.live.evidence import StepTimeEvidence
 from xscheduler.live.given_stages import GivenStages
-from xscheduler.live.reschedule import WORTH_CHANGING, Revised, held_problem
+from xscheduler.live.reschedule import LEAST_GAIN, Revised, held_problem
 
-CAUTIOUS = 0.85  # chosen: share of what the margin leaves that is planned for
+CAUTIOUS = 0.85  # chosen: share of limit / margin that is planned for
 REPLAYS = 12  # chosen
 
 
 def is_pressing(look: object) -> bool:
-    """Whether what was seen is about queries that are late: there is no time for a whole plan."""
+    """Whether the evidence means that queries are late: there is no time for a full plan."""
     if isinstance(look, StepTimeEvidence):
         return look.drift.slowed > 1
     return isinstance(look, AllowanceEvidence) and look.share < look.planned
@@ -34,8 +33,8 @@ def is_pressing(look: object) -> bool:
 
 def revise_at_once(running: Schedule, problem: Problem, timing: TimingSource, *,
                    most_present: int | None, began: Estimate | None) -> Revised | None:
-    """What to change to for now (see `revise`); None where what runs keeps the bound by a
-    replay, if not with a margin, or nothing smaller is quicker."""
+    """The change to make at once (see `revise`); None if the running schedule keeps the limit by a
+    replay without margin, or nothing smaller is quicker."""
     now, bound = running.estimate, problem.constraint
     with_margin_s = bound.latency_s / running.margin.factor
     most = {} if isinstance(now.controls, ContinuousControls) else {
@@ -52,7 +51,7 @@ def revise_at_once(running: Schedule, problem: Problem, timing: TimingSource, *,
             break
     found = way.estimate
     if found is None or found.figures.latency_s > (
-            1 - WORTH_CHANGING) * keep.estimate.figures.latency_s:
+            1 - LEAST_GAIN) * keep.estimate.figures.latency_s:
         return None
     kept = "" if way.qps else "; the tightest there is misses it, too, by less"
     return Revised(keep=keep, estimate=found, is_kept=limit_s < bound.latency_s, reason=(
@@ -62,11 +61,11 @@ def revise_at_once(running: Schedule, problem: Problem, timing: TimingSource, *,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowUpEvidence:
-    """What led to a change at once, which is now planned for as a whole."""
+    """Evidence that led to a quick change, for the full plan that follows it."""
 
     look: StepTimeEvidence | AllowanceEvidence
 
-    is_observing = False  # lengths are not what this is about
+    is_observing = False  # not about lengths
 
     @property
     def left(self) -> int:

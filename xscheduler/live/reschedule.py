@@ -1,25 +1,21 @@
-"""When the lengths change: keep the schedule, adjust it, or deploy another (paper sections 7.6 and
-7.7).
+"""What to do when the lengths change: keep the schedule, adjust it, or deploy another one (paper
+sections 7.6 and 7.7).
 
-    keep      the current control variables, under the new lengths
-    adjust    the best that is reached without moving a layer: the stages, the tensor-parallel plan
-              and (WAA) the division of the devices stay; encode_batch, (WAA) decode_micro_batches
-              and (RRA) decode_iterations and the size of chunks change. A running pool takes that
-              over at once.
-    redeploy  the best of the whole search, for which ranks load what they do not hold
+    keep      the current control variables under the new lengths
+    adjust    the best without moving a layer: stages, tensor plan and (WAA) the division of the
+              devices stay; batch sizes, (RRA) decode_iterations and chunks change
+    redeploy  the best of the whole search; ranks load the weights that they lack
 
-A redeployment stops the pool for `cost_s`, and is made up for after N queries, with q and q' the
-throughput of the best alternative and of the new schedule:
+A redeployment stops the ranks for `cost_s`. It pays after N queries, with q and q' the throughput
+of the best alternative and of the new schedule:
 
     N / q = cost_s + N / q',  so  N = cost_s q q' / (q' - q)
 
-The queries present are finished before layers move; how long the pool drains and fills again is not
-counted, nor is what a running pool takes to swing into new batch sizes.
+The drain before and the ramp-up after a change are not counted.
 
-An RRA schedule that is running is revised (`revise`): layers, tensor-parallel plan and
-micro-batches stay, and with them the ranks' weights and caches; encode_batch and decode_iterations
-are searched on the stages there are (`given_stages.py`), within the bound and its confidence
-(xscheduler.margin), as the schedule itself was."""
+`revise` adjusts a schedule while it runs: weights and caches stay where they are, and the control
+variables are searched on the given stages (`given_stages.py`) within the limit and its confidence,
+as for the first schedule."""
 
 from __future__ import annotations
 
@@ -39,16 +35,15 @@ from xscheduler.live.deployment import Loading, redeployment
 from xscheduler.live.given_stages import GivenStages, Way, fits_the_job, variables_words
 from xscheduler.search_planner import SearchPlanner
 
-WORTH = 0.005  # share of throughput below which two schedules count as equal: the search's gap
+NO_GAIN = 0.005  # chosen: schedules whose throughput differs by a smaller share count as equal
 Choice = Literal["keep", "adjust", "redeploy"]
-# Share of throughput from which on a change is made: it costs a few phases in which the pool
-# swings into its new batch sizes, which no estimate counts.
-WORTH_CHANGING = 0.02  # chosen
+# chosen: least gain in throughput for a change, which costs a few phases of uneven batches
+LEAST_GAIN = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reschedule:
-    """The three ways, and which is best for the queries left. `loading` None: no redeployment."""
+    """The three ways, and the best for the remaining queries. loading None: no redeployment."""
 
     keep: Way
     adjust: Way
@@ -70,12 +65,12 @@ class Reschedule:
 def reschedule(current: Schedule | Estimate, problem: Problem, timing: TimingSource, *,
                latency_limit_s: float | None = None,
                best: Schedule | InfeasibleError | InputError | None = None) -> Reschedule:
-    """What to do about `problem`, which has the new lengths and the queries that are left, while
-    `current` is deployed on its cluster.
+    """The best way to go on with `problem`, which has the new lengths and the remaining queries,
+    while `current` is deployed on its cluster.
 
-    latency_limit_s: what the latency is held to, where a margin makes that less than the bound.
-    best: the best schedule of the problem, or why there is none; by default what a search without a
-    margin finds. Raises InputError for a schedule of another model, cluster or policy."""
+    latency_limit_s: limit / margin; None: the limit. best: the best schedule of the problem or its
+    refusal; None: a search without margin finds it. Raises InputError for a schedule of another
+    model, cluster or policy."""
     deployed = current.estimate if isinstance(current, Schedule) else current
     fits_the_job(deployed, problem)
     limit_s = problem.constraint.latency_s if latency_limit_s is None else latency_limit_s
@@ -84,7 +79,7 @@ def reschedule(current: Schedule | Estimate, problem: Problem, timing: TimingSou
     keep = adjust = stages.as_it_is(limited, has_margin=False)
     if not isinstance(deployed.controls, ContinuousControls):
         adjust = stages.best(limited, has_margin=False)
-    if keep.qps > adjust.qps:  # more are at work by it than are left, or the job fixes others
+    if keep.qps > adjust.qps:  # it holds more queries than are left, or the job fixes other values
         adjust = keep
     if best is None:
         try:
@@ -99,7 +94,7 @@ def reschedule(current: Schedule | Estimate, problem: Problem, timing: TimingSou
         old, new = deployed.deployment, redeploy.estimate.deployment
         loading = redeployment(old.all_pools, new.all_pools, problem.model, problem.dtype,
                                problem.cluster)
-        # the best has the layers where they are; another policy takes a new start all the same
+        # no layer would move; another policy needs a new start all the same
         if loading.total_bytes == 0 and new.replicas == old.replicas and (
                 redeploy.estimate.policy == deployed.policy):
             adjust = redeploy if redeploy.qps > adjust.qps else adjust
@@ -113,18 +108,18 @@ def reschedule(current: Schedule | Estimate, problem: Problem, timing: TimingSou
 
 
 def break_even(old_qps: float, new_qps: float, cost_s: float) -> float:
-    """Queries after which a stop of `cost_s` is made up for; inf where the new schedule is not
-    quicker, 0 where the old one answers nothing."""
+    """Number of queries after which a stop of `cost_s` has paid; inf if the new schedule is not
+    quicker, 0 if the old one has no throughput."""
     if new_qps <= old_qps:
         return math.inf
     return cost_s * old_qps * new_qps / (new_qps - old_qps)
 
 
 def _recommend(ways: Reschedule) -> Reschedule:
-    """The same with its choice and sentence: of equals, the one that changes less."""
+    """`ways` with its choice and sentence; of equal ways the one that changes less."""
     keep, adjust, left = ways.keep.qps, ways.adjust.qps, ways.queries_left
     best = max(keep, adjust)
-    is_better = ways.redeploy.qps > best * (1 + WORTH)
+    is_better = ways.redeploy.qps > best * (1 + NO_GAIN)
     if is_better and left > ways.break_even_queries:
         return replace(ways, choice="redeploy", sentence=_redeploy_words(ways))
     if best == 0:
@@ -135,10 +130,10 @@ def _recommend(ways: Reschedule) -> Reschedule:
     if is_better:
         unless = (f"; a redeployment would bring {ways.redeploy.qps / best - 1:.1%} more but pays "
                   f"after {math.ceil(ways.break_even_queries)} queries, and {left:.0f} are left")
-    if adjust <= keep * (1 + WORTH):
+    if adjust <= keep * (1 + NO_GAIN):
         return replace(ways, choice="keep", sentence=(
             f"Keep the schedule: under these lengths it answers {keep:.4g} queries/s within the "
-            f"bound, and no other batch sizes bring more than {WORTH:.1%}{unless}."))
+            f"bound, and no other batch sizes bring more than {NO_GAIN:.1%}{unless}."))
     gain = (f"{adjust / keep - 1:.1%} more than now" if keep
             else f"while the current one no longer serves ({ways.keep.reason})")
     assert ways.adjust.estimate is not None
@@ -168,9 +163,9 @@ def variables(estimate: Estimate) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revised:
-    """`keep`: the control variables as they are, under the new lengths; its reason says why they
-    do not do. `estimate` None: they stay. `reason`: why. `is_kept`: what is left running keeps the
-    bound with its confidence."""
+    """A decision about a running schedule. keep: the present control variables under the new
+    lengths. estimate: what to change to; None: nothing. reason: why. is_kept: whether what runs
+    from now on keeps the limit with its confidence."""
 
     keep: Way
     estimate: Estimate | None
@@ -179,13 +174,13 @@ class Revised:
 
 
 def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
-           most_present: int | None = None, caution: float = 1.0, worth: float = WORTH_CHANGING,
+           most_present: int | None = None, caution: float = 1.0, least_gain: float = LEAST_GAIN,
            began: Estimate | None = None) -> Revised:
-    """What to change for `problem`, which has the new lengths and the queries that are left, while
-    `running` is executed. `most_present`: queries that the caches of a copy hold. `caution`: share
-    of the bound that a change is planned for. `worth`: share of throughput that a change must bring
-    where the bound is kept without. `began`: whose caches are there, of a policy whose limits may
-    only fall; None: RRA's, which may rise within `most_present`."""
+    """What to change for `problem`, which has the new lengths and the remaining queries, while
+    `running` is executed. most_present: queries that the caches of a copy hold. caution: share of
+    the limit that a change is planned for. least_gain: gain in throughput for which a change is
+    made if the limit is kept anyway. began: the schedule that the caches were made for, of a policy
+    whose sizes may only shrink; None: RRA, whose batches may grow up to `most_present`."""
     now, bound = running.estimate, problem.constraint
     assert policy(now.policy).is_changeable or began is not None, f"{now.policy = }"
     stages = GivenStages(now, held_problem(now, problem, most_present), timing, began=began)
@@ -197,22 +192,22 @@ def revise(running: Schedule, problem: Problem, timing: TimingSource, *,
         return Revised(keep=keep, estimate=None, reason=reason, is_kept=keep.qps > 0)
 
     if best.estimate is None or best.reason is not None:
-        if best.estimate is None or keep.qps or not _is_worth(
+        if best.estimate is None or keep.qps or not _is_quicker(
                 best.estimate, keep, cautious.latency_s):
             return stays(f"no other batch sizes do: {best.reason}")
         return Revised(keep=keep, estimate=best.estimate, is_kept=False, reason=(
             f"as it was it no longer serves: {keep.reason}; the tightest there is keeps the bound, "
             f"if not with a confidence of {bound.confidence:g}"))
-    if keep.qps and best.qps <= keep.qps * (1 + worth):
-        return stays(f"other batch sizes bring no more than {worth:.0%}")
+    if keep.qps and best.qps <= keep.qps * (1 + least_gain):
+        return stays(f"other batch sizes bring no more than {least_gain:.0%}")
     gain = (f"{best.qps / keep.qps - 1:.0%} more queries/s" if keep.qps
             else f"as it was it no longer serves: {keep.reason}")
     return Revised(keep=keep, estimate=best.estimate, reason=gain, is_kept=True)
 
 
 def held_problem(now: Estimate, problem: Problem, most_present: int | None) -> Problem:
-    """`problem`, of one copy, with all fixed that a run of `now` cannot change, and no more queries
-    present than its caches hold."""
+    """`problem` of one copy, with everything fixed that a run of `now` cannot change, and with no
+    more queries than its caches hold."""
     fixed = replace(problem.fixed, policies=(now.policy,), tp_degree=now.deployment.tp_degree,
                     tp_gpus=now.deployment.tp_gpus, decode_micro_batches=now.deployment.num_groups)
     problem = problem_for(problem, now)
@@ -220,7 +215,7 @@ def held_problem(now: Estimate, problem: Problem, most_present: int | None) -> P
     return replace(problem, fixed=fixed, num_queries=min(most, default=None))
 
 
-def _is_worth(nearest: Estimate, keep: Way, bound_s: float) -> bool:
-    """Whether the tightest that there is keeps the bound, by itself, better than what runs."""
+def _is_quicker(nearest: Estimate, keep: Way, bound_s: float) -> bool:
+    """Whether the quickest configuration keeps the limit, or is clearly quicker than what runs."""
     kept_s = math.inf if keep.estimate is None else keep.estimate.figures.latency_s
-    return nearest.figures.latency_s <= min(bound_s, (1 - WORTH_CHANGING) * kept_s)
+    return nearest.figures.latency_s <= min(bound_s, (1 - LEAST_GAIN) * kept_s)

@@ -1,12 +1,11 @@
-"""A run whose copies are of several shapes, each with a schedule of its own: what is seen is of all
-together, what is changed is planned shape by shape.
+"""Re-planning a run whose copies have several shapes, each with a schedule of its own.
 
-    lengths, bound   of the queries of all copies: every shape is planned anew
-    step times       of the copies of one shape, whose kinds of steps are its own: that one is
+    lengths, late queries   observed over all copies: every shape is planned again
+    step times              observed per shape: only that shape is planned again
 
-Each shape has its share of the queries that are left, by its throughput; all are held to the same
-bound. The division itself stays: other sizes would need other layers on every rank. Of copies that
-are all alike there is one shape, and nothing here is but what it is."""
+Each shape gets its share of the remaining queries by its throughput; all have the same limit. The
+sizes of the copies stay, since others would need other layers on every rank. Equal copies are the
+case of one shape."""
 
 from __future__ import annotations
 
@@ -29,15 +28,15 @@ from xscheduler.room import mean_present, with_room_for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """What the caches of a shape's copies have: `slots` of a group; `kv_tokens`: for which a group
-    has blocks (0: it has rows, or as many as are planned)."""
+    """Cache sizes of a shape's copies: slots of a group; kv_tokens: tokens in blocks of a group (0:
+    the planned number, or rows)."""
 
     slots: int
     kv_tokens: int = 0
 
 
 class Follows(Protocol):
-    """Who follows how long the steps of a run take."""
+    """An observer of the step times of a run."""
 
     def hear(self, rank: int, stage: int, told_s: float, steps: Iterable[Step]) -> None: ...
     def drift(self) -> PaceDrift | None: ...
@@ -46,8 +45,8 @@ class Follows(Protocol):
 
 
 class PaceOfShapes:
-    """Follows the steps of copies of several shapes, of each shape by itself: one may mix what
-    another does in steps of two kinds, and a factor on one kind says nothing of the other's."""
+    """Step times of copies of several shapes, each observed by itself, since kinds of steps differ
+    between shapes."""
 
     def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate, *,
                  threshold: float, longest: int) -> None:
@@ -65,7 +64,7 @@ class PaceOfShapes:
         self._paces[shape].hear(rank, stage - self._firsts[shape], told_s, steps)
 
     def drift(self) -> PaceDrift | None:
-        """Of the shape whose steps have become slowest, or, where none has, quickest."""
+        """The drift of the shape that slowed down most, or if none did, that sped up most."""
         found = [replace(drift, shape=shape, where=f" of the copies on {_on(self._shapes[shape])}",
                          stages={kind: self._firsts[shape] + stage
                                  for kind, stage in drift.stages.items()})
@@ -85,34 +84,33 @@ class PaceOfShapes:
 
 def pace_of(problem: Problem, timing: TimingSource, estimate: Estimate, *, threshold: float,
             longest: int) -> Follows:
-    """Who follows the steps of a run of `estimate`."""
+    """An observer of the step times of a run of `estimate`."""
     kind = PaceOfShapes if estimate.others else Pace
     return kind(problem, timing, estimate, threshold=threshold, longest=longest)
 
 
 def can_change_lengths(estimate: Estimate) -> bool:
-    """Whether a run changes by its output lengths, or one of its shapes does."""
+    """Whether some shape of a run can adjust to output lengths."""
     return any(policy(shape.policy).is_changeable for shape in estimate.shapes)
 
 
 def most_at_work(estimate: Estimate) -> float:
-    """Queries of all copies between the start of encoding and the last token, at most, by the
-    limits that they obey."""
+    """Most queries in the system over all copies, by their control variables."""
     return sum(shape.deployment.replicas * max_in_system(shape.controls)
                for shape in estimate.shapes)
 
 
 def most_planned(estimate: Estimate) -> float:
-    """The same, as planned."""
+    """Most queries in the system over all copies, as planned."""
     return sum(shape.deployment.replicas * shape.most_in_system for shape in estimate.shapes)
 
 
 def revise_shapes(running: Schedule, shapes: Sequence[int], problem: Problem, began: Estimate,
                   rooms: Sequence[Room], revise: Callable[..., Revised | None]) -> Revised | None:
-    """What of these shapes of a schedule that runs is to change; None where `revise` has nothing
-    to say of any. began: what the run began with, whose caches are there. rooms: of each shape.
-    revise: of (shape, schedule of its copies, problem with its share of the queries), within what
-    its caches hold."""
+    """The revision of the given shapes of a running schedule; None if `revise` has none for any.
+    began: the first schedule of the run, which the caches were made for. rooms: of each shape.
+    revise(shape, schedule of its copies, problem with its share of the queries, began=,
+    most_present=): see reschedule.revise."""
     all_qps = running.figures.throughput_qps
     found: list[Revised | None] = [None] * len(running.estimate.shapes)
     for shape in shapes:
@@ -130,7 +128,7 @@ def revise_shapes(running: Schedule, shapes: Sequence[int], problem: Problem, be
 
 
 def _together(now: Estimate, found: Sequence[Revised | None]) -> Revised | None:
-    """What was found shape by shape as one. None: that shape stays, and serves."""
+    """The revisions of all shapes as one. None stands for a shape that stays as it is."""
     if len(found) == 1 or all(one is None for one in found):
         return found[0]
     pairs = list(zip(now.shapes, found, strict=True))
@@ -150,13 +148,13 @@ def _together(now: Estimate, found: Sequence[Revised | None]) -> Revised | None:
 
 
 def differ(old: Estimate, new: Estimate) -> bool:
-    """Whether a shape executes something else (its sums are rounded anew among others')."""
+    """Whether two estimates execute something different."""
     return (old.controls, old.deployment) != (new.controls, new.deployment)
 
 
 def roomy(running: Schedule, changed: Estimate, problem: Problem, longest: int) -> Schedule | None:
-    """The running schedule with what has changed of it, and room for the longest request where
-    RRA's batches have; None where there is none."""
+    """The running schedule with `changed` put in and, for RRA, caches for the longest request; None
+    if there is no room for it."""
     shapes = []
     for old, new in zip(running.estimate.shapes, changed.shapes, strict=True):
         if differ(old, new) and policy(new.policy).is_changeable:
@@ -168,7 +166,8 @@ def roomy(running: Schedule, changed: Estimate, problem: Problem, longest: int) 
 
 
 def variables_of(estimate: Estimate) -> dict[str, int]:
-    """What may change of a schedule that runs, by name; of several shapes by where they are."""
+    """{name: value} of the variables that may change in a run; with several shapes, each name says
+    on how many devices."""
     if not estimate.others:
         return _variables(estimate)
     return {f"{name} on {_on(shape)}": value for shape in estimate.shapes

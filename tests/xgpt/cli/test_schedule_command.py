@@ -75,13 +75,13 @@ def test_what_is_uncertain_takes_a_margin_and_the_alternatives_take_it_too(job: 
     assert found.margin.factor > 1 and found.margin.cost > 0.01, "else this test shows nothing"
     assert found.estimate.figures.latency_s * found.margin.factor <= found.bound.limit_s
     bare = found.rejected[-1]
-    assert bare.label.startswith("without a margin")
+    assert bare.kind == "without a margin"
     assert found.margin.cost == pytest.approx(
         1 - found.estimate.figures.throughput_qps / bare.throughput_qps)
     assert found.proof.bound_qps >= sure.estimate.figures.throughput_qps
     assert found.proof.status == "within gap"
     assert bare.throughput_qps >= 0.98 * sure.estimate.figures.throughput_qps
-    others = [row for row in found.rejected if row.label.startswith("policy ")]
+    others = [row for row in found.rejected if row.kind == "policy"]
     assert others and all(row.throughput_qps is None or row.throughput_qps <= (
         found.estimate.figures.throughput_qps) for row in others)
     assert "its margin" in found.explanation[2]

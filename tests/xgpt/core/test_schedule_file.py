@@ -36,14 +36,15 @@ def _schedule(**changes: Any) -> Schedule:
         "estimate": estimate, "latency_bound_s": 11.5, "constraint_kind": "sequence",
         "quantile": 0.99, "status": "optimal", "bound_qps": 3.3, "gap": 0.0154, "nodes": 17,
         "seconds": 0.2, "fingerprint": "0123456789abcdef", "rejected": (
-            Rejected(label="tp 4", throughput_qps=None, latency_s=None, reason="memory"),)}
+            Rejected(kind="tp_degree", subject="4", reason="memory"),)}
     return schedule_from_flat(**{**values, **changes})
 
 
 @pytest.mark.parametrize("changes", [
     {}, {"latency_bound_s": math.inf, "gap": math.inf, "bound_qps": math.inf},
     {"rejected": (), "unbounded_qps": 4.0},
-    {"rejected": (Rejected(label="x", throughput_qps=1.0, latency_s=math.inf, reason="slow"),)},
+    {"rejected": (Rejected(kind="policy", subject="x", throughput_qps=1.0, latency_s=math.inf,
+                           reason="slow"),)},
 ])
 def test_a_schedule_survives_its_file(tmp_path: Path, changes: dict[str, Any]) -> None:
     schedule, path = _schedule(**changes), tmp_path / "schedule.json"

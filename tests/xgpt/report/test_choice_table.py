@@ -7,7 +7,7 @@ import math
 import pytest
 from fake_run import fake_schedule
 
-from xgpt.core.schedule import Margin, Rejected, Status
+from xgpt.core.schedule import AlternativeKind, Margin, Rejected, Status
 from xgpt.report.table import WIDTH, choice_table, schedule_table
 from xgpt.report.words import margin_words, proof, pruned_words
 from xscheduler.labels import why_not
@@ -17,8 +17,10 @@ def joined(text: str) -> str:
     return " ".join(text.split())
 
 
-def rejected(label: str, qps: float | None, latency_s: float | None = 3.0) -> str:
-    row = Rejected(label=label, throughput_qps=qps, latency_s=latency_s, reason="the reason")
+def rejected(kind: AlternativeKind, subject: str, words: str, qps: float | None,
+             latency_s: float | None = 3.0) -> str:
+    row = Rejected(kind=kind, subject=subject, words=words, throughput_qps=qps,
+                   latency_s=latency_s, reason="the reason")
     return joined(choice_table(fake_schedule(rejected=(row,), explanation=())))
 
 
@@ -30,24 +32,26 @@ def test_sentences_and_alternatives_fit_eighty_columns() -> None:
     assert "best waa-m   no admissible schedule" in text
 
 
-@pytest.mark.parametrize(("label", "qps", "expected"), [
-    ("tp_degree 2: encode_batch 4, tp_degree 2, tp_gpus 4", 1.155,
+@pytest.mark.parametrize(("kind", "subject", "words", "qps", "expected"), [
+    ("tp_degree", "2", "encode_batch 4, tp_degree 2, tp_gpus 4", 1.155,
      "tp degree 2 1.16 queries/s, 50.0 % less, latency 3.00 s: encode_batch 4, tp_degree 2, "
      "tp_gpus 4"),
-    ("policy rra: encode_batch 4, tp_degree 1, tp_gpus 0", 2.31,
+    ("policy", "rra", "encode_batch 4, tp_degree 1, tp_gpus 0", 2.31,
      "best rra 2.31 queries/s, as many, latency 3.00 s: encode_batch 4"),
-    ("without a latency bound: rra, encode_batch 9", 4.62,
+    ("without a latency bound", "", "rra, encode_batch 9", 4.62,
      "no bound 4.62 queries/s, 100.0 % more, latency 3.00 s: rra, encode_batch 9"),
-    ("without a margin: waa-m", 3.0, "no margin 3.00 queries/s, 29.9 % more, latency 3.00 s: "
+    ("without a margin", "", "waa-m", 3.0, "no margin 3.00 queries/s, 29.9 % more, latency 3.00 s: "
      "waa-m"),
-    ("encode 64", None, "instead the reason (encode 64)"),
+    ("highest in steady state", "", "encode 64", None, "instead the reason (encode 64)"),
 ])
-def test_an_alternative_says_what_it_would_lose(label: str, qps: float, expected: str) -> None:
-    assert rejected(label, qps) == expected
+def test_an_alternative_says_what_it_would_lose(
+        kind: AlternativeKind, subject: str, words: str, qps: float, expected: str) -> None:
+    assert rejected(kind, subject, words, qps) == expected
 
 
 def test_what_was_not_searched_to_its_best_says_how_much_there_may_be() -> None:
-    row = Rejected(label="policy rra: encode_batch 4", throughput_qps=2.0, latency_s=3.0, reason="")
+    row = Rejected(kind="policy", subject="rra", words="encode_batch 4", throughput_qps=2.0,
+                   latency_s=3.0, reason="")
     schedule = fake_schedule(rejected=(row,), explanation=(), policy_bounds=(("rra", 2.3),))
     assert joined(choice_table(schedule)).startswith("seen rra 2.00 queries/s")
     assert "latency 3.00 s, and no more than 2.30: encode_batch 4" in joined(choice_table(schedule))
@@ -55,15 +59,16 @@ def test_what_was_not_searched_to_its_best_says_how_much_there_may_be() -> None:
 
 def test_a_quicker_one_says_why_it_was_not_chosen() -> None:
     """Its figures alone looked as if the best had not been."""
-    row = Rejected(label="policy rra: encode_batch 4", throughput_qps=3.0, latency_s=3.0,
-                   reason=why_not(3.0, 2.31))
+    row = Rejected(kind="policy", subject="rra", words="encode_batch 4", throughput_qps=3.0,
+                   latency_s=3.0,
+                   reason=why_not(3.0, 2.31), is_unsure=True)
     assert joined(choice_table(fake_schedule(rejected=(row,), explanation=()))) == (
         "best rra 3.00 queries/s, 29.9 % more, latency 3.00 s, but not sure enough to keep the "
         "bound: encode_batch 4")
 
 
 def test_a_latency_that_is_not_known_is_not_shown() -> None:
-    assert "latency" not in rejected("policy rra: encode_batch 4", 2.0, None)
+    assert "latency" not in rejected("policy", "rra", "encode_batch 4", 2.0, None)
 
 
 def test_without_alternatives_or_sentences_there_is_nothing_to_show() -> None:

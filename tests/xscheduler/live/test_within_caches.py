@@ -42,7 +42,8 @@ def assert_is_within(now: Estimate, began: Estimate) -> None:
 def test_limits_only_fall(name: str) -> None:
     """Shorter outputs leave room that was not there when the caches were made."""
     began, problem = began_of(name), toy_problem(outputs=SHORTER)
-    found = revise(schedule_of(problem, began), problem, roofline_of(problem), began=began, worth=0)
+    found = revise(schedule_of(problem, began), problem, roofline_of(problem), began=began,
+                   least_gain=0)
     if found.estimate is not None:
         assert_is_within(found.estimate, began)
     assert found.keep.estimate is not None and found.is_kept

@@ -12,7 +12,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.job import FixedSchedule
 from xgpt.core.policies import policy_names
 from xgpt.core.units import DTYPE_BYTES
-from xscheduler.tensor_plans import all_tensor_plans
+from xscheduler.tensor_plans import tensor_plans
 from xsimulator import memory
 from xsimulator.plans import StagePlans
 from xsimulator.replay.job import Replayer, planned_queries
@@ -117,7 +117,7 @@ def test_waa_cannot_hold_two_copies_of_the_largest_models(model, cluster, task):
     assert fixed_estimate("rra", problem, timing, FixedSchedule(
         encode_batch=1, decode_iterations=64)).figures.fits
     tried = 0
-    for degree, gpus in all_tensor_plans(problem, roofline_of(problem)):
+    for degree, gpus in tensor_plans(problem, roofline_of(problem)):
         if not formulas.of("waa-c").can_lay_out((degree, gpus)):
             tried += 2
             continue
