@@ -1,4 +1,4 @@
-"""Where arrays begin in memory, for what csrc takes by address."""
+"""Addresses of numpy arrays, for calls into csrc."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-# An array is laid out as what every object begins with and then this address (PyArrayObject).
+# PyArrayObject: the object header, then the address of the data
 _PLACE = object.__basicsize__
 _read = ctypes.c_size_t.from_address
 
@@ -23,9 +23,9 @@ def _as_numpy_says(array: NDArray[Any]) -> int:
 
 
 def _quickest() -> Callable[[NDArray[Any]], int]:
-    """`array.ctypes.data` makes two objects for each answer, which takes ten times as long as to
-    read it; planning asks a hundred thousand times. Where arrays are laid out otherwise, numpy is
-    asked."""
+    """The function to use: reading the address from the object is ten times as quick as
+    `array.ctypes.data`, and planning asks a hundred thousand times. Falls back to numpy if arrays
+    are laid out otherwise."""
     probes = [np.zeros((3, 4)), np.zeros((3, 4))[1:, ::2], np.zeros(2, np.int64), np.empty(0)]
     is_so = all(_as_laid_out(one) == _as_numpy_says(one) for one in probes)
     return _as_laid_out if is_so else _as_numpy_says

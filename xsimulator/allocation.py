@@ -1,9 +1,9 @@
-"""Layers onto stages: partial tensor parallelism (paper section 4.2), uneven splits done exactly.
+"""Division of layers over stages with partial tensor parallelism (paper section 4.2).
 
-The first `tp_gpus` devices form groups of `tp_degree`, the others are single; each group or single
-is a stage. Layers go where they finish earliest: a stage's load is its layers' time plus, on the
-first and last, that of the embedding and the output head, for a fixed reference workload of the
-problem, so the split does not depend on the batch sizes searched over."""
+The first `tp_gpus` devices form groups of `tp_degree`, the others are single. Each group or single
+device is a stage. The split of layers minimises the load of the slowest stage: the time of its
+layers plus, on the first and last, of embedding and output head, for a fixed reference workload. So
+it does not depend on the batch sizes that are searched."""
 
 import heapq
 import itertools
@@ -18,7 +18,7 @@ from xgpt.core.policies import Role
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCost:
-    """Reference seconds of one stage: per layer of its degree, and what it holds besides layers."""
+    """Reference seconds of one stage: of a layer, and of embedding and head."""
 
     layer_s: float
     fixed_s: float
@@ -45,22 +45,22 @@ def refuse_plan(model: ModelSpec, cluster: Cluster, tp_degree: int, tp_gpus: int
 
 
 def lies_well(cluster: Cluster, group: Sequence[int]) -> bool:
-    """Whether consecutive ranks may form a tensor-parallel group: within a node, or on whole
-    nodes, as many on each."""
+    """Whether consecutive ranks may form a tensor-parallel group: within a node or on whole
+    nodes."""
     is_split = cluster.node_of(group[0]) != cluster.node_of(group[-1])
     return not is_split or (group[0] % cluster.devices_per_node == 0
                             and len(group) % cluster.devices_per_node == 0)
 
 
 def stage_ranks(num_devices: int, tp_degree: int, tp_gpus: int) -> list[tuple[int, ...]]:
-    """Ranks of each stage, groups first."""
+    """The ranks of each stage, groups first."""
     groups = [tuple(range(first, first + tp_degree)) for first in range(0, tp_gpus, tp_degree)]
     return groups + [(rank,) for rank in range(tp_gpus, num_devices)]
 
 
 def pool_ranks(cluster: Cluster, encode_devices: int, tp_degree: int, tp_gpus: int,
                ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]] | None:
-    """Each (encode, decode) stage has these ranks; None where `tp_gpus` in groups find no place."""
+    """(ranks of each encode stage, of each decode stage); None if the groups find no place."""
     devices, groups = cluster.num_devices, tp_gpus // tp_degree
     if (tp_degree == 1) != (tp_gpus == 0) or tp_gpus % tp_degree:
         return None
@@ -76,7 +76,7 @@ def pool_ranks(cluster: Cluster, encode_devices: int, tp_degree: int, tp_gpus: i
 
 def can_hold(model: ModelSpec, encode: Sequence[tuple[int, ...]],
              decode: Sequence[tuple[int, ...]]) -> bool:
-    """Whether no pool has more stages than layers, and the model splits to these degrees."""
+    """Whether each pool has at most as many stages as layers, and the model allows the degrees."""
     degrees = {len(group) for group in (*encode, *decode)}
     return (len(encode) <= max(pool_layers(model, "encode"))
             and len(decode) <= max(pool_layers(model, "decode"))
@@ -85,9 +85,9 @@ def can_hold(model: ModelSpec, encode: Sequence[tuple[int, ...]],
 
 def allocate(model: ModelSpec, ranks: Sequence[tuple[int, ...]], costs: Sequence[StageCost],
              role: Role = "both", *, first_index: int = 0) -> tuple[StageAssignment, ...]:
-    """The split of layers whose slowest stage is quickest; every stage gets a layer. A pool that
-    works one phase holds what that phase needs: an encoder-decoder model's encoder or decoder, a
-    decoder-only model whole. `first_index`: the number of the first stage."""
+    """The split of layers whose slowest stage is quickest; every stage has a layer. A pool for one
+    phase holds that phase's layers: encoder or decoder, or all layers of a decoder-only model.
+    first_index: index of the first stage."""
     layers, encoder_layers = pool_layers(model, role)
     assert len(ranks) == len(costs) <= max(layers, encoder_layers), f"{len(ranks)} for {layers}"
     fixed = [c.fixed_s for c in costs]
@@ -104,7 +104,7 @@ def allocate(model: ModelSpec, ranks: Sequence[tuple[int, ...]], costs: Sequence
 
 
 def pool_layers(model: ModelSpec, role: Role) -> tuple[int, int]:
-    """(decoder layers, encoder layers) of a pool of that role."""
+    """(decoder layers, encoder layers) that a pool of that role holds."""
     if not model.is_encoder_decoder:
         return model.num_layers, 0
     return (model.num_layers if role != "encode" else 0,

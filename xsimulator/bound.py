@@ -1,18 +1,18 @@
-"""What no schedule of one copy of the model exceeds, in queries/s (docs/bound.md derives it).
+"""Upper bound, in queries/s, on the throughput of one copy of the model (docs/bound.md derives it).
 
-Symbols, of a query in the mean: L = input tokens, D = decode iterations, c = tokens of context of a
-decoded row; d = iterations of the query that the latency bound T is for (xsimulator.demand). Of a
-pool of stages: G = groups, n = decode steps/s, m = rows that the G groups decode in a cycle of
-tau = G / n seconds. Tokens are counted, so throughput = m / (D tau), and
+Symbols. Means over queries: L = input tokens, D = decode iterations, c = context tokens of a
+decoded row. d = decode iterations of the query that the latency limit T is for (xsimulator.demand).
+Of a pool of stages: G = groups, n = decode steps/s, m = rows that the G groups decode in a cycle of
+tau = G / n seconds. Then throughput = m / (D tau), and
 
     tau >= G W_s(m / G)      each stage s works all groups' steps, and all encoding
     tau >= sum of P_s(m / G)  a group's step passes all stages
     T   >= own encoding + d intervals + the encoding of others that falls into them
     m c <= tokens of KV cache beside the weights
 
-W and P are convex functions below the times of steps (xsimulator.convex_steps), which no mix of
-steps gets below in the mean. m is looked at on a grid: of m from m1 to m2 the throughput is at most
-m2 / (D tau(m1)), so nothing is assumed between its points; G is any real number."""
+W and P are convex functions below the step times (xsimulator.convex_steps), so no mix of steps has
+a mean below them. m runs over a grid: for m between m1 and m2 the throughput is at most
+m2 / (D tau(m1)), so nothing is assumed between grid points. G is any real number."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from xsimulator.stage_times import HandoverCost
 from xsimulator.step_bounds import attention_lines
 
 Kind = Literal["one pool", "two pools"]
-BATCH_RATIO, MOST_BATCH = 1.03, 4096.0  # chosen: of queries encoded together by a pool of its own
+BATCH_RATIO, MOST_BATCH = 1.03, 4096.0  # chosen: grid of batches of the encode pool
 BATCHES: FloatArray = BATCH_RATIO ** np.arange(math.log(MOST_BATCH) / math.log(BATCH_RATIO))
-SPLITS = 8  # chosen: of the range of the share of the encoding that the decode pool takes over
+SPLITS = 8  # chosen: of the range of the share of encoding that the decode pool takes over
 
 
 class UpperBound:
-    """The bounds of one problem's tensor plans; keeps their tables."""
+    """Upper bounds for the tensor plans of one problem. Their tables are kept."""
 
     def __init__(self, problem: Problem, timing: TimingSource,
                  plans: StagePlans | None = None) -> None:
@@ -55,8 +55,8 @@ class UpperBound:
 
     def of_plan(self, plan: tuple[int, int], kind: Kind, latency_s: float | None = None, *,
                 cutoff_qps: float = 0.0) -> float:
-        """Queries/s that no schedule of this (tp_degree, tp_gpus) exceeds, or `cutoff_qps` where
-        that is more; 0 where model or cluster refuse the plan. `latency_s`: another limit than the
+        """Upper bound, queries/s, on schedules of this (tp_degree, tp_gpus), at least `cutoff_qps`.
+        A plan that model or cluster refuse adds nothing. latency_s: limit in place of the
         problem's."""
         limit_s = self.problem.constraint.latency_s if latency_s is None else latency_s
         if kind == "one pool":
@@ -68,7 +68,7 @@ class UpperBound:
         pools = [(self._pool(encode), self._pool(decode), HandoverCost(
             self.problem, self._plans.timing, encode.stages, decode.stages))
             for encode, decode in self._divisions(*plan)]
-        # the likeliest first, for what they reach others need not be looked at
+        # those with the highest rates first, so that the others fall below the cutoff
         for encoding, decoding, link in sorted(pools, key=lambda own: -min(
                 own[0].steps.most_encode_qps, own[1].most_decode_qps)):
             cutoff_qps = max(cutoff_qps, self._divided_qps(
@@ -76,8 +76,8 @@ class UpperBound:
         return cutoff_qps
 
     def of_two_pools(self, degrees: Iterable[int], latency_s: float) -> float:
-        """The same of two pools however the devices are divided and layers laid out, on groups of
-        these degrees: quicker than going over divisions, and looser."""
+        """Upper bound, queries/s, on two pools over all divisions of devices and layers, with
+        groups of these degrees. Quicker and looser than one bound for each division."""
         return self._shared.qps(tuple(sorted(set(degrees))), latency_s)
 
     @cached_property
@@ -95,13 +95,13 @@ class UpperBound:
 
     def _divided_qps(self, encoding: PoolBound, decoding: PoolBound, link: HandoverCost,
                      limit_s: float, cutoff_qps: float) -> float:
-        """Of two pools, the second of which may take over any share of the encoding: the range of
-        the share is split where the bound is highest, until it is `cutoff_qps` or less."""
+        """Upper bound for two pools whose second may take over any share of the encoding. The range
+        of the share is split where the bound is highest, until that is at most `cutoff_qps`."""
         if min(encoding.room_tokens, decoding.room_tokens) <= 0:
             return 0.0
         moved_s = link.seconds(BATCHES * self.demand.inputs)
         busy_s, path_s = encoding.steps.encode_s(BATCHES)
-        # that of the largest batch is that of larger ones, too, but for their fixed costs
+        # the last entry: batches beyond the grid, without their fixed costs
         rates = np.append(BATCHES[1:] / np.maximum(busy_s, moved_s)[1:],
                           encoding.steps.most_encode_qps)
         left_s = limit_s - path_s - moved_s

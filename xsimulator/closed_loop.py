@@ -1,10 +1,10 @@
-"""A closed loop of equal requests at one tensor-parallel group: what serving benchmarks run.
+"""A closed loop of equal requests on one tensor-parallel group, as serving benchmarks run it.
 
-`concurrency` requests are there at the start, and whenever one is done the next arrives. The group
-works step by step, first come, first served: an engine that mixes encodes up to a step's tokens
-beside decoding, another encodes alone and lets decoding wait. Steps without encoding are taken in
-one go up to the next request's end, since nothing changes but the context. Where lengths are
-fixed, requests that start together stay together (convoys), as they do in such benchmarks."""
+`concurrency` requests come at the start, and a new one whenever one is done. They are served in
+order of arrival, step by step. An engine that mixes encodes up to a step's tokens beside decoding;
+another one encodes alone while decoding waits. Steps without encoding are taken together up to the
+next end of a request, since only the context changes. With fixed lengths, requests that start
+together stay together, as in such benchmarks."""
 
 import bisect
 import heapq
@@ -25,17 +25,17 @@ from xprofiler.timing import MessageKind, Operator, TimingSource
 from xsimulator.layer_times import ALL_REDUCES_PER_LAYER
 
 _SEED = 11
-_OVERLAP = 4  # of device and front end: infinite is the plain maximum
-ROUNDS = 10  # chosen: requests of each place in the loop; the first of them come all at once
-_MOST_ROWS, _MOST_CONTEXT, _MOST_QUERIES = 2.0**15, 2.0**18, 2.0**11  # chosen
+_OVERLAP = 4  # chosen: exponent that joins device and front end; infinity would be the maximum
+ROUNDS = 10  # chosen: requests per unit of concurrency
+_MOST_ROWS, _MOST_CONTEXT, _MOST_QUERIES = 2.0**15, 2.0**18, 2.0**11  # chosen: of the tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """What is asked of the engine, and how it fills its steps. `kv_tokens`: entries that its cache
-    holds. `shortest`: lengths are drawn between this share of the stated ones and them. `cached`:
-    share of each input whose entries the cache holds already (prefixes that inputs share).
-    `stream_s`: what its front end takes to send one token on, beside the device's work."""
+    """The load, and how the engine fills its steps. kv_tokens: capacity of its cache. shortest:
+    lengths are drawn between this share of the stated ones and them. cached: share of each input
+    that the cache holds already (shared prefixes). stream_s: seconds of the front end to send one
+    token, beside the device's work."""
 
     concurrency: int
     input_tokens: int
@@ -49,8 +49,8 @@ class Loop:
 
 
 class Served(NamedTuple):
-    """Means over all requests. `tpot_s` of each token after the first. `shares`: of all steps'
-    time, by group of operators."""
+    """Means over all requests: TTFT, TPOT, latency, in seconds. shares: of the steps' time, by
+    group of operators."""
 
     ttft_s: float
     tpot_s: float
@@ -69,7 +69,7 @@ class StepParts(NamedTuple):
 
 
 class StepSeconds:
-    """Seconds of one step of a whole model, from tables of its operators (linear between)."""
+    """Seconds of one step of a whole model, from tables of its operators."""
 
     def __init__(self, model: ModelSpec, timing: TimingSource, link: Link, dtype: str,
                  tp_degree: int) -> None:
@@ -93,7 +93,7 @@ class StepSeconds:
         self._prompts: dict[tuple[int, int], float] = {}
 
     def encode_attention_s(self, tokens: int, together: int) -> float:
-        """All layers' attention of one prompt, encoded with others."""
+        """Seconds of all layers' attention for one prompt, encoded with others."""
         key = (tokens, together)
         if key not in self._prompts:
             self._prompts[key] = self._model.num_layers * float(self._timing.operator_s(
@@ -102,7 +102,7 @@ class StepSeconds:
 
     def parts(self, encoded: int, prompts: int, decoding: int, context: float,
               encode_attention_s: float) -> StepParts:
-        """A step that encodes `encoded` tokens, ends `prompts` of the prompts, and decodes for
+        """Seconds of a step that encodes `encoded` tokens, finishes `prompts` prompts, and decodes
         `decoding` queries with `context` tokens each."""
         ends_s = self._heads(prompts + decoding) if prompts + decoding else 0.0
         return StepParts(
@@ -121,8 +121,7 @@ class StepSeconds:
 
 
 class _Line:
-    """A function that is linear between points, of plain numbers: numpy's own would take longer to
-    call than to compute."""
+    """A piecewise linear function of plain numbers, which is quicker than a call of numpy."""
 
     def __init__(self, x: FloatArray, y: FloatArray) -> None:
         self._x, self._y = x.tolist(), y.tolist()
@@ -134,7 +133,7 @@ class _Line:
 
 
 class _Request:
-    """A request: its lengths, when it came, what of its prompt is left, and its first token."""
+    """A request: arrival, first token, lengths, and tokens of its prompt that are left."""
 
     __slots__ = ("came_s", "first_s", "input_tokens", "left", "output_tokens")
 
@@ -145,13 +144,12 @@ class _Request:
 
 
 def served(loop: Loop, steps: StepSeconds) -> Served:
-    """Plays the loop for `ROUNDS` rounds."""
+    """Simulates ROUNDS requests per unit of concurrency."""
     return _Play(loop, steps).run(ROUNDS * loop.concurrency)
 
 
 class _Play:
-    """The loop at one moment. Decode steps are counted, so that one that decodes is known to end
-    with a step."""
+    """State of the loop. Decode steps are numbered; a decoding request is kept by its last step."""
 
     def __init__(self, loop: Loop, steps: StepSeconds) -> None:
         self._loop, self._steps = loop, steps
@@ -187,7 +185,7 @@ class _Play:
                         max(inputs - int(loop.cached * inputs), 1))
 
     def _taken(self) -> list[int]:
-        """Tokens that the next step encodes, of each request that it takes up."""
+        """Tokens that the next step encodes, of each request in turn."""
         loop = self._loop
         room = loop.step_tokens - (len(self._running) if loop.mixes else 0)
         pieces: list[int] = []
@@ -203,7 +201,7 @@ class _Play:
         return pieces
 
     def _has_room(self, request: _Request) -> bool:
-        """The cache holds the request beside the others; one alone is taken in any case."""
+        """Whether the cache holds the request beside the others; one alone is always admitted."""
         is_alone = not self._running and not self._encoding
         return is_alone or self._held + _entries(request) <= self._loop.kv_tokens
 
@@ -211,7 +209,7 @@ class _Play:
         decoding = len(self._running) if self._loop.mixes else 0
         attention_s, ended = 0.0, 0
         for request, tokens in zip(self._encoding, pieces, strict=False):
-            # what follows a cached part attends to that as well
+            # tokens after a cached part attend to it too
             share = tokens / request.input_tokens * (1 + self._loop.cached)
             attention_s += share * self._steps.encode_attention_s(
                 request.input_tokens, len(pieces))
@@ -226,7 +224,7 @@ class _Play:
             self._start(self._encoding.popleft())
 
     def _start(self, request: _Request) -> None:
-        """Its first token is there."""
+        """Records a request's first token."""
         request.first_s = self._now_s
         if request.output_tokens == 1:
             self._end(request)
@@ -237,7 +235,7 @@ class _Play:
         self._context += request.input_tokens + 1
 
     def _decode_on(self) -> None:
-        """All steps up to the next request's end."""
+        """Takes all steps up to the next end of a request."""
         assert self._running, "a loop without a request"
         number, steps = len(self._running), self._running[0][0] - self._step
         context = self._context / number + (steps - 1) / 2
@@ -245,14 +243,14 @@ class _Play:
         self._advance(steps)
 
     def _work(self, steps: int, tokens: int, parts: StepParts) -> None:
-        """So many steps alike, of which each sends on `tokens`."""
+        """Takes equal steps, each of which sends `tokens`."""
         self._now_s += steps * self._sent_on_s(tokens, sum(parts))
         for index, seconds in enumerate(parts):
             self._spent[index] += steps * seconds
 
     def _sent_on_s(self, tokens: int, step_s: float) -> float:
-        """A step and the sending of its tokens, which overlap but for a part: the longer counts,
-        and where they are alike, a fifth more."""
+        """Seconds of a step and of sending its tokens, which mostly overlap: the longer counts, and
+        19 % more if both are equal."""
         sent_s = tokens * self._loop.stream_s
         return float((step_s**_OVERLAP + sent_s**_OVERLAP) ** (1 / _OVERLAP))
 
@@ -273,6 +271,5 @@ class _Play:
 
 
 def _entries(request: _Request) -> float:
-    """Cache entries that a request has in the mean: engines admit by what is there, not by what may
-    come."""
+    """Mean cache entries of a request: engines admit by actual, not by reserved entries."""
     return request.input_tokens + request.output_tokens / 2

@@ -1,6 +1,6 @@
-"""Convex functions below the times of a plan's steps: what steps of any mix of sizes take in the
-mean, at least (by Jensen's inequality). They lie below the largest function that rises with the
-size and falls in relation to it, so that they hold for times that are not monotone."""
+"""Convex functions below the step times of a plan. By Jensen's inequality they bound the mean time
+of any mix of steps from below. They also hold for times that are not monotone, since they lie below
+the largest function that rises with the size while its ratio to the size falls."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 from xgpt.core.lengths import FloatArray
 from xsimulator.stage_times import StageKinds
 
-LEAST = 2.0**-10  # chosen: sizes below it count as this
-AN_OCTAVE = 32  # chosen: sizes at which times are looked at
-TOP = 2.0**20  # chosen: rows of a step at most
+LEAST = 2.0**-10  # chosen: smallest size of the grid
+AN_OCTAVE = 32  # chosen: sizes of the grid in an octave
+MOST_ROWS = 2.0**20  # chosen: largest size of the grid
 
 
 class ConvexSteps:
-    """Rows and heads of one plan's steps, by kinds of stages."""
+    """Convex functions below the times of one plan's steps, for each kind of stage."""
 
     def __init__(self, kinds: StageKinds) -> None:
-        """`kinds`: with lower bounds of their times (xsimulator.stage_times.at_least)."""
+        """kinds: stages with lower bounds on their times (xsimulator.stage_times.at_least)."""
         self._times, self.last = kinds.times, kinds.kind_of[-1]
         self.rows = [_below(seconds) for seconds in self._times.encode_rows_s(_sizes()).T]
         self.head = _below(self._times.ends_s(_sizes()))
@@ -29,7 +29,7 @@ class ConvexSteps:
 
     @cached_property
     def decode_rows(self) -> list[ConvexTimes]:
-        """[kinds] steps that decode alone, the head included."""
+        """[kinds] functions for steps that only decode, with the head."""
         seconds = self._times.decode_rows_s(_sizes())
         seconds[..., self.last] += self._times.first_tokens_s(_sizes())
         return [_below(own) for own in seconds.T]
@@ -37,13 +37,13 @@ class ConvexSteps:
 
 @cache
 def _sizes() -> FloatArray:
-    """At which times are looked at."""
-    octaves = 2.0 ** np.arange(0, np.ceil(np.log2(TOP)))
+    """The grid of sizes."""
+    octaves = 2.0 ** np.arange(0, np.ceil(np.log2(MOST_ROWS)))
     return np.append(LEAST, np.outer(octaves, 1 + np.arange(AN_OCTAVE) / AN_OCTAVE).ravel())
 
 
 def _below(seconds: FloatArray) -> ConvexTimes:
-    """Of steps of these sizes."""
+    """The function below `seconds`, which are given at the grid."""
     sizes = _sizes()
     rising = np.minimum.accumulate(seconds[::-1])[::-1]
     falling = sizes * np.minimum.accumulate(seconds / sizes)
@@ -52,16 +52,16 @@ def _below(seconds: FloatArray) -> ConvexTimes:
 
 @lru_cache(maxsize=256)
 def _of_these(seconds: bytes) -> ConvexTimes:
-    """Of steps of these sizes: many plans have stages that take as long."""
+    """The function for these seconds, kept: many plans have stages with equal times."""
     return ConvexTimes(_sizes(), np.frombuffer(seconds))
 
 
 class ConvexTimes:
-    """Of one size: the tangents of its times at a few slopes."""
+    """A convex function: the maximum of tangents to step times at a few slopes."""
 
     def __init__(self, sizes: FloatArray, seconds: FloatArray) -> None:
-        """`seconds` of steps of these sizes, which rise and fall in relation to the size; infinite
-        where none are timed."""
+        """seconds: of steps of `sizes`, rising, with a falling ratio to the size; infinite without
+        a known time."""
         is_timed = np.isfinite(seconds)
         self._sizes, self._seconds = sizes[is_timed], seconds[is_timed]
         if not len(self._sizes):
@@ -71,26 +71,26 @@ class ConvexTimes:
         slopes = (of_nodes[1:] - of_nodes[:-1]) / (at[1:] - at[:-1])
         slopes = np.unique(np.append(slopes, 0.0))
         offsets = (self._seconds - slopes[:, None] * self._sizes).min(axis=1)
-        # the others are of dips: beyond the sizes looked at they would be above the times
+        # tangents with a negative offset come from dips, and exceed the times beyond the grid
         is_below = offsets >= 0
-        # slopes and offsets of the tangents, and from which size on each but the first counts
+        # (slopes, offsets, sizes from which on each line after the first is the highest)
         self.lines = highest_lines(slopes[is_below], offsets[is_below])
 
     def mean_s(self, sizes: FloatArray) -> FloatArray:
-        """Seconds that steps of `sizes` in the mean take in the mean, at least."""
+        """Lower bound on the mean seconds of steps whose mean size is `sizes`."""
         slopes, offsets, begins = self.lines
         place = np.searchsorted(begins, sizes, side="right")
         return np.asarray(offsets[place] + slopes[place] * sizes)
 
     def whole_s(self, size: FloatArray, pieces: FloatArray) -> FloatArray:
-        """Seconds that `size` takes in so many pieces or more, at least."""
+        """Lower bound on the seconds of `size` in total, in at least so many pieces."""
         return np.asarray(pieces * self.mean_s(size / pieces))
 
 
 def highest_lines(slopes: FloatArray,
                   offsets: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """Of lines whose slopes rise: (slopes, offsets) of those that are the highest somewhere beyond
-    0, and from which size on each but the first is."""
+    """Upper envelope of lines with rising slopes over sizes from 0 on: (slopes, offsets, sizes from
+    which on each line after the first is the highest)."""
     kept: list[tuple[float, float]] = []
     begins: list[float] = []
     for slope, offset in zip(slopes.tolist(), offsets.tolist(), strict=True):

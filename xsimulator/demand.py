@@ -1,5 +1,5 @@
-"""What the queries of a problem ask of any schedule, in the mean: the lengths' side of
-xsimulator.bound, whose symbols these are."""
+"""Mean demand of a problem's queries, which every schedule has to serve. Symbols as in
+xsimulator.bound."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 
-LEAST_ITERATIONS = 1e-6  # chosen: of a query in the mean: of jobs that decode nothing
-RENEWAL_BINS = 512  # chosen: of the lengths, whose renewals are counted
-BATCHES: FloatArray = 2.0 ** np.arange(0, 24, 0.25)  # numbers of queries whose longest is known
+LEAST_ITERATIONS = 1e-6  # chosen: stands for 0 in jobs that decode nothing
+RENEWAL_BINS = 512  # chosen: bins of the lengths in the renewal count
+BATCHES: FloatArray = 2.0 ** np.arange(0, 24, 0.25)  # grid of batch sizes
 
 
 class Demand:
-    """Mean sizes of a query, and of the query that the latency bound is for."""
+    """Mean sizes of a query, and sizes of the query that the latency limit is for."""
 
     def __init__(self, problem: Problem) -> None:
         lengths, constraint = problem.lengths, problem.constraint
@@ -31,7 +31,7 @@ class Demand:
         # c: tokens of context of a decoded row
         self.context = inputs + float(steps @ (self._needed + 1)) / 2
         self.contexts = 2.0, float(lengths.inputs.max + self._needed.max() + 1)
-        # at least half of those longer than this quantile keep a bound on a share of all queries
+        # at least half of the queries above this quantile keep a limit on a share of all
         quantile = constraint.quantile if constraint.kind == "sequence" else (
             2 * constraint.quantile - 1)
         length = lengths.outputs.quantile(max(quantile, 1e-9))
@@ -39,9 +39,9 @@ class Demand:
         is_long = np.arange(1, len(pmf) + 1) >= length
         long_inputs, others = (float(pmf[own] @ given[own] / pmf[own].sum()) if pmf[own].sum() > 0
                                else self.inputs for own in (is_long, ~is_long))
-        # the replay that checks a latency lends that length to others, where long ones are few
+        # if long outputs are few, the replay that checks the limit gives other queries that length
         self.watched_inputs = min(long_inputs, others)
-        # so many rows fewer may be beside a query that is as long, for its room is larger
+        # rows that a query of that length displaces, since it needs more memory
         most = problem.default_max_tokens
         self.excess = max((long_inputs + (self.watched + 1) / 2) / self.context,
                           (long_inputs + most) / (inputs + most)) - 1
@@ -49,14 +49,14 @@ class Demand:
 
     @cached_property
     def turnover(self) -> float:
-        """Queries that begin in another's place while one of d iterations decodes, at least: d / D
-        of places that are filled anew at times of their own; of those that were all filled
-        together, half of the first ones, and the renewals in d - 1 iterations."""
+        """Lower bound on the number of queries, per place, that begin while a query decodes d
+        iterations: d / D if places are filled again independently; if all were filled together,
+        half of the first ones plus the renewals in d - 1 iterations."""
         last = int(self.watched) - 1
         if last < 0:
             return 0.0
         width = -(-(last + 1) // RENEWAL_BINS)
-        # in whole bins, each length rounded up: renewals come no sooner
+        # lengths are rounded up to whole bins, which delays renewals
         pmf = np.bincount(-(-self._needed // width), self.lengths.outputs.pmf)[:last // width + 1]
         if pmf[0] >= 1 - 1e-9:
             return self.watched / self.iterations
@@ -68,14 +68,14 @@ class Demand:
         return min(self.watched / self.iterations, 0.5 + float(begun.sum()))
 
     def in_batches(self, rows: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """(queries, iterations until the longest is done or has had d) of batches, decoded until
-        all are done, that decode so many `rows` in a step in the mean."""
+        """(queries, iterations until the longest is done, at most d) of batches that are decoded to
+        their end with `rows` rows a step in the mean."""
         of_rows, queries, iterations = self._batches
         return np.interp(rows, of_rows, queries), np.interp(rows, of_rows, iterations)
 
     @cached_property
     def _batches(self) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """[BATCHES] rows in the mean, queries, and iterations, d at most."""
+        """[BATCHES] mean rows, queries, and iterations (at most d)."""
         below = np.cumsum(self.lengths.outputs.pmf)[:-1]  # P(length <= k)
         below = np.minimum(below, 1.0)
         longer = 1 - below[None, :] ** BATCHES[:, None]

@@ -1,4 +1,4 @@
-"""What is asked of sizes that nobody can change, kept: many plans' tables ask for the same ones."""
+"""Cache of times by read-only arrays of sizes: many plans' tables ask for the same sizes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from xgpt.core.lengths import FloatArray
 
 
 def is_fixed(sizes: ArrayLike) -> bool:
-    """Whether nobody can change them."""
+    """Whether `sizes` is a read-only array that owns its data."""
     return isinstance(sizes, np.ndarray) and not sizes.flags.writeable and sizes.base is None
 
 
 class KeptOfFixed:
-    """Answers by what was asked for, and by the array of sizes that it was asked of: the same array
-    each time, which nobody can change either."""
+    """Results by a key and the identity of a read-only array of sizes; results are read-only
+    too."""
 
     def __init__(self) -> None:
-        # with the sizes: while they are held, no other array has their id
+        # the sizes are kept too, so that no other array gets their id
         self._kept: dict[Hashable, tuple[ArrayLike, FloatArray]] = {}
 
     def of(self, what: Hashable, sizes: ArrayLike, ask: Callable[[], FloatArray]) -> FloatArray:
-        """What `ask` says; of sizes that can be changed it is asked each time."""
+        """The kept result of `ask`; for writable sizes `ask` is called each time."""
         if not is_fixed(sizes):
             return ask()
         key = what, id(sizes)

@@ -1,14 +1,12 @@
-"""How much of its devices a schedule uses: its throughput as a share of what they could do at all.
+"""Roofline limit on the throughput of any schedule on a problem's devices.
 
-    work of a query   products of its rows with every weight, and attention:   FLOPs
-                      entries of its KV cache written once and read at every iteration:   bytes
-    least_s           max(FLOPs / peak rate, bytes / bandwidth), in the mean over the lengths
-    most              devices / least_s   queries/s
+    work of a query   FLOPs: matmuls of its rows with every weight, and attention
+                      bytes: its KV cache, written once and read at every iteration
+    least_s           max(FLOPs / peak rate, bytes / bandwidth), mean over the lengths
+    limit             devices / least_s   queries/s
 
-No schedule of any policy, copies or layout answers more: every device would multiply at its peak
-rate without a pause, or read memory at its bandwidth. Weights are read once a step, by however many
-queries share it, so that they count nothing here; nor do messages, embeddings and activations.
-Offline engines that were published reach 59 to 90 % of such a bound on one GPU."""
+Reading of weights, messages, embeddings and activations are not counted, since many queries may
+share them. Published offline engines reach 59 to 90 % of such a limit on one GPU."""
 
 from dataclasses import dataclass
 
@@ -21,14 +19,14 @@ from xgpt.core.problem import Problem
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryWork:
-    """What a query asks of all devices together, in the mean."""
+    """Mean work of a query over all devices."""
 
     flops: float
     kv_bytes: float  # of its cache, written and read
 
 
 def work_of_a_query(problem: Problem) -> QueryWork:
-    """Products and bytes of a mean query of the problem's lengths."""
+    """Mean FLOPs and bytes of a query of the problem's lengths."""
     model, lengths = problem.model, problem.lengths
     outputs = lengths.outputs
     count = outputs.support.astype(float) - (not model.is_encoder_decoder)  # decode iterations
@@ -38,7 +36,7 @@ def work_of_a_query(problem: Problem) -> QueryWork:
         return float(outputs.pmf @ values)
 
     tokens, steps = lengths.inputs.mean, mean(count)
-    own = mean(count * (count + 1) / 2)  # of its output, read over all iterations
+    own = mean(count * (count + 1) / 2)  # output tokens read over all iterations
     read = mean(count * first) + own
     width = model.num_heads * model.head_dim
     heads = 2 * model.head_params * outputs.mean
@@ -49,7 +47,7 @@ def work_of_a_query(problem: Problem) -> QueryWork:
         flops += model.num_layers * (2 * (active_layer_params(model) - cross) * steps
                                      + 2 * cross * tokens + 4 * width * read)
     else:
-        causal = mean(second + first) / 2  # tokens that the input's rows attend to
+        causal = mean(second + first) / 2  # tokens that the rows of the input attend to
         flops = heads + model.num_layers * (
             2 * active_layer_params(model) * (tokens + steps) + 4 * width * (causal + read))
     entry = model.num_layers * model.kv_elements_per_token_layer * problem.kv_item_bytes
@@ -57,9 +55,9 @@ def work_of_a_query(problem: Problem) -> QueryWork:
 
 
 def most_queries_per_s(problem: Problem) -> float:
-    """What the problem's devices could answer, all of them together."""
+    """Roofline limit, queries/s, of all devices of the problem."""
     work, device = work_of_a_query(problem), problem.cluster.device
-    peak = dict(device.flops_per_s).get(  # of a type without units weights are widened
+    peak = dict(device.flops_per_s).get(  # without units for the type, weights are widened
         problem.weight_dtype, device.peak_flops_per_s(problem.dtype))
     least_s = np.maximum(work.flops / peak, work.kv_bytes / device.bandwidth_bytes_per_s)
     return float(problem.cluster.num_devices / least_s)

@@ -1,8 +1,8 @@
-"""Seconds that one layer needs for one encode or decode micro-batch, from a TimingSource.
+"""Seconds of one layer for one encode or decode micro-batch, from a TimingSource.
 
-Encoder-decoder models: the cross-attention's keys and values are projected once, when a query is
-encoded. A decode step's context is the input and the output so far together; cross-attention reads
-the mean input, self-attention what is left of it."""
+Encoder-decoder models: keys and values of the cross-attention are projected once, when a query is
+encoded. The context of a decode step is input plus output so far; cross-attention reads the mean
+input, self-attention the rest."""
 
 from __future__ import annotations
 
@@ -23,40 +23,37 @@ from xrunner.rules.buckets import MOST_CAPTURED
 from xsimulator.fixed_sizes import KeptOfFixed
 
 ALL_REDUCES_PER_LAYER = 2  # after attention and after the MLP; a cross-attention adds one
-# Queries of an encode micro-batch at which a query's share of the attention is asked for. The share
-# is linear between them, and settles long before the last.
-TOGETHER = (1, 2, 4, 8, 16, 32, 64, 128)  # chosen
+# chosen: queries of an encode micro-batch for which the attention of one is tabulated
+TOGETHER = (1, 2, 4, 8, 16, 32, 64, 128)
 _TOGETHER = np.array(TOGETHER, float)
 
 
 class LayerTimes:
-    """One layer's seconds by the degree of the tensor-parallel group that holds it, and, where it
-    sums over the group, by the link that the sums go over (None: that of the node). `inputs`: the
-    lengths of the queries' inputs."""
+    """Seconds of one layer by the degree of its tensor-parallel group and, for all-reduces, by the
+    link (None: the node's). inputs: lengths of the queries' inputs."""
 
     def __init__(self, model: ModelSpec, timing: TimingSource, link: Link, dtype: str,
                  inputs: Lengths, head_rows: float = 1.0, *, has_head: bool = True) -> None:
-        """`link`: of the node; `head_rows`: rows of each input that go through the last layer's
-        end and the head; `has_head`: or through that end alone."""
+        """link: within a node. head_rows: rows of each input that go through the end of the last
+        layer and the head. has_head: False for models without a head."""
         self.model, self.timing, self.head_rows = model, timing, head_rows
         self.has_head = has_head
         self.row_bytes = model.hidden_size * DTYPE_BYTES[dtype]
         self._link, self._inputs, self._mean_input = link, inputs, inputs.mean
         self._captured_degrees, self._is_least = timing.facts.captured_degrees, False
         self._shares: dict[int, FloatArray] = {}  # mean attention by degree, at TOGETHER
-        self._kept = KeptOfFixed()  # a layer's rest, and the head: many plans' tables ask for them
+        self._kept = KeptOfFixed()  # many plans' tables ask for the same sizes
 
     @classmethod
     def of(cls, problem: Problem, timing: TimingSource) -> LayerTimes:
-        """The layers of the problem's model on its cluster."""
+        """The layer times of the problem's model on its cluster."""
         return cls(problem.model, timing, problem.cluster.intra_link, problem.dtype,
                    problem.lengths.inputs, problem.head_rows, has_head=problem.has_head)
 
     @cached_property
     def at_least(self) -> LayerTimes:
-        """The same where rows take as long as in steps that encode or in steps that decode, in
-        whichever is quicker: for bounds on steps that may be either. These where all steps are
-        alike."""
+        """Lower bounds: every row takes the shorter of its times in encode and in decode steps. The
+        times themselves if both are equal."""
         if not self._captured_degrees:
             return self
         least = copy(self)
@@ -65,31 +62,30 @@ class LayerTimes:
 
     @property
     def cross_context(self) -> float:
-        """Tokens of a decode step's context that its self-attention does not read."""
+        """Context tokens of a decode step that self-attention does not read."""
         return self._mean_input if self.model.is_encoder_decoder else 0.0
 
     @property
     def after_attention(self) -> float:
-        """The share of a decoder-only layer, by its products, that comes after its attention."""
+        """The share of a decoder-only layer's parameters after its attention."""
         model = self.model
         return 1 - input_projection_params(model) / active_layer_params(model)
 
     def encode_rest_s(self, tokens: ArrayLike, degree: int,
                       link: Link | None = None) -> FloatArray:
-        """The part of a layer's encoding that depends on the number of tokens alone; of an encoder
-        layer where the model has them, else of a decoder layer."""
+        """Seconds to encode `tokens` in a layer without attention: an encoder layer if the model
+        has them, else a decoder layer."""
         operator = Operator.ENCODER_REST if self.model.is_encoder_decoder else Operator.LAYER_REST
         return self._rest_s(operator, tokens, degree, ALL_REDUCES_PER_LAYER, link)
 
     def encode_attention_s(self, lengths: ArrayLike, together: ArrayLike,
                            degree: int) -> FloatArray:
-        """Attention of single queries of these lengths, each encoded in a batch of `together`
-        queries."""
+        """Seconds of attention of one query of each length, in a batch of `together` queries."""
         return self.timing.operator_s(Operator.ENCODE_ATTENTION, lengths, together,
                                       tp_degree=degree)
 
     def mean_attention_s(self, queries: ArrayLike, degree: int) -> FloatArray:
-        """Expected attention of one query that is encoded in a batch of `queries`."""
+        """Mean seconds of attention of one query in a batch of `queries`."""
         if degree not in self._shares:
             self._shares[degree] = self._inputs.pmf @ self.encode_attention_s(
                 self._inputs.support[:, None], _TOGETHER, degree)
@@ -97,11 +93,11 @@ class LayerTimes:
                                     self._shares[degree]))
 
     def cross_kv_s(self, tokens: ArrayLike, degree: int) -> FloatArray:
-        """One decoder layer's projection of the encoder's output to keys and values."""
+        """Seconds of a decoder layer to project the encoder's output to keys and values."""
         return self.timing.operator_s(Operator.CROSS_KV, tokens, tp_degree=degree)
 
     def decode_rest_s(self, rows: ArrayLike, degree: int, link: Link | None = None) -> FloatArray:
-        """The part of a layer's decode iteration that depends on the number of rows alone."""
+        """Seconds of a decode iteration in a layer without self-attention."""
         if not self.model.is_encoder_decoder:
             if degree not in self._captured_degrees:
                 return self._rest_s(Operator.LAYER_REST, rows, degree, ALL_REDUCES_PER_LAYER, link)
@@ -117,21 +113,19 @@ class LayerTimes:
         return rest_s + cross_s
 
     def decode_attention_s(self, queries: ArrayLike, context: ArrayLike, degree: int) -> FloatArray:
-        """Self-attention of one layer's decode iteration."""
+        """Seconds of a layer's self-attention in a decode iteration."""
         if self.model.is_encoder_decoder:
             context = np.maximum(np.asarray(context, float) - self.cross_context, 0.0)
         return self.timing.operator_s(Operator.DECODE_ATTENTION, queries, context, tp_degree=degree)
 
     def compaction_s(self, rows: ArrayLike, context: ArrayLike, degree: int) -> FloatArray:
-        """Moving `rows` of the KV cache, `context` tokens each; free where the source has not
-        measured it."""
+        """Seconds to move `rows` of the KV cache of `context` tokens each; 0 if not measured."""
         if not is_compaction_timed(self.timing, degree):
             return np.zeros(np.broadcast_shapes(np.shape(rows), np.shape(context)))
         return self.timing.operator_s(Operator.KV_COMPACTION, rows, context, tp_degree=degree)
 
     def head_s(self, queries: ArrayLike, degree: int) -> FloatArray:
-        """The head of so many queries' tokens; 0, and not asked for, where there is none: what a
-        source refuses is infinite, and no number times zero."""
+        """Seconds of the head for so many tokens; 0 for a model without one."""
         if not self.has_head:
             return np.zeros(np.shape(queries))
         return self._kept.of((Operator.HEAD, degree), queries, lambda: self.timing.operator_s(
@@ -139,7 +133,7 @@ class LayerTimes:
 
     def _rest_s(self, operator: Operator, rows: ArrayLike, degree: int, all_reduces: int,
                 link: Link | None) -> FloatArray:
-        """A layer without its attention, with its collectives."""
+        """Seconds of a layer without its attention, with its all-reduces."""
         return self._kept.of((operator, degree, all_reduces, link), rows, lambda: self._rest_of(
             operator, rows, degree, all_reduces, link))
 
@@ -158,7 +152,7 @@ class LayerTimes:
 
 
 def is_compaction_timed(timing: TimingSource, degree: int) -> bool:
-    """Whether the source has a table of compaction for groups of this degree."""
+    """Whether the source has times of compaction for this degree."""
     try:
         timing.reach(Operator.KV_COMPACTION, degree)
     except XgptError:
@@ -167,12 +161,12 @@ def is_compaction_timed(timing: TimingSource, degree: int) -> bool:
 
 
 def embed_s(layers: LayerTimes, rows: ArrayLike, degree: int) -> FloatArray:
-    """The lookup of so many tokens."""
+    """Seconds of the embedding of so many tokens."""
     return layers._kept.of((Operator.EMBED, degree), rows, lambda: layers.timing.operator_s(
         Operator.EMBED, rows, tp_degree=degree))
 
 
 def onward_s(layers: LayerTimes, rows: ArrayLike, row_bytes: int, link: Link) -> FloatArray:
-    """A message of so many rows from stage to stage."""
+    """Seconds of a message of so many rows to the next stage."""
     return layers._kept.of((MessageKind.TRANSFER, row_bytes, link), rows, lambda: (
         layers.timing.message_s(MessageKind.TRANSFER, np.asarray(rows, float) * row_bytes, link)))

@@ -1,14 +1,14 @@
-"""Closed loops that were measured, one's own or published, beside their prediction.
+"""Measured closed loops, one's own or published, compared with their prediction.
 
 A file of one's own has the columns model, device, engine, weight_dtype, tp_degree, concurrency,
 input_tokens, output_tokens, ttft_ms and tpot_ms (docs/accuracy.md).
 
-Predictions choose, too, of the configurations that somebody measured, the one that they would have
-made us take under a bound on latency. A case is a workload (model, GPU, engine, dtype, input and
-output tokens) of at least `LEAST` configurations (degree, requests at a time) and one bound. Bounds
-lie halfway (geometrically) between neighbours of the measured latencies, at each of `QUANTILES`,
-and a tenth above the longest. Chosen is what is predicted to have most throughput a GPU among those
-whose predicted latency, times the margin, is within the bound."""
+`choices` tests whether predictions choose the right one of several measured configurations under a
+latency limit. A case is a workload (model, GPU, engine, dtype, input and output tokens) with at
+least LEAST configurations (degree, concurrency), and one limit. Limits are geometric means of
+neighbouring measured latencies at each of QUANTILES, and a tenth above the longest. The choice is
+the highest predicted throughput per GPU whose predicted latency times the margin keeps the
+limit."""
 
 import hashlib
 from collections import defaultdict
@@ -33,13 +33,12 @@ from xsimulator.closed_loop import Loop, Served, StepSeconds, served
 LINKS = {"H100": "nvlink4", "H200": "nvlink4", "A100-80": "nvlink3"}
 _COUNTS = ("tp_degree", "concurrency", "input_tokens", "output_tokens")
 _TIMES = ("ttft_ms", "tpot_ms")
-LEAST = 4  # chosen
-QUANTILES = (0.2, 0.4, 0.6, 0.8, 1.0)  # chosen
-ABOVE = 1.1  # chosen: the last bound over the longest latency
+LEAST, QUANTILES = 4, (0.2, 0.4, 0.6, 0.8, 1.0)  # chosen
+ABOVE = 1.1  # chosen: the last limit / the longest latency
 
 
 class Errors(NamedTuple):
-    """Of |predicted / measured - 1|: mean, median, ninth decile and worst; `bias`: the mean of
+    """Statistics of |predicted / measured - 1|: mean, median, ninth decile and worst. bias: mean of
     predicted / measured - 1."""
 
     cases: int
@@ -51,7 +50,7 @@ class Errors(NamedTuple):
 
 
 def errors_of(predicted_s: ArrayLike, measured_s: ArrayLike) -> Errors:
-    """All NaN where there is no case."""
+    """The statistics of some pairs; NaN without any."""
     off = np.asarray(predicted_s, float) / np.asarray(measured_s, float) - 1
     if not len(off):
         return Errors(0, *(float("nan"),) * 5)
@@ -82,7 +81,7 @@ class ServingPoint:
 
     @property
     def row(self) -> str:
-        """Name of the catalog's engine: that of the version, if it has one of its own."""
+        """Name of the engine in the catalog, of this version if it has an entry of its own."""
         own = f"{self.engine}-{'.'.join(self.version.split('.')[:2])}"
         return own if own in catalog.names("engine") else self.engine
 
@@ -92,8 +91,8 @@ class ServingPoint:
 
     @property
     def is_fitted(self) -> bool:
-        """Whether the point is of the half that constants may be fitted to: the parity of the
-        SHA-256 of what identifies it."""
+        """Whether constants may be fitted to the point: one half of the points, by the parity of a
+        SHA-256."""
         text = "|".join(str(part) for part in (
             self.model, self.device, self.engine, self.weight_dtype, self.tp_degree,
             self.concurrency, self.input_tokens, self.output_tokens))
@@ -101,13 +100,13 @@ class ServingPoint:
 
     @property
     def workload(self) -> tuple[str, ...]:
-        """What is the same for all configurations that a chooser chooses among."""
+        """Key of the configurations that `choices` chooses among."""
         return (self.source, self.model, self.device, self.engine, self.weight_dtype,
                 str(self.input_tokens), str(self.output_tokens))
 
 
 def own_points(path: Path) -> list[ServingPoint]:
-    """Points of a user's file. Raises InputError with every mistake."""
+    """The points of a user's file. Raises InputError with every mistake."""
     names = {"model": catalog.names("model"), "device": catalog.names("device"),
              "engine": catalog.names("engine")}
     table = read_table(path, [
@@ -125,9 +124,9 @@ def own_points(path: Path) -> list[ServingPoint]:
 
 def predicted(point: ServingPoint, constants: RooflineConstants | None = None,
               stream_s: float | None = None, model: ModelSpec | None = None) -> Served:
-    """The closed loop, played. `constants`, `stream_s`, `model`: others than those of the point's
-    engine and of the catalog. Cache entries are of the weights' type: checkpoints in fp8 are
-    served so."""
+    """The simulated closed loop of a point. constants, stream_s, model: in place of those of the
+    point's engine and of the catalog. Cache entries have the type of the weights, as engines serve
+    fp8 checkpoints."""
     row, model = catalog.engine(point.row), model or catalog.model(point.model)
     device, kv_dtype = catalog.device(point.device), point.weight_dtype if row.fp8_cache else ""
     timing = Roofline(model, device, "bfloat16", constants, engine=point.row,
@@ -148,8 +147,7 @@ def predicted(point: ServingPoint, constants: RooflineConstants | None = None,
 
 
 def margin_of(point: ServingPoint, played: Served, confidence: float) -> float:
-    """The factor on a point's predicted latency that planning for its engine takes at this
-    confidence, by the operators that the latency is made of."""
+    """The safety margin on a point's predicted latency at this confidence, a factor."""
     errors = engine_errors(catalog.device(point.device), point.row)
     return errors.factor(played.shares, confidence,
                          sizes_of(point.input_tokens, point.output_tokens))
@@ -157,15 +155,15 @@ def margin_of(point: ServingPoint, played: Served, confidence: float) -> float:
 
 def share_kept(points: Sequence[ServingPoint], times: Mapping[ServingPoint, Served],
                confidence: float) -> float:
-    """Share of the latencies that are within prediction and margin; NaN of none."""
+    """Share of the measured latencies within prediction x margin; NaN without points."""
     kept = [point.latency_s <= times[point].latency_s * margin_of(point, times[point], confidence)
             for point in points]
     return float(np.mean(kept)) if kept else float("nan")
 
 
 class Choices(NamedTuple):
-    """Shares of the cases: no answer; bound broken (of the answers); the measured best. `regret`:
-    the mean share of the best throughput that answers which keep their bound miss."""
+    """Shares of the cases: no choice; limit missed (of the choices); the measured best chosen.
+    regret: mean share of the best throughput that choices within the limit lose."""
 
     cases: int
     none: float
@@ -176,7 +174,7 @@ class Choices(NamedTuple):
 
 def choices(points: Sequence[ServingPoint], times: Mapping[ServingPoint, Served],
             margin_of: Callable[[ServingPoint], float]) -> Choices:
-    """`margin_of`: factor by which a point's predicted latency is raised."""
+    """The outcome of all cases. margin_of: safety margin of a point, a factor."""
     workloads: dict[tuple[str, ...], list[ServingPoint]] = defaultdict(list)
     for point in points:
         workloads[point.workload].append(point)
@@ -210,5 +208,5 @@ def choices(points: Sequence[ServingPoint], times: Mapping[ServingPoint, Served]
 
 
 def throughput(point: ServingPoint, latency_s: float) -> float:
-    """Requests a second and GPU of a closed loop."""
+    """Requests per second and GPU of a closed loop."""
     return point.concurrency / latency_s / point.tp_degree

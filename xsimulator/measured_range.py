@@ -1,4 +1,4 @@
-"""How far a configuration's sizes lie beyond those that the timing source measured."""
+"""Sizes of a configuration beyond those that the timing source measured."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from xrunner.rules.buckets import MOST_CAPTURED
 
 
 class Presented(NamedTuple):
-    """The largest sizes that a configuration presents to the timing source; 0 where none."""
+    """The largest sizes that a configuration asks times for; 0 for none."""
 
     encode_tokens: float = 0.0  # at once
     encode_queries: float = 0.0
@@ -23,7 +23,7 @@ class Presented(NamedTuple):
 
 def beyond_measured(problem: Problem, timing: TimingSource, degrees: Iterable[int],
                     presented: Presented) -> list[str]:
-    """Names the sizes, in words, that exceed what was measured at one of these degrees."""
+    """The sizes, in words, that exceed what was measured at one of these degrees."""
     return sorted({f"up to {size:.0f} {words}, measured up to {measured:.0f}"
                    for degree in degrees
                    for words, size, measured in zip(_WORDS, presented, _reach(
@@ -31,7 +31,7 @@ def beyond_measured(problem: Problem, timing: TimingSource, degrees: Iterable[in
 
 
 def _reach(problem: Problem, timing: TimingSource, degree: int) -> Presented:
-    """The largest sizes that were measured at that degree."""
+    """The largest sizes measured at that degree."""
     reach = timing.reach
     encode = (Operator.ENCODER_REST if problem.model.is_encoder_decoder else Operator.LAYER_REST)
     head, attention = reach(Operator.HEAD, degree).x, reach(Operator.DECODE_ATTENTION, degree)

@@ -1,8 +1,7 @@
-"""Bytes per rank (docs/paper.md): weights, KV reserved at admission, activations.
+"""Memory of a rank in bytes (docs/paper.md): weights, KV cache, activations.
 
-The runner reserves (input + most output tokens) of a query when it admits it, so KV is sized from
-what is *reserved*, at a high quantile over the queries present, group by group: each decode
-micro-batch has an equal share of its own."""
+The runner reserves input + most output tokens of a query when it admits it. The KV cache is sized
+for a high quantile of the reserved tokens. Each decode micro-batch has an equal share of it."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -17,19 +16,19 @@ from xgpt.core.model import ModelSpec, kv_elements_of_rank
 from xgpt.core.problem import Problem
 from xgpt.core.units import DTYPE_BYTES, WEIGHT_BYTES, activation_item_bytes
 
-# Share of a device's memory that may be planned: the rest is the runtime's context, kernels,
-# communication buffers and the allocator's fragmentation (vLLM plans 0.9 too).
+# chosen: share of a device's memory to plan with, as vLLM's default. The rest is for the runtime's
+# context, kernels, communication buffers and fragmentation.
 USABLE_SHARE = 0.9
-# A phase in a thousand may want more than is reserved; admission then waits, nothing breaks.
+# chosen: in one phase of a thousand more is wanted than reserved; admission then waits
 KV_QUANTILE_Z = 3.09  # 0.999 of the normal distribution
-ACTIVATION_QUANTILE_Z = 5.0  # nothing waits when an encode batch is longer: it would not fit
+ACTIVATION_QUANTILE_Z = 5.0  # chosen: a longer encode batch would not fit, and nothing can wait
 LOGIT_BYTES = 4  # logits are float32 whatever the model's dtype
 LIVE_HIDDEN_COPIES = 4  # residual, norm, attention output, message buffer
 LIVE_MLP_COPIES = 2  # fused up (gate) projection and its activation
 
 
 def capacity_bytes(device: Device) -> int:
-    """The bytes of a device's memory that may be planned."""
+    """Bytes of a device's memory to plan with."""
     return int(device.memory_bytes * USABLE_SHARE) - device.reserved_bytes
 
 
@@ -48,7 +47,7 @@ def weight_bytes(model: ModelSpec, stages: Sequence[StageAssignment], dtype: str
 
 
 def least_weight_bytes(problem: Problem) -> float:
-    """Bytes of the weights of one copy where none lies twice."""
+    """Bytes of the weights of one copy on one device."""
     model = problem.model
     whole = StageAssignment(index=0, ranks=(0,), first_layer=0, num_layers=model.num_layers,
                             num_encoder_layers=model.num_encoder_layers)
@@ -56,22 +55,20 @@ def least_weight_bytes(problem: Problem) -> float:
 
 
 class StageBytes:
-    """Bytes on each rank of a problem's stages, but for its weights: for who asks for the same
-    stages again and again."""
+    """Bytes on each rank of a problem's stages beside its weights."""
 
     def __init__(self, problem: Problem, stages: Sequence[StageAssignment]) -> None:
         self._problem, self._stages = problem, stages
 
     def kv(self, tokens: ArrayLike) -> FloatArray:
-        """[..., stages] of KV cache. In an encoder-decoder model a query's input lies in the
-        cross-attention's cache and its output in the self-attention's: as much together."""
+        """[..., stages] bytes of KV cache for so many tokens, inputs and outputs together (in an
+        encoder-decoder model: cross-attention and self-attention)."""
         return np.asarray(np.asarray(tokens, float)[..., None] * self._of_token)
 
     def step(self, rows: ArrayLike, heads: ArrayLike) -> FloatArray:
-        """[..., stages] of one step: its rows through a layer, of the type that weights are
-        multiplied as, the logits of `heads` of them on the last stage (all are drawn, at worst),
-        and where attention is not fused (CPU; windows, capped scores) the scores of the longest
-        input."""
+        """[..., stages] bytes of one step: activations of its rows in a layer, logits of `heads` of
+        them on the last stage, and, if attention is not fused (CPU, windows, capped scores), the
+        scores of the longest input."""
         of_row, scores = self._of_step
         held: FloatArray = np.asarray(rows, float)[..., None] * of_row
         if scores is not None:
@@ -89,7 +86,7 @@ class StageBytes:
 
     @cached_property
     def _of_step(self) -> tuple[FloatArray, FloatArray | None]:
-        """([stages] of a row, and of the scores of the longest input)."""
+        """([stages] bytes of a row, bytes of the longest input's scores or None)."""
         problem, model = self._problem, self._problem.model
         degrees = np.array([stage.tp_degree for stage in self._stages], float)
         width = (LIVE_HIDDEN_COPIES * model.hidden_size
@@ -109,7 +106,8 @@ def kv_bytes(problem: Problem, stages: Sequence[StageAssignment],
 
 
 def largest_rows(inputs: Lengths, encode: FloatArray) -> FloatArray:
-    """Tokens of an encode step of that many queries that more are next to impossible."""
+    """Tokens of an encode step of so many queries, at a quantile that is practically never
+    exceeded."""
     tokens = encode * inputs.mean + ACTIVATION_QUANTILE_Z * inputs.std * np.sqrt(encode)
     return np.asarray(np.minimum(tokens, encode * inputs.max))
 

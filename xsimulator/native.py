@@ -1,6 +1,6 @@
-"""The native replays (csrc/replay/replay.cpp, xsimulator.replay.native_replay): out of an installed
-wheel's library, or compiled for themselves, which takes a second or two once. Where neither can be
-had, or `XGPT_NATIVE` is `off`, Python replays, and finds the same."""
+"""The library of the native replays (csrc/replay/replay.cpp, xsimulator.replay.native_replay): from
+an installed wheel, or compiled once, which takes a second or two. Without it, or with
+`XGPT_NATIVE=off`, Python replays give the same results."""
 
 import contextlib
 import ctypes
@@ -31,14 +31,13 @@ TELL = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 
 
 class Native:
-    """A library that has them."""
+    """A loaded library with the replays."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Raises AttributeError where it has none."""
+        """Raises AttributeError if the library lacks them."""
         address, number = ctypes.c_void_p, ctypes.c_int64
         self.library = library
-        # by addresses, as in csrc/replay/replay.cpp; one replay at a time, since each may find
-        # further blocks of a clock that others use, too
+        # one replay at a time, since each may add blocks to a clock that others share
         self.replaying = Lock()
         self.clock, self.replayed, self.busy, self.tell, self.forget, self.forget_clock = (
             library.xgpt_clock, library.xgpt_replayed, library.xgpt_busy, library.xgpt_tell,
@@ -55,23 +54,23 @@ class Native:
 
 @cache
 def native() -> Native | None:
-    """None where arrays have to serve."""
+    """The library; None if there is none, or it is switched off."""
     if os.environ.get(VARIABLE, "").strip() == "off":
         return None
     packaged = source_folder() / LIBRARY
     if packaged.is_file() and not extra_flags():
         with contextlib.suppress(OSError, AttributeError):
             return Native(ctypes.CDLL(str(packaged)))
-    # a folder or a compiler's words that cannot be made out are no reason to plan nothing
+    # planning goes on without the library, whatever keeps it from being compiled
     with contextlib.suppress(BuildError, OSError, AttributeError, RuntimeError, ValueError):
         return Native(ctypes.CDLL(str(cached_library(cache_folder(), REPLAYS))))
     return None
 
 
 class Blocks:
-    """A table of numbers whose rows are found in blocks of `size`, when one of them is asked for
-    first. `find`: numbers of a block's rows -> [size, columns]. `block`: the rows from its number
-    times `size` on; `row`: one as a list, which stays the table's."""
+    """A table whose rows are computed in blocks of `size` on first use. find(rows of a block):
+    [size, columns]. block(number): rows from number x size on. row(number): one row as a list,
+    which must not be changed."""
 
     def __init__(self, size: int, find: Callable[[IntArray], FloatArray]) -> None:
         self._size = size
@@ -84,7 +83,7 @@ class Blocks:
 
 
 class Fetched:
-    """Tables whose blocks csrc asks for by `function`, where one of them is needed first."""
+    """Tables whose blocks csrc asks for through `function` on first use."""
 
     def __init__(self, tables: Sequence[Blocks]) -> None:
         failures: list[BaseException] = []
@@ -92,20 +91,20 @@ class Fetched:
         def fetch(table: int, block: int) -> int:
             try:
                 return address_of(tables[table].block(block))
-            except BaseException as error:  # none finds its way through csrc
+            except BaseException as error:  # no exception passes through csrc
                 failures.append(error)
                 return 0
 
         self.function, self._failures = FETCH(fetch), failures
 
     def raise_failure(self) -> None:
-        """Raises what kept csrc from a block, where anything did."""
+        """Raises the exception of a failed block, if there was one."""
         if self._failures:
             raise self._failures.pop()
 
 
 class NativeClock:
-    """A clock as csrc/replay/step_times.h has it, at `address` for as long as this object lives."""
+    """A clock of csrc/replay/step_times.h, at `address` while this object lives."""
 
     def __init__(self, tables: Sequence[Blocks], numbers: IntArray, figures: FloatArray) -> None:
         library = native()

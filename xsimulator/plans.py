@@ -1,8 +1,7 @@
-"""Which layers lie where, for each tensor-parallel plan of a problem, with their times and weights.
+"""Stage plans: where the layers lie under each tensor plan of a problem, with times and weights.
 
-The split of layers is balanced for a reference workload: batches of ordinary size, in the ratio in
-which the problem's queries need encoding and decoding. It depends on the plan alone, not on the
-batch sizes searched over."""
+The split of layers is balanced for a reference workload of ordinary batch sizes, with the problem's
+ratio of encoding to decoding. It depends on the tensor plan, not on the batch sizes searched."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ REFERENCE_DECODE_QUERIES = 32  # chosen
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StagePlan:
-    """The stages of one pool, and how long its steps take."""
+    """The stages of one pool with their step times and weights."""
 
     stages: tuple[StageAssignment, ...]
     times: StageTimes
@@ -49,36 +48,37 @@ class StagePlan:
 
     @cached_property
     def kinds(self) -> StageKinds:
-        """Stages that any step takes as long on."""
+        """Groups of stages with equal step times."""
         return stage_kinds(self.times)
 
     @cached_property
     def convex_steps(self) -> ConvexSteps:
-        """What steps of any mix of sizes take in the mean, at least."""
+        """Lower bounds on the mean time of steps of mixed sizes."""
         times = at_least(self.times)
         return ConvexSteps(self.kinds if times is self.times else stage_kinds(times))
 
 
 class PlanSource(Protocol):
-    """Formulas ask it where layers lie: `StagePlans` balances them, others may hold them."""
+    """Source of stage plans for the rough formulas. `StagePlans` balances layers; others give the
+    stages of a schedule."""
 
     problem: Problem
 
     def both(self, tp_degree: int, tp_gpus: int) -> StagePlan:
-        """The one pool that does both phases."""
+        """The pool of all devices that encodes and decodes."""
 
     def pool(self, ranks: Sequence[tuple[int, ...]], role: Role, first_index: int = 0) -> StagePlan:
-        """The pool on these ranks that works one phase, or both."""
+        """The pool on these ranks, for one phase or both."""
 
     def of_stages(self, stages: tuple[StageAssignment, ...], role: Role) -> StagePlan:
         """The pool of these stages."""
 
     def pairs(self, tp_degree: int, tp_gpus: int) -> PoolPairs:
-        """Every division into a pool that encodes and one that decodes."""
+        """All divisions into an encode pool and a decode pool."""
 
 
 class _DegreeCost(NamedTuple):
-    """Reference costs of a group: a stage's that has layers alone, and what the ends add."""
+    """Reference costs of a group: of a middle stage, and what embedding and head add."""
 
     middle: StageCost
     embed_s: float
@@ -86,8 +86,8 @@ class _DegreeCost(NamedTuple):
 
 
 class Plans:
-    """The plans of problems that one source times: parts of a cluster, which share their layers,
-    since these take as long on any number of devices."""
+    """Stage plans of several problems with the same times, such as parts of a cluster. Layer times
+    are shared, since they do not depend on the number of devices."""
 
     def __init__(self, timing: TimingSource) -> None:
         self.timing = timing
@@ -95,14 +95,14 @@ class Plans:
         self._of: dict[int, StagePlans] = {}
 
     def of(self, problem: Problem) -> StagePlans:
-        """The problem's plans, made once."""
+        """The problem's stage plans, kept."""
         if id(problem) not in self._of:
             self._of[id(problem)] = StagePlans(problem, self.timing, self)
         return self._of[id(problem)]
 
     def layers(self, problem: Problem, timing: TimingSource) -> LayerTimes:
-        """The problem's layers by this source, or by one made of it."""
-        inputs = problem.lengths.inputs  # the layers hold both, so no others have their ids
+        """The problem's layer times by `timing`, kept."""
+        inputs = problem.lengths.inputs  # kept alive by the layers, so that ids stay unique
         key = (id(timing), id(inputs), problem.model, problem.cluster.intra_link, problem.dtype,
                problem.head_rows, problem.has_head)
         if key not in self._layers:
@@ -111,22 +111,22 @@ class Plans:
 
 
 class StagePlans:
-    """The plans of one problem; keeps each."""
+    """Stage plans of one problem, kept."""
 
     def __init__(self, problem: Problem, timing: TimingSource, shared: Plans | None = None) -> None:
-        """`shared`: of problems that have the same layers."""
+        """shared: plans of problems with the same times."""
         self.problem, self.timing = problem, timing
         self._shared = shared or Plans(timing)
         self.layers = self._shared.layers(problem, timing)
         fewer = 0 if problem.model.is_encoder_decoder else 1
-        # every query takes at least one iteration here: a split needs some decoding to go by
+        # at least one: the split needs some decoding to balance
         self._iterations = max(problem.lengths.outputs.mean - fewer, 1.0)
         self._known: dict[object, StagePlan] = {}
         self._cost = cache(self._find_cost)
 
     def both(self, tp_degree: int, tp_gpus: int) -> StagePlan:
-        """One pool over all devices that does both phases, the first `tp_gpus` in groups of
-        `tp_degree`. Raises InputError for a plan the model or cluster refuses."""
+        """One pool over all devices for both phases, the first `tp_gpus` in groups of `tp_degree`.
+        Raises InputError for a plan that model or cluster refuse."""
         key = (tp_degree, tp_gpus)
         if key not in self._known:
             problem = self.problem
@@ -138,7 +138,7 @@ class StagePlans:
         return self._known[key]
 
     def pool(self, ranks: Sequence[tuple[int, ...]], role: Role, first_index: int = 0) -> StagePlan:
-        """A pool of stages on these ranks that works one phase, or both."""
+        """A pool of stages on these ranks, for one phase or both."""
         key = (tuple(ranks), role, first_index)
         if key not in self._known:
             self._known[key] = self.of_stages(allocate(
@@ -186,7 +186,7 @@ class StagePlans:
     def _find_cost(self, degree: int, link: Link | None, role: Role) -> _DegreeCost:
         encodes, decodes = role != "decode", role != "encode"
         timing, layers, inputs = self.timing, self.layers, self.problem.lengths.inputs.mean
-        # no more than was measured: what is refused would take for ever on every stage alike
+        # at most the sizes measured: beyond them all times are infinite
         rest, encoding, decoding = (timing.reach(operator, degree) for operator in (
             Operator.LAYER_REST, Operator.ENCODE_ATTENTION, Operator.DECODE_ATTENTION))
         tokens = min(REFERENCE_ENCODE_QUERIES * inputs, rest.x)  # of an encode step
@@ -201,9 +201,9 @@ class StagePlans:
                                 + layers.decode_attention_s(queries, context, degree))
 
         def total(operator: Operator, rows: tuple[float, float]) -> float:
-            reach = timing.reach(operator, degree).x  # beyond it, no more can be said
+            reach = timing.reach(operator, degree).x
             once = timing.operator_s(operator, np.minimum(rows, reach), tp_degree=degree)
-            # a time that is refused is infinite: 0 times it is none
+            # no product with 0: an unknown time is infinite
             return float((once[0] if encodes else 0.0) + (rounds * once[1] if decodes else 0.0))
 
         if self.problem.model.is_encoder_decoder:
@@ -220,29 +220,29 @@ Ranks = Sequence[tuple[int, ...]]
 
 
 class PoolPairs:
-    """Which devices encode and which decode under WAA (paper section 4.1), by how many encode.
+    """The divisions of the devices into an encode pool and a decode pool under WAA (paper section
+    4.1), by the number of encode devices.
 
     The first devices encode, the others decode. Groups of `tp_degree` are formed in the decode pool
-    first, from the last device backwards, since every token of a query waits for that pool; what is
-    left of `tp_gpus` forms groups in the encode pool, from the first device on. A group lies within
-    a node, or on whole nodes, so only numbers of encode devices for which all groups find a place
-    are allowed."""
+    first, from the last device backwards, since every token of a query waits for that pool. The
+    rest of `tp_gpus` forms groups in the encode pool, from the first device on. Only numbers of
+    encode devices are allowed for which every group lies within a node or on whole nodes."""
 
     def __init__(self, plans: PlanSource, plan: tuple[int, int],
                  ranks: Mapping[int, tuple[Ranks, Ranks]]) -> None:
-        """ranks: of the groups of both pools, by the number of devices that encode."""
+        """ranks: {number of encode devices: (ranks of the encode stages, of the decode stages)}."""
         self._plans, self._ranks, self.tp_degree = plans, ranks, plan[0]
         self.encode_devices: IntArray = np.array(list(ranks), np.int64)
         self.pair = cache(self._pair)
 
     def _pair(self, encode_devices: int) -> tuple[StagePlan, StagePlan]:
-        """(pool that encodes, pool that decodes), whose stages are numbered after it."""
+        """(encode pool, decode pool); the decode stages are numbered after the encode stages."""
         encode, decode = self._ranks[encode_devices]
         return (self._plans.pool(encode, "encode"),
                 self._plans.pool(decode, "decode", first_index=len(encode)))
 
     def nearest(self, share: FloatArray) -> IntArray:
-        """Numbers of encode devices that are nearest to such shares of all devices (WAA-C)."""
+        """The allowed numbers of encode devices nearest to shares of all devices (WAA-C)."""
         wanted = np.asarray(share)[..., None] * self._plans.problem.cluster.num_devices
         nearest = np.abs(wanted - self.encode_devices).argmin(axis=-1)
         return np.asarray(self.encode_devices[nearest])

@@ -1,4 +1,4 @@
-"""What one pool of stages answers at most, for xsimulator.bound, whose symbols these are."""
+"""Upper bound on the throughput of one pool of stages. Symbols as in xsimulator.bound."""
 
 from __future__ import annotations
 
@@ -12,31 +12,33 @@ import numpy as np
 from xgpt.core.lengths import BoolArray, FloatArray
 from xgpt.core.problem import Problem
 from xsimulator import memory
+from xsimulator.convex_steps import MOST_ROWS
 from xsimulator.demand import Demand
 from xsimulator.layer_times import LayerTimes
 from xsimulator.plans import StagePlan
-from xsimulator.step_bounds import MOST_ROWS, Lines, PoolSteps
+from xsimulator.step_bounds import Lines, PoolSteps
 
-RATIO = 1.01  # chosen: between numbers of rows that are looked at
+RATIO = 1.01  # chosen: of the grid of rows
 HALVINGS = 12  # chosen: of the range of G
 
 
 class Curve(NamedTuple):
-    """[m] no throughput exceeds `qps` while the latency is at most `latency_s`, which rises."""
+    """[m] upper bounds on the throughput of schedules whose latency is at most `latency_s`, which
+    rises."""
 
     qps: FloatArray
     latency_s: FloatArray
 
 
 class PoolBound:
-    """The bounds of one pool. Arrays [m] are over ranges of rows that a cycle decodes."""
+    """Upper bounds for one pool. Arrays [m] are over the grid of rows that a cycle decodes."""
 
     def __init__(self, plan: StagePlan, problem: Problem, demand: Demand,
                  lines: Callable[[LayerTimes, int], Lines]) -> None:
         """`lines`: see PoolSteps."""
         self.demand, self._constraint = demand, problem.constraint
         self.steps = PoolSteps(plan, problem.cluster.num_devices, demand, lines)
-        # tokens that the fullest stage has room for beside its weights and a step of one row
+        # tokens that fit on the fullest stage beside its weights and a step of one row
         held = memory.StageBytes(problem, plan.stages)
         free = (memory.capacity_bytes(problem.cluster.device) - plan.weight_bytes
                 - held.step(1.0, 1.0))
@@ -47,7 +49,8 @@ class PoolBound:
         self._pace_s = self._constraint.limit_s("tpot")
 
     def alone_qps(self, limit_s: float) -> float:
-        """What no one-pool schedule exceeds whose latency is `limit_s` at most."""
+        """Upper bound, queries/s, on schedules of this pool alone with a latency up to
+        `limit_s`."""
         low, high = self._rows
         if not len(low) or not self._keeps_first():
             return 0.0
@@ -60,7 +63,7 @@ class PoolBound:
         return float(qps[is_kept].max(initial=0.0))
 
     def _find_curve(self, share: float) -> Curve:
-        """Of a decode pool that encodes this share of the queries."""
+        """The curve of a decode pool that encodes this share of the queries."""
         low, high = self._rows
         groups, is_met = self._fewest_groups(low, high, share, math.inf)
         if not len(low):
@@ -75,18 +78,18 @@ class PoolBound:
 
     @cached_property
     def most_decode_qps(self) -> float:
-        """Queries/s of this pool where it decodes alone."""
+        """Upper bound, queries/s, if the pool only decodes."""
         return float(self.curve(0.0).qps.max(initial=0.0))
 
     def _keeps_first(self) -> bool:
-        """Whether an input of its quantile's length, alone, keeps the bound on first tokens."""
+        """Whether an input of the quantile's length, encoded alone, keeps the limit on TTFT."""
         bound = self._constraint.bound_on("ttft")
         return bound is None or self.steps.alone_s(float(
             self.demand.lengths.inputs.quantile(bound.quantile))) <= bound.limit_s
 
     @cached_property
     def _rows(self) -> tuple[FloatArray, FloatArray]:
-        """([m] least, most) rows of a cycle; none where memory has no room for a query."""
+        """([m] least, most) rows of a cycle; empty if no query fits into memory."""
         most = min(self.room_tokens / self.demand.context, MOST_ROWS)
         if most < 1:
             return np.empty(0), np.empty(0)
@@ -96,11 +99,11 @@ class PoolBound:
 
     def _fewest_groups(self, low: FloatArray, high: FloatArray, share: float,
                        limit_s: float) -> tuple[FloatArray, BoolArray]:
-        """([m] G below which a group's own steps are longer than a cycle of the stages, or too
-        long for the latency; whether that is so for some G)."""
+        """([m] lower bound on the G at which the stages, not a group's own steps, set the cycle and
+        the latency is kept; whether there is such a G)."""
         steps = self.steps.of_share(share)
 
-        # where fewer are beside the query that the bound is for, its latency has less to wait for
+        # fewer rows beside the query that the limit is for make its latency shorter
         sizes = [low] if not self.demand.excess else [low, self._seen(low)[0]]
 
         def is_met(groups: FloatArray) -> BoolArray:
@@ -123,7 +126,7 @@ class PoolBound:
 
     def _cycle(self, low: FloatArray, high: FloatArray, groups: FloatArray, is_met: BoolArray,
                share: float) -> tuple[FloatArray, FloatArray]:
-        """([m] seconds of a cycle, and of one that encodes nothing)."""
+        """([m] seconds of a cycle, seconds of a cycle without encoding), lower bounds."""
         steps, each = self.steps.of_share(share), np.maximum(low / groups, 1.0)
         path_s = steps.at(steps.path_s, np.maximum(low / high, 1.0))
         busy_s, alone_s = (groups * steps.at(own, each).max(axis=0)
@@ -132,7 +135,7 @@ class PoolBound:
 
     def _latency_s(self, rows: FloatArray, groups: FloatArray, share: float, *,
                    is_phased: bool) -> FloatArray:
-        """[m] by the busiest stage."""
+        """[m] lower bound on the latency by the busiest stage."""
         demand, steps, (seen, queries, together) = (
             self.demand, self.steps.of_share(share), self._seen(rows))
         each = np.maximum(seen / groups, 1.0)
@@ -142,13 +145,13 @@ class PoolBound:
         if is_phased:
             latency = np.minimum(latency, (
                 together * alone + (demand.watched - together) * steps.alone_s[:, :1]
-                # half of the others', and no more than what falls into cycles together
+                # half of the others' encoding, at most what falls into the cycles together
                 + np.minimum((queries - 1) / 2, together * seen / demand.iterations) * encode_s))
         return np.asarray(self.steps.own_s * (share > 0) + latency.max(axis=0))
 
     def _path_latency_s(self, rows: FloatArray, groups: FloatArray, *,
                         is_phased: bool) -> FloatArray:
-        """[m] by the steps of the query's own group."""
+        """[m] lower bound on the latency by the steps of the query's own group."""
         steps, (seen, _, together) = self.steps.of_share(0.0), self._seen(rows)
         path_s = steps.at(steps.path_s, np.maximum(seen / groups, 1.0))
         if not is_phased:
@@ -157,7 +160,7 @@ class PoolBound:
                           + (self.demand.watched - together) * steps.path_s[0])
 
     def _seen(self, rows: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """([m] rows beside the query that the bound is for and itself; queries of a batch, and
-        iterations that it is together with others, where batches are decoded to their ends)."""
+        """([m] rows of the query that the limit is for and those beside it; queries of a batch, and
+        iterations that it spends with others, if batches are decoded to their end)."""
         seen = np.maximum(rows - self.demand.excess, 1.0)
         return seen, *self.demand.in_batches(seen)

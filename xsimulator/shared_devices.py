@@ -1,18 +1,17 @@
-"""What no two pools exceed, however the devices are divided between them and layers laid out.
+"""Upper bound on two pools over all divisions of the devices and of the layers.
 
-Of a decode step of n rows a query's token waits for its way through all layers, p(n) seconds, and
-the devices that hold them are at work for w(n) device-seconds together; layers on groups of several
-degrees lie between what these take. With q the shares of tokens by the size of their step, M
-devices, N rows for which the caches have room, E device-seconds of encoding a query at the least, D
-decode iterations of a query, d those of the query that the bound T is for, which sees steps as they
-come, and lambda queries/s:
+A decode step of n rows takes p(n) seconds through all layers and w(n) device-seconds. Layers on
+groups of several degrees lie between the values of these degrees. Let q be the shares of tokens by
+the size n of their step, M the devices, N the rows that the caches hold, E the least device-seconds
+to encode a query, D the decode iterations of a query, d those of the query that the limit T is for,
+and lambda the throughput in queries/s. Then
 
-    lambda (E + D sum q w(n) / n) <= M        devices
-    lambda D sum q p(n) <= N                  rows under way (Little's law)
-    sum q (p(n) - T / d) / n <= 0             steps in the mean, each counted once
+    lambda (E + D sum q w(n) / n) <= M        device time
+    lambda D sum q p(n) <= N                  rows in the system (Little's law)
+    sum q (p(n) - T / d) / n <= 0             mean step, each step counted once
 
-No q keeps all three where prices a, b >= 0 are such that w / n + a p + b (p - T / d) / n is for
-every size above what the first two leave, (M / lambda - E) / D + a N / (lambda D)."""
+By linear duality no q satisfies all three if there are prices a, b >= 0 such that for every n
+w / n + a p + b (p - T / d) / n  >  (M / lambda - E) / D + a N / (lambda D)."""
 
 from __future__ import annotations
 
@@ -28,15 +27,14 @@ from xsimulator import memory
 from xsimulator.plans import StagePlan, StagePlans
 from xsimulator.pool_bound import PoolBound
 
-RATIO = 1.05  # chosen: between sizes of steps that are looked at
-MOST_ROWS = 2.0**17  # chosen
-# chosen: prices, in device-seconds a row-second and as shares of the cheapest step's
+RATIO, MOST_ROWS = 1.05, 2.0**17  # chosen: grid of step sizes n
+# chosen: prices a and b, relative to the cheapest step
 PRICES: FloatArray = np.concatenate([[0.0], 2.0 ** np.arange(-12, 13, 0.5)])
 HALVINGS = 24  # chosen
 
 
 class SharedDevices:
-    """The bound of one problem's devices, by the degrees of their groups."""
+    """The upper bound for one problem, by the tensor-parallel degrees of its groups."""
 
     def __init__(self, problem: Problem, plans: StagePlans,
                  pool: Callable[[StagePlan], PoolBound]) -> None:
@@ -44,7 +42,7 @@ class SharedDevices:
         self._of_degree = cache(self._find)
 
     def qps(self, degrees: tuple[int, ...], latency_s: float) -> float:
-        """Queries/s within a latency."""
+        """Upper bound, queries/s, for groups of these degrees within a latency limit."""
         found = [self._of_degree(degree) for degree in degrees]
         rows, path_s, work_s = (np.concatenate([own[kind] for own in found]) for kind in range(3))
         encode_s, own_s = min(own[3] for own in found), min(own[4] for own in found)
@@ -58,7 +56,7 @@ class SharedDevices:
         scale = float((each / path_s).min())
         late = np.zeros(len(rows)) if math.isinf(least_s) else (path_s - least_s) / rows
         price = PRICES[:, None]
-        # [a, b] the cheapest step's price
+        # [a, b] least left-hand side over all n
         dear = np.array([(each + a * scale * path_s + price * devices * late).min(axis=1)
                          for a in PRICES])
 
@@ -77,17 +75,17 @@ class SharedDevices:
         return self._plans.pool([self._problem.cluster.fastest_group(degree)], "both")
 
     def _find(self, degree: int) -> tuple[FloatArray, FloatArray, FloatArray, float, float]:
-        """([sizes] rows, seconds through all layers, device-seconds; device-seconds of encoding a
-        query, seconds of encoding the one that the bound is for), at least."""
+        """([sizes] rows n, p(n), w(n), then E and the seconds to encode the query that the limit is
+        for), lower bounds for one degree."""
         steps = self._pool(self._whole(degree)).steps
         sizes: FloatArray = RATIO ** np.arange(math.log(MOST_ROWS) / math.log(RATIO))
         path_s = steps.of_share(0.0).at(steps.of_share(0.0).path_s, sizes)
-        # between two sizes there are at most as many rows as the larger has, in no less time
+        # of a step between two sizes: the rows of the larger, the time of the quicker
         rows, path_s = sizes[1:], np.minimum(path_s[:-1], path_s[1:])
         return rows, path_s, degree * path_s, degree / steps.most_encode_qps, steps.own_s
 
     def _rows_held(self) -> float:
-        """Rows for whose contexts all devices have room beside the weights of both pools."""
+        """N: rows whose contexts fit beside the weights of both pools."""
         problem, whole = self._problem, self._whole(1)
         decoder_only = not problem.model.is_encoder_decoder
         token = float(memory.kv_bytes(problem, whole.stages, 1.0)[0])

@@ -1,14 +1,13 @@
-"""Seconds that each stage needs for one encode or decode micro-batch, and that KV entries need from
-WAA's encode pool to its decode pool.
+"""Seconds of each stage for one encode or decode micro-batch, and of the handover of KV entries
+from WAA's encode pool to its decode pool.
 
-Formulas, bounds and the replay all rest on these sums, of which they have tables
-(xsimulator.rough.pace, xsimulator.convex_steps, xsimulator.replay.step_clock). Arrays broadcast;
-the last axis of every result is the stage.
+The rough formulas, the bound and the replay build tables of these sums (xsimulator.rough.pace,
+xsimulator.convex_steps, xsimulator.replay.step_clock). Arrays broadcast; the last axis of every
+result is the stage.
 
-The output of an encoder goes back through the head to every stage: one transfer each. In the
-runner's own tensor-parallel groups the first rank hands each step to the others, and they hand it
-the best of their shares of the vocabulary (TimingFacts.sends_in_groups): one transfer each way,
-of stage to stage the ranks of a group have theirs at once."""
+An encoder's output goes from the last stage to every stage: one transfer each. In the runner's own
+tensor-parallel groups the first rank sends each step to the others and receives the best tokens of
+their shares of the vocabulary (TimingFacts.sends_in_groups): one transfer each way."""
 
 from __future__ import annotations
 
@@ -35,19 +34,19 @@ _OfGroup = Callable[[ArrayLike, int, Link | None], FloatArray]  # sizes, degree,
 
 
 class StageTimes:
-    """Seconds per stage, for one allocation of layers."""
+    """Seconds of each stage for one allocation of layers."""
 
     def __init__(self, layers: LayerTimes, cluster: Cluster, stages: Sequence[StageAssignment],
                  links: tuple[Link, ...] | None = None) -> None:
-        """`links`: each stage's to the next one, the last one's to the first, where the cluster is
-        not to be asked."""
+        """links: of each stage to the next one, of the last one to the first; None: the
+        cluster's."""
         self.layers, self._cluster, self.stages = layers, cluster, tuple(stages)
         self._given_links = links
         self._timing = layers.timing
         self.is_encoder_decoder = layers.model.is_encoder_decoder
         self.overhead_s = layers.timing.facts.step_overhead_s  # in every stage's time
         self.degrees = tuple(sorted({stage.tp_degree for stage in self.stages}))
-        # [stages] 1 where a stage is of that degree
+        # {degree: [stages] 1 for stages of that degree}
         self._stages_of_degree = {degree: np.array(
             [float(stage.tp_degree == degree) for stage in self.stages]) for degree in self.degrees}
         self._groups = _Groups(cluster, self.stages)
@@ -55,18 +54,17 @@ class StageTimes:
         # [stages] layers whose attention encoding runs through
         self.encode_layers = self.decoder_layers if not self.is_encoder_decoder else np.array(
             [stage.num_encoder_layers for stage in self.stages], float)
-        # what encoding does of the last layer for the inputs' last tokens alone
+        # share of the last layer that encoding computes for the inputs' last tokens only
         self._narrowed = 0.0 if self.is_encoder_decoder else layers.after_attention
         self._whole_layers = self.decoder_layers.copy()
         self._whole_layers[-1] -= self._narrowed
 
     def mean_attention_s(self, queries: ArrayLike) -> PerDegree:
-        """Expected ENCODE_ATTENTION of one query in micro-batches of `queries`."""
+        """Mean ENCODE_ATTENTION of one query in a micro-batch of `queries`."""
         return {d: self.layers.mean_attention_s(queries, d) for d in self.degrees}
 
     def encode_attention_s(self, lengths: ArrayLike, together: ArrayLike) -> PerDegree:
-        """ENCODE_ATTENTION of each of these queries; `together`: queries in each one's
-        micro-batch."""
+        """ENCODE_ATTENTION of queries of these lengths, in micro-batches of `together` queries."""
         return {d: self.layers.encode_attention_s(lengths, together, d) for d in self.degrees}
 
     def decode_attention_s(self, queries: ArrayLike, context: ArrayLike) -> PerDegree:
@@ -74,8 +72,8 @@ class StageTimes:
         return {d: self.layers.decode_attention_s(queries, context, d) for d in self.degrees}
 
     def encode_s(self, tokens: ArrayLike, queries: ArrayLike, attention_s: PerDegree) -> FloatArray:
-        """[..., stages] for micro-batches of `queries` with `tokens` in all; `attention_s` is the
-        sum over a micro-batch's queries in one layer, per degree."""
+        """[..., stages] seconds to encode micro-batches of `queries` with `tokens` in total.
+        attention_s: {degree: attention of one layer, summed over the queries}."""
         work = self.encode_rows_s(tokens) + self.per_stage_s(attention_s, self.encode_layers)
         if not self.is_encoder_decoder:
             work[..., -1] += self.ends_s(queries)
@@ -83,8 +81,8 @@ class StageTimes:
 
     def decode_s(self, queries: ArrayLike, context: ArrayLike, *, moved: ArrayLike = 0.0,
                  ) -> FloatArray:
-        """[..., stages] for micro-batches of `queries` whose attention is charged `context` tokens
-        a query. `moved`: rows of the KV cache that compaction moves before it."""
+        """[..., stages] seconds to decode micro-batches of `queries` with `context` tokens each.
+        moved: rows of the KV cache that compaction moves before."""
         work = self.decode_rows_s(queries) + self.per_stage_s(
             self.decode_attention_s(queries, context), self.decoder_layers)
         if np.any(moved):
@@ -95,15 +93,15 @@ class StageTimes:
         return work
 
     def encode_rows_s(self, tokens: ArrayLike) -> FloatArray:
-        """[..., stages] of encoding `tokens`: all but attention, and what the inputs' last tokens
-        alone go through."""
+        """[..., stages] seconds to encode `tokens`, without attention and without the part for the
+        inputs' last tokens only."""
         if not self.is_encoder_decoder:
             return self._with_ends(self._groups.seconds(
                 self.layers.encode_rest_s, tokens, self._whole_layers), tokens)
         work = self._with_ends(self._groups.seconds(
             self.layers.encode_rest_s, tokens, self.encode_layers), tokens)
         if not self.decoder_layers.any():
-            return work  # a pool that encodes alone: its output is handed over
+            return work  # an encode pool hands its output over
         work = work + self.cross_kv_s(tokens)
         if len(self.stages) > 1:
             moved = np.asarray(tokens, float) * self.layers.row_bytes
@@ -112,17 +110,17 @@ class StageTimes:
         return work
 
     def cross_kv_s(self, tokens: ArrayLike) -> FloatArray:
-        """[..., stages] of projecting `tokens` of the encoder's output to keys and values."""
+        """[..., stages] seconds to project `tokens` of the encoder's output to keys and values."""
         return self.per_stage_s({d: self.layers.cross_kv_s(tokens, d) for d in self.degrees},
                                 self.decoder_layers)
 
     def decode_rows_s(self, rows: ArrayLike) -> FloatArray:
-        """[..., stages] of `rows` through the decoder's layers: all but attention and head."""
+        """[..., stages] seconds of `rows` in the decoder's layers, without attention and head."""
         return self._with_ends(self._groups.seconds(
             self.layers.decode_rest_s, rows, self.decoder_layers), rows)
 
     def first_tokens_s(self, queries: ArrayLike) -> FloatArray:
-        """The last stage's head, and the tokens' way back to the first."""
+        """Seconds of the last stage's head, and of the tokens' transfer to the first stage."""
         head = self.layers.head_s(queries, self.stages[-1].tp_degree)
         head = head + _within_s(self._timing, self._groups.last, BEST_BYTES, queries)
         if len(self.stages) == 1:
@@ -130,8 +128,8 @@ class StageTimes:
         return head + onward_s(self.layers, queries, TOKEN_BYTES, self._links[-1])
 
     def ends_s(self, queries: ArrayLike) -> FloatArray:
-        """The last stage's work for the last tokens of so many inputs alone, or for as many of each
-        as are scored: the last layer after its attention, the head, and the tokens' way back."""
+        """Seconds of the last stage for the last tokens of so many inputs, or for all tokens that
+        are scored: the last layer after its attention, the head, and the transfer back."""
         if self.layers.head_rows != 1:
             queries = np.asarray(queries, float) * self.layers.head_rows
         if not self._narrowed:
@@ -140,13 +138,13 @@ class StageTimes:
         return self.first_tokens_s(queries) + self._narrowed * rest_s
 
     def per_stage_s(self, of_degree: PerDegree, layers: FloatArray) -> FloatArray:
-        """[..., stages]: one layer's seconds per degree, times each stage's `layers`."""
+        """[..., stages] {degree: seconds of one layer} times the layers of each stage."""
         return _summed([(of_degree[degree], layers * is_own)
                         for degree, is_own in self._stages_of_degree.items()])
 
     def _with_ends(self, work: FloatArray, rows: ArrayLike) -> FloatArray:
-        """`work` of the layers with embedding, each stage's message to the next (the last sends
-        none) and the host's fixed cost."""
+        """`work` of the layers plus embedding, each stage's message to the next one, and the host's
+        overhead of a step."""
         ways, way_of = self._onward
         onward = np.zeros((*np.shape(rows), len(ways) + 1))
         for index, link in enumerate(ways):
@@ -159,14 +157,14 @@ class StageTimes:
 
     @cached_property
     def _onward(self) -> tuple[list[Link], IntArray]:
-        """The links to next stages, and [stages] which of them each one's is: the last stage's is
-        none."""
+        """(distinct links to next stages, [stages] index of each stage's link; the last has
+        none)."""
         ways = list(dict.fromkeys(self._links[:-1]))
         return ways, np.array([*map(ways.index, self._links[:-1]), len(ways)])
 
     @cached_property
     def _links(self) -> tuple[Link, ...]:
-        """Each stage's link to the next one; the last stage's leads back to the first."""
+        """The link of each stage to the next one, of the last one to the first."""
         if self._given_links is not None:
             return self._given_links
         ends = [(stage.ranks[-1], following.ranks[0]) for stage, following in zip(
@@ -175,8 +173,8 @@ class StageTimes:
 
 
 class StageKinds(NamedTuple):
-    """[stages] the kind of each, the times of the first of each kind, as it has them among all, and
-    [kinds] names: those of one name take as long in all pools of a problem that have one role."""
+    """Stages grouped by equal times: kind_of [stages]; times of the first stage of each kind; names
+    [kinds], equal for equal times in all pools of one role."""
 
     kind_of: list[int]
     times: StageTimes
@@ -189,7 +187,7 @@ def _transfer_s(timing: TimingSource, num_bytes: ArrayLike, link: Link) -> Float
 
 def _within_s(timing: TimingSource, group: tuple[int, Link | None], row_bytes: int,
               rows: ArrayLike) -> FloatArray | float:
-    """Of a message of so many rows between the first rank of a stage's group and the others."""
+    """Seconds of a message of so many rows between the first rank of a group and the others."""
     _, link = group
     if link is None or not timing.facts.sends_in_groups:
         return 0.0
@@ -197,23 +195,22 @@ def _within_s(timing: TimingSource, group: tuple[int, Link | None], row_bytes: i
 
 
 def at_least(times: StageTimes) -> StageTimes:
-    """The same of rows in whichever steps they are quicker (LayerTimes.at_least)."""
+    """Lower bounds on `times` (LayerTimes.at_least)."""
     layers = times.layers.at_least
     return times if layers is times.layers else StageTimes(
         layers, times._cluster, times.stages, times._given_links)
 
 
 def stage_kinds(times: StageTimes) -> StageKinds:
-    """Stages of one kind take as long for any step: they have as many layers, in groups that are
-    alike, and the same way to the next. Kinds are numbered as they come; the first and the last
-    stage are of kinds of their own."""
+    """The stages grouped by kind. Stages of one kind have equal times for any step: equal numbers
+    of layers, equal groups and equal links. The first and last stage are kinds of their own."""
     count, links = len(times.stages), times._links
-    if times.is_encoder_decoder:  # what the last stage sends hangs on how many there are
+    if times.is_encoder_decoder:  # the last stage's messages depend on the number of stages
         return StageKinds(list(range(count)), times, tuple(range(count)))
     names = tuple((group, stage.num_layers, link, index == 0, index == count - 1)
                   for index, (stage, group, link) in enumerate(zip(
                       times.stages, times._groups.of_stages, links, strict=True)))
-    # equal groups and links of one pool are one object, which is found sooner
+    # equal groups and links of one pool are one object, so that ids are enough
     kinds: dict[object, int] = {}
     kind_of = [kinds.setdefault((id(group), layers, id(link), is_first, is_last), len(kinds))
                for group, layers, link, is_first, is_last in names]
@@ -225,8 +222,7 @@ def stage_kinds(times: StageTimes) -> StageKinds:
 
 
 class _Groups:
-    """The tensor-parallel groups of stages, by degree and by the link that their sums go over:
-    those of one degree over different links take different times."""
+    """The tensor-parallel groups of stages by degree and link of their all-reduces."""
 
     def __init__(self, cluster: Cluster, stages: Sequence[StageAssignment]) -> None:
         own = [(stage.tp_degree, None if stage.tp_degree == 1 else cluster.link_of(stage.ranks))
@@ -238,18 +234,18 @@ class _Groups:
         self.last = own[-1]
 
     def seconds(self, of_group: _OfGroup, sizes: ArrayLike, layers: FloatArray) -> FloatArray:
-        """[..., stages]: one layer's seconds by group, times each stage's `layers`."""
+        """[..., stages] seconds of one layer by group, times the layers of each stage."""
         return _summed([(of_group(sizes, degree, link), layers * is_own)
                         for (degree, link), is_own in self._are_of.items()])
 
 
 def _summed(parts: Sequence[tuple[FloatArray, FloatArray]]) -> FloatArray:
-    """[..., stages] sum of the parts' products of a layer's seconds [...] and layers [stages]."""
+    """[..., stages] sum over parts of seconds of a layer [...] times layers [stages]."""
     total: FloatArray | None = None
     for layer_s, layers in parts:
         if layers.all():
             own = np.multiply.outer(layer_s, layers)
-        else:  # what is refused is infinite, and none of the business of stages without a layer
+        else:  # stages without a layer take 0 s, also of unknown (infinite) times
             with np.errstate(invalid="ignore"):
                 own = np.multiply.outer(layer_s, layers)
             own[..., layers == 0] = 0.0
@@ -259,16 +255,17 @@ def _summed(parts: Sequence[tuple[FloatArray, FloatArray]]) -> FloatArray:
 
 
 class HandoverCost:
-    """Seconds from the encode pool's caches to the decode pool's (paper section 3, XRunner).
+    """Seconds to hand KV entries from the encode pool to the decode pool (paper section 3,
+    XRunner).
 
-    Stages send at once, each to all that need its layers, so the rank with the most to send, or to
-    receive, decides. An encoder-decoder model's encoder output goes whole to every decode stage."""
+    All stages send at once, each to those that need its layers, so the rank that sends or receives
+    most decides. An encoder-decoder model sends the encoder's output to every decode stage."""
 
     def __init__(self, problem: Problem, timing: TimingSource, encode: Sequence[StageAssignment],
                  decode: Sequence[StageAssignment]) -> None:
         """`encode`, `decode`: the stages of the two pools."""
         self._timing = timing
-        # any of the one pool may send to any of the other: the slowest link counts
+        # any rank may send to any other: the slowest link counts
         self._link = problem.cluster.slowest_link([
             rank for stage in (*encode, *decode) for rank in stage.ranks])
         if problem.model.is_encoder_decoder:

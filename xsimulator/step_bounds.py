@@ -1,5 +1,5 @@
-"""Seconds of one pool's steps, at least, whatever their sizes: convex functions of the rows in the
-mean, for xsimulator.bound."""
+"""Lower bounds on the step times of one pool, as convex functions of the mean number of rows, for
+xsimulator.bound."""
 
 from __future__ import annotations
 
@@ -10,54 +10,52 @@ from typing import NamedTuple
 import numpy as np
 
 from xgpt.core.lengths import FloatArray
-from xsimulator.convex_steps import ConvexTimes, highest_lines
+from xsimulator.convex_steps import MOST_ROWS, ConvexTimes, highest_lines
 from xsimulator.demand import Demand
 from xsimulator.layer_times import TOGETHER, LayerTimes
 from xsimulator.plans import StagePlan
 
-MOST_ROWS = 2.0**20  # chosen: of a cycle
-QUERIES: FloatArray = 2.0 ** np.arange(0, 17, 0.5)  # chosen: at which decode attention is looked at
-CONTEXTS = 24  # chosen
+QUERIES: FloatArray = 2.0 ** np.arange(0, 17, 0.5)  # chosen: grid for decode attention
+CONTEXTS = 24  # chosen: contexts of that grid
 _BATCHES: FloatArray = np.array(TOGETHER, float)
 
 
 class Lines(NamedTuple):
-    """The largest of [lines] offset + slope x rows: seconds of decode attention, at least."""
+    """max over [lines] of offset + slope x rows: lower bound on the seconds of decode attention."""
 
     slopes: FloatArray
     offsets: FloatArray
-    begins: FloatArray  # [lines - 1] rows from which on each but the first is the largest
+    begins: FloatArray  # [lines - 1] rows from which on each line after the first is the largest
 
     def mean_s(self, rows: FloatArray) -> FloatArray:
-        """Seconds of so many rows."""
+        """Seconds for so many rows."""
         place = np.searchsorted(self.begins, rows, side="right")
         return np.asarray(self.offsets[place] + self.slopes[place] * rows)
 
 
 class StepBounds(NamedTuple):
-    """Seconds of a group's steps by the rows that it decodes, at least, at all sizes [nodes] where
-    one of the convex functions has a kink: between them they are lines."""
+    """Lower bounds on the seconds of a group's steps by the rows that it decodes, at all kinks
+    [nodes] of the convex functions; they are linear in between."""
 
     rows: FloatArray
     busy_s: FloatArray  # [resources, nodes] with the encoding of the queries for these rows
     alone_s: FloatArray  # [resources, nodes] without
-    path_s: FloatArray  # [nodes] the same through all stages
+    path_s: FloatArray  # [nodes] through all stages, without encoding
 
     def at(self, which: FloatArray, rows: FloatArray) -> FloatArray:
-        """[..., m] one of them of so many rows."""
+        """[..., m] the array `which` at so many rows."""
         if which.ndim == 1:
             return np.asarray(np.interp(rows, self.rows, which))
         return np.array([np.interp(rows, self.rows, own) for own in which])
 
 
 class PoolSteps:
-    """The steps of one pool. Arrays [resources, ...] hold what a step keeps busy: each kind of
-    stages, or, where ranks share cores, their mean besides."""
+    """Step times of one pool. Arrays [resources, ...] are over the kinds of stages and, if ranks
+    share cores, their mean."""
 
     def __init__(self, plan: StagePlan, num_devices: int, demand: Demand,
                  lines: Callable[[LayerTimes, int], Lines]) -> None:
-        """`num_devices`: of the problem, pools of other stages included. `lines`: below a layer's
-        decode attention in groups of a degree (attention_lines)."""
+        """num_devices: of the problem, both pools together. lines: see attention_lines."""
         self._demand, self._lines = demand, lines
         self._layers, self._steps = plan.times.layers, plan.convex_steps
         self._number = np.array(self._steps.number, float)
@@ -71,7 +69,7 @@ class PoolSteps:
         self.of_share = cache(self._find)
 
     def _find(self, share: float) -> StepBounds:
-        """Of a pool that encodes this share of the queries whose rows it decodes."""
+        """The step times of a pool that encodes this share of the queries that it decodes."""
         demand, head, head_rows = self._demand, self._steps.head, self._layers.head_rows
         begun = share / demand.iterations  # queries for a row
         tokens = 1 + begun * demand.inputs * (not self._is_apart)  # encoded and decoded for a row
@@ -101,24 +99,23 @@ class PoolSteps:
                           self._path_s(work))
 
     def encode_s(self, batches: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """([batches] seconds that one keeps the busiest stage, seconds through all stages), where
-        this pool encodes alone."""
+        """([batches] seconds of an encode step on the busiest stage, through all stages)."""
         work = self._encoding(batches * self._demand.inputs, batches, self._mean_attention_s)
         return np.asarray(self._resources(work).max(axis=0)), self._path_s(work)
 
     @cached_property
     def most_encode_qps(self) -> float:
-        """Queries/s of the largest batches, where this pool encodes alone."""
-        huge = np.array([MOST_ROWS])  # of which the fixed costs are next to nothing
+        """Upper bound, queries/s, if the pool only encodes."""
+        huge = np.array([MOST_ROWS])  # fixed costs are negligible
         return float(MOST_ROWS / self.encode_s(huge)[0][0])
 
     @cached_property
     def own_s(self) -> float:
-        """Seconds of encoding the query that the bound is for, through all stages."""
+        """Seconds through all stages to encode the query that the limit is for, alone."""
         return self.alone_s(self._demand.watched_inputs)
 
     def alone_s(self, inputs: float) -> float:
-        """Seconds of encoding one query, through all stages."""
+        """Seconds through all stages to encode one query of so many tokens, alone."""
         attention_s = np.array([self._layers.encode_attention_s(
             inputs, _BATCHES, degree).min() for degree in self._steps.degrees])
         work = self._encoding(np.array([inputs]), np.ones(1), attention_s)
@@ -126,7 +123,7 @@ class PoolSteps:
 
     def _encoding(self, tokens: FloatArray, queries: FloatArray,
                   attention_s: FloatArray) -> FloatArray:
-        """[kinds, batches] of steps that encode alone."""
+        """[kinds, batches] seconds of steps that only encode."""
         work = [rows.mean_s(tokens) + queries * layers * own for rows, layers, own in zip(
             self._steps.rows, self._encode_layers, attention_s, strict=True)]
         if not self._is_apart:
@@ -154,17 +151,19 @@ class PoolSteps:
 
     @cached_property
     def _attention(self) -> list[Lines]:
-        """[kinds] a layer's decode attention."""
+        """[kinds] lower bounds on a layer's decode attention."""
         return [self._lines(self._layers, degree) if self._decoder_layers.any() else NO_LINES
                 for degree in self._steps.degrees]
 
 
 NO_LINES = Lines(np.zeros(1), np.zeros(1), np.empty(0))
+
+
 def attention_lines(layers: LayerTimes, degree: int, demand: Demand) -> Lines:
-    """Below a layer's decode attention for the mean over steps of any rows and contexts, whose mean
-    context is the demand's: planes below the seconds of so many queries and so many tokens in all,
-    each nearly touching at one number of queries. A row that is encoded again instead, after it was
-    evicted, takes no less."""
+    """Lower bound on the mean seconds of a layer's decode attention, over any mix of steps whose
+    mean context is the demand's. It is made of planes below seconds(queries, total tokens), each
+    nearly touching at one number of queries. Rows of evicted queries that are encoded again count
+    too."""
     low, high = demand.contexts
     contexts = np.sort(np.append(np.geomspace(low, high, CONTEXTS), demand.context))
     seconds = layers.decode_attention_s(QUERIES[:, None], contexts[None, :], degree)
@@ -180,11 +179,11 @@ def attention_lines(layers: LayerTimes, degree: int, demand: Demand) -> Lines:
         planes = np.isfinite(of_rows) & np.isfinite(of_tokens)
         slopes, rises = of_rows[planes], of_tokens[planes]
         a_row = slopes[:, None] + rises[:, None] * contexts  # [planes, contexts]
-        # the cheapest that a step of one row, or of an evicted one alone, allows
+        # largest offsets that keep each plane below all steps, and below re-encoding
         offsets = np.nanmin(seconds - QUERIES[:, None] * a_row[:, None, :], axis=(1, 2))
         offsets = np.minimum(offsets, (again_s - a_row).min(axis=1))
         is_below = (offsets >= 0) & (a_row.min(axis=1) >= 0)
-        # in proportion to rows: each at its cheapest, by the slope of large steps
+        # one line through the origin: the cheapest row, with the slope of large steps
         rate = rises[-1] if len(rises) else 0.0
         of_row = min(float(np.nanmin(seconds / QUERIES[:, None] - rate * contexts)),
                      float((again_s - rate * contexts).min()))
@@ -192,5 +191,5 @@ def attention_lines(layers: LayerTimes, degree: int, demand: Demand) -> Lines:
                         max(of_row + rate * demand.context, 0.0))
     offsets = np.append(offsets[is_below], 0.0)
     order = np.lexsort((offsets, at_mean))
-    last = np.append(np.diff(at_mean[order]) > 0, True)  # of equal slopes the highest
+    last = np.append(np.diff(at_mean[order]) > 0, True)  # the highest of equal slopes
     return Lines(*highest_lines(at_mean[order][last], offsets[order][last]))

@@ -1,7 +1,5 @@
-"""Replay of a job by several copies of the model: each replays its share of the queries.
-
-Which copy takes which query is said by the rule that the runner routes by
-(xrunner.rules.routing)."""
+"""Replay of a job on several copies of the model. Queries go to copies by the runner's own routing
+rule (xrunner.rules.routing)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +20,7 @@ from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.routed import RoutedReplay, replay_routed
 from xsimulator.replay.step_clock import StepClocks
 
-APART = 0.02  # chosen: share by which the ends of copies may differ, and count as one
+APART = 0.02  # chosen: copies whose ends differ by a smaller share end together
 
 
 class JobReplayer(Protocol):
@@ -36,7 +34,7 @@ class JobReplayer(Protocol):
 
 def replayer_of(problem: Problem, timing: TimingSource, estimate: Estimate,
                 clocks: StepClocks | None = None, *, has_steps: bool = True) -> JobReplayer:
-    """Replays jobs by all copies that the estimate has (clocks, has_steps: see Replayer)."""
+    """A replayer of jobs on all copies of the estimate (clocks, has_steps: see Replayer)."""
     if estimate.others:
         return ShapesReplayer(problem, timing, estimate, clocks)
     replayer = Replayer(problem, timing, estimate, clocks, has_steps=has_steps)
@@ -46,8 +44,8 @@ def replayer_of(problem: Problem, timing: TimingSource, estimate: Estimate,
 
 def replay_steady(problem: Problem, timing: TimingSource, estimate: Estimate, queries: QueryLengths,
                   clocks: StepClocks | None = None) -> tuple[list[ReplayResult], ReplayResult]:
-    """(each copy's, all as one) for figures of the steady state: of copies that are alike by one of
-    them, whose queries these are, and of unlike ones by all together."""
+    """(results of each copy, joined result) for steady-state figures. Equal copies are replayed by
+    one of them, whose queries these are; unequal ones together."""
     if not estimate.others:
         alone = replay_job(problem, timing, estimate, queries, clocks=clocks)
         return [alone], alone
@@ -56,8 +54,8 @@ def replay_steady(problem: Problem, timing: TimingSource, estimate: Estimate, qu
 
 
 class ShapesReplayer:
-    """Replays a job by copies of several shapes, all at once (xsimulator.replay.routed). Cores that
-    ranks share are not shared here: no stage is slowed down for them."""
+    """Replays a job on copies of several shapes together (xsimulator.replay.routed). Shared cores
+    are not modelled here."""
 
     def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate,
                  clocks: StepClocks | None = None) -> None:
@@ -72,18 +70,18 @@ class ShapesReplayer:
         return joined(replay.results, replay.rows)
 
     def routed(self, queries: QueryLengths) -> RoutedReplay:
-        """What each copy did of them, in the order of the copies' ranks."""
+        """The replay of each copy, in the order of their ranks."""
         return replay_routed(self._copies, queries, self.problem.adjustment.routing)
 
 
 class CopiesReplayer:
-    """Replays a job by so many copies that are all like the one of `replayer`.
+    """Replays a job on equal copies.
 
-    The queries are dealt as the runner deals them. There a copy whose share has run dry takes over
-    from the others, and in the end what has not begun is called back: here, where the first replay
-    shows that copies end apart, the last queries of those that are late go to those that are early,
-    by the pace of each, and all is replayed again. (Of equal copies that ends as it does query by
-    query, xsimulator.replay.routed, within 1 % from a few hundred queries a copy on.)"""
+    The queries are divided as the runner divides them. In a run an idle copy takes queries from the
+    others. Here, if the first replay shows that copies end apart, the last queries of late copies
+    move to early ones by the pace of each, and all is replayed again. Measured against the replay
+    query by query (xsimulator.replay.routed), the end is within 1 % from a few hundred queries a
+    copy on."""
 
     def __init__(self, replayer: Replayer, copies: int) -> None:
         self._replayer, self._copies, self.problem = replayer, copies, replayer.problem
@@ -104,12 +102,12 @@ class CopiesReplayer:
                  for own, before, result in zip(moved, rows, results, strict=True)]
         if max(one.makespan_s for one in again) < max(one.makespan_s for one in results):
             return joined(again, moved)
-        return joined(results, rows)  # so few that none was left to be taken over
+        return joined(results, rows)  # too few queries to move
 
 
 def taken_over(rows: Sequence[list[int]], ends_s: Sequence[float]) -> list[list[int]]:
-    """The copies' queries after those that are early have taken over from those that are late.
-    ends_s: [copies] when each would have ended; all end together if each keeps its pace."""
+    """The copies' queries after early copies have taken some from late ones, so that all end
+    together at their present paces. ends_s: [copies] seconds when each ended before."""
     if max(ends_s) <= (1 + APART) * min(ends_s):
         return list(rows)
     paces = [len(own) / end_s for own, end_s in zip(rows, ends_s, strict=True)]
@@ -126,8 +124,8 @@ def taken_over(rows: Sequence[list[int]], ends_s: Sequence[float]) -> list[list[
 
 
 def joined(results: Sequence[ReplayResult], rows: Sequence[Sequence[int]]) -> ReplayResult:
-    """What copies did of one job as one result. rows: [copies] the places of their queries in it,
-    in the order in which each took them up."""
+    """The results of copies as one result of the job. rows: [copies] indices of their queries in
+    the job, in the order of each copy."""
     order = np.argsort(np.concatenate([np.asarray(own, np.int64) for own in rows]), kind="stable")
 
     def column(name: str) -> FloatArray:

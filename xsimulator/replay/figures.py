@@ -1,4 +1,4 @@
-"""The figures of a replay's steady state without the records of its steps."""
+"""Steady-state figures of a replay without records of its steps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from xsimulator.replay.step_clock import StepClocks
 
 def steady_replay(problem: Problem, timing: TimingSource, estimate: Estimate, queries: QueryLengths,
                   clocks: StepClocks | None = None) -> SteadyFigures | None:
-    """The steady state of one replay of these queries, whose outputs are known, by one copy: what
-    `steady_figures` says of `replay_job`. None where it has none, or met a step larger than any
-    that was timed. Raises XgptError for a query that the schedule's KV budget can never hold.
+    """Steady-state figures of a replay of these queries, with known outputs, on one copy; None
+    without a steady state, or if a step has no known time. Raises XgptError for a query that never
+    fits into the schedule's KV cache.
 
-    clocks: of this problem and timing, whose tables other replays have filled."""
+    clocks: tables of step times of this problem and timing, shared with other replays."""
     replayer = Replayer(problem, timing, estimate, clocks)
     bounds = problem.constraint, problem.lengths.outputs
     found = replayer.native(queries)

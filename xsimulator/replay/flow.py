@@ -23,17 +23,17 @@ from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
 
 
 class Arrivals:
-    """Queries come at their own seconds, and are dealt in turn to the pools that encode."""
+    """Arrivals of the queries, given in turn to the pools that encode."""
 
     def __init__(self, kernel: Kernel, queries: Queries, pools: Sequence[PoolProcess],
                  links: Sequence[Handover] = ()) -> None:
         self._kernel, self._queries, self._pools, self._links = kernel, queries, pools, links
-        # who comes first is last in the list
+        # the next arrival is the last of the list
         self._coming: list[int] = np.argsort(queries.arrival_s, kind="stable")[::-1].tolist()
         self._next = 0  # pool
 
     def start(self) -> None:
-        """Announces the next ones: there is one event at a time."""
+        """Schedules the next arrival."""
         if self._coming:
             first_s = float(self._queries.arrival_s[self._coming[-1]])
             self._kernel.at(first_s, ARRIVAL, self._come)
@@ -52,13 +52,13 @@ class Arrivals:
 
 
 def submit(queries: Queries, query: int, rule: BatchingRule) -> None:
-    """The query comes to a pool of this rule. Raises XgptError where it can never fit."""
+    """Submits a query to a pool's rule. Raises XgptError if it can never fit."""
     if not rule.submit(query, queries.reserve_tokens[query], queries.inputs[query]):
         raise never_fits(queries.asked, query)
 
 
 class Handover:
-    """The link that takes KV entries from an encode pool to a decode pool, a batch at a time."""
+    """The link that moves KV entries from an encode pool to a decode pool, one batch at a time."""
 
     def __init__(self, plan: HandoverPlan, kernel: Kernel, queries: Queries,
                  pools: dict[str, PoolProcess]) -> None:
@@ -74,12 +74,12 @@ class Handover:
         self._sent: list[tuple[int, float, float]] = []
 
     def send(self, joined: tuple[int, ...], step: int, encoded_s: float) -> float:
-        """Returns when they arrive, but for those that are done with their first token."""
+        """Sends queries; returns when they arrive. Those that end with their first token stay."""
         queries, leaving = self._queries, []
         if queries.gives_token:
             queries.give_first_tokens(joined, encoded_s)
         for query in joined:
-            queries.when_done[query] = self._tell
+            queries.when_done[query] = self._release
             if queries.left[query] > 0:
                 leaving.append(query)
             else:
@@ -94,12 +94,12 @@ class Handover:
         return end_s
 
     def give(self, now: float) -> None:
-        """Leaves to the target the queries that it is to encode itself."""
+        """Passes on the queries that the target encodes itself."""
         if self._giving is None or self._taking is None:
             return
         given = self._giving.give()
         for waiting in given:
-            self._queries.when_done[waiting.query] = self._tell
+            self._queries.when_done[waiting.query] = self._release
             self._taking.take(waiting)
         if given:
             self._target.head.note_memory(now)
@@ -114,7 +114,7 @@ class Handover:
     def _arrive(self, arrived: list[int], now: float) -> None:
         queries, source, target = self._queries, self._source, self._target
         for query in arrived:
-            source.rule.finish(query)  # it has left the encode pool
+            source.rule.finish(query)  # leaves the encode pool
             is_taken = target.rule.submit(query, queries.reserve_tokens[query],
                                           queries.inputs[query])
             assert is_taken, f"{query = } has no room in the decode pool"
@@ -128,7 +128,7 @@ class Handover:
         self._source.head.note_memory(now)
         self._queries.end([query], now)
 
-    def _tell(self, query: int, now: float) -> None:
+    def _release(self, query: int, now: float) -> None:
         self.plan.release(query)
         self.give(now)
         self._source.wake(now)
@@ -141,8 +141,8 @@ class Handover:
 
 def run(queries: Queries, pools: Sequence[PoolPlan],
         handovers: Sequence[HandoverPlan] = ()) -> ReplayResult:
-    """Replays until every query is done. Queries come to all pools but those that only decode.
-    Raises XgptError for a query that can never fit."""
+    """Replays until every query is done. Queries arrive at the pools that encode. Raises XgptError
+    for a query that can never fit."""
     found = replay_natively(queries.asked, pools, handovers)
     if found is not None:
         return found.result()

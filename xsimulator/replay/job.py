@@ -1,11 +1,10 @@
-"""Replay of a whole job by an Estimate: its own rules over its own stages.
+"""Replay of a whole job by an Estimate, with its rules on its stages.
 
-Where ranks outnumber the machine's cores, a timing source says what steps take while all ranks work
-(`TimingFacts.sharing` times as long as on cores of their own). In a run some of them wait, and
-leave their cores to the others: with k ranks at work on c cores, each goes on at the rate min(1, c
-/ k). A stage's slow-down is the mean over its own work of that; since it decides when others work,
-it is found by a few rounds of replaying. (One figure a stage, not one a step: what the system's
-scheduler does from step to step cannot be known.)"""
+If there are more ranks than cores, a timing source gives step times with all ranks at work
+(`TimingFacts.sharing` times as long as on own cores). In a run some ranks wait and leave their
+cores to the others: with k ranks at work on c cores each works at the rate min(1, c / k). A stage's
+slow-down is the mean of that over its own work. It depends on when the others work, so it is found
+by ROUNDS replays."""
 
 from collections.abc import Sequence
 from itertools import cycle
@@ -27,7 +26,7 @@ from xsimulator.replay.queries import Asked, Queries
 from xsimulator.replay.records import PoolRecords, ReplayResult
 from xsimulator.replay.step_clock import PoolClock, SharedClock, StepClock, StepClocks
 
-ROUNDS = 4  # of replaying, where cores are shared; a further one moves the makespan by under 1 %
+ROUNDS = 4  # chosen: replays for shared cores; one more changes the makespan by less than 1 %
 
 
 class Replayer:
@@ -35,13 +34,13 @@ class Replayer:
 
     def __init__(self, problem: Problem, timing: TimingSource, estimate: Estimate,
                  clocks: StepClocks | None = None, *, has_steps: bool = True) -> None:
-        """`clocks`: of this problem and timing, whose tables other replays have filled. has_steps:
-        else results have no pools and handovers where csrc serves, which takes half the time."""
+        """clocks: tables of step times shared with other replays. has_steps: False for results
+        without pools and handovers, which the native replay makes in half the time."""
         self._has_steps = has_steps
         self.problem, self.estimate = problem, estimate
         self._pools = estimate.deployment.pools
         self._known_clocks = clocks or StepClocks(problem, timing)
-        # (source, target, its times): each pool that encodes alone hands over to one that decodes
+        # (source, target, handover times) of each encode pool
         encoding, decoding = ([pool for pool in self._pools if pool.role == role]
                               for role in ("encode", "decode"))
         self._links = [
@@ -53,10 +52,10 @@ class Replayer:
     def run(self, queries: QueryLengths, *, arrival_s: ArrayLike = 0.0,
             rules: Sequence[BatchingRule] | None = None,
             clocks: Sequence[PoolClock] | None = None) -> ReplayResult:
-        """Run queries whose outputs are known, taken up in this order where they come at one time.
+        """The replay of queries with known outputs, in this order if they arrive together.
 
-        arrival_s: [queries] when each comes. rules, clocks: others than the estimate's own, one
-        per pool. Raises XgptError for a query that the schedule's KV budget can never hold."""
+        arrival_s: [queries] arrival times. rules, clocks: one for each pool, in place of the
+        estimate's. Raises XgptError for a query that never fits into the KV cache."""
         if not self._has_steps and rules is None and clocks is None and (
                 found := self.native(queries, arrival_s)):
             return found.result()
@@ -66,14 +65,13 @@ class Replayer:
         return self._once(queries, arrival_s, rules or rules_for(self.estimate), clocks)
 
     def native(self, queries: QueryLengths, arrival_s: ArrayLike = 0.0) -> NativeReplay | None:
-        """The same by the estimate's own rules: when each query was begun and was done, and how
-        much each stage was at work, but no steps. None where csrc does not serve."""
+        """The replay by the native library, without steps; None if that cannot replay it."""
         return replay_natively(
             Asked.of(queries, arrival_s, not self.problem.model.is_encoder_decoder), *self.plans(
-                rules_for(self.estimate), self._own_clocks(queries, arrival_s)), is_told=False)
+                rules_for(self.estimate), self._own_clocks(queries, arrival_s)), has_steps=False)
 
     def _own_clocks(self, queries: QueryLengths, arrival_s: ArrayLike) -> Sequence[PoolClock]:
-        """The pools' clocks; where cores are shared, as rounds of replaying find them."""
+        """The pools' clocks, slowed down by replays if cores are shared."""
         clocks = self.clocks(queries)
         if self._sharing <= 1:
             return clocks
@@ -97,7 +95,7 @@ class Replayer:
 
     def plans(self, own: Sequence[BatchingRule],
               clocks: Sequence[PoolClock]) -> tuple[tuple[PoolPlan, ...], list[HandoverPlan]]:
-        """What the pools, which decide by these rules, and the links between them are made of."""
+        """The plans of pools with these rules, and of the handovers between them."""
         plans = {pool.name: PoolPlan(
             name=pool.name, role=pool.role, rule=rule, clock=clock, kv_tokens=pool.kv_tokens,
             stages=tuple(stage.index for stage in pool.stages))
@@ -112,8 +110,8 @@ class Replayer:
         return tuple(plans.values()), handovers
 
     def clocks(self, queries: QueryLengths) -> list[StepClock]:
-        """The pools' clocks, with tables up to these lengths. A dead row of a static batch grows
-        to the longest output, whatever its own."""
+        """The pools' clocks, with tables up to these lengths. In a static batch every row grows to
+        the longest output."""
         assert queries.outputs is not None
         most = max(queries.outputs.max(initial=1), queries.most_outputs.max(initial=1))
         longest = int(queries.inputs.max(initial=1) + most) + 1
@@ -125,27 +123,26 @@ class Replayer:
 def replay_job(problem: Problem, timing: TimingSource, estimate: Estimate, queries: QueryLengths,
                *, rules: Sequence[BatchingRule] | None = None,
                clocks: StepClocks | None = None) -> ReplayResult:
-    """One replay (see Replayer)."""
+    """The result of one replay (see Replayer)."""
     return Replayer(problem, timing, estimate, clocks).run(queries, rules=rules)
 
 
 def planned_queries(problem: Problem, inputs: IntArray, outputs: IntArray) -> QueryLengths:
-    """Queries of these lengths, [queries], that reserve what the problem plans with."""
+    """[queries] of these lengths, which reserve the planned number of output tokens."""
     inputs = np.asarray(inputs, np.int64)
     return QueryLengths(inputs=inputs, outputs=np.asarray(outputs, np.int64),
                         most_outputs=np.full(inputs.shape, planned_outputs(problem)))
 
 
 def planned_outputs(problem: Problem) -> int:
-    """Output tokens that a query without a limit of its own reserves."""
+    """Output tokens that a query without its own limit reserves."""
     return max(problem.lengths.outputs.max, problem.default_max_tokens)
 
 
 def slow_downs(result: ReplayResult, stages: Sequence[StageAssignment],
                cores: float) -> list[list[float]]:
-    """How much longer each stage's work takes, for each pool [its stages]: seconds for one second
-    on cores of its own, if its steps lie as they do in `result`. `cores`: ranks that can work at
-    once."""
+    """[pools][stages] slow-down of each stage by shared cores, if its steps lie as in `result`.
+    cores: number of ranks that can work at once."""
     degrees = {stage.index: stage.tp_degree for stage in stages}
     times, progress = _progress(result.pools, degrees, cores)
     factors = []
@@ -159,7 +156,7 @@ def slow_downs(result: ReplayResult, stages: Sequence[StageAssignment],
 
 def _progress(pools: Sequence[PoolRecords], degrees: dict[int, int],
               cores: float) -> tuple[FloatArray, FloatArray]:
-    """Returns times, and the work that a rank always at work would have done until each."""
+    """(times, work that a rank always at work would have done until each)."""
     starts = np.concatenate([pool.start_s.ravel() for pool in pools])
     ends = np.concatenate([pool.end_s.ravel() for pool in pools])
     width = np.concatenate([np.tile([degrees[stage] for stage in pool.stages], len(pool.end_s))

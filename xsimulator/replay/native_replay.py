@@ -1,6 +1,6 @@
-"""Replays by csrc/replay/replay.cpp: of a pool that is alone, and of the two of WAA. They decide
-what the rules (xrunner.rules) decide and come to what the event kernel comes to, to the bit; steps
-are made only where somebody looks at them."""
+"""Replays by csrc/replay/replay.cpp, of one pool or of WAA's two pools. Decisions and times equal
+those of the rules (xrunner.rules) and of the event kernel to the bit. Steps are made into Python
+objects only when they are read."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from xsimulator.replay.step_clock import (
 
 _PAGED, _RESERVED, _STATIC, _HANDED = range(4)  # kinds, as in csrc/replay/replay.cpp
 _KINDS = (StepKind.ENCODE, StepKind.DECODE, StepKind.MIXED)
-_POOL = [np.int64] * 5 + [np.float64] * 4  # what is told of one
+_POOL = [np.int64] * 5 + [np.float64] * 4  # types of the arrays of one pool
 
 
 class _Given(NamedTuple):
-    """What csrc is given of a rule: its kind, facts and figures, what else it reads, and which
-    queries never fit."""
+    """Input for csrc from a rule: kind, integer facts, figures, [queries] reserved tokens, further
+    arrays, and [queries] which never fit."""
 
     kind: int
     facts: Sequence[int]
@@ -55,10 +55,10 @@ class _Given(NamedTuple):
 
 
 def replay_natively(asked: Asked, pools: Sequence[PoolPlan], handovers: Sequence[HandoverPlan] = (),
-                    *, is_told: bool = True) -> NativeReplay | None:
-    """The replay that xsimulator.replay.flow.run makes; None where Python is to make it: without
-    the library, of other rules or clocks, or where something takes nobody knows how long.
-    `is_told`: its steps may be asked for. Raises XgptError for a query that can never fit."""
+                    *, has_steps: bool = True) -> NativeReplay | None:
+    """The replay of xsimulator.replay.flow.run by the library; None without it, for other rules or
+    clocks, or if a step has no known time. has_steps: its steps are kept. Raises XgptError for a
+    query that can never fit."""
     library = native()
     timed = [_clock_of(plan.clock, len(plan.stages)) for plan in pools]
     if library is None or None in timed:
@@ -76,7 +76,7 @@ def replay_natively(asked: Asked, pools: Sequence[PoolPlan], handovers: Sequence
     clocks = [one[0].native for one in timed if one is not None]
     factors = [factor for one in timed if one is not None for factor in one[1]]
     facts = [len(asked.arrival_s), asked.gives_token,
-             pools[-1].rule.slot_use is SlotUse.COMPACTED, is_told, *given.facts]
+             pools[-1].rule.slot_use is SlotUse.COMPACTED, has_steps, *given.facts]
     begin_s, fetched = float(asked.arrival_s[0]), [clock.fetched for clock in clocks]
     read: list[NDArray[Any]] = [
         np.array(facts, np.int64), np.array([begin_s, *given.figures], float),
@@ -95,17 +95,16 @@ def replay_natively(asked: Asked, pools: Sequence[PoolPlan], handovers: Sequence
         for one in fetched:
             one.raise_failure()
         return None
-    assert is_told or not np.isnan(times).any(), "queries have nothing to do"
-    return NativeReplay(library, found, asked, pools, handovers if is_told else None, times)
+    assert has_steps or not np.isnan(times).any(), "queries have nothing to do"
+    return NativeReplay(library, found, asked, pools, handovers if has_steps else None, times)
 
 
 class NativeReplay:
-    """A replay that is over. `times`: when each query came, started, and had its first and its last
-    token."""
+    """A finished native replay. times: arrival, start, first and last token of each query."""
 
     def __init__(self, library: Native, found: int, asked: Asked, pools: Sequence[PoolPlan],
                  handovers: Sequence[HandoverPlan] | None, times: FloatArray) -> None:
-        """`handovers`: None where steps are not told."""
+        """handovers: None if steps were not kept."""
         self._library, self._found, self._pools, self._links = library, found, pools, handovers
         self._asked, self._preemptions = asked, int(times[-1])
         start_s, first_s, last_s = times[:-1].reshape(3, -1)
@@ -114,27 +113,27 @@ class NativeReplay:
         finalize(self, library.forget, found)
 
     def busy_s(self, begin_s: float, end_s: float) -> FloatArray:
-        """[stages of all pools] seconds that each is at work within the window."""
+        """[stages of all pools] seconds at work within the window."""
         busy = np.empty(sum(len(plan.stages) for plan in self._pools))
         self._library.busy(self._found, begin_s, end_s, address_of(busy))
         return busy
 
     def result(self) -> ReplayResult:
-        """All that happened; without pools and handovers where steps are not told."""
-        pools, links = ((), ()) if self._links is None else self._told(self._links)
+        """The result; without pools and handovers if steps were not kept."""
+        pools, links = ((), ()) if self._links is None else self._read(self._links)
         outputs = self._asked.lengths.outputs
         assert outputs is not None
         return ReplayResult(pools=pools, handovers=links, times=self.times, output_tokens=outputs,
                             preemptions=self._preemptions)
 
-    def _told(self, handovers: Sequence[HandoverPlan],
+    def _read(self, handovers: Sequence[HandoverPlan],
               ) -> tuple[tuple[PoolRecords, ...], tuple[HandoverRecords, ...]]:
-        told: list[bytes] = []
+        copied: list[bytes] = []
         self._library.tell(self._found, TELL(
-            lambda place, size: told.append(ctypes.string_at(place, size) if size else b"")))
+            lambda place, size: copied.append(ctypes.string_at(place, size) if size else b"")))
         kinds = [*_POOL * len(self._pools), np.float64]
         arrays: list[NDArray[Any]] = [np.frombuffer(one, kind)
-                                      for one, kind in zip(told, kinds, strict=True)]
+                                      for one, kind in zip(copied, kinds, strict=True)]
         sent, size = arrays[-1].reshape(-1, 3), len(_POOL)
         return tuple(_records(plan, *arrays[size * place:size * (place + 1)])
                      for place, plan in enumerate(self._pools)), tuple(
@@ -144,14 +143,14 @@ class NativeReplay:
 
 
 def _clock_of(clock: PoolClock, num_stages: int) -> tuple[StepClock, Sequence[float]] | None:
-    """(what csrc can read, [stages] what its seconds are multiplied by); None of other clocks."""
+    """(clock that csrc can read, [stages] factors on its seconds); None for other clocks."""
     own, factors = (clock.clock, clock.factors) if isinstance(clock, SharedClock) else (
         clock, (1.0,) * num_stages)
     return (own, factors) if type(own) is StepClock else None
 
 
 def _of_alone(asked: Asked, plan: PoolPlan) -> _Given | None:
-    """Of the only pool, where all queries come at one time."""
+    """Input for a single pool whose queries arrive together; None for other rules."""
     rule, lengths, arrival_s = plan.rule, asked.lengths, asked.arrival_s
     if plan.role != "both" or not len(arrival_s) or (arrival_s != arrival_s[0]).any():
         return None
@@ -177,7 +176,7 @@ def _of_alone(asked: Asked, plan: PoolPlan) -> _Given | None:
 
 
 def _of_pair(asked: Asked, source: PoolPlan, target: PoolPlan, link: HandoverPlan) -> _Given | None:
-    """Of two pools, one of which encodes by WAA's rule and hands over to the other."""
+    """Input for WAA's two pools; None for other rules."""
     encode, decode, lengths = source.rule, target.rule, asked.lengths
     if (type(encode) is not WaaEncodeRule or type(decode) is not WaaDecodeRule
             or (source.name, target.name) != (link.source, link.target)
@@ -190,27 +189,27 @@ def _of_pair(asked: Asked, source: PoolPlan, target: PoolPlan, link: HandoverPla
                   [order, np.ascontiguousarray(asked.arrival_s)], never)
 
 
-def _records(plan: PoolPlan, *told: NDArray[Any]) -> PoolRecords:
-    labels, chunks, ended, moved, held, memory_s, sizes, *times = told
-    steps = _ToldSteps(labels.reshape(-1, 7), chunks.reshape(-1, 3), ended, moved, plan.rule)
+def _records(plan: PoolPlan, *arrays: NDArray[Any]) -> PoolRecords:
+    labels, chunks, ended, moved, held, memory_s, sizes, *times = arrays
+    steps = _NativeSteps(labels.reshape(-1, 7), chunks.reshape(-1, 3), ended, moved, plan.rule)
     durations_s, end_s = (one.reshape(-1, len(plan.stages)) for one in times)
     return records_of(plan, StepTimes(steps, sizes.reshape(-1, 4), durations_s, end_s),
                       memory_s.tolist(), held.tolist())
 
 
-class _ToldSteps(Sequence[Step]):
-    """Steps of a pool of this rule, as csrc/replay/pool_replay.h tells of them."""
+class _NativeSteps(Sequence[Step]):
+    """Steps of a pool from the arrays of csrc/replay/pool_replay.h."""
 
     def __init__(self, labels: IntArray, chunks: IntArray, ended: IntArray, moved: IntArray,
                  rule: BatchingRule) -> None:
-        self._told = labels, chunks, ended, moved
+        self._arrays = labels, chunks, ended, moved
         self._moved = "handed" if type(rule) is WaaDecodeRule else "evicted"
-        self._is_chunked = (  # else inputs are always encoded whole
+        self._is_chunked = (
             type(rule) is WaaDecodeRule or (type(rule) is PagedRule and rule.facts.is_chunked)
             or (type(rule) is RraRule and rule.controls.encode_chunk > 0))
 
     def __len__(self) -> int:
-        return len(self._told[0])
+        return len(self._arrays[0])
 
     def __iter__(self) -> Iterator[Step]:
         return iter(self._steps)
@@ -229,7 +228,7 @@ class _ToldSteps(Sequence[Step]):
 
     @cached_property
     def _steps(self) -> list[Step]:
-        labels, *others = self._told
+        labels, *others = self._arrays
         chunks, ended, moved = (iter(one.tolist()) for one in others)
         steps = []
         for kind, group, phase, iteration, parts, moving, joined in labels.tolist():

@@ -1,8 +1,7 @@
-"""One pool of a replay: a head that decides by the pool's rule, and stages that work in order.
+"""One pool of a replay: a head that decides by the pool's rule, and a pipeline of stages.
 
-A step enters all stages of its pool when the head takes it up, since each stage works its steps in
-order: so a pool has one event for each turn that waits, and none for each stage. The head goes on
-without an event of its own until another one comes first."""
+Stages work their steps in order, so a step's times on all stages are known when the head decides
+it. A pool has one event for each turn that must wait, and none for stages."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from xsimulator.replay.step_clock import PoolClock, StepSizes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolPlan:
-    """What a pool is made of. `stages`: their indices in the Estimate; `kv_tokens`: its budget."""
+    """Parts of a pool. stages: indices in the Estimate. kv_tokens: capacity of its cache."""
 
     name: str
     rule: BatchingRule
@@ -36,9 +35,9 @@ class PoolPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoverPlan:
-    """What links the pools named `source` and `target`: `seconds` of moving the KV of that many
-    tokens (a number, or an array of them), of which `table` is what csrc reads, if it is kept;
-    `release` tells the source's rule that a query is done, and its room free."""
+    """The link from pool `source` to pool `target`. seconds: to move the KV entries of so many
+    tokens (a number or an array). table: these for csrc, if kept. release: tells the source's rule
+    that a query is done."""
 
     seconds: Callable[[Any], Any]
     release: Callable[[int], None]
@@ -49,9 +48,9 @@ class HandoverPlan:
 
 def records_of(plan: PoolPlan, times: StepTimes, memory_s: Sequence[float],
                memory_tokens: Sequence[int]) -> PoolRecords:
-    """What a pool did. From each of `memory_s` on it held so many tokens."""
+    """The records of a pool. memory_tokens: reserved KV tokens from each of `memory_s` on."""
     durations_s = times.durations_s
-    # a step beyond what was measured never ends, and those after it never begin
+    # a step without a known time never ends, and later ones never begin
     start_s = np.subtract(times.end_s, durations_s, out=np.full(durations_s.shape, np.inf),
                           where=np.isfinite(durations_s))
     tokens, encoded, decoded = (times.sizes[:, i].astype(np.int64) for i in range(3))
@@ -63,15 +62,15 @@ def records_of(plan: PoolPlan, times: StepTimes, memory_s: Sequence[float],
 
 
 class PoolHead:
-    """The head of a pool, which takes up tokens and decides steps, one turn after the other. A
-    query's last token counts when the head takes it up, as a run measures it."""
+    """The head of a pool: in each turn it collects tokens and decides a step. A query ends when the
+    head collects its last token, as in a run."""
 
     def __init__(self, plan: PoolPlan, queries: Queries, line: StageLine) -> None:
         self.plan, self.rule, self._queries, self._line = plan, plan.rule, queries, line
-        # (queries, number of the step that ends their encoding, when) -> when they have arrived in
-        # the pool that they are handed over to; None: queries that are encoded stay
+        # (queries, step that ends their encoding, when) -> arrival in the pool that they are handed
+        # over to; None: encoded queries stay
         self.outlet: Callable[[tuple[int, ...], int, float], float] | None = None
-        # is told whose encoding begins, and when, where another pool leaves queries to this one
+        # called with queries whose encoding begins, if another pool passes queries on to this one
         self.inlet: Callable[[Sequence[int], float], None] | None = None
         self._groups: dict[int, GroupRows] = {}
         self._departures = Departures(plan.rule.slot_use)
@@ -80,7 +79,7 @@ class PoolHead:
         self._held = -1
 
     def next_group(self) -> GroupRows | None:
-        """Whose turn it is; None while there is nothing to do."""
+        """The group whose turn it is; None if there is nothing to do."""
         index = self.rule.next_group()
         if index is None:
             return None
@@ -90,19 +89,19 @@ class PoolHead:
         return group
 
     def note_memory(self, now: float) -> None:
-        """The rule may hold more of the KV budget, or less, from `now` on."""
+        """Records the reserved KV tokens if they have changed."""
         held = self.rule.reserved_tokens
         if held != self._held:
             self._held = held
             self._memory.append((now, held))
 
     def records(self) -> PoolRecords:
-        """What the pool did so far."""
+        """The records so far."""
         return records_of(self.plan, self._line.times(), [now for now, _ in self._memory],
                           [held for _, held in self._memory])
 
     def turn(self, group: GroupRows, now: float) -> None:
-        """The group's turn: its tokens are taken up, and its next step decided."""
+        """A group's turn: collects its tokens and decides its next step."""
         if group.awaited and self.rule.needs_tokens:
             self._collect(group, now)
         step = self.rule.decide()
@@ -111,7 +110,7 @@ class PoolHead:
         self.note_memory(now)
 
     def _collect(self, group: GroupRows, now: float) -> None:
-        """Take up the tokens of the group's steps."""
+        """Collects the tokens of the group's steps."""
         queries, finish = self._queries, self.rule.finish
         for _, first, done in group.awaited:
             if first:
@@ -124,7 +123,7 @@ class PoolHead:
             if not self._is_kept:
                 for query in due:
                     group.leave(query)
-            elif due:  # the rows of a whole batch are free
+            elif due:  # a whole batch is done
                 for other in self._groups.values():
                     other.clear()
             queries.end(due, now)
@@ -132,7 +131,7 @@ class PoolHead:
 
     def _execute(self, group: GroupRows, step: Step, now: float) -> None:
         for query in step.evicted:
-            if query in group:  # else it was encoded in part, and has no row yet
+            if query in group:  # else it was encoded in part and has no row yet
                 self._queries.evict(query, group.leave(query))
                 self._departures.leave()
         rows, mean, longest, moved, handed = 0, 0.0, 0.0, 0.0, 0
@@ -161,7 +160,7 @@ class PoolHead:
         group.awaited.append((ready_s, first, done))
 
     def _spans(self, step: Step, now: float) -> list[tuple[int, int]]:
-        """(first token, tokens) of what is encoded; the encoding of some begins now."""
+        """(first token, tokens) of each input or chunk that is encoded; records starts."""
         queries = self._queries
         if step.chunks:
             begun = [chunk.query for chunk in step.chunks if chunk.first == 0]
@@ -174,8 +173,8 @@ class PoolHead:
         return [(0, inputs[query] + made[query]) for query in step.joined]
 
     def _join(self, group: GroupRows, joined: tuple[int, ...], done: list[int]) -> int:
-        """They are active from now on; those without an iteration to go are added to `done`.
-        Returns their tokens of context."""
+        """Adds queries to the group, and those without an iteration to go to `done`. Returns their
+        total context."""
         tokens = 0
         self._departures.join(len(joined))
         for query, context, left in self._queries.enter(joined):
@@ -189,18 +188,18 @@ class PoolHead:
 
 
 class PoolProcess:
-    """A pool at work. Its head takes its turns in the order its rule says, each only once the
-    tokens it waits for are there."""
+    """A pool as a process. Its head takes turns in the order of its rule, each once the tokens that
+    it waits for are there."""
 
     def __init__(self, plan: PoolPlan, kernel: Kernel, queries: Queries) -> None:
         self.plan, self.rule = plan, plan.rule
         self._line = StageLine(plan.clock, len(plan.stages))
         self.head = PoolHead(plan, queries, self._line)
-        self.after_turn: Callable[[float], None] | None = None  # is told when one is over
+        self.after_turn: Callable[[float], None] | None = None
         self._kernel, self._is_idle = kernel, True
 
     def wake(self, now: float) -> None:
-        """There may be work: a head with nothing to do looks for it."""
+        """Makes an idle head look for work."""
         if self._is_idle:
             self._is_idle = False
             self._kernel.at(now, TURN, self._take_turns)
@@ -209,7 +208,7 @@ class PoolProcess:
         return self.head.records()
 
     def _take_turns(self, now: float) -> None:
-        """The head takes its turns until another event comes first, or there is nothing to do."""
+        """Takes turns until another event comes first or there is nothing to do."""
         head, free_s, is_free_until = self.head, self._line.free_s, self._kernel.is_free_until
         rule, self._is_idle = self.rule, False
         while (group := head.next_group()) is not None:

@@ -1,6 +1,6 @@
-"""What one finite job will measure: its policy's own rule on sampled lengths, from fill to drain.
+"""Prediction for one finite job, from ramp-up to drain, by replays with sampled lengths.
 
-A schedule's figures are of a job without end; one of a few hundred queries is mostly ramp."""
+A schedule's own figures are for steady state; a job of a few hundred queries is mostly ramp-up."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -18,29 +18,25 @@ from xsimulator.replay.job import planned_outputs
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.steady import enough_queries
 
-# Of a replay that checks a latency: queries at least and at most, and times what is in the system.
-# Of twelve schedules of problems of benchmarks/hand_problems.py, with 56 to 1,378 queries in the
-# system, latencies scatter by 0.1 to 0.6 % over seeds (standard deviation) with so many, of which
-# WATCHED are as long as the bound's quantile, and their means are within 0.2 % of those of twice as
-# many queries, which scatter as much.
+# Number of queries of a replay that checks a latency: least, most, and as a multiple of those in the
+# system; WATCHED of them have the length of the limit's quantile. Measured on twelve schedules of
+# benchmarks/hand_problems.py: latencies scatter by 0.1 to 0.6 % over seeds, and means are within
+# 0.2 % of those of twice as many queries.
 CHECKED_QUERIES, MOST_CHECKED, CHECKED_ROUNDS, WATCHED = 2500, 50_000, 6, 60
 WATCHED_SHARE = 0.02  # chosen
-# Where few queries decode at a time each takes many steps: so many in all are enough, of at least
-# so many queries and rounds. (Two schedules with 5 and 23 queries in the system: 1,000 and 700
-# scatter by 0.1 to 0.2 %, as 1,500 do, and their means are within 0.2 % of those.)
+# Fewer queries are enough if few decode together: so many steps, queries and rounds. Measured on
+# two schedules with 5 and 23 queries in the system: a scatter of 0.1 to 0.2 %, as with 1,500.
 CHECKED_STEPS, LEAST_CHECKED, LEAST_ROUNDS = 20_000, 800, 20
-# Of a longer job so many queries, spread evenly over it, are replayed for its prediction; the rest
-# goes at the pace of their middle.
-MOST_PREDICTED = 50_000  # chosen
-_MIDDLE = (0.2, 0.8)  # chosen: of the queries, by their ends
-MIN_NEIGHBOURS = 8  # chosen: observed pairs near a known input among which its output is drawn
+# chosen: of a longer job so many queries, evenly spread, are replayed; the rest goes at the pace of
+# their middle part
+MOST_PREDICTED, _MIDDLE = 50_000, (0.2, 0.8)
+MIN_NEIGHBOURS = 8  # chosen: least number of observed pairs from which an output is drawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPrediction:
-    """Means over replays; percentiles are over one job's queries. `ttft`: time to first token
-    since the arrival; `tpot`: time per output token after the first, of queries with more than
-    one (None where there is none)."""
+    """Means over replays; percentiles are over the queries of one job. TTFT counts from the
+    arrival. TPOT is of queries with more than one output token, None without any."""
 
     throughput_qps: float
     output_tokens_per_s: float
@@ -54,7 +50,7 @@ class JobPrediction:
 
 
 def checked_queries(problem: Problem, estimate: Estimate) -> int:
-    """Queries of a replay that checks the bounds' figures."""
+    """Number of queries of a replay that checks the limits."""
     usual = enough_queries(estimate, least=CHECKED_QUERIES, rounds=CHECKED_ROUNDS,
                            most=MOST_CHECKED)
     figures, groups = estimate.figures, estimate.deployment.num_groups
@@ -65,9 +61,9 @@ def checked_queries(problem: Problem, estimate: Estimate) -> int:
 
 
 def with_watched(outputs: IntArray, length: int) -> IntArray:
-    """The outputs, of which those nearest to `length` and no longer (WATCHED of them, or a share of
-    WATCHED_SHARE) are as long: a mean over queries of the bound's length takes some, and of few
-    queries few would be. More would hold up the others of their batches."""
+    """`outputs` with the nearest shorter ones (WATCHED of them, at most WATCHED_SHARE) set to
+    `length`, so that enough queries have the length of the limit. More would delay the others of
+    their batches."""
     off = length - outputs
     rows = np.argsort(np.where(off >= 0, off, np.iinfo(np.int64).max), kind="stable")[
         :min(WATCHED, math.ceil(WATCHED_SHARE * len(outputs)))]
@@ -77,8 +73,8 @@ def with_watched(outputs: IntArray, length: int) -> IntArray:
 
 
 def mean_of(results: Iterable[ReplayResult], num_queries: int | None = None) -> JobPrediction:
-    """The prediction that replays of one job come to. `num_queries`: of the job, where the replays
-    are of some that stand for them all."""
+    """The mean of replays of one job. num_queries: of the whole job, if the replays are of some of
+    its queries."""
     figures = [_figures(result, num_queries) for result in results]
     mean: dict[str, Any] = {name: float(np.mean([of[name] for of in figures]))
                             for name in figures[0]}
@@ -89,11 +85,10 @@ def mean_of(results: Iterable[ReplayResult], num_queries: int | None = None) -> 
 
 def job_replays(replayer: JobReplayer, num_queries: int, rng: np.random.Generator, *,
                 known: QueryLengths | None = None, replays: int = 5) -> Iterator[ReplayResult]:
-    """Replays of a job of `num_queries`, which a prediction is the mean of.
+    """Yields replays of a job of `num_queries`.
 
-    known: lengths of its queries in the order in which they are taken up; what is not known is
-    sampled (where the outputs are known, too, one replay is enough).
-    Raises XgptError for a query that the schedule's KV budget can never hold."""
+    known: lengths of its queries in the order of the run; unknown ones are sampled. With known
+    outputs there is one replay. Raises XgptError for a query that never fits into the KV cache."""
     assert known is None or len(known.inputs) == num_queries, f"{num_queries = }"
     problem = replayer.problem
     is_sampled = known is None or known.outputs is None
@@ -109,11 +104,11 @@ def job_replays(replayer: JobReplayer, num_queries: int, rng: np.random.Generato
 
 
 def _figures(result: ReplayResult, num_queries: int | None = None) -> dict[str, float]:
-    """A JobPrediction's figures of one replay."""
+    """{name: figure} of a JobPrediction for one replay."""
     times, wall_s, replayed = result.times, result.makespan_s, len(result.times.arrival_s)
     count = replayed if num_queries is None else num_queries
     if count > replayed:
-        with np.errstate(invalid="ignore"):  # infinite ones: of sizes that nothing is known of
+        with np.errstate(invalid="ignore"):  # infinite: unknown times
             first_s, last_s = np.quantile(times.last_token_s, _MIDDLE)
         wall_s += (count - replayed) * (last_s - first_s) / (replayed * (_MIDDLE[1] - _MIDDLE[0]))
     figures = {"throughput_qps": count / wall_s, "wall_s": wall_s,
@@ -122,7 +117,7 @@ def _figures(result: ReplayResult, num_queries: int | None = None) -> dict[str, 
             ("latency", times.latency_s),
             ("ttft", times.ttft_s * (wall_s / result.makespan_s)),  # all arrive at the beginning
             ("tpot", times.tpot_s(result.output_tokens))):
-        with np.errstate(invalid="ignore"):  # infinite ones: of sizes that nothing is known of
+        with np.errstate(invalid="ignore"):  # infinite: unknown times
             p50, p99 = np.quantile(values, [0.5, 0.99]) if len(values) else (np.nan, np.nan)
         figures |= {f"{name}_p50_s": p50, f"{name}_p99_s": p99}
     return figures
@@ -130,8 +125,8 @@ def _figures(result: ReplayResult, num_queries: int | None = None) -> dict[str, 
 
 def sample_job(lengths: JointLengths, count: int, rng: np.random.Generator,
                inputs: IntArray | None) -> tuple[IntArray, IntArray]:
-    """(inputs, outputs) of a job of `count` queries; outputs go with the inputs where those are
-    known and the two are correlated."""
+    """(inputs, outputs) of a job of `count` queries. If inputs are known and pairs were observed,
+    outputs are drawn given the inputs."""
     if inputs is None:
         return lengths.sample(count, rng)
     known = np.asarray(inputs, np.int64)
@@ -141,8 +136,7 @@ def sample_job(lengths: JointLengths, count: int, rng: np.random.Generator,
 
 
 def _outputs_given_inputs(pairs: IntArray, inputs: IntArray, rng: np.random.Generator) -> IntArray:
-    """Outputs drawn among the observed pairs whose inputs are nearest in rank: sqrt(n) of them,
-    enough to blur no correlation and to repeat no single observation."""
+    """Outputs drawn from the sqrt(n) observed pairs whose inputs are nearest in rank."""
     ordered = pairs[np.argsort(pairs[:, 0], kind="stable")]
     window = min(max(int(np.sqrt(len(ordered))), MIN_NEIGHBOURS), len(ordered))
     lowest = np.searchsorted(ordered[:, 0], inputs, side="left")

@@ -1,5 +1,5 @@
-"""The queries of one replay: their lengths, how far each has come, and when it got there; and the
-rows of those that are active in one group."""
+"""State of the queries of one replay: lengths, progress and times, and the active rows of a
+group."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from xgpt.core.queries import QueryLengths
 
 
 class Asked(NamedTuple):
-    """Queries of a replay as they are before it: their lengths, [queries] when each comes, and
-    whether encoding yields the first output token (decoder-only models)."""
+    """Input of a replay: lengths, [queries] arrival times, and whether encoding yields the first
+    output token (decoder-only models)."""
 
     lengths: QueryLengths
     arrival_s: FloatArray
@@ -24,7 +24,7 @@ class Asked(NamedTuple):
 
     @classmethod
     def of(cls, lengths: QueryLengths, arrival_s: ArrayLike, gives_token: bool) -> Asked:
-        """`arrival_s`: of each, or of all."""
+        """arrival_s: one for each query, or one for all."""
         return cls(lengths, np.broadcast_to(np.asarray(arrival_s, float), lengths.inputs.shape),
                    gives_token)
 
@@ -38,7 +38,7 @@ class Asked(NamedTuple):
 
 
 class Queries:
-    """The one account of queries that all pools of a replay share, by the query's number."""
+    """State of all queries, by index, shared by the pools of a replay."""
 
     def __init__(self, lengths: QueryLengths, *, encode_gives_token: bool,
                  arrival_s: ArrayLike = 0.0) -> None:
@@ -58,24 +58,24 @@ class Queries:
         self.first_token_s: list[float | None] = [None] * count
         self.last_token_s: list[float | None] = [None] * count
         self.num_begun = self.num_done = self.preemptions = 0
-        # what is to be told when a query is done: of those alone that are handed over
+        # callbacks for the end of queries that were handed over
         self.when_done: dict[int, Callable[[int, float], None]] = {}
 
     def begin(self, queries: Iterable[int], now: float) -> None:
-        """Their encoding starts; an evicted query has begun before."""
+        """Records the start of their encoding, unless a query was evicted and started before."""
         for query in queries:
             if self.start_s[query] is None:
                 self.start_s[query] = now
                 self.num_begun += 1
 
     def give_first_tokens(self, queries: Iterable[int], now: float) -> None:
-        """Their first tokens are there; an evicted query had its own before."""
+        """Records their first tokens, unless a query was evicted and had its own before."""
         for query in queries:
             if self.first_token_s[query] is None:
                 self.first_token_s[query] = now
 
     def end(self, queries: Sequence[int], now: float) -> None:
-        """These queries are done."""
+        """Records their last tokens."""
         for query in queries:
             self.last_token_s[query] = now
         self.num_done += len(queries)
@@ -86,45 +86,45 @@ class Queries:
                     tell(query, now)
 
     def evict(self, query: int, left: int) -> None:
-        """The query loses its KV entries with `left` iterations to go."""
+        """Records that a query lost its KV entries with `left` iterations to go."""
         self.made[query] += self.gives_token + self.left[query] - left
         self.left[query] = left
         self.preemptions += 1
 
     def enter(self, queries: Iterable[int]) -> list[tuple[int, int, int]]:
-        """[(query, context, iterations to go)] of queries whose entries are all there now."""
+        """[(query, context, iterations to go)] of queries that have all their KV entries now."""
         inputs, made, left = self.inputs, self.made, self.left
         rows = []
         for query in queries:
-            if made[query]:  # encoded again: that gave the token after those it had
+            if made[query]:  # encoded again: that gave one more token
                 left[query] -= self.gives_token
             rows.append((query, inputs[query] + made[query], left[query]))
         return rows
 
 
 class GroupRows:
-    """The queries active in one group, and what its next decode step costs by. Contexts grow in
-    step, so (context - iterations so far), a row's base, orders rows for good and their sum changes
-    only when rows come and go."""
+    """Active rows of a group, with the sizes of its next decode step. All contexts grow together,
+    so a row's base (context - iterations so far) is constant, and sums and order of the bases
+    change only when rows come and go."""
 
     def __init__(self) -> None:
         self.iterations = 0  # decode steps so far
-        # steps whose tokens are not taken up yet: (when they are there, whose first and whose last
-        # are among them)
+        # steps whose tokens were not collected yet: (ready at, queries with their first token,
+        # queries with their last token)
         self.awaited: list[tuple[float, Sequence[int], list[int]]] = []
         self.rows = 0  # active ones, and dead ones of a static batch
-        self.fresh: list[int] = []  # who joined without a token, and was not decoded yet
-        self._removed = 0  # since the last decode step: holes that compaction fills
+        self.fresh: list[int] = []  # joined without a token, not decoded yet
+        self._removed = 0  # rows freed since the last decode step, which compaction fills
         self._members: dict[int, tuple[int, int]] = {}  # query -> (base, iteration of its last)
         self._base = 0  # sum over rows
         self._ends: dict[int, list[int]] = {}  # iteration -> queries whose last it is
-        self._longest: list[tuple[int, int]] = []  # heap of (-base, query), some of them gone
+        self._longest: list[tuple[int, int]] = []  # heap of (-base, query), also of rows gone
 
     def __contains__(self, query: int) -> bool:
         return query in self._members
 
     def join(self, query: int, context: int, iterations: int) -> None:
-        """A query with that many tokens of context that needs `iterations` more steps."""
+        """Adds a query with `context` tokens that needs `iterations` more steps."""
         base, end = context - self.iterations, self.iterations + iterations
         self._members[query] = (base, end)
         self._base += base
@@ -148,14 +148,14 @@ class GroupRows:
         return rows, context, float(top), removed * rows / (rows + removed) if removed else 0.0
 
     def take_done(self) -> list[int]:
-        """Queries whose last iteration is the latest; their rows stay until `leave`."""
+        """The queries that end with the latest iteration; their rows stay until `leave`."""
         at = self.iterations
-        # one that left and came again may be there twice
+        # a query that left and came again may be listed twice
         return [query for query in dict.fromkeys(self._ends.pop(at, ()))
                 if self._members.get(query, (0, -1))[1] == at]
 
     def leave(self, query: int) -> int:
-        """Its row is free; how many iterations it still had to go."""
+        """Frees a query's row; returns the iterations that it still had to go."""
         base, end = self._members.pop(query)
         self._base -= base
         self.rows -= 1
@@ -163,7 +163,7 @@ class GroupRows:
         return end - self.iterations
 
     def clear(self) -> None:
-        """All rows are gone, dead ones too."""
+        """Frees all rows, finished ones too."""
         self._members.clear()
         self._ends.clear()
         self._longest.clear()

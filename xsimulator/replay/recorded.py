@@ -1,8 +1,8 @@
-"""A run's own record as a source of step times: each step takes on each stage what it took there.
+"""A recorded run as a source of step times, to test the replay without errors of a timing source.
 
-Fed with the run's lengths as well, the replay of its schedule takes the run's steps (the same rules
-decide), so that nothing is left of what a timing source may have wrong: what remains between the
-replay's makespan and the run's is the replay's own model of a pipeline."""
+With the run's lengths, a replay of its schedule takes the same steps (the rules are the same), each
+as long as it took in the run. What is left between the makespans is due to the replay's model of a
+pipeline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray
 from xsimulator.replay.step_clock import StepSizes
 
-_UNTIMED = frozenset({"cross_kv"})  # taken up as it comes: part of no step
+_UNTIMED = frozenset({"cross_kv"})  # part of no step
 
 
 class _Recorded(NamedTuple):
@@ -31,8 +31,8 @@ class _Recorded(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Recording:
-    """A finished run, or what one copy of the model did of it: its queries in their order, by their
-    places in the job, and each pool's steps in theirs."""
+    """A finished run of one copy: its queries in order, by their indices in the job, and the steps
+    of each pool."""
 
     queries: IntArray
     inputs: IntArray  # [queries] tokens
@@ -41,15 +41,15 @@ class Recording:
     wall_s: float
 
     def clocks(self) -> list[RecordedClock]:
-        """One for each pool, to be used for one replay."""
+        """A clock for each pool, for one replay."""
         return [RecordedClock(pool) for pool in self.pools]
 
 
 class RecordedClock:
-    """Seconds of one pool's steps (see StepClock), taken from a record in its order.
+    """Step times of one pool (see StepClock), taken from a record in order.
 
-    The replay of WAA's decode pool may join a batch one step earlier or later than the run did, so
-    that sizes differ: such a step takes what the nearest recorded one of its kind and size took."""
+    A step of another size than recorded (WAA's replay may hand a batch over one step earlier or
+    later) takes the time of the recorded step of its kind with the nearest size."""
 
     def __init__(self, steps: Sequence[_Recorded]) -> None:
         self._left = {kind: list(reversed([s for s in steps if s.kind == kind]))
@@ -59,7 +59,7 @@ class RecordedClock:
         self.num_steps = 0
 
     def seconds(self, sizes: StepSizes) -> list[float]:
-        """[stages] seconds of one step. Raises XgptError for a kind that the run never took."""
+        """[stages] seconds of one step. Raises XgptError for a kind that the run did not have."""
         kind = "decode" if not sizes.spans else "mixed" if sizes.decoded else "encode"
         queries = sizes.encoded if kind == "encode" else sizes.decoded + sizes.encoded
         if kind not in self._all:
@@ -75,9 +75,8 @@ class RecordedClock:
 
 
 def load_recordings(folder: Path, deployment: Deployment) -> list[Recording]:
-    """Reads the run whose results lie in `folder`, as each copy of the model that `deployment` has
-    took part in it. Raises XgptError if the run was stopped or resumed, or its record is not
-    whole."""
+    """The recordings of a run's copies from its output folder. Raises XgptError if the run was
+    stopped or resumed, or its record is not complete."""
     measured = json.loads((folder / "measured.json").read_text(encoding="utf-8"))
     if measured["state"] != "done" or measured["queries_before"]:
         raise XgptError(f"{folder} does not hold the record of one whole run")
@@ -92,7 +91,7 @@ def load_recordings(folder: Path, deployment: Deployment) -> list[Recording]:
         steps = tuple(_steps(records, [first + stage.index for stage in pool.stages])
                       for pool in deployment.pools)
         own = [(place, result) for place, result in enumerate(results) if result.replica == replica]
-        if deployment.replicas > 1:  # in the order in which they were taken up
+        if deployment.replicas > 1:  # in the order of their start
             own.sort(key=lambda pair: pair[1].start_s)
         columns = np.array([(place, result.inputs, result.outputs) for place, result in own],
                            np.int64).reshape(-1, 3)
@@ -117,7 +116,7 @@ def _steps(records: Sequence[Mapping[str, Any]], stages: Sequence[int]) -> tuple
 
 
 class _Result(NamedTuple):
-    """What a query took, and who took it."""
+    """Lengths, copy and start of a query."""
 
     inputs: int
     outputs: int
@@ -126,8 +125,8 @@ class _Result(NamedTuple):
 
     @classmethod
     def of(cls, line: Mapping[str, Any]) -> _Result:
-        """Of a result, an OpenAI batch response or our own line. Raises XgptError for a query that
-        failed: its tokens are not those of its steps."""
+        """From a line of results, an OpenAI batch response or our own form. Raises XgptError for a
+        failed query, whose tokens are not those of its steps."""
         own = line.get("xgpt", line)
         if line.get("error") is not None:
             raise XgptError(f"query {own['index']} failed: the run's steps are not those of its "

@@ -1,7 +1,6 @@
-"""What a replay yields: the steps of each pool, the handovers, memory over time, the queries.
+"""Results of a replay: steps of each pool, handovers, memory over time, times of the queries.
 
-Seconds count from the start of the job. Arrays of a pool are per step, in the order in which its
-head took them up."""
+Seconds count from the start of the job. Arrays of a pool are per step, in order."""
 
 from __future__ import annotations
 
@@ -24,20 +23,20 @@ class PoolRecords:
     role: Role
     stages: tuple[int, ...]
     steps: Sequence[Step]
-    decoded: IntArray  # rows that get their next token (dead rows of a static batch included)
+    decoded: IntArray  # rows decoded, with the finished rows of a static batch
     encoded: IntArray  # queries that get their first token
     tokens: IntArray  # input tokens encoded
-    context: FloatArray  # tokens of KV read by each decoded row, in the mean
+    context: FloatArray  # mean KV tokens read by a decoded row
     start_s: FloatArray  # [steps, stages]
     end_s: FloatArray  # [steps, stages]
-    memory_s: FloatArray  # [changes] when what is held of the KV budget changed
-    memory_tokens: IntArray  # [changes] tokens held since then
-    kv_tokens: int  # the budget
+    memory_s: FloatArray  # [changes] when the reserved KV tokens changed
+    memory_tokens: IntArray  # [changes] reserved KV tokens since then
+    kv_tokens: int  # capacity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HandoverRecords:
-    """KV entries on their way from one pool to another, one row per encode step."""
+    """Handovers of KV entries from one pool to another, one for each encode step."""
 
     source: str  # the pools' names
     target: str
@@ -48,7 +47,7 @@ class HandoverRecords:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ReplayResult:
-    """A finite job, fill and drain included."""
+    """A finite job with ramp-up and drain."""
 
     pools: tuple[PoolRecords, ...]
     handovers: tuple[HandoverRecords, ...]
@@ -71,11 +70,11 @@ class ReplayResult:
 
     @property
     def is_timed(self) -> bool:
-        """Whether the times of all its steps are known: no size lay beyond those measured."""
+        """Whether all steps have known times."""
         return self.times.is_known
 
     def utilisation(self) -> FloatArray:
-        """[stages of all pools] share of the makespan each stage was at work; the rest of it is
-        its bubble share."""
+        """[stages of all pools] share of the makespan that each stage works; the rest is
+        bubbles."""
         busy = np.concatenate([(pool.end_s - pool.start_s).sum(axis=0) for pool in self.pools])
         return busy / self.makespan_s if self.makespan_s > 0 else busy

@@ -1,7 +1,5 @@
-"""Replay of a job by several copies of the model at once: queries are given out, taken over and
-called back by the rule that the runner routes by (xrunner.rules.routing), as the copies begin them.
-
-Word of what has begun or ended, and queries, need no time here."""
+"""Replay of a job on several copies together. The runner's routing rule (xrunner.rules.routing)
+gives out queries and calls them back while the copies work. Messages take no time here."""
 
 from __future__ import annotations
 
@@ -25,11 +23,11 @@ from xsimulator.replay.step_clock import SharedClock
 
 
 class RoutedCopy:
-    """One copy at work: its pools, and the queries that it was given."""
+    """One copy: its pools and the queries given to it."""
 
     def __init__(self, replayer: Replayer, lengths: QueryLengths, kernel: Kernel,
                  slow_down: float = 1.0) -> None:
-        """`slow_down`: times as long as planned that its steps take."""
+        """slow_down: factor on its step times."""
         self.queries = Queries(lengths, encode_gives_token=not (
             replayer.problem.model.is_encoder_decoder))
         clocks = [SharedClock(clock, [slow_down] * len(pool.stages)) if slow_down != 1 else clock
@@ -47,11 +45,11 @@ class RoutedCopy:
         return Load(len(self.given) - begun, begun - self.queries.num_done)
 
     def in_order(self) -> list[int]:
-        """Its queries, all begun, in the order in which it took them up."""
+        """Its queries in the order in which it began them."""
         return sorted(self.given, key=lambda place: (self.queries.start_s[place] or 0.0, place))
 
     def give(self, places: Sequence[int], now: float) -> None:
-        """These are its own from now on."""
+        """Gives queries to the copy."""
         self.given.update(places)
         for place in places:
             submit(self.queries, place, self._encoding.rule)
@@ -60,8 +58,7 @@ class RoutedCopy:
         self._encoding.wake(now)
 
     def take_back(self, count: int) -> list[int]:
-        """The last `count` that it has not begun, or as many as can be had, are not its own any
-        more."""
+        """Takes back and returns the last `count` queries that it has not begun, or fewer."""
         rule = self._encoding.rule
         if not isinstance(rule, YieldingRule):
             return []
@@ -71,7 +68,7 @@ class RoutedCopy:
 
 
 class _Supply:
-    """Gives the copies their queries, as rank 0 does (xrunner.engine.replicas)."""
+    """Gives queries to the copies, as rank 0 does (xrunner.engine.replicas)."""
 
     def __init__(self, router: Router, copies: Sequence[RoutedCopy], kernel: Kernel) -> None:
         self._router, self._copies, self._kernel = router, copies, kernel
@@ -84,7 +81,7 @@ class _Supply:
             self._top_up(copy, now)
 
     def look(self, copy: int, now: float) -> None:
-        """The copy's turn is over: it may have begun queries, or ended some."""
+        """Called after a copy's turn, which may have begun or ended queries."""
         load = self._copies[copy].load
         if load != self._loads[copy]:
             self._loads[copy] = load
@@ -93,7 +90,7 @@ class _Supply:
             self._news.append(copy)
 
     def _route(self, now: float) -> None:
-        """Acts on all that has happened by now."""
+        """Routes after all simultaneous turns."""
         news, self._news = self._news, []
         for copy in news:
             self._hear(copy, now)
@@ -120,9 +117,8 @@ class _Supply:
 
 def replay_routed(replayers: Sequence[Replayer], lengths: QueryLengths, routing: str,
                   slow_downs: Sequence[float] = ()) -> RoutedReplay:
-    """Replays a job by copies, each of which executes its own replayer's estimate, until every
-    query is done. Times as long that the steps of each take: `slow_downs`, all 1 where there are
-    none."""
+    """Replays a job on copies, each with its own replayer's estimate, until every query is done.
+    slow_downs: factor on the step times of each copy, default 1."""
     assert lengths.outputs is not None
     kernel = Kernel()
     copies = [RoutedCopy(replayer, lengths, kernel, slow) for replayer, slow in zip(
@@ -142,15 +138,15 @@ def replay_routed(replayers: Sequence[Replayer], lengths: QueryLengths, routing:
 
 
 class RoutedReplay:
-    """What copies did of one job."""
+    """The replay of one job on several copies."""
 
     def __init__(self, copies: Sequence[RoutedCopy], num_taken_back: int) -> None:
         self._copies, self.num_taken_back = copies, num_taken_back
-        self.rows = [copy.in_order() for copy in copies]  # in which each took up its queries
+        self.rows = [copy.in_order() for copy in copies]
 
     @property
     def results(self) -> list[ReplayResult]:
-        """Of each copy: of its own queries, in the order in which it took them up."""
+        """The result of each copy for its own queries, in its order."""
         return [_result(copy, np.array(own, np.int64))
                 for copy, own in zip(self._copies, self.rows, strict=True)]
 

@@ -1,4 +1,4 @@
-"""The stages of one pool, which work its steps in the order in which the head takes them up."""
+"""The stages of one pool, which work its steps in order."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from xsimulator.replay.step_clock import PoolClock, StepSizes
 
 
 class StepTimes(NamedTuple):
-    """Steps in the order in which the head took them up: [steps, 4] tokens, encoded, decoded and
-    context; [steps, stages] seconds and ends."""
+    """Steps in order: sizes [steps, 4] tokens, encoded, decoded and context; durations_s and end_s
+    [steps, stages]."""
 
     steps: Sequence[Step]
     sizes: FloatArray
@@ -24,7 +24,7 @@ class StepTimes(NamedTuple):
 
 
 class StageLine:
-    """Stages whose clock says what each step takes. `free_s`: [stages] when each is next free."""
+    """The pipeline of a pool. free_s: [stages] when each stage is free next."""
 
     def __init__(self, clock: PoolClock, num_stages: int) -> None:
         self._clock, self.free_s = clock, [-math.inf] * num_stages
@@ -38,7 +38,7 @@ class StageLine:
         return len(self._steps)
 
     def work(self, step: Step, sizes: StepSizes, now: float) -> float:
-        """The step goes through the stages; when the last of them is through with it."""
+        """Sends a step through the stages; returns when the last stage has done it."""
         seconds = self._clock.seconds(sizes)
         ends, at_s, free_s = [], now, self.free_s
         for stage, duration in enumerate(seconds):

@@ -1,4 +1,4 @@
-"""The steady state within a replay of a finite job: without its ramp and without its drain."""
+"""Steady-state figures of a replay of a finite job, without its ramp-up and drain."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,16 +12,15 @@ from xgpt.core.queries import QueryTimes
 from xgpt.core.schedule import Estimate
 from xsimulator.replay.records import PoolRecords, ReplayResult
 
-ROUNDING = 1e-9  # chosen: of the last moment, by which moments may differ, and count as one
-LEAST_COUNTED = 0.5  # of the queries that begin before the last encoding: those that end before it
-LEAST_NEAR = 30  # chosen: queries of about the bound's output length that a mean is taken of
-NEAR = 0.03  # chosen: outputs within this share of the length (or 2 tokens) are that at most
-_NEAR_TOKENS = 2
+ROUNDING = 1e-9  # chosen: times that differ by a smaller share of the last one are equal
+LEAST_COUNTED = 0.5  # chosen: least share of the queries that must count without the drain
+LEAST_NEAR = 30  # chosen: queries of about the limit's output length whose latency is averaged
+NEAR, _NEAR_TOKENS = 0.03, 2  # chosen: outputs this near to the length, as a share or in tokens
 
 
 def enough_queries(estimate: Estimate, *, least: int, rounds: int, most: int) -> int:
-    """Queries of a replay that shows the steady state: `rounds` times what is in the system, in one
-    copy; of unlike ones in all."""
+    """Number of queries of a replay for steady state: `rounds` times those in the system, between
+    `least` and `most`; for one copy, or for all copies if they are unequal."""
     shapes = estimate.shapes if estimate.others else (estimate.one_copy,)
     return min(most, sum(shape.deployment.replicas * max(least, math.ceil(
         rounds * shape.most_in_system)) for shape in shapes))
@@ -29,9 +28,9 @@ def enough_queries(estimate: Estimate, *, least: int, rounds: int, most: int) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SteadyFigures:
-    """`latency_s` is for the bound's kind and quantile; nan where no query counts for it. Likewise
-    `ttft_s`, from the start of the encoding, and `tpot_s`: the quantiles of all queries. The
-    throughput and `in_system` are those of one window."""
+    """latency_s: for the kind and quantile of the latency limit, nan if no query counts. ttft_s
+    (from the start of the encoding), tpot_s: quantiles over queries, nan likewise. Throughput and
+    in_system: within one window."""
 
     throughput_qps: float
     latency_s: float
@@ -44,7 +43,7 @@ class SteadyFigures:
 
 def steady_figures(result: ReplayResult, constraint: Constraint,
                    outputs: Lengths) -> SteadyFigures | None:
-    """Finds the steady state; None where the job is too short to have one.
+    """The steady-state figures of a replay; None if the job is too short.
 
     The window begins when queries have been coming out for as long as a slow one takes, and ends
     with the last token before the last encoding starts; both ends are times at which queries come
@@ -56,15 +55,15 @@ def steady_figures(result: ReplayResult, constraint: Constraint,
 def steady_of(times: QueryTimes, output_tokens: IntArray,
               busy_s: Callable[[float, float], FloatArray], constraint: Constraint,
               outputs: Lengths) -> SteadyFigures | None:
-    """The same of the queries' times and tokens. busy_s: [stages of all pools] seconds that each is
-    at work from one time to another."""
+    """As `steady_figures`, from the queries' times and tokens. busy_s(begin_s, end_s): [stages of
+    all pools] seconds at work."""
     start_s, query_latency_s = times.start_s, times.latency_s
     own_end_s = start_s + query_latency_s
     done_s = np.sort(own_end_s)
     if len(done_s) < 4:
         return None
     slow_s = quantile(query_latency_s, 0.99)
-    # steps end and begin at the same time, but for the last digits
+    # times of steps that coincide differ in the last digits
     near_s = ROUNDING * done_s[-1]
     begin = np.searchsorted(done_s, max(done_s[0] + slow_s, done_s[len(done_s) // 10]) - near_s)
     end = np.searchsorted(done_s, start_s.max() + near_s, side="right") - 1
@@ -76,7 +75,7 @@ def steady_of(times: QueryTimes, output_tokens: IntArray,
     present = np.clip(np.minimum(own_end_s, end_s) - np.maximum(start_s, begin_s), 0.0, None)
     within = (own_end_s > begin_s + near_s) & (own_end_s <= end_s + near_s)
     counts = (start_s >= begin_s - slow_s - near_s) & (start_s <= end_s + near_s)
-    # who begins later sees the drain: steps without the inputs of others beside its own tokens
+    # queries that begin later meet the drain, whose steps encode nothing
     undrained = counts & (start_s <= end_s - slow_s + near_s)
     if undrained.sum() >= LEAST_COUNTED * counts.sum():
         counts = undrained
@@ -96,14 +95,13 @@ def steady_of(times: QueryTimes, output_tokens: IntArray,
         tpot_s=_share_of(((last_s - first_s) / np.maximum(after, 1))[after > 0], constraint,
                          "tpot"),
         in_system=float(present.sum() / (end_s - begin_s)), queries=counted,
-        # a sum of many steps may exceed the window by rounding
+        # rounding may put the sum above the window
         utilisation=np.minimum(busy_s(begin_s, end_s) / (end_s - begin_s), 1.0))
 
 
 def of_unlike(found: Sequence[SteadyFigures | None]) -> SteadyFigures | None:
-    """That of copies which share a job's queries, [copies] each one's own: throughputs add up, and
-    of the times the longest copy's counts, since each has to keep the bounds. None where one of
-    them has no steady state."""
+    """The figures of unequal copies together: throughputs add up, and the longest times count,
+    since each copy must keep the limits. None if a copy has no steady state."""
     copies = [one for one in found if one is not None]
     if len(copies) < len(found):
         return None
@@ -120,14 +118,14 @@ def of_unlike(found: Sequence[SteadyFigures | None]) -> SteadyFigures | None:
 
 
 def _share_of(seconds: FloatArray, constraint: Constraint, metric: Metric) -> float:
-    """What the share of the queries stays below that the bound on a metric, or else that on
-    latency, is of."""
+    """The quantile of `seconds` that the metric's limit names (the latency limit's quantile if it
+    has none)."""
     bound = constraint.bound_on(metric) or constraint.latency
     return quantile(seconds, bound.quantile) if len(seconds) else float("nan")
 
 
 def quantile(values: FloatArray, share: float) -> float:
-    """`np.quantile`, which takes four times as long, of values that are finite."""
+    """As np.quantile, in a quarter of the time, for finite values."""
     at = share * (len(values) - 1)
     low = math.floor(at)
     near = np.partition(values, [low, min(low + 1, len(values) - 1)])[low:low + 2]
@@ -136,9 +134,9 @@ def quantile(values: FloatArray, share: float) -> float:
 
 
 def _latency_of_length(outputs: IntArray, latency_s: FloatArray, length: int) -> float:
-    """Mean latency of the queries of that output length; where they are few, of those that are
-    nearest to it and no longer, plus what the tokens they lack take in the mean. No longer: RRA's
-    latency leaps where a length takes one phase more, and of those nothing was promised."""
+    """Mean latency of the queries of that output length. If they are few, of the nearest shorter
+    ones too, plus the mean time of the tokens that these lack. Longer ones do not count, since one
+    more phase of RRA makes the latency jump."""
     off = length - outputs
     below = off >= 0
     if not below.any():
@@ -154,6 +152,6 @@ def _latency_of_length(outputs: IntArray, latency_s: FloatArray, length: int) ->
 
 
 def _busy_s(pool: PoolRecords, begin_s: float, end_s: float) -> FloatArray:
-    """[stages] seconds of the window at work."""
+    """[stages] seconds at work within the window."""
     inside = np.minimum(pool.end_s, end_s) - np.maximum(pool.start_s, begin_s)
     return np.asarray(np.clip(inside, 0.0, None).sum(axis=0))

@@ -1,10 +1,9 @@
-"""Seconds per stage of single steps, quickly: tables of what StageTimes says.
+"""Seconds per stage of single steps, from tables of StageTimes.
 
-A replay asks for one step at a time, and StageTimes is made for arrays. What depends on a number of
-rows is tabulated at every whole number up to DENSE_ROWS and 1 % apart beyond; attention over
-contexts 2 % apart; between them lines. (A profile is made of lines; of the roofline's curves they
-miss less than a thousandth.) Tables grow in blocks as sizes come up. csrc/replay/step_times.h
-makes the same sums out of them."""
+A replay asks for one step at a time, while StageTimes works on arrays. Times by rows are tabulated
+at every whole number up to DENSE_ROWS and in ratios of 1.01 beyond, attention at contexts in ratios
+of 1.02, linear in between (exact for a profile, within a thousandth for the roofline). Tables are
+filled in blocks on demand. csrc/replay/step_times.h makes the same sums from them."""
 
 import math
 from bisect import bisect_right
@@ -23,47 +22,45 @@ from xsimulator.layer_times import LayerTimes
 from xsimulator.native import Blocks, Fetched, NativeClock
 from xsimulator.stage_times import HandoverCost, StageTimes
 
-DENSE_ROWS = 4096  # chosen
-_ROW_BLOCK = 256  # chosen
-# how many rows each row of a table is of
+DENSE_ROWS, _ROW_BLOCK = 4096, 256  # chosen
+# number of rows that each entry of a table is for
 _ROW_SIZES: FloatArray = np.concatenate([
     np.arange(DENSE_ROWS, dtype=float), DENSE_ROWS * 1.01**np.arange(2048)])
 _SPARSE: list[float] = _ROW_SIZES[DENSE_ROWS:].tolist()
-_CONTEXT_RATIO = 1.02  # chosen
-_QUERY_BLOCK = 32  # chosen
-HANDOVER_BLOCK = 256  # chosen: numbers of tokens whose handovers are timed at once
+_CONTEXT_RATIO, _QUERY_BLOCK = 1.02, 32  # chosen
+HANDOVER_BLOCK = 256  # chosen: numbers of tokens in a block of the handover table
 MOST_CLOCKS = 16  # chosen
-MOST_TOGETHER = 128  # queries encoded together: a query's share of the attention settles before
+MOST_TOGETHER = 128  # chosen: beyond it the attention of one query no longer depends on the batch
 
 
 class StepSizes(NamedTuple):
-    """What decides how long a step takes. `spans`: (first token, tokens) of each input, or part of
-    one, that is encoded; `encoded`: queries whose encoding ends."""
+    """Sizes that decide a step's time. spans: (first token, tokens) of each input or chunk that is
+    encoded. encoded: queries whose encoding ends."""
 
     spans: list[tuple[int, int]]
-    tokens: int  # of all these
+    tokens: int  # of all spans
     encoded: int
     decoded: int
-    context: float  # tokens of the decoded rows, in the mean
-    longest: float  # tokens of the longest of them
+    context: float  # mean context tokens of the decoded rows
+    longest: float  # longest context
     moved: float  # rows of the KV cache that compaction moves
     handed: int  # encoder output tokens whose keys and values are projected on arrival
 
 
 class PoolClock(Protocol):
-    """Says how long a pool's steps take."""
+    """Step times of a pool."""
 
     def seconds(self, sizes: StepSizes) -> list[float]:
         """[stages] seconds of one step."""
 
 
 class StepClock:
-    """The clock of one pool: it adds up what tables say of each part of a step."""
+    """Step times of one pool, as sums of tabulated parts."""
 
     def __init__(self, times: StageTimes, *, max_context: int) -> None:
-        """`max_context`: most tokens a query ever has."""
+        """max_context: most tokens of a query."""
         self._times = times
-        # whether each decoded row is charged the longest context of its group, not its own
+        # whether each decoded row costs the longest context of its group
         self._is_padded = times.layers.timing.facts.is_padded
         is_encoder_decoder = times.is_encoder_decoder
         self._decode_rows = _RowTimes(times.decode_rows_s)
@@ -88,7 +85,7 @@ class StepClock:
 
     @cached_property
     def native(self) -> NativeClock:
-        """The same clock where csrc can read it. Raises AssertionError without the library."""
+        """This clock for csrc. Raises AssertionError without the library."""
         nodes, layers = self._attention[0].nodes, (self._decode_layers, self._encode_layers)
         numbers = [len(self._decode_layers), len(self._attention), len(nodes), self._is_padded,
                    self._is_apart, len(_ROW_SIZES), DENSE_ROWS, _ROW_BLOCK, _QUERY_BLOCK,
@@ -131,7 +128,7 @@ class StepClock:
 
 
 class SharedClock:
-    """A clock whose seconds are those of `clock` times `factors` [stages of the pool]."""
+    """A clock with seconds of `clock` times `factors` [stages]."""
 
     def __init__(self, clock: PoolClock, factors: Sequence[float]) -> None:
         self.clock, self.factors = clock, tuple(factors)
@@ -142,8 +139,7 @@ class SharedClock:
 
 
 class Handovers:
-    """Seconds of moving the KV entries of whole numbers of tokens from one pool to another, and
-    the table of them that csrc reads."""
+    """Seconds to hand over the KV entries of so many tokens, and their table for csrc."""
 
     def __init__(self, cost: HandoverCost) -> None:
         self.seconds = cost.seconds
@@ -151,14 +147,14 @@ class Handovers:
 
 
 def handover_table(seconds: Callable[[Any], Any]) -> Fetched:
-    """The table that csrc reads of these seconds of whole numbers of tokens."""
+    """The table for csrc of these seconds by whole numbers of tokens."""
     return Fetched([Blocks(HANDOVER_BLOCK, lambda tokens: np.broadcast_to(
         seconds(tokens), tokens.shape)[:, None])])
 
 
 class StepClocks:
-    """The clocks of one problem's pools, and of what links two: replays of many configurations on
-    the same stages look into the same tables. The latest MOST_CLOCKS of each are kept."""
+    """Clocks and handovers of one problem's pools, shared by replays of many configurations on the
+    same stages. The latest MOST_CLOCKS of each are kept."""
 
     def __init__(self, problem: Problem, timing: TimingSource) -> None:
         self._layers_of = cache(lambda role: LayerTimes.of(problem, of_role(timing, role)))
@@ -169,7 +165,7 @@ class StepClocks:
 
     def of(self, stages: tuple[StageAssignment, ...], max_context: int,
            role: Role = "both") -> StepClock:
-        """The clock of a pool of these stages whose queries have so many tokens at most."""
+        """The clock of a pool of these stages, for queries of at most `max_context` tokens."""
         return self._clocks(stages, max_context, role)
 
     def _clock(self, stages: tuple[StageAssignment, ...], max_context: int,
@@ -192,11 +188,11 @@ class _RowTimes(Blocks):
         low, place = _SPARSE[above - 1], DENSE_ROWS + above
         share = (rows - low) / (_SPARSE[above] - low)
         return [a + share * (b - a) if b < math.inf else b for a, b in zip(
-            self.row(place - 1), self.row(place), strict=True)]  # else beyond what was measured
+            self.row(place - 1), self.row(place), strict=True)]  # infinite: unknown time
 
 
 class _GridTimes(Blocks):
-    """A function of a whole number of queries and a context between whole numbers."""
+    """Seconds by a whole number of queries and a fractional context."""
 
     def __init__(self, seconds: Callable[[FloatArray, FloatArray], FloatArray],
                  max_context: int) -> None:
@@ -214,32 +210,32 @@ class _GridTimes(Blocks):
         row = self.row(queries)
         index = min(bisect_right(self._node_list, context) - 1, len(row) - 2)
         low, left, right = self._node_list[index], row[index], row[index + 1]
-        if right == math.inf:  # beyond what was measured
+        if right == math.inf:  # unknown time
             return right
         return left + (context - low) / (self._node_list[index + 1] - low) * (right - left)
 
 
 class _Inputs(Blocks):
-    """ENCODE_ATTENTION of whole inputs and of parts of them, per degree."""
+    """ENCODE_ATTENTION of inputs and of chunks, per degree."""
 
     def __init__(self, times: StageTimes, max_context: int) -> None:
         self.max_context = max_context
         lengths = np.arange(1, max_context + 1)
 
         def find(queries: IntArray) -> FloatArray:
-            """[1, degrees * (max_context + 1)] of inputs of each length, one degree's first."""
+            """[1, degrees x (max_context + 1)] seconds by degree and input length."""
             seconds = times.encode_attention_s(lengths, int(queries[0]))
             return np.concatenate([np.append(0.0, seconds[one]) for one in times.degrees])[None]
 
         super().__init__(1, find)
 
     def attention_s(self, spans: Sequence[tuple[int, int]]) -> list[float]:
-        """[degrees] seconds of all spans in one layer. A part costs what the input up to its end
-        costs more than up to its beginning: that many pairs of tokens are attended."""
+        """[degrees] seconds of all spans in one layer. A chunk costs the difference between the
+        input up to its end and up to its beginning, by the pairs of tokens attended."""
         table, found = self.row(min(len(spans), MOST_TOGETHER)), []
         for at in range(0, len(table), self.max_context + 1):
             total = 0.0
-            for first, count in spans:  # a sum() is rounded otherwise, from Python 3.12 on
+            for first, count in spans:  # not sum(), which rounds differently from Python 3.12 on
                 end = table[at + first + count]
                 total += end - table[at + first] if end < math.inf else end
             found.append(total)

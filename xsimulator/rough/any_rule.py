@@ -1,5 +1,5 @@
-"""About what any rule does that works one pool: as if it took up a query in the place of each that
-ends, as many at a time as its groups hold. What it does indeed its replay tells."""
+"""Rough formula for any one-pool rule, such as those of other packages: each query that ends is
+replaced at once, up to what the groups hold. The replay shows what the rule really does."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from xsimulator.rough.figures import Rough, Sizes, assembled
 from xsimulator.rough.one_pool import Continuous, LaidOut
 from xsimulator.rough.ranges import crossed, grid_of
 
-RATIO = 1.25  # chosen: between values of a control variable
+RATIO = 1.25  # chosen: of the grid of a control variable
 
 
-class Taken(NamedTuple):
-    """Groups of a rule, and queries that each holds at most."""
+class Capacity(NamedTuple):
+    """Groups of a rule, and the most queries that each holds."""
 
     groups: int
     slots: int
 
 
 class AnyRule(Continuous):
-    """Points: the control variables of the policy's row, over their ranges."""
+    """Points: grids over the control variables of the policy's row."""
 
     def __init__(self, *given: Any) -> None:
         """See Formula's makers (xgpt.core.policies.Policy)."""
         super().__init__(*given)
-        self._taken = cache(self._ask)
+        self._capacity_of = cache(self._ask)
 
     def points(self, plan: tuple[int, int]) -> IntArray:
         """See Formula."""
@@ -41,8 +41,8 @@ class AnyRule(Continuous):
                                  least=max(one.least, 1))
                          for one in policy(self.policy).variables))
 
-    def _ask(self, pool: LaidOut, point: tuple[int, ...]) -> Taken:
-        """What the rule says of itself, of a schedule that has room for one query."""
+    def _ask(self, pool: LaidOut, point: tuple[int, ...]) -> Capacity:
+        """The capacity that the rule itself reports, for a schedule with room for one query."""
         controls, *_ = self._controls(point, 1, {})
         deployment = Deployment(pools=(Pool(
             name="all", role="both", stages=pool.plan.stages, num_groups=1,
@@ -51,16 +51,16 @@ class AnyRule(Continuous):
         rule = policy(self.policy).load("rules")(assembled(
             self.problem, self.timing, controls, deployment, none,
             Sizes(np.zeros(pool.stages), 1, 1, 0, 0)))
-        return Taken(rule.num_groups, rule.group_max_active)
+        return Capacity(rule.num_groups, rule.group_max_active)
 
     def _groups(self, pool: LaidOut, point: tuple[int, ...]) -> int:
-        return self._taken(pool, point).groups
+        return self._capacity_of(pool, point).groups
 
     def _rough(self, pool: LaidOut, points: FloatArray) -> Rough:
         work = self._workload
-        groups, slots = self._all_taken(pool, points)
+        groups, slots = self._capacities(pool, points)
         rows, heads = self._step_sizes(pool, points)
-        room = np.floor(pool.held.most_tokens(self._capacity, rows, heads) / groups)
+        room = np.floor(pool.memory.most_tokens(self._capacity, rows, heads) / groups)
         tokens = np.clip(slots * work.longest, work.longest, np.maximum(room, work.longest))
         each = np.minimum(slots, tokens / work.reserve_at_work)
         cycle_s, ended, encode_s, iteration_s = self._apart(
@@ -70,14 +70,15 @@ class AnyRule(Continuous):
             latency_s=encode_s + work.watched * cycle_s, ttft_s=encode_s, encode_s=encode_s,
             iteration_s=iteration_s, period_s=cycle_s, decode_batch=groups * each,
             present=groups * each, kv_tokens=tokens * groups, memory_bytes=np.where(
-                room >= work.longest, pool.held.fullest(tokens * groups, rows, heads), np.inf))
+                room >= work.longest, pool.memory.fullest(tokens * groups, rows, heads), np.inf))
 
-    def _all_taken(self, pool: LaidOut, points: FloatArray) -> FloatArray:
-        """[2, configs] groups, and queries that each holds."""
-        return np.array([self._taken(pool, tuple(map(int, point))) for point in points], float).T
+    def _capacities(self, pool: LaidOut, points: FloatArray) -> FloatArray:
+        """[2, configs] groups, and most queries of each."""
+        return np.array([self._capacity_of(pool, tuple(map(int, point))) for point in points],
+                        float).T
 
     def _step_sizes(self, pool: LaidOut, points: FloatArray) -> tuple[FloatArray, FloatArray]:
-        _, slots = self._all_taken(pool, points)
+        _, slots = self._capacities(pool, points)
         return slots * max(self._workload.inputs.mean, 1.0) + self._workload.inputs.max, slots
 
     def _controls(self, point: tuple[int, ...], groups: int, found: dict[str, float],

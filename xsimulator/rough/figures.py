@@ -1,4 +1,4 @@
-"""What a rough formula says of many configurations, and the Estimate of one of them."""
+"""Rough figures of many configurations, and the Estimate of one."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from xprofiler.timing import TimingSource
 from xsimulator import memory
 from xsimulator.measured_range import Presented, beyond_measured
 
-EXTRAPOLATED = "extrapolated: "  # how a note on sizes beyond those measured begins
+EXTRAPOLATED = "extrapolated: "  # begins a note on sizes beyond those measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Rough:
-    """[configs] figures, within some 15 % of a replay's: they order candidates.
+    """[configs] figures within about 15 % of a replay's, for ordering candidates.
 
-    `decode_batch`: queries active at the first decode iteration after an encoding. `present`: those
-    from the start of their encoding to their last token. Seconds are infinite for sizes that the
-    timing source refuses."""
+    decode_batch: queries active at the first decode iteration after an encoding. present: queries
+    in the system, from the start of their encoding to their last token. Seconds are infinite for
+    sizes without known times."""
 
     throughput_qps: FloatArray
     latency_s: FloatArray
@@ -42,42 +42,42 @@ class Rough:
 
     @classmethod
     def made(cls, throughput_qps: FloatArray, **seconds_and_sizes: FloatArray) -> Rough:
-        """Where seconds are refused, none of them are known, and nothing is answered."""
+        """The figures, with throughput 0 and infinite seconds where times are unknown."""
         is_timed = np.isfinite(seconds_and_sizes["latency_s"])
         return cls(throughput_qps=np.where(is_timed, throughput_qps, 0.0), **{
             name: np.where(np.isnan(values), np.inf, values)
             for name, values in seconds_and_sizes.items()})
 
     def of(self, row: int) -> dict[str, float]:
-        """Those of one configuration, by name."""
+        """{name: figure} of one configuration."""
         return {name: float(getattr(self, name)[row]) for name in self.__slots__}
 
 
 class Formula(Protocol):
-    """What one policy does on the devices of one problem. A point has a value of each of the
-    policy's control variables, in the order of its row."""
+    """The rough formula of one policy on the devices of one problem. A point has one value for each
+    of the policy's control variables, in the order of its row."""
 
     problem: Problem
     policy: str
 
     def can_lay_out(self, plan: tuple[int, int]) -> bool:
-        """Whether the devices can be divided by this (tp_degree, tp_gpus), and hold the weights."""
+        """Whether this (tp_degree, tp_gpus) is possible and the weights fit."""
 
     def points(self, plan: tuple[int, int]) -> IntArray:
-        """[points, variables] configurations all over what memory and the job allow."""
+        """[points, variables] a grid over what memory and the job allow."""
 
     def rough(self, plan: tuple[int, int], points: IntArray) -> Rough:
-        """The figures of many configurations of one tensor plan."""
+        """The rough figures of points under one tensor plan."""
 
     def of_estimate(self, estimate: Estimate) -> dict[str, float]:
-        """The rough figures of a configuration on the stages that it has."""
+        """{name: rough figure} of an estimate on its own stages."""
 
     def estimate(self, plan: tuple[int, int], point: tuple[int, ...]) -> Estimate:
-        """What is executed of one configuration, with its rough figures."""
+        """The Estimate of a point, with its rough figures."""
 
 
 def fixed_point(name: str, fixed: FixedSchedule) -> tuple[tuple[int, ...], list[str]]:
-    """(the point that a job fixes, variables of the policy that it has to give and does not)."""
+    """(the point that a job fixes, names of variables that it must fix but does not)."""
     values = {one.name: fixed.value_of(one.name) for one in policy(name).variables}
     missing = [one.name for one in policy(name).variables
                if values[one.name] is None and one.otherwise is None]
@@ -86,15 +86,14 @@ def fixed_point(name: str, fixed: FixedSchedule) -> tuple[tuple[int, ...], list[
 
 
 def point_of(estimate: Estimate) -> tuple[int, ...]:
-    """The values of its policy's control variables, 0 where it has none."""
+    """The values of the policy's control variables, 0 for those that are unset."""
     return tuple(int(estimate.variables.get(name) or 0)
                  for name in policy(estimate.policy).variable_names)
 
 
 class Sizes(NamedTuple):
-    """Of one configuration: [stages] bytes on each rank of a stage, queries encoded together,
-    iterations between two encodings, rows of the largest step, and those whose next token is
-    chosen."""
+    """Sizes of one configuration: [stages] bytes on each rank, queries encoded together, iterations
+    between two encodings, rows of the largest step, and those of them that get a token."""
 
     held_bytes: FloatArray
     encode_batch: float

@@ -17,8 +17,8 @@ from xsimulator.rough.workload import Workload
 
 def fixed_estimate(name: str, problem: Problem, timing: TimingSource,
                    fixed: FixedSchedule) -> Estimate:
-    """The Estimate of a policy's control variables, all of which are fixed, on all devices of the
-    problem, by the rough formula. Raises InputError for a tensor plan that they cannot have."""
+    """The Estimate, by the rough formula, of a policy whose control variables are all fixed, on all
+    devices of the problem. Raises InputError for an impossible tensor plan."""
     point, missing = fixed_point(name, fixed)
     assert not missing, f"{missing = }"
     return Formulas(problem, timing).of(name).estimate(
@@ -26,7 +26,8 @@ def fixed_estimate(name: str, problem: Problem, timing: TimingSource,
 
 
 class Formulas:
-    """They share the stages' plans and what the lengths say."""
+    """The formulas of one problem, which share stage plans and length statistics. of(policy name):
+    its formula, kept."""
 
     def __init__(self, problem: Problem, timing: TimingSource, workload: Workload | None = None,
                  plans: PlanSource | None = None) -> None:

@@ -1,13 +1,13 @@
-"""About what policies do that encode and decode in one pool: RRA, ORCA, vLLM and Sarathi.
+"""Rough formulas for policies with one pool: RRA, ORCA, prefill-first (vLLM) and Sarathi.
 
-Symbols: L = mean input, D = mean decode iterations, d = those of the latency bound's query, S = the
-pool's stages, G = groups that work in turn, n = queries a group decodes. By Little's law n D^-1 of
-them end, and as many begin, with each of a group's steps. A cycle is the time between two steps of
-a group: of the slowest stage G times, or the way through all stages, whichever is longer. All
-sizes are means: nothing is said of how they scatter.
+Symbols: L = mean input, D = mean decode iterations, d = those of the query that the latency limit
+is for, S = stages, G = groups that take turns, n = queries that a group decodes. By Little's law
+n / D of them end, and as many begin, in each step of a group. A cycle is the time between two steps
+of a group: G times the slowest stage, or the way through all stages, whichever is longer. All sizes
+are means; their scatter is left out.
 
-RRA (paper section 4.1): period = encoding of B_E queries + N_D cycles, whose rows fall as queries
-end; latency(d) = (c(d) - 1) periods + encoding + the cycles of its last phase. In chunks: B_E / N_D
+RRA (paper section 4.1): period = encoding of B_E queries + N_D cycles with falling rows.
+latency(d) = (c(d) - 1) periods + encoding + the cycles of the last phase. With chunks B_E / N_D
 queries are encoded in each cycle, beside decoding."""
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from xrunner.rules.paged import BLOCK_TOKENS, WATERMARK
 from xsimulator import memory
 from xsimulator.plans import PlanSource, StagePlan
 from xsimulator.rough.figures import Rough, Sizes, assembled, point_of
-from xsimulator.rough.held import Held
 from xsimulator.rough.pace import Pace, Seconds
+from xsimulator.rough.pool_memory import PoolMemory
 from xsimulator.rough.ranges import crossed, grid_of
 from xsimulator.rough.workload import Workload
 
-DEFAULT_TOKEN_BUDGET = 2048  # of one step; vLLM's default, and never less than the longest input
-PHASES = (1, 2, 3, 4, 6)  # chosen
-PAGED_FULL = 0.95  # chosen: of its blocks, what queries present fill in the mean
+DEFAULT_TOKEN_BUDGET = 2048  # tokens of a step: vLLM's default
+PHASES = (1, 2, 3, 4, 6)  # chosen: numbers of phases of the query that the limit is for
+PAGED_FULL = 0.95  # chosen: mean share of the blocks in use
 
 
 class LaidOut(NamedTuple):
-    """A pool with its paces and bytes."""
+    """A pool with its step times and memory."""
 
     plan: StagePlan
     pace: Pace
-    held: Held
+    memory: PoolMemory
 
     @property
     def stages(self) -> int:
@@ -64,26 +64,26 @@ class OnePool(ABC):
         self._pool, self._laid_out = cache(self._lay_out), cache(self._with_paces)
 
     def can_lay_out(self, plan: tuple[int, int]) -> bool:
-        """Whether the devices can be divided so, and hold the weights."""
+        """Whether the plan is possible and the weights fit."""
         try:
             pool = self._pool(*plan)
         except InputError:
             return False
-        return bool(pool.held.most_tokens(self._capacity, np.ones(1), np.ones(1))[0]
+        return bool(pool.memory.most_tokens(self._capacity, np.ones(1), np.ones(1))[0]
                     >= self._workload.longest)
 
     def _lay_out(self, tp_degree: int, tp_gpus: int) -> LaidOut:
         return self._laid_out(self._plans.both(tp_degree, tp_gpus))
 
     def _with_paces(self, plan: StagePlan) -> LaidOut:
-        return LaidOut(plan, Pace.of(plan.times, self._workload), Held(self.problem, plan))
+        return LaidOut(plan, Pace.of(plan.times, self._workload), PoolMemory(self.problem, plan))
 
     def rough(self, plan: tuple[int, int], points: IntArray) -> Rough:
         """See Formula."""
         return self._figures(self._pool(*plan), points.astype(float))
 
     def _figures(self, pool: LaidOut, points: FloatArray) -> Rough:
-        with np.errstate(invalid="ignore"):  # sizes that are refused take for ever
+        with np.errstate(invalid="ignore"):  # unknown times are infinite
             return self._rough(pool, points)
 
     def of_estimate(self, estimate: Estimate) -> dict[str, float]:
@@ -102,7 +102,7 @@ class OnePool(ABC):
         controls, encode_batch, iterations = self._controls(point, groups, found)
         rows, heads = (float(own[0]) for own in sizes)
         return assembled(self.problem, self.timing, controls, deployment, found, Sizes(
-            pool.held.by_stage(found["kv_tokens"], rows, heads), encode_batch, iterations, rows,
+            pool.memory.by_stage(found["kv_tokens"], rows, heads), encode_batch, iterations, rows,
             heads))
 
     def _most_queries(self) -> int:
@@ -119,12 +119,12 @@ class OnePool(ABC):
 
     @abstractmethod
     def _step_sizes(self, pool: LaidOut, points: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """[configs] (rows of the largest step, those whose next token is chosen)."""
+        """[configs] (rows of the largest step, those of them that get a token)."""
 
     @abstractmethod
     def _controls(self, point: tuple[int, ...], groups: int, found: dict[str, float],
                   ) -> tuple[Controls, float, float]:
-        """(what is executed, queries encoded together, iterations between two encodings)."""
+        """(control variables, queries encoded together, iterations between two encodings)."""
 
 
 class Rra(OnePool):
@@ -134,11 +134,11 @@ class Rra(OnePool):
     def points(self, plan: tuple[int, int]) -> IntArray:
         """See Formula."""
         pool, work, fixed = self._pool(*plan), self._workload, self.problem.fixed
-        room = pool.held.most_tokens(self._capacity, np.ones(1), np.ones(1))[0]
+        room = pool.memory.most_tokens(self._capacity, np.ones(1), np.ones(1))[0]
         most = max(min(int(1.2 * room / (work.reserve_at_work * 1.0)), self._most_queries()), 1)
         given = fixed.value_of("decode_iterations")
         iterations = grid_of(work.most_iterations, given, 1.8)
-        if given is None:  # phases after whose whole number the bound's query is done
+        if given is None:  # N_D at which the query of the limit ends with a phase
             iterations = sorted({*iterations, *(-(-max(work.watched, 1) // count)
                                                 for count in PHASES)})
         batches = grid_of(most, fixed.value_of("encode_batch"), 1.5)
@@ -182,7 +182,7 @@ class Rra(OnePool):
             widths[row, :len(one.widths)] = one.widths
             active[row, :len(one.widths)] = one.active
         rows = active[place] * each[:, None]  # of a group, [configs, blocks]
-        # a group that is empty takes no step
+        # an empty group takes no step
         busy = np.minimum(groups[:, None], np.maximum(rows * groups[:, None], 1e-9))
         cycles = pool.pace.decode(np.maximum(rows, 1.0)).cycle(busy)
         cycles = np.where(rows * groups[:, None] < 1, cycles * rows * groups[:, None], cycles)
@@ -206,17 +206,17 @@ class Rra(OnePool):
     def _chunked(self, pool: LaidOut, points: FloatArray) -> Rough:
         work, batch, iterations, groups = self._workload, *self._columns(pool, points)
         rate = batch / iterations  # queries that begin in a cycle
-        # no more than its chunks hold; where the search chooses them, a smaller batch says the same
+        # at most what fixed chunks hold; chunks that the search chooses are large enough
         if self.problem.fixed.value_of("encode_chunk") is not None:
             rate = np.minimum(rate, points[:, 3] * groups / work.inputs.mean)
         rows, tokens = rate * work.iterations / groups, rate * work.inputs.mean / groups
-        # a phase's tokens come in even chunks, in as few of its cycles as the limit allows
+        # a phase's tokens come in even chunks, in as few of its cycles as possible
         every = np.clip(np.floor(points[:, 3] / tokens), 1, iterations)
         chunk, share = tokens * every, 1 / every
         with_chunk = pool.pace.both(rows, chunk).cycle(groups)
         plain_s = pool.pace.decode(np.maximum(rows, 1.0)).cycle(groups)
         cycle_s = share * with_chunk + (1 - share) * plain_s
-        # a phase encodes no more than its iterations hold chunks
+        # infeasible: more tokens in a phase than its chunks hold
         cycle_s = np.where(tokens > points[:, 3] * 1.0001, np.inf, cycle_s)
         parts = np.ceil(work.inputs.mean / chunk)
         encode_s = parts * with_chunk + (parts - 1) * (every - 1) * plain_s
@@ -232,17 +232,17 @@ class Rra(OnePool):
             "decode_batch": rows * groups, "present": each * groups, "kv_tokens": wanted})
 
     def _made(self, pool: LaidOut, points: FloatArray, found: dict[str, FloatArray]) -> Rough:
-        """With what follows from the figures that were found."""
+        """The rough figures with TTFT and memory added."""
         rows, heads = self._step_sizes(pool, points)
         is_decoded = self.problem.model.is_encoder_decoder  # the first token
         return Rough.made(
             ttft_s=found["encode_s"] + (found["iteration_s"] if is_decoded else 0.0),
-            memory_bytes=pool.held.fullest(found["kv_tokens"], rows, heads), **found)
+            memory_bytes=pool.memory.fullest(found["kv_tokens"], rows, heads), **found)
 
     def _kv_tokens(self, each: FloatArray, groups: FloatArray, reserved: FloatArray,
                    variance: FloatArray, most_phases: FloatArray) -> FloatArray:
-        """[configs] tokens reserved over all groups: at a high quantile, for the longest query at
-        least, and no more than every query that can be there takes at its longest."""
+        """[configs] KV tokens reserved over all groups: a high quantile, at least the longest
+        query, at most what all possible queries take at their longest."""
         longest, queries = self._workload.longest, self.problem.num_queries
         wanted = each * reserved + memory.KV_QUANTILE_Z * np.sqrt(each * variance) + longest
         most = np.ceil(each) * most_phases
@@ -279,12 +279,12 @@ class Rra(OnePool):
 
 
 class Continuous(OnePool):
-    """ORCA, vLLM, Sarathi. Points: max_active, but for ORCA token_budget."""
+    """ORCA, prefill-first, Sarathi. Points: max_active and, except for ORCA, token_budget."""
 
     def points(self, plan: tuple[int, int]) -> IntArray:
         """See Formula."""
         pool, work, fixed = self._pool(*plan), self._workload, self.problem.fixed
-        room = pool.held.most_tokens(self._capacity, np.ones(1), np.ones(1))[0]
+        room = pool.memory.most_tokens(self._capacity, np.ones(1), np.ones(1))[0]
         each = work.reserve_at_work if self.policy == "orca" else work.context
         most = max(min(int(1.3 * room / max(each, 1.0)), self._most_queries()), 1)
         active = grid_of(most, fixed.value_of("max_active"), 1.25)
@@ -305,7 +305,8 @@ class Continuous(OnePool):
         active, budget = points[:, 0], self._budgets(points)
         groups = np.minimum(active, pool.stages)
         rows, heads = self._step_sizes(pool, points)
-        room = np.floor(pool.held.most_tokens(self._capacity, rows, heads) / groups / BLOCK_TOKENS)
+        room = pool.memory.most_tokens(self._capacity, rows, heads) / groups
+        room = np.floor(room / BLOCK_TOKENS)
         blocks = math.ceil(work.longest / BLOCK_TOKENS)
         wanted = np.ceil(np.ceil(active / groups) * (blocks + 1) / (1 - WATERMARK))
         tokens = np.clip(wanted, blocks, np.maximum(room, blocks)) * BLOCK_TOKENS
@@ -323,21 +324,22 @@ class Continuous(OnePool):
             latency_s=latency_s, ttft_s=encode_s, encode_s=encode_s, iteration_s=iteration_s,
             period_s=cycle_s, decode_batch=groups * each, present=groups * each,
             kv_tokens=tokens * groups,
-            memory_bytes=np.where(room >= blocks, pool.held.fullest(tokens * groups, rows, heads),
+            memory_bytes=np.where(room >= blocks, pool.memory.fullest(tokens * groups, rows, heads),
                                   np.inf))
 
     def _mixed(self, pool: LaidOut, each: FloatArray, budget: FloatArray,
                groups: FloatArray) -> tuple[FloatArray, ...]:
-        """Steps decode and encode; (cycle, queries ended in a step, encoding, cycle without)."""
+        """Steps that decode and encode together: (seconds of a cycle, queries ending in a step,
+        seconds to encode a query, seconds of a cycle without encoding)."""
         work = self._workload
         mean, stay = work.inputs.mean, work.iterations + 1
-        # no step has more tokens than the budget
+        # a step has at most `budget` tokens
         each = np.minimum(each, budget / (work.iterations / stay + mean / stay))
         ended, rows = each / stay, each * work.iterations / stay
         tokens = ended * mean
         room = np.maximum(budget - rows, 1.0)
         if self.policy == "orca":
-            # one whole input a step at most
+            # at most one whole input in a step
             ended = np.minimum(ended, 1.0)
             tokens, rows, chunk = ended * mean, ended * work.iterations, np.full(len(each), mean)
         else:
@@ -346,23 +348,23 @@ class Continuous(OnePool):
         with_chunk = pool.pace.both(rows, np.maximum(chunk, tokens))
         alone = pool.pace.decode(np.maximum(rows, 1.0))
         parts = np.ceil(mean / np.maximum(chunk, 1.0))
-        cycle_s = _held_up(alone, with_chunk, share, groups)
+        cycle_s = _with_long_steps(alone, with_chunk, share, groups)
         encode_s = with_chunk.through + (parts - 1) * cycle_s
         return cycle_s, ended, encode_s, alone.cycle(groups)
 
     def _apart(self, pool: LaidOut, each: FloatArray, budget: FloatArray,
                groups: FloatArray) -> tuple[FloatArray, ...]:
-        """The same of steps that either encode, as soon as anybody has room, or decode."""
+        """As `_mixed`, for steps that either encode, as soon as a query fits, or decode."""
         work = self._workload
         ended = each / work.iterations
-        chance = 1 - np.exp(-ended)  # that anybody ended with a step
+        chance = 1 - np.exp(-ended)  # probability that a query ended in a step
         tokens = np.maximum(np.minimum(ended / chance * work.inputs.mean, budget),
                             work.inputs.mean)
         encodes = np.maximum(ended * work.inputs.mean / tokens, chance)
         encode = pool.pace.encode(tokens)
         alone = pool.pace.decode(np.maximum(each, 1.0))
         # a group encodes at most once between two decode steps
-        cycle_s = _held_up(alone, alone + encode, np.minimum(encodes, 1.0), groups)
+        cycle_s = _with_long_steps(alone, alone + encode, np.minimum(encodes, 1.0), groups)
         more = np.maximum(encodes - 1, 0.0)
         return (cycle_s + more * encode.cycle(groups), ended, encode.through,
                 alone.cycle(groups))
@@ -391,9 +393,10 @@ class Continuous(OnePool):
                                    token_budget=budget), max(ended, 1.0), 1)
 
 
-def _held_up(short: Seconds, long: Seconds, share: FloatArray, groups: FloatArray) -> FloatArray:
-    """[configs] the cycle where a `share` of the steps are long ones: one of them holds up the
-    steps of all groups behind it, on every stage."""
+def _with_long_steps(short: Seconds, long: Seconds, share: FloatArray,
+                     groups: FloatArray) -> FloatArray:
+    """[configs] seconds of a cycle in which a `share` of the steps are long. A long step delays the
+    steps of all groups behind it on every stage."""
     slowest = share * long.slowest + (1 - share) * short.slowest
     any_long = 1 - (1 - share) ** groups
     through = any_long * long.through + (1 - any_long) * short.through

@@ -1,5 +1,5 @@
-"""Seconds of a pool's steps by their size, of its slowest stage and through all stages: tables at
-sizes NODE_RATIO apart, with lines between them."""
+"""Step times of a pool by step size, for the slowest stage and through all stages: tables at sizes
+in ratios of NODE_RATIO, linear in between."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from xgpt.core.lengths import FloatArray, IntArray
 from xsimulator.rough.workload import Workload
 from xsimulator.stage_times import StageTimes, stage_kinds
 
-NODE_RATIO = 1.15  # chosen
-MOST_ROWS = 1 << 20  # chosen: tokens of the largest step
+NODE_RATIO, MOST_ROWS = 1.15, 1 << 20  # chosen: of the tables
 NODES: FloatArray = np.concatenate([[0.0], np.unique(np.round(
     NODE_RATIO ** np.arange(1 + np.log(MOST_ROWS) / np.log(NODE_RATIO)), 2))])
 
@@ -22,7 +21,7 @@ DECODE, OF_TOKEN, ENCODE, ROWS = range(4)
 
 
 class Seconds(NamedTuple):
-    """Of steps: on the slowest stage, and through all stages."""
+    """Seconds of steps: on the slowest stage, and through all stages."""
 
     slowest: FloatArray
     through: FloatArray
@@ -31,28 +30,28 @@ class Seconds(NamedTuple):
         return Seconds(self.slowest + other.slowest, self.through + other.through)
 
     def times(self, factor: FloatArray | float) -> Seconds:
-        """Of so many steps, each."""
+        """The seconds times `factor`."""
         return Seconds(self.slowest * factor, self.through * factor)
 
     def cycle(self, groups: FloatArray) -> FloatArray:
-        """Between two steps of one of so many groups, which work in turn: a stage works all
-        groups' steps, and a group's step passes all stages."""
+        """Seconds between two steps of one of `groups` that take turns: each stage works the steps
+        of all groups, and a group's step passes all stages."""
         return np.maximum(groups * self.slowest, self.through)
 
 
 class Pace:
-    """The steps of one pool's stages, or of several pools: each size asked for is then of the pool
-    that `which` says."""
+    """Step times of one pool, or of several pools, with `which` saying the pool of each size."""
 
     def __init__(self, table: Callable[[int], FloatArray], which: IntArray | int = 0) -> None:
-        """table: of decode steps, of a token of context in them, of encode steps, of rows alone (0
-        to 3), each [pools, 2, NODES]: on the slowest stage, and through all."""
+        """table(kind): [pools, 2, NODES] seconds on the slowest stage and through all, for DECODE
+        steps, one more context token in them (OF_TOKEN), ENCODE steps, and ROWS without
+        attention."""
         self.table, self._which = cache(table), which
         self._lines = cache(self._line_of)
 
     @classmethod
     def of(cls, times: StageTimes, workload: Workload) -> Pace:
-        """That of the stages of one pool."""
+        """The step times of one pool."""
         kinds = stage_kinds(times)
         number, own = np.bincount(kinds.kind_of), kinds.times
         nodes = np.maximum(NODES, 1e-3)
@@ -82,35 +81,34 @@ class Pace:
 
     @classmethod
     def together(cls, paces: Sequence[Pace], which: IntArray) -> Pace:
-        """That of several pools."""
+        """The step times of several pools."""
         return cls(lambda kind: np.concatenate([pace.table(kind) for pace in paces]), which)
 
     def decode(self, rows: FloatArray, beyond: FloatArray | float = 0.0) -> Seconds:
-        """Of steps that decode so many rows, whose contexts are so many tokens above the mean."""
+        """Seconds of steps that decode `rows` with contexts `beyond` the mean."""
         found = self._at(DECODE, rows)
         if np.any(beyond):
             found = found + self._at(OF_TOKEN, rows).times(np.asarray(beyond))
         return found
 
     def encode(self, tokens: FloatArray) -> Seconds:
-        """Of steps that encode inputs of so many tokens in all."""
+        """Seconds of steps that encode so many tokens in total."""
         return self._at(ENCODE, tokens)
 
     def both(self, rows: FloatArray, tokens: FloatArray) -> Seconds:
-        """Of steps that decode so many rows and encode so many tokens beside them: the weights are
-        read once."""
+        """Seconds of steps that decode `rows` and encode `tokens`; the weights are read once."""
         return self.decode(rows) + self.added(tokens) + self.widened(rows, tokens)
 
     def added(self, tokens: FloatArray) -> Seconds:
-        """What encoding so many tokens takes, but for their products with the weights."""
+        """Seconds to encode so many tokens, without their matmuls with the weights."""
         return self.encode(tokens) + self._at(ROWS, tokens).times(-1)
 
     def widened(self, rows: FloatArray, tokens: FloatArray) -> Seconds:
-        """What the products of a step of so many rows take longer with so many tokens beside."""
+        """Additional seconds of a step's matmuls for `tokens` beside `rows`."""
         return self._at(ROWS, rows + tokens) + self._at(ROWS, rows).times(-1)
 
     def _at(self, table: int, sizes: FloatArray) -> Seconds:
-        """Between nodes on lines; infinite where a node beside it is."""
+        """Linear interpolation; infinite if a neighbouring node is."""
         place = np.clip(np.searchsorted(NODES, sizes, side="right") - 1, 0, len(NODES) - 2)
         beyond = np.minimum(sizes, NODES[place + 1]) - NODES[place]
         which = self._which
@@ -121,7 +119,7 @@ class Pace:
         return Seconds(found[..., 0], found[..., 1])
 
     def _line_of(self, table: int) -> tuple[FloatArray, FloatArray]:
-        """Each [pools, NODES - 1, 2]: seconds at a node, and for each more up to the next one."""
+        """([pools, NODES - 1, 2] seconds at a node, seconds per size up to the next node)."""
         seconds = np.moveaxis(self.table(table), 1, 2)
         is_timed = np.isfinite(seconds[:, 1:])
         begin = np.where(is_timed, seconds[:, :-1], np.inf)

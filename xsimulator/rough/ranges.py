@@ -1,4 +1,4 @@
-"""Values of control variables all over their ranges."""
+"""Grids over the ranges of control variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from xgpt.core.lengths import IntArray
 
 
 def grid_of(most: int, given: int | None, ratio: float, *, least: int = 1) -> list[int]:
-    """Whole numbers from `least` to `most`, about `ratio` apart; what the job gives, alone."""
+    """Whole numbers from `least` to `most` in ratios of about `ratio`; [given] if the job fixes the
+    variable."""
     if given is not None:
         return [given]
     sizes = [min(least, most)]
@@ -21,5 +22,5 @@ def grid_of(most: int, given: int | None, ratio: float, *, least: int = 1) -> li
 
 
 def crossed(*values: Sequence[int]) -> IntArray:
-    """[points, variables] every combination."""
+    """[points, variables] all combinations."""
     return np.array(list(itertools.product(*values)), np.int64)

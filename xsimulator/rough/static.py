@@ -1,8 +1,8 @@
-"""About what static batches do (FT, DSI; paper section 2, Figure 1): a batch of B queries is
-encoded in parts, then decoded in G groups until its longest query is done, while rows that are done
-go on decoding.
+"""Rough formula for static batches (FT, DSI; paper section 2, Figure 1): a batch of B queries is
+encoded in parts, then decoded in G groups until its longest query is done. Finished rows go on
+decoding.
 
-    period = encoding + M cycles, M = the largest D of B queries in the mean; qps = B / period"""
+    period = encoding + M cycles, M = mean of the largest D of B queries; qps = B / period"""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from xsimulator.rough.figures import Rough
 from xsimulator.rough.one_pool import LaidOut, OnePool
 from xsimulator.rough.ranges import crossed, grid_of
 
-MOST_BATCH = 1 << 16  # chosen: where neither memory nor the job says
+MOST_BATCH = 1 << 16  # chosen: limit of the grid
 
 
 class Static(OnePool):
-    """Points: encode_batch, decode_micro_batches, of DSI also encode_micro_batches."""
+    """Points: encode_batch, decode_micro_batches, and for DSI encode_micro_batches."""
 
     def points(self, plan: tuple[int, int]) -> IntArray:
         """See Formula."""
         pool, fixed = self._pool(*plan), self.problem.fixed
-        room = pool.held.most_tokens(self._capacity, np.ones(1), np.ones(1))[0]
+        room = pool.memory.most_tokens(self._capacity, np.ones(1), np.ones(1))[0]
         most = max(min(int(room / max(self._workload.reserve, 1.0)), self._most_queries(),
                        MOST_BATCH), 1)
         groups = sorted({1, max(pool.stages // 2, 1), pool.stages, 2 * pool.stages})
@@ -49,7 +49,7 @@ class Static(OnePool):
         most = work.rounds(batch)
 
         def spent(rounds: FloatArray) -> FloatArray:
-            # contexts grow from the input on; tables are at the mean of all queries' lives
+            # the tables are for the mean context; here contexts grow from the input on
             beyond = mean + rounds / 2 - work.context
             return rounds * pool.pace.decode(batch / groups, beyond).cycle(groups)
 
@@ -68,7 +68,7 @@ class Static(OnePool):
             throughput_qps=batch / period_s,
             latency_s=latency_s, ttft_s=encode_s, encode_s=encode_s,
             iteration_s=decode_s / np.maximum(most, 1.0), period_s=period_s, decode_batch=batch,
-            present=batch, kv_tokens=tokens, memory_bytes=pool.held.fullest(tokens, rows, heads))
+            present=batch, kv_tokens=tokens, memory_bytes=pool.memory.fullest(tokens, rows, heads))
 
     def _columns(self, points: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
         batch = points[:, 0]

@@ -1,14 +1,14 @@
-"""About what WAA does: some devices encode, the others decode (paper sections 4.1 and 6).
+"""Rough formula for WAA: some devices encode, the others decode (paper sections 4.1 and 6).
 
 Symbols: B = encode_batch, G = decode groups, S = mean output tokens, D = mean decode iterations,
-T_E = time between two encode steps (the slowest stage, or the handover), C(n) = cycle of decode
-steps of n rows. One encode batch joins with each iteration, so B S queries are to decode:
+T_E = time between two encode steps (slowest stage or handover), C(n) = decode cycle with n rows.
+One encode batch joins in each iteration, so B S queries should decode:
 
-    n = min(B S, D (B / T_E + what chunks bring) C(n)) rows decode, lambda = n / (D C(n))
+    n = min(B S, D (B / T_E + rate of chunks) C(n)) rows decode;  lambda = n / (D C(n))
     latency(d) = encoding + handover + (d + 1/2) C
 
-Where the decode pool takes chunks (encode_chunk), it encodes the share of the inputs that the
-encode pool has no time for, up to a chunk in each step."""
+With encode_chunk the decode pool encodes the inputs that the encode pool has no time for, up to a
+chunk in each step."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ from xrunner.rules.batch_sizer import share_of
 from xsimulator import memory
 from xsimulator.plans import PlanSource, StagePlan
 from xsimulator.rough.figures import Rough, Sizes, assembled, point_of
-from xsimulator.rough.held import Held
 from xsimulator.rough.pace import Pace
+from xsimulator.rough.pool_memory import PoolMemory
 from xsimulator.rough.ranges import crossed, grid_of
 from xsimulator.rough.workload import Workload
 from xsimulator.stage_times import HandoverCost
 
-ROUNDS, FEW_ROUNDS = 10, 4  # chosen: of halving, to where encoding and decoding keep step
-SPARE = 2.0  # chosen: chunks that lie ready beside those taken between two encode steps
-MOST_QUERIES = 1 << 20  # chosen: where the job does not say
-DEVIATIONS = 3.0  # chosen: of the number in the system, where the encode pool sets the pace
+ROUNDS, FEW_ROUNDS = 10, 4  # chosen: of bisection for n, and of iteration for the chunks' rate
+SPARE = 2.0  # chosen: chunks in stock beyond those taken between two encode steps
+MOST_QUERIES = 1 << 20  # chosen: limit of the grid
+DEVIATIONS = 3.0  # chosen: sigmas of the number in the system if the encode pool sets the pace
 
 
 class Pools(NamedTuple):
-    """Both pools of one division."""
+    """The encode and decode pools of one division, with their memory."""
 
     plans: tuple[StagePlan, StagePlan]
-    held: tuple[Held, Held]
+    memory: tuple[PoolMemory, PoolMemory]
 
 
 class TwoPools:
-    """WAA-C (devices divided by time) or WAA-M (by memory) on the devices of one problem. Points:
+    """WAA-C (devices divided by work) or WAA-M (by memory) on the devices of one problem. Points:
     encode_batch, decode_micro_batches, encode_chunk."""
 
     def __init__(self, policy: str, problem: Problem, timing: TimingSource, plans: PlanSource,
@@ -60,17 +60,18 @@ class TwoPools:
         self._capacity = memory.capacity_bytes(problem.cluster.device)
         self._split = cache(plans.pairs)
         self._pace = cache(lambda pool: Pace.of(pool.times, workload))
-        self._held = cache(lambda pool, encodes: Held(problem, pool, encodes_alone=encodes))
+        self._memory_of = cache(
+            lambda pool, encodes: PoolMemory(problem, pool, encodes_alone=encodes))
         self._pools = cache(self._lay_out)
         self._adjustment = share_of(problem.adjustment)
 
     def can_lay_out(self, plan: tuple[int, int]) -> bool:
-        """Whether the devices can be divided, and hold the weights twice."""
+        """Whether the devices can be divided and hold the weights twice."""
         return len(self._split(*plan).encode_devices) > 0 and self._room > self._workload.longest
 
     @cached_property
     def _room(self) -> float:
-        """Tokens of KV that have room beside the weights of both pools, spread evenly."""
+        """KV tokens that fit beside the weights of both pools, spread evenly."""
         whole = self._plans.pool([(0,)], "decode")
         token = float(memory.kv_bytes(self.problem, whole.stages, 1.0)[0])
         free = self.problem.cluster.num_devices * self._capacity - 2 * float(
@@ -79,13 +80,15 @@ class TwoPools:
 
     def _lay_out(self, plan: tuple[int, int], encode_devices: int) -> Pools:
         encode, decode = self._split(*plan).pair(encode_devices)
-        return Pools((encode, decode), (self._held(encode, True), self._held(decode, False)))
+        return Pools((encode, decode), (
+            self._memory_of(encode, True), self._memory_of(decode, False)))
 
     def of_estimate(self, estimate: Estimate) -> dict[str, float]:
         """See Formula."""
         encode, decode = (self._plans.of_stages(pool.stages, pool.role)
                           for pool in estimate.deployment.pools)
-        pools = Pools((encode, decode), (self._held(encode, True), self._held(decode, False)))
+        pools = Pools((encode, decode), (
+            self._memory_of(encode, True), self._memory_of(decode, False)))
         return self._figures([pools], np.zeros(1, np.int64),
                              np.array([point_of(estimate)], float))[0].of(0)
 
@@ -114,18 +117,18 @@ class TwoPools:
 
     def _figures(self, pools: Sequence[Pools], which: IntArray,
                  points: FloatArray) -> tuple[Rough, FloatArray]:
-        with np.errstate(invalid="ignore"):  # sizes that are refused take for ever
+        with np.errstate(invalid="ignore"):  # unknown times are infinite
             return self._rough(pools, which, points)
 
     def _divide(self, plan: tuple[int, int], points: FloatArray) -> IntArray:
-        """[points] devices that encode."""
+        """[points] number of encode devices."""
         work, split = self._workload, self._split(*plan)
         if not len(split.encode_devices):
             raise wrong("schedule", "tp_degree, tp_gpus", plan,
                         "one by which the devices can be divided into two pools, groups within one "
                         "node or on whole nodes, a layer for every stage")
         batch, groups, _ = points.T
-        if self.policy == "waa-c":  # in proportion to the time that each phase of a query takes
+        if self.policy == "waa-c":  # in proportion to a query's encode and decode time
             single = self._pace(self._plans.pool(
                 [self.problem.cluster.fastest_group(split.tp_degree)], "both"))
             rows = np.maximum(batch * work.iterations / groups, 1.0)
@@ -141,8 +144,8 @@ class TwoPools:
 
     def _rough(self, pools: Sequence[Pools], which: IntArray,
                points: FloatArray) -> tuple[Rough, FloatArray]:
-        """(figures, [points] tokens of inputs that are to lie ready for the decode pool). which:
-        [points] the division of each."""
+        """(figures, [points] input tokens in stock for the decode pool). which: [points] index of
+        each point's division."""
         work = self._workload
         encoding, decoding = (Pace.together([self._pace(one.plans[role]) for one in pools], which)
                               for role in (0, 1))
@@ -161,7 +164,7 @@ class TwoPools:
         added = decoding.added(size)
 
         def cycle(rows: FloatArray, tokens: FloatArray) -> FloatArray:
-            """Of `rows` in all groups, which take so many tokens of chunks in a cycle in all."""
+            """Seconds of a cycle with `rows` and `tokens` of chunks over all groups."""
             each, own = np.maximum(rows / groups, 1.0), tokens / groups
             busy = np.minimum(groups, np.maximum(rows, 1.0))
             plain = decoding.decode(each)
@@ -170,23 +173,23 @@ class TwoPools:
             more = (added + decoding.widened(each, size)).times(np.minimum(own / size, 1.0))
             return (plain + more).cycle(busy)
 
-        most = batch / between_s  # of the encode pool
-        # by Little's law: those that decode are D times what joins them, up to what is planned
-        taken = chunk * groups  # tokens in a cycle
+        most = batch / between_s  # queries/s of the encode pool
+        # Little's law: n is D times the queries that join in a cycle, up to B S
+        taken = chunk * groups  # tokens of chunks in a cycle
         low, high = np.zeros(len(batch)), planned
         for _ in range(ROUNDS):
             middle = 0.5 * (low + high)
             joined = most * cycle(middle, taken) + taken / mean
             is_fewer = work.iterations * joined > middle
             low, high = np.where(is_fewer, middle, low), np.where(is_fewer, high, middle)
-        # as near as halving comes
+        # bisection ends this near to B S if n is B S
         rows = np.where(high > (1 - 2.5 * 0.5**ROUNDS) * planned, planned, high)
         is_full = rows >= planned
-        for _ in range(FEW_ROUNDS):  # where it is full no more is taken than what is lacking
+        for _ in range(FEW_ROUNDS):  # with n = B S, chunks only make up for the encode pool
             lacking = np.maximum(rows / work.iterations - most * cycle(rows, taken), 0.0) * mean
             taken = np.where(is_full, np.minimum(lacking, chunk * groups), taken)
         cycle_s = cycle(rows, taken)
-        # no more are done than are encoded, of whatever takes next to no iterations
+        # at most as many queries end as are encoded
         qps = np.minimum(rows / (work.iterations * cycle_s), most + taken / (mean * cycle_s))
         has = taken > 0
         share = np.where(has, taken / (mean * cycle_s * np.maximum(qps, 1e-300)), 0.0)
@@ -197,9 +200,9 @@ class TwoPools:
         latency_s = first_s + (work.watched + 0.5) * cycle_s
         stock = np.where(has, np.ceil(chunk * groups * (between_s / cycle_s + SPARE)), 0.0)
         inside = rows + qps * handed_s + np.where(has, stock / mean + 1 + groups, 0.0)
-        # where the encode pool is behind nothing else holds queries back: room for their spread
+        # if the encode pool sets the pace, the number in the system fluctuates: add room
         inside = inside + np.where(is_full & ~has, 0.0, DEVIATIONS * np.sqrt(inside))
-        # of sizes that are refused nothing is known but what is encoded
+        # without known times only the encoded queries count
         present = np.maximum(np.round(np.where(np.isfinite(inside), inside, batch)), 1.0)
         used = np.empty(len(batch))
         for number, one in enumerate(pools):
@@ -223,7 +226,8 @@ class TwoPools:
 
     def _sizes(self, points: FloatArray, in_system: FloatArray, stages: int,
                ) -> tuple[tuple[FloatArray, ...], tuple[FloatArray, ...]]:
-        """Of each pool [points]: tokens of KV, rows of the largest step, and its heads."""
+        """For each pool, [points] KV tokens, rows of the largest step, and those that get a
+        token."""
         batch, groups, chunk = points.T
         encoded, decoded = np.ceil(batch * (1 + self._adjustment)), np.ceil(in_system / groups)
         largest = self._largest(batch)
@@ -234,8 +238,8 @@ class TwoPools:
 
     def _bytes(self, pools: Pools, points: FloatArray, in_system: FloatArray) -> FloatArray:
         sizes = self._sizes(points, in_system, len(pools.plans[0].stages))
-        return np.maximum(*(held.fullest(*own) for held, own in zip(
-            pools.held, sizes, strict=True)))
+        return np.maximum(*(pool.fullest(*own) for pool, own in zip(
+            pools.memory, sizes, strict=True)))
 
     def estimate(self, plan: tuple[int, int], point: tuple[int, ...]) -> Estimate:
         """See Formula."""
@@ -249,7 +253,7 @@ class TwoPools:
                            target_active=found["decode_batch"] if steers else 0.0)
         chunks = {} if not chunk else {
             "encode_chunk": chunk, "stock_tokens": max(int(stock[0]), 1),
-            # where the encode pool is not behind, it would wait while the other encodes
+            # if the encode pool keeps up, it must not wait while the decode pool encodes
             "planned_active": math.ceil(batch * work.outputs.mean) if stock[0] > 1 else 1}
         controls = WaaControls(
             policy=self.policy, encode_batch=batch, decode_micro_batches=groups,
@@ -257,15 +261,15 @@ class TwoPools:
         encode, decode = pools.plans
         largest = float(self._largest(np.array([float(batch)]))[0])
         deployment = Deployment(pools=(
-            # two groups more than stages: one waits for its tokens, one is handed over
+            # two more groups than stages: one waits for its tokens, one is handed over
             Pool(name="encode", role="encode", stages=encode.stages,
                  num_groups=len(encode.stages) + 2,
                  kv_tokens=int(np.ceil((len(encode.stages) + 2) * largest))),
             Pool(name="decode", role="decode", stages=decode.stages, num_groups=groups,
                  kv_tokens=int(found["kv_tokens"]))), tp_degree=plan[0], tp_gpus=plan[1])
         sizes = self._sizes(points, rough.present, len(encode.stages))
-        by_stage = np.concatenate([held.by_stage(*(float(one[0]) for one in own))
-                                   for held, own in zip(pools.held, sizes, strict=True)])
+        by_stage = np.concatenate([pool.by_stage(*(float(one[0]) for one in own))
+                                   for pool, own in zip(pools.memory, sizes, strict=True)])
         return assembled(
             self.problem, self.timing, controls, deployment, found,
             Sizes(by_stage, batch, 1, max(float(own[1][0]) for own in sizes),

@@ -1,8 +1,8 @@
-"""What the lengths of a problem's queries say of those at work: how long they stay, what they hold.
+"""Length statistics for the rough formulas: how long queries stay in the system and what they hold.
 
-Symbols: D = decode iterations of a query (its output tokens, one fewer where encoding gives the
-first), S(k) = P(D >= k), N_D = decode iterations of a phase of RRA, c(D) = ceil(D / N_D), the
-phases that a query stays."""
+Symbols: D = decode iterations of a query (output tokens, minus one if encoding gives the first),
+S(k) = P(D >= k), N_D = decode iterations of a phase of RRA, c(D) = ceil(D / N_D) = phases that a
+query stays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from xgpt.core.lengths import FloatArray, JointLengths
 from xgpt.core.normal import ndtri
 from xgpt.core.problem import Problem
 
-BLOCKS = np.array([0.0, 0.08, 0.25, 0.5, 0.75, 1.0])  # chosen: parts of a phase taken together
+BLOCKS = np.array([0.0, 0.08, 0.25, 0.5, 0.75, 1.0])  # chosen: blocks of a phase's iterations
 
 
 def expected_maximum_z(count: FloatArray) -> FloatArray:
@@ -26,11 +26,11 @@ def expected_maximum_z(count: FloatArray) -> FloatArray:
 
 
 class Phase(NamedTuple):
-    """A phase of N_D iterations in steady state, of each query that is encoded in it.
+    """A phase of N_D iterations in steady state, per query encoded in it.
 
-    `widths`, `active`: [blocks] iterations of a block, and queries active in it in the mean.
-    `mean_phases`: E[c(D)]. `reserved`, `reserved_variance`: tokens of KV right after encoding.
-    `most_phases`: of the longest query."""
+    widths, active: [blocks] iterations of a block, mean number of active queries. mean_phases:
+    E[c(D)]. reserved, reserved_variance: KV tokens right after encoding. most_phases: phases of the
+    longest query."""
 
     widths: FloatArray
     active: FloatArray
@@ -41,7 +41,7 @@ class Phase(NamedTuple):
 
 
 class Workload:
-    """The lengths of one problem's queries, as the rough formulas ask for them."""
+    """Statistics of one problem's lengths."""
 
     def __init__(self, problem: Problem) -> None:
         lengths: JointLengths = problem.lengths
@@ -54,12 +54,12 @@ class Workload:
         self.survival = np.minimum(self._tail(pmf), 1.0)  # S(k), k = 1 ..
         self.iterations = max(float(self.survival.sum()), 1e-9)  # E[D]
         self.most_iterations = len(self.survival)
-        # variance of the number of queries at work over its mean, where each comes by itself
+        # variance / mean of the number of queries in the system, if they come one by one
         self.coming_and_going = float((self.survival * (1 - self.survival)).sum()) / max(
             self.iterations, 1e-9)
-        self.decoding_share = float(self.survival[0])  # of queries, with more than one token
+        self.decoding_share = float(self.survival[0])  # share of queries with a decode iteration
         count = np.arange(1, self.most_iterations + 1)
-        # tokens of KV that a decoded row reads, over all iterations of all queries
+        # KV tokens that a decoded row reads, summed over all iterations of all queries
         read = self._tail(pmf * mean) + self.survival * count
         read_square = (self._tail(pmf * square) + 2 * count * self._tail(pmf * mean)
                        + self.survival * count**2)
@@ -68,29 +68,29 @@ class Workload:
             float(read_square.sum()) / self.iterations - self.context**2, 0.0))
         self._reserve = np.stack([self._tail(pmf * (mean + most_output)), self._tail(pmf * (
             square + 2 * most_output * mean + most_output**2))])
-        # of all queries, those that end with their first token too
+        # over all queries, also those that end with their first token
         self.reserve = float(pmf @ mean) + most_output
         self.reserve_square = float(pmf @ (square + 2 * most_output * mean + most_output**2))
-        # of those at work, among which long outputs, and the inputs beside them, count more
+        # over the queries in the system, where those with long outputs count more
         stay = pmf * np.maximum(lengths.outputs.support - self.fewer, 1e-9)
         self.reserve_at_work = float(stay @ mean / stay.sum()) + most_output
         self._until = np.concatenate([[0.0], np.cumsum(self.survival)])
         self._below = np.minimum(np.concatenate([[0.0], np.cumsum(pmf)])[self.fewer:], 1.0)
         bound = problem.constraint
-        # D of the latency bound's query, and that of a query of the bound's length alone
+        # D of the query that the latency limit is for
         self.watched = max(self.outputs.quantile(bound.quantile) - self.fewer, 0)
         self.phase = cache(self._find_phase)
 
     def charged_context(self, rows: FloatArray, *, is_padded: bool) -> FloatArray:
-        """[...] tokens that each of so many rows decoded together is charged: its own in the mean,
-        or where a kernel pads the longest's."""
+        """[...] context tokens that a row costs if so many are decoded together: the mean, or the
+        longest one's if the kernel pads."""
         if not is_padded:
             return np.full(np.shape(rows), self.context)
         longest = self.context + self.context_std * expected_maximum_z(np.asarray(rows, float))
         return np.minimum(longest, self.inputs.max + self.most_iterations)
 
     def rounds(self, batch: FloatArray, least: int = 0) -> FloatArray:
-        """[configs] expected largest D of so many queries, of which one has at least `least`."""
+        """[configs] mean of the largest D of `batch` queries, one of which has at least `least`."""
         sizes, place = np.unique(batch, return_inverse=True)
         not_done = 1 - self._below[None, :-1] ** sizes[:, None]
         not_done[:, :least] = 1.0
@@ -110,6 +110,6 @@ class Workload:
                      max(float((square - reserve**2).sum()), 0.0), phases)
 
     def _tail(self, per_output: FloatArray) -> FloatArray:
-        """[D] sums over all D >= k, k = 1 .., of what is given by output length."""
+        """[D] sums over all D >= k, for k = 1 .., of values given per output length."""
         tail = np.cumsum(per_output[::-1])[::-1][self.fewer:]
         return tail if tail.size else np.zeros(1)

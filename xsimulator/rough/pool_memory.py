@@ -1,4 +1,4 @@
-"""Bytes that the ranks of a pool hold, by what lies in its caches and steps (xsimulator.memory)."""
+"""Memory of a pool's ranks as a linear function of cache and step sizes (xsimulator.memory)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from xsimulator import memory
 from xsimulator.plans import StagePlan
 
 
-class Held:
-    """[stages] bytes of a rank: at rest, and for each token of KV, row of the largest step, and
-    query whose next token is chosen in it."""
+class PoolMemory:
+    """[stages] bytes of a rank: fixed, per KV token, per row of the largest step, and per query
+    that gets a token in it."""
 
     def __init__(self, problem: Problem, pool: StagePlan, *, encodes_alone: bool = False) -> None:
         own = memory.StageBytes(problem, pool.stages)
         idle = own.step(0.0, 0.0)
         token = own.kv(1.0)
         if encodes_alone and problem.model.is_encoder_decoder:
-            # the encoder's output alone, on its last stage
+            # an encode pool holds only the encoder's output, on its last stage
             token = np.zeros(len(pool.stages))
             token[-1] = problem.model.hidden_size * DTYPE_BYTES[problem.dtype]
         self._each = np.stack([pool.weight_bytes + idle, token, own.step(1.0, 0.0) - idle,
@@ -37,7 +37,7 @@ class Held:
         return np.asarray(np.array([1.0, tokens, rows, heads]) @ self._each)
 
     def most_tokens(self, capacity_bytes: float, rows: FloatArray, heads: FloatArray) -> FloatArray:
-        """[configs] tokens of KV that have room beside steps of such a size."""
+        """[configs] KV tokens that fit beside steps of such a size."""
         rest, token, row, head = self._kinds[:, :, None]
         left = capacity_bytes - rest - row * rows - head * heads
         with np.errstate(divide="ignore"):
