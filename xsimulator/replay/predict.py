@@ -18,7 +18,7 @@ from xsimulator.replay.job import planned_outputs
 from xsimulator.replay.records import ReplayResult
 from xsimulator.replay.steady import enough_queries
 
-# Number of queries of a replay that checks a latency: least, most, and as a multiple of those in the
+# Number of queries of a replay that checks a latency: least, most, as a multiple of those in the
 # system; WATCHED of them have the length of the limit's quantile. Measured on twelve schedules of
 # benchmarks/hand_problems.py: latencies scatter by 0.1 to 0.6 % over seeds, and means are within
 # 0.2 % of those of twice as many queries.
