@@ -59,8 +59,8 @@ class TooLong(BaseException):
 
 
 def job_file(rng: random.Random, folder: Path) -> None:
-    from xgpt.core.job_file import load_job
-    from xgpt.core.problem import resolve
+    from xgpt.job.job_file import load_job
+    from xgpt.job.resolve import resolve
 
     text = rng.choice(_jobs())
     path = folder / "job.yaml"
@@ -87,9 +87,9 @@ TABLES = {".csv": 'id,prompt,max_tokens\na,"x, ""y""\nz",3\nb,q,\n',
 
 def request_file(rng: random.Random, folder: Path) -> None:
     from xgpt.core.lengths import truncated_normal  # noqa: F401 (what a command has loaded)
-    from xgpt.core.request_files.files import RequestFiles
-    from xgpt.core.spool import SpoolWriter
-    from xgpt.core.spool_columns import ColumnsWriter
+    from xgpt.requests.request_files import RequestFiles
+    from xgpt.requests.spool import SpoolWriter
+    from xgpt.requests.spool_columns import ColumnsWriter
     from xrunner.io.intake import take_in
 
     class Bytes:

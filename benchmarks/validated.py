@@ -25,7 +25,7 @@ from published.tables import of_aiconfigurator, of_vidur
 
 from xgpt.app.accuracy import CONFIDENCE, published_errors
 from xgpt.core import catalog
-from xgpt.core.whole_file import write_atomically
+from xgpt.core.system.whole_file import write_atomically
 from xsimulator.closed_loop import Served
 from xsimulator.measured_loops import Choices, ServingPoint, choices, margin_of, share_kept
 

@@ -13,26 +13,28 @@ PACKAGES = ("xgpt", "xprofiler", "xsimulator", "xscheduler", "xrunner")
 
 # A layer may import itself and the layers listed. First match of the longest prefix decides.
 WORDS = "words"  # xgpt.core
+REQUESTS, JOB = "requests", "job"
 ALLOWED: dict[str, set[str]] = {
     WORDS: {WORDS},
+    REQUESTS: {WORDS, REQUESTS},
+    JOB: {WORDS, REQUESTS, JOB},
     "rules": {WORDS, "rules"},
     "profile": {WORDS, "profile"},
     "compiling": {"compiling"},
-    "simulator": {WORDS, "rules", "profile", "compiling", "simulator"},
+    "simulator": {WORDS, REQUESTS, "rules", "profile", "compiling", "simulator"},
     "scheduler": {WORDS, "rules", "profile", "simulator", "scheduler"},
-    "runner": {WORDS, "rules", "compiling", "runner"},
+    "runner": {WORDS, REQUESTS, JOB, "rules", "compiling", "runner"},
     "measure": {WORDS, "rules", "profile", "runner", "measure"},
-    "launch": {WORDS, "launch"},
-    "report": {WORDS, "rules", "profile", "simulator", "scheduler", "report"},
-    "app": {WORDS, "rules", "profile", "compiling", "simulator", "scheduler", "runner", "launch",
-            "report", "app"},
-    "cli": {WORDS, "rules", "profile", "simulator", "scheduler", "runner", "launch", "report",
-            "app", "cli"},
+    "launch": {WORDS, JOB, "launch"},
+    "report": {WORDS, REQUESTS, JOB, "rules", "profile", "simulator", "scheduler", "report"},
+    "app": {WORDS, REQUESTS, JOB, "rules", "profile", "compiling", "simulator", "scheduler",
+            "runner", "launch", "report", "app"},
+    "cli": {WORDS, REQUESTS, JOB, "rules", "profile", "simulator", "scheduler", "runner", "launch",
+            "report", "app", "cli"},
 }
 LAYER_OF = {
-    "xgpt": WORDS, "xgpt.__main__": "cli", "xgpt.app": "app", "xgpt.cli": "cli",
-    "xgpt.launch": "launch",
-    "xgpt.report": "report",
+    "xgpt": WORDS, "xgpt.job": JOB, "xgpt.requests": REQUESTS, "xgpt.__main__": "cli",
+    "xgpt.app": "app", "xgpt.cli": "cli", "xgpt.launch": "launch", "xgpt.report": "report",
     "xprofiler": "profile", "xprofiler.measure": "measure", "xsimulator": "simulator",
     "xscheduler": "scheduler", "xrunner": "runner", "xrunner.rules": "rules",
     "xrunner.ops.build": "compiling",

@@ -16,7 +16,7 @@ MAX_LINES, MAX_METHODS, MAX_PARAMETERS = 400, 15, 7
 
 # Imports of our own packages anywhere but at the top: (file, module imported) -> why.
 LATE_IMPORTS: dict[tuple[str, str], str] = {
-    (name, "xgpt.core.lifeline"): "a rank ends with its launcher while it imports torch, too"
+    (name, "xgpt.core.system.lifeline"): "a rank ends with its launcher while it imports torch, too"
     for name in ("xprofiler/measure/worker.py", "xrunner/engines/deepspeed_worker.py",
                  "xrunner/engines/vllm/worker.py", "xrunner/standby.py", "xrunner/worker.py")}
 

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.model import ModelSpec, model_from_dict
-from xgpt.core.whole_file import read_text, write_atomically
+from xgpt.core.system.whole_file import read_text, write_atomically
 from xprofiler.profile import LearnedSteps, Peaks, Profile, ProfileMetadata, Sample, TableKey
 from xprofiler.timing import Operator
 from xprofiler.verdict import judge

@@ -10,8 +10,8 @@ from numpy.typing import ArrayLike
 
 from xgpt.core.cluster import Link
 from xgpt.core.errors import XgptError
-from xgpt.core.layout import Layout
 from xgpt.core.lengths import FloatArray
+from xgpt.core.system.machine import Layout
 from xprofiler.interpolation import Grid, Shape, interpolation_errors
 from xprofiler.points import Kind, Needs, left_out
 from xprofiler.profile import (

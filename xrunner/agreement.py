@@ -16,10 +16,10 @@ from torch import Tensor
 
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import XgptError
-from xgpt.core.lifeline import end_with_launcher
 from xgpt.core.model import ModelSpec
-from xgpt.core.spool import Spool
-from xgpt.core.whole_file import write_atomically
+from xgpt.core.system.lifeline import end_with_launcher
+from xgpt.core.system.whole_file import write_atomically
+from xgpt.requests.spool import Spool
 from xrunner.checkpoint.reader import open_weights
 from xrunner.checkpoint.source import read_spec
 from xrunner.engine.kv import KvCache, kv_shape

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from xgpt.core.controls import LEAST_TOKENS
 from xgpt.core.engines import OWN_ENGINE
-from xgpt.core.job import LEAST_TOKENS
 from xgpt.core.schedule import Schedule
-from xgpt.core.whole_file import write_atomically
+from xgpt.core.system.whole_file import write_atomically
 from xrunner.checkpoint.identity import changed_files
 
 # History of the file format.

@@ -8,7 +8,7 @@ A run (`xrunner.worker`) leaves its world and its weights to the next; of other 
 called. The ranks end when the socket is closed."""
 
 if __name__ == "__main__":  # before what takes seconds to import
-    from xgpt.core.lifeline import begin_rank
+    from xgpt.core.system.lifeline import begin_rank
 
     begin_rank()
 
@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from xgpt.core.lifeline import DONE, READY
+from xgpt.core.system.lifeline import DONE, READY
 from xrunner import worker
 from xrunner.devices import release
 from xrunner.loading import Shelf

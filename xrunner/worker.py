@@ -4,7 +4,7 @@ All ranks run this; what differs is the replica and the stage they belong to, an
 `-m mpi4py` makes an uncaught error on one rank end them all."""
 
 if __name__ == "__main__":  # before what takes seconds to import
-    from xgpt.core.lifeline import begin_rank
+    from xgpt.core.system.lifeline import begin_rank
 
     begin_rank()
 
@@ -24,7 +24,7 @@ from xgpt.core.errors import XgptError
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
-from xgpt.core.spool import Spool
+from xgpt.requests.spool import Spool
 from xrunner.engine.head import Alone, Head, PoolLink, Supply
 from xrunner.engine.links import FromEncodePool, ToDecodePool
 from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage

@@ -18,7 +18,6 @@ from of_types import NUMBER, of_fields, of_keys, of_type  # noqa: E402
 
 from xgpt.app.metrics import Attribution  # noqa: E402
 from xgpt.core.constraint import BoundKind, Metric  # noqa: E402
-from xgpt.core.job_file import job_schema  # noqa: E402
 from xgpt.core.model import ModelSpec  # noqa: E402
 from xgpt.core.schedule import (  # noqa: E402
     CopiesTried,
@@ -29,7 +28,8 @@ from xgpt.core.schedule import (  # noqa: E402
     Schedule,
 )
 from xgpt.core.schedule_file import SCHEDULE_VERSION  # noqa: E402
-from xgpt.core.sweep_axes import AXES as AXES_OF_SWEEP  # noqa: E402
+from xgpt.job.job_file import job_schema  # noqa: E402
+from xgpt.job.sweep_axes import AXES as AXES_OF_SWEEP  # noqa: E402
 from xgpt.report.expected import VERSION as EXPECTED_VERSION  # noqa: E402
 from xgpt.report.lanes import KINDS  # noqa: E402
 from xgpt.report.sweep_rows import COLUMNS  # noqa: E402

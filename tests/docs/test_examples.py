@@ -12,7 +12,7 @@ import pytest
 from in_process import xgpt
 
 from xgpt.cli.main import cli
-from xgpt.core.job_file import load_job
+from xgpt.job.job_file import load_job
 
 ROOT = Path(__file__).resolve().parents[2]
 TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")

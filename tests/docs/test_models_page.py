@@ -9,7 +9,7 @@ import modern
 import pytest
 import toys
 
-from xgpt.core.hf_config import MODEL_TYPES, PLANNED_TYPES
+from xgpt.core.hf.config import MODEL_TYPES, PLANNED_TYPES
 
 pytest.importorskip("transformers")
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"

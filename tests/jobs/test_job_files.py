@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from xgpt.core import catalog
-from xgpt.core.job_file import load_job
 from xgpt.core.policies import policy_names
-from xgpt.core.request_files.files import RequestFiles
-from xgpt.core.request_files.reader import read_requests
-from xgpt.core.sweep_file import load_sweep
-from xgpt.core.workload import Request
+from xgpt.job.job_file import load_job
+from xgpt.job.sweep_file import load_sweep
+from xgpt.requests.reader import read_requests
+from xgpt.requests.request import Request
+from xgpt.requests.request_files import RequestFiles
 
 JOBS = Path(__file__).resolve().parents[2] / "jobs"
 SWEEPS = [JOBS / "paper-scenarios.yaml"]

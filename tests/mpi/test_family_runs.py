@@ -20,7 +20,7 @@ from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 from replayed import problem_of  # noqa: E402
 
 from xgpt.app.opened import open_file  # noqa: E402
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.problem import Problem  # noqa: E402
 from xgpt.core.queries import QueryLengths  # noqa: E402
 from xgpt.core.schedule import Estimate  # noqa: E402

@@ -15,12 +15,12 @@ import in_process  # noqa: E402
 from given_runs import given  # noqa: E402
 from job_folder import XGPT, read_lines  # noqa: E402
 
-from xgpt.core.job import FixedSchedule
-from xgpt.core.job_file import load_job  # noqa: E402
-from xgpt.core.problem import resolve  # noqa: E402
-from xgpt.core.spool import Record, Spool, SpoolWriter  # noqa: E402
+from xgpt.core.controls import FixedSchedule
+from xgpt.job.job_file import load_job  # noqa: E402
+from xgpt.job.resolve import resolve
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xgpt.launch.local import LocalLauncher  # noqa: E402
+from xgpt.requests.spool import Record, Spool, SpoolWriter  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.checkpoint.source import SERVED_BY, write_random_model  # noqa: E402
 from xrunner.plan import RunPlan  # noqa: E402

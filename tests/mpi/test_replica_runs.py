@@ -23,11 +23,8 @@ from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 from replayed import problem_of, replayed_steps  # noqa: E402
 
 from xgpt.app.opened import open_file  # noqa: E402
+from xgpt.core.controls import LEAST_TOKENS, FixedSchedule
 from xgpt.core.copies import devices_of_copies  # noqa: E402
-from xgpt.core.job import (
-    LEAST_TOKENS,  # noqa: E402
-    FixedSchedule,
-)
 from xgpt.core.queries import QueryLengths  # noqa: E402
 from xgpt.core.schedule_file import load_schedule  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402

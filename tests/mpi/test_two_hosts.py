@@ -21,7 +21,7 @@ from given_runs import given, toy_plan  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines  # noqa: E402
 
 from xgpt.app.opened import open_file  # noqa: E402
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
 from xprofiler.roofline import Roofline  # noqa: E402
 from xsimulator.rough.forms import fixed_estimate
 

@@ -14,7 +14,7 @@ from flat_estimates import estimate_from_flat
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.schedule import Rejected, Schedule
 from xgpt.core.schedule_file import save_schedule, schedule_from_flat
-from xgpt.core.spool import Record, SpoolWriter
+from xgpt.requests.spool import Record, SpoolWriter
 
 HOSTILE_TEXTS = (
     "</script><script>document.title = 'OWNED'</script>",

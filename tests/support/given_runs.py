@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import toys
 from faults import below
 
-from xgpt.core.job import FIXED
+from xgpt.core.controls import FIXED
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xgpt.core.schedule_file import save_schedule, schedule_from_flat

@@ -9,7 +9,7 @@ from taken_as_true import TakenAsTrue
 
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.lengths import JointLengths
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline

@@ -12,7 +12,7 @@ from taken_as_true import TakenAsTrue
 from xgpt.core import lengths as lengths_module
 from xgpt.core.cluster import Cluster, Device, Link, uniform_cluster
 from xgpt.core.constraint import latency_constraint
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.lengths import JointLengths, joint_empirical
 from xgpt.core.model import ModelSpec
 from xgpt.core.problem import Problem

@@ -5,7 +5,7 @@ Usage: ranks_script.py mpi|gloo|nccl ..."""
 from __future__ import annotations
 
 if __name__ == "__main__":  # before what takes seconds to import
-    from xgpt.core.lifeline import begin_rank
+    from xgpt.core.system.lifeline import begin_rank
 
     begin_rank()
 
@@ -15,7 +15,7 @@ import sys
 import torch
 from mpi4py import MPI
 
-from xgpt.core.lifeline import all_imported
+from xgpt.core.system.lifeline import all_imported
 from xrunner.devices import CPU, has_own_gpu_each, local_rank, own_device
 from xrunner.transport.collective import MpiGroup, TorchGroup
 from xrunner.transport.comm import MpiComm

@@ -11,7 +11,7 @@ from toys import spec_of
 from xgpt.core import catalog
 from xgpt.core.cluster import Cluster
 from xgpt.core.constraint import latency_constraint
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.problem import Problem
 from xrunner.engine.stage import StageExecutor

@@ -14,7 +14,7 @@ from replayed import problem_of
 from toy_runs import Collector, executor_of, head_of, serve
 from toys import generate, random_queries
 
-from xgpt.core.job import ROUND_ROBIN, FixedSchedule
+from xgpt.core.controls import ROUND_ROBIN, FixedSchedule
 from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline

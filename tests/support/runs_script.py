@@ -6,7 +6,7 @@ Usage: runs_script.py CASES.json ANSWERS.json [mpi|gloo ...]"""
 from __future__ import annotations
 
 if __name__ == "__main__":  # before what takes seconds to import
-    from xgpt.core.lifeline import begin_rank
+    from xgpt.core.system.lifeline import begin_rank
 
     begin_rank()
 
@@ -21,7 +21,7 @@ import toys
 from mpi4py import MPI
 
 from xgpt.core.deployment import Pool
-from xgpt.core.lifeline import all_imported
+from xgpt.core.system.lifeline import all_imported
 from xrunner.devices import has_own_gpu_each, local_rank, own_device
 from xrunner.engine.links import ToDecodePool
 from xrunner.engine.pipeline import Route, routes

@@ -8,7 +8,7 @@ from taken_as_true import TakenAsTrue
 
 from xgpt.core.cluster import Device, Link, uniform_cluster
 from xgpt.core.constraint import latency_constraint
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.lengths import JointLengths, truncated_normal
 from xgpt.core.model import ModelSpec
 from xgpt.core.problem import Problem

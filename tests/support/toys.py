@@ -12,8 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from xgpt.core.model import ModelSpec
-from xgpt.core.request_files.files import RequestFiles
-from xgpt.core.spool import SpoolWriter
+from xgpt.requests.request_files import RequestFiles
+from xgpt.requests.spool import SpoolWriter
 from xrunner.checkpoint.source import read_spec
 from xrunner.io.intake import ModelTokeniser, hand_on, take_in
 from xrunner.io.tokenizer import TextTokenizer

@@ -14,8 +14,8 @@ from taken_as_true import timing_of
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.plan import executable
 from xgpt.app.watch import Rescheduler, rescheduler_of
-from xgpt.core.problem import resolve
 from xgpt.core.schedule import Schedule
+from xgpt.job.resolve import resolve
 from xrunner.io.launcher_link import OBSERVED_FILE
 
 

@@ -21,7 +21,7 @@ import toys  # noqa: E402
 from job_folder import read_lines, write_job  # noqa: E402
 
 from xgpt.app.opened import open_file  # noqa: E402
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.schedule_file import save_schedule, schedule_from_flat  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.io.launcher_link import load_change_order, read_observed  # noqa: E402

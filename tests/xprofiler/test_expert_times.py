@@ -10,7 +10,7 @@ import pytest
 
 from xgpt.core import catalog
 from xgpt.core.decoder import Decoder, Experts
-from xgpt.core.hf_config import from_hf_config
+from xgpt.core.hf.config import from_hf_config
 from xgpt.core.model import ModelSpec, active_layer_params
 from xprofiler.constants import GPU
 from xprofiler.kernels import Kernels, RowKernels

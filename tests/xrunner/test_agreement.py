@@ -12,7 +12,7 @@ import toys
 from torch import Tensor
 
 from xgpt.core.model import ModelSpec
-from xgpt.core.spool import Record, SpoolWriter
+from xgpt.requests.spool import Record, SpoolWriter
 from xrunner.agreement import MOST_TOKENS, agreement_of
 from xrunner.models.stage_model import StageModel
 from xrunner.models.weights import RandomWeights

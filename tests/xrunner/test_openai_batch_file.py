@@ -15,7 +15,7 @@ import toys  # noqa: E402
 from given_runs import given, toy_plan  # noqa: E402
 from replayed import problem_of  # noqa: E402
 
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.loading import Shelf  # noqa: E402
 from xrunner.worker import work  # noqa: E402

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.core import lifeline
+from xgpt.core.system import lifeline
 from xrunner.engine.pipeline import RankReport
 from xrunner.io.sink import Tally
 from xrunner.query import FinishedQuery, PreparedQuery

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("torch", reason="ranks need the extra `run`")
 from xgpt.core.errors import XgptError  # noqa: E402
-from xgpt.core.lifeline import DONE, READY  # noqa: E402
+from xgpt.core.system.lifeline import DONE, READY  # noqa: E402
 from xrunner import standby  # noqa: E402
 
 RUN = b"xrunner.worker\0run.json"

@@ -7,7 +7,7 @@ import math
 import pytest
 from toy_jobs import estimate_of, schedule_of, toy_problem
 
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.schedule import Rejected
 from xscheduler.explanation import binding_limits, explain_choice
 from xscheduler.shown import why_not

@@ -11,7 +11,7 @@ from doubted import CONFIG, doubts_of
 from toy_jobs import estimate_of, roofline_of, toy_problem
 
 from xgpt.core.constraint import latency_constraint
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.lengths import truncated_normal
 from xgpt.core.problem import Problem
 from xgpt.core.queries import QueryLengths

@@ -11,7 +11,7 @@ from checked_replay import replay_checked
 from problems import problem_of
 
 from xgpt.core.constraint import Bound
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xprofiler.roofline import Roofline

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from toy_jobs import toy_problem
 
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.copies import sum_of
-from xgpt.core.job import FixedSchedule
 from xscheduler.partition import best_division, division_of
 
 

@@ -9,8 +9,8 @@ import pytest
 from taken_as_true import TakenAsTrue
 
 from xgpt.core import catalog
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Status
 from xprofiler.roofline import Roofline

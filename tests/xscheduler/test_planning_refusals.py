@@ -12,8 +12,8 @@ from refusing import Refusing
 from toy_jobs import roofline_of as toy_times
 from toy_jobs import toy_problem
 
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.job import FixedSchedule
 from xprofiler.roofline import Roofline
 from xscheduler.found_schedule import SearchPlanner
 from xscheduler.planner import PlanOptions, plan

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from toy_jobs import MEMORY, roofline_of, schedule_of, toy_problem
 
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.job import FixedSchedule
 from xgpt.core.units import format_bytes
 from xscheduler.planner import PlanOptions, plan
 from xscheduler.price import NOTHING, price

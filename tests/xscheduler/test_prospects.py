@@ -13,8 +13,8 @@ from refusing import Refusing
 from toy_jobs import estimate_of, toy_problem
 
 from xgpt.core.constraint import Bound, Metric
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import from_json, to_json

@@ -14,9 +14,9 @@ from taken_as_true import TakenAsTrue
 from xgpt.core import catalog
 from xgpt.core.cluster import uniform_cluster
 from xgpt.core.constraint import latency_constraint
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.copies import devices_of_copies
 from xgpt.core.errors import InputError
-from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, truncated_normal
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule

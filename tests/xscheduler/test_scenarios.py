@@ -8,7 +8,7 @@ import paper_scenarios
 import pytest
 import scenarios as benchmark
 
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.schedule import Figures
 from xsimulator.rough.forms import fixed_estimate
 

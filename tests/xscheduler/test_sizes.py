@@ -11,8 +11,8 @@ from xgpt.app.opened import open_file
 from xgpt.app.plan import JobPlanner
 from xgpt.core import catalog
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
-from xgpt.core.job import Job
-from xgpt.core.job_file import load_job
+from xgpt.job.job import Job
+from xgpt.job.job_file import load_job
 from xscheduler.evaluator import Evaluator
 from xscheduler.sizes import Spent, sizes_of, spent
 

@@ -10,7 +10,7 @@ import pytest
 from doubted import CONFIG, doubts_of, observed
 from toy_jobs import estimate_of, roofline_of, toy_problem
 
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.lengths import joint_empirical, truncated_normal, with_output_moments
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate

@@ -14,8 +14,8 @@ from checked_replay import replay_checked
 from xgpt.core import catalog
 from xgpt.core.cluster import uniform_cluster
 from xgpt.core.constraint import Bound, latency_constraint
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import XgptError
-from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, joint_empirical, truncated_normal
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline

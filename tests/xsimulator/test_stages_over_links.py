@@ -12,7 +12,7 @@ from toy_jobs import roofline_of, toy_problem
 
 from xgpt.core import catalog
 from xgpt.core.cluster import Cluster, places_of
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.model import ModelSpec
 from xprofiler.links import link_kind
 from xprofiler.roofline import Roofline

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, replace
 
 from xgpt.app.telling import Teller
-from xgpt.core import local
 from xgpt.core.errors import InputError, wrong
-from xgpt.core.job import Job
-from xgpt.core.problem import resolve_cluster
-from xgpt.core.run_section import LOCAL_CLUSTER
-from xgpt.core.slurm import SlurmSpec
+from xgpt.core.system import machine as local
+from xgpt.job.job import Job
+from xgpt.job.resolve import resolve_cluster
+from xgpt.job.run_section import LOCAL_CLUSTER
+from xgpt.job.slurm_section import SlurmSpec
 from xgpt.launch.slurm import Allocation, node_names
 from xrunner.engines.engine import mistake
 

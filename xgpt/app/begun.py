@@ -13,8 +13,8 @@ from xgpt.app.run_folder import going_on, plan_for_ranks, requests_of
 from xgpt.app.timing import timing_of
 from xgpt.core.errors import InputError
 from xgpt.core.schedule import Schedule
-from xgpt.core.spool import num_queries
 from xgpt.report.table import paragraph
+from xgpt.requests.spool import num_queries
 from xprofiler.profile_file import load_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource

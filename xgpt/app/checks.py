@@ -10,14 +10,14 @@ from xgpt.app.telling import Teller
 from xgpt.core.cluster import Cluster
 from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, VLLM
 from xgpt.core.errors import InputError, Mistake, wrong
-from xgpt.core.job import Job
-from xgpt.core.local import detect, usable_cores, why_no_torch
-from xgpt.core.request_files.files import format_of
-from xgpt.core.request_files.parquet import arrow
-from xgpt.core.run_section import LOCAL_CLUSTER
-from xgpt.core.whole_file import why_no_file, why_no_folder
+from xgpt.core.system.machine import detect, usable_cores, why_no_torch
+from xgpt.core.system.whole_file import why_no_file, why_no_folder
+from xgpt.job.job import Job
+from xgpt.job.run_section import LOCAL_CLUSTER
 from xgpt.launch.slurm import allocation_here
 from xgpt.report.table import paragraph
+from xgpt.requests.parquet import arrow
+from xgpt.requests.request_files import format_of
 from xrunner.checkpoint.source import shape_to_make
 from xrunner.checkpoint.tensors import check_weights
 from xrunner.engines.engine import engine_of, mistake

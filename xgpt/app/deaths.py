@@ -11,11 +11,11 @@ from typing import NamedTuple
 from xgpt.app.run_files import DEATHS_FILE, RESULTS_FILE
 from xgpt.app.telling import Teller
 from xgpt.core.errors import StoppedEarly, XgptError
-from xgpt.core.spool import Spool
-from xgpt.core.whole_file import write_atomically
+from xgpt.core.system.whole_file import write_atomically
 from xgpt.launch.process import RanksFailed
 from xgpt.report.table import paragraph
 from xgpt.report.words import counted
+from xgpt.requests.spool import Spool
 from xrunner.io.intake import query_of
 from xrunner.io.results import ResultWriter, answered, count_results
 from xrunner.io.stop import StopRequest

@@ -22,10 +22,10 @@ from xgpt.app.remedies import (
 )
 from xgpt.app.telling import Teller
 from xgpt.core.errors import XgptError
-from xgpt.core.local import available_memory_bytes, gpus_here, usable_cores
 from xgpt.core.other_launchers import without_other_launchers
+from xgpt.core.system.machine import available_memory_bytes, gpus_here, usable_cores
+from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import format_bytes, format_seconds
-from xgpt.core.whole_file import write_atomically
 from xgpt.launch.own_modules import own_modules
 from xrunner.ops.build import BuildError, find_compiler
 

@@ -9,7 +9,7 @@ from xgpt.app.opened import open_job
 from xgpt.app.plan import plan_job
 from xgpt.app.telling import Teller
 from xgpt.core.errors import InputError, Mistake
-from xgpt.core.job import Job
+from xgpt.job.job import Job
 from xgpt.launch.manifests import Exported, render_jobset, render_skypilot
 from xgpt.report.table import WIDTH
 

@@ -14,10 +14,10 @@ from xgpt.app.no_answer import refuse_no_answer
 from xgpt.app.run_files import OF_A_RUN, RESULTS_FILE, asked_then, kept, whole_metrics
 from xgpt.app.standard_input import standard_input
 from xgpt.app.telling import LogTeller, Teller
-from xgpt.core.job import Job
 from xgpt.core.json_values import plain
-from xgpt.core.request_files.files import STDIN
+from xgpt.job.job import Job
 from xgpt.report.results_file import write_results
+from xgpt.requests.request_files import STDIN
 from xrunner.checkpoint.identity import model_files, weights_whole
 from xrunner.io.lock import output_lock
 from xrunner.plan import saved_model

@@ -19,12 +19,12 @@ from xgpt.app.plan import Plan, executable, plan_job
 from xgpt.app.standard_input import standard_input
 from xgpt.app.telling import Teller
 from xgpt.core.errors import InputError, XgptError
-from xgpt.core.job import Job
 from xgpt.core.json_values import flat
-from xgpt.core.run_section import LOCAL_CLUSTER
-from xgpt.core.slurm import time_of
+from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import DTYPE_BYTES, format_seconds
-from xgpt.core.whole_file import write_atomically
+from xgpt.job.job import Job
+from xgpt.job.run_section import LOCAL_CLUSTER
+from xgpt.job.slurm_section import time_of
 from xgpt.launch.batch_script import BatchJob, Task, check_paths, quoted, render_sbatch
 from xgpt.launch.slurm_queue import hand_in
 from xprofiler.roofline import Roofline

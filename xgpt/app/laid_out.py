@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from xgpt.app.opened import OpenedJob
 from xgpt.core.errors import wrong
-from xgpt.core.layout import Layout, laid_out, open_layouts
-from xgpt.core.local import usable_cores
-from xgpt.core.problem import Problem, resolve_cluster, resolve_weight_dtype
+from xgpt.core.problem import Problem
+from xgpt.core.system.machine import Layout, usable_cores
+from xgpt.job.resolve import laid_out, open_layouts, resolve_cluster, resolve_weight_dtype
 from xgpt.launch.launcher import threads_per_rank
 from xprofiler.profile_file import load_profile
 from xscheduler.sizes import sizes_of

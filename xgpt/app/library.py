@@ -13,8 +13,8 @@ from xgpt.app.simulate import Simulation, simulate_job
 from xgpt.app.sweeps.sweep import Swept, sweep_points
 from xgpt.app.telling import LogTeller, Teller
 from xgpt.core.errors import XgptError
-from xgpt.core.job import Job
-from xgpt.core.sweep_file import SweepFlags, load_sweep
+from xgpt.job.job import Job
+from xgpt.job.sweep_file import SweepFlags, load_sweep
 from xgpt.report.page import write_report as write_page
 from xgpt.report.results_file import write_results
 from xscheduler.planner import Horizon, PlanOptions

@@ -19,11 +19,11 @@ from xgpt.app.stop import is_asked_to_stop
 from xgpt.app.telling import Teller, tell_share
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.errors import InputError, MissingExtraError, Mistake, StoppedEarly, wrong
-from xgpt.core.job import Job
-from xgpt.core.layout import Layout
 from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xgpt.core.problem import Problem
+from xgpt.core.system.machine import Layout
 from xgpt.core.units import DTYPE_BYTES, format_seconds
+from xgpt.job.job import Job
 from xgpt.launch.contention import LARGE_SHARE, Contention, in_words
 from xgpt.launch.launcher import Launcher, RankProgram
 from xgpt.launch.leftovers import passing_folder

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from xgpt.app.telling import Teller
 from xgpt.core.errors import StoppedEarly, XgptError
-from xgpt.core.whole_file import write_atomically
+from xgpt.core.system.whole_file import write_atomically
 from xrunner.io.beat import BEATS
 from xrunner.io.sink import STARTING, read_progress, write_progress
 

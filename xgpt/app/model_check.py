@@ -9,16 +9,17 @@ from pathlib import Path
 
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.engines import engine_names, engine_place
 from xgpt.core.errors import EXIT_BAD_INPUT, InputError, Mistake, XgptError, nearest, wrong
-from xgpt.core.job import FixedSchedule, Job, LengthSpec, WorkloadSpec
-from xgpt.core.local import available_memory_bytes, detect
+from xgpt.core.hf.values import gguf_in
 from xgpt.core.model import ModelSpec
-from xgpt.core.model_file import gguf_in
 from xgpt.core.plugins import load_row
-from xgpt.core.problem import resolve
-from xgpt.core.run_section import LOCAL_CLUSTER, RunSpec
+from xgpt.core.system.machine import available_memory_bytes, detect
 from xgpt.core.units import DTYPE_BYTES, INT8, WEIGHT_BYTES, format_bytes
+from xgpt.job.job import Job, LengthSpec, WorkloadSpec
+from xgpt.job.resolve import resolve
+from xgpt.job.run_section import LOCAL_CLUSTER, RunSpec
 from xgpt.report.table import fact, table
 from xrunner.checkpoint.source import config_from_hub, model_at_hand, read_spec
 from xrunner.checkpoint.tensors import check_weights

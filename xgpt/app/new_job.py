@@ -16,12 +16,12 @@ from xgpt.app.prompts_look import PromptsLook
 from xgpt.core import catalog
 from xgpt.core.cluster import Cluster
 from xgpt.core.errors import wrong
-from xgpt.core.job_file import load_job
-from xgpt.core.local import available_memory_bytes, detect, usable_cores
 from xgpt.core.model import ModelSpec
 from xgpt.core.positions import output_room
+from xgpt.core.system.machine import available_memory_bytes, detect, usable_cores
+from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import format_bytes, format_seconds
-from xgpt.core.whole_file import write_atomically
+from xgpt.job.job_file import load_job
 from xgpt.report.table import paragraph
 from xgpt.report.words import counted
 from xrunner.checkpoint.source import model_at_hand

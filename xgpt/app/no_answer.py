@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from xgpt.core.choices import parts
 from xgpt.core.errors import XgptError, shorten
+from xgpt.requests.choices import parts
 
 
 def refuse_no_answer(results: Path, facts: Mapping[str, Any]) -> None:

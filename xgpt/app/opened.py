@@ -16,21 +16,21 @@ from xgpt.app.telling import LogTeller, Teller
 from xgpt.core import catalog
 from xgpt.core.engines import VLLM
 from xgpt.core.errors import InputError, MissingExtraError, XgptError, wrong
-from xgpt.core.job import Job
-from xgpt.core.job_file import load_job
+from xgpt.core.hf.values import gguf_in
 from xgpt.core.model import ModelSpec
-from xgpt.core.model_file import gguf_in
-from xgpt.core.problem import Problem, known_model, resolve
-from xgpt.core.queries import Requests
-from xgpt.core.request_files.files import RequestFiles
-from xgpt.core.run_section import LOCAL_CLUSTER
-from xgpt.core.spool import SpoolWriter, saved_header
-from xgpt.core.spool_columns import ColumnsWriter
+from xgpt.core.problem import Problem
 from xgpt.core.units import format_bytes
-from xgpt.core.workload import Request, RequestError
+from xgpt.job.job import Job
+from xgpt.job.job_file import load_job
+from xgpt.job.resolve import known_model, resolve
+from xgpt.job.run_section import LOCAL_CLUSTER
 from xgpt.launch.standby import Standby
 from xgpt.report.table import WIDTH, paragraph
 from xgpt.report.words import counted
+from xgpt.requests.request import Request, RequestError, Requests
+from xgpt.requests.request_files import RequestFiles
+from xgpt.requests.spool import SpoolWriter, saved_header
+from xgpt.requests.spool_columns import ColumnsWriter
 from xrunner.checkpoint.source import SERVED_BY, ModelFiles, find_model, model_at_hand
 from xrunner.io.estimated import ASCII_PER_TOKEN, OTHERS_PER_TOKEN, SPREAD, CharacterTokens
 from xrunner.io.intake import ModelTokeniser, Tokenised, errors_of, take_in

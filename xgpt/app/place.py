@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xgpt.core.errors import InputError, Mistake, wrong
-from xgpt.core.job_file import in_order, job_of, job_tree
 from xgpt.core.json_values import write_json
-from xgpt.core.yaml_tree import OVERRIDE_FILE
+from xgpt.job.job_file import in_order, job_of, job_tree
+from xgpt.job.yaml_tree import OVERRIDE_FILE
 from xgpt.launch.slurm_queue import SlurmJob, ask
 
 RECORD_FILE = "slurm.json"

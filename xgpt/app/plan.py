@@ -11,10 +11,10 @@ from xgpt.app.opened import OpenedJob
 from xgpt.app.telling import told_while
 from xgpt.app.timing import timing_cost_s, timing_of
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
-from xgpt.core.job import Job
-from xgpt.core.layout import Layout
 from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.system.machine import Layout
 from xgpt.core.units import format_bytes, format_seconds
+from xgpt.job.job import Job
 from xgpt.report.table import (
     choice_table,
     copies_table,

@@ -8,9 +8,9 @@ from importlib import metadata
 from pathlib import Path
 
 from xgpt.core.cluster import Device
-from xgpt.core.job import Job
-from xgpt.core.local import core_clock, usable_cores
 from xgpt.core.problem import Problem
+from xgpt.core.system.machine import core_clock, usable_cores
+from xgpt.job.job import Job
 from xgpt.launch.launcher import threads_per_rank
 from xprofiler.cache import kernels_fingerprint, model_shape
 from xprofiler.profile import ProfileMetadata

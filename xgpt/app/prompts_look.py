@@ -12,14 +12,14 @@ from typing import Any
 
 from xgpt.app.telling import Teller
 from xgpt.core.errors import InputError
-from xgpt.core.request_files.delimited import USUAL, delimiter_of
-from xgpt.core.request_files.files import SUFFIXES, TABLES, RequestFiles
-from xgpt.core.request_files.parquet import arrow
-from xgpt.core.request_files.reader import read_requests
-from xgpt.core.request_files.source import opened
-from xgpt.core.request_keys import CONTENTS
-from xgpt.core.workload import Request, RequestError
 from xgpt.report.table import paragraph
+from xgpt.requests.delimited import USUAL, delimiter_of
+from xgpt.requests.keys import CONTENTS
+from xgpt.requests.parquet import arrow
+from xgpt.requests.reader import read_requests
+from xgpt.requests.request import Request, RequestError
+from xgpt.requests.request_files import SUFFIXES, TABLES, RequestFiles
+from xgpt.requests.source import opened
 
 MOST_READ = 50_000  # entries: enough to know what they are like
 _MOST_SAMPLED = 50  # rows, for what a column is like

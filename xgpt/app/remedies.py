@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from xgpt.core.local import gpus_here, why_no_torch
+from xgpt.core.system.machine import gpus_here, why_no_torch
 from xgpt.core.units import format_bytes
 from xrunner.checkpoint.hub import hub_address, is_offline, why_silent
 from xrunner.checkpoint.source import cache_dir

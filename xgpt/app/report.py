@@ -8,9 +8,8 @@ from urllib.parse import quote
 
 from xgpt.app.place import Place
 from xgpt.core.errors import XgptError, wrong
-from xgpt.core.spool import num_queries
-from xgpt.core.sweep_file import SWEEP_FOLDER
-from xgpt.core.whole_file import write_atomically
+from xgpt.core.system.whole_file import write_atomically
+from xgpt.job.sweep_file import SWEEP_FOLDER
 from xgpt.report import figures
 from xgpt.report.bounds import check_bound
 from xgpt.report.chart import Chart, can_draw, write_image
@@ -39,6 +38,7 @@ from xgpt.report.sweep_page import (
 from xgpt.report.sweep_page import headline as sweep_headline
 from xgpt.report.sweep_rows import OK, SWEEP_FILE, SweepRows, bound_text, number_of, read_sweep
 from xgpt.report.words import banner, clean, headline
+from xgpt.requests.spool import num_queries
 
 Form = Literal["html", "md", "png"]
 COMPARISON, REPORT, PICTURES = "compare", "report", "report-pictures"

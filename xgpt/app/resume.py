@@ -11,13 +11,13 @@ from xgpt.app.metrics import write_metrics
 from xgpt.app.no_answer import refuse_no_answer
 from xgpt.app.opened import OpenedJob
 from xgpt.app.run_files import RESULTS_FILE, kept
-from xgpt.core.choices import parts
 from xgpt.core.errors import InputError
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.schedule_file import load_schedule
-from xgpt.core.spool import num_queries
 from xgpt.report.table import paragraph
+from xgpt.requests.choices import parts
+from xgpt.requests.spool import num_queries
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
 from xrunner.io.results import ResultWriter, answered, count_errors, count_results

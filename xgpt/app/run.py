@@ -42,11 +42,10 @@ from xgpt.app.timing import timing_of
 from xgpt.app.troubles import troubles_told
 from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of
 from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError, wrong
-from xgpt.core.job import Job
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.schedule_file import save_schedule
-from xgpt.core.spool import num_queries
+from xgpt.job.job import Job
 from xgpt.launch.contention import Contention
 from xgpt.launch.launcher import RankProgram, ranks_per_node
 from xgpt.launch.rows import launcher_of
@@ -55,6 +54,7 @@ from xgpt.launch.standby import Standby
 from xgpt.report.expected import EXPECTED_FILE, write_expected
 from xgpt.report.table import paragraph
 from xgpt.report.timeline import replay_lanes
+from xgpt.requests.spool import num_queries
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming

@@ -6,12 +6,12 @@ from typing import Any
 
 from xgpt.app.messages import MESSAGES_FILE
 from xgpt.app.telling import Teller
-from xgpt.core.job import Job
-from xgpt.core.request_files.files import TABLES
-from xgpt.core.spool import num_queries
+from xgpt.job.job import Job
 from xgpt.report.expected import EXPECTED_FILE
 from xgpt.report.table import paragraph
 from xgpt.report.words import counted
+from xgpt.requests.request_files import TABLES
+from xgpt.requests.spool import num_queries
 from xrunner.io.checked import spool_of
 from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.results import HELD_FILE, answered, count_errors

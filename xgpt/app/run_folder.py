@@ -14,13 +14,13 @@ from xgpt.app.telling import Teller
 from xgpt.core.errors import wrong
 from xgpt.core.json_values import write_json
 from xgpt.core.positions import has_room, output_room
-from xgpt.core.problem import open_weight_dtypes
-from xgpt.core.queries import Requests
 from xgpt.core.schedule import Schedule
-from xgpt.core.spool import SpoolWriter, num_queries, saved_header
-from xgpt.core.whole_file import sync_folder
+from xgpt.core.system.whole_file import sync_folder
+from xgpt.job.resolve import open_weight_dtypes
 from xgpt.launch.launcher import threads_per_rank
 from xgpt.report.table import paragraph
+from xgpt.requests.request import Requests
+from xgpt.requests.spool import SpoolWriter, num_queries, saved_header
 from xrunner.checkpoint.identity import files_state, model_files, weights_whole
 from xrunner.checkpoint.source import write_random_model
 from xrunner.engines.engine import engine_of

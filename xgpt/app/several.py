@@ -16,7 +16,7 @@ from xgpt.app.run import execute, open_to_run
 from xgpt.app.submit import at_work
 from xgpt.app.telling import Teller
 from xgpt.core.errors import EXIT_RESUMABLE, InputError, Mistake, StoppedEarly, XgptError
-from xgpt.core.job import Job
+from xgpt.job.job import Job
 from xgpt.launch.asked import warned_in_good_order
 from xgpt.launch.standby import Standby
 from xgpt.report.table import WIDTH, paragraph, schedule_table

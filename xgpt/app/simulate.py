@@ -13,8 +13,8 @@ from xgpt.app.opened import OpenedJob
 from xgpt.app.plan import plan_job
 from xgpt.app.telling import told_while
 from xgpt.core.constraint import Constraint
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import InfeasibleError, InputError, wrong
-from xgpt.core.job import FixedSchedule
 from xgpt.core.json_values import estimate_keys
 from xgpt.core.policies import able_policies, baselines, policy, searched_policies
 from xgpt.core.problem import Problem

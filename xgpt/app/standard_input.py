@@ -12,7 +12,7 @@ from typing import IO, BinaryIO
 
 from xgpt.app.telling import Teller
 from xgpt.core.errors import wrong
-from xgpt.core.job import Job
+from xgpt.job.job import Job
 
 KEPT_FILE = "standard-input"
 _BYTES_IN_MEMORY = 2**26

@@ -14,8 +14,8 @@ from xgpt.app.plan import Plan, plan_job
 from xgpt.app.run import execute_locked, open_to_run, to_run
 from xgpt.app.telling import Teller
 from xgpt.app.troubles import troubles_told
-from xgpt.core.job import Job
 from xgpt.core.schedule_file import load_schedule
+from xgpt.job.job import Job
 from xgpt.launch.asked import warned_in_good_order
 from xgpt.launch.standby import Standby
 from xgpt.report.table import paragraph, schedule_table

@@ -8,7 +8,7 @@ from xgpt.app.opened import OpenedJob
 from xgpt.app.profile_identity import profile_metadata, why_no_operators
 from xgpt.app.telling import told_while
 from xgpt.core.errors import InputError, Mistake, XgptError
-from xgpt.core.local import why_no_torch
+from xgpt.core.system.machine import why_no_torch
 from xprofiler.cache import cached_profile_path
 from xprofiler.points import OWN_TABLE
 from xprofiler.profile import match

@@ -8,8 +8,8 @@ from xgpt.app.export import FORMATS
 from xgpt.app.export import export as export_job
 from xgpt.cli.options import check_writable, job_arguments, print_json
 from xgpt.cli.terminal import Terminal, show
-from xgpt.core.job_file import load_job
-from xgpt.core.whole_file import write_atomically
+from xgpt.core.system.whole_file import write_atomically
+from xgpt.job.job_file import load_job
 
 
 @click.command()

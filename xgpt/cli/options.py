@@ -10,7 +10,7 @@ from click.shell_completion import CompletionItem
 
 from xgpt.core.errors import wrong
 from xgpt.core.plugins import load_row
-from xgpt.core.whole_file import why_no_file, why_no_folder
+from xgpt.core.system.whole_file import why_no_file, why_no_folder
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -22,7 +22,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "workload.task": (_CATALOG, "task"), "workload.requests": (), "workload.max_tokens": (),
     "workload.output_tokens": ("observe",), "workload.chat": ("true", "false"),
     "workload.score": ("true", "false"),
-    "workload.embed": ("xgpt.core.job_file:POOLINGS",), "run.stop": (),
+    "workload.embed": ("xgpt.job.job_file:POOLINGS",), "run.stop": (),
     "constraint.latency_s": ("inf",), "constraint.kind": ("sequence", "queries"),
     "constraint.quantile": (), "constraint.confidence": (), "constraint.drift": (),
     "constraint.ttft_s": (), "constraint.tpot_s": (), "constraint.makespan_s": (),
@@ -30,8 +30,8 @@ KEYS: dict[str, tuple[str, ...]] = {
     "objective": ("xgpt.core.constraint:OBJECTIVES",), "price_per_hour": (),
     "schedule.policy": ("xgpt.core.policies:policy_names",), "schedule.encode_batch": (),
     "schedule.decode_iterations": (), "schedule.tp_degree": (), "schedule.tp_gpus": (),
-    "run.ranks": (), "run.dtype": ("xgpt.core.run_section:DTYPES",),
-    "run.weight_dtype": ("xgpt.core.run_section:DTYPES", "int8"), "run.seed": (),
+    "run.ranks": (), "run.dtype": ("xgpt.job.run_section:DTYPES",),
+    "run.weight_dtype": ("xgpt.job.run_section:DTYPES", "int8"), "run.seed": (),
     "run.temperature": (), "run.threads_per_rank": (), "run.weights": ("checkpoint", "random"),
     "run.engine": ("xgpt.core.engines:engine_names",), "search.max_seconds": (), "output": ()}
 

@@ -20,9 +20,9 @@ from xgpt.cli.options import (
 )
 from xgpt.cli.terminal import Terminal, show
 from xgpt.core.errors import BoundMissed
-from xgpt.core.job import Job
-from xgpt.core.job_file import load_job
 from xgpt.core.json_values import flat
+from xgpt.job.job import Job
+from xgpt.job.job_file import load_job
 from xgpt.launch.slurm import allocation_here
 from xgpt.launch.standby import standby_for
 

@@ -18,12 +18,12 @@ from xgpt.cli.options import (
 from xgpt.cli.terminal import Terminal, say, show
 from xgpt.core.engines import ONE_PROCESS
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.job import Job
-from xgpt.core.job_file import load_job
 from xgpt.core.json_values import plain
-from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.core.units import parse_share
+from xgpt.job.job import Job
+from xgpt.job.job_file import load_job
+from xgpt.job.run_section import LOCAL_CLUSTER
 from xgpt.launch.engine_commands import ENGINES, engine_command
 from xscheduler.planner import Horizon, PlanOptions
 

@@ -13,7 +13,7 @@ _ROWS = {OWN_ENGINE: "xrunner.engines.engine:OWN", "deepspeed": "xrunner.engines
 # the job names ranks, over which the engine divides each layer.
 ONE_PROCESS = (VLLM,)
 # What an engine gives of a request besides plain sampling: log-likelihoods of chosen tokens, a
-# least number of them, a penalty of those said, and its own sampler's (xgpt.core.passed).
+# least number of them, a penalty of those said, and its own sampler's (xgpt.requests.passed).
 _GIVES = {OWN_ENGINE: frozenset({"logprobs", "min_tokens", "penalty"}),
           VLLM: frozenset({"logprobs", "min_tokens", "penalty", "passed"})}
 

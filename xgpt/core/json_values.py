@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.core.schedule import Estimate, Schedule
-from xgpt.core.whole_file import write_atomically
+from xgpt.core.system.whole_file import write_atomically
 
 
 def plain(value: Any) -> Any:

@@ -14,6 +14,7 @@ from xgpt.core.normal import log_ndtr, truncated_parent
 FloatArray: TypeAlias = NDArray[np.float64]
 IntArray: TypeAlias = NDArray[np.int64]
 BoolArray: TypeAlias = NDArray[np.bool_]
+MAX_LENGTH_TOKENS = 2**20  # longest sequence a distribution is made for
 _MOMENTS_MET = 1e-3  # of the std (of 1, for skewness): how near changed moments come at least
 _SPREAD = 1e-6  # tokens: less is none
 _ROOM = (1.0, 1.15, 1.5)  # times the maximum, for a longer tail where a skewness needs it
@@ -326,3 +327,8 @@ def _moment_errors(values: FloatArray, weights: FloatArray,
     std = float(np.sqrt(max(float(weights @ (values - mean) ** 2), 1e-12)))
     skewness = float(weights @ ((values - mean) / std) ** 3)
     return np.array([(mean - wanted[0]) / wanted[1], std / wanted[1] - 1, skewness - wanted[2]])
+
+
+def synthetic_lengths(lengths: JointLengths, count: int, seed: int) -> tuple[IntArray, IntArray]:
+    """(input tokens, output tokens), both [count], of the requests made with this seed."""
+    return lengths.sample(count, np.random.default_rng(seed))

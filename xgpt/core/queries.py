@@ -1,49 +1,13 @@
-"""What is known of a job's own queries: what its file asks for and how long they are, before they
-run, and when each of them came, was begun, and got its first and its last token."""
+"""What is known of a job's own queries: how long they are, before they run, and when each of them
+came, was begun, and got its first and its last token."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xgpt.core.lengths import FloatArray, IntArray
-from xgpt.core.workload import RequestError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Requests:
-    """The usable requests of a job, in the order of its file. Arrays are [requests]; those that no
-    sum is made of may be of 4 bytes each, since there may be ten million of them."""
-
-    input_tokens: IntArray | None  # None where texts were not tokenised
-    caps: IntArray  # most output tokens that a request names; 0 where it leaves that to the job
-    forced: IntArray  # exact number of its output tokens; 0 where the model decides
-    may_stop: NDArray[np.bool_]  # whether it names strings that end its output
-    bad_lines: tuple[RequestError, ...] = ()  # what else is in the file
-    are_tokenised: bool = True  # False: with no model at hand, `input_tokens` is what they give
-    # standard deviation of the logarithm by which all inputs may be off; 0: they were counted
-    input_error: float = 0.0
-    # request -> why it cannot run, whatever the schedule
-    unusable: Mapping[int, str] = field(default_factory=dict)
-    mean_targets: float = 0.0  # tokens of each that are scored, of a job that scores
-    digest: str = ""  # of all that was read, and how
-    file_digests: tuple[str, ...] = ()  # of the bytes of each file
-    labels: tuple[str, ...] = ()  # of the files, where there are several
-
-    def __len__(self) -> int:
-        return len(self.caps)
-
-    def output_caps(self, default: int) -> IntArray:
-        """Most tokens that each may generate; `default` where it names no limit."""
-        return np.where(self.caps > 0, self.caps, np.int64(default))
-
-    @property
-    def are_forced(self) -> bool:
-        """Whether all their output lengths are known."""
-        return bool((self.forced > 0).all()) and not self.may_stop.any()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -17,7 +17,7 @@ from xgpt.core.errors import InputError, Mistake, wrong
 from xgpt.core.json_values import plain, write_json
 from xgpt.core.policies import Policy, policies
 from xgpt.core.schedule import Estimate, Margin, Proof, Schedule
-from xgpt.core.whole_file import read_text
+from xgpt.core.system.whole_file import read_text
 
 SCHEDULE_VERSION = 5  # older ones are no longer read
 

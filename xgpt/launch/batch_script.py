@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xgpt.core.errors import EXIT_FAILED, EXIT_RESUMABLE, wrong
-from xgpt.core.slurm import SlurmSpec
+from xgpt.job.slurm_section import SlurmSpec
 
 _SAFE = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 _IN_QUOTES = re.compile(r'([\\"$`])')

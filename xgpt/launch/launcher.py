@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Protocol
 
 from xgpt.core.copies import devices_of_copies
-from xgpt.core.job import Job
-from xgpt.core.local import usable_cores
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
+from xgpt.core.system.machine import usable_cores
+from xgpt.job.job import Job
 from xgpt.launch.process import Started
 
 

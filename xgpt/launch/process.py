@@ -18,8 +18,8 @@ from types import FrameType
 from typing import IO, NamedTuple
 
 from xgpt.core.errors import StoppedEarly, XgptError
-from xgpt.core.lifeline import DONE, Lifeline
 from xgpt.core.other_launchers import without_other_launchers
+from xgpt.core.system.lifeline import DONE, Lifeline
 from xgpt.core.troubles import is_of_memory
 from xgpt.launch.asked import raise_if_asked, to_be_heard
 from xgpt.launch.environment import environment_of_ranks

@@ -3,8 +3,8 @@
 import os
 from collections.abc import Callable
 
-from xgpt.core.job import Job
 from xgpt.core.problem import Problem
+from xgpt.job.job import Job
 from xgpt.launch.hosts import HostsLauncher
 from xgpt.launch.launcher import Launcher, threads_per_rank
 from xgpt.launch.local import LocalLauncher

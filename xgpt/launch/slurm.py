@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from xgpt.core.errors import XgptError
-from xgpt.core.slurm import SlurmSpec
+from xgpt.job.slurm_section import SlurmSpec
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.local import find_mpiexec, refuse_long_name
 from xgpt.launch.process import run_watched

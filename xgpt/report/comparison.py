@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from xgpt.core.schedule import Schedule
+from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import GIB
-from xgpt.core.whole_file import write_atomically
 from xgpt.report import figures
 from xgpt.report.bounds import check_bound
 from xgpt.report.chart import PALETTE, Axis, Chart, Series

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xgpt.core.errors import MissingExtraError
+from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import format_bytes, format_seconds
-from xgpt.core.whole_file import write_atomically
 from xgpt.report import words
 from xgpt.report.chart import Axis, Chart, Mark, Series, Value
 from xgpt.report.figures import percent, plain

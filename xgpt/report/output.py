@@ -18,14 +18,14 @@ from typing import Any, overload
 
 import numpy as np
 
-from xgpt.core.choices import parts
 from xgpt.core.errors import InputError, wrong
 from xgpt.core.lengths import FloatArray, IntArray
-from xgpt.core.request_keys import MAX_INT
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
-from xgpt.core.spool import Spool
 from xgpt.report.expected import EXPECTED_FILE, Expected, read_expected
+from xgpt.requests.choices import parts
+from xgpt.requests.keys import MAX_INT
+from xgpt.requests.spool import Spool
 
 ALONE = "both"  # the pool that works both phases: there is no other
 _COUNTS = ("input_tokens", "output_tokens")

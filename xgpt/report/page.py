@@ -12,8 +12,8 @@ from xgpt.core import catalog
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.lengths import Lengths, truncated_normal
 from xgpt.core.schedule import Schedule
+from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import format_seconds
-from xgpt.core.whole_file import write_atomically
 from xgpt.report import figures, words
 from xgpt.report import run_charts as charts
 from xgpt.report.bounds import BoundCheck, check_bound

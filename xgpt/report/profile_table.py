@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from xgpt.core.errors import MissingExtraError
+from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import DTYPE_BYTES, format_bytes, format_seconds
-from xgpt.core.whole_file import write_atomically
 from xgpt.report import words
 from xgpt.report.chart import PALETTE, Axis, Chart, Mark, Series, can_draw, write_image
 from xgpt.report.html_page import render_page

@@ -21,16 +21,16 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
-from xgpt.core.chat import BadRecord
-from xgpt.core.choices import parts
 from xgpt.core.errors import XgptError
-from xgpt.core.request_files.files import COMPRESSED, format_of
-from xgpt.core.request_files.parquet import arrow, values_of
-from xgpt.core.request_files.rows import without_surrogates
-from xgpt.core.spool import Spool
-from xgpt.core.spool_columns import BOOLEAN, INTEGER, NUMBER, TEXT, Columns
-from xgpt.core.whole_file import json_text, target_of, temporary_of
+from xgpt.core.system.whole_file import json_text, target_of, temporary_of
 from xgpt.report.output import flat_error, flat_result
+from xgpt.requests.chat import BadRecord
+from xgpt.requests.choices import parts
+from xgpt.requests.file_rows import without_surrogates
+from xgpt.requests.parquet import arrow, values_of
+from xgpt.requests.request_files import COMPRESSED, format_of
+from xgpt.requests.spool import Spool
+from xgpt.requests.spool_columns import BOOLEAN, INTEGER, NUMBER, TEXT, Columns
 
 _WIDTH = 80
 _FORMULAS = ("=", "+", "-", "@", "\t", "\r", "\n", *"\uff1d\uff0b\uff0d\uff20")  # OWASP's list

@@ -5,7 +5,7 @@ profile is saved as it grows: a stopped measurement goes on from its last point.
 """
 
 if __name__ == "__main__":  # before what takes seconds to import
-    from xgpt.core.lifeline import begin_rank
+    from xgpt.core.system.lifeline import begin_rank
 
     begin_rank()
 
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from xgpt.core.errors import XgptError
-from xgpt.core.lifeline import all_imported
 from xgpt.core.model import ModelSpec, model_from_dict
+from xgpt.core.system.lifeline import all_imported
 from xprofiler.measure.bench import (
     DRAWN,
     GREEDY,

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from xgpt.core.errors import XgptError
-from xgpt.core.model_file import load_json, wrong_file
+from xgpt.core.hf.values import load_json, wrong_file
 from xrunner.checkpoint.gguf_file import GgufFile
 from xrunner.checkpoint.quantised.parts import Stored
 from xrunner.checkpoint.tensors import NO_WEIGHTS, locate, pickled, serving_file, stored_of

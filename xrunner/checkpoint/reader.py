@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from xgpt.core.errors import XgptError
-from xgpt.core.hf_quantised import Quantised, quantised_of
+from xgpt.core.hf.quantised import Quantised, quantised_of
+from xgpt.core.hf.values import load_json
 from xgpt.core.model import ModelSpec
-from xgpt.core.model_file import load_json
 from xrunner.checkpoint.files import GgufTensors, TensorFiles, open_files
 from xrunner.checkpoint.quantised.formats import FORMATS, misfits, parts_of
 from xrunner.checkpoint.quantised.parts import WEIGHT, Part, Window

@@ -22,10 +22,10 @@ from typing import Any
 
 from xgpt.core import catalog
 from xgpt.core.errors import MissingExtraError, XgptError
-from xgpt.core.hf_config import from_hf_config
+from xgpt.core.hf.config import from_hf_config
+from xgpt.core.hf.values import gguf_in, load_json
 from xgpt.core.model import ModelSpec, model_from_dict
-from xgpt.core.model_file import gguf_in, load_json
-from xgpt.core.whole_file import write_atomically
+from xgpt.core.system.whole_file import write_atomically
 from xrunner.checkpoint.gguf_file import folder_of, write_plain
 from xrunner.checkpoint.hub import why_in_vain
 

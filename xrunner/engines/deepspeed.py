@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from xgpt.core.decoder import Decoder
 from xgpt.core.errors import InputError, MissingExtraError, Mistake, XgptError
-from xgpt.core.job import Job
 from xgpt.core.model import refuse_tp_degree
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
+from xgpt.job.job import Job
 from xrunner.engines.engine import Engine, mistake
 
 NAME = "deepspeed"

@@ -5,7 +5,7 @@ DeepSpeed's AutoTP divides a Hugging Face model over all ranks, one tensor-paral
 decides, draws the tokens and writes."""
 
 if __name__ == "__main__":  # before what takes seconds to import
-    from xgpt.core.lifeline import begin_rank
+    from xgpt.core.system.lifeline import begin_rank
 
     begin_rank()
 

@@ -8,12 +8,12 @@ from typing import cast
 
 from xgpt.core.engines import OWN_ENGINE, engine_place
 from xgpt.core.errors import Mistake, wrong
-from xgpt.core.job import Job
 from xgpt.core.plugins import load_row
 from xgpt.core.policies import policies
 from xgpt.core.policies import policy as row_of
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
+from xgpt.job.job import Job
 
 Restriction = Callable[[Job, Problem, Schedule | None], Problem]
 

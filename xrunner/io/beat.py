@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from xgpt.core.whole_file import write_atomically
+from xgpt.core.system.whole_file import write_atomically
 from xrunner.rules.steps import StepKind
 from xrunner.step_record import StepRecord
 from xrunner.transport.messages import StepMessage

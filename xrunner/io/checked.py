@@ -9,8 +9,8 @@ from operator import index as whole_number
 from pathlib import Path
 from typing import NamedTuple
 
-from xgpt.core.choices import num_parts, parts
-from xgpt.core.spool import Spool
+from xgpt.requests.choices import num_parts, parts
+from xgpt.requests.spool import Spool
 
 _MOST_PARSED = 2**26  # bytes of a file whose lines are parsed; of a longer one's see `told`
 _STRING = rb'"(?:[^"\\]|\\.)*+"'

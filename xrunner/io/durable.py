@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from xgpt.core.errors import XgptError
-from xgpt.core.whole_file import sync_folder
+from xgpt.core.system.whole_file import sync_folder
 
 
 class Keeper:

@@ -11,7 +11,7 @@ benchmarks/results/characters-per-token.md."""
 from collections.abc import Sequence
 from typing import Any
 
-from xgpt.core.workload import Request
+from xgpt.requests.request import Request
 
 ASCII_PER_TOKEN = 3.6
 OTHERS_PER_TOKEN = 1.0  # characters outside ASCII

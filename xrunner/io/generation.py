@@ -13,8 +13,8 @@ from typing import Any
 
 from xgpt.core.engines import OWN_ENGINE, VLLM
 from xgpt.core.errors import InputError, Mistake, wrong
-from xgpt.core.hf_config import NO_INFLUENCE
-from xgpt.core.model_file import load_json
+from xgpt.core.hf.config import NO_INFLUENCE
+from xgpt.core.hf.values import load_json
 from xrunner.io.tokenizer import is_token
 
 # key -> values that ask for nothing, beside null, false and what is empty

@@ -19,13 +19,12 @@ import numpy as np
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray, JointLengths
 from xgpt.core.model import ModelSpec
-from xgpt.core.passed import has_form
-from xgpt.core.queries import Requests
-from xgpt.core.request_files.delimited import Divided
-from xgpt.core.request_files.files import RequestFiles
-from xgpt.core.request_files.reader import read_requests
-from xgpt.core.spool import NUM_PROMPTS, Record, Spool, SpoolWriter
-from xgpt.core.workload import Request, RequestError, synthetic_requests
+from xgpt.requests.delimited import Divided
+from xgpt.requests.passed import has_form
+from xgpt.requests.reader import read_requests
+from xgpt.requests.request import Request, RequestError, Requests, synthetic_requests
+from xgpt.requests.request_files import RequestFiles
+from xgpt.requests.spool import NUM_PROMPTS, Record, Spool, SpoolWriter
 from xrunner.checkpoint.source import read_spec
 from xrunner.io.generation import GivenTokens, given_tokens
 from xrunner.io.results import write_errors
@@ -203,7 +202,7 @@ class _RequestColumns:
 
     def __init__(self, spool: SpoolWriter | None) -> None:
         self._spool = spool
-        # of 4 bytes: no file, line or number of tokens has more (xgpt.core.workload.MAX_INT)
+        # of 4 bytes: no file, line or number of tokens has more (xgpt.requests.request.MAX_INT)
         self._inputs, self._caps, self._forced = array("i"), array("i"), array("i")
         self._may_stop, self._unusable = array("b"), dict[int, str]()
         self._num_targets = 0

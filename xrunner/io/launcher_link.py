@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from xgpt.core.whole_file import write_atomically
+from xgpt.core.system.whole_file import write_atomically
 from xrunner.io.kept_before import Kept, kept_before
 from xrunner.query import FinishedQuery
 from xrunner.rules.changes import (

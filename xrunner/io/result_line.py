@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from xgpt.core.workload import RequestError
+from xgpt.requests.request import RequestError
 from xrunner.query import FinishedQuery
 
 TokenText = Callable[[int], str]
@@ -74,7 +74,7 @@ def _likelihoods(result: FinishedQuery) -> dict[str, Any]:
 def _openai_line(result: FinishedQuery, model: str, times: Mapping[str, float | None],
                  token_text: TokenText) -> dict[str, Any]:
     """The batch response object of the OpenAI batch format, our figures under `xgpt`; of one of
-    several choices as if it were alone (xgpt.core.choices puts them together)."""
+    several choices as if it were alone (xgpt.requests.choices puts them together)."""
     query, request = result.query, f"xgpt-{result.query.index}"
     answer: dict[str, Any] = {"error": None, "response": {
         "status_code": 200, "request_id": request, "body": _embedding_body(result, model)

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from xgpt.core.choices import merged
-from xgpt.core.whole_file import sync_folder, write_atomically
-from xgpt.core.workload import RequestError
+from xgpt.core.system.whole_file import sync_folder, write_atomically
+from xgpt.requests.choices import merged
+from xgpt.requests.request import RequestError
 from xrunner.io.checked import checked, forget, lines_behind, spool_of, told
 from xrunner.io.durable import Keeper, is_still, put_back
 from xrunner.io.result_line import error_line, result_line

@@ -9,7 +9,7 @@ import numpy as np
 from xgpt.core.lengths import BoolArray, IntArray
 from xgpt.core.model import ModelSpec
 from xgpt.core.positions import output_room
-from xgpt.core.queries import Requests
+from xgpt.requests.request import Requests
 from xrunner.plan import RunPlan
 
 _ROWS_AT_A_TIME = 2**18

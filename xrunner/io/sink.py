@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from xgpt.core.whole_file import json_text, write_atomically
+from xgpt.core.system.whole_file import json_text, write_atomically
 from xrunner.io.launcher_link import LauncherLink
 from xrunner.io.results import Answered, ResultWriter
 from xrunner.io.stop import StopRequest

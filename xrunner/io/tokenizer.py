@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.core.errors import MissingExtraError, XgptError, wrong
-from xgpt.core.model_file import load_json, wrong_file
-from xgpt.core.whole_file import read_text
+from xgpt.core.hf.values import load_json, wrong_file
+from xgpt.core.system.whole_file import read_text
 from xrunner.checkpoint.source import cache_dir
 from xrunner.checkpoint.tokenizer_copy import BACKEND, SAID, copy_of
 from xrunner.io.chat_template import ChatTemplate

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from xgpt.core.job import FIXED, LEAST_TOKENS, ROUND_ROBIN, ROUTINGS
+from xgpt.core.controls import FIXED, LEAST_TOKENS, ROUND_ROBIN, ROUTINGS
 from xgpt.core.lengths import BoolArray, FloatArray, IntArray
 from xrunner.rules.recalls import Paces, Recall, recalls
 from xrunner.rules.windows import LEAST_WAITING, Load, Window

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import numpy as np
 
-from xgpt.core.job import FIXED
+from xgpt.core.controls import FIXED
 from xgpt.core.lengths import FloatArray
 from xgpt.core.problem import Problem
 from xgpt.core.queries import QueryLengths, QueryTimes

@@ -16,8 +16,8 @@ from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.plan import executable, plan_job
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import InfeasibleError, InputError, MissingExtraError, XgptError
-from xgpt.core.job_file import load_job
 from xgpt.core.schedule import Schedule
+from xgpt.job.job_file import load_job
 from xprofiler.roofline import Roofline
 from xrunner.engines.deepspeed import ENGINE
 

@@ -15,7 +15,7 @@ from xgpt.app import doctor
 from xgpt.app.telling import LogTeller
 from xgpt.cli.main import cli
 from xgpt.core.errors import XgptError
-from xgpt.core.local import SmiGpu
+from xgpt.core.system.machine import SmiGpu
 
 CARD = {"card": "NVIDIA Toy 40", "copy_bytes_per_s": 100.0}
 CASE = {"operator": "silu_mul", "dtype": "float16", "agrees": True, "bytes_per_s": 80.0}

@@ -13,7 +13,7 @@ from in_process import xgpt
 from xgpt.app import opened as opening
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.core.errors import MissingExtraError, XgptError
-from xgpt.core.workload import Request
+from xgpt.requests.request import Request
 from xrunner.checkpoint.source import find_model
 from xrunner.io.estimated import SPREAD, CharacterTokens, estimated_tokens
 

@@ -11,10 +11,10 @@ from xgpt.app import checks, timing
 from xgpt.app.opened import open_file
 from xgpt.app.timing import timing_of
 from xgpt.cli.terminal import Terminal
-from xgpt.core import local
 from xgpt.core.errors import InputError
-from xgpt.core.job import Job
-from xgpt.core.job_file import load_job
+from xgpt.core.system import machine as local
+from xgpt.job.job import Job
+from xgpt.job.job_file import load_job
 from xprofiler.roofline import Roofline
 
 TWO_A40 = "0, GPU-a, NVIDIA A40, 46068\n1, GPU-b, NVIDIA A40, 46068\n"

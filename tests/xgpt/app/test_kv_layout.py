@@ -11,8 +11,8 @@ from xgpt.app.kv_layout import lies_in_blocks
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import InputError
-from xgpt.core.job_file import load_job
 from xgpt.core.schedule import Estimate
+from xgpt.job.job_file import load_job
 from xprofiler.roofline import Roofline
 from xscheduler.planner import plan
 from xscheduler.room import kv_tokens_for, slots_for

@@ -13,10 +13,11 @@ from xgpt.app.laid_out import on_open_layouts, on_ranks
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.plan import JobPlanner, plan_job, settled
 from xgpt.app.run import to_run
-from xgpt.core import layout, local
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule, save_schedule
+from xgpt.core.system import machine as local
+from xgpt.job import resolve as layout
 from xgpt.launch import launcher
 from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming

@@ -21,7 +21,7 @@ from xgpt.app.local_profile import (
 )
 from xgpt.app.opened import open_file
 from xgpt.app.telling import LogTeller
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.model import ModelSpec
 from xgpt.launch.launcher import RankProgram
 from xprofiler.cache import cached_profile_path

@@ -11,7 +11,7 @@ import pytest
 
 from xgpt.app import remedies as module
 from xgpt.app.remedies import cache_in_words, hub_in_words, remedies
-from xgpt.core.local import SmiGpu
+from xgpt.core.system.machine import SmiGpu
 from xrunner.checkpoint import hub
 
 GPU = SmiGpu(index=0, uuid="GPU-0", name="NVIDIA Toy 40", memory_bytes=None)

@@ -16,9 +16,9 @@ from xgpt.app.report import write_tables
 from xgpt.app.run_folder import make_room
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import InputError, MissingExtraError
-from xgpt.core.job import Job
-from xgpt.core.job_file import load_job
-from xgpt.core.spool import Record
+from xgpt.job.job import Job
+from xgpt.job.job_file import load_job
+from xgpt.requests.spool import Record
 from xrunner.plan import RunPlan
 
 

@@ -14,9 +14,9 @@ from laid_out import amdahl, profile_of
 from xgpt.app import several
 from xgpt.app.opened import OpenedJob
 from xgpt.app.telling import LogTeller
-from xgpt.core.job import Job
-from xgpt.core.job_file import load_job
 from xgpt.core.schedule import Schedule
+from xgpt.job.job import Job
+from xgpt.job.job_file import load_job
 from xprofiler.cache import cached_profile_path
 from xprofiler.profile import LearnedSteps
 from xprofiler.profile_file import load_profile, save_profile

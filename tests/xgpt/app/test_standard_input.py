@@ -12,8 +12,8 @@ from xgpt.app.opened import open_job
 from xgpt.app.standard_input import KEPT_FILE, standard_input
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import InputError
-from xgpt.core.job import Job
-from xgpt.core.job_file import load_job
+from xgpt.job.job import Job
+from xgpt.job.job_file import load_job
 
 LINES = b'{"tokens": [1, 2, 3]}\n{"tokens": [4]}\nbad\n'
 

@@ -20,7 +20,7 @@ from watched_jobs import follow, outputs_of, session_of, write_state
 from xgpt.app.opened import OpenedJob
 from xgpt.app.run_folder import plan_for_ranks
 from xgpt.app.watch import Rescheduler, decisions_with_phases
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.schedule import Schedule
 from xprofiler.retimed import Factor, Retimed

@@ -9,8 +9,8 @@ import pytest
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.plan import settled
 from xgpt.app.simulate import Simulation, simulate_job
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import InfeasibleError, InputError
-from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource

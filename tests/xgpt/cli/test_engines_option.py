@@ -16,7 +16,7 @@ from xgpt.app.opened import OpenedJob, open_file
 from xgpt.cli import schedule as command
 from xgpt.core.engines import engine_names
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.job import Job
+from xgpt.job.job import Job
 from xgpt.report.what_if_tables import EngineRow, engine_table
 from xrunner.engines.engine import Engine
 from xrunner.engines.vllm.row import ENGINE as vllm_row

@@ -18,7 +18,7 @@ from xgpt.app import new_job
 from xgpt.app.prompts_look import columns_of, likeliest, look_at, needs_column
 from xgpt.cli.main import cli
 from xgpt.core.errors import InputError, XgptError
-from xgpt.core.job_file import load_job
+from xgpt.job.job_file import load_job
 
 REVIEWS = 'id,stars,review\n1,5,"Lovely, ""quiet"" hotel.\nAgain!"\n2,1,Cold rooms all week.\n'
 

@@ -13,9 +13,9 @@ import pytest
 from xgpt.core import catalog
 from xgpt.core.cluster import HOST_BYTES_PER_S, SSD_BYTES_PER_S, Cluster
 from xgpt.core.errors import EXIT_BAD_INPUT, UnknownNameError
-from xgpt.core.job_file import load_job
 from xgpt.core.model import Family
 from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS, FP8, INT8
+from xgpt.job.job_file import load_job
 
 MODELS = catalog.names("model")
 # Parameters by the shape, in billions. The papers round: GPT-3 "175B" has 174.6, "OPT-13B" 12.85.

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from in_process import xgpt
 
-from xgpt.core.chat import BadRecord
-from xgpt.core.workload import read_record
+from xgpt.requests.chat import BadRecord
+from xgpt.requests.request import read_record
 from xrunner.io.estimated import CharacterTokens
 
 

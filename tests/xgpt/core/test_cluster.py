@@ -8,7 +8,7 @@ import pytest
 
 from xgpt.core import catalog
 from xgpt.core.errors import InputError
-from xgpt.core.job_file import load_job
+from xgpt.job.job_file import load_job
 
 
 def test_ranks_fill_a_node_before_the_next() -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from xgpt.core import catalog
 from xgpt.core.errors import InputError
-from xgpt.core.job import Job
-from xgpt.core.job_file import load_job
-from xgpt.core.problem import resolve_cluster, until_clock
+from xgpt.job.job import Job
+from xgpt.job.job_file import load_job
+from xgpt.job.resolve import resolve_cluster, until_clock
 
 JOB = """model: opt-13b
 cluster: a40-4

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from xgpt.core import catalog
 from xgpt.core.cluster import Cluster
 from xgpt.core.constraint import latency_constraint
+from xgpt.core.controls import Adjustment, FixedSchedule
 from xgpt.core.errors import EXIT_BAD_INPUT, InputError
-from xgpt.core.job import Adjustment, FixedSchedule, Job, LengthSpec
-from xgpt.core.job_file import load_job
 from xgpt.core.policies import policy_names
-from xgpt.core.run_section import RunSpec
-from xgpt.core.slurm import SlurmSpec
+from xgpt.job.job import Job, LengthSpec
+from xgpt.job.job_file import load_job
+from xgpt.job.run_section import RunSpec
+from xgpt.job.slurm_section import SlurmSpec
 
 MINIMAL = "model: opt-13b\ncluster: a40-4\nworkload: {task: S}\n"
 FULL = """\
@@ -52,8 +53,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _load(folder: Path, text: str, *overrides: str) -> Job:
-    path = folder / "job.yaml"
-    path.write_text(text, encoding="utf-8")
+    (path := folder / "job.yaml").write_text(text, encoding="utf-8")
     return load_job(path, overrides)
 
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.core import layout
-from xgpt.core.job import Job
-from xgpt.core.job_file import load_job
-from xgpt.core.layout import Layout, laid_out, layouts, open_layouts
+from xgpt.core.system.machine import Layout, layouts
+from xgpt.job import resolve as layout
+from xgpt.job.job import Job
+from xgpt.job.job_file import load_job
+from xgpt.job.resolve import laid_out, open_layouts
 
 
 @pytest.mark.parametrize(("cores", "expected"), [

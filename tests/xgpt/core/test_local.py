@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from xgpt.core import catalog, local
+from xgpt.core import catalog
 from xgpt.core.errors import InputError
+from xgpt.core.system import machine as local
 from xgpt.core.units import GIB, MIB
 
 SMI = """\

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from xgpt.core.errors import InputError
-from xgpt.core.job_file import load_job
+from xgpt.job.job_file import load_job
 
 # it has neither `constraint` nor `run`, `schedule` or `slurm`, whose keys are known all the same
 JOB = "model: opt-13b\ncluster: a40-4\nworkload: {requests: {count: 9}, task: S}\n"

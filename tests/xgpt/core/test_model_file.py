@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from xgpt.cli.main import cli
 from xgpt.core.errors import InputError
-from xgpt.core.hf_config import read_shape
+from xgpt.core.hf.config import read_shape
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2,
          "num_key_value_heads": 1, "vocab_size": 11, "intermediate_size": 16}

@@ -9,7 +9,7 @@ import pytest
 
 from xgpt.core import catalog
 from xgpt.core.errors import InputError
-from xgpt.core.hf_config import from_hf_config
+from xgpt.core.hf.config import from_hf_config
 from xgpt.core.model import ModelSpec
 
 OPT_125M = {

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from xgpt.core.errors import InputError
-from xgpt.core.hf_config import from_hf_config
-from xgpt.core.job_file import load_job
-from xgpt.core.problem import resolve
+from xgpt.core.hf.config import from_hf_config
+from xgpt.job.job_file import load_job
+from xgpt.job.resolve import resolve
 
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2,
          "num_key_value_heads": 2, "vocab_size": 11, "intermediate_size": 16}

@@ -10,8 +10,8 @@ import pytest
 from xgpt.core import catalog
 from xgpt.core.cluster import Cluster
 from xgpt.core.errors import InputError
-from xgpt.core.job_file import load_job
-from xgpt.core.problem import resolve_cluster
+from xgpt.job.job_file import load_job
+from xgpt.job.resolve import resolve_cluster
 
 JOB = """\
 model: opt-13b

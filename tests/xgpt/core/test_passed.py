@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from xgpt.core.chat import BadRecord
-from xgpt.core.passed import has_form, passed_of
-from xgpt.core.workload import Terms, read_record
+from xgpt.requests.chat import BadRecord
+from xgpt.requests.passed import has_form, passed_of
+from xgpt.requests.request import Terms, read_record
 
 SCHEMA = {"type": "object"}
 

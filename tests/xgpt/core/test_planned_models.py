@@ -11,7 +11,7 @@ import pytest
 
 from xgpt.core import catalog
 from xgpt.core.errors import InputError
-from xgpt.core.hf_config import PLANNED_TYPES, from_hf_config
+from xgpt.core.hf.config import PLANNED_TYPES, from_hf_config
 from xgpt.core.model import (
     ModelSpec,
     active_params,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from xgpt.core import catalog
-from xgpt.core.hf_config import from_hf_config
+from xgpt.core.hf.config import from_hf_config
 from xgpt.core.positions import UNLIMITED, output_room
 
 BART = {"model_type": "bart", "vocab_size": 97, "d_model": 48, "encoder_layers": 3,

@@ -10,16 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from xgpt.core import catalog, local
+from xgpt.core import catalog
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import InputError
-from xgpt.core.job import Job
-from xgpt.core.job_file import load_job
-from xgpt.core.job_lengths import DEFAULT_MAX_TOKENS
-from xgpt.core.problem import Problem, resolve, resolve_dtype
-from xgpt.core.queries import Requests
-from xgpt.core.request_files.reader import read_requests
-from xgpt.core.workload import Request
+from xgpt.core.problem import Problem
+from xgpt.core.system import machine as local
+from xgpt.job.job import Job
+from xgpt.job.job_file import load_job
+from xgpt.job.job_lengths import DEFAULT_MAX_TOKENS
+from xgpt.job.resolve import resolve, resolve_dtype
+from xgpt.requests.reader import read_requests
+from xgpt.requests.request import Request, Requests
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator
 from xsimulator.memory import capacity_bytes, kv_bytes

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from xgpt.core.errors import InputError
-from xgpt.core.job_file import load_job
+from xgpt.job.job_file import load_job
 
 SCHEMA = Path(__file__).resolve().parents[3] / "docs/schema/job.schema.json"
 BASE = """\

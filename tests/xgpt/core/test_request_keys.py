@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from xgpt.core.chat import BadRecord
 from xgpt.core.engines import OWN_ENGINE, VLLM, gives
-from xgpt.core.request_files.files import RequestFiles
-from xgpt.core.request_files.reader import read_requests
-from xgpt.core.request_keys import CHAT, COMPLETION, CONTENTS, EMBEDDINGS, KEYS, OWN, OWN_KEYS, Key
-from xgpt.core.spool_columns import ColumnsWriter
-from xgpt.core.workload import Request, RequestError, Terms, read_record
+from xgpt.requests.chat import BadRecord
+from xgpt.requests.keys import CHAT, COMPLETION, CONTENTS, EMBEDDINGS, KEYS, OWN, OWN_KEYS, Key
+from xgpt.requests.reader import read_requests
+from xgpt.requests.request import Request, RequestError, Terms, read_record
+from xgpt.requests.request_files import RequestFiles
+from xgpt.requests.spool_columns import ColumnsWriter
 
 PAGE = Path(__file__).resolve().parents[3] / "docs/job-file.md"
 ENGINES = (OWN_ENGINE, VLLM, "deepspeed")

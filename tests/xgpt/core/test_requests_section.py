@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from xgpt.core.errors import InputError
-from xgpt.core.job import Job
-from xgpt.core.job_file import load_job
-from xgpt.core.request_files.files import STDIN, RequestFiles
+from xgpt.job.job import Job
+from xgpt.job.job_file import load_job
+from xgpt.requests.request_files import STDIN, RequestFiles
 
 JOB = """
 model: opt-13b

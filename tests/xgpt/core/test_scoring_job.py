@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from xgpt.core.errors import InputError
-from xgpt.core.job_file import load_job
-from xgpt.core.request_files.reader import read_requests
-from xgpt.core.workload import Request
+from xgpt.job.job_file import load_job
+from xgpt.requests.reader import read_requests
+from xgpt.requests.request import Request
 
 
 def test_a_job_that_scores_encodes_whole_inputs_by_our_own_engine(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from xgpt.core.errors import InputError
-from xgpt.core.job_file import load_job
-from xgpt.core.slurm import SlurmSpec, seconds_of, time_of
+from xgpt.job.job_file import load_job
+from xgpt.job.slurm_section import SlurmSpec, seconds_of, time_of
 
 JOB = "model: opt-125m\ncluster: local\nworkload: {requests: {count: 4}, task: S}\n"
 FULL = """

@@ -11,8 +11,8 @@ from examples import examples
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from xgpt.core import spool as spooling
-from xgpt.core.spool import (
+from xgpt.requests import spool as spooling
+from xgpt.requests.spool import (
     NUM_PROMPTS,
     SPOOL_VERSION,
     Record,

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from xgpt.core.errors import InputError
-from xgpt.core.job_file import load_job
 from xgpt.core.policies import policy_names
-from xgpt.core.sweep_file import SweepFlags, load_sweep
+from xgpt.job.job_file import load_job
+from xgpt.job.sweep_file import SweepFlags, load_sweep
 
 JOB = """
 name: base

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.core import whole_file
 from xgpt.core.errors import InputError
-from xgpt.core.model_file import load_json
+from xgpt.core.hf.values import load_json
 from xgpt.core.schedule_file import load_schedule
+from xgpt.core.system import whole_file
 from xprofiler.profile_file import load_profile
 
 READERS = pytest.mark.parametrize("read", [load_json, load_schedule, load_profile])

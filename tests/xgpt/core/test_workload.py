@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from xgpt.core.errors import InputError
 from xgpt.core.lengths import JointLengths, joint_empirical, truncated_normal
-from xgpt.core.request_files.files import RequestFiles
-from xgpt.core.request_files.reader import read_requests
-from xgpt.core.workload import Request, RequestError, synthetic_requests
+from xgpt.requests.reader import read_requests
+from xgpt.requests.request import Request, RequestError, synthetic_requests
+from xgpt.requests.request_files import RequestFiles
 
 
 def _read(folder: Path, *lines: bytes | str | dict[str, Any]) -> tuple[

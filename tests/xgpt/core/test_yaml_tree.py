@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xgpt.core.errors import InputError, Mistake
-from xgpt.core.yaml_tree import MAX_FILE_BYTES, Field, apply_override, parse_tree, read_tree
+from xgpt.job.yaml_tree import MAX_FILE_BYTES, Field, apply_override, parse_tree, read_tree
 
 
 def _plain(field: Field) -> Any:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xgpt.core.errors import InputError
-from xgpt.core.slurm import SlurmSpec
+from xgpt.job.slurm_section import SlurmSpec
 from xgpt.launch.batch_script import BatchJob, Task, check_paths, quoted, render_sbatch
 
 GOLDEN = Path(__file__).with_name("golden_slurm.sh")

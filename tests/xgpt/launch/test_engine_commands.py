@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
 
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import XgptError
-from xgpt.core.job import FixedSchedule
 from xgpt.core.schedule import Schedule
 from xgpt.launch.engine_commands import ENGINES, EngineCommand, engine_command
 from xsimulator.rough.forms import fixed_estimate

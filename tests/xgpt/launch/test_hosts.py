@@ -12,10 +12,10 @@ import toy_jobs
 from xgpt.core.cluster import Cluster
 from xgpt.core.deployment import Deployment, Pool, StageAssignment
 from xgpt.core.errors import InputError
-from xgpt.core.job_file import load_job
-from xgpt.core.problem import resolve, resolve_cluster
 from xgpt.core.schedule import Estimate
-from xgpt.core.slurm import SlurmSpec
+from xgpt.job.job_file import load_job
+from xgpt.job.resolve import resolve, resolve_cluster
+from xgpt.job.slurm_section import SlurmSpec
 from xgpt.launch import local
 from xgpt.launch.hosts import HostsLauncher, check_hosts
 from xgpt.launch.launcher import RankProgram, ranks_per_node

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from xgpt.core.errors import XgptError
-from xgpt.core.job_file import load_job
-from xgpt.core.lifeline import READY
+from xgpt.core.system.lifeline import READY
+from xgpt.job.job_file import load_job
 from xgpt.launch import standby as launch
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.local import LocalLauncher
@@ -191,9 +191,9 @@ def test_as_many_are_started_as_the_job_may_take(
     counts: list[int] = []
     monkeypatch.setattr(Standby, "_start", lambda self, count: counts.append(count))
     monkeypatch.setattr(launch, "find_spec", lambda name: name)
-    for place in ("xgpt.core.layout", "xgpt.launch.standby"):
+    for place in ("xgpt.job.resolve", "xgpt.launch.standby"):
         monkeypatch.setattr(f"{place}.usable_cores", lambda: cores)
-    monkeypatch.setattr("xgpt.core.layout.gpus_here", list)
+    monkeypatch.setattr("xgpt.job.resolve.gpus_here", list)
     (tmp_path / "job.yaml").write_text(
         f"model: opt-125m\ncluster: local\nworkload: {{requests: {{count: 9}}, task: S}}\n{more}\n")
     with standby_for(load_job(tmp_path / "job.yaml", ())) as found:

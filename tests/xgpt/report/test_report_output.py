@@ -10,8 +10,8 @@ from fake_run import write_fake_run, write_spool
 
 from xgpt.core.errors import InputError
 from xgpt.core.schedule_file import SCHEDULE_VERSION
-from xgpt.core.spool import Record
 from xgpt.report.output import number, read_output
+from xgpt.requests.spool import Record
 
 
 @pytest.fixture

@@ -19,11 +19,11 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from xgpt.core.errors import XgptError
-from xgpt.core.request_files.files import RequestFiles, format_of
-from xgpt.core.spool import SpoolWriter
-from xgpt.core.spool_columns import ColumnsWriter
-from xgpt.core.workload import Request
 from xgpt.report.results_file import ANSWER, names_in_results, write_results
+from xgpt.requests.request import Request
+from xgpt.requests.request_files import RequestFiles, format_of
+from xgpt.requests.spool import SpoolWriter
+from xgpt.requests.spool_columns import ColumnsWriter
 from xrunner.io.intake import take_in
 from xrunner.io.results import write_errors
 

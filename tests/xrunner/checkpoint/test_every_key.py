@@ -20,7 +20,7 @@ from toy_runs import run_in_process
 
 from xgpt.cli.main import cli
 from xgpt.core.errors import InputError
-from xgpt.core.hf_config import MODEL_TYPES, PLANNED_TYPES, from_hf_config
+from xgpt.core.hf.config import MODEL_TYPES, PLANNED_TYPES, from_hf_config
 from xgpt.core.model import ModelSpec
 from xrunner.checkpoint.tensors import check_weights
 from xrunner.io.generation import given_tokens, not_taken

@@ -21,7 +21,7 @@ from toys import EOS, VOCAB, generate, random_queries, stir_norms_and_biases
 
 from xgpt.app.model_check import check_model_named
 from xgpt.core.errors import InputError, MissingExtraError, XgptError
-from xgpt.core.model_file import gguf_in
+from xgpt.core.hf.values import gguf_in
 from xrunner.checkpoint import gguf_file
 from xrunner.checkpoint.gguf_file import write_plain
 from xrunner.checkpoint.layout import wanted_tensors

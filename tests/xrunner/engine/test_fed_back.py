@@ -15,7 +15,7 @@ from replayed import problem_of, replayed_steps, run_steps
 from toy_runs import Collector, run_in_process, run_waa_in_process, toy_waa_rules, waa_pools
 from toys import generate, random_queries
 
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.queries import QueryLengths
 from xprofiler.roofline import Roofline
 from xrunner.devices import Arriving

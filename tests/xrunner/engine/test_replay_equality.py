@@ -20,7 +20,7 @@ from representative import some
 from toy_runs import ranks_of, run_in_process, run_waa_in_process
 from toys import generate, random_queries
 
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.policies import policy as row_of
 from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate

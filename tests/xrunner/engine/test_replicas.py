@@ -9,7 +9,7 @@ from replayed import run_steps
 from replicated import ANSWERS, CONFIGS, Job, Made, Told
 from toys import spec_of
 
-from xgpt.core.job import FIXED
+from xgpt.core.controls import FIXED
 from xrunner.engine.head import Head
 from xrunner.engine.replicas import FromRankZero, OfEveryReplica, ToReplicas
 from xrunner.io.launcher_link import (

@@ -12,7 +12,7 @@ import pytest
 from replayed import problem_of
 from toy_runs import run_in_process
 
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from xgpt.core.request_files.files import RequestFiles
-from xgpt.core.spool import SpoolWriter
+from xgpt.requests.request_files import RequestFiles
+from xgpt.requests.spool import SpoolWriter
 from xrunner.engine.supply import LEAST_WAITING, FromSpool
 from xrunner.io.intake import take_in
 from xrunner.rules.order import in_run_order, run_order
@@ -71,7 +71,7 @@ def test_the_launcher_holds_few_bytes_a_line(tmp_path: Path,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
     """13 of columns, which grow by an eighth, and up to 46 of the ids' tables; texts and tokens are
     in files."""
-    monkeypatch.setattr("xgpt.core.spool._BYTES_IN_MEMORY", 2**16)
+    monkeypatch.setattr("xgpt.requests.spool._BYTES_IN_MEMORY", 2**16)
 
     def held(lines: int) -> int:
         path = tmp_path / f"{lines}.jsonl"

@@ -19,7 +19,7 @@ from toys import EOS, generate, random_queries, spec_of
 
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.problem import Problem
 from xgpt.core.queries import QueryLengths

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from xgpt.core.errors import InputError, XgptError
-from xgpt.core.job_file import load_job
-from xgpt.core.problem import Problem, resolve
+from xgpt.core.problem import Problem
+from xgpt.job.job_file import load_job
+from xgpt.job.resolve import resolve
 from xrunner.engines.engine import engine_of
 from xrunner.engines.vllm.given import engine_arguments
 from xrunner.engines.vllm.installed import version_in

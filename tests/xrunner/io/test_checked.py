@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fake_run import write_spool
 
-from xgpt.core.spool import Record
+from xgpt.requests.spool import Record
 from xrunner.io.results import Answered, ResultWriter, answered, count_results
 from xrunner.query import FinishedQuery, PreparedQuery
 

@@ -15,10 +15,10 @@ import toy_runs
 from schemas import faults
 from test_intake_queries import plan_of, spooled
 
-from xgpt.core.choices import merged, num_parts, parts
-from xgpt.core.spool_columns import Columns
 from xgpt.report.output import read_output
 from xgpt.report.results_file import chunks_of
+from xgpt.requests.choices import merged, num_parts, parts
+from xgpt.requests.spool_columns import Columns
 from xrunner.io.intake import queries_of
 from xrunner.io.result_line import result_line
 from xrunner.io.results import HELD_FILE, Answered, ResultWriter, answered, count_results

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from xgpt.core.errors import XgptError
-from xgpt.core.whole_file import write_atomically
+from xgpt.core.system.whole_file import write_atomically
 from xrunner.io.results import ResultWriter, answered
 from xrunner.query import FinishedQuery, PreparedQuery
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from xgpt.core.lengths import JointLengths, truncated_normal
-from xgpt.core.request_files.files import RequestFiles
-from xgpt.core.spool import Spool, SpoolWriter
-from xgpt.core.workload import Request
+from xgpt.requests.request import Request
+from xgpt.requests.request_files import RequestFiles
+from xgpt.requests.spool import Spool, SpoolWriter
 from xrunner.io import intake
 from xrunner.io.intake import ModelTokeniser, Tokenised, make, take_in
 from xrunner.io.tokenizer import TextTokenizer

@@ -13,8 +13,8 @@ import pytest
 from toys import spec_of, write_spool
 
 from xgpt.core import catalog
-from xgpt.core.queries import Requests
-from xgpt.core.spool import Spool
+from xgpt.requests.request import Requests
+from xgpt.requests.spool import Spool
 from xrunner.io import runnable as looked_at
 from xrunner.io.intake import queries_of
 from xrunner.io.runnable import runnable

@@ -18,10 +18,10 @@ import toys
 from schemas import faults
 from test_intake_queries import plan_of, spooled
 
-from xgpt.core.request_files.files import RequestFiles
-from xgpt.core.request_files.reader import read_requests
-from xgpt.core.spool import Spool, SpoolWriter
 from xgpt.report.output import read_output
+from xgpt.requests.reader import read_requests
+from xgpt.requests.request_files import RequestFiles
+from xgpt.requests.spool import Spool, SpoolWriter
 from xrunner.io.generation import given_tokens
 from xrunner.io.intake import hand_on, queries_of, take_in
 from xrunner.io.results import ResultWriter, count_results

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.core.workload import RequestError
+from xgpt.requests.request import RequestError
 from xrunner.io import results
 from xrunner.io.results import (
     ResultWriter,

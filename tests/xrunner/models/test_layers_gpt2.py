@@ -14,7 +14,7 @@ from toy_runs import split_stages
 from toys import make_model, spec_of
 
 from xgpt.core.errors import InputError
-from xgpt.core.hf_config import from_hf_config
+from xgpt.core.hf.config import from_hf_config
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.models.gpt2 import gpt2_ends, gpt2_layer
 from xrunner.models.shard import Shard

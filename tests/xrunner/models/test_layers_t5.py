@@ -13,7 +13,7 @@ from torch import Tensor
 from toys import VOCAB, logits_of, make_t5, spec_of
 
 from xgpt.core.errors import InputError
-from xgpt.core.hf_config import from_hf_config
+from xgpt.core.hf.config import from_hf_config
 from xgpt.core.model import ModelSpec
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.models.shard import WHOLE, Shard

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
-from xgpt.core.controls import EvenBatches
-from xgpt.core.job import Adjustment, FixedSchedule
+from xgpt.core.controls import Adjustment, EvenBatches, FixedSchedule
 from xgpt.core.problem import Problem
 from xprofiler.roofline import Roofline
 from xrunner.rules.batch_sizer import LEAST_ADJUSTED, BatchSizer

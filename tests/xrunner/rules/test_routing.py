@@ -8,8 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy_jobs import roofline_of, toy_problem
 
-from xgpt.core.controls import EvenBatches
-from xgpt.core.job import FIXED, LEAST_TOKENS, ROUND_ROBIN, ROUTINGS, FixedSchedule
+from xgpt.core.controls import (
+    FIXED,
+    LEAST_TOKENS,
+    ROUND_ROBIN,
+    ROUTINGS,
+    EvenBatches,
+    FixedSchedule,
+)
 from xrunner.rules.recalls import Paces, Recall, recalls
 from xrunner.rules.routing import Router, deal, expected_tokens
 from xrunner.rules.windows import Load, Window, rra_window, window_of

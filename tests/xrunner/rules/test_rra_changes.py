@@ -21,7 +21,7 @@ from representative import some
 from toy_runs import Collector, run_in_process
 from toys import generate, random_queries
 
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.queries import QueryLengths
 from xprofiler.roofline import Roofline
 from xrunner.io.launcher_link import ChangeOrder, LauncherLink, read_observed

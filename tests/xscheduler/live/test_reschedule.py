@@ -11,8 +11,8 @@ import pytest
 from representative import some
 from toy_jobs import estimate_of, roofline_of, schedule_of, toy_problem
 
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import InfeasibleError, InputError
-from xgpt.core.job import FixedSchedule
 from xscheduler.evaluator import Evaluator
 from xscheduler.live.deployment import redeployment
 from xscheduler.live.given_stages import GivenStages

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from problems import problem_of, roofline_of
 from taken_as_true import TakenAsTrue
 
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import XgptError
-from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import joint_empirical
 from xsimulator import native
 from xsimulator.replay import native_replay

@@ -12,8 +12,8 @@ from problems import problem_of
 from replayed_both_ways import assert_names_one_that_never_fits, same_both_ways
 from taken_as_true import TakenAsTrue
 
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import XgptError
-from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.queries import QueryLengths
 from xprofiler.timing import Operator, TimingFacts

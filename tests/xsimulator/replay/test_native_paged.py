@@ -10,7 +10,7 @@ import pytest
 from problems import problem_of, roofline_of
 from replayed_both_ways import assert_names_one_that_never_fits, same_both_ways
 
-from xgpt.core.job import FixedSchedule
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.queries import QueryLengths
 from xsimulator import native

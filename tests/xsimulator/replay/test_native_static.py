@@ -11,8 +11,8 @@ from problems import problem_of, roofline_of
 from replayed_both_ways import same_both_ways
 from taken_as_true import TakenAsTrue
 
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import XgptError
-from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import joint_empirical
 from xgpt.core.queries import QueryLengths
 from xprofiler.timing import TimingFacts

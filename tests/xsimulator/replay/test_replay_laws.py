@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from problems import problem_of, roofline_of
 
 from xgpt.core.constraint import latency_constraint
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import InputError
-from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import empirical, joint_empirical
 from xgpt.core.policies import policy_names
 from xgpt.core.queries import QueryTimes

@@ -8,8 +8,8 @@ import pytest
 from problems import problem_of, roofline_of
 from representative import some
 
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import InputError
-from xgpt.core.job import FixedSchedule
 from xgpt.core.policies import policy_names
 from xgpt.core.units import DTYPE_BYTES
 from xscheduler.tensor_plans import all_tensor_plans

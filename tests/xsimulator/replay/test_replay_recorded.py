@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from problems import problem_of, roofline_of
 
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import XgptError
-from xgpt.core.job import FixedSchedule
 from xgpt.core.schedule import Estimate
 from xrunner.rules.steps import StepKind
 from xsimulator.replay.job import Replayer, planned_queries

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from toy_jobs import roofline_of, toy_problem
 
-from xgpt.core.job import FIXED, LEAST_TOKENS, FixedSchedule
+from xgpt.core.controls import FIXED, LEAST_TOKENS, FixedSchedule
 from xgpt.core.queries import QueryLengths
 from xsimulator.replay.job import Replayer, planned_queries
 from xsimulator.replay.records import PoolRecords

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from problems import problem_of
 
+from xgpt.core.controls import FixedSchedule
 from xgpt.core.deployment import StageAssignment
-from xgpt.core.job import FixedSchedule
 from xgpt.core.queries import QueryTimes
 from xprofiler.roofline import Roofline
 from xrunner.rules.steps import Step, StepKind

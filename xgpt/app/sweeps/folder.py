@@ -13,8 +13,8 @@ from typing import Any
 
 from xgpt.core.errors import MissingExtraError, wrong
 from xgpt.core.json_values import write_json
-from xgpt.core.sweep_file import SweepSpec
-from xgpt.core.whole_file import json_text, temporary_of, why_no_folder, write_atomically
+from xgpt.core.system.whole_file import json_text, temporary_of, why_no_folder, write_atomically
+from xgpt.job.sweep_file import SweepSpec
 from xgpt.report.sweep_rows import (
     EARLIER_FILE,
     OK,

@@ -15,11 +15,11 @@ from xgpt.app.plan import JobPlanner, Plan
 from xgpt.app.telling import LogTeller, Teller
 from xgpt.app.timing import timing_of
 from xgpt.core.errors import InfeasibleError, InputError, StoppedEarly, XgptError
-from xgpt.core.job import Job
 from xgpt.core.json_values import plain
-from xgpt.core.run_section import LOCAL_CLUSTER
-from xgpt.core.sweep_axes import AUTO, BOUND, COPIES, POLICY
-from xgpt.core.sweep_file import SweepPoint, SweepSpec
+from xgpt.job.job import Job
+from xgpt.job.run_section import LOCAL_CLUSTER
+from xgpt.job.sweep_axes import AUTO, BOUND, COPIES, POLICY
+from xgpt.job.sweep_file import SweepPoint, SweepSpec
 from xgpt.report.policy_words import controls_line, value_of
 from xgpt.report.sweep_rows import COLUMNS, INFEASIBLE, OK, REFUSED, Row
 from xprofiler.profile_timing import ProfileTiming

@@ -30,11 +30,11 @@ from xgpt.core.errors import (
     StoppedEarly,
     XgptError,
 )
-from xgpt.core.job import Job
-from xgpt.core.local import usable_cores
-from xgpt.core.run_section import LOCAL_CLUSTER
-from xgpt.core.sweep_file import SweepPoint, SweepSpec
+from xgpt.core.system.machine import usable_cores
 from xgpt.core.units import format_seconds
+from xgpt.job.job import Job
+from xgpt.job.run_section import LOCAL_CLUSTER
+from xgpt.job.sweep_file import SweepPoint, SweepSpec
 from xgpt.launch.asked import warned_in_good_order
 from xgpt.report.sweep_page import write_sweep_page
 from xgpt.report.sweep_rows import MEASURED, OK, ROWS_FILE, Row, number_of, sweep_text

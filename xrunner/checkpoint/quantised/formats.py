@@ -1,9 +1,9 @@
 """The ways to store weights of fewer bits that are read: a row each. A row's config is read by
-xgpt.core.hf_quantised, whose `Quantised.format` names it."""
+xgpt.core.hf.quantised, whose `Quantised.format` names it."""
 
 from collections.abc import Callable, Iterator, Mapping
 
-from xgpt.core.hf_quantised import Quantised
+from xgpt.core.hf.quantised import Quantised
 from xrunner.checkpoint.quantised.awq import Awq
 from xrunner.checkpoint.quantised.compressed import PackQuantized
 from xrunner.checkpoint.quantised.gguf import Gguf

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from xgpt.core.hf_quantised import Quantised
+from xgpt.core.hf.quantised import Quantised
 from xrunner.checkpoint.quantised.parts import SCALES, Held, Part, Rows, Shape, Window, divided, per
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from xgpt.core.errors import XgptError
 from xgpt.core.other_launchers import without_other_launchers
-from xgpt.core.whole_file import write_atomically
+from xgpt.core.system.whole_file import write_atomically
 from xrunner.checkpoint.source import cache_dir
 
 _ELSEWHERE = Path(__file__).resolve().parents[1] / "elsewhere.py"

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from xgpt.core.deployment import Deployment
 from xgpt.core.errors import InputError, Mistake
-from xgpt.core.job import Job
 from xgpt.core.model import refuse_tp_degree
 from xgpt.core.policies import policies, policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
+from xgpt.job.job import Job
 from xrunner.engines.engine import Engine, mistake
 from xrunner.engines.vllm.given import LORA, OWN, TOOL_PARSER, rank_of
 from xrunner.engines.vllm.installed import command_of, installed_in, version_in

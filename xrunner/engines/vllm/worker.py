@@ -3,7 +3,7 @@ that has vLLM. One process, whatever vLLM starts itself (of a tensor-parallel gr
 decides by the schedule's rule, steps vLLM, and writes what every engine's first rank writes."""
 
 if __name__ == "__main__":  # before what takes seconds to import
-    from xgpt.core.lifeline import begin_rank
+    from xgpt.core.system.lifeline import begin_rank
 
     begin_rank()
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from xgpt.core.errors import InputError, Mistake
-from xgpt.core.job import Job
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
+from xgpt.job.job import Job
 from xrunner.engines.engine import Engine, mistake
 
 _POLICY = "ft"

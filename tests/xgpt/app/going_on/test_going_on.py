@@ -23,7 +23,7 @@ from xgpt.app.resume import TAKEN_OVER  # noqa: E402
 from xgpt.app.run import open_to_run  # noqa: E402
 from xgpt.cli.terminal import Terminal  # noqa: E402
 from xgpt.core.errors import InputError, StoppedEarly, XgptError  # noqa: E402
-from xgpt.core.job_file import load_job  # noqa: E402
+from xgpt.job.job_file import load_job  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xgpt.launch.process import run_watched  # noqa: E402
 from xrunner.io.results import HELD_FILE  # noqa: E402

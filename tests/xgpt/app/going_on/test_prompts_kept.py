@@ -21,7 +21,7 @@ from xgpt.app.plan import plan_job  # noqa: E402
 from xgpt.app.run_folder import make_room, plan_for_ranks  # noqa: E402
 from xgpt.cli.terminal import Terminal  # noqa: E402
 from xgpt.core.errors import InputError, StoppedEarly  # noqa: E402
-from xgpt.core.spool import Record, SpoolWriter  # noqa: E402
+from xgpt.requests.spool import Record, SpoolWriter  # noqa: E402
 from xrunner.checkpoint.identity import files_state, model_files  # noqa: E402
 from xrunner.io.results import HELD_FILE  # noqa: E402
 

@@ -21,7 +21,7 @@ from xgpt.app.sweeps import sweep
 from xgpt.app.sweeps.sweep import Swept, sweep_points
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import InputError, StoppedEarly, XgptError
-from xgpt.core.sweep_file import SweepFlags, load_sweep
+from xgpt.job.sweep_file import SweepFlags, load_sweep
 from xgpt.report.sweep_rows import COLUMNS, MEASURED, read_sweep
 from xscheduler.planner import PlanOptions
 

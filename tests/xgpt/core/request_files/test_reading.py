@@ -18,9 +18,9 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from xgpt.core.errors import InputError, MissingExtraError
-from xgpt.core.request_files.files import STDIN, SUFFIXES, RequestFiles, format_of
-from xgpt.core.request_files.reader import read_requests
-from xgpt.core.workload import Request, RequestError
+from xgpt.requests.reader import read_requests
+from xgpt.requests.request import Request, RequestError
+from xgpt.requests.request_files import STDIN, SUFFIXES, RequestFiles, format_of
 
 pa = pytest.importorskip("pyarrow", reason="Parquet needs the extra `parquet`")
 pq = pytest.importorskip("pyarrow.parquet")

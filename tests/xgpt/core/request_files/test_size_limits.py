@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from xgpt.core.errors import InputError
-from xgpt.core.request_files import lines
-from xgpt.core.request_files.files import RequestFiles
-from xgpt.core.request_files.reader import read_requests
-from xgpt.core.request_files.seen_ids import SeenIds
-from xgpt.core.workload import Request, RequestError
+from xgpt.requests import lines
+from xgpt.requests.reader import read_requests
+from xgpt.requests.request import Request, RequestError
+from xgpt.requests.request_files import RequestFiles
+from xgpt.requests.seen_ids import SeenIds
 
 
 def read(path: Path) -> list[Request | RequestError]:
