@@ -34,11 +34,10 @@ from typing import NamedTuple
 import numpy as np
 from hand_problems import SCENARIOS, HandScenario
 
-from xgpt.core.copies import devices_of_copies
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import IntArray
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.schedule import Estimate, Schedule, devices_of_copies
 from xprofiler.timing import TimingSource
 from xscheduler.cells import Replays, cells_of
 from xscheduler.copies import problem_on

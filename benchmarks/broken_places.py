@@ -126,7 +126,7 @@ PLACES = (
           "not (is_chat and not request.is_openai)", "not is_chat",
           "tests/xrunner/io/test_intake.py::"
           "test_a_prompt_of_openais_completions_never_gets_the_chat_template"),
-    Place("5 ranges", "values of a schedule are not checked", "xgpt/core/ranges.py",
+    Place("5 ranges", "values of a schedule are not checked", "xgpt/core/units.py",
           "Positive = Annotated[int, Field(strict=True, ge=1, le=MAX_COUNT)]",
           "Positive = Annotated[int, Field(le=MAX_COUNT)]",
           "tests/xgpt/core/test_schedule_check.py::"
@@ -137,7 +137,7 @@ PLACES = (
     Place("5 ranges", "whole numbers of a job have no most", "xgpt/job/typed.py",
           "return Field(strict=True, ge=least, le=most)", "return Field(strict=True, ge=least)",
           "tests/xgpt/core/test_ranges.py"),
-    Place("5 ranges", "whole numbers of a schedule have no most", "xgpt/core/ranges.py",
+    Place("5 ranges", "whole numbers of a schedule have no most", "xgpt/core/units.py",
           "MAX_COUNT = 2**53 ", "MAX_COUNT = 10**40 ", "tests/xgpt/core/test_schedule_check.py::"
           "test_a_value_that_cannot_be_is_named_with_what_is_allowed"),
     Place("5 ranges", "an operator may take longer than a day", "xprofiler/profile_file.py",
@@ -280,7 +280,7 @@ PLACES = (
           "tests/xgpt/core/request_files/test_size_limits.py::"
           "test_a_line_of_50_megabytes_costs_itself_alone"),
     Place("a million lines", "the ids' tables are moved at once",
-          "xgpt/requests/seen_ids.py",
+          "xgpt/requests/reader.py",
           "_TABLES = 2**6 ", "_TABLES = 1 ",
           "tests/xgpt/core/request_files/test_size_limits.py::"
           "test_ids_are_told_apart_in_few_bytes_each"),
@@ -328,7 +328,7 @@ PLACES = (
     Place("messages", "a message of other types is taken", "xrunner/transport/wire.py",
           "strict=True", "strict=False",
           "tests/xrunner/transport/test_wire.py::test_what_is_none_of_ours_is_refused"),
-    Place("terminals", "control characters are printed", "xgpt/core/visible.py",
+    Place("terminals", "control characters are printed", "xgpt/core/errors.py",
           '    return _UNPRINTABLE.sub(_escaped, text.replace("\\r\\n", "\\n"))', "    return text",
           "tests/xgpt/cli/test_escapes.py"),
     Place("files and secrets", "a private run's files are everybody's", "xgpt/app/checks.py",

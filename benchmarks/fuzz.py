@@ -118,8 +118,7 @@ def request_file(rng: random.Random, folder: Path) -> None:
 
 
 def schedule_or_profile(rng: random.Random, folder: Path) -> None:
-    from xgpt.core.json_values import flat
-    from xgpt.core.schedule_file import load_schedule, save_schedule
+    from xgpt.core.schedule_file import flat, load_schedule, save_schedule
     from xprofiler.profile_file import load_profile, save_profile
 
     path = folder / "file.json"

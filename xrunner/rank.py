@@ -16,11 +16,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
-from xgpt.core.errors import XgptError
+from xgpt.core.errors import XgptError, in_words, visible
 from xgpt.core.system.lifeline import all_imported, end_unmet, name_of_rank
 from xgpt.core.system.whole_file import json_text, write_atomically
-from xgpt.core.troubles import in_words
-from xgpt.core.visible import visible
 from xgpt.requests.spool import Spool
 from xrunner.checkpoint.identity import changed_files, files_state, model_files
 from xrunner.engine.head import Head

@@ -13,7 +13,7 @@ from job_folder import SUPPORT, read_lines  # noqa: E402
 from surroundings import LEFT, OWN  # noqa: E402
 
 from xgpt.app import doctor  # noqa: E402
-from xgpt.core.other_launchers import without_other_launchers  # noqa: E402
+from xgpt.core.system.lifeline import without_other_launchers  # noqa: E402
 from xgpt.job.slurm_section import SlurmSpec  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xgpt.launch.local import LocalLauncher  # noqa: E402

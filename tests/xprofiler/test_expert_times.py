@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from xgpt.core import catalog
-from xgpt.core.decoder import Decoder, Experts
 from xgpt.core.hf.config import from_hf_config
-from xgpt.core.model import ModelSpec, active_layer_params
+from xgpt.core.model import Decoder, Experts, ModelSpec, active_layer_params
 from xprofiler.constants import GPU
 from xprofiler.kernels import Kernels, RowKernels
 from xprofiler.timing import Operator

@@ -9,7 +9,7 @@ import pytest
 from toy_jobs import toy_problem
 
 from xgpt.core.controls import FixedSchedule
-from xgpt.core.copies import sum_of
+from xgpt.core.schedule import sum_of
 from xscheduler.partition import best_division, division_of
 
 

@@ -15,11 +15,10 @@ from xgpt.core import catalog
 from xgpt.core.cluster import uniform_cluster
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.controls import FixedSchedule
-from xgpt.core.copies import devices_of_copies
 from xgpt.core.errors import InputError
 from xgpt.core.lengths import JointLengths, truncated_normal
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Schedule
+from xgpt.core.schedule import Schedule, devices_of_copies
 from xprofiler.timing import TimingSource
 from xscheduler.cells import cells_of
 from xscheduler.planner import PlanOptions, plan

@@ -22,7 +22,7 @@ from xgpt.app.remedies import (
 )
 from xgpt.app.telling import Teller
 from xgpt.core.errors import XgptError
-from xgpt.core.other_launchers import without_other_launchers
+from xgpt.core.system.lifeline import without_other_launchers
 from xgpt.core.system.machine import available_memory_bytes, gpus_here, usable_cores
 from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import format_bytes, format_seconds

@@ -14,7 +14,7 @@ from xgpt.app.no_answer import refuse_no_answer
 from xgpt.app.run_files import OF_A_RUN, RESULTS_FILE, asked_then, kept, whole_metrics
 from xgpt.app.standard_input import standard_input
 from xgpt.app.telling import LogTeller, Teller
-from xgpt.core.json_values import plain
+from xgpt.core.schedule_file import plain
 from xgpt.job.job import Job
 from xgpt.report.results_file import write_results
 from xgpt.requests.request_files import STDIN

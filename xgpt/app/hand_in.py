@@ -19,7 +19,7 @@ from xgpt.app.plan import Plan, executable, plan_job
 from xgpt.app.standard_input import standard_input
 from xgpt.app.telling import Teller
 from xgpt.core.errors import InputError, XgptError
-from xgpt.core.json_values import flat
+from xgpt.core.schedule_file import flat
 from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import DTYPE_BYTES, format_seconds
 from xgpt.job.job import Job

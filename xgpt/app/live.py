@@ -21,9 +21,8 @@ from xgpt.app.place import Place, SlurmRecord
 from xgpt.app.stall import are_silent, signs_of_life
 from xgpt.app.status import JobStatus, how_to_go_on, job_status
 from xgpt.app.telling import time_left_s
-from xgpt.core.errors import MissingExtraError, XgptError
+from xgpt.core.errors import MissingExtraError, XgptError, visible
 from xgpt.core.units import format_seconds
-from xgpt.core.visible import visible
 from xgpt.launch.slurm_queue import SlurmJob
 from xgpt.report.table import fact, shown_width, table
 from xrunner.io.beat import RankState, read_beats

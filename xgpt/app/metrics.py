@@ -12,11 +12,11 @@ import numpy as np
 from xgpt.app.opened import OpenedJob
 from xgpt.app.run_files import METRICS_FILE
 from xgpt.core.errors import XgptError
-from xgpt.core.json_values import plain, write_json
 from xgpt.core.lengths import IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import plain, write_json
 from xgpt.launch.contention import in_words
 from xgpt.launch.launcher import threads_per_rank
 from xgpt.report.bounds import check_bounds, kept_facts

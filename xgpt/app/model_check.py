@@ -10,11 +10,10 @@ from pathlib import Path
 from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.controls import FixedSchedule
-from xgpt.core.engines import engine_names, engine_place
+from xgpt.core.engines import engine_names, engine_place, load_row
 from xgpt.core.errors import EXIT_BAD_INPUT, InputError, Mistake, XgptError, nearest, wrong
 from xgpt.core.hf.values import gguf_in
 from xgpt.core.model import ModelSpec
-from xgpt.core.plugins import load_row
 from xgpt.core.system.machine import available_memory_bytes, detect
 from xgpt.core.units import DTYPE_BYTES, INT8, WEIGHT_BYTES, format_bytes
 from xgpt.job.job import Job, LengthSpec, WorkloadSpec

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from xgpt.core.errors import InputError, Mistake, wrong
-from xgpt.core.json_values import write_json
+from xgpt.core.schedule_file import write_json
 from xgpt.job.job_file import in_order, job_of, job_tree
 from xgpt.job.yaml_tree import OVERRIDE_FILE
 from xgpt.launch.slurm_queue import SlurmJob, ask

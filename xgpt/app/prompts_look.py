@@ -13,13 +13,12 @@ from typing import Any
 from xgpt.app.telling import Teller
 from xgpt.core.errors import InputError
 from xgpt.report.table import paragraph
-from xgpt.requests.delimited import USUAL, delimiter_of
 from xgpt.requests.keys import CONTENTS
+from xgpt.requests.lines import USUAL, delimiter_of
 from xgpt.requests.parquet import arrow
 from xgpt.requests.reader import read_requests
 from xgpt.requests.request import Request, RequestError
-from xgpt.requests.request_files import SUFFIXES, TABLES, RequestFiles
-from xgpt.requests.source import opened
+from xgpt.requests.request_files import SUFFIXES, TABLES, RequestFiles, opened
 
 MOST_READ = 50_000  # entries: enough to know what they are like
 _MOST_SAMPLED = 50  # rows, for what a column is like

@@ -15,10 +15,10 @@ from xgpt.app.telling import told_while
 from xgpt.core.constraint import Constraint
 from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import InfeasibleError, InputError, wrong
-from xgpt.core.json_values import estimate_keys
 from xgpt.core.policies import able_policies, baselines, policy, searched_policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
+from xgpt.core.schedule_file import estimate_keys
 from xgpt.core.units import format_seconds
 from xgpt.report import timeline
 from xgpt.report.chart import SUFFIXES, Chart, write_image

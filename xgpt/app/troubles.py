@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from xgpt.core.errors import XgptError
-from xgpt.core.troubles import in_words
+from xgpt.core.errors import XgptError, in_words
 
 
 @contextmanager

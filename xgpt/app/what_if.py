@@ -11,8 +11,8 @@ from xgpt.app.plan import JobPlanner, Plan
 from xgpt.core import catalog
 from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, engine_names
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
-from xgpt.core.json_values import flat
 from xgpt.core.schedule import Schedule
+from xgpt.core.schedule_file import flat
 from xgpt.core.system.machine import usable_cores
 from xgpt.job.job import Job
 from xgpt.job.resolve import resolve

@@ -14,18 +14,19 @@ import click
 
 from xgpt.cli.options import print_json
 from xgpt.cli.terminal import open_what_is_closed, say, show
+from xgpt.core.engines import load_row
 from xgpt.core.errors import (
     EXIT_BAD_INPUT,
     EXIT_FAILED,
     EXIT_RESUMABLE,
     InputError,
     XgptError,
+    is_of_memory,
     nearest,
+    of_a_file,
     shorten,
 )
-from xgpt.core.plugins import load_row
 from xgpt.core.surroundings import settle
-from xgpt.core.troubles import is_of_memory, of_a_file
 from xgpt.launch.asked import TO_STOP, warned_in_good_order
 
 SHOWN_LENGTH = 500  # characters of a mistake's list or mapping that `--json` prints

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
+from xgpt.core.engines import load_row
 from xgpt.core.errors import wrong
-from xgpt.core.plugins import load_row
 from xgpt.core.system.whole_file import why_no_file, why_no_folder
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -134,5 +134,5 @@ def check_folder(path: Path, option: str) -> None:
 
 
 def print_json(value: Mapping[str, Any] | Sequence[Any]) -> None:
-    plain = load_row("xgpt.core.json_values:plain")  # pydantic with it, which --help does without
+    plain = load_row("xgpt.core.schedule_file:plain")  # pydantic with it, which --help does without
     click.echo(json.dumps(plain(value), indent=1, allow_nan=False))

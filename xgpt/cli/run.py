@@ -20,7 +20,7 @@ from xgpt.cli.options import (
 )
 from xgpt.cli.terminal import Terminal, show
 from xgpt.core.errors import BoundMissed
-from xgpt.core.json_values import flat
+from xgpt.core.schedule_file import flat
 from xgpt.job.job import Job
 from xgpt.job.job_file import load_job
 from xgpt.launch.slurm import allocation_here

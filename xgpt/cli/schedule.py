@@ -18,8 +18,7 @@ from xgpt.cli.options import (
 from xgpt.cli.terminal import Terminal, say, show
 from xgpt.core.engines import ONE_PROCESS
 from xgpt.core.errors import InfeasibleError
-from xgpt.core.json_values import plain
-from xgpt.core.schedule_file import load_schedule, save_schedule
+from xgpt.core.schedule_file import load_schedule, plain, save_schedule
 from xgpt.core.units import parse_share
 from xgpt.job.job import Job
 from xgpt.job.job_file import load_job

@@ -6,7 +6,7 @@ Each policy's row (xgpt.core.policies) names its class here, or one of a package
 from dataclasses import dataclass
 from typing import Protocol
 
-from xgpt.core.ranges import Amount, Count, Positive, Share
+from xgpt.core.units import Amount, Count, Positive, Share
 
 
 class Controls(Protocol):

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, Protocol
 
+from xgpt.core.engines import load_row, rows_of_others
 from xgpt.core.errors import UnknownNameError
-from xgpt.core.plugins import load_row, rows_of_others
 
 Role = Literal["both", "encode", "decode"]
 GROUP = "xgpt.policies"  # of entry points

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from xgpt.core.copies import devices_of_copies
 from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate
+from xgpt.core.schedule import Estimate, devices_of_copies
 from xgpt.core.system.machine import usable_cores
 from xgpt.job.job import Job
 from xgpt.launch.process import Started

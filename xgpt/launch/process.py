@@ -17,10 +17,8 @@ from contextlib import ExitStack, closing, contextmanager
 from types import FrameType
 from typing import IO, NamedTuple
 
-from xgpt.core.errors import StoppedEarly, XgptError
-from xgpt.core.other_launchers import without_other_launchers
-from xgpt.core.system.lifeline import DONE, Lifeline
-from xgpt.core.troubles import is_of_memory
+from xgpt.core.errors import StoppedEarly, XgptError, is_of_memory
+from xgpt.core.system.lifeline import DONE, Lifeline, without_other_launchers
 from xgpt.launch.asked import raise_if_asked, to_be_heard
 from xgpt.launch.environment import environment_of_ranks
 from xgpt.launch.first_end import FirstEnd

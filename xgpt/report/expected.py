@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from xgpt.core.json_values import write_json
 from xgpt.core.lengths import FloatArray
 from xgpt.core.queries import QueryTimes
+from xgpt.core.schedule_file import write_json
 from xgpt.report.lanes import KINDS, Lane, thinned
 
 EXPECTED_FILE = "expected.json"

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from xgpt.core.copies import devices_tried, sum_of
 from xgpt.core.lengths import FloatArray, Lengths
-from xgpt.core.schedule import Schedule
+from xgpt.core.schedule import Schedule, devices_tried, sum_of
 from xgpt.core.units import GIB, format_bytes, format_seconds
 from xgpt.report.chart import PALETTE, Axis, Chart, Mark, Series
 from xgpt.report.figures import busy_shares, middle_window, percent, plain

@@ -11,9 +11,17 @@ from itertools import zip_longest
 from typing import Any
 
 from xgpt.core.constraint import Bound, Constraint
-from xgpt.core.copies import devices_of_copies, devices_tried, sum_of
 from xgpt.core.deployment import Deployment
-from xgpt.core.schedule import NOT_SURE, Estimate, Rejected, Schedule, Status
+from xgpt.core.schedule import (
+    NOT_SURE,
+    Estimate,
+    Rejected,
+    Schedule,
+    Status,
+    devices_of_copies,
+    devices_tried,
+    sum_of,
+)
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report import words
 from xgpt.report.figures import comparisons, lost_to, lost_to_bound, percent, plain

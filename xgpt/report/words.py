@@ -8,10 +8,10 @@ from typing import Any
 
 from xgpt.core.constraint import Metric, Prospect
 from xgpt.core.deployment import StageAssignment
+from xgpt.core.errors import visible
 from xgpt.core.policies import policy
 from xgpt.core.schedule import Schedule, Status
 from xgpt.core.units import format_seconds
-from xgpt.core.visible import visible
 from xgpt.report.figures import lost_to_bound, percent, plain
 from xgpt.report.output import Output, number, text_at
 

@@ -10,8 +10,7 @@ from typing import IO, Any, NamedTuple
 from xgpt.core.errors import MissingExtraError, wrong
 from xgpt.requests.chat import BadRecord
 from xgpt.requests.file_rows import Roles, Row, roles_of
-from xgpt.requests.request_files import RequestFiles
-from xgpt.requests.source import unreadable
+from xgpt.requests.request_files import RequestFiles, unreadable
 from xgpt.requests.spool_columns import ROWS_COLUMN, ColumnsWriter
 
 EXTRA = "parquet"

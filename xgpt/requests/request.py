@@ -25,12 +25,13 @@ from xgpt.requests.chat import (
     BadRecord,
     Message,
     check_encodable,
+    has_form,
     messages_of,
     options_of,
+    passed_of,
     tools_of,
 )
 from xgpt.requests.keys import CHAT, COMPLETION, EMBEDDINGS, KEYS, MAX_INT, OWN, READ, asked_of
-from xgpt.requests.passed import has_form, passed_of
 
 URLS = (CHAT, COMPLETION)
 MAX_ID_CHARS = 1024
@@ -65,7 +66,7 @@ class Request:
     samples: int = 1  # answers to it
     tools: str = ""  # that a chat may call, as JSON
     chat_template_kwargs: str = ""  # what its template is told besides, as JSON
-    passed: str = ""  # what the engine's own sampler is told, as JSON (xgpt.requests.passed)
+    passed: str = ""  # what the engine's own sampler is told, as JSON (xgpt.requests.chat)
     continuation: str | None = None  # of the prompt, to be scored; or its tokens
     continuation_tokens: tuple[int, ...] | None = None
     pooled: str = ""  # its embedding is asked for, pooled so ("last", "mean"), and no answer

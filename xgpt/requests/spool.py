@@ -62,7 +62,7 @@ class Record:
     choices: int = 1  # answers that stand in one line of results (OpenAI's `n`, and its lists)
     asked: int = 0  # which input of its line it answers
     targets: tuple[int, ...] = ()  # that are scored; all but the last end the tokens
-    passed: str = ""  # what the engine's own sampler is told (xgpt.requests.passed)
+    passed: str = ""  # what the engine's own sampler is told (xgpt.requests.chat)
     tools: str = ""  # that a chat may call, as JSON
     pooled: str = ""  # its embedding is asked for, see xgpt.requests.request.Request
 

@@ -13,7 +13,7 @@ import time
 from collections import defaultdict
 from typing import NamedTuple
 
-from xgpt.core.busy import busy_s, children_s
+from xgpt.core.system.machine import busy_s, children_s
 from xprofiler.measure.ranks import Ranks
 from xprofiler.profile import DISTURBED_LIMIT
 from xrunner.threads import WaitedForCores

@@ -8,9 +8,8 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 
-from xgpt.core.decoder import Decoder
 from xgpt.core.errors import InputError, MissingExtraError, Mistake, XgptError
-from xgpt.core.model import refuse_tp_degree
+from xgpt.core.model import Decoder, refuse_tp_degree
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xgpt.job.job import Job

@@ -6,9 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from xgpt.core.engines import OWN_ENGINE, engine_place
+from xgpt.core.engines import OWN_ENGINE, engine_place, load_row
 from xgpt.core.errors import Mistake, wrong
-from xgpt.core.plugins import load_row
 from xgpt.core.policies import policies
 from xgpt.core.policies import policy as row_of
 from xgpt.core.problem import Problem

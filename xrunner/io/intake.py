@@ -19,8 +19,8 @@ import numpy as np
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray, JointLengths
 from xgpt.core.model import ModelSpec
-from xgpt.requests.delimited import Divided
-from xgpt.requests.passed import has_form
+from xgpt.requests.chat import has_form
+from xgpt.requests.lines import Divided
 from xgpt.requests.reader import read_requests
 from xgpt.requests.request import Request, RequestError, Requests, synthetic_requests
 from xgpt.requests.request_files import RequestFiles

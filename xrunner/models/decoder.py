@@ -1,6 +1,6 @@
 """The one decoder layer of all decoder-only families, without its attention kernel, and the ends
 of a model. A family reads its checkpoint's names and layouts into `LayerWeights` and `EndWeights`;
-what is done with them is xgpt.core.decoder.Decoder's to say.
+what is done with them is xgpt.core.model.Decoder's to say.
 """
 
 from typing import NamedTuple

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from xgpt.core.decoder import Experts
+from xgpt.core.model import Experts
 from xrunner.ops.linear import Product
 
 # ModelSpec.activation -> of a gate

@@ -16,7 +16,7 @@ from in_process import xgpt
 from xgpt.app.finished import DONE, asked_of, set_aside
 from xgpt.cli import run as command
 from xgpt.core.errors import XgptError
-from xgpt.core.json_values import write_json
+from xgpt.core.schedule_file import write_json
 from xgpt.job.job_file import load_job
 from xgpt.requests.spool import Record
 from xrunner.checkpoint.identity import model_files

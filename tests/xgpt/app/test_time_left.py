@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from xgpt.app.telling import time_left_s
-from xgpt.core.json_values import write_json
+from xgpt.core.schedule_file import write_json
 from xgpt.report.expected import EXPECTED_FILE, VERSION
 from xrunner.io.sink import Progress
 

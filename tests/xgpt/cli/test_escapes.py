@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from in_process import xgpt
 
-from xgpt.core.visible import visible
+from xgpt.core.errors import visible
 
 ROOT = Path(__file__).resolve().parents[3]
 EVIL = "x\x1b]0;owned\x07\x1b[31m\u202egpj\u2066\x9b2J\r"

@@ -14,7 +14,7 @@ from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.plan import executable, plan_job
 from xgpt.app.telling import LogTeller
 from xgpt.cli.schedule import schedule
-from xgpt.core.json_values import flat
+from xgpt.core.schedule_file import flat
 from xprofiler.roofline import Roofline
 
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32,

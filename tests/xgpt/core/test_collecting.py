@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from xgpt.core import collecting
-from xgpt.core.collecting import uncollected
+from xscheduler import planner as collecting
+from xscheduler.planner import uncollected
 
 
 class Node:

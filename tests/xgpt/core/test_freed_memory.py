@@ -19,7 +19,7 @@ import sys
 
 import numpy as np
 
-from xgpt.core.freed_memory import keep_freed
+from xscheduler.planner import keep_freed
 
 if sys.argv[1] == "kept":
     keep_freed()

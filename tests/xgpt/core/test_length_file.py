@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from xgpt.core.errors import InputError
-from xgpt.job.length_file import MAX_MISTAKES, read_length_pairs, read_lengths
+from xgpt.job.job_lengths import MAX_MISTAKES, read_length_pairs, read_lengths
 
 
 def _file(folder: Path, text: str) -> Path:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from xgpt.requests.chat import BadRecord
-from xgpt.requests.passed import has_form, passed_of
+from xgpt.requests.chat import BadRecord, has_form, passed_of
 from xgpt.requests.request import Terms, read_record
 
 SCHEMA = {"type": "object"}

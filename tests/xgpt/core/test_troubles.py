@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.core.troubles import in_words, of_a_file
+from xgpt.core.errors import in_words, of_a_file
 
 
 @pytest.mark.parametrize(("number", "said"), [

@@ -13,7 +13,7 @@ import pytest
 from disturbed import TOGETHER_S
 from faults import alive, wait
 
-from xgpt.core.troubles import in_words
+from xgpt.core.errors import in_words
 from xgpt.launch import isolated, process
 from xgpt.launch.own_modules import own_modules
 from xgpt.launch.process import RanksFailed, run_watched

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch", reason="measuring needs the extra `run`")
 
-from xgpt.core.busy import children_s
+from xgpt.core.system.machine import children_s
 from xprofiler.measure import disturbance, ranks
 from xprofiler.measure.disturbance import Disturbance, _Seen, missing_share
 from xprofiler.measure.probe import StepParts

@@ -21,9 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from zero_weights import Zeros
 
-from xgpt.core.decoder import Decoder
 from xgpt.core.deployment import StageAssignment
-from xgpt.core.model import ModelSpec
+from xgpt.core.model import Decoder, ModelSpec
 from xrunner.devices import Arriving, on_device
 from xrunner.engine.blocks import BLOCK_TOKENS
 from xrunner.engine.graphs import Captured, CapturedStep, DecodeGraphs, why_not

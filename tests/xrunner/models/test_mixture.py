@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the runner needs the extra `run`")
 
-from xgpt.core.decoder import Experts  # noqa: E402
+from xgpt.core.model import Experts  # noqa: E402
 from xrunner.models.mlp import GatedMlp, Mixture  # noqa: E402
 from xrunner.ops.linear import Product  # noqa: E402
 

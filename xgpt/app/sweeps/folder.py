@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.core.errors import MissingExtraError, wrong
-from xgpt.core.json_values import write_json
+from xgpt.core.schedule_file import write_json
 from xgpt.core.system.whole_file import json_text, temporary_of, why_no_folder, write_atomically
 from xgpt.job.sweep_file import SweepSpec
 from xgpt.report.sweep_rows import (

@@ -15,7 +15,7 @@ from xgpt.app.plan import JobPlanner, Plan
 from xgpt.app.telling import LogTeller, Teller
 from xgpt.app.timing import timing_of
 from xgpt.core.errors import InfeasibleError, InputError, StoppedEarly, XgptError
-from xgpt.core.json_values import plain
+from xgpt.core.schedule_file import plain
 from xgpt.job.job import Job
 from xgpt.job.run_section import LOCAL_CLUSTER
 from xgpt.job.sweep_axes import AUTO, BOUND, COPIES, POLICY

@@ -7,12 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xgpt.core.decoder import Decoder, NormPlace
 from xgpt.core.hf import gated as hf_gated
 from xgpt.core.hf.gated import FULL, WINDOWED, Reader, gated, sizes_of
 from xgpt.core.hf.quantised import read_quantised
 from xgpt.core.hf.values import ConfigValues, load_json
-from xgpt.core.model import ModelSpec
+from xgpt.core.model import Decoder, ModelSpec, NormPlace
 
 ELSEWHERE = "vLLM (`vllm serve`) executes many others, which xgpt does not plan"
 VISION = "the vision tower, whose text model alone"

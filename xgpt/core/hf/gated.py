@@ -12,9 +12,8 @@ from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from xgpt.core.decoder import Decoder, Experts, Latent
 from xgpt.core.hf.values import ConfigValues
-from xgpt.core.model import ModelSpec, RopeValue
+from xgpt.core.model import Decoder, Experts, Latent, ModelSpec, RopeValue
 
 LATENT = "multi-head latent attention and shared experts"
 CHUNKED = "attention in chunks and shared experts"

@@ -8,16 +8,17 @@ and Slurm's own launchers see to."""
 import ctypes
 import gc
 import os
+import re
 import signal
 import socket
 import stat
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
 
-from xgpt.core.visible import visible
+from xgpt.core.errors import visible
 
 NAME = "XGPT_LIFELINE"  # descriptor:inode, in a rank's environment
 _PR_SET_PDEATHSIG = 1
@@ -124,3 +125,20 @@ def _is_pipe(descriptor: int, inode: int) -> bool:
     except OSError:
         return False
     return stat.S_ISFIFO(found.st_mode) and found.st_ino == inode
+
+
+# resource managers' names; those of hydra (but for a user's own words to it), PMI, Open MPI,
+# MVAPICH and torchrun; whole names
+_THEIRS = re.compile(
+    r"(SLURM|SRUN_|PBS_|LSB_|LSF_|EGO_|JSM_|SGE_|COBALT_|LOADL|MP_|FLUX_|ALPS_|PALS_|OAR_|PJM_|"
+    r"_CONDOR_|MOAB_|HYDRA_(?!(IFACE|BINDING|MAPPING|MEMBIND|TOPOLIB|DEBUG)$)|HYDI_|MPIEXEC_|PMI2?_|"
+    r"I_MPI_(HYDRA_|JOB_|PMI|PERHOST|PROCESS_MANAGER)|PMIX_|MPI_LOCAL|OMPI_|OPAL_|ORTE_|PRR?TE_|"
+    r"MV2_|MVP_|MPIRUN_|MPISPAWN_|TORCHELASTIC_|ACCELERATE_|GROUP_|ROLE_|CROSS_|"
+    r"(PE_HOSTFILE|JOB_ID|NSLOTS|NHOSTS|NQUEUES|LS_(EXEC_T|JOBPID|SUBCWD)|((LOCAL_|NODE_)?RANK)|"
+    r"(LOCAL_)?WORLD_SIZE|LOCAL_SIZE|MASTER_(ADDR|PORT))$)")
+
+
+def without_other_launchers(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment for ranks that this machine alone starts: without what MPI and mpiexec would
+    take them for parts of an allocation by, or of another run."""
+    return {name: value for name, value in environment.items() if not _THEIRS.match(name)}

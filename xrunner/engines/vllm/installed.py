@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from xgpt.core.errors import XgptError
-from xgpt.core.other_launchers import without_other_launchers
+from xgpt.core.system.lifeline import without_other_launchers
 from xgpt.core.system.whole_file import write_atomically
 from xrunner.checkpoint.source import cache_dir
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from xgpt.requests.passed import has_form
+from xgpt.requests.chat import has_form
 from xrunner.engines.vllm.given import engine_arguments
 from xrunner.engines.vllm.sampling import await_form, parameters_of
 from xrunner.io.tokenizer import TextTokenizer

@@ -11,10 +11,9 @@ import pytest
 
 from xgpt.core.errors import InputError
 from xgpt.requests import lines
-from xgpt.requests.reader import read_requests
+from xgpt.requests.reader import SeenIds, read_requests
 from xgpt.requests.request import Request, RequestError
 from xgpt.requests.request_files import RequestFiles
-from xgpt.requests.seen_ids import SeenIds
 
 
 def read(path: Path) -> list[Request | RequestError]:
