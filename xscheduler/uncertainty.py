@@ -41,10 +41,11 @@ from xgpt.core.lengths import (
     FloatArray,
     JointLengths,
     bootstrap,
+    mixture_quantile,
+    ndtri,
     with_longer_inputs,
     with_output_moments,
 )
-from xgpt.core.normal import mixture_quantile, ndtri
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Margin
 from xgpt.core.units import format_seconds
@@ -214,7 +215,7 @@ class Doubts:
         """Lengths by drift, the unchanged among them: the worst is never better than that."""
         lengths, drift = self.problem.lengths, self.problem.constraint.drift
         changes = (-drift, -drift / 2, 0.0, drift / 2, drift) if drift else ()
-        return {change: with_output_moments(lengths, mean_factor=1 + change, moves=True)
+        return {change: with_output_moments(lengths, mean_factor=1 + change)
                 for change in changes}
 
     def _variant(self, name: Hashable, lengths: JointLengths | None = None,

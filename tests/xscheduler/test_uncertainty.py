@@ -124,7 +124,7 @@ def test_layers_stay_where_the_schedule_has_them() -> None:
     estimate = estimate_of(problem, "waa-c", encode_batch=4, decode_micro_batches=2)
     assert estimate_of(other, "waa-c", encode_batch=4, decode_micro_batches=2
                        ).deployment.stages != estimate.deployment.stages
-    drifted = with_output_moments(problem.lengths, mean_factor=1.2, moves=True)
+    drifted = with_output_moments(problem.lengths, mean_factor=1.2)
     expected = Evaluator(replace(problem, lengths=drifted), roofline_of(problem)).seconds(
         estimate, "latency") / Evaluator(problem, roofline_of(problem)).seconds(estimate, "latency")
     assert margin_of(problem, estimate, drift=0.2).drift == pytest.approx(expected)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import optimize, special, stats
 
-from xgpt.core.normal import log_ndtr, mixture_quantile, ndtri, truncated_parent
+from xgpt.core.lengths import log_ndtr, mixture_quantile, ndtri, truncated_parent
 
 
 def test_logarithms_of_chances_are_exact_in_both_tails() -> None:
