@@ -119,7 +119,7 @@ def test_only_the_command_line_knows_click() -> None:
 def test_the_command_line_is_commands_alone() -> None:
     """What it does is in xgpt.app: only the entry point and what all commands share stand beside
     the commands."""
-    shared = ("__main__", "cli", "main", "options", "terminal")
+    shared = ("__main__", "cli", "main", "options", "surroundings", "terminal")
     for module in members("cli"):
         functions = [n for n in ast.walk(ast.parse(modules()[module].read_text("utf-8")))
                      if isinstance(n, ast.FunctionDef)]

@@ -13,8 +13,7 @@ import numpy as np
 from xgpt.core.constraint import Metric
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray, synthetic_lengths
-from xgpt.core.problem import Problem
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xrunner.rules.order import run_order, window_of

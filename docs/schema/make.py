@@ -29,7 +29,7 @@ from xgpt.core.schedule import (  # noqa: E402
 )
 from xgpt.core.schedule_file import SCHEDULE_VERSION  # noqa: E402
 from xgpt.job.job_file import job_schema  # noqa: E402
-from xgpt.job.sweep_axes import AXES as AXES_OF_SWEEP  # noqa: E402
+from xgpt.job.sweep_file import AXES as AXES_OF_SWEEP  # noqa: E402
 from xgpt.report.expected import VERSION as EXPECTED_VERSION  # noqa: E402
 from xgpt.report.lanes import KINDS  # noqa: E402
 from xgpt.report.sweep_rows import COLUMNS  # noqa: E402

@@ -21,8 +21,10 @@ from replayed import problem_of  # noqa: E402
 
 from xgpt.app.opened import open_file  # noqa: E402
 from xgpt.core.controls import FixedSchedule
-from xgpt.core.problem import Problem  # noqa: E402
-from xgpt.core.queries import QueryLengths  # noqa: E402
+from xgpt.core.problem import (
+    Problem,  # noqa: E402
+    QueryLengths,  # noqa: E402
+)
 from xgpt.core.schedule import Estimate  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.query import PreparedQuery  # noqa: E402

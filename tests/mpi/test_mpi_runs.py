@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from xgpt.app.opened import open_file  # noqa: E402
 from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import XgptError  # noqa: E402
-from xgpt.core.queries import QueryLengths  # noqa: E402
+from xgpt.core.problem import QueryLengths  # noqa: E402
 from xgpt.core.schedule_file import load_schedule  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xgpt.launch.local import LocalLauncher  # noqa: E402

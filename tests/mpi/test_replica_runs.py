@@ -24,7 +24,7 @@ from replayed import problem_of, replayed_steps  # noqa: E402
 
 from xgpt.app.opened import open_file  # noqa: E402
 from xgpt.core.controls import LEAST_TOKENS, FixedSchedule
-from xgpt.core.queries import QueryLengths  # noqa: E402
+from xgpt.core.problem import QueryLengths  # noqa: E402
 from xgpt.core.schedule import devices_of_copies  # noqa: E402
 from xgpt.core.schedule_file import load_schedule  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402

@@ -23,8 +23,10 @@ from job_folder import XGPT, MeasuredToy, read_lines, write_job  # noqa: E402
 from xgpt.app.metrics import CHANGED  # noqa: E402
 from xgpt.app.opened import open_file  # noqa: E402
 from xgpt.core.controls import FixedSchedule
-from xgpt.core.problem import Problem  # noqa: E402
-from xgpt.core.queries import QueryLengths  # noqa: E402
+from xgpt.core.problem import (
+    Problem,  # noqa: E402
+    QueryLengths,  # noqa: E402
+)
 from xgpt.core.schedule import Estimate  # noqa: E402
 from xgpt.core.schedule_file import load_schedule  # noqa: E402
 from xprofiler.profile_file import load_profile, save_profile  # noqa: E402

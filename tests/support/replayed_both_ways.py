@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from xgpt.core.errors import XgptError
-from xgpt.core.problem import Problem
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
 from xsimulator.replay import native_replay

@@ -15,7 +15,7 @@ from toy_runs import Collector, executor_of, head_of, serve
 from toys import generate, random_queries
 
 from xgpt.core.controls import ROUND_ROBIN, FixedSchedule
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
 from xrunner.engine.head import Alone, Head

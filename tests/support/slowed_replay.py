@@ -17,8 +17,7 @@ import numpy as np
 
 from xgpt.app.watch import LOOK_S
 from xgpt.core.policies import policy
-from xgpt.core.problem import Problem
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Schedule
 from xprofiler.retimed import Factor
 from xprofiler.timing import TimingSource

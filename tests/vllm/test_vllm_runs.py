@@ -25,8 +25,10 @@ from replayed import problem_of  # noqa: E402
 
 from xgpt.app.opened import open_file  # noqa: E402
 from xgpt.core.controls import FixedSchedule
-from xgpt.core.problem import Problem  # noqa: E402
-from xgpt.core.queries import QueryLengths  # noqa: E402
+from xgpt.core.problem import (
+    Problem,  # noqa: E402
+    QueryLengths,  # noqa: E402
+)
 from xgpt.core.schedule_file import load_schedule  # noqa: E402
 from xprofiler.profile import TableKey  # noqa: E402
 from xprofiler.profile_file import load_profile  # noqa: E402

@@ -9,7 +9,7 @@ import pytest
 from toy_jobs import estimate_of, roofline_of, toy_problem
 
 from xgpt.core.lengths import joint_empirical, truncated_normal
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import QueryLengths
 from xscheduler.evaluator import Evaluator, predict
 
 

@@ -13,8 +13,7 @@ from toy_jobs import estimate_of, roofline_of, toy_problem
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.controls import FixedSchedule
 from xgpt.core.lengths import truncated_normal
-from xgpt.core.problem import Problem
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import Problem, QueryLengths
 from xscheduler.job_sample import levels_of
 from xscheduler.planner import plan
 from xscheduler.uncertainty import Doubts

@@ -13,8 +13,7 @@ from xgpt.app.opened import OpenedJob
 from xgpt.app.run_files import METRICS_FILE
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray
-from xgpt.core.problem import Problem
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import Problem, QueryLengths
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import plain, write_json
 from xgpt.launch.contention import in_words

@@ -17,7 +17,7 @@ from xgpt.core import catalog
 from xgpt.core.cluster import Cluster
 from xgpt.core.errors import wrong
 from xgpt.core.model import ModelSpec
-from xgpt.core.queries import output_room
+from xgpt.core.problem import output_room
 from xgpt.core.system.machine import available_memory_bytes, detect, usable_cores
 from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import format_bytes, format_seconds

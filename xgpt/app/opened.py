@@ -238,7 +238,7 @@ class _Model:
 
     @property
     def input_error(self) -> float:
-        """By how much the lengths may be off (xgpt.core.queries)."""
+        """By how much the lengths may be off (xgpt.core.problem)."""
         return 0.0 if self._estimate is None else SPREAD
 
     def _seek(self) -> None:

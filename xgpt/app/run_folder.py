@@ -12,7 +12,7 @@ from xgpt.app.opened import OpenedJob
 from xgpt.app.run_files import METRICS_FILE, RESULTS_FILE, is_half_done, is_told_done
 from xgpt.app.telling import Teller
 from xgpt.core.errors import wrong
-from xgpt.core.queries import has_room, output_room
+from xgpt.core.problem import has_room, output_room
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import write_json
 from xgpt.core.system.whole_file import sync_folder

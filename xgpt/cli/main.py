@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from xgpt.cli.options import print_json
+from xgpt.cli.surroundings import settle
 from xgpt.cli.terminal import open_what_is_closed, say, show
 from xgpt.core.engines import load_row
 from xgpt.core.errors import (
@@ -26,7 +27,6 @@ from xgpt.core.errors import (
     of_a_file,
     shorten,
 )
-from xgpt.core.surroundings import settle
 from xgpt.launch.asked import TO_STOP, warned_in_good_order
 
 SHOWN_LENGTH = 500  # characters of a mistake's list or mapping that `--json` prints

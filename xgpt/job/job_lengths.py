@@ -27,7 +27,7 @@ from xgpt.core.lengths import (
     truncated_normal,
 )
 from xgpt.core.model import ModelSpec
-from xgpt.core.queries import has_room, output_room
+from xgpt.core.problem import has_room, output_room
 from xgpt.core.system.whole_file import read_text
 from xgpt.job.job import Job, LengthSpec
 from xgpt.requests.request import Requests

@@ -17,8 +17,7 @@ from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, VLLM
 from xgpt.core.errors import wrong
 from xgpt.core.hf.config import read_shape
 from xgpt.core.model import ModelSpec
-from xgpt.core.problem import Problem
-from xgpt.core.queries import QueryLengths, has_room, output_room
+from xgpt.core.problem import Problem, QueryLengths, has_room, output_room
 from xgpt.core.system import machine as local
 from xgpt.core.system.machine import (
     MAX_DEFAULT_WORKERS,

@@ -18,6 +18,7 @@ from pydantic_core import core_schema
 from xgpt.core.errors import Mistake, nearest
 from xgpt.core.units import parse_bytes, parse_seconds, parse_share
 from xgpt.job.yaml_tree import Field as Node
+from xgpt.job.yaml_tree import data_of
 
 Json = dict[str, Any]
 CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True)  # of each dataclass of a file
@@ -338,11 +339,5 @@ def plain(node: Node) -> Any:
         return [plain(one) for one in node.value]
     if not isinstance(node.value, dict):
         return node.value
-    return {key: _all_of(child) if key in _OF_OTHERS else plain(child)
+    return {key: data_of(child) if key in _OF_OTHERS else plain(child)
             for key, child in node.value.items() if child.value is not None}
-
-
-def _all_of(node: Node) -> Any:
-    if isinstance(node.value, dict):
-        return {key: _all_of(child) for key, child in node.value.items()}
-    return [_all_of(one) for one in node.value] if isinstance(node.value, list) else node.value

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -100,7 +100,7 @@ def apply_override(tree: Field, text: str, mistakes: list[Mistake]) -> Field:
                                 value=None, allowed=f"{text!r} is not of the form key.path=value"))
         return tree
     try:
-        field = _without_lines(parse_tree(value, OVERRIDE_FILE, mistakes))
+        field = without_lines(parse_tree(value, OVERRIDE_FILE, mistakes))
     except InputError as cause:
         mistakes.extend(replace(m, key=".".join(keys), line=None) for m in cause.mistakes)
         return tree
@@ -116,12 +116,20 @@ def with_value(tree: Field, keys: Sequence[str], new: Field) -> Field:
     return replace(place, value={**children, keys[0]: with_value(below, keys[1:], new)})
 
 
-def _without_lines(field: Field) -> Field:
+def data_of(field: Field) -> Any:
+    """The value without where it stands."""
+    if isinstance(field.value, dict):
+        return {key: data_of(child) for key, child in field.value.items()}
+    return [data_of(one) for one in field.value] if isinstance(field.value, list) else field.value
+
+
+def without_lines(field: Field) -> Field:
+    """As a value of the command line."""
     value = field.value
     if isinstance(value, dict):
-        value = {key: _without_lines(child) for key, child in value.items()}
+        value = {key: without_lines(child) for key, child in value.items()}
     elif isinstance(value, list):
-        value = [_without_lines(child) for child in value]
+        value = [without_lines(child) for child in value]
     return replace(field, value=value, line=None)
 
 

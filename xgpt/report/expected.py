@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from xgpt.core.lengths import FloatArray
-from xgpt.core.queries import QueryTimes
+from xgpt.core.problem import QueryTimes
 from xgpt.core.schedule_file import write_json
 from xgpt.report.lanes import KINDS, Lane, thinned
 

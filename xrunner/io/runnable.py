@@ -8,7 +8,7 @@ import numpy as np
 
 from xgpt.core.lengths import BoolArray, IntArray
 from xgpt.core.model import ModelSpec
-from xgpt.core.queries import output_room
+from xgpt.core.problem import output_room
 from xgpt.requests.request import Requests
 from xrunner.plan import RunPlan
 

@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from xgpt.core.lengths import FloatArray
-from xgpt.core.queries import QueryLengths, QueryTimes
+from xgpt.core.problem import QueryLengths, QueryTimes
 from xrunner.rules.routing import Router, expected_tokens
 from xrunner.rules.steps import YieldingRule, rules_for
 from xrunner.rules.windows import Load, window_of

@@ -19,7 +19,7 @@ from xgpt.app.opened import OpenedJob
 from xgpt.app.plan import plan_job
 from xgpt.app.run_folder import plan_for_ranks
 from xgpt.app.watch import decisions_with_phases, rescheduler_of
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import QueryLengths
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.job.job_file import load_job
 from xrunner.checkpoint.source import ModelFiles

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from xgpt.app import run
 from xgpt.cli.main import cli
 from xgpt.core.errors import InputError
-from xgpt.core.queries import QueryTimes
+from xgpt.core.problem import QueryTimes
 from xsimulator.replay.records import ReplayResult
 
 JOB = """

@@ -8,7 +8,7 @@ import numpy as np
 
 from xgpt.core import catalog
 from xgpt.core.hf.config import from_hf_config
-from xgpt.core.queries import UNLIMITED, output_room
+from xgpt.core.problem import UNLIMITED, output_room
 
 BART = {"model_type": "bart", "vocab_size": 97, "d_model": 48, "encoder_layers": 3,
         "decoder_layers": 2, "encoder_attention_heads": 6, "decoder_attention_heads": 6,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from xgpt.core.deployment import Pool, StageAssignment
-from xgpt.core.queries import QueryTimes
+from xgpt.core.problem import QueryTimes
 from xgpt.report.chart import can_draw, write_image
 from xgpt.report.expected import read_expected, write_expected
 from xgpt.report.html_page import figure, write_chart_page

@@ -16,7 +16,7 @@ from toy_runs import Collector, run_in_process, run_waa_in_process, toy_waa_rule
 from toys import generate, random_queries
 
 from xgpt.core.controls import FixedSchedule
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import QueryLengths
 from xprofiler.roofline import Roofline
 from xrunner.devices import Arriving
 from xrunner.engine import stage

@@ -22,7 +22,7 @@ from toys import generate, random_queries
 
 from xgpt.core.controls import FixedSchedule
 from xgpt.core.policies import policy as row_of
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
 from xrunner.query import PreparedQuery

@@ -13,7 +13,7 @@ from replayed import problem_of
 from toy_runs import run_in_process
 
 from xgpt.core.controls import FixedSchedule
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
 from xrunner.query import PreparedQuery

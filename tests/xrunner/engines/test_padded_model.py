@@ -21,8 +21,7 @@ from xgpt.core import catalog
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.controls import FixedSchedule
 from xgpt.core.lengths import joint_empirical
-from xgpt.core.problem import Problem
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import Problem, QueryLengths
 from xprofiler.roofline import Roofline
 from xrunner.engine.head import Head
 from xrunner.engine.pipeline import Neighbours, Route, await_start, serve_stage

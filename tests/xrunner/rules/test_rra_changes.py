@@ -22,7 +22,7 @@ from toy_runs import Collector, run_in_process
 from toys import generate, random_queries
 
 from xgpt.core.controls import FixedSchedule
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import QueryLengths
 from xprofiler.roofline import Roofline
 from xrunner.io.launcher_link import ChangeOrder, LauncherLink, read_observed
 from xrunner.io.result_line import result_line

@@ -21,7 +21,7 @@ from xgpt.app.plan import plan_job
 from xgpt.app.watch import Rescheduler, rescheduler_of
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths, empirical
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import QueryLengths
 from xgpt.core.schedule import Schedule, Status
 from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.report.table import schedule_table

@@ -15,7 +15,7 @@ from taken_as_true import TakenAsTrue
 from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import joint_empirical
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import QueryLengths
 from xprofiler.timing import Operator, TimingFacts
 from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.steps import StepKind

@@ -12,7 +12,7 @@ from replayed_both_ways import assert_names_one_that_never_fits, same_both_ways
 
 from xgpt.core.controls import FixedSchedule
 from xgpt.core.lengths import joint_empirical
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import QueryLengths
 from xsimulator import native
 from xsimulator.replay.job import replay_job
 from xsimulator.rough.forms import fixed_estimate

@@ -13,7 +13,7 @@ from replayed_both_ways import assert_names_one_that_never_fits, same_both_ways
 
 from xgpt.core.controls import EvenBatches, FixedSchedule
 from xgpt.core.lengths import joint_empirical
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import QueryLengths
 from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.rra import RraRule, reserve_facts
 from xrunner.rules.steps import StepKind

@@ -14,7 +14,7 @@ from taken_as_true import TakenAsTrue
 from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import XgptError
 from xgpt.core.lengths import joint_empirical
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import QueryLengths
 from xprofiler.timing import TimingFacts
 from xrunner.rules.static import StaticRule
 from xsimulator import native

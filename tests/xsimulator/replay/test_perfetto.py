@@ -10,7 +10,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from xgpt.core.queries import QueryTimes
+from xgpt.core.problem import QueryTimes
 from xrunner.rules.steps import Step, StepKind
 from xsimulator.replay.perfetto import events, write_trace
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult

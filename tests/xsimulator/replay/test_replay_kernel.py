@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from xgpt.core.errors import XgptError
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import QueryLengths
 from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.rra import RraRule

@@ -16,7 +16,7 @@ from xgpt.core.controls import FixedSchedule
 from xgpt.core.errors import InputError
 from xgpt.core.lengths import empirical, joint_empirical
 from xgpt.core.policies import policy_names
-from xgpt.core.queries import QueryTimes
+from xgpt.core.problem import QueryTimes
 from xrunner.rules.steps import StepKind
 from xsimulator.replay.job import planned_queries, replay_job
 from xsimulator.replay.records import ReplayResult

@@ -9,7 +9,7 @@ import pytest
 from toy_jobs import roofline_of, toy_problem
 
 from xgpt.core.controls import FIXED, LEAST_TOKENS, FixedSchedule
-from xgpt.core.queries import QueryLengths
+from xgpt.core.problem import QueryLengths
 from xsimulator.replay.job import Replayer, planned_queries
 from xsimulator.replay.records import PoolRecords
 from xsimulator.replay.routed import RoutedReplay, replay_routed

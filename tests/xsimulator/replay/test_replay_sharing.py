@@ -10,7 +10,7 @@ from problems import problem_of
 
 from xgpt.core.controls import FixedSchedule
 from xgpt.core.deployment import StageAssignment
-from xgpt.core.queries import QueryTimes
+from xgpt.core.problem import QueryTimes
 from xprofiler.roofline import Roofline
 from xrunner.rules.steps import Step, StepKind
 from xsimulator.replay.job import planned_queries, replay_job, slow_downs

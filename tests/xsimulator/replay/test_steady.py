@@ -9,7 +9,7 @@ import pytest
 
 from xgpt.core.constraint import latency_constraint
 from xgpt.core.lengths import truncated_normal
-from xgpt.core.queries import QueryTimes
+from xgpt.core.problem import QueryTimes
 from xsimulator.replay.records import PoolRecords, ReplayResult
 from xsimulator.replay.steady import steady_figures
 

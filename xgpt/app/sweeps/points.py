@@ -18,8 +18,7 @@ from xgpt.core.errors import InfeasibleError, InputError, StoppedEarly, XgptErro
 from xgpt.core.schedule_file import plain
 from xgpt.job.job import Job
 from xgpt.job.run_section import LOCAL_CLUSTER
-from xgpt.job.sweep_axes import AUTO, BOUND, COPIES, POLICY
-from xgpt.job.sweep_file import SweepPoint, SweepSpec
+from xgpt.job.sweep_file import AUTO, BOUND, COPIES, POLICY, SweepPoint, SweepSpec
 from xgpt.report.policy_words import controls_line, value_of
 from xgpt.report.sweep_rows import COLUMNS, INFEASIBLE, OK, REFUSED, Row
 from xprofiler.profile_timing import ProfileTiming
