@@ -144,14 +144,23 @@ def _escaped(found: re.Match[str]) -> str:
             f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}")
 
 
-_GOES_ON = "the same command goes on from there"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR)
 _LOST = (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.EHOSTDOWN,
          errno.ETIMEDOUT, errno.EREMOTEIO)
-_NO_NAME = (errno.ENAMETOOLONG, errno.ELOOP)
 _GONE = (errno.ENOENT, errno.ENOTDIR)
-_TOO_MANY = (errno.EMFILE, errno.ENFILE)
+# of an error at work in the output folder; the first row that has its number counts
+_AT_WORK: tuple[tuple[tuple[int, ...], str], ...] = (
+    ((errno.EFBIG,), "{where}: {why} for a limit on the size of files (`ulimit -f`); what is done "
+     "is kept, and with a higher one {on}"),
+    (_NO_ROOM, "{folder}: {why}; what is done is kept, and with room made {on}"),
+    (_READ_ONLY, "{where}: {why}; what is done is kept, and once the folder can be written to "
+     "{on}"),
+    ((errno.EMFILE, errno.ENFILE), "{why} ({where}); what is done is kept. With a higher "
+     "`ulimit -n` {on}"),
+    (_LOST, "{where}: {why}: the file system does not answer as it should; what reached it is "
+     "kept, and once it is well {on}"))
+_GOES_ON = "the same command goes on from there"
 # as Python, C++, torch, the threads' library and the dynamic linker say it
 _MEMORY = re.compile(
     r"MemoryError|bad_alloc|annot allocate memory|can't allocate memory|not enough memory"
@@ -169,7 +178,7 @@ def of_a_file(error: BaseException) -> str | None:
     where it may be a fault of ours."""
     if not isinstance(error, OSError):
         return None
-    if error.errno in _NO_NAME:
+    if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
         return f"{shorten(error.filename)}: {error.strerror}"
     if error.errno in _GONE and not _is_somewhere():
         return "the folder that this was called in is gone: go to one that is there"
@@ -192,26 +201,16 @@ def in_words(error: BaseException, folder: Path) -> str | None:
     ours."""
     if isinstance(error, MemoryError) or (
             isinstance(error, (RuntimeError, ImportError, OSError)) and is_of_memory(str(error))):
-        return (f"memory ran out ({_short(error)}); what is done is kept. With more of it (look at "
-                f"`ulimit -v`, `ulimit -u` and the container's limits), or fewer ranks or queries "
-                f"at a time, {_GOES_ON}")
+        said = "".join(f": {line[:200]}" for line in str(error).strip().splitlines()[:1])
+        return (f"memory ran out ({type(error).__name__}{said}); what is done is kept. With more "
+                "of it (look at `ulimit -v`, `ulimit -u` and the container's limits), or fewer "
+                f"ranks or queries at a time, {_GOES_ON}")
     if not isinstance(error, OSError):
         return None
     where = error.filename or folder
-    if error.errno == errno.EFBIG:
-        return (f"{where}: {error.strerror} for a limit on the size of files (`ulimit -f`); what "
-                f"is done is kept, and with a higher one {_GOES_ON}")
-    if error.errno in _NO_ROOM:
-        return (f"{folder}: {error.strerror}; what is done is kept, and with room made {_GOES_ON}")
-    if error.errno in _READ_ONLY:
-        return (f"{where}: {error.strerror}; what is done is kept, and once the folder can be "
-                f"written to {_GOES_ON}")
-    if error.errno in _TOO_MANY:
-        return (f"{error.strerror} ({where}); what is done is kept. With a higher `ulimit -n` "
-                f"{_GOES_ON}")
-    if error.errno in _LOST:
-        return (f"{where}: {error.strerror}: the file system does not answer as it should; what "
-                f"reached it is kept, and once it is well {_GOES_ON}")
+    for numbers, words in _AT_WORK:
+        if error.errno in numbers:
+            return words.format(where=where, folder=folder, why=error.strerror, on=_GOES_ON)
     if error.errno in _GONE and not folder.is_dir():
         return (f"{folder} was removed or renamed while a run wrote in it. A renamed folder has "
                 f"all that was done: give it its name back, and {_GOES_ON}")
@@ -223,12 +222,6 @@ def in_words(error: BaseException, folder: Path) -> str | None:
 def _is_somewhere() -> bool:
     """Whether the folder that this process is in is there."""
     try:
-        os.getcwd()
+        return bool(os.getcwd())
     except FileNotFoundError:
         return False
-    return True
-
-
-def _short(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import core_schema
 
 from xgpt.core.errors import Mistake, nearest
@@ -191,52 +192,51 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
+class _Schema(GenerateJsonSchema):
+    """Without titles; a key without a value is not given."""
+
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> Json:
+        own = self.generate_inner(schema["schema"])
+        said = [form.pop("description") for form in (own, *own.get("anyOf", ())[:1])
+                if "description" in form]
+        words = {"description": said[0]} if said else {}
+        return {**words, "anyOf": [*_forms(own), {"type": "null"}]}
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+
 @cache
 def schema_of(kind: Any) -> Json:
-    """The JSON schema of a dataclass, without references; a key without a value is not given."""
-    found = _adapter(kind).json_schema()
-    inlined: Json = _inlined({**found, "description": None}, found.get("$defs", {}))
-    return inlined
+    """The JSON schema of a dataclass, without references and docstrings."""
+    found = _adapter(kind).json_schema(schema_generator=_Schema)
+    defs = found.pop("$defs", {})
 
+    def inlined(node: Any) -> Any:
+        if isinstance(node, list):
+            return [inlined(each) for each in node]
+        if not isinstance(node, dict):
+            return node
+        own = {key: inlined(value) for key, value in node.items() if key != "$ref"}
+        if "$ref" not in node:
+            return own
+        target = inlined(defs[node["$ref"].rpartition("/")[2]])
+        return {key: value for key, value in {**target, "description": None, **own}.items()
+                if value is not None and key != "title"}
 
-def _inlined(node: Any, defs: Mapping[str, Any]) -> Any:
-    if isinstance(node, list):
-        return [_inlined(each, defs) for each in node]
-    if not isinstance(node, dict):
-        return node
-    if "$ref" in node:  # whose own description is a docstring
-        node = {**defs[node["$ref"].rpartition("/")[2]], "description": None, **node}
-    own = {key: _inlined(value, defs) for key, value in node.items() if value is not None
-           and key not in ("$ref", "$defs", "title", "default", "properties")}
-    for inner in [form for form in own.get("anyOf", ()) if "anyOf" in form]:
-        at = own["anyOf"].index(inner)
-        own["anyOf"][at:at + 1] = inner.pop("anyOf")
-        own = {**inner, **own}
-    if "properties" in node:
-        own["properties"] = {key: _or_null(_inlined(value, defs), key in node.get("required", ()))
-                             for key, value in node["properties"].items()}
-    return own
-
-
-def _or_null(node: Json, is_required: bool) -> Json:
-    null, forms = {"type": "null"}, [*_forms(node)]
-    if is_required or not any(forms):
-        return node
-    words = next((form.pop("description") for form in (node, *forms) if "description" in form),
-                 None)
-    return {**({"description": words} if words else {}), "anyOf": [*forms, null]}
+    for key in ("description", "title"):
+        found.pop(key, None)
+    schema: Json = inlined(found)
+    return schema
 
 
 def _forms(node: Json) -> Iterator[Json]:
     """Of a value that is given."""
     for form in node.get("anyOf", [node]):
-        if form.get("type") != "null":
+        if form is not node and "anyOf" in form:
+            yield from _forms(form)
+        elif form.get("type") != "null":
             yield form
-
-
-def keys_of(kind: Any) -> list[str]:
-    """Of a mapping, without those of mappings in it."""
-    return [*schema_of(kind)["properties"]]
 
 
 def read(kind: Any, node: Node, prefix: str, mistakes: list[Mistake],
