@@ -247,10 +247,9 @@ def _read_rows(path: Path) -> list[_Row]:
         text = read_text(path, "utf-8-sig")
     except UnicodeDecodeError as cause:
         raise wrong(path, "lengths", None, f"not UTF-8 text: {cause.reason}") from None
-    except OSError as cause:
-        raise wrong(path, "lengths", None, f"cannot be read: {cause.strerror}") from None
-    except ValueError as cause:
-        raise wrong(path, "lengths", None, f"cannot be read: {cause}") from None
+    except (OSError, ValueError) as cause:
+        raise wrong(path, "lengths", None, "cannot be read: "
+                    f"{getattr(cause, 'strerror', None) or cause}") from None
     is_json = text.lstrip().startswith("{")
     rows = list(_json_rows(path, text) if is_json else _csv_rows(path, text))
     if not rows or not rows[0][1]:

@@ -33,12 +33,6 @@ class RepeatedKeyError(BadRecord):
                          "invalid_json_line")
 
 
-class _Repeated(dict[str, Any]):
-    """An object of an array that has a key twice."""
-
-    key = ""
-
-
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs) and (key := _differing(pairs, found)) is not None:
@@ -46,18 +40,13 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _marked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = _Repeated(pairs)
-    found.key = _differing(pairs, found) or ""
-    return found if found.key else dict(found)
-
-
 def _differing(pairs: list[tuple[str, Any]], last: Mapping[str, Any]) -> str | None:
     # 1 and true are equal to Python, and not what is meant twice
     return next((key for key, value in pairs if json.dumps(value) != json.dumps(last[key])), None)
 
 
-_DECODER, _MARKING = (json.JSONDecoder(object_pairs_hook=own) for own in (_once, _marked))
+_DECODER, _PLAIN = json.JSONDecoder(object_pairs_hook=_once), json.JSONDecoder()
+_BETWEEN = re.compile(r"[\s,]*")  # items of an array
 
 
 def parsed_items(text: str) -> Any:
@@ -65,22 +54,17 @@ def parsed_items(text: str) -> Any:
     try:
         return parsed(text)
     except RepeatedKeyError:
-        items = parsed(text, _MARKING)
-        if not isinstance(items, list):
+        if not isinstance(parsed(text, _PLAIN), list):
             raise
-    return [item if key is None else RepeatedKeyError(key)
-            for item in items for key in (_repeated(item),)]
-
-
-def _repeated(value: Any) -> str | None:
-    left = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, _Repeated):
-            return one.key
-        if isinstance(one, (dict, list)):
-            left += one.values() if isinstance(one, dict) else one
-    return None
+    items, at = list[Any](), text.index("[") + 1
+    while (gap := _BETWEEN.match(text, at)) and text[at := gap.end()] != "]":
+        _, end = _PLAIN.raw_decode(text, at)
+        try:
+            items.append(parsed(text[at:end]))
+        except RepeatedKeyError as cause:
+            items.append(cause)
+        at = end
+    return items
 
 
 def parsed(text: str, decoder: json.JSONDecoder = _DECODER) -> Any:
