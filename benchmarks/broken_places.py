@@ -274,7 +274,7 @@ PLACES = (
           "    if not files:\n", "    if files is not None:\n",
           "tests/xgpt/launch/test_leftovers.py::test_only_what_nobody_has_is_removed"),
     Place("a million lines", "a line may be as long as it likes",
-          "xgpt/requests/lines.py",
+          "xgpt/requests/formats.py",
           "    while raw := stream.readline(MAX_LINE_BYTES + 1):",
           "    while raw := stream.readline():",
           "tests/xgpt/core/request_files/test_size_limits.py::"

@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from xgpt.app.telling import Teller
 from xgpt.core.errors import InputError, wrong
 from xgpt.core.system import machine as local
-from xgpt.job.job import Job
+from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.resolve import resolve_cluster
-from xgpt.job.run_section import LOCAL_CLUSTER
 from xgpt.job.slurm_section import SlurmSpec
 from xgpt.launch.slurm import Allocation, node_names
 from xrunner.engines.engine import mistake

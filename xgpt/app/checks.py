@@ -12,11 +12,10 @@ from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, VLLM
 from xgpt.core.errors import InputError, Mistake, wrong
 from xgpt.core.system.machine import detect, usable_cores, why_no_torch
 from xgpt.core.system.whole_file import why_no_file, why_no_folder
-from xgpt.job.job import Job
-from xgpt.job.run_section import LOCAL_CLUSTER
+from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.launch.slurm import allocation_here
 from xgpt.report.table import paragraph
-from xgpt.requests.parquet import arrow
+from xgpt.requests.formats import arrow
 from xgpt.requests.request_files import format_of
 from xrunner.checkpoint.source import shape_to_make
 from xrunner.checkpoint.tensors import check_weights

@@ -10,8 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from xgpt.core.system.machine import why_no_torch
-from xgpt.job.job import Job
-from xgpt.job.run_section import LOCAL_CLUSTER
+from xgpt.job.job import LOCAL_CLUSTER, Job
 from xrunner.checkpoint.source import cache_dir
 from xrunner.engines.engine import engine_of
 from xrunner.ops import build

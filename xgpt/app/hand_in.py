@@ -22,8 +22,7 @@ from xgpt.core.errors import InputError, XgptError
 from xgpt.core.schedule_file import flat
 from xgpt.core.system.whole_file import write_atomically
 from xgpt.core.units import DTYPE_BYTES, format_seconds
-from xgpt.job.job import Job
-from xgpt.job.run_section import LOCAL_CLUSTER
+from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.slurm_section import time_of
 from xgpt.launch.batch_script import BatchJob, Task, check_paths, quoted, render_sbatch
 from xgpt.launch.slurm_queue import hand_in

@@ -16,9 +16,8 @@ from xgpt.core.hf.values import gguf_in
 from xgpt.core.model import ModelSpec
 from xgpt.core.system.machine import available_memory_bytes, detect
 from xgpt.core.units import DTYPE_BYTES, INT8, WEIGHT_BYTES, format_bytes
-from xgpt.job.job import Job, LengthSpec, WorkloadSpec
+from xgpt.job.job import LOCAL_CLUSTER, Job, LengthSpec, RunSpec, WorkloadSpec
 from xgpt.job.resolve import resolve
-from xgpt.job.run_section import LOCAL_CLUSTER, RunSpec
 from xgpt.report.table import fact, table
 from xrunner.checkpoint.source import config_from_hub, model_at_hand, read_spec
 from xrunner.checkpoint.tensors import check_weights

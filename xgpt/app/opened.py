@@ -20,10 +20,9 @@ from xgpt.core.hf.values import gguf_in
 from xgpt.core.model import ModelSpec
 from xgpt.core.problem import Problem
 from xgpt.core.units import format_bytes
-from xgpt.job.job import Job
+from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.job_file import load_job
 from xgpt.job.resolve import known_model, resolve
-from xgpt.job.run_section import LOCAL_CLUSTER
 from xgpt.launch.standby import Standby
 from xgpt.report.table import WIDTH, paragraph
 from xgpt.report.words import counted

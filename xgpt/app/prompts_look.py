@@ -13,9 +13,8 @@ from typing import Any
 from xgpt.app.telling import Teller
 from xgpt.core.errors import InputError
 from xgpt.report.table import paragraph
+from xgpt.requests.formats import USUAL, arrow, delimiter_of
 from xgpt.requests.keys import CONTENTS
-from xgpt.requests.lines import USUAL, delimiter_of
-from xgpt.requests.parquet import arrow
 from xgpt.requests.reader import read_requests
 from xgpt.requests.request import Request, RequestError
 from xgpt.requests.request_files import SUFFIXES, TABLES, RequestFiles, opened

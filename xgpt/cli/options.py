@@ -30,8 +30,8 @@ KEYS: dict[str, tuple[str, ...]] = {
     "objective": ("xgpt.core.constraint:OBJECTIVES",), "price_per_hour": (),
     "schedule.policy": ("xgpt.core.policies:policy_names",), "schedule.encode_batch": (),
     "schedule.decode_iterations": (), "schedule.tp_degree": (), "schedule.tp_gpus": (),
-    "run.ranks": (), "run.dtype": ("xgpt.job.run_section:DTYPES",),
-    "run.weight_dtype": ("xgpt.job.run_section:DTYPES", "int8"), "run.seed": (),
+    "run.ranks": (), "run.dtype": ("xgpt.job.job:DTYPES",),
+    "run.weight_dtype": ("xgpt.job.job:DTYPES", "int8"), "run.seed": (),
     "run.temperature": (), "run.threads_per_rank": (), "run.weights": ("checkpoint", "random"),
     "run.engine": ("xgpt.core.engines:engine_names",), "search.max_seconds": (), "output": ()}
 

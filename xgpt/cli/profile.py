@@ -24,7 +24,7 @@ from xgpt.cli.terminal import show as show_text
 from xgpt.core import catalog
 from xgpt.core.errors import InputError, XgptError, wrong
 from xgpt.core.units import parse_seconds
-from xgpt.job.run_section import DTYPES
+from xgpt.job.job import DTYPES
 from xgpt.report.profile_table import profile_tables, write_profile_plots
 from xprofiler.importers import IMPORTERS, import_folder
 from xprofiler.profile import Profile, merge

@@ -20,9 +20,8 @@ from xgpt.core.engines import ONE_PROCESS
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.schedule_file import load_schedule, plain, save_schedule
 from xgpt.core.units import parse_share
-from xgpt.job.job import Job
+from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.job_file import load_job
-from xgpt.job.run_section import LOCAL_CLUSTER
 from xgpt.launch.engine_commands import ENGINES, engine_command
 from xscheduler.planner import Horizon, PlanOptions
 

@@ -31,7 +31,7 @@ from xgpt.core.cluster import (
 from xgpt.core.errors import nearest
 from xgpt.core.units import DTYPE_BYTES, EIGHT_BITS, parse_bytes, parse_seconds
 from xgpt.job import typed
-from xgpt.job.run_section import LOCAL_CLUSTER
+from xgpt.job.job import LOCAL_CLUSTER
 
 ONE_KIND = ("one kind of device: a job is not planned for several. Give each kind a job of its "
             "own, with a share of the requests (by the queries/s that `xgpt schedule` predicts)")

@@ -23,7 +23,6 @@ from xgpt.core.hf.values import gguf_in
 from xgpt.core.lengths import MAX_LENGTH_TOKENS
 from xgpt.core.units import parse_seconds
 from xgpt.job import typed
-from xgpt.job.constraint_section import ConstraintSection, constraint_of
 from xgpt.job.inline_cluster import (
     AnyCluster,
     InlineCluster,
@@ -31,7 +30,8 @@ from xgpt.job.inline_cluster import (
     built_cluster,
     cluster_names,
 )
-from xgpt.job.job import Job, LengthSpec, WorkloadSpec
+from xgpt.job.job import Job, LengthSpec, RunSpec, WorkloadSpec, check_run
+from xgpt.job.plan_sections import AUTO, ConstraintSection, constraint_of, schedule_of, section_kind
 from xgpt.job.requests_section import (
     AnyRequests,
     Results,
@@ -40,8 +40,6 @@ from xgpt.job.requests_section import (
     requests_of,
     results_of,
 )
-from xgpt.job.run_section import RunSpec, check_run
-from xgpt.job.schedule_section import AUTO, schedule_of, section_kind
 from xgpt.job.slurm_section import SlurmSpec, check_slurm
 from xgpt.job.yaml_tree import Field, apply_override, read_tree
 from xgpt.requests.request_files import format_of

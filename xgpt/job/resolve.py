@@ -27,9 +27,8 @@ from xgpt.core.system.machine import (
     usable_cores,
 )
 from xgpt.core.units import DTYPE_BYTES, FP8, INT8
-from xgpt.job.job import Job
+from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.job_lengths import default_max_tokens, resolve_lengths
-from xgpt.job.run_section import LOCAL_CLUSTER
 from xgpt.requests.request import Requests
 
 

@@ -14,9 +14,8 @@ from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.errors import InputError, MissingExtraError
 from xgpt.core.system.lifeline import READY
 from xgpt.core.system.machine import usable_cores
-from xgpt.job.job import Job
+from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.resolve import open_layouts
-from xgpt.job.run_section import LOCAL_CLUSTER
 from xgpt.launch.launcher import RankProgram
 from xgpt.launch.leftovers import remove_leftovers
 from xgpt.launch.local import local_mpi_command

@@ -27,7 +27,7 @@ from xgpt.report.output import flat_error, flat_result
 from xgpt.requests.chat import BadRecord
 from xgpt.requests.choices import parts
 from xgpt.requests.file_rows import without_surrogates
-from xgpt.requests.parquet import arrow, values_of
+from xgpt.requests.formats import arrow, values_of
 from xgpt.requests.request_files import COMPRESSED, format_of
 from xgpt.requests.spool import Spool
 from xgpt.requests.spool_columns import BOOLEAN, INTEGER, NUMBER, TEXT, Columns

@@ -14,8 +14,15 @@ from typing import IO
 from xgpt.core.errors import shorten
 from xgpt.requests.chat import BadRecord
 from xgpt.requests.file_rows import Row
-from xgpt.requests.lines import USUAL, Divided, read_array, read_delimited, read_jsonl, read_text
-from xgpt.requests.parquet import read_parquet
+from xgpt.requests.formats import (
+    USUAL,
+    Divided,
+    read_array,
+    read_delimited,
+    read_jsonl,
+    read_parquet,
+    read_text,
+)
 from xgpt.requests.request import Request, RequestError, id_of, is_openai, read_record
 from xgpt.requests.request_files import RequestFiles, opened
 from xgpt.requests.spool_columns import ColumnsWriter

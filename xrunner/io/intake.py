@@ -20,7 +20,7 @@ from xgpt.core.errors import XgptError
 from xgpt.core.lengths import IntArray, JointLengths
 from xgpt.core.model import ModelSpec
 from xgpt.requests.chat import has_form
-from xgpt.requests.lines import Divided
+from xgpt.requests.formats import Divided
 from xgpt.requests.reader import read_requests
 from xgpt.requests.request import Request, RequestError, Requests, synthetic_requests
 from xgpt.requests.request_files import RequestFiles

@@ -18,9 +18,8 @@ from xgpt.core.constraint import latency_constraint
 from xgpt.core.controls import Adjustment, FixedSchedule
 from xgpt.core.errors import EXIT_BAD_INPUT, InputError
 from xgpt.core.policies import policy_names
-from xgpt.job.job import Job, LengthSpec
+from xgpt.job.job import Job, LengthSpec, RunSpec
 from xgpt.job.job_file import load_job
-from xgpt.job.run_section import RunSpec
 from xgpt.job.slurm_section import SlurmSpec
 
 MINIMAL = "model: opt-13b\ncluster: a40-4\nworkload: {task: S}\n"

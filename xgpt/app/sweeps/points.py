@@ -16,8 +16,7 @@ from xgpt.app.telling import LogTeller, Teller
 from xgpt.app.timing import timing_of
 from xgpt.core.errors import InfeasibleError, InputError, StoppedEarly, XgptError
 from xgpt.core.schedule_file import plain
-from xgpt.job.job import Job
-from xgpt.job.run_section import LOCAL_CLUSTER
+from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.sweep_file import AUTO, BOUND, COPIES, POLICY, SweepPoint, SweepSpec
 from xgpt.report.policy_words import controls_line, value_of
 from xgpt.report.sweep_rows import COLUMNS, INFEASIBLE, OK, REFUSED, Row

@@ -32,8 +32,7 @@ from xgpt.core.errors import (
 )
 from xgpt.core.system.machine import usable_cores
 from xgpt.core.units import format_seconds
-from xgpt.job.job import Job
-from xgpt.job.run_section import LOCAL_CLUSTER
+from xgpt.job.job import LOCAL_CLUSTER, Job
 from xgpt.job.sweep_file import SweepPoint, SweepSpec
 from xgpt.launch.asked import warned_in_good_order
 from xgpt.report.sweep_page import write_sweep_page

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from xgpt.core.errors import InputError
-from xgpt.requests import lines
+from xgpt.requests import formats as lines
 from xgpt.requests.reader import SeenIds, read_requests
 from xgpt.requests.request import Request, RequestError
 from xgpt.requests.request_files import RequestFiles
