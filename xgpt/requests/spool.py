@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any, overload
+from typing import IO, Any
 
 import numpy as np
 
@@ -182,11 +182,7 @@ class Tokens(Sequence[int]):
     def __iter__(self) -> Iterator[int]:
         yield from self._list()
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
+    def __getitem__(self, index: Any) -> Any:
         return self._list()[index]
 
     def _list(self) -> list[int]:

@@ -238,7 +238,7 @@ class Rope(NamedTuple):
     share: float = 1.0
     local_theta: float | None = None
     most_positions: int | None = None
-    unknown: list[str] = []  # noqa: RUF012 (a NamedTuple's field is never changed here)
+    unknown: tuple[str, ...] = ()
 
 
 def _read_rope(config: ConfigValues, local_theta: float | None = None) -> Rope:
@@ -261,7 +261,7 @@ def _read_rope(config: ConfigValues, local_theta: float | None = None) -> Rope:
         kind = "longrope"  # as older files of Phi-3 call it
     plain = Rope(theta, None, share, local_theta)
     if kind not in _KINDS:
-        return plain._replace(unknown=[f"rotary positions of {key} {kind!r}"])
+        return plain._replace(unknown=(f"rotary positions of {key} {kind!r}",))
     if kind == "dynamic":
         config.size("max_position_embeddings")
     needed, possible, others = _KINDS[kind]
