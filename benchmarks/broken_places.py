@@ -122,7 +122,7 @@ PLACES = (
     Place("4 OpenAI's keys", "of a list of prompts the first is answered",
           "xgpt/core/request_files/reader.py", "yield from taken.others", "pass",
           "tests/xrunner/io/test_lists_of_inputs.py"),
-    Place("4 OpenAI's keys", "completions get the chat template", "xrunner/io/intake.py",
+    Place("4 OpenAI's keys", "completions get the chat template", "xrunner/files/intake.py",
           "not (is_chat and not request.is_openai)", "not is_chat",
           "tests/xrunner/io/test_intake.py::"
           "test_a_prompt_of_openais_completions_never_gets_the_chat_template"),
@@ -199,8 +199,9 @@ PLACES = (
           "        except ZeroDivisionError as cause:",
           "tests/xrunner/engine/test_stop_strings.py::"
           "test_an_exception_of_the_tokenizer_is_the_end_of_its_query_alone"),
-    Place("one query's trouble", "a text without a tokenizer ends the job", "xrunner/io/intake.py",
-          "            if not self.tokenizer.is_there:", "            if False:",
+    Place("one query's trouble", "a text without a tokenizer ends the job",
+          "xrunner/files/intake.py", "            if not self.tokenizer.is_there:",
+          "            if False:",
           "tests/xrunner/io/test_intake.py::"
           "test_without_a_tokenizer_a_text_is_an_error_record_and_tokens_run"),
     Place("durable", "files get their names before they are on the disk", "xgpt/core/whole_file.py",
@@ -210,7 +211,7 @@ PLACES = (
     Place("durable", "names are not put on the disk", "xgpt/core/whole_file.py",
           "    if is_durable:\n        sync_folder(target.parent)\n", "",
           "tests/xrunner/io/test_durable.py::test_a_file_is_on_the_disk_before_its_name_is"),
-    Place("durable", "results are not put on the disk", "xrunner/io/durable.py",
+    Place("durable", "results are not put on the disk", "xrunner/files/results.py",
           "                os.fsync(copy)", "                pass",
           "tests/mpi/test_power_cut.py::"
           "test_what_was_written_is_on_the_disk_while_the_run_goes_on", True),
@@ -218,11 +219,11 @@ PLACES = (
           "    return count_results(results) == total\n", "    return False\n",
           f"{_FAULTS}a_job_whose_command_dies_before_its_account_is_done_whatever_is_planned_now",
           True),
-    Place("one run at a time", "another host's run is not seen", "xrunner/io/lock.py",
+    Place("one run at a time", "another host's run is not seen", "xrunner/files/lock.py",
           "if owner is not None and not _is_gone(output, owner):", "if owner is None:",
           "tests/xrunner/io/test_lock.py::"
           "test_another_hosts_run_is_seen_by_its_file_until_it_is_silent"),
-    Place("one run at a time", "who died on this host keeps the folder", "xrunner/io/lock.py",
+    Place("one run at a time", "who died on this host keeps the folder", "xrunner/files/lock.py",
           'return _started(owner.get("pid")) != owner.get("started")', "return False",
           "tests/xrunner/io/test_lock.py::"
           "test_what_a_dead_process_of_this_host_left_is_taken_over_at_once"),
@@ -244,14 +245,14 @@ PLACES = (
           "    has_home = os.path.isabs(home)", "    return None",
           "tests/xgpt/cli/test_surroundings.py::"
           "test_a_user_without_a_home_has_a_folder_that_is_nobody_elses"),
-    Place("the folder fails", "results that are removed are not missed", "xrunner/io/durable.py",
+    Place("the folder fails", "results that are removed are not missed", "xrunner/files/results.py",
           "    return (own.st_dev, own.st_ino) == (named.st_dev, named.st_ino)", "    return True",
           "tests/xrunner/io/test_durable.py::test_a_file_that_was_replaced_is_not_written_over"),
     Place("done is done", "a lost schedule.json decides", "xgpt/app/resume.py",
           "    except (InputError, OSError):\n", "    except ZeroDivisionError:\n",
           "tests/xgpt/app/going_on/test_going_on.py::"
           "test_other_files_than_the_results_do_not_decide_whether_a_job_is_done"),
-    Place("done is done", "results are counted, not checked", "xrunner/io/checked.py",
+    Place("done is done", "results are counted, not checked", "xrunner/files/checked.py",
           "line is not None and line.query == count:", "line is not None:",
           "tests/xrunner/io/test_checked.py::test_what_was_changed_is_told_and_put_right"),
     Place("done is done", "a job of which nothing can run is done", "xgpt/app/opened.py",
@@ -290,11 +291,12 @@ PLACES = (
           '"special_tokens": {key: str(tokenizer.init_kwargs.get(key)) for key in '
           '("bos_token", "eos_token", "unk_token", "pad_token")},',
           "tests/xrunner/io/test_tokenizer_folders.py"),
-    Place("the model's prompts", "a tag of templates is not known", "xrunner/io/chat_template.py",
-          "extensions=[Generation, loopcontrols]", "extensions=[loopcontrols]",
+    Place("the model's prompts", "a tag of templates is not known",
+          "xrunner/files/chat_template.py", "extensions=[Generation, loopcontrols]",
+          "extensions=[loopcontrols]",
           "tests/xrunner/io/test_tokenizer_folders.py"),
     Place("the model's prompts", "what a template leaves out vanishes",
-          "xrunner/io/chat_template.py", "        if left_out:\n", "        if not text:\n",
+          "xrunner/files/chat_template.py", "        if left_out:\n", "        if not text:\n",
           "tests/xrunner/io/test_chat_template.py"),
     Place("the model's prompts", "a run that goes on tells another date", "xgpt/app/opened.py",
           '.get("now") if is_half_done(job.output) else None', '.get("then")',
@@ -312,7 +314,7 @@ PLACES = (
           "    if not may_unpickle:\n", "    if may_unpickle:\n",
           "tests/xgpt/app/test_private_runs.py::"
           "test_pickled_weights_are_refused_unless_they_are_asked_for"),
-    Place("a folder's code", "a template has all of Python", "xrunner/io/chat_template.py",
+    Place("a folder's code", "a template has all of Python", "xrunner/files/chat_template.py",
           "    from jinja2.sandbox import ImmutableSandboxedEnvironment\n",
           "    from jinja2 import Environment as ImmutableSandboxedEnvironment\n",
           "tests/xrunner/io/test_tokenizer.py::test_a_template_does_not_reach_pythons_objects"),
@@ -324,8 +326,8 @@ PLACES = (
           '            os.environ.setdefault(name, "" and value)',
           "tests/mpi/test_listening.py::"
           "test_without_such_a_network_ranks_listen_on_loopback_alone", True),
-    Place("messages", "a message of other types is taken", "xrunner/transport/wire.py",
-          "strict=True", "strict=False",
+    Place("messages", "a message of other types is taken", "xrunner/comm/exchange.py",
+          "strict=True, extra", "strict=False, extra",
           "tests/xrunner/transport/test_wire.py::test_what_is_none_of_ours_is_refused"),
     Place("terminals", "control characters are printed", "xgpt/core/visible.py",
           '    return _UNPRINTABLE.sub(_escaped, text.replace("\\r\\n", "\\n"))', "    return text",

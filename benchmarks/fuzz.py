@@ -90,7 +90,7 @@ def request_file(rng: random.Random, folder: Path) -> None:
     from xgpt.core.request_files.files import RequestFiles
     from xgpt.core.spool import SpoolWriter
     from xgpt.core.spool_columns import ColumnsWriter
-    from xrunner.io.intake import take_in
+    from xrunner.files.intake import take_in
 
     class Bytes:
         vocab_size = 1000
@@ -175,7 +175,7 @@ def model_folder(rng: random.Random, folder: Path) -> None:
     from xrunner.checkpoint.reader import open_weights
     from xrunner.checkpoint.source import read_spec
     from xrunner.checkpoint.tensors import check_weights
-    from xrunner.io.tokenizer import TextTokenizer, eos_ids
+    from xrunner.files.tokenizer import TextTokenizer, eos_ids
 
     broken = _broken_model(rng, folder)
     spec = read_spec(broken, "fuzzed")

@@ -17,8 +17,9 @@ MAX_LINES, MAX_METHODS, MAX_PARAMETERS = 400, 15, 7
 # Imports of our own packages anywhere but at the top: (file, module imported) -> why.
 LATE_IMPORTS: dict[tuple[str, str], str] = {
     (name, "xgpt.core.lifeline"): "a rank ends with its launcher while it imports torch, too"
-    for name in ("xprofiler/measure/worker.py", "xrunner/engines/deepspeed_worker.py",
-                 "xrunner/engines/vllm/worker.py", "xrunner/standby.py", "xrunner/worker.py")}
+    for name in ("xprofiler/measure/worker.py", "xrunner/backends/deepspeed_worker.py",
+                 "xrunner/backends/vllm/vllm_worker.py", "xrunner/rank/standby.py",
+                 "xrunner/rank/worker.py")}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from xgpt.core.errors import XgptError
-from xrunner.transport.exchange import all_gather
+from xrunner.comm.exchange import all_gather
 
 Kind = Literal["cpu", "gpu"]
 CPU = torch.device("cpu")

@@ -33,7 +33,7 @@ _HELD_BY_SCHEDULE = ("query_kv_tokens", "most_input_tokens")
 _AS_BEFORE: tuple[tuple[str, object], ...] = (
     ("deterministic", False), ("stop", ()), ("chat_template_kwargs", {}))
 OWN_ALONE = 0o077  # the umask of a private run
-AGREEMENT_FILE = "agreement.json"  # of a run of 8-bit products (xrunner.agreement)
+AGREEMENT_FILE = "agreement.json"  # of a run of 8-bit products (xrunner.rank.agreement)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ the constraint's `confidence`, as far as the causes below are known:
 - *sample*: a bound on a share of all queries is one on the job's own, which are a sample of their
   distribution (xscheduler.job_sample); of few the slowest may be longer than its quantile.
 - *inputs*: where they were estimated from characters, all of them may be longer or shorter by
-  one factor, log-normal (xrunner.io.estimated); its effect adds to that of the times.
+  one factor, log-normal (xrunner.files.runnable); its effect adds to that of the times.
 - *drift*: the mean output length may differ by up to the constraint's `drift`, the std kept: the
   worst of both directions, a factor of its own. The bound's output length drifts along, for it
   is defined by a quantile.

@@ -35,7 +35,7 @@ from xgpt.report.lanes import KINDS  # noqa: E402
 from xgpt.report.sweep_rows import COLUMNS  # noqa: E402
 from xprofiler.profile import LearnedSteps, Peaks, ProfileMetadata  # noqa: E402
 from xprofiler.profile_file import AXES, PROFILE_VERSION  # noqa: E402
-from xrunner.io.sink import Progress  # noqa: E402
+from xrunner.files.sink import Progress  # noqa: E402
 from xrunner.step_record import StepRecord  # noqa: E402
 
 Json = dict[str, Any]

@@ -18,8 +18,8 @@ pytest.importorskip("cupy", reason="the CUDA kernels need the extra `cuda12` or 
 import cuda_check  # noqa: E402
 import cuda_reference as reference  # noqa: E402
 
-from xrunner.ops import cuda_modules  # noqa: E402
-from xrunner.ops.cuda import CudaOps  # noqa: E402
+from xrunner.ops.cuda import cuda_modules  # noqa: E402
+from xrunner.ops.cuda.kernels import CudaOps  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(
     not torch.cuda.is_available(), reason="this PyTorch can use no CUDA device")]

@@ -32,14 +32,14 @@ from xgpt.core.errors import XgptError  # noqa: E402
 from xgpt.launch.local import find_mpiexec  # noqa: E402
 from xrunner import devices  # noqa: E402
 from xrunner.checkpoint.source import find_model  # noqa: E402
+from xrunner.comm.messages import Joined, StartMessage, StepMessage  # noqa: E402
 from xrunner.engine.graphs import CaptureError, CudaCapture  # noqa: E402
 from xrunner.engine.kv import KvCache, kv_shape  # noqa: E402
 from xrunner.engine.stage import StageExecutor  # noqa: E402
 from xrunner.engine.timeline import timeline_of  # noqa: E402
-from xrunner.ops import cuda_modules  # noqa: E402
+from xrunner.ops.cuda import cuda_modules  # noqa: E402
 from xrunner.query import Sampling  # noqa: E402
 from xrunner.rules.steps import StepKind  # noqa: E402
-from xrunner.transport.messages import Joined, StartMessage, StepMessage  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(

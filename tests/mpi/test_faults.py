@@ -141,7 +141,7 @@ def test_ranks_that_die_are_started_again_and_nothing_is_lost(kind: str, tmp_pat
 # A rank that dies whenever this query is at work in its first stage: what a fault in a kernel does.
 _POISON = """
 import os, sys
-if {"xrunner.worker", "xrunner.standby"} & set(sys.orig_argv):
+if {"xrunner.rank.worker", "xrunner.rank.standby"} & set(sys.orig_argv):
     from xrunner.engine import roster
     join = roster.Roster._join
     def deadly(self, index, now, **more):
@@ -276,7 +276,7 @@ def test_a_short_soak(number: int, count: int, tmp_path: Path) -> None:
 # A rank that is gone before it has met the others, as the interpreter starts or imports.
 _GONE_AT_ITS_START = """
 import os, sys
-if "xrunner.standby" in sys.orig_argv and os.environ.get("PMI_RANK") == "1":
+if "xrunner.rank.standby" in sys.orig_argv and os.environ.get("PMI_RANK") == "1":
     how = os.environ["HOW"]
     if how == "is killed":
         os.kill(os.getpid(), 9)
@@ -313,7 +313,7 @@ import sys, time
 from contextlib import suppress
 from pathlib import Path
 from mpi4py import MPI
-from xrunner.rank import leave
+from xrunner.rank.lead import leave
 if MPI.COMM_WORLD.Get_rank() == 0:
     leave(0)
 MPI.Finalize()

@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="runs need the extra `run`")
 import toys  # noqa: E402
 from job_folder import XGPT, as_requests, read_lines, write_job  # noqa: E402
 
-from xrunner.ops.int8 import is_int8_served  # noqa: E402
+from xrunner.ops.cpu.products import is_int8_served  # noqa: E402
 
 # with a profile of its own for each layout
 pytestmark = [pytest.mark.mpi, pytest.mark.slow, pytest.mark.skipif(

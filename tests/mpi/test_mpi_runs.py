@@ -30,7 +30,7 @@ from xgpt.core.schedule_file import load_schedule  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xgpt.launch.local import LocalLauncher  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
-from xrunner.io.results import read_held  # noqa: E402
+from xrunner.files.results import read_held  # noqa: E402
 from xsimulator.replay.job import replay_job  # noqa: E402
 from xsimulator.rough.forms import fixed_estimate
 
@@ -125,15 +125,15 @@ def test_the_ranks_run_a_pipeline_of_different_degrees(tmp_path: Path) -> None:
     given(estimate, problem, out / "schedule.json")
     plan = toy_plan(directory, out, query_kv_tokens=estimate.deployment.group_kv_tokens)
     toys.write_spool(plan, tmp_path / "requests.jsonl")
-    LocalLauncher().run(RankProgram(module="xrunner.worker", argument=plan.save(), count=3),
+    LocalLauncher().run(RankProgram(module="xrunner.rank.worker", argument=plan.save(), count=3),
                         watch=lambda: None)
     check_layout(out, [[0, 1], [2]], (directory / "model.safetensors").stat().st_size)
     check_against_replay(job, queries, out)
     assert {r["id"]: r["output_ids"] for r in read_lines(out / "results.jsonl")} == {
         q.id: toys.generate(reference, q) for q in queries}
     with pytest.raises(XgptError, match="launcher started 1"):
-        LocalLauncher().run(RankProgram(module="xrunner.worker", argument=plan.save(), count=1),
-                        watch=lambda: None)
+        LocalLauncher().run(RankProgram(module="xrunner.rank.worker", argument=plan.save(),
+                                    count=1), watch=lambda: None)
 
 
 def check_layout(out: Path, layout: list[list[int]], model_bytes: int) -> None:

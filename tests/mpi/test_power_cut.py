@@ -22,7 +22,7 @@ if shutil.which("cc") is None:
 import power_cut  # noqa: E402
 from faults import ToyJob, await_lines, below, wait  # noqa: E402
 
-from xrunner.io.results import count_results, read_held  # noqa: E402
+from xrunner.files.results import count_results, read_held  # noqa: E402
 from xrunner.plan import saved_fingerprint  # noqa: E402
 
 pytestmark = pytest.mark.mpi

@@ -129,7 +129,7 @@ def test_a_catalog_shape_runs_over_two_ranks_without_any_file(tmp_path: Path) ->
     for i in range(20):
         spool.add(Record(id=str(i), line=i + 1, is_forced=True), (i, 7, 9))
     spool.save(out, np.array([(i, 3 + i % 5) for i in range(20)]), 0)
-    LocalLauncher().run(RankProgram(module="xrunner.worker", argument=plan.save(), count=2),
+    LocalLauncher().run(RankProgram(module="xrunner.rank.worker", argument=plan.save(), count=2),
                         watch=lambda: None)
     results = read_lines(out / "results.jsonl")
     assert [len(r["output_ids"]) for r in results] == [3 + i % 5 for i in range(20)]

@@ -113,7 +113,7 @@ def test_too_few_descriptors_are_told_as_such(files: int, tmp_path: Path) -> Non
 # The second rank goes into a group of little memory before it has any.
 _CONFINED = """
 import os, sys
-if "xrunner.standby" in sys.orig_argv and os.environ.get("PMI_RANK") == "1":
+if "xrunner.rank.standby" in sys.orig_argv and os.environ.get("PMI_RANK") == "1":
     with open(os.environ["GROUP"] + "/cgroup.procs", "w") as file:
         file.write(str(os.getpid()))
 """

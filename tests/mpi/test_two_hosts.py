@@ -37,7 +37,7 @@ from xgpt.launch.rows import launcher_of
 session = open_file(Path(sys.argv[1]), sys.argv[3:])
 hosts = launcher_of(session.job, session.problem)
 assert not hosts.is_here and hosts.ranks_each == 1
-hosts.run(RankProgram(module="xrunner.worker", argument=Path(sys.argv[2]), count=2),
+hosts.run(RankProgram(module="xrunner.rank.worker", argument=Path(sys.argv[2]), count=2),
           watch=lambda: None)
 """
 CONFIGS = {"rra": FixedSchedule(encode_batch=3, decode_iterations=4),

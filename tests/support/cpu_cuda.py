@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from xrunner.ops import cuda_modules
 from xrunner.ops.build import BuildError, find_compiler
-from xrunner.ops.cuda import CudaOps
-from xrunner.ops.cuda_modules import kernels_folder
-from xrunner.ops.launch import Launch
+from xrunner.ops.cuda import cuda_modules
+from xrunner.ops.cuda.cuda_modules import kernels_folder
+from xrunner.ops.cuda.kernels import CudaOps
+from xrunner.ops.cuda.launch import Launch
 
 _HERE = Path(__file__).resolve().parent
 _ROOT = _HERE.parents[1]

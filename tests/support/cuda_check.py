@@ -13,10 +13,10 @@ from cuda_reference import Cache
 from torch import Tensor
 
 from xgpt.core.errors import XgptError
-from xrunner.ops import cuda_kv
 from xrunner.ops.contexts import BlockTable, encode_context
-from xrunner.ops.cuda import CudaOps, DistanceBias
-from xrunner.ops.launch import Launcher
+from xrunner.ops.cuda import cuda_kv
+from xrunner.ops.cuda.kernels import CudaOps, DistanceBias
+from xrunner.ops.cuda.launch import Launcher
 from xrunner.rules.slots import Move, Span
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -120,7 +120,7 @@ def below(pid: int) -> dict[str, list[int]]:
             found["mpiexec"].append(one)
         elif b"hydra" in words[0]:
             found["proxy"].append(one)
-        elif any(word in words for word in (b"xrunner.worker", b"xrunner.standby")):
+        elif any(word in words for word in (b"xrunner.rank.worker", b"xrunner.rank.standby")):
             found["rank"].append(one)
     return found
 

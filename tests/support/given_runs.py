@@ -103,5 +103,5 @@ def run(directory: Path, out: Path, requests: list[dict[str, Any]], ranks: int, 
     file.write_text("".join(json.dumps(request) + "\n" for request in requests))
     plan = replace(toy_plan(directory, out, query_kv_tokens=200), routing=routing)
     toys.write_spool(plan, file)
-    LocalLauncher().run(RankProgram(module="xrunner.worker", argument=plan.save(), count=ranks),
-                        watch=watch)
+    LocalLauncher().run(RankProgram(module="xrunner.rank.worker", argument=plan.save(),
+                                    count=ranks), watch=watch)

@@ -20,9 +20,9 @@ from cuda_check import DTYPES, Case, cases, off_by, tolerance
 from xgpt.core.errors import XgptError
 from xrunner.engine.graphs import Capture, CaptureError, CudaCapture
 from xrunner.ops.build import why_no_cupy
-from xrunner.ops.cuda import CudaOps
-from xrunner.ops.cuda_modules import SOURCES, CupyLauncher, source_of
-from xrunner.ops.launch import Launcher
+from xrunner.ops.cuda.cuda_modules import SOURCES, CupyLauncher, source_of
+from xrunner.ops.cuda.kernels import CudaOps
+from xrunner.ops.cuda.launch import Launcher
 
 SIZES = (1, 8)  # of cuda_check.cases: small ones, and as in a run
 CAPTURED = (1, 4, 32)  # queries of a step in a graph

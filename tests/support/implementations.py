@@ -11,7 +11,7 @@ from typing import NamedTuple
 import cpu_cuda
 import torch
 
-from xrunner.ops import native
+from xrunner.ops.cpu import native
 
 
 class Implementation(NamedTuple):

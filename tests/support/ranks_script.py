@@ -16,12 +16,11 @@ import torch
 from mpi4py import MPI
 
 from xgpt.core.lifeline import all_imported
+from xrunner.comm.collective import MpiGroup, TorchGroup
+from xrunner.comm.exchange import ForeignMessage, all_gather, broadcast, gather
+from xrunner.comm.messages import TokensMessage
+from xrunner.comm.point_to_point import MpiComm
 from xrunner.devices import CPU, has_own_gpu_each, local_rank, own_device
-from xrunner.transport.collective import MpiGroup, TorchGroup
-from xrunner.transport.comm import MpiComm
-from xrunner.transport.exchange import all_gather, broadcast, gather
-from xrunner.transport.messages import TokensMessage
-from xrunner.transport.wire import ForeignMessage
 
 
 def check_messages(world: MPI.Comm) -> None:

@@ -18,19 +18,19 @@ from xgpt.core.job import ROUND_ROBIN, FixedSchedule
 from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate
 from xprofiler.roofline import Roofline
+from xrunner.comm.point_to_point import LocalComm, local_comms
 from xrunner.engine.head import Alone, Head
 from xrunner.engine.pipeline import Neighbours, routes
 from xrunner.engine.replicas import FromRankZero, ToReplicas
 from xrunner.engine.roster import Extent
 from xrunner.engine.stage import StageExecutor
-from xrunner.io.launcher_link import LauncherLink
+from xrunner.files.launcher_link import LauncherLink
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.replica import replica_of, replicas_of
+from xrunner.rank.replica import replica_of, replicas_of
 from xrunner.rules.routing import Router
 from xrunner.rules.rra import PhaseControls, RraRule
 from xrunner.rules.steps import Step, YieldingRule, rules_for
 from xrunner.rules.windows import window_of
-from xrunner.transport.comm import LocalComm, local_comms
 from xsimulator.replay.flow import submit
 from xsimulator.replay.job import Replayer, replay_job
 from xsimulator.replay.pool import PoolHead

@@ -22,16 +22,16 @@ from mpi4py import MPI
 
 from xgpt.core.deployment import Pool
 from xgpt.core.lifeline import all_imported
+from xrunner.comm.collective import Group, TorchGroup
+from xrunner.comm.handover import LOOK_S
+from xrunner.comm.point_to_point import MpiComm, wait_politely
 from xrunner.devices import has_own_gpu_each, local_rank, own_device
 from xrunner.engine.links import ToDecodePool
 from xrunner.engine.pipeline import Route, routes
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.shard import WHOLE, Shard
+from xrunner.rank.world import group_of
 from xrunner.rules.rra import RraRule
-from xrunner.transport.collective import Group, TorchGroup
-from xrunner.transport.comm import MpiComm, wait_politely
-from xrunner.transport.courier import LOOK_S
-from xrunner.world import group_of
 
 
 def run(case: dict[str, Any], comm: Any) -> dict[int, list[int]] | None:

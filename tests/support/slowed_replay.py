@@ -22,7 +22,7 @@ from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Schedule
 from xprofiler.retimed import Factor
 from xprofiler.timing import TimingSource
-from xrunner.io.beat import MOST_STEPS, ToldStep
+from xrunner.files.beat import MOST_STEPS, ToldStep
 from xrunner.rules.changes import Changeable, changes_of
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import EncodingRule, Step, rules_for

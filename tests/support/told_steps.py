@@ -10,7 +10,7 @@ from pathlib import Path
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xprofiler.timing import TimingSource
-from xrunner.io.beat import BEATS, RankState, ToldStep
+from xrunner.files.beat import BEATS, RankState, ToldStep
 from xscheduler.copies import problem_for
 from xscheduler.live.pace import expected_s
 from xsimulator.replay.step_clock import StepClocks

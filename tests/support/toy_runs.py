@@ -16,12 +16,14 @@ from xgpt.core.deployment import Pool, StageAssignment
 from xgpt.core.model import ModelSpec
 from xgpt.core.policies import Role
 from xrunner.checkpoint.reader import open_weights
+from xrunner.comm.handover import EntryReceiver, EntrySender, Transfer, transfers
+from xrunner.comm.point_to_point import Comm, local_comms
 from xrunner.engine.head import Head, PoolLink, Sink
 from xrunner.engine.links import FromEncodePool, ToDecodePool
 from xrunner.engine.pipeline import Neighbours, Route, await_start, routes, serve_stage
 from xrunner.engine.roster import Vocabulary
 from xrunner.engine.stage import StageExecutor
-from xrunner.io.tokenizer import start_token
+from xrunner.files.tokenizer import start_token
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.query import FinishedQuery, PreparedQuery
@@ -30,9 +32,6 @@ from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import BatchingRule
 from xrunner.rules.taken import DecodeAim
 from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
-from xrunner.transport.comm import Comm, local_comms
-from xrunner.transport.courier import EntryReceiver, EntrySender
-from xrunner.transport.handover import Transfer, transfers
 
 
 class Collector:

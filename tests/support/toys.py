@@ -15,8 +15,8 @@ from xgpt.core.model import ModelSpec
 from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.spool import SpoolWriter
 from xrunner.checkpoint.source import read_spec
-from xrunner.io.intake import ModelTokeniser, hand_on, take_in
-from xrunner.io.tokenizer import TextTokenizer
+from xrunner.files.intake import ModelTokeniser, hand_on, take_in
+from xrunner.files.tokenizer import TextTokenizer
 from xrunner.plan import RunPlan
 from xrunner.query import PreparedQuery
 

@@ -21,7 +21,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> None:
-    sys.path.insert(0, str(_ROOT / "xrunner" / "engines"))
+    sys.path.insert(0, str(_ROOT / "xrunner" / "backends"))
     import elsewhere
 
     del sys.path[0]
@@ -39,15 +39,15 @@ def main() -> None:
 
 
 def _run(plan: Path) -> dict[str, Any]:
-    from xrunner.engines.vllm import worker
+    from xrunner.backends.vllm import vllm_worker as worker
 
     code = worker.main([str(plan)])
     return {"error": f"exit code {code}"} if code else {}
 
 
 def _answers(asked: dict[str, Any]) -> dict[str, Any]:
+    from xrunner.backends.vllm.core import CoreSettings, EngineCore
     from xrunner.checkpoint.source import read_spec
-    from xrunner.engines.vllm.core import CoreSettings, EngineCore
     from xrunner.query import Sampling
 
     model, inputs, count = Path(asked["model"]), asked["inputs"], asked["count"]

@@ -16,7 +16,7 @@ from xgpt.app.plan import executable
 from xgpt.app.watch import Rescheduler, rescheduler_of
 from xgpt.core.problem import resolve
 from xgpt.core.schedule import Schedule
-from xrunner.io.launcher_link import OBSERVED_FILE
+from xrunner.files.launcher_link import OBSERVED_FILE
 
 
 def session_of(folder: Path, *, outputs: str = "{mean: 30, std: 15, max: 100}", bound: str = "6",

@@ -24,8 +24,8 @@ from xgpt.app.opened import open_file  # noqa: E402
 from xgpt.core.job import FixedSchedule
 from xgpt.core.schedule_file import save_schedule, schedule_from_flat  # noqa: E402
 from xprofiler.roofline import Roofline  # noqa: E402
-from xrunner.io.launcher_link import load_change_order, read_observed  # noqa: E402
-from xrunner.io.sink import read_progress  # noqa: E402
+from xrunner.files.launcher_link import load_change_order, read_observed  # noqa: E402
+from xrunner.files.sink import read_progress  # noqa: E402
 from xsimulator.rough.forms import fixed_estimate
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -43,7 +43,7 @@ def engine_of(launcher: int) -> int | None:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError):
             continue
-        if b"xrunner.engines.vllm.worker" in command and parent == launcher:
+        if b"xrunner.backends.vllm.vllm_worker" in command and parent == launcher:
             return int(folder.name)
     return None
 

@@ -196,7 +196,7 @@ def _engine_of(launcher: int) -> int:
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
         except (OSError, ValueError):
             continue
-        if parent == launcher and b"xrunner.engines.vllm.worker" in words:
+        if parent == launcher and b"xrunner.backends.vllm.vllm_worker" in words:
             return int(path.name)
     raise AssertionError("no engine under way")
 

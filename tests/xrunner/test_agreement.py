@@ -13,12 +13,12 @@ from torch import Tensor
 
 from xgpt.core.model import ModelSpec
 from xgpt.core.spool import Record, SpoolWriter
-from xrunner.agreement import MOST_TOKENS, agreement_of
 from xrunner.models.stage_model import StageModel
 from xrunner.models.weights import RandomWeights
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
-from xrunner.ops.int8 import is_int8_served
+from xrunner.ops.cpu.products import is_int8_served
 from xrunner.plan import RunPlan
+from xrunner.rank.agreement import MOST_TOKENS, agreement_of
 
 pytestmark = pytest.mark.skipif(not is_int8_served(), reason="this processor has no VNNI")
 

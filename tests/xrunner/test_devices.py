@@ -20,16 +20,15 @@ from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
 from xrunner import devices
+from xrunner.comm.handover import EntryReceiver, EntrySender, transfers
+from xrunner.comm.messages import Joined, Message, StartMessage, StepMessage
+from xrunner.comm.point_to_point import LocalComm, local_comms
 from xrunner.devices import Arriving
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
-from xrunner.transport.comm import LocalComm, local_comms
-from xrunner.transport.courier import EntryReceiver, EntrySender
-from xrunner.transport.handover import transfers
-from xrunner.transport.messages import Joined, Message, StartMessage, StepMessage
 
 DEVICE, LAYERS, LENGTHS, CAPACITY = torch.device("lazy", 0), 3, (4, 2, 5), 12
 START = StartMessage(num_groups=1, capacity=CAPACITY, slots=4, encoded_capacity=CAPACITY,

@@ -17,9 +17,9 @@ from replayed import problem_of  # noqa: E402
 
 from xgpt.core.job import FixedSchedule
 from xprofiler.roofline import Roofline  # noqa: E402
-from xrunner.loading import Shelf  # noqa: E402
-from xrunner.worker import work  # noqa: E402
-from xrunner.world import connect  # noqa: E402
+from xrunner.rank.loading import Shelf  # noqa: E402
+from xrunner.rank.worker import work  # noqa: E402
+from xrunner.rank.world import connect  # noqa: E402
 from xsimulator.rough.forms import fixed_estimate
 
 

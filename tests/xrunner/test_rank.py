@@ -11,9 +11,9 @@ import pytest
 
 from xgpt.core import lifeline
 from xrunner.engine.pipeline import RankReport
-from xrunner.io.sink import Tally
+from xrunner.files.sink import Tally
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.rank import RunOutcome, operators_of, write_measured
+from xrunner.rank.lead import RunOutcome, operators_of, write_measured
 from xrunner.step_record import StepRecord
 
 

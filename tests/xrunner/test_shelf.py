@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch", reason="the runner needs the extra `run`")
 
-from xrunner.loading import Shelf, Weights  # noqa: E402
+from xrunner.rank.loading import Shelf, Weights  # noqa: E402
 
 
 def test_weights_are_read_once_for_runs_of_the_same_and_anew_for_others() -> None:

@@ -15,9 +15,9 @@ import pytest
 pytest.importorskip("torch", reason="ranks need the extra `run`")
 from xgpt.core.errors import XgptError  # noqa: E402
 from xgpt.core.lifeline import DONE, READY  # noqa: E402
-from xrunner import standby  # noqa: E402
+from xrunner.rank import standby  # noqa: E402
 
-RUN = b"xrunner.worker\0run.json"
+RUN = b"xrunner.rank.worker\0run.json"
 
 
 class Knot:

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch", reason="ranks need the extra `run`")
 
-from xrunner.threads import HOLD_S, LOOK_S, Threads, WaitedForCores, threads_of
+from xrunner.rank.threads import HOLD_S, LOOK_S, Threads, WaitedForCores, threads_of
 
 
 class Machine:
@@ -101,7 +101,7 @@ def test_answers_in_float32_do_not_depend_on_what_else_the_machine_does() -> Non
 
 def test_what_the_system_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted = [0]
-    monkeypatch.setattr("xrunner.threads._interrupted", lambda: interrupted[0])
+    monkeypatch.setattr("xrunner.rank.threads._interrupted", lambda: interrupted[0])
     task = tmp_path / "7"
     task.mkdir()
     (task / "schedstat").write_text("100 2000000000 5\n")

@@ -23,7 +23,8 @@ def agreement_of(opened: OpenedJob, plan: RunPlan, run_file: Path,
     if (known := _read(path)) is None or known["fingerprint"] != plan.fingerprint:
         opened.tell.say(f"comparing {INT8} with {plan.dtype} on the job's own inputs")
         launcher_of(opened.job, opened.problem).run(
-            RankProgram(module="xrunner.agreement", argument=run_file, count=1, inherited=(lock,)),
+            RankProgram(module="xrunner.rank.agreement", argument=run_file, count=1,
+                        inherited=(lock,)),
             watch=lambda: None)
         known = _read(path)
         assert known is not None, f"{path} was just written"

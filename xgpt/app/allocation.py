@@ -10,7 +10,7 @@ from xgpt.core.problem import resolve_cluster
 from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.slurm import SlurmSpec
 from xgpt.launch.slurm import Allocation, node_names
-from xrunner.engines.engine import mistake
+from xrunner.backends.engine import mistake
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

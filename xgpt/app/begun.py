@@ -18,8 +18,8 @@ from xgpt.report.table import paragraph
 from xprofiler.profile_file import load_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
-from xrunner.io.intake import hand_on
-from xrunner.io.results import answered
+from xrunner.files.intake import hand_on
+from xrunner.files.results import answered
 from xrunner.plan import as_begun, saved_fingerprint
 
 BY_WHAT_WAS_BEGUN = ("the schedule found now does not hold all requests of the run that is in the "

@@ -18,13 +18,12 @@ from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.whole_file import why_no_file, why_no_folder
 from xgpt.launch.slurm import allocation_here
 from xgpt.report.table import paragraph
+from xrunner.backends.engine import engine_of, mistake
 from xrunner.checkpoint.source import shape_to_make
 from xrunner.checkpoint.tensors import check_weights
-from xrunner.engines.engine import engine_of, mistake
-from xrunner.io.generation import refuse_given_tokens
-from xrunner.io.lock import is_locked
-from xrunner.io.stop import StopRequest
-from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
+from xrunner.files.generation import refuse_given_tokens
+from xrunner.files.lock import StopRequest, is_locked
+from xrunner.files.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.plan import OWN_ALONE
 
 _RANKS_PER_CORE = 4  # more would only take turns, and each loads its own libraries

@@ -12,8 +12,8 @@ from pathlib import Path
 from xgpt.core.job import Job
 from xgpt.core.local import why_no_torch
 from xgpt.core.run_section import LOCAL_CLUSTER
+from xrunner.backends.engine import engine_of
 from xrunner.checkpoint.source import cache_dir
-from xrunner.engines.engine import engine_of
 from xrunner.ops import build
 
 _GRACE_S = 1.0  # for the compiler to take its files away

@@ -16,10 +16,10 @@ from xgpt.core.whole_file import write_atomically
 from xgpt.launch.process import RanksFailed
 from xgpt.report.table import paragraph
 from xgpt.report.words import counted
-from xrunner.io.intake import query_of
-from xrunner.io.results import ResultWriter, answered, count_results
-from xrunner.io.stop import StopRequest
-from xrunner.io.underway import read_underway
+from xrunner.files.intake import query_of
+from xrunner.files.lock import StopRequest
+from xrunner.files.results import ResultWriter, answered, count_results
+from xrunner.files.sink import read_underway
 from xrunner.plan import RunPlan
 from xrunner.query import FinishedQuery
 

@@ -134,12 +134,12 @@ def _lines_of(script: Path) -> Iterator[dict[str, Any]]:
 
 
 def _asked(part: str) -> str:
-    """What `python -m xrunner.examine` says of a part; of one that cannot be had, why."""
+    """What `python -m xrunner.rank.examine` says of a part; of one that cannot be had, why."""
     for package in ("torch", "mpi4py") if part == "mpi" else ("torch",):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed (the extra `run` has it)"
     try:
-        done = subprocess.run([sys.executable, "-m", "xrunner.examine", part], text=True,
+        done = subprocess.run([sys.executable, "-m", "xrunner.rank.examine", part], text=True,
                               env={**without_other_launchers(os.environ), **own_modules()},
                               capture_output=True, timeout=_LIMIT_S, check=False)
     except subprocess.TimeoutExpired:

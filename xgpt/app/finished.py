@@ -19,7 +19,7 @@ from xgpt.core.json_values import plain
 from xgpt.core.request_files.files import STDIN
 from xgpt.report.results_file import write_results
 from xrunner.checkpoint.identity import model_files, weights_whole
-from xrunner.io.lock import output_lock
+from xrunner.files.lock import output_lock
 from xrunner.plan import saved_model
 
 DONE = "already done"  # the status that `--json` prints

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from xgpt.app.stall import StallWatch
 from xgpt.core.errors import StoppedEarly, XgptError
-from xrunner.io.stop import StopRequest
+from xrunner.files.lock import StopRequest
 
 _GRACE_S = 20.0  # at least, between a request to stop and the end of who does not hear it
 _LOOK_S = 0.5

@@ -28,7 +28,7 @@ from xgpt.core.whole_file import write_atomically
 from xgpt.launch.batch_script import BatchJob, Task, check_paths, quoted, render_sbatch
 from xgpt.launch.slurm_queue import hand_in
 from xprofiler.roofline import Roofline
-from xrunner.engines.engine import mistake
+from xrunner.backends.engine import mistake
 from xscheduler.beginning import said_of
 from xscheduler.evaluator import predict
 

@@ -23,7 +23,7 @@ from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import LEARNED_KEPT, ProfileTiming
 from xprofiler.timing import TimingSource
 from xrunner.checkpoint.source import cache_dir
-from xrunner.io.beat import ToldStep
+from xrunner.files.beat import ToldStep
 from xscheduler.live.pace import KINDS, Ratio, Ratios
 
 LEAST_STEPS = 30  # of a kind on a stage that a run must have taken for it to tell

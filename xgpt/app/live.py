@@ -26,8 +26,8 @@ from xgpt.core.units import format_seconds
 from xgpt.core.visible import visible
 from xgpt.launch.slurm_queue import SlurmJob
 from xgpt.report.table import fact, shown_width, table
-from xrunner.io.beat import RankState, read_beats
-from xrunner.io.sink import Progress
+from xrunner.files.beat import RankState, read_beats
+from xrunner.files.sink import Progress
 
 _MESSAGES = 8
 COLUMNS = ("stage", "pool", "busy now", "on average", "queries")

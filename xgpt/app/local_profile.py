@@ -41,9 +41,9 @@ from xprofiler.verdict import (
     noisy,
     worth_again,
 )
+from xrunner.backends.engine import Engine, engine_of, program_of
 from xrunner.checkpoint.source import cache_dir
-from xrunner.engines.engine import Engine, engine_of, program_of
-from xrunner.io.lock import Taken, output_lock
+from xrunner.files.lock import Taken, output_lock
 
 DEFAULT_BUDGET_S = 45.0
 QUICK_PATIENCE_S, PATIENCE_SHARE = 2.0, 0.2  # for others: of a quick profile, and of a budget

@@ -11,8 +11,8 @@ from pathlib import Path
 from xgpt.app.telling import Teller
 from xgpt.core.errors import StoppedEarly, XgptError
 from xgpt.core.whole_file import write_atomically
-from xrunner.io.beat import BEATS
-from xrunner.io.sink import STARTING, read_progress, write_progress
+from xrunner.files.beat import BEATS
+from xrunner.files.sink import STARTING, read_progress, write_progress
 
 MESSAGES_FILE = "messages.log"  # of the last run alone: a line each, with its time
 DOING_FILE = "doing"  # the present state of what takes a while, in one line; there as long as it is

@@ -20,10 +20,10 @@ from xgpt.core.problem import resolve
 from xgpt.core.run_section import LOCAL_CLUSTER, RunSpec
 from xgpt.core.units import DTYPE_BYTES, INT8, WEIGHT_BYTES, format_bytes
 from xgpt.report.table import fact, table
+from xrunner.backends.engine import Engine
 from xrunner.checkpoint.source import config_from_hub, model_at_hand, read_spec
 from xrunner.checkpoint.tensors import check_weights
-from xrunner.engines.engine import Engine
-from xrunner.io.generation import given_tokens, not_taken
+from xrunner.files.generation import given_tokens, not_taken
 
 _TOKENS = 1000  # of KV cache, in the table
 

@@ -32,10 +32,15 @@ from xgpt.launch.standby import Standby
 from xgpt.report.table import WIDTH, paragraph
 from xgpt.report.words import counted
 from xrunner.checkpoint.source import SERVED_BY, ModelFiles, find_model, model_at_hand
-from xrunner.io.estimated import ASCII_PER_TOKEN, OTHERS_PER_TOKEN, SPREAD, CharacterTokens
-from xrunner.io.intake import ModelTokeniser, Tokenised, errors_of, take_in
-from xrunner.io.runnable import runnable
-from xrunner.io.tokenizer import TextTokenizer
+from xrunner.files.intake import ModelTokeniser, Tokenised, errors_of, take_in
+from xrunner.files.runnable import (
+    ASCII_PER_TOKEN,
+    OTHERS_PER_TOKEN,
+    SPREAD,
+    CharacterTokens,
+    runnable,
+)
+from xrunner.files.tokenizer import TextTokenizer
 from xrunner.plan import RunPlan
 from xsimulator.memory import least_weight_bytes
 

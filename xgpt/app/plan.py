@@ -25,7 +25,7 @@ from xgpt.report.table import (
 )
 from xgpt.report.words import counted
 from xprofiler.timing import TimingSource
-from xrunner.engines.engine import engine_of
+from xrunner.backends.engine import engine_of
 from xscheduler.evaluator import Evaluator
 from xscheduler.layouts import LaidOut, compared
 from xscheduler.planner import Horizon, Planner, PlanOptions

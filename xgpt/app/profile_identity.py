@@ -14,8 +14,8 @@ from xgpt.core.problem import Problem
 from xgpt.launch.launcher import threads_per_rank
 from xprofiler.cache import kernels_fingerprint, model_shape
 from xprofiler.profile import ProfileMetadata
+from xrunner.backends.engine import engine_of
 from xrunner.checkpoint.source import cache_dir
-from xrunner.engines.engine import engine_of
 from xrunner.ops.build import why_no_kernels, why_not_native
 
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from xgpt.core.local import gpus_here, why_no_torch
 from xgpt.core.units import format_bytes
-from xrunner.checkpoint.hub import hub_address, is_offline, why_silent
-from xrunner.checkpoint.source import cache_dir
+from xrunner.checkpoint.source import cache_dir, hub_address, is_offline, why_silent
 
 INSTALL = 'pip install -c constraints.txt -e "{}"'
 _HUB_LIMIT_S = 4.0

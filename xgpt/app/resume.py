@@ -19,9 +19,9 @@ from xgpt.core.schedule_file import load_schedule
 from xgpt.core.spool import num_queries
 from xgpt.report.table import paragraph
 from xprofiler.timing import TimingSource
-from xrunner.engines.engine import engine_of
-from xrunner.io.results import ResultWriter, answered, count_errors, count_results
-from xrunner.io.sink import TIMES, Progress, percentiles_of, write_progress
+from xrunner.backends.engine import engine_of
+from xrunner.files.results import ResultWriter, answered, count_errors, count_results
+from xrunner.files.sink import TIMES, Progress, percentiles_of, write_progress
 from xrunner.plan import RunPlan, as_begun, saved_fingerprint
 from xscheduler.evaluator import predict
 

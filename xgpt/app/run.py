@@ -59,13 +59,12 @@ from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
-from xrunner.engines.engine import engine_of, program_of
-from xrunner.io.beat import BEATS
-from xrunner.io.intake import hand_on
-from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
-from xrunner.io.lock import output_lock
-from xrunner.io.results import HELD_FILE
-from xrunner.io.stop import StopRequest
+from xrunner.backends.engine import engine_of, program_of
+from xrunner.files.beat import BEATS
+from xrunner.files.intake import hand_on
+from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
+from xrunner.files.lock import StopRequest, output_lock
+from xrunner.files.results import HELD_FILE
 from xrunner.plan import RunPlan, weights_key
 from xscheduler.beginning import said_of
 from xscheduler.evaluator import replays_of

@@ -12,10 +12,10 @@ from xgpt.core.spool import num_queries
 from xgpt.report.expected import EXPECTED_FILE
 from xgpt.report.table import paragraph
 from xgpt.report.words import counted
-from xrunner.io.checked import spool_of
-from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
-from xrunner.io.results import HELD_FILE, answered, count_errors
-from xrunner.io.underway import UNDERWAY_FILE
+from xrunner.files.checked import spool_of
+from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
+from xrunner.files.results import HELD_FILE, answered, count_errors
+from xrunner.files.sink import UNDERWAY_FILE
 from xrunner.plan import AGREEMENT_FILE
 
 RESULTS_FILE, METRICS_FILE = "results.jsonl", "metrics.json"

@@ -21,12 +21,12 @@ from xgpt.core.spool import SpoolWriter, num_queries, saved_header
 from xgpt.core.whole_file import sync_folder
 from xgpt.launch.launcher import threads_per_rank
 from xgpt.report.table import paragraph
+from xrunner.backends.engine import engine_of
 from xrunner.checkpoint.identity import files_state, model_files, weights_whole
 from xrunner.checkpoint.source import write_random_model
-from xrunner.engines.engine import engine_of
-from xrunner.io.intake import make
-from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
-from xrunner.io.results import HELD_FILE, answered
+from xrunner.files.intake import make
+from xrunner.files.launcher_link import ADJUST_FILE, OBSERVED_FILE
+from xrunner.files.results import HELD_FILE, answered
 from xrunner.plan import RunPlan, as_begun, saved_differences, saved_fingerprint, saved_model
 from xrunner.rules.order import window_of
 

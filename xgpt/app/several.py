@@ -20,7 +20,7 @@ from xgpt.core.job import Job
 from xgpt.launch.asked import warned_in_good_order
 from xgpt.launch.standby import Standby
 from xgpt.report.table import WIDTH, paragraph, schedule_table
-from xrunner.io.stop import StopRequest
+from xrunner.files.lock import StopRequest
 
 
 @dataclass(slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from xgpt.report.policy_words import controls_cell, row_of
 from xgpt.report.table import estimate_table, fact, table
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
-from xrunner.engines.engine import mistake
+from xrunner.backends.engine import mistake
 from xscheduler.copies import problem_for, problems_of_copies
 from xscheduler.evaluator import job_lengths
 from xscheduler.found_schedule import SearchPlanner

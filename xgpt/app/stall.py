@@ -8,7 +8,7 @@ from pathlib import Path
 
 from xgpt.core.errors import XgptError
 from xgpt.core.units import format_seconds
-from xrunner.io.beat import RankState, read_beats
+from xrunner.files.beat import RankState, read_beats
 
 LEAST_S, _STEPS = 60.0, 10  # without progress; times the longest step known
 # until a rank tells that it lives (it imports, perhaps over a slow network), and for its first step

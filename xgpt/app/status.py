@@ -13,10 +13,10 @@ from xgpt.app.stall import oldest_s
 from xgpt.core.errors import XgptError
 from xgpt.core.spool import num_queries
 from xgpt.launch.slurm_queue import SlurmJob
-from xrunner.io.beat import RankState, read_beats
-from xrunner.io.lock import is_locked
-from xrunner.io.results import Answered, answered_by_last_line
-from xrunner.io.sink import STARTING, Progress, read_progress
+from xrunner.files.beat import RankState, read_beats
+from xrunner.files.lock import is_locked
+from xrunner.files.results import Answered, answered_by_last_line
+from xrunner.files.sink import STARTING, Progress, read_progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

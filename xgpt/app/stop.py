@@ -5,8 +5,7 @@ from pathlib import Path
 from xgpt.app.status import job_status
 from xgpt.core.errors import XgptError
 from xgpt.launch.slurm_queue import take_back
-from xrunner.io.lock import is_locked
-from xrunner.io.stop import StopRequest
+from xrunner.files.lock import StopRequest, is_locked
 
 _ASKED = "asked to stop: it ends in a few seconds, and the same command goes on from there"
 

@@ -19,7 +19,7 @@ from xgpt.core.schedule_file import load_schedule
 from xgpt.launch.asked import warned_in_good_order
 from xgpt.launch.standby import Standby
 from xgpt.report.table import paragraph, schedule_table
-from xrunner.io.lock import output_lock
+from xrunner.files.lock import output_lock
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
 from xprofiler.verdict import judge
+from xrunner.backends.engine import engine_of
 from xrunner.checkpoint.source import cache_dir, model_at_hand
-from xrunner.engines.engine import engine_of
 
 START_S = 1.5  # of ranks that measure, which import torch
 _TIMED = frozenset(operator.value for operator in OWN_TABLE.values())

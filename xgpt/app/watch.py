@@ -18,9 +18,9 @@ from xgpt.core.policies import policy, replanned_policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
 from xprofiler.timing import TimingSource
-from xrunner.engines.engine import engine_of
-from xrunner.io.beat import read_beats
-from xrunner.io.launcher_link import ChangeOrder, read_observed
+from xrunner.backends.engine import engine_of
+from xrunner.files.beat import read_beats
+from xrunner.files.launcher_link import ChangeOrder, read_observed
 from xrunner.rules.changes import Changes, OfShapes, changes_of
 from xscheduler.beginning import can_settle
 from xscheduler.live.at_once import is_pressing

@@ -26,7 +26,7 @@ from xgpt.report.what_if_tables import (
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline
 from xprofiler.timing import TimingSource
-from xrunner.engines.engine import Engine, engine_of, mistake
+from xrunner.backends.engine import Engine, engine_of, mistake
 from xscheduler.beginning import hint
 from xscheduler.drift import DriftRow, drift_rows
 from xscheduler.live.reschedule import Reschedule, reschedule

@@ -10,7 +10,7 @@ _PARTS = "choices"  # under `xgpt`: what is told of each of them
 
 
 def merged(lines: Sequence[str]) -> str:
-    """The lines of all answers to one request, as xrunner.io.result_line makes them, as one. A
+    """The lines of all answers to one request, as xrunner.files.result_line makes them, as one. A
     response has all of its choices: where one has no answer the request has none."""
     rows = [json.loads(line) for line in lines]
     first = rows[0]

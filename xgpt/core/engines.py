@@ -1,5 +1,5 @@
 """Which engines execute a schedule (`run: {engine: NAME}`), and where the row of each is (an
-xrunner.engines.engine.Engine). Other packages add theirs by the entry point group `xgpt.engines`:
+xrunner.backends.engine.Engine). Other packages add theirs by the entry point group `xgpt.engines`:
 name = module:attribute."""
 
 from xgpt.core.errors import UnknownNameError
@@ -7,8 +7,9 @@ from xgpt.core.plugins import rows_of_others
 
 OWN_ENGINE, VLLM = "xgpt", "vllm"
 _GROUP = "xgpt.engines"
-_ROWS = {OWN_ENGINE: "xrunner.engines.engine:OWN", "deepspeed": "xrunner.engines.deepspeed:ENGINE",
-         VLLM: "xrunner.engines.vllm.row:ENGINE"}
+_ROWS = {OWN_ENGINE: "xrunner.backends.engine:OWN",
+         "deepspeed": "xrunner.backends.deepspeed:ENGINE",
+         VLLM: "xrunner.backends.vllm.row:ENGINE"}
 # Engines of one process, whatever that starts itself: all cores of a machine are one rank's, unless
 # the job names ranks, over which the engine divides each layer.
 ONE_PROCESS = (VLLM,)

@@ -219,7 +219,7 @@ _PLANNED = {
 FAMILIES: Mapping[str, Family] = _EXECUTED | _PLANNED
 MODEL_TYPES, PLANNED_TYPES = tuple(_EXECUTED), tuple(_PLANNED)  # the latter are not executed
 # Of training, of classifiers' heads, of what is returned beside tokens, of the file itself, and
-# what xrunner.io does: rules of which tokens are chosen, the first and the last one.
+# what xrunner.files does: rules of which tokens are chosen, the first and the last one.
 NO_INFLUENCE = """
     _from_model_config _model_name_or_path _name_or_path _sliding_window_pattern
     activation_dropout architectures attention_dropout attn_pdrop auto_map bos_token_id

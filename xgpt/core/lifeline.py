@@ -24,7 +24,7 @@ _PR_SET_PDEATHSIG = 1
 _MPI = "mpi4py.MPI"  # whose import is the meeting
 # how a rank is told which it is: by MPICH and Intel MPI, Open MPI, Slurm
 _RANKS = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
-READY, DONE = b"r", b"."  # what ranks that wait for their parts (xrunner/standby.py) say
+READY, DONE = b"r", b"."  # what ranks that wait for their parts (xrunner/rank/standby.py) say
 EXIT_ORPHANED = 86  # of a rank whose launcher is gone
 
 

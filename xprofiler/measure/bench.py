@@ -20,6 +20,7 @@ from xprofiler.measure.captured import Capturing, TimedCapture, captured_step
 from xprofiler.measure.clock import Clock, clock_of
 from xprofiler.measure.probe import Probe, StepParts
 from xprofiler.points import MEAN_INPUT
+from xrunner.comm.messages import Joined, StartMessage, StepMessage
 from xrunner.engine.graphs import CaptureError
 from xrunner.engine.group import StageGroup
 from xrunner.engine.kv import KvCache, KvShape, kv_shape
@@ -30,7 +31,6 @@ from xrunner.models.stage_model import StageModel
 from xrunner.models.weights import RandomWeights
 from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
-from xrunner.transport.messages import Joined, StartMessage, StepMessage
 
 _ENTRY = 0.5  # of every cache: attention takes as long whatever it reads, unless it is no number
 MAX_WEIGHT_BYTES = 2 * 2**30  # more layers than this neither fit nor change the cache's behaviour

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from xgpt.core.busy import busy_s, children_s
 from xprofiler.measure.ranks import Ranks
 from xprofiler.profile import DISTURBED_LIMIT
-from xrunner.threads import WaitedForCores
+from xrunner.rank.threads import WaitedForCores
 
 LEAST_OTHERS_S = 0.03  # three of the accounts' hundredths: less may be a matter of rounding
 LOOK_S = 0.25  # between looks whether the others have ended

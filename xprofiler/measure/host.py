@@ -5,14 +5,14 @@ import time
 import torch
 from torch import Tensor
 
+from xrunner.comm.messages import StartMessage, StepMessage
+from xrunner.comm.point_to_point import local_comms
 from xrunner.engine.head import Head
 from xrunner.engine.pipeline import ALONE, Neighbours
 from xrunner.engine.roster import Vocabulary
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import StepKind
-from xrunner.transport.comm import local_comms
-from xrunner.transport.messages import StartMessage, StepMessage
 
 _QUERIES, _TOKENS, _GROUPS, _ROUNDS = 32, 12, 2, 5
 

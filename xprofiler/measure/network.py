@@ -20,13 +20,13 @@ from xgpt.core.model import ModelSpec
 from xprofiler.measure.clock import clock_of
 from xprofiler.measure.sums import Sums, seconds_of_sums, summing_bench
 from xprofiler.profile import ALL_REDUCE, HANDOVER, HANDOVER_DIRECT, TRANSFER, Sample, TableKey
+from xrunner.comm.collective import MpiGroup, TorchGroup
+from xrunner.comm.exchange import all_gather, broadcast
+from xrunner.comm.handover import pack, unpack
+from xrunner.comm.messages import TokensMessage
+from xrunner.comm.point_to_point import MpiComm, wait_politely
 from xrunner.devices import has_own_gpu_each
 from xrunner.engine.kv import KvCache, kv_shape
-from xrunner.transport.collective import MpiGroup, TorchGroup
-from xrunner.transport.comm import MpiComm, wait_politely
-from xrunner.transport.exchange import all_gather, broadcast
-from xrunner.transport.handover import pack, unpack
-from xrunner.transport.messages import TokensMessage
 
 TRANSFER_BYTES = (2**10, 2**14, 2**17, 2**20, 2**22)
 ALL_REDUCE_ROWS = (1, 6, 36, 216, 1300)  # hidden states of so many tokens

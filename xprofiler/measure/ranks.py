@@ -13,8 +13,8 @@ from xprofiler.measure.probe import StepParts
 from xprofiler.profile import DISTURBED_LIMIT, NOISE_LIMIT
 from xprofiler.verdict import SPREAD_LIMIT
 from xrunner import devices
-from xrunner.transport.comm import wait_politely
-from xrunner.transport.exchange import all_gather, broadcast
+from xrunner.comm.exchange import all_gather, broadcast
+from xrunner.comm.point_to_point import wait_politely
 
 _ATTEMPTS = 3
 _POINT_S = 0.15  # a point is measured for about so long, and never fewer times than

@@ -20,8 +20,8 @@ from xprofiler.measure.bench import LayerBench, around, ordinary_inputs
 from xprofiler.measure.encoder_decoder import EncoderDecoderBench
 from xprofiler.measure.probe import StepParts
 from xprofiler.points import DECODE_ROWS_UP_TO, STEP_CONTEXT
+from xrunner.comm.exchange import broadcast
 from xrunner.models.shard import Shard
-from xrunner.transport.exchange import broadcast
 
 _ROW_LAYERS, _LEAST_LAYERS, _MOST_LAYERS = 4200, 2, 6  # rows times layers of a step; layers
 _WEIGHT_BYTES = 2**26
@@ -30,7 +30,7 @@ _LEAST_ROUNDS, _MOST_ROUNDS = 5, 21
 
 
 class GroupOfRanks(Protocol):
-    """What sums (xrunner.transport.collective)."""
+    """What sums (xrunner.comm.collective)."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor: ...
 

@@ -21,7 +21,7 @@ from itertools import count
 from typing import Protocol
 
 from xprofiler.measure.probe import StepParts
-from xrunner.engines.vllm.core import PREFIX, Token
+from xrunner.backends.vllm.core import PREFIX, Token
 from xrunner.query import Sampling
 
 SHORT = 32  # tokens of an input whose attention is next to nothing, and so are heads of such inputs
@@ -33,7 +33,7 @@ _TOKEN = 7  # any
 
 
 class Core(Protocol):
-    """What is timed: xrunner.engines.vllm.core.EngineCore."""
+    """What is timed: xrunner.backends.vllm.core.EngineCore."""
 
     @property
     def max_tokens(self) -> int:

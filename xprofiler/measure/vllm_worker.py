@@ -18,12 +18,12 @@ from xprofiler.measure.vllm_bench import LEAST_S, SHORT, VllmBench
 from xprofiler.measure.worker import MeasureRequest, Measuring, messages_between
 from xprofiler.points import Needs, Point
 from xprofiler.profile import ALL_REDUCE, Sample
-from xrunner.engines.vllm.core import CoreSettings, EngineCore
-from xrunner.rank import leave
+from xrunner.backends.vllm.core import CoreSettings, EngineCore
+from xrunner.rank.lead import leave
 
 _ANY_SIZE = (1.0, 2.0**40)  # bytes of a message, from the least to the most
 _FILLED = {"kv_connector": "FilledCache", "kv_role": "kv_both",
-           "kv_connector_module_path": "xrunner.engines.vllm.filled"}
+           "kv_connector_module_path": "xrunner.backends.vllm.filled"}
 
 
 class _OfVllm(Measuring):

@@ -7,13 +7,17 @@ It has no tokenizer and names no end of sequence: requests give tokens, answers 
 to their cap. The weights themselves are xrunner.models.weights.RandomWeights."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
+import urllib.request
 import zipfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -27,7 +31,46 @@ from xgpt.core.model import ModelSpec, model_from_dict
 from xgpt.core.model_file import gguf_in, load_json
 from xgpt.core.whole_file import write_atomically
 from xrunner.checkpoint.gguf_file import folder_of, write_plain
-from xrunner.checkpoint.hub import why_in_vain
+
+_HUB = "https://huggingface.co"
+_NO_WAY = (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN)
+
+
+def hub_address() -> str:
+    return os.environ.get("HF_ENDPOINT", _HUB).rstrip("/")
+
+
+def is_offline() -> bool:
+    """Whether the user wants models of this machine alone."""
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def why_silent(limit_s: float) -> Exception | None:
+    """What keeps the hub from answering within so many seconds; None where it does, whatever it
+    says."""
+    try:
+        request = urllib.request.Request(hub_address(), method="HEAD")
+        with urllib.request.urlopen(request, timeout=limit_s):
+            return None
+    except urllib.error.HTTPError:
+        return None
+    except (OSError, ValueError) as cause:
+        reason = getattr(cause, "reason", cause)
+        return reason if isinstance(reason, Exception) else OSError(str(reason))
+
+
+def why_in_vain(limit_s: float) -> str | None:
+    """Why the hub's client need not be called, in words; None where it may find a way. Without a
+    network it tries six times, 24 seconds in all, and tells each of them."""
+    cause = None if is_offline() else why_silent(limit_s)
+    # what else fails may be of this question alone: the client brings certificates of its own
+    is_certain = isinstance(cause, (socket.gaierror, ConnectionError, TimeoutError)) or (
+        isinstance(cause, OSError) and cause.errno in _NO_WAY)
+    if not is_certain:
+        return None
+    why = getattr(cause, "strerror", None) or cause
+    return f"{hub_address()} cannot be reached: {why}"
+
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 _HUB_OLDER_WEIGHTS = "pytorch_model*.bin"  # only for a repository without safetensors

@@ -27,10 +27,10 @@ from xrunner.engine.blocks import BlockCache
 from xrunner.engine.kv import KvCache
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.stage_model import StageModel
-from xrunner.ops import cuda_modules
 from xrunner.ops.contexts import Cache, DecodeContext, Places
-from xrunner.ops.cuda import MAX_DIM
-from xrunner.ops.launch import DTYPES
+from xrunner.ops.cuda import cuda_modules
+from xrunner.ops.cuda.kernels import MAX_DIM
+from xrunner.ops.cuda.launch import DTYPES
 from xrunner.rules.buckets import MOST_CAPTURED, bucket_of
 
 NO_SLOT = -1

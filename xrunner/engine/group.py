@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from xgpt.core.errors import XgptError
 from xgpt.core.units import format_bytes
+from xrunner.comm.messages import Joined, StartMessage, StepMessage
 from xrunner.devices import free_bytes
 from xrunner.engine.blocks import BlockCache, Blocks, Room, block_tokens
 from xrunner.engine.graphs import DecodeGraphs
@@ -17,7 +18,6 @@ from xrunner.models.stage_model import StageModel
 from xrunner.query import Sampling
 from xrunner.rules.slots import GroupSlots
 from xrunner.rules.steps import KvBudget
-from xrunner.transport.messages import Joined, StartMessage, StepMessage
 
 Model = StageModel | EncoderDecoderStage
 

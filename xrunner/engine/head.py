@@ -12,13 +12,13 @@ from typing import Protocol
 
 from torch import Tensor
 
+from xrunner.comm.messages import Message, StartMessage
 from xrunner.devices import Arriving
 from xrunner.engine.pipeline import Executor, Neighbours
 from xrunner.engine.roster import ActiveQuery, Roster, Vocabulary
 from xrunner.ops.likelihoods import unpacked
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.steps import BatchingRule, Step, YieldingRule, may_evict
-from xrunner.transport.messages import Message, StartMessage
 
 LOOK_S = 0.1  # a head with nothing to do looks at least so often whether it is to stop
 

@@ -21,7 +21,7 @@ from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
 from xgpt.core.units import format_bytes
 from xrunner.ops.contexts import BlockTable, layers_of
-from xrunner.ops.kv import compact
+from xrunner.ops.kv_entries import compact
 from xrunner.rules.slots import apply_moves, compaction_moves
 
 _MADV_POPULATE_WRITE = 23  # of Linux; Python's mmap has no name for it

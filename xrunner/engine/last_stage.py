@@ -13,8 +13,8 @@ from torch import Tensor
 from xrunner.devices import on_device
 from xrunner.engine.group import Model, StageGroup
 from xrunner.models.stage_model import StageModel
-from xrunner.ops.head import WholeScores
 from xrunner.ops.likelihoods import likelihoods, packed, targets_of
+from xrunner.ops.output_head import WholeScores
 from xrunner.ops.sampling import NOT_FINITE, sample_shards, unless_finite, with_fixed
 from xrunner.query import Sampling
 

@@ -5,7 +5,7 @@ rule from what it has heard.
     encode head -> decode head   StartMessage, HandedMessage a batch, LeftMessage, StopMessage
     decode head -> encode head   ArrivedMessage a batch, FinishedMessage, StopMessage at the end
 
-The entries themselves go from rank to rank (xrunner.transport.courier), started when a stage has
+The entries themselves go from rank to rank (xrunner.comm.handover), started when a stage has
 encoded a batch, before its first tokens are known: those of a query that ends with its first token
 are forgotten where they arrive. Where the decode pool encodes some inputs itself
 (xrunner.rules.taken), these are left to it a few at a time."""
@@ -16,6 +16,19 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from xrunner.comm.handover import EntryReceiver
+from xrunner.comm.messages import (
+    ArrivedMessage,
+    FinishedMessage,
+    HandedMessage,
+    HandedQuery,
+    LeftMessage,
+    Message,
+    StartMessage,
+    StopMessage,
+    TokensMessage,
+)
+from xrunner.comm.point_to_point import Comm, wait_politely
 from xrunner.engine.head import LOOK_S, AllHere, Head, Supply
 from xrunner.engine.roster import ActiveQuery
 from xrunner.query import FinishedQuery, PreparedQuery
@@ -26,19 +39,6 @@ from xrunner.rules.steps import (
     Step,
     TakingRule,
     Waiting,
-)
-from xrunner.transport.comm import Comm, wait_politely
-from xrunner.transport.courier import EntryReceiver
-from xrunner.transport.messages import (
-    ArrivedMessage,
-    FinishedMessage,
-    HandedMessage,
-    HandedQuery,
-    LeftMessage,
-    Message,
-    StartMessage,
-    StopMessage,
-    TokensMessage,
 )
 
 _REPORT_S = 0.25  # between reports of progress while no query is done

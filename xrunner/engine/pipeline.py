@@ -18,17 +18,17 @@ from torch import Tensor
 
 from xgpt.core.deployment import Pool
 from xgpt.core.policies import Role
-from xrunner.devices import Arriving
-from xrunner.rules.steps import StepKind
-from xrunner.step_record import StepRecord
-from xrunner.transport.comm import Comm
-from xrunner.transport.messages import (
+from xrunner.comm.messages import (
     EncodedMessage,
     StartMessage,
     StepMessage,
     StopMessage,
     TokensMessage,
 )
+from xrunner.comm.point_to_point import Comm
+from xrunner.devices import Arriving
+from xrunner.rules.steps import StepKind
+from xrunner.step_record import StepRecord
 
 
 class Executor(Protocol):

@@ -16,17 +16,17 @@ from dataclasses import replace
 
 from xgpt.core.controls import EvenBatches
 from xgpt.core.schedule import Estimate
+from xrunner.comm.messages import Message, PortionMessage, ReplicaMessage, StopMessage
+from xrunner.comm.point_to_point import Comm
 from xrunner.engine.accounts import Accounts
 from xrunner.engine.head import Head
-from xrunner.io.sink import RunSink
+from xrunner.files.sink import RunSink
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.replica import Replica
+from xrunner.rank.replica import Replica
 from xrunner.rules.changes import Changeable, Changes, OfShapes, of_shape
 from xrunner.rules.routing import Router
 from xrunner.rules.rra import PhaseControls
 from xrunner.rules.windows import Window, rra_window
-from xrunner.transport.comm import Comm
-from xrunner.transport.messages import Message, PortionMessage, ReplicaMessage, StopMessage
 
 _TELL_S = 0.25  # between words of a replica that has no news
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from xrunner.comm.messages import Joined
 from xrunner.query import Sampling
-from xrunner.transport.messages import Joined
 
 
 class Spoken:

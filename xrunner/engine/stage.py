@@ -6,19 +6,19 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from xrunner.comm.handover import EntryReceiver, EntrySender
+from xrunner.comm.messages import StartMessage, StepMessage
 from xrunner.devices import Arriving, on_device, settle, to_host
 from xrunner.engine.graphs import Capture, capture_steps
 from xrunner.engine.group import Model, Pending, StageGroup, make_groups
 from xrunner.engine.last_stage import embeddings, scored_tokens, tokens_of_slots
 from xrunner.engine.last_tokens import LastTokens
 from xrunner.engine.step_log import StepLog
-from xrunner.io.beat import Beat
+from xrunner.files.beat import Beat
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
 from xrunner.rules.steps import StepKind
 from xrunner.step_record import NO_SIZES, StepRecord, StepSizes, decoded_sizes, even_input
-from xrunner.transport.courier import EntryReceiver, EntrySender
-from xrunner.transport.messages import StartMessage, StepMessage
 
 
 class StageExecutor:

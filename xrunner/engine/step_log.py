@@ -9,11 +9,11 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from xrunner.comm.messages import StepMessage
 from xrunner.engine.timeline import Worked, timeline_of
-from xrunner.io.beat import Beat
+from xrunner.files.beat import Beat
+from xrunner.rank.threads import Threads
 from xrunner.step_record import StepRecord
-from xrunner.threads import Threads
-from xrunner.transport.messages import StepMessage
 
 _LIMIT = 200_000  # steps kept for the report; a longer job keeps its last ones
 _Given = ParamSpec("_Given")

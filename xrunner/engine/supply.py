@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
+from xrunner.comm.messages import Message
 from xrunner.engine.head import Head
 from xrunner.query import PreparedQuery
 from xrunner.rules.windows import LEAST_WAITING
-from xrunner.transport.messages import Message
 
 
 class FromSpool:

@@ -12,14 +12,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xgpt.core.model import ModelSpec
+from xrunner.models.layer_parts import Norm, PlainMlp
 from xrunner.models.learned import read_norm
-from xrunner.models.mlp import PlainMlp
-from xrunner.models.norms import Norm
 from xrunner.models.shard import WHOLE, Shard, embedding_weight, head_weight
 from xrunner.models.weights import TensorPart, WeightSource
 from xrunner.ops.attention import PLAIN
-from xrunner.ops.head import BiasedScores, HeadScores, OutputHead, Scores
 from xrunner.ops.linear import Product
+from xrunner.ops.output_head import BiasedScores, HeadScores, OutputHead, Scores
 from xrunner.ops.residual import AllReduce, Residual
 
 SCORING = PLAIN

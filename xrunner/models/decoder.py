@@ -10,13 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xgpt.core.model import ModelSpec
-from xrunner.models.mlp import Mlp
-from xrunner.models.norms import HeadNorms, Norm
+from xrunner.models.layer_parts import HeadNorms, Mlp, Norm
 from xrunner.models.rotary import rotaries, rotary_of
 from xrunner.models.shard import Shard
 from xrunner.ops.attention import Scoring
-from xrunner.ops.head import CappedScores, HeadScores, OutputHead, Scores
 from xrunner.ops.linear import Product
+from xrunner.ops.output_head import CappedScores, HeadScores, OutputHead, Scores
 from xrunner.ops.residual import Residual
 from xrunner.ops.rows import Rotation
 

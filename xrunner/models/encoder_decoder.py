@@ -25,8 +25,8 @@ from xrunner.models.stage_model import (
 from xrunner.models.weights import OnDevice, WeightSource, WideVectors
 from xrunner.ops.attention import decode_attention, packed_attention, store_packed
 from xrunner.ops.contexts import DecodeContext, Layers, encode_context, whole_inputs
-from xrunner.ops.head import Scores
 from xrunner.ops.linear import activations_of
+from xrunner.ops.output_head import Scores
 from xrunner.ops.rows import place
 
 

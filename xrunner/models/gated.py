@@ -6,13 +6,20 @@ from torch import Tensor
 from xgpt.core.model import ModelSpec
 from xrunner.checkpoint.layout import EXPERTS, norm_names
 from xrunner.models.decoder import DecoderEnds, DecoderLayer, EndWeights, LayerWeights
-from xrunner.models.mlp import GatedMlp, Mixture, Mlp
-from xrunner.models.norms import HeadNorms, Norm, all_heads, rms_weight
+from xrunner.models.layer_parts import (
+    GatedMlp,
+    HeadNorms,
+    Mixture,
+    Mlp,
+    Norm,
+    all_heads,
+    rms_weight,
+)
 from xrunner.models.rotary import element_order
 from xrunner.models.shard import WHOLE, Shard, embedding_weight, head_weight
 from xrunner.models.weights import TensorPart, WeightSource
-from xrunner.ops.head import OutputHead
 from xrunner.ops.linear import Product
+from xrunner.ops.output_head import OutputHead
 
 
 class _Reader:

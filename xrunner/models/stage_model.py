@@ -12,14 +12,13 @@ from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xrunner.models import bart, t5
 from xrunner.models.decoder import DecoderEnds, DecoderLayer
 from xrunner.models.gated import gated_ends, gated_layer
-from xrunner.models.gpt2 import gpt2_ends, gpt2_layer
-from xrunner.models.opt import opt_ends, opt_layer
+from xrunner.models.learned import gpt2_ends, gpt2_layer, opt_ends, opt_layer
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.weights import OnDevice, WeightSource, WideVectors
 from xrunner.ops.attention import Scoring, decode_attention, encode_attention
 from xrunner.ops.contexts import DecodeContext, EncodeContext, Layers, Places
-from xrunner.ops.head import Scores
 from xrunner.ops.linear import activations_of
+from xrunner.ops.output_head import Scores
 from xrunner.ops.residual import Residual
 from xrunner.ops.rows import place
 

@@ -16,8 +16,8 @@ from xgpt.core.model import ModelSpec
 from xrunner.models.shard import WHOLE, Shard, embedding_weight, head_weight
 from xrunner.models.weights import WeightSource
 from xrunner.ops.attention import Distances, Scoring
-from xrunner.ops.head import HeadScores, OutputHead
 from xrunner.ops.linear import Product
+from xrunner.ops.output_head import HeadScores, OutputHead
 from xrunner.ops.residual import Residual
 from xrunner.ops.rows import rms_norm
 

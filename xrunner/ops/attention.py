@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from xrunner.ops import cuda_modules, invariant
+from xrunner.ops import invariant
 from xrunner.ops.contexts import Cache, DecodeContext, EncodeContext, Places, rows_of
-from xrunner.ops.cuda import MAX_DIM, CudaOps, DistanceBias
-from xrunner.ops.native import check, dtype_code, library, serves, threads
+from xrunner.ops.cpu.native import check, dtype_code, library, serves, threads
+from xrunner.ops.cuda import cuda_modules
+from xrunner.ops.cuda.kernels import MAX_DIM, CudaOps, DistanceBias
 
 
 class Scoring(NamedTuple):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from xrunner.devices import on_device
 from xrunner.models.shard import Shard
-from xrunner.ops.head import Scores
+from xrunner.ops.output_head import Scores
 from xrunner.query import Sampling, TokenLikelihood
 
 # Logits of so many rows are in memory at a time: of 150,000 tokens 154 MB.

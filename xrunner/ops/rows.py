@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from xrunner.ops import cuda_modules
 from xrunner.ops.contexts import Places
-from xrunner.ops.native import check, dtype_code, library, serves, threads
+from xrunner.ops.cpu.native import check, dtype_code, library, serves, threads
+from xrunner.ops.cuda import cuda_modules
 
 
 class Rotation(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from xrunner.devices import on_device
 from xrunner.models.shard import Shard
-from xrunner.ops.head import BestTokens, Scores
+from xrunner.ops.output_head import BestTokens, Scores
 from xrunner.query import Sampling
 
 NOT_FINITE = -1  # in a token's place: its logits are no numbers, or infinite

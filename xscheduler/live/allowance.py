@@ -26,7 +26,7 @@ LEAST = 0.2  # chosen: of the bound's own share: what is planned for at least, o
 
 class Kept(NamedTuple):
     """Of the queries from `first` on: how many are done with an answer, how many of these took
-    longer than the bound, and how many failed (xrunner.io.launcher_link)."""
+    longer than the bound, and how many failed (xrunner.files.launcher_link)."""
 
     first: int
     done: int

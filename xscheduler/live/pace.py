@@ -1,8 +1,8 @@
 """How long a run's steps take against what they were planned to take.
 
 Each rank tells of its latest steps once a second, in what it tells of itself anyway
-(xrunner.io.beat). A step's seconds are divided by what the timing source says of a step of its kind
-and size on its stage. Steps have left the plan where these ratios have in the older and in the
+(xrunner.files.beat). A step's seconds are divided by what the timing source says of a step of its
+kind and size on its stage. Steps have left the plan where these ratios have in the older and in the
 newer half of a window of the latest steps of a kind on a stage, by more than the threshold, by more
 than chance, and by more than a step's overhead, of which a source knows little: a burst of fewer
 steps of another program's does not, and what has passed does not either.
@@ -74,7 +74,7 @@ LONG = Window(96, 64, is_mean=True)
 
 
 class Step(Protocol):
-    """A step as a rank tells of it: see xrunner.io.beat.ToldStep."""
+    """A step as a rank tells of it: see xrunner.files.beat.ToldStep."""
 
     @property
     def kind(self) -> str: ...

@@ -19,7 +19,7 @@ from xgpt.core.errors import InfeasibleError, InputError, MissingExtraError, Xgp
 from xgpt.core.job_file import load_job
 from xgpt.core.schedule import Schedule
 from xprofiler.roofline import Roofline
-from xrunner.engines.deepspeed import ENGINE
+from xrunner.backends.deepspeed import ENGINE
 
 
 def session_of(folder: Path, *, model: str = "opt-1.3b", schedule: str = "", run: str = "ranks: 2",

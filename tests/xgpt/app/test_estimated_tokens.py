@@ -15,7 +15,7 @@ from xgpt.app.opened import OpenedJob, open_file
 from xgpt.core.errors import MissingExtraError, XgptError
 from xgpt.core.workload import Request
 from xrunner.checkpoint.source import find_model
-from xrunner.io.estimated import SPREAD, CharacterTokens, estimated_tokens
+from xrunner.files.runnable import SPREAD, CharacterTokens, estimated_tokens
 
 TEXT = "What did the town library lend while its roof was being repaired? "
 JOB = """

@@ -20,7 +20,7 @@ from xgpt.core.job_file import load_job
 from xgpt.core.json_values import write_json
 from xgpt.core.spool import Record
 from xrunner.checkpoint.identity import model_files
-from xrunner.io.lock import output_lock
+from xrunner.files.lock import output_lock
 
 COUNT = 5
 JOB = """

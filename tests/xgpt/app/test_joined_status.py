@@ -15,9 +15,8 @@ from click.testing import CliRunner
 from xgpt.app.place import SlurmRecord
 from xgpt.cli.main import cli
 from xgpt.core.errors import XgptError
-from xrunner.io.lock import output_lock
-from xrunner.io.sink import Progress, write_progress
-from xrunner.io.stop import StopRequest
+from xrunner.files.lock import StopRequest, output_lock
+from xrunner.files.sink import Progress, write_progress
 
 RUNNING = Progress(state="running", total=400, done=120, output_tokens=4800, elapsed_s=60.0,
                    latency_p50_s=1.5, latency_p99_s=2.25)

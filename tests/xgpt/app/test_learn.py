@@ -20,7 +20,7 @@ from xprofiler.cache import cached_profile_path
 from xprofiler.profile import LearnedSteps, Profile
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import ProfileTiming
-from xrunner.io.beat import ToldStep
+from xrunner.files.beat import ToldStep
 from xscheduler.live.pace import Ratios
 
 SHORT = ToldStep("decode", 2, 2, 2, 45.0, 60, 0.0, 1.0)

@@ -25,9 +25,9 @@ from xgpt.app.place import Place, place_of
 from xgpt.app.telling import LogTeller
 from xgpt.cli.main import cli
 from xgpt.core.errors import MissingExtraError, XgptError
-from xrunner.io.beat import Beat
-from xrunner.io.lock import output_lock
-from xrunner.io.sink import Progress, write_progress
+from xrunner.files.beat import Beat
+from xrunner.files.lock import output_lock
+from xrunner.files.sink import Progress, write_progress
 
 RUNNING = Progress(state="running", total=400, done=120, output_tokens=4800, elapsed_s=60.0,
                    latency_p50_s=1.5, latency_p99_s=2.25)

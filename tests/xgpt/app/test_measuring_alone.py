@@ -17,8 +17,7 @@ import pytest
 from xgpt.app.local_profile import alone
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import StoppedEarly
-from xrunner.io.lock import output_lock
-from xrunner.io.stop import StopRequest
+from xrunner.files.lock import StopRequest, output_lock
 
 _HOLDS = """
 import os, sys, time

@@ -12,7 +12,7 @@ import pytest
 from xgpt.app import remedies as module
 from xgpt.app.remedies import cache_in_words, hub_in_words, remedies
 from xgpt.core.local import SmiGpu
-from xrunner.checkpoint import hub
+from xrunner.checkpoint import source as hub
 
 GPU = SmiGpu(index=0, uuid="GPU-0", name="NVIDIA Toy 40", memory_bytes=None)
 

@@ -23,7 +23,7 @@ from xgpt.core.job_file import load_job
 from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate, Schedule
 from xrunner.checkpoint.source import ModelFiles
-from xrunner.io.launcher_link import OBSERVED_FILE, load_change_order
+from xrunner.files.launcher_link import OBSERVED_FILE, load_change_order
 from xrunner.rules.rra import most_active
 from xscheduler.room import slots_for
 

@@ -12,8 +12,8 @@ import pytest
 
 from xgpt.app.stall import RanksHang, StallWatch, signs_of_life
 from xgpt.app.telling import tell_run
-from xrunner.io.beat import BEATS, RankState
-from xrunner.io.sink import Progress, write_progress
+from xrunner.files.beat import BEATS, RankState
+from xrunner.files.sink import Progress, write_progress
 
 STATE = RankState(rank=0, stage=0, pool="all", elapsed_s=1.0, busy_s=1.0, recent_share=1.0,
                   queries=3, at_s=1000.0, num_steps=1, longest_step_s=0.5, told="to decode")

@@ -16,9 +16,9 @@ from click.testing import CliRunner
 from xgpt.app.status import run_status
 from xgpt.app.telling import progress_line, time_left_s
 from xgpt.cli.main import cli
-from xrunner.io.lock import is_locked, output_lock
-from xrunner.io.results import Answered
-from xrunner.io.sink import Progress, RunSink, write_progress
+from xrunner.files.lock import is_locked, output_lock
+from xrunner.files.results import Answered
+from xrunner.files.sink import Progress, RunSink, write_progress
 from xrunner.rules.order import run_order
 
 RUNNING = Progress(state="running", total=400, done=120, output_tokens=4800, elapsed_s=60.0,
@@ -164,9 +164,9 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from types import SimpleNamespace
-from xrunner.io.lock import output_lock
-from xrunner.io.sink import RunSink
-from xrunner.io.results import answered, count_results
+from xrunner.files.lock import output_lock
+from xrunner.files.sink import RunSink
+from xrunner.files.results import answered, count_results
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.order import run_order
 

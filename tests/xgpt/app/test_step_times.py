@@ -18,7 +18,7 @@ from xgpt.app.plan import plan_job
 from xgpt.app.watch import Rescheduler, rescheduler_of
 from xgpt.core.schedule import Schedule
 from xprofiler.retimed import Factor, Retimed
-from xrunner.io.launcher_link import load_change_order
+from xrunner.files.launcher_link import load_change_order
 from xscheduler.evaluator import Evaluator
 
 Planned = tuple[OpenedJob, Schedule]

@@ -14,8 +14,7 @@ from xgpt.app.opened import open_file
 from xgpt.app.stop import stop_job
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import StoppedEarly
-from xrunner.io.lock import output_lock
-from xrunner.io.stop import StopRequest
+from xrunner.files.lock import StopRequest, output_lock
 
 
 class Measuring:

@@ -25,10 +25,10 @@ from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.schedule import Schedule
 from xprofiler.retimed import Factor, Retimed
 from xrunner.checkpoint.source import ModelFiles
-from xrunner.io.beat import BEATS, RankState
-from xrunner.io.launcher_link import load_change_order
+from xrunner.files.beat import BEATS, RankState
+from xrunner.files.launcher_link import load_change_order
 from xrunner.plan import load_plan
-from xrunner.replica import replicas_of
+from xrunner.rank.replica import replicas_of
 from xrunner.rules.changes import OfShapes
 from xrunner.rules.iteration import StepLimits
 from xrunner.rules.rra import PhaseControls

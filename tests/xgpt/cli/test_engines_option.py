@@ -18,8 +18,8 @@ from xgpt.core.engines import engine_names
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.job import Job
 from xgpt.report.what_if_tables import EngineRow, engine_table
-from xrunner.engines.engine import Engine
-from xrunner.engines.vllm.row import ENGINE as vllm_row
+from xrunner.backends.engine import Engine
+from xrunner.backends.vllm.row import ENGINE as vllm_row
 from xscheduler.planner import PlanOptions
 
 JOB = """

@@ -10,7 +10,7 @@ from in_process import xgpt
 
 from xgpt.core.chat import BadRecord
 from xgpt.core.workload import read_record
-from xrunner.io.estimated import CharacterTokens
+from xrunner.files.runnable import CharacterTokens
 
 
 @pytest.mark.parametrize("is_openai", [True, False])

@@ -18,8 +18,8 @@ from xgpt.launch.launcher import RankProgram
 from xgpt.launch.local import LocalLauncher
 from xgpt.launch.standby import MEASURES, RUNS, Standby, standby_for
 
-# Waits like xrunner.standby; writes its process id where it is told to, and ends or stays as that
-# file says.
+# Waits like xrunner.rank.standby; writes its process id where it is told to, and ends or stays as
+# that file says.
 PROGRAM = """
 import os, pathlib, socket, sys
 with socket.socket(fileno=int(sys.argv[1])) as line:
@@ -164,7 +164,7 @@ def test_ranks_that_died_while_they_waited_are_replaced(tmp_path: Path, begin: S
 
 def test_another_program_finds_them_gone(tmp_path: Path, begin: Start) -> None:
     standby = begin(1)
-    other = program(tmp_path, standby, module="xrunner.agreement")
+    other = program(tmp_path, standby, module="xrunner.rank.agreement")
     assert standby.serves(other) is None and standby.processes == ()
 
 

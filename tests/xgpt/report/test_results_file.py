@@ -24,8 +24,8 @@ from xgpt.core.spool import SpoolWriter
 from xgpt.core.spool_columns import ColumnsWriter
 from xgpt.core.workload import Request
 from xgpt.report.results_file import ANSWER, names_in_results, write_results
-from xrunner.io.intake import take_in
-from xrunner.io.results import write_errors
+from xrunner.files.intake import take_in
+from xrunner.files.results import write_errors
 
 pa = pytest.importorskip("pyarrow", reason="Parquet needs the extra `parquet`")
 pq = pytest.importorskip("pyarrow.parquet")

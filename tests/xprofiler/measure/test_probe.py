@@ -23,6 +23,7 @@ from xprofiler.measure.bench import (  # noqa: E402
 from xprofiler.measure.clock import CpuClock  # noqa: E402
 from xprofiler.measure.encoder_decoder import EncoderDecoderBench  # noqa: E402
 from xprofiler.measure.probe import Probe, StepParts  # noqa: E402
+from xrunner.comm.messages import Joined, StartMessage, StepMessage  # noqa: E402
 from xrunner.devices import Arriving  # noqa: E402
 from xrunner.engine.kv import KvCache, KvShape, kv_shape  # noqa: E402
 from xrunner.engine.stage import StageExecutor  # noqa: E402
@@ -30,7 +31,6 @@ from xrunner.models.stage_model import StageModel  # noqa: E402
 from xrunner.models.weights import RandomWeights  # noqa: E402
 from xrunner.query import Sampling  # noqa: E402
 from xrunner.rules.steps import StepKind  # noqa: E402
-from xrunner.transport.messages import Joined, StartMessage, StepMessage  # noqa: E402
 
 SPECS = {
     "llama": ModelSpec(name="llama", family="llama", num_layers=3, hidden_size=48, num_heads=6,

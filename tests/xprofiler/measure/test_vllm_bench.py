@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch", reason="what measures needs the extra `run`")
 from xprofiler.measure.vllm_bench import VllmBench
-from xrunner.engines.vllm.core import Token
+from xrunner.backends.vllm.core import Token
 from xrunner.query import Sampling
 
 LAYERS = 10

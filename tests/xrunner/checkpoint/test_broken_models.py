@@ -19,7 +19,7 @@ from xgpt.core.errors import InputError, Mistake
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.checkpoint.source import read_spec
 from xrunner.checkpoint.tensors import MAX_SHOWN, check_weights, header, wanted_tensors
-from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
+from xrunner.files.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.models.encoder_decoder import load_stage
 
 

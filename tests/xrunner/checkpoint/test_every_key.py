@@ -23,7 +23,7 @@ from xgpt.core.errors import InputError
 from xgpt.core.hf_config import MODEL_TYPES, PLANNED_TYPES, from_hf_config
 from xgpt.core.model import ModelSpec
 from xrunner.checkpoint.tensors import check_weights
-from xrunner.io.generation import given_tokens, not_taken
+from xrunner.files.generation import given_tokens, not_taken
 
 TOYS = ("llama", "mistral-window", "qwen2-windows", "qwen3", "gemma2", "gemma3", "phi3", "smollm3",
         "olmo2", "granite", "mixtral", "qwen3-moe", "opt", "gpt2", "t5", "mt5", "bart", "mbart")

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from xgpt.core.errors import XgptError
-from xrunner.checkpoint import hub, source
+from xrunner.checkpoint import source
+from xrunner.checkpoint import source as hub
 
 UNKNOWN = socket.gaierror(-2, "Name or service not known")
 

@@ -13,10 +13,10 @@ from representative import some
 from toy_runs import split_stages
 from toys import ENCODER_DECODER_FAMILIES, FAMILIES, make_model, spec_of
 
-from xrunner import loading
 from xrunner.checkpoint.reader import CheckpointReader
-from xrunner.loading import DiskMeter, disk_bytes_per_s
 from xrunner.models.encoder_decoder import load_stage
+from xrunner.rank import loading
+from xrunner.rank.loading import DiskMeter, disk_bytes_per_s
 
 HALVES = (torch.float16, torch.bfloat16)
 

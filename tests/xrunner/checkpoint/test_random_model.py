@@ -18,7 +18,7 @@ from xgpt.core import catalog
 from xgpt.core.model import ModelSpec
 from xrunner.checkpoint.reader import CheckpointReader, MadeWeights, open_weights
 from xrunner.checkpoint.source import read_spec, write_random_model
-from xrunner.io.tokenizer import TextTokenizer, eos_ids, start_token
+from xrunner.files.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import StageModel

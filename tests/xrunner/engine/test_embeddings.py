@@ -16,7 +16,7 @@ import torch
 import toy_runs
 import toys
 
-from xrunner.io.result_line import result_line
+from xrunner.files.result_line import result_line
 from xrunner.query import FinishedQuery, PreparedQuery, Sampling
 from xrunner.rules.static import StaticRule
 

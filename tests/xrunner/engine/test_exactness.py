@@ -19,12 +19,12 @@ from toys import T5_FAMILIES, generate, logits_of, random_queries, spec_of
 
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.models.encoder_decoder import EncoderDecoderStage
-from xrunner.models.mlp import GatedMlp, PlainMlp
+from xrunner.models.layer_parts import GatedMlp, PlainMlp
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import StageModel
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
-from xrunner.ops.head import OutputHead
 from xrunner.ops.linear import Product
+from xrunner.ops.output_head import OutputHead
 from xrunner.query import Sampling
 
 # each type, and each way of holding the weights

@@ -21,6 +21,7 @@ import toys
 from cuda_check import tolerance
 from torch import Tensor
 
+from xrunner.comm.messages import StartMessage
 from xrunner.engine import blocks, graphs
 from xrunner.engine.graphs import (
     MEMORY_SHARE,
@@ -39,7 +40,6 @@ from xrunner.models.stage_model import StageModel
 from xrunner.ops.contexts import decode_context
 from xrunner.rules.paged import BLOCK_TOKENS, vllm
 from xrunner.rules.rra import RraRule
-from xrunner.transport.messages import StartMessage
 from xsimulator.memory import USABLE_SHARE
 
 

@@ -10,21 +10,21 @@ from replicated import ANSWERS, CONFIGS, Job, Made, Told
 from toys import spec_of
 
 from xgpt.core.job import FIXED
+from xrunner.comm.messages import StopMessage
+from xrunner.comm.point_to_point import local_comms
 from xrunner.engine.head import Head
 from xrunner.engine.replicas import FromRankZero, OfEveryReplica, ToReplicas
-from xrunner.io.launcher_link import (
+from xrunner.files.launcher_link import (
     ChangeOrder,
     LauncherLink,
     load_change_order,
     read_observed,
 )
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.replica import replicas_of
+from xrunner.rank.replica import replicas_of
 from xrunner.rules.changes import OfShapes
 from xrunner.rules.rra import PhaseControls, RraRule
 from xrunner.rules.windows import Window
-from xrunner.transport.comm import local_comms
-from xrunner.transport.messages import StopMessage
 
 
 @pytest.mark.parametrize("slow", [None, 0, 1])
@@ -104,7 +104,7 @@ def test_the_same_ranks_take_another_job_after_one_that_was_stopped(made: Made) 
 
 def test_a_change_of_the_control_variables_reaches_every_replica(
         made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xrunner.io.launcher_link._INTERVAL_S", 0.0)
+    monkeypatch.setattr("xrunner.files.launcher_link._INTERVAL_S", 0.0)
     monkeypatch.setattr("xrunner.engine.replicas._TELL_S", 0.0)
     job, sink = Job(made, *CONFIGS[0], count=60), Told()
     controls = PhaseControls(encode_batch=4, decode_iterations=9, group_max_active=12,
@@ -138,7 +138,7 @@ def test_a_change_of_the_control_variables_reaches_every_replica(
 def test_each_shape_takes_up_changes_of_its_own(
         made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_both: bool) -> None:
     """Two ranks in a pipeline beside one; a replay that is told of it takes the same steps."""
-    monkeypatch.setattr("xrunner.io.launcher_link._INTERVAL_S", 0.0)
+    monkeypatch.setattr("xrunner.files.launcher_link._INTERVAL_S", 0.0)
     monkeypatch.setattr("xrunner.engine.replicas._TELL_S", 0.0)
     job, sink = Job(made, *CONFIGS[0], replicas=1, stages=2, count=60), Told()
     job.estimate = job.one.beside((Job(made, *CONFIGS[0], stages=1).one,))

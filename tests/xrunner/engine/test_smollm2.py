@@ -13,7 +13,7 @@ from toy_runs import run_in_process
 
 from xgpt.core.errors import XgptError
 from xrunner.checkpoint.source import find_model
-from xrunner.io.tokenizer import TextTokenizer, eos_ids
+from xrunner.files.tokenizer import TextTokenizer, eos_ids
 from xrunner.query import PreparedQuery
 
 PROMPTS = Path(__file__).resolve().parents[3] / "jobs" / "prompts" / "quickstart.jsonl"

@@ -15,18 +15,18 @@ from toy_runs import Collector, run_in_process, run_waa_in_process, toy_waa_rule
 from toy_runs import waa_pools as two_pools
 from toys import random_queries
 
-from xrunner import worker
-from xrunner.engines import deepspeed_worker
-from xrunner.io.results import Answered
-from xrunner.io.sink import RunSink
-from xrunner.io.stop import STOP_FILE
+from xrunner.backends import deepspeed_worker
+from xrunner.comm.point_to_point import local_comms
+from xrunner.files.lock import STOP_FILE
+from xrunner.files.results import Answered
+from xrunner.files.sink import RunSink
 from xrunner.plan import RunPlan
+from xrunner.rank import worker
+from xrunner.rank.world import World
 from xrunner.rules.paged import vllm
 from xrunner.rules.rra import RraRule
 from xrunner.rules.static import StaticRule
 from xrunner.rules.steps import BatchingRule
-from xrunner.transport.comm import local_comms
-from xrunner.world import World
 
 COUNT = 7
 RULES: dict[str, Callable[[], BatchingRule]] = {
@@ -79,7 +79,7 @@ def plan_of(output: Path) -> RunPlan:
 def test_a_wish_to_stop_is_seen_and_not_forgotten(tmp_path: Path,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("xrunner.io.sink.time.monotonic", lambda: now)
+    monkeypatch.setattr("xrunner.files.sink.time.monotonic", lambda: now)
     sink = RunSink(plan_of(tmp_path), num_queries=1, before=Answered(0, frozenset()))
     assert not sink.should_stop()
     (tmp_path / STOP_FILE).touch()

@@ -24,6 +24,7 @@ from zero_weights import Zeros
 from xgpt.core.decoder import Decoder
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.model import ModelSpec
+from xrunner.comm.messages import Joined, StartMessage, StepMessage
 from xrunner.devices import Arriving, on_device
 from xrunner.engine.blocks import BLOCK_TOKENS
 from xrunner.engine.graphs import Captured, CapturedStep, DecodeGraphs, why_not
@@ -32,16 +33,16 @@ from xrunner.engine.stage import StageExecutor
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE
 from xrunner.models.stage_model import StageModel
-from xrunner.ops import cuda, cuda_modules
 from xrunner.ops.contexts import layers_of
-from xrunner.ops.cuda import CudaOps
-from xrunner.ops.cuda_modules import Gpu
-from xrunner.ops.kv import scatter
-from xrunner.ops.launch import Launch
+from xrunner.ops.cuda import cuda_modules
+from xrunner.ops.cuda import kernels as cuda
+from xrunner.ops.cuda.cuda_modules import Gpu
+from xrunner.ops.cuda.kernels import CudaOps
+from xrunner.ops.cuda.launch import Launch
+from xrunner.ops.kv_entries import scatter
 from xrunner.query import Sampling
 from xrunner.rules.slots import Span
 from xrunner.rules.steps import KvBudget, StepKind
-from xrunner.transport.messages import Joined, StartMessage, StepMessage
 
 DEVICE = torch.device("lazy", 0)
 GREEDY = (Sampling(), Sampling(), Sampling())

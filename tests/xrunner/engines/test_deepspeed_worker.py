@@ -19,10 +19,10 @@ from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import XgptError
 from xgpt.core.schedule import Estimate
 from xgpt.core.schedule_file import save_schedule, schedule_from_flat
-from xrunner.engines import deepspeed_worker
+from xrunner.backends import deepspeed_worker
+from xrunner.comm.point_to_point import local_comms
 from xrunner.plan import RunPlan
-from xrunner.transport.comm import local_comms
-from xrunner.world import World
+from xrunner.rank.world import World
 
 Made = Callable[[str], tuple[Path, Any]]
 
@@ -99,7 +99,7 @@ def test_a_stop_leaves_whole_batches_and_the_same_command_goes_on(
         return len(sink.tally) >= 4
 
     with monkeypatch.context() as patched:
-        patched.setattr("xrunner.io.sink.RunSink.should_stop", stop_after_a_batch)
+        patched.setattr("xrunner.files.sink.RunSink.should_stop", stop_after_a_batch)
         deepspeed_worker.run(plan, WORLD)
     measured = json.loads((plan.output / "measured.json").read_text())
     assert (measured["state"], measured["queries"]) == ("stopped", 4)

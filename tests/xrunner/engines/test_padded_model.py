@@ -24,13 +24,13 @@ from xgpt.core.lengths import joint_empirical
 from xgpt.core.problem import Problem
 from xgpt.core.queries import QueryLengths
 from xprofiler.roofline import Roofline
+from xrunner.backends.deepspeed_worker import PaddedModel, padded_left
+from xrunner.comm.point_to_point import local_comms
 from xrunner.engine.head import Head
 from xrunner.engine.pipeline import Neighbours, Route, await_start, serve_stage
 from xrunner.engine.roster import Vocabulary
-from xrunner.engines.padded_model import PaddedModel, padded_left
 from xrunner.query import PreparedQuery, Sampling
 from xrunner.rules.static import StaticRule, static_rule
-from xrunner.transport.comm import local_comms
 from xsimulator.replay.job import replay_job
 from xsimulator.rough.forms import fixed_estimate
 

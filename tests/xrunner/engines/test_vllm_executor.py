@@ -12,18 +12,18 @@ pytest.importorskip("torch", reason="the head needs the extra `run`")
 from toy_runs import Collector  # noqa: E402
 from toys import VOCAB, random_queries  # noqa: E402
 
+from xrunner.backends.vllm.core import Token  # noqa: E402
+from xrunner.backends.vllm.executor import VllmExecutor, passes  # noqa: E402
+from xrunner.comm.point_to_point import local_comms  # noqa: E402
 from xrunner.engine.head import Head  # noqa: E402
 from xrunner.engine.pipeline import ALONE, Neighbours  # noqa: E402
 from xrunner.engine.roster import Vocabulary  # noqa: E402
-from xrunner.engines.vllm.core import Token  # noqa: E402
-from xrunner.engines.vllm.executor import VllmExecutor, passes  # noqa: E402
 from xrunner.query import PreparedQuery, Sampling  # noqa: E402
 from xrunner.rules.iteration import OrcaRule  # noqa: E402
 from xrunner.rules.paged import sarathi, vllm  # noqa: E402
 from xrunner.rules.rra import RraRule  # noqa: E402
 from xrunner.rules.static import StaticRule  # noqa: E402
 from xrunner.rules.steps import BatchingRule  # noqa: E402
-from xrunner.transport.comm import local_comms  # noqa: E402
 
 
 def next_token(tokens: Sequence[int]) -> int:

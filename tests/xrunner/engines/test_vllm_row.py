@@ -10,9 +10,8 @@ import pytest
 from xgpt.core.errors import InputError, XgptError
 from xgpt.core.job_file import load_job
 from xgpt.core.problem import Problem, resolve
-from xrunner.engines.engine import engine_of
-from xrunner.engines.vllm.given import engine_arguments
-from xrunner.engines.vllm.installed import version_in
+from xrunner.backends.engine import engine_of
+from xrunner.backends.vllm.row import engine_arguments, version_in
 
 
 def job_of(folder: Path, run: str, schedule: str = "auto") -> Path:

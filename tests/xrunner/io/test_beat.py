@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from xrunner.io.beat import BEATS, Beat, read_beats
+from xrunner.files.beat import BEATS, Beat, read_beats
 
 
 def test_a_rank_tells_its_state_about_once_a_second(tmp_path: Path) -> None:

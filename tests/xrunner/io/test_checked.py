@@ -11,7 +11,7 @@ import pytest
 from fake_run import write_spool
 
 from xgpt.core.spool import Record
-from xrunner.io.results import Answered, ResultWriter, answered, count_results
+from xrunner.files.results import Answered, ResultWriter, answered, count_results
 from xrunner.query import FinishedQuery, PreparedQuery
 
 COUNT = 8

@@ -19,9 +19,9 @@ from xgpt.core.choices import merged, num_parts, parts
 from xgpt.core.spool_columns import Columns
 from xgpt.report.output import read_output
 from xgpt.report.results_file import chunks_of
-from xrunner.io.intake import queries_of
-from xrunner.io.result_line import result_line
-from xrunner.io.results import HELD_FILE, Answered, ResultWriter, answered, count_results
+from xrunner.files.intake import queries_of
+from xrunner.files.result_line import result_line
+from xrunner.files.results import HELD_FILE, Answered, ResultWriter, answered, count_results
 from xrunner.query import FinishedQuery, PreparedQuery
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -11,7 +11,7 @@ import pytest
 
 from xgpt.core.errors import XgptError
 from xgpt.core.whole_file import write_atomically
-from xrunner.io.results import ResultWriter, answered
+from xrunner.files.results import ResultWriter, answered
 from xrunner.query import FinishedQuery, PreparedQuery
 
 

@@ -14,8 +14,8 @@ import toys
 from test_intake_queries import plan_of, spooled
 
 from xgpt.core.errors import InputError
-from xrunner.io.generation import GivenTokens, given_tokens
-from xrunner.io.intake import queries_of
+from xrunner.files.generation import GivenTokens, given_tokens
+from xrunner.files.intake import queries_of
 
 FIRST = 7
 INPUTS = (3, 8, 30, 17, 5, 32)  # of 32 positions, of which an output takes none

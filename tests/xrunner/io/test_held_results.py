@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from xrunner.io import results as held_module
-from xrunner.io.results import HELD_FILE, Answered, ResultWriter, answered, count_results, read_held
+from xrunner.files import results as held_module
+from xrunner.files.results import (
+    HELD_FILE,
+    Answered,
+    ResultWriter,
+    answered,
+    count_results,
+    read_held,
+)
 from xrunner.query import FinishedQuery, PreparedQuery
 
 # a killed run closes nothing

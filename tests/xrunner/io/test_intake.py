@@ -14,9 +14,9 @@ from xgpt.core.lengths import JointLengths, truncated_normal
 from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.spool import Spool, SpoolWriter
 from xgpt.core.workload import Request
-from xrunner.io import intake
-from xrunner.io.intake import ModelTokeniser, Tokenised, make, take_in
-from xrunner.io.tokenizer import TextTokenizer
+from xrunner.files import intake
+from xrunner.files.intake import ModelTokeniser, Tokenised, make, take_in
+from xrunner.files.tokenizer import TextTokenizer
 
 COUNT = 25
 

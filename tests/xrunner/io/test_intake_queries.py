@@ -15,9 +15,9 @@ from toys import spec_of, write_spool
 from xgpt.core import catalog
 from xgpt.core.queries import Requests
 from xgpt.core.spool import Spool
-from xrunner.io import runnable as looked_at
-from xrunner.io.intake import queries_of
-from xrunner.io.runnable import runnable
+from xrunner.files import runnable as looked_at
+from xrunner.files.intake import queries_of
+from xrunner.files.runnable import runnable
 from xrunner.plan import RunPlan, load_plan
 
 

@@ -22,9 +22,9 @@ from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.request_files.reader import read_requests
 from xgpt.core.spool import Spool, SpoolWriter
 from xgpt.report.output import read_output
-from xrunner.io.generation import given_tokens
-from xrunner.io.intake import hand_on, queries_of, take_in
-from xrunner.io.results import ResultWriter, count_results
+from xrunner.files.generation import given_tokens
+from xrunner.files.intake import hand_on, queries_of, take_in
+from xrunner.files.results import ResultWriter, count_results
 from xrunner.query import PreparedQuery
 
 types = pytest.importorskip("openai.types", reason="its types are in the extra `dev`")

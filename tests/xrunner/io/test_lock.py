@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from xgpt.core.errors import XgptError
-from xrunner.io.lock import is_locked, output_lock
+from xrunner.files.lock import is_locked, output_lock
 
 
 def test_a_second_run_is_refused_until_the_first_and_its_children_are_gone(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ _NO_FLOCK = {"none": "return 0;", "refused": "errno = ENOLCK; return -1;"}
 _HOLDS = """
 import sys
 from pathlib import Path
-from xrunner.io.lock import is_locked, output_lock
+from xrunner.files.lock import is_locked, output_lock
 with output_lock(Path(sys.argv[1])):
     print("held", is_locked(Path(sys.argv[1])), flush=True)
     input()

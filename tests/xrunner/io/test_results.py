@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from xgpt.core.workload import RequestError
-from xrunner.io import results
-from xrunner.io.results import (
+from xrunner.files import results
+from xrunner.files.results import (
     ResultWriter,
     answered,
     answered_by_last_line,

@@ -17,8 +17,8 @@ from test_intake_queries import plan_of, spooled
 
 from xgpt.core.errors import InputError
 from xrunner.engine import blocks
-from xrunner.io.generation import given_tokens, refuse_given_tokens
-from xrunner.io.intake import queries_of
+from xrunner.files.generation import given_tokens, refuse_given_tokens
+from xrunner.files.intake import queries_of
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.paged import sarathi, vllm
 

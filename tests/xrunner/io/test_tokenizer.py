@@ -13,7 +13,7 @@ import jinja2.sandbox  # noqa: E402
 from small_tokenizers import plain_folder  # noqa: E402
 
 from xgpt.core.errors import XgptError  # noqa: E402
-from xrunner.io.tokenizer import TextTokenizer  # noqa: E402
+from xrunner.files.tokenizer import TextTokenizer  # noqa: E402
 
 TEMPLATE = """{{ bos_token }}{% for m in messages %}{% if m.role == 'tool' %}{{
 raise_exception('no tools') }}{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}{%

@@ -12,9 +12,9 @@ pytest.importorskip("transformers", reason="runs need the extra `run`")
 
 from small_tokenizers import plain_folder  # noqa: E402
 
-from xrunner.io.tokenizer import TextTokenizer  # noqa: E402
+from xrunner.files.tokenizer import TextTokenizer  # noqa: E402
 
-READ = ("import sys, pathlib; from xrunner.io.tokenizer import TextTokenizer as T; "
+READ = ("import sys, pathlib; from xrunner.files.tokenizer import TextTokenizer as T; "
         "t = T(pathlib.Path(sys.argv[1])); print(t.encode_many(['a dog'], special=True), "
         "t.render_chat([{'role': 'user', 'content': 'x'}]), 'transformers' in sys.modules)")
 

@@ -29,7 +29,7 @@ from chat_templates import (  # noqa: E402
 from small_tokenizers import begun_with, older_files, trained, write_folder  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
-from xrunner.io.tokenizer import TextTokenizer  # noqa: E402
+from xrunner.files.tokenizer import TextTokenizer  # noqa: E402
 
 FAST = "PreTrainedTokenizerFast"
 

@@ -16,11 +16,11 @@ from toys import make_model, spec_of
 from xgpt.core.errors import InputError
 from xgpt.core.hf_config import from_hf_config
 from xrunner.checkpoint.reader import CheckpointReader
-from xrunner.models.gpt2 import gpt2_ends, gpt2_layer
+from xrunner.models.learned import gpt2_ends, gpt2_layer
 from xrunner.models.shard import Shard
 from xrunner.models.stage_model import StageModel
-from xrunner.ops.head import OutputHead
 from xrunner.ops.linear import Product
+from xrunner.ops.output_head import OutputHead
 from xrunner.ops.residual import Residual
 
 CONFIG = {"model_type": "gpt2", "n_layer": 5, "n_embd": 48, "n_head": 6, "vocab_size": 97,

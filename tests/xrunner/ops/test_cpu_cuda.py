@@ -12,7 +12,7 @@ import cpu_cuda
 import pytest
 import torch
 
-from xrunner.ops.launch import Launch, struct
+from xrunner.ops.cuda.launch import Launch, struct
 
 SUPPORT = Path(cpu_cuda.__file__).parent
 NUMBERS = struct("Numbers", "out count")

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from xgpt.core.errors import XgptError
-from xrunner.ops import cuda_modules
 from xrunner.ops.contexts import Span, encode_context
-from xrunner.ops.cuda import CudaOps
-from xrunner.ops.launch import SILU_MUL, Launch, Launcher, filled
+from xrunner.ops.cuda import cuda_modules
+from xrunner.ops.cuda.kernels import CudaOps
+from xrunner.ops.cuda.launch import SILU_MUL, Launch, Launcher, filled
 
 QUERIES, HEADS, KV_HEADS, DIM = 6, 4, 2, 64
 SIZE = HEADS * DIM

@@ -17,9 +17,10 @@ import torch
 
 from xgpt.core.errors import XgptError
 from xrunner.engine.graphs import Captured
-from xrunner.ops import build, cuda_modules
-from xrunner.ops.cuda import CudaOps
-from xrunner.ops.launch import Launch
+from xrunner.ops import build
+from xrunner.ops.cuda import cuda_modules
+from xrunner.ops.cuda.kernels import CudaOps
+from xrunner.ops.cuda.launch import Launch
 
 CPU = torch.device("cpu")
 
@@ -155,7 +156,7 @@ import torch
 from pathlib import Path
 import cuda_check
 from cpu_cuda import CpuLauncher
-from xrunner.ops.cuda import CudaOps
+from xrunner.ops.cuda.kernels import CudaOps
 torch.set_num_threads(1)
 launch = CpuLauncher({name: Path(r"FOLDER") / f"{name}.so" for name in NAMES})
 cuda_check._HEADS = ((3, 1, 16), (2, 2, 33), (2, 1, 72), (1, 1, 256))

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from xrunner.ops import cuda, cuda_kv, launch
 from xrunner.ops.contexts import BlockTable, encode_context
-from xrunner.ops.cuda import CudaOps, DistanceBias
-from xrunner.ops.cuda_modules import kernels_folder
+from xrunner.ops.cuda import cuda_kv, launch
+from xrunner.ops.cuda import kernels as cuda
+from xrunner.ops.cuda.cuda_modules import kernels_folder
+from xrunner.ops.cuda.kernels import CudaOps, DistanceBias
 from xrunner.rules.slots import Move, Span
 
 CPU = torch.device("cpu")

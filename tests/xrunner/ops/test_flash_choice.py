@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from xrunner.ops import attention, native
+from xrunner.ops import attention
 from xrunner.ops.attention import encode_attention
 from xrunner.ops.contexts import encode_context
+from xrunner.ops.cpu import native
 from xrunner.rules.slots import Span
 
 HEADS, KV_HEADS, DIM = 4, 2, 8

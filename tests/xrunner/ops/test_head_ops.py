@@ -10,8 +10,15 @@ from hypothesis import strategies as st
 from implementations import IMPLEMENTATIONS, Implementation, num_threads
 from torch.nn import functional as F
 
-from xrunner.ops import head as head_module
-from xrunner.ops.head import BestTokens, HeadScores, OutputHead, WholeScores, keep_best, no_tokens
+from xrunner.ops import output_head as head_module
+from xrunner.ops.output_head import (
+    BestTokens,
+    HeadScores,
+    OutputHead,
+    WholeScores,
+    keep_best,
+    no_tokens,
+)
 
 NAN, INF = float("nan"), float("inf")
 DTYPES = [torch.float32, torch.bfloat16]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from implementations import IMPLEMENTATIONS, TOLERANCE, Implementation, num_threads
 from token_rows import DTYPES, Rows, rows
 
-from xrunner.ops.int8 import Int8Weight, is_int8_served, quantise, rescale
+from xrunner.ops.cpu.products import Int8Weight, is_int8_served, quantise, rescale
 
 # no CUDA source has these: int8 is refused on a GPU
 HERE = [each for each in IMPLEMENTATIONS if not each.name.startswith("cuda")]

@@ -13,7 +13,8 @@ from implementations import IMPLEMENTATIONS, Implementation
 from representative import some
 from torch import Tensor
 
-from xrunner.ops import kv, native
+from xrunner.ops import kv_entries as kv
+from xrunner.ops.cpu import native
 from xrunner.rules.slots import Move
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -11,9 +11,10 @@ import pytest
 import torch
 from representative import some
 
-from xrunner.ops import linear, mkl
+from xrunner.ops import linear
+from xrunner.ops.cpu import products as mkl
+from xrunner.ops.cpu.products import MklWeight, is_mkl_served
 from xrunner.ops.linear import Product
-from xrunner.ops.mkl import MklWeight, is_mkl_served
 
 needs_mkl = pytest.mark.skipif(not is_mkl_served(), reason="no MKL, or not Intel's processor")
 SHAPES = [(1, 1), (7, 5), (97, 33), (576, 1536), (3073, 577), (960, 576)]

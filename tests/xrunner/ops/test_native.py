@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from xgpt.core.errors import XgptError
-from xrunner.ops import build, native
+from xrunner.ops import build
+from xrunner.ops.cpu import native
 
 ROOT = Path(__file__).resolve().parents[3]
 HEADER = (ROOT / "csrc/ops/cpu/native.h").read_text("utf-8")

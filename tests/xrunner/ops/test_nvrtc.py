@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from xrunner.ops.cuda_modules import SOURCES, source_of
+from xrunner.ops.cuda.cuda_modules import SOURCES, source_of
 
 LIBRARY = os.environ.get("XGPT_NVRTC", "")
 pytestmark = pytest.mark.skipif(not LIBRARY, reason="XGPT_NVRTC names no library")

@@ -12,9 +12,9 @@ from implementations import num_threads
 from torch import Tensor
 
 from xrunner.ops import invariant
+from xrunner.ops.cpu.native import _gomp_parallel, library
+from xrunner.ops.cpu.products import PairsWeight, is_pairs_served
 from xrunner.ops.linear import Product
-from xrunner.ops.native import _gomp_parallel, library
-from xrunner.ops.pairs import PairsWeight, is_pairs_served
 from xrunner.ops.rows import silu_mul
 
 pytestmark = pytest.mark.skipif(

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from xrunner.ops import native
-from xrunner.ops.pairs import is_pairs_served
+from xrunner.ops.cpu import native
+from xrunner.ops.cpu.products import is_pairs_served
 
 HEADER = (Path(__file__).resolve().parents[3] / "csrc/ops/cpu/native.h").read_text("utf-8")
 PLAIN = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.S)

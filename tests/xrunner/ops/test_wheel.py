@@ -14,14 +14,15 @@ import pytest
 from compilers import has_compiler
 
 import xgpt
-from xrunner.ops import native
 from xrunner.ops.build import LIBRARY
+from xrunner.ops.cpu import native
 
 ROOT = Path(__file__).resolve().parents[3]
 PARTS = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "csrc", "xgpt", "xprofiler",
          "xsimulator", "xscheduler", "xrunner")
 SAY = """
-from xrunner.ops import build, native
+from xrunner.ops.cpu import native
+from xrunner.ops import build
 print(native.describe())
 print(build.source_folder())
 """

@@ -10,7 +10,7 @@ import torch
 
 from xrunner.ops.attention import Scoring, decode_attention, encode_attention
 from xrunner.ops.contexts import BlockTable, decode_context, encode_context
-from xrunner.ops.native import left_aside
+from xrunner.ops.cpu.native import left_aside
 from xrunner.rules.slots import Span
 
 HEADS, KV, DIM, CAPACITY = 4, 2, 8, 32

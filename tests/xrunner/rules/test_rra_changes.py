@@ -24,8 +24,8 @@ from toys import generate, random_queries
 from xgpt.core.job import FixedSchedule
 from xgpt.core.queries import QueryLengths
 from xprofiler.roofline import Roofline
-from xrunner.io.launcher_link import ChangeOrder, LauncherLink, read_observed
-from xrunner.io.result_line import result_line
+from xrunner.files.launcher_link import ChangeOrder, LauncherLink, read_observed
+from xrunner.files.result_line import result_line
 from xrunner.query import FinishedQuery
 from xrunner.rules.rra import PhaseControls, RraRule, phase_controls, rra_rule
 from xsimulator.replay.job import replay_job
@@ -232,7 +232,7 @@ def test_an_earlier_run_s_embeddings_are_answers(tmp_path: Path, is_openai: bool
 
 def test_only_the_latest_queries_are_told_of(tmp_path: Path,
                                              monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xrunner.io.launcher_link._LEAST_KEPT", 50)
+    monkeypatch.setattr("xrunner.files.launcher_link._LEAST_KEPT", 50)
     link = LauncherLink(tmp_path, first_query=0, at_work=lambda: {3: (5, 90), 299: (6, 1)})
     for index in range(298):
         if index != 3:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xrunner.io.results import ResultWriter, answered, count_results
+from xrunner.files.results import ResultWriter, answered, count_results
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.order import LEAST_WINDOW, run_order, window_of
 

@@ -14,16 +14,15 @@ from toy_runs import pool_of, transfers_of
 from xgpt.core import catalog
 from xgpt.core.deployment import Pool, StageAssignment
 from xgpt.core.model import ModelSpec
+from xrunner.comm import handover as courier
+from xrunner.comm.handover import EntryReceiver, EntrySender, pack
+from xrunner.comm.messages import BlockMessage, Joined, StepMessage, StopMessage
+from xrunner.comm.point_to_point import local_comms
 from xrunner.devices import Arriving
 from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.engine.pipeline import routes
 from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
-from xrunner.transport import courier
-from xrunner.transport.comm import local_comms
-from xrunner.transport.courier import EntryReceiver, EntrySender
-from xrunner.transport.handover import pack
-from xrunner.transport.messages import BlockMessage, Joined, StepMessage, StopMessage
 
 LAYERS = 6
 

@@ -11,14 +11,8 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from xrunner.engine.pipeline import RankReport
-from xrunner.query import FinishedQuery, PreparedQuery, Sampling
-from xrunner.rules.rra import PhaseControls
-from xrunner.rules.slots import Span
-from xrunner.rules.steps import StepKind
-from xrunner.step_record import StepRecord
-from xrunner.transport.comm import header_of, read_header
-from xrunner.transport.messages import (
+from xrunner.comm.exchange import ForeignMessage, from_bytes, to_bytes
+from xrunner.comm.messages import (
     ArrivedMessage,
     BlockMessage,
     EncodedMessage,
@@ -36,7 +30,13 @@ from xrunner.transport.messages import (
     StopMessage,
     TokensMessage,
 )
-from xrunner.transport.wire import ForeignMessage, from_bytes, to_bytes
+from xrunner.comm.point_to_point import header_of, read_header
+from xrunner.engine.pipeline import RankReport
+from xrunner.query import FinishedQuery, PreparedQuery, Sampling
+from xrunner.rules.rra import PhaseControls
+from xrunner.rules.slots import Span
+from xrunner.rules.steps import StepKind
+from xrunner.step_record import StepRecord
 
 ROOT = Path(__file__).resolve().parents[3]
 QUERY = PreparedQuery(index=3, id="é\"", input_ids=[1, 2], max_new_tokens=9,

@@ -25,7 +25,7 @@ from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Schedule, Status
 from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.report.table import schedule_table
-from xrunner.io.launcher_link import OBSERVED_FILE, load_change_order
+from xrunner.files.launcher_link import OBSERVED_FILE, load_change_order
 from xrunner.rules.rra import most_active, phase_controls, rra_rule
 from xscheduler.beginning import FIRST_QUERIES, NEAR, beginning, hint, said_of
 from xscheduler.live.decisions import CAUTION

@@ -38,7 +38,7 @@ from xgpt.core.units import format_seconds
 from xgpt.launch.asked import warned_in_good_order
 from xgpt.report.sweep_page import write_sweep_page
 from xgpt.report.sweep_rows import MEASURED, OK, ROWS_FILE, Row, number_of, sweep_text
-from xrunner.io.lock import output_lock
+from xrunner.files.lock import output_lock
 from xscheduler.planner import PlanOptions
 
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")

@@ -9,7 +9,7 @@ from xgpt.core.errors import InputError, Mistake
 from xgpt.core.job import Job
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
-from xrunner.engines.engine import Engine, mistake
+from xrunner.backends.engine import Engine, mistake
 
 _POLICY = "ft"
 

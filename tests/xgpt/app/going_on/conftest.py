@@ -15,9 +15,9 @@ from begun_runs import CONFIG, COUNT, Run, opened, roofline  # noqa: E402
 from xgpt.app import run as execution  # noqa: E402
 from xgpt.app.plan import Plan, plan_job  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
-from xrunner import worker  # noqa: E402
-from xrunner.transport.comm import local_comms  # noqa: E402
-from xrunner.world import World  # noqa: E402
+from xrunner.comm.point_to_point import local_comms  # noqa: E402
+from xrunner.rank import worker  # noqa: E402
+from xrunner.rank.world import World  # noqa: E402
 
 
 @pytest.fixture
@@ -44,11 +44,11 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
             is_here = True
 
             def run(self, ranks: RankProgram, **_: Any) -> None:
-                assert ranks_work and (ranks.module, ranks.count) == ("xrunner.worker", 1)
+                assert ranks_work and (ranks.module, ranks.count) == ("xrunner.rank.worker", 1)
                 assert worker.main([str(ranks.argument)]) == 0
 
         monkeypatch.setattr(execution, "launcher_of", lambda job, problem: InProcess())
-        monkeypatch.setattr("xrunner.io.sink.RunSink.should_stop",
+        monkeypatch.setattr("xrunner.files.sink.RunSink.should_stop",
                             lambda sink: len(sink.tally) >= stop_after)
         session = opened(folder)
         plan = plan or plan_job(session, roofline(session))

@@ -20,7 +20,7 @@ from xgpt.app.plan import plan_job  # noqa: E402
 from xgpt.app.run_folder import make_room, plan_for_ranks  # noqa: E402
 from xgpt.cli.terminal import Terminal  # noqa: E402
 from xgpt.core.errors import InputError, StoppedEarly  # noqa: E402
-from xrunner.io.results import HELD_FILE  # noqa: E402
+from xrunner.files.results import HELD_FILE  # noqa: E402
 
 
 def test_a_stopped_run_is_not_gone_on_with_by_another_model(folder: Path, run: Run) -> None:

@@ -26,7 +26,7 @@ from xgpt.core.errors import InputError, StoppedEarly, XgptError  # noqa: E402
 from xgpt.core.job_file import load_job  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xgpt.launch.process import run_watched  # noqa: E402
-from xrunner.io.results import HELD_FILE  # noqa: E402
+from xrunner.files.results import HELD_FILE  # noqa: E402
 
 
 def test_a_stopped_run_goes_on_without_what_it_held_back(folder: Path, run: Run) -> None:

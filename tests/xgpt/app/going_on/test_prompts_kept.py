@@ -23,7 +23,7 @@ from xgpt.cli.terminal import Terminal  # noqa: E402
 from xgpt.core.errors import InputError, StoppedEarly  # noqa: E402
 from xgpt.core.spool import Record, SpoolWriter  # noqa: E402
 from xrunner.checkpoint.identity import files_state, model_files  # noqa: E402
-from xrunner.io.results import HELD_FILE  # noqa: E402
+from xrunner.files.results import HELD_FILE  # noqa: E402
 
 TEMPLATE = ("{% for m in messages %}{{ strftime_now('%S.%f') }}{{ m.content }}{% endfor %}"
             "{% if enable_thinking %}think{% endif %}")

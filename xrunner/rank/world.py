@@ -1,0 +1,85 @@
+"""The ranks of a run, as its launcher started them."""
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from xgpt.core.errors import XgptError
+from xrunner.comm.collective import Group, MpiGroup, TorchGroup
+from xrunner.comm.exchange import gather
+from xrunner.comm.handover import LOOK_S
+from xrunner.comm.point_to_point import Comm, MpiComm, local_comms, wait_politely
+from xrunner.devices import CPU, Kind, has_own_gpu_each, local_rank, own_device
+from xrunner.engine.pipeline import RankReport
+
+
+class World(NamedTuple):
+    """The ranks of this run, and what they do together."""
+
+    comm: Comm
+    barrier: Callable[[], None]
+    gather: Callable[[RankReport], list[RankReport] | None]  # to rank 0
+    abort: Callable[[int], None]
+    split: Callable[[int, int], Group]  # (group, place in it): the ranks of one group; collective
+    duplicate: Callable[[], Comm]  # the same ranks, messages of their own; collective
+    device: torch.device = CPU  # this rank's
+    has_own_gpus: bool = True  # no two ranks share one
+    close: Callable[[], None] = lambda: None  # at an orderly end; collective
+
+
+def connect(kind: Kind = "cpu") -> World:
+    """All ranks of the launcher, each on its device; a single rank started without one needs no
+    MPI. Raises XgptError where there is no such device."""
+    if "mpi4py" not in sys.modules:
+        return World(local_comms(1)[0], barrier=lambda: None, gather=lambda report: [report],
+                     abort=lambda code: None, split=_no_group, duplicate=_no_duplicate,
+                     device=own_device(kind, 0))
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    device = own_device(kind, local_rank(world))
+    is_direct, groups = has_own_gpu_each(world, device), list[Group]()
+
+    def barrier() -> None:
+        # rank 0 may tokenise for minutes: the others must not spin in a blocking call meanwhile
+        request = world.Ibarrier()
+        wait_politely(lambda: bool(request.Test()))
+
+    def duplicate() -> Comm:
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise XgptError("this MPI library was built without support for threads "
+                            "(MPI_THREAD_MULTIPLE), which WAA's handover needs: use another, or "
+                            "`schedule: {policy: rra}`")
+        return MpiComm(world.Dup(), LOOK_S)
+
+    def split(group: int, place: int) -> Group:
+        groups.append(group_of(world.Split(group, place), is_direct=is_direct))
+        return groups[-1]
+
+    def close() -> None:
+        for group in groups:
+            if isinstance(group, TorchGroup):
+                group.close()
+
+    return World(MpiComm(world), barrier=barrier, abort=world.Abort,
+                 gather=lambda report: gather(world, report, RankReport),
+                 split=split, duplicate=duplicate, device=device, has_own_gpus=is_direct,
+                 close=close)
+
+
+def group_of(comm: Any, *, is_direct: bool) -> Group:
+    """The ranks of `comm` as a group: over NCCL where every rank of the run has a GPU of its own
+    (`is_direct`), else over MPI through the host's memory. Collective."""
+    if is_direct and comm.Get_size() > 1:
+        return TorchGroup(comm, "nccl")
+    return MpiGroup(comm)
+
+
+def _no_group(group: int, place: int) -> Group:
+    raise AssertionError(f"{group = } {place = }: a rank alone is in no group")
+
+
+def _no_duplicate() -> Comm:
+    raise AssertionError("a rank alone is both pools' only one")
