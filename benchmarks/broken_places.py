@@ -82,7 +82,7 @@ PLACES = (
           "return sorted(name for name in () if before.get(name)",
           f"{_CHANGED}a_stopped_run_is_not_gone_on_with_by_another_model"),
     Place("2 another model", "its path is part of what a run is known by", "xrunner/plan.py",
-          '_NOT_DECISIVE = ("name", "output", "model_dir", ', '_NOT_DECISIVE = ("name", "output", ',
+          "key in _DECISIVE}", 'key in (*_DECISIVE, "model_dir")}',
           f"{_CHANGED}a_folder_that_was_moved_goes_on"),
     Place("2 another model", "weights are known by their headers alone",
           "xrunner/checkpoint/identity.py", "for block in range(1, _BLOCKS + 1):",
