@@ -64,7 +64,7 @@ def _answers(asked: dict[str, Any]) -> dict[str, Any]:
         given.append(core.step(wanted))
         wanted = dict.fromkeys(names, 1)
     return {"tokens": [[step[name].value for step in given] for name in names],
-            "logprobs": [[step[name].told[0] for step in given] for name in names]}
+            "logprobs": [[step[name].likelihood.logprob for step in given] for name in names]}
 
 
 if __name__ == "__main__":

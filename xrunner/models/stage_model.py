@@ -1,6 +1,7 @@
 """The slice of a model that one stage holds: its layers, and the ends where it has them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xrunner.models import bart, t5
+from xrunner.models.cross import CrossEnds, CrossLayer, EncoderLayer
 from xrunner.models.decoder import DecoderEnds, DecoderLayer
 from xrunner.models.gated import gated_ends, gated_layer
 from xrunner.models.learned import gpt2_ends, gpt2_layer, opt_ends, opt_layer
@@ -38,23 +40,22 @@ FAMILIES: dict[str, Family] = {
 
 
 class EncoderDecoder(NamedTuple):
-    """The classes of an encoder-decoder family, whose two kinds of layer are called differently,
-    and how the scores of all its attention are made."""
+    """How an encoder-decoder family's layers and ends of either side are read, and the scores of
+    all its attention made."""
 
     scoring: Scoring
-    encoder_layer: Any
-    encoder_ends: Any
-    decoder_layer: Any
-    decoder_ends: Any
+    encoder_layer: Callable[[ModelSpec, WeightSource, int, Shard], EncoderLayer]
+    encoder_ends: Callable[..., CrossEnds]
+    decoder_layer: Callable[[ModelSpec, WeightSource, int, Shard], CrossLayer]
+    decoder_ends: Callable[..., CrossEnds]
 
 
 # Executed by xrunner.models.encoder_decoder.
 ENCODER_DECODER_CLASSES: dict[str, EncoderDecoder] = {
-    "t5": EncoderDecoder(t5.SCORING, t5.T5EncoderLayer, t5.T5EncoderEnds, t5.T5DecoderLayer,
-                         t5.T5DecoderEnds),
-    "bart": EncoderDecoder(bart.SCORING, bart.BartEncoderLayer, bart.BartEncoderEnds,
-                           bart.BartDecoderLayer, bart.BartDecoderEnds),
-}
+    name: EncoderDecoder(scoring, partial(EncoderLayer, reader), partial(ends, "encoder"),
+                         partial(CrossLayer, reader), partial(ends, "decoder"))
+    for name, scoring, reader, ends in (("t5", t5.SCORING, t5.T5Reader, t5.t5_ends),
+                                        ("bart", bart.SCORING, bart.BartReader, bart.bart_ends))}
 
 
 PIECE_TOKENS = 2080  # as many as XProfiler's largest usual encode step

@@ -92,6 +92,12 @@ def packed(tokens: Tensor, told: Sequence[Tensor | None]) -> Tensor:
                       *(one.flatten() for one in told if one is not None)])
 
 
+def as_row(one: TokenLikelihood) -> Tensor:
+    """[1, 1 + 2 top], as `likelihoods` has it."""
+    return torch.tensor([[one.logprob, *(token for token, _ in one.top),
+                          *(value for _, value in one.top)]])
+
+
 class Told(NamedTuple):
     """What came with a query's token."""
 

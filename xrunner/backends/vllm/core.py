@@ -15,7 +15,7 @@ import torch
 
 from xgpt.core.errors import XgptError
 from xrunner.backends.vllm.row import LORA, engine_arguments
-from xrunner.query import Sampling
+from xrunner.query import Sampling, TokenLikelihood
 
 _LOOK_S = 0.001  # between looks whether a form is compiled
 
@@ -158,13 +158,13 @@ class CoreSettings:
 
 class Token(NamedTuple):
     """What a pass gave one request: its next token. `is_finite`: its logits were numbers.
-    `is_end`: the request has all the tokens it can hold, and is gone. `told`: the token's
-    log-likelihood, the likeliest tokens, and theirs, where they are asked for."""
+    `is_end`: the request has all the tokens it can hold, and is gone. `likelihood`: where it is
+    asked for."""
 
     value: int
     is_finite: bool = True
     is_end: bool = False
-    told: tuple[float, ...] = ()
+    likelihood: TokenLikelihood | None = None
 
 
 def environment(settings: CoreSettings) -> dict[str, str]:
@@ -245,7 +245,7 @@ class EngineCore:
         outputs, _ = self._core.step()
         given = {one.request_id: Token(
             one.new_token_ids[0], not one.num_nans_in_logits, one.finish_reason is not None,
-            _told(one.new_logprobs, self._tops[one.request_id]))
+            _likelihood(one.new_logprobs, self._tops[one.request_id]))
             for client in outputs.values() for one in client.outputs if one.new_token_ids}
         for name, token in given.items():
             if token.is_end:
@@ -295,10 +295,10 @@ def _adapter_of(settings: CoreSettings) -> Any:
     return LoRARequest("adapter", 1, str(settings.arguments[LORA]))
 
 
-def _told(logprobs: Any, top: int) -> tuple[float, ...]:
+def _likelihood(logprobs: Any, top: int) -> TokenLikelihood | None:
     """Of vLLM's lists for one token, [1, 1 + likeliest], the chosen token first; there are as many
     likeliest as any request of the pass asks for."""
     if logprobs is None:
-        return ()
+        return None
     tokens, values = (part[0].tolist() for part in (logprobs.logprob_token_ids, logprobs.logprobs))
-    return (values[0], *map(float, tokens[1:1 + top]), *values[1:1 + top])
+    return TokenLikelihood(values[0], (*zip(tokens[1:1 + top], values[1:1 + top], strict=True),))

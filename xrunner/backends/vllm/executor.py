@@ -14,7 +14,7 @@ from xrunner.backends.decoder_only import DecoderOnly
 from xrunner.backends.vllm.core import Token
 from xrunner.comm.messages import StartMessage, StepMessage
 from xrunner.files.beat import Beat
-from xrunner.ops.likelihoods import packed
+from xrunner.ops.likelihoods import as_row, packed
 from xrunner.ops.sampling import NOT_FINITE
 from xrunner.query import Sampling
 from xrunner.rules.slots import GroupSlots
@@ -110,10 +110,9 @@ class VllmExecutor(DecoderOnly):
         tokens_given = [_DEAD if name in was_ended else gained[name] for name in given]
         tokens = torch.tensor([token.value if token.is_finite else NOT_FINITE
                                for token in tokens_given], dtype=torch.long)
-        if not any(token.told for token in tokens_given):
-            return tokens
-        return packed(tokens, [torch.tensor([token.told]) if token.told else None
-                               for token in tokens_given])
+        known = [token.likelihood for token in tokens_given]
+        return packed(tokens, [None if one is None else as_row(one) for one in known]) if any(
+            known) else tokens
 
     def _leave(self, slots: GroupSlots[str], removed: Sequence[int]) -> None:
         self._end([slots.seats[slot] for slot in removed])
