@@ -134,8 +134,7 @@ RANK = of_keys({"rank": whole("its number"), **PLACE,
 PERCENTILES = tuple(f"{name}_{which}_s" for name in ("latency", "ttft", "tpot")
                     for which in ("p50", "p99"))
 LOADED = {"loaded_bytes": whole("of the model, by all ranks"),
-          "loaded_from_disk_bytes": or_none(whole("of these, from storage")),
-          "disk_bytes_per_s": or_none(number("what rank 0 alone gets of the disk"))}
+          "loaded_from_disk_bytes": or_none(whole("of these, from storage"))}
 COUNTS = {"queries_before": whole("answered by earlier runs"),
           "queries_held": whole("done, while one before them is not"),
           "errors": whole("requests that cannot run"), "failed": whole("queries without an answer")}

@@ -13,9 +13,9 @@ from cuda_reference import Cache
 from torch import Tensor
 
 from xgpt.core.errors import XgptError
-from xrunner.ops.contexts import BlockTable, encode_context
+from xrunner.ops.contexts import BlockTable, DistanceBias, encode_context
 from xrunner.ops.cuda import cuda_kv
-from xrunner.ops.cuda.kernels import CudaOps, DistanceBias
+from xrunner.ops.cuda.kernels import CudaOps
 from xrunner.ops.cuda.launch import Launcher
 from xrunner.rules.slots import Move, Span
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from xrunner.ops.cuda.kernels import DistanceBias
+from xrunner.ops.contexts import DistanceBias
 from xrunner.rules.slots import Move, Span
 
 Cache = tuple[Tensor, Tensor]  # keys and values [num_blocks, k, size, d]

@@ -117,8 +117,7 @@ def _measured_beside_predicted(opened: OpenedJob, schedule: Schedule | None,
         "steady_state_qps": schedule.estimate.figures.throughput_qps if schedule else None,
         "load_bytes_per_s": None if measured["load_s"] is None else (
             measured["loaded_bytes"] / max(measured["load_s"], 1e-9)),
-        **{key: measured[key] for key in (
-            "loaded_bytes", "loaded_from_disk_bytes", "disk_bytes_per_s")},
+        **{key: measured[key] for key in ("loaded_bytes", "loaded_from_disk_bytes")},
         "operators": measured.get("operators"),
         "model_source": opened.files.served_by, "weights": job.run.weights,
         "ranks": schedule.estimate.num_devices if schedule else None, "dtype": opened.problem.dtype,

@@ -29,7 +29,7 @@ TAKEN_OVER = ("every query was answered by an earlier run, and not all of its ot
               "they should be (its command was killed before it wrote them, or the disk was full): "
               "these results are taken over, and nothing is run again")
 _FIGURES = ("wall_s", "throughput_qps", "output_tokens_per_s", "load_s", "loaded_bytes",
-            "loaded_from_disk_bytes", "disk_bytes_per_s", "overhead_share")
+            "loaded_from_disk_bytes", "overhead_share")
 
 
 def is_left_whole(plan: RunPlan) -> bool:

@@ -260,7 +260,7 @@ def _span(first: int, count: int) -> str:
 def loading_words(metrics: Mapping[str, Any]) -> str | None:
     """What was loaded, how quickly, and how much of it came from the disk and not from memory."""
     loaded, seconds = number(metrics, "loaded_bytes"), number(metrics, "load_s", "measured")
-    from_disk, rate = number(metrics, "loaded_from_disk_bytes"), number(metrics, "disk_bytes_per_s")
+    from_disk = number(metrics, "loaded_from_disk_bytes")
     if not loaded or not seconds:
         return None
     is_made = text_at(metrics, "weights") == "random"
@@ -270,8 +270,7 @@ def loading_words(metrics: Mapping[str, Any]) -> str | None:
         return text
     if not from_disk:
         return f"{text} (none of it from the disk: the system had it in memory)"
-    text += f" ({_decimal_bytes(from_disk)} of it from the disk"
-    return text + (f", which one process reads at {_decimal_bytes(rate)}/s)" if rate else ")")
+    return f"{text} ({_decimal_bytes(from_disk)} of it from the disk)"
 
 
 def operators_words(metrics: Mapping[str, Any]) -> str | None:

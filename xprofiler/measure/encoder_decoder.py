@@ -28,8 +28,7 @@ from xrunner.models.weights import OnDevice, RandomWeights, WideVectors
 from xrunner.ops.attention import decode_attention, packed_attention, store_packed
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
 from xrunner.ops.linear import activations_of
-from xrunner.ops.residual import Residual
-from xrunner.ops.rows import place
+from xrunner.ops.rows import Residual, place
 from xrunner.ops.sampling import sample
 from xrunner.query import Sampling
 

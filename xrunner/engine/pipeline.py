@@ -77,7 +77,6 @@ class RankReport:
     handover_bytes: int = 0  # WAA: of entries sent, or received
     handover_s: float = 0.0  # WAA, who encodes: from the start of a send until all has left
     disk_bytes: int | None = None  # that loading took from storage; None: not counted here
-    disk_bytes_per_s: float | None = None  # rank 0: what one reader gets of the disk
     operators: str | None = None  # whose served, in a line; None: those of another engine
     host_s: float | None = None  # of busy_s, besides what the model computed; None: not known
 

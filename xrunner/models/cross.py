@@ -14,10 +14,10 @@ from xgpt.core.model import ModelSpec
 from xrunner.models.layer_parts import Mlp, Norm
 from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.weights import WeightSource
-from xrunner.ops.attention import Distances
+from xrunner.ops.contexts import DistanceBias
 from xrunner.ops.linear import Product
-from xrunner.ops.output_head import BiasedScores, HeadScores, OutputHead, Scores
-from xrunner.ops.residual import AllReduce, Residual
+from xrunner.ops.output_head import HeadScores, OutputHead, Scores
+from xrunner.ops.rows import AllReduce, Residual
 
 PRODUCT_ACTIVATIONS = {"relu": "relu", "gelu": "gelu_erf", "gelu_new": "gelu"}
 
@@ -169,7 +169,7 @@ class CrossEnds:
 
     embed: Embed | None = None
     embedding: Tensor | None = None  # [V, H]
-    bias: Callable[[int], Distances | None] = lambda longest: None
+    bias: Callable[[int], DistanceBias | None] = lambda longest: None
     norm: Norm | None = None
     head: OutputHead | None = None
     head_scale: float = 1.0  # of what goes into the head
@@ -183,5 +183,5 @@ class CrossEnds:
         """hidden [n, H] -> the logits [n, V_local] of this shard's share of the vocabulary."""
         assert self.head is not None, "only the last decoder stage has a head"
         rows = self.finish(hidden)
-        scores = HeadScores(self.head, rows if self.head_scale == 1.0 else rows * self.head_scale)
-        return scores if self.logits_bias is None else BiasedScores(scores, self.logits_bias)
+        return HeadScores(self.head, rows if self.head_scale == 1.0 else rows * self.head_scale,
+                          bias=self.logits_bias)

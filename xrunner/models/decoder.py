@@ -15,9 +15,8 @@ from xrunner.models.rotary import rotaries, rotary_of
 from xrunner.models.shard import Shard
 from xrunner.ops.attention import Scoring
 from xrunner.ops.linear import Product
-from xrunner.ops.output_head import CappedScores, HeadScores, OutputHead, Scores
-from xrunner.ops.residual import Residual
-from xrunner.ops.rows import Rotation
+from xrunner.ops.output_head import HeadScores, OutputHead, Scores
+from xrunner.ops.rows import Residual, Rotation
 
 
 class LayerWeights(NamedTuple):
@@ -126,6 +125,5 @@ class DecoderEnds:
         head, decoder = self.weights.head, self._spec.decoder
         assert head is not None, "only the last stage has a head"
         rows = self.normed(hidden)
-        scores = HeadScores(head, rows if decoder.logit_scale == 1.0 else
-                            rows * decoder.logit_scale)
-        return scores if decoder.logit_cap is None else CappedScores(scores, decoder.logit_cap)
+        return HeadScores(head, rows if decoder.logit_scale == 1.0 else rows * decoder.logit_scale,
+                          cap=decoder.logit_cap)

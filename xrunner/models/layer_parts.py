@@ -13,8 +13,7 @@ from xgpt.core.decoder import Experts
 from xrunner.models.shard import Shard
 from xrunner.models.weights import WeightSource
 from xrunner.ops.linear import Product
-from xrunner.ops.residual import Residual
-from xrunner.ops.rows import layer_norm, rms_norm
+from xrunner.ops.rows import Residual, layer_norm, rms_norm
 
 
 class Norm(NamedTuple):

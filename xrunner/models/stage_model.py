@@ -21,8 +21,7 @@ from xrunner.ops.attention import Scoring, decode_attention, encode_attention
 from xrunner.ops.contexts import DecodeContext, EncodeContext, Layers, Places
 from xrunner.ops.linear import activations_of
 from xrunner.ops.output_head import Scores
-from xrunner.ops.residual import Residual
-from xrunner.ops.rows import place
+from xrunner.ops.rows import Residual, place
 
 
 class Family(NamedTuple):

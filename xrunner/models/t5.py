@@ -14,7 +14,8 @@ from xrunner.models.cross import CrossEnds, LayerReader
 from xrunner.models.layer_parts import GatedMlp, Mlp, Norm, PlainMlp
 from xrunner.models.shard import WHOLE, Shard, embedding_weight, head_weight
 from xrunner.models.weights import WeightSource
-from xrunner.ops.attention import Distances, Scoring
+from xrunner.ops.attention import Scoring
+from xrunner.ops.contexts import DistanceBias
 from xrunner.ops.linear import Product
 from xrunner.ops.output_head import OutputHead
 
@@ -81,14 +82,14 @@ class _Biases(NamedTuple):
     max_distance: int
     is_bidirectional: bool
 
-    def __call__(self, longest: int) -> Distances:
+    def __call__(self, longest: int) -> DistanceBias:
         """Of at most `longest` tokens, a decoder's own among them."""
         ahead = longest if self.is_bidirectional else 1
         distances = torch.arange(1 - longest, ahead, device=self.table.device)
         buckets = _buckets(distances, len(self.table), self.max_distance,
                            is_bidirectional=self.is_bidirectional)
         biases = F.embedding(buckets, self.table).t().float().contiguous()
-        return Distances(biases, longest - 1)
+        return DistanceBias(biases, longest - 1)
 
 
 def _buckets(distances: Tensor, num_buckets: int, max_distance: int, *,

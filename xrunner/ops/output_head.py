@@ -70,51 +70,25 @@ class OutputHead:
 
 
 class HeadScores:
-    """Scores of what goes into a head: x [n, H]."""
+    """Scores of what goes into a head: x [n, H]. With a `cap` each score s becomes
+    cap * tanh(s / cap), which keeps their order; `bias` [V_local] is added: whole rows are made."""
 
-    def __init__(self, head: OutputHead, x: Tensor) -> None:
-        self._head, self._x = head, x
-
-    def best(self, rows: Sequence[int]) -> BestTokens:
-        return self._head.best(self._taken(rows))
-
-    def of(self, rows: Sequence[int]) -> Tensor:
-        return self._head.logits(self._taken(rows))
-
-    def _taken(self, rows: Sequence[int]) -> Tensor:
-        return _taken(self._x, rows)
-
-
-class CappedScores:
-    """Scores each of which, s, becomes cap * tanh(s / cap): their order stays."""
-
-    def __init__(self, scores: Scores, cap: float) -> None:
-        self._scores, self._cap = scores, cap
+    def __init__(self, head: OutputHead, x: Tensor, *, cap: float | None = None,
+                 bias: Tensor | None = None) -> None:
+        self._head, self._x, self._cap, self._bias = head, x, cap, bias
 
     def best(self, rows: Sequence[int]) -> BestTokens:
-        best = self._scores.best(rows)
+        if self._bias is not None:
+            return _best_of(self.of(rows))
+        best = self._head.best(_taken(self._x, rows))
         return BestTokens(self._capped(best.logits), best.tokens)
 
     def of(self, rows: Sequence[int]) -> Tensor:
-        return self._capped(self._scores.of(rows))
+        logits = self._capped(self._head.logits(_taken(self._x, rows)))
+        return logits if self._bias is None else logits + self._bias.to(logits.dtype)
 
     def _capped(self, logits: Tensor) -> Tensor:
-        return self._cap * torch.tanh(logits / self._cap)
-
-
-class BiasedScores:
-    """Scores to which a number of each token, `bias` [V_local], is added: whole rows are made."""
-
-    def __init__(self, scores: Scores, bias: Tensor) -> None:
-        self._scores, self._bias = scores, bias
-
-    def best(self, rows: Sequence[int]) -> BestTokens:
-        logits = self.of(rows)
-        return keep_best(no_tokens(len(logits), logits.device), logits, 0)
-
-    def of(self, rows: Sequence[int]) -> Tensor:
-        logits = self._scores.of(rows)
-        return logits + self._bias.to(logits.dtype)
+        return logits if self._cap is None else self._cap * torch.tanh(logits / self._cap)
 
 
 class WholeScores:
@@ -124,11 +98,14 @@ class WholeScores:
         self._logits = logits
 
     def best(self, rows: Sequence[int]) -> BestTokens:
-        logits = self.of(rows)
-        return keep_best(no_tokens(len(logits), logits.device), logits, 0)
+        return _best_of(self.of(rows))
 
     def of(self, rows: Sequence[int]) -> Tensor:
         return _taken(self._logits, rows)
+
+
+def _best_of(logits: Tensor) -> BestTokens:
+    return keep_best(no_tokens(len(logits), logits.device), logits, 0)
 
 
 def _taken(tensor: Tensor, rows: Sequence[int]) -> Tensor:

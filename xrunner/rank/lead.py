@@ -165,6 +165,7 @@ def write_measured(output: Path, outcome: RunOutcome, tally: Tally,
     wall_s, tokens = outcome.wall_s, tally.output_tokens
     stages = [list(group) for _, group in groupby(
         sorted(reports, key=lambda r: (r.stage, r.rank)), key=lambda r: r.stage)]
+    taken = [report.disk_bytes for report in reports if report.disk_bytes is not None]
     busiest_s = max((report.busy_s for report in reports), default=0.0)
     figures = {
         "version": 1, "state": outcome.state, "queries": len(tally),
@@ -175,7 +176,9 @@ def write_measured(output: Path, outcome: RunOutcome, tally: Tally,
         **tally.percentiles(),
         "load_s": max((report.load_s for report in reports), default=0.0),
         "loaded_bytes": sum(report.bytes_read for report in reports),
-        **_of_disk(reports), "operators": operators_of(reports),
+        # the rest had been in memory; None: not counted
+        "loaded_from_disk_bytes": sum(taken) if len(taken) == len(reports) else None,
+        "operators": operators_of(reports),
         # of the wall time: what even the busiest stage spent waiting (bubbles, host, messages)
         "overhead_share": 1 - busiest_s / wall_s if wall_s > 0 else None,
         "changes": list(outcome.changes),
@@ -186,14 +189,6 @@ def write_measured(output: Path, outcome: RunOutcome, tally: Tally,
     lines = [json_text({"rank": group[0].rank, **_place(group[0]), **record._asdict()})
              for group in stages for record in group[0].log]
     write_atomically(output / "steps.jsonl", "\n".join(lines) + "\n" if lines else "")
-
-
-def _of_disk(reports: Sequence[RankReport]) -> dict[str, float | None]:
-    """What loading took from storage, the rest having been in memory; None where not counted."""
-    taken = [r.disk_bytes for r in reports if r.disk_bytes is not None]
-    rate = next((r.disk_bytes_per_s for r in reports if r.disk_bytes_per_s is not None), None)
-    return {"loaded_from_disk_bytes": sum(taken) if len(taken) == len(reports) else None,
-            "disk_bytes_per_s": rate}
 
 
 def operators_of(reports: Sequence[RankReport]) -> str | None:

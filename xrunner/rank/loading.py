@@ -1,10 +1,6 @@
 """One rank's part of the model, loaded and ready to execute steps; and what loading took from the
-disk, as opposed to the page cache, and what the disk gives: a rate of loading says nothing of the
-disk unless it is known how many of its bytes came from there. Linux counts them for each process.
-"""
+disk, as opposed to the page cache: Linux counts it for each process."""
 
-import mmap
-import os
 import re
 import time
 from collections.abc import Callable
@@ -19,7 +15,7 @@ from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
 from xgpt.core.schedule import Schedule
 from xgpt.core.units import INT8
-from xrunner.checkpoint.reader import CheckpointReader, open_weights
+from xrunner.checkpoint.reader import open_weights
 from xrunner.checkpoint.source import read_spec
 from xrunner.comm.handover import EntryReceiver, EntrySender, transfers
 from xrunner.devices import peak_memory_bytes, restart_peak_memory
@@ -40,10 +36,6 @@ from xrunner.rank.replica import Replica, replica_of
 from xrunner.rank.threads import threads_of
 from xrunner.rank.world import World
 
-_BLOCK_BYTES = 4 * 2**20
-_SAMPLE_BYTES, _SAMPLE_S = 64 * 2**20, 0.25
-_LEAST_FROM_DISK = 0.05  # of a checkpoint's bytes: how fast the disk is tells little of less
-
 
 class Weights(NamedTuple):
     """This rank's part of the model, and what loading it took."""
@@ -52,7 +44,6 @@ class Weights(NamedTuple):
     seconds: float
     bytes_read: int
     disk_bytes: int | None  # of them, and of what was read ahead: from storage
-    disk_bytes_per_s: float | None  # rank 0 of a checkpoint's: one reader's of the disk
 
 
 class Shelf:
@@ -68,7 +59,7 @@ class Shelf:
         """Those that lie here if they are of this key, and nothing was loaded then; else what
         `load` gives, in place of those. Collective: `key` is as new on every rank or on none."""
         if self._content is not None and self._content[0] == key:
-            return Weights(self._content[1].model, 0.0, 0, 0, None)
+            return Weights(self._content[1].model, 0.0, 0, 0)
         self._content = None  # before there are others: both might not fit
         self._content = key, load()
         return self._content[1]
@@ -132,12 +123,7 @@ def _read(plan: RunPlan, schedule: Schedule, replica: Replica, pool: Pool, stage
     model = load_stage(spec, reader, stage, shard, world.device, getattr(torch, plan.weight_dtype),
                        pool.role)
     reader.close()
-    seconds, from_disk = time.perf_counter() - start, meter.num_bytes
-    # a quarter of a second, of which nothing is learned where the page cache gave the bytes
-    is_of_disk = from_disk is None or from_disk >= _LEAST_FROM_DISK * reader.bytes_read
-    disk_rate = disk_bytes_per_s(plan.model_dir) if (
-        rank == 0 and is_of_disk and isinstance(reader, CheckpointReader)) else None
-    return Weights(model, seconds, reader.bytes_read, from_disk, disk_rate)
+    return Weights(model, time.perf_counter() - start, reader.bytes_read, meter.num_bytes)
 
 
 def _couriers(replica: Replica, pool: Pool, spec: ModelSpec,
@@ -172,7 +158,7 @@ def report_of(loaded: Loaded) -> RankReport:
                       rows_compacted=executor.rows_compacted, peak_memory_bytes=peak,
                       kv_bytes=kv_bytes, kv_peak_bytes=kv_peak_bytes,
                       handover_bytes=handed_bytes, handover_s=handover_s,
-                      disk_bytes=weights.disk_bytes, disk_bytes_per_s=weights.disk_bytes_per_s,
+                      disk_bytes=weights.disk_bytes,
                       operators=operators_in_words(executor.model.device, executor.graphs_said))
 
 
@@ -195,34 +181,6 @@ class DiskMeter:
         """Bytes read from the disk so far; None where the system does not count them."""
         now = _storage_bytes()
         return None if now is None or self._before is None else now - self._before
-
-
-def disk_bytes_per_s(directory: Path) -> float | None:
-    """What one reader gets of the disk that holds the directory's largest file: a quarter of a
-    second's reading past the page cache. None where the file system has no such reading."""
-    path = max((p for p in directory.iterdir() if p.is_file()), key=lambda p: p.stat().st_size)
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    except (OSError, AttributeError):  # a file system, or a system, without it
-        return None
-    try:
-        return _sample(file)
-    except OSError:
-        return None
-    finally:
-        os.close(file)
-
-
-def _sample(file: int) -> float | None:
-    block = mmap.mmap(-1, _BLOCK_BYTES)  # aligned to pages, as such reading asks for
-    done, begin = 0, time.perf_counter()
-    while done < _SAMPLE_BYTES and time.perf_counter() - begin < _SAMPLE_S:
-        got = os.preadv(file, [block], done)
-        done += got
-        if got < _BLOCK_BYTES:
-            break
-    # fewer bytes than a few blocks measure the first access, not the rate
-    return done / (time.perf_counter() - begin) if done >= 2 * _BLOCK_BYTES else None
 
 
 def _storage_bytes() -> int | None:

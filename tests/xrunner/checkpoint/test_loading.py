@@ -16,7 +16,7 @@ from toys import ENCODER_DECODER_FAMILIES, FAMILIES, make_model, spec_of
 from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.rank import loading
-from xrunner.rank.loading import DiskMeter, disk_bytes_per_s
+from xrunner.rank.loading import DiskMeter
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -101,12 +101,3 @@ def test_bytes_from_the_disk_are_told_from_those_in_memory(cold_file: Path) -> N
 def test_without_a_count_nothing_is_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "_storage_bytes", lambda: None)
     assert DiskMeter().num_bytes is None
-
-
-def test_the_disks_own_rate_is_sampled_from_the_largest_file(cold_file: Path,
-                                                             tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    rate = disk_bytes_per_s(tmp_path)
-    assert rate is None or rate > 0  # a file system may refuse to read past the page cache
-    cold_file.unlink()
-    assert disk_bytes_per_s(tmp_path) is None, "two bytes measure no rate"

@@ -21,7 +21,7 @@ from xrunner.models.shard import Shard
 from xrunner.models.stage_model import StageModel
 from xrunner.ops.linear import Product
 from xrunner.ops.output_head import OutputHead
-from xrunner.ops.residual import Residual
+from xrunner.ops.rows import Residual
 
 CONFIG = {"model_type": "gpt2", "n_layer": 5, "n_embd": 48, "n_head": 6, "vocab_size": 97,
           "n_positions": 128}

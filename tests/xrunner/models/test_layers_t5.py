@@ -22,8 +22,7 @@ from xrunner.models.t5 import SCORING
 from xrunner.models.weights import WeightSource
 from xrunner.ops.attention import decode_attention, packed_attention, store_packed
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
-from xrunner.ops.residual import Residual
-from xrunner.ops.rows import place
+from xrunner.ops.rows import Residual, place
 
 LENGTHS, STEPS = [17, 3, 1, 9], 9
 F32 = torch.float32

@@ -16,13 +16,12 @@ from representative import some
 from torch import Tensor
 
 from xrunner.ops.attention import (
-    Distances,
     Scoring,
     decode_attention,
     encode_attention,
     packed_attention,
 )
-from xrunner.ops.contexts import BlockTable, decode_context, encode_context
+from xrunner.ops.contexts import BlockTable, DistanceBias, decode_context, encode_context
 from xrunner.rules.slots import Span
 
 DIMS = [1, 3, 8, 15, 16, 17, 32, 33, 48, 64, 80, 128, 130]
@@ -121,10 +120,10 @@ def there(implementation: Implementation, cache: tuple[Tensor, Tensor], table: B
 block_sizes = st.sampled_from([None, None, 16, 32, 64, 128, 256])
 
 
-def bias_of(shape: Shape, longest: int, both_ways: bool) -> Distances:
+def bias_of(shape: Shape, longest: int, both_ways: bool) -> DistanceBias:
     width = 2 * longest - 1 if both_ways else longest
     table = shape._replace(dtype=torch.float32).normal(shape.heads, width)
-    return Distances(table.to(shape.dtype).float(), longest - 1)
+    return DistanceBias(table.to(shape.dtype).float(), longest - 1)
 
 
 @st.composite
@@ -150,7 +149,7 @@ def test_a_token_that_is_decoded_attends_to_its_own_query_alone(
     bias = bias_of(shape, max(lengths), both_ways=False) if has_bias else None
     expected = []
     for i, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
-        added = None if bias is None else bias.table[:, None, bias.center - length + 1:].double()
+        added = None if bias is None else bias.values[:, None, bias.center - length + 1:].double()
         expected.append(softmax_attention(query[i:i + 1], *entries((keys, values), slot, length),
                                           shape.scale, added))
         keys[slot, :, length:], values[slot, :, length:] = GARBAGE, -GARBAGE
@@ -159,7 +158,7 @@ def test_a_token_that_is_decoded_attends_to_its_own_query_alone(
         cache, table = in_blocks(cache, dict(zip(slots, lengths, strict=True)), size, shape.seed)
     cache, table = there(implementation, cache, table)
     if bias is not None:
-        bias = bias._replace(table=bias.table.to(implementation.device))
+        bias = bias._replace(values=bias.values.to(implementation.device))
     with implementation.using(), num_threads(shape.threads):
         step = decode_context(lengths, slots, implementation.device, table)
         got = decode_attention(query.to(implementation.device), cache, step,
@@ -223,12 +222,12 @@ def test_a_token_of_a_packed_input_attends_to_all_of_that_input(
     for length, end in zip(lengths, accumulate(lengths), strict=True):
         here, at, added = slice(end - length, end), torch.arange(length), None
         if bias is not None:
-            added = bias.table[:, at[None, :] - at[:, None] + bias.center].double()
+            added = bias.values[:, at[None, :] - at[:, None] + bias.center].double()
         expected.append(softmax_attention(query[here], key[here], value[here], shape.scale, added))
     with implementation.using(), num_threads(shape.threads):
         got = packed_attention(joint.to(implementation.device), shape.heads, lengths, shape.scale,
                                None if bias is None else bias._replace(
-                                   table=bias.table.to(implementation.device)))
+                                   values=bias.values.to(implementation.device)))
     assert_near(got.cpu(), torch.cat(expected), shape.dtype)
 
 

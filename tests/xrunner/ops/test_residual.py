@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from xrunner.ops.residual import Residual
+from xrunner.ops.rows import Residual
 
 
 def test_products_are_added_once_by_the_norm_that_follows_or_by_the_next() -> None:

@@ -3,7 +3,8 @@ says.
 
 A store is [layers, 2, slots, k, capacity, d] (keys, then values, of each layer), or the part of one
 that some layers and heads make; a block is [layers, 2, k, tokens, d]. Any type of two bytes or a
-multiple of them.
+multiple of them, in stores whose heads' entries follow each other. xrunner.ops.kv_entries has
+checked slots, lengths and blocks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,6 @@ from xrunner.ops.cuda.launch import (
     Struct,
     filled,
     numbers,
-    refusal,
 )
 from xrunner.rules.slots import Move
 
@@ -32,9 +32,6 @@ def compact(launch: Launcher, store: Tensor, moves: Sequence[Move],
             lengths: Sequence[int]) -> None:
     """The first `lengths[i]` entries of each move's source onto its target, as if one after the
     other: moves that meet the same slot go into launches of their own."""
-    if len(moves) != len(lengths):
-        raise refusal(f"{len(lengths)} lengths for {len(moves)} moves")
-    _check_slots(store, [slot for move in moves for slot in move], [*lengths, *lengths])
     for wave in _waves(moves):
         taken = [i for i in wave if lengths[i] and moves[i].source != moves[i].target]
         if not taken:
@@ -51,7 +48,6 @@ def compact(launch: Launcher, store: Tensor, moves: Sequence[Move],
 def gather(launch: Launcher, store: Tensor, slots: Sequence[int],
            lengths: Sequence[int]) -> Tensor:
     """The first `lengths[i]` entries of each of the `slots`, as a block."""
-    _check_slots(store, slots, lengths)
     layers, pair, _, kv_heads, _, dim = store.shape
     block = torch.empty((layers, pair, kv_heads, sum(lengths), dim), dtype=store.dtype,
                         device=store.device)
@@ -62,22 +58,12 @@ def gather(launch: Launcher, store: Tensor, slots: Sequence[int],
 def scatter(launch: Launcher, store: Tensor, slots: Sequence[int], lengths: Sequence[int],
             block: Tensor) -> None:
     """The tokens of a block to the slots of their queries."""
-    if len(set(slots)) != len(slots):
-        raise refusal(f"a slot is named twice: {list(slots)}")
     _pack(launch, "kv_scatter", store, (slots, lengths), block)
 
 
 def _pack(launch: Launcher, kernel: str, store: Tensor,
           queries: tuple[Sequence[int], Sequence[int]], block: Tensor) -> None:
     slots, lengths = queries
-    if len(slots) != len(lengths):
-        raise refusal(f"{len(lengths)} lengths for {len(slots)} slots")
-    _check_slots(store, slots, lengths)
-    layers, pair, _, kv_heads, _, dim = store.shape
-    if (block.shape != (layers, pair, kv_heads, sum(lengths), dim) or block.dtype != store.dtype
-            or block.device != store.device or not block.is_contiguous()):
-        raise refusal(f"a block {list(block.shape)} {block.dtype} for {sum(lengths)} tokens of "
-                      f"{store.dtype}")
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     for at in range(0, len(slots), _MAX_GRID):
         part = slice(at, at + _MAX_GRID)
@@ -107,26 +93,11 @@ def _waves(moves: Sequence[Move]) -> Iterator[list[int]]:
         yield wave
 
 
-def _check_slots(store: Tensor, slots: Sequence[int], lengths: Sequence[int]) -> None:
-    if store.dim() != 6:
-        raise refusal(f"a store {list(store.shape)} of {store.dim()} dimensions, not 6")
-    _, _, num_slots, kv_heads, capacity, dim = store.shape
-    if store.stride()[-2:] != (dim, 1):
-        raise refusal("the entries of a head are apart")
-    if store.element_size() % 2 != 0:
-        raise refusal(f"elements of {store.dtype}")
-    for slot in slots:
-        if not 0 <= slot < num_slots:
-            raise refusal(f"slot {slot} of {num_slots}")
-    for length in lengths:
-        if not 0 <= length <= capacity:
-            raise refusal(f"{length} entries of {capacity}")
-
-
 def _rows(store: Tensor) -> tuple[dict[str, Tensor | int | float | None], Tensor]:
     """Where the store's rows lie, and what must live until the launch is made."""
     layers, pair, _, kv_heads, _, dim = store.shape
     size = store.element_size()
+    assert store.stride()[-2:] == (dim, 1), f"{store.stride() = }"
     addresses = numbers(store.device, [
         store.data_ptr() + size * (layer * store.stride(0) + half * store.stride(1))
         for layer in range(layers) for half in range(pair)])[0]

@@ -8,12 +8,10 @@ the GPU, so their values are not looked at here; a kernel leaves out a query who
 block.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from xrunner.ops.contexts import EncodeContext, SpanGroup
+from xrunner.ops.contexts import DistanceBias, EncodeContext, SpanGroup
 from xrunner.ops.cuda.launch import (
     ADD_NORM,
     DECODE,
@@ -42,14 +40,6 @@ _TILE_TOKENS = {64: 64, 128: 64, 256: 32}  # of a block, by the heads' width, in
 _TILE_BITS = 4  # of an entry's number: 16 of them lie in one block
 _ONE_BLOCK = 62  # bits of an entry's number: more than any has
 _ENCODE_TOKENS, _ENCODE_KEYS = 16, 32  # of a block and at a time, in encode_attention.cu
-
-
-class DistanceBias(NamedTuple):
-    """Added to a scaled score by the distance of its key from its token, which is 0 at `center`:
-    `values` [h, width] float32. What is farther away than it reaches has its farthest's."""
-
-    values: Tensor
-    center: int
 
 
 class CudaOps:
