@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 
-from xrunner.models.shard import Shard
+from xrunner.models.weights import Shard
 
 T = TypeVar("T")
 

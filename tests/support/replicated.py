@@ -26,7 +26,7 @@ from xrunner.engine.roster import Extent
 from xrunner.engine.stage import StageExecutor
 from xrunner.files.launcher_link import LauncherLink
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.rank.replica import replica_of, replicas_of
+from xrunner.rank.world import replica_of, replicas_of
 from xrunner.rules.routing import Router
 from xrunner.rules.rra import PhaseControls, RraRule
 from xrunner.rules.steps import Step, YieldingRule, rules_for

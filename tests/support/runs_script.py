@@ -29,7 +29,7 @@ from xrunner.devices import has_own_gpu_each, local_rank, own_device
 from xrunner.engine.links import ToDecodePool
 from xrunner.engine.pipeline import Route, routes
 from xrunner.engine.stage import StageExecutor
-from xrunner.models.shard import WHOLE, Shard
+from xrunner.models.weights import WHOLE, Shard
 from xrunner.rank.world import group_of
 from xrunner.rules.rra import RraRule
 

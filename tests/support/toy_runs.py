@@ -25,7 +25,7 @@ from xrunner.engine.roster import Vocabulary
 from xrunner.engine.stage import StageExecutor
 from xrunner.files.tokenizer import start_token
 from xrunner.models.encoder_decoder import load_stage
-from xrunner.models.shard import WHOLE, Shard
+from xrunner.models.weights import WHOLE, Shard
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.rra import RraRule

@@ -26,7 +26,7 @@ from xrunner.comm.point_to_point import LocalComm, local_comms
 from xrunner.devices import Arriving
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.encoder_decoder import load_stage
-from xrunner.models.shard import WHOLE, Shard
+from xrunner.models.weights import WHOLE, Shard
 from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
 

@@ -26,9 +26,8 @@ from xrunner.engine.group import StageGroup
 from xrunner.engine.kv import KvCache, KvShape, kv_shape
 from xrunner.engine.last_tokens import LastTokens
 from xrunner.engine.stage import StageExecutor
-from xrunner.models.shard import Shard
 from xrunner.models.stage_model import StageModel
-from xrunner.models.weights import RandomWeights
+from xrunner.models.weights import RandomWeights, Shard
 from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
 

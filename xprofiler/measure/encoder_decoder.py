@@ -22,9 +22,8 @@ from xprofiler.measure.bench import (
 from xprofiler.measure.clock import clock_of
 from xprofiler.measure.probe import StepParts
 from xrunner.engine.kv import KvCache, KvShape, kv_shape
-from xrunner.models.shard import Shard
 from xrunner.models.stage_model import ENCODER_DECODER_CLASSES, packed, residual
-from xrunner.models.weights import OnDevice, RandomWeights, WideVectors
+from xrunner.models.weights import OnDevice, RandomWeights, Shard, WideVectors
 from xrunner.ops.attention import decode_attention, packed_attention, store_packed
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
 from xrunner.ops.linear import activations_of

@@ -21,7 +21,7 @@ from xprofiler.measure.encoder_decoder import EncoderDecoderBench
 from xprofiler.measure.probe import StepParts
 from xprofiler.points import DECODE_ROWS_UP_TO, STEP_CONTEXT
 from xrunner.comm.exchange import broadcast
-from xrunner.models.shard import Shard
+from xrunner.models.weights import Shard
 
 _ROW_LAYERS, _LEAST_LAYERS, _MOST_LAYERS = 4200, 2, 6  # rows times layers of a step; layers
 _WEIGHT_BYTES = 2**26

@@ -90,7 +90,7 @@ def _layers(stage: StageAssignment) -> range:
 
 
 def _heads(stage: StageAssignment, index: int, spec: ModelSpec) -> range:
-    """KV heads of the rank at `index` of the stage's group (xrunner.models.shard)."""
+    """KV heads of the rank at `index` of the stage's group (xrunner.models.weights)."""
     share = spec.kv_heads // stage.tp_degree
     return range(index * share, (index + 1) * share)
 

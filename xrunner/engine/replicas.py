@@ -22,7 +22,7 @@ from xrunner.engine.accounts import Accounts
 from xrunner.engine.head import Head
 from xrunner.files.sink import RunSink
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.rank.replica import Replica
+from xrunner.rank.world import Replica
 from xrunner.rules.changes import Changeable, Changes, OfShapes, of_shape
 from xrunner.rules.routing import Router
 from xrunner.rules.rra import PhaseControls

@@ -5,10 +5,13 @@ from torch import Tensor
 
 from xgpt.core.model import ModelSpec
 from xrunner.checkpoint.layout import EXPERTS, norm_names
-from xrunner.models.decoder import DecoderEnds, DecoderLayer, EndWeights, LayerWeights
-from xrunner.models.layer_parts import (
+from xrunner.models.decoder import (
+    DecoderEnds,
+    DecoderLayer,
+    EndWeights,
     GatedMlp,
     HeadNorms,
+    LayerWeights,
     Mixture,
     Mlp,
     Norm,
@@ -16,8 +19,14 @@ from xrunner.models.layer_parts import (
     rms_weight,
 )
 from xrunner.models.rotary import element_order
-from xrunner.models.shard import WHOLE, Shard, embedding_weight, head_weight
-from xrunner.models.weights import TensorPart, WeightSource
+from xrunner.models.weights import (
+    WHOLE,
+    Shard,
+    TensorPart,
+    WeightSource,
+    embedding_weight,
+    head_weight,
+)
 from xrunner.ops.linear import Product
 from xrunner.ops.output_head import OutputHead
 

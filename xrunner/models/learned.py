@@ -7,10 +7,22 @@ import torch
 from torch import Tensor
 
 from xgpt.core.model import ModelSpec
-from xrunner.models.decoder import DecoderEnds, DecoderLayer, EndWeights, LayerWeights
-from xrunner.models.layer_parts import Norm, PlainMlp
-from xrunner.models.shard import WHOLE, Shard, embedding_weight, head_weight
-from xrunner.models.weights import TensorPart, WeightSource
+from xrunner.models.decoder import (
+    DecoderEnds,
+    DecoderLayer,
+    EndWeights,
+    LayerWeights,
+    Norm,
+    PlainMlp,
+)
+from xrunner.models.weights import (
+    WHOLE,
+    Shard,
+    TensorPart,
+    WeightSource,
+    embedding_weight,
+    head_weight,
+)
 from xrunner.ops.linear import Product
 from xrunner.ops.output_head import OutputHead
 

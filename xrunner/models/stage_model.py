@@ -10,14 +10,21 @@ from torch import Tensor
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec, refuse_tp_degree
-from xrunner.models import bart, t5
-from xrunner.models.cross import CrossEnds, CrossLayer, EncoderLayer
+from xrunner.models.cross import (
+    T5_SCORING,
+    BartReader,
+    CrossEnds,
+    CrossLayer,
+    EncoderLayer,
+    T5Reader,
+    bart_ends,
+    t5_ends,
+)
 from xrunner.models.decoder import DecoderEnds, DecoderLayer
 from xrunner.models.gated import gated_ends, gated_layer
 from xrunner.models.learned import gpt2_ends, gpt2_layer, opt_ends, opt_layer
-from xrunner.models.shard import WHOLE, Shard
-from xrunner.models.weights import OnDevice, WeightSource, WideVectors
-from xrunner.ops.attention import Scoring, decode_attention, encode_attention
+from xrunner.models.weights import WHOLE, OnDevice, Shard, WeightSource, WideVectors
+from xrunner.ops.attention import PLAIN, Scoring, decode_attention, encode_attention
 from xrunner.ops.contexts import DecodeContext, EncodeContext, Layers, Places
 from xrunner.ops.linear import activations_of
 from xrunner.ops.output_head import Scores
@@ -53,8 +60,8 @@ class EncoderDecoder(NamedTuple):
 ENCODER_DECODER_CLASSES: dict[str, EncoderDecoder] = {
     name: EncoderDecoder(scoring, partial(EncoderLayer, reader), partial(ends, "encoder"),
                          partial(CrossLayer, reader), partial(ends, "decoder"))
-    for name, scoring, reader, ends in (("t5", t5.SCORING, t5.T5Reader, t5.t5_ends),
-                                        ("bart", bart.SCORING, bart.BartReader, bart.bart_ends))}
+    for name, scoring, reader, ends in (("t5", T5_SCORING, T5Reader, t5_ends),
+                                        ("bart", PLAIN, BartReader, bart_ends))}
 
 
 PIECE_TOKENS = 2080  # as many as XProfiler's largest usual encode step

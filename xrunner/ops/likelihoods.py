@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from xrunner.devices import on_device
-from xrunner.models.shard import Shard
+from xrunner.models.weights import Shard
 from xrunner.ops.output_head import Scores
 from xrunner.query import Sampling, TokenLikelihood
 

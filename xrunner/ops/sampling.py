@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from xrunner.devices import on_device
-from xrunner.models.shard import Shard
+from xrunner.models.weights import Shard
 from xrunner.ops.output_head import BestTokens, Scores
 from xrunner.query import Sampling
 

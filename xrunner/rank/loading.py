@@ -25,16 +25,15 @@ from xrunner.engine.pipeline import RankReport, Route, routes
 from xrunner.engine.stage import StageExecutor
 from xrunner.files.beat import Beat
 from xrunner.models.encoder_decoder import load_stage
-from xrunner.models.shard import WHOLE, Shard
+from xrunner.models.weights import WHOLE, Shard
 from xrunner.ops import invariant
 from xrunner.ops.cpu import native
 from xrunner.ops.cpu.products import is_int8_served
 from xrunner.ops.cuda import cuda_modules
 from xrunner.plan import RunPlan, weights_key
 from xrunner.rank.lead import Stopwatch
-from xrunner.rank.replica import Replica, replica_of
 from xrunner.rank.threads import threads_of
-from xrunner.rank.world import World
+from xrunner.rank.world import Replica, World, replica_of
 
 
 class Weights(NamedTuple):

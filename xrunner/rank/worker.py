@@ -41,8 +41,7 @@ from xrunner.plan import RunPlan, load_plan
 from xrunner.query import PreparedQuery
 from xrunner.rank.lead import Stopwatch, conduct, leave, order_of, read_work, to_the_end
 from xrunner.rank.loading import Loaded, Shelf, load, report_of
-from xrunner.rank.replica import Replica, replicas_of
-from xrunner.rank.world import World, connect
+from xrunner.rank.world import Replica, World, connect, replicas_of
 from xrunner.rules.changes import Changeable
 from xrunner.rules.routing import Router, expected_tokens
 from xrunner.rules.rra import RraRule

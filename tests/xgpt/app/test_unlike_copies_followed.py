@@ -28,7 +28,7 @@ from xrunner.checkpoint.source import ModelFiles
 from xrunner.files.beat import BEATS, RankState
 from xrunner.files.launcher_link import load_change_order
 from xrunner.plan import load_plan
-from xrunner.rank.replica import replicas_of
+from xrunner.rank.world import replicas_of
 from xrunner.rules.changes import OfShapes
 from xrunner.rules.iteration import StepLimits
 from xrunner.rules.rra import PhaseControls

@@ -20,8 +20,8 @@ from xrunner.checkpoint.reader import CheckpointReader, MadeWeights, open_weight
 from xrunner.checkpoint.source import read_spec, write_random_model
 from xrunner.files.tokenizer import TextTokenizer, eos_ids, start_token
 from xrunner.models.encoder_decoder import load_stage
-from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import StageModel
+from xrunner.models.weights import WHOLE, Shard
 from xrunner.ops.contexts import encode_context, whole_inputs
 
 SMALL = ModelSpec(name="small", family="llama", num_layers=4, hidden_size=48, num_heads=6,

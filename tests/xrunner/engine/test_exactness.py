@@ -18,10 +18,10 @@ from toy_runs import Collector, run_in_process, stages_of
 from toys import T5_FAMILIES, generate, logits_of, random_queries, spec_of
 
 from xrunner.checkpoint.reader import CheckpointReader
+from xrunner.models.decoder import GatedMlp, PlainMlp
 from xrunner.models.encoder_decoder import EncoderDecoderStage
-from xrunner.models.layer_parts import GatedMlp, PlainMlp
-from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import StageModel
+from xrunner.models.weights import WHOLE, Shard
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
 from xrunner.ops.linear import Product
 from xrunner.ops.output_head import OutputHead

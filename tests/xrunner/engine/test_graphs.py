@@ -35,8 +35,8 @@ from xrunner.engine.graphs import (
 )
 from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.engine.stage import StageExecutor
-from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import StageModel
+from xrunner.models.weights import WHOLE, Shard
 from xrunner.ops.contexts import decode_context
 from xrunner.rules.paged import BLOCK_TOKENS, vllm
 from xrunner.rules.rra import RraRule

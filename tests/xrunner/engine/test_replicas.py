@@ -21,7 +21,7 @@ from xrunner.files.launcher_link import (
     read_observed,
 )
 from xrunner.query import FinishedQuery, PreparedQuery
-from xrunner.rank.replica import replicas_of
+from xrunner.rank.world import replicas_of
 from xrunner.rules.changes import OfShapes
 from xrunner.rules.rra import PhaseControls, RraRule
 from xrunner.rules.windows import Window

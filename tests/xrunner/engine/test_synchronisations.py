@@ -31,8 +31,8 @@ from xrunner.engine.graphs import Captured, CapturedStep, DecodeGraphs, why_not
 from xrunner.engine.last_tokens import FED_BACK
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.encoder_decoder import load_stage
-from xrunner.models.shard import WHOLE
 from xrunner.models.stage_model import StageModel
+from xrunner.models.weights import WHOLE
 from xrunner.ops.contexts import layers_of
 from xrunner.ops.cuda import cuda_modules
 from xrunner.ops.cuda import kernels as cuda

@@ -13,7 +13,7 @@ from toy_runs import Collector  # noqa: E402
 from toys import VOCAB, random_queries  # noqa: E402
 
 from xrunner.backends.vllm.core import Token  # noqa: E402
-from xrunner.backends.vllm.executor import VllmExecutor, passes  # noqa: E402
+from xrunner.backends.vllm.vllm_worker import VllmExecutor, passes  # noqa: E402
 from xrunner.comm.point_to_point import local_comms  # noqa: E402
 from xrunner.engine.head import Head  # noqa: E402
 from xrunner.engine.pipeline import ALONE, Neighbours  # noqa: E402

@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="runs need the extra `run`")
 
 from transformers.utils import chat_template_utils as theirs  # noqa: E402
 
-from xrunner.files.chat_template import ChatTemplate  # noqa: E402
+from xrunner.files.tokenizer import ChatTemplate  # noqa: E402
 
 USER = {"role": "user", "content": "x"}
 CALLS = [{"id": "1", "type": "function", "function": {"name": "w", "arguments": {"city": "Bonn"}}},

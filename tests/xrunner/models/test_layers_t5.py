@@ -16,10 +16,9 @@ from xgpt.core.errors import InputError
 from xgpt.core.hf_config import from_hf_config
 from xgpt.core.model import ModelSpec
 from xrunner.checkpoint.reader import CheckpointReader
-from xrunner.models.shard import WHOLE, Shard
+from xrunner.models.cross import T5_SCORING
 from xrunner.models.stage_model import ENCODER_DECODER_CLASSES
-from xrunner.models.t5 import SCORING
-from xrunner.models.weights import WeightSource
+from xrunner.models.weights import WHOLE, Shard, WeightSource
 from xrunner.ops.attention import decode_attention, packed_attention, store_packed
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
 from xrunner.ops.rows import Residual, place
@@ -50,7 +49,7 @@ class Runner:
         hidden = Residual(self.encoder_ends.embed(tokens, places.positions))
         bias = self.encoder_ends.bias(max(LENGTHS))
         for layer in self.encoder:
-            attended = packed_attention(layer.qkv(hidden), layer.heads, LENGTHS, SCORING.scale,
+            attended = packed_attention(layer.qkv(hidden), layer.heads, LENGTHS, T5_SCORING.scale,
                                         bias)
             layer.finish(hidden, attended)
         encoded = self.encoder_ends.finish(hidden.total())
@@ -65,9 +64,9 @@ class Runner:
         hidden = Residual(self.decoder_ends.embed(tokens, contexts))
         for layer, own, theirs in zip(self.decoder, self.self_cache, self.cross_cache, strict=True):
             query = place(layer.qkv(hidden), layer.heads, tuple(own), step.places)
-            attended = decode_attention(query, tuple(own), step, SCORING, bias)
+            attended = decode_attention(query, tuple(own), step, T5_SCORING, bias)
             query = layer.cross_query(hidden, attended)
-            attended = decode_attention(query, tuple(theirs), cross, SCORING)
+            attended = decode_attention(query, tuple(theirs), cross, T5_SCORING)
             layer.finish(hidden, attended)
         return logits_of(self.decoder_ends, hidden.total())
 

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the runner needs the extra `run`")
 
 from xgpt.core.decoder import Experts  # noqa: E402
-from xrunner.models.layer_parts import GatedMlp, Mixture  # noqa: E402
+from xrunner.models.decoder import GatedMlp, Mixture  # noqa: E402
 from xrunner.ops.linear import Product  # noqa: E402
 
 HIDDEN, INNER, ROWS = 16, 24, 7

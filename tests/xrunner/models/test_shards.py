@@ -22,9 +22,8 @@ from xrunner.checkpoint.reader import CheckpointReader
 from xrunner.engine.kv import KvCache, kv_shape
 from xrunner.models import stage_model
 from xrunner.models import weights as weights_module
-from xrunner.models.shard import WHOLE, Shard
 from xrunner.models.stage_model import StageModel
-from xrunner.models.weights import RandomWeights, TensorPart
+from xrunner.models.weights import WHOLE, RandomWeights, Shard, TensorPart
 from xrunner.ops.contexts import DecodeContext, decode_context, encode_context, whole_inputs
 from xrunner.ops.linear import Product
 from xrunner.rules.slots import Span

@@ -10,9 +10,8 @@ from toy_runs import split_stages
 from toys import logits_of
 
 from xgpt.core.model import ModelSpec
-from xrunner.models.shard import Shard
 from xrunner.models.stage_model import StageModel
-from xrunner.models.weights import RandomWeights
+from xrunner.models.weights import RandomWeights, Shard
 from xrunner.ops.contexts import decode_context, encode_context, whole_inputs
 
 SHAPE = ModelSpec(name="toy", family="llama", num_layers=4, hidden_size=48, num_heads=6,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from lockstep import Lockstep
 
-from xrunner.models.shard import Shard
+from xrunner.models.weights import Shard
 from xrunner.ops.output_head import WholeScores
 from xrunner.ops.sampling import NOT_FINITE, sample, sample_shards, uniform, unless_finite
 from xrunner.query import Sampling
