@@ -257,7 +257,8 @@ def _embedded(table: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
     return F.embedding(tokens, table)
 
 
-class _Biases(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Biases:
     """table [buckets, h]: a score's bias by the bucket of its distance and this shard's heads."""
 
     table: Tensor

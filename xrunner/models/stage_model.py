@@ -13,7 +13,6 @@ from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xrunner.models.cross import (
     T5_SCORING,
     BartReader,
-    CrossEnds,
     CrossLayer,
     EncoderLayer,
     T5Reader,
@@ -51,9 +50,9 @@ class EncoderDecoder(NamedTuple):
 
     scoring: Scoring
     encoder_layer: Callable[[ModelSpec, WeightSource, int, Shard], EncoderLayer]
-    encoder_ends: Callable[..., CrossEnds]
+    encoder_ends: Callable[..., Any]  # CrossEnds
     decoder_layer: Callable[[ModelSpec, WeightSource, int, Shard], CrossLayer]
-    decoder_ends: Callable[..., CrossEnds]
+    decoder_ends: Callable[..., Any]
 
 
 # Executed by xrunner.models.encoder_decoder.
