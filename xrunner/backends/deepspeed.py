@@ -14,7 +14,7 @@ from xgpt.core.job import Job
 from xgpt.core.model import refuse_tp_degree
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
-from xrunner.backends.engine import Engine, mistake
+from xrunner.backends.engine import Engine, as_one_group, mistake, not_one_group
 
 NAME = "deepspeed"
 _POLICIES = ("ft", "dsi")
@@ -60,9 +60,7 @@ def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Proble
         fixed = replace(fixed, policies=(schedule.estimate.policy,))
     if mistakes:
         raise InputError(mistakes)
-    degree, gpus = (ranks, ranks) if ranks > 1 else (1, 0)
-    return replace(problem, fixed=replace(fixed, policies=fixed.policies or _POLICIES[:1],
-                                          replicas=1, tp_degree=degree, tp_gpus=gpus))
+    return as_one_group(problem, fixed.policies or _POLICIES[:1])
 
 
 def _unknown_schedule(job: Job, schedule: Schedule, ranks: int) -> Iterator[Mistake]:
@@ -100,12 +98,7 @@ def _unknown(job: Job, problem: Problem) -> Iterator[Mistake]:
                       "DeepSpeed's AutoTP does not divide GPT-2 (`run: {ranks: 1}` takes it)")
     elif (why := refuse_tp_degree(model, ranks)) is not None:
         yield mistake(job, "run.ranks", ranks, f"one tensor-parallel group: {why}")
-    for key, value, only in (("replicas", fixed.replicas, (1,)),
-                             ("tp_degree", fixed.tp_degree, (ranks,)),
-                             ("tp_gpus", fixed.tp_gpus, (ranks,) if ranks > 1 else (0, 1))):
-        if value is not None and value not in only:
-            yield mistake(job, f"schedule.{key}", value, f"left out, or {only[0]}: the engine "
-                          "deepspeed takes all ranks as one tensor-parallel group")
+    yield from not_one_group(job, problem)
     if fixed.encode_batch is None and (fixed.decode_micro_batches or fixed.encode_micro_batches):
         yield mistake(job, "schedule.encode_batch", None,
                       "required where another variable of the policy is given")

@@ -1,7 +1,7 @@
 """A row of the table of engines: what one executes, what it refuses, and what plans for it. The
 runner's own (xrunner.rank.worker) executes every policy and every layout."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -60,6 +60,25 @@ def program_of(job: Job, module: str, argument: Path) -> tuple[str, ...]:
 def mistake(job: Job, key: str, value: object, allowed: str) -> Mistake:
     """A Mistake of the job's file."""
     return Mistake(file=str(job.source), line=None, key=key, value=value, allowed=allowed)
+
+
+def as_one_group(problem: Problem, policies: tuple[str, ...]) -> Problem:
+    """By these policies, on all devices as one tensor-parallel group."""
+    devices = problem.cluster.num_devices
+    return replace(problem, fixed=replace(
+        problem.fixed, policies=policies, replicas=1, tp_degree=devices,
+        tp_gpus=devices if devices > 1 else 0))
+
+
+def not_one_group(job: Job, problem: Problem) -> Iterator[Mistake]:
+    """What the job's schedule says that is no such group."""
+    fixed, devices = problem.fixed, problem.cluster.num_devices
+    for key, value, only in (("replicas", fixed.replicas, (1,)),
+                             ("tp_degree", fixed.tp_degree, (devices,)),
+                             ("tp_gpus", fixed.tp_gpus, (devices,) if devices > 1 else (0, 1))):
+        if value is not None and value not in only:
+            yield mistake(job, f"schedule.{key}", value, f"left out, or {only[0]}: the engine "
+                          f"{job.run.engine} takes all ranks as one tensor-parallel group")
 
 
 def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Problem:

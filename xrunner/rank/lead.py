@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,7 +27,7 @@ from xrunner.engine.head import Head
 from xrunner.engine.pipeline import RankReport
 from xrunner.files.intake import SpooledQueries
 from xrunner.files.results import Answered, answered, count_results
-from xrunner.files.sink import Progress, RunSink, Tally, write_progress
+from xrunner.files.sink import STARTING, RunSink, Tally, write_progress
 from xrunner.plan import OWN_ALONE, RunPlan
 from xrunner.query import PreparedQuery
 from xrunner.rank.world import World
@@ -99,9 +99,7 @@ class Stopwatch:
 def read_work(plan: RunPlan) -> tuple[Sequence[PreparedQuery], int, Answered]:
     """(all queries, read as they are asked for; number of error records; those of the queries that
     an earlier run answered)"""
-    write_progress(plan.output / "progress.json", Progress(
-        state="loading", total=0, done=0, output_tokens=0, elapsed_s=0.0, latency_p50_s=None,
-        latency_p99_s=None))
+    write_progress(plan.output / "progress.json", replace(STARTING, state="loading"))
     spool, results = Spool(plan.output), plan.output / "results.jsonl"
     count_results(results)
     return SpooledQueries(spool, plan), spool.num_errors, answered(results)

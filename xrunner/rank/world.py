@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -90,7 +90,7 @@ def connect(kind: Kind = "cpu") -> World:
     MPI. Raises XgptError where there is no such device."""
     if "mpi4py" not in sys.modules:
         return World(local_comms(1)[0], barrier=lambda: None, gather=lambda report: [report],
-                     abort=lambda code: None, split=_no_group, duplicate=_no_duplicate,
+                     abort=lambda code: None, split=_alone, duplicate=_alone,
                      device=own_device(kind, 0))
     from mpi4py import MPI
 
@@ -133,9 +133,5 @@ def group_of(comm: Any, *, is_direct: bool) -> Group:
     return MpiGroup(comm)
 
 
-def _no_group(group: int, place: int) -> Group:
-    raise AssertionError(f"{group = } {place = }: a rank alone is in no group")
-
-
-def _no_duplicate() -> Comm:
-    raise AssertionError("a rank alone is both pools' only one")
+def _alone(*of: object) -> NoReturn:
+    raise AssertionError(f"{of = }: a rank alone is in no group, and both pools' only one")

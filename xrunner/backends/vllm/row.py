@@ -21,7 +21,7 @@ from xgpt.core.policies import policies, policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Schedule
 from xgpt.core.whole_file import write_atomically
-from xrunner.backends.engine import Engine, mistake
+from xrunner.backends.engine import Engine, as_one_group, mistake, not_one_group
 from xrunner.checkpoint.source import cache_dir
 
 TOOL_PARSER = "tool_call_parser"  # of vLLM's server, not of its engine
@@ -251,13 +251,7 @@ def _restricted(job: Job, problem: Problem, schedule: Schedule | None) -> Proble
         raise InputError(mistakes)
     able = [row.name for row in policies() if runs_here(row.name) and row.is_searched]
     named = fixed.policies or tuple(able)
-    return replace(problem, fixed=replace(fixed, policies=named, replicas=1, tp_degree=devices,
-                                          tp_gpus=_grouped(devices)))
-
-
-def _grouped(devices: int) -> int:
-    """Devices in groups, where all are one."""
-    return devices if devices > 1 else 0
+    return as_one_group(problem, named)
 
 
 def _is_one_group(deployment: Deployment, devices: int) -> bool:
@@ -266,7 +260,7 @@ def _is_one_group(deployment: Deployment, devices: int) -> bool:
 
 
 def _unknown(job: Job, problem: Problem) -> Iterator[Mistake]:
-    fixed, devices = problem.fixed, problem.cluster.num_devices
+    devices = problem.cluster.num_devices
     if problem.cluster.num_nodes > 1:
         yield mistake(job, "cluster", job.cluster, "devices of one node with the engine vllm: it "
                       "was never tried over several")
@@ -279,12 +273,7 @@ def _unknown(job: Job, problem: Problem) -> Iterator[Mistake]:
     if problem.model.stored_as.startswith("GGUF"):
         yield mistake(job, "model", job.model, "a folder of safetensors: the engine vllm was not "
                       "tried with GGUF")
-    for key, value, only in (("replicas", fixed.replicas, 1),
-                             ("tp_degree", fixed.tp_degree, devices),
-                             ("tp_gpus", fixed.tp_gpus, _grouped(devices))):
-        if value not in (None, only):
-            yield mistake(job, f"schedule.{key}", value, f"left out, or {only}, with the engine "
-                          "vllm")
+    yield from not_one_group(job, problem)
 
 
 def command(job: Job, module: str, argument: str) -> list[str]:
