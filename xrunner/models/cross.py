@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from xgpt.core.model import ModelSpec
-from xrunner.models.decoder import GatedMlp, Mlp, Norm, PlainMlp
-from xrunner.models.learned import read_norm
+from xrunner.models.decoder import GatedMlp, Mlp, Norm, PlainMlp, read_norm
 from xrunner.models.weights import (
     WHOLE,
     Shard,

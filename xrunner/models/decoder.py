@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from xgpt.core.decoder import Experts
 from xgpt.core.model import ModelSpec
 from xrunner.models.rotary import rotaries, rotary_of
-from xrunner.models.weights import Shard, WeightSource
+from xrunner.models.weights import WHOLE, Shard, WeightSource, embedding_weight, head_weight
 from xrunner.ops.attention import Scoring
 from xrunner.ops.linear import Product
 from xrunner.ops.output_head import HeadScores, OutputHead, Scores
@@ -178,6 +178,13 @@ class LayerWeights(NamedTuple):
     head_norms: HeadNorms | None = None
 
 
+def read_norm(spec: ModelSpec, weights: WeightSource, name: str) -> Norm:
+    """A layer norm with a bias."""
+    size = (spec.hidden_size,)
+    return Norm(weights.get(f"{name}.weight", size), weights.get(f"{name}.bias", size),
+                spec.norm_eps)
+
+
 class DecoderLayer:
     """One decoder layer, or one rank's shard of it. `heads` (h) and `kv_heads` (k) are this
     shard's, each of size `dim` (d). `scoring`: how its scores are made; `rotary`: which of its
@@ -272,3 +279,22 @@ class DecoderEnds:
         rows = self.normed(hidden)
         return HeadScores(head, rows if decoder.logit_scale == 1.0 else rows * decoder.logit_scale,
                           cap=decoder.logit_cap)
+
+
+def read_ends(spec: ModelSpec, weights: WeightSource, *, first: bool, last: bool, norm: str,
+              shard: Shard = WHOLE, table: tuple[str, int] | None = None) -> DecoderEnds:
+    """`norm`: what a family's checkpoints call the last one; `table`: and that of positions, with
+    its row of position 0, where norms have biases too."""
+    embedding = positions = last_norm = head = None
+    name, offset = table or ("", 0)
+    if first:
+        embedding = embedding_weight(spec, weights)
+        if table is not None:
+            assert spec.max_positions is not None, "a model with learned positions"
+            positions = weights.get(name, (spec.max_positions + offset, spec.hidden_size))
+    if last:
+        last_norm = read_norm(spec, weights, norm) if table is not None else Norm(rms_weight(
+            weights, norm, spec.hidden_size, adds_one=spec.decoder.norm_adds_one), None,
+            spec.norm_eps)
+        head = OutputHead(head_weight(spec, weights, embedding, shard))
+    return DecoderEnds(spec, EndWeights(embedding, positions, offset, last_norm, head))

@@ -1,14 +1,14 @@
 """The checkpoints of gated decoders (Llama and what came after it), read into a decoder layer."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from xgpt.core.model import ModelSpec
 from xrunner.checkpoint.layout import EXPERTS, norm_names
 from xrunner.models.decoder import (
-    DecoderEnds,
     DecoderLayer,
-    EndWeights,
     GatedMlp,
     HeadNorms,
     LayerWeights,
@@ -16,6 +16,7 @@ from xrunner.models.decoder import (
     Mlp,
     Norm,
     all_heads,
+    read_ends,
     rms_weight,
 )
 from xrunner.models.rotary import element_order
@@ -24,11 +25,8 @@ from xrunner.models.weights import (
     Shard,
     TensorPart,
     WeightSource,
-    embedding_weight,
-    head_weight,
 )
 from xrunner.ops.linear import Product
-from xrunner.ops.output_head import OutputHead
 
 
 class _Reader:
@@ -150,12 +148,4 @@ def gated_layer(spec: ModelSpec, weights: WeightSource, index: int,
     return DecoderLayer(spec, shard, index, _Reader(spec, weights, index, shard).layer())
 
 
-def gated_ends(spec: ModelSpec, weights: WeightSource, *, first: bool, last: bool,
-               shard: Shard = WHOLE) -> DecoderEnds:
-    embedding = embedding_weight(spec, weights) if first else None
-    norm = head = None
-    if last:
-        norm = Norm(rms_weight(weights, "model.norm", spec.hidden_size,
-                               adds_one=spec.decoder.norm_adds_one), None, spec.norm_eps)
-        head = OutputHead(head_weight(spec, weights, embedding, shard))
-    return DecoderEnds(spec, EndWeights(embedding, None, 0, norm, head))
+gated_ends = partial(read_ends, norm="model.norm")
