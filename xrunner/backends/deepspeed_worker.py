@@ -13,11 +13,9 @@ if __name__ == "__main__":  # before what takes seconds to import
 
 import fcntl
 import os
-import resource
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +29,11 @@ from xgpt.core.controls import StaticControls
 from xgpt.core.errors import XgptError
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
-from xrunner.backends.decoder_only import DecoderOnly
+from xrunner.backends.executor import DecoderOnly
 from xrunner.checkpoint.source import cache_dir, read_spec
 from xrunner.comm.exchange import broadcast
 from xrunner.comm.messages import StartMessage, StepMessage
+from xrunner.devices import CPU, peak_memory_bytes
 from xrunner.engine.head import Head
 from xrunner.engine.pipeline import Neighbours, RankReport, await_start, routes, serve_stage
 from xrunner.engine.roster import Vocabulary
@@ -48,7 +47,6 @@ from xrunner.rank.lead import Stopwatch, conduct, order_of, read_work, to_the_en
 from xrunner.rank.world import World, connect
 from xrunner.rules.static import static_rule
 from xrunner.rules.steps import StepKind
-from xrunner.step_record import StepRecord
 
 _ALL_REDUCE = "deepspeed_shm_comm"  # what DeepSpeed compiles at first use
 
@@ -116,10 +114,7 @@ def _check_fits(schedule: Schedule, world: World) -> None:
 
 
 def _report(plan: RunPlan, rank: int, executor: PaddedModel, load_s: float) -> RankReport:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return RankReport(rank=rank, stage=0, log=tuple(executor.log), busy_s=executor.busy_s,
-                      load_s=load_s, bytes_read=weight_bytes(plan.model_dir), rows_compacted=0,
-                      peak_memory_bytes=peak)
+    return executor.report(rank, load_s, plan.model_dir, peak_memory_bytes(CPU))
 
 
 def join_ranks() -> dict[str, str]:
@@ -186,19 +181,10 @@ def _forget_shared_memory() -> None:
         path.unlink(missing_ok=True)
 
 
-def weight_bytes(directory: Path) -> int:
-    """The size of the files that a rank reads."""
-    files = list(directory.glob("*.safetensors")) or list(directory.glob("*.bin"))
-    return sum(path.stat().st_size for path in files)
-
-
 def _free_address() -> tuple[str, int]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return "127.0.0.1", int(probe.getsockname()[1])
-
-
-LOG_LIMIT = 200_000  # steps kept for the report; a longer job keeps its last ones
 
 
 @dataclass(slots=True)
@@ -213,18 +199,15 @@ class _PaddedRows:
 
 
 class PaddedModel(DecoderOnly):
-    """An Executor (xrunner.engine.pipeline) of a decoder-only model that every rank calls alike."""
-
-    keeps_tokens = returns_early = False
+    """A model that every rank calls alike."""
 
     def __init__(self, model: Any, *, max_positions: int | None, gives_answers: bool = True,
                  clock: Callable[[], float] = time.perf_counter) -> None:
         """`gives_answers`: whether this rank draws the tokens (the group's first does)."""
+        super().__init__(clock)
         self._model, self._max_positions = model, max_positions
-        self._gives_answers, self._clock = gives_answers, clock
+        self._gives_answers = gives_answers
         self._groups: dict[int, _PaddedRows] = {}
-        self.log: deque[StepRecord] = deque(maxlen=LOG_LIMIT)
-        self.busy_s = 0.0
 
     def start(self, message: StartMessage) -> None:
         """transformers' caches grow by themselves: there is nothing to set up."""
@@ -238,10 +221,7 @@ class PaddedModel(DecoderOnly):
         is_encode = message.kind is StepKind.ENCODE
         out = (self._encode if is_encode else self._decode)(message, inputs)
         queries = len(message.joined) if is_encode else len(inputs)
-        end_s = self._clock()
-        self.log.append(StepRecord(message.kind.value, message.group, message.phase,
-                                   message.iteration, queries, len(inputs), start_s, end_s))
-        self.busy_s += end_s - start_s
+        self.record(message, queries, len(inputs), start_s)
         return out
 
     def _encode(self, message: StepMessage, inputs: Tensor) -> Tensor | None:

@@ -13,7 +13,6 @@ if __name__ == "__main__":  # before what takes seconds to import
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -26,7 +25,7 @@ from xgpt.core.passed import has_form
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
 from xgpt.core.units import DTYPE_BYTES
-from xrunner.backends.decoder_only import DecoderOnly
+from xrunner.backends.executor import DecoderOnly
 from xrunner.backends.vllm.core import (
     QUIET,
     CoreSettings,
@@ -40,7 +39,7 @@ from xrunner.backends.vllm.tool_calls import CallsFinder
 from xrunner.checkpoint.source import read_spec
 from xrunner.comm.messages import StartMessage, StepMessage
 from xrunner.engine.head import Head
-from xrunner.engine.pipeline import ALONE, Neighbours, RankReport
+from xrunner.engine.pipeline import ALONE, Neighbours
 from xrunner.engine.roster import Vocabulary
 from xrunner.files.beat import Beat
 from xrunner.files.launcher_link import LauncherLink
@@ -56,7 +55,7 @@ from xrunner.rules.changes import Changeable
 from xrunner.rules.rra import RraRule
 from xrunner.rules.slots import GroupSlots
 from xrunner.rules.steps import StepKind, rules_for
-from xrunner.step_record import StepRecord, StepSizes, decoded_sizes, even_input
+from xrunner.step_record import StepSizes, decoded_sizes, even_input
 
 
 def main(arguments: list[str]) -> int:
@@ -107,7 +106,8 @@ def run(plan: RunPlan, world: World) -> None:
     load_s = clock() - started_s
     try:
         conduct(head, sink, world, clock, queries_before=before.total, num_errors=num_errors,
-                report=lambda: _report(plan, executor, load_s))
+                report=lambda: executor.report(0, load_s, plan.model_dir,
+                                               executor.peak_memory_bytes(), version_words()))
     finally:
         executor.close()
 
@@ -146,13 +146,6 @@ def settings_of(plan: RunPlan, schedule: Schedule, message: StartMessage, *,
                         * DTYPE_BYTES[plan.dtype]),
         kv_tokens=min(schedule.deployment.kv_tokens, queries * message.capacity),
         needs_tokenizer=needs_tokenizer, arguments=plan.engine_args)
-
-
-def _report(plan: RunPlan, executor: VllmExecutor, load_s: float) -> RankReport:
-    files = [path.stat().st_size for path in plan.model_dir.glob("*.safetensors")]
-    return RankReport(rank=0, stage=0, log=tuple(executor.log), busy_s=executor.busy_s,
-                      load_s=load_s, bytes_read=sum(files), rows_compacted=0,
-                      peak_memory_bytes=executor.peak_memory_bytes(), operators=version_words())
 
 
 def version_words() -> str:
@@ -217,7 +210,6 @@ class Judge:
         return None
 
 
-LOG_LIMIT = 200_000  # steps kept for the report; a longer job keeps its last ones
 # of a query that is done, in a batch that is not, once it holds as much as there may be
 _DEAD = Token(0)
 
@@ -246,22 +238,19 @@ class VllmExecutor(DecoderOnly):
     the core for each query in a slot. A query that is evicted leaves it, and comes back as a new
     one whose input is all that it had."""
 
-    keeps_tokens = returns_early = False
-
     def __init__(self, make_core: Callable[[StartMessage], Core],
                  tokens_of: Callable[[int, int], tuple[Sequence[int], int]], *,
                  clock: Callable[[], float] = time.perf_counter, beat: Beat | None = None) -> None:
         """`make_core`: for caches of the sizes that the start says. `tokens_of`: the first so many
         tokens of a query, which steps bring in chunks and vLLM wants at once, and how many of them
         are its own output."""
-        self._make_core, self._tokens_of, self._clock = make_core, tokens_of, clock
-        self._beat, self._numbers = beat, count()
+        super().__init__(clock, beat)
+        self._make_core, self._tokens_of, self._numbers = make_core, tokens_of, count()
         self._core: Core
         self._groups: list[GroupSlots[str]] = []
-        self.log: deque[StepRecord] = deque(maxlen=LOG_LIMIT)
         self._ended: set[str] = set()  # requests that hold as much as there may be
         self._held: dict[str, int] = {}  # tokens of each request that are in the cache
-        self.busy_s, self.passes = 0.0, 0
+        self.passes = 0
 
     def start(self, message: StartMessage) -> None:
         self._core = self._make_core(message)
@@ -303,7 +292,8 @@ class VllmExecutor(DecoderOnly):
             self.passes += 1
         self._ended.update(name for name, token in gained.items() if token.is_end)
         given = [slots.seats[slot] for slot in decoding] + ends
-        self._record(message, len(given), len(inputs), start_s, sizes)
+        self.record(message, len(given), len(inputs), start_s, sizes,
+                    seats=sum(len(slots.seats) for slots in self._groups))
         tokens_given = [_DEAD if name in was_ended else gained[name] for name in given]
         tokens = torch.tensor([token.value if token.is_finite else NOT_FINITE
                                for token in tokens_given], dtype=torch.long)
@@ -348,16 +338,6 @@ class VllmExecutor(DecoderOnly):
         for name, tokens in (*decoded, *encoded):
             held[name] += tokens
         return sizes
-
-    def _record(self, message: StepMessage, queries: int, tokens: int, start_s: float,
-                sizes: StepSizes) -> None:
-        record = StepRecord(message.kind.value, message.group, message.phase,
-                            message.iteration, queries, tokens, start_s, self._clock(), *sizes)
-        self.log.append(record)
-        self.busy_s += record.seconds
-        if self._beat is not None:
-            self._beat(record.end_s, self.busy_s,
-                       sum(len(slots.seats) for slots in self._groups), record)
 
 
 def passes(wanted: Sequence[tuple[str, int]], most: int) -> Iterator[dict[str, int]]:
