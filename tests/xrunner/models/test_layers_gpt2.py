@@ -16,8 +16,7 @@ from toys import make_model, spec_of
 from xgpt.core.errors import InputError
 from xgpt.core.hf_config import from_hf_config
 from xrunner.checkpoint.reader import CheckpointReader
-from xrunner.models.learned import gpt2_ends, gpt2_layer
-from xrunner.models.stage_model import StageModel
+from xrunner.models.stage_model import StageModel, gpt2_ends, gpt2_layer
 from xrunner.models.weights import Shard
 from xrunner.ops.linear import Product
 from xrunner.ops.output_head import OutputHead
