@@ -1,7 +1,7 @@
 """The one decoder layer of all decoder-only families, without its attention kernel: norms, and what
 a layer does to each row after attention (two products, gated or not, or experts'); and the ends of
-a model. A family reads its checkpoint's names and layouts into `LayerWeights` and `EndWeights`;
-what is done with them is xgpt.core.decoder.Decoder's to say.
+a model. A family reads its checkpoint's names and layouts into `LayerWeights`; what is done
+with them is xgpt.core.decoder.Decoder's to say.
 """
 
 from collections.abc import Callable
@@ -227,41 +227,44 @@ def _normed(hidden: Residual, norm: Norm | None) -> Tensor:
     return hidden.total() if norm is None else norm.of(hidden)
 
 
-class EndWeights(NamedTuple):
-    """None on the stages that do not hold them. Position p is row p + `position_offset`."""
-
-    tokens: Tensor | None
-    positions: Tensor | None
-    position_offset: int
-    norm: Norm | None
-    head: OutputHead | None
-
-
 class DecoderEnds:
     """Embeddings (first stage), rotary tables (every stage), final norm and head (last stage)."""
 
-    def __init__(self, spec: ModelSpec, weights: EndWeights) -> None:
-        self._spec, self.weights = spec, weights
-        self.embedding, self.head = weights.tokens, weights.head
-        self._rotaries = rotaries(spec)
-        # rounded as the embedding is, as in transformers; here, for a GPU would have to be waited
-        # for to take it
-        self._embedding_scale = spec.decoder.embedding_scale
-        if weights.tokens is not None:
-            self._embedding_scale = float(torch.tensor(self._embedding_scale,
-                                                       dtype=weights.tokens.dtype))
+    def __init__(self, spec: ModelSpec, weights: WeightSource, *, first: bool, last: bool,
+                 norm: str, shard: Shard = WHOLE, table: tuple[str, int] | None = None) -> None:
+        """`norm`: what a family's checkpoints call the last one; `table`: and that of learned
+        positions, with its row of position 0, where norms have biases too."""
+        self._spec, self._rotaries, self._scale = spec, rotaries(spec), spec.decoder.embedding_scale
+        self.embedding: Tensor | None = None
+        self.head: OutputHead | None = None
+        self.norm: Norm | None = None
+        self.positions: Tensor | None = None
+        name, self._offset = table or ("", 0)
+        if first:
+            self.embedding = embedding_weight(spec, weights)
+            # rounded as the embedding is, as in transformers; here, for a GPU would have to be
+            # waited for to take it
+            self._scale = float(torch.tensor(self._scale, dtype=self.embedding.dtype))
+        if first and table is not None:
+            assert spec.max_positions is not None, "a model with learned positions"
+            self.positions = weights.get(name, (spec.max_positions + self._offset,
+                                                 spec.hidden_size))
+        if last:
+            self.norm = read_norm(spec, weights, norm) if table is not None else Norm(rms_weight(
+                weights, norm, spec.hidden_size, adds_one=spec.decoder.norm_adds_one), None,
+                spec.norm_eps)
+            self.head = OutputHead(head_weight(spec, weights, self.embedding, shard))
 
     def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens [T], positions [T] -> hidden [T, H]."""
-        weights, scale = self.weights, self._embedding_scale
-        assert weights.tokens is not None, "only the first stage embeds"
-        hidden = F.embedding(tokens, weights.tokens)
-        if scale != 1.0:
-            hidden = hidden * scale
-        if weights.positions is None:
+        assert self.embedding is not None, "only the first stage embeds"
+        hidden = F.embedding(tokens, self.embedding)
+        if self._scale != 1.0:
+            hidden = hidden * self._scale
+        if self.positions is None:
             return hidden
-        at = positions + weights.position_offset if weights.position_offset else positions
-        return hidden + F.embedding(at, weights.positions)
+        at = positions + self._offset if self._offset else positions
+        return hidden + F.embedding(at, self.positions)
 
     def rotation(self, positions: Tensor) -> tuple[Rotation, ...]:
         """positions [T] -> what the layers rotate queries and keys by, by their `rotary`."""
@@ -269,32 +272,13 @@ class DecoderEnds:
 
     def normed(self, hidden: Tensor) -> Tensor:
         """hidden [n, H] -> the model's last hidden states [n, H], which the head multiplies."""
-        assert self.weights.norm is not None, "only the last stage has the last norm"
-        return self.weights.norm(hidden)
+        assert self.norm is not None, "only the last stage has the last norm"
+        return self.norm(hidden)
 
     def scores(self, hidden: Tensor) -> Scores:
         """hidden [n, H] -> the logits [n, V_local] of this shard's share of the vocabulary."""
-        head, decoder = self.weights.head, self._spec.decoder
-        assert head is not None, "only the last stage has a head"
+        decoder = self._spec.decoder
+        assert self.head is not None, "only the last stage has a head"
         rows = self.normed(hidden)
-        return HeadScores(head, rows if decoder.logit_scale == 1.0 else rows * decoder.logit_scale,
-                          cap=decoder.logit_cap)
-
-
-def read_ends(spec: ModelSpec, weights: WeightSource, *, first: bool, last: bool, norm: str,
-              shard: Shard = WHOLE, table: tuple[str, int] | None = None) -> DecoderEnds:
-    """`norm`: what a family's checkpoints call the last one; `table`: and that of positions, with
-    its row of position 0, where norms have biases too."""
-    embedding = positions = last_norm = head = None
-    name, offset = table or ("", 0)
-    if first:
-        embedding = embedding_weight(spec, weights)
-        if table is not None:
-            assert spec.max_positions is not None, "a model with learned positions"
-            positions = weights.get(name, (spec.max_positions + offset, spec.hidden_size))
-    if last:
-        last_norm = read_norm(spec, weights, norm) if table is not None else Norm(rms_weight(
-            weights, norm, spec.hidden_size, adds_one=spec.decoder.norm_adds_one), None,
-            spec.norm_eps)
-        head = OutputHead(head_weight(spec, weights, embedding, shard))
-    return DecoderEnds(spec, EndWeights(embedding, positions, offset, last_norm, head))
+        return HeadScores(self.head, rows if decoder.logit_scale == 1.0 else
+                          rows * decoder.logit_scale, cap=decoder.logit_cap)

@@ -35,7 +35,6 @@ from xrunner.models.decoder import (
     Norm,
     PlainMlp,
     all_heads,
-    read_ends,
     read_norm,
     rms_weight,
 )
@@ -47,7 +46,7 @@ from xrunner.ops.linear import Product, activations_of
 from xrunner.ops.output_head import Scores
 from xrunner.ops.rows import Residual, place
 
-opt_ends = partial(read_ends, norm="model.decoder.final_layer_norm",
+opt_ends = partial(DecoderEnds, norm="model.decoder.final_layer_norm",
                    table=("model.decoder.embed_positions.weight", POSITION_OFFSET))
 
 
@@ -61,7 +60,7 @@ def opt_layer(spec: ModelSpec, weights: WeightSource, index: int,
         mlp_norm=read.norm("mlp"), mlp=read.mlp()))
 
 
-gpt2_ends = partial(read_ends, table=("wpe.weight", 0), norm="ln_f")
+gpt2_ends = partial(DecoderEnds, table=("wpe.weight", 0), norm="ln_f")
 
 
 def gpt2_layer(spec: ModelSpec, weights: WeightSource, index: int,
@@ -216,7 +215,7 @@ def gated_layer(spec: ModelSpec, weights: WeightSource, index: int,
     return DecoderLayer(spec, shard, index, _Reader(spec, weights, index, shard).layer())
 
 
-gated_ends = partial(read_ends, norm="model.norm")
+gated_ends = partial(DecoderEnds, norm="model.norm")
 
 
 class Family(NamedTuple):
