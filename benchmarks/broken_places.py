@@ -25,16 +25,17 @@ _BROKEN_MODELS = "tests/xrunner/checkpoint/test_broken_models.py::test_"
 
 PLACES = (
     # what commands say of a run, of copies, of a refusal; the package
-    Place("9 stops", "a run that is stopped as it starts is told as killed", "xgpt/app/messages.py",
+    Place("9 stops", "a run that is stopped as it starts is told as killed",
+          "xgpt/run_folder/files.py",
           '_ended(output, "stopped", of=("starting", "loading", "running"))', "pass",
           "tests/xgpt/app/test_ends_of_runs.py::"
           "test_a_run_that_is_stopped_as_it_starts_was_stopped"),
-    Place("9 stops", "a rank that was not heard was heard in 1970", "xgpt/app/stall.py",
+    Place("9 stops", "a rank that was not heard was heard in 1970", "xgpt/run_folder/state.py",
           "    return None if state.at_s is None else max(", "    return max(",
           "tests/xgpt/app/test_ends_of_runs.py::"
           "test_ranks_that_tell_nothing_any_more_were_not_heard_in_1970"),
     Place("9 stops", "a run that starts is not found once its requests are gone",
-          "xgpt/app/place.py", "return own if is_there else None", "return None",
+          "xgpt/run_folder/files.py", "return own if is_there else None", "return None",
           "tests/xgpt/app/test_ends_of_runs.py::"
           "test_a_run_that_starts_needs_its_requests_no_more"),
     Place("figures", "a head that is not there is asked for", "xsimulator/layer_times.py",
@@ -106,7 +107,7 @@ PLACES = (
     Place("3 not finite", "a token that is none is taken for one", "xrunner/engine/roster.py",
           "        if token == NOT_FINITE:\n", "        if False:\n",
           "tests/xrunner/engine/test_not_finite.py"),
-    Place("3 not finite", "a run without any answer is a success", "xgpt/app/no_answer.py",
+    Place("3 not finite", "a run without any answer is a success", "xgpt/app/running/finished.py",
           "    if count:\n", "    if count < 0:\n", "tests/xgpt/app/test_no_answer.py", True),
     Place("3 not finite", "tensors may have any shape and type", "xrunner/checkpoint/tensors.py",
           "        mistakes = list(_misfits(directory, spec, tensors, places, spare))",
@@ -162,10 +163,10 @@ PLACES = (
           "tests/xrunner/engine/test_deterministic.py::"
           "test_a_row_of_a_product_is_the_same_bits_wherever_it_is"),
     # faults
-    Place("hangs", "who is silent is not looked for", "xgpt/app/stall.py",
+    Place("hangs", "who is silent is not looked for", "xgpt/app/running/follow.py",
           "silent = [one for one in seen if now - one.changed_s > limit_s]", "silent = []",
           "tests/xgpt/app/test_stall.py"),
-    Place("hangs", "who waits for a silent rank is told a time left", "xgpt/app/stall.py",
+    Place("hangs", "who waits for a silent rank is told a time left", "xgpt/run_folder/state.py",
           "    return (oldest_s(states) or 0.0) > SILENT_S", "    return False",
           "tests/xgpt/app/test_live.py::test_who_waits_for_a_silent_rank_has_no_time_left"),
     Place("deaths", "ranks do not end with their launcher", "xgpt/core/lifeline.py",
@@ -184,12 +185,13 @@ PLACES = (
     Place("deaths", "a second signal is heard", "xgpt/launch/asked.py",
           "        signal.signal(other, lambda *_: None)\n", "        pass\n",
           "tests/xgpt/cli/test_json_errors.py::test_signals_after_the_first_change_nothing"),
-    Place("deaths", "ranks are not started again", "xgpt/app/deaths.py",
+    Place("deaths", "ranks are not started again", "xgpt/app/running/run.py",
           "(leg.alone is None and restarts == 0)", "leg.alone is None",
           f"{_FAULTS}ranks_that_die_are_started_again_and_nothing_is_lost[kill a rank]", True),
-    Place("deaths", "no query is suspected", "xgpt/app/deaths.py", "SUSPECT = 2 ",
+    Place("deaths", "no query is suspected", "xgpt/app/running/run.py", "SUSPECT = 2 ",
           "SUSPECT = 10**9 ", f"{_FAULTS}a_query_that_kills_its_rank_is_isolated", True),
-    Place("deaths", "a stop between a death and the next start is not heard", "xgpt/app/deaths.py",
+    Place("deaths", "a stop between a death and the next start is not heard",
+          "xgpt/app/running/run.py",
           "            if StopRequest(plan.output).is_made:\n                raise",
           "            if leg.alone == -1:\n                raise",
           "tests/mpi/test_stops.py::"
@@ -214,7 +216,7 @@ PLACES = (
           "                os.fsync(copy)", "                pass",
           "tests/mpi/test_power_cut.py::"
           "test_what_was_written_is_on_the_disk_while_the_run_goes_on", True),
-    Place("done is done", "results without an account are run again", "xgpt/app/resume.py",
+    Place("done is done", "results without an account are run again", "xgpt/app/running/resume.py",
           "    return count_results(results) == total\n", "    return False\n",
           f"{_FAULTS}a_job_whose_command_dies_before_its_account_is_done_whatever_is_planned_now",
           True),
@@ -230,7 +232,7 @@ PLACES = (
           "environment_of_ranks() if is_managed else", "environment_of_ranks() if True else",
           "tests/mpi/test_other_launchers.py::"
           "test_ranks_here_meet_and_know_of_no_other_launcher"),
-    Place("surroundings", "who waits to measure says nothing", "xgpt/app/local_profile.py",
+    Place("surroundings", "who waits to measure says nothing", "xgpt/app/profile.py",
           "- told_s >= _TELL_S:", "- told_s < 0:",
           "tests/xgpt/app/test_measuring_alone.py::"
           "test_the_wait_is_told_each_minute_with_who_holds_the_lock"),
@@ -247,8 +249,9 @@ PLACES = (
     Place("the folder fails", "results that are removed are not missed", "xrunner/io/durable.py",
           "    return (own.st_dev, own.st_ino) == (named.st_dev, named.st_ino)", "    return True",
           "tests/xrunner/io/test_durable.py::test_a_file_that_was_replaced_is_not_written_over"),
-    Place("done is done", "a lost schedule.json decides", "xgpt/app/resume.py",
-          "    except (InputError, OSError):\n", "    except ZeroDivisionError:\n",
+    Place("done is done", "a lost schedule.json decides", "xgpt/app/running/resume.py",
+          "schedule.json\")\n    except (InputError, OSError):\n",
+          "schedule.json\")\n    except ZeroDivisionError:\n",
           "tests/xgpt/app/going_on/test_going_on.py::"
           "test_other_files_than_the_results_do_not_decide_whether_a_job_is_done"),
     Place("done is done", "results are counted, not checked", "xrunner/io/checked.py",
@@ -300,7 +303,7 @@ PLACES = (
           '.get("now") if is_half_done(job.output) else None', '.get("then")',
           "tests/xgpt/app/going_on/test_prompts_kept.py::"
           "test_a_run_that_goes_on_renders_the_prompts_of_its_beginning"),
-    Place("the model's prompts", "a run goes on with other tokens", "xgpt/app/run_folder.py",
+    Place("the model's prompts", "a run goes on with other tokens", "xgpt/app/running/prepare.py",
           "prompts not in (None, spool.prompts_digest)", "not spool.prompts_digest",
           "tests/xgpt/app/going_on/test_prompts_kept.py::"
           "test_other_tokens_of_the_same_requests_are_refused_untouched"),
@@ -330,7 +333,8 @@ PLACES = (
     Place("terminals", "control characters are printed", "xgpt/core/visible.py",
           '    return _UNPRINTABLE.sub(_escaped, text.replace("\\r\\n", "\\n"))', "    return text",
           "tests/xgpt/cli/test_escapes.py"),
-    Place("files and secrets", "a private run's files are everybody's", "xgpt/app/checks.py",
+    Place("files and secrets", "a private run's files are everybody's",
+          "xgpt/app/running/prepare.py",
           "            os.umask(OWN_ALONE)", "            pass",
           "tests/xgpt/app/test_private_runs.py::"
           "test_a_private_runs_files_are_its_users_alone_and_hold_no_secret", True),

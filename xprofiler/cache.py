@@ -79,7 +79,7 @@ def changing(folder: Path) -> Iterator[None]:
     """Of processes that add to a profile of the folder, which they read, change and write, one at a
     time does: of two at once one's would be lost. Where the file system has no locks, or the lock
     is another user's who lets nobody open it, nobody waits. Not for measuring, which takes longer
-    (xgpt.app.local_profile.alone)."""
+    (xgpt.app.profile.alone)."""
     with ExitStack() as held:
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)

@@ -81,7 +81,7 @@ class RunPlan:
     # what the chat template is told besides
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     stop: tuple[str, ...] = ()  # strings that end the answers of requests that name none
-    aside: tuple[int, ...] = ()  # queries that this run leaves out (xgpt.app.deaths)
+    aside: tuple[int, ...] = ()  # queries that this run leaves out (xgpt.app.running.run)
 
     @property
     def fingerprint(self) -> str:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(HERE))
 
 from of_types import NUMBER, of_fields, of_keys, of_type  # noqa: E402
 
-from xgpt.app.metrics import Attribution  # noqa: E402
+from xgpt.app.running.metrics import Attribution  # noqa: E402
 from xgpt.core.constraint import BoundKind, Metric  # noqa: E402
 from xgpt.core.job_file import job_schema  # noqa: E402
 from xgpt.core.model import ModelSpec  # noqa: E402

@@ -17,7 +17,7 @@ from published.page import write_page
 from published.runs import serving_points
 from published.table import validation_table
 
-from xgpt.app.accuracy import published_errors
+from xgpt.app.models import published_errors
 
 needs_data = pytest.mark.skipif(not validated.DATA.is_dir(), reason="needs ../shared/data")
 

@@ -24,8 +24,8 @@ from disturbed import RRA, TOGETHER_S, end, start  # noqa: E402
 from faults import FAULTS, ToyJob, alive, below, wait  # noqa: E402
 from soak import SHAPES, one_job, undisturbed  # noqa: E402
 
-from xgpt.app.status import run_status  # noqa: E402
 from xgpt.launch.local import find_mpiexec  # noqa: E402
+from xgpt.run_folder.state import run_status  # noqa: E402
 
 pytestmark = pytest.mark.mpi
 
@@ -234,7 +234,7 @@ def test_a_job_whose_command_dies_at_its_very_end_is_done(tmp_path: Path) -> Non
 _DIES_BEFORE_ITS_ACCOUNT = """
 import os, sys
 if "submit" in sys.argv or "submit" in sys.orig_argv:
-    from xgpt.app import run
+    from xgpt.app.running import run
     def deadly(*_, **__):
         os.kill(os.getpid(), 9)
     run.write_metrics = deadly

@@ -20,8 +20,8 @@ import toys  # noqa: E402
 from given_runs import given, killed_and_gone_on  # noqa: E402
 from job_folder import XGPT, MeasuredToy, read_lines, write_job  # noqa: E402
 
-from xgpt.app.metrics import CHANGED  # noqa: E402
 from xgpt.app.opened import open_file  # noqa: E402
+from xgpt.app.running.metrics import CHANGED  # noqa: E402
 from xgpt.core.job import FixedSchedule
 from xgpt.core.problem import Problem  # noqa: E402
 from xgpt.core.queries import QueryLengths  # noqa: E402

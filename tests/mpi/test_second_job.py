@@ -70,8 +70,8 @@ def home(tmp_path: Path, cache: dict[str, str], monkeypatch: pytest.MonkeyPatch)
 
 def beside_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither that these run nor what came and went with it counts."""
-    monkeypatch.setattr("xgpt.app.learn.NOTICEABLE_SHARE", 2.0)
-    monkeypatch.setattr("xgpt.app.learn.PASSING", 1e9)
+    monkeypatch.setattr("xgpt.app.running.metrics.NOTICEABLE_SHARE", 2.0)
+    monkeypatch.setattr("xgpt.app.running.metrics.PASSING", 1e9)
 
 
 @pytest.mark.slow

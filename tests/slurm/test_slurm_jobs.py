@@ -186,7 +186,7 @@ def test_who_waits_for_another_that_measures_is_not_requeued_for_ever(
     compiled = Path(slurm.environment["XDG_CACHE_HOME"], "xgpt", "native")
     (tmp_path / "xgpt" / "native").symlink_to(compiled.resolve())
     holds = ("import sys, time; from pathlib import Path\n"
-             "from xgpt.app.local_profile import alone; from xgpt.app.telling import LogTeller\n"
+             "from xgpt.app.profile import alone; from xgpt.app.telling import LogTeller\n"
              "with alone(Path(sys.argv[1]), Path('/other'), LogTeller()): time.sleep(999)")
     holder = subprocess.Popen([sys.executable, "-c", holds, tmp_path / "xgpt" / "profiles"])
     try:

@@ -11,7 +11,7 @@ from typing import Any
 from taken_as_true import TakenAsTrue
 
 from xgpt.app.opened import OpenedJob, open_file
-from xgpt.app.plan import executable
+from xgpt.app.schedule import executable
 from xgpt.cli.terminal import Terminal
 from xprofiler.roofline import Roofline
 

@@ -12,7 +12,7 @@ COMMAND = [sys.executable, str(Path(__file__))]
 
 
 def main() -> None:
-    from xgpt.app import timing
+    from xgpt.app import profile as timing
     from xgpt.cli.main import main as command
     from xgpt.core.problem import Problem
     from xscheduler import cells

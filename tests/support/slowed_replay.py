@@ -15,7 +15,7 @@ from functools import partial
 
 import numpy as np
 
-from xgpt.app.watch import LOOK_S
+from xgpt.app.running.follow import LOOK_S
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.queries import QueryLengths

@@ -15,7 +15,7 @@ class TakenAsTrue(Roofline):
 
 
 def timing_of(session: OpenedJob) -> TakenAsTrue:
-    """The times of a job on a cluster that is not here, as xgpt.app.timing's but for their
+    """The times of a job on a cluster that is not here, as xgpt.app.profile's but for their
     errors."""
     problem = session.problem
     return TakenAsTrue(problem.model, problem.cluster.device, problem.dtype,

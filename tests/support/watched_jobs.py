@@ -12,8 +12,8 @@ import numpy as np
 from taken_as_true import timing_of
 
 from xgpt.app.opened import OpenedJob, open_file
-from xgpt.app.plan import executable
-from xgpt.app.watch import Rescheduler, rescheduler_of
+from xgpt.app.running.follow import Rescheduler, rescheduler_of
+from xgpt.app.schedule import executable
 from xgpt.core.problem import resolve
 from xgpt.core.schedule import Schedule
 from xrunner.io.launcher_link import OBSERVED_FILE

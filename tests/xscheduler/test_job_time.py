@@ -10,7 +10,7 @@ import pytest
 from taken_as_true import timing_of
 
 from xgpt.app.opened import OpenedJob, open_file
-from xgpt.app.plan import executable, plan_job
+from xgpt.app.schedule import executable, plan_job
 from xgpt.core.schedule import Schedule, Status
 from xgpt.core.schedule_file import load_schedule, save_schedule
 from xgpt.report.table import schedule_table

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from taken_as_true import timing_of
 
 from xgpt.app.opened import OpenedJob, open_file
-from xgpt.app.plan import executable, plan_job
+from xgpt.app.schedule import executable, plan_job
 from xgpt.cli.schedule import schedule
 from xgpt.cli.terminal import Terminal
 from xgpt.core.errors import InfeasibleError

@@ -11,7 +11,7 @@ from taken_as_true import timing_of
 from toy_jobs import estimate_of, roofline_of, toy_problem
 
 from xgpt.app.opened import open_file
-from xgpt.app.plan import plan_job
+from xgpt.app.schedule import plan_job
 from xscheduler.room import LEAST_OBSERVING, headroom, mean_present, with_room_for
 
 

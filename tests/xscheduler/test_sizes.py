@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from xgpt.app.opened import open_file
-from xgpt.app.plan import JobPlanner
+from xgpt.app.schedule import JobPlanner
 from xgpt.core import catalog
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
 from xgpt.core.job import Job

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.app.opened import OpenedJob, open_file
-from xgpt.app.plan import Plan, default_horizon, plan_job, settled
-from xgpt.app.run import execute, open_to_run, to_run
+from xgpt.app.running.run import execute, open_to_run
+from xgpt.app.schedule import Plan, default_horizon, plan_job, settled, to_run
 from xgpt.app.simulate import Simulation, simulate_job
 from xgpt.app.sweeps.sweep import Swept, sweep_points
 from xgpt.app.telling import LogTeller, Teller

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from xgpt.app.place import Place
 from xgpt.core.errors import XgptError, wrong
 from xgpt.core.spool import num_queries
 from xgpt.core.sweep_file import SWEEP_FOLDER
@@ -39,6 +38,7 @@ from xgpt.report.sweep_page import (
 from xgpt.report.sweep_page import headline as sweep_headline
 from xgpt.report.sweep_rows import OK, SWEEP_FILE, SweepRows, bound_text, number_of, read_sweep
 from xgpt.report.words import banner, clean, headline
+from xgpt.run_folder.files import Place
 
 Form = Literal["html", "md", "png"]
 COMPARISON, REPORT, PICTURES = "compare", "report", "report-pictures"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from xgpt.app.opened import OpenedJob
-from xgpt.app.plan import plan_job
+from xgpt.app.schedule import plan_job
 from xgpt.app.telling import told_while
 from xgpt.core.constraint import Constraint
 from xgpt.core.errors import InfeasibleError, InputError, wrong

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from xgpt.app.opened import OpenedJob
-from xgpt.app.plan import JobPlanner, Plan
+from xgpt.app.schedule import JobPlanner, Plan
 from xgpt.core import catalog
 from xgpt.core.engines import ONE_PROCESS, OWN_ENGINE, engine_names
 from xgpt.core.errors import InfeasibleError, InputError, XgptError

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
-from xgpt.app.export import FORMATS
-from xgpt.app.export import export as export_job
+from xgpt.app.hand_in import FORMATS
+from xgpt.app.hand_in import export as export_job
 from xgpt.cli.options import check_writable, job_arguments, print_json
 from xgpt.cli.terminal import Terminal, show
 from xgpt.core.job_file import load_job

@@ -9,9 +9,10 @@ from typing import Any
 
 import click
 
-from xgpt.app.laid_out import on_open_layouts
-from xgpt.app.local_profile import local_profile, wanted_profile
 from xgpt.app.opened import open_file
+from xgpt.app.profile import local_profile
+from xgpt.app.schedule import on_open_layouts
+from xgpt.app.wanted import wanted_profile
 from xgpt.cli.options import (
     check_folder,
     check_writable,

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from xgpt.app.opened import open_job
-from xgpt.app.plan import default_horizon
+from xgpt.app.schedule import default_horizon
 from xgpt.app.what_if import answers_for
 from xgpt.cli.options import (
     check_writable,

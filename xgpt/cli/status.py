@@ -8,17 +8,14 @@ from pathlib import Path
 
 import click
 
-from xgpt.app.live import NowAndThen, follow, glance
-from xgpt.app.messages import doing
-from xgpt.app.place import place_of
-from xgpt.app.stall import age_s, are_silent, signs_of_life
-from xgpt.app.status import how_to_go_on, job_status
-from xgpt.app.stop import stop_job
 from xgpt.app.telling import progress_line, time_left_s
+from xgpt.app.top import NowAndThen, follow, glance, stop_job
 from xgpt.cli.options import JobFile, print_json, run_arguments
 from xgpt.cli.terminal import show
 from xgpt.core.errors import XgptError
 from xgpt.report.table import paragraph
+from xgpt.run_folder.files import doing, place_of
+from xgpt.run_folder.state import age_s, are_silent, how_to_go_on, job_status, signs_of_life
 
 
 @click.command()

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import click
 
-from xgpt.app.sweeps.folder import FORMATS
-from xgpt.app.sweeps.sweep import refusal_of, sweep_points
+from xgpt.app.sweeps.sweep import FORMATS, refusal_of, sweep_points
 from xgpt.cli.options import job_options, print_json, with_seconds, within_seconds
 from xgpt.cli.terminal import Terminal, show
 from xgpt.core.errors import wrong

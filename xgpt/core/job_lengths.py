@@ -3,7 +3,7 @@
 `observe` (output lengths to be learnt from the first part of the job) starts from the conservative
 end: every query is taken to run to its cap. With such a plan a query can only leave earlier than
 planned, so that neither the latency bound nor the memory is exceeded, and the predicted throughput
-is a lower bound. While the job runs, xgpt.app.watch puts what it sees in its place."""
+is a lower bound. While the job runs, xgpt.app.running.follow puts what it sees in its place."""
 
 import numpy as np
 from numpy.typing import NDArray

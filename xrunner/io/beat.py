@@ -1,6 +1,6 @@
 """What each rank tells of itself while it runs: a small file a rank, replaced about once a second
 by a thread beside its work. A rank that is stopped, or lost, tells nothing any more; one that is
-stuck at a step tells of that (xgpt.app.stall)."""
+stuck at a step tells of that (xgpt.app.running.follow)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xgpt.app.metrics import Attribution
+from xgpt.app.running.metrics import Attribution
 
 
 def test_each_cause_is_told_by_itself() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.app import compiling
+from xgpt.app import submit as compiling
 from xgpt.app.opened import open_file
 
 # A compiler that says when it is at work, and never ends by itself.
@@ -51,7 +51,7 @@ import os
 import signal
 import time
 from pathlib import Path
-from xgpt.app.compiling import start_compiling
+from xgpt.app.submit import start_compiling
 print(start_compiling(Path({str(tmp_path / "native")!r})).pid, flush=True)
 while not Path({str(at_work)!r}).exists():
     time.sleep(0.01)

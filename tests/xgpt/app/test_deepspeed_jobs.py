@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from xgpt.app.checks import refuse_what_cannot_run
 from xgpt.app.opened import OpenedJob, open_file
-from xgpt.app.plan import executable, plan_job
+from xgpt.app.running.prepare import refuse_what_cannot_run
+from xgpt.app.schedule import executable, plan_job
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import InfeasibleError, InputError, MissingExtraError, XgptError
 from xgpt.core.job_file import load_job

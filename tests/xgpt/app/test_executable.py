@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.app.local_profile import wanted_profile
 from xgpt.app.opened import OpenedJob, open_file
-from xgpt.app.plan import executable, plan_job
-from xgpt.app.timing import timing_of
+from xgpt.app.profile import timing_of
+from xgpt.app.schedule import executable, plan_job
+from xgpt.app.wanted import wanted_profile
 from xgpt.core import catalog
 from xgpt.core.errors import InfeasibleError, InputError
 from xscheduler.planner import Planner, plan
@@ -134,7 +134,7 @@ def test_one_pass_for_both_phases_is_refused_for_an_encoder_decoder_model(
 
 def test_weights_that_no_layout_holds_are_refused_before_anything_is_measured(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xgpt.app.plan.timing_of", lambda *_, **__: pytest.fail("measured"))
+    monkeypatch.setattr("xgpt.app.schedule.timing_of", lambda *_, **__: pytest.fail("measured"))
     path = tmp_path / "job.yaml"
     path.write_text("model: opt-1.3b\ncluster: local\nconstraint: {memory: 64 MiB}\n"
                     "workload: {requests: {count: 20}, task: S}\n")

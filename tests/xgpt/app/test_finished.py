@@ -13,7 +13,7 @@ import fake_slurm
 import pytest
 from in_process import xgpt
 
-from xgpt.app.finished import DONE, asked_of, set_aside
+from xgpt.app.running.finished import DONE, asked_of, set_aside
 from xgpt.cli import run as command
 from xgpt.core.errors import XgptError
 from xgpt.core.job_file import load_job
@@ -75,7 +75,7 @@ def test_a_page_that_a_killed_launcher_did_not_write_is_named(job: Path) -> None
 
 
 def test_nothing_heavy_is_loaded_for_it(job: Path) -> None:
-    heavy = ["torch", "mpi4py", "scipy", "tokenizers", "xscheduler.planner", "xgpt.app.run"]
+    heavy = ["torch", "mpi4py", "scipy", "tokenizers", "xscheduler.planner", "xgpt.app.running.run"]
     script = ("import sys\nfrom xgpt.cli.main import main\ntry:\n    main()\nfinally:\n"
               f"    sys.exit([name for name in {heavy} if name in sys.modules] or 0)")
     done = subprocess.run([sys.executable, "-c", script, "submit", str(job)], timeout=60,

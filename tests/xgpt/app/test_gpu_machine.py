@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.app import checks, timing
+from xgpt.app import profile as timing
 from xgpt.app.opened import open_file
-from xgpt.app.timing import timing_of
+from xgpt.app.profile import timing_of
+from xgpt.app.running import prepare as checks
 from xgpt.cli.terminal import Terminal
 from xgpt.core import local
 from xgpt.core.errors import InputError

@@ -11,10 +11,10 @@ import fake_slurm
 import pytest
 from click.testing import CliRunner, Result
 
-from xgpt.app.place import load_record
-from xgpt.app.standard_input import KEPT_FILE
+from xgpt.app.opened import KEPT_FILE
 from xgpt.cli.main import cli
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
+from xgpt.run_folder.files import load_record
 
 JOB = """
 model: opt-125m

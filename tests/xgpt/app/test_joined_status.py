@@ -12,9 +12,9 @@ import fake_slurm
 import pytest
 from click.testing import CliRunner
 
-from xgpt.app.place import SlurmRecord
 from xgpt.cli.main import cli
 from xgpt.core.errors import XgptError
+from xgpt.run_folder.files import SlurmRecord
 from xrunner.io.lock import output_lock
 from xrunner.io.sink import Progress, write_progress
 from xrunner.io.stop import StopRequest

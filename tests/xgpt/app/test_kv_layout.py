@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.app.checks import refuse_what_cannot_run, refuse_what_no_machine_runs
-from xgpt.app.kv_layout import lies_in_blocks
 from xgpt.app.opened import OpenedJob, open_file
+from xgpt.app.running.prepare import (
+    lies_in_blocks,
+    refuse_what_cannot_run,
+    refuse_what_no_machine_runs,
+)
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import InputError
 from xgpt.core.job_file import load_job

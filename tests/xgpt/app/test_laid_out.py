@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 from laid_out import Law, amdahl, profile_of
 
-from xgpt.app import profile_identity
-from xgpt.app.laid_out import on_open_layouts, on_ranks
+from xgpt.app import wanted as profile_identity
 from xgpt.app.opened import OpenedJob, open_file
-from xgpt.app.plan import JobPlanner, plan_job, settled
-from xgpt.app.run import to_run
+from xgpt.app.schedule import JobPlanner, on_open_layouts, on_ranks, plan_job, settled, to_run
 from xgpt.core import layout, local
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schedule import Schedule
@@ -36,10 +34,9 @@ class Machine:
             patch.setattr(module, "usable_cores", lambda *_: cores)
         for module in (layout, local):
             patch.setattr(module, "gpus_here", list)
-        for command in ("plan", "run"):
-            patch.setattr(f"xgpt.app.{command}.timing_of", self.timing_of)
+        patch.setattr("xgpt.app.schedule.timing_of", self.timing_of)
         self.cost_s = 0.0  # of timing another layout; 0: earlier jobs have
-        patch.setattr("xgpt.app.plan.timing_cost_s", lambda *_: self.cost_s)
+        patch.setattr("xgpt.app.schedule.timing_cost_s", lambda *_: self.cost_s)
 
     def timing_of(self, opened: OpenedJob) -> ProfileTiming:
         run, problem = opened.job.run, opened.problem

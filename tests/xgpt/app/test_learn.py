@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from laid_out import amdahl, profile_of
 
-from xgpt.app.learn import LEAST_STEPS, learn, learned_of
 from xgpt.app.opened import OpenedJob, open_file
-from xgpt.app.plan import executable, plan_job
+from xgpt.app.running.metrics import LEAST_STEPS, learn, learned_of
+from xgpt.app.schedule import executable, plan_job
 from xgpt.core.schedule import Schedule
 from xprofiler.cache import cached_profile_path
 from xprofiler.profile import LearnedSteps, Profile
@@ -102,7 +102,7 @@ def test_what_was_slowed_while_the_run_lasted_teaches_nothing(
 
 def test_a_kind_with_few_steps_is_not_learned_and_keeps_its_times(
         ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xgpt.app.learn.LONG_S", math.inf)
+    monkeypatch.setattr("xgpt.app.running.metrics.LONG_S", math.inf)
     found = ran.learned((LONG, 0.92, 200), (ENCODE, 1.03, LEAST_STEPS - 1))
     assert set(found) == {"decode"}
     both = ran.learned((LONG, 0.92, 200), (ENCODE, 1.03, LEAST_STEPS))
@@ -120,11 +120,11 @@ def test_a_kind_with_few_steps_is_not_learned_and_keeps_its_times(
 def test_few_steps_that_are_long_teach_as_well(
         ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
     took_s = 3 * 1.2 * ran.expected_s(ENCODE)
-    monkeypatch.setattr("xgpt.app.learn.LONG_S", 0.99 * took_s)
+    monkeypatch.setattr("xgpt.app.running.metrics.LONG_S", 0.99 * took_s)
     own = ran.learned((ENCODE, 1.2, 3))["encode"]
     assert own.factor == pytest.approx(1.2, abs=1e-4) and own.steps == 3
     assert not ran.learned((ENCODE, 1.2, 2)), "two may be anything"
-    monkeypatch.setattr("xgpt.app.learn.LONG_S", 1.01 * took_s)
+    monkeypatch.setattr("xgpt.app.running.metrics.LONG_S", 1.01 * took_s)
     assert not ran.learned((ENCODE, 1.2, 3))
 
 
@@ -139,7 +139,7 @@ def test_a_run_of_two_shapes_teaches_nothing(ran: Ran) -> None:
 _ADDS = """
 import sys, time
 from pathlib import Path
-from xgpt.app import learn
+from xgpt.app.running import metrics as learn
 from xprofiler.profile import LearnedSteps
 read = learn.load_profile
 def slowly(path):
@@ -184,7 +184,7 @@ def test_a_run_whose_times_cannot_be_kept_is_done_all_the_same(
     path = cached_profile_path(tmp_path / "profiles", ran.profile.metadata)
     path.parent.mkdir()
     save_profile(ran.profile, path)
-    monkeypatch.setattr("xgpt.app.learn.cache_dir", lambda: tmp_path)
+    monkeypatch.setattr("xgpt.app.running.metrics.cache_dir", lambda: tmp_path)
     ran.learned((SHORT, 1.5, 2 * LEAST_STEPS))  # writes the log
     opened = replace(ran.opened, tell=Told())
     assert learn(opened, ProfileTiming(ran.profile), ran.schedule, 0.0) and not said
@@ -192,6 +192,6 @@ def test_a_run_whose_times_cannot_be_kept_is_done_all_the_same(
     def refuses(*_: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("xgpt.app.learn.save_profile", refuses)
+    monkeypatch.setattr("xgpt.app.running.metrics.save_profile", refuses)
     assert learn(opened, ProfileTiming(ran.profile), ran.schedule, 0.0) == ()
     assert said and "not added to the profile" in said[0] and str(path) in said[0]

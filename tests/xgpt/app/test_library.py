@@ -108,7 +108,7 @@ def test_every_example_of_the_docs_runs(section: str, tmp_path: Path,
                                         capsys: pytest.CaptureFixture[str]) -> None:
     if section == "Running":  # the quickstart's model would have to be fetched and measured
         pytest.importorskip("torch", reason="runs need the extra `run`")
-        monkeypatch.setattr("xgpt.app.plan.timing_of", roofline)
+        monkeypatch.setattr("xgpt.app.schedule.timing_of", roofline)
         (tmp_path / "jobs").mkdir()
         write_toy_job(tmp_path / "jobs" / "quickstart.yaml")
     else:
@@ -124,7 +124,7 @@ def test_every_example_of_the_docs_runs(section: str, tmp_path: Path,
 def test_a_plan_runs_and_its_report_is_written(tmp_path: Path,
                                                monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch", reason="runs need the extra `run`")
-    monkeypatch.setattr("xgpt.app.plan.timing_of", roofline)
+    monkeypatch.setattr("xgpt.app.schedule.timing_of", roofline)
     write_toy_job(tmp_path / "job.yaml")
     job = xgpt.load(tmp_path / "job.yaml")
     plan = xgpt.plan(job)

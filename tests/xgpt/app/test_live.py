@@ -18,13 +18,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from xgpt.app import live
-from xgpt.app.live import Glance, NowAndThen, glance
-from xgpt.app.messages import KeptTeller
-from xgpt.app.place import Place, place_of
-from xgpt.app.telling import LogTeller
+from xgpt.app import top as live
+from xgpt.app.telling import KeptTeller, LogTeller
+from xgpt.app.top import Glance, NowAndThen, glance
 from xgpt.cli.main import cli
 from xgpt.core.errors import MissingExtraError, XgptError
+from xgpt.run_folder.files import Place, place_of
 from xrunner.io.beat import Beat
 from xrunner.io.lock import output_lock
 from xrunner.io.sink import Progress, write_progress

@@ -11,16 +11,11 @@ from pathlib import Path
 import pytest
 from toy_jobs import toy_problem
 
-from xgpt.app import local_profile as app
-from xgpt.app.local_profile import (
-    WantedProfile,
-    local_profile,
-    own_sizes,
-    quick_profile,
-    wanted_profile,
-)
+from xgpt.app import profile as app
 from xgpt.app.opened import open_file
+from xgpt.app.profile import local_profile, quick_profile
 from xgpt.app.telling import LogTeller
+from xgpt.app.wanted import WantedProfile, own_sizes, wanted_profile
 from xgpt.core.job import FixedSchedule
 from xgpt.core.model import ModelSpec
 from xgpt.launch.launcher import RankProgram

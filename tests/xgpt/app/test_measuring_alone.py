@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.app.local_profile import alone
+from xgpt.app.profile import alone
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import StoppedEarly
 from xrunner.io.lock import output_lock
@@ -23,7 +23,7 @@ from xrunner.io.stop import StopRequest
 _HOLDS = """
 import os, sys, time
 from pathlib import Path
-from xgpt.app.local_profile import alone
+from xgpt.app.profile import alone
 from xgpt.app.telling import LogTeller
 with alone(Path(sys.argv[1]), Path("/jobs/other"), LogTeller(), sys.argv[2]):
     print("held", flush=True)

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from xgpt.app import model_check
-from xgpt.app.model_check import UnsupportedModel, check_model_named
+from xgpt.app import models as model_check
+from xgpt.app.models import UnsupportedModel, check_model_named
 from xgpt.app.opened import open_file
 from xgpt.cli.main import cli
 from xgpt.core.errors import EXIT_BAD_INPUT, XgptError

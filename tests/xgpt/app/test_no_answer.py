@@ -21,7 +21,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: dict[str, str]) 
     for name in ("PYTHONPATH", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, cache[name])
     # by data sheets: whether the plan is good does not matter
-    monkeypatch.setattr("xgpt.app.timing.why_no_torch", lambda kind: "nothing is measured")
+    monkeypatch.setattr("xgpt.app.profile.why_no_torch", lambda kind: "nothing is measured")
     model = toys.make_model("gpt2-untied", tmp_path / "model")
     with torch.no_grad():
         model.transformer.wte.weight[POISON] = 3e38

@@ -35,7 +35,7 @@ def test_a_private_runs_files_are_its_users_alone_and_hold_no_secret(
     for name in ("PYTHONPATH", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, cache[name])
     # by data sheets: whether the plan is good does not matter
-    monkeypatch.setattr("xgpt.app.timing.why_no_torch", lambda kind: "nothing is measured")
+    monkeypatch.setattr("xgpt.app.profile.why_no_torch", lambda kind: "nothing is measured")
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, SECRET)
     before = os.umask(0o022)

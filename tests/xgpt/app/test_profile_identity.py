@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.app import profile_identity, timing
+from xgpt.app import profile as timing
+from xgpt.app import wanted as profile_identity
 from xgpt.app.opened import open_file
 from xprofiler.cache import kernels_fingerprint
 from xprofiler.profile import ProfileMetadata

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from laid_out import amdahl, profile_of
 
-from xgpt.app import local_profile
-from xgpt.app.local_profile import wanted_profile
+from xgpt.app import profile as local_profile
 from xgpt.app.opened import OpenedJob, open_file
-from xgpt.app.profile_identity import profile_metadata
 from xgpt.app.telling import LogTeller
+from xgpt.app.wanted import profile_metadata, wanted_profile
 from xgpt.launch.launcher import RankProgram
 from xprofiler.cache import cached_profile_path
 from xprofiler.profile import TRANSFER, Profile, Sample, TableKey

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from xgpt.app import remedies as module
-from xgpt.app.remedies import cache_in_words, hub_in_words, remedies
+from xgpt.app import doctor as module
+from xgpt.app.doctor import cache_in_words, hub_in_words, remedies
 from xgpt.core.local import SmiGpu
 from xrunner.checkpoint import hub
 

@@ -16,9 +16,9 @@ from taken_as_true import timing_of
 from watched_jobs import follow, outputs_of, session_of, write_state
 
 from xgpt.app.opened import OpenedJob
-from xgpt.app.plan import plan_job
-from xgpt.app.run_folder import plan_for_ranks
-from xgpt.app.watch import decisions_with_phases, rescheduler_of
+from xgpt.app.running.follow import decisions_with_phases, rescheduler_of
+from xgpt.app.running.prepare import plan_for_ranks
+from xgpt.app.schedule import plan_job
 from xgpt.core.job_file import load_job
 from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Estimate, Schedule

@@ -10,15 +10,14 @@ from pathlib import Path
 import fake_run
 import pytest
 
-from xgpt.app.checks import make_folder
-from xgpt.app.place import place_of
 from xgpt.app.report import write_tables
-from xgpt.app.run_folder import make_room
+from xgpt.app.running.prepare import make_folder, make_room
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import InputError, MissingExtraError
 from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
 from xgpt.core.spool import Record
+from xgpt.run_folder.files import place_of
 from xrunner.plan import RunPlan
 
 

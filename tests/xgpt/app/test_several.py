@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from laid_out import amdahl, profile_of
 
-from xgpt.app import several
+from xgpt.app import submit as several
 from xgpt.app.opened import OpenedJob
 from xgpt.app.telling import LogTeller
 from xgpt.core.job import Job
@@ -45,7 +45,7 @@ class Machine:
 
     def __init__(self, patch: pytest.MonkeyPatch, folder: Path, slow: tuple[str, ...]) -> None:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        patch.setattr("xgpt.app.plan.timing_of", self.timing_of)
+        patch.setattr("xgpt.app.schedule.timing_of", self.timing_of)
         patch.setattr(several, "execute", self.execute)
         self.slow, self.factors = slow, dict[str, list[float]]()
         self.path = Path()

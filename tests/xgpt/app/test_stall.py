@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from xgpt.app.stall import RanksHang, StallWatch, signs_of_life
+from xgpt.app.running.follow import RanksHang, StallWatch
 from xgpt.app.telling import tell_run
+from xgpt.run_folder.state import signs_of_life
 from xrunner.io.beat import BEATS, RankState
 from xrunner.io.sink import Progress, write_progress
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.app.opened import open_job
-from xgpt.app.standard_input import KEPT_FILE, standard_input
+from xgpt.app.opened import KEPT_FILE, open_job, standard_input
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import InputError
 from xgpt.core.job import Job

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from xgpt.app.status import run_status
 from xgpt.app.telling import progress_line, time_left_s
 from xgpt.cli.main import cli
+from xgpt.run_folder.state import run_status
 from xrunner.io.lock import is_locked, output_lock
 from xrunner.io.results import Answered
 from xrunner.io.sink import Progress, RunSink, write_progress
@@ -89,7 +89,7 @@ def test_of_a_run_at_work_a_long_file_of_results_is_not_read(
     def read(path: Path) -> Answered:
         raise AssertionError(path)
 
-    monkeypatch.setattr("xgpt.app.status.answered_by_last_line", read)
+    monkeypatch.setattr("xgpt.run_folder.state.answered_by_last_line", read)
     with output_lock(job.parent / "out"):
         status = run_status(job.parent / "out")
         assert status is not None and status.progress.done == 120

@@ -14,8 +14,8 @@ from told_steps import Factors, steps_of, tell_all
 from watched_jobs import follow, session_of, write_state
 
 from xgpt.app.opened import OpenedJob
-from xgpt.app.plan import plan_job
-from xgpt.app.watch import Rescheduler, rescheduler_of
+from xgpt.app.running.follow import Rescheduler, rescheduler_of
+from xgpt.app.schedule import plan_job
 from xgpt.core.schedule import Schedule
 from xprofiler.retimed import Factor, Retimed
 from xrunner.io.launcher_link import load_change_order

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from xgpt.app import run
+from xgpt.app.running import run
 from xgpt.cli.main import cli
 from xgpt.core.errors import InputError
 from xgpt.core.queries import QueryTimes

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.app import local_profile as module
-from xgpt.app.local_profile import WantedProfile, local_profile, wanted_profile
+from xgpt.app import profile as module
 from xgpt.app.opened import open_file
-from xgpt.app.stop import stop_job
+from xgpt.app.profile import local_profile
 from xgpt.app.telling import LogTeller
+from xgpt.app.top import stop_job
+from xgpt.app.wanted import WantedProfile, wanted_profile
 from xgpt.core.errors import StoppedEarly
 from xrunner.io.lock import output_lock
 from xrunner.io.stop import StopRequest

@@ -18,8 +18,8 @@ from told_steps import steps_of
 from watched_jobs import follow, outputs_of, session_of, write_state
 
 from xgpt.app.opened import OpenedJob
-from xgpt.app.run_folder import plan_for_ranks
-from xgpt.app.watch import Rescheduler, decisions_with_phases
+from xgpt.app.running.follow import Rescheduler, decisions_with_phases
+from xgpt.app.running.prepare import plan_for_ranks
 from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.schedule import Schedule

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from xgpt.app.opened import OpenedJob, open_file
-from xgpt.app.plan import settled
+from xgpt.app.schedule import settled
 from xgpt.app.simulate import Simulation, simulate_job
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.job import FixedSchedule

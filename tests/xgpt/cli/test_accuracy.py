@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from xgpt.app.accuracy import published_errors
+from xgpt.app.models import published_errors
 from xgpt.cli.main import cli
 from xgpt.core import catalog
 from xgpt.core.errors import InputError

@@ -39,7 +39,7 @@ def job(tmp_path_factory: pytest.TempPathFactory, cache: dict[str, str]) -> Path
         for name in ("PYTHONPATH", "XDG_CACHE_HOME"):
             patch.setenv(name, cache[name])
         # by data sheets: whether the plan is good does not matter
-        patch.setattr("xgpt.app.timing.why_no_torch", lambda kind: "nothing is measured")
+        patch.setattr("xgpt.app.profile.why_no_torch", lambda kind: "nothing is measured")
         done = xgpt("submit", path)
     assert done.returncode == 0, done.stderr
     assert not FORBIDDEN & set(done.stdout + done.stderr), done
@@ -63,7 +63,7 @@ def test_no_command_about_it_writes_to_the_terminal(words: tuple[str, ...], job:
     for name in ("PYTHONPATH", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, cache[name])
     monkeypatch.chdir(job.parent)
-    monkeypatch.setattr("xgpt.app.timing.why_no_torch", lambda kind: "nothing is measured")
+    monkeypatch.setattr("xgpt.app.profile.why_no_torch", lambda kind: "nothing is measured")
     place = {"JOB": job, "OUT": job.parent / "out", "MODEL": job.parent / "model"}
     done = xgpt(*(place.get(word, word) for word in words))
     assert done.stdout + done.stderr and "Traceback" not in done.stderr

@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 import xgpt.cli.init as module
-from xgpt.app import new_job
-from xgpt.app.prompts_look import columns_of, likeliest, look_at, needs_column
+from xgpt.app import init as new_job
+from xgpt.app.init import columns_of, likeliest, look_at, needs_column
 from xgpt.cli.main import cli
 from xgpt.core.errors import InputError, XgptError
 from xgpt.core.job_file import load_job

@@ -184,7 +184,8 @@ main()
 
 @pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize(("command", "module"), [
-    ("submit", "xgpt.cli.run"), ("submit", "xgpt.app.plan"), ("sweep", "xgpt.app.sweeps.sweep")])
+    ("submit", "xgpt.cli.run"), ("submit", "xgpt.app.schedule"),
+    ("sweep", "xgpt.app.sweeps.sweep")])
 def test_signals_after_the_first_change_nothing(first: int, command: str, module: str,
                                                 tmp_path: Path) -> None:
     job = tmp_path / "job.yaml"

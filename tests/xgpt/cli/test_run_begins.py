@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from xgpt.app import run_files
 from xgpt.cli import run
+from xgpt.run_folder import files as run_files
 
 
 @pytest.mark.parametrize(("has_metrics", "is_again", "asked"), [
@@ -23,4 +23,4 @@ def test_whether_a_job_is_done_is_asked_where_it_may_be(
     finished = SimpleNamespace(done_already=lambda *_, **__: {"status": "already done"})
     monkeypatch.setattr(run, "import_module", lambda name: imported.append(name) or finished)
     found = run._done_already(SimpleNamespace(output=tmp_path), is_again=is_again)
-    assert (found is not None, imported) == (asked, ["xgpt.app.finished"] * asked)
+    assert (found is not None, imported) == (asked, ["xgpt.app.running.finished"] * asked)

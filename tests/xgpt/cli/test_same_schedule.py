@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from taken_as_true import TakenAsTrue
 
 from xgpt.app.opened import OpenedJob, open_file
-from xgpt.app.plan import executable, plan_job
+from xgpt.app.schedule import executable, plan_job
 from xgpt.app.telling import LogTeller
 from xgpt.cli.schedule import schedule
 from xgpt.core.json_values import flat
@@ -35,8 +35,7 @@ def roofline(opened: OpenedJob) -> Roofline:
     pytest.param("policy: orca", "xgpt", "orca", marks=pytest.mark.slow)])
 def test_schedule_prints_what_submit_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                           controls: str, engine: str, policy: str | None) -> None:
-    for module in ("plan",):
-        monkeypatch.setattr(f"xgpt.app.{module}.timing_of", roofline)
+    monkeypatch.setattr("xgpt.app.schedule.timing_of", roofline)
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "requests.jsonl").write_text("".join(json.dumps(
         {"tokens": [7, 8, 9] * (1 + i % 5), "max_tokens": 30 if i % 5 == 2 else 5}) + "\n"

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from xgpt.app import library, what_if
 from xgpt.app.opened import open_file
-from xgpt.app.timing import timing_of
+from xgpt.app.profile import timing_of
 from xgpt.cli import schedule as command
 from xgpt.core.errors import InfeasibleError, InputError
 from xgpt.core.schedule import Schedule

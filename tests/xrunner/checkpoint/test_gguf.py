@@ -19,7 +19,7 @@ import torch
 from toy_runs import run_in_process
 from toys import EOS, VOCAB, generate, random_queries, stir_norms_and_biases
 
-from xgpt.app.model_check import check_model_named
+from xgpt.app.models import check_model_named
 from xgpt.core.errors import InputError, MissingExtraError, XgptError
 from xgpt.core.model_file import gguf_in
 from xrunner.checkpoint import gguf_file

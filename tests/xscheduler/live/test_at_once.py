@@ -10,7 +10,7 @@ from taken_as_true import timing_of
 from watched_jobs import session_of
 
 from xgpt.app.opened import OpenedJob
-from xgpt.app.plan import plan_job
+from xgpt.app.schedule import plan_job
 from xgpt.core.controls import max_in_system
 from xgpt.core.schedule import Schedule
 from xprofiler.retimed import Factor, Retimed

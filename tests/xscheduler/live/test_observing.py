@@ -17,8 +17,8 @@ from watched_jobs import follow, outputs_of, session_of, write_state
 
 import xgpt.cli.schedule as command
 from xgpt.app.opened import OpenedJob
-from xgpt.app.plan import plan_job
-from xgpt.app.watch import Rescheduler, rescheduler_of
+from xgpt.app.running.follow import Rescheduler, rescheduler_of
+from xgpt.app.schedule import plan_job
 from xgpt.core.errors import InfeasibleError
 from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.queries import QueryLengths

@@ -13,7 +13,7 @@ from slowed_replay import Replayed, Worked, in_pulses, slowed_replay, steadily
 from taken_as_true import timing_of
 
 from xgpt.app.opened import OpenedJob, open_file
-from xgpt.app.plan import executable, plan_job
+from xgpt.app.schedule import executable, plan_job
 from xgpt.core.schedule import Schedule
 from xscheduler.live.decisions import Decider, Followed
 

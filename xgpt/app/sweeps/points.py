@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from xgpt.app.opened import open_job
-from xgpt.app.plan import JobPlanner, Plan
+from xgpt.app.profile import timing_of
+from xgpt.app.schedule import JobPlanner, Plan
 from xgpt.app.telling import LogTeller, Teller
-from xgpt.app.timing import timing_of
 from xgpt.core.errors import InfeasibleError, InputError, StoppedEarly, XgptError
 from xgpt.core.job import Job
 from xgpt.core.json_values import plain

@@ -12,8 +12,8 @@ pytest.importorskip("torch", reason="runs need the extra `run`")
 
 from begun_runs import CONFIG, COUNT, Run, opened, roofline  # noqa: E402
 
-from xgpt.app import run as execution  # noqa: E402
-from xgpt.app.plan import Plan, plan_job  # noqa: E402
+from xgpt.app.running import run as execution  # noqa: E402
+from xgpt.app.schedule import Plan, plan_job  # noqa: E402
 from xgpt.launch.launcher import RankProgram  # noqa: E402
 from xrunner import worker  # noqa: E402
 from xrunner.transport.comm import local_comms  # noqa: E402

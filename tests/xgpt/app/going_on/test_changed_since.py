@@ -16,8 +16,8 @@ pytest.importorskip("torch", reason="runs need the extra `run`")
 
 from begun_runs import POLICIES, RUN, Run, opened, roofline  # noqa: E402
 
-from xgpt.app.plan import plan_job  # noqa: E402
-from xgpt.app.run_folder import make_room, plan_for_ranks  # noqa: E402
+from xgpt.app.running.prepare import make_room, plan_for_ranks  # noqa: E402
+from xgpt.app.schedule import plan_job  # noqa: E402
 from xgpt.cli.terminal import Terminal  # noqa: E402
 from xgpt.core.errors import InputError, StoppedEarly  # noqa: E402
 from xrunner.io.results import HELD_FILE  # noqa: E402

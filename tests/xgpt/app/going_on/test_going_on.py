@@ -16,11 +16,14 @@ pytest.importorskip("torch", reason="runs need the extra `run`")
 
 from begun_runs import COUNT, POLICIES, RUN, WORKLOAD, Run, lines, opened, roofline  # noqa: E402
 
-from xgpt.app import run as execution  # noqa: E402
-from xgpt.app.begun import BY_WHAT_WAS_BEGUN, goes_on  # noqa: E402
-from xgpt.app.plan import Plan, plan_job  # noqa: E402
-from xgpt.app.resume import TAKEN_OVER  # noqa: E402
-from xgpt.app.run import open_to_run  # noqa: E402
+from xgpt.app.running import run as execution  # noqa: E402
+from xgpt.app.running.resume import (  # noqa: E402
+    BY_WHAT_WAS_BEGUN,
+    TAKEN_OVER,  # noqa: E402
+    goes_on,
+)
+from xgpt.app.running.run import open_to_run  # noqa: E402
+from xgpt.app.schedule import Plan, plan_job  # noqa: E402
 from xgpt.cli.terminal import Terminal  # noqa: E402
 from xgpt.core.errors import InputError, StoppedEarly, XgptError  # noqa: E402
 from xgpt.core.job_file import load_job  # noqa: E402
@@ -58,7 +61,7 @@ def test_a_run_goes_on_with_the_weights_that_it_was_begun_with(
     with pytest.raises(StoppedEarly):
         run(6)
     monkeypatch.setitem(RUN, "dtype", "dtype: bfloat16")
-    for module in ("xgpt.core.problem", "xgpt.app.laid_out"):
+    for module in ("xgpt.core.problem", "xgpt.app.schedule"):
         monkeypatch.setattr(f"{module}.resolve_weight_dtype", lambda job, dtype, *_: (
             dtype if job.run.weight_dtype == "auto" else job.run.weight_dtype))
     assert opened(folder).problem.weight_dtype == "bfloat16", "as where there is little memory"
@@ -116,7 +119,7 @@ def test_a_run_goes_on_with_the_requests_that_it_was_begun_with(
         monkeypatch: pytest.MonkeyPatch) -> None:
     out, second = folder / "out", 460 - first
     plan = by_kv_tokens(folder, first)
-    monkeypatch.setattr("xgpt.app.run.timing_of", roofline)  # as the command by data sheets
+    monkeypatch.setattr("xgpt.app.schedule.timing_of", roofline)  # as the command by data sheets
     with pytest.raises(StoppedEarly):
         run(6, plan=plan)
     done = lines(out / "results.jsonl") | lines(out / HELD_FILE)

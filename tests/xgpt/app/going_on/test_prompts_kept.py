@@ -17,8 +17,8 @@ from begun_runs import CONFIG, Run, opened, roofline  # noqa: E402
 from small_tokenizers import plain_folder  # noqa: E402
 
 from xgpt.app.opened import OpenedJob, open_file  # noqa: E402
-from xgpt.app.plan import plan_job  # noqa: E402
-from xgpt.app.run_folder import make_room, plan_for_ranks  # noqa: E402
+from xgpt.app.running.prepare import make_room, plan_for_ranks  # noqa: E402
+from xgpt.app.schedule import plan_job  # noqa: E402
 from xgpt.cli.terminal import Terminal  # noqa: E402
 from xgpt.core.errors import InputError, StoppedEarly  # noqa: E402
 from xgpt.core.spool import Record, SpoolWriter  # noqa: E402

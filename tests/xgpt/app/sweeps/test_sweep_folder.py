@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from xgpt.app.opened import open_file
-from xgpt.app.plan import plan_job
+from xgpt.app.schedule import plan_job
 from xgpt.app.sweeps import sweep
 from xgpt.app.sweeps.sweep import Swept, sweep_points
 from xgpt.app.telling import LogTeller

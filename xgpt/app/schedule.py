@@ -2,19 +2,23 @@
 by the one planner there is."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import gt
+from pathlib import Path
 
-from xgpt.app.laid_out import is_sized, layout_of, on_open_layouts, on_ranks
 from xgpt.app.opened import OpenedJob
+from xgpt.app.profile import timing_cost_s, timing_of
 from xgpt.app.telling import told_while
-from xgpt.app.timing import timing_cost_s, timing_of
-from xgpt.core.errors import InfeasibleError, InputError, XgptError
+from xgpt.core.errors import InfeasibleError, InputError, Mistake, XgptError, wrong
 from xgpt.core.job import Job
-from xgpt.core.layout import Layout
+from xgpt.core.layout import Layout, laid_out, open_layouts
+from xgpt.core.local import usable_cores
+from xgpt.core.problem import Problem, resolve_cluster, resolve_weight_dtype
 from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.units import format_bytes, format_seconds
+from xgpt.launch.launcher import ranks_per_node, threads_per_rank
 from xgpt.report.table import (
     choice_table,
     copies_table,
@@ -24,14 +28,87 @@ from xgpt.report.table import (
     stage_table,
 )
 from xgpt.report.words import counted
+from xprofiler.profile_file import load_profile
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
 from xscheduler.evaluator import Evaluator
 from xscheduler.layouts import LaidOut, compared
 from xscheduler.planner import Horizon, Planner, PlanOptions
-from xscheduler.sizes import SizeSearch, Spent, spent
+from xscheduler.sizes import SizeSearch, Spent, sizes_of, spent
 from xscheduler.watch import Watch
+from xsimulator.allocation import pool_layers
 from xsimulator.memory import capacity_bytes, least_weight_bytes
+
+
+def layout_of(opened: OpenedJob) -> Layout:
+    """The layout that the job has."""
+    return Layout(opened.problem.cluster.num_devices, threads_per_rank(opened.job, opened.problem))
+
+
+def on_open_layouts(opened: OpenedJob) -> dict[Layout, OpenedJob]:
+    """The job on every layout that it leaves open, the fewest ranks first; as it is, where it
+    leaves none. A profile that it names is of one. What asks for few devices leaves open how
+    many."""
+    if is_sized(opened.problem):
+        return {layout_of(one): one for one in _on_sizes(opened)}
+    layouts = open_layouts(opened.job)
+    if layouts and opened.job.profile is not None:
+        of = load_profile(opened.job.profile).metadata
+        layouts = (Layout(of.ranks, of.threads_per_rank),)
+    if not layouts:
+        return {layout_of(opened): opened}
+    return {layout: _on(opened, layout, is_one_of_many=len(layouts) > 1) for layout in layouts}
+
+
+def on_ranks(opened: OpenedJob, ranks: int) -> OpenedJob:
+    """The job on so many ranks, if it leaves open how many."""
+    if is_sized(opened.problem):
+        return _on_size(opened, ranks)
+    layouts = open_layouts(opened.job)
+    if not layouts:
+        return opened
+    threads = opened.job.run.threads_per_rank or max(usable_cores() // ranks, 1)
+    return _on(opened, Layout(ranks, threads))
+
+
+def is_sized(problem: Problem) -> bool:
+    """Whether the job asks for few devices, or cheap ones, of those that its cluster has."""
+    return problem.constraint.objective != "throughput"
+
+
+def _on_sizes(opened: OpenedJob) -> list[OpenedJob]:
+    """The job on every part of its cluster that it may be given, the smallest first. Raises
+    InputError where that cannot be said."""
+    job, cluster = opened.job, opened.problem.cluster
+    objective = opened.problem.constraint.objective
+    if opened.is_local and cluster.device.kind == "cpu":
+        raise wrong(job.source, "objective", objective,
+                    "of a cluster of devices: of this machine's cores all are used")
+    if objective == "cost" and cluster.device.price_per_hour is None:
+        raise wrong(job.source, "price_per_hour", None, "required for objective cost: the catalog "
+                    f"has no price of {cluster.device.name}")
+    return [_on_size(opened, size) for size in sizes_of(cluster)]
+
+
+def _on_size(opened: OpenedJob, devices: int) -> OpenedJob:
+    if devices == opened.problem.cluster.num_devices:
+        return opened
+    job = replace(opened.job, run=replace(opened.job.run, ranks=devices))
+    return replace(opened, job=job, problem=replace(
+        opened.problem, cluster=resolve_cluster(job)))
+
+
+def _on(opened: OpenedJob, layout: Layout, *, is_one_of_many: bool = False) -> OpenedJob:
+    job, problem = laid_out(opened.job, layout), opened.problem
+    cluster, fixed = resolve_cluster(job), problem.fixed
+    if is_one_of_many and fixed.tp_degree is None and not fixed.tp_gpus:
+        # what tensor parallelism would divide among ranks, a layout of fewer divides among threads,
+        # without messages
+        fixed = replace(fixed, tp_degree=1, tp_gpus=0)
+    return replace(opened, job=job, problem=replace(
+        problem, cluster=cluster, fixed=fixed,
+        weight_dtype=resolve_weight_dtype(job, problem.dtype, problem.model, cluster)))
+
 
 # What another layout of the cores may save of a job's time for each doubling of its ranks: 7 % were
 # seen of SmolLM2-135M on two cores.
@@ -222,6 +299,45 @@ def executable(opened: OpenedJob, schedule: Schedule | None = None) -> OpenedJob
     problem = engine.restricted(opened.job, opened.problem, schedule)
     return replace(opened, problem=replace(
         problem, is_revised=problem.is_revised and engine.is_changeable))
+
+
+def to_run(opened: OpenedJob, schedule: Schedule, source: Path) -> Plan:
+    """A schedule, from the file `source`, as the job's engine executes it. Raises InputError for
+    one of another job, or that the engine does not execute."""
+    opened = on_ranks(opened, schedule.estimate.num_devices)
+    if schedule.fingerprint != opened.problem.fingerprint:
+        raise wrong(source, "fingerprint", schedule.fingerprint,
+                    f"this job's is {opened.problem.fingerprint}: another model, dtype or number "
+                    "of ranks; find a schedule for this job with `xgpt schedule`")
+    each = opened.problem.cluster.devices_per_node
+    if schedule.estimate.others and ranks_per_node(schedule.estimate, each) is None:
+        raise wrong(source, "others", len(schedule.estimate.others),
+                    f"shapes of which every copy lies within a node of {each} devices, "
+                    "or on whole nodes")
+    if mistakes := list(_misfits(opened.problem, schedule.estimate, source)):
+        raise InputError(mistakes)
+    opened = executable(opened, schedule)
+    return Plan(schedule=schedule, opened=opened, timing=timing_of(opened), horizon="job")
+
+
+def _misfits(problem: Problem, estimate: Estimate, source: Path) -> Iterator[Mistake]:
+    """What of a schedule that says it is of this problem cannot be: devices, layers, and copies
+    that would have no share of the queries."""
+    mistake, most = partial(Mistake, file=str(source), line=None), problem.cluster.num_devices
+    if estimate.num_devices > most:
+        yield mistake(key="deployment", value=estimate.num_devices,
+                      allowed=f"on as many devices as the job has: {most}")
+    for place, shape in enumerate(estimate.shapes):
+        of = f"others[{place - 1}]." if place else ""
+        for number, pool in enumerate(shape.deployment.pools):
+            held = (sum(stage.num_layers for stage in pool.stages),
+                    sum(stage.num_encoder_layers for stage in pool.stages))
+            if held != (wanted := pool_layers(problem.model, pool.role)):
+                yield mistake(key=f"{of}deployment.pools[{number}].stages", value=list(held),
+                              allowed=f"decoder and encoder layers as the model has: {[*wanted]}")
+        if estimate.others and not shape.figures.throughput_qps:
+            yield mistake(key=f"{of}figures.throughput_qps", value=0,
+                          allowed="more than 0: it says which copies get how many of the queries")
 
 
 def planner_of(opened: OpenedJob, timing: TimingSource,

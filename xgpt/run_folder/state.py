@@ -1,22 +1,24 @@
 """How far a run is, from the files it writes, and whether it is alive; and what Slurm says of its
 job, where it was handed in."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from xgpt.app.messages import failure
-from xgpt.app.place import SlurmRecord, load_record
-from xgpt.app.run_files import RESULTS_FILE
-from xgpt.app.stall import oldest_s
 from xgpt.core.errors import XgptError
 from xgpt.core.spool import num_queries
+from xgpt.core.units import format_seconds
 from xgpt.launch.slurm_queue import SlurmJob
+from xgpt.run_folder.files import RESULTS_FILE, SlurmRecord, failure, load_record
 from xrunner.io.beat import RankState, read_beats
 from xrunner.io.lock import is_locked
 from xrunner.io.results import Answered, answered_by_last_line
 from xrunner.io.sink import STARTING, Progress, read_progress
+from xrunner.io.stop import StopRequest
+
+SILENT_S = 10.0  # a rank tells of itself every second: who waits for it has no time left to tell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,11 @@ def run_status(output: Path) -> RunStatus | None:
             progress = replace(progress, state="done")
     return RunStatus(progress=progress, is_alive=is_alive, output=output, counted=counted,
                      ranks=tuple(read_beats(output)) if is_alive is not False else ())
+
+
+def is_asked_to_stop(output: Path) -> bool:
+    """Whether the run that works in the folder is to stop; a request of an earlier one is none."""
+    return StopRequest(output).is_made and is_locked(output) is not False
 
 
 def how_to_go_on(status: RunStatus, output: Path) -> str | None:
@@ -184,3 +191,32 @@ def _sentence(said: SlurmJob) -> str:
     code = f", exit code {said.exit_code}" if said.exit_code else ""
     reason = f" ({said.reason})" if said.reason and said.state != "COMPLETED" else ""
     return f"ended as {said.state}{reason}{code}{where}{took}"
+
+
+def age_s(state: RankState, now: float | None = None) -> float | None:
+    """Seconds since the rank's last sign of life, by this machine's clock and the rank's; None of
+    one that is known by the account of a run that has ended."""
+    return None if state.at_s is None else max(
+        (time.time() if now is None else now) - state.at_s, 0.0)
+
+
+def oldest_s(states: Sequence[RankState], now: float | None = None) -> float | None:
+    """The longest of these; None of none."""
+    return max((age for state in states if (age := age_s(state, now)) is not None), default=None)
+
+
+def are_silent(states: Sequence[RankState]) -> bool:
+    """Whether one of the ranks has told nothing for long."""
+    return (oldest_s(states) or 0.0) > SILENT_S
+
+
+def signs_of_life(states: Sequence[RankState], now: float | None = None) -> str | None:
+    """How long ago the ranks told that they live, in a sentence; None of none."""
+    heard = [(age, state) for state in states if (age := age_s(state, now)) is not None]
+    if not heard:
+        return None
+    (age, oldest), *others = sorted(heard, key=lambda one: -one[0])
+    said = (f"last sign of life: {oldest.name} {format_seconds(round(age))} ago, "
+            f"told {oldest.told}")
+    return said + (f"; the others {format_seconds(round(others[0][0]))} ago or less" if others
+                   else "")

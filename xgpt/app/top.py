@@ -16,18 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xgpt.app.messages import doing, last_messages
-from xgpt.app.place import Place, SlurmRecord
-from xgpt.app.stall import are_silent, signs_of_life
-from xgpt.app.status import JobStatus, how_to_go_on, job_status
 from xgpt.app.telling import time_left_s
 from xgpt.core.errors import MissingExtraError, XgptError
 from xgpt.core.units import format_seconds
 from xgpt.core.visible import visible
-from xgpt.launch.slurm_queue import SlurmJob
+from xgpt.launch.slurm_queue import SlurmJob, take_back
 from xgpt.report.table import fact, shown_width, table
+from xgpt.run_folder.files import Place, SlurmRecord, doing, last_messages
+from xgpt.run_folder.state import JobStatus, are_silent, how_to_go_on, job_status, signs_of_life
 from xrunner.io.beat import RankState, read_beats
 from xrunner.io.sink import Progress
+from xrunner.io.stop import StopRequest
 
 _MESSAGES = 8
 COLUMNS = ("stage", "pool", "busy now", "on average", "queries")
@@ -327,3 +326,25 @@ def _keys() -> Iterator[Callable[[float], bool]]:
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
         signal.signal(signal.SIGINT, previous)
+
+
+_ASKED = "asked to stop: it ends in a few seconds, and the same command goes on from there"
+
+
+def stop_job(output: Path) -> str:
+    """Takes a waiting job out of Slurm's queue, or asks a run to stop; says which. Raises XgptError
+    where nothing is to be stopped."""
+    status = job_status(output)
+    if status is None:
+        raise XgptError(f"{output}: no run has started there")
+    record, said = status.record, status.said
+    if record is not None and said is not None and said.is_waiting:
+        take_back(record.job_id, record.cluster)
+        return f"Slurm's job {record.job_id} waited, and is out of the queue"
+    is_unknown = record is not None and status.trouble is not None
+    if not status.is_active and not is_unknown:
+        raise XgptError(f"{output}: no run works there (state: {status.state})")
+    StopRequest(output).make_by_user()
+    if is_unknown:
+        return f"{status.trouble}; a run there that goes on is {_ASKED}"
+    return _ASKED if said is None else f"Slurm's job {record.job_id if record else ''} is {_ASKED}"

@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from xgpt.app.metrics import write_metrics
-from xgpt.app.no_answer import refuse_no_answer
 from xgpt.app.opened import OpenedJob
-from xgpt.app.run_files import RESULTS_FILE, kept
+from xgpt.app.profile import timing_of
+from xgpt.app.running.finished import refuse_no_answer
+from xgpt.app.running.metrics import write_metrics
+from xgpt.app.running.prepare import going_on, plan_for_ranks, requests_of
+from xgpt.app.schedule import Plan, on_ranks, to_run
 from xgpt.core.choices import parts
 from xgpt.core.errors import InputError
 from xgpt.core.policies import policy
@@ -18,8 +20,12 @@ from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.schedule_file import load_schedule
 from xgpt.core.spool import num_queries
 from xgpt.report.table import paragraph
+from xgpt.run_folder.files import RESULTS_FILE, fault_words, is_intact, is_told_done, kept
+from xprofiler.profile_file import load_profile
+from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
+from xrunner.io.intake import hand_on
 from xrunner.io.results import ResultWriter, answered, count_errors, count_results
 from xrunner.io.sink import TIMES, Progress, percentiles_of, write_progress
 from xrunner.plan import RunPlan, as_begun, saved_fingerprint
@@ -125,3 +131,60 @@ def _of_shape(shape: Estimate) -> tuple[object, ...]:
     controls, names = shape.controls, policy(shape.policy).variable_names
     own = (getattr(controls, name) for name in ("policy", *names))
     return shape.deployment.stages, shape.deployment.replicas, *own
+
+
+BY_WHAT_WAS_BEGUN = ("the schedule found now does not hold all requests of the run that is in the "
+                     "folder, and not finished: it goes on by the schedule that it was begun with")
+
+
+def taken_over(opened: OpenedJob) -> dict[str, Any] | None:
+    """What metrics.json holds of a job all of whose results are there, though not what is told of
+    them: nothing is measured, planned or run again. None where there is something to run. Tells of
+    results that somebody else changed. For who has the folder's lock."""
+    output = opened.job.output
+    if (fault := fault_words(output)) is not None:
+        opened.tell.say(paragraph(f"note: {fault}"))
+    found = answered(output / RESULTS_FILE)
+    if not found.total or is_told_done(output) or found.total < (num_queries(output) or 0):
+        return None
+    own, schedule = _schedule_of(opened) or (opened, None)
+    requests, spool = requests_of(own)
+    plan = as_begun(plan_for_ranks(own, schedule, requests))
+    if not is_intact(output) and saved_fingerprint(output) == plan.fingerprint:
+        hand_on(requests, spool, plan, own.problem.model)
+    return take_over(own, _times(own), schedule) if is_left_whole(plan) else None
+
+
+def goes_on(opened: OpenedJob, plan: Plan) -> Plan:
+    """The plan; or, of a job whose unfinished run has requests that it does not hold, the one that
+    run was begun with. Not to go on by would be to begin from zero."""
+    requests, _ = requests_of(plan.opened)
+    if going_on(plan_for_ranks(plan.opened, plan.schedule, requests), plan.schedule) is not None:
+        return plan
+    if (begun := _schedule_of(opened)) is None:
+        return plan
+    opened.tell.say(paragraph(f"note: {BY_WHAT_WAS_BEGUN}"))
+    return to_run(opened, begun[1], opened.job.output / "schedule.json")
+
+
+def _schedule_of(opened: OpenedJob) -> tuple[OpenedJob, Schedule] | None:
+    """The schedule that is in the job's folder, and the job on its ranks; None without one that
+    this job can execute."""
+    schedule = schedule_there(opened.job.output)
+    try:
+        own = None if schedule is None else on_ranks(opened, schedule.estimate.num_devices)
+    except InputError:
+        return None
+    if schedule is None or own is None:
+        return None
+    return (own, schedule) if schedule.fingerprint == own.problem.fingerprint else None
+
+
+def _times(opened: OpenedJob) -> TimingSource | None:
+    """Those that the run was planned with; None where it did not leave them."""
+    if opened.job.profile is not None or not opened.is_local:
+        return timing_of(opened)
+    try:
+        return ProfileTiming(load_profile(opened.job.output / "profile.json"))
+    except (InputError, OSError):
+        return None

@@ -4,73 +4,217 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from xgpt.app.agreement import agreement_of
-from xgpt.app.allocation import in_allocation
-from xgpt.app.checks import check_model, make_folder, refuse_what_cannot_run
-from xgpt.app.deaths import Leg, run_through
-from xgpt.app.finished import asked_of
-from xgpt.app.guard import Guard
-from xgpt.app.laid_out import on_ranks
-from xgpt.app.learn import learn
-from xgpt.app.messages import end_kept
-from xgpt.app.metrics import write_metrics
-from xgpt.app.no_answer import refuse_no_answer
+from xgpt.app.hand_in import in_allocation
 from xgpt.app.opened import OpenedJob, open_job, refuse_if_none_can_run
-from xgpt.app.plan import Plan, executable
-from xgpt.app.resume import is_left_whole, take_over
-from xgpt.app.run_files import RESULTS_FILE, is_told_done, kept
-from xgpt.app.run_folder import (
+from xgpt.app.running.finished import asked_of, refuse_no_answer
+from xgpt.app.running.follow import (
+    Guard,
+    Rescheduler,
+    StallWatch,
+    decisions_with_phases,
+    rescheduler_of,
+)
+from xgpt.app.running.metrics import learn, write_metrics
+from xgpt.app.running.prepare import (
     as_its_weights_were_held,
+    check_model,
     going_on,
+    make_folder,
     make_room,
     plan_for_ranks,
+    refuse_what_cannot_run,
     requests_of,
     with_what_was_read,
     write_job,
 )
-from xgpt.app.stall import StallWatch
-from xgpt.app.telling import Teller, tell_run
-from xgpt.app.timing import timing_of
-from xgpt.app.troubles import troubles_told
-from xgpt.app.watch import Rescheduler, decisions_with_phases, rescheduler_of
-from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError, wrong
+from xgpt.app.running.resume import is_left_whole, take_over
+from xgpt.app.schedule import executable
+from xgpt.app.telling import Teller, tell_run, troubles_told
+from xgpt.core.errors import StoppedEarly, XgptError
 from xgpt.core.job import Job
-from xgpt.core.problem import Problem
-from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import save_schedule
-from xgpt.core.spool import num_queries
+from xgpt.core.spool import Spool, num_queries
+from xgpt.core.units import INT8
+from xgpt.core.whole_file import write_atomically
 from xgpt.launch.contention import Contention
 from xgpt.launch.launcher import RankProgram, ranks_per_node
+from xgpt.launch.process import RanksFailed
 from xgpt.launch.rows import launcher_of
 from xgpt.launch.slurm import allocation_here
 from xgpt.launch.standby import Standby
 from xgpt.report.expected import EXPECTED_FILE, write_expected
 from xgpt.report.table import paragraph
 from xgpt.report.timeline import replay_lanes
+from xgpt.report.words import agreement_words, counted
+from xgpt.run_folder.files import DEATHS_FILE, RESULTS_FILE, end_kept, is_told_done, kept
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of, program_of
 from xrunner.io.beat import BEATS
-from xrunner.io.intake import hand_on
+from xrunner.io.intake import hand_on, query_of
 from xrunner.io.launcher_link import ADJUST_FILE, OBSERVED_FILE
 from xrunner.io.lock import output_lock
-from xrunner.io.results import HELD_FILE
+from xrunner.io.results import HELD_FILE, ResultWriter, answered, count_results
 from xrunner.io.stop import StopRequest
-from xrunner.plan import RunPlan, weights_key
+from xrunner.io.underway import read_underway
+from xrunner.plan import AGREEMENT_FILE, RunPlan, weights_key
+from xrunner.query import FinishedQuery
 from xscheduler.beginning import said_of
 from xscheduler.evaluator import replays_of
-from xsimulator.allocation import pool_layers
 from xsimulator.replay.predict import JobPrediction, mean_of
+
+SUSPECT = 2  # deaths at which a query was under way
+
+
+class Leg(NamedTuple):
+    """One start of the ranks. `aside`: queries that it leaves out; `alone`: the one that it is
+    for, if it is for one."""
+
+    aside: tuple[int, ...] = ()
+    alone: int | None = None
+    is_first: bool = True
+
+
+class Deaths:
+    """At which queries' work ranks died, of one job."""
+
+    def __init__(self, plan: RunPlan) -> None:
+        self._plan, self._path = plan, plan.output / DEATHS_FILE
+        self._results = plan.output / "results.jsonl"
+        self._counts = Counter[int](self._read())
+
+    def next_leg(self) -> Leg | None:
+        """What is to be run next; None where every query is answered."""
+        done, total = answered(self._results), len(Spool(self._plan.output))
+        if total and done.total >= total:
+            return None
+        # of few queries: no list of ten million
+        suspects = sorted(query for query, count in self._counts.items() if count >= SUSPECT
+                          and done.written <= query < total and query not in done.held)
+        if not suspects or len(suspects) < total - done.total:
+            return Leg(tuple(suspects))
+        return Leg(tuple(suspects[1:]), alone=suspects[0])
+
+    def record(self, leg: Leg, cause: str) -> str:
+        """Takes note of a death; what comes of it, in words."""
+        if leg.alone is not None:
+            self._give_up(leg.alone, cause)
+            return (f"query {leg.alone} was run alone, and its rank died again: it has an error "
+                    "in the place of an answer")
+        done = answered(self._results)
+        underway = [query for query in read_underway(self._plan.output)
+                    if query >= done.written and query not in done.held]
+        self._counts.update(set(underway))
+        suspects = sum(self._counts[query] >= SUSPECT for query in underway)
+        write_atomically(self._path, json.dumps(
+            {"fingerprint": self._plan.fingerprint, "deaths": dict(self._counts)}) + "\n")
+        return "" if not suspects else (
+            f"{counted(suspects, 'query')} under way at two deaths: left for the end, to run alone")
+
+    def _give_up(self, query: int, cause: str) -> None:
+        written = count_results(self._results)
+        writer = ResultWriter(self._results, first_index=written, model=self._plan.model_name)
+        writer.write(FinishedQuery(
+            query=query_of(Spool(self._plan.output), self._plan, query), output_ids=(),
+            finish_reason="error", text="", encode_start_s=0.0, first_token_s=0.0,
+            last_token_s=0.0, error="ranks died three times at work on it, the last time alone: "
+            + " ".join(cause.split())[-300:]))
+        writer.close()
+
+    def _read(self) -> dict[int, int]:
+        try:
+            saved = json.loads(self._path.read_text(encoding="utf-8"))
+            if saved["fingerprint"] != self._plan.fingerprint:
+                return {}
+            return {int(query): int(count) for query, count in saved["deaths"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return {}
+
+
+def run_through(plan: RunPlan, start: Callable[[Leg], None], *, restarts: int,
+                tell: Teller) -> None:
+    """Starts the ranks until every query is answered, or a stop was asked for. Raises what `start`
+    raises, a rank's death only after so many `restarts`; a query that is run alone has its own."""
+    deaths = Deaths(plan)
+    leg, is_first = deaths.next_leg(), True
+    while leg is not None:
+        try:
+            start(leg._replace(is_first=is_first))
+        except RanksFailed as error:
+            tell.end_progress()
+            if error.is_told or (leg.alone is None and restarts == 0):
+                raise _with_what_is_kept(error, plan) from None
+            what = deaths.record(leg, str(error))
+            if StopRequest(plan.output).is_made:
+                raise StoppedEarly(f"{error}\nThe run was asked to stop meanwhile: "
+                                   f"{_is_kept(plan)}, and the same command goes on from "
+                                   "there") from None
+            if leg.alone is None:
+                restarts -= 1
+            tell.say(f"{error}")
+            tell.say(paragraph(f"note: {what + '. ' if what else ''}{_is_kept(plan)}; the ranks "
+                               f"start again ({counted(restarts, 'more restart')} after this)"))
+        else:
+            if not leg.aside or StopRequest(plan.output).is_made:
+                break
+        leg, is_first = deaths.next_leg(), False
+    if answered(plan.output / RESULTS_FILE).written == len(Spool(plan.output)):
+        (plan.output / DEATHS_FILE).unlink(missing_ok=True)
+
+
+def _with_what_is_kept(error: RanksFailed, plan: RunPlan) -> XgptError:
+    text = str(error)
+    if "the same command goes on" in text:
+        return XgptError(text)
+    goes_on = f"{_is_kept(plan)}; the same command goes on from there"
+    return XgptError(f"{text}\n{paragraph(goes_on)}")
+
+
+def _is_kept(plan: RunPlan) -> str:
+    count = answered(plan.output / RESULTS_FILE).total
+    return f"{counted(count, 'answer')} {'is' if count == 1 else 'are'} kept"
+
+
+def agreement_of(opened: OpenedJob, plan: RunPlan, run_file: Path,
+                 lock: int) -> dict[str, Any] | None:
+    """What agreement.json holds, measured unless it is there of the same run; None for a run of the
+    model's own type. Raises XgptError."""
+    if plan.weight_dtype != INT8:
+        return None
+    path = plan.output / AGREEMENT_FILE
+    if (known := _read(path)) is None or known["fingerprint"] != plan.fingerprint:
+        opened.tell.say(f"comparing {INT8} with {plan.dtype} on the job's own inputs")
+        launcher_of(opened.job, opened.problem).run(
+            RankProgram(module="xrunner.agreement", argument=run_file, count=1, inherited=(lock,)),
+            watch=lambda: None)
+        known = _read(path)
+        assert known is not None, f"{path} was just written"
+    agreement = {key: known[key] for key in ("inputs", "positions", "agreeing")}
+    said = agreement_words({"agreement": agreement, "weight_dtype": plan.weight_dtype,
+                            "dtype": plan.dtype})
+    assert said is not None, f"{agreement = }"
+    opened.tell.say(said)
+    return agreement
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content
 
 
 def open_to_run(job: Job, tell: Teller, standby: Standby | None = None) -> OpenedJob:
@@ -88,45 +232,6 @@ def open_to_run(job: Job, tell: Teller, standby: Standby | None = None) -> Opene
     digests = () if opened.requests is None else opened.requests.file_digests
     return executable(as_its_weights_were_held(
         replace(opened, standby=standby, asked=asked_of(as_asked, digests))))
-
-
-def to_run(opened: OpenedJob, schedule: Schedule, source: Path) -> Plan:
-    """A schedule, from the file `source`, as the job's engine executes it. Raises InputError for
-    one of another job, or that the engine does not execute."""
-    opened = on_ranks(opened, schedule.estimate.num_devices)
-    if schedule.fingerprint != opened.problem.fingerprint:
-        raise wrong(source, "fingerprint", schedule.fingerprint,
-                    f"this job's is {opened.problem.fingerprint}: another model, dtype or number "
-                    "of ranks; find a schedule for this job with `xgpt schedule`")
-    each = opened.problem.cluster.devices_per_node
-    if schedule.estimate.others and ranks_per_node(schedule.estimate, each) is None:
-        raise wrong(source, "others", len(schedule.estimate.others),
-                    f"shapes of which every copy lies within a node of {each} devices, "
-                    "or on whole nodes")
-    if mistakes := list(_misfits(opened.problem, schedule.estimate, source)):
-        raise InputError(mistakes)
-    opened = executable(opened, schedule)
-    return Plan(schedule=schedule, opened=opened, timing=timing_of(opened), horizon="job")
-
-
-def _misfits(problem: Problem, estimate: Estimate, source: Path) -> Iterator[Mistake]:
-    """What of a schedule that says it is of this problem cannot be: devices, layers, and copies
-    that would have no share of the queries."""
-    mistake, most = partial(Mistake, file=str(source), line=None), problem.cluster.num_devices
-    if estimate.num_devices > most:
-        yield mistake(key="deployment", value=estimate.num_devices,
-                      allowed=f"on as many devices as the job has: {most}")
-    for place, shape in enumerate(estimate.shapes):
-        of = f"others[{place - 1}]." if place else ""
-        for number, pool in enumerate(shape.deployment.pools):
-            held = (sum(stage.num_layers for stage in pool.stages),
-                    sum(stage.num_encoder_layers for stage in pool.stages))
-            if held != (wanted := pool_layers(problem.model, pool.role)):
-                yield mistake(key=f"{of}deployment.pools[{number}].stages", value=list(held),
-                              allowed=f"decoder and encoder layers as the model has: {[*wanted]}")
-        if estimate.others and not shape.figures.throughput_qps:
-            yield mistake(key=f"{of}figures.throughput_qps", value=0,
-                          allowed="more than 0: it says which copies get how many of the queries")
 
 
 def execute(opened: OpenedJob, timing: TimingSource, schedule: Schedule) -> dict[str, Any]:

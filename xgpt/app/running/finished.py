@@ -1,7 +1,10 @@
 """A job that is done: told from the files its run left, without planning it anew. What is asked of
 a job decides, not how it came about: the machine, the hosts, or Slurm."""
 
+from __future__ import annotations
+
 import hashlib
+import json
 import os
 import shutil
 import textwrap
@@ -10,14 +13,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from xgpt.app.no_answer import refuse_no_answer
-from xgpt.app.run_files import OF_A_RUN, RESULTS_FILE, asked_then, kept, whole_metrics
-from xgpt.app.standard_input import standard_input
+from xgpt.app.opened import standard_input
 from xgpt.app.telling import LogTeller, Teller
+from xgpt.core.choices import parts
+from xgpt.core.errors import XgptError, shorten
 from xgpt.core.job import Job
 from xgpt.core.json_values import plain
 from xgpt.core.request_files.files import STDIN
 from xgpt.report.results_file import write_results
+from xgpt.run_folder.files import OF_A_RUN, RESULTS_FILE, asked_then, kept, whole_metrics
 from xrunner.checkpoint.identity import model_files, weights_whole
 from xrunner.io.lock import output_lock
 from xrunner.plan import saved_model
@@ -145,3 +149,21 @@ def shown(path: Path) -> str:
     """The path as one would type it here."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
+
+
+def refuse_no_answer(results: Path, facts: Mapping[str, Any]) -> None:
+    """Raises XgptError, which carries the `facts` of the run, where every line of its results has
+    an error in the place of an answer. Reads no further than to the first answer."""
+    count, first = 0, ""
+    with results.open(encoding="utf-8") as file:
+        for line in file:
+            for row in parts(json.loads(line)):
+                if not (error := row.get("error")):
+                    return
+                count += 1
+                first = first or str(error.get("message") if isinstance(error, dict) else error)
+    if count:
+        nothing = XgptError(f"none of the {count} queries has an answer (the `error` of each is in "
+                            f"its result); the first: {shorten(first, 200)}")
+        nothing.details = facts
+        raise nothing

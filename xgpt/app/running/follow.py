@@ -8,19 +8,24 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xgpt.app.kv_layout import lies_in_blocks
 from xgpt.app.opened import OpenedJob
+from xgpt.app.running.prepare import lies_in_blocks
+from xgpt.core.errors import StoppedEarly, XgptError
 from xgpt.core.policies import policy, replanned_policies
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
+from xgpt.core.units import format_seconds
+from xgpt.run_folder.state import SILENT_S
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import engine_of
-from xrunner.io.beat import read_beats
+from xrunner.io.beat import RankState, read_beats
 from xrunner.io.launcher_link import ChangeOrder, read_observed
+from xrunner.io.stop import StopRequest
 from xrunner.rules.changes import Changes, OfShapes, changes_of
 from xscheduler.beginning import can_settle
 from xscheduler.live.at_once import is_pressing
@@ -197,3 +202,154 @@ def decisions_with_phases(decisions: Sequence[Decision],
     return [{**decision.record, "sentence": decision.sentence,
              **{key: taken.get(decision.record.get("revision"), {}).get(key)
                 for key in ("phase", "elapsed_s")}} for decision in decisions]
+
+
+LEAST_S, _STEPS = 60.0, 10  # without progress; times the longest step known
+# until a rank tells that it lives (it imports, perhaps over a slow network), and for its first step
+_START_S = 600.0
+_BEATS_LOOK_S = 1.0
+_AWAY_S = 5.0  # a launcher that has not looked for so long was stopped itself
+
+
+class RanksHang(XgptError):
+    """No rank died, and the run does not go on."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The last state of a rank, and when it was another (for its steps: when it did one)."""
+
+    state: RankState
+    changed_s: float
+    worked_s: float
+
+
+class StallWatch:
+    """Looks at what the ranks tell. `limit_s` None: several times the longest step known, of which
+    `step_s` is planned."""
+
+    def __init__(self, output: Path, *, ranks: int, limit_s: float | None, step_s: float = 0.0,
+                 clock: Callable[[], float] = time.monotonic) -> None:
+        self._output, self._ranks, self._limit_s, self._step_s = output, ranks, limit_s, step_s
+        self._clock, self._start_s, self._looked_s = clock, clock(), clock()
+        self._seen: dict[int, _Seen] = {}
+
+    def look(self) -> None:
+        """Called often. Raises RanksHang."""
+        now, before = self._clock(), self._looked_s
+        if now - before < _BEATS_LOOK_S:
+            return
+        self._looked_s = now
+        if now - before > _AWAY_S:  # the ranks may have been stopped with it
+            for seen in self._seen.values():
+                seen.changed_s = seen.worked_s = now
+        for state in read_beats(self._output):
+            self._take(state, now)
+        if (why := self._why(now)) is not None:
+            raise RanksHang(f"the run hangs: {why}. It was ended; what is done is kept")
+
+    def _take(self, state: RankState, now: float) -> None:
+        seen = self._seen.get(state.rank)
+        if seen is None:
+            self._seen[state.rank] = _Seen(state, now, now)
+            return
+        if state.at_s != seen.state.at_s:
+            seen.changed_s = now
+        if state.num_steps != seen.state.num_steps or state.step_since_s != seen.state.step_since_s:
+            seen.worked_s = now
+        seen.state = state
+
+    @property
+    def silent(self) -> str | None:
+        """In a few words, who has told nothing for longest, where that is long."""
+        first = min(self._seen.values(), key=lambda one: one.changed_s, default=None)
+        if first is None or (passed_s := self._clock() - first.changed_s) <= SILENT_S:
+            return None
+        return f"rank {first.state.rank} silent for {format_seconds(round(passed_s))}"
+
+    def limit_s(self) -> float:
+        return (max(LEAST_S, _STEPS * self.longest_step_s) if self._limit_s is None
+                else self._limit_s)
+
+    @property
+    def longest_step_s(self) -> float:
+        """Planned, or measured so far."""
+        return max([self._step_s, *(seen.state.longest_step_s for seen in self._seen.values())])
+
+    def _why(self, now: float) -> str | None:
+        """Who holds up the run, in words; None where nobody does."""
+        limit_s, seen = self.limit_s(), list(self._seen.values())
+        silent = [one for one in seen if now - one.changed_s > limit_s]
+        if silent:
+            first = min(silent, key=lambda one: one.changed_s)
+            return (f"{first.state.name} has given no sign of life for "
+                    f"{format_seconds(round(now - first.changed_s))}; it was last told "
+                    f"{first.state.told}")
+        # the first step compiles what is not compiled yet
+        stuck = [one for one in seen if one.state.step_since_s is not None and (
+            now - one.worked_s > (limit_s if one.state.num_steps else max(limit_s, _START_S)))]
+        if stuck:
+            first = min(stuck, key=lambda one: one.worked_s)
+            return (f"{first.state.name} lives, but has been at one step for "
+                    f"{format_seconds(round(now - first.worked_s))}: it was told "
+                    f"{first.state.told}")
+        begun = [one for one in seen if one.state.num_steps]
+        if begun and len(begun) == len(seen) and all(now - one.worked_s > limit_s for one in seen):
+            first = max(begun, key=lambda one: one.worked_s)
+            return (f"no rank has begun a step for "
+                    f"{format_seconds(round(now - first.worked_s))}, though all live; the last "
+                    f"was {first.state.name}, told {first.state.told}")
+        missing = sorted(set(range(self._ranks)) - self._seen.keys())
+        if missing and now - self._start_s > max(limit_s, _START_S):
+            return (f"{'ranks' if missing[1:] else 'rank'} {', '.join(map(str, missing))} of "
+                    f"{self._ranks} gave no sign of life within "
+                    f"{format_seconds(round(now - self._start_s))} of the start")
+        return None
+
+
+_GRACE_S = 20.0  # at least, between a request to stop and the end of who does not hear it
+
+
+class Guard:
+    """`look` is called often. Raises what ends the ranks: StoppedEarly, RanksHang, XgptError."""
+
+    def __init__(self, output: Path, stall: StallWatch | None) -> None:
+        """`stall` None: the ranks do not tell what they do."""
+        self._output, self._stall, self._stop = output, stall, StopRequest(output)
+        self._place, self._looked_s = _place(output), time.monotonic()
+        self._asked_s: float | None = None
+
+    @property
+    def silent(self) -> str | None:
+        """Which rank has told nothing for long, in a few words."""
+        return None if self._stall is None else self._stall.silent
+
+    def look(self) -> None:
+        now = time.monotonic()
+        if now - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now
+        if _place(self._output) != self._place:
+            raise XgptError(
+                f"{self._output} was removed or renamed while a run wrote in it. A renamed folder "
+                "has all that was done: give it its name back, and the same command goes on from "
+                "there")
+        if self._stop.is_made:
+            self._asked_s = now if self._asked_s is None else self._asked_s
+            # a run stops after the steps under way, which may be long
+            grace_s = max(_GRACE_S, 0.0 if self._stall is None else 3 * self._stall.longest_step_s)
+            if now - self._asked_s > grace_s:
+                raise StoppedEarly(
+                    f"asked to stop, and the ranks did not within {grace_s:.0f} s: they were "
+                    "ended. What is done is kept, and the same command goes on from there")
+        elif self._stall is not None:
+            self._stall.look()
+
+
+def _place(folder: Path) -> tuple[int, int] | None:
+    """What the path names; None for nothing."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

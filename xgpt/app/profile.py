@@ -7,32 +7,31 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from xgpt.app.profile_identity import profile_metadata
-from xgpt.app.stop import is_asked_to_stop
-from xgpt.app.telling import Teller, tell_share
+from xgpt.app.opened import OpenedJob
+from xgpt.app.telling import Teller, tell_share, told_while
+from xgpt.app.wanted import WantedProfile, profile_metadata, wanted_profile, why_no_operators
 from xgpt.core.engines import OWN_ENGINE
-from xgpt.core.errors import InputError, MissingExtraError, Mistake, StoppedEarly, wrong
-from xgpt.core.job import Job
+from xgpt.core.errors import InputError, MissingExtraError, Mistake, StoppedEarly, XgptError, wrong
 from xgpt.core.layout import Layout
-from xgpt.core.model import ModelSpec, refuse_tp_degree
-from xgpt.core.problem import Problem
-from xgpt.core.units import DTYPE_BYTES, format_seconds
+from xgpt.core.local import why_no_torch
+from xgpt.core.units import format_seconds
 from xgpt.launch.contention import LARGE_SHARE, Contention, in_words
-from xgpt.launch.launcher import Launcher, RankProgram
+from xgpt.launch.launcher import RankProgram
 from xgpt.launch.leftovers import passing_folder
-from xgpt.launch.rows import launcher_of
-from xgpt.launch.standby import Standby
+from xgpt.run_folder.state import is_asked_to_stop
 from xprofiler.cache import cached_profile_path
-from xprofiler.points import OWN_TABLE, Kind, Needs, Point, lacking, missing, quick_points
-from xprofiler.profile import TRANSFER, Profile, ProfileMetadata
+from xprofiler.points import OWN_TABLE, missing
+from xprofiler.profile import TRANSFER, Profile, match
 from xprofiler.profile_file import load_profile
+from xprofiler.profile_timing import ProfileTiming
+from xprofiler.roofline import Roofline
+from xprofiler.timing import TimingSource
 from xprofiler.verdict import (
     disturbed,
     disturbed_words,
@@ -41,81 +40,88 @@ from xprofiler.verdict import (
     noisy,
     worth_again,
 )
-from xrunner.checkpoint.source import cache_dir
-from xrunner.engines.engine import Engine, engine_of, program_of
+from xrunner.checkpoint.source import cache_dir, model_at_hand
+from xrunner.engines.engine import engine_of
 from xrunner.io.lock import Taken, output_lock
+
+START_S = 1.5  # of ranks that measure, which import torch
+_TIMED = frozenset(operator.value for operator in OWN_TABLE.values())
+
+
+def timing_of(opened: OpenedJob) -> TimingSource:
+    """The job's `profile:`, else this machine's for `cluster: local`, of which what this job needs
+    is measured briefly, else the roofline of the device."""
+    job, problem = opened.job, opened.problem
+    roofline = Roofline(problem.model, problem.cluster.device, problem.dtype,
+                        engine=job.plan_engine, weight_dtype=problem.weight_dtype,
+                        kv_dtype=problem.kv_dtype)
+    if job.profile is not None:
+        return _given_timing(opened, job.profile, roofline)
+    if opened.is_local:
+        kind = problem.cluster.device.kind
+        why = why_no_torch(kind)
+        folder = _folder_of(opened)
+        if folder is None and engine_of(job).identity is not None:
+            why = f"the files of {job.model} are not here, with which {job.run.engine} is timed"
+        if why is None:
+            if kind == "cpu" and engine_of(job).identity is None:
+                with told_while(opened.tell, "compiling what computes, once"):
+                    why_no_operators()
+            wanted = wanted_profile(job, problem, folder=folder, standby=opened.standby)
+            return ProfileTiming(quick_profile(wanted, opened.tell))
+        of = "a generic CPU" if kind == "cpu" else problem.cluster.device.name
+        opened.tell.say(
+            f"note: {why}, so nothing can be measured here; times come from the roofline of {of} "
+            "and are rough")
+    return roofline
+
+
+def timing_cost_s(opened: OpenedJob, like: TimingSource) -> float:
+    """About what it takes to measure what `timing_of` this job lacks: as long for each point as
+    `like`, its times on another layout of the cores, took; 0 where it lacks nothing."""
+    if not (isinstance(like, ProfileTiming) and opened.is_local and opened.job.profile is None):
+        return 0.0
+    wanted = wanted_profile(opened.job, opened.problem, folder=_folder_of(opened))
+    with suppress(InputError):
+        if not wanted.is_lacked_by(load_profile(
+                cached_profile_path(cache_dir() / "profiles", wanted.metadata))):
+            return 0.0
+    known = sum(len(points) for key, points in like.profile.tables.items() if key.name in _TIMED)
+    return START_S + like.profile.spent_s * len(wanted.points) * len(wanted.degrees) / max(known, 1)
+
+
+def _folder_of(opened: OpenedJob) -> Path | None:
+    """The model's files, which other engines than ours are timed with: those that the job has
+    needed already, else those that are on this machine; None where there are none."""
+    if opened.files is not None:
+        return opened.files.directory
+    if engine_of(opened.job).identity is None or opened.job.run.weights == "random":
+        return None
+    with suppress(XgptError):
+        if (found := model_at_hand(opened.job.model)) is not None:
+            return found.directory
+    return None
+
+
+def _given_timing(opened: OpenedJob, path: Path, fallback: TimingSource) -> ProfileTiming:
+    """A profile file the job names. Raises InputError if it is of another model, device or dtype;
+    one of other kernels or libraries is used, and says so in every result."""
+    profile, wanted = load_profile(path), profile_metadata(opened.job, opened.problem)
+    refusals, marks = match(profile.metadata, wanted, is_here=opened.is_local,
+                            is_cpu=opened.problem.cluster.device.kind == "cpu")
+    if refusals:
+        raise InputError([Mistake(file=str(path), line=None, key="profile", value=None, allowed=why)
+                          for why in refusals])
+    opened.tell.say(f"profile: {path}, {judge(profile).brief}")
+    for mark in marks:
+        opened.tell.say(f"WARNING: the profile is not of what will run: {mark}")
+    return ProfileTiming(profile, fallback, marks)
+
 
 DEFAULT_BUDGET_S = 45.0
 QUICK_PATIENCE_S, PATIENCE_SHARE = 2.0, 0.2  # for others: of a quick profile, and of a budget
 _LOOK_S = 0.2  # between looks whether another process has ended measuring
 _TELL_S = 60.0  # between two words of waiting for it
-# no more queries than decode steps are captured for (xrunner.rules.buckets)
-_GPU_NEEDS = Needs(input_tokens=2060, context_tokens=4120, queries=500, tokens=8240)
-_KV_SHARE = 4  # a decode step is measured with caches of at most this part of a rank's memory
-_LEAST_QUERIES = 9
-REACH = 2.0  # see `lacks`
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WantedProfile:
-    """What a profile must be of, and cover."""
-
-    metadata: ProfileMetadata
-    model: ModelSpec
-    needs: Needs
-    own: Needs  # the sizes of the job itself
-    degrees: tuple[int, ...]
-    refused: dict[int, str]
-    links: tuple[str, str]  # inside a node, between nodes
-    launcher: Launcher  # of the ranks that measure
-    standby: Standby | None  # who may be one of them
-    output: Path  # of the job: a run of it that is asked to stop stops measuring, too
-    engine: Engine  # whose times
-    program: Callable[[Path], tuple[str, ...]]  # starts its profiler on a request; (): as ours is
-    engine_settings: Mapping[str, object]  # what that is told besides
-    captures: bool = True  # decode steps on GPUs, as a run of the job does
-
-    def is_lacked_by(self, profile: Profile) -> bool:
-        """Whether the profile has too little to plan with."""
-        return any(lacks(profile, degree, self.points, self.own) for degree in self.degrees)
-
-    @property
-    def points(self) -> list[Point]:
-        """What is measured in any case."""
-        return quick_points(self.model, self.needs, self.own)
-
-
-def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = None,
-                   folder: Path | None = None, standby: Standby | None = None) -> WantedProfile:
-    """The profile this job is planned with on this machine. `degrees`: tensor-parallel degrees,
-    also more than there are devices (a shard needs but one); None: what the job can use. `folder`:
-    the model's, which other engines than ours measure with. `standby`: a rank that may measure."""
-    cluster, fixed = problem.cluster, problem.fixed.tp_degree
-    engine = engine_of(job)
-    if degrees is None:
-        # ranks outside the groups are stages of degree 1
-        has_single = problem.fixed.tp_gpus != cluster.num_devices
-        degrees = [d for d in range(1, cluster.num_devices + 1)
-                   if fixed == d or (d == 1 and has_single)
-                   or (fixed is None and d <= cluster.devices_per_node)]
-    reasons = {degree: refuse_tp_degree(problem.model, degree) for degree in degrees}
-    refused = {degree: why for degree, why in reasons.items() if why is not None}
-    possible = tuple(degree for degree in reasons if degree not in refused)
-    if not possible or fixed in refused:
-        raise InputError([Mistake(file=str(job.source), line=None, key="tensor-parallel degree",
-                                  value=d, allowed=why) for d, why in refused.items()])
-    needs = needs_of(problem, job.run.kv_layout)
-    return WantedProfile(metadata=profile_metadata(job, problem), model=problem.model,
-                         needs=needs, own=own_sizes(problem, needs), degrees=possible,
-                         refused=refused,
-                         links=(cluster.intra_link.name, cluster.inter_link.name),
-                         launcher=launcher_of(job, problem), standby=standby,
-                         output=job.output, engine=engine,
-                         captures=job.run.cuda_graphs,
-                         program=partial(program_of, job, engine.profiler),
-                         engine_settings={
-                             "model_dir": str(folder), "arguments": job.run.engine_args,
-                             "device_kind": cluster.device.kind})
 
 
 def local_profile(wanted: WantedProfile, tell: Teller, *, budget_s: float | None = None,
@@ -339,51 +345,3 @@ def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: T
             tell.end_progress()
         if stop.exists():
             raise StoppedEarly("stopped; what was measured is kept, and the same command goes on")
-
-
-def needs_of(problem: Problem, kv_layout: str = "auto") -> Needs:
-    """The job's own sizes where they are larger than usual ones. `kv_layout`: the job's wish; what
-    lies in blocks, as it does on GPUs by default, is copied for nobody."""
-    usual = Needs() if problem.cluster.device.kind == "cpu" else _GPU_NEEDS
-    inputs, outputs = problem.lengths.inputs.max, problem.lengths.outputs.max
-    context = max(usual.context_tokens, inputs + max(outputs, problem.default_max_tokens))
-    per_query = (problem.model.kv_elements_per_token_layer * DTYPE_BYTES[problem.dtype]
-                 * min(context, problem.model.max_positions or context)
-                 # a step of an encoder-decoder model is measured with as long a cache for its input
-                 * (2 if problem.model.is_encoder_decoder else 1))
-    room = problem.cluster.device.memory_bytes // _KV_SHARE // per_query
-    return Needs(input_tokens=max(usual.input_tokens, inputs), context_tokens=context,
-                 queries=max(min(usual.queries, room), _LEAST_QUERIES),
-                 tokens=max(usual.tokens, inputs),
-                 moves_rows=kv_layout == "rows" or problem.model.is_encoder_decoder or (
-                     problem.cluster.device.kind == "cpu")).within(problem.model)
-
-
-def own_sizes(problem: Problem, usual: Needs) -> Needs:
-    """The sizes of the job itself; `usual` where it does not say how many queries it has."""
-    lengths, count = problem.lengths, problem.num_queries
-    if any(problem.fixed.value_of(name) for name in ("encode_batch", "max_active")):
-        count = None  # it is planned for as many as these keep present, which may be more
-    inputs = lengths.inputs.max
-    return Needs(
-        input_tokens=inputs,
-        context_tokens=inputs + max(lengths.outputs.max, problem.default_max_tokens),
-        queries=usual.queries if count is None else min(max(count, 1), usual.queries),
-        tokens=usual.tokens if count is None else max(
-            min(math.ceil(count * lengths.inputs.mean), usual.tokens), inputs))
-
-
-def lacks(profile: Profile, degree: int, points: Sequence[Point], own: Needs) -> bool:
-    """Whether a job of these points has larger sizes than the profile; of one that runs have added
-    to, than REACH times its largest: it says how far its lines go on, and the next run adds what it
-    sees there. `own`: the job's own sizes, which count where points lie beyond them."""
-    reach = REACH if profile.learned else 1.0
-    most = {Kind.DECODE: (own.queries, own.context_tokens), Kind.REST: (own.tokens, 0),
-            Kind.CROSS: (own.queries, own.input_tokens), Kind.COMPACTION: (0, own.context_tokens)}
-    for point in lacking(profile, degree, points):
-        table = profile.table(OWN_TABLE[point.kind].value, degree)
-        x, y = most.get(point.kind, (own.input_tokens, point.y))
-        if not table or min(point.x, x) > reach * max(one.x for one in table) or (
-                min(point.y, y) > reach * max(max(one.y for one in table), 1)):
-            return True
-    return False
