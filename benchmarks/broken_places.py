@@ -300,7 +300,7 @@ PLACES = (
           "xrunner/io/chat_template.py", "        if left_out:\n", "        if not text:\n",
           "tests/xrunner/io/test_chat_template.py"),
     Place("the model's prompts", "a run that goes on tells another date", "xgpt/app/opened.py",
-          '.get("now") if is_half_done(job.output) else None', '.get("then")',
+          '.get("now") if is_begun else None', '.get("then")',
           "tests/xgpt/app/going_on/test_prompts_kept.py::"
           "test_a_run_that_goes_on_renders_the_prompts_of_its_beginning"),
     Place("the model's prompts", "a run goes on with other tokens", "xgpt/app/running/prepare.py",

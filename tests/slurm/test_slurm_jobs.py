@@ -52,7 +52,7 @@ def test_a_job_is_handed_in_followed_and_done(
     out = job.parent / "out"
     (job_id,) = slurm.submit(job)
     seen = slurm.status(out)
-    assert seen["state"] in ("pending", "starting", "loading", "running", "done")
+    assert seen["state"] in ("pending", "starting", "running", "complete", "done")
     assert seen["slurm"]["job_id"] == job_id
     assert slurm.await_end(job_id) == "COMPLETED", log_of(job, job_id)
     assert answers(job) == {q.id: toys.generate(llama[1], q) for q in queries}

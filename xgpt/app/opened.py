@@ -34,7 +34,7 @@ from xgpt.core.workload import Request, RequestError
 from xgpt.launch.standby import Standby
 from xgpt.report.table import WIDTH, paragraph
 from xgpt.report.words import counted
-from xgpt.run_folder.files import is_half_done
+from xgpt.run_folder.state import State, state_left
 from xrunner.checkpoint.source import SERVED_BY, ModelFiles, find_model, model_at_hand
 from xrunner.io.estimated import ASCII_PER_TOKEN, OTHERS_PER_TOKEN, SPREAD, CharacterTokens
 from xrunner.io.intake import ModelTokeniser, Tokenised, errors_of, take_in
@@ -217,7 +217,8 @@ class _Model:
     def __init__(self, job: Job, tell: Teller, need: Need) -> None:
         self._job, self._tell, self._need = job, tell, need
         # a run that goes on renders its prompts as those that were answered
-        kept = saved_header(job.output).get("now") if is_half_done(job.output) else None
+        is_begun = state_left(job.output) is State.STOPPED
+        kept = saved_header(job.output).get("now") if is_begun else None
         self.now = datetime.fromisoformat(kept) if kept else datetime.now()
         self._is_random = job.run.weights == "random"
         is_unknown = gguf_in(Path(job.model)) is not None or (

@@ -39,6 +39,7 @@ from xgpt.report.sweep_page import headline as sweep_headline
 from xgpt.report.sweep_rows import OK, SWEEP_FILE, SweepRows, bound_text, number_of, read_sweep
 from xgpt.report.words import banner, clean, headline
 from xgpt.run_folder.files import Place
+from xgpt.run_folder.state import has_begun
 
 Form = Literal["html", "md", "png"]
 COMPARISON, REPORT, PICTURES = "compare", "report", "report-pictures"
@@ -84,7 +85,7 @@ def _with_a_report(folder: Path) -> Path:
 
 
 def _has_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("schedule.json", "results.jsonl", SWEEP_FILE))
+    return has_begun(folder) or _is_sweep(folder)
 
 
 def _is_sweep(folder: Path) -> bool:

@@ -8,17 +8,17 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from xgpt.app.opened import OpenedJob, open_job
+from xgpt.app.opened import open_job
 from xgpt.app.running.finished import done_already, shown
 from xgpt.app.running.metrics import has_learned_since
 from xgpt.app.running.resume import goes_on, taken_over
-from xgpt.app.running.run import execute, execute_locked, open_to_run
+from xgpt.app.running.run import Run, at_work, execute, open_to_run
 from xgpt.app.schedule import Plan, plan_job, to_run
-from xgpt.app.telling import KeptTeller, Teller, troubles_told
+from xgpt.app.telling import Teller
 from xgpt.core.errors import EXIT_RESUMABLE, InputError, Mistake, StoppedEarly, XgptError
 from xgpt.core.job import Job
 from xgpt.core.local import why_no_torch
@@ -27,22 +27,10 @@ from xgpt.core.schedule_file import load_schedule
 from xgpt.launch.asked import warned_in_good_order
 from xgpt.launch.standby import Standby
 from xgpt.report.table import WIDTH, paragraph, schedule_table
-from xgpt.run_folder.files import end_kept
 from xrunner.checkpoint.source import cache_dir
 from xrunner.engines.engine import engine_of
-from xrunner.io.lock import output_lock
 from xrunner.io.stop import StopRequest
 from xrunner.ops import build
-
-
-@contextmanager
-def at_work(opened: OpenedJob) -> Iterator[tuple[OpenedJob, int]]:
-    """The job as one that works in its output folder, what it says kept there, and the folder's
-    lock: held while it is profiled, too, so that `xgpt status`, `top` and `stop` find it."""
-    output = opened.job.output
-    with (troubles_told(output), output_lock(output) as lock, end_kept(output),
-          troubles_told(output)):
-        yield replace(opened, tell=KeptTeller(opened.tell, output)), lock
 
 
 def submit(job: Job, tell: Teller, standby: Standby | None = None) -> dict[str, Any]:
@@ -56,7 +44,7 @@ def submit(job: Job, tell: Teller, standby: Standby | None = None) -> dict[str, 
         plan = goes_on(opened, plan_job(opened))
         opened.tell.say(paragraph(f"times: {plan.timing.provenance()}"))
         opened.tell.say(schedule_table(plan.schedule))
-        return execute_locked(plan.opened, plan.timing, plan.schedule, lock)
+        return Run(plan, lock).execute()
 
 
 def planned(job: Job, tell: Teller) -> Plan:
@@ -72,7 +60,7 @@ def run(job: Job, tell: Teller, standby: Standby | None = None,
             return found
         path = schedule_file or opened.job.output / "schedule.json"
         plan = to_run(opened, load_schedule(path), path)
-        return execute_locked(plan.opened, plan.timing, plan.schedule, lock)
+        return Run(plan, lock).execute()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -180,7 +168,7 @@ def _run(turn: Turn, number: str, tell: Teller) -> bool:
     plan.opened.tell.say(paragraph(f"times: {plan.timing.provenance()}"))
     plan.opened.tell.say(schedule_table(plan.schedule))
     try:
-        turn.facts = execute(plan.opened, plan.timing, plan.schedule)
+        turn.facts = execute(plan)
     except StoppedEarly as stop:
         turn.fail(stop)
         # `xgpt stop` names one job; a signal is for all

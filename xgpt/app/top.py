@@ -23,7 +23,13 @@ from xgpt.core.visible import visible
 from xgpt.launch.slurm_queue import SlurmJob, take_back
 from xgpt.report.table import fact, shown_width, table
 from xgpt.run_folder.files import Place, SlurmRecord, doing, last_messages
-from xgpt.run_folder.state import JobStatus, are_silent, how_to_go_on, job_status, signs_of_life
+from xgpt.run_folder.state import (
+    JobStatus,
+    State,
+    are_silent,
+    job_status,
+    signs_of_life,
+)
 from xrunner.io.beat import RankState, read_beats
 from xrunner.io.sink import Progress
 from xrunner.io.stop import StopRequest
@@ -33,7 +39,8 @@ COLUMNS = ("stage", "pool", "busy now", "on average", "queries")
 ASK_S = 10.0  # between questions to Slurm
 _LOOK_S = 1.0
 _SPARKS = " .:-=+*#"
-_COLOURS = {"running": "green", "done": "green", "died": "red", "stopped": "yellow"}
+_COLOURS: dict[str, str] = {State.RUNNING: "green", State.DONE: "green", State.DIED: "red",
+                            State.STOPPED: "yellow", State.COMPLETE: "yellow"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,21 +176,20 @@ def glance(place: Place, before: Glance | None = None,
     status = job_status(output, ask)
     if status is None:
         return None
-    progress = None if status.run is None else status.run.progress
+    progress = None if status.run.state is State.NONE else status.run.progress
     ranks = tuple(read_beats(output)) or tuple(_measured(output))
     return Glance(
         name=place.name, output=output, state=status.state, is_active=status.is_active,
         progress=progress, bound_s=place.bound_s,
         tokens_per_s=_pace(progress, None if before is None else before.progress),
         queries=_in_system(ranks), ranks=ranks, doing=doing(output),
-        slurm=(status.in_words or "").removeprefix("Slurm: "), remark=_remark(status, output),
+        slurm=(status.in_words or "").removeprefix("Slurm: "), remark=_remark(status),
         messages=tuple(last_messages(output, _MESSAGES)))
 
 
-def _remark(status: JobStatus, output: Path) -> str:
-    if status.is_active or status.run is None:
-        return status.cause or ""
-    return how_to_go_on(status.run, output) or status.cause or ""
+def _remark(status: JobStatus) -> str:
+    next_step = None if status.is_active else status.run.next_step
+    return next_step or status.cause or ""
 
 
 def _pace(now: Progress | None, before: Progress | None) -> float | None:

@@ -63,7 +63,7 @@ def fault_words(output: Path) -> str | None:
 def whole_metrics(output: Path) -> dict[str, Any] | None:
     """metrics.json of a run that is done and whose results and errors are all there; else None: it
     decides nothing."""
-    metrics, found = _read(output / METRICS_FILE), answered(output / RESULTS_FILE)
+    metrics, found = read_object(output / METRICS_FILE), answered(output / RESULTS_FILE)
     is_whole = is_intact(output) and not found.fault and (
         metrics.get("queries") == num_queries(output) == found.written > 0)
     return metrics if is_whole and metrics.get("status") == "done" else None
@@ -77,29 +77,23 @@ def is_intact(output: Path) -> bool:
 
 def asked_then(output: Path) -> dict[str, Any] | None:
     """What was asked of the run; None where that is not known."""
-    asked = _read(output / "job.json").get("asked")
+    asked = read_object(output / "job.json").get("asked")
     return asked if isinstance(asked, dict) else None
 
 
 def is_told_done(output: Path) -> bool:
     """Whether the folder tells of a run that is done, and of what: who asks for another job then
     has it run."""
-    return whole_metrics(output) is not None and "model" in _read(output / "job.json")
+    return whole_metrics(output) is not None and "model" in read_object(output / "job.json")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """The object of a JSON file; an empty one where there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
-
-
-def is_half_done(output: Path) -> bool:
-    """Whether an earlier run left answers there, and not all of them."""
-    before, total = answered(output / RESULTS_FILE), num_queries(output)
-    return before.total > 0 and (total is None or before.total < total)
 
 
 def kept(job: Job) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from xgpt.app.opened import open_file
-from xgpt.app.submit import at_work
+from xgpt.app.running.run import at_work
 from xgpt.app.telling import time_left_s
 from xgpt.cli.main import cli
 from xgpt.core.errors import StoppedEarly, XgptError
@@ -68,10 +68,10 @@ def test_a_run_that_fails_as_it_starts_says_why(job: Path) -> None:
     assert "it failed: no schedule keeps the bound" in said("status", job)
 
 
-def test_a_job_that_waits_for_its_turn_is_planned(job: Path) -> None:
+def test_a_job_that_waits_for_its_turn_is_told_so(job: Path) -> None:
     with at_work(open_file(job)):
         pass
-    assert state(job)["state"] == "planned" and "in its turn" in said("status", job)
+    assert state(job)["state"] == "starting" and "in its turn" in said("status", job)
 
 
 def test_a_run_that_starts_needs_its_requests_no_more(job: Path) -> None:

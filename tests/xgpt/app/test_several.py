@@ -13,10 +13,10 @@ from laid_out import amdahl, profile_of
 
 from xgpt.app import submit as several
 from xgpt.app.opened import OpenedJob
+from xgpt.app.schedule import Plan
 from xgpt.app.telling import LogTeller
 from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
-from xgpt.core.schedule import Schedule
 from xprofiler.cache import cached_profile_path
 from xprofiler.profile import LearnedSteps
 from xprofiler.profile_file import load_profile, save_profile
@@ -58,13 +58,14 @@ class Machine:
             save_profile(profile, self.path)
         return ProfileTiming(load_profile(self.path))
 
-    def execute(self, opened: OpenedJob, timing: ProfileTiming, schedule: Schedule,
-                ) -> dict[str, Any]:
-        self.factors[opened.job.name] = [own.factor for own in timing.profile.learned]
-        if opened.job.name in self.slow:
+    def execute(self, plan: Plan) -> dict[str, Any]:
+        assert isinstance(plan.timing, ProfileTiming)
+        name = plan.opened.job.name
+        self.factors[name] = [own.factor for own in plan.timing.profile.learned]
+        if name in self.slow:
             known = load_profile(self.path)
             save_profile(replace(known, learned=(*known.learned, LEARNED)), self.path)
-        return {"name": opened.job.name, "queries": 6}
+        return {"name": name, "queries": 6}
 
 
 def job_of(folder: Path, name: str, bound: str = "inf") -> Job:

@@ -92,7 +92,7 @@ def test_of_a_run_at_work_a_long_file_of_results_is_not_read(
     monkeypatch.setattr("xgpt.run_folder.state.answered_by_last_line", read)
     with output_lock(job.parent / "out"):
         status = run_status(job.parent / "out")
-        assert status is not None and status.progress.done == 120
+        assert status.state == "running" and status.progress.done == 120
 
 
 def test_a_run_that_dies_before_it_begins_says_what_an_earlier_one_left(job: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_run_that_dies_before_it_begins_says_what_an_earlier_one_left(job: Pat
     results(out, 7)
     with output_lock(out):
         text, found = shown(job)
-        assert "loading" in text and found["state"] == "loading"
+        assert "reading the queries" in text and found["state"] == "starting"
     text, found = shown(job)
     assert "died" in text and "7/400" in text and found["done"] == 7
 
@@ -128,10 +128,10 @@ def test_a_stopped_run_counts_what_is_written(job: Path) -> None:
     assert (found["num_results"], found["num_held"]) == (100, 20)
     write_progress(out / "progress.json", replace(RUNNING, state="done", done=400))
     text, found = shown(job)
-    assert "400/400" in text and "goes on" not in text and found["state"] == "done"
+    assert "400/400" in text and "goes on" not in text and found["state"] == "complete"
     assert "killed before it wrote metrics.json" in text and "runs nothing again" in text
     (out / "metrics.json").write_text("{}")
-    assert "killed" not in shown(job)[0]
+    assert "killed" not in (text := shown(job)[0]) and "nightly: done" in text
 
 
 def test_asking_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
@@ -211,4 +211,4 @@ def test_killed_with_results_held_back_no_line_is_lost_or_doubled(job: Path) -> 
         (i, f"q{i}", [i]) for i in range(400)]
     assert {r["index"] for r in rows if r["latency_s"] == 130} == set(answered), "none done again"
     assert not (out / "held.jsonl").exists()
-    assert shown(job)[1]["state"] == "done"
+    assert shown(job)[1]["state"] == "complete"

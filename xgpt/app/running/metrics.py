@@ -18,15 +18,17 @@ from xgpt.core.lengths import IntArray
 from xgpt.core.problem import Problem
 from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Schedule
+from xgpt.core.units import INT8
 from xgpt.launch.contention import NOTICEABLE_SHARE, in_words
-from xgpt.launch.launcher import threads_per_rank
+from xgpt.launch.launcher import RankProgram, threads_per_rank
+from xgpt.launch.rows import launcher_of
 from xgpt.report.bounds import check_bounds, kept_facts
 from xgpt.report.output import Output, columns_of, read_output
 from xgpt.report.page import MAX_ANSWERS, write_page
 from xgpt.report.results_file import write_results
 from xgpt.report.table import paragraph, summary_table
-from xgpt.report.words import clean, counted
-from xgpt.run_folder.files import METRICS_FILE
+from xgpt.report.words import agreement_words, clean, counted
+from xgpt.run_folder.files import METRICS_FILE, read_object
 from xprofiler.cache import cached_profile_path, changing
 from xprofiler.profile import LearnedSteps, Profile
 from xprofiler.profile_file import load_profile, save_profile
@@ -34,6 +36,7 @@ from xprofiler.profile_timing import LEARNED_KEPT, ProfileTiming
 from xprofiler.timing import TimingSource
 from xrunner.checkpoint.source import cache_dir
 from xrunner.io.beat import ToldStep
+from xrunner.plan import AGREEMENT_FILE, RunPlan
 from xscheduler.evaluator import in_run_order, job_lengths
 from xscheduler.live.pace import KINDS, Ratio, Ratios
 from xsimulator.memory import kv_bytes
@@ -337,3 +340,25 @@ def factor_of(ratios: Sequence[Ratio], extreme: float = _EXTREME) -> float:
     low, high = np.quantile(logs, (extreme / 2, 1 - extreme / 2))
     kept = (logs >= low) & (logs <= high)
     return float(np.sum(expected_s[kept] * np.exp(logs[kept])) / np.sum(expected_s[kept]))
+
+
+def agreement_of(opened: OpenedJob, plan: RunPlan, run_file: Path,
+                 lock: int) -> dict[str, Any] | None:
+    """What agreement.json holds, measured unless it is there of the same run; None for a run of the
+    model's own type. Raises XgptError."""
+    if plan.weight_dtype != INT8:
+        return None
+    path = plan.output / AGREEMENT_FILE
+    known = read_object(path)
+    if known.get("fingerprint") != plan.fingerprint:
+        opened.tell.say(f"comparing {INT8} with {plan.dtype} on the job's own inputs")
+        launcher_of(opened.job, opened.problem).run(
+            RankProgram(module="xrunner.agreement", argument=run_file, count=1, inherited=(lock,)),
+            watch=lambda: None)
+        known = read_object(path)
+    agreement = {key: known[key] for key in ("inputs", "positions", "agreeing")}
+    said = agreement_words({"agreement": agreement, "weight_dtype": plan.weight_dtype,
+                            "dtype": plan.dtype})
+    assert said is not None, f"{agreement = }"
+    opened.tell.say(said)
+    return agreement

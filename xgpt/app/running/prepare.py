@@ -25,12 +25,13 @@ from xgpt.core.request_files.files import format_of
 from xgpt.core.request_files.parquet import arrow
 from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.schedule import Estimate, Schedule
-from xgpt.core.spool import SpoolWriter, num_queries, saved_header
+from xgpt.core.spool import SpoolWriter, saved_header
 from xgpt.core.whole_file import sync_folder, why_no_file, why_no_folder
 from xgpt.launch.launcher import threads_per_rank
 from xgpt.launch.slurm import allocation_here
 from xgpt.report.table import paragraph
-from xgpt.run_folder.files import METRICS_FILE, RESULTS_FILE, is_half_done, is_told_done
+from xgpt.run_folder.files import METRICS_FILE, RESULTS_FILE
+from xgpt.run_folder.state import State, state_left
 from xrunner.checkpoint.identity import files_state, model_files, weights_whole
 from xrunner.checkpoint.source import shape_to_make, write_random_model
 from xrunner.checkpoint.tensors import check_weights
@@ -285,9 +286,8 @@ def going_on(plan: RunPlan, schedule: Schedule) -> RunPlan | None:
     """The plan for the very requests of the unfinished run of this job that is in its folder: a new
     schedule may hold longer ones. None where this schedule does not hold them all. The plan itself
     where there is no such run."""
-    before, total = answered(plan.output / RESULTS_FILE), num_queries(plan.output)
     begun = as_begun(plan)
-    if begun is plan or not before.total or (total is not None and before.total >= total):
+    if begun is plan or state_left(plan.output) is not State.STOPPED:
         return plan
     # where a schedule holds more than query_kv_tokens, that is the longest request
     holds_longest = plan.query_kv_tokens < schedule.estimate.longest_query
@@ -300,8 +300,8 @@ def going_on(plan: RunPlan, schedule: Schedule) -> RunPlan | None:
 def with_what_was_read(plan: RunPlan, tell: Teller) -> RunPlan:
     """The plan, with what an unfinished run in its folder knows of every byte of its weights, where
     this one did not read them all."""
-    before = saved_model(plan.output) if is_half_done(plan.output) else None
-    if before is None:
+    before = saved_model(plan.output)
+    if before is None or state_left(plan.output) is not State.STOPPED:
         return plan
     if plan.weights_whole and not before.weights_whole:
         tell.say(paragraph("note: the run in the folder was begun without `--verify`: that these "
@@ -314,10 +314,10 @@ def as_its_weights_were_held(opened: OpenedJob) -> OpenedJob:
     """The job by the type of weights that a run in its folder was begun with, unless it is told
     done, where the job leaves that open: what is found depends on the memory that is free."""
     job, problem = opened.job, opened.problem
-    has_begun = answered(job.output / RESULTS_FILE).total > 0 and not is_told_done(job.output)
-    before = saved_model(job.output) if has_begun else None
+    before = saved_model(job.output)
     if before is None or job.run.weight_dtype != "auto" or before.weight_dtype not in (
-            open_weight_dtypes(problem, job.run.engine)):
+            open_weight_dtypes(problem, job.run.engine)) or (
+            state_left(job.output) not in (State.STOPPED, State.COMPLETE)):
         return opened
     return replace(opened, job=replace(job, run=replace(job.run, weight_dtype=before.weight_dtype)),
                    problem=replace(problem, weight_dtype=before.weight_dtype))
@@ -329,9 +329,8 @@ def make_room(output: Path, plan: RunPlan, tell: Teller, table: Path | None = No
     `table`: the file that the job wants its results in besides. `spool`: its requests. Raises
     InputError for a run that was stopped and whose model, prompts or sampling have changed since.
     """
-    results = output / RESULTS_FILE
-    before, total = answered(results), num_queries(output)
-    if is_half_done(output):
+    results, state = output / RESULTS_FILE, state_left(output)
+    if state is State.STOPPED:
         _refuse_another_job(output, plan)
         prompts = saved_header(output).get("prompts")
         if spool is not None and prompts not in (None, spool.prompts_digest):
@@ -343,9 +342,9 @@ def make_room(output: Path, plan: RunPlan, tell: Teller, table: Path | None = No
                         "answered")
     for name in ("measured.json", METRICS_FILE, "steps.jsonl", ADJUST_FILE, OBSERVED_FILE):
         (output / name).unlink(missing_ok=True)
-    if saved_fingerprint(output) == plan.fingerprint and (total is None or before.total < total):
-        if before.total:
-            tell.say(f"going on after the {before.total} queries an earlier run answered")
+    if saved_fingerprint(output) == plan.fingerprint and state in (State.NONE, State.STOPPED):
+        if (count := answered(results).total) > 0:
+            tell.say(f"going on after the {count} queries an earlier run answered")
         return
     for path in (results, output / HELD_FILE, *(() if table is None else (table,))):
         if path.is_file() and path.stat().st_size > 0:

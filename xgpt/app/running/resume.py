@@ -20,7 +20,8 @@ from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.schedule_file import load_schedule
 from xgpt.core.spool import num_queries
 from xgpt.report.table import paragraph
-from xgpt.run_folder.files import RESULTS_FILE, fault_words, is_intact, is_told_done, kept
+from xgpt.run_folder.files import RESULTS_FILE, fault_words, is_intact, kept
+from xgpt.run_folder.state import State, state_left
 from xprofiler.profile_file import load_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
@@ -144,8 +145,7 @@ def taken_over(opened: OpenedJob) -> dict[str, Any] | None:
     output = opened.job.output
     if (fault := fault_words(output)) is not None:
         opened.tell.say(paragraph(f"note: {fault}"))
-    found = answered(output / RESULTS_FILE)
-    if not found.total or is_told_done(output) or found.total < (num_queries(output) or 0):
+    if state_left(output) is not State.COMPLETE:
         return None
     own, schedule = _schedule_of(opened) or (opened, None)
     requests, spool = requests_of(own)

@@ -1,16 +1,15 @@
-"""One run of a schedule: files laid out, ranks started and watched, measured beside predicted."""
+"""One run of a schedule: prepared, started, again where a rank dies, followed and closed."""
 
 import json
 import math
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from xgpt.app.hand_in import in_allocation
@@ -23,7 +22,7 @@ from xgpt.app.running.follow import (
     decisions_with_phases,
     rescheduler_of,
 )
-from xgpt.app.running.metrics import learn, write_metrics
+from xgpt.app.running.metrics import agreement_of, learn, write_metrics
 from xgpt.app.running.prepare import (
     as_its_weights_were_held,
     check_model,
@@ -37,14 +36,13 @@ from xgpt.app.running.prepare import (
     write_job,
 )
 from xgpt.app.running.resume import is_left_whole, take_over
-from xgpt.app.schedule import executable
-from xgpt.app.telling import Teller, tell_run, troubles_told
+from xgpt.app.schedule import Plan, executable
+from xgpt.app.telling import KeptTeller, Teller, tell_run, troubles_told
 from xgpt.core.errors import StoppedEarly, XgptError
 from xgpt.core.job import Job
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import save_schedule
 from xgpt.core.spool import Spool, num_queries
-from xgpt.core.units import INT8
 from xgpt.core.whole_file import write_atomically
 from xgpt.launch.contention import Contention
 from xgpt.launch.launcher import RankProgram, ranks_per_node
@@ -55,8 +53,9 @@ from xgpt.launch.standby import Standby
 from xgpt.report.expected import EXPECTED_FILE, write_expected
 from xgpt.report.table import paragraph
 from xgpt.report.timeline import replay_lanes
-from xgpt.report.words import agreement_words, counted
-from xgpt.run_folder.files import DEATHS_FILE, RESULTS_FILE, end_kept, is_told_done, kept
+from xgpt.report.words import counted
+from xgpt.run_folder.files import DEATHS_FILE, RESULTS_FILE, end_kept, kept
+from xgpt.run_folder.state import State, state_left
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming
@@ -69,7 +68,7 @@ from xrunner.io.lock import output_lock
 from xrunner.io.results import HELD_FILE, ResultWriter, answered, count_results
 from xrunner.io.stop import StopRequest
 from xrunner.io.underway import read_underway
-from xrunner.plan import AGREEMENT_FILE, RunPlan, weights_key
+from xrunner.plan import RunPlan, weights_key
 from xrunner.query import FinishedQuery
 from xscheduler.beginning import said_of
 from xscheduler.evaluator import replays_of
@@ -187,36 +186,6 @@ def _is_kept(plan: RunPlan) -> str:
     return f"{counted(count, 'answer')} {'is' if count == 1 else 'are'} kept"
 
 
-def agreement_of(opened: OpenedJob, plan: RunPlan, run_file: Path,
-                 lock: int) -> dict[str, Any] | None:
-    """What agreement.json holds, measured unless it is there of the same run; None for a run of the
-    model's own type. Raises XgptError."""
-    if plan.weight_dtype != INT8:
-        return None
-    path = plan.output / AGREEMENT_FILE
-    if (known := _read(path)) is None or known["fingerprint"] != plan.fingerprint:
-        opened.tell.say(f"comparing {INT8} with {plan.dtype} on the job's own inputs")
-        launcher_of(opened.job, opened.problem).run(
-            RankProgram(module="xrunner.agreement", argument=run_file, count=1, inherited=(lock,)),
-            watch=lambda: None)
-        known = _read(path)
-        assert known is not None, f"{path} was just written"
-    agreement = {key: known[key] for key in ("inputs", "positions", "agreeing")}
-    said = agreement_words({"agreement": agreement, "weight_dtype": plan.weight_dtype,
-                            "dtype": plan.dtype})
-    assert said is not None, f"{agreement = }"
-    opened.tell.say(said)
-    return agreement
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content
-
-
 def open_to_run(job: Job, tell: Teller, standby: Standby | None = None) -> OpenedJob:
     """The job with its model's files and an output folder. `standby`: may serve as its ranks.
     Raises InputError for one that cannot be run."""
@@ -234,84 +203,155 @@ def open_to_run(job: Job, tell: Teller, standby: Standby | None = None) -> Opene
         replace(opened, standby=standby, asked=asked_of(as_asked, digests))))
 
 
-def execute(opened: OpenedJob, timing: TimingSource, schedule: Schedule) -> dict[str, Any]:
-    """Runs `schedule`; returns what metrics.json holds, and where the results are. Raises
+@contextmanager
+def at_work(opened: OpenedJob) -> Iterator[tuple[OpenedJob, int]]:
+    """The job as one that works in its output folder, what it says kept there, and the folder's
+    lock: held while it is profiled, too, so that `xgpt status`, `top` and `stop` find it. Raises
+    XgptError if another run has the folder."""
+    output, tell = opened.job.output, opened.tell
+    with (troubles_told(output), output_lock(output) as lock, end_kept(output),
+          troubles_told(output)):
+        if not isinstance(tell, KeptTeller):  # one that was planned before has its messages there
+            tell = KeptTeller(tell, output)
+        yield replace(opened, tell=tell), lock
+
+
+def execute(plan: Plan) -> dict[str, Any]:
+    """Runs the plan's schedule; returns what metrics.json holds, and where the results are. Raises
     StoppedEarly after a polite stop, XgptError if another run is writing in the folder."""
     # held from the first file to the last: what the ranks read must be what was written here
-    output = opened.job.output
-    with troubles_told(output), output_lock(output) as lock, end_kept(output), (
-            troubles_told(output)):
-        return execute_locked(opened, timing, schedule, lock)
+    with at_work(plan.opened) as (opened, lock):
+        return Run(replace(plan, opened=opened), lock).execute()
 
 
-def execute_locked(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
-                   lock: int) -> dict[str, Any]:
-    """The same, of who holds the folder's lock."""
-    output = opened.job.output
-    requests, spool = requests_of(opened)
-    plan = plan_for_ranks(opened, schedule, requests)
-    if not is_told_done(output) and is_left_whole(plan):
-        return take_over(opened, timing, schedule)
-    plan = with_what_was_read(going_on(plan, schedule) or plan, opened.tell)
-    rescheduler = rescheduler_of(opened, timing, schedule)
-    if rescheduler is not None:
-        plan = replace(plan, is_watched=True, slots=rescheduler.slots,
-                       kv_tokens=rescheduler.kv_tokens, other_rooms=rescheduler.other_rooms)
-    if StopRequest(output).is_made:  # while the job was profiled and planned
-        stop = StoppedEarly("asked to stop before the ranks were started; the same command goes on")
-        stop.details = kept(opened.job)
-        raise stop
-    make_room(output, plan, opened.tell, opened.job.results, spool)
-    hand_on(requests, spool, plan, opened.problem.model)
-    if not num_queries(output):  # the schedule holds none of them
-        refuse_if_none_can_run(opened.job, requests, spool, plan, opened.problem.model)
-    save_schedule(schedule, output / "schedule.json")
-    if isinstance(timing, ProfileTiming):
-        save_profile(timing.profile, output / "profile.json")
-    write_job(opened)
-    beginning, prediction = said_of(schedule), _predicted(opened, timing, schedule)
-    run_file = plan.save()
-    agreement = agreement_of(opened, plan, run_file, lock)
-    standby = opened.standby
-    contention = Contention(alive=lambda: () if standby is None else standby.processes)
-    legs_s = list[float]()
-    try:
-        run_through(plan, partial(_start, opened, plan, schedule, lock, rescheduler, legs_s),
-                    restarts=opened.job.run.restarts, tell=opened.tell)
-    except XgptError as error:
-        error.details = kept(opened.job)
-        raise
-    others_share = contention.others_share()
-    if not (output / "measured.json").is_file() and is_left_whole(plan):  # the last was given up
-        return take_over(opened, timing, schedule, why="")
-    measured = json.loads((output / "measured.json").read_text(encoding="utf-8"))
-    start_s = legs_s[0] - measured["wall_s"] if len(legs_s) == 1 else None
-    metrics = write_metrics(
-        opened, timing, schedule, measured, prediction, others_cpu_share=others_share,
-        start_s=start_s, beginning=beginning, agreement=agreement,
-        rescheduling=[] if rescheduler is None else decisions_with_phases(
-            rescheduler.decisions, measured["changes"]))
-    result = {**metrics, **kept(opened.job)}
-    if measured["state"] == "done":
-        _learn(opened, timing, schedule, others_share)
-        refuse_no_answer(output / RESULTS_FILE, result)
-    if measured["state"] == "stopped":
-        held = measured["queries_held"]
-        waiting = f" ({held} of them wait in {HELD_FILE} for one before them)" if held else ""
-        stop = StoppedEarly(f"stopped after {metrics['queries']} queries{waiting}; the same "
-                            "command goes on from there, and begins anew what was under way")
-        stop.details = result
-        raise stop
-    return result
+class Run:
+    """A schedule that is executed in its job's folder, whose `lock` the caller holds."""
+
+    def __init__(self, planned: Plan, lock: int) -> None:
+        self.opened, self.timing, self.schedule = (
+            planned.opened, planned.timing, planned.schedule)
+        self.output, self.tell, self._lock = self.opened.job.output, self.opened.tell, lock
+        self._requests, self._spool = requests_of(self.opened)
+        self.plan = plan_for_ranks(self.opened, self.schedule, self._requests)
+        self._legs_s = list[float]()  # how long the ranks were there
+
+    def execute(self) -> dict[str, Any]:
+        """What metrics.json holds, and where the results are. Raises StoppedEarly."""
+        if state_left(self.output) is State.COMPLETE and is_left_whole(self.plan):
+            return take_over(self.opened, self.timing, self.schedule)
+        self.prepare()
+        try:
+            run_through(self.plan, self.start, restarts=self.opened.job.run.restarts,
+                        tell=self.tell)
+        except XgptError as error:
+            error.details = kept(self.opened.job)
+            raise
+        return self.close()
+
+    def prepare(self) -> None:
+        """Lays out what the ranks read, and predicts the run. Raises StoppedEarly where a stop was
+        asked for meanwhile."""
+        opened, schedule, model = self.opened, self.schedule, self.opened.problem.model
+        plan = with_what_was_read(going_on(self.plan, schedule) or self.plan, self.tell)
+        if (own := rescheduler_of(opened, self.timing, schedule)) is not None:
+            plan = replace(plan, is_watched=True, slots=own.slots, kv_tokens=own.kv_tokens,
+                           other_rooms=own.other_rooms)
+        self.plan, self._rescheduler = plan, own
+        if StopRequest(self.output).is_made:  # while the job was profiled and planned
+            raise _stopped("asked to stop before the ranks were started; the same command goes on",
+                           kept(opened.job))
+        make_room(self.output, plan, self.tell, opened.job.results, self._spool)
+        hand_on(self._requests, self._spool, plan, model)
+        if not num_queries(self.output):  # the schedule holds none of them
+            refuse_if_none_can_run(opened.job, self._requests, self._spool, plan, model)
+        save_schedule(schedule, self.output / "schedule.json")
+        if isinstance(self.timing, ProfileTiming):
+            save_profile(self.timing.profile, self.output / "profile.json")
+        write_job(opened)
+        self._prediction = _predicted(opened, self.timing, schedule)
+        self._agreement = agreement_of(opened, plan, plan.save(), self._lock)
+        standby = opened.standby
+        self._contention = Contention(alive=lambda: () if standby is None else standby.processes)
+
+    def start(self, leg: Leg) -> None:
+        """Starts the ranks, and follows them to their end. Raises StoppedEarly, XgptError."""
+        # what was observed before a death is not what is observed now
+        own = self._rescheduler if leg.is_first else None
+        plan = replace(self.plan, aside=leg.aside, is_watched=own is not None)
+        run_file, job, problem = plan.save(), self.opened.job, self.opened.problem
+        (self.output / "measured.json").unlink(missing_ok=True)
+        estimate, engine = self.schedule.estimate, engine_of(job)
+        command = program_of(job, engine.worker, run_file)
+        count = 1 if command else estimate.num_devices  # of our own processes
+        guard = Guard(self.output, None if not engine.tells_steps else StallWatch(
+            self.output, ranks=count, limit_s=job.run.stall_timeout_s,
+            step_s=estimate.figures.encode_s))
+        program = RankProgram(
+            module=engine.worker, argument=run_file, inherited=(self._lock,), command=command,
+            standby=self.opened.standby, holds=weights_key(plan, self.schedule), count=count,
+            per_node=ranks_per_node(estimate, problem.cluster.devices_per_node))
+        begin_s = time.monotonic()
+        try:
+            launcher_of(job, problem).run(program, watch=partial(self.follow, guard, own),
+                                          ask_to_stop=StopRequest(self.output).make)
+            if not (self.output / "measured.json").is_file():
+                raise StoppedEarly("ended before the run could stop in good order; what was done "
+                                   "is kept, and the same command goes on from there")
+        finally:
+            self._legs_s.append(time.monotonic() - begin_s)
+            self.tell.end_progress()
+            with suppress(OSError):  # of a folder that cannot be written to: what ended the run
+                for name in (OBSERVED_FILE, ADJUST_FILE):  # says so
+                    (self.output / name).unlink(missing_ok=True)
+            shutil.rmtree(self.output / BEATS, ignore_errors=True)  # measured.json has it all
+
+    def follow(self, guard: Guard, rescheduler: Rescheduler | None) -> None:
+        """Looks at the ranks while they work; called often. Raises what ends them."""
+        guard.look()
+        tell_run(self.tell, self.output / "progress.json", self.schedule.bound.limit_s,
+                 guard.silent)
+        if rescheduler is not None and rescheduler.update():
+            self.tell.end_progress()  # what it has to say gets lines of its own
+            self.tell.say(paragraph(rescheduler.decisions[-1].sentence))
+
+    def close(self) -> dict[str, Any]:
+        """Writes what the ranks measured, beside what was predicted, and the report. Raises
+        StoppedEarly where they were stopped, XgptError where no query has an answer."""
+        opened, account = self.opened, self.output / "measured.json"
+        others_share = self._contention.others_share()
+        if not account.is_file() and is_left_whole(self.plan):  # the last was given up
+            return take_over(opened, self.timing, self.schedule, why="")
+        measured = json.loads(account.read_text(encoding="utf-8"))
+        decisions = [] if self._rescheduler is None else self._rescheduler.decisions
+        metrics = write_metrics(
+            opened, self.timing, self.schedule, measured, self._prediction,
+            others_cpu_share=others_share, beginning=said_of(self.schedule),
+            start_s=self._legs_s[0] - measured["wall_s"] if len(self._legs_s) == 1 else None,
+            agreement=self._agreement,
+            rescheduling=decisions_with_phases(decisions, measured["changes"]))
+        result = {**metrics, **kept(opened.job)}
+        if measured["state"] == "done":
+            self._learn(others_share)
+            refuse_no_answer(self.output / RESULTS_FILE, result)
+        if measured["state"] == "stopped":
+            held = measured["queries_held"]
+            waiting = f" ({held} of them wait in {HELD_FILE} for one before them)" if held else ""
+            raise _stopped(f"stopped after {metrics['queries']} queries{waiting}; the same "
+                           "command goes on from there, and begins anew what was under way", result)
+        return result
+
+    def _learn(self, others_share: float | None) -> None:
+        """Adds what a whole run took to the profile."""
+        if engine_of(self.opened.job).tells_steps and (learned := learn(
+                self.opened, self.timing, self.schedule, others_share)):
+            self.tell.say("profile: this run's steps are added to it, " + ", ".join(
+                f"{own.kind} x {own.factor:.2f}" for own in learned))
 
 
-def _learn(opened: OpenedJob, timing: TimingSource, schedule: Schedule,
-           others_share: float | None) -> None:
-    """Adds what a whole run took to the profile."""
-    if engine_of(opened.job).tells_steps and (
-            learned := learn(opened, timing, schedule, others_share)):
-        opened.tell.say("profile: this run's steps are added to it, " + ", ".join(
-            f"{own.kind} x {own.factor:.2f}" for own in learned))
+def _stopped(why: str, details: Mapping[str, Any]) -> StoppedEarly:
+    stop = StoppedEarly(why)
+    stop.details = details
+    return stop
 
 
 def _predicted(opened: OpenedJob, timing: TimingSource,
@@ -341,47 +381,3 @@ def _predicted(opened: OpenedJob, timing: TimingSource,
     if replayed.is_whole:  # some of many queries have other curves than all
         write_expected(expected, replay_lanes(first), first.times)
     return prediction
-
-
-def _start(opened: OpenedJob, plan: RunPlan, schedule: Schedule, lock: int,
-           rescheduler: Rescheduler | None, legs_s: list[float], leg: Leg) -> None:
-    """`legs_s`: is told how long the ranks were there."""
-    output, tell = opened.job.output, opened.tell
-    if not leg.is_first:  # what was observed before a death is not what is observed now
-        rescheduler = None
-    plan = replace(plan, aside=leg.aside, is_watched=rescheduler is not None)
-    run_file = plan.save()
-    (output / "measured.json").unlink(missing_ok=True)
-    figures, engine = schedule.estimate.figures, engine_of(opened.job)
-    command = program_of(opened.job, engine.worker, run_file)
-    count = 1 if command else schedule.estimate.num_devices  # of our own processes
-    guard = Guard(output, None if not engine.tells_steps else StallWatch(
-        output, ranks=count, limit_s=opened.job.run.stall_timeout_s,
-        step_s=figures.encode_s))
-
-    def watch() -> None:
-        guard.look()
-        tell_run(tell, output / "progress.json", schedule.bound.limit_s, guard.silent)
-        if rescheduler is not None and rescheduler.update():
-            tell.end_progress()  # what it has to say gets lines of its own
-            tell.say(paragraph(rescheduler.decisions[-1].sentence))
-
-    program = RankProgram(
-        module=engine.worker, argument=run_file, inherited=(lock,), command=command,
-        standby=opened.standby, holds=weights_key(plan, schedule),
-        count=count, per_node=ranks_per_node(
-            schedule.estimate, opened.problem.cluster.devices_per_node))
-    begin_s = time.monotonic()
-    try:
-        launcher_of(opened.job, opened.problem).run(
-            program, watch=watch, ask_to_stop=StopRequest(output).make)
-        if not (output / "measured.json").is_file():
-            raise StoppedEarly("ended before the run could stop in good order; what was done is "
-                               "kept, and the same command goes on from there")
-    finally:
-        legs_s.append(time.monotonic() - begin_s)
-        tell.end_progress()
-        with suppress(OSError):  # of a folder that cannot be written to, what ended the run says so
-            for name in (OBSERVED_FILE, ADJUST_FILE):
-                (output / name).unlink(missing_ok=True)
-        shutil.rmtree(output / BEATS, ignore_errors=True)  # measured.json has it all

@@ -52,6 +52,6 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
                             lambda sink: len(sink.tally) >= stop_after)
         session = opened(folder)
         plan = plan or plan_job(session, roofline(session))
-        return execution.execute(plan.opened, plan.timing, plan.schedule)
+        return execution.execute(plan)
 
     return once

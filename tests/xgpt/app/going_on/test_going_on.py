@@ -233,7 +233,7 @@ def test_ranks_that_die_are_told_with_what_is_kept(
     session = opened(folder)
     plan = plan_job(session, roofline(session))
     with pytest.raises(XgptError) as failed:
-        execution.execute(plan.opened, plan.timing, plan.schedule)
+        execution.execute(plan)
     said = " ".join(str(failed.value).split())
     assert f"{done} answers are kept; the same command goes on" in said and told in said
     assert ("when memory runs out" in said) == ("9" in ends)
