@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from xgpt.app.opened import OpenedJob
 from xgpt.app.running.prepare import lies_in_blocks
@@ -148,41 +148,56 @@ class Rescheduler:
             now, slots=self.slots, kv_tokens=self.kv_tokens or None)
 
 
+class _Thresholds(NamedTuple):
+    """By how much output lengths, and the times of steps, may be off what was planned before the
+    schedule is planned anew; None: they are not followed."""
+
+    lengths: float | None = None
+    steps: float | None = None
+
+
+def _thresholds(opened: OpenedJob, policy_name: str) -> _Thresholds:
+    """What the job wants followed, as far as something can be observed and changed."""
+    job, problem, row = opened.job, opened.problem, policy(policy_name)
+    fixed, engine = job.schedule, engine_of(opened.job)
+    is_fixed = (fixed.encode_batch is not None or fixed.max_active is not None) and (
+        not row.is_changeable or fixed.decode_iterations is not None)
+    if job.run.reschedule is None or is_fixed or not engine.is_changeable or (
+            policy_name not in replanned_policies()):
+        return _Thresholds()
+    if problem.queries is None and not problem.is_synthetic:
+        return _Thresholds()
+    if (problem.num_queries or 0) <= LEAST_QUERIES and not can_settle(problem):
+        return _Thresholds()
+    is_known = problem.queries is None or job.workload.output_tokens.kind == "from_requests"
+    # of a policy elsewhere it is not known what may change
+    is_timed = engine.tells_steps and (row.is_changeable or row.limits is not None)
+    return _Thresholds(lengths=None if is_known else job.run.reschedule,
+                       steps=job.run.step_times if is_timed else None)
+
+
 def rescheduler_of(opened: OpenedJob, timing: TimingSource,
                    schedule: Schedule) -> Rescheduler | None:
     """Makes the rescheduler of a run; None where the job wants none, where there is nothing to
     observe or to change."""
     job, problem, estimate = opened.job, opened.problem, schedule.estimate
-    known, fixed, row = problem.queries, job.schedule, policy(estimate.policy)
-    is_fixed = (fixed.encode_batch is not None or fixed.max_active is not None) and (
-        not row.is_changeable or fixed.decode_iterations is not None)
-    if job.run.reschedule is None or not engine_of(job).is_changeable or (
-            row.name not in replanned_policies() or is_fixed):
-        return None
-    is_observing = job.workload.output_tokens.kind == "observe"
-    is_few = (problem.num_queries or 0) <= LEAST_QUERIES
-    if (known is None and not problem.is_synthetic) or (is_few and not can_settle(problem)):
-        return None
-    is_known = known is None or job.workload.output_tokens.kind == "from_requests"
-    # of a policy elsewhere it is not known what may change
-    is_timed = row.is_changeable or row.limits is not None
-    step_threshold = job.run.step_times if is_timed and engine_of(job).tells_steps else None
-    if is_known and step_threshold is None:
+    thresholds = _thresholds(opened, estimate.policy)
+    if thresholds == _Thresholds():
         return None
     longest = problem.lengths.inputs.max + problem.lengths.outputs.max
-    if known is not None:  # longer ones than the schedule can hold become error records
+    if (known := problem.queries) is not None:  # longer ones become error records
         held = known.reserves[known.reserves <= estimate.longest_query]
         longest = int(held.max(initial=1))
+    is_observing = job.workload.output_tokens.kind == "observe"
     in_blocks = lies_in_blocks(opened, estimate)
     first, *others = (_room(shape, problem, longest, headroom(shape, problem, timing)
                             if is_observing else HEADROOM, in_blocks=in_blocks)
                       if policy(shape.policy).is_changeable else Room(slots=0)
                       for shape in estimate.shapes)
     return Rescheduler(Followed(
-        problem=problem, schedule=schedule, step_threshold=step_threshold,
-        threshold=None if is_known else job.run.reschedule, other_rooms=tuple(others),
-        is_observing=is_observing, slots=first.slots, kv_tokens=first.kv_tokens, longest=longest),
-        timing, job.output)
+        problem=problem, schedule=schedule, step_threshold=thresholds.steps,
+        threshold=thresholds.lengths, other_rooms=tuple(others), is_observing=is_observing,
+        slots=first.slots, kv_tokens=first.kv_tokens, longest=longest), timing, job.output)
 
 
 def _room(estimate: Estimate, problem: Problem, longest: int, times: float, *,
