@@ -41,7 +41,7 @@ from xprofiler.verdict import (
     worth_again,
 )
 from xrunner.checkpoint.source import cache_dir, model_at_hand
-from xrunner.engines.engine import engine_of
+from xrunner.engines.engine import engine_of, program_of
 from xrunner.io.lock import Taken, output_lock
 
 START_S = 1.5  # of ranks that measure, which import torch
@@ -203,12 +203,12 @@ def _profile(wanted: WantedProfile, tell: Teller, session: _Measurement,
     def serves(profile: Profile) -> bool:
         # messages between nodes may not have been timed; then the rest of it is gone on with
         has_messages = wanted.metadata.nodes == 1 or bool(
-            profile.table(TRANSFER, link=wanted.links[1]))
+            profile.table(TRANSFER, link=wanted.problem.cluster.inter_link.name))
         return has_messages and profile.model is not None and is_enough(profile)
 
     if (profile := _sufficient(path, serves, tell)) is not None:
         return profile
-    with alone(path.parent, wanted.output, tell, wanted.engine.name):
+    with alone(path.parent, wanted.job.output, tell, wanted.engine.name):
         # another process may have measured it while this one waited
         if (profile := _sufficient(path, serves, tell, is_again=True)) is not None:
             return profile
@@ -306,7 +306,7 @@ def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: T
     for package in ("torch", "mpi4py"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError(package, "run", "measuring a profile")
-    of = wanted.metadata
+    of, job, cluster = wanted.metadata, wanted.job, wanted.problem.cluster
     degrees = ", ".join(str(d) for d in wanted.degrees)
     timed = (f"{of.model}'s layers" if wanted.engine.identity is None
              else f"the steps of {wanted.engine.name} with {of.model}")
@@ -320,23 +320,23 @@ def _measure(wanted: WantedProfile, target: Path, session: _Measurement, tell: T
     shared = None if wanted.launcher.is_here else target.parent
     with passing_folder("xgpt-profile-", shared) as scratch:
         request, progress, stop = (scratch / name for name in ("request.json", "progress", "stop"))
-        near, far = wanted.links
         request.write_text(json.dumps({
-            "metadata": asdict(of), "model": asdict(wanted.model), "degrees": wanted.degrees,
-            "refused": wanted.refused, "needs": asdict(wanted.needs), "own": asdict(wanted.own),
-            "is_quick": session.is_quick, "budget_s": session.budget_s,
-            "patience_s": session.patience_s, "captures": wanted.captures, "near": near,
-            "far": far, "target": str(target), "progress": str(progress),
-            "stop": str(stop), "engine": dict(wanted.engine_settings)}),
-            encoding="utf-8")
+            "metadata": asdict(of), "model": asdict(wanted.problem.model),
+            "degrees": wanted.degrees, "refused": wanted.refused, "needs": asdict(wanted.needs),
+            "own": asdict(wanted.own), "is_quick": session.is_quick, "budget_s": session.budget_s,
+            "patience_s": session.patience_s, "captures": job.run.cuda_graphs,
+            "near": cluster.intra_link.name, "far": cluster.inter_link.name,
+            "target": str(target), "progress": str(progress), "stop": str(stop), "engine": {
+                "model_dir": str(wanted.folder), "arguments": dict(job.run.engine_args),
+                "device_kind": cluster.device.kind}}), encoding="utf-8")
 
         def watch() -> None:
             tell_share(tell, "profiling", progress)
-            if is_asked_to_stop(wanted.output):
+            if is_asked_to_stop(job.output):
                 stop.touch()
 
         try:
-            command = wanted.program(request)
+            command = program_of(job, wanted.engine.profiler, request)
             ranks = RankProgram(module=wanted.engine.profiler, argument=request, command=command,
                                 count=1 if command else of.ranks,
                                 standby=None if command else wanted.standby)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xgpt.app.telling import time_left_s
+from xgpt.app.telling import bar, time_left_s
 from xgpt.core.errors import MissingExtraError, XgptError
 from xgpt.core.units import format_seconds
 from xgpt.core.visible import visible
@@ -131,20 +131,24 @@ class Glance:
             return "no bound"
         return f"{'OVER' if self.is_late else 'within'} the bound of {format_seconds(self.bound_s)}"
 
-    def __str__(self) -> str:
-        """All of it as plain lines."""
-        lines = [fact(self.name, f"{self.state}, {self.output}")]
-        lines += [fact(label, words) for label, words in self.facts]
+    def lines(self, most_ranks: int | None = None) -> list[str]:
+        """All of it but its name and state. `most_ranks`: of so many at most."""
+        lines = [fact(label, words) for label, words in self.facts]
         if self.ranks:
             right = [place for place, name in enumerate(self.columns) if name != "pool"]
-            lines += ["", table(self.columns, self.rank_rows, right=right)]
+            lines += ["", table(self.columns, self.rank_rows[:most_ranks], right=right)]
+            if (left := len(self.ranks) - (most_ranks or len(self.ranks))) > 0:
+                lines.append(f"and {left} more ranks")
         if self.remark:
             lines += ["", fact("note", self.remark)]
         if self.messages:
             lines += ["", "last messages", *(
                 "  " + textwrap.shorten(line, shown_width() - 2, placeholder=" ...")
                 for line in self.messages)]
-        return "\n".join(lines)
+        return lines
+
+    def __str__(self) -> str:
+        return "\n".join([fact(self.name, f"{self.state}, {self.output}"), *self.lines()])
 
 
 class NowAndThen:
@@ -253,46 +257,17 @@ def follow(look: Callable[[Glance | None], Glance | None]) -> Glance | None:
 
 def screen(now: Glance, paces: list[float]) -> Any:
     """What is drawn. `paces`: output tokens per second at each look so far."""
-    from rich.console import Group
     from rich.panel import Panel
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
     from rich.text import Text
 
-    colour = _COLOURS.get(now.state, "cyan")
-    parts: list[Any] = []
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="bold", no_wrap=True)
-    facts.add_column(ratio=1)
-    if now.progress is not None and now.progress.total:
-        # in a cell: on its own it ends no line, and would take the place of the next
-        facts.add_row("progress", ProgressBar(total=now.progress.total,
-                                              completed=now.progress.done))
-    for label, words in now.facts:
-        style = "red" if label == "latency" and now.is_late else ""
-        facts.add_row(label, Text(visible(words), style=style))
+    lines, p = now.lines(_most_ranks()), now.progress
     if len(paces) > 1:
-        facts.add_row("tokens/s", Text(_spark(paces[-40:]), no_wrap=True))
-    parts.append(facts)
-    if now.ranks:
-        ranks = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-        for name in now.columns:
-            ranks.add_column(name, justify="left" if name == "pool" else "right")
-        ranks.add_column("", width=20)
-        for rank, row in list(zip(now.ranks, now.rank_rows, strict=True))[:_most_ranks()]:
-            ranks.add_row(*row, ProgressBar(total=1.0, completed=rank.recent_share,
-                                                       width=20))
-        parts += [Text(""), ranks]
-        if len(now.ranks) > _most_ranks():
-            parts.append(Text(f"and {len(now.ranks) - _most_ranks()} more ranks", style="dim"))
-    if now.remark:
-        parts += [Text(""), Text(visible(now.remark), style="yellow")]
-    if now.messages:
-        parts += [Text(""), Text("last messages", style="bold"), *(
-            Text(visible(line), no_wrap=True, overflow="ellipsis", style="dim")
-            for line in now.messages)]
-    title = Text(visible(f"{now.name}: {now.state}"), style=f"bold {colour}")
-    return Panel(Group(*parts), title=title,
+        lines.insert(0, fact("tokens/s", _spark(paces[-40:])))
+    if p is not None and p.total:
+        lines.insert(0, fact("progress", bar(p.done, p.total)))
+    title = Text(visible(f"{now.name}: {now.state}"),
+                 style=f"bold {_COLOURS.get(now.state, 'cyan')}")
+    return Panel(Text(visible("\n".join(lines)), no_wrap=True, overflow="ellipsis"), title=title,
                  subtitle="q leaves; the job goes on")
 
 

@@ -2,10 +2,10 @@
 
 import math
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
-from functools import cache, partial
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from xgpt.core.cluster import Device
 from xgpt.core.errors import InputError, Mistake
 from xgpt.core.job import Job
 from xgpt.core.local import core_clock, usable_cores
-from xgpt.core.model import ModelSpec, refuse_tp_degree
+from xgpt.core.model import refuse_tp_degree
 from xgpt.core.problem import Problem
 from xgpt.core.units import DTYPE_BYTES
 from xgpt.launch.launcher import Launcher, threads_per_rank
@@ -23,7 +23,7 @@ from xprofiler.cache import kernels_fingerprint, model_shape
 from xprofiler.points import OWN_TABLE, Kind, Needs, Point, lacking, quick_points
 from xprofiler.profile import Profile, ProfileMetadata
 from xrunner.checkpoint.source import cache_dir
-from xrunner.engines.engine import Engine, engine_of, program_of
+from xrunner.engines.engine import Engine, engine_of
 from xrunner.ops.build import why_no_kernels, why_not_native
 
 # no more queries than decode steps are captured for (xrunner.rules.buckets)
@@ -35,22 +35,23 @@ REACH = 2.0  # see `lacks`
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedProfile:
-    """What a profile must be of, and cover."""
+    """What a profile must be of, and cover, for a job to be planned with it, and who measures."""
 
+    job: Job
+    problem: Problem
     metadata: ProfileMetadata
-    model: ModelSpec
     needs: Needs
     own: Needs  # the sizes of the job itself
     degrees: tuple[int, ...]
     refused: dict[int, str]
-    links: tuple[str, str]  # inside a node, between nodes
     launcher: Launcher  # of the ranks that measure
     standby: Standby | None  # who may be one of them
-    output: Path  # of the job: a run of it that is asked to stop stops measuring, too
-    engine: Engine  # whose times
-    program: Callable[[Path], tuple[str, ...]]  # starts its profiler on a request; (): as ours is
-    engine_settings: Mapping[str, object]  # what that is told besides
-    captures: bool = True  # decode steps on GPUs, as a run of the job does
+    folder: Path | None  # the model's, which other engines than ours measure with
+
+    @property
+    def engine(self) -> Engine:
+        """Whose times are measured."""
+        return engine_of(self.job)
 
     def is_lacked_by(self, profile: Profile) -> bool:
         """Whether the profile has too little to plan with."""
@@ -59,7 +60,7 @@ class WantedProfile:
     @property
     def points(self) -> list[Point]:
         """What is measured in any case."""
-        return quick_points(self.model, self.needs, self.own)
+        return quick_points(self.problem.model, self.needs, self.own)
 
 
 def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = None,
@@ -68,7 +69,6 @@ def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = N
     also more than there are devices (a shard needs but one); None: what the job can use. `folder`:
     the model's, which other engines than ours measure with. `standby`: a rank that may measure."""
     cluster, fixed = problem.cluster, problem.fixed.tp_degree
-    engine = engine_of(job)
     if degrees is None:
         # ranks outside the groups are stages of degree 1
         has_single = problem.fixed.tp_gpus != cluster.num_devices
@@ -82,17 +82,10 @@ def wanted_profile(job: Job, problem: Problem, degrees: Sequence[int] | None = N
         raise InputError([Mistake(file=str(job.source), line=None, key="tensor-parallel degree",
                                   value=d, allowed=why) for d, why in refused.items()])
     needs = needs_of(problem, job.run.kv_layout)
-    return WantedProfile(metadata=profile_metadata(job, problem), model=problem.model,
-                         needs=needs, own=own_sizes(problem, needs), degrees=possible,
-                         refused=refused,
-                         links=(cluster.intra_link.name, cluster.inter_link.name),
-                         launcher=launcher_of(job, problem), standby=standby,
-                         output=job.output, engine=engine,
-                         captures=job.run.cuda_graphs,
-                         program=partial(program_of, job, engine.profiler),
-                         engine_settings={
-                             "model_dir": str(folder), "arguments": job.run.engine_args,
-                             "device_kind": cluster.device.kind})
+    return WantedProfile(
+        job=job, problem=problem, metadata=profile_metadata(job, problem), needs=needs,
+        own=own_sizes(problem, needs), degrees=possible, refused=refused,
+        launcher=launcher_of(job, problem), standby=standby, folder=folder)
 
 
 @cache

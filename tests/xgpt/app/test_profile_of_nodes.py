@@ -62,7 +62,7 @@ def test_messages_between_nodes_that_a_profile_lacks_are_measured_and_added_once
     points = (Sample(x=1024, samples_s=(1e-4,) * 3),)
     ranks = Measurer(lambda known: replace(known, tables={**known.tables, over_network: points}))
     wanted = replace(wanted_profile(opened.job, opened.problem), launcher=ranks)
-    near = replace(profile_of(wanted.model, 2, 1, amdahl(0.0)), metadata=wanted.metadata)
+    near = replace(profile_of(wanted.problem.model, 2, 1, amdahl(0.0)), metadata=wanted.metadata)
     path = cached_profile_path(tmp_path / "profiles", wanted.metadata)
     path.parent.mkdir()
     save_profile(near, path)

@@ -52,23 +52,23 @@ def wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WantedProfile:
 
 
 def test_a_run_that_measures_is_asked_between_measurements(wanted: WantedProfile) -> None:
-    launcher = Measuring(wanted.output)
-    with output_lock(wanted.output), pytest.raises(StoppedEarly, match="what was measured is kept"):
+    launcher = Measuring(wanted.job.output)
+    with output_lock(wanted.job.output), pytest.raises(StoppedEarly, match="measured is kept"):
         local_profile(replace(wanted, launcher=launcher), LogTeller())
     assert launcher.looks == 3
 
 
 def test_a_request_of_an_earlier_run_stops_no_later_profile(wanted: WantedProfile) -> None:
-    StopRequest(wanted.output).make_by_user()
-    assert not module.is_asked_to_stop(wanted.output)
-    with output_lock(wanted.output):
-        assert module.is_asked_to_stop(wanted.output)
+    StopRequest(wanted.job.output).make_by_user()
+    assert not module.is_asked_to_stop(wanted.job.output)
+    with output_lock(wanted.job.output):
+        assert module.is_asked_to_stop(wanted.job.output)
 
 
 def test_who_waits_for_another_that_measures_stops_too(wanted: WantedProfile,
                                                        tmp_path: Path) -> None:
-    StopRequest(wanted.output).make_by_user()
+    StopRequest(wanted.job.output).make_by_user()
     cache = tmp_path / "cache" / "xgpt" / "profiles"
-    with output_lock(wanted.output), module.alone(cache, wanted.output, LogTeller()), (
+    with output_lock(wanted.job.output), module.alone(cache, wanted.job.output, LogTeller()), (
             pytest.raises(StoppedEarly, match="before its profile was measured")):
         local_profile(wanted, LogTeller())
