@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +19,7 @@ from xgpt.app.telling import Teller
 from xgpt.core.errors import XgptError
 from xgpt.core.local import available_memory_bytes, gpus_here, usable_cores, why_no_torch
 from xgpt.core.other_launchers import without_other_launchers
-from xgpt.core.units import format_bytes, format_seconds
+from xgpt.core.units import format_bytes
 from xgpt.core.whole_file import write_atomically
 from xgpt.launch.own_modules import own_modules
 from xrunner.checkpoint.hub import hub_address, is_offline, why_silent
@@ -35,7 +35,7 @@ _TORCH_INDEX = {"12": "cu128", "13": "cu130"}
 # package -> (extra, what it is for)
 _OPTIONAL = {"jinja2": ("report", "reports"), "matplotlib": ("report", "plots in reports"),
              "pyarrow": ("parquet", "Parquet files"), "rich": ("top", "xgpt top")}
-_FAILS = "fails: "  # how xgpt.app.doctor begins what cannot be used
+_FAILS = "fails: "  # how what cannot be used is told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,18 +56,13 @@ def remedies(found: Mapping[str, str]) -> list[Remedy]:
 
 def extras_in_words() -> str:
     """Packages that some commands need, and which are there."""
-    parts = []
-    for package, (extra, purpose) in _OPTIONAL.items():
-        has = importlib.util.find_spec(package) is not None
-        parts.append(f"{package} {_version(package)}" if has else
-                     f"no {package} (the extra `{extra}`; for {purpose})")
-    return ", ".join(parts)
+    return ", ".join(_version(package) or f"no {package} (the extra `{extra}`; for {purpose})"
+                     for package, (extra, purpose) in _OPTIONAL.items())
 
 
 def engines_in_words() -> str:
     """Other engines than our own."""
-    return ", ".join(f"{name} {_version(name)}" if importlib.util.find_spec(name) is not None else
-                     f"no {name}" for name in ("deepspeed", "vllm"))
+    return ", ".join(_version(name) or f"no {name}" for name in ("deepspeed", "vllm"))
 
 
 def hub_in_words() -> str:
@@ -147,19 +142,31 @@ def _of_the_rest(found: Mapping[str, str]) -> Iterator[Remedy]:
 def _cuda_major() -> str:
     """The newest CUDA that the driver takes: 12 or 13."""
     try:
-        said = subprocess.run(["nvidia-smi"], capture_output=True, text=True, check=False,
-                              timeout=30).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        said = ""
-    match = re.search(r"CUDA Version:\s*(\d+)", said)
+        match = re.search(r"CUDA Version:\s*(\d+)", _printed(["nvidia-smi"]))
+    except XgptError:
+        match = None
     return "13" if match is not None and int(match.group(1)) >= 13 else "12"
 
 
-def _version(package: str) -> str:
+def _version(package: str) -> str | None:
+    """The name and version of a package; None where it is not installed."""
     try:
-        return metadata.version(package)
+        return f"{package} {metadata.version(package)}"
     except metadata.PackageNotFoundError:
-        return "of unknown version"
+        return None
+
+
+def _printed(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
+    """What the command prints. Raises XgptError with why it does not."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False,
+                              timeout=_LIMIT_S, env=environment)
+    except (OSError, subprocess.TimeoutExpired) as cause:
+        raise XgptError(f"does not answer: {cause}") from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise XgptError(f"{_FAILS}{said[-1]}")
+    return done.stdout
 
 
 SCHEMA_VERSION = 1
@@ -229,16 +236,10 @@ def compare_on_gpu(tell: Teller, folder: Path, checks: Path = _CHECKS) -> GpuVer
     slug = re.sub(r"[^a-z0-9]+", "-", card["card"].lower()).strip("-")
     file = folder / f"xgpt-doctor-{slug}.json"
     write_atomically(file, json.dumps({
-        "schema_version": SCHEMA_VERSION, "xgpt": _own_version(), **card,
+        "schema_version": SCHEMA_VERSION,
+        "xgpt": (_version("xgpt") or "xgpt not installed").partition(" ")[2], **card,
         "cases": cases}, indent=1) + "\n")
     return verdict_of(file, card, cases)
-
-
-def _own_version() -> str:
-    try:
-        return metadata.version("xgpt")
-    except metadata.PackageNotFoundError:  # a checkout on the path
-        return "not installed"
 
 
 def verdict_of(file: Path, card: Mapping[str, Any], cases: list[dict[str, Any]]) -> GpuVerdict:
@@ -272,15 +273,11 @@ def _asked(part: str) -> str:
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed (the extra `run` has it)"
     try:
-        done = subprocess.run([sys.executable, "-m", "xrunner.examine", part], text=True,
-                              env={**without_other_launchers(os.environ), **own_modules()},
-                              capture_output=True, timeout=_LIMIT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return f"no answer within {format_seconds(_LIMIT_S)}"
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return f"fails: {said[-1]}"
-    return str(json.loads(done.stdout.splitlines()[-1]))
+        said = _printed([sys.executable, "-m", "xrunner.examine", part],
+                        {**without_other_launchers(os.environ), **own_modules()})
+    except XgptError as why:
+        return str(why)
+    return str(json.loads(said.splitlines()[-1]))
 
 
 def _processor(root: Path = Path("/")) -> str:
@@ -301,12 +298,8 @@ def _compiler() -> str:
 
 
 def _cupy() -> str:
-    for name in ("cupy-cuda13x", "cupy-cuda12x", "cupy"):
-        try:
-            return f"{name} {metadata.version(name)}"
-        except metadata.PackageNotFoundError:
-            continue
-    return "not installed (the extra `cuda12` or `cuda13` has it; only GPUs need it)"
+    found = filter(None, map(_version, ("cupy-cuda13x", "cupy-cuda12x", "cupy")))
+    return next(found, "not installed (the extra `cuda12` or `cuda13` has it; only GPUs need it)")
 
 
 def _said(command: str, pattern: str) -> str:
@@ -315,12 +308,7 @@ def _said(command: str, pattern: str) -> str:
     if path is None:
         return f"no {command} on the PATH"
     try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False,
-                              timeout=_LIMIT_S)
-    except (OSError, subprocess.TimeoutExpired) as cause:
-        return f"{path} does not answer: {cause}"
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        return f"{path}, which fails: {said[-1]}"
-    version = re.search(pattern, done.stdout)
+        version = re.search(pattern, _printed([path, "--version"]))
+    except XgptError as why:
+        return f"{path}, which {why}"
     return f"{path}, {version.group()}" if version else path

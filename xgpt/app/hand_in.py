@@ -257,13 +257,17 @@ def _common_layout(jobs: Sequence[Job]) -> NodeLayout:
                 "together they are one array")
         for job, layout in zip(jobs[1:], layouts[1:], strict=True)
         if (job.slurm, layout) != (jobs[0].slurm, layouts[0])]
-    outputs = [job.output for job in jobs]
-    mistakes += [mistake(job, "output", str(job.output),
-                         "a folder of its own: another of these jobs has it")
-                 for index, job in enumerate(jobs) if job.output in outputs[:index]]
-    if mistakes:
+    if mistakes := [*mistakes, *shared_folders(jobs)]:
         raise InputError(mistakes)
     return layouts[0]
+
+
+def shared_folders(jobs: Sequence[Job]) -> list[Mistake]:
+    """Jobs that have the output folder of one before them."""
+    outputs = [job.output for job in jobs]
+    return [mistake(job, "output", str(job.output),
+                    "a folder of its own: another of these jobs has it")
+            for index, job in enumerate(jobs) if job.output in outputs[:index]]
 
 
 def _plan(job: Job, tell: Teller, *, fetches: bool) -> Plan | None:
@@ -356,22 +360,16 @@ def export(job: Job, overrides: Sequence[str], tell: Teller, *, to: str, image: 
 
 
 def _check(job: Job, to: str, nodes: int) -> None:
-    folder, mistakes = job.source.parent, list[Mistake]()
-
-    def refuse(key: str, value: object, allowed: str) -> None:
-        mistakes.append(Mistake(file=str(job.source), line=None, key=key, value=value,
-                                allowed=allowed))
-
+    folder = job.source.parent
     files = job.workload.requests.paths if job.workload.requests is not None else ()
     own = [("workload.requests", path) for path in files] + [("output", job.output)]
     own += [("model", Path(job.model))] if Path(job.model).is_absolute() else []
     own += [("profile", job.profile)] if job.profile is not None else []
-    for key, path in own:
-        if not path.is_relative_to(folder):
-            refuse(key, str(path), f"below {folder}: that folder alone is taken along")
+    mistakes = [mistake(job, key, str(path), f"below {folder}: that folder alone is taken along")
+                for key, path in own if not path.is_relative_to(folder)]
     if to == "skypilot" and nodes > 1:
-        refuse("cluster", nodes, "one node: those of SkyPilot share no file system, which ranks on "
-               "several hosts need")
+        mistakes.append(mistake(job, "cluster", nodes, "one node: those of SkyPilot share no file "
+                                "system, which ranks on several hosts need"))
     if mistakes:
         raise InputError(mistakes)
 

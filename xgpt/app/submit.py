@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from xgpt.app.hand_in import shared_folders
 from xgpt.app.opened import open_job
 from xgpt.app.running.finished import done_already, shown
 from xgpt.app.running.metrics import has_learned_since
@@ -19,7 +20,7 @@ from xgpt.app.running.resume import goes_on, taken_over
 from xgpt.app.running.run import Run, at_work, execute, open_to_run
 from xgpt.app.schedule import Plan, plan_job, to_run
 from xgpt.app.telling import Teller
-from xgpt.core.errors import EXIT_RESUMABLE, InputError, Mistake, StoppedEarly, XgptError
+from xgpt.core.errors import EXIT_RESUMABLE, InputError, StoppedEarly, XgptError
 from xgpt.core.job import Job
 from xgpt.core.local import why_no_torch
 from xgpt.core.run_section import LOCAL_CLUSTER
@@ -101,7 +102,8 @@ def submit_all(jobs: Sequence[Job], tell: Teller, *, is_again: bool = False) -> 
     """Plans and runs the jobs that are not done, and tells a line of each at the end; what `--json`
     prints. Raises InputError for jobs that would share a folder, SomeNotDone where one failed or
     all were stopped."""
-    _refuse_common_folders(jobs)
+    if mistakes := shared_folders(jobs):
+        raise InputError(mistakes)
     turns = [Turn(job=job) for job in jobs]
     with _told_at_the_end(turns, tell), warned_in_good_order():
         ranks = Standby(say=tell.say)
@@ -202,15 +204,6 @@ def _line(turn: Turn) -> str:
         line += f", {facts['queries']} of {facts.get('queries_total', facts['queries'])}"
     return f"{line} ({shown(turn.job.output)})" + (
         "" if turn.state != "failed" else f": {turn.error}")
-
-
-def _refuse_common_folders(jobs: Sequence[Job]) -> None:
-    outputs = [job.output for job in jobs]
-    mistakes = [Mistake(file=str(job.source), line=None, key="output", value=str(job.output),
-                        allowed="a folder of its own: another of these jobs has it")
-                for index, job in enumerate(jobs) if job.output in outputs[:index]]
-    if mistakes:
-        raise InputError(mistakes)
 
 
 _GRACE_S = 1.0  # for the compiler to take its files away

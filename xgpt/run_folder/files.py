@@ -251,6 +251,5 @@ def load_record(output: Path) -> SlurmRecord | None:
         values = json.loads((output / RECORD_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    return SlurmRecord(job_id=values["job_id"], cluster=values["cluster"],
-                       script=Path(values["script"]), log=Path(values["log"]),
-                       submitted=values["submitted"])
+    del values["version"]
+    return SlurmRecord(**{**values, "script": Path(values["script"]), "log": Path(values["log"])})
