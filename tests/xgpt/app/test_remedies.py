@@ -23,7 +23,8 @@ def having(monkeypatch: pytest.MonkeyPatch, *, without: tuple[str, ...] = (),
                         lambda name: None if name in without else object())
     monkeypatch.setattr(module, "gpus_here", lambda: list(gpus))
     monkeypatch.setattr(module, "why_no_torch", lambda kind: "it was built without CUDA")
-    monkeypatch.setattr(module.subprocess, "run", lambda *_, **how: SimpleNamespace(returncode=0, stdout=smi))
+    monkeypatch.setattr(module.subprocess, "run", lambda *_, **how: SimpleNamespace(
+        returncode=0, stdout=smi))
 
 
 def commands(**found: str) -> list[str]:
