@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from xgpt.app.opened import open_job, standard_input
+from xgpt.app.opened import open_job
 from xgpt.app.running.finished import done_already
 from xgpt.app.running.prepare import check_model, make_folder, refuse_what_no_machine_runs
 from xgpt.app.schedule import Plan, executable, plan_job
@@ -31,7 +31,7 @@ from xgpt.launch.manifests import Exported, render_jobset, render_skypilot
 from xgpt.launch.slurm import Allocation, node_names
 from xgpt.launch.slurm_queue import hand_in
 from xgpt.report.table import WIDTH
-from xgpt.run_folder.files import SlurmRecord, load_record
+from xgpt.run_folder.files import SlurmRecord, load_record, standard_input
 from xprofiler.roofline import Roofline
 from xrunner.engines.engine import mistake
 from xscheduler.beginning import said_of
@@ -277,7 +277,7 @@ def _plan(job: Job, tell: Teller, *, fetches: bool) -> Plan | None:
     has_packages = all(importlib.util.find_spec(name) is not None
                        for name in ("tokenizers", "transformers", "huggingface_hub"))
     if fetches and (files := job.workload.requests) is not None and files.is_stdin:
-        standard_input(job, tell, is_kept=True)  # nothing comes to the allocation's
+        standard_input(job, tell.say, is_kept=True)  # nothing comes to the allocation's
     opened = open_job(job, tell, "run" if fetches and has_packages else "lengths")
     if fetches and opened.files is not None:
         check_model(opened)

@@ -2,18 +2,12 @@
 model's files as far as a command needs them. The file of requests is opened here alone."""
 
 import importlib.util
-import os
-import shutil
-import sys
-import tempfile
 import textwrap
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from xgpt.app.telling import LogTeller, Teller
 from xgpt.core import catalog
@@ -34,6 +28,7 @@ from xgpt.core.workload import Request, RequestError
 from xgpt.launch.standby import Standby
 from xgpt.report.table import WIDTH, paragraph
 from xgpt.report.words import counted
+from xgpt.run_folder.files import standard_input
 from xgpt.run_folder.state import State, state_left
 from xrunner.checkpoint.source import SERVED_BY, ModelFiles, find_model, model_at_hand
 from xrunner.io.estimated import ASCII_PER_TOKEN, OTHERS_PER_TOKEN, SPREAD, CharacterTokens
@@ -42,62 +37,6 @@ from xrunner.io.runnable import runnable
 from xrunner.io.tokenizer import TextTokenizer
 from xrunner.plan import RunPlan
 from xsimulator.memory import least_weight_bytes
-
-KEPT_FILE = "standard-input"
-_BYTES_IN_MEMORY = 2**26
-
-
-def standard_input(job: Job, tell: Teller, *, is_kept: bool) -> IO[bytes]:
-    """What came, to be read from its start; where nothing does, what an earlier run of this job
-    kept. `is_kept`: for a run, which leaves it in the output folder. Raises InputError."""
-    # a process that was started without one has None
-    kept, came = job.output / KEPT_FILE, _copied(sys.stdin and sys.stdin.buffer).file
-    if came.seek(0, os.SEEK_END) > 0:
-        if is_kept:
-            _keep(came, kept, job)
-        return came
-    try:
-        earlier = kept.open("rb")  # closed with the last reference to it
-    except OSError:
-        raise wrong(job.source, "workload.requests", "-", "nothing came on standard input: `cat "
-                    "prompts.jsonl | xgpt submit JOB.yaml`, or name a file") from None
-    with earlier:
-        shutil.copyfileobj(earlier, came)
-    tell.say(f"nothing came on standard input: the requests are those that {kept} has of an "
-             "earlier run")
-    return came
-
-
-class _Copy:
-    """All that comes on a stream; of a terminal nothing, where nobody would know that he is to
-    type."""
-
-    def __init__(self, stream: BinaryIO | None) -> None:
-        self.file: IO[bytes]
-        self.file = tempfile.SpooledTemporaryFile(_BYTES_IN_MEMORY)  # noqa: SIM115 (kept by it)
-        weakref.finalize(self, self.file.close)
-        if stream is not None and not stream.isatty():
-            shutil.copyfileobj(stream, self.file)
-
-
-@lru_cache(1)
-def _copied(stream: BinaryIO | None) -> _Copy:
-    """Once a process: a command may open its job twice."""
-    return _Copy(stream)
-
-
-def _keep(came: IO[bytes], kept: Path, job: Job) -> None:
-    temporary = kept.with_name(f".{kept.name}.{os.getpid()}.tmp")
-    try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        came.seek(0)
-        with temporary.open("wb") as file:
-            shutil.copyfileobj(came, file)
-        os.replace(temporary, kept)
-    except OSError as cause:
-        raise wrong(job.source, "output", str(job.output),
-                    f"a folder that can be written to: {cause.strerror}") from None
-
 
 # What a command needs of the model: its shape; the lengths of the requests too, as far as what is
 # on this machine tells them; or its files, fetched if need be, to run it.
@@ -138,7 +77,7 @@ def open_job(job: Job, tell: Teller, need: Need) -> OpenedJob:
     if files is not None:
         if need == "run":
             spool = SpoolWriter(ColumnsWriter(), model.now)
-        stdin = standard_input(job, tell, is_kept=need == "run") if files.is_stdin else None
+        stdin = standard_input(job, tell.say, is_kept=need == "run") if files.is_stdin else None
         delimiters = dict[Path, str]()
         requests = take_in(files, model, spool, stdin, delimiters.__setitem__)
         if need != "shape":

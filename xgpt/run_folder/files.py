@@ -5,12 +5,18 @@ import json
 import math
 import os
 import shutil
+import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import lru_cache
+from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, BinaryIO
 
 from xgpt.core.errors import InputError, Mistake, StoppedEarly, XgptError, wrong
 from xgpt.core.job import Job
@@ -36,6 +42,8 @@ MESSAGES_FILE = "messages.log"  # of the last run alone: a line each, with its t
 DOING_FILE = "doing"  # the present state of what takes a while, in one line; there as long as it is
 _FAILED = "failed: "
 RECORD_FILE = "slurm.json"
+KEPT_FILE = "standard-input"  # requests that came there: the same command goes on without them
+_BYTES_IN_MEMORY = 2**26
 # Keys of what a run reads before its ranks start, of which it keeps what it needs.
 _INPUTS = ("workload.", "model", "profile", "cluster")
 _LOG_LINES, _LOG_BYTES = 12, 20_000
@@ -94,6 +102,14 @@ def read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def free_path(path: Path, moment_s: float) -> Path:
+    """The path with a moment in its name, and like no other file: nothing is ever written over."""
+    stamp = f"{datetime.fromtimestamp(moment_s):%Y%m%d-%H%M%S}"
+    names = chain([stamp], (f"{stamp}-{number}" for number in count(2)))
+    return next(free for name in names
+                if not (free := path.with_name(f"{path.stem}-{name}{path.suffix}")).exists())
 
 
 def kept(job: Job) -> dict[str, Any]:
@@ -253,3 +269,54 @@ def load_record(output: Path) -> SlurmRecord | None:
         return None
     del values["version"]
     return SlurmRecord(**{**values, "script": Path(values["script"]), "log": Path(values["log"])})
+
+
+def standard_input(job: Job, say: Callable[[str], None], *, is_kept: bool) -> IO[bytes]:
+    """What came, to be read from its start; where nothing does, what an earlier run of this job
+    kept. `is_kept`: for a run, which leaves it in the output folder. Raises InputError."""
+    # a process that was started without one has None
+    kept, came = job.output / KEPT_FILE, _copied(sys.stdin and sys.stdin.buffer).file
+    if came.seek(0, os.SEEK_END) > 0:
+        if is_kept:
+            _keep(came, kept, job)
+        return came
+    try:
+        earlier = kept.open("rb")  # closed with the last reference to it
+    except OSError:
+        raise wrong(job.source, "workload.requests", "-", "nothing came on standard input: `cat "
+                    "prompts.jsonl | xgpt submit JOB.yaml`, or name a file") from None
+    with earlier:
+        shutil.copyfileobj(earlier, came)
+    say(f"nothing came on standard input: the requests are those that {kept} has of an earlier run")
+    return came
+
+
+class _Copy:
+    """All that comes on a stream; of a terminal nothing, where nobody would know that he is to
+    type."""
+
+    def __init__(self, stream: BinaryIO | None) -> None:
+        self.file: IO[bytes]
+        self.file = tempfile.SpooledTemporaryFile(_BYTES_IN_MEMORY)  # noqa: SIM115 (kept by it)
+        weakref.finalize(self, self.file.close)
+        if stream is not None and not stream.isatty():
+            shutil.copyfileobj(stream, self.file)
+
+
+@lru_cache(1)
+def _copied(stream: BinaryIO | None) -> _Copy:
+    """Once a process: a command may open its job twice."""
+    return _Copy(stream)
+
+
+def _keep(came: IO[bytes], kept: Path, job: Job) -> None:
+    temporary = kept.with_name(f".{kept.name}.{os.getpid()}.tmp")
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        came.seek(0)
+        with temporary.open("wb") as file:
+            shutil.copyfileobj(came, file)
+        os.replace(temporary, kept)
+    except OSError as cause:
+        raise wrong(job.source, "output", str(job.output),
+                    f"a folder that can be written to: {cause.strerror}") from None

@@ -11,10 +11,9 @@ import fake_slurm
 import pytest
 from click.testing import CliRunner, Result
 
-from xgpt.app.opened import KEPT_FILE
 from xgpt.cli.main import cli
 from xgpt.core.errors import InfeasibleError, InputError, XgptError
-from xgpt.run_folder.files import load_record
+from xgpt.run_folder.files import KEPT_FILE, load_record
 
 JOB = """
 model: opt-125m

@@ -164,7 +164,8 @@ def test_a_failing_plan_leaves_the_run_alone(planned: tuple[OpenedJob, Schedule]
     monkeypatch.setattr("xscheduler.live.decisions.revise", fail)
     write_state(session, outputs_of(45))
     assert own.update() is False and own.update() is False
-    assert not own.decisions and own._is_over
+    monkeypatch.undo()
+    assert own.update() is False and not own.decisions, "nothing more is planned"
 
 
 def test_waa_is_told_what_a_redeployment_would_bring(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.app.opened import KEPT_FILE, open_job, standard_input
+from xgpt.app.opened import open_job
 from xgpt.app.telling import LogTeller
 from xgpt.core.errors import InputError
 from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
+from xgpt.run_folder.files import KEPT_FILE, standard_input
 
 LINES = b'{"tokens": [1, 2, 3]}\n{"tokens": [4]}\nbad\n'
 
@@ -52,7 +53,7 @@ def test_it_is_read_once_however_often_the_job_is_opened(
 
 def test_a_run_keeps_it_and_goes_on_without(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     comes(monkeypatch, LINES)
-    assert standard_input(job, Told(), is_kept=True).seek(0, 2) == len(LINES)
+    assert standard_input(job, Told().say, is_kept=True).seek(0, 2) == len(LINES)
     assert (job.output / KEPT_FILE).read_bytes() == LINES
     told, digests = Told(), []
     for raw in (b"", LINES):
@@ -92,7 +93,7 @@ def test_a_folder_that_cannot_keep_it_is_named(
     comes(monkeypatch, LINES)
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="a folder that can be written to"):
-        standard_input(replace(job, output=tmp_path / "file"), Told(), is_kept=True)
+        standard_input(replace(job, output=tmp_path / "file"), Told().say, is_kept=True)
 
 
 def test_files_without_a_request_say_what_may_be_meant(job: Job, tmp_path: Path) -> None:

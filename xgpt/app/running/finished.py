@@ -9,11 +9,9 @@ import os
 import shutil
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from xgpt.app.opened import standard_input
 from xgpt.app.telling import LogTeller, Teller
 from xgpt.core.choices import parts
 from xgpt.core.errors import XgptError, shorten
@@ -21,7 +19,15 @@ from xgpt.core.job import Job
 from xgpt.core.json_values import plain
 from xgpt.core.request_files.files import STDIN
 from xgpt.report.results_file import write_results
-from xgpt.run_folder.files import OF_A_RUN, RESULTS_FILE, asked_then, kept, whole_metrics
+from xgpt.run_folder.files import (
+    OF_A_RUN,
+    RESULTS_FILE,
+    asked_then,
+    free_path,
+    kept,
+    standard_input,
+    whole_metrics,
+)
 from xrunner.checkpoint.identity import model_files, weights_whole
 from xrunner.io.lock import output_lock
 from xrunner.plan import saved_model
@@ -89,24 +95,11 @@ def set_aside(output: Path, results: Path | None = None) -> Path | None:
         left = [output / name for name in OF_A_RUN if (output / name).exists()]
         if results is not None and results.parent != output and results.is_file():
             left.append(results)
-        latest = max(path.stat().st_mtime for path in left)
-        target = _free_folder(output, datetime.fromtimestamp(latest))
+        target = free_path(output / "earlier", max(path.stat().st_mtime for path in left))
+        target.mkdir()
         for path in left:
             shutil.move(path, target / path.name)  # elsewhere may be another file system
     return target
-
-
-def _free_folder(output: Path, moment: datetime) -> Path:
-    name, count = f"earlier-{moment:%Y%m%d-%H%M%S}", 1
-    target = output / name
-    while True:
-        try:
-            target.mkdir()
-        except FileExistsError:
-            count += 1
-            target = output / f"{name}-{count}"
-        else:
-            return target
 
 
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
@@ -136,7 +129,7 @@ def _model_changes(job: Job) -> list[str]:
 
 def _digest(job: Job, path: Path) -> str | None:
     if path == STDIN:
-        came = standard_input(job, LogTeller(), is_kept=False)
+        came = standard_input(job, LogTeller().say, is_kept=False)
         came.seek(0)
         return hashlib.file_digest(came, "sha256").hexdigest()  # type: ignore[arg-type]
     if not path.is_file():

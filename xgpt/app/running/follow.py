@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,14 +53,10 @@ class Rescheduler:
         """waits: `update` does wait (tests)."""
         self.decider, self._output, self._waits = Decider(followed, timing), output, waits
         self._looked_s = -math.inf
-        self._thread: threading.Thread | None = None
-        self._look: AnyLook | None = None  # of the thread
-        self._follow_up: AnyLook | None = None  # what is decided on next, whatever else is seen
-        self._decision: Decision | None = None
-        self._is_over = False
         self._deaf_until_s = -math.inf
         self._changed: set[int] = set()  # shapes of copies that are not as the run began
         self.decisions: list[Decision] = []
+        self._turns = self._decided()
 
     @property
     def slots(self) -> int:
@@ -76,15 +72,37 @@ class Rescheduler:
         return tuple((room.slots, room.kv_tokens) for room in self.decider.followed.other_rooms)
 
     def update(self) -> bool:
-        """Look at what the run has written, and plan; or pass a plan's decision on, and return
+        """Looks at what the run has written, and plans; or passes a plan's decision on, and returns
         that there is one."""
-        if self._is_over:
-            return False
-        if self._thread is None and (look := self._follow_up or self._next_look()) is not None:
-            self._begin(look)
-        if self._thread is not None and self._waits:
-            self._thread.join()
-        return self._thread is not None and not self._thread.is_alive() and self._take_up()
+        return next(self._turns, False)
+
+    def _decided(self) -> Iterator[bool]:
+        """At each turn whether there is a decision. Ends where a plan failed, and has said so; the
+        run goes on."""
+        follow_up: AnyLook | None = None  # what is decided on next, whatever else is seen
+        while True:
+            if (look := follow_up or self._next_look()) is None:
+                yield False
+                continue
+            found = list[Decision | None]()
+            thread = threading.Thread(target=self._decide, args=(look, found), daemon=True)
+            thread.start()
+            if self._waits:
+                thread.join()
+            while thread.is_alive():
+                yield False
+            if not self._waits:
+                self._deaf_until_s = time.monotonic() + _DEAF_S
+            if not found or (decision := found[0]) is None:
+                return
+            follow_up, before = decision.follow_up, self.decider.running.estimate
+            is_taken = self.decider.take(look, decision)
+            if is_taken and decision.schedule is not None:
+                ChangeOrder(revision=self.decider.revision, controls=self._changes(
+                    before, decision.schedule.estimate)).save(self._output)
+            if is_taken:
+                self.decisions.append(decision)
+            yield is_taken
 
     def _next_look(self) -> AnyLook | None:
         """What there is to decide on, looked for now and then."""
@@ -99,11 +117,6 @@ class Rescheduler:
         at_bound = self.decider.look_at_bound(written)
         return self.decider.look(written) or self.decider.look_at_steps(written) or at_bound
 
-    def _begin(self, look: AnyLook) -> None:
-        self._look, self._follow_up = look, None
-        self._thread = threading.Thread(target=self._decide, args=(look,), daemon=True)
-        self._thread.start()
-
     def _hear(self) -> None:
         """What ranks tell of their steps, but for those that a plan beside them made slower."""
         if self.decider.pace is None or time.monotonic() < self._deaf_until_s:
@@ -111,30 +124,13 @@ class Rescheduler:
         for rank in read_beats(self._output):
             self.decider.pace.hear(rank.rank, rank.stage, rank.elapsed_s, rank.steps)
 
-    def _decide(self, look: AnyLook) -> None:
+    def _decide(self, look: AnyLook, found: list[Decision | None]) -> None:
         if sys.platform == "linux" and not self._waits:  # there a thread has its own priority
             thread = threading.get_native_id()  # of a command under `nice` it has that already
             os.setpriority(os.PRIO_PROCESS, thread, max(
                 _URGENT if is_pressing(look) else _NICENESS,
                 os.getpriority(os.PRIO_PROCESS, thread)))
-        self._decision = self.decider.decide_at_once(look) or self.decider.decide(look)
-
-    def _take_up(self) -> bool:
-        decision, self._thread, self._decision = self._decision, None, None
-        if not self._waits:
-            self._deaf_until_s = time.monotonic() + _DEAF_S
-        if decision is None:  # the plan failed, and has said so; the run goes on
-            self._is_over = True
-            return False
-        assert self._look is not None, "a thread has its look"
-        self._follow_up, before = decision.follow_up, self.decider.running.estimate
-        if not self.decider.take(self._look, decision):
-            return False
-        if decision.schedule is not None:
-            ChangeOrder(revision=self.decider.revision, controls=self._changes(
-                before, decision.schedule.estimate)).save(self._output)
-        self.decisions.append(decision)
-        return True
+        found.append(self.decider.decide_at_once(look) or self.decider.decide(look))
 
     def _changes(self, before: Estimate, now: Estimate) -> Changes | OfShapes:
         """What the rules are to obey now: an order takes the place of one that the run may not have

@@ -4,7 +4,6 @@ runs."""
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,7 @@ from xgpt.core.whole_file import sync_folder, why_no_file, why_no_folder
 from xgpt.launch.launcher import threads_per_rank
 from xgpt.launch.slurm import allocation_here
 from xgpt.report.table import paragraph
-from xgpt.run_folder.files import METRICS_FILE, RESULTS_FILE
+from xgpt.run_folder.files import METRICS_FILE, RESULTS_FILE, free_path
 from xgpt.run_folder.state import State, state_left
 from xrunner.checkpoint.identity import files_state, model_files, weights_whole
 from xrunner.checkpoint.source import shape_to_make, write_random_model
@@ -348,7 +347,7 @@ def make_room(output: Path, plan: RunPlan, tell: Teller, table: Path | None = No
         return
     for path in (results, output / HELD_FILE, *(() if table is None else (table,))):
         if path.is_file() and path.stat().st_size > 0:
-            kept = _free_name(path)
+            kept = free_path(path, path.stat().st_mtime)
             path.rename(kept)
             sync_folder(output)
             tell.say(f"results of an earlier run kept as {kept.name}")
@@ -368,17 +367,6 @@ def _refuse_another_job(output: Path, plan: RunPlan) -> None:
                     "changed since the run in this folder was begun, and it is not finished. Put "
                     "it back as it was to go on, or begin anew with `xgpt submit --again`, which "
                     "keeps what was answered")
-
-
-def _free_name(path: Path) -> Path:
-    """Names the results by the time of their last line, and like no other file: earlier results are
-    never written over."""
-    stamp = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
-    free, count = path.with_name(f"{path.stem}-{stamp}{path.suffix}"), 1
-    while free.exists():
-        count += 1
-        free = path.with_name(f"{path.stem}-{stamp}-{count}{path.suffix}")
-    return free
 
 
 def write_job(opened: OpenedJob) -> None:
