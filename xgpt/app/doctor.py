@@ -1,5 +1,5 @@
-"""What this machine has of what xgpt can use, and how the CUDA kernels do on its GPU. What needs
-torch or MPI is asked of processes of their own."""
+"""What this machine has of what xgpt can use, the command that mends what is missing, and how the
+CUDA kernels do on its GPU. What needs torch or MPI is asked of processes of their own."""
 
 import importlib.util
 import json
@@ -36,6 +36,13 @@ _TORCH_INDEX = {"12": "cu128", "13": "cu130"}
 _OPTIONAL = {"jinja2": ("report", "reports"), "matplotlib": ("report", "plots in reports"),
              "pyarrow": ("parquet", "Parquet files"), "rich": ("top", "xgpt top")}
 _FAILS = "fails: "  # how what cannot be used is told
+SCHEMA_VERSION = 1
+_LIMIT_S = 600.0  # the native operators may have to be compiled
+_INSTRUCTION_SETS = (("avx2", "AVX2"), ("avx512f", "AVX-512"), ("avx512_bf16", "AVX-512 bf16"),
+                     ("avx512_vnni", "VNNI"), ("amx_bf16", "AMX bf16"), ("asimd", "NEON"),
+                     ("sve", "SVE"))
+_CHECKS = Path(__file__).resolve().parents[2] / "tests" / "support"  # of a source tree
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,15 +174,6 @@ def _printed(command: Sequence[str], environment: Mapping[str, str] | None = Non
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise XgptError(f"{_FAILS}{said[-1]}")
     return done.stdout
-
-
-SCHEMA_VERSION = 1
-_LIMIT_S = 600.0  # the native operators may have to be compiled
-_INSTRUCTION_SETS = (("avx2", "AVX2"), ("avx512f", "AVX-512"), ("avx512_bf16", "AVX-512 bf16"),
-                     ("avx512_vnni", "VNNI"), ("amx_bf16", "AMX bf16"), ("asimd", "NEON"),
-                     ("sve", "SVE"))
-_CHECKS = Path(__file__).resolve().parents[2] / "tests" / "support"  # of a source tree
-_BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

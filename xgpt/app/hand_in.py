@@ -1,5 +1,6 @@
-"""Jobs handed in to Slurm: planned as far as this machine can, their batch script written and
-submitted. Several job files become one array, a task each."""
+"""Jobs that run elsewhere. Handed in to Slurm: planned as far as this machine can, their batch
+script written and submitted (several job files become one array, a task each), and run in the
+allocation. Or written as a file for Kubernetes or SkyPilot."""
 
 import importlib.util
 import math
@@ -36,6 +37,20 @@ from xprofiler.roofline import Roofline
 from xrunner.engines.engine import mistake
 from xscheduler.beginning import said_of
 from xscheduler.evaluator import predict
+
+SCRIPT = "slurm.sh"
+# Of a time limit beyond the prediction: for measured times, and for computed ones, which are off
+# by more; what there is before the first query (queue to shell, Python, the first profile).
+_SLACK, _COMPUTED_SLACK, _SETUP_S = 1.25, 2.0, 600.0
+_STEP_S = 300.0  # limits are whole steps: nobody reads 01:37
+FORMATS: dict[str, Callable[[Exported], str]] = {
+    "jobset": render_jobset, "skypilot": render_skypilot}
+_REMARK = {
+    "jobset": "The claim {claim} is a shared volume (of several nodes: ReadWriteMany) that holds "
+              "the folder {folder}. The image has xgpt with its extra `run` and, of several nodes, "
+              "an ssh server and keys with which its pods reach each other.",
+    "skypilot": "The image has xgpt with its extra `run`. Results are on the cluster, in "
+                "~/sky_workdir: fetch them before it goes down."}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,13 +130,6 @@ def in_allocation(job: Job, allocation: Allocation, tell: Teller) -> Job:
                  "their cores")
     names = node_names(allocation)[:layout.nodes]
     return replace(job, cluster=LOCAL_CLUSTER, run=replace(job.run, ranks=ranks, hosts=names))
-
-
-SCRIPT = "slurm.sh"
-# Of a time limit beyond the prediction: for measured times, and for computed ones, which are off
-# by more; what there is before the first query (queue to shell, Python, the first profile).
-_SLACK, _COMPUTED_SLACK, _SETUP_S = 1.25, 2.0, 600.0
-_STEP_S = 300.0  # limits are whole steps: nobody reads 01:37
 
 
 class Wanted(NamedTuple):
@@ -324,16 +332,6 @@ def _refuse_twice(output: Path) -> None:
         raise XgptError(f"{output}: Slurm's job {record.job_id} for it is {said.state.lower()} "
                         f"(see `xgpt status`); end it with `xgpt stop {quoted(str(output))}`, or "
                         "give this one another `output`")
-
-
-FORMATS: dict[str, Callable[[Exported], str]] = {
-    "jobset": render_jobset, "skypilot": render_skypilot}
-_REMARK = {
-    "jobset": "The claim {claim} is a shared volume (of several nodes: ReadWriteMany) that holds "
-              "the folder {folder}. The image has xgpt with its extra `run` and, of several nodes, "
-              "an ssh server and keys with which its pods reach each other.",
-    "skypilot": "The image has xgpt with its extra `run`. Results are on the cluster, in "
-                "~/sky_workdir: fetch them before it goes down."}
 
 
 def export(job: Job, overrides: Sequence[str], tell: Teller, *, to: str, image: str,

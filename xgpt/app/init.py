@@ -44,6 +44,11 @@ _MOST_SAMPLED = 50  # rows, for what a column is like
 # Names under which data sets keep what a model is to be asked, the likeliest first.
 _LIKELY = ("question", "instruction", "query", "text", "input", "content", "sentence", "article",
            "document", "review", "body")
+USUAL_FILE = Path("job.yaml")
+QUICKSTART_MODEL = "smollm2-135m"
+USUAL_MOST_TOKENS, LEAST_MOST_TOKENS = 256, 32
+_CHARS_A_TOKEN = 3  # of English about 4; of other languages fewer
+_PLAIN = re.compile(r"[\w./-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,13 +194,6 @@ def _chars(request: Request) -> int:
     if request.messages is not None:
         return sum(len(message.get("content", "")) for message in request.messages)
     return len(request.prompt or "")
-
-
-USUAL_FILE = Path("job.yaml")
-QUICKSTART_MODEL = "smollm2-135m"
-USUAL_MOST_TOKENS, LEAST_MOST_TOKENS = 256, 32
-_CHARS_A_TOKEN = 3  # of English about 4; of other languages fewer
-_PLAIN = re.compile(r"[\w./-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,5 +1,7 @@
 """What xgpt can do with a model, before a job is written for it: whether it is planned and
-executed, by which engine, what of its config.json is not supported, and the memory it takes."""
+executed, by which engine, what of its config.json is not supported, and the memory it takes; and
+how far computed times are off, by GPU and engine. (The published part of that is packaged with the
+catalog; benchmarks/validated.py makes it.)"""
 
 import importlib.util
 import re
@@ -39,6 +41,8 @@ from xsimulator.measured_loops import (
 )
 
 _TOKENS = 1000  # of KV cache, in the table
+CONFIDENCE = 0.9  # chosen: of the margin that is shown beside one's own loops
+OPERATORS = {"TPOT": "tpot_s", "TTFT": "ttft_s", "request": "latency_s"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,10 +257,6 @@ def _gpu_words() -> str:
         return ", which has no GPU"
     return (f", and {cluster.num_devices} x {cluster.device.name} of "
             f"{format_bytes(cluster.device.memory_bytes)}")
-
-
-CONFIDENCE = 0.9  # chosen: of the margin that is shown beside one's own loops
-OPERATORS = {"TPOT": "tpot_s", "TTFT": "ttft_s", "request": "latency_s"}
 
 
 def published_errors() -> dict[str, Any]:

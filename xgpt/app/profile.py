@@ -1,4 +1,5 @@
-"""This machine's profile of a job's model: found in the cache, gone on with, or measured."""
+"""The times that a job is planned with: this machine's profile of its model, found in the cache,
+gone on with, or measured; a profile that it names; or the roofline."""
 
 import importlib.util
 import json
@@ -46,6 +47,10 @@ from xrunner.io.lock import Taken, output_lock
 
 START_S = 1.5  # of ranks that measure, which import torch
 _TIMED = frozenset(operator.value for operator in OWN_TABLE.values())
+DEFAULT_BUDGET_S = 45.0
+QUICK_PATIENCE_S, PATIENCE_SHARE = 2.0, 0.2  # for others: of a quick profile, and of a budget
+_LOOK_S = 0.2  # between looks whether another process has ended measuring
+_TELL_S = 60.0  # between two words of waiting for it
 
 
 def timing_of(opened: OpenedJob) -> TimingSource:
@@ -116,12 +121,6 @@ def _given_timing(opened: OpenedJob, path: Path, fallback: TimingSource) -> Prof
     for mark in marks:
         opened.tell.say(f"WARNING: the profile is not of what will run: {mark}")
     return ProfileTiming(profile, fallback, marks)
-
-
-DEFAULT_BUDGET_S = 45.0
-QUICK_PATIENCE_S, PATIENCE_SHARE = 2.0, 0.2  # for others: of a quick profile, and of a budget
-_LOOK_S = 0.2  # between looks whether another process has ended measuring
-_TELL_S = 60.0  # between two words of waiting for it
 
 
 def local_profile(wanted: WantedProfile, tell: Teller, *, budget_s: float | None = None,

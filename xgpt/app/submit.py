@@ -1,4 +1,6 @@
-"""A job from its file's words to its results: planned, shown, run."""
+"""A job from its file's words to its results: planned, shown, run. Several are planned before the
+first of them starts, and again where those before it have told how long steps take; they are run by
+the same ranks as long as they hold the same weights, and none is stopped by another's failure."""
 
 import atexit
 import os
@@ -32,6 +34,8 @@ from xrunner.checkpoint.source import cache_dir
 from xrunner.engines.engine import engine_of
 from xrunner.io.stop import StopRequest
 from xrunner.ops import build
+
+_GRACE_S = 1.0  # for the compiler to take its files away
 
 
 def submit(job: Job, tell: Teller, standby: Standby | None = None) -> dict[str, Any]:
@@ -204,9 +208,6 @@ def _line(turn: Turn) -> str:
         line += f", {facts['queries']} of {facts.get('queries_total', facts['queries'])}"
     return f"{line} ({shown(turn.job.output)})" + (
         "" if turn.state != "failed" else f": {turn.error}")
-
-
-_GRACE_S = 1.0  # for the compiler to take its files away
 
 
 def begin_compiling(job: Job) -> subprocess.Popen[bytes] | None:

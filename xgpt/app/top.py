@@ -1,5 +1,5 @@
 """A running job at a glance, from the files it writes, here or under Slurm: what `xgpt top` shows,
-on a screen that rich draws (the extra `top`)."""
+on a screen that rich draws (the extra `top`); and its end in good order, for `xgpt stop`."""
 
 import importlib.util
 import json
@@ -41,6 +41,7 @@ _LOOK_S = 1.0
 _SPARKS = " .:-=+*#"
 _COLOURS: dict[str, str] = {State.RUNNING: "green", State.DONE: "green", State.DIED: "red",
                             State.STOPPED: "yellow", State.COMPLETE: "yellow"}
+_ASKED = "asked to stop: it ends in a few seconds, and the same command goes on from there"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,9 +308,6 @@ def _keys() -> Iterator[Callable[[float], bool]]:
     finally:
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
         signal.signal(signal.SIGINT, previous)
-
-
-_ASKED = "asked to stop: it ends in a few seconds, and the same command goes on from there"
 
 
 def stop_job(output: Path) -> str:

@@ -1,7 +1,8 @@
 """The launcher's eye on a running job: output lengths as they come, how long steps take, and what
-both mean for the schedule (xscheduler.live.decisions). Plans are made beside the run, in a thread
-of lower priority, since the cores are the ranks'.
-"""
+both mean for the schedule (xscheduler.live.decisions), and whether the ranks go on. Plans are made
+beside the run, in a thread of lower priority, since the cores are the ranks'. A run that makes no
+progress is ended, by the name of who holds it up: a rank that is stopped, swapped out, or waits for
+a disk or a device that does not answer holds up all, for ever."""
 
 import math
 import os
@@ -43,6 +44,12 @@ _NICENESS = 5
 _URGENT = 0
 # After a plan, until ranks have told of steps that it did not disturb: they tell once a second.
 _DEAF_S = 2.0
+LEAST_S, _STEPS = 60.0, 10  # without progress; times the longest step known
+# until a rank tells that it lives (it imports, perhaps over a slow network), and for its first step
+_START_S = 600.0
+_BEATS_LOOK_S = 1.0
+_AWAY_S = 5.0  # a launcher that has not looked for so long was stopped itself
+_GRACE_S = 20.0  # at least, between a request to stop and the end of who does not hear it
 
 
 class Rescheduler:
@@ -215,13 +222,6 @@ def decisions_with_phases(decisions: Sequence[Decision],
                 for key in ("phase", "elapsed_s")}} for decision in decisions]
 
 
-LEAST_S, _STEPS = 60.0, 10  # without progress; times the longest step known
-# until a rank tells that it lives (it imports, perhaps over a slow network), and for its first step
-_START_S = 600.0
-_BEATS_LOOK_S = 1.0
-_AWAY_S = 5.0  # a launcher that has not looked for so long was stopped itself
-
-
 class RanksHang(XgptError):
     """No rank died, and the run does not go on."""
 
@@ -316,9 +316,6 @@ class StallWatch:
                     f"{self._ranks} gave no sign of life within "
                     f"{format_seconds(round(now - self._start_s))} of the start")
         return None
-
-
-_GRACE_S = 20.0  # at least, between a request to stop and the end of who does not hear it
 
 
 class Guard:

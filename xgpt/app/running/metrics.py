@@ -1,4 +1,10 @@
-"""metrics.json: what a run measured, beside what was predicted, and what makes the difference."""
+"""metrics.json: what a run measured, beside what was predicted, and what makes the difference; and
+what goes back into the cached profile that it was planned with.
+
+That is its steps, by kind, against the profile's own times: so that the next job on this machine
+measures nothing, and one that began with a quick profile knows better afterwards. Only of a run
+that was whole, that others left alone, and whose steps took as long at its end as at its beginning:
+a disturbed one, or one that was slowed in its middle, says nothing of the machine."""
 
 import json
 import math
@@ -46,6 +52,12 @@ from xsimulator.replay.recorded import Recording, load_recordings
 
 CHANGED = ("the schedule was changed while the queries ran; what was predicted is of the one that "
            "the run began with")
+LEAST_STEPS = 30  # of a kind on a stage that a run must have taken for it to tell
+# or so few, which took so long together: a job of few queries encodes them in a few long steps
+_FEW_STEPS, LONG_S = 3, 1.0
+_MOST_STEPS = 2000  # of a stage, the latest, that are looked at
+PASSING = 1.3  # by which a kind's last third may be slower, or quicker, than its first
+_EXTREME = 0.1  # of a kind's steps, those whose ratios are farthest out, half at each end
 
 
 def write_metrics(opened: OpenedJob, timing: TimingSource | None, schedule: Schedule | None,
@@ -231,14 +243,6 @@ def _most_outputs(problem: Problem, schedule: Schedule, num_queries: int) -> Int
     if known is None or len(known.inputs) != num_queries:
         raise XgptError(f"the run answered {num_queries} requests, others can run")
     return known.most_outputs
-
-
-LEAST_STEPS = 30  # of a kind on a stage that a run must have taken for it to tell
-# or so few, which took so long together: a job of few queries encodes them in a few long steps
-_FEW_STEPS, LONG_S = 3, 1.0
-_MOST_STEPS = 2000  # of a stage, the latest, that are looked at
-PASSING = 1.3  # by which a kind's last third may be slower, or quicker, than its first
-_EXTREME = 0.1  # of a kind's steps, those whose ratios are farthest out, half at each end
 
 
 def learn(opened: OpenedJob, timing: TimingSource, schedule: Schedule,

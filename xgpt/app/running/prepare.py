@@ -1,5 +1,5 @@
-"""The output folder of a run before its ranks start: what they are told, and what stays of earlier
-runs."""
+"""Before the ranks of a run start: what keeps it from being run, what its ranks are told, and what
+stays of earlier runs."""
 
 import os
 from collections.abc import Iterator
@@ -53,6 +53,19 @@ from xrunner.plan import (
 from xrunner.rules.order import window_of
 from xrunner.rules.steps import kv_budget, rules_for
 
+_RANKS_PER_CORE = 4  # more would only take turns, and each loads its own libraries
+# What decides the answers, as a job file has it. Two more follow from the schedule and the requests
+# together.
+_IN_WORDS = {"requests_digest": "the requests", "is_chat": "workload.chat",
+             "chat_template_kwargs": "workload.chat_template_kwargs",
+             "max_tokens": "workload.max_tokens", "engine": "run.engine",
+             "engine_version": "the engine's version",
+             "query_kv_tokens": "the longest request that the schedule holds",
+             "most_input_tokens": "the longest input that the schedule encodes", **{
+                 name: f"run.{name}" for name in (
+                     "dtype", "weight_dtype", "seed", "temperature", "top_k", "top_p", "stop",
+                     "ignore_eos", "engine_args", "deterministic")}}
+
 
 def lies_in_blocks(opened: OpenedJob, estimate: Estimate) -> bool:
     """Whether what the rules of `estimate` reserve for a query lies in blocks. On a GPU it does,
@@ -73,9 +86,6 @@ def lies_in_blocks(opened: OpenedJob, estimate: Estimate) -> bool:
                     "lie in rows alone")
     is_gpu = opened.problem.cluster.device.kind == "gpu"
     return is_able and (wish == "blocks" or (wish == "auto" and is_gpu))
-
-
-_RANKS_PER_CORE = 4  # more would only take turns, and each loads its own libraries
 
 
 def refuse_what_cannot_run(job: Job, tell: Teller) -> None:
@@ -198,19 +208,6 @@ def _make_place(job: Job, results: Path) -> None:
         arrow(f"writing {results.name}")
     if (allowed := why_no_file(results)) is not None:
         raise wrong(job.source, "results", str(results), allowed)
-
-
-# What decides the answers, as a job file has it. Two more follow from the schedule and the requests
-# together.
-_IN_WORDS = {"requests_digest": "the requests", "is_chat": "workload.chat",
-             "chat_template_kwargs": "workload.chat_template_kwargs",
-             "max_tokens": "workload.max_tokens", "engine": "run.engine",
-             "engine_version": "the engine's version",
-             "query_kv_tokens": "the longest request that the schedule holds",
-             "most_input_tokens": "the longest input that the schedule encodes", **{
-                 name: f"run.{name}" for name in (
-                     "dtype", "weight_dtype", "seed", "temperature", "top_k", "top_p", "stop",
-                     "ignore_eos", "engine_args", "deterministic")}}
 
 
 def plan_for_ranks(opened: OpenedJob, schedule: Schedule | None, requests: Requests) -> RunPlan:

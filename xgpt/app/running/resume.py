@@ -1,5 +1,7 @@
-"""Taking over what a run left whose ranks came to their end after their launcher was killed: all
-results, and no metrics.json. Nothing is run again."""
+"""What an earlier command of the same job left decides before anything is planned anew: times and
+the memory that is free change from hour to hour, and with them the plan. Of a run whose ranks came
+to their end after their launcher was killed, all results are there and no metrics.json: they are
+taken over, and nothing is run again."""
 
 import json
 from array import array
@@ -37,6 +39,8 @@ TAKEN_OVER = ("every query was answered by an earlier run, and not all of its ot
               "these results are taken over, and nothing is run again")
 _FIGURES = ("wall_s", "throughput_qps", "output_tokens_per_s", "load_s", "loaded_bytes",
             "loaded_from_disk_bytes", "disk_bytes_per_s", "overhead_share")
+BY_WHAT_WAS_BEGUN = ("the schedule found now does not hold all requests of the run that is in the "
+                     "folder, and not finished: it goes on by the schedule that it was begun with")
 
 
 def is_left_whole(plan: RunPlan) -> bool:
@@ -132,10 +136,6 @@ def _of_shape(shape: Estimate) -> tuple[object, ...]:
     controls, names = shape.controls, policy(shape.policy).variable_names
     own = (getattr(controls, name) for name in ("policy", *names))
     return shape.deployment.stages, shape.deployment.replicas, *own
-
-
-BY_WHAT_WAS_BEGUN = ("the schedule found now does not hold all requests of the run that is in the "
-                     "folder, and not finished: it goes on by the schedule that it was begun with")
 
 
 def taken_over(opened: OpenedJob) -> dict[str, Any] | None:

@@ -1,4 +1,8 @@
-"""One run of a schedule: prepared, started, again where a rank dies, followed and closed."""
+"""One run of a schedule: prepared, started, followed and closed.
+
+After a rank's death the ranks are started again, a bounded number of times. A query that was under
+way at two deaths may be what kills them: it is left for the end and run alone then, and where it
+kills its rank again it gets an error in the place of an answer. The others finish."""
 
 import json
 import math

@@ -62,6 +62,8 @@ from xrunner.io.lock import output_lock
 from xscheduler.planner import PlanOptions
 
 FORMATS = ("csv", "parquet")
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_LOOK_S = 0.1  # chosen: between looks for new rows, which take seconds each
 
 
 class SweepFolder:
@@ -164,10 +166,6 @@ def _value(row: Row, column: SweepColumn) -> str | float | int | None:
         return None if value is None else str(value)
     number = number_of(row, column.name)
     return int(number) if column.kind == "whole" and number is not None else number
-
-
-_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-_LOOK_S = 0.1  # chosen: between looks for new rows, which take seconds each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
