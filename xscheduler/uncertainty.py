@@ -48,10 +48,9 @@ from xgpt.core.normal import mixture_quantile, ndtri
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Margin
 from xgpt.core.units import format_seconds
-from xprofiler.made_sources import remembering
 from xprofiler.profile import TableKey
 from xprofiler.profile_timing import MOST_NOISE, TableError
-from xprofiler.source_errors import OperatorGroup, SourceErrors, sizes_of
+from xprofiler.source_errors import OperatorGroup, SourceErrors, remembering, sizes_of
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import Evaluator
 from xscheduler.job_sample import levels_of, logarithms_at

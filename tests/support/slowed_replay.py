@@ -20,7 +20,7 @@ from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Schedule
-from xprofiler.retimed import Factor
+from xprofiler.profile_timing import Factor
 from xprofiler.timing import TimingSource
 from xrunner.io.beat import MOST_STEPS, ToldStep
 from xrunner.rules.changes import Changeable, changes_of

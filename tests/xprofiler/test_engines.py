@@ -10,8 +10,14 @@ from xgpt.core import catalog
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.errors import UnknownNameError
 from xgpt.core.units import FP8, INT8
-from xprofiler.constants import BY_KIND, GPU, RooflineConstants
-from xprofiler.engines import LINK_FIELDS, changed, engine_constants
+from xprofiler.constants import (
+    BY_KIND,
+    GPU,
+    LINK_FIELDS,
+    RooflineConstants,
+    changed,
+    engine_constants,
+)
 from xprofiler.roofline import Roofline
 from xprofiler.source_errors import OperatorGroup
 from xprofiler.timing import MessageKind, Operator

@@ -14,8 +14,8 @@ from xgpt.core.hf_config import from_hf_config
 from xgpt.core.model import ModelSpec, active_layer_params
 from xprofiler.constants import GPU
 from xprofiler.kernels import Kernels, RowKernels
+from xprofiler.roofline import work
 from xprofiler.timing import Operator
-from xprofiler.work import work
 
 EXPERTS = Experts(count=8, per_token=2, inner=64)
 MIXED = ModelSpec(name="toy", family="llama", num_layers=2, hidden_size=32, num_heads=4,

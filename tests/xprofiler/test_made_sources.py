@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from xgpt.core import catalog
-from xprofiler.made_sources import MOST_SIZES, Raised, Remembered
 from xprofiler.profile import HANDOVER_DIRECT, STEP_OVERHEAD, TableKey
 from xprofiler.roofline import Roofline
+from xprofiler.source_errors import MOST_SIZES, Raised, Remembered
 from xprofiler.timing import MessageKind, Operator, TimingSource
 
 LINK = catalog.link("nvlink3")

@@ -14,14 +14,15 @@ import pytest
 
 from xgpt.core import catalog
 from xgpt.core.errors import InputError, XgptError
-from xprofiler.cache import cached_profile_path, model_shape
 from xprofiler.profile import (
     Peaks,
     Profile,
     ProfileMetadata,
     Sample,
     TableKey,
+    cached_profile_path,
     merge,
+    model_shape,
 )
 from xprofiler.profile_file import (
     AXES,

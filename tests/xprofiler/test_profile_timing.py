@@ -13,7 +13,6 @@ from laid_out import amdahl, profile_of
 from xgpt.core import catalog
 from xgpt.core.cluster import Link
 from xgpt.core.errors import XgptError
-from xprofiler.made_sources import Raised, remembering
 from xprofiler.profile import (
     ALL_REDUCE,
     HANDOVER,
@@ -26,9 +25,9 @@ from xprofiler.profile import (
     Sample,
     TableKey,
 )
-from xprofiler.profile_timing import ProfileTiming, table_shape
-from xprofiler.retimed import Factor, Retimed
+from xprofiler.profile_timing import Factor, ProfileTiming, Retimed, table_shape
 from xprofiler.roofline import Roofline
+from xprofiler.source_errors import Raised, remembering
 from xprofiler.timing import MessageKind, Operator, of_role
 
 REDUCE, SEND, HAND_OVER = MessageKind.ALL_REDUCE, MessageKind.TRANSFER, MessageKind.HANDOVER

@@ -10,7 +10,7 @@ import pytest
 from xgpt.core import catalog
 from xgpt.core.cluster import Device
 from xgpt.core.model import ModelSpec
-from xprofiler.links import link_kind
+from xprofiler.kernels import link_kind
 from xprofiler.roofline import Roofline
 from xprofiler.timing import MessageKind, Operator
 

@@ -10,8 +10,7 @@ import pytest
 from scipy.stats import t as student
 
 from xgpt.core import catalog
-from xprofiler.engines import engine_errors
-from xprofiler.made_sources import Raised
+from xprofiler.constants import engine_errors
 from xprofiler.profile import TableKey
 from xprofiler.roofline import Roofline
 from xprofiler.source_errors import (
@@ -19,6 +18,7 @@ from xprofiler.source_errors import (
     UNCALIBRATED,
     GroupError,
     OperatorGroup,
+    Raised,
     SourceErrors,
     group_of,
     sizes_of,

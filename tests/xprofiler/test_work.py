@@ -8,8 +8,8 @@ import pytest
 from xgpt.core import catalog
 from xgpt.core.model import ModelSpec
 from xprofiler.profile import Peaks
+from xprofiler.roofline import LeastWork, bound_by, floor_s, work
 from xprofiler.timing import Operator
-from xprofiler.work import LeastWork, bound_by, floor_s, work
 
 # H 8, A 8, K 2 x 2 heads x 2 = 8, gated MLP of 10, V 33
 SMALL = ModelSpec(name="small", family="llama", num_layers=2, hidden_size=8, num_heads=4,

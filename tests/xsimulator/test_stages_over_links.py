@@ -14,7 +14,7 @@ from xgpt.core import catalog
 from xgpt.core.cluster import Cluster, places_of
 from xgpt.core.job import FixedSchedule
 from xgpt.core.model import ModelSpec
-from xprofiler.links import link_kind
+from xprofiler.kernels import link_kind
 from xprofiler.roofline import Roofline
 from xprofiler.timing import MessageKind
 from xscheduler.tensor_plans import tensor_plans

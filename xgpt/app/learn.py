@@ -17,8 +17,7 @@ import numpy as np
 from xgpt.app.opened import OpenedJob
 from xgpt.core.schedule import Schedule
 from xgpt.launch.contention import NOTICEABLE_SHARE
-from xprofiler.cache import cached_profile_path, changing
-from xprofiler.profile import LearnedSteps, Profile
+from xprofiler.profile import LearnedSteps, Profile, cached_profile_path, changing
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import LEARNED_KEPT, ProfileTiming
 from xprofiler.timing import TimingSource

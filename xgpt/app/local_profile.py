@@ -29,9 +29,8 @@ from xgpt.launch.launcher import Launcher, RankProgram
 from xgpt.launch.leftovers import passing_folder
 from xgpt.launch.rows import launcher_of
 from xgpt.launch.standby import Standby
-from xprofiler.cache import cached_profile_path
 from xprofiler.points import OWN_TABLE, Kind, Needs, Point, lacking, missing, quick_points
-from xprofiler.profile import TRANSFER, Profile, ProfileMetadata
+from xprofiler.profile import TRANSFER, Profile, ProfileMetadata, cached_profile_path
 from xprofiler.profile_file import load_profile
 from xprofiler.verdict import (
     disturbed,

@@ -12,8 +12,7 @@ from xgpt.core.job import Job
 from xgpt.core.local import core_clock, usable_cores
 from xgpt.core.problem import Problem
 from xgpt.launch.launcher import threads_per_rank
-from xprofiler.cache import kernels_fingerprint, model_shape
-from xprofiler.profile import ProfileMetadata
+from xprofiler.profile import ProfileMetadata, kernels_fingerprint, model_shape
 from xrunner.checkpoint.source import cache_dir
 from xrunner.engines.engine import engine_of
 from xrunner.ops.build import why_no_kernels, why_not_native

@@ -9,9 +9,8 @@ from xgpt.app.profile_identity import profile_metadata, why_no_operators
 from xgpt.app.telling import told_while
 from xgpt.core.errors import InputError, Mistake, XgptError
 from xgpt.core.local import why_no_torch
-from xprofiler.cache import cached_profile_path
 from xprofiler.points import OWN_TABLE
-from xprofiler.profile import match
+from xprofiler.profile import cached_profile_path, match
 from xprofiler.profile_file import load_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.roofline import Roofline

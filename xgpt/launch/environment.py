@@ -1,5 +1,5 @@
 """The environment that ranks are started in. Part of it decides how long their steps take, so it is
-part of what a profile is of (xprofiler.cache)."""
+part of what a profile is of (xprofiler.profile)."""
 
 import os
 

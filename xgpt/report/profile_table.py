@@ -19,9 +19,9 @@ from xprofiler.points import left_out
 from xprofiler.profile import DISTURBED_LIMIT, STEP_OVERHEAD, Profile, Sample, TableKey
 from xprofiler.profile_file import AXES
 from xprofiler.profile_timing import learned_factors
+from xprofiler.roofline import bound_by, floor_s, work
 from xprofiler.timing import Operator
 from xprofiler.verdict import SPREAD_LIMIT, judge
-from xprofiler.work import bound_by, floor_s, work
 
 MAX_ROWS, MAX_LINES = 15, 3  # points of a table; values of y in it
 _OPERATORS = frozenset(operator.value for operator in Operator)

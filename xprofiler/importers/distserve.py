@@ -28,8 +28,15 @@ from xgpt.core.cluster import Device
 from xgpt.core.errors import wrong
 from xgpt.core.lengths import FloatArray
 from xgpt.core.model import ModelSpec, refuse_tp_degree
-from xprofiler.importers.draft import MAX_QUERIES, MAX_TOKENS, ProfileDraft, Source, free
-from xprofiler.importers.table import Fault, fail
+from xprofiler.importers.draft import (
+    MAX_QUERIES,
+    MAX_TOKENS,
+    Fault,
+    ProfileDraft,
+    Source,
+    fail,
+    free,
+)
 from xprofiler.profile import ALL_REDUCE, Profile, Sample, TableKey
 from xprofiler.timing import Operator
 

@@ -25,21 +25,17 @@ from xgpt.core.model import ModelSpec, model_from_dict
 from xprofiler.measure.bench import (
     DRAWN,
     GREEDY,
+    EncoderDecoderBench,
     LayerBench,
     Measurement,
     around,
     ordinary_inputs,
     ragged,
 )
-from xprofiler.measure.captured import Capturing
-from xprofiler.measure.clock import measure_peaks
-from xprofiler.measure.disturbance import Disturbance
-from xprofiler.measure.encoder_decoder import EncoderDecoderBench
-from xprofiler.measure.host import head_overhead
-from xprofiler.measure.network import Subject, measure_network, places
-from xprofiler.measure.ranks import Ranks, connect, own_device
-from xprofiler.measure.recorder import Recorder
-from xprofiler.measure.sums import Bench
+from xprofiler.measure.network import Bench, Subject, measure_network, places
+from xprofiler.measure.probe import Capturing, measure_peaks
+from xprofiler.measure.ranks import Disturbance, Ranks, connect, own_device
+from xprofiler.measure.recorder import Recorder, head_overhead
 from xprofiler.points import Kind, Needs, Point, quick_points, refinement, skeleton
 from xprofiler.profile import (
     ALL_REDUCE,

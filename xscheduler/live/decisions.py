@@ -18,7 +18,7 @@ from xgpt.core.lengths import IntArray
 from xgpt.core.policies import policy
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate, Schedule
-from xprofiler.retimed import Retimed
+from xprofiler.profile_timing import Retimed
 from xprofiler.timing import TimingSource
 from xscheduler.beginning import FIRST_QUERIES
 from xscheduler.live.allowance import Allowance, Kept, KeptLook

@@ -41,7 +41,7 @@ import numpy as np
 from xgpt.core.deployment import Pool
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
-from xprofiler.retimed import Factor, Factors
+from xprofiler.profile_timing import Factor, Factors
 from xprofiler.timing import TimingSource
 from xscheduler.copies import problem_for
 from xsimulator.replay.step_clock import StepClock, StepClocks, StepSizes
@@ -353,7 +353,7 @@ class Pace:
 
     def _planned(self, kind: str) -> float:
         """The factor that is planned with: of a kind that was not seen, as the others (see
-        xprofiler.retimed)."""
+        xprofiler.profile_timing)."""
         if kind in self.factors or not self.factors:
             return self.factors[kind].factor if kind in self.factors else 1.0
         others = Factors(self.factors)

@@ -12,7 +12,9 @@ if sys.orig_argv[-3:-1] == ["-m", "xprofiler.measure.worker"] and "-n" not in sy
     from dataclasses import replace
     from typing import Any
 
-    from xprofiler.measure import clock, disturbance, network, ranks, recorder
+    from xprofiler.measure import network, ranks, recorder
+    from xprofiler.measure import probe as clock
+    from xprofiler.measure import ranks as disturbance
     from xprofiler.verdict import MOST_TRIES
 
     assert ranks._MAX_STEPS > 10 and ranks._ATTEMPTS > 1, "else this saves nothing"

@@ -16,8 +16,7 @@ from xgpt.app.learn import LEAST_STEPS, learn, learned_of
 from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.plan import executable, plan_job
 from xgpt.core.schedule import Schedule
-from xprofiler.cache import cached_profile_path
-from xprofiler.profile import LearnedSteps, Profile
+from xprofiler.profile import LearnedSteps, Profile, cached_profile_path
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xrunner.io.beat import ToldStep

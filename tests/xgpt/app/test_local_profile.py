@@ -24,10 +24,10 @@ from xgpt.app.telling import LogTeller
 from xgpt.core.job import FixedSchedule
 from xgpt.core.model import ModelSpec
 from xgpt.launch.launcher import RankProgram
-from xprofiler.cache import cached_profile_path
-from xprofiler.measure import clock, ranks, worker
+from xprofiler.measure import probe as clock
+from xprofiler.measure import ranks, worker
 from xprofiler.points import Kind, Needs, Point, left_out, quick_points, skeleton
-from xprofiler.profile import LearnedSteps, Profile, TableKey
+from xprofiler.profile import LearnedSteps, Profile, TableKey, cached_profile_path
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import Operator
@@ -65,7 +65,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Counter[Point]:
     """How often each point was measured. None is noisy or disturbed, however busy the machine
     is."""
     monkeypatch.setattr("xprofiler.verdict.NOISE_LIMIT", math.inf)
-    monkeypatch.setattr("xprofiler.measure.disturbance.missing_share", lambda *_: 0.0)
+    monkeypatch.setattr("xprofiler.measure.ranks.missing_share", lambda *_: 0.0)
     counts: Counter[Point] = Counter()
     measure = worker.Measuring._measure
 
@@ -199,7 +199,7 @@ def test_on_a_machine_that_is_never_quiet_measuring_comes_to_an_end(
         for p in profile.table(key.name))}))
     monkeypatch.setattr(app, "_is_as_busy", lambda missing: False)
     monkeypatch.setattr(app, "QUICK_PATIENCE_S", 0.0)
-    monkeypatch.setattr("xprofiler.measure.disturbance.missing_share", lambda *_: 0.5)
+    monkeypatch.setattr("xprofiler.measure.ranks.missing_share", lambda *_: 0.5)
     for _ in range(MOST_TRIES + 2):
         profile = quick_profile(wanted, LogTeller())
     assert measured - before == Counter({place: MOST_TRIES - 1}), "once it had been before"

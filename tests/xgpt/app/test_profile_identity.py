@@ -9,8 +9,7 @@ import pytest
 
 from xgpt.app import profile_identity, timing
 from xgpt.app.opened import open_file
-from xprofiler.cache import kernels_fingerprint
-from xprofiler.profile import ProfileMetadata
+from xprofiler.profile import ProfileMetadata, kernels_fingerprint
 from xrunner.ops import build
 
 

@@ -17,8 +17,7 @@ from xgpt.app.opened import OpenedJob, open_file
 from xgpt.app.profile_identity import profile_metadata
 from xgpt.app.telling import LogTeller
 from xgpt.launch.launcher import RankProgram
-from xprofiler.cache import cached_profile_path
-from xprofiler.profile import TRANSFER, Profile, Sample, TableKey
+from xprofiler.profile import TRANSFER, Profile, Sample, TableKey, cached_profile_path
 from xprofiler.profile_file import load_profile, save_profile
 
 

@@ -17,8 +17,7 @@ from xgpt.app.telling import LogTeller
 from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
 from xgpt.core.schedule import Schedule
-from xprofiler.cache import cached_profile_path
-from xprofiler.profile import LearnedSteps
+from xprofiler.profile import LearnedSteps, cached_profile_path
 from xprofiler.profile_file import load_profile, save_profile
 from xprofiler.profile_timing import ProfileTiming
 from xrunner.checkpoint.source import cache_dir

@@ -17,7 +17,7 @@ from xgpt.app.opened import OpenedJob
 from xgpt.app.plan import plan_job
 from xgpt.app.watch import Rescheduler, rescheduler_of
 from xgpt.core.schedule import Schedule
-from xprofiler.retimed import Factor, Retimed
+from xprofiler.profile_timing import Factor, Retimed
 from xrunner.io.launcher_link import load_change_order
 from xscheduler.evaluator import Evaluator
 

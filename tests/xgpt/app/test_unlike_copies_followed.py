@@ -23,7 +23,7 @@ from xgpt.app.watch import Rescheduler, decisions_with_phases
 from xgpt.core.job import FixedSchedule
 from xgpt.core.lengths import JointLengths, empirical
 from xgpt.core.schedule import Schedule
-from xprofiler.retimed import Factor, Retimed
+from xprofiler.profile_timing import Factor, Retimed
 from xrunner.checkpoint.source import ModelFiles
 from xrunner.io.beat import BEATS, RankState
 from xrunner.io.launcher_link import load_change_order

@@ -79,7 +79,7 @@ def test_wrong_wishes_are_refused_in_words(
 def test_a_job_refuses_a_profile_of_something_else(
         tmp_path: Path, metadata: dict[str, str], said: str) -> None:
     from xgpt.core import catalog
-    from xprofiler.cache import model_shape
+    from xprofiler.profile import model_shape
 
     fits = {"device": "A100-80", "dtype": "bfloat16",
             "model_shape": model_shape(catalog.model("opt-13b"))}

@@ -19,7 +19,7 @@ from xgpt.core.model import (
     model_from_dict,
     refuse_tp_degree,
 )
-from xprofiler.cache import model_shape
+from xprofiler.profile import model_shape
 from xprofiler.roofline import Roofline
 from xprofiler.timing import Operator
 

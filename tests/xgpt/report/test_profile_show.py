@@ -22,9 +22,9 @@ from xgpt.report.profile_table import points_of, profile_tables, write_profile_p
 from xgpt.report.table import WIDTH
 from xprofiler.profile import Peaks, Profile, ProfileMetadata, Sample, TableKey
 from xprofiler.profile_file import load_profile, save_profile
+from xprofiler.roofline import floor_s, work
 from xprofiler.timing import Operator
 from xprofiler.verdict import judge
-from xprofiler.work import floor_s, work
 
 MODEL = catalog.model("opt-125m")
 PEAKS = Peaks(flops_per_s=9e10, bandwidth_bytes_per_s=1.1e10, source="measured: product, read")

@@ -8,7 +8,7 @@ import pytest
 from imported import faults, write
 
 from xgpt.core.errors import InputError
-from xprofiler.importers.table import Column, read_table
+from xprofiler.importers.draft import Column, read_table
 
 COLUMNS = (Column("size", "count", least=1), Column("time", "ms"),
            Column("kind", "text", allowed=("a", "b")))

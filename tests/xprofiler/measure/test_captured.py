@@ -16,8 +16,7 @@ import cpu_cuda  # noqa: E402
 
 from xgpt.core.model import ModelSpec  # noqa: E402
 from xprofiler.measure.bench import LayerBench  # noqa: E402
-from xprofiler.measure.captured import Capturing, TimedCapture  # noqa: E402
-from xprofiler.measure.probe import LayerParts, Probe, StepParts  # noqa: E402
+from xprofiler.measure.probe import Capturing, LayerParts, Probe, StepParts, TimedCapture  # noqa: E402  # noqa: E402
 from xprofiler.measure.recorder import Recorder  # noqa: E402
 from xprofiler.measure.worker import Measuring  # noqa: E402
 from xprofiler.points import Kind, Point  # noqa: E402

@@ -12,9 +12,10 @@ import pytest
 pytest.importorskip("torch", reason="measuring needs the extra `run`")
 
 from xgpt.core.busy import children_s
-from xprofiler.measure import disturbance, ranks
-from xprofiler.measure.disturbance import Disturbance, _Seen, missing_share
+from xprofiler.measure import ranks
+from xprofiler.measure import ranks as disturbance
 from xprofiler.measure.probe import StepParts
+from xprofiler.measure.ranks import Disturbance, _Seen, missing_share
 from xprofiler.profile import DISTURBED_LIMIT
 
 BURN = """

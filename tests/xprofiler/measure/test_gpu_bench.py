@@ -8,8 +8,12 @@ torch = pytest.importorskip("torch", reason="the bench needs the extra `run`")
 
 from xgpt.core.model import ModelSpec  # noqa: E402
 from xprofiler.measure.bench import LayerBench  # noqa: E402
-from xprofiler.measure.captured import Capturing  # noqa: E402
-from xprofiler.measure.clock import CudaClock, clock_of, measure_peaks  # noqa: E402
+from xprofiler.measure.probe import (  # noqa: E402
+    Capturing,  # noqa: E402
+    CudaClock,
+    clock_of,
+    measure_peaks,
+)
 from xrunner.engine.graphs import CudaCapture, why_not  # noqa: E402
 
 pytestmark = pytest.mark.gpu

@@ -15,14 +15,17 @@ from xgpt.core.deployment import StageAssignment  # noqa: E402
 from xgpt.core.model import ModelSpec  # noqa: E402
 from xprofiler.measure import bench as bench_module  # noqa: E402
 from xprofiler.measure.bench import (  # noqa: E402
+    EncoderDecoderBench,  # noqa: E402
     LayerBench,
     around,
     ordinary_inputs,
     ragged,
 )
-from xprofiler.measure.clock import CpuClock  # noqa: E402
-from xprofiler.measure.encoder_decoder import EncoderDecoderBench  # noqa: E402
-from xprofiler.measure.probe import Probe, StepParts  # noqa: E402
+from xprofiler.measure.probe import (  # noqa: E402
+    CpuClock,  # noqa: E402
+    Probe,
+    StepParts,
+)
 from xrunner.devices import Arriving  # noqa: E402
 from xrunner.engine.kv import KvCache, KvShape, kv_shape  # noqa: E402
 from xrunner.engine.stage import StageExecutor  # noqa: E402

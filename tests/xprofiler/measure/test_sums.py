@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from xgpt.core.model import ModelSpec
-from xprofiler.measure.sums import Sums, seconds_of_sums, summing_bench
+from xprofiler.measure.network import Sums, seconds_of_sums, summing_bench
 
 TOY = ModelSpec(name="toy", family="llama", num_layers=9, hidden_size=32, num_heads=2,
                 num_kv_heads=2, vocab_size=64, intermediate_size=48, max_positions=200)

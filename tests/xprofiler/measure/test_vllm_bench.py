@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 pytest.importorskip("torch", reason="what measures needs the extra `run`")
-from xprofiler.measure.vllm_bench import VllmBench
+from xprofiler.measure.vllm_worker import VllmBench
 from xrunner.engines.vllm.core import Token
 from xrunner.query import Sampling
 

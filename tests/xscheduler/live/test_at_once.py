@@ -13,7 +13,7 @@ from xgpt.app.opened import OpenedJob
 from xgpt.app.plan import plan_job
 from xgpt.core.controls import max_in_system
 from xgpt.core.schedule import Schedule
-from xprofiler.retimed import Factor, Retimed
+from xprofiler.profile_timing import Factor, Retimed
 from xscheduler.evaluator import Evaluator
 from xscheduler.live.allowance import Kept, KeptLook
 from xscheduler.live.at_once import WholeLook
