@@ -234,10 +234,10 @@ PLACES = (
           "- told_s >= _TELL_S:", "- told_s < 0:",
           "tests/xgpt/app/test_measuring_alone.py::"
           "test_the_wait_is_told_each_minute_with_who_holds_the_lock"),
-    Place("surroundings", "a line of the batch script fails unseen", "xgpt/launch/batch_script.py",
+    Place("surroundings", "a line of the batch script fails unseen", "xgpt/launch/slurm_jobs.py",
           'trap failed ERR"""', '"""', "tests/xgpt/launch/test_batch_script.py::"
           "test_a_line_that_fails_ends_the_job_by_its_name"),
-    Place("surroundings", "idle allocations are requeued", "xgpt/launch/batch_script.py",
+    Place("surroundings", "idle allocations are requeued", "xgpt/launch/slurm_jobs.py",
           "idle=$((idle + 1)); else", "idle=0; else", "tests/xgpt/launch/test_batch_script.py::"
           "test_two_allocations_without_an_answer_end_the_job"),
     Place("surroundings", "a home is taken for granted", "xgpt/core/surroundings.py",

@@ -253,7 +253,7 @@ _TIMED_CODE = ("xrunner/models", "xrunner/ops", "xrunner/engine/stage.py", "xrun
                "xrunner/engine/head.py", "xrunner/engine/roster.py",
                "xrunner/engine/last_stage.py", "xrunner/engine/last_tokens.py",
                "xrunner/transport", "xrunner/devices.py", "xprofiler/measure",
-               "xgpt/launch/environment.py", "csrc")
+               "xgpt/launch/process.py", "csrc")
 _TIMED_SUFFIXES = (".py", ".cpp", ".cu", ".h")
 _C_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 

@@ -29,7 +29,7 @@ import toys  # noqa: E402
 from job_folder import SUPPORT, XGPT, as_requests, read_lines  # noqa: E402
 
 from xgpt.core.errors import XgptError  # noqa: E402
-from xgpt.launch.local import find_mpiexec  # noqa: E402
+from xgpt.launch.launcher import find_mpiexec  # noqa: E402
 from xrunner import devices  # noqa: E402
 from xrunner.checkpoint.source import find_model  # noqa: E402
 from xrunner.engine.graphs import CaptureError, CudaCapture  # noqa: E402

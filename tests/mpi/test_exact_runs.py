@@ -18,7 +18,7 @@ pytest.importorskip("torch", reason="ranks need the extra `run`")
 import toys  # noqa: E402
 from job_folder import SUPPORT  # noqa: E402
 
-from xgpt.launch.local import find_mpiexec  # noqa: E402
+from xgpt.launch.launcher import find_mpiexec  # noqa: E402
 
 pytestmark = pytest.mark.mpi
 SCRIPT = SUPPORT / "runs_script.py"

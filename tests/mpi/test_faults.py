@@ -25,7 +25,7 @@ from faults import FAULTS, ToyJob, alive, below, wait  # noqa: E402
 from soak import SHAPES, one_job, undisturbed  # noqa: E402
 
 from xgpt.app.status import run_status  # noqa: E402
-from xgpt.launch.local import find_mpiexec  # noqa: E402
+from xgpt.launch.launcher import find_mpiexec  # noqa: E402
 
 pytestmark = pytest.mark.mpi
 

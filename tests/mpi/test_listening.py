@@ -16,8 +16,10 @@ from job_folder import SUPPORT, read_lines  # noqa: E402
 from listening import listens  # noqa: E402
 
 from xgpt.launch import isolated  # noqa: E402
-from xgpt.launch.launcher import RankProgram  # noqa: E402
-from xgpt.launch.local import LocalLauncher  # noqa: E402
+from xgpt.launch.launcher import (
+    LocalLauncher,  # noqa: E402
+    RankProgram,  # noqa: E402
+)
 
 pytestmark = pytest.mark.mpi
 LOOPBACK = "0100007F"  # 127.0.0.1 as /proc/net/tcp has it

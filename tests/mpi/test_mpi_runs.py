@@ -27,8 +27,10 @@ from xgpt.core.errors import XgptError  # noqa: E402
 from xgpt.core.job import FixedSchedule
 from xgpt.core.queries import QueryLengths  # noqa: E402
 from xgpt.core.schedule_file import load_schedule  # noqa: E402
-from xgpt.launch.launcher import RankProgram  # noqa: E402
-from xgpt.launch.local import LocalLauncher  # noqa: E402
+from xgpt.launch.launcher import (
+    LocalLauncher,  # noqa: E402
+    RankProgram,  # noqa: E402
+)
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.io.results import read_held  # noqa: E402
 from xsimulator.replay.job import replay_job  # noqa: E402

@@ -15,9 +15,11 @@ from surroundings import LEFT, OWN  # noqa: E402
 from xgpt.app import doctor  # noqa: E402
 from xgpt.core.other_launchers import without_other_launchers  # noqa: E402
 from xgpt.core.slurm import SlurmSpec  # noqa: E402
-from xgpt.launch.launcher import RankProgram  # noqa: E402
-from xgpt.launch.local import LocalLauncher  # noqa: E402
-from xgpt.launch.slurm import SlurmLauncher  # noqa: E402
+from xgpt.launch.launcher import (
+    LocalLauncher,  # noqa: E402
+    RankProgram,  # noqa: E402
+    SlurmLauncher,  # noqa: E402
+)
 
 
 @pytest.fixture

@@ -19,8 +19,10 @@ from xgpt.core.job import FixedSchedule
 from xgpt.core.job_file import load_job  # noqa: E402
 from xgpt.core.problem import resolve  # noqa: E402
 from xgpt.core.spool import Record, Spool, SpoolWriter  # noqa: E402
-from xgpt.launch.launcher import RankProgram  # noqa: E402
-from xgpt.launch.local import LocalLauncher  # noqa: E402
+from xgpt.launch.launcher import (
+    LocalLauncher,  # noqa: E402
+    RankProgram,  # noqa: E402
+)
 from xprofiler.roofline import Roofline  # noqa: E402
 from xrunner.checkpoint.source import SERVED_BY, write_random_model  # noqa: E402
 from xrunner.plan import RunPlan  # noqa: E402

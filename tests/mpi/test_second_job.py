@@ -78,7 +78,7 @@ def beside_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_rank_that_was_started_ahead_measures_and_runs(
         tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[object] = []  # beside it
-    monkeypatch.setattr("xgpt.launch.local.start", lambda *words, **_: started.append(words))
+    monkeypatch.setattr("xgpt.launch.launcher.start", lambda *words, **_: started.append(words))
     toys.make_model("llama", tmp_path / "model")
     done = submitted(tmp_path / "job", tmp_path / "model", count=20, longest=8, outputs=8, ranks=1)
     assert "profile: timing" in done.stderr and not started

@@ -33,7 +33,7 @@ import sys
 from pathlib import Path
 from xgpt.app.opened import open_file
 from xgpt.launch.launcher import RankProgram
-from xgpt.launch.rows import launcher_of
+from xgpt.launch.launcher import launcher_of
 session = open_file(Path(sys.argv[1]), sys.argv[3:])
 hosts = launcher_of(session.job, session.problem)
 assert not hosts.is_here and hosts.ranks_each == 1

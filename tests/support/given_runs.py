@@ -21,8 +21,7 @@ from xgpt.core.job import FIXED
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xgpt.core.schedule_file import save_schedule, schedule_from_flat
-from xgpt.launch.launcher import RankProgram
-from xgpt.launch.local import LocalLauncher
+from xgpt.launch.launcher import LocalLauncher, RankProgram
 from xrunner.plan import RunPlan
 
 

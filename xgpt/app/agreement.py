@@ -7,8 +7,7 @@ from typing import Any
 
 from xgpt.app.opened import OpenedJob
 from xgpt.core.units import INT8
-from xgpt.launch.launcher import RankProgram
-from xgpt.launch.rows import launcher_of
+from xgpt.launch.launcher import RankProgram, launcher_of
 from xgpt.report.words import agreement_words
 from xrunner.plan import AGREEMENT_FILE, RunPlan
 

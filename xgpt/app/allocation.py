@@ -9,7 +9,7 @@ from xgpt.core.job import Job
 from xgpt.core.problem import resolve_cluster
 from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.slurm import SlurmSpec
-from xgpt.launch.slurm import Allocation, node_names
+from xgpt.launch.launcher import Allocation, node_names
 from xrunner.engines.engine import mistake
 
 

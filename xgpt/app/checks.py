@@ -16,7 +16,7 @@ from xgpt.core.request_files.files import format_of
 from xgpt.core.request_files.parquet import arrow
 from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.whole_file import why_no_file, why_no_folder
-from xgpt.launch.slurm import allocation_here
+from xgpt.launch.launcher import allocation_here
 from xgpt.report.table import paragraph
 from xrunner.checkpoint.source import shape_to_make
 from xrunner.checkpoint.tensors import check_weights

@@ -26,7 +26,7 @@ from xgpt.core.local import available_memory_bytes, gpus_here, usable_cores
 from xgpt.core.other_launchers import without_other_launchers
 from xgpt.core.units import format_bytes, format_seconds
 from xgpt.core.whole_file import write_atomically
-from xgpt.launch.own_modules import own_modules
+from xgpt.launch.process import own_modules
 from xrunner.ops.build import BuildError, find_compiler
 
 SCHEMA_VERSION = 1

@@ -25,8 +25,7 @@ from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.slurm import time_of
 from xgpt.core.units import DTYPE_BYTES, format_seconds
 from xgpt.core.whole_file import write_atomically
-from xgpt.launch.batch_script import BatchJob, Task, check_paths, quoted, render_sbatch
-from xgpt.launch.slurm_queue import hand_in
+from xgpt.launch.slurm_jobs import BatchJob, Task, check_paths, hand_in, quoted, render_sbatch
 from xprofiler.roofline import Roofline
 from xrunner.engines.engine import mistake
 from xscheduler.beginning import said_of

@@ -24,7 +24,7 @@ from xgpt.app.telling import time_left_s
 from xgpt.core.errors import MissingExtraError, XgptError
 from xgpt.core.units import format_seconds
 from xgpt.core.visible import visible
-from xgpt.launch.slurm_queue import SlurmJob
+from xgpt.launch.slurm_jobs import SlurmJob
 from xgpt.report.table import fact, shown_width, table
 from xrunner.io.beat import RankState, read_beats
 from xrunner.io.sink import Progress

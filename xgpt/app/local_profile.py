@@ -25,9 +25,8 @@ from xgpt.core.model import ModelSpec, refuse_tp_degree
 from xgpt.core.problem import Problem
 from xgpt.core.units import DTYPE_BYTES, format_seconds
 from xgpt.launch.contention import LARGE_SHARE, Contention, in_words
-from xgpt.launch.launcher import Launcher, RankProgram
+from xgpt.launch.launcher import Launcher, RankProgram, launcher_of
 from xgpt.launch.leftovers import passing_folder
-from xgpt.launch.rows import launcher_of
 from xgpt.launch.standby import Standby
 from xprofiler.points import OWN_TABLE, Kind, Needs, Point, lacking, missing, quick_points
 from xprofiler.profile import TRANSFER, Profile, ProfileMetadata, cached_profile_path

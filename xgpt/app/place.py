@@ -12,7 +12,7 @@ from xgpt.core.errors import InputError, Mistake, wrong
 from xgpt.core.job_file import in_order, job_of, job_tree
 from xgpt.core.json_values import write_json
 from xgpt.core.yaml_tree import OVERRIDE_FILE
-from xgpt.launch.slurm_queue import SlurmJob, ask
+from xgpt.launch.slurm_jobs import SlurmJob, ask
 
 RECORD_FILE = "slurm.json"
 # Keys of what a run reads before its ranks start, of which it keeps what it needs.

@@ -48,9 +48,7 @@ from xgpt.core.schedule import Estimate, Schedule
 from xgpt.core.schedule_file import save_schedule
 from xgpt.core.spool import num_queries
 from xgpt.launch.contention import Contention
-from xgpt.launch.launcher import RankProgram, ranks_per_node
-from xgpt.launch.rows import launcher_of
-from xgpt.launch.slurm import allocation_here
+from xgpt.launch.launcher import RankProgram, allocation_here, launcher_of, ranks_per_node
 from xgpt.launch.standby import Standby
 from xgpt.report.expected import EXPECTED_FILE, write_expected
 from xgpt.report.table import paragraph

@@ -12,7 +12,7 @@ from xgpt.app.run_files import RESULTS_FILE
 from xgpt.app.stall import oldest_s
 from xgpt.core.errors import XgptError
 from xgpt.core.spool import num_queries
-from xgpt.launch.slurm_queue import SlurmJob
+from xgpt.launch.slurm_jobs import SlurmJob
 from xrunner.io.beat import RankState, read_beats
 from xrunner.io.lock import is_locked
 from xrunner.io.results import Answered, answered_by_last_line

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from xgpt.app.status import job_status
 from xgpt.core.errors import XgptError
-from xgpt.launch.slurm_queue import take_back
+from xgpt.launch.slurm_jobs import take_back
 from xrunner.io.lock import is_locked
 from xrunner.io.stop import StopRequest
 

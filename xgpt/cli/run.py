@@ -23,7 +23,7 @@ from xgpt.core.errors import BoundMissed
 from xgpt.core.job import Job
 from xgpt.core.job_file import load_job
 from xgpt.core.json_values import flat
-from xgpt.launch.slurm import allocation_here
+from xgpt.launch.launcher import allocation_here
 from xgpt.launch.standby import standby_for
 
 # Imported when a rank has been started: the two import side by side.

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from xgpt.launch.batch_script import quoted
+from xgpt.launch.slurm_jobs import quoted
 
 _LEAD, _OTHERS = "lead", "others"
 # for a run that is told to end: it saves what it has, and goes on when it is started again

@@ -17,9 +17,8 @@ from xgpt.core.layout import open_layouts
 from xgpt.core.lifeline import READY
 from xgpt.core.local import usable_cores
 from xgpt.core.run_section import LOCAL_CLUSTER
-from xgpt.launch.launcher import RankProgram
+from xgpt.launch.launcher import RankProgram, local_mpi_command
 from xgpt.launch.leftovers import remove_leftovers
-from xgpt.launch.local import local_mpi_command
 from xgpt.launch.process import Started, end, start, words_of
 
 RUNS, MEASURES = "xrunner.worker", "xprofiler.measure.worker"  # the parts that they take

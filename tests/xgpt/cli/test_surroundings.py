@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from xgpt.launch.launcher import RankProgram
-from xgpt.launch.local import LocalLauncher
+from xgpt.launch.launcher import LocalLauncher, RankProgram
 
 XGPT = [sys.executable, "-m", "xgpt"]
 JOB = """
@@ -93,7 +92,7 @@ def test_a_name_that_mpi_cannot_hold_is_refused(tmp_path: Path) -> None:
     ranks = ("from pathlib import Path\n"
              "from xgpt.core.errors import InputError\n"
              "from xgpt.launch.launcher import RankProgram\n"
-             "from xgpt.launch.local import LocalLauncher\n"
+             "from xgpt.launch.launcher import LocalLauncher\n"
              "try: LocalLauncher().run(RankProgram(module='x', argument=Path(), count=2), "
              "watch=lambda: None)\nexcept InputError as error: print(error)")
     done = call("unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', "h" * 64,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from xgpt.core.errors import InputError
 from xgpt.core.slurm import SlurmSpec
-from xgpt.launch.batch_script import BatchJob, Task, check_paths, quoted, render_sbatch
+from xgpt.launch.slurm_jobs import BatchJob, Task, check_paths, quoted, render_sbatch
 
 GOLDEN = Path(__file__).with_name("golden_slurm.sh")
 AWKWARD = "it's a \"job\" of 50% $HOME `id` #1; a\\b"

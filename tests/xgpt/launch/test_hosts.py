@@ -16,12 +16,16 @@ from xgpt.core.job_file import load_job
 from xgpt.core.problem import resolve, resolve_cluster
 from xgpt.core.schedule import Estimate
 from xgpt.core.slurm import SlurmSpec
-from xgpt.launch import local
-from xgpt.launch.hosts import HostsLauncher, check_hosts
-from xgpt.launch.launcher import RankProgram, ranks_per_node
-from xgpt.launch.local import LocalLauncher
-from xgpt.launch.rows import launcher_of
-from xgpt.launch.slurm import SlurmLauncher
+from xgpt.launch import launcher as local
+from xgpt.launch.launcher import (
+    HostsLauncher,
+    LocalLauncher,
+    RankProgram,
+    SlurmLauncher,
+    check_hosts,
+    launcher_of,
+    ranks_per_node,
+)
 
 JOB = """
 model: opt-125m

@@ -15,8 +15,7 @@ from faults import alive, wait
 
 from xgpt.core.troubles import in_words
 from xgpt.launch import isolated, process
-from xgpt.launch.own_modules import own_modules
-from xgpt.launch.process import RanksFailed, run_watched
+from xgpt.launch.process import RanksFailed, own_modules, run_watched
 
 # Whoever ignores SIGCHLD hands that on, and the system keeps no child's end for such a process.
 _IGNORED = """

@@ -14,8 +14,7 @@ from xgpt.core.errors import XgptError
 from xgpt.core.job_file import load_job
 from xgpt.core.lifeline import READY
 from xgpt.launch import standby as launch
-from xgpt.launch.launcher import RankProgram
-from xgpt.launch.local import LocalLauncher
+from xgpt.launch.launcher import LocalLauncher, RankProgram
 from xgpt.launch.standby import MEASURES, RUNS, Standby, standby_for
 
 # Waits like xrunner.standby; writes its process id where it is told to, and ends or stays as that
