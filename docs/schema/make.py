@@ -30,8 +30,8 @@ from xgpt.core.schedule import (  # noqa: E402
 )
 from xgpt.core.schedule_file import SCHEDULE_VERSION  # noqa: E402
 from xgpt.core.sweep_axes import AXES as AXES_OF_SWEEP  # noqa: E402
-from xgpt.report.expected import VERSION as EXPECTED_VERSION  # noqa: E402
 from xgpt.report.lanes import KINDS  # noqa: E402
+from xgpt.report.lanes import VERSION as EXPECTED_VERSION  # noqa: E402
 from xgpt.report.sweep_rows import COLUMNS  # noqa: E402
 from xprofiler.profile import LearnedSteps, Peaks, ProfileMetadata  # noqa: E402
 from xprofiler.profile_file import AXES, PROFILE_VERSION  # noqa: E402

@@ -43,8 +43,7 @@ def fake_schedule(**changes: Any) -> Schedule:
         "estimate": estimate, "latency_bound_s": 30.0, "constraint_kind": "sequence",
         "quantile": 0.99, "status": "optimal", "bound_qps": 2.34, "gap": 0.013, "nodes": 214,
         "seconds": 0.38, "fingerprint": "9f2c", "unbounded_qps": 2.74,
-        "pruned": (("rra: latency", 7), ("rra: no better than the incumbent", 1200),
-                   ("waa-c: latency", 5)),
+        "pruned": (("expected to be no better", 1200), ("without room", 12)),
         "margin": 1.065, "margin_cost": 0.0412,
         "margin_note": "planned for 28.2 s, so that the bound of 30.0 s is kept with a confidence "
                        "of 95%: 6.5% for what the profile may be off",

@@ -19,7 +19,7 @@ from xgpt.core.queries import QueryLengths
 from xgpt.core.schedule import Schedule
 from xgpt.launch.contention import in_words
 from xgpt.launch.launcher import threads_per_rank
-from xgpt.report.bounds import check_bounds, kept_facts
+from xgpt.report.figures import check_bounds, kept_facts
 from xgpt.report.output import Output, columns_of, read_output
 from xgpt.report.page import MAX_ANSWERS, write_page
 from xgpt.report.results_file import write_results

@@ -12,7 +12,6 @@ from xgpt.core.spool import num_queries
 from xgpt.core.sweep_file import SWEEP_FOLDER
 from xgpt.core.whole_file import write_atomically
 from xgpt.report import figures
-from xgpt.report.bounds import check_bound
 from xgpt.report.chart import Chart, can_draw, write_image
 from xgpt.report.comparison import (
     Run,
@@ -23,10 +22,9 @@ from xgpt.report.comparison import (
     write_comparison,
 )
 from xgpt.report.comparison import headline as comparison_headline
-from xgpt.report.next_steps import next_steps
+from xgpt.report.figures import check_bound
 from xgpt.report.output import Output, read_output, text_at
-from xgpt.report.page import run_charts, write_report
-from xgpt.report.policy_words import schedule_sentences
+from xgpt.report.page import next_steps, run_charts, write_report
 from xgpt.report.results_file import write_results
 from xgpt.report.sweep_page import (
     by_scenario,
@@ -38,7 +36,7 @@ from xgpt.report.sweep_page import (
 )
 from xgpt.report.sweep_page import headline as sweep_headline
 from xgpt.report.sweep_rows import OK, SWEEP_FILE, SweepRows, bound_text, number_of, read_sweep
-from xgpt.report.words import banner, clean, headline
+from xgpt.report.words import banner, clean, headline, schedule_sentences
 
 Form = Literal["html", "md", "png"]
 COMPARISON, REPORT, PICTURES = "compare", "report", "report-pictures"

@@ -50,9 +50,9 @@ from xgpt.core.spool import num_queries
 from xgpt.launch.contention import Contention
 from xgpt.launch.launcher import RankProgram, allocation_here, launcher_of, ranks_per_node
 from xgpt.launch.standby import Standby
-from xgpt.report.expected import EXPECTED_FILE, write_expected
+from xgpt.report.lanes import EXPECTED_FILE, write_expected
+from xgpt.report.run_charts import replay_lanes
 from xgpt.report.table import paragraph
-from xgpt.report.timeline import replay_lanes
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.profile_file import save_profile
 from xprofiler.profile_timing import ProfileTiming

@@ -9,7 +9,7 @@ from xgpt.app.telling import Teller
 from xgpt.core.job import Job
 from xgpt.core.request_files.files import TABLES
 from xgpt.core.spool import num_queries
-from xgpt.report.expected import EXPECTED_FILE
+from xgpt.report.lanes import EXPECTED_FILE
 from xgpt.report.table import paragraph
 from xgpt.report.words import counted
 from xrunner.io.checked import spool_of

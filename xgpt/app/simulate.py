@@ -20,12 +20,12 @@ from xgpt.core.policies import able_policies, baselines, policy, searched_polici
 from xgpt.core.problem import Problem
 from xgpt.core.schedule import Estimate
 from xgpt.core.units import format_seconds
-from xgpt.report import timeline
+from xgpt.report import run_charts as timeline
 from xgpt.report.chart import SUFFIXES, Chart, write_image
 from xgpt.report.figures import percent, plain
 from xgpt.report.html_page import write_chart_page
-from xgpt.report.policy_words import controls_cell, row_of
 from xgpt.report.table import estimate_table, fact, table
+from xgpt.report.words import controls_cell
 from xprofiler.interpolation import REFUSED_BEYOND
 from xprofiler.timing import TimingSource
 from xrunner.engines.engine import mistake
@@ -108,7 +108,8 @@ class Simulation:
         if picture.suffix in SUFFIXES:
             write_image([chart], picture)
         else:
-            write_chart_page([chart], picture, f"Steady state of {row_of(self.estimate).title}")
+            title = policy(self.estimate.policy).title
+            write_chart_page([chart], picture, f"Steady state of {title}")
         write_trace(self.replay, trace, _stage_names(self.problem, self.estimate))
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from xgpt.core.lengths import FloatArray
 from xgpt.core.units import format_seconds
-from xgpt.report.expected import EXPECTED_FILE, read_expected
+from xgpt.report.lanes import EXPECTED_FILE, read_expected
 from xrunner.io.sink import Progress, read_progress
 
 _LOG = logging.getLogger("xgpt")

@@ -6,16 +6,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from xgpt.core.policies import policy
 from xgpt.core.schedule import Schedule
 from xgpt.core.units import GIB
 from xgpt.core.whole_file import write_atomically
 from xgpt.report import figures
-from xgpt.report.bounds import check_bound
 from xgpt.report.chart import PALETTE, Axis, Chart, Series
-from xgpt.report.figures import percent, quantity
+from xgpt.report.figures import check_bound, percent, quantity
 from xgpt.report.html_page import render_page
 from xgpt.report.output import Output, columns_of, ends_since_first, number, read_output, text_at
-from xgpt.report.policy_words import controls_cell, row_of
+from xgpt.report.words import controls_cell
 
 _FIGURES = [(key, *figures.MEASURES[key]) for key in (
     "throughput_qps", "output_tokens_per_s", "latency_p50_s", "latency_p99_s", "ttft_p99_s",
@@ -83,7 +83,7 @@ def headline(runs: Sequence[Run]) -> str:
 def figure_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """(label, a cell a run): what was run, what came of it, and what was predicted."""
     rows = [("Model", [text_at(run.output.job, "model") or "-" for run in runs]),
-            ("Policy", [_of(run.output.schedule, lambda s: row_of(s.estimate).title)
+            ("Policy", [_of(run.output.schedule, lambda s: policy(s.estimate.policy).title)
                         for run in runs]),
             ("Control variables", [_of(run.output.schedule, lambda s: controls_cell(s.estimate))
                                    for run in runs]),

@@ -25,7 +25,7 @@ from xgpt.core.request_keys import MAX_INT
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
 from xgpt.core.spool import Spool
-from xgpt.report.expected import EXPECTED_FILE, Expected, read_expected
+from xgpt.report.lanes import EXPECTED_FILE, Expected, read_expected
 
 ALONE = "both"  # the pool that works both phases: there is no other
 _COUNTS = ("input_tokens", "output_tokens")

@@ -18,7 +18,7 @@ from xgpt.core.units import format_bytes, format_seconds
 from xgpt.report import words
 from xgpt.report.figures import comparisons, lost_to, lost_to_bound, percent, plain
 from xgpt.report.output import number, text_at
-from xgpt.report.policy_words import controls_line
+from xgpt.report.words import controls_line
 from xscheduler.layouts import LAYOUT_NOTE
 from xscheduler.sizes import SIZE_ROW
 

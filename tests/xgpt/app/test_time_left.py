@@ -10,7 +10,7 @@ import pytest
 
 from xgpt.app.telling import time_left_s
 from xgpt.core.json_values import write_json
-from xgpt.report.expected import EXPECTED_FILE, VERSION
+from xgpt.report.lanes import EXPECTED_FILE, VERSION
 from xrunner.io.sink import Progress
 
 TOTAL, BATCH = 150, 25

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from fake_run import fake_schedule, write_fake_run
 
-from xgpt.report.bounds import BoundCheck
-from xgpt.report.next_steps import next_steps
+from xgpt.report.figures import BoundCheck
 from xgpt.report.output import Output, read_output
-from xgpt.report.page import render
+from xgpt.report.page import next_steps, render
 from xgpt.report.run_charts import causes, memory
 
 KEPT = BoundCheck(True, "kept")

@@ -10,7 +10,7 @@ from fake_run import fake_schedule
 from xgpt.core import policies
 from xgpt.core.controls import ContinuousControls, Controls, StaticControls, WaaControls
 from xgpt.core.schedule import Estimate
-from xgpt.report.policy_words import (
+from xgpt.report.words import (
     controls_cell,
     controls_line,
     schedule_sentences,

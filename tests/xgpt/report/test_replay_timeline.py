@@ -10,12 +10,17 @@ import pytest
 from xgpt.core.deployment import Pool, StageAssignment
 from xgpt.core.queries import QueryTimes
 from xgpt.report.chart import can_draw, write_image
-from xgpt.report.expected import read_expected, write_expected
 from xgpt.report.html_page import figure, write_chart_page
-from xgpt.report.lanes import thinned
+from xgpt.report.lanes import read_expected, thinned, write_expected
 from xgpt.report.output import LoggedStep
-from xgpt.report.run_charts import step_lanes, utilisation
-from xgpt.report.timeline import draw, replay_lanes, stage_names, steady_window
+from xgpt.report.run_charts import (
+    draw,
+    replay_lanes,
+    stage_names,
+    steady_window,
+    step_lanes,
+    utilisation,
+)
 from xrunner.rules.steps import Step, StepKind
 from xsimulator.replay.records import HandoverRecords, PoolRecords, ReplayResult
 

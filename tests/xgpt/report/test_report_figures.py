@@ -10,10 +10,12 @@ import pytest
 from fake_run import fake_schedule
 
 from xgpt.core.constraint import Bound
-from xgpt.report.bounds import check_bound, check_bounds, kept_facts
 from xgpt.report.figures import (
     busy_shares,
+    check_bound,
+    check_bounds,
     comparisons,
+    kept_facts,
     lost_to_bound,
     metrics_so_far,
     middle_window,

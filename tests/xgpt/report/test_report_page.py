@@ -16,7 +16,7 @@ import pytest
 from fake_run import write_fake_run
 
 from xgpt.core.errors import MissingExtraError
-from xgpt.report.expected import EXPECTED_FILE
+from xgpt.report.lanes import EXPECTED_FILE
 from xgpt.report.page import expected_output_lengths, write_report
 from xgpt.report.words import clean, code_and_prose
 
@@ -89,7 +89,7 @@ def test_the_choice_is_explained_its_margin_and_proof_shown_and_alternatives_wei
                  "The latency bound binds.", "Planned for 28.2 s, so that the bound of 30.0 s",
                  "the margin costs 4.1 % of the throughput.",
                  "Margin 6.5 % of the latency, costs 4.1 % of the throughput",
-                 "Ruled out: 1,212 groups of configurations: 1,200 no better than the best found",
+                 "Ruled out: 1,212 groups of configurations: 1,200 expected to be no better",
                  "Proved at most 2.34 queries/s Gap 1.30 % Configurations 214 evaluated",
                  "policy waa-m - - - no admissible schedule"):
         assert text in page.text, text

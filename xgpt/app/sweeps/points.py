@@ -20,8 +20,8 @@ from xgpt.core.json_values import plain
 from xgpt.core.run_section import LOCAL_CLUSTER
 from xgpt.core.sweep_axes import AUTO, BOUND, COPIES, POLICY
 from xgpt.core.sweep_file import SweepPoint, SweepSpec
-from xgpt.report.policy_words import controls_line, value_of
 from xgpt.report.sweep_rows import COLUMNS, INFEASIBLE, OK, REFUSED, Row
+from xgpt.report.words import controls_line, value_of
 from xprofiler.profile_timing import ProfileTiming
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import predict
