@@ -43,13 +43,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "sweep": ("xgpt.cli.sweep:sweep", "Throughput against the latency bound."),
     "run": ("xgpt.cli.run:run", "Execute a schedule on the real model."),
     "score": ("xgpt.cli.run:score", "How likely the model finds given continuations."),
-    "export": ("xgpt.cli.export:export", "The job as a file for Kubernetes or SkyPilot."),
+    "export": ("xgpt.cli.schedule:export", "The job as a file for Kubernetes or SkyPilot."),
     "report": ("xgpt.cli.report:report", "Report a run or a sweep; compare runs."),
     "status": ("xgpt.cli.status:status", "How far a run is, here or under Slurm."),
     "top": ("xgpt.cli.status:top", "Watch a running job live."),
     "stop": ("xgpt.cli.status:stop", "End a run in good order, here or under Slurm."),
     "doctor": ("xgpt.cli.doctor:doctor", "What this machine has of what xgpt can use."),
-    "completion": ("xgpt.cli.completion:completion", "Complete commands and keys in your shell."),
+    "completion": ("xgpt.cli.options:completion", "Complete commands and keys in your shell."),
     "models": ("xgpt.cli.models:models", "List the catalog: models, devices, clusters, tasks.")}
 GONE = {"validate": "`xgpt models --accuracy` says how far computed times are off"}
 
