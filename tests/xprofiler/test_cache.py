@@ -14,8 +14,7 @@ from xprofiler import profile as cache
 
 @pytest.mark.parametrize("name", cache._TIMED_CODE)
 def test_timed_code_is_there(name: str) -> None:
-    assert any(cache._code_files(Path(cache.__file__).parents[1] / name)), name
-    assert (Path(cache.__file__).parents[1] / name).exists()
+    assert any((Path(cache.__file__).parents[1] / name).iterdir())
 
 
 def test_the_fingerprint_is_short_and_the_same_in_every_process() -> None:
