@@ -248,8 +248,8 @@ def _shown(metadata: ProfileMetadata, key: str) -> object:
     return f"{metadata.model} (shape {metadata.model_shape})"
 
 
-# What a layer's times are of: a profile is of other code where this differs. What the rest of a step
-# takes (deciding, sending) its runs tell it.
+# What a layer takes: a profile is of other code where this differs. What the rest of a step takes
+# (deciding, sending) its runs tell it.
 _TIMED_CODE = ("xrunner/models", "xrunner/ops", "csrc/ops")
 _TIMED_SUFFIXES = (".py", ".cpp", ".cu", ".h")
 _C_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
