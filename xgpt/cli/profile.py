@@ -158,8 +158,7 @@ def merge_(files: tuple[Path, ...], out: Path) -> None:
               help="The profile file to write.")
 def import_(source: str, folder: Path, model: str, device: str, dtype: str, engine: str | None,
             engine_version: str | None, out: Path) -> None:
-    """Measurements of others in FOLDER as a profile file. SOURCE: vidur, distserve or
-    aiconfigurator."""
+    """Measurements of others in FOLDER as a profile file. SOURCE: vidur or aiconfigurator."""
     check_writable(out, "--out")
     imported = import_folder(source, folder, _row("model", model), _row("device", device), dtype,
                              engine=engine, version=engine_version)

@@ -257,10 +257,6 @@ class ProfileDraft:
         """A table of messages over a link."""
         self.tables[key] = in_order(table)
 
-    def add_overhead(self, seconds: float) -> None:
-        """A step's overhead."""
-        self.tables[TableKey(STEP_OVERHEAD)] = (Sample(x=0, samples_s=(seconds,)),)
-
     def calm(self, operator: Operator, table: Sequence[Sample]) -> list[Sample]:
         """An attention table without its disturbed points, which are counted."""
         kept = undisturbed(table, grows_with_y=operator is not Operator.ENCODE_ATTENTION)
@@ -276,11 +272,13 @@ class ProfileDraft:
                 if key in self.tables:
                     continue
                 if operator is Operator.KV_COMPACTION:
-                    self.tables[key] = free(MAX_ROWS)
+                    self.tables[key] = tuple(
+                        Sample(x=x, samples_s=(0.0,)) for x in (1, MAX_ROWS))
                 else:
                     self.tables[key] = in_order(self._analytic_points(operator, degree))
                     self._analytic.setdefault(operator.value, []).append(degree)
-        self.add_overhead(self.roofline.facts.step_overhead_s)
+        overhead_s = self.roofline.facts.step_overhead_s
+        self.tables[TableKey(STEP_OVERHEAD)] = (Sample(x=0, samples_s=(overhead_s,)),)
         self._analytic[STEP_OVERHEAD] = [1]
 
     def profile(self, source: Source, what: str) -> Profile:
@@ -322,11 +320,6 @@ class ProfileDraft:
 def in_order(table: Iterable[Sample]) -> tuple[Sample, ...]:
     """The samples stand in the order of a profile's file."""
     return tuple(sorted(table, key=lambda p: (p.y, p.x)))
-
-
-def free(most: float) -> tuple[Sample, ...]:
-    """A table of no cost up to x = `most`."""
-    return Sample(x=1, samples_s=(0.0,)), Sample(x=most, samples_s=(0.0,))
 
 
 def samples_at(x: ArrayLike, seconds: ArrayLike, y: ArrayLike | None = None) -> list[Sample]:
