@@ -11,20 +11,18 @@ nothing was measured of a group's median may be known to lean to one side (`lean
 numbers come from: fit_errors.py and strange_engines.py, in benchmarks/ up to commit 3fdb9ebd; how
 well they hold: benchmarks/validated.py.
 
-At the end: sources that are made of another one. Of one a table's times are longer, which shows how
-much a figure rests on the table. One remembers what it was asked: many plans have layers of the
-same degree."""
+At the end: a source made of another one, of which a table's times are longer. It shows how much a
+figure rests on the table."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cache
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 from numpy.typing import ArrayLike
 
 from xgpt.core.cluster import Link
@@ -187,11 +185,6 @@ def errors_from(row: Mapping[str, Any], checked: str, *, is_carried: bool) -> So
         else common, checked=f"{checked}, carried over to another" if is_carried else checked)
 
 
-MOST_SIZES = 4096  # of an array that is remembered
-MOST_ANSWERS = 4096  # after that it begins anew
-_latest: list[tuple[TimingSource, Remembered]] = []
-
-
 class Raised:
     """`source`, with the times of a table, or of all tables of a group, multiplied by `factor`."""
 
@@ -227,61 +220,7 @@ class Raised:
         return self._factor if is_meant else 1.0
 
 
-def remembering(source: TimingSource) -> Remembered:
-    """The latest source asked for: policies that are planned together share the answers."""
-    for known, remembered in tuple(_latest):  # a job that runs is planned anew in a thread
-        if known is source:
-            return remembered
-    found = Remembered(source)
-    _latest[:] = [(source, found)]
-    return found
-
-
-class Remembered:
-    """`source`, asked once for each array of sizes. Answers must not be written to."""
-
-    def __init__(self, source: TimingSource) -> None:
-        self._source = source
-        self.facts, self.provenance = source.facts, source.provenance
-        self.reach = cache(source.reach)
-        self._answers: dict[Hashable, FloatArray] = {}
-        self._raised: dict[tuple[TableKey | OperatorGroup, float], Raised] = {}
-
-    def raised(self, what: TableKey | OperatorGroup, factor: float) -> Raised:
-        """The same with longer times, one source for all who ask: what they derive from it they
-        share."""
-        key = what, factor
-        if key not in self._raised:
-            self._raised[key] = Raised(self, what, factor)
-        return self._raised[key]
-
-    def operator_s(self, operator: Operator, x: ArrayLike, y: ArrayLike = 0.0, *,
-                   tp_degree: int = 1) -> FloatArray:
-        """See TimingSource."""
-        return self._once((operator, tp_degree), lambda: self._source.operator_s(
-            operator, x, y, tp_degree=tp_degree), x, y)
-
-    def message_s(self, kind: MessageKind, num_bytes: ArrayLike, link: Link, *,
-                  tp_degree: int = 1) -> FloatArray:
-        """See TimingSource."""
-        return self._once((kind, tp_degree, link), lambda: self._source.message_s(
-            kind, num_bytes, link, tp_degree=tp_degree), num_bytes)
-
-    def of_role(self, role: Role) -> TimingSource:
-        """See xprofiler.timing.of_role."""
-        own = of_role(self._source, role)
-        return self if own is self._source else own
-
-    def _once(self, what: Hashable, ask: Callable[[], FloatArray], *sizes: ArrayLike) -> FloatArray:
-        arrays = [np.asarray(size, float) for size in sizes]
-        if sum(array.size for array in arrays) > MOST_SIZES:
-            return ask()
-        key = (what, *((array.shape, array.tobytes()) for array in arrays))
-        answer = self._answers.get(key)
-        if answer is None:
-            if len(self._answers) >= MOST_ANSWERS:
-                self._answers.clear()
-            answer = np.asarray(ask(), float)
-            answer.setflags(write=False)
-            self._answers[key] = answer
-        return answer
+@lru_cache(maxsize=256)
+def raised(source: TimingSource, what: TableKey | OperatorGroup, factor: float) -> Raised:
+    """One source for all who ask for the same longer times: what they derive from it they share."""
+    return Raised(source, what, factor)

@@ -50,7 +50,7 @@ from xgpt.core.schedule import Estimate, Margin
 from xgpt.core.units import format_seconds
 from xprofiler.profile import TableKey
 from xprofiler.profile_timing import MOST_NOISE, TableError
-from xprofiler.source_errors import OperatorGroup, SourceErrors, remembering, sizes_of
+from xprofiler.source_errors import OperatorGroup, SourceErrors, raised, sizes_of
 from xprofiler.timing import TimingSource
 from xscheduler.evaluator import Evaluator
 from xscheduler.job_sample import levels_of, logarithms_at
@@ -109,7 +109,7 @@ class Doubts:
         queries are all that the bound is of, not what is left of them."""
         self.problem, self.evaluator = problem, evaluator
         timing = evaluator.timing
-        self._timing = remembering(timing)  # raised times of all causes ask for the same sizes
+        self._timing = timing
         self._kind_of_times = timing.kind_of_times if isinstance(timing, Measured) else ""
         self._errors = timing.table_errors() if isinstance(timing, Measured) else {}
         self._common = timing.common_error if isinstance(timing, Measured) else 0.0
@@ -145,7 +145,7 @@ class Doubts:
         computed = _computed_margin(
             self._computed, self.problem, metric, expected_s, lambda group: (
                 expected_s if _has_none_of(estimate, group) else self._variant(
-                    group, timing=self._timing.raised(group, 1 + LEAST_STEP)
+                    group, timing=raised(self._timing, group, 1 + LEAST_STEP)
                 ).seconds(estimate, metric)))
         of_inputs = self._input_spread(estimate, metric)
         spread = math.hypot(of_times, of_inputs)
@@ -185,8 +185,8 @@ class Doubts:
             if not key.link and key.tp_degree not in degrees:
                 continue
             step = max(error.relative, LEAST_STEP)
-            raised = self._variant(key, timing=self._timing.raised(key, 1 + step))
-            effect = math.log(raised.seconds(estimate, metric) / expected_s)
+            longer = self._variant(key, timing=raised(self._timing, key, 1 + step))
+            effect = math.log(longer.seconds(estimate, metric) / expected_s)
             explained += effect / math.log1p(step)
             square += (effect * error.relative / step) ** 2
         return math.sqrt(square), max(1 - explained, 0.0)

@@ -27,7 +27,7 @@ from xprofiler.profile import (
 )
 from xprofiler.profile_timing import Factor, ProfileTiming, Retimed, table_shape
 from xprofiler.roofline import Roofline
-from xprofiler.source_errors import Raised, remembering
+from xprofiler.source_errors import Raised
 from xprofiler.timing import MessageKind, Operator, of_role
 
 REDUCE, SEND, HAND_OVER = MessageKind.ALL_REDUCE, MessageKind.TRANSFER, MessageKind.HANDOVER
@@ -253,8 +253,6 @@ def test_a_pool_of_one_phase_takes_the_times_of_its_own_steps() -> None:
     raised = Raised(slowed, TableKey(Operator.LAYER_REST.value, 1), 1.1)
     assert of_role(raised, "decode").operator_s(Operator.LAYER_REST, 4) == pytest.approx(
         2.2 * timing().operator_s(Operator.LAYER_REST, 4))
-    assert of_role(remembering(slowed), "encode").operator_s(
-        Operator.LAYER_REST, 32) == timing().operator_s(Operator.LAYER_REST, 32)
     mixed = Retimed(timing(), {"mixed": Factor(rows=8, factor=1.5)})
     assert of_role(mixed, "encode") is mixed
 
