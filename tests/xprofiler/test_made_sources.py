@@ -15,7 +15,7 @@ from xprofiler.timing import MessageKind, Operator, TimingSource
 LINK = catalog.link("nvlink3")
 
 
-def source_of() -> Roofline:
+def roofline() -> Roofline:
     """The roofline of a small model."""
     return Roofline(catalog.model("opt-125m"), catalog.device("A40"), "float16")
 
@@ -32,22 +32,22 @@ def all_answers(source: TimingSource) -> dict[Any, float]:
 
 
 def test_what_is_not_changed_is_the_sources_own() -> None:
-    source = source_of()
+    source = roofline()
     made = Raised(source, TableKey("head"), 2.0)
     assert made.facts == source.facts and made.provenance() == source.provenance()
     assert made.reach(Operator.HEAD, 1) == source.reach(Operator.HEAD, 1)
 
 
-@pytest.mark.parametrize("key", [*all_answers(source_of()), TableKey(HANDOVER_DIRECT, 1, LINK.name)],
+@pytest.mark.parametrize("key", [*all_answers(roofline()), TableKey(HANDOVER_DIRECT, 1, LINK.name)],
                          ids=str)
 def test_raised_times_are_those_of_one_table(key: TableKey) -> None:
-    plain, longer = all_answers(source_of()), all_answers(Raised(source_of(), key, 1.5))
+    plain, longer = all_answers(roofline()), all_answers(Raised(roofline(), key, 1.5))
     # of two ways of handing over the quicker is what is answered for both
     own = key._replace(name="kv_handover") if key.name == HANDOVER_DIRECT else key
     assert longer == {other: (1.5 if other == own else 1.0) * s for other, s in plain.items()}
 
 
 def test_who_asks_for_the_same_longer_times_is_given_the_same_source() -> None:
-    source, key = source_of(), TableKey("head")
+    source, key = roofline(), TableKey("head")
     assert raised(source, key, 1.01) is raised(source, key, 1.01)
     assert raised(source, key, 1.02) is not raised(source, key, 1.01)
