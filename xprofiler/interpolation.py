@@ -57,10 +57,9 @@ class Grid:
         filled = fill(xs, ys, values)
         if shape.grows_with_x and shape.grows_with_y:
             filled = within_neighbours(filled, known)
-        grown = growing(filled, along_x=shape.grows_with_x, along_y=shape.grows_with_y)
-        self.xs, self.ys, self.values = xs, ys, grown
-        self.moved = int((~np.isclose(grown, filled, rtol=1e-9))[row, column].sum())
-        self._extend(grown)
+        self.xs, self.ys = xs, ys
+        self.values = growing(filled, along_x=shape.grows_with_x, along_y=shape.grows_with_y)
+        self._extend(self.values)
 
     def _extend(self, grown: FloatArray) -> None:
         """The table that is looked up: with a column at REFUSED_BEYOND times the last x, a row at
