@@ -14,7 +14,6 @@ import numpy as np
 from xgpt.core import catalog
 from xgpt.core.engines import OWN_ENGINE
 from xgpt.core.lengths import Lengths, truncated_normal
-from xgpt.core.policies import policy
 from xgpt.core.schedule import Schedule
 from xgpt.core.units import format_seconds
 from xgpt.core.whole_file import write_atomically
@@ -24,6 +23,7 @@ from xgpt.report.chart import Chart
 from xgpt.report.figures import BoundCheck, check_bound, lost_to_bound, percent, plain, quantity
 from xgpt.report.html_page import render_page
 from xgpt.report.output import Output, columns_of, number, read_output, text_at, told
+from xgpt.report.table import schedule_facts
 from xgpt.report.words import counted, schedule_sentences
 
 REPORT_NAME = "report.html"
@@ -101,7 +101,7 @@ def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart],
         "schedule": schedule,
         "stages": [(pool.role, stage) for pool in schedule.estimate.all_pools
                    for stage in pool.stages] if schedule else (),
-        "schedule_facts": _schedule_facts(schedule) if schedule else (),
+        "schedule_facts": schedule_facts(schedule) if schedule else (),
         "schedule_sentences": schedule_sentences(schedule.estimate) if schedule else (),
         "lost_to": figures.lost_to,
         "words": words,
@@ -131,42 +131,6 @@ def _tiles(metrics: Mapping[str, Any], check: BoundCheck) -> list[dict[str, str]
         tiles.append({"label": label, "value": value, "unit": shown_unit, "note": note,
                       "state": "bad" if is_bad else ""})
     return tiles
-
-
-def _schedule_facts(schedule: Schedule) -> list[tuple[str, str]]:
-    expected, deployment, bound = schedule.figures, schedule.deployment, schedule.bound
-    margin, proof = schedule.margin, schedule.proof
-    of = "of all latencies" if bound.kind == "queries" else "of the output lengths"
-    facts: tuple[tuple[str, str, bool], ...] = (
-        ("Policy", policy(schedule.estimate.policy).title, True),
-        ("Encode batch", str(expected.encode_batch), True),
-        ("Decode batch", f"{expected.decode_batch:.1f} on average", True),
-        ("Decode iterations", str(expected.decode_iterations), expected.decode_iterations > 0),
-        ("Micro-batches", str(deployment.num_groups), deployment.num_groups > 1),
-        ("Copies of the model", f"{deployment.replicas}, each on "
-         f"{deployment.devices_per_replica} devices; batches are of one", deployment.replicas > 1),
-        ("Tensor parallel", f"degree {deployment.tp_degree} on {deployment.tp_gpus} devices",
-         deployment.tp_degree > 1 and deployment.tp_gpus > 0),
-        ("Predicted throughput", f"{plain(expected.throughput_qps)} queries/s, "
-                                 f"{plain(expected.output_tokens_per_s)} tokens/s", True),
-        ("Predicted latency", format_seconds(expected.latency_s), True),
-        ("Latency bound", "none" if math.isinf(bound.limit_s) else
-         f"{format_seconds(bound.limit_s)} for {bound.quantile * 100:g} % {of}", True),
-        *((f"Predicted {words.PROSPECTS[one.metric]}", words.prospect_words(one), True)
-          for one in schedule.prospects),
-        ("One period", format_seconds(expected.period_s), expected.decode_iterations > 0),
-        ("Encoding", format_seconds(expected.encode_s), True),
-        ("Decode iteration", format_seconds(expected.decode_iteration_s), True),
-        ("KV reserved", f"{deployment.kv_tokens:,} tokens at most", True),
-        ("Margin", f"{percent(margin.factor - 1, 1)} of the latency, costs "
-                   f"{percent(margin.cost, 1)} of the throughput", margin.factor > 1),
-        ("Search", proof.status, True),
-        ("Proved at most", f"{plain(proof.bound_qps)} queries/s", math.isfinite(proof.bound_qps)),
-        ("Gap", percent(proof.gap, 2), math.isfinite(proof.gap)),
-        ("Of the devices", words.hardware_words(schedule) if proof.hardware_qps else "",
-         bool(proof.hardware_qps)),
-        ("Configurations", f"{proof.nodes:,} evaluated", True))
-    return [(label, text) for label, text, is_shown in facts if is_shown]
 
 
 def expected_output_lengths(job: Mapping[str, Any]) -> Lengths | None:

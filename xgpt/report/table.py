@@ -34,8 +34,13 @@ _NO_PLAN = ", tp_degree 1, tp_gpus 0"
 
 
 def schedule_table(schedule: Schedule) -> str:
-    """What was chosen, its predicted throughput and latency against the bound, what the bound and
-    the margin cost, memory, and what the search proved."""
+    """The facts of a schedule, a line each."""
+    return _lines(schedule_facts(schedule))
+
+
+def schedule_facts(schedule: Schedule) -> list[tuple[str, str]]:
+    """(label, text): what was chosen, its predicted throughput and latency against the bound, what
+    the bound and the margin cost, memory, and what the search proved."""
     e, proof = schedule.estimate, schedule.proof
     is_for_job = proof.status == Status.JOB and schedule.explanation
     cost = [(words.PROSPECTS[one.metric], words.prospect_words(one))
@@ -60,7 +65,7 @@ def schedule_table(schedule: Schedule) -> str:
 
 def estimate_table(estimate: Estimate, constraint: Constraint) -> str:
     """The same figures of an Estimate that no search stands behind."""
-    return _facts("simulated", estimate, constraint.latency)
+    return _lines(_facts("simulated", estimate, constraint.latency))
 
 
 def summary_table(metrics: Mapping[str, Any], ends: Sequence[str] = ()) -> str:
@@ -93,7 +98,7 @@ def choice_table(schedule: Schedule) -> str:
     facts = [("why" if index == 0 else "", sentence)
              for index, sentence in enumerate(schedule.explanation)]
     facts += [(_label(row, schedule), _alternative(row, schedule)) for row in schedule.rejected]
-    return "\n".join(fact(label, text) for label, text in facts)
+    return _lines(facts)
 
 
 def copies_table(schedule: Schedule) -> str:
@@ -183,10 +188,10 @@ def _ranks_of_copies(deployment: Deployment) -> str:
 
 
 def _facts(label: str, e: Estimate, bound: Bound, cost: Sequence[tuple[str, str]] = (),
-           search: Sequence[tuple[str, str]] = ()) -> str:
+           search: Sequence[tuple[str, str]] = ()) -> list[tuple[str, str]]:
     """The figures of an estimate, and between them what its `cost` is and how it was found."""
     figures = e.figures
-    facts = [
+    return [
         (label, f"{controls_line(e)}; {figures.decode_batch:.1f} queries decode at once"
                 f"{_each(e)}"),
         ("parallel", _parallel(e)),
@@ -205,7 +210,10 @@ def _facts(label: str, e: Estimate, bound: Bound, cost: Sequence[tuple[str, str]
         *search,
         # where its times are from stands above the table
         *(("note", note) for note in e.notes if not note.startswith(("times: ", LAYOUT_NOTE)))]
-    return "\n".join(fact(label, value) for label, value in facts)
+
+
+def _lines(facts: Sequence[tuple[str, str]]) -> str:
+    return "\n".join(fact(label, text) for label, text in facts)
 
 
 def _query_times(e: Estimate, bound: Bound) -> list[tuple[str, str]]:

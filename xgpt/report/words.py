@@ -1,6 +1,5 @@
 """The report's sentences: what ran, what the schedule does, what the bound cost."""
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from xgpt.core.policies import policy
 from xgpt.core.schedule import Estimate, Schedule, Status
 from xgpt.core.units import format_seconds
 from xgpt.core.visible import visible
-from xgpt.report.figures import lost_to_bound, percent, plain
+from xgpt.report.figures import percent, plain
 from xgpt.report.output import Output, number, text_at
 
 # a number and its unit stay on one line
@@ -75,39 +74,6 @@ def headline(output: Output, metrics: Mapping[str, Any]) -> str:
     return f"{of} through {model} on {where}{took}{speed}{rest}"
 
 
-def bound_cost(schedule: Schedule) -> str:
-    """What the bound costs against the best that was seen without one (nothing is proved of it)."""
-    if math.isinf(schedule.bound.limit_s):
-        return "No latency bound was set, so nothing was given up for one."
-    lost, free = lost_to_bound(schedule), schedule.proof.unbounded_qps
-    if lost is None or free is None:
-        return "What the bound costs was not computed."
-    if not lost:
-        return "The bound costs nothing: no schedule that was seen without it is faster."
-    return (f"Without a bound the best schedule that was seen reaches {plain(free)} queries/s: the "
-            f"bound costs {percent(lost, digits=1)} of the throughput.")
-
-
-def proof(schedule: Schedule) -> str:
-    """What the search proved, in one sentence."""
-    search = schedule.proof
-    looked = f"{counted(search.nodes, 'configuration')} in {format_seconds(search.seconds)}"
-    if search.status == Status.JOB:
-        quality = " ".join(schedule.explanation).rstrip(".")
-    elif not math.isfinite(search.gap):
-        quality = "how much faster another schedule could be is not proved"
-    elif search.gap <= 1e-9:
-        quality = "no admissible schedule is faster, by the same estimates"
-    else:
-        margin = "with its margin or without, " if schedule.margin.cost > 0 else ""
-        quality = (f"{margin}no admissible schedule is more than {percent(search.gap, 2)} faster "
-                   f"(at most {plain(search.bound_qps)} queries/s), by the same estimates")
-        if schedule.margin.cost > 0 and search.bare_gap is not None:
-            quality = f"{quality}; this gap is {bare_gap(schedule)}"
-    ruled_out = f" Ruled out: {pruned_words(schedule)}." if search.pruned else ""
-    return f"Search status {search.status}, after {looked}: {quality}.{ruled_out}"
-
-
 def bare_gap(schedule: Schedule) -> str:
     """What a gap is to where the schedule has a margin, and how much of it is not the margin's."""
     proof, to = schedule.proof, "to schedules with no margin of their own"
@@ -163,11 +129,6 @@ def prospect_words(prospect: Prospect) -> str:
     verb = "within" if prospect.is_kept else "OVER"
     return (f"{format_seconds(prospect.expected_s)}{margin}, {verb} the bound of "
             f"{format_seconds(prospect.limit_s)}")
-
-
-def sentence(text: str) -> str:
-    """`text` with a capital and a full stop."""
-    return f"{text[:1].upper()}{text[1:]}."
 
 
 def pruned_words(schedule: Schedule) -> str:

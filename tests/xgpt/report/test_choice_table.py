@@ -9,7 +9,7 @@ from fake_run import fake_schedule
 
 from xgpt.core.schedule import Margin, Rejected, Status
 from xgpt.report.table import WIDTH, choice_table, schedule_table
-from xgpt.report.words import margin_words, proof, pruned_words
+from xgpt.report.words import margin_words, pruned_words
 from xscheduler.shown import why_not
 
 
@@ -103,16 +103,6 @@ def test_boxes_given_up_are_counted_by_reason_over_policies() -> None:
 def test_the_status_and_the_gap_are_one_statement(changes: dict[str, object],
                                                   expected: str) -> None:
     assert expected in joined(schedule_table(fake_schedule().changed(**changes)))
-
-
-def test_what_is_proved_is_told_with_and_without_a_margin() -> None:
-    assert "with its margin or without, no admissible schedule is more than 1.30 % faster" in (
-        proof(fake_schedule()))
-    assert "margin" not in proof(fake_schedule(margin_cost=0.0))
-    wide = fake_schedule().changed(gap=1.2, bound_qps=33.0, bare_qps=30.0)
-    assert ("more than 120.00 % faster (at most 33.0 queries/s), by the same estimates; this gap "
-            "is to schedules with no margin of their own: the best seen of those has 30.0 "
-            "queries/s, which leaves 10.00 % open; the rest is the margin") in proof(wide)
 
 
 def test_a_query_s_own_times_are_shown_where_they_are_known() -> None:

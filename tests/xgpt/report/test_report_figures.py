@@ -22,7 +22,6 @@ from xgpt.report.figures import (
     plain,
 )
 from xgpt.report.output import LoggedStep, Output, QueryColumns, QueryFigures, told
-from xgpt.report.words import bound_cost
 
 
 def test_columns_hold_what_was_put_in() -> None:
@@ -146,7 +145,6 @@ def test_a_makespan_is_judged_of_one_whole_run_alone() -> None:
 def test_what_the_bound_costs() -> None:
     assert lost_to_bound(fake_schedule(unbounded_qps=4.62)) == pytest.approx(0.5)
     assert lost_to_bound(fake_schedule(unbounded_qps=2.31)) == 0.0
-    assert "no schedule that was seen" in bound_cost(fake_schedule(unbounded_qps=2.31))
     assert lost_to_bound(fake_schedule(latency_bound_s=math.inf)) == 0.0
     assert lost_to_bound(fake_schedule(unbounded_qps=None)) is None
 
