@@ -36,7 +36,8 @@ from xgpt.report.sweep_page import (
 )
 from xgpt.report.sweep_page import headline as sweep_headline
 from xgpt.report.sweep_rows import OK, SWEEP_FILE, SweepRows, bound_text, number_of, read_sweep
-from xgpt.report.words import banner, clean, headline, schedule_sentences
+from xgpt.report.table import schedule_facts
+from xgpt.report.words import banner, clean, headline, policy_sentence
 
 Form = Literal["html", "md", "png"]
 COMPARISON, REPORT, PICTURES = "compare", "report", "report-pictures"
@@ -152,7 +153,8 @@ def run_markdown(output: Output, pictures: Sequence[tuple[Chart, Path]]) -> str:
         parts.append(_text(f"Why: {why}."))
     if (schedule := output.schedule) is not None:
         parts += ["## The schedule", *map(_text, (
-            *schedule_sentences(schedule.estimate), *schedule.explanation))]
+            policy_sentence(schedule.estimate), *schedule.explanation)),
+            _table(("", ""), schedule_facts(schedule))]
         parts += ["## Considered and not chosen", _table(
             ("alternative", "queries/s", "why not"), [
                 (row.label, "-" if row.throughput_qps is None else figures.plain(

@@ -24,7 +24,7 @@ from xgpt.report.figures import BoundCheck, check_bound, lost_to_bound, percent,
 from xgpt.report.html_page import render_page
 from xgpt.report.output import Output, columns_of, number, read_output, text_at, told
 from xgpt.report.table import schedule_facts
-from xgpt.report.words import counted, schedule_sentences
+from xgpt.report.words import counted
 
 REPORT_NAME = "report.html"
 MAX_ANSWERS = 100
@@ -102,7 +102,7 @@ def _context(output: Output, metrics: Mapping[str, Any], drawn: Sequence[Chart],
         "stages": [(pool.role, stage) for pool in schedule.estimate.all_pools
                    for stage in pool.stages] if schedule else (),
         "schedule_facts": schedule_facts(schedule) if schedule else (),
-        "schedule_sentences": schedule_sentences(schedule.estimate) if schedule else (),
+        "policy_sentence": words.policy_sentence(schedule.estimate) if schedule else "",
         "lost_to": figures.lost_to,
         "words": words,
         "plots": [chart for chart in drawn if not chart.is_wide],

@@ -303,55 +303,10 @@ def controls_cell(estimate: Estimate) -> str:
     return ", ".join(words)
 
 
-def schedule_sentences(estimate: Estimate) -> tuple[str, ...]:
-    """What the schedule does, for the report."""
-    row, figures, deployment = policy(estimate.policy), estimate.figures, estimate.deployment
-    sentences = [f"Policy: {row.title}, {row.words}."]
-    iterations = value_of(estimate, "decode_iterations")
-    if iterations is not None and (chunk := value_of(estimate, "encode_chunk")):
-        sentences.append(
-            f"In every {counted(iterations, 'iteration')} {counted(figures.encode_batch, 'query')} "
-            f"are encoded beside decoding, in chunks of at most {counted(chunk, 'token')}; "
-            f"{figures.decode_batch:.1f} queries decode at once on average. Such a period takes "
-            f"{format_seconds(figures.period_s)}, encoding one query "
-            f"{format_seconds(figures.encode_s)}.")
-    elif iterations is not None:
-        sentences.append(
-            f"Each period encodes {counted(figures.encode_batch, 'query')} together and then "
-            f"decodes {counted(iterations, 'iteration')} before the next encoding; "
-            f"{figures.decode_batch:.1f} queries decode at once on average. One period takes "
-            f"{format_seconds(figures.period_s)}, of which encoding takes "
-            f"{format_seconds(figures.encode_s)}.")
-    else:
-        sentences.append(
-            f"{counted(figures.encode_batch, 'query')} are encoded together, "
-            f"{figures.decode_batch:.1f} decode at once on average; a decode iteration takes "
-            f"{format_seconds(figures.decode_iteration_s)}.")
-        if chunk := value_of(estimate, "encode_chunk"):
-            sentences.append(
-                "Whenever fewer decode than planned, the devices that decode encode, too: up to "
-                f"{counted(chunk, 'token')} of the inputs that wait, beside decoding.")
-    if deployment.num_groups > 1:
-        sentences.append(f"The decode batch is split into {deployment.num_groups} micro-batches, "
-                         "so that stages work while others hand over.")
-    parallel = "no tensor parallelism" if not deployment.tp_gpus or deployment.tp_degree < 2 else (
-        f"the first {deployment.tp_gpus} devices work in tensor-parallel groups of "
-        f"{deployment.tp_degree}")
-    copies = deployment.replicas
-    of_each = "" if copies == 1 else " of each copy"
-    sentences.append(f"The layers{of_each} are spread over "
-                     f"{counted(len(deployment.stages), 'stage')}, {parallel}.")
-    if copies > 1:
-        devices = counted(deployment.devices_per_replica, "device")
-        sentences.append(f"{copies:,} copies of the model, each on {devices}, share the queries; "
-                         "batches and times are those of one copy.")
-    for other in estimate.others:
-        copies, each = other.deployment.replicas, other.deployment.devices_per_replica
-        are = "copy of another shape shares" if copies == 1 else "copies of another shape share"
-        sentences.append(
-            f"{copies:,} more {are} the queries, on {counted(each, 'device')}"
-            f"{' each' * (copies > 1)}, with a schedule of its own: {controls_line(other)}.")
-    return tuple(sentences)
+def policy_sentence(estimate: Estimate) -> str:
+    """What the policy is."""
+    row = policy(estimate.policy)
+    return f"{row.title}: {row.words}."
 
 
 def _others(estimate: Estimate) -> list[str]:

@@ -13,7 +13,7 @@ from xgpt.core.schedule import Estimate
 from xgpt.report.words import (
     controls_cell,
     controls_line,
-    schedule_sentences,
+    policy_sentence,
     value_of,
 )
 
@@ -49,10 +49,9 @@ CASES: list[tuple[Controls, str, str]] = [
 def test_a_policy_is_shown_by_what_its_row_has(controls: Controls, line: str, cell: str) -> None:
     estimate = estimate_of(controls)
     assert (controls_line(estimate), controls_cell(estimate)) == (line, cell)
-    sentences = schedule_sentences(estimate)
-    assert sentences[0].startswith(f"Policy: {policies.policy(controls.policy).title}, ")
+    assert policy_sentence(estimate).startswith(f"{policies.policy(controls.policy).title}: ")
     has_iterations = value_of(estimate, "decode_iterations") is not None
-    assert ("Each period" in sentences[1]) is has_iterations is (controls.policy == "rra")
+    assert has_iterations is (controls.policy == "rra")
 
 
 def test_a_row_of_another_package_is_shown_as_ours_are(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,4 +62,4 @@ def test_a_row_of_another_package_is_shown_as_ours_are(monkeypatch: pytest.Monke
     estimate = estimate_of(TurnControls())
     assert controls_line(estimate) == "Turns: encode 16 together, 5 turns, in 2 micro-batches"
     assert controls_cell(estimate) == "16 encoded, 5 turns, 2 groups"
-    assert schedule_sentences(estimate)[0] == "Policy: Turns, each in its turn."
+    assert policy_sentence(estimate) == "Turns: each in its turn."
