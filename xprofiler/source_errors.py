@@ -220,7 +220,9 @@ class Raised:
         return self._factor if is_meant else 1.0
 
 
-@lru_cache(maxsize=256)
 def raised(source: TimingSource, what: TableKey | OperatorGroup, factor: float) -> Raised:
     """One source for all who ask for the same longer times: what they derive from it they share."""
-    return Raised(source, what, factor)
+    return _raised(source, what, factor)  # type: ignore[arg-type]  # a source is hashable
+
+
+_raised = lru_cache(maxsize=256)(Raised)

@@ -185,8 +185,8 @@ def banner(output: Output) -> str | None:
 
 
 def _place(output: Output, metrics: Mapping[str, Any]) -> str:
-    ranks = number(metrics, "ranks") or number(output.job, "run", "ranks") or (
-        output.schedule and output.schedule.estimate.num_devices)
+    planned = None if output.schedule is None else output.schedule.estimate.num_devices
+    ranks = number(metrics, "ranks") or number(output.job, "run", "ranks") or planned
     cluster = output.job.get("cluster")
     name = cluster if isinstance(cluster, str) else text_at(output.job, "cluster", "name")
     where = "this machine" if name in (None, "local") else str(name)
