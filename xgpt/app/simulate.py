@@ -209,7 +209,8 @@ def replayed(problem: Problem, timing: TimingSource, estimate: Estimate,
 def steady_timeline(problem: Problem, estimate: Estimate, result: ReplayResult) -> Chart:
     """A few periods from the middle of a replay."""
     names = _stage_names(problem, estimate)
-    return timeline.draw(result, *timeline.steady_window(result), names)
+    window = timeline.steady_window(result, estimate.figures.period_s)
+    return timeline.draw(result, *window, names)
 
 
 def _stage_names(problem: Problem, estimate: Estimate) -> list[str]:

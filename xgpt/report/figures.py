@@ -171,14 +171,6 @@ def middle_window(steps: Sequence[LoggedStep], wanted_s: float | None,
     return start_s, start_s + length_s
 
 
-def busy_shares(steps: Sequence[LoggedStep], start_s: float, end_s: float) -> dict[int, float]:
-    """Share of the window in which each stage worked (a stage works one step at a time)."""
-    busy: dict[int, float] = dict.fromkeys(sorted({s.stage for s in steps}), 0.0)
-    for step in steps:
-        busy[step.stage] += max(0.0, min(step.end_s, end_s) - max(step.start_s, start_s))
-    return {stage: min(1.0, seconds / (end_s - start_s)) for stage, seconds in busy.items()}
-
-
 def quantity(value: float | None, unit: str) -> str:
     """`value` with its unit, three digits; '-' for None."""
     if value is None:

@@ -141,7 +141,7 @@ def _hover(chart: Chart, series: Series) -> str:
 def _layout(chart: Chart) -> dict[str, Any]:
     layout: dict[str, Any] = {
         "height": chart.height, "xaxis": _axis(chart.x), "yaxis": _axis(chart.y),
-        "showlegend": len(chart.series) > 1, "barmode": "stack" if chart.are_stacked else "group",
+        "showlegend": len(chart.series) > 1, "barmode": "group",
         "shapes": [_line(mark) for mark in chart.marks],
         "annotations": [_label(chart, place) for place in range(len(chart.marks))]}
     if any(series.kind == "boxes" for series in chart.series):

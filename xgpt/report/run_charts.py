@@ -15,8 +15,8 @@ from xgpt.core.lengths import FloatArray, Lengths
 from xgpt.core.schedule import Schedule
 from xgpt.core.units import GIB, format_bytes, format_seconds
 from xgpt.report.chart import PALETTE, Axis, Chart, Mark, Series
-from xgpt.report.figures import busy_shares, middle_window, percent, plain
-from xgpt.report.lanes import DECODE, KINDS, Lane, lanes_chart, stage_label, thinned
+from xgpt.report.figures import middle_window, percent, plain
+from xgpt.report.lanes import KINDS, Lane, lanes_chart, stage_label, thinned
 from xgpt.report.output import LoggedStep, Output, QueryColumns, ends_since_first, number
 from xgpt.report.words import controls_cell, counted, ranges
 from xsimulator.replay.records import PoolRecords, ReplayResult
@@ -267,15 +267,11 @@ def timeline(output: Output, lanes: Sequence[Lane], expected: Sequence[Lane]) ->
         return None
     period_s = output.schedule.figures.period_s if output.schedule else None
     window = middle_window(output.steps, 3 * period_s if period_s else None)
+    view, words = None, ""
     if window is not None:
         origin_s = min(step.start_s for step in output.steps)
         view = (window[0] - origin_s, window[1] - origin_s)
-        busy = busy_shares(output.steps, *window)
-        works = ", ".join(f"stage {stage} works {percent(share)} of the time"
-                          for stage, share in busy.items())
-        words = f"At first {format_seconds(view[1] - view[0])} from the middle show: {works}. "
-    else:
-        view, words = None, ""
+        words = f"At first {format_seconds(view[1] - view[0])} from the middle show. "
     both = [replace(lane, label=f"{lane.label} {kind}")  # the expected lane under the measured one
             for pair in zip_longest(lanes, expected)
             for lane, kind in zip(pair, ("measured", "expected"), strict=True) if lane is not None]
@@ -294,29 +290,16 @@ def stage_names(pools: Sequence[Pool], device: str = "GPU") -> list[str]:
             for place, (pool, stage) in enumerate(stages)]
 
 
-def steady_window(result: ReplayResult, periods: float = 3.0, min_steps: int = 6,
-                  ) -> tuple[float, float]:
-    """(start_s, end_s) in the middle of the encodings, which is where fill and drain are furthest.
-
-    `periods` times the usual time between two phases' first encodings of the same group, and
-    `min_steps` steps of every pool at least; the whole job where it is no longer.
-    """
-    encodes = sorted((float(pool.start_s[index, 0]), step.group, step.phase)
-                     for pool in result.pools for index, step in enumerate(pool.steps)
-                     if step.kind.value != DECODE)
-    period_s = _period_s(encodes)
-    if period_s is None:
-        return 0.0, result.makespan_s
+def steady_window(result: ReplayResult, period_s: float) -> tuple[float, float]:
+    """(start_s, end_s) in the middle of the job, which is where fill and drain are furthest: three
+    periods of the schedule, and six steps of every pool at least; the whole job where it is no
+    longer."""
     paces_s = [float(np.diff(pool.start_s[:, 0]).mean())
                for pool in result.pools if len(pool.steps) > 1]
-    length_s = max([periods * period_s, *(min_steps * pace_s for pace_s in paces_s)])
-    if length_s >= result.makespan_s:
+    length_s = max([3 * period_s, *(6 * pace_s for pace_s in paces_s)])
+    if not length_s < result.makespan_s:
         return 0.0, result.makespan_s
-    wanted_s = encodes[len(encodes) // 2][0] - length_s / 2
-    first_group = encodes[0][1]
-    start_s = min((start for start, group, _ in encodes if group == first_group),
-                  key=lambda start: abs(start - wanted_s))
-    start_s = max(0.0, min(start_s, result.makespan_s - length_s))
+    start_s = (result.makespan_s - length_s) / 2
     return start_s, start_s + length_s
 
 
@@ -337,24 +320,6 @@ def replay_lanes(result: ReplayResult, names: Sequence[str] | None = None) -> li
     """All steps of every stage."""
     return [_replay_lane(pool, column, names)
             for pool in result.pools for column in range(len(pool.stages))]
-
-
-def _period_s(encodes: Sequence[tuple[float, int, int]]) -> float | None:
-    """Median time between the same group's encodings in different phases, or in one phase where
-    no phases are told apart."""
-    gaps: dict[bool, list[float]] = {True: [], False: []}
-    last: dict[int, tuple[float, int]] = {}
-    first_of_phase: dict[int, float] = {}
-    for start_s, group, phase in encodes:
-        if group in last:
-            gaps[False].append(start_s - last[group][0])
-        if group not in last or last[group][1] != phase:
-            if group in first_of_phase:
-                gaps[True].append(start_s - first_of_phase[group])
-            first_of_phase[group] = start_s
-        last[group] = (start_s, phase)
-    between = gaps[True] or gaps[False]
-    return float(np.median(between)) if between else None
 
 
 def _replay_lane(pool: PoolRecords, column: int, names: Sequence[str] | None) -> Lane:

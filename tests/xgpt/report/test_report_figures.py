@@ -11,7 +11,6 @@ from fake_run import fake_schedule
 
 from xgpt.core.constraint import Bound
 from xgpt.report.figures import (
-    busy_shares,
     check_bound,
     check_bounds,
     comparisons,
@@ -169,11 +168,6 @@ def test_the_window_is_the_middle_and_holds_no_more_steps_than_allowed() -> None
     assert middle_window(steps, 20.0, most_steps=10) == (45.0, 55.0)
     assert middle_window([], 1.0) is None
     assert middle_window([step(0, 1.0, 1.0)], 1.0) is None
-
-
-def test_busy_share_counts_what_lies_in_the_window() -> None:
-    steps = [step(0, 0.0, 4.0), step(0, 6.0, 9.0), step(1, 20.0, 21.0)]
-    assert busy_shares(steps, 2.0, 8.0) == {0: pytest.approx(4 / 6), 1: 0.0}
 
 
 @pytest.mark.parametrize(("value", "text"), [
