@@ -274,9 +274,9 @@ class EncoderDecoderBench:
         self._decoder_ends.head.pack(as_type)
         self._kv_heads = shard.share(spec.kv_heads)
 
-    def encode(self, lengths: Sequence[int]) -> Measurement:
+    def encode(self, lengths: Sequence[int], *, most_layers: int | None = None) -> Measurement:
         """An encode step: the encoder's layers, then every decoder layer's cross keys and values,
-        put into their caches."""
+        put into their caches. `most_layers`: it takes all."""
         tokens = torch.ones(sum(lengths), dtype=torch.long, device=self.device)
         places = encode_context(whole_inputs(lengths), self.device).places
         cache = self._cache(len(lengths), max(lengths))
@@ -298,9 +298,10 @@ class EncoderDecoderBench:
 
         return step
 
-    def decode(self, contexts: Sequence[int], encoder_tokens: Sequence[int]) -> Measurement:
-        """A decode step of queries with so many tokens cached, and so many of input."""
-        queries = len(contexts)
+    def decode(self, contexts: Sequence[int], *, most_layers: int | None = None) -> Measurement:
+        """A decode step of queries with so many tokens cached, and one more of input, so that one
+        step serves self-attention and cross-attention. `most_layers`: it takes all."""
+        queries, encoder_tokens = len(contexts), [n + 1 for n in contexts]
         own, cross = self._cache(queries, max(contexts) + 1), self._cache(
             queries, max(encoder_tokens))
         tokens = torch.ones(queries, dtype=torch.long, device=self.device)

@@ -307,9 +307,5 @@ def _step(bench: Bench, rows: int) -> Callable[[], StepParts]:
     most = bench.spec.max_positions
     context = STEP_CONTEXT if most is None else min(STEP_CONTEXT, most - 1)
     contexts = around(rows, context - 1) if rows <= DECODE_ROWS_UP_TO else []
-    inputs = ordinary_inputs(rows, most)
-    if isinstance(bench, LayerBench):
-        return (bench.decode(contexts, most_layers=layers) if contexts
-                else bench.encode(inputs, most_layers=layers))
-    return (bench.decode(contexts, [n + 1 for n in contexts]) if contexts
-            else bench.encode(inputs))
+    return (bench.decode(contexts, most_layers=layers) if contexts
+            else bench.encode(ordinary_inputs(rows, most), most_layers=layers))

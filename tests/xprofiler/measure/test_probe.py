@@ -256,7 +256,7 @@ def test_a_step_of_few_layers_for_attention_has_no_head_and_leaves_the_bench_who
 
 def test_an_encoder_decoders_steps_add_up_to_the_whole() -> None:
     bench = EncoderDecoderBench(T5, torch.float32)
-    decode = bench.decode([4, 9, 2], [6, 3, 5])()
+    decode = bench.decode([4, 9, 2])()
     all_parts_are_there(decode, bench.num_layers)
     assert decode.cross_s > 0
     encode = bench.encode([5, 8])()
@@ -292,8 +292,7 @@ def test_layers_whose_caches_would_take_too_much_are_timed_with_one_or_fewer(
         monkeypatch.setattr(bench_module, "_SHARED_KV_BYTES", one - 1)
         taken.clear()
         contexts = [39] * 6
-        parts = (bench.decode(contexts, [40] * 6) if bench_class is EncoderDecoderBench
-                 else bench.decode(contexts))()
+        parts = bench.decode(contexts)()
         all_parts_are_there(parts, bench.num_layers)
         assert bench.compaction(3, 40)() > 0
         layers = bench.num_layers if is_whole else 1
