@@ -8,6 +8,8 @@ each as a share of the machine that was missing:
 - of the ranks' time, what their threads waited for a core (/proc/self/task/*/schedstat,
   nanoseconds: it tells where a point takes less than the accounts' hundredths)."""
 
+from __future__ import annotations
+
 import math
 import os
 import socket
@@ -15,7 +17,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,19 +38,6 @@ _MIN_STEPS, _MAX_STEPS = 5, 40
 _BRIEF_POINT_S, _BRIEF_STEPS = 0.02, 3
 _SLOW_STEP_S, _SLOW_STEPS = 0.3, 2  # a step this slow hardly scatters: the first one counts too
 _PAUSE_S = 0.02  # lets ranks that finished a point early stop spinning in the next barrier
-
-
-class Watch(Protocol):
-    """Sees who else is at work (xprofiler.measure.ranks). Every call is collective."""
-
-    def begin(self) -> None:
-        """What follows is measured."""
-
-    def missing(self) -> float:
-        """Share of the machine that was missing since."""
-
-    def has_patience(self) -> bool:
-        """Whether to measure once more, after waiting for the others to end."""
 
 
 class Steps(list[StepParts]):
@@ -102,7 +91,7 @@ class Ranks:
         return [s for each in self.gather(mine, list[kind]) for s in each]
 
     def steady(self, step: Callable[[], StepParts], *, is_brief: bool = False,
-               watch: Watch | None = None, is_warm: bool = True) -> Steps:
+               watch: Disturbance | None = None, is_warm: bool = True) -> Steps:
         """A step on all ranks, timed until it has been seen often enough; again where the times
         disagree, or others were at work: the least disturbed attempt counts. `is_brief`: as seldom
         as will do, and again only where they disagree by more than a profile is left at, as long
