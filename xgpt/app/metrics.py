@@ -20,7 +20,7 @@ from xgpt.core.schedule import Schedule
 from xgpt.launch.contention import in_words
 from xgpt.launch.launcher import threads_per_rank
 from xgpt.report.figures import check_bounds, kept_facts
-from xgpt.report.output import Output, columns_of, read_output
+from xgpt.report.output import Output, read_output
 from xgpt.report.page import MAX_ANSWERS, write_page
 from xgpt.report.results_file import write_results
 from xgpt.report.table import paragraph, summary_table
@@ -83,7 +83,7 @@ def _ends(opened: OpenedJob, output: Output) -> Iterator[str]:
         yield CHANGED
     known = opened.problem.queries
     is_wished = opened.job.run.ignore_eos or (known is not None and known.outputs is not None)
-    cut = 0 if is_wished else columns_of(output.queries).reasons()["length"]
+    cut = 0 if is_wished else output.queries.reasons()["length"]
     if cut:
         yield (f"{counted(cut, 'answer')} of {len(output.queries):,} reached the most tokens that "
                "were allowed, and may end in mid-sentence")

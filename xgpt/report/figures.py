@@ -15,8 +15,6 @@ from xgpt.report.output import (
     LoggedStep,
     Output,
     QueryColumns,
-    QueryFigures,
-    columns_of,
     ends_since_first,
     number,
     text_at,
@@ -137,20 +135,19 @@ def why_not_predicted(metrics: Mapping[str, Any]) -> str | None:
     return f"No prediction beside it: what was predicted is the whole job, and {what}."
 
 
-def metrics_so_far(queries: Sequence[QueryFigures], num_errors: int) -> dict[str, Any]:
+def metrics_so_far(queries: QueryColumns, num_errors: int) -> dict[str, Any]:
     """What metrics.json would say at this point, of a run that has written none."""
     if not queries:
         return {"queries": 0, "errors": num_errors}
-    own = columns_of(queries)
-    span_s = float(ends_since_first(own)[-1])
+    span_s = float(ends_since_first(queries)[-1])
     figures: dict[str, Any] = {"wall_s": {"measured": span_s}}
     for name in ("latency", "ttft", "tpot"):
-        if len(known := told(own.times(f"{name}_s"))):
+        if len(known := told(queries.times(f"{name}_s"))):
             figures |= {f"{name}_{label}_s": {"measured": float(np.quantile(known, share))}
                         for label, share in (("p50", 0.5), ("p99", 0.99))}
     if span_s > 0:
         figures["throughput_qps"] = {"measured": len(queries) / span_s}
-        tokens = int(own.counts("output_tokens").sum(dtype=np.int64))
+        tokens = int(queries.counts("output_tokens").sum(dtype=np.int64))
         figures["output_tokens_per_s"] = {"measured": tokens / span_s}
     return {"queries": len(queries), "errors": num_errors, **figures}
 
@@ -297,8 +294,8 @@ def _seconds(queries: QueryColumns, metric: Metric) -> FloatArray:
     return told(queries.times("tpot_s" if metric == "tpot" else "latency_s"))
 
 
-def _check_queries(queries: Sequence[QueryFigures], bound: Bound, kept: str) -> BoundCheck:
-    values = _seconds(columns_of(queries), bound.metric)
+def _check_queries(queries: QueryColumns, bound: Bound, kept: str) -> BoundCheck:
+    values = _seconds(queries, bound.metric)
     if not len(values):
         return BoundCheck(None, f"{_named(bound)}: the results do not tell", bound)
     over, slowest = int((values > bound.limit_s).sum()), float(values.max())
@@ -313,11 +310,11 @@ def _check_queries(queries: Sequence[QueryFigures], bound: Bound, kept: str) -> 
         bound, over, len(values), slowest)
 
 
-def _check_sequences(queries: Sequence[QueryFigures], bound: Bound, kept: str) -> BoundCheck:
-    lengths = columns_of(queries).counts("output_tokens")
+def _check_sequences(queries: QueryColumns, bound: Bound, kept: str) -> BoundCheck:
+    lengths = queries.counts("output_tokens")
     place = min(math.ceil(bound.quantile * len(lengths)) - 1, len(lengths) - 1)
     longest = int(np.partition(lengths, place)[place])
-    latencies = columns_of(queries).times("latency_s")[lengths <= longest]
+    latencies = queries.times("latency_s")[lengths <= longest]
     late, slowest = int((latencies > bound.limit_s).sum()), float(latencies.max())
     found = BoundCheck(not late, "", bound, late, len(latencies), slowest)
     if late:

@@ -22,7 +22,7 @@ from xgpt.report import run_charts as charts
 from xgpt.report.chart import Chart
 from xgpt.report.figures import BoundCheck, check_bound, lost_to_bound, percent, plain, quantity
 from xgpt.report.html_page import render_page
-from xgpt.report.output import Output, columns_of, number, read_output, text_at, told
+from xgpt.report.output import Output, number, read_output, text_at, told
 from xgpt.report.table import schedule_facts
 from xgpt.report.words import counted
 
@@ -63,7 +63,7 @@ def run_charts(output: Output, metrics: Mapping[str, Any]) -> list[Chart]:
     bound_s = schedule.bound.limit_s if schedule else number(output.job, "constraint", "latency_s")
     is_own = text_at(metrics, "engine") in (None, OWN_ENGINE)  # else nothing was predicted
     lanes, expected_lanes = charts.step_lanes(output.steps), expected.lanes if expected else ()
-    queries = columns_of(output.queries)
+    queries = output.queries
     made = (
         charts.distribution(
             "latency", "Latency", "seconds from a query's encoding to its last token",
@@ -293,7 +293,7 @@ def _after_misses(output: Output, metrics: Mapping[str, Any], check: BoundCheck)
     if check.is_kept is False:
         yield Hint("The bound was missed. Plan with more margin:",
                    "submit JOB.yaml --set constraint.confidence=0.99")
-    reasons = columns_of(output.queries).reasons()
+    reasons = output.queries.reasons()
     cut, cap = reasons["length"], number(output.job, "workload", "max_tokens")
     if cap and cut > 0.1 * len(output.queries):
         yield Hint(f"{counted(cut, 'answer')} of {len(output.queries)} were cut at the cap of "
@@ -322,7 +322,7 @@ def _of_the_choice(schedule: Schedule) -> Iterator[Hint]:
 
 
 def _observed(output: Output) -> str:
-    lengths = columns_of(output.queries).counts("output_tokens") if output.queries else np.ones(1)
+    lengths = output.queries.counts("output_tokens") if output.queries else np.ones(1)
     moments = f"mean: {lengths.mean():.0f}, std: {max(lengths.std(), 1):.0f}, max: {lengths.max()}"
     return f"schedule JOB.yaml --set 'workload.output_tokens={{{moments}}}'"
 

@@ -10,7 +10,7 @@ import pytest
 from fake_run import fake_schedule, write_fake_run
 
 from xgpt.report.figures import BoundCheck
-from xgpt.report.output import Output, read_output
+from xgpt.report.output import Output, QueryColumns, read_output
 from xgpt.report.page import next_steps, render
 from xgpt.report.run_charts import causes, memory
 
@@ -19,7 +19,7 @@ KEPT = BoundCheck(True, "kept")
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory) -> Output:
-    return read_output(write_fake_run(tmp_path_factory.mktemp("run") / "out", num_queries=24), 0)
+    return read_output(write_fake_run(tmp_path_factory.mktemp("run") / "out", num_queries=24))
 
 
 def attributed(*seconds: float) -> dict[str, Any]:
@@ -54,8 +54,8 @@ def test_steps_are_told_to_be_longer_and_not_to_take_a_share(output: Output) -> 
 def test_a_missed_bound_a_dear_margin_and_answers_cut_short_are_told(output: Output) -> None:
     missed = commands(output, {}, BoundCheck(False, "missed"))
     assert missed[0] == "submit JOB.yaml --set constraint.confidence=0.99"
-    cut = replace(output, queries=tuple(
-        replace(query, finish_reason="length") for query in output.queries))
+    cut = replace(output, queries=QueryColumns(
+        replace(answer.figures, finish_reason="length") for answer in output.answers))
     assert "submit JOB.yaml --set workload.max_tokens=320" in commands(cut, {})
     dear = replace(output, schedule=fake_schedule(margin_cost=0.2))
     assert "schedule JOB.yaml --set constraint.confidence=0.8" in commands(dear, {})

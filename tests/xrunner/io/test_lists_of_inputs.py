@@ -74,8 +74,7 @@ def test_each_prompt_of_a_list_has_its_choices_as_if_it_were_alone(
         assert whole == {key: sum(part[key] for part in parts) for key in whole}
         assert whole["prompt_tokens"] == 5
     output = read_output(tmp_path)  # each answer is a query to who counts and reads them
-    assert [query.input_tokens for query in output.queries] == [3, 2, 3, 2, 3, 3, 3, 2, 2, 3, 3,
-                                                                2, 2]
+    assert output.queries.counts("input_tokens").tolist() == [3, 2, 3, 2, 3, 3, 3, 2, 2, 3, 3, 2, 2]
 
 
 def test_a_chat_with_several_choices_is_of_openais_type(llama: tuple[Path, Any],
@@ -129,7 +128,7 @@ def test_each_text_of_a_list_has_its_embedding(llama: tuple[Path, Any], tmp_path
     assert list(itertools.chain(*vectors["both"])) == pytest.approx(
         [*vectors["a"][0], *vectors["b"][0]], abs=1e-5)
     assert found["both"]["usage"] == {"prompt_tokens": 5, "total_tokens": 5}
-    assert [query.output_tokens for query in read_output(tmp_path).queries] == [0] * 4
+    assert read_output(tmp_path).queries.counts("output_tokens").tolist() == [0] * 4
 
 
 def test_a_requests_own_penalty_is_generates_and_1_is_none_whatever_the_model_says(
