@@ -235,13 +235,6 @@ class Probe:
         return begun
 
 
-class InnerClock(Clock, Protocol):
-    """Marks moments within a captured step, the same ones whenever it is replayed."""
-
-    def restart(self) -> None:
-        """The next mark is the first one again."""
-
-
 class GraphClock(CudaClock):
     """CUDA events that a graph records. They are made before it is captured, in the same step
     launched kernel by kernel, and are then recorded by the capture, one after the other."""
@@ -251,6 +244,7 @@ class GraphClock(CudaClock):
         self._next = 0
 
     def restart(self) -> None:
+        """The next mark is the first one again."""
         self._next = 0
 
     def mark(self) -> torch.cuda.Event:
@@ -272,7 +266,7 @@ class Capturing(NamedTuple):
     """`capture`: captures steps as a run does; `inner`: makes the clock of marks within one."""
 
     capture: Capture
-    inner: Callable[[], InnerClock] = GraphClock
+    inner: Callable[[], GraphClock] = GraphClock
 
 
 class TimedCapture:
@@ -283,7 +277,7 @@ class TimedCapture:
         self._capture, self._inner = capturing
         self._probe, self._clock = probe, clock
         self.limit_bytes, self.taken_bytes = self._capture.limit_bytes, 0
-        self._marked: tuple[Captured, Spans, InnerClock] | None = None
+        self._marked: tuple[Captured, Spans, GraphClock] | None = None
         self._span: tuple[Any, Any] | None = None  # the last replay's begin and end
 
     def __call__(self, work: Callable[[], Tensor]) -> Captured:
