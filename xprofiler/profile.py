@@ -13,10 +13,11 @@ import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
+from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, get_args
 
 import numpy as np
 from pydantic import Field
@@ -24,17 +25,6 @@ from pydantic import Field
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
 from xprofiler.timing import MessageKind, Operator
-
-# Fields of the metadata that say when and from what a profile came, not what it is a profile of.
-_LABELS = ("model", "date", "commit", "clock")
-# A profile of another of these is of something else, and refused.
-_MUST = {"model_shape": "model", "device": "device", "dtype": "dtype",
-         "weight_dtype": "weight_dtype"}
-# Of another of these it may still be near: it is used, and marked. Ranks and threads matter where
-# ranks share a host's memory, libraries where the run is on this machine.
-_SHOULD = ("kernels", "sampling", "origin")
-_SHOULD_ON_CPU = ("ranks", "threads_per_rank")
-_SHOULD_HERE = ("libraries",)
 
 # A point whose quartiles lie further apart than this share of its median is measured again.
 NOISE_LIMIT = 0.25
@@ -51,39 +41,61 @@ STEP_OVERHEAD = "step_overhead"
 _EVERY_LAYER = Operator.LAYER_REST.value  # a degree without this table was not timed
 
 
+class Decides(Enum):
+    """What a field of a profile's metadata decides, where it is not that of what is to run. Apart
+    from labels all are of the profile's identity."""
+
+    REFUSED = "it is a profile of something else"
+    MARKED = "it may still be near: it is used, and marked"
+    MARKED_ON_CPU = "the same where ranks share a host's memory"
+    MARKED_HERE = "the same where the run is on this machine"
+    APART = "nothing but which profile it is"
+    LABEL = "nothing: it says when and from what the profile came"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileMetadata:
     """What must be equal for a profile to speak of a run: device, dtype, kernels, and how many
     ranks shared the machine while it was measured (they compete for its memory)."""
 
-    model: str  # its name; what counts is the shape
-    model_shape: str  # fingerprint of the layer's shape
-    device: str
-    dtype: str
-    ranks: int
-    threads_per_rank: int
-    kernels: str  # fingerprint of the timed code
-    libraries: str  # versions that decide kernels: torch, MPI, CUDA and driver
-    sampling: str = "greedy"  # or "drawn": the output head's share of it
-    weight_dtype: str = ""  # as which weights were multiplied; "": as `dtype`
-    is_padded: bool = True  # decode attention reads every query up to the longest context
+    model: Annotated[str, Decides.LABEL]  # its name; what counts is the shape
+    model_shape: Annotated[str, Decides.REFUSED]  # fingerprint of the layer's shape
+    device: Annotated[str, Decides.REFUSED]
+    dtype: Annotated[str, Decides.REFUSED]
+    ranks: Annotated[int, Decides.MARKED_ON_CPU]
+    threads_per_rank: Annotated[int, Decides.MARKED_ON_CPU]
+    kernels: Annotated[str, Decides.MARKED]  # fingerprint of the timed code
+    # versions that decide kernels: torch, MPI, CUDA and driver
+    libraries: Annotated[str, Decides.MARKED_HERE]
+    # or "drawn": the output head's share of it
+    sampling: Annotated[str, Decides.MARKED] = "greedy"
+    # as which weights were multiplied; "": as `dtype`
+    weight_dtype: Annotated[str, Decides.REFUSED] = ""
+    # decode attention reads every query up to the longest context
+    is_padded: Annotated[bool, Decides.APART] = True
     # threads a core where ranks outnumber the cores, else 1: operators are then timed with no more
     # ranks at work than there are cores, and take so many times as long while all work
-    sharing: float = 1.0
-    nodes: int = 1  # that the ranks lay on, evenly
-    origin: str = "measured"  # or whose numbers these are
-    clock: str = ""  # core clock while measuring, where it can be read
-    date: str = ""
-    commit: str = ""
+    sharing: Annotated[float, Decides.APART] = 1.0
+    nodes: Annotated[int, Decides.APART] = 1  # that the ranks lay on, evenly
+    origin: Annotated[str, Decides.MARKED] = "measured"  # or whose numbers these are
+    clock: Annotated[str, Decides.LABEL] = ""  # core clock while measuring, where it can be read
+    date: Annotated[str, Decides.LABEL] = ""
+    commit: Annotated[str, Decides.LABEL] = ""
 
     def __post_init__(self) -> None:
         if not self.weight_dtype:
             object.__setattr__(self, "weight_dtype", self.dtype)
 
+    @classmethod
+    def deciding(cls, what: Decides) -> list[str]:
+        """Names of the fields that decide this."""
+        return [one.name for one in fields(cls) if get_args(one.type)[1] is what]
+
     @property
     def identity(self) -> dict[str, object]:
         """The fields that must be equal for two profiles to be of the same thing."""
-        return {k: v for k, v in asdict(self).items() if k not in _LABELS}
+        labels = self.deciding(Decides.LABEL)
+        return {key: value for key, value in asdict(self).items() if key not in labels}
 
 
 class TableKey(NamedTuple):
@@ -231,13 +243,15 @@ class Match(NamedTuple):
 def match(measured: ProfileMetadata, wanted: ProfileMetadata, *, is_cpu: bool,
           is_here: bool) -> Match:
     """Compares what was measured with what is to run, on CPU workers or not, here or elsewhere."""
-    compared = (*_SHOULD, *(_SHOULD_ON_CPU * is_cpu), *(_SHOULD_HERE * is_here))
+    marked = [Decides.MARKED, *[Decides.MARKED_ON_CPU] * is_cpu, *[Decides.MARKED_HERE] * is_here]
     refusals = tuple(
-        f"it is of {word} {_shown(measured, key)!r}, the job's is {_shown(wanted, key)!r}"
-        for key, word in _MUST.items() if getattr(measured, key) != getattr(wanted, key))
+        f"it is of {key.removesuffix('_shape')} {_shown(measured, key)!r}, the job's is "
+        f"{_shown(wanted, key)!r}" for key in measured.deciding(Decides.REFUSED)
+        if getattr(measured, key) != getattr(wanted, key))
     marks = tuple(
         f"{key} {getattr(measured, key)!r} instead of {getattr(wanted, key)!r}"
-        for key in compared if getattr(measured, key) != getattr(wanted, key))
+        for decides in marked for key in measured.deciding(decides)
+        if getattr(measured, key) != getattr(wanted, key))
     return Match(refusals, marks)
 
 
