@@ -1,5 +1,5 @@
 """How the KV entries of a run lie in memory: in rows, each as long as the longest query, or in
-blocks, which a query takes as it grows (xrunner.engine.blocks)."""
+blocks, which a query takes as it grows (xrunner.engine.kv)."""
 
 from xgpt.app.opened import OpenedJob
 from xgpt.core.errors import wrong

@@ -190,7 +190,7 @@ def compaction(shape: KvShape, rows: int, tokens: int, clock: Clock,
 
     def move() -> float:
         # the first half leaves, the second moves into its place
-        cache.lengths = [tokens] * (2 * rows)
+        cache.adopt([tokens] * (2 * rows))
         begin = clock.mark()
         moved = cache.free(range(rows))
         end = clock.mark()

@@ -202,7 +202,7 @@ def _handover(comm: Any, way: type[_Channel], subject: Subject, tokens: int) -> 
 
     def receive() -> None:
         block = channel.receive(like)
-        target.lengths = []
+        target.free(range(len(target.lengths)))
         unpack(target, [tokens], block)
         clock.settle()
 

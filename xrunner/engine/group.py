@@ -7,16 +7,14 @@ from typing import NamedTuple
 from xgpt.core.errors import XgptError
 from xgpt.core.units import format_bytes
 from xrunner.devices import free_bytes
-from xrunner.engine.blocks import BlockCache, Blocks, Room, block_tokens
 from xrunner.engine.graphs import DecodeGraphs
-from xrunner.engine.kv import KvCache, KvShape, kv_shape
+from xrunner.engine.kv import BlockPool, KvCache, KvShape, Room, block_tokens, kv_shape
 from xrunner.engine.last_tokens import LastTokens
 from xrunner.engine.spoken import Spoken
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.stage_model import StageModel
 from xrunner.query import Sampling
 from xrunner.rules.slots import GroupSlots
-from xrunner.rules.steps import KvBudget
 from xrunner.transport.messages import Joined, StartMessage, StepMessage
 
 Model = StageModel | EncoderDecoderStage
@@ -35,7 +33,7 @@ class StageGroup:
     `graphs`: its decode steps, where they are captured; `last_tokens`: where the stage keeps
     them."""
 
-    def __init__(self, cache: KvCache | BlockCache, encoded: KvCache | None = None) -> None:
+    def __init__(self, cache: KvCache, encoded: KvCache | None = None) -> None:
         self.slots = GroupSlots[Joined]()
         self.cache, self._encoded = cache, encoded
         self.pending: deque[Pending] = deque()
@@ -49,7 +47,7 @@ class StageGroup:
         return self._encoded
 
     @property
-    def caches(self) -> list[KvCache | BlockCache]:
+    def caches(self) -> list[KvCache]:
         return [self.cache] if self._encoded is None else [self.cache, self._encoded]
 
     @property
@@ -60,7 +58,7 @@ class StageGroup:
     def adopt(self, joined: Sequence[Joined]) -> None:
         """These queries, and no others, sit in the slots from now on, whole inputs cached."""
         self.slots.seats = list(joined)
-        self.cache.lengths = [j.input_tokens for j in joined]
+        self.cache.adopt([j.input_tokens for j in joined])
 
     def join(self, joined: Sequence[Joined]) -> tuple[int, list[int]]:
         """Lets them sit down behind all, to be given their inputs' entries: the first slot, and
@@ -87,11 +85,6 @@ class StageGroup:
             self._encoded.free(removed)
         return self.cache.free(removed)
 
-    def give_up(self, slot: int) -> None:
-        """The slot's query is done: its blocks are free before the slot is."""
-        assert isinstance(self.cache, BlockCache), f"{slot = }: rows are free with their slots"
-        self.cache.give_up(slot)
-
     def check_integrity(self) -> None:
         """Slots and caches agree."""
         seats = self.slots.seats
@@ -108,36 +101,30 @@ class StageGroup:
 def make_groups(model: Model, message: StartMessage) -> list[StageGroup]:
     """The groups of a stage, with caches of the sizes in `message`. Raises XgptError, before any
     memory is taken, where the device has too little left."""
-    if message.budget is not None:
-        return _in_blocks(model, message, message.budget)
-
-    def shape(capacity: int) -> KvShape:
-        return _shape_of(model, message.slots, capacity)
-
-    num_bytes = message.num_groups * shape(message.capacity + message.encoded_capacity).num_bytes
-    _check_room(model, num_bytes, f"{message.num_groups * message.slots} queries of up to "
-                                  f"{message.capacity + message.encoded_capacity} tokens")
-
-    def cache(capacity: int) -> KvCache:
-        return KvCache(shape(capacity), model.device, is_resident=num_bytes <= message.spare_bytes)
-
-    is_encoder_decoder = model.spec.is_encoder_decoder
-    return [StageGroup(cache(message.capacity),
-                       cache(message.encoded_capacity) if is_encoder_decoder else None)
-            for _ in range(message.num_groups)]
-
-
-def _in_blocks(model: Model, message: StartMessage, budget: KvBudget) -> list[StageGroup]:
-    assert not model.spec.is_encoder_decoder, f"{message = }: an encoder's entries lie in rows"
-    sharing = message.num_groups if budget.is_shared else 1
-    room = Room(message.slots, message.capacity, budget.tokens, budget.unit, sharing)
-    size, stores = block_tokens(model.device), message.num_groups // sharing
-    shape = _shape_of(model, room.num_blocks(size), size)
-    num_bytes = stores * shape.num_bytes
-    _check_room(model, num_bytes, f"{stores * shape.slots} blocks of {size} tokens, as many as the "
-                                  "schedule admits,")
-    return [StageGroup(cache) for _ in range(stores) for cache in Blocks(
-        shape, room, model.device, is_resident=num_bytes <= message.spare_bytes).caches()]
+    budget, is_encoder_decoder = message.budget, model.spec.is_encoder_decoder
+    room, sharing = None, 1
+    if budget is None:
+        capacities = [message.capacity, *([message.encoded_capacity] if is_encoder_decoder else [])]
+        shapes = [_shape_of(model, message.slots, capacity) for capacity in capacities]
+        what = f"{message.num_groups * message.slots} queries of up to {sum(capacities)} tokens"
+    else:
+        assert not is_encoder_decoder, f"{message = }: an encoder's entries lie in rows"
+        sharing = message.num_groups if budget.is_shared else 1
+        room = Room(message.slots, message.capacity, budget.tokens, budget.unit, sharing)
+        size = block_tokens(model.device)
+        shapes = [_shape_of(model, room.num_blocks(size), size)]
+        what = (f"{message.num_groups // sharing * shapes[0].slots} blocks of {size} tokens, as "
+                "many as the schedule admits,")
+    stores = message.num_groups // sharing
+    num_bytes = stores * sum(shape.num_bytes for shape in shapes)
+    _check_room(model, num_bytes, what)
+    groups = []
+    for _ in range(stores):
+        pools = [BlockPool(shape, model.device, is_resident=num_bytes <= message.spare_bytes)
+                 for shape in shapes]
+        groups += [StageGroup(*(KvCache(pool.shape, room=room, pool=pool) for pool in pools))
+                   for _ in range(sharing)]
+    return groups
 
 
 def _shape_of(model: Model, slots: int, capacity: int) -> KvShape:

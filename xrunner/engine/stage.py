@@ -89,7 +89,7 @@ class StageExecutor:
         self.records.begin(message)
         inputs, group = on_device(inputs, self.model.device), self.groups[message.group]
         for seat in message.freed:
-            self.groups[seat.group].give_up(seat.slot)
+            self.groups[seat.group].cache.give_up(seat.slot)
         if message.removed:
             self.rows_compacted += self.records.computed(group.remove, message.removed)
         if message.spans or message.resting or message.replaced:

@@ -82,7 +82,7 @@ class ReserveFacts(NamedTuple):
 
 def kv_budget(rule: "BatchingRule", *, in_blocks: bool = False) -> KvBudget | None:
     """By how many tokens the rule admits queries, where their KV entries lie in blocks
-    (xrunner.engine.blocks). None: in rows, each as long as the longest query.
+    (xrunner.engine.kv). None: in rows, each as long as the longest query.
 
     The rules of continuous batching have a `kv_budget`, and their entries lie in blocks always.
     Those that reserve a query's tokens when they admit it have a `kv_reserve`: their entries lie in

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from xrunner.devices import Arriving
-from xrunner.engine.blocks import BlockCache
 from xrunner.engine.kv import KvCache
 from xrunner.transport.comm import Comm
 from xrunner.transport.handover import Transfer, pack, put
@@ -67,7 +66,7 @@ class EntrySender:
         self.num_bytes, self.seconds = 0, 0.0  # sent, and how long that took
         self._worker = _Worker(self._send, abort)
 
-    def hand_over(self, message: StepMessage, cache: KvCache | BlockCache,
+    def hand_over(self, message: StepMessage, cache: KvCache,
                   first_slot: int) -> None:
         """The step's queries that leave, which lie in `cache` from `first_slot` on."""
         slots = [first_slot + i for i, joined in enumerate(message.joined) if joined.goes_on]
@@ -139,7 +138,7 @@ class EntryReceiver:
             self._held.discard(batch)
         return is_held
 
-    def put_into(self, cache: KvCache | BlockCache, slot: int, query: int) -> None:
+    def put_into(self, cache: KvCache, slot: int, query: int) -> None:
         """The query's entries into the rank's cache."""
         for transfer, entries in self._take(query):
             put(cache, slot, entries, transfer.target_layers, transfer.target_heads)

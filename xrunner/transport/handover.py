@@ -10,7 +10,6 @@ from torch import Tensor
 
 from xgpt.core.deployment import StageAssignment
 from xgpt.core.model import ModelSpec
-from xrunner.engine.blocks import BlockCache
 from xrunner.engine.kv import KvCache
 from xrunner.ops.kv import gather, scatter
 
@@ -52,20 +51,20 @@ def transfers(encode: Sequence[StageAssignment], decode: Sequence[StageAssignmen
     return needed
 
 
-def pack(cache: KvCache | BlockCache, slots: Sequence[int], layers: slice = _ALL,
+def pack(cache: KvCache, slots: Sequence[int], layers: slice = _ALL,
          heads: slice = _ALL) -> Tensor:
     """The entries of the queries in `slots`, copied out of `cache`."""
     return gather(cache.store[layers, :, :, heads], *cache.rows_of(slots))
 
 
-def unpack(cache: KvCache | BlockCache, lengths: Sequence[int], block: Tensor) -> None:
+def unpack(cache: KvCache, lengths: Sequence[int], block: Tensor) -> None:
     """Puts the entries of queries with these lengths into new slots of `cache`."""
     assert block.shape[3] == sum(lengths), f"{block.shape = } {sum(lengths) = }"
     first = cache.allocate(lengths)
     scatter(cache.store, *cache.rows_of(range(first, first + len(lengths))), block)
 
 
-def put(cache: KvCache | BlockCache, slot: int, entries: Tensor, layers: slice = _ALL,
+def put(cache: KvCache, slot: int, entries: Tensor, layers: slice = _ALL,
         heads: slice = _ALL) -> None:
     """One query's entries [layers, 2, kv_heads, tokens, head_dim], wherever they lie, into a slot
     of `cache` that was allocated for as many."""

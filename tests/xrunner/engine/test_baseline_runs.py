@@ -15,7 +15,7 @@ from representative import some
 from toy_runs import Collector, run_in_process
 from toys import FAMILIES, T5_FAMILIES, random_queries
 
-from xrunner.engine import blocks
+from xrunner.engine import kv as blocks
 from xrunner.engine.stage import StageExecutor
 from xrunner.query import PreparedQuery, Sampling
 from xrunner.rules.iteration import OrcaRule

@@ -21,9 +21,9 @@ from toys import generate, random_queries
 
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
-from xrunner.engine import blocks, group
-from xrunner.engine.blocks import BlockCache, BlockPool, Blocks, Room
-from xrunner.engine.kv import kv_shape
+from xrunner.engine import group
+from xrunner.engine import kv as blocks
+from xrunner.engine.kv import BlockPool, KvCache, Room, kv_shape
 from xrunner.rules.iteration import OrcaRule
 from xrunner.rules.paged import BLOCK_TOKENS, PagedRule, blocks_of, sarathi, vllm
 from xrunner.rules.rra import RraRule
@@ -35,16 +35,16 @@ SPEC = ModelSpec(name="toy", family="llama", num_layers=2, hidden_size=8, num_he
 SLOTS, CAPACITY = 6, 70
 
 
-def cache_of(count: int, size: int = 16) -> BlockCache:
+def cache_of(count: int, size: int = 16) -> KvCache:
     room = Room(SLOTS, CAPACITY, count * size, 1)
     shape = kv_shape(SPEC, torch.float32, slots=count, capacity=size)
-    return Blocks(shape, room).caches()[0]
+    return KvCache(shape, room=room)
 
 
 class Written:
     """A group's queries, and what of the cache is theirs."""
 
-    def __init__(self, cache: BlockCache) -> None:
+    def __init__(self, cache: KvCache) -> None:
         self.cache, self.slots = cache, GroupSlots[int]()
         self.expected: dict[int, torch.Tensor] = {}
         self.next = 0
@@ -104,13 +104,13 @@ def test_each_query_finds_its_own_entries_whatever_joins_grows_and_goes(data: st
 
 
 def test_a_pool_gives_no_block_that_is_not_there() -> None:
-    pool = BlockPool(3)
-    taken = [pool.take() for _ in range(3)]
+    pool = BlockPool(kv_shape(SPEC, torch.float32, slots=3, capacity=1))
+    taken = pool.take(3)
     assert sorted(taken) == [0, 1, 2]
     with pytest.raises(AssertionError, match="more was admitted than planned"):
-        pool.take()
+        pool.take(1)
     pool.give_back([taken[1]])
-    assert pool.take() == taken[1] and pool.most_taken == 3
+    assert pool.take(1) == [taken[1]] and pool.most_taken == 3
 
 
 def test_blocks_are_not_copied_where_slots_move() -> None:

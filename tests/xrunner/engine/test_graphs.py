@@ -21,7 +21,8 @@ import toys
 from cuda_check import tolerance
 from torch import Tensor
 
-from xrunner.engine import blocks, graphs
+from xrunner.engine import graphs
+from xrunner.engine import kv as blocks
 from xrunner.engine.graphs import (
     MEMORY_SHARE,
     Captured,

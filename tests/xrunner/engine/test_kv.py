@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from xgpt.core.errors import XgptError
 from xgpt.core.model import ModelSpec
 from xrunner.engine import kv
-from xrunner.engine.blocks import Blocks, Room
-from xrunner.engine.kv import KvCache, kv_shape
+from xrunner.engine.kv import KvCache, Room, kv_shape
 from xrunner.rules.slots import GroupSlots, apply_moves, compaction_moves
 
 SPEC = ModelSpec(name="toy", family="llama", num_layers=2, hidden_size=8, num_heads=2,
@@ -83,7 +82,7 @@ def test_a_slot_freed_is_a_slot_reused_and_a_full_cache_says_so() -> None:
     for _ in range(26):
         cache.free([0])
         cache.allocate([1])
-    with pytest.raises(AssertionError, match="slots=3"):
+    with pytest.raises(AssertionError, match="_slots = 3"):
         cache.allocate([1])
 
 
@@ -136,8 +135,7 @@ def test_a_cache_whose_rows_are_no_whole_pages_is_taken_to_its_end() -> None:
 def test_memory_of_blocks_is_taken_as_they_are() -> None:
     shape = kv_shape(SPEC, torch.float32, slots=16, capacity=1024)
     block_bytes, slack = shape.num_bytes // shape.slots, 2 * 2 * 2 * mmap.PAGESIZE
-    blocks = Blocks(shape, Room(8, 2048, 16384, 1), is_resident=True)
-    (cache,) = blocks.caches()
+    cache = KvCache(shape, is_resident=True, room=Room(8, 2048, 16384, 1))
     assert resident_bytes(cache.store) == 0
     cache.allocate([1030, 7])
     assert 3 * block_bytes <= resident_bytes(cache.store) <= 3 * block_bytes + slack

@@ -14,8 +14,9 @@ from toy_runs import Collector, run_in_process, run_waa_in_process, toy_waa_rule
 from toys import generate, random_queries
 
 from xgpt.core.errors import XgptError
-from xrunner.engine import blocks, group
-from xrunner.engine.blocks import BlockCache
+from xrunner.engine import group
+from xrunner.engine import kv as blocks
+from xrunner.engine.kv import KvCache
 from xrunner.engine.stage import StageExecutor
 from xrunner.rules.rra import PhaseControls, RraRule
 
@@ -44,10 +45,10 @@ def expected(model: Any) -> dict[int, list[int]]:
     return {query.index: generate(model, query) for query in QUERIES}
 
 
-def caches(executor: StageExecutor) -> list[BlockCache]:
+def caches(executor: StageExecutor) -> list[KvCache]:
     found = [own.cache for own in executor.groups]
-    assert all(isinstance(cache, BlockCache) for cache in found)
-    return [cache for cache in found if isinstance(cache, BlockCache)]
+    assert all(cache.room_for([]) is not None for cache in found), "a table names blocks"
+    return found
 
 
 @pytest.mark.parametrize(("degrees", "groups", "chunk"), some(

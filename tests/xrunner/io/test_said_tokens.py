@@ -16,7 +16,7 @@ import toys
 from test_intake_queries import plan_of, spooled
 
 from xgpt.core.errors import InputError
-from xrunner.engine import blocks
+from xrunner.engine import kv as blocks
 from xrunner.io.generation import given_tokens, refuse_given_tokens
 from xrunner.io.intake import queries_of
 from xrunner.query import FinishedQuery, PreparedQuery
