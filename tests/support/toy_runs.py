@@ -28,8 +28,7 @@ from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.rra import RraRule
 from xrunner.rules.steps import BatchingRule
-from xrunner.rules.taken import DecodeAim
-from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
+from xrunner.rules.waa import DecodeAim, WaaDecodeRule, WaaEncodeRule
 from xrunner.transport.comm import Comm, local_comms
 from xrunner.transport.courier import EntryReceiver, EntrySender
 from xrunner.transport.handover import Transfer, transfers

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from xrunner.io.sink import RunSink
-from xrunner.rules.recalls import Recall
-from xrunner.rules.routing import Router
+from xrunner.rules.routing import Recall, Router
 from xrunner.rules.windows import Load
 
 

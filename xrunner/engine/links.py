@@ -8,7 +8,7 @@ rule from what it has heard.
 The entries themselves go from rank to rank (xrunner.transport.courier), started when a stage has
 encoded a batch, before its first tokens are known: those of a query that ends with its first token
 are forgotten where they arrive. Where the decode pool encodes some inputs itself
-(xrunner.rules.taken), these are left to it a few at a time."""
+(xrunner.rules.waa), these are left to it a few at a time."""
 
 from collections import deque
 from collections.abc import Sequence

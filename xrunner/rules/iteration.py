@@ -13,7 +13,7 @@ from functools import partial
 from xgpt.core.controls import ContinuousControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import KvBudget, ReserveFacts, Step, StepKind, take_last
+from xrunner.rules.steps import KvBudget, ReserveFacts, Step, kind_of, take_last
 
 
 class Turns:
@@ -134,8 +134,8 @@ class OrcaRule:
         number = self._turns.end()
         if not is_decode and not joined:
             return None
-        kind = StepKind.ENCODE if not is_decode else StepKind.MIXED if joined else StepKind.DECODE
-        return Step(kind=kind, group=group, phase=number, iteration=int(is_decode), joined=joined)
+        return Step(kind=kind_of(is_decode, joined), group=group, phase=number,
+                    iteration=int(is_decode), joined=joined)
 
     def finish(self, query: int) -> None:
         group = self._group_of.pop(query)

@@ -17,7 +17,7 @@ from xgpt.core.controls import ContinuousControls
 from xgpt.core.schedule import Estimate
 from xrunner.rules.iteration import StepLimits, Turns, slot_shares
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import Chunk, KvBudget, Step, StepKind, take_last
+from xrunner.rules.steps import Chunk, KvBudget, Step, StepKind, kind_of, take_last
 
 BLOCK_TOKENS = 16
 WATERMARK = 0.01  # share of the blocks that admission leaves free, against evictions right after
@@ -272,9 +272,9 @@ def _decode_and_chunks(rule: PagedRule, index: int) -> Step | None:
             joined.append(begun.query)
     if not is_decode and not chunks:
         return None
-    kind = StepKind.ENCODE if not is_decode else StepKind.MIXED if chunks else StepKind.DECODE
-    return Step(kind=kind, group=index, phase=number, iteration=int(is_decode),
-                joined=tuple(joined), chunks=tuple(chunks), evicted=evicted)
+    return Step(kind=kind_of(is_decode, chunks), group=index, phase=number,
+                iteration=int(is_decode), joined=tuple(joined), chunks=tuple(chunks),
+                evicted=evicted)
 
 
 vllm = partial(PagedRule, _encode_or_decode)

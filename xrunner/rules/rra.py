@@ -22,7 +22,7 @@ from xgpt.core.schedule import Estimate
 from xrunner.rules.batch_sizer import sizer_of
 from xrunner.rules.chunks import PhaseChunks
 from xrunner.rules.slots import SlotUse
-from xrunner.rules.steps import KvBudget, ReserveFacts, Step, StepKind, Waiting, take_last
+from xrunner.rules.steps import KvBudget, ReserveFacts, Step, StepKind, Waiting, kind_of, take_last
 
 UNEVEN = EvenBatches()  # batches as queries come
 
@@ -175,9 +175,8 @@ class RraRule:
         is_decode = len(self._admitted.active[group]) > chunks.num_begun(group)
         encoded, joined = chunks.take(group, iteration, partial(
             self._admitted.admit, group, self.controls))
-        kind = StepKind.DECODE if not encoded else (
-            StepKind.MIXED if is_decode else StepKind.ENCODE)
-        step = Step(kind=kind, group=group, phase=self._phase, iteration=iteration, joined=joined,
+        step = Step(kind=kind_of(is_decode, encoded), group=group, phase=self._phase,
+                    iteration=iteration, joined=joined,
                     chunks=encoded) if is_decode or encoded else None
         self._advance()
         return step

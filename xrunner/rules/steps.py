@@ -17,6 +17,13 @@ class StepKind(Enum):
     MIXED = "mixed"  # encodes some queries and decodes the others, in one pass
 
 
+def kind_of(is_decode: bool, encoded: Sequence[object]) -> StepKind:
+    """Of a step that advances queries or encodes some, or both."""
+    if not encoded:
+        return StepKind.DECODE
+    return StepKind.MIXED if is_decode else StepKind.ENCODE
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
     """Part of a query's input, encoded in one step: `tokens` of it from `first` on."""

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from xrunner.rules.batch_sizer import LEAST_ADJUSTED, BatchSizer
 from xrunner.rules.steps import Step, StepKind, Waiting
-from xrunner.rules.taken import DecodeAim
-from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
+from xrunner.rules.waa import DecodeAim, WaaDecodeRule, WaaEncodeRule
 
 MEAN_INPUT = 20.0
 NONE = DecodeAim()

@@ -19,8 +19,7 @@ from xgpt.core.queries import QueryLengths
 from xprofiler.timing import Operator, TimingFacts
 from xrunner.rules.batch_sizer import BatchSizer
 from xrunner.rules.steps import StepKind
-from xrunner.rules.taken import DecodeAim
-from xrunner.rules.waa import WaaDecodeRule, WaaEncodeRule
+from xrunner.rules.waa import DecodeAim, WaaDecodeRule, WaaEncodeRule
 from xsimulator import native
 from xsimulator.replay import native_replay
 from xsimulator.replay.job import Replayer, replay_job
