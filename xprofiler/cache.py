@@ -18,7 +18,7 @@ from xprofiler.profile import ProfileMetadata
 _TIMED_CODE = ("xrunner/models", "xrunner/ops", "xrunner/engine/stage.py", "xrunner/engine/kv.py",
                "xrunner/engine/graphs.py", "xrunner/rules/buckets.py",
                "xrunner/engine/head.py", "xrunner/engine/roster.py",
-               "xrunner/engine/last_stage.py", "xrunner/engine/last_tokens.py",
+               "xrunner/engine/stage.py", "xrunner/engine/group.py",
                "xrunner/transport", "xrunner/devices.py", "xprofiler/measure",
                "xgpt/launch/environment.py", "csrc")
 _TIMED_SUFFIXES = (".py", ".cpp", ".cu", ".h")

@@ -25,12 +25,11 @@ from xgpt.core.policies import policy
 from xgpt.core.schedule import Schedule
 from xgpt.core.schedule_file import load_schedule
 from xgpt.core.spool import Spool
-from xrunner.engine.head import Alone, Head, PoolLink, Supply
+from xrunner.engine.head import Alone, FromSpool, Head, PoolLink, Supply
 from xrunner.engine.links import FromEncodePool, ToDecodePool
 from xrunner.engine.pipeline import Neighbours, RankReport, await_start, serve_stage
 from xrunner.engine.replicas import FromRankZero, OfEveryReplica, ToReplicas
 from xrunner.engine.roster import Extent, Vocabulary
-from xrunner.engine.supply import FromSpool
 from xrunner.io.intake import query_of
 from xrunner.io.launcher_link import LauncherLink
 from xrunner.io.results import Answered

@@ -35,7 +35,7 @@ from xrunner.checkpoint.source import find_model  # noqa: E402
 from xrunner.engine.graphs import CaptureError, CudaCapture  # noqa: E402
 from xrunner.engine.kv import KvCache, kv_shape  # noqa: E402
 from xrunner.engine.stage import StageExecutor  # noqa: E402
-from xrunner.engine.timeline import timeline_of  # noqa: E402
+from xrunner.engine.step_log import timeline_of  # noqa: E402
 from xrunner.ops import cuda_modules  # noqa: E402
 from xrunner.query import Sampling  # noqa: E402
 from xrunner.rules.steps import StepKind  # noqa: E402

@@ -21,9 +21,8 @@ from xprofiler.measure.clock import Clock, clock_of
 from xprofiler.measure.probe import Probe, StepParts
 from xprofiler.points import MEAN_INPUT
 from xrunner.engine.graphs import CaptureError
-from xrunner.engine.group import StageGroup
+from xrunner.engine.group import LastTokens, StageGroup
 from xrunner.engine.kv import KvCache, KvShape, kv_shape
-from xrunner.engine.last_tokens import LastTokens
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.shard import Shard
 from xrunner.models.stage_model import StageModel

@@ -1,21 +1,143 @@
 """One group of queries on one stage: who sits in which slot, and the caches of their entries."""
 
+from __future__ import annotations
+
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from xgpt.core.errors import XgptError
 from xgpt.core.units import format_bytes
-from xrunner.devices import free_bytes
+from xrunner.devices import free_bytes, on_device
 from xrunner.engine.graphs import DecodeGraphs
 from xrunner.engine.kv import BlockPool, KvCache, KvShape, Room, block_tokens, kv_shape
-from xrunner.engine.last_tokens import LastTokens
-from xrunner.engine.spoken import Spoken
 from xrunner.models.encoder_decoder import EncoderDecoderStage
 from xrunner.models.stage_model import StageModel
+from xrunner.ops.contexts import DecodeContext
 from xrunner.query import Sampling
-from xrunner.rules.slots import GroupSlots
+from xrunner.rules.slots import GroupSlots, Move
 from xrunner.transport.messages import Joined, StartMessage, StepMessage
+
+
+class Spoken:
+    """The last stage's account of the tokens it has chosen, query by query, where the model's files
+    bar a query from saying so many tokens in a row twice (`no_repeat_ngram_size`), or make what was
+    said less likely (`repetition_penalty`)."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, tuple[Joined, _Text]] = {}
+
+    def minding(self, seats: Sequence[Joined], positions: Sequence[int]) -> list[Sampling]:
+        """How the next token of each of these is chosen: its own way, without what would be said
+        twice, and with all that was said."""
+        return [self._minding(seat, position)
+                for seat, position in zip(seats, positions, strict=True)]
+
+    def _minding(self, seat: Joined, position: int) -> Sampling:
+        own = seat.sampling
+        if not own.minds_said:
+            return own
+        known = self._texts.get(seat.query)
+        if known is None or known[0] is not seat:  # who was evicted brings what it had said
+            known = self._texts[seat.query] = seat, _Text(own.unrepeated, own.said)
+        text = known[1]
+        if barred := text.barred:
+            also = own.barred if own.is_barred(position) else ()
+            own = replace(own, barred=(*also, *barred), barred_until=position + 1)
+        return replace(own, said=tuple(text.different)) if own.is_penalised else own
+
+    def take(self, seats: Sequence[Joined], tokens: Sequence[int]) -> None:
+        """The token that each of these was given."""
+        for seat, token in zip(seats, tokens, strict=True):
+            if seat.query in self._texts:
+                self._texts[seat.query][1].add(token)
+
+    def keep(self, seats: Sequence[Joined]) -> None:
+        """Forgets who sits in none of the group's seats."""
+        if len(self._texts) > len(seats):
+            here = {seat.query for seat in seats}
+            self._texts = {query: own for query, own in self._texts.items() if query in here}
+
+
+class _Text:
+    """The tokens of one query, and what has followed each `size - 1` of them in a row."""
+
+    def __init__(self, size: int, said: Sequence[int]) -> None:
+        """`size` 0: what follows what is of no matter. `said`: the tokens that it begins with."""
+        self._size, self._tokens = size, list[int]()
+        self.different: dict[int, None] = {}  # each token once
+        self._followers: dict[tuple[int, ...], list[int]] = {}
+        for token in said:
+            self.add(token)
+
+    def add(self, token: int) -> None:
+        self.different[token] = None
+        if not self._size:
+            return
+        if len(self._tokens) >= self._size - 1:
+            self._followers.setdefault(self._last, []).append(token)
+        self._tokens.append(token)
+
+    @property
+    def barred(self) -> Sequence[int]:
+        return self._followers.get(self._last, ()) if self._size else ()
+
+    @property
+    def _last(self) -> tuple[int, ...]:
+        return tuple(self._tokens[max(len(self._tokens) - self._size + 1, 0):])
+
+
+FED_BACK = -1  # in an input token's place: it is the one that the query's last step gave
+
+
+class LastTokens:
+    """The last token of each query by slot, kept where it was chosen: on a stage that holds the
+    whole model alone, the next decode step takes its inputs from there. A query whose token came
+    from elsewhere (another pool, an encoder-decoder model's first) gets it from the head."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._tokens = torch.zeros(0, dtype=torch.long, device=device)
+
+    def fed(self, inputs: Tensor, step: DecodeContext) -> Tensor:
+        """inputs [n + T], where those of the n queries that `step` decodes come first: the same
+        with each FED_BACK replaced."""
+        count = len(step.slots)
+        if not count:
+            return inputs
+        self._reach(step.width)
+        told = inputs[:count]
+        own = torch.where(told == FED_BACK, self._tokens[step.slots], told)
+        return own if count == len(inputs) else torch.cat([own, inputs[count:]])
+
+    def keep(self, slots: Sequence[int], tokens: Tensor) -> None:
+        """tokens [n] were given to the queries in these slots. Of one that has none, since its
+        logits were no numbers, the row may be decoded on until the head hears of it."""
+        self._reach(max(slots) + 1)
+        tokens = tokens.long().clamp(min=0)
+        first, end = slots[0], slots[0] + len(slots)
+        if [*slots] == [*range(first, end)]:  # as most are
+            self._tokens[first:end] = tokens
+        else:
+            self._tokens[on_device([*slots], tokens.device)] = tokens
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Queries change their slots, none into one that another leaves."""
+        if not moves:
+            return
+        self._reach(max(move.source for move in moves) + 1)
+        sources, targets = on_device([[*side] for side in zip(*moves, strict=True)],
+                                     self._tokens.device)
+        self._tokens[targets] = self._tokens[sources]
+
+    def _reach(self, slots: int) -> None:
+        if slots > len(self._tokens):
+            more = self._tokens.new_zeros(slots - len(self._tokens))
+            self._tokens = torch.cat([self._tokens, more])
+
 
 Model = StageModel | EncoderDecoderStage
 
@@ -49,11 +171,6 @@ class StageGroup:
     @property
     def caches(self) -> list[KvCache]:
         return [self.cache] if self._encoded is None else [self.cache, self._encoded]
-
-    @property
-    def choices(self) -> list[Sampling]:
-        """How each query is sampled, by slot."""
-        return [seat.sampling for seat in self.slots.seats]
 
     def adopt(self, joined: Sequence[Joined]) -> None:
         """These queries, and no others, sit in the slots from now on, whole inputs cached."""

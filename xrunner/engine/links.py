@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from xrunner.engine.head import LOOK_S, AllHere, Head, Supply
+from xrunner.engine.head import ALL_HERE, LOOK_S, Head, Supply
 from xrunner.engine.roster import ActiveQuery
 from xrunner.query import FinishedQuery, PreparedQuery
 from xrunner.rules.steps import (
@@ -53,7 +53,7 @@ class ToDecodePool:
         `supply`: None where all queries are here before it runs."""
         self._comm, self._decode_head = comm, decode_head
         self._rule, self._decode_rule = rule, decode_rule
-        self._supply: Supply = supply or AllHere()
+        self._supply: Supply = supply or ALL_HERE
         self._away: dict[int, PreparedQuery] = {}  # handed over, not done
         self._handing: dict[int, tuple[int, list[int]]] = {}  # batch -> (group, queries)
         self._batch_of: dict[int, int] = {}  # group -> batch whose first tokens it awaits

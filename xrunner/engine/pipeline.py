@@ -36,7 +36,7 @@ class Executor(Protocol):
 
     @property
     def keeps_tokens(self) -> bool:
-        """Whether an input token may be FED_BACK (xrunner.engine.last_tokens)."""
+        """Whether an input token may be FED_BACK (xrunner.engine.group)."""
 
     @property
     def returns_early(self) -> bool:

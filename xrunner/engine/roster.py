@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from xrunner.engine.last_tokens import FED_BACK
+from xrunner.engine.group import FED_BACK
 from xrunner.ops.sampling import NOT_FINITE
 from xrunner.query import FinishedQuery, PreparedQuery, TokenLikelihood
 from xrunner.rules.slots import Departures, GroupSlots, Seat, SlotUse, Span

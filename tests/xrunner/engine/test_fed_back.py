@@ -20,7 +20,7 @@ from xgpt.core.queries import QueryLengths
 from xprofiler.roofline import Roofline
 from xrunner.devices import Arriving
 from xrunner.engine import stage
-from xrunner.engine.last_tokens import FED_BACK, LastTokens
+from xrunner.engine.group import FED_BACK, LastTokens
 from xrunner.engine.stage import StageExecutor
 from xrunner.ops.contexts import decode_context
 from xrunner.query import PreparedQuery

@@ -11,7 +11,8 @@ import torch
 import toy_runs
 import toys
 
-from xrunner.engine import last_stage, stage
+from xrunner.engine import stage
+from xrunner.engine import stage as last_stage
 from xrunner.engine.step_log import StepLog
 
 

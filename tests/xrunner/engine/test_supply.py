@@ -13,7 +13,7 @@ import pytest
 
 from xgpt.core.request_files.files import RequestFiles
 from xgpt.core.spool import SpoolWriter
-from xrunner.engine.supply import LEAST_WAITING, FromSpool
+from xrunner.engine.head import LEAST_WAITING, FromSpool
 from xrunner.io.intake import take_in
 from xrunner.rules.order import in_run_order, run_order
 

@@ -26,8 +26,8 @@ from xgpt.core.deployment import StageAssignment
 from xgpt.core.model import ModelSpec
 from xrunner.devices import Arriving, on_device
 from xrunner.engine.graphs import Captured, CapturedStep, DecodeGraphs, why_not
+from xrunner.engine.group import FED_BACK
 from xrunner.engine.kv import BLOCK_TOKENS
-from xrunner.engine.last_tokens import FED_BACK
 from xrunner.engine.stage import StageExecutor
 from xrunner.models.encoder_decoder import load_stage
 from xrunner.models.shard import WHOLE

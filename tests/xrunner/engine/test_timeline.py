@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from xrunner.engine.timeline import Timeline, Worked
+from xrunner.engine.step_log import Timeline, Worked
 
 
 class Device:
