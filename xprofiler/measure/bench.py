@@ -27,6 +27,7 @@ from xrunner.engine.stage import StageExecutor
 from xrunner.models.shard import Shard
 from xrunner.models.stage_model import StageModel
 from xrunner.models.weights import RandomWeights
+from xrunner.ops.contexts import layers_of
 from xrunner.query import Sampling
 from xrunner.rules.steps import StepKind
 from xrunner.transport.messages import Joined, StartMessage, StepMessage
@@ -168,8 +169,9 @@ def bench_cache(shape: KvShape, device: torch.device) -> KvCache:
     layers, layer_bytes = shape.num_layers, shape._replace(num_layers=1).num_bytes
     is_shared = layer_bytes > _SHARED_KV_BYTES and layer_bytes * layers > _MAX_KV_BYTES
     cache = KvCache(shape._replace(num_layers=1 if is_shared else layers), device)
-    if is_shared:
-        cache.share_layers(layers)
+    if is_shared:  # all layers read and write the same entries: what they compute is meaningless
+        cache.store = cache.store.expand(layers, -1, -1, -1, -1, -1)
+        cache.layers = layers_of(cache.store)
     cache.store[:1 if is_shared else None].fill_(_ENTRY)
     return cache
 

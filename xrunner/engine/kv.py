@@ -216,12 +216,6 @@ class KvCache:
             self._changed.clear()
         return BlockTable(self._table, size)
 
-    def share_layers(self, num_layers: int) -> None:
-        """A cache of one layer stands for `num_layers` that read and write the same entries: for
-        timing a step whose caches would not fit; what it computes is meaningless."""
-        self.store = self.store.expand(num_layers, -1, -1, -1, -1, -1)
-        self.layers = layers_of(self.store)
-
     def allocate(self, tokens: Sequence[int]) -> int:
         """Slots for new queries of so many tokens each, contiguous; returns the first."""
         first = len(self.lengths)
@@ -245,10 +239,6 @@ class KvCache:
                 self._leave(slot)
             self.lengths[slot] = 0
         self.allocate([0] * (count - len(replaced)))
-
-    def extend(self) -> None:
-        """Every active query has one more token cached."""
-        self.lengths = [length + 1 for length in self.lengths]
 
     def grow(self, slot: int, tokens: int = 1) -> None:
         """The query in `slot` has so many more tokens cached."""

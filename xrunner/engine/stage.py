@@ -192,7 +192,8 @@ class StageExecutor:
             hidden = self.records.computed(group.graphs.decode, inputs, step)
         else:
             hidden = self.records.computed(model.decode, inputs, cache.layers, step)
-        cache.extend()
+        for slot in range(len(lengths)):
+            cache.grow(slot)
         if not model.is_last:
             return hidden
         return self._sample(group, hidden, range(len(lengths)), cache.lengths)

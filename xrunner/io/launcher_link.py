@@ -19,14 +19,8 @@ from typing import Any
 from xgpt.core.whole_file import write_atomically
 from xrunner.io.kept_before import Kept, kept_before
 from xrunner.query import FinishedQuery
-from xrunner.rules.changes import (
-    Changeable,
-    Changes,
-    OfShapes,
-    from_json,
-    of_shape,
-    to_json,
-)
+from xrunner.rules.changes import Changeable, Changes, OfShapes, of_shape
+from xrunner.transport import wire
 
 OBSERVED_FILE, ADJUST_FILE = "observed.json", "adjust.json"
 _INTERVAL_S = 0.5  # between states written, and between looks for a change
@@ -44,17 +38,17 @@ class ChangeOrder:
     controls: Changes | OfShapes
 
     def save(self, output: Path) -> None:
-        write_atomically(output / ADJUST_FILE, json.dumps(
-            {"revision": self.revision, **to_json(self.controls)}) + "\n", is_durable=False)
+        write_atomically(output / ADJUST_FILE, wire.to_bytes(self, ChangeOrder).decode() + "\n",
+                         is_durable=False)
 
 
 def load_change_order(output: Path) -> ChangeOrder | None:
     """The last order that the launcher gave; None before it has given one."""
     try:
-        values = json.loads((output / ADJUST_FILE).read_text(encoding="utf-8"))
+        order: ChangeOrder = wire.from_bytes((output / ADJUST_FILE).read_bytes(), ChangeOrder)
     except FileNotFoundError:
         return None
-    return ChangeOrder(revision=values.pop("revision"), controls=from_json(values))
+    return order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,7 +54,8 @@ def run_stage(spec: ModelSpec, shard: Shard) -> dict[str, Tensor]:
         for step in range(DECODES):
             context = decode_context([length + 1 for length in cache.lengths])
             hidden.append(model.decode(torch.tensor([3, 50, 96]) - step, cache.store, context))
-            cache.extend()
+            for slot in range(len(LENGTHS)):
+                cache.grow(slot)
         return {"hidden": torch.cat(hidden), "logits": logits_of(model, hidden[-1]),
                 "cache": cache.store}
 
