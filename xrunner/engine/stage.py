@@ -100,15 +100,8 @@ class StageExecutor:
             self.groups[seat.group].cache.give_up(seat.slot)
         if message.removed:
             self.rows_compacted += self.records.computed(group.remove, message.removed)
-        if message.spans or message.resting or message.replaced:
-            queries, out, sizes = self._mix(group, message, inputs)
-        elif message.kind is StepKind.ENCODE:
-            queries, out = len(message.joined), self._encode(group, message, inputs)
-            sizes = StepSizes(input_tokens=even_input(
-                [(0, joined.input_tokens) for joined in message.joined]))
-        else:
-            out = self._decode(group, message, inputs)
-            queries, sizes = len(group.slots.seats), decoded_sizes(group.cache.lengths)
+        step = self._apart if isinstance(self.model, EncoderDecoderStage) else self._together
+        queries, out, sizes = step(group, message, inputs)
         self._record(message.kind.value, message, queries, len(inputs), sizes)
         if out is not None and self._is_whole and self.model.is_last and self.gives_tokens(message):
             return Arriving(out, self.records.look)  # the head waits for them when it must
@@ -137,32 +130,89 @@ class StageExecutor:
         if self._check:
             self.groups[message.group].check_integrity()
 
-    def _encode(self, group: StageGroup, message: StepMessage, inputs: Tensor) -> Tensor | None:
-        first, lengths = group.join(message.joined)
-        if isinstance(self.model, EncoderDecoderStage):
-            return self._encode_apart(self.model, group, Pending(first, lengths, message), inputs)
-        choices = [j.sampling for j in message.joined]
-        # of a query that is scored every row which predicts a target is asked for
-        tails = [len(c.targets) for c in choices] if choices[0].targets else ()
-        pooled = choices[0].pooled
-        if pooled == "mean":
-            tails = lengths
-        step = encode_context(whole_inputs(lengths, first), inputs.device, group.cache.room_for([]),
-                              tails)
-        hidden = self.records.computed(self.model.encode, inputs, group.cache.layers, step,
-                                       ends_only=self.model.is_last)
+    def _together(self, group: StageGroup, message: StepMessage,
+                  inputs: Tensor) -> tuple[int, Tensor | None, StepSizes]:
+        """A decoder-only model's step: who decodes, those handed over among them, then what is
+        encoded, in one pass. How many queries get a token, what `execute` returns, and what the
+        step's time depends on."""
+        model, cache, first = self.model, group.cache, len(group.slots.seats)
+        assert isinstance(model, StageModel), f"{model.spec.family = }"
+        begun, is_encoding = _place(group, message, self.receiver), message.kind is StepKind.ENCODE
+        whole = [joined.input_tokens for joined in message.joined
+                 ] if is_encoding and not message.spans else []
+        spans, resting = message.spans or whole_inputs(whole, first), {*message.resting, *begun}
+        decoding = [] if is_encoding else [
+            slot for slot in range(len(group.slots.seats)) if slot not in resting]
+        lengths = [cache.lengths[slot] + 1 for slot in decoding]
+        table = cache.room_for([*lengths, *(span.first + span.tokens for span in spans)],
+                               [*decoding, *(span.slot for span in spans)])
+        # queries that are scored or embedded are encoded whole, and together
+        choices = [joined.sampling for joined in message.joined] if whole else []
+        pooled = choices[0].pooled if choices else ""
+        tails = whole if pooled == "mean" else [len(choice.targets) for choice in choices]
+        step = decode_context(lengths, decoding if resting else None, inputs.device,
+                              table) if decoding else None
+        encoded = encode_context(spans, inputs.device, table,
+                                 tails if any(tails) else ()) if spans else None
+        if step is not None and group.last_tokens is not None:
+            inputs = group.last_tokens.fed(inputs, step)
+        if step is not None and encoded is None and group.graphs is not None:
+            hidden = self.records.computed(group.graphs.decode, inputs, step)
+        else:
+            hidden = self.records.computed(model.mixed, inputs, cache.layers, step, encoded,
+                                           ends_only=model.is_last)
+        for slot in decoding:
+            cache.grow(slot)
+        for span in spans:
+            cache.grow(span.slot, span.tokens)
         if self.sender is not None:
-            self.sender.hand_over(message, group.cache, first)
-        if not self.model.is_last:
-            return hidden
-        if pooled:
-            return self.records.computed(embeddings, self.model, hidden, pooled, lengths)
-        if tails:
-            return self.records.computed(scored_tokens, self.model, hidden, choices)
-        return self._sample(group, hidden, range(first, first + len(lengths)), lengths)
+            self.sender.hand_over(message, cache, first)
+        sizes = decoded_sizes(lengths)._replace(
+            input_tokens=even_input([(span.first, span.tokens) for span in spans]))
+        given = [*decoding, *(span.slot for span in spans if span.is_last)]
+        out: Tensor | None = hidden
+        if model.is_last and pooled:
+            out = self.records.computed(embeddings, model, hidden, pooled, whole)
+        elif model.is_last and any(tails):
+            out = self.records.computed(scored_tokens, model, hidden, choices)
+        elif model.is_last and given:
+            out = self._sample(group, hidden, given, [cache.lengths[slot] for slot in given])
+        elif model.is_last:  # an input that is encoded in part gives no token
+            out = None if model.shard.index else torch.empty(0, dtype=torch.long)
+        return len(given), out, sizes
 
-    def _encode_apart(self, model: EncoderDecoderStage, group: StageGroup, new: Pending,
-                      inputs: Tensor) -> Tensor:
+    def _apart(self, group: StageGroup, message: StepMessage,
+               inputs: Tensor) -> tuple[int, Tensor | None, StepSizes]:
+        """As `_together`, of an encoder-decoder model, which encodes whole inputs or decodes."""
+        model, joined = self.model, message.joined
+        assert isinstance(model, EncoderDecoderStage), f"{model.spec.family = }"
+        assert not message.spans, f"{message.kind = }: two passes"
+        if message.kind is StepKind.ENCODE:
+            new = Pending(*group.join(joined), message)
+            return len(joined), self._encoded(model, group, new, inputs), StepSizes(
+                input_tokens=even_input([(0, tokens) for tokens in new.lengths]))
+        if self.receiver is not None:  # another pool has encoded the inputs of those who join
+            self.receiver.forget(message.ended)
+            if joined:
+                encoded = self.receiver.encoded([one.query for one in joined])
+                self.records.computed(model.store_encoded, on_device(encoded, model.device),
+                                      group.encoded.layers, *group.join(joined))
+        assert not group.pending, f"{message.group = } decodes inputs that are not encoded"
+        lengths = [length + 1 for length in group.cache.lengths]
+        step = decode_context(lengths, None, inputs.device)
+        if group.last_tokens is not None:
+            inputs = group.last_tokens.fed(inputs, step)
+        across = decode_context(group.encoded.lengths, device=inputs.device)
+        out: Tensor | None = self.records.computed(
+            model.decode, inputs, group.cache.layers, group.encoded.layers, step, across)
+        for slot in range(len(lengths)):
+            group.cache.grow(slot)
+        if model.is_last and out is not None:
+            out = self._sample(group, out, range(len(lengths)), lengths)
+        return len(lengths), out, decoded_sizes(lengths)
+
+    def _encoded(self, model: EncoderDecoderStage, group: StageGroup, new: Pending,
+                 inputs: Tensor) -> Tensor:
         hidden = self.records.computed(model.encode, inputs, new.lengths)
         if not model.layers:  # the decode pool's ranks look at the encoder's output
             if self.sender is not None and model.is_last:
@@ -173,82 +223,6 @@ class StageExecutor:
         else:
             group.pending.append(new)
         return hidden
-
-    def _decode(self, group: StageGroup, message: StepMessage, inputs: Tensor) -> Tensor | None:
-        model, cache = self.model, group.cache
-        if self.receiver is not None:
-            self._take_over(self.receiver, group, message)
-        lengths = [length + 1 for length in cache.lengths]
-        step = decode_context(lengths, None, inputs.device, cache.room_for(lengths))
-        if group.last_tokens is not None:
-            inputs = group.last_tokens.fed(inputs, step)
-        if isinstance(model, EncoderDecoderStage):
-            assert not group.pending, f"{message.group = } decodes inputs that are not encoded"
-            encoded = group.encoded
-            across = decode_context(encoded.lengths, device=inputs.device)
-            hidden = self.records.computed(model.decode, inputs, cache.layers, encoded.layers, step,
-                                           across)
-        elif group.graphs is not None:
-            hidden = self.records.computed(group.graphs.decode, inputs, step)
-        else:
-            hidden = self.records.computed(model.decode, inputs, cache.layers, step)
-        for slot in range(len(lengths)):
-            cache.grow(slot)
-        if not model.is_last:
-            return hidden
-        return self._sample(group, hidden, range(len(lengths)), cache.lengths)
-
-    def _mix(self, group: StageGroup, message: StepMessage,
-             inputs: Tensor) -> tuple[int, Tensor | None, StepSizes]:
-        """A step of continuous batching: who decodes, those handed over among them, then what is
-        encoded, in one pass. How many queries get a token, what `execute` returns, and what the
-        step's time depends on."""
-        model, cache, spans = self.model, group.cache, message.spans
-        assert not isinstance(model, EncoderDecoderStage), f"{message.kind = }: two passes"
-        begun = {*message.resting, *_place(group, message, self.receiver)}
-        decoding = [] if message.kind is StepKind.ENCODE else [
-            slot for slot in range(len(group.slots.seats)) if slot not in begun]
-        lengths = [cache.lengths[slot] + 1 for slot in decoding]
-        cache.room_for(lengths, decoding)
-        table = cache.room_for([s.first + s.tokens for s in spans], [s.slot for s in spans])
-        step = decode_context(lengths, decoding, inputs.device, table) if decoding else None
-        if step is not None and group.last_tokens is not None:
-            inputs = group.last_tokens.fed(inputs, step)
-        encoded = encode_context(spans, inputs.device, table) if spans else None
-        if step is not None and encoded is None and group.graphs is not None:
-            hidden = self.records.computed(group.graphs.decode, inputs, step)
-        else:
-            hidden = self.records.computed(model.mixed, inputs, cache.layers, step, encoded,
-                                           ends_only=model.is_last)
-        for slot in decoding:
-            cache.grow(slot)
-        sizes = decoded_sizes([cache.lengths[slot] for slot in decoding])._replace(
-            input_tokens=even_input([(span.first, span.tokens) for span in spans]))
-        for span in spans:
-            cache.grow(span.slot, span.tokens)
-        given = decoding + [span.slot for span in spans if span.is_last]
-        if not model.is_last:
-            return len(given), hidden, sizes
-        if not given:  # an input that is encoded in part gives no token
-            nothing = None if model.shard.index else torch.empty(0, dtype=torch.long)
-            return 0, nothing, sizes
-        tokens = self._sample(group, hidden, given, [cache.lengths[slot] for slot in given])
-        return len(given), tokens, sizes
-
-    def _take_over(self, receiver: EntryReceiver, group: StageGroup, message: StepMessage) -> None:
-        """Takes over those who join with a decode step: another pool has encoded their inputs."""
-        receiver.forget(message.ended)
-        if not message.joined:
-            return
-        queries = [joined.query for joined in message.joined]
-        first, lengths = group.join(message.joined)
-        if isinstance(self.model, EncoderDecoderStage):
-            encoded = on_device(receiver.encoded(queries), self.model.device)
-            self.records.computed(self.model.store_encoded, encoded, group.encoded.layers, first,
-                                  lengths)
-            return
-        for slot, query in enumerate(queries, start=first):
-            receiver.put_into(group.cache, slot, query)
 
     def _sample(self, group: StageGroup, hidden: Tensor, slots: Sequence[int],
                 positions: Sequence[int]) -> Tensor | None:
